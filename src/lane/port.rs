@@ -20,7 +20,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::net::{DeviceAddress, NetConnection, RemoteAddress, SendBlocked};
+use super::net::{DeviceAddress, DeviceConnection, NetConnection, RemoteAddress, SendBlocked};
 use super::wait::{self, SLEEP_INTERVAL, Unmet, WaitLimits, Waiter};
 use super::{FlagLine, Lanes, PeerLane};
 use crate::bootstrap::Health;
@@ -178,11 +178,35 @@ impl Port {
         let own = source.part(self.lanes.rank, 0, 0)?;
         let from = DeviceAddress { region: own.region, member: owner, offset: from_offset };
         let target = self.window(span.to)?.target(to, to_offset, len)?;
-        let missing = "one that reads memory of devices";
+        let (connection, devices) = self.devices(to)?;
+        let put = devices.put_device(target, from, len, self.lanes.limits_of(to));
+        put.map_err(|e| self.stuck(connection, to, e))
+    }
+
+    /// Writes the word of a flag in memory of a device of another node, in the window that begins
+    /// with such words, behind all earlier puts to that rank.
+    ///
+    /// # Errors
+    /// As [`Port::put`].
+    pub fn write_word(
+        &self,
+        to: u32,
+        (window, of, flag): (WindowId, u32, Flag),
+        value: u64,
+    ) -> Result<(), Error> {
+        let offset = ControlLayout::flag(of, flag, self.near.ranks());
+        let target = self.window(window)?.target(to, offset, size_of_val(&value) as u64)?;
+        let (connection, devices) = self.devices(to)?;
+        let written = devices.write_word(target, value, self.lanes.limits_of(to));
+        written.map_err(|e| self.stuck(connection, to, e))
+    }
+
+    /// The connection to a rank of another node, and its operations on memory of devices.
+    fn devices(&self, to: u32) -> Result<(&dyn NetConnection, &dyn DeviceConnection), LaneError> {
+        let missing = "one that reaches memory of devices";
         let none = LaneError::NoLane { rank: self.lanes.rank, peer: to, missing };
-        let PeerLane::Net(connection) = self.reach(to)? else { return Err(none.into()) };
-        let put = connection.devices().ok_or(none)?.put_device(target, from, len, self.lanes.limits_of(to));
-        put.map_err(|e| self.stuck(connection.as_ref(), to, e))
+        let PeerLane::Net(connection) = self.reach(to)? else { return Err(none) };
+        Ok((connection.as_ref(), connection.devices().ok_or(none)?))
     }
 
     #[inline(always)]

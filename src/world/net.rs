@@ -57,7 +57,7 @@ const TCP_NET: Net = Net { lane: "tcp", open: |place, thread| place.tcp(thread) 
 pub struct NetReport {
     /// Name of the lane.
     pub lane: &'static str,
-    /// The reason for it in words.
+    /// The reason for it in words; of verbs, also how signals travel, and why.
     pub reason: String,
     /// This rank's NICs; empty where the lane needs none.
     pub nics: Vec<String>,
@@ -118,7 +118,8 @@ impl NetState {
                 }
             },
         };
-        let report = NetReport { lane: transport.lane(), reason: why, nics: transport.describe() };
+        let reason = [Some(why), transport.signals()].into_iter().flatten().collect::<Vec<_>>().join("; ");
+        let report = NetReport { lane: transport.lane(), reason, nics: transport.describe() };
         let net = NetState { thread, transport, report };
         net.register(Region { mapped: Arc::clone(heap.mapped()), member: rank })?;
         Ok(net)

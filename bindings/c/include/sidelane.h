@@ -958,9 +958,9 @@ typedef struct {
     // Device, fixed slots: other ranks on this rank's own device.
     uint64_t same_device;
     // Device: why rows between nodes are staged in host memory, if they are: the lane that
-    // registers host memory alone, "messages" (signals are messages), "nic" (the NIC does not
-    // take the device's memory), "unordered" (the device sees no order in the NICs' writes), "one
-    // queue" (CUDA_DEVICE_MAX_CONNECTIONS is 1), "another rank".
+    // registers host memory alone, "nic" (the NIC does not take the device's memory), "unordered"
+    // (the device sees no order in the NICs' writes), "one queue" (CUDA_DEVICE_MAX_CONNECTIONS is
+    // 1), "another rank".
     char host_staged[16];
     // Device: how NICs address device memory where rows between nodes move by GPUDirect: "dma-buf"
     // or "address".

@@ -43,10 +43,15 @@ fn on_devices(test: &str, seed: u64, card_writes: &str, body: impl FnOnce(Arc<St
     apart::each_with_kernels(&test, &[&variables], || body(stream(0)));
 }
 
-/// Each rank of a world over cards that signal like this, on a device of its own.
+/// Each rank of a world over cards that signal like this, on a device of its own. The cards place
+/// writes in any order, unless signals are writes.
 fn on_cards(case: &Case, signal: SignalMode, body: impl Fn(&mut Rank<bf16>, u64) + Sync) {
     let fabric = Fabric::new(&["card0", "card1"]);
-    let settings = Settings { signal, ..Settings::default() };
+    if signal != SignalMode::Write {
+        fabric.shuffle();
+        fabric.hold();
+    }
+    let settings = Settings { signal: Some(signal), ..Settings::default() };
     let stand_in = Some(fabric.ground(settings));
     let options = Options { net: NetChoice::Verbs, stand_in, forecast: true, ..small() };
     on_ranks(&case.nodes, &options, |world: World| {
@@ -84,6 +89,8 @@ fn rows_go_from_device_to_device_as_on_the_host_to_the_bit() {
             (Route::Direct, SignalMode::Write),
             (Route::Pxn, SignalMode::Write),
             (Route::Pxn, SignalMode::FetchAdd),
+            (Route::Direct, SignalMode::Immediate),
+            (Route::Pxn, SignalMode::Immediate),
         ] {
             let case = Case { route, ..Case::across(&[0, 0, 1, 1], 6, 3) };
             let uneven = Case { hidden: 8, align: 2, route, ..Case::across(&[0, 1, 2, 0, 1], 11, 3) };
@@ -267,23 +274,18 @@ fn a_report_counts_what_went_straight() {
 
 #[test]
 fn rows_are_staged_by_the_host_where_a_device_cannot_await_nics() {
-    let reasons = [("ordered", SignalMode::Immediate, NoGpuDirect::Messages)];
-    let unordered = [("unordered", SignalMode::Write, NoGpuDirect::Unordered)];
     let name = "rows_are_staged_by_the_host_where_a_device_cannot_await_nics";
-    let said = std::env::var("SIDELANE_FAKE_CUDA_CARD_WRITES");
-    for (writes, signal, expected) in reasons.into_iter().chain(unordered) {
-        if said.as_ref().is_ok_and(|said| said != writes) {
-            continue;
-        }
-        on_devices(name, 6, writes, |_| {
+    on_devices(name, 6, "unordered", |_| {
+        for signal in SignalMode::ALL {
             on_cards(&Case::across(&[0, 0, 1], 5, 3), signal, |rank, me| {
                 rank.round(&tokens(me, 9, 16, 3, 5));
                 let report = &rank.reports[0];
-                assert_eq!((report.host_staged, report.registration), (Some(expected), None));
+                let unordered = Some(NoGpuDirect::Unordered);
+                assert_eq!((report.host_staged, report.registration), (unordered, None));
                 assert_eq!(report.enqueued.gpu_direct_bytes, 0);
             });
-        });
-    }
+        }
+    });
 }
 
 /// Rounds of each way in `tests/testbed`.

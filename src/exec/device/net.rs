@@ -66,13 +66,7 @@ impl NetOp {
             NetOp::Span { to, span } | NetOp::GpuDirect { to, span } => {
                 port.put(to, &span, &Io::default(), Stores::Cached)?;
             }
-            NetOp::Word { to, of, flag, value } => {
-                let (word, to_offset) =
-                    (value.to_le_bytes(), ControlLayout::flag(of, flag, port.lanes().ranks()));
-                let (from, len) = (PutSource::Input, word.len() as u64);
-                let span = SpanCopy { from, from_offset: 0, to: WindowId::POOL, to_offset, len };
-                port.put(to, &span, &Io { input: &word, ..Io::default() }, Stores::Cached)?;
-            }
+            NetOp::Word { to, of, flag, value } => port.write_word(to, (WindowId::POOL, of, flag), value)?,
             NetOp::Rows { target, run, at, row_bytes } => {
                 let outbox = PutSource::Window { owner: port.lanes().rank, window: WindowId::HOST_STAGING };
                 let len = u64::from(run.count) * row_bytes;

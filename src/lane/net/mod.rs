@@ -159,6 +159,11 @@ pub trait NetTransport: fmt::Debug + Send + Sync {
     fn describe(&self) -> Vec<String> {
         Vec::new()
     }
+
+    /// How signals travel, and the reason, for reports; none where a lane has one way only.
+    fn signals(&self) -> Option<String> {
+        None
+    }
 }
 
 /// This rank's end of a connection that is not joined yet. Dropped, it gives back all that it took.
@@ -182,9 +187,9 @@ pub trait ConnectionEnd {
 
 /// One rank's end of the way to one rank of another node.
 ///
-/// Puts and signals of one connection happen in the order of the calls: a signal is visible at the
-/// peer only after all puts before it have landed, and after all signals before it. Callers have
-/// checked that targets lie in their windows.
+/// A signal is visible at the peer only after all earlier puts of the connection have landed, and
+/// after all earlier signals. Nothing else is ordered: a put may land after puts of later calls.
+/// Callers have checked that targets lie in their windows.
 pub trait NetConnection: fmt::Debug + Send + Sync {
     /// Name of the lane.
     fn lane(&self) -> &'static str;
@@ -369,9 +374,6 @@ pub enum NoDmaBuf {
 pub enum NoGpuDirect {
     /// This lane registers memory of the host alone.
     Lane(&'static str),
-    /// Signals are messages to the processor (`SIDELANE_VERBS_SIGNAL=immediate`), which no device
-    /// awaits.
-    Messages,
     /// The NIC takes the device's memory neither by a descriptor nor by its address.
     Nic {
         /// Why not by a descriptor.
@@ -394,7 +396,6 @@ impl NoGpuDirect {
     pub fn name(self) -> &'static str {
         match self {
             NoGpuDirect::Lane(lane) => lane,
-            NoGpuDirect::Messages => "messages",
             NoGpuDirect::Nic { .. } => "nic",
             NoGpuDirect::Unordered => "unordered",
             NoGpuDirect::OneQueue => "one queue",
@@ -428,6 +429,13 @@ pub trait DeviceConnection {
         len: u64,
         limits: WaitLimits<'_>,
     ) -> Result<(), SendBlocked>;
+
+    /// Writes a word to the peer's device, behind everything so far: its device sees the word only
+    /// after the bytes of all earlier puts.
+    ///
+    /// # Errors
+    /// As [`NetConnection::put`].
+    fn write_word(&self, to: RemoteAddress, value: u64, limits: WaitLimits<'_>) -> Result<(), SendBlocked>;
 }
 
 /// Counted since the connection was joined.

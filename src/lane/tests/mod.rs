@@ -14,6 +14,7 @@ mod nics;
 mod rebuilt;
 mod requests;
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -301,21 +302,26 @@ fn the_paced_lane_conforms() {
     conforms("emulated");
 }
 
+/// Worlds over NICs without hardware that signal like this.
+fn over(fabric: &Fabric, signal: Option<SignalMode>) -> Options {
+    let settings = Settings { signal, ..Settings::default() };
+    Options { net: NetChoice::Verbs, stand_in: Some(fabric.ground(settings)), ..Options::default() }
+}
+
+/// Scenarios that wait long. A held NIC sends only while its rank polls, so it may be late for a
+/// short deadline.
+fn patient() -> impl Iterator<Item = &'static Scenario> {
+    SUITE.iter().filter(|scenario| scenario.deadline == LONG)
+}
+
 /// The suite over NICs without hardware, which execute at once, or only when their sender polls.
 fn verbs(signal: SignalMode) {
-    for held in [false, true] {
-        let fabric = Fabric::new(&["nic0"]);
-        if held {
-            fabric.hold();
-        }
-        let settings = Settings { signal, ..Settings::default() };
-        let options =
-            Options { net: NetChoice::Verbs, stand_in: Some(fabric.ground(settings)), ..Options::default() };
-        // A held NIC sends only while its rank polls: it may be late for a short deadline.
-        let patient = SUITE.iter().filter(|scenario| !held || scenario.deadline == LONG);
-        patient.for_each(|scenario| run(scenario, [0, 1], &options));
-        assert_eq!(fabric.leftovers(), (0, 0));
-    }
+    let fabric = Fabric::new(&["nic0"]);
+    let options = over(&fabric, Some(signal));
+    SUITE.iter().for_each(|scenario| run(scenario, [0, 1], &options));
+    fabric.hold();
+    patient().for_each(|scenario| run(scenario, [0, 1], &options));
+    assert_eq!(fabric.leftovers(), (0, 0));
 }
 
 #[test]
@@ -331,6 +337,37 @@ fn the_verbs_lane_conforms_when_it_signals_by_additions() {
 #[test]
 fn the_verbs_lane_conforms_when_it_signals_by_immediates() {
     verbs(SignalMode::Immediate);
+}
+
+#[test]
+fn the_verbs_lane_conforms_in_any_order_of_writes_unless_writes_are_asked_for_as_signals() {
+    // By addition, by immediate, and as NICs that are not known to keep an order are used.
+    for signal in [Some(SignalMode::FetchAdd), Some(SignalMode::Immediate), None] {
+        println!("signals by {signal:?}");
+        let fabric = Fabric::new(&["nic0", "nic1"]);
+        let options = over(&fabric, signal);
+        fabric.shuffle();
+        SUITE.iter().for_each(|scenario| run(scenario, [0, 1], &options));
+        fabric.hold();
+        patient().for_each(|scenario| run(scenario, [0, 1], &options));
+        assert_eq!(fabric.leftovers(), (0, 0));
+    }
+}
+
+#[test]
+fn writes_as_signals_break_the_order_where_an_overtaken_write_is_placed_late() {
+    let conforms = |signal| {
+        let fabric = Fabric::new(&["nic0", "nic1"]);
+        fabric.hold();
+        fabric.last_first();
+        let options = over(&fabric, signal);
+        catch_unwind(AssertUnwindSafe(|| run(&SUITE[0], [0, 1], &options))).is_ok()
+    };
+    assert!(SUITE[0].name.starts_with("order: a signal comes after all earlier puts"));
+    assert!(!conforms(Some(SignalMode::Write)), "the flag has not overtaken what was put before it");
+    for signal in [Some(SignalMode::FetchAdd), Some(SignalMode::Immediate), None] {
+        assert!(conforms(signal), "signals by {signal:?}");
+    }
 }
 
 #[test]

@@ -26,8 +26,8 @@ use crate::{ExpertParallel, Options, World};
 
 pub(super) const SHORT: Duration = Duration::from_secs(20);
 
-pub(super) fn options(fabric: &Arc<Fabric>, signal: SignalMode) -> Options {
-    let settings = Settings { signal, ..Settings::default() };
+pub(super) fn options(fabric: &Arc<Fabric>, signal: impl Into<Option<SignalMode>>) -> Options {
+    let settings = Settings { signal: signal.into(), ..Settings::default() };
     Options {
         config: Config { heap: 16 << 20, symmetric: 4 << 20, ..Config::default() },
         timeouts: Timeouts { deadline: SHORT, ..Timeouts::default() },
@@ -88,6 +88,9 @@ fn a_round_over_nics_gives_the_bits_of_one_over_the_loop_lane() {
             for signal in SignalMode::ALL {
                 let fabric = Fabric::new(&["nic0", "nic1"]);
                 fabric.hold();
+                if signal != SignalMode::Write {
+                    fabric.shuffle();
+                }
                 let seen = on_ranks(nodes, &options(&fabric, signal), |world| {
                     assert_eq!(world.net().unwrap().lane, "verbs");
                     let out = round_trip(&world, route, order).unwrap();
@@ -460,8 +463,12 @@ fn a_flush_that_makes_progress_is_not_late() {
 fn a_signal_that_found_no_staging_can_be_made_up_for_by_the_next() {
     let fabric = Fabric::new(&["nic0", "nic1"]);
     let mut options = options(&fabric, SignalMode::Immediate);
-    let settings =
-        Settings { chunk: 4096, in_flight: 16384, signal: SignalMode::Immediate, ..Settings::default() };
+    let settings = Settings {
+        chunk: 4096,
+        in_flight: 16384,
+        signal: Some(SignalMode::Immediate),
+        ..Settings::default()
+    };
     options.stand_in = Some(fabric.ground(settings));
     let seen = on_ranks(&[0, 1], &options, |world| {
         let group = world.all().unwrap();
@@ -533,6 +540,96 @@ fn late_puts_of_a_rebuilt_world_do_not_land_in_memory_that_the_next_has_register
         seen[0]
     });
     assert_eq!(seen, [0, 0]);
+}
+
+/// Rounds in which rank 1 saw a word in its memory before rows that rank 0 had put before it.
+fn words_before_rows(fabric: &Arc<Fabric>, signal: SignalMode, rounds: u8) -> usize {
+    const ROW: u64 = 4096;
+    let seen = on_ranks(&[0, 1], &options(fabric, signal), |world| {
+        let group = world.all().unwrap();
+        let lanes = group.lanes(Route::Direct).unwrap();
+        let range = group.take_symmetric(8 * ROW).unwrap();
+        let window = range.window();
+        let mut early = 0;
+        for round in 1..=rounds {
+            if world.rank() == 0 {
+                let PeerLane::Net(connection) = &lanes.reach[1] else { panic!("over a connection") };
+                let (limits, to) = (lanes.limits_of(1), |offset| window.target(1, offset, 1).unwrap());
+                for row in [1, 3, 5] {
+                    connection.put(to(row * ROW), &vec![round; ROW as usize], limits).unwrap();
+                }
+                connection.devices().unwrap().write_word(to(0), round.into(), limits).unwrap();
+                connection.settle(limits).unwrap();
+            } else {
+                let read = |offset, into: &mut [u8]| {
+                    window.mapped.read(1, window.parts[1].offset + offset, into).unwrap();
+                };
+                let (mut word, until) = ([0; 8], Instant::now() + SHORT);
+                while u64::from_ne_bytes(word) < round.into() {
+                    assert!(Instant::now() < until, "the word of round {round} does not come");
+                    lanes.progress();
+                    read(0, &mut word);
+                }
+                let mut rows = vec![0; 8 * ROW as usize];
+                read(0, &mut rows);
+                let row = |row: u64| &rows[(row * ROW) as usize..][..ROW as usize];
+                early += usize::from([1, 3, 5].into_iter().any(|at| row(at).iter().any(|&b| b != round)));
+            }
+            group.gather(&[]).unwrap();
+        }
+        if world.rank() == 0 {
+            fabric.flush();
+        }
+        early
+    });
+    seen[1]
+}
+
+#[test]
+fn a_word_of_a_device_overtakes_no_rows_in_any_order_of_writes_unless_writes_are_asked_for_as_signals() {
+    for signal in [SignalMode::FetchAdd, SignalMode::Immediate] {
+        let fabric = Fabric::new(&["nic0", "nic1"]);
+        fabric.hold();
+        fabric.shuffle();
+        assert_eq!(words_before_rows(&fabric, signal, 50), 0, "{signal:?}");
+    }
+    let fabric = Fabric::new(&["nic0", "nic1"]);
+    fabric.hold();
+    fabric.last_first();
+    assert_eq!(words_before_rows(&fabric, SignalMode::Write, 1), 1);
+}
+
+#[test]
+fn one_grant_is_in_flight_at_a_time_so_that_no_older_one_is_placed_behind_it() {
+    const RECEIVES: u64 = 256;
+    let fabric = Fabric::new(&["nic0", "nic1"]);
+    on_ranks(&[0, 1], &options(&fabric, SignalMode::Immediate), |world| {
+        let group = world.all().unwrap();
+        let mut window = group.window(64).unwrap();
+        let last = 3 * RECEIVES;
+        if world.rank() == 0 {
+            (1..=RECEIVES).for_each(|value| window.signal(1, value).unwrap());
+            group.gather(&[]).unwrap();
+            // All but the first need credit.
+            (RECEIVES + 1..=last).for_each(|value| window.signal(1, value).unwrap());
+        } else {
+            let posted = || fabric.statistics("nic1").requests;
+            let before = posted();
+            fabric.change("nic1", |nic| nic.mute = true);
+            window.wait_until(0, RECEIVES).unwrap();
+            let until = Instant::now() + SHORT;
+            while posted() == before {
+                assert!(Instant::now() < until, "nothing is granted");
+                std::thread::yield_now();
+            }
+            assert_eq!(posted() - before, 1, "a grant for each quarter of the receives");
+            fabric.change("nic1", |nic| nic.mute = false);
+            fabric.flush();
+            group.gather(&[]).unwrap();
+            window.wait_until(0, last).unwrap();
+        }
+        group.gather(&[]).unwrap();
+    });
 }
 
 #[test]

@@ -64,6 +64,12 @@ impl End<'_> {
     fn signal(&self, value: u64, tag: Option<Tag>) {
         self.connection.signal(self.to(0), value, tag, self.limits).unwrap();
     }
+
+    /// A word behind all that, as of a device.
+    fn word(&self, at: u64, value: u64) {
+        let devices = self.connection.devices().unwrap();
+        devices.write_word(self.to(DATA + at), value, self.limits).unwrap();
+    }
 }
 
 /// Byte `i` of the source.
@@ -142,7 +148,7 @@ fn asked(counters: NicCounters) -> NicCounters {
 
 /// How many work requests what `act` does are, with one doorbell for all of them, and a signal.
 fn requests(pieces: u32, signal: SignalMode, act: impl Fn(&End<'_>) + Sync) -> u64 {
-    let settings = Settings { signal, ..Settings::default() };
+    let settings = Settings { signal: Some(signal), ..Settings::default() };
     let (counted, _) = counted(&fabric(pieces, false), settings, |end| {
         act(end);
         end.signal(2, None);
@@ -208,7 +214,7 @@ fn put_to_another_place_begins_a_request() {
 
 #[test]
 fn a_write_that_is_gathered_ends_with_a_chunk_a_signal_and_a_settling() {
-    let settings = Settings { chunk: 4096, signal: SignalMode::Immediate, ..Settings::default() };
+    let settings = Settings { chunk: 4096, signal: Some(SignalMode::Immediate), ..Settings::default() };
     let (all, _) = counted(&fabric(8, false), settings, |end| {
         end.put(0, 96, false);
         // Two chunks in all: the first is as long as possible.
@@ -224,51 +230,107 @@ fn a_write_that_is_gathered_ends_with_a_chunk_a_signal_and_a_settling() {
     assert_eq!(all.doorbells, 4, "a batch for each signal, for the settling and for the end");
 }
 
-/// Counts of rank 0's connections for a put of `len` bytes and a signal.
-fn put_and_signal(signal: SignalMode, len: usize) -> NicCounters {
-    let fabric = Fabric::new(&["nic0"]);
-    let counted = on_ranks(&[0, 1], &options(&fabric, signal), |world| {
+/// Counts of both ranks' connections for a put of `len` bytes and a signal from rank 0 to rank 1.
+fn put_and_signal(fabric: &Arc<Fabric>, signal: Option<SignalMode>, len: usize) -> [NicCounters; 2] {
+    let counted = on_ranks(&[0, 1], &options(fabric, signal), |world| {
         let mut window = world.all().unwrap().window(1 << 20).unwrap();
-        let mut counted = NicCounters::default();
+        let group = world.all().unwrap();
         if world.rank() == 0 {
             // The first signal of a word carries more than the others.
             window.signal(1, 1).unwrap();
             window.quiet().unwrap();
-            let before = world.nic_counters();
+        } else {
+            window.wait_until(0, 1).unwrap();
+        }
+        let before = world.nic_counters();
+        group.gather(&[]).unwrap();
+        if world.rank() == 0 {
             window.put_signal(1, 64, &vec![7; len], 2).unwrap();
             window.quiet().unwrap();
-            let after = world.nic_counters();
-            assert_eq!(after, world.nic_forecast());
-            counted = after - before;
+            assert_eq!(world.nic_counters(), world.nic_forecast());
         } else {
             window.wait_until(0, 2).unwrap();
             let mut seen = vec![0; len];
             window.read(64, &mut seen).unwrap();
             assert!(seen.iter().all(|&byte| byte == 7));
         }
+        let counted = world.nic_counters() - before;
+        group.gather(&[]).unwrap();
         window.barrier().unwrap();
         counted
     });
-    counted[0]
+    [counted[0], counted[1]]
 }
 
 #[test]
 fn a_put_and_its_signal_are_two_work_requests_or_one_with_immediate_and_one_doorbell_each_way() {
-    for len in [8u64, 4096] {
+    for len in [8u64, 4096, 8192, 8193] {
         let one_way = |signal| {
-            let NicCounters { requests, bytes, received, .. } = put_and_signal(signal, len as usize);
-            (requests, bytes, received)
+            let [from, to] = put_and_signal(&fabric(8, false), Some(signal), len as usize);
+            assert_eq!((from.doorbells, from.completions, from.received), (1, 1, 0), "{signal:?}, {len}");
+            assert_eq!((to.requests, to.completions), (0, 0), "{signal:?}, {len}");
+            (from.requests, from.bytes, to.received)
         };
         assert_eq!(one_way(SignalMode::Write), (2, len + 8, 0));
         assert_eq!(one_way(SignalMode::FetchAdd), (2, len, 0));
-        assert_eq!(one_way(SignalMode::Immediate), (1, len, 0));
+        // The packets of a larger write take all paths, which those with an immediate do not.
+        let requests = if len > 8192 { 2 } else { 1 };
+        assert_eq!(one_way(SignalMode::Immediate), (requests, len, 1));
+    }
+}
+
+#[test]
+fn signals_are_writes_between_nics_in_order_and_immediates_if_one_of_them_is_not_known_to_be() {
+    const SOFT_ROCE: (u32, u32) = (0xff_ffff, 0);
+    const CONNECT_X_7: (u32, u32) = (0x02c9, 4129);
+    for (vendors, received) in [
+        ([SOFT_ROCE; 2], 0),
+        ([SOFT_ROCE, CONNECT_X_7], 1),
+        ([CONNECT_X_7, SOFT_ROCE], 1),
+        ([CONNECT_X_7; 2], 1),
+    ] {
+        let fabric = Fabric::new(&["nic0", "nic1"]);
+        for (nic, vendor) in ["nic0", "nic1"].into_iter().zip(vendors) {
+            fabric.change(nic, |nic| nic.vendor = vendor);
+        }
+        let [_, to] = put_and_signal(&fabric, None, 64);
+        assert_eq!(to.received, received, "{vendors:?}");
+        let reports = on_ranks(&[0, 1], &options(&fabric, None), |world| world.net().unwrap().clone());
+        for ((report, vendor), nic) in reports.iter().zip(vendors).zip(["nic0", "nic1"]) {
+            let known = vendor == SOFT_ROCE;
+            let reason = match known {
+                true => "requested; signals by write to NICs that place writes in order".to_owned(),
+                false => format!("requested; signals by immediate: {nic} may place writes in any order"),
+            };
+            assert_eq!(report.reason, reason);
+            let order = if known { "writes in order: Soft-RoCE" } else { "writes perhaps in any order" };
+            assert!(report.nics[0].ends_with(order), "{:?}", report.nics);
+        }
+    }
+}
+
+#[test]
+fn a_word_behind_rows_is_a_request_and_waits_for_them_with_a_doorbell_of_its_own_unless_signals_are_writes() {
+    for (signal, doorbells) in [(SignalMode::Write, 1), (SignalMode::FetchAdd, 2), (SignalMode::Immediate, 2)]
+    {
+        for held in [false, true] {
+            let settings = Settings { signal: Some(signal), ..Settings::default() };
+            let (seen, landed) = counted(&fabric(8, held), settings, |end| {
+                end.rows(0, &scattered(8), true);
+                end.word(4096, 3);
+                end.signal(2, None);
+            });
+            // Rows, word and signal; the word travels with nothing.
+            assert_eq!((seen.requests, seen.doorbells, seen.completions), (3, doorbells, doorbells));
+            assert_eq!(landed[4096..4104], 3u64.to_ne_bytes());
+        }
     }
 }
 
 #[test]
 fn telling_a_peer_that_its_signals_were_taken_does_not_end_a_write_that_is_gathered() {
     let fabric = fabric(8, false);
-    let options = small(&fabric, &Settings { signal: SignalMode::Immediate, ..Settings::default() });
+    let options = small(&fabric, &Settings { signal: Some(SignalMode::Immediate), ..Settings::default() });
     on_ranks(&[0, 1], &options, |world| {
         let group = world.all().unwrap();
         let lanes = group.lanes(Route::Direct).unwrap();
@@ -321,37 +383,44 @@ fn dispatched(route: Route, signal: SignalMode, tokens: usize, registered: bool)
     const HIDDEN: usize = 64;
     let nodes: &[u32] = if route == Route::Pxn { &[0, 0, 1, 1] } else { &[0, 1] };
     let experts = 4 * nodes.len() as u32;
-    on_ranks(nodes, &small(&fabric(8, false), &Settings { signal, ..Settings::default() }), |world| {
-        let group = world.all().unwrap();
-        let builder = ExpertParallel::builder(&group).unwrap().experts(experts).top_k(experts).hidden(HIDDEN);
-        let mode = ReceiveMode::Slots { rows: 7, overflow: Overflow::Error };
-        let mut ep =
-            builder.layout(RowLayout::RankMajor).mode(mode).route(route).max_tokens(7).build().unwrap();
-        // Every token goes to every rank.
-        let routing = synthetic(Pattern::Uniform, experts, experts, tokens as u32, 7, world.rank()).unwrap();
-        let mut buffer = ep.token_buffer(tokens as u32).unwrap();
-        let elsewhere: Vec<bf16> = (0..tokens * HIDDEN).map(|i| bf16::from_f32((i % 97) as f32)).collect();
-        buffer.rows_mut::<bf16>().unwrap().copy_from_slice(&elsewhere);
-        let mut counted = NicCounters::default();
-        for _ in 0..3 {
-            group.gather(&[]).unwrap();
-            let before = world.nic_counters();
-            let x = if registered { buffer.rows::<bf16>().unwrap() } else { &elsewhere };
-            let (rows, handle) = ep.dispatch(x, &routing).unwrap();
-            counted = world.nic_counters() - before;
-            let used = rows.rows::<bf16>().unwrap().chunks(7 * HIDDEN);
-            assert!(
-                used.len() == nodes.len()
-                    && used.into_iter().all(|slots| {
-                        slots[..tokens * HIDDEN] == elsewhere
-                            && slots[tokens * HIDDEN..].iter().all(|&x| x == bf16::ZERO)
-                    })
-            );
-            drop((rows, handle));
-            assert_eq!(asked(world.nic_counters()), asked(world.nic_forecast()));
-        }
-        counted
-    })
+    on_ranks(
+        nodes,
+        &small(&fabric(8, false), &Settings { signal: Some(signal), ..Settings::default() }),
+        |world| {
+            let group = world.all().unwrap();
+            let builder =
+                ExpertParallel::builder(&group).unwrap().experts(experts).top_k(experts).hidden(HIDDEN);
+            let mode = ReceiveMode::Slots { rows: 7, overflow: Overflow::Error };
+            let mut ep =
+                builder.layout(RowLayout::RankMajor).mode(mode).route(route).max_tokens(7).build().unwrap();
+            // Every token goes to every rank.
+            let routing =
+                synthetic(Pattern::Uniform, experts, experts, tokens as u32, 7, world.rank()).unwrap();
+            let mut buffer = ep.token_buffer(tokens as u32).unwrap();
+            let elsewhere: Vec<bf16> =
+                (0..tokens * HIDDEN).map(|i| bf16::from_f32((i % 97) as f32)).collect();
+            buffer.rows_mut::<bf16>().unwrap().copy_from_slice(&elsewhere);
+            let mut counted = NicCounters::default();
+            for _ in 0..3 {
+                group.gather(&[]).unwrap();
+                let before = world.nic_counters();
+                let x = if registered { buffer.rows::<bf16>().unwrap() } else { &elsewhere };
+                let (rows, handle) = ep.dispatch(x, &routing).unwrap();
+                counted = world.nic_counters() - before;
+                let used = rows.rows::<bf16>().unwrap().chunks(7 * HIDDEN);
+                assert!(
+                    used.len() == nodes.len()
+                        && used.into_iter().all(|slots| {
+                            slots[..tokens * HIDDEN] == elsewhere
+                                && slots[tokens * HIDDEN..].iter().all(|&x| x == bf16::ZERO)
+                        })
+                );
+                drop((rows, handle));
+                assert_eq!(asked(world.nic_counters()), asked(world.nic_forecast()));
+            }
+            counted
+        },
+    )
 }
 
 #[test]
@@ -384,6 +453,7 @@ enum Step {
     Put { len: u64, registered: bool },
     Rows { rows: Vec<u32>, registered: bool },
     Zero { len: u64 },
+    Word,
     Signal { tagged: bool },
     Settle,
     Gap,
@@ -395,6 +465,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         4 => (1..6000u64, any::<bool>()).prop_map(|(len, registered)| Step::Put { len, registered }),
         4 => (rows(), any::<bool>()).prop_map(|(rows, registered)| Step::Rows { rows, registered }),
         2 => (1..3000u64).prop_map(|len| Step::Zero { len }),
+        1 => Just(Step::Word),
         1 => any::<bool>().prop_map(|tagged| Step::Signal { tagged }),
         1 => Just(Step::Settle),
         1 => Just(Step::Gap),
@@ -414,6 +485,7 @@ fn landed(steps: &[Step]) -> Vec<u8> {
             }
             Step::Zero { len } => bytes.resize(bytes.len() + *len as usize, 0),
             Step::Gap => bytes.resize(bytes.len() + 16, 0),
+            Step::Word => bytes.extend(bytes.len().to_ne_bytes()),
             Step::Signal { .. } | Step::Settle => {}
         }
     }
@@ -438,6 +510,10 @@ fn perform(steps: &[Step], end: &End<'_>) {
                 at += len;
             }
             Step::Gap => at += 16,
+            Step::Word => {
+                end.word(at, at);
+                at += 8;
+            }
             Step::Signal { tagged } => {
                 value += 1;
                 end.signal(value, tagged.then(Tag::default));
@@ -451,16 +527,20 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
 
     /// Little staging, so that a slow NIC makes its sender wait often, also in the middle of a
-    /// write.
+    /// write. It places writes in any order, where signals allow that.
     #[test]
     fn how_many_requests_come_of_some_calls_does_not_depend_on_how_fast_the_nic_is(
         steps in steps(),
         signal in prop::sample::select(SignalMode::ALL.to_vec()),
         pieces in 2..9u32,
     ) {
-        let settings = Settings { chunk: 4096, in_flight: 4096, signal, ..Settings::default() };
+        let settings = Settings { chunk: 4096, in_flight: 4096, signal: Some(signal), ..Settings::default() };
         let [fast, slow] = [false, true].map(|held| {
-            let (counted, seen) = counted(&fabric(pieces, held), settings.clone(), |end| perform(&steps, end));
+            let fabric = fabric(pieces, held);
+            if held && signal != SignalMode::Write {
+                fabric.shuffle();
+            }
+            let (counted, seen) = counted(&fabric, settings.clone(), |end| perform(&steps, end));
             assert!(seen == landed(&steps), "{signal:?}, {pieces}, held {held}");
             asked(counted)
         });

@@ -212,7 +212,24 @@ pub fn nics(root: &Root, facts: &Facts, ports: &[Port]) -> Vec<Finding> {
         );
     }
     findings.extend(ports.iter().map(describe));
+    if !ports.is_empty() {
+        findings.push(signals(facts));
+    }
     findings
+}
+
+fn signals(facts: &Facts) -> Finding {
+    const WHAT: &str = "signals over NICs";
+    match facts.verbs_signal.as_deref().map(str::trim) {
+        None | Some("" | "auto") => Finding::new(WHAT, "auto").means(
+            "By write between NICs that are known to place writes in order, else by immediate. \
+             Reports say which.",
+        ),
+        Some("write") => Finding::new(WHAT, "write")
+            .means("Flags pass rows if NICs or switches change the order of writes: wrong rows, silently.")
+            .note("Unset SIDELANE_VERBS_SIGNAL, unless NICs and switches are known to keep the order."),
+        Some(other) => Finding::new(WHAT, other).means("No write passes such a signal."),
+    }
 }
 
 fn library(root: &Root, facts: &Facts, has_nics: bool) -> Finding {

@@ -93,6 +93,8 @@ pub struct Facts {
     /// Whether a segment that asked for huge pages got them; `None` if the kernel does not report
     /// it.
     pub huge_pages: Option<bool>,
+    /// The setting of `SIDELANE_VERBS_SIGNAL`.
+    pub verbs_signal: Option<String>,
     /// Directories of `LD_LIBRARY_PATH`.
     pub library_path: Vec<PathBuf>,
     /// The CUDA driver's report, or the reason why there is none.
@@ -108,6 +110,7 @@ impl Facts {
             locked_memory: getrlimit(Resource::Memlock).current,
             open_files: getrlimit(Resource::Nofile).current,
             huge_pages: sidelane::memory::huge_pages_granted(),
+            verbs_signal: std::env::var("SIDELANE_VERBS_SIGNAL").ok(),
             library_path: std::env::split_paths(&path).filter(|dir| !dir.as_os_str().is_empty()).collect(),
             cuda: Driver::open().and_then(|driver| driver.probe()),
         }

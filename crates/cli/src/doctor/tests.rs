@@ -34,6 +34,7 @@ impl Machine {
             locked_memory: Some(8 << 20),
             open_files: Some(1024),
             huge_pages: None,
+            verbs_signal: None,
             library_path: Vec::new(),
             cuda: Err(DeviceError::NoLibrary {
                 library: "libcuda.so.1".into(),
@@ -128,6 +129,24 @@ fn a_card_that_works_needs_its_library_its_device_and_locked_memory() {
     assert_eq!(finding(&findings, "libibverbs").found, "/opt/rdma/libibverbs.so.1");
     assert!(findings.iter().all(|f| f.what != "/dev/infiniband"));
     assert_eq!(finding(&findings, "locked memory").found, "unlimited");
+}
+
+#[test]
+fn writes_as_signals_are_noted_where_there_are_nics() {
+    let machine = Machine::new("signals").with_card("4: ACTIVE\n");
+    for (setting, found, level) in [
+        (None, "auto", Level::Ok),
+        (Some("auto"), "auto", Level::Ok),
+        (Some("immediate"), "immediate", Level::Ok),
+        (Some("write"), "write", Level::Note),
+    ] {
+        let facts = Facts { verbs_signal: setting.map(str::to_owned), ..machine.facts() };
+        let findings = machine.examine_with(facts);
+        let signals = finding(&findings, "signals over NICs");
+        assert_eq!((signals.found.as_str(), signals.level), (found, level));
+    }
+    let findings = Machine::new("no-signals").examine();
+    assert!(findings.iter().all(|finding| finding.what != "signals over NICs"));
 }
 
 #[test]

@@ -12,9 +12,15 @@
 //! | fetch-add | addition | write of the tag before it | the NIC |
 //! | immediate | travels with the last write, or alone | a record of 64 bytes | the peer, when it receives |
 //!
-//! The first two are for NICs that place data in order. They wake no thread, so a waiter polls. The
-//! third is for NICs that do not place data in order. It takes a receive, and its credits are the
-//! peer's *grant*: its receives less those that it has yet to repost.
+//! A network may take the packets of one queue pair over several paths, and NICs then place writes
+//! in any order. The standard orders three things behind all earlier writes: an atomic, and the
+//! completion of the receive that an immediate or a send takes. So *write* alone is for NICs that
+//! place writes in order. The first two wake no thread, so a waiter polls. The third takes a
+//! receive, and its credits are the peer's *grant*: its receives less those that it has yet to
+//! repost.
+//!
+//! A *word* in memory of a device is always a write: no processor could raise it, and not every NIC
+//! adds there. Unless signals are writes, it is fenced.
 //!
 //! Each call takes the lock, updates the forecast, and queues requests. Bytes that the NIC can read
 //! go in place, all others are staged. A put is cut where the gathered write is full, or where the
@@ -195,7 +201,7 @@ impl Connection {
     /// Takes completions and posts what can be posted. Returns whether there was anything.
     fn step(&self, state: &mut State) -> Result<bool, VerbsError> {
         let mut any = self.complete(state)?;
-        if let Some(taken) = state.receiver.to_grant() {
+        if let Some(taken) = state.receiver.to_grant().filter(|_| state.sender.may_grant()) {
             state.sender.grant(state.receiver.grant_to(), taken)?;
             state.receiver.granted(taken);
             if let Some(forecast) = &mut state.forecast {
@@ -335,6 +341,22 @@ impl DeviceConnection for Connection {
                 forecast.device(self.remote(to)?.0, len);
             }
             self.put_in_place(state, to, source, len as usize)
+        })
+    }
+
+    fn write_word(&self, to: RemoteAddress, value: u64, limits: WaitLimits<'_>) -> Result<(), SendBlocked> {
+        self.with(limits, |state| {
+            let (remote, _) = self.remote(to)?;
+            if let Some(forecast) = &mut state.forecast {
+                forecast.word();
+            }
+            state.sender.close();
+            if self.signal != SignalMode::Write {
+                state.sender.fence();
+            }
+            self.write_words(state, remote, &[value], limits)?;
+            state.sender.post()?;
+            Ok(())
         })
     }
 }

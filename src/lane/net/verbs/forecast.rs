@@ -3,8 +3,9 @@
 //! These are the rules of the lane as arithmetic. Puts are pieces: a copied put is one, and rows in
 //! place are one for each run of adjacent rows. Pieces with adjacent targets are one request, until
 //! it has thirty pieces or a chunk of bytes, or until a signal. A signal is one request more, or
-//! two with a tag, or none if it travels with the puts before it. A batch is a doorbell, and a
-//! doorbell a completion. The prediction is exact as long as nothing waits for credit. Otherwise a
+//! two with a tag, or none if it travels with the puts before it. A word of a device is a request,
+//! and begins a batch where it waits for those before it. A batch is a doorbell, and a doorbell a
+//! completion. The prediction is exact as long as nothing waits for credit. Otherwise a
 //! batch may be cut short, and only requests, packets and bytes are exact.
 
 use super::{Remote, SignalMode};
@@ -27,6 +28,8 @@ pub struct Rules {
     pub batch: u64,
     /// Bytes of a packet.
     pub mtu: u64,
+    /// The largest write, in bytes, that an immediate travels with.
+    pub along: u64,
     /// How signals travel.
     pub signal: SignalMode,
 }
@@ -134,10 +137,11 @@ impl Forecast {
 
     /// A signal, with a tag or not; `named` if its word has a number and the growth fits beside it.
     pub fn signal(&mut self, tagged: bool, named: bool) {
-        let open = self.close();
+        let travels = self.open.is_some_and(|open| open.bytes <= self.rules.along);
+        self.close();
         match self.rules.signal {
             SignalMode::Immediate if named && !tagged => {
-                if !open {
+                if !travels {
                     self.request(0);
                 }
             }
@@ -151,6 +155,15 @@ impl Forecast {
             }
         }
         self.post();
+    }
+
+    /// A word of a device.
+    pub fn word(&mut self) {
+        self.close();
+        if self.rules.signal != SignalMode::Write {
+            self.post();
+        }
+        self.request(8);
     }
 
     /// The report to the peer of how many of its signals were taken: at once, and past a write that
@@ -192,13 +205,11 @@ impl Forecast {
         }
     }
 
-    /// Nothing more travels with the write that is open. Returns whether there was one.
-    fn close(&mut self) -> bool {
-        let open = self.open.take();
-        if let Some(Open { bytes, .. }) = open {
+    /// Nothing more travels with the write that is open.
+    fn close(&mut self) {
+        if let Some(Open { bytes, .. }) = self.open.take() {
             self.request(bytes);
         }
-        open.is_some()
     }
 
     fn request(&mut self, bytes: u64) {

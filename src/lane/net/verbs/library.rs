@@ -36,6 +36,7 @@ use super::ffi::{
     ibv_device, ibv_device_attr, ibv_mr, ibv_pd, ibv_port_attr, ibv_qp, ibv_qp_attr, ibv_qp_init_attr,
 };
 use super::nic::Port;
+use super::order::PlacementOrder;
 use crate::error::VerbsError;
 
 /// Default name for the dynamic loader.
@@ -184,6 +185,8 @@ pub struct Attributes {
     pub atomics_in: u8,
     /// Ports, numbered from 1.
     pub ports: u8,
+    /// Knowledge about the order in which it places writes.
+    pub order: PlacementOrder,
 }
 
 impl Context {
@@ -339,6 +342,7 @@ impl Attributes {
         atomics_out: 0,
         atomics_in: 0,
         ports: 0,
+        order: PlacementOrder::Unknown,
     };
 
     fn of(attr: &ibv_device_attr) -> Self {
@@ -352,6 +356,7 @@ impl Attributes {
             atomics_out: small(attr.max_qp_init_rd_atom),
             atomics_in: small(attr.max_qp_rd_atom),
             ports: attr.phys_port_cnt,
+            order: PlacementOrder::of(attr.vendor_id, attr.vendor_part_id),
         }
     }
 }

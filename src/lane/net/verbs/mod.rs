@@ -39,6 +39,7 @@ mod forecast;
 mod library;
 mod memory;
 mod nic;
+mod order;
 mod queue_pair;
 mod receiver;
 mod registration;

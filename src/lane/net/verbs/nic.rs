@@ -36,6 +36,7 @@ use super::ffi::{
     IBV_LINK_LAYER_ETHERNET, IBV_LINK_LAYER_INFINIBAND, IBV_MTU_256, IBV_MTU_512, IBV_MTU_1024, IBV_MTU_2048,
     IBV_MTU_4096, IBV_PORT_ACTIVE, IBV_PORT_ARMED, IBV_PORT_DOWN, IBV_PORT_INIT, ibv_port_attr,
 };
+use super::order::PlacementOrder;
 use super::{Context, Library, Path, Settings};
 use crate::error::VerbsError;
 use crate::memory::Numa;
@@ -54,7 +55,8 @@ pub struct Nic {
 }
 
 impl std::fmt::Display for Nic {
-    /// For reports: the NIC, its address, its place.
+    /// For reports: the NIC, its address, its place, and what is known about the order of its
+    /// writes.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Path { port, gid, gid_index, mtu, .. } = self.path;
         let address = gid.to_ipv4_mapped().map_or_else(|| gid.to_string(), |address| address.to_string());
@@ -62,9 +64,12 @@ impl std::fmt::Display for Nic {
         if let Some(node) = self.numa_node {
             write!(f, ", NUMA node {node}")?;
         }
-        match self.pci_path.as_deref().and_then(std::path::Path::file_name) {
-            Some(place) => write!(f, ", PCI {}", place.display()),
-            None => Ok(()),
+        if let Some(place) = self.pci_path.as_deref().and_then(std::path::Path::file_name) {
+            write!(f, ", PCI {}", place.display())?;
+        }
+        match self.context.attributes().order {
+            PlacementOrder::Kept(why) => write!(f, ", writes in order: {why}"),
+            PlacementOrder::Unknown => write!(f, ", writes perhaps in any order"),
         }
     }
 }

@@ -359,7 +359,7 @@ fn blank(state: u32) -> ibv_qp_attr {
 }
 
 /// Version of the verbs lane's protocol, the description included.
-const VERSION: u8 = 1;
+const VERSION: u8 = 2;
 
 /// Queue pair and packet numbers have so many bits.
 const MASK_24: u32 = (1 << 24) - 1;
@@ -519,10 +519,10 @@ mod tests {
 
     #[test]
     fn another_version_and_a_wrong_length_are_told_apart() {
-        let mut bytes = vec![2; 50];
+        let mut bytes = vec![1; 50];
         let seen = Endpoint::from_bytes(7, &bytes);
-        assert_eq!(seen, Err(VerbsError::EndpointVersion { peer: 7, seen: 2, expected: 1 }));
-        bytes[0] = 1;
+        assert_eq!(seen, Err(VerbsError::EndpointVersion { peer: 7, seen: 1, expected: 2 }));
+        bytes[0] = 2;
         let seen = Endpoint::from_bytes(7, &bytes);
         assert_eq!(seen, Err(VerbsError::EndpointLength { peer: 7, seen: 50, expected: 32 }));
         let seen = Endpoint::from_bytes(7, &[]);

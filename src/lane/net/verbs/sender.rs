@@ -25,6 +25,16 @@
 //! stage one more piece gets it when all earlier data has been read, though the write itself is not
 //! posted.
 //!
+//! **Fences.** A fenced request waits in the queue until the NIC has completed all requests before
+//! it, and so have those behind it. The completion of a write says that it is placed at the peer,
+//! whatever way its packets took. No flag of a request says as much: `IBV_SEND_FENCE` waits for
+//! reads and atomics only.
+//!
+//! ```text
+//!   asked    rows | rows | fenced word | signal
+//!   posted   one doorbell  '- a second one, after the completion of the first
+//! ```
+//!
 //! **Registered memory** of the connection ([`Block`]). *Staging* is a ring of bytes that were not
 //! registered at their source, and of the contents of signals: copied in at the head, free again at
 //! the tail when the NIC has read them. The grant to the peer only grows, so it needs no staging: a
@@ -108,7 +118,11 @@ pub struct Sender {
     due: u64,
     /// Requests from this number on read no memory but our own.
     in_place: u64,
+    /// Requests from this number on are behind the last report of taken signals.
+    grants: u64,
     in_flight: u64,
+    /// Numbers of requests that are posted after the completion of all before them.
+    fences: VecDeque<u64>,
 }
 
 /// Numbers of receives have this bit.
@@ -132,7 +146,9 @@ impl Sender {
             done: 0,
             due: 0,
             in_place: 0,
+            grants: 0,
             in_flight: 0,
+            fences: VecDeque::new(),
         }
     }
 
@@ -178,10 +194,20 @@ impl Sender {
         self.close_as(Kind::Write);
     }
 
-    /// Ends the write that is being gathered, if there is one, with this immediate. Returns whether
-    /// there is.
+    /// Ends the write that is being gathered. If it is small, this immediate travels with it.
+    /// Returns whether it does.
     pub fn take_along(&mut self, immediate: u32) -> bool {
-        self.close_as(Kind::Immediate(immediate))
+        if self.gather.bytes <= ALONG {
+            return self.close_as(Kind::Immediate(immediate));
+        }
+        self.close();
+        false
+    }
+
+    /// What is asked for next waits for the completion of everything so far.
+    pub fn fence(&mut self) {
+        self.close();
+        self.fences.push_back(self.asked);
     }
 
     /// Asks for a request without bytes of others, behind everything so far.
@@ -213,6 +239,12 @@ impl Sender {
         true
     }
 
+    /// Whether a report of taken signals may go out: not before the last one is placed. Two in
+    /// flight could be placed in the wrong order, and then the count at the peer would shrink.
+    pub fn may_grant(&self) -> bool {
+        self.done >= self.grants
+    }
+
     /// Reports to the peer at once how many of its signals were taken. This may overtake a write
     /// that is being gathered: the report says nothing about it, and the peer does not expect it at
     /// a given time.
@@ -221,6 +253,7 @@ impl Sender {
         self.pieces.push_back(piece);
         let bytes = piece.len().into();
         self.push(Request { kind: Kind::Write, to, pieces: 1, bytes, staged: None, words: [0; 3] });
+        self.grants = self.asked;
         self.post_soon();
         Ok(())
     }
@@ -266,6 +299,10 @@ impl Sender {
     fn ring(&mut self, most: usize) -> Result<bool, VerbsError> {
         let (mut count, mut bytes, mut packets, mut staged) = (0, 0, 0, None);
         for request in self.queue.iter().take(most) {
+            let fenced = self.fences.front() == Some(&(self.posted + count));
+            if fenced && (count > 0 || self.done < self.posted) {
+                break;
+            }
             let in_flight = self.in_flight + bytes;
             if in_flight > 0 && in_flight + request.bytes > self.limits.bytes {
                 break;
@@ -274,19 +311,22 @@ impl Sender {
             packets += request.bytes.div_ceil(self.limits.mtu).max(1);
             staged = request.staged.or(staged);
         }
+        if count == 0 {
+            return Ok(false);
+        }
+        while self.fences.front() == Some(&self.posted) {
+            self.fences.pop_front();
+        }
         for nth in 0..count {
             let Some(request) = self.queue.pop_front() else { break };
             let flags = if nth + 1 == count { Flags::SIGNALED } else { Flags::empty() };
             self.chain(request, flags)?;
             self.posted += 1;
         }
-        if count == 0 {
-            return Ok(false);
-        }
         self.qp.post_send(&mut self.chain)?;
         self.in_flight += bytes;
         self.flights.push_back(Flight { end: self.posted, bytes, staged });
-        self.counters.requests += count as u64;
+        self.counters.requests += count;
         self.counters.doorbells += 1;
         self.counters.packets += packets;
         self.counters.bytes += bytes;
@@ -329,6 +369,7 @@ impl Sender {
         self.queue.clear();
         self.pieces.clear();
         self.flights.clear();
+        self.fences.clear();
         self.posted = self.asked;
         self.done = self.asked;
         self.in_flight = 0;
@@ -378,6 +419,10 @@ pub fn operation(id: u64) -> Operation {
         },
     }
 }
+
+/// The largest write, in bytes, that an immediate travels with. The packets of a write with
+/// immediate all take one path, so a larger one goes without: over all paths.
+pub const ALONG: u64 = 8 << 10;
 
 /// Limits of one request.
 #[derive(Clone, Copy, Debug)]

@@ -12,11 +12,11 @@ use crate::error::BootstrapError;
 /// How a signal travels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SignalMode {
-    /// A write of the flag's line, behind the data.
+    /// A write of the flag's line, behind the data: for NICs that place writes in order.
     Write,
     /// An atomic addition, behind the data.
     FetchAdd,
-    /// A number that comes with the data's last write.
+    /// A number that comes with the data's last write, or with a write of no bytes.
     Immediate,
 }
 
@@ -32,7 +32,18 @@ impl SignalMode {
             SignalMode::Immediate => "immediate",
         }
     }
+
+    /// The name of a setting: none is the choice of the NICs.
+    pub const fn setting(mode: Option<Self>) -> &'static str {
+        match mode {
+            Some(mode) => mode.name(),
+            None => AUTO,
+        }
+    }
 }
+
+/// In the environment: as the NICs of both ends allow.
+const AUTO: &str = "auto";
 
 /// The table.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -63,8 +74,8 @@ pub struct Settings {
     pub chunk: u64,
     /// Bytes in flight to one peer.
     pub in_flight: u64,
-    /// How a signal travels.
-    pub signal: SignalMode,
+    /// How a signal travels; none: as the NICs of both ends allow.
+    pub signal: Option<SignalMode>,
     /// Whether data may pass data; none: where libibverbs knows how.
     pub relaxed: Option<bool>,
 }
@@ -85,7 +96,7 @@ impl Default for Settings {
             mtu: None,
             chunk: 256 << 10,
             in_flight: 4 << 20,
-            signal: SignalMode::Write,
+            signal: None,
             relaxed: None,
         }
     }
@@ -131,7 +142,7 @@ impl Settings {
             mtu: vars.mtu()?,
             chunk,
             in_flight: in_flight.unwrap_or(usual.in_flight.max(chunk)),
-            signal: vars.signal()?.unwrap_or(usual.signal),
+            signal: vars.signal()?,
             relaxed: vars.number("SIDELANE_VERBS_RELAXED_ORDERING", 0..=1, "0 or 1")?.map(|n: u8| n == 1),
         })
     }
@@ -203,9 +214,12 @@ impl Vars<'_> {
     }
 
     fn signal(&self) -> Result<Option<SignalMode>, BootstrapError> {
-        self.read("SIDELANE_VERBS_SIGNAL", "write, fetch-add or immediate", |value| {
-            SignalMode::ALL.into_iter().find(|mode| mode.name() == value)
-        })
+        let mode = |value: &str| match value {
+            AUTO => Some(None),
+            _ => SignalMode::ALL.into_iter().find(|mode| mode.name() == value).map(Some),
+        };
+        let read = self.read("SIDELANE_VERBS_SIGNAL", "auto, write, fetch-add or immediate", mode);
+        Ok(read?.flatten())
     }
 }
 
@@ -267,11 +281,12 @@ mod tests {
             mtu: Some(Mtu::B1024),
             chunk: 64 << 10,
             in_flight: 1 << 20,
-            signal: SignalMode::Immediate,
+            signal: Some(SignalMode::Immediate),
             relaxed: Some(false),
         };
         assert_eq!(settings, Ok(expected));
         assert_eq!(read(&[("SIDELANE_VERBS_NICS", " ")]), Ok(Settings::default()));
+        assert_eq!(read(&[("SIDELANE_VERBS_SIGNAL", "auto")]), Ok(Settings::default()));
     }
 
     #[test]

@@ -10,9 +10,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use super::connection::{Connection, Parts, SMALL};
 use super::forecast::{Forecast, Rules};
 use super::nic::Nic;
+use super::order::Signaling;
 use super::receiver::Receiver;
 use super::registration::{NicMemory, RemoteRegions, Rights, ZEROS, describe_region};
-use super::sender::{Block, Bounds, Limits, Sender};
+use super::sender::{ALONG, Block, Bounds, Limits, Sender};
 use super::{
     Caps, ChainCaps, CompletionQueue, Endpoint, Library, MemoryRegion, QueuePair, Queues, Remote, SendChain,
     Settings, SignalMode, Sysfs,
@@ -112,7 +113,7 @@ impl VerbsTransport {
         let VerbsEnvironment { library, sysfs, settings } = environment;
         let nics = Nic::open(library, sysfs, settings, setup.nth)?;
         for nic in &nics {
-            if settings.signal == SignalMode::FetchAdd && !nic.context.attributes().atomics {
+            if settings.signal == Some(SignalMode::FetchAdd) && !nic.context.attributes().atomics {
                 return Err(VerbsError::NoAtomics { nic: nic.context.name().to_owned() }.into());
             }
         }
@@ -149,7 +150,10 @@ impl VerbsTransport {
     fn half(&self, peer: u32) -> Result<Half, Error> {
         let memory = &self.memories[self.nic_for(peer)];
         let attributes = memory.nic.context.attributes();
-        let receives = if self.settings.signal == SignalMode::Immediate { RECEIVES } else { 0 };
+        let receives = match self.settings.signal {
+            Some(SignalMode::Write | SignalMode::FetchAdd) => 0,
+            Some(SignalMode::Immediate) | None => RECEIVES,
+        };
         let (sends, receives) = (REQUESTS.min(attributes.requests), receives.min(attributes.requests));
         let completions = CompletionQueue::create(&memory.nic.context, sends + receives)?;
         let caps =
@@ -164,10 +168,7 @@ impl VerbsTransport {
 
     fn connect(&self, peer: u32, theirs: &ConnectionInfo, half: Half) -> Result<Connection, Error> {
         let Half { qp, block, mut receiver, completions, memory } = half;
-        if theirs.signal != self.settings.signal {
-            let (mine, theirs) = (self.settings.signal.name(), theirs.signal.name());
-            return Err(VerbsError::SignalsDiffer { peer, mine, theirs }.into());
-        }
+        let signal = self.signaling(&memory).agree(theirs.signaling, peer)?;
         qp.connect(&theirs.endpoint)?;
         let mut known = RemoteRegions::of_nic(theirs.nic);
         known.import(peer, 0, &theirs.heap)?;
@@ -188,12 +189,13 @@ impl VerbsTransport {
             zeros: ZEROS,
             batch: BATCH as u64,
             mtu,
-            signal: settings.signal,
+            along: ALONG,
+            signal,
         };
         Ok(Connection::new(Parts {
             me: self.rank,
             peer,
-            signal: settings.signal,
+            signal,
             chunk: settings.chunk,
             memory,
             completions,
@@ -203,6 +205,12 @@ impl VerbsTransport {
             receiver,
             forecast: self.forecast.then(|| Forecast::new(rules)),
         }))
+    }
+
+    /// How connections over one of the NICs may signal.
+    fn signaling(&self, memory: &NicMemory) -> Signaling {
+        let in_order = memory.nic.context.attributes().order.is_kept();
+        Signaling { requested: self.settings.signal, in_order }
     }
 
     fn heap(&self) -> MutexGuard<'_, Vec<u8>> {
@@ -222,7 +230,7 @@ impl ConnectionEnd for VerbsEnd<'_> {
         let VerbsEnd { transport, peer, half } = self;
         let offer = ConnectionInfo {
             endpoint: half.qp.endpoint(),
-            signal: transport.settings.signal,
+            signaling: transport.signaling(&half.memory),
             nic: transport.nic_for(*peer) as u8,
             receives: half.receiver.posted(),
             granted: half.block.granted_at(),
@@ -250,7 +258,7 @@ impl NetTransport for VerbsTransport {
     fn register(&self, number: u32, region: &Region) -> Result<Vec<u8>, Error> {
         // Flags lie in the heap only.
         let strict = if number == 0 { self.strict } else { 0 };
-        let atomics = self.settings.signal == SignalMode::FetchAdd;
+        let atomics = self.settings.signal == Some(SignalMode::FetchAdd);
         let rights = Rights { strict, atomics, relaxed: self.relaxed };
         let each = self.memories.iter().map(|memory| memory.register(number, region, rights));
         let description = describe_region(&each.collect::<Result<Vec<_>, _>>()?);
@@ -265,9 +273,6 @@ impl NetTransport for VerbsTransport {
         number: u32,
         given: &DeviceMemory,
     ) -> Result<(Vec<u8>, Registration), NoGpuDirect> {
-        if self.settings.signal == SignalMode::Immediate {
-            return Err(NoGpuDirect::Messages);
-        }
         let (mut description, mut how) = (Vec::new(), Registration::DmaBuf);
         for memory in &self.memories {
             let (pieces, registered) = memory.register_device(number, given, self.relaxed)?;
@@ -284,6 +289,21 @@ impl NetTransport for VerbsTransport {
     fn describe(&self) -> Vec<String> {
         self.memories.iter().map(|memory| memory.nic.to_string()).collect()
     }
+
+    fn signals(&self) -> Option<String> {
+        if let Some(mode) = self.settings.signal {
+            return Some(format!("signals by {}, as requested", mode.name()));
+        }
+        let mut contexts = self.memories.iter().map(|memory| &memory.nic.context);
+        let unknown = contexts.find(|context| !context.attributes().order.is_kept());
+        Some(match unknown {
+            Some(context) => {
+                let (mode, nic) = (SignalMode::Immediate.name(), context.name());
+                format!("signals by {mode}: {nic} may place writes in any order")
+            }
+            None => format!("signals by {} to NICs that place writes in order", SignalMode::Write.name()),
+        })
+    }
 }
 
 impl std::fmt::Debug for VerbsTransport {
@@ -297,8 +317,8 @@ impl std::fmt::Debug for VerbsTransport {
 struct ConnectionInfo {
     /// Its queue pair. First, as it begins with the version of all this.
     endpoint: Endpoint,
-    /// How it signals.
-    signal: SignalMode,
+    /// How it may signal.
+    signaling: Signaling,
     /// Number of the rank's NIC.
     nic: u8,
     /// Receives that it keeps posted.
@@ -309,13 +329,14 @@ struct ConnectionInfo {
     heap: Vec<u8>,
 }
 
-const FIXED: usize = Endpoint::BYTES + 18;
+const FIXED: usize = Endpoint::BYTES + 19;
 
 impl ConnectionInfo {
     /// As bytes.
     fn to_bytes(&self) -> Vec<u8> {
         let mut bytes = self.endpoint.to_bytes().to_vec();
-        bytes.extend([self.signal as u8, self.nic]);
+        bytes.extend(self.signaling.to_bytes());
+        bytes.push(self.nic);
         bytes.extend(self.receives.to_le_bytes());
         bytes.extend(self.granted.addr.to_le_bytes());
         bytes.extend(self.granted.rkey.to_le_bytes());
@@ -336,16 +357,13 @@ impl ConnectionInfo {
         let (fixed, heap) = bytes.split_at(FIXED);
         let rest = &fixed[Endpoint::BYTES..];
         let word = |at: usize| u32::from_le_bytes(std::array::from_fn(|i| rest[at + i]));
-        let signal = SignalMode::ALL.into_iter().find(|&mode| mode as u8 == rest[0]);
-        let signal =
-            signal.ok_or(VerbsError::EndpointField { peer, field: "signal", value: rest[0].into() })?;
-        let addr = u64::from(word(6)) | u64::from(word(10)) << 32;
+        let addr = u64::from(word(7)) | u64::from(word(11)) << 32;
         Ok(ConnectionInfo {
             endpoint,
-            signal,
-            nic: rest[1],
-            receives: word(2),
-            granted: Remote { addr, rkey: word(14) },
+            signaling: Signaling::from_bytes(peer, [rest[0], rest[1]])?,
+            nic: rest[2],
+            receives: word(3),
+            granted: Remote { addr, rkey: word(15) },
             heap: heap.to_vec(),
         })
     }

@@ -8,7 +8,7 @@ use crate::error::Result;
 use crate::sidelane::{conformance, demand_passes};
 
 /// The ways to signal.
-const SIGNALS: [&str; 3] = ["write", "fetch-add", "immediate"];
+const SIGNALS: [&str; 4] = ["auto", "write", "fetch-add", "immediate"];
 
 pub fn run(bed: &mut Bed, _: &Asked, deadline: Deadline) -> Result<Findings> {
     for signal in SIGNALS {

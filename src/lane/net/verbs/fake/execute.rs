@@ -3,7 +3,9 @@
 use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::{Job, Pair, State};
+use rand::seq::IteratorRandom;
+
+use super::{Job, Pair, Placement, State};
 use crate::lane::net::verbs::ffi::{self, ibv_sge, ibv_wc};
 
 /// Outcome of a request.
@@ -26,17 +28,18 @@ impl State {
 
     /// Executes one request; false if none can be.
     pub fn step(&mut self, number: u32) -> bool {
-        let Some(pair) = self.pairs.get_mut(&number) else { return false };
-        if pair.state != ffi::IBV_QPS_RTS {
-            return false;
-        }
-        let Some(mut job) = pair.jobs.pop_front() else { return false };
+        let Some(at) = self.next(number) else { return false };
+        let Some(mut job) = self.pair(number).jobs.remove(at) else { return false };
         match self.execute(number, &mut job) {
             Outcome::Waits => {
-                self.pair(number).jobs.push_front(job);
+                self.pair(number).jobs.insert(at, job);
                 return false;
             }
-            Outcome::Done => self.finish(number, &job, ffi::IBV_WC_SUCCESS),
+            Outcome::Done => {
+                job.placed = true;
+                self.pair(number).jobs.insert(at, job);
+                self.finish_placed(number);
+            }
             Outcome::Failed(status) => {
                 self.finish(number, &job, status);
                 self.fail(number);
@@ -45,12 +48,41 @@ impl State {
         true
     }
 
+    /// Place of the request in a send queue that is executed next.
+    fn next(&mut self, number: u32) -> Option<usize> {
+        let State { pairs, placement, .. } = self;
+        let pair = pairs.get(&number).filter(|pair| pair.state == ffi::IBV_QPS_RTS)?;
+        let is_write = |job: &Job| job.opcode == ffi::IBV_WR_RDMA_WRITE;
+        let run = pair.jobs.iter().take_while(|job| is_write(job)).count();
+        let mut waiting = (0..run).filter(|&at| !pair.jobs[at].placed);
+        match placement {
+            _ if run == 0 => (!pair.jobs.is_empty()).then_some(0),
+            Placement::InOrder => waiting.next(),
+            Placement::Shuffled(random) => waiting.choose(random),
+            Placement::LastFirst if run < pair.jobs.len() => waiting.next_back(),
+            Placement::LastFirst => waiting.next_back().filter(|&last| last + 1 == run),
+        }
+    }
+
+    /// Reports the requests as done that no earlier one keeps back.
+    fn finish_placed(&mut self, number: u32) {
+        while self.pair(number).jobs.front().is_some_and(|job| job.placed) {
+            if let Some(job) = self.pair(number).jobs.pop_front() {
+                self.finish(number, &job, ffi::IBV_WC_SUCCESS);
+            }
+        }
+    }
+
     fn execute(&mut self, number: u32, job: &mut Job) -> Outcome {
         let pair = &self.pairs[&number];
         let (nic, peer) = (pair.nic, pair.peer);
         let dumb = |at: usize| self.nics[at].silent || self.nics[at].gone;
         let listens = |there: &Pair| matches!(there.state, ffi::IBV_QPS_RTR | ffi::IBV_QPS_RTS);
-        if dumb(nic) || dumb(pair.peer_nic) || !self.pairs.get(&peer).is_some_and(listens) {
+        if self.nics[nic].mute
+            || dumb(nic)
+            || dumb(pair.peer_nic)
+            || !self.pairs.get(&peer).is_some_and(listens)
+        {
             return Outcome::Waits;
         }
         let takes = matches!(job.opcode, ffi::IBV_WR_SEND | ffi::IBV_WR_RDMA_WRITE_WITH_IMM);

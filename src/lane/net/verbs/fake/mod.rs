@@ -6,6 +6,18 @@
 //! copies, done when they are posted, or, while the fabric is [held](Fabric::hold), one at a time
 //! when their sender polls: so no code can rely on instant execution.
 //!
+//! **Adaptive routing.** A [`Placement`] says in which order the writes of one queue pair are
+//! placed. A send, an immediate and an atomic are executed only after all requests before them, and
+//! completions come in order: a completion says that all writes up to it are placed. A fence flag
+//! orders nothing here, because the standard has it wait for reads and atomics only. Queue pairs
+//! have no order among each other in any case.
+//!
+//! ```text
+//!   posted     w0  w1  w2  send  w3          InOrder    w0 w1 w2 send w3
+//!              '- a run -'                   Shuffled   w2 w0 w1 send w3      by a seed
+//!                                            LastFirst  w2, and w0 w1 because a send stands behind them, send w3
+//! ```
+//!
 //! ```text
 //!   table    C functions: find the fabric behind an object, translate
 //!   State    objects of a kernel and its NICs, by number
@@ -22,6 +34,7 @@ mod table;
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::CString;
 use std::fs;
+use std::hash::{BuildHasher, RandomState};
 use std::net::Ipv6Addr;
 use std::os::fd::BorrowedFd;
 use std::os::unix::fs::symlink;
@@ -29,9 +42,15 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
+use rand::SeedableRng;
+use rand_chacha::ChaCha8Rng;
+
 use super::ffi::{self, ibv_qp_cap, ibv_sge, ibv_wc};
 use super::library::Functions;
 use super::{Library, Nic, Settings, Sysfs, VerbsEnvironment};
+
+/// Names the seed of a run that is to be repeated.
+const SEED: &str = "SIDELANE_TEST_SEED";
 
 /// A network of NICs, each with one port.
 pub struct Fabric {
@@ -111,10 +130,24 @@ impl Fabric {
         self.state().held = true;
     }
 
+    /// From now on the writes of a queue pair are placed in a random order, another one in each
+    /// run. The test's output names the seed of a repetition.
+    pub fn shuffle(&self) {
+        let given = std::env::var(SEED).ok().map(|seed| seed.parse().expect("a seed is a number"));
+        let seed = given.unwrap_or_else(|| RandomState::new().hash_one(self.slot));
+        println!("{SEED}={seed} repeats this order");
+        self.state().placement = Placement::Shuffled(Box::new(ChaCha8Rng::seed_from_u64(seed)));
+    }
+
+    /// From now on each write that another one overtakes is placed as late as can be.
+    pub fn last_first(&self) {
+        self.state().placement = Placement::LastFirst;
+    }
+
     /// Executes all that waits, and from now on when it is posted.
     pub fn flush(&self) {
         let mut state = self.state();
-        state.held = false;
+        (state.held, state.placement) = (false, Placement::InOrder);
         state.run_all();
     }
 
@@ -190,6 +223,8 @@ pub struct Statistics {
 pub struct FakeNic {
     pub gid: Ipv6Addr,
     pub silent: bool,
+    /// Its own requests wait; those of its peers reach it.
+    pub mute: bool,
     pub gone: bool,
     /// The state of its port.
     pub port: u32,
@@ -199,6 +234,8 @@ pub struct FakeNic {
     pub inline: u32,
     pub sges: u32,
     pub atomics: bool,
+    /// Its vendor, and the vendor's number of the part.
+    pub vendor: (u32, u32),
     /// It refuses the next so many regions.
     pub refuses: u32,
     pub statistics: Statistics,
@@ -209,16 +246,31 @@ impl FakeNic {
         FakeNic {
             gid,
             silent: false,
+            mute: false,
             gone: false,
             port: ffi::IBV_PORT_ACTIVE,
             mtu: ffi::IBV_MTU_4096,
             inline: 64,
             sges: 8,
             atomics: true,
+            vendor: (0, 0),
             refuses: 0,
             statistics: Statistics::default(),
         }
     }
+}
+
+/// In which order the writes of a queue pair are placed, up to the next request of another kind.
+#[derive(Default)]
+pub enum Placement {
+    /// As they were posted.
+    #[default]
+    InOrder,
+    /// Any.
+    Shuffled(Box<ChaCha8Rng>),
+    /// The last one that was posted, at once. The others follow when a request of another kind
+    /// stands behind them, or when the fabric is [flushed](Fabric::flush).
+    LastFirst,
 }
 
 #[derive(Default)]
@@ -231,6 +283,7 @@ pub struct State {
     pub queues: BTreeMap<u32, Queue>,
     pub pairs: BTreeMap<u32, Pair>,
     pub held: bool,
+    pub placement: Placement,
     pub too_early: usize,
     numbers: u32,
 }
@@ -299,6 +352,8 @@ pub struct Job {
     pub inline: Option<Vec<u8>>,
     /// It met no receive and was counted.
     pub not_ready: bool,
+    /// A write that was placed before one that was posted earlier.
+    pub placed: bool,
 }
 
 impl State {

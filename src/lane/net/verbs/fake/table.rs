@@ -198,6 +198,7 @@ unsafe extern "C" fn query_device(context: *mut ibv_context, attr: *mut ibv_devi
     (attr.max_sge, attr.max_qp_wr, attr.max_cqe) = (state.nics[nic].sges as c_int, 4096, 1 << 16);
     (attr.max_mr_size, attr.phys_port_cnt) = (1 << 40, 1);
     (attr.max_qp_rd_atom, attr.max_qp_init_rd_atom) = (16, 16);
+    (attr.vendor_id, attr.vendor_part_id) = state.nics[nic].vendor;
     attr.atomic_cap = if state.nics[nic].atomics { 1 } else { IBV_ATOMIC_NONE };
     0
 }
@@ -540,7 +541,7 @@ unsafe fn job(wr: &ibv_send_wr) -> Job {
         bytes
     });
     let (wr_id, opcode, flags, immediate) = (wr.wr_id, wr.opcode, wr.send_flags, wr.imm_data);
-    Job { wr_id, opcode, flags, immediate, addr, rkey, add, pieces, inline, not_ready: false }
+    Job { wr_id, opcode, flags, immediate, addr, rkey, add, pieces, inline, not_ready: false, placed: false }
 }
 
 unsafe extern "C" fn post_send(
