@@ -75,8 +75,9 @@ impl Handle {
         self.host()?.inner().received.index.as_deref()
     }
 
-    /// Which of this rank's choices, `[tokens, top_k]`, were dropped for want of room: they count
-    /// as -1. Empty where sizes stay on the device.
+    /// Which of this rank's choices, `[tokens, top_k]`, were dropped, for want of room or because a
+    /// mask leaves no rank for them ([`ExpertParallel::mask`](crate::ExpertParallel::mask)): they
+    /// count as -1. Empty where sizes stay on the device.
     pub fn dropped(&self) -> &[bool] {
         match &self.0 {
             HandleAt::Host(handle) => &handle.inner().dropped,

@@ -296,8 +296,8 @@ impl Handle {
         })
     }
 
-    /// Which choices were dropped for want of room, `[tokens, top_k]`, on the host; `[0, top_k]`
-    /// where sizes stay on a device.
+    /// Which choices were dropped, for want of room or by a mask, `[tokens, top_k]`, on the host;
+    /// `[0, top_k]` where sizes stay on a device.
     #[getter]
     fn dropped<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let top_k = self.shape.top_k;

@@ -41,7 +41,7 @@ impl Input {
 
     /// The rank of each expert, and its number there.
     pub fn tables(&self) -> (Vec<i32>, Vec<i32>) {
-        let slot = |expert| self.map.slot_for(self.source, expert);
+        let slot = |expert| self.map.slot_for(self.source, expert).unwrap();
         let rank = |expert| self.map.rank_of(slot(expert));
         let local = |expert| slot(expert) - self.map.slots_of(rank(expert)).start;
         let experts = 0..self.map.experts();

@@ -170,7 +170,9 @@ impl Expansion {
         let (map, own) = (&spec.map, bins.of(rank));
         let starts: Vec<u32> =
             (0..map.ranks()).map(|rank| bins.of(rank).start).chain([bins.count()]).collect();
-        let bin_of: Vec<u32> = (0..map.experts()).map(|expert| map.slot_for(rank, expert)).collect();
+        // An expert without a bin has no row.
+        let bin_of: Vec<u32> =
+            (0..map.experts()).map(|expert| map.slot_for(rank, expert).unwrap_or(u32::MAX)).collect();
         let mut place = vec![0; own.len()];
         for (nth, bin) in (0..).zip(bins.in_order()).filter(|(_, bin)| own.contains(bin)) {
             place[(bin - own.start) as usize] = nth;

@@ -132,10 +132,14 @@ impl Tables {
         me: u32,
         stream: &Stream,
     ) -> Result<Tables, Error> {
-        let chosen: Vec<u32> = (0..map.experts()).map(|expert| map.slot_for(me, expert)).collect();
-        let ranks: Vec<u32> = chosen.iter().map(|&slot| map.rank_of(slot)).collect();
-        let local = |(&slot, &rank): (&u32, &u32)| slot - map.slots_of(rank).start;
-        let locals: Vec<u32> = chosen.iter().zip(&ranks).map(local).collect();
+        // Kernels report an expert without a rank.
+        let place = |expert| {
+            let slot = map.slot_for(me, expert)?;
+            let rank = map.rank_of(slot);
+            Some((rank, slot - map.slots_of(rank).start))
+        };
+        let (ranks, locals): (Vec<u32>, Vec<u32>) =
+            (0..map.experts()).map(|expert| place(expert).unwrap_or((u32::MAX, 0))).unzip();
         let [rank_of, local_of] =
             [places.rank_of(), places.local_of()].map(|at| WindowLayout::part(memory, at));
         let (rank_of, local_of) = (rank_of?, local_of?);
