@@ -198,7 +198,8 @@ impl Gather {
             let of_block = &mut block_weights[rank as usize];
             of_block.clear();
             for bins in of.paths.served_by(me).iter().map(|&served| of.bins.of(served)) {
-                of_block.extend(sorted.notes_of(bins).iter().step_by(words).map(|&word| f32::from_bits(word)));
+                of_block
+                    .extend(sorted.notes_of(bins).iter().step_by(words).map(|&word| f32::from_bits(word)));
             }
         });
         if frame.paths.is_multi_node() {

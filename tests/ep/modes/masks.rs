@@ -3,14 +3,14 @@
 use half::bf16;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use sidelane::Error;
 use sidelane::error::{CallError, PlanError};
-use sidelane::plan::{Overflow, ReceiveMode, Strategy};
+use sidelane::plan::{ExpertMap, Overflow, ReceiveMode, Strategy};
+use sidelane::{Error, ExpertParallel, Options};
 
 use super::{groups, loads};
 use crate::support::layer::{Expected, nothing_is_held};
 use crate::support::reference::Case;
-use crate::support::{on_ranks, random_seed, tiny};
+use crate::support::{on_ranks, random_seed, small, tiny};
 
 /// Some ranks, one at least.
 fn mask(rng: &mut ChaCha8Rng, ranks: usize) -> Vec<bool> {
@@ -26,8 +26,8 @@ fn rounds(case: &Case, rng: &mut ChaCha8Rng) -> [Expected<bf16>; 3] {
 }
 
 /// The rounds on one instance, with all calls along the handle of each.
-fn hold(rounds: &[Expected<bf16>]) {
-    on_ranks(&rounds[0].case.nodes, &tiny(), |world| {
+fn hold(rounds: &[Expected<bf16>], options: &Options) {
+    on_ranks(&rounds[0].case.nodes, options, |world| {
         let (group, me) = (world.all().unwrap(), world.rank() as usize);
         let mut ep = rounds[0].layer(&group);
         assert!(!ep.active().contains(&false), "a new instance has no mask");
@@ -57,9 +57,10 @@ fn sums_under_random_masks_are_those_of_the_choices_that_are_left() {
             ReceiveMode::Budget { rows, overflow },
             ReceiveMode::Exact,
         ] {
-            hold(&rounds(&Case { mode, ..case.clone() }, &mut rng));
+            hold(&rounds(&Case { mode, ..case.clone() }, &mut rng), &tiny());
         }
-        hold(&rounds(&Case { strategy: Strategy::AllGather, ..case.clone() }, &mut rng));
+        let case = Case { strategy: Strategy::AllGather, ..case };
+        hold(&rounds(&case, &mut rng), &small());
     }
 }
 
@@ -108,7 +109,10 @@ fn bad_masks_are_refused_on_all_ranks_and_the_old_one_stays() {
             }
         }
         let mine = [true, true, world.rank() == 0];
-        assert!(matches!(ep.mask(&mine).unwrap_err(), Error::Call(CallError::Disagree { what: "handle", .. })));
+        assert!(matches!(
+            ep.mask(&mine).unwrap_err(),
+            Error::Call(CallError::Disagree { what: "handle", .. })
+        ));
         let (rows, handle) = all.dispatch(&mut ep);
         all.arrived(me, &rows, &handle);
         let alive = ep.mask(&[true, true, false]).unwrap_err();
@@ -123,14 +127,14 @@ fn mask_stays_when_experts_move() {
     let active = vec![true, false, true];
     let case = Case { active: active.clone(), ..Case::new(&[0, 0, 1], &[5, 3, 4], 6, 2) };
     let (before, after) = (case.map.clone(), [vec![5, 2], vec![4, 1], vec![3, 0]]);
-    let after = sidelane::plan::ExpertMap::from_slots(6, &after).unwrap();
+    let after = ExpertMap::from_slots(6, &after).unwrap();
     let moved = Expected::<bf16>::new(&Case { map: after.clone(), ..case.clone() });
     let [masked, all] =
         [active.clone(), vec![true; 3]].map(|active| Expected::<bf16>::new(&Case { active, ..case.clone() }));
     on_ranks(&case.nodes, &tiny(), |world| {
         let (group, me) = (world.all().unwrap(), world.rank() as usize);
         let mut ep = masked.layer(&group);
-        let lands = |ep: &mut sidelane::ExpertParallel, expected: &Expected<bf16>| {
+        let lands = |ep: &mut ExpertParallel, expected: &Expected<bf16>| {
             let (rows, handle) = expected.dispatch(ep);
             expected.arrived(me, &rows, &handle);
         };
