@@ -77,6 +77,7 @@ fn features_of_devices_are_equal_or_refused_on_the_stand_in() {
         "rank-major rows",
         "dispatch in fp8",
         "another expert map",
+        "a rank mask",
         "token buffers",
     ];
     let constant =
