@@ -127,7 +127,7 @@ impl Feature {
             Feature::CachedDispatch => ("cached dispatch", [yes, yes, no]),
             Feature::Gradients => ("gradients", [yes, yes, no]),
             Feature::ExpertMaps => ("another expert map", [yes, yes, no]),
-            Feature::RankMask => ("a rank mask", [yes, yes, no]),
+            Feature::RankMask => ("a rank mask", [yes, yes, yes]),
             Feature::TokenBuffers => ("token buffers", [yes, yes, no]),
             Feature::Capture => ("sizes on the device, and capture", [no, no, yes]),
             Feature::Release => ("release without combine", [no, no, yes]),

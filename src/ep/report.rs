@@ -56,7 +56,8 @@ pub struct Report {
     pub traffic: Traffic,
     /// Weight of this rank's choices that a dispatch has dropped
     /// ([`Handle::dropped`](super::Handle::dropped)), added up by ascending choice; 0 where sizes
-    /// stay on the device.
+    /// stay on the device, whose kernels find it by
+    /// [`Handle::dropped_mask`](super::Handle::dropped_mask).
     pub dropped_weight: f64,
     /// Device: what the stream was asked to do.
     pub enqueued: EnqueueCounts,

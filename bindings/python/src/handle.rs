@@ -314,7 +314,7 @@ impl Handle {
         self.ask(py, ask, give)
     }
 
-    /// On a device, a budget with graphs="slots": the same as the stream finds it, bool `[tokens,
+    /// On a device, in slots or with graphs="slots": the same as the stream finds it, bool `[tokens,
     /// top_k]`. None elsewhere.
     #[getter]
     fn dropped_mask<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {

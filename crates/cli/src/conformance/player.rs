@@ -568,11 +568,9 @@ impl<'r, E: Real> Player<'r, E> {
         let (seen, me, k) = (&reference.seen, *me, reference.case.top_k as usize);
         self.compare_list("tokens", 1, &[handle.tokens()], &[reference.case.counts[me]]);
         if self.sizes_stay() {
-            if reference.case.mode.budget().is_some() {
-                let mask = self.place.read(handle.dropped_mask()?)?;
-                let mask: Vec<bool> = mask.iter().map(|&dropped| dropped != 0).collect();
-                self.compare_list("dropped choices", k, &mask, &seen.dropped[me]);
-            }
+            let mask = self.place.read(handle.dropped_mask()?)?;
+            let mask: Vec<bool> = mask.iter().map(|&dropped| dropped != 0).collect();
+            self.compare_list("dropped choices", k, &mask, &seen.dropped[me]);
             return Ok(());
         }
         // Rank-major, a device counts what its rows chose.
