@@ -242,8 +242,10 @@ fn replayed(rank: &mut Rank<bf16>, inputs: &[Input<bf16>], masks: &[&[bool]]) {
     .unwrap();
     let (rows, handle) = kept.unwrap();
     for (nth, input) in inputs.iter().enumerate() {
-        for active in masks.get(nth) {
-            [&mut rank.host, &mut rank.planned].map(|ep| ep.mask(active).unwrap());
+        if let Some(active) = masks.get(nth) {
+            for ep in [&mut rank.host, &mut rank.planned] {
+                ep.mask(active).unwrap();
+            }
         }
         let routing = Routing::new(rank.case.top_k, input.ids.as_slice(), input.weights.as_slice()).unwrap();
         let expected = rank.host.dispatch(&input.x, &routing);

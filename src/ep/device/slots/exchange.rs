@@ -151,9 +151,9 @@ impl SlotExchange {
     /// the stream. Ranks agree through the coordinator, because their streams agree on nothing.
     ///
     /// # Errors
-    /// At every rank, and the old mask stays: [`CallError::OutOfTurn`], an error of `map`, what
-    /// [`synchronize`](Self::synchronize) finds;
-    /// [`CallError::ConfigsDiffer`] at the other ranks, and where ranks bring different masks.
+    /// [`CallError::OutOfTurn`], an error of `map`, what [`synchronize`](Self::synchronize) finds;
+    /// [`CallError::ConfigsDiffer`] at the other ranks, and where ranks bring different masks: the
+    /// old mask stays everywhere. Later errors end the world.
     pub fn mask(&mut self, stream: &Stream, map: Result<ExpertMap, Error>) -> Result<(), Error> {
         let idle = self.turn("mask", SlotCall::Dispatch, false).and_then(|()| self.synchronize(stream));
         let map = idle.and(map);
@@ -165,7 +165,9 @@ impl SlotExchange {
         agreed?;
         let SlotState { rank_of, local_of, me, expansion, .. } = &self.state;
         let written = write_map((rank_of, local_of), &map, *me, stream)
-            .and_then(|()| expansion.as_ref().map_or(Ok(()), |expansion| expansion.write_map(&map, stream)));
+            .and_then(|()| expansion.as_ref().map_or(Ok(()), |expansion| expansion.write_map(&map, stream)))
+            // A peer's next dispatch would await this rank, whose driver calls may wait for the device.
+            .and_then(|()| self.state.group.gather(&[]).map(drop));
         written.map_err(|error| self.state.fail(error))?;
         self.state.spec.map = Arc::new(map);
         Ok(())

@@ -173,14 +173,14 @@ impl Expansion {
         for (nth, bin) in (0..).zip(bins.in_order()).filter(|(_, bin)| own.contains(bin)) {
             place[(bin - own.start) as usize] = nth;
         }
-        let spec = spec.clone();
-        let made = Expansion { ranges, spec: spec.clone(), shape, budget, rank, own: own.len() as u32 };
+        let own = own.len() as u32;
+        let made = Expansion { ranges, spec: spec.clone(), shape, budget, rank, own };
         let tables = [(Piece::Starts, starts), (Piece::Place, place)];
         let tables = tables.iter().filter(|(_, words)| !words.is_empty());
         let _staged: Vec<_> = tables
             .map(|(piece, words)| write(stream, &made.range(*piece).part(0, words.len() as u64 * 4)?, words))
             .collect::<Result<_, DeviceError>>()?;
-        made.write_map(&spec.map, stream)?;
+        made.write_map(map, stream)?;
         Ok(made)
     }
 
