@@ -170,7 +170,7 @@ impl ExpertParallel {
         }
     }
 
-    /// Where experts live.
+    /// Where experts live, and which ranks are active.
     pub fn expert_map(&self) -> &ExpertMap {
         match &self.at {
             InstanceAt::Host(ep) => &ep.spec().map,
