@@ -87,8 +87,8 @@ impl Handle {
     }
 
     /// Device, in slots: the same for streams, `u8 [tokens, top_k]`, 1 for a choice that was
-    /// dropped. Each dispatch writes it anew. One that a rank over its budget refuses drops none for
-    /// want of room.
+    /// dropped. Each dispatch writes it anew. One that a rank over its budget refuses drops none
+    /// for want of room.
     ///
     /// # Errors
     /// [`PlanError::WrongPlace`](crate::error::PlanError) on the host; [`CallError::NotKept`] where

@@ -314,8 +314,8 @@ impl Handle {
         self.ask(py, ask, give)
     }
 
-    /// On a device, in slots or with graphs="slots": the same as the stream finds it, bool `[tokens,
-    /// top_k]`. None elsewhere.
+    /// On a device, in slots or with graphs="slots": the same as the stream finds it, bool
+    /// `[tokens, top_k]`. None elsewhere.
     #[getter]
     fn dropped_mask<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
         let mask = self.cell.lend(|handle| Ok(handle.dropped_mask().ok().cloned()))?;

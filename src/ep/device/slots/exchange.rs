@@ -166,7 +166,8 @@ impl SlotExchange {
         let SlotState { rank_of, local_of, me, expansion, .. } = &self.state;
         let written = write_map((rank_of, local_of), &map, *me, stream)
             .and_then(|()| expansion.as_ref().map_or(Ok(()), |expansion| expansion.write_map(&map, stream)))
-            // A peer's next dispatch would await this rank, whose driver calls may wait for the device.
+            // A peer's next dispatch would await this rank, whose driver calls may wait for the
+            // device.
             .and_then(|()| self.state.group.gather(&[]).map(drop));
         written.map_err(|error| self.state.fail(error))?;
         self.state.spec.map = Arc::new(map);

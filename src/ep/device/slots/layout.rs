@@ -1,5 +1,5 @@
-//! Layout of a rank's memory on the device in fixed slots, tables for its kernels, and the memory of
-//! peers that its device reaches.
+//! Layout of a rank's memory on the device in fixed slots, tables for its kernels, and the memory
+//! of peers that its device reaches.
 
 use crate::device::{Addresses, ByteSpan, DeviceRange, Pack, PinnedMemory, Stream};
 use crate::error::{DeviceError, Error, PlanError};
