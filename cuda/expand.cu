@@ -188,7 +188,7 @@ struct Expand {
     u64 weights;    // f32 [budget]: its routing weight
     u64 bins, before; // as tally wrote them
     u64 room;       // as admit wrote it
-    u64 dropped;    // u8 [choices]: whether each choice of this rank was dropped
+    u64 dropped;    // u8 [choices]: choices of this rank that pack dropped; those without room are added
     u64 refusal;    // u32, as admit wrote it
     u32 ranks, own, budget, max_tokens, top_k, slot_rows, header_rows, choices;
 };
@@ -202,7 +202,7 @@ struct ExpandBlock {
 DEVICE void mark(const struct Expand *p) {
     for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < p->choices; i += gridDim.x * THREADS) {
         i32 bin = AT(const i32, p->bins)[i];
-        AT(unsigned char, p->dropped)[i] = bin >= 0 && AT(const u32, p->before)[i] >= AT(const u32, p->room)[bin];
+        if (bin >= 0) AT(unsigned char, p->dropped)[i] = AT(const u32, p->before)[i] >= AT(const u32, p->room)[bin];
     }
 }
 

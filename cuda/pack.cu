@@ -14,10 +14,11 @@ struct Pack {
     u64 x;          // [tokens, row_bytes], or bf16 [tokens, hidden]
     u64 experts;    // i32 [tokens, top_k]; -1: dropped
     u64 weights;    // f32 [tokens, top_k]
-    u64 rank_of;    // i32 [n_experts]
+    u64 rank_of;    // i32 [n_experts], or MASKED
     u64 local_of;   // i32 [n_experts]
     u64 slots;      // u64 [ranks]: addresses
     u64 places;     // i32 [tokens, ranks]: the token's row in the slot, or -1
+    u64 dropped;    // u8 [tokens, top_k]: whether the choice's expert is masked
     u64 counter;    // u64: calls so far
     u64 status;     // u32
     u64 digest;
@@ -89,7 +90,7 @@ DEVICE u32 place(const struct Pack *p, struct PackBlock *s, const struct Part *p
     return used;
 }
 
-// The block of the first part looks for what is wrong, and counts the call.
+// The block of the first part looks for what is wrong, marks what is dropped, and counts the call.
 DEVICE void begin_call(const struct Pack *p, struct PackBlock *s) {
     const i32 *experts = AT(const i32, p->experts);
     if (threadIdx.x == 0) {
@@ -99,8 +100,9 @@ DEVICE void begin_call(const struct Pack *p, struct PackBlock *s) {
     __syncthreads();
     for (u32 i = threadIdx.x; i < p->tokens * p->top_k; i += THREADS) {
         i32 expert = experts[i], rank = rank_of(p, expert);
+        AT(unsigned char, p->dropped)[i] = rank == MASKED;
         if (expert < -1 || expert >= (i32)p->n_experts) atomicMin(&s->fault, i / p->top_k * 2);
-        else if (expert >= 0 && (rank < 0 || rank >= (i32)p->ranks)) atomicMin(&s->fault, i / p->top_k * 2 + 1);
+        else if (expert >= 0 && rank != MASKED && (rank < 0 || rank >= (i32)p->ranks)) atomicMin(&s->fault, i / p->top_k * 2 + 1);
     }
     __syncthreads();
     if (threadIdx.x == 0 && s->fault != ~0u)

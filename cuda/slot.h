@@ -7,3 +7,6 @@ struct Head {
     u64 digest, call;
     u64 reserved[5];
 };
+
+// In place of the rank of an expert: a mask leaves none, so choices of the expert are dropped.
+enum { MASKED = -2 };

@@ -364,7 +364,8 @@ impl<'g> ExpertParallelBuilder<'g> {
         let checked = self.check().and_then(|()| self.check_instance(&instance));
         let map = match (&checked, self.map.take()) {
             (Err(_), _) => None,
-            (Ok(()), Some(map)) => Some(map),
+            // The mask is that of an instance, and a new one has none.
+            (Ok(()), Some(map)) => map.with_active(&vec![true; map.ranks() as usize]).ok(),
             (Ok(()), None) => ExpertMap::contiguous(self.experts, self.group.size()).ok(),
         };
         // A rank with bad settings still takes part in the comparison: the others are told, not

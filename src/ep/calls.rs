@@ -170,12 +170,12 @@ impl ExpertParallel {
         }
     }
 
-    /// Where experts live.
+    /// Where experts live, and which ranks are active.
     pub fn expert_map(&self) -> &ExpertMap {
         match &self.at {
             InstanceAt::Host(ep) => &ep.spec().map,
             InstanceAt::Enqueued(ep) => ep.expert_map(),
-            InstanceAt::Slots { .. } => &self.spec.map,
+            InstanceAt::Slots { ep, .. } => ep.expert_map(),
         }
     }
 
@@ -598,16 +598,57 @@ impl ExpertParallel {
     /// Moves experts to other ranks: the dispatches that follow go by this map. What the ranks hold
     /// of the experts themselves is the caller's to move. Collective; no handle of the old map may
     /// be alive. On a device the caller's thread waits until the stream has done what was enqueued.
+    /// The mask of ranks stays ([`ExpertParallel::mask`]).
     ///
     /// # Errors
     /// On every rank, and the old map stays: [`PlanError::BadParameter`] if the map is of other
     /// ranks or experts, or has not as many slots; [`CallError::HandlesAlive`];
     /// [`CallError::Disagree`] if ranks bring different maps.
     pub fn set_expert_map(&mut self, map: ExpertMap) -> Result<(), Error> {
+        Feature::ExpertMaps.require(self.executor())?;
+        // A map of other ranks is refused as such.
+        let map = map.with_active(self.active()).unwrap_or(map);
         match &mut self.at {
             InstanceAt::Enqueued(ep) => ep.set_expert_map(Ok(map)),
             _ => self.host_mut(Feature::ExpertMaps)?.set_expert_map(Ok(map)),
         }
+    }
+
+    /// Masks ranks, for maintenance or to drain them: a flag for each rank of the group, true for
+    /// an active one. Collective, the masked ranks included, which live and make all calls with the
+    /// others. Nothing moves, and every receive buffer keeps its shape. No handle of the old mask
+    /// may be alive; in slots on a device, no dispatch may wait for its combine. On a device the
+    /// caller's thread waits until the stream has done what was enqueued, and graphs that were
+    /// captured before go by the new mask.
+    ///
+    /// In the dispatches that follow, a masked rank sends no rows and receives none: in fixed slots
+    /// its slots everywhere are zero. Choices of its experts go to replicas at active ranks, by the
+    /// rule of the [map](ExpertMap). Choices without an active replica are dropped
+    /// ([`Handle::dropped`], [`Handle::dropped_mask`]), and so are all choices of a masked rank's
+    /// tokens. [`Report::dropped_weight`](super::Report::dropped_weight) adds up their weights,
+    /// where the host knows them. The sums are those of the choices that are left, to the bit. A
+    /// new instance has no mask.
+    ///
+    /// The loss of a rank ends the world, with a mask or without.
+    ///
+    /// # Errors
+    /// On every rank, and the old mask stays: [`PlanError::BadParameter`] if there is not a flag
+    /// for each rank, or no rank is active; [`CallError::HandlesAlive`]; [`CallError::Disagree`] if
+    /// ranks bring different masks. In slots on a device, where ranks agree through the
+    /// coordinator: [`CallError::OutOfTurn`] and what [`synchronize`](Self::synchronize) finds; for
+    /// other ranks' refusals and different masks, [`CallError::ConfigsDiffer`].
+    pub fn mask(&mut self, active: &[bool]) -> Result<(), Error> {
+        let map = self.expert_map().with_active(active).map_err(Error::from);
+        match &mut self.at {
+            InstanceAt::Host(ep) => ep.set_expert_map(map),
+            InstanceAt::Enqueued(ep) => ep.set_expert_map(map),
+            InstanceAt::Slots { ep, stream } => ep.mask(stream, map),
+        }
+    }
+
+    /// Per rank of the group: whether it is active ([`ExpertParallel::mask`]).
+    pub fn active(&self) -> &[bool] {
+        self.expert_map().active()
     }
 
     /// Enters a call that this rank cannot make, because it has nothing usable to bring, so that

@@ -55,6 +55,8 @@ pub enum Feature {
     Gradients,
     /// [`ExpertParallel::set_expert_map`](crate::ExpertParallel::set_expert_map).
     ExpertMaps,
+    /// [`ExpertParallel::mask`](crate::ExpertParallel::mask).
+    RankMask,
     /// [`ExpertParallel::token_buffer`](crate::ExpertParallel::token_buffer): tokens that NICs read
     /// in place, and on a device copy engines, too, where they go in runs.
     TokenBuffers,
@@ -78,7 +80,7 @@ pub enum Feature {
 
 impl Feature {
     /// All features.
-    pub const ALL: [Feature; 22] = [
+    pub const ALL: [Feature; 23] = [
         Feature::ExpertMajor,
         Feature::RankMajor,
         Feature::Budget,
@@ -96,6 +98,7 @@ impl Feature {
         Feature::CachedDispatch,
         Feature::Gradients,
         Feature::ExpertMaps,
+        Feature::RankMask,
         Feature::TokenBuffers,
         Feature::Capture,
         Feature::Release,
@@ -124,6 +127,7 @@ impl Feature {
             Feature::CachedDispatch => ("cached dispatch", [yes, yes, no]),
             Feature::Gradients => ("gradients", [yes, yes, no]),
             Feature::ExpertMaps => ("another expert map", [yes, yes, no]),
+            Feature::RankMask => ("a rank mask", [yes, yes, yes]),
             Feature::TokenBuffers => ("token buffers", [yes, yes, no]),
             Feature::Capture => ("sizes on the device, and capture", [no, no, yes]),
             Feature::Release => ("release without combine", [no, no, yes]),

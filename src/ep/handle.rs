@@ -75,8 +75,9 @@ impl Handle {
         self.host()?.inner().received.index.as_deref()
     }
 
-    /// Which of this rank's choices, `[tokens, top_k]`, were dropped for want of room: they count
-    /// as -1. Empty where sizes stay on the device.
+    /// Which of this rank's choices, `[tokens, top_k]`, were dropped, for want of room or because a
+    /// mask leaves no rank for them ([`ExpertParallel::mask`](crate::ExpertParallel::mask)): they
+    /// count as -1. Empty where sizes stay on the device.
     pub fn dropped(&self) -> &[bool] {
         match &self.0 {
             HandleAt::Host(handle) => &handle.inner().dropped,
@@ -85,19 +86,18 @@ impl Handle {
         }
     }
 
-    /// Device, a budget with [`Graphs::Slots`](super::Graphs::Slots): the same for streams, `u8
-    /// [tokens, top_k]`, 1 for a choice that was dropped. Each dispatch writes it anew; one that is
-    /// refused drops none.
+    /// Device, in slots: the same for streams, `u8 [tokens, top_k]`, 1 for a choice that was
+    /// dropped. Each dispatch writes it anew. One that a rank over its budget refuses drops none
+    /// for want of room.
     ///
     /// # Errors
     /// [`PlanError::WrongPlace`](crate::error::PlanError) on the host; [`CallError::NotKept`] where
-    /// the host knows of all choices, or none is dropped.
+    /// the host knows of all choices.
     pub fn dropped_mask(&self) -> Result<&DeviceRange, Error> {
-        let missing = CallError::NotKept { missing: "a mask of dropped choices" };
         match &self.0 {
             HandleAt::Host(_) => Err(wrong_place("the mask of dropped choices", Side::Device)),
-            HandleAt::Enqueued(_) => Err(missing.into()),
-            HandleAt::Slots(handle) => Ok(handle.dropped().ok_or(missing)?),
+            HandleAt::Enqueued(_) => Err(CallError::NotKept { missing: "a mask of dropped choices" }.into()),
+            HandleAt::Slots(handle) => Ok(handle.dropped()),
         }
     }
 

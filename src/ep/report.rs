@@ -54,6 +54,11 @@ pub struct Report {
     pub relayed: TransferCounts,
     /// Host: what a dispatch was to move, and what would return: the plan's own count.
     pub traffic: Traffic,
+    /// Weight of this rank's choices that a dispatch has dropped
+    /// ([`Handle::dropped`](super::Handle::dropped)), added up by ascending choice; 0 where sizes
+    /// stay on the device, whose kernels find it by
+    /// [`Handle::dropped_mask`](super::Handle::dropped_mask).
+    pub dropped_weight: f64,
     /// Device: what the stream was asked to do.
     pub enqueued: EnqueueCounts,
     /// GPU kernels that ran before rows were packed or after they had landed. In between, SMs make

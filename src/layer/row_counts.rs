@@ -15,8 +15,9 @@ pub(super) fn choices(ep: &ExpertParallel, decision: &Decision, slices: &[Range<
     let mut counts = vec![0; sources_columns(slices.len() as u32, map)];
     for (chunk, tokens) in slices.iter().enumerate() {
         let chosen = &decision.experts()[tokens.start * k..tokens.end * k];
-        for id in chosen.iter().filter_map(|&id| u32::try_from(id).ok()) {
-            counts[chunk * slots + map.slot_for(ep.rank(), id) as usize] += 1;
+        let ids = chosen.iter().filter_map(|&id| u32::try_from(id).ok());
+        for slot in ids.filter_map(|id| map.slot_for(ep.rank(), id)) {
+            counts[chunk * slots + slot as usize] += 1;
         }
     }
     counts

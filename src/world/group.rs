@@ -32,7 +32,7 @@ pub struct Group {
 }
 
 impl Group {
-    pub(super) fn new(shared: Arc<WorldState>, ranks: &[u32]) -> Result<Self, Error> {
+    pub(crate) fn new(shared: Arc<WorldState>, ranks: &[u32]) -> Result<Self, Error> {
         let bad = |rank: u32, expected| PlanError::BadParameter {
             parameter: "group rank",
             seen: rank.into(),

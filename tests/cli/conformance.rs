@@ -77,6 +77,7 @@ fn features_of_devices_are_equal_or_refused_on_the_stand_in() {
         "rank-major rows",
         "dispatch in fp8",
         "another expert map",
+        "a rank mask",
         "token buffers",
     ];
     let constant =
@@ -95,7 +96,7 @@ fn features_of_devices_are_equal_or_refused_on_the_stand_in() {
     for feature in enqueued {
         assert_eq!(of(feature, "enqueuer"), "equal", "{told}");
     }
-    for feature in constant.into_iter().chain(["rank-major rows", "expert-major rows"]) {
+    for feature in constant.into_iter().chain(["rank-major rows", "expert-major rows", "a rank mask"]) {
         assert_eq!(of(feature, "constant-program"), "equal", "{told}");
     }
     assert_eq!(of("gradients", "constant-program"), "refused", "{told}");

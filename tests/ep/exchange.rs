@@ -101,7 +101,7 @@ where
         let mut terms: Vec<(u32, u32, i32, usize)> = (token * k..(token + 1) * k)
             .filter(|&choice| tokens.ids[choice] >= 0)
             .map(|choice| {
-                let slot = map.slot_for(rank as u32, tokens.ids[choice] as u32);
+                let slot = map.slot_for(rank as u32, tokens.ids[choice] as u32).unwrap();
                 let owner = map.rank_of(slot);
                 let (group, owner) = match case.order {
                     SumOrder::Expert => (0, 0),

@@ -124,8 +124,9 @@ fn sums_of_rows_that_are_here_have_the_bits_of_a_combine() {
                 let mut bare = vec![bf16::NAN; real.len()];
                 floor.combine(Arithmetic::Bf16, bytemuck::cast_slice_mut(&mut bare), Stores::Streaming);
                 group.gather(&[]).unwrap();
-                let here =
-                    |&&id: &&i32| id < 0 || labels.same_node(me, map.rank_of(map.slot_for(me, id as u32)));
+                let here = |&&id: &&i32| {
+                    id < 0 || labels.same_node(me, map.rank_of(map.slot_for(me, id as u32).unwrap()))
+                };
                 let tokens = real.chunks_exact(HIDDEN).zip(bare.chunks_exact(HIDDEN));
                 let mut compared = 0;
                 for ((real, bare), ids) in tokens.zip(mine.ids.chunks_exact(TOP_K as usize)) {

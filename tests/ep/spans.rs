@@ -108,7 +108,7 @@ fn predicted(nodes: &[u32], me: u32) -> [u64; 3] {
     for source in paths.sources() {
         let (routing, mut sets) = (recorded(source), RankSets::new(served.len() as u32));
         for token in 0..TOKENS {
-            let owner = |&id: &i32| map.rank_of(map.slot_for(source, id as u32));
+            let owner = |&id: &i32| map.rank_of(map.slot_for(source, id as u32).unwrap());
             let member = |rank: u32| served.iter().position(|&member| member == rank);
             let ids = routing.experts_of(token).iter().filter(|&&id| id >= 0);
             let mut set: Vec<u32> = ids.filter_map(|id| member(owner(id)).map(|at| at as u32)).collect();

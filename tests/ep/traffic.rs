@@ -41,7 +41,7 @@ fn routing(tokens: &Tokens<bf16>) -> Routing<'_> {
 /// (token, rank) of every choice of a rank that was not dropped.
 fn entries(ep: &ExpertParallel, source: u32) -> Vec<(usize, u32)> {
     let map = ep.expert_map();
-    let owner = |&id: &i32| map.rank_of(map.slot_for(source, id as u32));
+    let owner = |&id: &i32| map.rank_of(map.slot_for(source, id as u32).unwrap());
     let chosen = input(source).ids.into_iter().enumerate().filter(|&(_, id)| id >= 0);
     chosen.map(|(choice, id)| (choice / TOP_K as usize, owner(&id))).collect()
 }

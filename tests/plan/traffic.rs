@@ -132,7 +132,7 @@ fn counted(case: &Case, map: &ExpertMap, nodes: &NodeMap) -> Vec<Traffic> {
     let mut pairs: Vec<(u32, u32, u32)> = Vec::new();
     for (source, ids) in (0..).zip(&case.ids) {
         for (choice, &id) in (0..).zip(ids).filter(|(_, id)| **id >= 0) {
-            pairs.push((map.slot_for(source, id as u32), source, choice / case.top_k));
+            pairs.push((map.slot_for(source, id as u32).unwrap(), source, choice / case.top_k));
         }
     }
     let relayed = |source: u32, rank: u32| case.route == Route::Pxn && !nodes.same_node(source, rank);

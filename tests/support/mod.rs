@@ -8,6 +8,8 @@ pub mod processes;
 #[allow(unused_imports, reason = "each test program uses a part of this")]
 pub use cases::cases;
 
+use std::hash::{BuildHasher, RandomState};
+
 use half::bf16;
 use sidelane::config::Config;
 use sidelane::plan::ExpertMap;
@@ -55,7 +57,7 @@ pub fn placement<E>(ranks: &[Tokens<E>], top_k: u32, map: &ExpertMap, align: u32
         let mut segment: Vec<Origin> = Vec::new();
         for (source, tokens) in ranks.iter().enumerate() {
             for (choice, &id) in tokens.ids.iter().enumerate() {
-                if id >= 0 && map.slot_for(source as u32, id as u32) == slot {
+                if id >= 0 && map.slot_for(source as u32, id as u32) == Some(slot) {
                     segment.push(Some((source, choice / top_k as usize, choice)));
                 }
             }
@@ -66,4 +68,13 @@ pub fn placement<E>(ranks: &[Tokens<E>], top_k: u32, map: &ExpertMap, align: u32
         rows[map.rank_of(slot) as usize].extend(segment);
     }
     rows
+}
+
+/// Seed of random cases, another one in each run: the test's output names the one to repeat.
+pub fn random_seed() -> u64 {
+    const SEED: &str = "SIDELANE_TEST_SEED";
+    let given = std::env::var(SEED).ok().map(|seed| seed.parse().expect("a seed is a number"));
+    let seed = given.unwrap_or_else(|| RandomState::new().hash_one(SEED));
+    println!("{SEED}={seed} repeats these cases");
+    seed
 }

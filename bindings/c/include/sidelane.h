@@ -764,8 +764,8 @@ typedef struct {
     // SIDELANE_CALL_OK and SIDELANE_CALL_WORLD_FAILED are errors found by a kernel;
     // sidelane_ep_check() returns them.
     const uint32_t *status;
-    // Device, a budget with SIDELANE_GRAPHS_SLOTS: as `dropped`, for streams, [tokens, top_k];
-    // each dispatch writes it anew. NULL elsewhere.
+    // Device, in slots: as `dropped`, for streams, [tokens, top_k]; each dispatch writes it anew.
+    // NULL elsewhere.
     const uint8_t *dropped_mask;
 } sidelane_handle_info_t;
 

@@ -90,12 +90,10 @@ static void in_a_graph(sidelane_ep_options_t options, float (*times)(const int32
     REQUIRE(status == SIDELANE_CALL_OK);
     sidelane_handle_info_t info = {.size = sizeof info};
     CHECK(sidelane_handle_info(handle, &info));
-    REQUIRE((info.dropped_mask != NULL) == (options.mode == SIDELANE_MODE_BUDGET) && info.dropped_count == 0);
-    if (info.dropped_mask) {
-        uint8_t dropped[TOKENS * TOP_K], none[TOKENS * TOP_K] = {0};
-        CUDA(cuMemcpyDtoH(dropped, (CUdeviceptr)info.dropped_mask, sizeof dropped));
-        REQUIRE(memcmp(dropped, none, sizeof none) == 0);
-    }
+    REQUIRE(info.dropped_mask != NULL && info.dropped_count == 0);
+    uint8_t dropped[TOKENS * TOP_K], none[TOKENS * TOP_K] = {0};
+    CUDA(cuMemcpyDtoH(dropped, (CUdeviceptr)info.dropped_mask, sizeof dropped));
+    REQUIRE(memcmp(dropped, none, sizeof none) == 0);
     CHECK(sidelane_ep_synchronize(ep));
     CUDA(cuGraphExecDestroy(graph));
     CHECK(sidelane_rows_close(rows));

@@ -204,6 +204,17 @@ impl ExpertParallel {
         }
     }
 
+    /// Per rank: whether it is active.
+    #[getter]
+    fn active(&self) -> PyResult<Vec<bool>> {
+        self.instance.cell.lend(|ep| Ok(ep.active().to_vec()))
+    }
+
+    /// Masks ranks: a flag for each, true for an active one. Collective, masked ranks included.
+    fn mask(&self, py: Python<'_>, active: Vec<bool>) -> PyResult<()> {
+        self.instance.call(py, |ep| ep.mask(&active))
+    }
+
     /// `x` [tokens, hidden], `experts` and `weights` [tokens, top_k]: the rows of this rank's
     /// experts, and a handle. In fixed slots of a device, rows are [ranks, max_tokens, hidden].
     fn dispatch<'py>(

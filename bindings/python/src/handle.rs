@@ -296,8 +296,8 @@ impl Handle {
         })
     }
 
-    /// Which choices were dropped for want of room, `[tokens, top_k]`, on the host; `[0, top_k]`
-    /// where sizes stay on a device.
+    /// Which choices were dropped, for want of room or by a mask, `[tokens, top_k]`, on the host;
+    /// `[0, top_k]` where sizes stay on a device.
     #[getter]
     fn dropped<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let top_k = self.shape.top_k;
@@ -314,8 +314,8 @@ impl Handle {
         self.ask(py, ask, give)
     }
 
-    /// On a device, a budget with graphs="slots": the same as the stream finds it, bool `[tokens,
-    /// top_k]`. None elsewhere.
+    /// On a device, in slots or with graphs="slots": the same as the stream finds it, bool
+    /// `[tokens, top_k]`. None elsewhere.
     #[getter]
     fn dropped_mask<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
         let mask = self.cell.lend(|handle| Ok(handle.dropped_mask().ok().cloned()))?;

@@ -206,6 +206,29 @@ def check_a_budget_needs_no_sizes(world):
     same(device.read_sums(planned, out), host.combine(there, expected))
 
 
+def check_masks_are_those_of_the_host(world):
+    of, me, device = case(world.size), world.rank, Device(world.rank)
+    for settings in ({}, {"budget": 100, "graphs": "slots", "order": "rank"}):
+        planned, host = exchanges(world, of, device, **settings)
+        for masked in [*range(world.size), None]:
+            active = [rank != masked for rank in range(world.size)]
+            for ep in (planned, host):
+                ep.mask(active)
+                assert ep.active == active
+            there, expected = host.dispatch(of.x[me], of.ids[me], of.weights[me])
+            pending = planned.start_dispatch(*sent(of, me, device))
+            rows, handle = pending.unfinished() if settings else pending.finish()
+            same(device.read(rows)[: expected.rows], there)
+            dropped = device.read(handle.dropped_mask) if settings else torch.from_dlpack(handle.dropped)
+            same(dropped.bool(), torch.from_dlpack(expected.dropped))
+            known = 0 if settings else expected.report()["dropped_weight"]
+            assert handle.report()["dropped_weight"] == known
+            out = device.tensor(torch.zeros_like(of.x[me]))
+            planned.combine(rows, handle, out)
+            same(device.read_sums(planned, out), host.combine(there, expected))
+            del there, expected, rows, handle
+
+
 def check_a_graph_is_replayed_with_other_tokens(world):
     of, me, device = case(world.size), world.rank, Device(world.rank)
     most = max(len(of.rows(rank)) for rank in range(world.size))

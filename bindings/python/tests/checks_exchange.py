@@ -208,6 +208,36 @@ def check_experts_move_between_steps(world):
     ep.combine(rows.clone(), handle)
 
 
+def check_masked_ranks_send_and_receive_nothing(world):
+    of, me, slots = case(world.size), world.rank, 16
+    for settings in ({}, {"slots": slots}):
+        ep = built(world, of, **settings)
+        assert ep.active == [True] * world.size
+        for masked in [*range(world.size), None]:
+            active = [rank != masked for rank in range(world.size)]
+            ep.mask(active)
+            assert ep.active == active
+            left = of.masked(active)
+            rows, handle = ep.dispatch(of.x[me], of.ids[me], of.weights[me])
+            if not settings:
+                same(rows, left.rows_of(me, of.x))
+            elif masked is not None:
+                assert not rows.view(-1, world.size, slots, of.hidden)[:, masked].any()
+            factors = torch.tensor([2.0 ** (expert % 3 - 1) for expert in of.held(me)])
+            y = rows * factors.repeat_interleave(torch.tensor(handle.padded_tokens_per_expert)).reshape(-1, 1)
+            same(ep.combine(y, handle), expected_sums(left, me, of.x))
+            dropped = left.ids[me] != of.ids[me]
+            assert torch.equal(handle.dropped, dropped)
+            assert handle.report()["dropped_weight"] == sum(of.weights[me][dropped].tolist())
+            del handle
+    for bad in ([True] * (world.size + 1), [False] * world.size):
+        try:
+            ep.mask(bad)
+            raise AssertionError("no such mask")
+        except sidelane.PlanError as error:
+            assert error.kind == "BadParameter"
+
+
 def check_the_report_is_what_moved(world):
     of, me = case(world.size), world.rank
     ep = built(world, of)

@@ -131,6 +131,22 @@ def check_what_vllm_may_ask_and_is_not_there_is_refused(world):
         kernel.prepare(of.x[me], weights, ids, of.experts, None, False, SimpleNamespace(quant_dtype=torch.int8), False)
 
 
+def check_vllm_s_fault_contract_is_answered(world):
+    of, me = case(world.size), world.rank
+    eps = [built(world, of), built(world, of)]
+    kernel = Ours(*eps)
+    assert kernel.support_fault_tolerance is False, "a loss ends the world"
+    same(kernel.query_active_mask(), torch.tensor([True] * world.size))
+    active = [rank != 1 for rank in range(world.size)]
+    eps[0].mask(active)
+    same(kernel.query_active_mask(), torch.tensor(active))
+    same(kernel.query_fault(), torch.tensor([False]))
+    rows, _, _, ids, weights = prepared(kernel, of, me)()
+    out = torch.full_like(of.x[me], torch.nan)
+    kernel.finalize(out, layer(rows, ids), weights, ids, False, TopKWeightAndReduceDelegate())
+    same(out, sums(of.masked(active), me))
+
+
 def check_sglang_s_stages_give_the_layer_s_sums(world):
     of, me = case(world.size), world.rank
     first, second = Dispatcher(built(world, of)), Dispatcher(built(world, of))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -33,6 +33,12 @@ class Case:
                 hits = (self.ids[source] == expert).nonzero().tolist()
                 found += [(expert, source, token, k) for token, k in hits]
         return found
+
+    def masked(self, active: list[bool]) -> Case:
+        """The case without the choices of masked ranks, and without those of their experts."""
+        gone = torch.tensor([expert for rank in range(self.ranks) if not active[rank] for expert in self.held(rank)])
+        ids = [torch.where(torch.isin(ids, gone) | (not active[rank]), -1, ids) for rank, ids in enumerate(self.ids)]
+        return replace(self, ids=ids)
 
     def rows_of(self, rank: int, tensors: list[torch.Tensor]) -> torch.Tensor:
         """The rows of a rank, taken from a tensor [tokens, ..] of each source."""

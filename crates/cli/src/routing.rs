@@ -276,7 +276,7 @@ mod tests {
     /// On how many nodes of `ranks` ranks each the experts of a token lie, on average.
     fn reached(routing: &Routing<'_>, ranks: u32) -> f64 {
         let map = ExpertMap::contiguous(EXPERTS, RANKS).unwrap();
-        let node = |&id: &i32| map.rank_of(map.slot_for(0, id as u32)) / ranks;
+        let node = |&id: &i32| map.rank_of(map.slot_for(0, id as u32).unwrap()) / ranks;
         let nodes = |token| routing.experts_of(token).iter().map(node).collect::<BTreeSet<_>>().len();
         (0..TOKENS).map(nodes).sum::<usize>() as f64 / f64::from(TOKENS)
     }

@@ -308,7 +308,7 @@ mod tests {
         /// Where the rows of a token go: a rank for each choice, or each rank once.
         fn ranks_of(&self, layout: RowLayout, source: u32, token: u32) -> Vec<u32> {
             let experts = self.routings[source as usize].experts_of(token).iter();
-            let slots = experts.map(|&expert| self.map.slot_for(source, expert as u32));
+            let slots = experts.filter_map(|&expert| self.map.slot_for(source, expert as u32));
             let rank =
                 |slot| (0..self.nodes.ranks()).find(|&r| self.map.slots_of(r).contains(&slot)).unwrap();
             let ranks = slots.map(rank);

@@ -86,7 +86,8 @@ impl Loads {
                 let chosen = routing.experts_of(token).iter().filter_map(|&id| u32::try_from(id).ok());
                 ranks.clear();
                 for expert in chosen {
-                    let rank = map.rank_of(map.slot_for(source, expert));
+                    let Some(slot) = map.slot_for(source, expert) else { continue };
+                    let rank = map.rank_of(slot);
                     by_expert[expert as usize] += 1;
                     by_rank[rank as usize] += 1;
                     ranks.push(rank);

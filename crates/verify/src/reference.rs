@@ -196,6 +196,12 @@ impl<E: Real> Reference<E> {
         (weights, experts)
     }
 
+    /// Weight of a rank's choices that were dropped.
+    pub fn dropped_weight(&self, me: usize) -> f64 {
+        let lost = self.all[me].weights.iter().zip(&self.seen.dropped[me]).filter(|(_, lost)| **lost);
+        lost.fold(0.0, |sum, (&weight, _)| sum + f64::from(weight))
+    }
+
     /// Outputs of a rank's experts: the tensor with this number, NaN where no sum may read.
     pub fn outputs(&self, me: usize, number: u32) -> Vec<E> {
         let mut y = self.tensor(number, me, self.seen.rows[me].len());
@@ -287,6 +293,8 @@ pub struct Case {
     pub counts: Vec<u32>,
     /// Places of experts.
     pub map: ExpertMap,
+    /// Ranks that take part: true for an active one.
+    pub active: Vec<bool>,
     /// Choices of a token.
     pub top_k: u32,
     /// Elements of a row.
@@ -319,6 +327,7 @@ impl Case {
             nodes: nodes.to_vec(),
             counts: counts.to_vec(),
             map: ExpertMap::contiguous(experts, nodes.len() as u32).unwrap(),
+            active: vec![true; nodes.len()],
             top_k,
             hidden: 24,
             align: 1,
@@ -355,7 +364,7 @@ pub struct Row {
 pub struct Visible {
     /// Per rank: its rows in visible order; `None` is a pad or an unused slot.
     pub rows: Vec<Vec<Option<Row>>>,
-    /// Per rank: which of its choices had no room.
+    /// Per rank: which of its choices had no room, or no active rank.
     pub dropped: Vec<Vec<bool>>,
     /// Per rank: rows that it needs, pads counted.
     pub required: Vec<u32>,
@@ -374,7 +383,7 @@ impl Visible {
         let tokens = |ids: &Vec<i32>| ids.len() / case.top_k as usize;
         let mut seen = Visible {
             rows: vec![Vec::new(); ranks],
-            dropped: ids.iter().map(|ids| vec![false; ids.len()]).collect(),
+            dropped: (0..ranks).map(|rank| masked(case, ids, rank)).collect(),
             required: vec![0; ranks],
             per_expert: vec![Vec::new(); ranks],
             padded: vec![Vec::new(); ranks],
@@ -512,10 +521,24 @@ impl Visible {
     }
 }
 
-/// The slot of a choice.
+/// The slot of a choice: of all active replicas of its expert, those of an active rank take turns
+/// by rank and expert.
 fn slot_of(case: &Case, ids: &[Vec<i32>], source: usize, choice: usize) -> Option<u32> {
     let expert = u32::try_from(ids[source][choice]).ok()?;
-    Some(case.map.slot_for(source as u32, expert))
+    if !case.active.contains(&false) {
+        return case.map.slot_for(source as u32, expert);
+    }
+    let is_active = |slot: &u32| case.active[case.map.rank_of(*slot) as usize];
+    let holds = |slot: &u32| case.map.expert_of(*slot) == expert;
+    let replicas: Vec<u32> = (0..case.map.slots()).filter(holds).filter(is_active).collect();
+    let turn = (source + expert as usize).checked_rem(replicas.len())?;
+    case.active[source].then(|| replicas[turn])
+}
+
+/// The choices of a rank that a mask leaves without a slot.
+fn masked(case: &Case, ids: &[Vec<i32>], rank: usize) -> Vec<bool> {
+    let choices = ids[rank].iter().enumerate();
+    choices.map(|(choice, &id)| id >= 0 && slot_of(case, ids, rank, choice).is_none()).collect()
 }
 
 /// The rows that a source has for any of these slots, of its choices at this rank; in token order.

@@ -112,7 +112,8 @@ pub struct Expand<'a> {
     pub before: ByteSpan<'a>,
     /// As [`Kernels::admit`] wrote it, `u32 [bins]`.
     pub room: ByteSpan<'a>,
-    /// Whether each choice of this rank was dropped, `u8 [choices]`.
+    /// Whether each choice of this rank was dropped, `u8 [choices]`: those without room are added
+    /// to those that `pack` has marked.
     pub dropped: ByteSpan<'a>,
     /// As [`Kernels::admit`] wrote it: if it is not 0, nothing lands.
     pub refusal: Word<'a, u32>,

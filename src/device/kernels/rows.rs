@@ -37,7 +37,8 @@ pub struct Pack<'a> {
     pub weights: ByteSpan<'a>,
     /// Number of experts.
     pub n_experts: u32,
-    /// The rank that this one uses for each expert, `i32 [n_experts]`.
+    /// The rank that this one uses for each expert, `i32 [n_experts]`; [`Pack::MASKED`] drops its
+    /// choices.
     pub rank_of: ByteSpan<'a>,
     /// The number of each expert at that rank, `i32 [n_experts]`.
     pub local_of: ByteSpan<'a>,
@@ -46,12 +47,19 @@ pub struct Pack<'a> {
     /// The row that a token has in the slot for a rank, `i32 [tokens, ranks]`, or -1: for
     /// [`Kernels::sum`].
     pub places: ByteSpan<'a>,
+    /// Whether each choice is dropped because its expert is masked, `u8 [tokens, top_k]`.
+    pub dropped: ByteSpan<'a>,
     /// Calls so far: the launch adds one, and the new value goes into each header.
     pub counter: Word<'a, u64>,
     /// Where a fault is written: a [`KernelFault`](crate::error::KernelFault).
     pub status: Word<'a, u32>,
     /// Goes into each header.
     pub digest: u64,
+}
+
+impl Pack<'_> {
+    /// In place of the rank of an expert that a mask leaves none: `MASKED` in the source.
+    pub const MASKED: i32 = -2;
 }
 
 /// `struct Pack` of the source.
@@ -65,6 +73,7 @@ struct PackParameters {
     local_of: u64,
     slots: u64,
     places: u64,
+    dropped: u64,
     counter: u64,
     status: u64,
     digest: u64,
@@ -148,6 +157,7 @@ impl Kernels {
             local_of: operands.span("local_of", pack.local_of, map, WORD)?,
             slots: operands.addresses("slots", pack.slots, Some(shape.bytes()))?,
             places: operands.span("places", pack.places, bytes([tokens, ranks.into(), WORD]), WORD)?,
+            dropped: operands.span("dropped", pack.dropped, bytes([tokens, top_k, 1]), 1)?,
             counter: operands.word(pack.counter)?,
             status: operands.word(pack.status)?,
             digest: pack.digest,

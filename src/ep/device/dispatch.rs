@@ -175,7 +175,7 @@ impl Enqueuer {
     /// Tells where rows land. What is staged behind them is this rank's as long as the extent that
     /// is returned.
     fn tell_placement(&mut self, (context, in_place): (u32, bool), landing: Landing) -> Option<Extent> {
-        let Enqueuer { common, kept, calls, sorted, numbers, .. } = self;
+        let Enqueuer { common, kept, calls, sorted, scratch, numbers, .. } = self;
         let (layout, number) = (&kept[context as usize].layout, calls.number());
         let mut extent = landing.extent;
         let staging = extent.as_mut().and_then(|extent| common.trim(CallKind::Dispatch, extent, layout));
@@ -189,6 +189,7 @@ impl Enqueuer {
             }
             placement.padded_per_expert.clone_from(&layout.padded_per_bin);
             placement.dropped.clone_from(&sorted.dropped);
+            placement.dropped_weight = sorted.dropped_weight(bytemuck::cast_slice(&scratch.weights));
             placement.required.clone_from(&numbers.sizes.required);
             told.extent = extent;
             told.refused = None;

@@ -299,7 +299,7 @@ impl EnqueuedHandle {
         &self.placement.padded_per_expert
     }
 
-    /// Which of this rank's choices, `[tokens, top_k]`, were dropped for want of room.
+    /// Which of this rank's choices, `[tokens, top_k]`, were dropped.
     pub fn dropped(&self) -> &[bool] {
         &self.placement.dropped
     }
@@ -363,7 +363,8 @@ impl EnqueuedHandle {
         };
         let apart = common.fixed.spec.layout.is_per_rank().then_some("choices");
         let kernels: Vec<_> = kernels.iter().copied().chain(apart).collect();
-        Ok(self.lease.report(enqueued, &kernels))
+        let dropped_weight = self.placement.dropped_weight;
+        Ok(Report { dropped_weight, ..self.lease.report(enqueued, &kernels) })
     }
 
     /// How the last return went; nothing if it has yet to be finished.

@@ -196,8 +196,9 @@ impl Session {
     ) -> Result<(), Error> {
         let (shape, map) = (&self.shape, &spec.map);
         let bin = |slot| if spec.layout.is_per_rank() { map.rank_of(slot) } else { slot };
+        // An expert without a bin has no row.
         let slots: Vec<u32> =
-            (0..map.experts()).map(|expert| bin(map.slot_for(lanes.rank, expert))).collect();
+            (0..map.experts()).map(|expert| map.slot_for(lanes.rank, expert).map_or(u32::MAX, bin)).collect();
         let partials: Vec<u32> = bins.in_order().iter().map(|&bin| bins.partial_of(bin)).collect();
         let source = PinnedMemory::new(context, (shape.map().1 + shape.groups().1) as usize)?;
         let mut from = 0;
@@ -386,6 +387,7 @@ pub(super) struct PlacementInfo {
     pub tokens_per_expert: Vec<i64>,
     pub padded_per_expert: Vec<i64>,
     pub dropped: Vec<bool>,
+    pub dropped_weight: f64,
     pub required: Vec<u32>,
 }
 

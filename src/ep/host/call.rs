@@ -625,7 +625,8 @@ impl HostCall<'_, '_> {
         let (fixed, paths) = (&**self.fixed, self.fixed.paths());
         let Workspace { tables, sorted, crossing, spans, numbers, .. } = &mut *self.space;
         let GroupCounts { counts, sizes, landing, .. } = numbers;
-        let (inner, top_k) = (&mut self.flight.made, self.lent.routing.map_or(0, |routing| routing.top_k()));
+        let of_routing = self.lent.routing.map(|routing| (routing.top_k(), routing.weights()));
+        let (inner, (top_k, weights)) = (&mut self.flight.made, of_routing.unwrap_or_default());
         tables.landing.clone_from(landing);
         let clipped = fixed.spec.mode.budget().is_some();
         if clipped && sorted.keep(top_k, |bin| sizes.room(&fixed.bins, counts, bin)) {
@@ -633,6 +634,7 @@ impl HostCall<'_, '_> {
         }
         inner.required.clone_from(&sizes.required);
         inner.dropped.clone_from(&sorted.dropped);
+        inner.dropped_weight = sorted.dropped_weight(weights);
         let frame = fixed.frame();
         if fixed.spec.spans {
             spans.arrange(&frame, (sorted, crossing), counts, sizes);

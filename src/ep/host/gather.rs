@@ -175,7 +175,7 @@ impl Gather {
         fixed: &EpState,
         space: &mut Workspace,
         kind: CallKind,
-        (inner, gathered): (&mut Inner, &Inner),
+        (inner, gathered, weights): (&mut Inner, &Inner, &[f32]),
     ) {
         let (sizing, me, top_k) = (fixed.sizing(kind), fixed.lanes.rank, fixed.spec.top_k);
         let frame = PlanContext { sizing, ..fixed.frame() };
@@ -191,13 +191,15 @@ impl Gather {
             if rank == me {
                 inner.layout.fill(of, own, top_k, counts, sizes);
                 inner.dropped.clone_from(&sorted.dropped);
+                inner.dropped_weight = sorted.dropped_weight(weights);
             }
             let nth = of.paths.relays().position(|relay| relay == me);
             blocks[rank as usize] = nth.map(|nth| scratch.block(of, own, (counts, sizes), nth));
-            let weights = &mut block_weights[rank as usize];
-            weights.clear();
+            let of_block = &mut block_weights[rank as usize];
+            of_block.clear();
             for bins in of.paths.served_by(me).iter().map(|&served| of.bins.of(served)) {
-                weights.extend(sorted.notes_of(bins).iter().step_by(words).map(|&word| f32::from_bits(word)));
+                of_block
+                    .extend(sorted.notes_of(bins).iter().step_by(words).map(|&word| f32::from_bits(word)));
             }
         });
         if frame.paths.is_multi_node() {
@@ -263,7 +265,7 @@ impl Executor for Regrouping<'_> {
                 let (at, count) = self.words;
                 gather.sort(fixed, extent.slice::<u32>(at, count)?)?;
             }
-            Work::PlaceAll => gather.place(fixed, space, *kind, (made, self.gathered)),
+            Work::PlaceAll => gather.place(fixed, space, *kind, (made, self.gathered, self.weights)),
             Work::Metadata => {
                 let sizing = fixed.sizing(*kind);
                 let landing = sizing.landing(made.layout.landed);

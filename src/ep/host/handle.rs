@@ -123,8 +123,9 @@ pub(in crate::ep) struct Inner {
     pub forward: Option<Arc<RelayPlan>>,
     /// Metadata of the received rows.
     pub received: ReceivedMetadata,
-    /// Which choices had no room.
+    /// Which choices were dropped, and their weight.
     pub dropped: Vec<bool>,
+    pub dropped_weight: f64,
     /// Rows that each rank needed.
     pub required: Vec<u32>,
     /// Memory that this rank offers in a return.
@@ -287,7 +288,8 @@ impl HostHandle {
     /// How the bytes of the dispatch went.
     pub fn report(&self) -> Report {
         let DispatchMoves { moved, relayed, traffic } = self.inner.moves;
-        Report { lanes: self.lanes.to_vec(), moved, relayed, traffic, ..Report::default() }
+        let dropped_weight = self.inner.dropped_weight;
+        Report { lanes: self.lanes.to_vec(), moved, relayed, traffic, dropped_weight, ..Report::default() }
     }
 
     /// How those of the last return went.

@@ -391,7 +391,7 @@ impl Came {
         let [rows, sums] = [0, 1].map(|_| Buffer::new(context, (sources * choices) as u64 * 4));
         let index = Buffer::words(context, &vec![-1_i32; budget as usize]);
         let weights = Buffer::words(context, &vec![0_u32; budget as usize]);
-        let dropped = Buffer::new(context, own_choices as u64);
+        let dropped = Buffer::of(context, &vec![0; own_choices]);
         let refusal = Buffer::words(context, &[self.refusal]);
         let expand = Expand {
             shape,

@@ -18,6 +18,7 @@ const DIGEST: u64 = 0x0123_4567_89ab_cdef;
 pub struct Packed {
     pub slots: Vec<Vec<u8>>,
     pub places: Vec<i32>,
+    pub dropped: Vec<u8>,
     pub counter: u64,
     pub status: Option<KernelFault>,
 }
@@ -43,6 +44,7 @@ fn packed(
     let (x, places) =
         (Buffer::of(context, &input.x), Buffer::new(context, u64::from(input.tokens * ranks) * 4));
     let (experts, weights) = (Buffer::words(context, &input.experts), Buffer::words(context, &input.weights));
+    let dropped = Buffer::new(context, input.experts.len() as u64);
     let (counter, status) = (Buffer::words(context, &[calls]), Buffer::words(context, &[0_u32]));
     let pack = Pack {
         shape,
@@ -55,6 +57,7 @@ fn packed(
         local_of: local_of.span(),
         slots: &Addresses::new(stream, table.range(), &spans).unwrap(),
         places: places.span(),
+        dropped: dropped.span(),
         counter: counter.word(),
         status: status.word(),
         digest: DIGEST,
@@ -67,6 +70,7 @@ fn packed(
     Packed {
         slots: slots.iter().map(Buffer::content).collect(),
         places: places.read(),
+        dropped: dropped.content(),
         counter: counter.read::<u64>()[0],
         status: KernelFault::of(status.read::<u32>()[0]),
     }
@@ -86,6 +90,7 @@ fn compare(packed: &Packed, input: &Input) {
         assert_eq!((differs, slot.len()), (None, expected.len()), "slot for rank {rank}: {what}");
     }
     assert_eq!(packed.places, input.places(), "{what}");
+    assert_eq!(packed.dropped, input.masked(), "{what}");
     assert_eq!((packed.counter, packed.status), (42, None), "{what}");
 }
 
@@ -245,6 +250,19 @@ fn a_map_that_names_no_rank_is_reported_with_the_first_token_and_counts_as_dropp
 }
 
 #[test]
+fn choices_of_a_masked_expert_are_dropped_and_marked() {
+    with_kernels("kernels::pack::choices_of_a_masked_expert_are_dropped_and_marked", |device| {
+        let shape = SlotShape::new(300, 3, 32).unwrap();
+        for expert in [0, 5] {
+            let mut input = Input::any(&mut Random(8), shape, (8, 4), 2, 290);
+            input.misplaced = Some((expert, Pack::MASKED));
+            assert!(input.masked().contains(&1));
+            check(device, &input);
+        }
+    });
+}
+
+#[test]
 fn operands_that_are_too_small_or_misaligned_are_refused_by_name() {
     with_kernels("kernels::pack::operands_that_are_too_small_or_misaligned_are_refused_by_name", |device| {
         let Device { context, stream, kernels } = device;
@@ -265,6 +283,7 @@ fn operands_that_are_too_small_or_misaligned_are_refused_by_name() {
             local_of: memory.part(2252, 12),
             slots: &addresses,
             places: memory.part(2304, 32),
+            dropped: memory.part(2336, 8),
             counter: memory.range().word(2400).unwrap(),
             status: memory.range().word(2408).unwrap(),
             digest: DIGEST,
@@ -276,6 +295,7 @@ fn operands_that_are_too_small_or_misaligned_are_refused_by_name() {
             (Pack { experts: memory.part(2176, 31), ..good }, "experts", 31, 32),
             (Pack { weights: memory.part(2208, 31), ..good }, "weights", 31, 32),
             (Pack { rank_of: memory.part(2240, 11), ..good }, "rank_of", 11, 12),
+            (Pack { dropped: memory.part(2336, 7), ..good }, "dropped", 7, 8),
             (Pack { local_of: memory.part(2252, 11), ..good }, "local_of", 11, 12),
             (Pack { places: memory.part(2304, 31), ..good }, "places", 31, 32),
             (Pack { slots: &small, ..good }, "slots", shape.bytes() - 1, shape.bytes()),

@@ -1,6 +1,7 @@
 //! What a rank packs, by the definition: a slot for each rank, and the places in them.
 
 use bytemuck::{bytes_of, cast_slice};
+use sidelane::device::Pack;
 use sidelane::plan::{ExpertMap, SlotHead, SlotShape};
 
 use super::rows_common::Random;
@@ -41,7 +42,7 @@ impl Input {
 
     /// The rank of each expert, and its number there.
     pub fn tables(&self) -> (Vec<i32>, Vec<i32>) {
-        let slot = |expert| self.map.slot_for(self.source, expert);
+        let slot = |expert| self.map.slot_for(self.source, expert).unwrap();
         let rank = |expert| self.map.rank_of(slot(expert));
         let local = |expert| slot(expert) - self.map.slots_of(rank(expert)).start;
         let experts = 0..self.map.experts();
@@ -68,6 +69,12 @@ impl Input {
     pub fn tokens_at(&self, rank: u32) -> Vec<u32> {
         let has_row = |&token: &u32| self.choices_at(token, rank).iter().any(|&local| local >= 0);
         (0..self.tokens).filter(has_row).collect()
+    }
+
+    /// `[tokens, top_k]`: 1 for a choice whose expert is masked.
+    pub fn masked(&self) -> Vec<u8> {
+        let masked = |expert: &i32| self.misplaced == Some((*expert as usize, Pack::MASKED));
+        self.experts.iter().map(|expert| u8::from(masked(expert))).collect()
     }
 
     /// `[tokens, ranks]`

@@ -224,7 +224,8 @@ fn refused_call_leaves_zeros_at_all_ranks_and_the_next_one_goes_well() {
 }
 
 /// A layer, captured and replayed with other tokens: all of as many tokens. Experts change nothing.
-fn replayed(rank: &mut Rank<bf16>, inputs: &[Input<bf16>]) {
+/// Masks come before the replays of their numbers.
+fn replayed(rank: &mut Rank<bf16>, inputs: &[Input<bf16>], masks: &[&[bool]]) {
     let stream = Arc::clone(&rank.stream);
     let tensors = rank.put(&inputs[0]);
     let out = rank.out.part(tensors[0].len());
@@ -240,7 +241,12 @@ fn replayed(rank: &mut Rank<bf16>, inputs: &[Input<bf16>]) {
     })
     .unwrap();
     let (rows, handle) = kept.unwrap();
-    for input in inputs {
+    for (nth, input) in inputs.iter().enumerate() {
+        if let Some(active) = masks.get(nth) {
+            for ep in [&mut rank.host, &mut rank.planned] {
+                ep.mask(active).unwrap();
+            }
+        }
         let routing = Routing::new(rank.case.top_k, input.ids.as_slice(), input.weights.as_slice()).unwrap();
         let expected = rank.host.dispatch(&input.x, &routing);
         rank.put(input);
@@ -271,10 +277,35 @@ fn graph_of_a_whole_layer_is_replayed_with_other_tokens() {
                     let input = |nth: u64| tokens(10 * nth + me, 4 + me as u32, 16, 3, 5);
                     let inputs: Vec<_> = (0..6).map(input).collect();
                     round(rank, &inputs[5]);
-                    replayed(rank, &inputs);
+                    replayed(rank, &inputs, &[]);
                     // A call beside the graph, and another graph.
                     round(rank, &inputs[0]);
-                    replayed(rank, &inputs[1..4]);
+                    replayed(rank, &inputs[1..4], &[]);
+                });
+            }
+        }
+    });
+}
+
+#[test]
+fn graph_that_was_captured_goes_by_each_new_mask() {
+    on_stand_in("slots::budget::graph_that_was_captured_goes_by_each_new_mask", || {
+        for nodes in [[0; 3], [0, 0, 1]] {
+            let map = ExpertMap::from_slots(4, &[vec![0, 1], vec![2, 0], vec![3, 1]]).unwrap();
+            for (rows, overflow) in [(160, Overflow::Error), (6, Overflow::Drop)] {
+                let case = Case { map: map.clone(), ..Case::across(&nodes, 4, 3) };
+                on_each::<bf16>(&budget(rows, overflow, case), |rank, me| {
+                    let inputs: Vec<_> =
+                        (0..5).map(|nth| tokens(10 * nth + me, 4 + me as u32, 16, 3, 4)).collect();
+                    let masks: [&[bool]; 5] = [
+                        &[true; 3],
+                        &[true, false, true],
+                        &[false, true, true],
+                        &[false, false, true],
+                        &[true; 3],
+                    ];
+                    replayed(rank, &inputs, &masks);
+                    round(rank, &inputs[1]);
                 });
             }
         }

@@ -66,6 +66,37 @@ fn refused_dispatch_enqueues_nothing_and_can_be_repeated() {
 }
 
 #[test]
+fn bad_masks_are_refused_on_all_ranks_and_the_old_one_stays() {
+    on_stand_in("slots::refusals::bad_masks_are_refused_on_all_ranks_and_the_old_one_stays", || {
+        on_ranks(CASE.ranks, &options(), |world| {
+            let (mut rank, input, tensors) = with_tokens(world);
+            let me = rank.me();
+            let differ = rank.ep.mask(&[true, me == 0]).unwrap_err();
+            let what = "the mask";
+            assert!(
+                matches!(differ, Error::Call(CallError::ConfigsDiffer { what: seen, .. }) if seen == what),
+                "{differ}"
+            );
+            match (me, rank.ep.mask(if me == 1 { &[true] } else { &[true, false] }).unwrap_err()) {
+                (1, Error::Plan(PlanError::BadParameter { parameter: "ranks of the mask", .. })) => {}
+                (0, Error::Call(CallError::ConfigsDiffer { peer: 1, .. })) => {}
+                (_, error) => panic!("rank {me}: {error}"),
+            }
+            // Between a dispatch and its combine.
+            let (rows, handle) = dispatch(&mut rank.ep, &tensors).unwrap();
+            let early = rank.ep.mask(&[true, false]).unwrap_err();
+            assert!(matches!(early, Error::Call(CallError::OutOfTurn { call: "mask", .. })), "{early}");
+            experts_copy(&rank.stream, &rows, &handle).unwrap();
+            combine(&mut rank.ep, &handle, &tensors).unwrap();
+            rank.ep.synchronize().unwrap();
+            assert_eq!(rank.ep.active(), [true, true]);
+            let expected = copied_back(CASE, &input);
+            assert_eq!(content(&tensors.out)[..expected.len()], expected);
+        });
+    });
+}
+
+#[test]
 fn stream_of_a_context_before_a_reset_is_refused() {
     on_stand_in("slots::refusals::stream_of_a_context_before_a_reset_is_refused", || {
         on_ranks(CASE.ranks, &options(), |world| {

@@ -5,6 +5,7 @@ mod equal;
 mod floor;
 mod gate;
 mod live;
+mod masks;
 mod refused;
 mod room;
 

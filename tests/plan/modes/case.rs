@@ -51,6 +51,15 @@ fn maps(experts: u32, ranks: usize) -> impl Strategy<Value = ExpertMap> {
     })
 }
 
+/// All ranks or, as often, some of them.
+fn masks(ranks: usize) -> impl Strategy<Value = Vec<bool>> {
+    let some = (prop::collection::vec(any::<bool>(), ranks), 0..ranks).prop_map(|(mut active, one)| {
+        active[one] = true;
+        active
+    });
+    prop_oneof![Just(vec![true; ranks]), some]
+}
+
 pub fn plays() -> impl Strategy<Value = Play> {
     let shape = (prop::collection::vec(0..3u32, 1..=7), 1..=9u32, 1..=5u32);
     shape.prop_flat_map(|(nodes, experts, top_k)| {
@@ -58,11 +67,13 @@ pub fn plays() -> impl Strategy<Value = Play> {
         let ids = prop::collection::vec(ids(experts, top_k), ranks);
         let how = (modes(), select(vec![1, 2, 7, 16]), 1..=4u8);
         let ways = (select(&RowLayout::ALL[..]), select(&Route::ALL[..]), select(&SumOrder::ALL[..]));
-        (Just(nodes), maps(experts, ranks), ids, how, ways).prop_map(
-            move |(nodes, map, ids, (mode, align, chunks), (layout, route, order))| {
+        let places = (maps(experts, ranks), masks(ranks));
+        (Just(nodes), places, ids, how, ways).prop_map(
+            move |(nodes, (map, active), ids, (mode, align, chunks), (layout, route, order))| {
                 let counts: Vec<u32> = ids.iter().map(|ids| ids.len() as u32 / top_k).collect();
                 let case = Case::new(&nodes, &counts, experts, top_k);
-                Play { case: Case { map, mode, align, layout, route, order, ..case }, ids, chunks }
+                let map = map.with_active(&active).unwrap();
+                Play { case: Case { map, active, mode, align, layout, route, order, ..case }, ids, chunks }
             },
         )
     })

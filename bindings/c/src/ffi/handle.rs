@@ -55,8 +55,8 @@ pub struct HandleInfo {
     /// SIDELANE_CALL_OK and SIDELANE_CALL_WORLD_FAILED are errors found by a kernel;
     /// sidelane_ep_check() returns them.
     pub status: *const u32,
-    /// Device, a budget with SIDELANE_GRAPHS_SLOTS: as `dropped`, for streams, [tokens, top_k];
-    /// each dispatch writes it anew. NULL elsewhere.
+    /// Device, in slots: as `dropped`, for streams, [tokens, top_k]; each dispatch writes it anew.
+    /// NULL elsewhere.
     pub dropped_mask: *const u8,
 }
 versioned!(HandleInfo, "sidelane_handle_info_t", dropped_mask: *const u8, 144, 152);

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ._native import ExpertParallel, Handle, PendingDispatch
+from .errors import WorldError
 
 __all__ = ["BatchedPrepareFinalize", "CombineInput", "DispatchOutput", "Dispatcher", "ExpertTokens", "PrepareFinalize"]
 
@@ -124,6 +125,28 @@ class PrepareFinalize:
 
     def supports_deferred_moe_finalize(self) -> bool:
         return False
+
+    @property
+    def support_fault_tolerance(self) -> bool:
+        """False: the loss of a rank ends the world, and every call raises that. A mask is for ranks
+        that live.
+        """
+        return False
+
+    def query_active_mask(self) -> Tensor:
+        """Ranks that are active in every ``ExpertParallel`` (``ep.mask``): bool, [ranks], true for
+        an active one.
+        """
+        return torch.tensor([all(flags) for flags in zip(*(layer.ep.active for layer in self._layers))])
+
+    def query_fault(self) -> Tensor:
+        """Whether the world has failed, as far as is known without waiting: bool, [1]."""
+        try:
+            for layer in self._layers:
+                layer.ep.check()
+        except WorldError:
+            return torch.tensor([True])
+        return torch.tensor([False])
 
     def prepare_async(
         self,

@@ -139,6 +139,7 @@ impl Config {
             nodes: node_labels(&self.ranks_per_node).into_iter().map(|node| node as u32).collect(),
             counts: vec![self.tokens; self.ranks() as usize],
             map: ExpertMap::contiguous(self.experts, self.ranks())?,
+            active: vec![true; self.ranks() as usize],
             top_k: self.top_k,
             hidden: shape.hidden as usize,
             align: shape.align,

@@ -71,8 +71,8 @@ impl<E: Real> Expected<E> {
         let Reference { case, ids, seen, .. } = &self.reference;
         let (nodes, me) = (NodeMap::from_labels(&case.nodes), self.me as u32);
         let kept = ids[self.me].iter().zip(&seen.dropped[self.me]).filter(|&(&id, &lost)| id >= 0 && !lost);
-        kept.filter(|&(&id, _)| !nodes.same_node(me, case.map.rank_of(case.map.slot_for(me, id as u32))))
-            .count() as u64
+        let slots = kept.filter_map(|(&id, _)| case.map.slot_for(me, id as u32));
+        slots.filter(|&slot| !nodes.same_node(me, case.map.rank_of(slot))).count() as u64
     }
 
     /// Whether a handle says which choices have no room, and how many rows each rank needs.

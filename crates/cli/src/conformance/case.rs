@@ -108,6 +108,8 @@ pub enum Call {
     Forget,
     /// Experts change ranks.
     SetMap,
+    /// Only these members are active from now on.
+    Mask(&'static [bool]),
     /// The calls that follow go on another stream.
     Stream,
     /// The second member brings this, and all ranks are told.
@@ -138,6 +140,7 @@ impl Call {
             Call::DispatchBackward(_) | Call::CombineBackward(_) => Feature::Gradients,
             Call::Release(_) => Feature::Release,
             Call::SetMap => Feature::ExpertMaps,
+            Call::Mask(_) => Feature::RankMask,
             Call::Stream => Feature::Streams,
             Call::Capture => Feature::Capture,
             Call::Floor => Feature::Floor,

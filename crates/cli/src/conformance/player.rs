@@ -112,6 +112,12 @@ impl<'r, E: Real> Player<'r, E> {
                 self.settings.case.map = map;
                 Ok(())
             }
+            Call::Mask(active) => {
+                self.ep.mask(active)?;
+                self.settings.case.active = active.to_vec();
+                self.found.extend(compare_list(self.ep.rank(), "active ranks", 1, self.ep.active(), active));
+                Ok(())
+            }
             Call::Stream => Ok(self.ep.set_stream(self.place.change_stream()?)?),
             Call::Refused(bad) => self.refused(bad),
             Call::OverBudget => self.over_budget(),
@@ -562,11 +568,9 @@ impl<'r, E: Real> Player<'r, E> {
         let (seen, me, k) = (&reference.seen, *me, reference.case.top_k as usize);
         self.compare_list("tokens", 1, &[handle.tokens()], &[reference.case.counts[me]]);
         if self.sizes_stay() {
-            if reference.case.mode.budget().is_some() {
-                let mask = self.place.read(handle.dropped_mask()?)?;
-                let mask: Vec<bool> = mask.iter().map(|&dropped| dropped != 0).collect();
-                self.compare_list("dropped choices", k, &mask, &seen.dropped[me]);
-            }
+            let mask = self.place.read(handle.dropped_mask()?)?;
+            let mask: Vec<bool> = mask.iter().map(|&dropped| dropped != 0).collect();
+            self.compare_list("dropped choices", k, &mask, &seen.dropped[me]);
             return Ok(());
         }
         // Rank-major, a device counts what its rows chose.
@@ -577,6 +581,8 @@ impl<'r, E: Real> Player<'r, E> {
         self.compare_list("tokens per expert", 1, handle.tokens_per_expert(), per_expert);
         self.compare_list("padded rows", 1, handle.padded_tokens_per_expert(), &seen.padded[me]);
         self.compare_list("dropped choices", k, handle.dropped(), &seen.dropped[me]);
+        let dropped_weight = handle.report()?.dropped_weight;
+        self.compare_list("dropped weight", 1, &[dropped_weight], &[reference.dropped_weight(me)]);
         Ok(())
     }
 

@@ -9,7 +9,7 @@ use sidelane::topology::Route;
 use super::case::{Bad, Call, Case, Setting, Way};
 use Call::{
     Cached, Capture, Combine, CombineBackward, CombineCopy, CombineHalves, Dispatch, DispatchBackward,
-    DispatchHalves, Floor, Forget, OverBudget, Prepare, Refused, Release, SetMap, Stream, TokenBuffer,
+    DispatchHalves, Floor, Forget, Mask, OverBudget, Prepare, Refused, Release, SetMap, Stream, TokenBuffer,
 };
 use Overflow::{Drop, Error};
 use Setting::{Align, AllGather, Budget, Fp8, Layout, Order, Partial, Replicas, Slots, Spans, Weighted};
@@ -42,6 +42,24 @@ const EXPERT: &[Call] = &[Dispatch, Combine(0), Refused(Bad::Expert), Dispatch, 
 const HALVES: &[Call] = &[DispatchHalves, CombineHalves(0)];
 const MOVING: &[Call] =
     &[Dispatch, Combine(0), Forget, SetMap, Dispatch, Combine(0), Forget, SetMap, Dispatch, Combine(0)];
+/// Each of two ranks in turns, then both, then none: of four members.
+const MASKING: &[Call] = &[
+    Mask(&[true, true, false, true]),
+    Dispatch,
+    Combine(0),
+    Forget,
+    Mask(&[false, true, true, true]),
+    Dispatch,
+    Combine(0),
+    Forget,
+    Mask(&[false, true, false, true]),
+    Dispatch,
+    Combine(0),
+    Forget,
+    Mask(&[true; 4]),
+    Dispatch,
+    Combine(0),
+];
 
 const EVERYWHERE: &[Way] = &Way::ALL;
 /// Slots take their calls in turns, and read experts in a kernel.
@@ -92,6 +110,11 @@ const PREPARED: Case =
     Case { name: "prepared", calls: &[Prepare, Cached(0), Combine(0), Cached(0)], ..CACHED };
 const GRADIENTS: Case = Case { calls: TRAINING, ..row(Feature::Gradients, &[]) };
 const MAPS: Case = Case { calls: MOVING, ..row(Feature::ExpertMaps, &[]) };
+const MASKED: Case = Case {
+    name: "slots",
+    calls: MASKING,
+    ..row(Feature::RankMask, &[RANK_MAJOR, BY_RANK, Slots(12, Error), Replicas])
+};
 const BUFFERS: Case = Case { calls: &[TokenBuffer, Combine(0)], ..row(Feature::TokenBuffers, &[]) };
 const CAPTURED: Case = Case { calls: &[Capture], ..row(Feature::Capture, &[]) };
 const RELEASED: Case =
@@ -241,6 +264,41 @@ pub const SUITE: &[Case] = &[
     MAPS,
     Case { name: "two nodes, relays", group: TWO_NODES, settings: &[PXN], ..MAPS },
     Case { name: "replicas, rank-major", settings: &[RANK_MAJOR, Replicas], ..MAPS },
+    MASKED,
+    Case { name: "slots, two nodes", group: TWO_NODES, ..MASKED },
+    Case {
+        name: "expert-major slots, relays",
+        group: TWO_NODES,
+        settings: &[EXPERT_MAJOR, PXN, Slots(12, Error), Replicas],
+        ways: ON_HOST,
+        ..MASKED
+    },
+    Case { name: "no replicas", settings: &[], ..MASKED },
+    Case { name: "replicas, two nodes, relays", group: TWO_NODES, settings: &[PXN, Replicas], ..MASKED },
+    Case { name: "weighted, aligned", settings: &[EXPERT_MAJOR, Weighted, Replicas, Align(4)], ..MASKED },
+    Case { name: "rank-major, rounded", settings: &[RANK_MAJOR, BY_RANK, ROUNDED, Replicas], ..MASKED },
+    Case { name: "a budget that drops", settings: &[Budget(14, Drop), Replicas], ..MASKED },
+    Case {
+        name: "all-gather",
+        group: TWO_NODES,
+        settings: &[AllGather, PXN, Replicas],
+        ways: ON_HOST,
+        ..MASKED
+    },
+    Case {
+        name: "gradients",
+        calls: &[
+            Mask(&[true, false, true, true]),
+            Dispatch,
+            Combine(0),
+            DispatchBackward(0),
+            CombineBackward(0),
+            Cached(0),
+        ],
+        settings: &[Replicas],
+        ways: COUNTED,
+        ..MASKED
+    },
     BUFFERS,
     Case { name: "two nodes", group: TWO_NODES, ..BUFFERS },
     CAPTURED,

@@ -216,8 +216,8 @@ fn bars(svg: &mut Svg, report: &Report, map: &ExpertMap) {
     let mean = (choices.iter().sum::<u64>() as f64 / choices.len() as f64).max(f64::MIN_POSITIVE);
     for (expert, &load) in choices.iter().enumerate() {
         let (x, tall) = (LEFT + step * expert as f64, height(load as f64 / mean));
-        let rank = map.rank_of(map.slot_for(0, expert as u32));
-        let class = if rank.is_multiple_of(2) { "even" } else { "odd" };
+        let rank = map.slot_for(0, expert as u32).map(|slot| map.rank_of(slot));
+        let class = if rank.is_some_and(|rank| rank.is_multiple_of(2)) { "even" } else { "odd" };
         let said = format!("expert {expert}: {load} choices, {:.2} of the mean", load as f64 / mean);
         rect(svg, class, (x, round(bottom - tall), step * 0.86, round(tall)), &said);
     }

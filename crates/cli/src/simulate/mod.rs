@@ -356,8 +356,8 @@ impl Group<'_> {
                 .filter(|&&expert| expert >= 0)
                 .map(move |&expert| (source, expert as u32))
         });
-        for (source, expert) in experts {
-            let rank = self.map.rank_of(self.map.slot_for(source, expert)) as usize;
+        for slot in experts.filter_map(|(source, expert)| self.map.slot_for(source, expert)) {
+            let rank = self.map.rank_of(slot) as usize;
             rows[rank % self.routings.len()] += 1;
         }
         rows.into_iter().max().unwrap_or(0)

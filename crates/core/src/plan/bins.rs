@@ -12,7 +12,9 @@ use crate::topology::NodeMap;
 /// replicated.
 ///
 /// Slots are numbered rank by rank: those of rank 0 first. Which replica a rank uses is a fixed
-/// rule, (source rank + expert id) mod (number of replicas), so no rank has to ask another.
+/// rule, (source rank + expert id) mod (number of replicas), so no rank has to ask another. Only
+/// replicas at active ranks count. All ranks are active, but for those that a mask leaves out
+/// ([`with_active`](ExpertMap::with_active)).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ExpertMap {
     experts: u32,
@@ -22,7 +24,9 @@ pub struct ExpertMap {
     rank_of: Vec<u32>,
     /// First slot of each rank; one entry more than there are ranks.
     rank_starts: Vec<u32>,
-    /// Slots of each expert, ascending, all experts after one another.
+    /// Per rank: whether it is active.
+    active: Vec<bool>,
+    /// Slots of each expert at active ranks, ascending, all experts after one another.
     replicas: Vec<u32>,
     /// First entry in `replicas` of each expert; one entry more than there are experts.
     replica_starts: Vec<u32>,
@@ -85,12 +89,45 @@ impl ExpertMap {
                 rank: 0,
             });
         }
-        let mut replica_starts = vec![0];
-        for slots in &slots_of {
-            replica_starts.push(replica_starts[replica_starts.len() - 1] + slots.len() as u32);
+        let (active, replicas, replica_starts) = (vec![true; held.len()], Vec::new(), Vec::new());
+        let mut map =
+            ExpertMap { experts, expert_of, rank_of, rank_starts, active, replicas, replica_starts };
+        map.list_replicas(&slots_of);
+        Ok(map)
+    }
+
+    /// The same experts in the same slots, where only these ranks are active: a flag for each rank,
+    /// true for an active one. Tokens of the other ranks choose nothing, and no token chooses an
+    /// expert there.
+    ///
+    /// # Errors
+    /// [`PlanError::BadParameter`] if there is not a flag for each rank, or no rank is active.
+    pub fn with_active(&self, active: &[bool]) -> Result<Self, PlanError> {
+        let bad = |parameter, seen, expected| Err(PlanError::BadParameter { parameter, seen, expected });
+        if active.len() != self.active.len() {
+            return bad("ranks of the mask", active.len() as u64, "the number of ranks");
         }
-        let replicas = slots_of.concat();
-        Ok(ExpertMap { experts, expert_of, rank_of, rank_starts, replicas, replica_starts })
+        if !active.contains(&true) {
+            return bad("active ranks of the mask", 0, "at least 1");
+        }
+        let mut slots_of: Vec<Vec<u32>> = vec![Vec::new(); self.experts as usize];
+        for (slot, (&expert, &rank)) in (0..).zip(self.expert_of.iter().zip(&self.rank_of)) {
+            if active[rank as usize] {
+                slots_of[expert as usize].push(slot);
+            }
+        }
+        let mut map = ExpertMap { active: active.to_vec(), ..self.clone() };
+        map.list_replicas(&slots_of);
+        Ok(map)
+    }
+
+    fn list_replicas(&mut self, slots_of: &[Vec<u32>]) {
+        self.replicas = slots_of.concat();
+        let ends = slots_of.iter().scan(0, |end, slots| {
+            *end += slots.len() as u32;
+            Some(*end)
+        });
+        self.replica_starts = [0].into_iter().chain(ends).collect();
     }
 
     /// Number of experts.
@@ -123,19 +160,28 @@ impl ExpertMap {
         self.rank_of[slot as usize]
     }
 
-    /// The slot that tokens of rank `source` use for `expert`.
-    pub fn slot_for(&self, source: u32, expert: u32) -> u32 {
-        let first = self.replica_starts[expert as usize];
-        let count = self.replica_starts[expert as usize + 1] - first;
-        self.replicas[(first + ((u64::from(source) + u64::from(expert)) % u64::from(count)) as u32) as usize]
+    /// Per rank: whether it is active.
+    pub fn active(&self) -> &[bool] {
+        &self.active
     }
 
-    /// Digest by which ranks find out whether they hold the same map (FNV-1a over its numbers).
+    /// The slot that tokens of rank `source` use for `expert`: none if the rank is not active, or
+    /// no active rank holds the expert.
+    pub fn slot_for(&self, source: u32, expert: u32) -> Option<u32> {
+        let first = self.replica_starts[expert as usize];
+        let count = self.replica_starts[expert as usize + 1] - first;
+        let turn = (u64::from(source) + u64::from(expert)).checked_rem(count.into())?;
+        self.active[source as usize].then(|| self.replicas[first as usize + turn as usize])
+    }
+
+    /// Digest by which ranks find out whether they hold the same map, with the same ranks active
+    /// (FNV-1a over its numbers).
     pub fn digest(&self) -> u64 {
         let numbers = [self.experts]
             .into_iter()
             .chain(self.rank_starts.iter().copied())
-            .chain(self.expert_of.iter().copied());
+            .chain(self.expert_of.iter().copied())
+            .chain(self.active.iter().map(|&active| u32::from(active)));
         numbers.flat_map(u32::to_le_bytes).fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
             (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
         })
@@ -260,8 +306,40 @@ mod tests {
         #[test]
         fn replicas_are_chosen_by_source_and_expert() {
             let map = ExpertMap::from_slots(3, &[vec![0, 1], vec![1, 2], vec![2, 1]]).unwrap();
-            let picks: Vec<u32> = (0..4).map(|source| map.slot_for(source, 1)).collect();
-            assert_eq!(picks, [2, 5, 1, 2], "(source + 1) mod 3 into slots 1, 2, 5");
+            let picks: Vec<_> = (0..3).filter_map(|source| map.slot_for(source, 1)).collect();
+            assert_eq!(picks, [2, 5, 1], "(source + 1) mod 3 into slots 1, 2, 5");
+        }
+
+        #[test]
+        fn masked_rank_neither_chooses_nor_is_chosen() {
+            let map = ExpertMap::from_slots(3, &[vec![0, 1], vec![1, 2], vec![2, 1]]).unwrap();
+            let masked = map.with_active(&[true, false, true]).unwrap();
+            let picks = |expert| (0..3).map(|source| masked.slot_for(source, expert)).collect::<Vec<_>>();
+            assert_eq!(picks(0), [Some(0), None, Some(0)]);
+            assert_eq!(picks(1), [Some(5), None, Some(5)], "(source + 1) mod 2 into slots 1, 5");
+            assert_eq!(picks(2), [Some(4), None, Some(4)], "the replica at rank 2");
+            assert_eq!(masked.slots_of(1), map.slots_of(1), "slots stay");
+            assert_eq!(masked.with_active(&[true, true, false]).unwrap().slot_for(1, 2), Some(3));
+            assert_ne!(masked.digest(), map.digest());
+            assert_eq!(masked.with_active(&[true; 3]).unwrap(), map, "and back");
+        }
+
+        #[test]
+        fn expert_without_an_active_rank_has_no_slot() {
+            let map = ExpertMap::contiguous(2, 2).unwrap().with_active(&[false, true]).unwrap();
+            assert_eq!([0, 1].map(|expert| map.slot_for(1, expert)), [None, Some(1)]);
+        }
+
+        #[test]
+        fn bad_masks_are_named() {
+            let map = ExpertMap::contiguous(4, 2).unwrap();
+            let parameter = |active: &[bool]| match map.with_active(active) {
+                Err(PlanError::BadParameter { parameter, .. }) => parameter,
+                other => panic!("{other:?}"),
+            };
+            assert_eq!(parameter(&[true; 3]), "ranks of the mask");
+            assert_eq!(parameter(&[]), "ranks of the mask");
+            assert_eq!(parameter(&[false; 2]), "active ranks of the mask");
         }
 
         #[test]

@@ -38,7 +38,8 @@ pub struct SortedRouting {
     pub tokens: Vec<u32>,
     /// Metadata of each entry: [`RowMetadata::words`] words each.
     pub notes: Vec<u32>,
-    /// Which choices, of `[tokens, top_k]`, have no entry for want of room.
+    /// Which choices, of `[tokens, top_k]`, have no entry: for want of room, or because a mask
+    /// leaves no rank for them.
     pub dropped: Vec<bool>,
     /// Place of each entry among the `[tokens, top_k]` choices; rank-major, of the first that it
     /// stands for.
@@ -51,8 +52,8 @@ pub struct SortedRouting {
     /// token.
     pub(super) whole: bool,
     pub(super) words: usize,
-    /// Per expert: its bin for this rank, its number there, and the last token that named it, plus
-    /// one, to find duplicates.
+    /// Per expert: its bin for this rank ([`NONE`] where a mask leaves none), its number there, and
+    /// the last token that named it, plus one, to find duplicates.
     experts: Vec<Expert>,
     /// Per bin: where its next entry goes.
     cursors: Vec<u32>,
@@ -89,13 +90,15 @@ impl SortedRouting {
         self.words = notes.words(routing.top_k()) as usize;
         self.experts.clear();
         self.experts.extend((0..map.experts()).map(|expert| {
-            let slot = map.slot_for(me, expert);
+            let Some(slot) = map.slot_for(me, expert) else {
+                return Expert { bin: NONE, local: 0, named: 0 };
+            };
             let rank = map.rank_of(slot);
             let bin = if notes.layout().is_per_rank() { rank } else { slot };
             Expert { bin, local: slot - map.slots_of(rank).start, named: 0 }
         }));
-        self.count(map, notes, routing)?;
         self.dropped.resize(routing.experts().len(), false);
+        self.count(map, notes, routing)?;
         match notes {
             RowMetadata::Choices | RowMetadata::Indexed => self.place_ranks(routing),
             RowMetadata::Marked => self.place::<2>(routing),
@@ -122,6 +125,13 @@ impl SortedRouting {
             + vec_memory_usage(&self.dropped)
             + vec_memory_usage(&self.experts)
             + vec_memory_usage(&self.latest)
+    }
+
+    /// Weight of the choices that were dropped, of these `[tokens, top_k]`, added up by ascending
+    /// choice.
+    pub fn dropped_weight(&self, weights: &[f32]) -> f64 {
+        let dropped = self.dropped.iter().zip(weights).filter(|(dropped, _)| **dropped);
+        dropped.map(|(_, &weight)| f64::from(weight)).sum()
     }
 
     /// Number of entries.
@@ -208,9 +218,10 @@ impl SortedRouting {
     }
 
     fn count(&mut self, map: &ExpertMap, notes: RowMetadata, routing: &Routing) -> Result<(), PlanError> {
-        let k = routing.top_k() as usize;
+        let columns = routing.top_k() as usize;
         let (mut entries, mut token) = (0, 0);
-        for (ids, weights) in routing.experts().chunks_exact(k).zip(routing.weights().chunks_exact(k)) {
+        let choices = routing.experts().chunks_exact(columns).zip(routing.weights().chunks_exact(columns));
+        for (ids, weights) in choices {
             for (k, (&id, weight)) in (0..).zip(ids.iter().zip(weights)) {
                 if id == -1 {
                     continue;
@@ -224,13 +235,17 @@ impl SortedRouting {
                 if std::mem::replace(&mut expert.named, token + 1) == token + 1 {
                     return Err(PlanError::ExpertTwice { token, expert: id });
                 }
+                let Some(count) = self.counts.get_mut(expert.bin as usize) else {
+                    self.dropped[token as usize * columns + k as usize] = true;
+                    continue;
+                };
                 if notes.layout().is_per_rank() {
                     let latest = &mut self.latest[expert.bin as usize].0;
                     if std::mem::replace(latest, token + 1) == token + 1 {
                         continue;
                     }
                 }
-                self.counts[expert.bin as usize] += 1;
+                *count += 1;
                 entries += 1;
             }
             token += 1;
@@ -268,8 +283,10 @@ impl SortedRouting {
             (0..).zip(routing.experts().chunks_exact(k)).zip(routing.weights().chunks_exact(k))
         {
             for (&id, weight) in ids.iter().zip(weights) {
-                if id >= 0 {
-                    let cursor = &mut cursors[experts[id as usize].bin as usize];
+                // A bin that is none is beyond all cursors.
+                if id >= 0
+                    && let Some(cursor) = cursors.get_mut(experts[id as usize].bin as usize)
+                {
                     let entry = *cursor as usize;
                     *cursor += 1;
                     tokens[entry] = token;
@@ -290,6 +307,7 @@ impl SortedRouting {
         for (token, ids) in (0..).zip(routing.experts().chunks_exact(k)) {
             for (nth, &id) in ids.iter().enumerate() {
                 let expert = usize::try_from(id).ok().map(|id| self.experts[id]);
+                let expert = expert.filter(|expert| expert.bin != NONE);
                 self.choice_bins.push(expert.map_or(NONE, |expert| expert.bin));
                 if let Some(Expert { bin, local, .. }) = expert {
                     let (last, entry) = &mut self.latest[bin as usize];

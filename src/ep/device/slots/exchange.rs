@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use super::expand::{Expansion, Received};
 use super::handle::{ExpandedRows, Facts, SlotHandle, SlotRows};
-use super::layout::{WindowLayout, Windows};
+use super::layout::{WindowLayout, Windows, write_map};
 use super::proxy::Proxy;
 use crate::bootstrap::wait::Polling;
 use crate::device::{Addresses, Check, DeviceRange, Kernels, Pack, Stream, SumArgs, Word};
@@ -29,10 +29,10 @@ use crate::ep::{Choices, CombineInput, ExpertOutput, LaneUse};
 use crate::error::{CallError, DeviceError, Error, KernelFault, LaneError, PlanError};
 use crate::exec::{EnqueueCounts, Executor, Lowered, Until, drive};
 use crate::lane::COPY_ENGINE;
-use crate::plan::SlotShape;
+use crate::plan::{ExpertMap, SlotShape};
 use crate::schedule::Flag;
 use crate::schedule::call::{CallMachine, CallProgram, Part, Role, SlotCall, StageId, Work};
-use crate::world::WorldState;
+use crate::world::{Group, WorldState};
 
 /// Flags that this rank awaits from each peer.
 pub(super) const FLAGS: [Flag; 2] = [Flag::Landed, Flag::Returned];
@@ -64,6 +64,8 @@ pub(in crate::ep) struct SlotExchange {
 #[derive(Debug)]
 pub(super) struct SlotState {
     pub(super) shared: Arc<WorldState>,
+    /// Where ranks agree on a mask, as they do not by their streams.
+    pub(super) group: Group,
     pub(super) world_ranks: Vec<u32>,
     pub(super) me: u32,
     pub(super) device: u32,
@@ -76,6 +78,8 @@ pub(super) struct SlotState {
     /// The rank of each expert, its number there, and the place of each token.
     pub(super) rank_of: DeviceRange,
     pub(super) local_of: DeviceRange,
+    /// Which choices of the last dispatch were dropped, `u8 [max_tokens, top_k]`.
+    pub(super) dropped: DeviceRange,
     pub(super) rows: DeviceRange,
     pub(super) received: DeviceRange,
     /// Rows on their way home, `[ranks, max_tokens, hidden]`.
@@ -138,6 +142,38 @@ impl SlotExchange {
         &self.state.lanes
     }
 
+    /// Where experts live.
+    pub fn expert_map(&self) -> &ExpertMap {
+        &self.state.spec.map
+    }
+
+    /// Goes by this map from the next dispatch on: the same slots, under another mask. Waits for
+    /// the stream. Ranks agree through the coordinator, because their streams agree on nothing.
+    ///
+    /// # Errors
+    /// [`CallError::OutOfTurn`], an error of `map`, what [`synchronize`](Self::synchronize) finds;
+    /// [`CallError::ConfigsDiffer`] at the other ranks, and where ranks bring different masks: the
+    /// old mask stays everywhere. Later errors end the world.
+    pub fn mask(&mut self, stream: &Stream, map: Result<ExpertMap, Error>) -> Result<(), Error> {
+        let idle = self.turn("mask", SlotCall::Dispatch, false).and_then(|()| self.synchronize(stream));
+        let map = idle.and(map);
+        let agreed = self.state.group.alike(&[
+            ("whether their masks can be used (1: yes)", map.is_ok().into()),
+            ("the mask", map.as_ref().map_or(0, ExpertMap::digest)),
+        ]);
+        let map = map?;
+        agreed?;
+        let SlotState { rank_of, local_of, me, expansion, .. } = &self.state;
+        let written = write_map((rank_of, local_of), &map, *me, stream)
+            .and_then(|()| expansion.as_ref().map_or(Ok(()), |expansion| expansion.write_map(&map, stream)))
+            // A peer's next dispatch would await this rank, whose driver calls may wait for the
+            // device.
+            .and_then(|()| self.state.group.gather(&[]).map(drop));
+        written.map_err(|error| self.state.fail(error))?;
+        self.state.spec.map = Arc::new(map);
+        Ok(())
+    }
+
     /// First half of a dispatch: sends rows and states the number of tokens. Work that is enqueued
     /// before the second half runs meanwhile.
     ///
@@ -175,7 +211,7 @@ impl SlotExchange {
         let enqueued = self.lowered[SlotCall::Dispatch as usize].enqueued();
         let facts = Arc::clone(&self.state.facts);
         let expanded = self.state.expansion.as_ref().map(ExpandedRows::of).transpose()?.map(Box::new);
-        let dropped = self.state.expansion.as_ref().map(|rows| rows.dropped(tokens)).transpose()?;
+        let dropped = self.state.dropped.part(0, u64::from(tokens) * u64::from(self.state.spec.top_k))?;
         let (received, ranks) = (self.state.received.clone(), self.state.size());
         let rows = SlotRows { received, shape: self.state.shape, ranks, expanded };
         Ok((rows, SlotHandle::new(facts, (self.turn.dispatches, tokens), dropped, enqueued)))
@@ -390,6 +426,7 @@ impl SlotState {
             local_of: self.local_of.span(0, self.local_of.len())?,
             slots: &self.packed_at,
             places: self.rows.span(0, self.rows.len())?,
+            dropped: self.dropped.span(0, self.dropped.len())?,
             counter: self.counter()?,
             status: self.status_word()?,
             digest: self.digest,
@@ -415,7 +452,7 @@ impl SlotState {
         self.kernels.check(stream, &check)?;
         let Some(expansion) = &self.expansion else { return Ok(()) };
         let (status, verdict) = (self.status_word()?, self.call_status()?);
-        let received = Received { slots: &self.received, status, verdict };
+        let received = Received { slots: &self.received, dropped: &self.dropped, status, verdict };
         expansion.expand((&self.kernels, stream), received, tokens)
     }
 

@@ -18,7 +18,7 @@ use crate::device::{
 use crate::dtype::Dtype;
 use crate::ep::builder::Spec;
 use crate::error::{DeviceError, Error, PlanError};
-use crate::plan::{Bins, SlotShape};
+use crate::plan::{Bins, ExpertMap, SlotShape};
 use crate::schedule::stream::Slots;
 
 /// A piece of its memory.
@@ -40,8 +40,6 @@ enum Piece {
     First,
     /// Rows of each own bin, then with pads: `i64 [2, own]`.
     Counts,
-    /// Whether own choices were dropped: `u8 [max_tokens, top_k]`.
-    Dropped,
     /// Which rank is over its budget: `u32`.
     Refusal,
     /// The row of each choice that came, and the place of its bin: `i32 [ranks, max_tokens,
@@ -85,7 +83,6 @@ impl ExpansionLayout {
             bins * 4,
             ranks * own * 4,
             2 * own * 8,
-            choices,
             4,
             came,
             came,
@@ -150,6 +147,8 @@ pub(super) struct Expansion {
 #[derive(Clone, Copy)]
 pub(super) struct Received<'a> {
     pub slots: &'a DeviceRange,
+    /// Whether own choices were dropped, `u8 [max_tokens, top_k]`, as `pack` has marked them.
+    pub dropped: &'a DeviceRange,
     /// Faults that kernels found so far, and how this call ends here.
     pub status: Word<'a, u32>,
     pub verdict: Word<'a, u32>,
@@ -170,20 +169,28 @@ impl Expansion {
         let (map, own) = (&spec.map, bins.of(rank));
         let starts: Vec<u32> =
             (0..map.ranks()).map(|rank| bins.of(rank).start).chain([bins.count()]).collect();
-        let bin_of: Vec<u32> = (0..map.experts()).map(|expert| map.slot_for(rank, expert)).collect();
         let mut place = vec![0; own.len()];
         for (nth, bin) in (0..).zip(bins.in_order()).filter(|(_, bin)| own.contains(bin)) {
             place[(bin - own.start) as usize] = nth;
         }
-        let spec = spec.clone();
-        let made = Expansion { ranges, spec, shape, budget, rank, own: own.len() as u32 };
-        let tables = [(Piece::Starts, starts), (Piece::BinOf, bin_of), (Piece::Place, place)];
+        let own = own.len() as u32;
+        let made = Expansion { ranges, spec: spec.clone(), shape, budget, rank, own };
+        let tables = [(Piece::Starts, starts), (Piece::Place, place)];
         let tables = tables.iter().filter(|(_, words)| !words.is_empty());
         let _staged: Vec<_> = tables
             .map(|(piece, words)| write(stream, &made.range(*piece).part(0, words.len() as u64 * 4)?, words))
             .collect::<Result<_, DeviceError>>()?;
-        stream.synchronize()?;
+        made.write_map(map, stream)?;
         Ok(made)
+    }
+
+    /// Writes the bin that this rank uses for each expert, and waits for the stream. An expert
+    /// without a bin has no row.
+    pub fn write_map(&self, map: &ExpertMap, stream: &Stream) -> Result<(), Error> {
+        let bin_of: Vec<u32> =
+            (0..map.experts()).map(|expert| map.slot_for(self.rank, expert).unwrap_or(u32::MAX)).collect();
+        let _staged = write(stream, self.range(Piece::BinOf), &bin_of)?;
+        Ok(stream.synchronize()?)
     }
 
     fn range(&self, piece: Piece) -> &DeviceRange {
@@ -218,11 +225,6 @@ impl Expansion {
     /// Rows of each local expert, then the same with pads: `i64 [2, local experts]`.
     pub fn counts(&self) -> Result<DeviceRange, DeviceError> {
         self.range(Piece::Counts).part(0, 2 * u64::from(self.own) * 8)
-    }
-
-    /// Whether each choice of so many tokens was dropped: `u8 [tokens, top_k]`.
-    pub fn dropped(&self, tokens: u32) -> Result<DeviceRange, DeviceError> {
-        self.range(Piece::Dropped).part(0, u64::from(self.choices(tokens)))
     }
 
     /// Where experts write, `[budget, hidden]`.
@@ -313,7 +315,7 @@ impl Expansion {
             bins: self.span(Piece::Bins)?,
             before: self.span(Piece::Before)?,
             room: self.span(Piece::Room)?,
-            dropped: self.span(Piece::Dropped)?,
+            dropped: received.dropped.span(0, received.dropped.len())?,
             refusal: self.refusal()?,
         };
         kernels.expand(stream, &expand)?;

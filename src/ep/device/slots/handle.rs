@@ -96,8 +96,8 @@ pub(in crate::ep) struct SlotHandle {
     /// Which dispatch of the exchange it is.
     pub(super) nth: u64,
     tokens: u32,
-    /// Within a budget: whether each choice was dropped.
-    dropped: Option<DeviceRange>,
+    /// Whether each choice was dropped.
+    dropped: DeviceRange,
     dispatched: EnqueueCounts,
     combined: AtomicCell<Option<EnqueueCounts>>,
     copied: AtomicU64,
@@ -107,7 +107,7 @@ impl SlotHandle {
     pub(super) fn new(
         facts: Arc<Facts>,
         (nth, tokens): (u64, u32),
-        dropped: Option<DeviceRange>,
+        dropped: DeviceRange,
         dispatched: EnqueueCounts,
     ) -> Self {
         let (combined, copied) = (AtomicCell::default(), AtomicU64::new(0));
@@ -135,9 +135,9 @@ impl SlotHandle {
         self.copied.load(Ordering::Relaxed)
     }
 
-    /// Within a budget: whether each choice was dropped, as the stream finds it.
-    pub fn dropped(&self) -> Option<&DeviceRange> {
-        self.dropped.as_ref()
+    /// Whether each choice was dropped, as the stream finds it.
+    pub fn dropped(&self) -> &DeviceRange {
+        &self.dropped
     }
 
     /// Where experts leave their rows.

@@ -1,7 +1,7 @@
-//! Layout of a rank's memory on the device in fixed slots, tables that are written once, and the
-//! memory of peers that its device reaches.
+//! Layout of a rank's memory on the device in fixed slots, tables for its kernels, and the memory
+//! of peers that its device reaches.
 
-use crate::device::{Addresses, ByteSpan, DeviceRange, PinnedMemory, Stream};
+use crate::device::{Addresses, ByteSpan, DeviceRange, Pack, PinnedMemory, Stream};
 use crate::error::{DeviceError, Error, PlanError};
 use crate::exec::PeerWindows;
 use crate::plan::{ExpertMap, SlotShape};
@@ -12,7 +12,7 @@ use crate::world::Member;
 /// rank's kernels.
 ///
 /// ```text
-///   | words that NICs raise | slots | rank of each expert | local number | slots to pack | rows to sum | place of each token | counter | expansion |
+///   | words that NICs raise | slots | rank of each expert | local number | slots to pack | rows to sum | place of each token | counter | dropped choices | expansion |
 /// ```
 ///
 /// Words exist if there are other nodes, and an expansion within a budget.
@@ -22,6 +22,7 @@ pub(super) struct WindowLayout {
     ranks: u64,
     experts: u64,
     max_tokens: u64,
+    choices: u64,
     /// Bytes of an expansion.
     expansion: u64,
 }
@@ -39,7 +40,8 @@ impl WindowLayout {
         let max_tokens = u64::from(shape.max_tokens());
         let slots = Slots::new(ranks, shape.bytes(), max_tokens * home_row)?;
         let slots = if several { slots.behind_words() } else { slots };
-        Ok(WindowLayout { slots, ranks: ranks.into(), experts: experts.into(), max_tokens, expansion })
+        let (ranks, choices) = (ranks.into(), max_tokens * u64::from(shape.top_k()));
+        Ok(WindowLayout { slots, ranks, experts: experts.into(), max_tokens, choices, expansion })
     }
 
     pub fn slots(&self) -> &Slots {
@@ -76,9 +78,14 @@ impl WindowLayout {
         after(self.rows(), 8)
     }
 
+    /// `u8 [max_tokens, top_k]`.
+    pub fn dropped(&self) -> (u64, u64) {
+        after(self.counter(), self.choices)
+    }
+
     /// Memory of an expansion.
     pub fn expansion(&self) -> (u64, u64) {
-        after(self.counter(), self.expansion)
+        after(self.dropped(), self.expansion)
     }
 
     /// Bytes of the window.
@@ -112,11 +119,13 @@ fn after((offset, len): (u64, u64), next: u64) -> (u64, u64) {
     ((offset + len).next_multiple_of(Slots::ALIGN), next)
 }
 
-/// Memory that is written once.
+/// Memory for kernels.
 pub(super) struct Tables {
     /// The rank that this one uses for each expert, and the number of the expert there.
     pub rank_of: DeviceRange,
     pub local_of: DeviceRange,
+    /// Which choices are dropped.
+    pub dropped: DeviceRange,
     /// Where slots are packed to: one's own directly to where it is received.
     pub packed_at: Addresses,
     /// Where partial rows are summed from: one's own where its experts leave them.
@@ -132,14 +141,10 @@ impl Tables {
         me: u32,
         stream: &Stream,
     ) -> Result<Tables, Error> {
-        let chosen: Vec<u32> = (0..map.experts()).map(|expert| map.slot_for(me, expert)).collect();
-        let ranks: Vec<u32> = chosen.iter().map(|&slot| map.rank_of(slot)).collect();
-        let local = |(&slot, &rank): (&u32, &u32)| slot - map.slots_of(rank).start;
-        let locals: Vec<u32> = chosen.iter().zip(&ranks).map(local).collect();
-        let [rank_of, local_of] =
-            [places.rank_of(), places.local_of()].map(|at| WindowLayout::part(memory, at));
-        let (rank_of, local_of) = (rank_of?, local_of?);
-        let _staged = [write(stream, &rank_of, &ranks)?, write(stream, &local_of, &locals)?];
+        let [rank_of, local_of, dropped] =
+            [places.rank_of(), places.local_of(), places.dropped()].map(|at| WindowLayout::part(memory, at));
+        let (rank_of, local_of, dropped) = (rank_of?, local_of?, dropped?);
+        write_map((&rank_of, &local_of), map, me, stream)?;
         let slots = places.slots();
         let pick = |own: u64, other: &dyn Fn(u32) -> u64, len| -> Result<Vec<ByteSpan<'_>>, DeviceError> {
             let at = |rank| memory.span(if rank == me { own } else { other(rank) }, len);
@@ -152,8 +157,25 @@ impl Tables {
             Addresses::new(stream, &WindowLayout::part(memory, places.summed_from())?, &summed_from)?;
         stream.write::<u64>(memory.word(places.counter().0)?, 0)?;
         stream.synchronize()?;
-        Ok(Tables { rank_of, local_of, packed_at, summed_from })
+        Ok(Tables { rank_of, local_of, dropped, packed_at, summed_from })
     }
+}
+
+/// Writes the rank that this one uses for each expert, and the number of the expert there; waits
+/// until they are there.
+pub(super) fn write_map(
+    (rank_of, local_of): (&DeviceRange, &DeviceRange),
+    map: &ExpertMap,
+    me: u32,
+    stream: &Stream,
+) -> Result<(), Error> {
+    let place = |expert| match map.slot_for(me, expert) {
+        Some(slot) => (map.rank_of(slot), slot - map.slots_of(map.rank_of(slot)).start),
+        None => (Pack::MASKED as u32, 0),
+    };
+    let (ranks, locals): (Vec<u32>, Vec<u32>) = (0..map.experts()).map(place).unzip();
+    let _staged = [write(stream, rank_of, &ranks)?, write(stream, local_of, &locals)?];
+    Ok(stream.synchronize()?)
 }
 
 /// Copies words to the device. Their source lives until the stream has been waited for.

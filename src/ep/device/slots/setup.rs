@@ -32,7 +32,9 @@ impl SlotExchange {
     /// it registers the memory with NICs, or pins as much host memory, and starts the proxy.
     /// Collective: all ranks learn of a failure at one rank.
     pub fn new(group: &Group, spec: &Spec, context: &Arc<Context>) -> Result<Self, Error> {
-        let made = Self::of_rank(group, spec, context);
+        // First of all: ranks count the groups that they have made.
+        let meeting = Group::new(Arc::clone(&group.shared), group.ranks())?;
+        let made = Self::of_rank(group, meeting, spec, context);
         let lacks = made.as_ref().err().map_or_else(String::new, ToString::to_string);
         let all = group.gather(lacks.as_bytes())?;
         let made = made?;
@@ -60,7 +62,7 @@ impl SlotExchange {
     }
 
     /// This rank's. What fails after the windows are mapped fails at this rank alone.
-    fn of_rank(group: &Group, spec: &Spec, context: &Arc<Context>) -> Result<Self, Error> {
+    fn of_rank(group: &Group, meeting: Group, spec: &Spec, context: &Arc<Context>) -> Result<Self, Error> {
         let lanes = group.lanes(Route::Direct)?;
         let map: &ExpertMap = &spec.map;
         let (shape, expansion) = shapes(spec)?;
@@ -82,7 +84,7 @@ impl SlotExchange {
         let own = members[me as usize].as_ref().ok_or(MemoryError::NotUsable { rank: me })?;
         let (kernels, memory, words) = (loaded?, own.memory.clone(), own.words.clone());
         let stream = Stream::new(context, Priority::Normal)?;
-        let Tables { rank_of, local_of, packed_at, summed_from } =
+        let Tables { rank_of, local_of, dropped, packed_at, summed_from } =
             Tables::fill(&places, &memory, map, me, &stream)?;
         let gpu_direct = matches!(&crossing, Some((RowTransport::GpuDirect(..), ..)));
         let nic_words = gpu_direct.then(|| memory.part(0, slots.first())).transpose()?;
@@ -160,6 +162,7 @@ impl SlotExchange {
         });
         let state = SlotState {
             shared: Arc::clone(&group.shared),
+            group: meeting,
             world_ranks: group.ranks().to_vec(),
             me,
             device: context.device(),
@@ -171,6 +174,7 @@ impl SlotExchange {
             kernels,
             rank_of,
             local_of,
+            dropped,
             rows,
             received,
             partials,
