@@ -1284,9 +1284,6 @@ sidelane_status_t sidelane_ep_check(sidelane_ep_t *ep);
 //   SIDELANE_MODE_SLOTS            a constant program: rank-major rows, sums by rank, `mode_rows`
 //                                  equal to `max_tokens`
 //
-// For a constant program kernels must be loaded early: set CUDA_MODULE_LOADING=EAGER before the
-// program starts.
-//
 // The caller guarantees: pointers are NULL or valid; `options` is as large as its size says.
 sidelane_status_t sidelane_ep_build(sidelane_group_t *group,
                                     const sidelane_ep_options_t *options,

@@ -198,7 +198,8 @@ pub fn layers<E: Experts + 'static>(
     (0..layers).map(layer).collect()
 }
 
-/// The stream of all layers of a rank: on one, they take turns. Ranks share GPUs if there are fewer.
+/// The stream of all layers of a rank: on one, they take turns. Ranks share GPUs if there are
+/// fewer.
 fn stream(rank: u32) -> std::result::Result<Arc<Stream>, DeviceError> {
     let driver = Driver::open()?;
     let device = rank % driver.device_count()?.max(1);

@@ -42,7 +42,8 @@ impl Report {
     pub fn new(args: &GpuCheckArgs, probe: &Probe, rows: Vec<Row>) -> Self {
         let facts = probe.devices.iter().find(|facts| facts.device == args.device);
         let correct = rows.iter().all(|row| row.state != State::Wrong);
-        // Skipped rows ask no question of their own; answers and figures are neither right nor wrong.
+        // Skipped rows ask no question of their own. Answers and figures are neither right nor
+        // wrong.
         let judged = |row: &&Row| matches!(row.state, State::Right | State::Wrong | State::Void);
         let audit = || rows.iter().filter(|row| row.part == Part::Audit).filter(judged);
         let void = audit().any(|row| row.state != State::Right);
