@@ -10,9 +10,9 @@ readonly TARGET="${CARGO_TARGET_DIR:-target}"
 readonly TORCH="$PWD/target/torch"
 
 # Parts of the full run, and the seconds that each takes on two cores after the quick gate.
-readonly PARTS=(worlds testbed trainer fuzz oracles python baselines packages)
+readonly PARTS=(worlds testbed trainer fuzz miri oracles python baselines packages)
 declare -rA PART_SECONDS=(
-    [worlds]=480 [testbed]=420 [trainer]=420 [fuzz]=90 [oracles]=330 [python]=480 [baselines]=330 [packages]=300
+    [worlds]=480 [testbed]=420 [trainer]=420 [fuzz]=90 [miri]=480 [oracles]=330 [python]=480 [baselines]=330 [packages]=300
 )
 
 step() { printf '\n== %4d s: %s\n' "$SECONDS" "$*"; }
@@ -152,6 +152,21 @@ part_trainer() {
 part_fuzz() {
     step "fuzz: a minute of random bytes at the functions of C"
     SIDELANE_RANDOM_SECONDS=60 cargo test "${PACKAGES[@]}" --test random
+}
+
+# Components of nightly toolchains: miri and rust-src. Tests of many cases take too long there.
+part_miri() {
+    step "Miri: frames, extents, rows, expert maps, tickets of C"
+    if ! cargo +nightly miri --version > /dev/null 2>&1; then
+        echo "no nightly toolchain with miri and rust-src: Miri is skipped"
+        return
+    fi
+    local -x CARGO_TARGET_DIR=target/miri MIRIFLAGS=-Zmiri-disable-isolation PROPTEST_CASES=4
+    cargo +nightly miri test -p sidelane --lib -- bootstrap::wire::frame bootstrap::wire::message memory::pool \
+        rows::fp8 rows::vector --skip every_sixteenth --skip value_between
+    cargo +nightly miri test -p sidelane --test rows -- bits::a_ partials::a_partial_that_vanishes partials::the_wire
+    cargo +nightly miri test -p sidelane-core --lib -- plan::bins plan::counts
+    cargo +nightly miri test -p sidelane-c --lib -- handles:: ffi::memory ffi::versioned
 }
 
 # Megatron-core needs a torch that PyPI has with CUDA only: 4.8 GB on the disk, one to three

@@ -43,6 +43,7 @@ pub mod overlap;
 // For the program and the tests of this repository: no promises are made about it.
 #[doc(hidden)]
 pub mod rows;
+mod sync;
 pub mod world;
 
 pub(crate) use sidelane_core::schedule;

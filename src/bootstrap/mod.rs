@@ -50,7 +50,7 @@ use rustix::io::Errno;
 pub use descriptors::Location;
 pub use identity::Identity;
 pub use secret::Secret;
-pub(crate) use thread::{FatalLock, Thread, caught, spawn_scoped, turn};
+pub(crate) use thread::{FatalGuard, FatalLock, Thread, caught, spawn_scoped, turn};
 pub(crate) use watch::interrupted;
 pub use watch::{Timeouts, interruptible};
 

@@ -50,8 +50,7 @@ use std::fs::{File, OpenOptions};
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::rc::Rc;
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
@@ -61,17 +60,12 @@ use rustix::io::Errno;
 use super::failed;
 use super::identity::LauncherPipe;
 use crate::error::{BootstrapError, Cause};
-
-/// Called once with the cause when the world dies.
-type Watcher = Box<dyn Fn(&Cause) + Send + Sync>;
+use crate::sync::failure::Failure;
 
 /// The health of a world, as this rank sees it.
 #[derive(Default)]
 pub struct Health {
-    /// 0 while alive; written once, after `cause`.
-    status: AtomicU32,
-    cause: OnceLock<Cause>,
-    watchers: Mutex<Vec<Watcher>>,
+    failure: Failure<Cause>,
     absent: Mutex<BTreeSet<u32>>,
 }
 
@@ -85,31 +79,25 @@ impl Health {
     /// cause, the bits above it the rank the cause names.
     #[inline]
     pub fn status(&self) -> u32 {
-        self.status.load(Ordering::Acquire)
+        self.failure.status()
     }
 
     /// Why the world is dead.
     pub fn cause(&self) -> Option<Cause> {
-        self.check().err()
+        self.failure.cause().cloned()
     }
 
     /// Fails with the cause if the world is dead. One load while it lives.
     #[inline]
     pub fn check(&self) -> Result<(), Cause> {
-        if self.status() == 0 { Ok(()) } else { self.cause.get().cloned().map_or(Ok(()), Err) }
+        self.failure.cause().map_or(Ok(()), |cause| Err(cause.clone()))
     }
 
     /// Declares the world dead for this rank. False if it was dead already: the first cause stays.
     pub fn fail(&self, cause: Cause) -> bool {
-        let word = word(&cause);
-        if self.cause.set(cause).is_err() {
-            return false;
-        }
-        self.status.store(word, Ordering::Release);
-        if let Some(cause) = self.cause.get() {
-            // Watchers are taken out before they are called, so that one may use this object again.
-            let watchers = std::mem::take(&mut *lock(&self.watchers));
-            // Nor may the panic of one keep others from hearing.
+        let Some(watchers) = self.failure.fail(word(&cause), cause) else { return false };
+        if let Some(cause) = self.failure.cause() {
+            // The panic of one may not keep others from hearing.
             watchers.iter().for_each(|watcher| {
                 let heard = catch_unwind(AssertUnwindSafe(|| watcher(cause)));
                 if heard.is_err() {
@@ -123,14 +111,9 @@ impl Health {
     /// Calls `watcher` once when the world fails; at once if it has failed. For threads that sleep
     /// on events which a failed world will never deliver.
     pub fn on_failure(&self, watcher: impl Fn(&Cause) + Send + Sync + 'static) {
+        if let Some(watcher) = self.failure.watch(Box::new(watcher))
+            && let Some(cause) = self.failure.cause()
         {
-            let mut watchers = lock(&self.watchers);
-            if self.status() == 0 {
-                watchers.push(Box::new(watcher));
-                return;
-            }
-        }
-        if let Some(cause) = self.cause.get() {
             watcher(cause);
         }
     }
@@ -154,7 +137,10 @@ impl Health {
 
 impl fmt::Debug for Health {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Health").field("cause", &self.cause.get()).field("absent", &self.absent()).finish()
+        f.debug_struct("Health")
+            .field("cause", &self.failure.cause())
+            .field("absent", &self.absent())
+            .finish()
     }
 }
 

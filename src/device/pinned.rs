@@ -4,12 +4,13 @@ use std::any::Any;
 use std::ffi::c_void;
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 
 use super::call;
 use super::context::Context;
 use super::range::{DeviceRange, Reach};
 use crate::error::DeviceError;
+use crate::sync::streams::is_shared;
 
 /// `PORTABLE | DEVICEMAP`, the same numbers for allocating and registering: all contexts, with an
 /// address for devices.
@@ -100,10 +101,7 @@ impl PinnedMemory {
     /// have not been found done.
     pub fn is_claimed(&self) -> bool {
         // Two claims are this value's own: the memory, and the range as devices see it.
-        let claimed = Arc::strong_count(&self.pinned) > 2;
-        // Seeing no other claim implies seeing the writes of former holders.
-        fence(Ordering::Acquire);
-        claimed
+        is_shared(&self.pinned, 2)
     }
 
     /// Its size in bytes.

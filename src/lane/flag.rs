@@ -19,6 +19,7 @@ use rustix::thread::futex;
 use crate::bootstrap::wait::futex_for;
 use crate::memory::access;
 use crate::schedule::{Calls, ControlLayout, Tag};
+use crate::sync::flag::FlagWords;
 
 /// View of one flag line in mapped memory.
 #[derive(Clone, Copy, Debug)]
@@ -40,7 +41,7 @@ impl<'a> FlagLine<'a> {
     /// The current value, with everything its writer did before.
     #[inline]
     pub fn value(self) -> u64 {
-        self.words[0].load(Ordering::Acquire)
+        self.flag().value()
     }
 
     /// Raises the value, tag first, and wakes its sleepers. For the word's only writer.
@@ -51,14 +52,7 @@ impl<'a> FlagLine<'a> {
                 word.store(value, Ordering::Relaxed);
             }
         }
-        // Sequentially consistent with the check for sleepers: either these see the value or this
-        // thread sees them (Dekker). An exchange in place of both would request the line only after
-        // all earlier stores.
-        self.words[0].store(value, Ordering::Release);
-        fence();
-        if self.sleepers().load(Ordering::Relaxed) != 0 {
-            self.wake();
-        }
+        self.flag().raise(value, full_fence, || self.wake());
     }
 
     #[cold]
@@ -80,15 +74,11 @@ impl<'a> FlagLine<'a> {
 
     /// Sleeps until the value is no longer `seen`, or for `slice`.
     pub fn sleep(self, seen: u64, slice: Duration) {
-        self.sleepers().fetch_add(1, Ordering::SeqCst);
-        if self.words[0].load(Ordering::SeqCst) == seen {
-            futex_for(self.low_half(), seen as u32, slice);
-        }
-        self.sleepers().fetch_sub(1, Ordering::Relaxed);
+        self.flag().sleep(seen, || futex_for(self.low_half(), seen as u32, slice));
     }
 
-    fn sleepers(self) -> &'a AtomicU32 {
-        half(&self.words[1], 0)
+    fn flag(self) -> FlagWords<'a> {
+        FlagWords::new(&self.words[0], half(&self.words[1], 0))
     }
 
     /// A futex is 32 bits wide: the half that changes with every value.
@@ -101,7 +91,7 @@ impl<'a> FlagLine<'a> {
 /// readers of the line that was just written have to wait: between distant cores that was a quarter
 /// of a signal's way.
 #[inline]
-fn fence() {
+fn full_fence() {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: every x86-64 CPU has SSE2.
     unsafe {

@@ -15,13 +15,14 @@
 //! offsets.
 
 use std::ptr::NonNull;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::{PeerMapping, access};
 use crate::bootstrap::Health;
 use crate::bootstrap::wait::{Ended, Polling};
 use crate::error::{Error, MemoryError, PlanError};
+use crate::sync::primitives::{Mutex, MutexGuard, PoisonError};
 
 /// Knows whether all readers of a retired extent have finished.
 pub trait ReleaseCheck: Send + Sync {

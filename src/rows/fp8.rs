@@ -220,13 +220,18 @@ fn decode_e4m3(code: u8) -> f32 {
 mod tests {
     use super::*;
 
+    /// Exact, which `powi` does not promise to be.
+    fn power_of_two(exponent: i32) -> f64 {
+        f64::from_bits(u64::from((1023 + exponent).unsigned_abs()) << 52)
+    }
+
     /// The value of a code as the table above reads.
     fn value(code: u8) -> f64 {
         let (exponent, mantissa) = (i32::from(code >> 3 & 15), f64::from(code & 7));
         let magnitude = match (exponent, code & 7) {
             (15, 7) => f64::NAN,
-            (0, _) => mantissa / 8.0 * 2f64.powi(-6),
-            _ => (1.0 + mantissa / 8.0) * 2f64.powi(exponent - 7),
+            (0, _) => mantissa / 8.0 * power_of_two(-6),
+            _ => (1.0 + mantissa / 8.0) * power_of_two(exponent - 7),
         };
         if code & 0x80 == 0 { magnitude } else { -magnitude }
     }

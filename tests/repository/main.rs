@@ -4,6 +4,7 @@ mod comments;
 mod features;
 mod imports;
 mod module_layering;
+mod orders;
 mod pages;
 mod parts;
 mod waits;

@@ -9,7 +9,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// From the lowest to the highest; modules of one line do not use each other.
-const MODULES: [&[&str]; 14] = [
+const MODULES: [&[&str]; 15] = [
+    &["sync"],
     &["dtype"],
     &["error", "topology"],
     &["config"],

@@ -35,6 +35,7 @@ use crate::error::{DeviceError, Error, LaneError, PlanError};
 use crate::exec::Awaited;
 use crate::lane::COPY_ENGINE;
 use crate::schedule::{ControlLayout, Flag};
+use crate::sync::streams::{Drain, Request};
 
 /// Past every value that is waited for, counted in a circle of 32 bits.
 pub(super) const POISON: u64 = 1 << 30;
@@ -61,8 +62,8 @@ pub(super) struct Words {
     status: Vec<usize>,
     dead: u64,
     beyond: Option<DeviceFlagWriter>,
-    /// Calls can be made.
-    in_use: AtomicBool,
+    /// The thread that ends waits for them.
+    drain: Drain,
     rank: u32,
 }
 
@@ -80,14 +81,15 @@ impl WaitBreaker {
         for &place in awaited.iter().chain(&status) {
             memory.word(place)?;
         }
-        let in_use = AtomicBool::new(true);
-        let memory = memory.clone();
-        let words = Arc::new(Words { memory, awaited, poison, status, dead, beyond, in_use, rank });
+        let (memory, drain) = (memory.clone(), Drain::default());
+        let words = Arc::new(Words { memory, awaited, poison, status, dead, beyond, drain, rank });
         let (watched, dead) = (Arc::downgrade(&words), Arc::downgrade(health));
         health.on_failure(move |_| {
             if let (Some(words), Some(health)) = (watched.upgrade(), dead.upgrade()) {
                 words.release();
-                words.drain(health);
+                if words.drain.begin() {
+                    words.drain(health);
+                }
             }
         });
         Ok(WaitBreaker { words, health: health.clone() })
@@ -111,9 +113,7 @@ impl WaitBreaker {
 
 impl Drop for WaitBreaker {
     fn drop(&mut self) {
-        self.words.in_use.store(false, Ordering::Release);
-        // If the world is dead, somebody drains already.
-        if self.health.check().is_ok() && self.words.memory.is_claimed() {
+        if self.words.drain.close(|| self.words.memory.is_claimed()) {
             self.words.clone().drain(self.health.clone());
         }
     }
@@ -127,7 +127,7 @@ impl Words {
         let thread = Thread::new("drain", self.rank, &health);
         let life = thread.clone();
         let drain = move |release: fn(&Words)| {
-            while words.in_use.load(Ordering::Acquire) || words.memory.is_claimed() {
+            while words.drain.is_needed(|| words.memory.is_claimed()) {
                 turn();
                 if alive.check().is_err() {
                     release(&words);
@@ -171,6 +171,11 @@ impl Words {
     /// The words as devices see them.
     pub fn range(&self) -> &DeviceRange {
         self.memory.range()
+    }
+
+    /// The request in one of the words, for the thread that serves it.
+    pub fn request(&self, place: usize) -> Option<Request<'_>> {
+        self.memory.word(place).ok().map(Request::new)
     }
 
     pub fn set(&self, place: usize, value: u64) {
@@ -430,5 +435,33 @@ impl Watched {
             }
         }
         Ok(None)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ep::device::tests::devices::stream;
+    use crate::error::Cause;
+
+    #[test]
+    fn guard_dropped_in_a_failing_world_ends_waits() {
+        let stream = stream(0);
+        let words = PinnedMemory::new(stream.context(), 64).unwrap();
+        let health = Arc::new(Health::new());
+        let owner: Arc<Mutex<Option<WaitBreaker>>> = Arc::default();
+        // The owner of the words leaves before their own watcher is called.
+        let leaving = Arc::clone(&owner);
+        health.on_failure(move |_| drop(leaving.lock().unwrap().take()));
+        let guard = WaitBreaker::new((0, &health), &words, (vec![0], POISON), (vec![8], 1), None).unwrap();
+        stream.wait(words.range().word::<u32>(0).unwrap(), 1).unwrap();
+        *owner.lock().unwrap() = Some(guard);
+        health.fail(Cause::Cancelled { by: 0 });
+        let since = Instant::now();
+        while !stream.is_done().unwrap() {
+            assert!(since.elapsed() < Duration::from_secs(30), "the wait goes on");
+            std::thread::yield_now();
+        }
+        assert_eq!(words.word(8).unwrap().load(Ordering::Acquire), 1, "the status says why");
     }
 }

@@ -37,7 +37,7 @@ use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::time::{
@@ -57,6 +57,7 @@ use crate::lane::wait::{self, WaitLimits, now};
 use crate::lane::{FlagLine, RowSource};
 use crate::memory::{PeerMapping, Segment};
 use crate::schedule::Tag;
+use crate::sync::wake_request::WakeRequest;
 
 /// Opens the loopback connections of one rank.
 #[derive(Debug)]
@@ -331,7 +332,7 @@ impl NetConnection for LoopbackConnection {
     /// Asks the peer to wake this rank's progress thread with its next record.
     fn arm(&self, _: &Health) -> bool {
         let inbound = self.inbound.lock();
-        inbound.ring.arm();
+        inbound.ring.wake_request().arm();
         inbound.ring.head().value() != inbound.tail
             || inbound.held.as_ref().is_some_and(DelayedSignals::is_due)
     }
@@ -374,7 +375,7 @@ impl LoopbackConnection {
         fill(out.ring.write(begin, record, due));
         out.head = begin + bytes;
         out.ring.head().raise(out.head, None);
-        if out.ring.should_wake() {
+        if out.ring.wake_request().take() {
             // A full counter means that the thread has been woken already.
             let _ = rustix::io::write(&self.wake_fd, &1u64.to_ne_bytes());
         }
@@ -456,21 +457,10 @@ impl Ring {
         unsafe { FlagLine::new(self.at.add(192)) }
     }
 
-    fn sleep_flag(&self) -> &AtomicU32 {
-        // SAFETY: line 2 of a mapped ring, used as an atomic by both sides.
+    /// The consumer's request to be woken.
+    fn wake_request(&self) -> &WakeRequest {
+        // SAFETY: line 2 of a mapped ring, used as a request by both sides.
         unsafe { self.at.add(128).cast().as_ref() }
-    }
-
-    /// Consumer: asks to be woken. Look at the ring once more afterwards.
-    fn arm(&self) {
-        self.sleep_flag().store(1, Ordering::SeqCst);
-        fence(Ordering::SeqCst);
-    }
-
-    /// Producer, after publishing: whether the consumer sleeps and must be woken now.
-    fn should_wake(&self) -> bool {
-        fence(Ordering::SeqCst);
-        self.sleep_flag().load(Ordering::Relaxed) != 0 && self.sleep_flag().swap(0, Ordering::SeqCst) != 0
     }
 
     /// Bytes a record of this payload takes.

@@ -15,7 +15,6 @@
 //! its answer. These alternate, and the thread serves them in turn.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -26,6 +25,7 @@ use crate::error::{Error, LaneError};
 use crate::exec::ProxyOps;
 use crate::lane::Port;
 use crate::schedule::{Calls, Flag};
+use crate::sync::streams::{Request, StreamUse};
 use crate::world::{SymmetricRange, WorldState};
 
 /// Polls before the thread sleeps, because calls often follow each other closely.
@@ -92,7 +92,7 @@ pub(super) struct Back {
 #[derive(Debug)]
 pub(super) struct Proxy {
     work: Arc<Work>,
-    closing: Arc<AtomicBool>,
+    streams: Arc<StreamUse>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -102,18 +102,18 @@ impl Proxy {
     /// # Errors
     /// [`LaneError::System`] if there is no thread to be had.
     pub fn start(work: Work) -> Result<Self, LaneError> {
-        let (work, closing) = (Arc::new(work), Arc::new(AtomicBool::new(false)));
+        let (work, streams) = (Arc::new(work), Arc::new(StreamUse::default()));
         let hub = &work.shared.hub;
         let thread = Thread::new("slots", hub.rank(), hub.health());
-        let (serves, closes) = (Arc::clone(&work), Arc::clone(&closing));
+        let (serves, served) = (Arc::clone(&work), Arc::clone(&streams));
         let started = thread.spawn(move || {
-            if let Err(error) = serves.serve(&closes) {
+            if let Err(error) = serves.serve(&served) {
                 let _ = serves.shared.fail(&serves.port.lanes().world_ranks, error);
             }
         });
         let refused =
             |e: std::io::Error| LaneError::System { call: "clone", errno: e.raw_os_error().unwrap_or(0) };
-        Ok(Proxy { work, closing, thread: Some(started.map_err(refused)?) })
+        Ok(Proxy { work, streams, thread: Some(started.map_err(refused)?) })
     }
 
     /// Work that it serves.
@@ -126,7 +126,7 @@ impl Drop for Proxy {
     /// Remaining work of streams is served by a thread that stays behind, unless they are seen to
     /// be done.
     fn drop(&mut self) {
-        self.closing.store(true, Ordering::Release);
+        self.streams.close();
         if let Some(thread) = self.thread.take().filter(|_| !self.work.words.is_claimed()) {
             wait::join(thread);
         }
@@ -135,7 +135,7 @@ impl Drop for Proxy {
 
 impl Work {
     /// Serves until the exchange is dropped and no stream runs, or the world has failed.
-    fn serve(&self, closing: &AtomicBool) -> Result<(), Error> {
+    fn serve(&self, streams: &StreamUse) -> Result<(), Error> {
         let none = || Calls::new(self.shared.hub.epoch());
         let (mut sent, mut heard) = (none(), vec![none(); self.back.len()]);
         let awake = if self.port.lanes().oversubscribed { AWAKE_IN_A_CROWD } else { AWAKE };
@@ -144,7 +144,7 @@ impl Work {
             turn();
             self.port.lanes().health.check()?;
             // Asked before the requests are looked at: a stream requests last, and is done then.
-            let done = closing.load(Ordering::Acquire) && !self.words.is_claimed();
+            let done = !streams.is_needed(|| self.words.is_claimed());
             if self.hear(&mut sent)? | self.tell(&mut heard)? {
                 idle = 0;
                 continue;
@@ -159,12 +159,13 @@ impl Work {
 
     /// Serves the next request in turn, if its flag is set.
     fn hear(&self, sent: &mut Calls) -> Result<bool, Error> {
-        let Some(request) = ProxyRequest::next(&self.requests, *sent, |place| self.words.get(place) != 0)
-        else {
+        let is_set = |place| self.words.request(place).is_some_and(Request::is_set);
+        let Some(request) = ProxyRequest::next(&self.requests, *sent, is_set) else {
             return Ok(false);
         };
-        // Before anything is sent: a rank that hears of it lets the stream request again.
-        self.words.set(request.place, 0);
+        if let Some(flag) = self.words.request(request.place) {
+            flag.clear();
+        }
         sent.enter();
         request.crossed.perform(&self.port, sent.value())?;
         Ok(true)

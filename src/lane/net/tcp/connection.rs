@@ -13,7 +13,7 @@ use std::io::{IoSlice, IoSliceMut};
 use std::net::TcpStream;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
@@ -23,13 +23,14 @@ use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendFlags};
 
 use crate::bootstrap::wait::{epoll_for, park, poll_for};
-use crate::bootstrap::{FatalLock, Health};
+use crate::bootstrap::{FatalGuard, FatalLock, Health};
 use crate::error::{Cause, LaneError, MemoryError};
 use crate::lane::net::regions::{HEADER, Record};
 use crate::lane::net::{NetConnection, Regions, RemoteAddress, SendBlocked, system};
 use crate::lane::wait::{self, WaitLimits, Waiter};
 use crate::lane::{FlagLine, RowSource};
 use crate::schedule::Tag;
+use crate::sync::answers::Answers;
 
 /// State that all connections of a rank share.
 #[derive(Clone, Debug)]
@@ -56,9 +57,8 @@ pub struct TcpConnection {
     polled: PolledSocket,
     out: FatalLock<Outgoing>,
     inbound: FatalLock<Inbound>,
-    /// The peer's last question, and the last one that was answered.
-    asked_by_peer: AtomicU64,
-    answered: AtomicU64,
+    /// Whether all that the peer has sent has landed.
+    answers: Answers,
     /// The last question of ours that the peer has answered.
     landed: Landed,
     /// When the connection ended, and how.
@@ -95,8 +95,7 @@ impl TcpConnection {
             polled,
             out,
             inbound,
-            asked_by_peer: AtomicU64::new(0),
-            answered: AtomicU64::new(0),
+            answers: Answers::default(),
             landed: Landed::default(),
             ended: OnceLock::new(),
         })
@@ -259,11 +258,7 @@ impl TcpConnection {
         send: impl FnOnce(&mut Outgoing) -> Result<T, SendBlocked>,
     ) -> Result<T, SendBlocked> {
         let sent = send(&mut self.out.lock());
-        // A thread that found the lock taken has left its answer to this thread.
-        fence(Ordering::SeqCst);
-        if self.asked_by_peer.load(Ordering::Relaxed) != self.answered.load(Ordering::Relaxed)
-            || sent.is_err()
-        {
+        if self.answers.is_owed() || sent.is_err() {
             self.tidy();
         }
         sent
@@ -304,21 +299,18 @@ impl TcpConnection {
 
     /// Answers the peer's last request: all earlier bytes have landed.
     fn answer(&self, out: &mut Outgoing) {
-        let asked_by_peer = self.asked_by_peer.load(Ordering::Relaxed);
-        if self.answered.swap(asked_by_peer, Ordering::Relaxed) != asked_by_peer {
-            out.keep(&Record::Answer { mark: asked_by_peer }.to_bytes());
+        if let Some(mark) = self.answers.take() {
+            out.keep(&Record::Answer { mark }.to_bytes());
         }
     }
 
     /// Sends answers and what else waits, without waiting, unless another thread is sending.
     fn tidy(&self) {
-        loop {
-            fence(Ordering::SeqCst);
-            let Some(mut out) = self.out.try_lock() else { return };
+        let serve = |out: &mut FatalGuard<'_, Outgoing>| {
             // A peer that sends requests without reading the answers gets the last one only.
             let empty = out.empty(&self.socket);
             if empty {
-                self.answer(&mut out);
+                self.answer(out);
             }
             out.empty(&self.socket);
             let waits = out.wants_room();
@@ -326,15 +318,9 @@ impl TcpConnection {
                 out.watches_for_space = waits;
                 self.shared.poller.watch_for_space(&self.socket, &self.polled, waits);
             }
-            drop(out);
-            fence(Ordering::SeqCst);
-            if waits
-                || !empty
-                || self.asked_by_peer.load(Ordering::Relaxed) == self.answered.load(Ordering::Relaxed)
-            {
-                return;
-            }
-        }
+            empty && !waits
+        };
+        self.answers.tend(|| self.out.try_lock(), serve);
     }
 
     fn receive(&self, health: &Health) -> bool {
@@ -346,7 +332,7 @@ impl TcpConnection {
                 unsafe { regions.apply(record, std::ptr::null()) }.map_err(End::from)
             }
             Record::Ask { mark } => {
-                self.asked_by_peer.store(mark, Ordering::Relaxed);
+                self.answers.ask(mark);
                 Ok(())
             }
             Record::Answer { mark } => {

@@ -1,0 +1,53 @@
+//! Answers that a connection owes its peer: whoever holds the lock of the sending side gives them.
+//!
+//! ```text
+//!   receiver    ask     fence    lock taken? ──► leaves the answer to the holder
+//!   holder      unlock  fence    owed?       ──► tends to it
+//! ```
+//!
+//! The receiver never waits for the lock, whose holder may itself wait for bytes to be received. Of
+//! the two fences one comes first: either the receiver finds the lock free, or the holder finds
+//! what is owed.
+
+use super::primitives::{AtomicU64, Ordering, fence};
+
+/// The peer's last question, and the last one that was answered.
+#[derive(Debug, Default)]
+pub struct Answers {
+    asked: AtomicU64,
+    answered: AtomicU64,
+}
+
+impl Answers {
+    /// A question has come, behind everything that this thread has received.
+    pub fn ask(&self, mark: u64) {
+        self.asked.store(mark, Ordering::Release);
+    }
+
+    /// The question to answer now, if one is open. Its answer tells the peer that all bytes before
+    /// it have landed, so this thread sees them. For the holder of the lock.
+    pub fn take(&self) -> Option<u64> {
+        let asked = self.asked.load(Ordering::Acquire);
+        (self.answered.swap(asked, Ordering::Relaxed) != asked).then_some(asked)
+    }
+
+    /// Whether an answer was left to the thread that has just given the lock back.
+    pub fn is_owed(&self) -> bool {
+        fence(Ordering::SeqCst);
+        self.asked.load(Ordering::Relaxed) != self.answered.load(Ordering::Relaxed)
+    }
+
+    /// Has `serve` give answers under the lock, unless another thread holds it, until none is owed
+    /// or `serve` cannot give more now.
+    pub fn tend<G>(&self, try_lock: impl Fn() -> Option<G>, mut serve: impl FnMut(&mut G) -> bool) {
+        loop {
+            fence(Ordering::SeqCst);
+            let Some(mut held) = try_lock() else { return };
+            let can_more = serve(&mut held);
+            drop(held);
+            if !can_more || !self.is_owed() {
+                return;
+            }
+        }
+    }
+}

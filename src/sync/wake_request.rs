@@ -1,0 +1,28 @@
+//! A thread's request to be woken, beside a ring that another thread or process fills.
+//!
+//! ```text
+//!   consumer    ask    full fence    look at the ring ──► sleep, if there is nothing
+//!   producer    publish with FlagWords::raise, full fence ──► take the request, wake if there was one
+//! ```
+
+use super::primitives::{AtomicU32, Ordering, fence};
+
+/// The word of a request. Two processes may share it.
+#[derive(Debug, Default)]
+#[repr(transparent)]
+pub struct WakeRequest(AtomicU32);
+
+impl WakeRequest {
+    /// Consumer: asks to be woken. It looks at the ring once more afterwards, before it sleeps.
+    pub fn arm(&self) {
+        self.0.store(1, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+    }
+
+    /// Producer, after it has raised the ring's flag: whether the consumer asked to be woken. The
+    /// fence of that raise comes between what was published and this look.
+    #[inline]
+    pub fn take(&self) -> bool {
+        self.0.load(Ordering::Relaxed) != 0 && self.0.swap(0, Ordering::Relaxed) != 0
+    }
+}
