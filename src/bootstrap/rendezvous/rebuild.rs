@@ -46,6 +46,8 @@ use crate::error::{BootstrapError, Cause};
 
 /// Bound of one attempt to connect. A lost packet costs this much, and the next attempt sends one.
 const CONNECT: Duration = Duration::from_millis(250);
+/// Looks at each of the others before a rank alone gives them up.
+const LOOKS_ALONE: usize = 4;
 /// Pause between two attempts, and between two looks.
 const PAUSE: Duration = Duration::from_millis(30);
 
@@ -256,12 +258,13 @@ impl Rebuild<'_> {
     ) -> Result<Roster, Miss> {
         let mut others: VecDeque<u32> = roster.members.iter().copied().collect();
         others.retain(|&rank| rank != self.lineage.rank);
-        let alone_until = Instant::now() + patience(self.timeouts);
+        let (mut looks, alone_until) = (0, Instant::now() + patience(self.timeouts));
         let is_busy = || search.offering.load(Ordering::Relaxed) || self.interrupt.came();
         loop {
             let here = lock(&search.here).clone();
             // Whether others are dead or this rank is out is hard to tell for a rank alone.
-            let knows = here.len() > 1 || Instant::now() >= alone_until;
+            let has_looked = looks >= LOOKS_ALONE * others.len() && Instant::now() >= alone_until;
+            let knows = here.len() > 1 || has_looked;
             if knows {
                 quiet.iter().for_each(|&rank| search.give_up(rank));
             }
@@ -278,6 +281,7 @@ impl Rebuild<'_> {
             if is_busy() || here.contains(&other) {
                 continue;
             }
+            looks += 1;
             match self.look(other, &is_busy) {
                 Err(Miss::Gone) => {
                     search.give_up(other);
