@@ -38,7 +38,7 @@ install() {
 
 step_system() {
     step "system: headers of libibverbs, valgrind, CMake, network namespaces"
-    install iproute2 pkg-config libibverbs-dev librdmacm-dev libclang-14-dev gcc g++ python3-venv valgrind cmake
+    install iproute2 nftables pkg-config libibverbs-dev librdmacm-dev libclang-14-dev gcc g++ python3-venv valgrind cmake
     local probe="sidelane-probe-$$"
     if ip netns add "$probe"; then
         ip netns del "$probe"

@@ -7,7 +7,7 @@
 //!                            Hub ── set, get, gather, barrier       a rendezvous, not a data path
 //!                             ├──── health: one word, one cause     every wait of the library looks at it
 //!                             ├──── cancel                          ends the world everywhere
-//!                             ├──── rebuild                         the survivors, in the next epoch
+//!                             ├──── rebuild                         the survivors, in a later epoch
 //!                             └──── pass                            proves to other ranks, on any stream, who this one is
 //!                 exchange_fds (hub, members)                       descriptors within one machine
 //! ```

@@ -190,6 +190,13 @@ impl Liveness {
         }
     }
 
+    /// This peer is watched from now on.
+    pub(super) fn watch(&mut self, peer: usize, now: Instant) {
+        if let Some(last) = self.last.get_mut(peer) {
+            *last = Some(now);
+        }
+    }
+
     /// This peer is not watched any more.
     pub(super) fn forget(&mut self, peer: usize) {
         if let Some(last) = self.last.get_mut(peer) {
@@ -484,6 +491,8 @@ mod tests {
         assert_eq!(liveness.next(), None);
         liveness.heard(0, start + LIMIT * 9);
         assert_eq!(liveness.next(), None, "a forgotten peer stays forgotten");
+        liveness.watch(0, start + LIMIT * 9);
+        assert_eq!(liveness.next(), Some(start + LIMIT * 10));
     }
 
     #[test]

@@ -213,13 +213,13 @@ pub enum BootstrapError {
         step: String,
     },
     /// Too few ranks came to a rebuild.
-    #[error("rebuild of epoch {epoch}: rank {coordinator} did not gather the survivors within {} ms", waited.as_millis())]
+    #[error("rebuild of epoch {epoch}: no world of {at_least} or more ranks within {} ms", waited.as_millis())]
     RebuildFailed {
-        /// The epoch that was to begin.
+        /// The epoch that was to be rebuilt.
         epoch: u16,
-        /// The rank of the coordinator.
-        coordinator: u32,
-        /// How long it was waited for.
+        /// The fewest ranks that this rank wanted.
+        at_least: u32,
+        /// How long they were waited for.
         waited: Duration,
     },
     /// The world died while it was being set up.

@@ -239,7 +239,8 @@ impl World {
         self.shared.hub.size()
     }
 
-    /// How often the world was rebuilt. It stands in the high bits of every generation.
+    /// The number of this world of the job: 0 at first, higher after each rebuild. It stands in the
+    /// high bits of every generation.
     pub fn epoch(&self) -> u16 {
         self.shared.hub.epoch()
     }
@@ -319,15 +320,20 @@ impl World {
         self.shared.hub.cancel(Cause::Cancelled { by: self.rank() });
     }
 
-    /// The survivors' next world: new segments, new connections, a new epoch. Collective among the
-    /// survivors. Handles and windows of the old world stay readable until they are dropped. Late
-    /// writes of a lost rank go to segments that no rank reads any more.
+    /// The survivors' next world: new segments, new connections, a later epoch. Collective among
+    /// the survivors, which wait for each other until the deadline. A world of fewer than
+    /// `at_least` ranks does not begin. With more than half of the ranks no network failure can
+    /// make two worlds, so a program that must not continue twice asks for
+    /// `world.size() / 2 + 1`; 1 takes whoever survives. Should another rank be lost before the new
+    /// world is built, this fails, and the survivors call it again. Handles and windows of the old
+    /// world stay readable until they are dropped. Late writes of a lost rank go to segments that
+    /// no rank reads any more.
     ///
     /// # Errors
-    /// [`BootstrapError::RebuildFailed`] if the survivors do not meet, [`Cause::Evicted`] if they
+    /// [`BootstrapError::RebuildFailed`] if too few survivors meet, [`Cause::Evicted`] if they
     /// continued without this rank.
-    pub fn rebuild(&self, deadline: Duration) -> Result<World, Error> {
-        let (hub, previous) = self.shared.hub.rebuild(deadline)?;
+    pub fn rebuild(&self, deadline: Duration, at_least: u32) -> Result<World, Error> {
+        let (hub, previous) = self.shared.hub.rebuild(deadline, at_least)?;
         if let (Some(net), Err(cause)) = (&self.shared.net, self.shared.hub.health().check()) {
             // The old world may be kept; its bytes in flight must not reach the next one.
             net.thread.stop(&cause);

@@ -19,6 +19,10 @@ pub const LONG: Duration = Duration::from_secs(20);
 /// A loss is named within this: five times what the design allows, for machines that do other work.
 pub const SOON: Duration = Duration::from_secs(10);
 
+/// The variable with the number of rebuilds of each test of survivors: a few without it. With it
+/// worlds are large, too.
+pub const REBUILDS: &str = "SIDELANE_TEST_REBUILDS";
+
 /// Meeting point of the ranks of a test. Its ports were free a moment ago; if another process takes
 /// one, there is another, and the job's name distinguishes the tests.
 #[derive(Clone)]

@@ -2,6 +2,13 @@
 
 mod common;
 mod fds;
+#[allow(dead_code, reason = "each test program uses a part of this")]
+#[path = "../support/network.rs"]
+mod network;
+#[allow(dead_code, reason = "each test program uses a part of this")]
+#[path = "../support/processes.rs"]
+mod processes;
 mod rebuild;
+mod survivors;
 mod tcp;
 mod threads;

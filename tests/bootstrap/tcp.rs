@@ -105,7 +105,7 @@ fn user_who_stops_ends_a_step_and_a_rebuild_and_the_others_hear_who_is_missing()
             return (error, hub);
         }
         hub.get("stopped", LONG).unwrap();
-        let error = interruptible(|| true, || hub.rebuild(LONG).map(drop)).unwrap_err();
+        let error = interruptible(|| true, || hub.rebuild(LONG, 1).map(drop)).unwrap_err();
         assert_eq!(error, BootstrapError::Interrupted { step: "rebuild".to_owned() });
         (hub.health().check().unwrap_err().into(), hub)
     });
@@ -409,7 +409,7 @@ fn the_end_of_the_launcher_ends_the_world() {
     });
     assert!(hubs.iter().all(|hub| hub.health().check().is_ok()));
     drop(writer);
-    let seen = each(hubs, |hub| (death(&*hub), hub.rebuild(LONG).map(|_| ()).unwrap_err()));
+    let seen = each(hubs, |hub| (death(&*hub), hub.rebuild(LONG, 1).map(|_| ()).unwrap_err()));
     let gone = Cause::LauncherGone { pid: 4711 };
     assert_eq!(seen, vec![(gone.clone(), BootstrapError::World(gone)); 2]);
 }

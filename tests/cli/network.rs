@@ -1,7 +1,8 @@
 //! `sidelane bench` between two machines: network namespaces, one launcher in each, the tcp lane
 //! between them.
 
-#[path = "../process/common/network.rs"]
+#[path = "../support/network.rs"]
+#[allow(dead_code, reason = "each test program uses a part of this")]
 mod namespaces;
 #[path = "../process/common/wires.rs"]
 mod wires;
@@ -29,11 +30,11 @@ struct Machine {
     errors: JoinHandle<String>,
 }
 
-fn start(network: &Network, machine: usize, rounds: &str) -> Machine {
+fn start(network: &Network, machine: u32, rounds: &str) -> Machine {
     let mut program = network.run(machine, Path::new(env!("CARGO_BIN_EXE_sidelane")));
     let words = "bench --nodes 2 --ranks-per-node 2 --tokens 64 --hidden 1024 --rounds";
     program.args(words.split(' ')).args([rounds, "--node-rank", &machine.to_string()]);
-    program.args(["--master", &format!("{}:{PORT}", Network::ADDRESSES[0])]);
+    program.args(["--master", &format!("{}:{PORT}", Network::address(0))]);
     for name in ["SECRET_FILE", "INSECURE", "JOB", "PORT", "NET", "TCP_ADDRESS", "NODE"] {
         program.env_remove(format!("SIDELANE_{name}"));
     }
@@ -78,7 +79,7 @@ fn both(network: &Arc<Network>, rounds: &str) -> [Machine; 2] {
 
 #[test]
 fn bench_runs_between_machines_and_every_row_is_right() {
-    let Some(network) = Network::new() else { return };
+    let Some(network) = Network::new(2) else { return };
     let [(well, told, complaints), (well_too, nothing, more)] = both(&network, "5").map(Machine::end);
     assert!(well && well_too, "{complaints}{more}");
     for words in [
@@ -123,11 +124,11 @@ fn demand_complaints(
 
 #[test]
 fn every_rank_of_a_bench_that_is_cut_off_by_silence_names_a_lost_one() {
-    let Some(network) = Network::new() else { return };
+    let Some(network) = Network::new(2) else { return };
     let machines = both(&network, ENDLESS);
     await_wires(&machines);
     let cut = Instant::now();
-    network.cut();
+    network.cut(0, 1);
     let ends = machines.map(Machine::end);
     let took = cut.elapsed();
     println!("cut off by silence: ended after {took:?}");
@@ -141,7 +142,7 @@ fn every_rank_of_a_bench_that_is_cut_off_by_silence_names_a_lost_one() {
 
 #[test]
 fn every_rank_of_a_bench_whose_wires_are_reset_names_one_of_them() {
-    let Some(network) = Network::new() else { return };
+    let Some(network) = Network::new(2) else { return };
     let machines = both(&network, ENDLESS);
     await_wires(&machines);
     let before = network.resets(1);
@@ -166,7 +167,7 @@ fn every_rank_of_a_bench_whose_wires_are_reset_names_one_of_them() {
 
 #[test]
 fn a_bench_whose_other_machine_is_killed_ends() {
-    let Some(network) = Network::new() else { return };
+    let Some(network) = Network::new(2) else { return };
     let machines = both(&network, ENDLESS);
     await_wires(&machines);
     let [here, mut there] = machines;

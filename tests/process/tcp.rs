@@ -4,9 +4,9 @@
 use std::time::{Duration, Instant};
 
 use crate::common::job::{Job, Setup, THREE_AND_FIVE, TWO_BY_FOUR, others};
-use crate::common::network::Network;
 use crate::common::{Command, Failure, LONG, Report, SOON};
 use crate::support::cases;
+use crate::support::network::Network;
 use sidelane::topology::Route;
 
 const TWO_BY_TWO: [u32; 4] = [0, 0, 1, 1];
@@ -130,7 +130,7 @@ fn across(network: &std::sync::Arc<Network>) -> Setup {
 
 #[test]
 fn machines_without_anything_better_are_joined_by_tcp() {
-    let Some(network) = Network::new() else { return };
+    let Some(network) = Network::new(2) else { return };
     for route in cases(Route::ALL, 1) {
         // Independent of the NICs of this machine.
         let setup = across(&network).var("SIDELANE_IBVERBS_LIBRARY", "/nowhere/libibverbs.so.1");
@@ -148,7 +148,7 @@ fn machines_without_anything_better_are_joined_by_tcp() {
 
 #[test]
 fn the_interface_of_the_wires_can_be_named() {
-    let Some(network) = Network::new() else { return };
+    let Some(network) = Network::new(2) else { return };
     let mut job = across(&network).var("SIDELANE_TCP_ADDRESS", "wire").join();
     job.verify(0..4, 2);
     job.end(0..4);
@@ -156,7 +156,7 @@ fn the_interface_of_the_wires_can_be_named() {
 
 #[test]
 fn the_loop_lane_between_machines_is_refused_on_every_rank() {
-    let Some(network) = Network::new() else { return };
+    let Some(network) = Network::new(2) else { return };
     let mut job = across(&network).var("SIDELANE_NET", "loopback").start();
     for (rank, heard) in job.hear(0..4) {
         let Report::Failed(Failure::Other(words)) = heard.said else {
@@ -168,11 +168,11 @@ fn the_loop_lane_between_machines_is_refused_on_every_rank() {
 
 #[test]
 fn machines_cut_off_by_silence_name_each_other_and_end_in_time() {
-    let Some(network) = Network::new() else { return };
+    let Some(network) = Network::new(2) else { return };
     let mut job = across(&network).join();
     set_running(&mut job, 4);
     let cut = Instant::now();
-    network.cut();
+    network.cut(0, 1);
     // Silence is found in two seconds; heard of by others a moment later.
     let bound = SOON + Duration::from_secs(1);
     for (rank, heard) in job.hear(0..4) {
@@ -192,8 +192,30 @@ fn machines_cut_off_by_silence_name_each_other_and_end_in_time() {
 }
 
 #[test]
+fn of_two_machines_that_only_reach_the_third_one_is_left_out() {
+    let Some(network) = Network::new(3) else { return };
+    let mut job = Setup::on(&[0, 1, 2]).across(&network).join();
+    set_running(&mut job, 3);
+    network.cut(1, 2);
+    for (rank, heard) in job.hear(0..3) {
+        let Report::Failed(Failure::Wire { rank: a, by: b, .. }) = heard.said else {
+            panic!("rank {rank}: {:?}", heard.said)
+        };
+        assert_eq!((a.min(b), a.max(b)), (1, 2), "rank {rank}");
+    }
+    job.tell(0..3, Command::Rebuild);
+    let out = Report::Failed(Failure::Evicted { rank: 2, epoch: 1 });
+    for (rank, heard) in job.hear(0..3) {
+        let joined = Report::Joined { rank, size: 2, epoch: 1, previous: vec![0, 1] };
+        assert_eq!(heard.said, if rank == 2 { out.clone() } else { joined }, "rank {rank}");
+    }
+    job.verify(0..2, 2);
+    job.end(0..3);
+}
+
+#[test]
 fn a_machine_whose_ranks_are_killed_is_named_by_the_other() {
-    let Some(network) = Network::new() else { return };
+    let Some(network) = Network::new(2) else { return };
     let mut job = across(&network).join();
     set_running(&mut job, 4);
     let killed = Instant::now();
@@ -213,7 +235,7 @@ fn a_machine_whose_ranks_are_killed_is_named_by_the_other() {
 
 #[test]
 fn machines_whose_wires_are_reset_end_in_time() {
-    let Some(network) = Network::new() else { return };
+    let Some(network) = Network::new(2) else { return };
     let mut job = across(&network).join();
     job.verify(0..4, 2);
     job.tell([3], Command::ResetWires);

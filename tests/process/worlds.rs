@@ -115,3 +115,28 @@ fn a_world_is_rebuilt_again_and_again() {
         job.end(processes);
     }
 }
+
+#[test]
+fn rank_killed_while_the_next_world_is_built_is_left_out_by_another_rebuild() {
+    for (first, second) in cases([(0, 1), (3, 0), (5, 6), (1, 7)], 0) {
+        let mut job = Setup::on(&TWO_BY_FOUR).join();
+        job.verify(0..8, 2);
+        let killed = job.kill(first);
+        job.tell(others(8, first), Command::AwaitDeath);
+        let lost = Report::Failed(Failure::Lost { rank: first, silent: false });
+        job.demand(others(8, first), killed, SOON, &lost);
+        job.tell(others(8, first), Command::Rebuild);
+        let killed = job.kill_in_next_build(second);
+        let survivors: Vec<u32> = others(8, first).filter(|&rank| rank != second).collect();
+        let is_met = |report: &Report| matches!(report, Report::Joined { size: 6, .. });
+        // They fail to build it, or have done so before the kill, and try again.
+        let mut rebuilds = 1;
+        while !job.hear(survivors.iter().copied()).values().all(|heard| is_met(&heard.said)) {
+            rebuilds += 1;
+            job.tell(survivors.iter().copied(), Command::Rebuild);
+        }
+        println!("ranks {first} and {second}: {rebuilds} rebuilds in {:?}", killed.elapsed());
+        job.verify(survivors.iter().copied(), 3);
+        job.end(survivors);
+    }
+}

@@ -3,6 +3,7 @@
 
 mod cases;
 pub mod layer;
+pub mod network;
 pub mod processes;
 
 #[allow(unused_imports, reason = "each test program uses a part of this")]

@@ -363,7 +363,7 @@ typedef struct {
     uint32_t rank;
     // Number of ranks.
     uint32_t ranks;
-    // How often the world was rebuilt.
+    // Number of this world of the job: 0 at first, higher after each rebuild.
     uint32_t epoch;
     // Number of nodes: ranks of one share memory.
     uint32_t nodes;
@@ -1053,12 +1053,16 @@ sidelane_status_t sidelane_world_check(sidelane_world_t *world);
 // Ends the world on every rank: all waits and calls end with an error that names this rank.
 sidelane_status_t sidelane_world_cancel(sidelane_world_t *world);
 
-// The survivors' next world, after this one has failed. Collective among the survivors. The old
-// world and its objects stay readable until they are closed.
+// The survivors' next world, after this one has failed. Collective among the survivors. A world of
+// fewer than `at_least` ranks does not begin: 1 takes whoever survives, and with more than half of
+// the ranks no network failure makes two worlds. Should another rank be lost before the new world
+// is built, this fails, and the survivors call it again. The old world and its objects stay
+// readable until they are closed.
 //
 // The caller guarantees: `rebuilt` is NULL or valid.
 sidelane_status_t sidelane_world_rebuild(sidelane_world_t *world,
                                          uint64_t deadline_ms,
+                                         uint32_t at_least,
                                          sidelane_world_t **rebuilt);
 
 // For each of `ranks` ranks, its rank in the world before the rebuild.

@@ -34,7 +34,7 @@ int main(void) {
     CHECK(sidelane_window_close(window));
     CHECK(sidelane_group_close(group));
 
-    CHECK(sidelane_world_rebuild(world, 60000, &rebuilt));
+    CHECK(sidelane_world_rebuild(world, 60000, 2, &rebuilt));
     CHECK(sidelane_world_info(rebuilt, &info));
     REQUIRE(info.ranks == 2 && info.epoch == 1);
     uint32_t previous[3] = {9, 9, 9};

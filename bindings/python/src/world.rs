@@ -204,14 +204,14 @@ impl World {
         Ok(())
     }
 
-    /// The survivors' next world; waits for them for so many seconds.
-    #[pyo3(signature = (deadline=60.0))]
-    fn rebuild(&self, py: Python<'_>, deadline: f64) -> PyResult<World> {
+    /// The survivors' next world, of so many ranks at least; waits for them for so many seconds.
+    #[pyo3(signature = (deadline=60.0, at_least=1))]
+    fn rebuild(&self, py: Python<'_>, deadline: f64, at_least: u32) -> PyResult<World> {
         let world = self.open_world.world()?;
         let deadline = Duration::try_from_secs_f64(deadline).map_err(|error| {
             Wrong::Input.error("Setting", &format!("deadline: {error}"), &[("setting", "deadline".into())])
         })?;
-        let next = wait::joining(py, move || world.rebuild(deadline))?;
+        let next = wait::joining(py, move || world.rebuild(deadline, at_least))?;
         Ok(World { open_world: OpenWorld::new(next) })
     }
 

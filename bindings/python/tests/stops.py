@@ -302,7 +302,7 @@ def ended():
     if world.rank == 1:
         os._exit(7)
     said = outcome(lambda: ep.dispatch(*tokens(world)))
-    next_ = world.rebuild()
+    next_ = world.rebuild(at_least=2)
     rows, _ = layer(next_).dispatch(*tokens(next_))
     return said, (next_.size, next_.epoch, next_.previous_ranks), rows.tolist()
 

@@ -10,7 +10,6 @@
 //! on a condition variable that an answer or any failure wakes.
 
 use std::collections::HashMap;
-use std::net::{SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, Weak};
@@ -22,11 +21,11 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
 use super::Hub;
 use crate::bootstrap::Secret;
 use crate::bootstrap::identity::LauncherPipe;
-use crate::bootstrap::rendezvous::{Hosted, Membership, PeerAuth, rebuild};
+use crate::bootstrap::rendezvous::{Hosted, Lineage, Membership, PeerAuth, rebuild};
 use crate::bootstrap::thread::{Thread, turn};
 use crate::bootstrap::wait::{self, poll_until};
 use crate::bootstrap::watch::{Health, LauncherWatch, Liveness, Timeouts, lock};
-use crate::bootstrap::wire::{Answer, MAX_FRAME, Message, MessageConnection};
+use crate::bootstrap::wire::{Answer, MAX_FRAME, Message, MessageConnection, Roster};
 use crate::bootstrap::{failed, interrupted, system};
 use crate::error::{BootstrapError, Cause, LostReason};
 
@@ -43,35 +42,36 @@ pub struct Job {
 pub struct TcpHub {
     pub job: Job,
     pub rank: u32,
-    pub size: u32,
-    pub epoch: u16,
+    /// The world, by ranks of the first one.
+    pub roster: Roster,
+    /// What this rank keeps from world to world.
+    pub lineage: Arc<Lineage>,
     shared: Arc<Shared>,
-    /// Where each rank listens for a rebuild.
-    pub addresses: Vec<SocketAddr>,
-    /// Where this rank does.
-    pub listener: TcpListener,
     tickets: AtomicU64,
     link: Option<JoinHandle<()>>,
     coordinator: Option<JoinHandle<()>>,
 }
 
 impl TcpHub {
-    /// Joins the world of an epoch, which `hosted` serves if this rank hosts it.
-    pub fn new(
-        job: Job,
-        epoch: u16,
-        membership: Membership,
-        hosted: Option<Hosted>,
-    ) -> Result<Self, BootstrapError> {
+    /// Joins a world, which `hosted` serves if this rank hosts it.
+    pub fn new(job: Job, membership: Membership, hosted: Option<Hosted>) -> Result<Self, BootstrapError> {
         let launcher = job.launcher.map(LauncherWatch::open).transpose()?;
         let (health, coordinator) = match hosted {
             Some(hosted) => (hosted.health, Some(hosted.coordinator)),
             None => (Arc::default(), None),
         };
         let shared = Shared::new(health)?;
-        let Membership { connection, rank, members, addresses, listener } = membership;
-        let mut link =
-            Link { shared: shared.clone(), connection, launcher, timeouts: job.timeouts, rank, epoch };
+        let Membership { connection, roster, lineage } = membership;
+        let rank = roster.members.iter().take_while(|&&member| member < lineage.rank).count() as u32;
+        let mut link = Link {
+            shared: shared.clone(),
+            connection,
+            launcher,
+            timeouts: job.timeouts,
+            rank,
+            roster: roster.clone(),
+            lineage: lineage.clone(),
+        };
         let thread = Thread::new("link", rank, &shared.health);
         let life = thread.clone();
         let link = thread.spawn(move || {
@@ -80,8 +80,8 @@ impl TcpHub {
             }
         });
         let link = Some(link.map_err(|error| failed("thread spawn", &error))?);
-        let (size, tickets) = (members.len() as u32, AtomicU64::new(0));
-        Ok(TcpHub { job, rank, size, epoch, shared, addresses, listener, tickets, link, coordinator })
+        let tickets = AtomicU64::new(0);
+        Ok(TcpHub { job, rank, roster, lineage, shared, tickets, link, coordinator })
     }
 
     /// Sends a request and sleeps until its answer, a failure of the world, or the deadline.
@@ -181,11 +181,11 @@ impl Hub for TcpHub {
     }
 
     fn size(&self) -> u32 {
-        self.size
+        self.roster.members.len() as u32
     }
 
     fn epoch(&self) -> u16 {
-        self.epoch
+        self.roster.epoch
     }
 
     fn set(&self, key: &str, value: &[u8]) -> Result<(), BootstrapError> {
@@ -237,13 +237,14 @@ impl Hub for TcpHub {
         self.shared.health.fail(cause);
     }
 
-    fn rebuild(&self, deadline: Duration) -> Result<(Box<dyn Hub>, Vec<u32>), BootstrapError> {
-        rebuild(self, deadline)
+    fn rebuild(&self, deadline: Duration, at_least: u32) -> Result<(Box<dyn Hub>, Vec<u32>), BootstrapError> {
+        rebuild(self, deadline, at_least)
     }
 
     fn pass(&self) -> Result<PeerAuth, BootstrapError> {
-        let addresses = self.addresses.iter().map(SocketAddr::ip).collect();
-        Ok(PeerAuth::new(self.job.secret.clone(), self.job.digest, self.rank, self.epoch, addresses))
+        let Roster { epoch, members } = &self.roster;
+        let addresses = members.iter().map(|&rank| self.lineage.addresses[rank as usize].ip()).collect();
+        Ok(PeerAuth::new(self.job.secret.clone(), self.job.digest, self.rank, *epoch, addresses))
     }
 
     fn abandon(mut self: Box<Self>) {
@@ -336,7 +337,8 @@ struct Link {
     launcher: Option<LauncherWatch>,
     timeouts: Timeouts,
     rank: u32,
-    epoch: u16,
+    roster: Roster,
+    lineage: Arc<Lineage>,
 }
 
 impl Link {
@@ -361,9 +363,9 @@ impl Link {
                 return self.closed();
             }
             if let Some(&(_, silence)) = liveness.expired(now).first() {
-                self.shared.health.note_absent(HOST);
+                self.lose(HOST);
                 self.fail(Cause::Lost { rank: HOST, how: LostReason::Silent(silence) });
-                self.connection.send(&Message::Dead(Cause::Evicted { rank: HOST, epoch: self.epoch }));
+                self.connection.send(&Message::Dead(Cause::Evicted { rank: HOST, epoch: self.roster.epoch }));
                 self.connection.flush();
                 return;
             }
@@ -411,7 +413,7 @@ impl Link {
                 }
                 Message::Dead(cause) => {
                     if let Cause::Lost { rank, .. } = cause {
-                        self.shared.health.note_absent(rank);
+                        self.lose(rank);
                     }
                     self.fail(cause);
                 }
@@ -421,6 +423,14 @@ impl Link {
         }
         if answered {
             self.shared.wake_callers();
+        }
+    }
+
+    /// A rank is lost.
+    fn lose(&self, rank: u32) {
+        self.shared.health.note_absent(rank);
+        if let Some(&first) = self.roster.members.get(rank as usize) {
+            self.lineage.note_lost(self.roster.epoch, first);
         }
     }
 
@@ -436,7 +446,7 @@ impl Link {
             lock(&self.shared.state).closed = true;
             self.shared.wake_callers();
         } else {
-            self.shared.health.note_absent(HOST);
+            self.lose(HOST);
             self.fail(Cause::Lost { rank: HOST, how: LostReason::Closed });
         }
     }

@@ -2,140 +2,46 @@
 //!
 //! ```text
 //!              ┌─────────────────── coordinator ───────────────────────────┐
-//!   strangers ─┤ HandshakeQueue ──► JoinBarrier ──► members: Store, Liveness ├─ rank 0 (same process), rank 1 ...
+//!   strangers ─┤ HandshakeQueue ──► Assembly ──► members: Store, Liveness    ├─ rank 0 (same process), rank 1 ...
 //!              └──────────────────────────────────────────────────────────────┘
 //! ```
 //!
 //! It lives as long as the connection of its own rank. So it ends with a rank 0 that dies, and all
 //! ranks see the end of a stream. After a clean leave of its own rank it lingers for the others.
 
-use std::{
-    collections::BTreeMap,
-    net::IpAddr,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
 use rustix::event::PollFd;
 
+use super::HOST;
+use super::assembly::{Assembled, Assembly, HubConfig, flush};
 use super::store::{Delivery, Requester, Store};
-use crate::bootstrap::rendezvous::{AuthenticatedPeer, HandshakeQueue, JoinBarrier};
+use crate::bootstrap::rendezvous::HandshakeQueue;
 use crate::bootstrap::thread::{Thread, turn};
 use crate::bootstrap::wait::poll_until;
 use crate::bootstrap::watch::{Liveness, Timeouts};
-use crate::bootstrap::wire::{JoinRefusal, ListenAddress, Message, MessageConnection};
+use crate::bootstrap::wire::{JoinRefusal, Message, MessageConnection};
 use crate::error::{BootstrapError, Cause, LostReason};
 
 /// How long a coordinator whose own rank has left stays for the others.
 const LINGER: Duration = Duration::from_secs(2);
-/// How long the ranks may take for the last message of a coordinator that dies.
-const FINAL_SEND: Duration = Duration::from_millis(500);
-
-/// Inputs of a coordinator.
-pub struct HubConfig {
-    pub queue: HandshakeQueue,
-    pub barrier: JoinBarrier,
-    /// Ranks known absent, asked again and again.
-    pub absent: Box<dyn Fn() -> Vec<u32> + Send>,
-    pub timeouts: Timeouts,
-    /// Bound of waiting for the own rank to come.
-    pub until: Instant,
-}
-
 /// Gathers the ranks, then serves them until its own rank is gone. Should the thread die, the ranks
 /// that it has gathered hear of it.
-pub fn coordinate(mut config: HubConfig, life: &Thread) {
-    let served = match life.attempt(|| assemble(&mut config)) {
-        Ok(Ok(Some(admitted))) => {
-            let mut coordinator = Coordinator::new(config.queue, config.timeouts, admitted);
+pub fn coordinate(config: HubConfig, life: &Thread) {
+    let timeouts = config.timeouts;
+    let mut assembly = Assembly::new(config);
+    let served = match life.attempt(|| assembly.assemble()) {
+        Ok(Ok(Some(assembled))) => {
+            let mut coordinator = Coordinator::new(timeouts, assembly.queue, assembled);
             life.attempt(|| coordinator.serve()).unwrap_or_else(|cause| coordinator.part(cause))
         }
         Ok(Err(error)) => Err(error),
-        Ok(Ok(None)) | Err(_) => Ok(()),
+        Ok(Ok(None)) => Ok(()),
+        Err(cause) => assembly.part(&cause),
     };
     if let Err(error) = served {
         tracing::error!(%error, "the coordinator ends");
     }
-}
-
-/// A member and its rank before this meeting.
-struct Admitted {
-    old: u32,
-    connection: MessageConnection,
-}
-
-/// Waits until the meeting may begin and welcomes its members. None if it was given up.
-fn assemble(config: &mut HubConfig) -> Result<Option<Vec<Admitted>>, BootstrapError> {
-    let HubConfig { queue, barrier, absent, until, .. } = config;
-    let host = queue.rendezvous().host;
-    let mut here: BTreeMap<u32, AuthenticatedPeer> = BTreeMap::new();
-    loop {
-        let now = Instant::now();
-        if let Some(members) = barrier.members(&absent(), now).filter(|members| members.contains(&host)) {
-            return Ok(Some(welcome(members, here)));
-        }
-        if now >= *until && !here.contains_key(&host) {
-            return Ok(None);
-        }
-        // Ranks may become absent without an event on any of these descriptors: hence the slice.
-        let slice = now + Duration::from_millis(50);
-        let next = queue.next().into_iter().chain(barrier.closes()).fold(slice, Instant::min);
-        let connections = here.values().map(|arrival| arrival.connection.poll_fd());
-        poll_until(&mut queue.poll_fds().chain(connections).collect::<Vec<_>>(), next)?;
-
-        let now = Instant::now();
-        for arrival in queue.turn(now) {
-            let rank = arrival.hello.rank;
-            if absent().contains(&rank) {
-                let epoch = queue.rendezvous().epoch;
-                arrival.refuse(JoinRefusal::Evicted(epoch));
-            } else if barrier.join(rank, now) {
-                here.insert(rank, arrival);
-            } else {
-                arrival.refuse(JoinRefusal::Rank);
-            }
-        }
-        for rank in here.keys().copied().collect::<Vec<_>>() {
-            let Some(arrival) = here.get_mut(&rank) else { continue };
-            arrival.connection.flush();
-            arrival.connection.fill();
-            let gives_up = matches!(arrival.connection.next(), Some(Message::Withdraw { .. }));
-            if !gives_up && !arrival.connection.is_closed() {
-                continue;
-            }
-            let (ranks, refused) = (barrier.missing(&absent()), queue.refused_joins());
-            let missing = JoinRefusal::Missing { ranks, refused };
-            if rank == host || (gives_up && barrier.needs_all()) {
-                here.into_values().for_each(|arrival| arrival.refuse(missing.clone()));
-                return Ok(None);
-            }
-            barrier.part(rank);
-            if let Some(arrival) = here.remove(&rank) {
-                arrival.refuse(missing);
-            }
-        }
-    }
-}
-
-/// Numbers the members in their old order and sends each the list of members and their addresses.
-fn welcome(members: Vec<u32>, mut here: BTreeMap<u32, AuthenticatedPeer>) -> Vec<Admitted> {
-    let addresses: Vec<ListenAddress> = members
-        .iter()
-        .filter_map(|old| here.get(old))
-        .map(|arrival| ListenAddress {
-            // An address of this machine alone means nothing elsewhere.
-            ip: arrival.connection.peer().filter(|ip: &IpAddr| !ip.is_loopback()),
-            port: arrival.hello.port,
-        })
-        .collect();
-    let mut admitted = Vec::new();
-    for (rank, old) in (0u32..).zip(&members) {
-        if let Some(mut arrival) = here.remove(old) {
-            let addresses = addresses.clone();
-            arrival.connection.send(&Message::Welcome { rank, members: members.clone(), addresses });
-            admitted.push(Admitted { old: *old, connection: arrival.connection });
-        }
-    }
-    admitted
 }
 
 /// How a member stands.
@@ -147,16 +53,18 @@ enum MemberState {
 }
 
 struct Member {
-    old: u32,
+    /// Its rank in the first world.
+    first: u32,
     connection: MessageConnection,
     state: MemberState,
 }
 
 struct Coordinator {
-    queue: HandshakeQueue,
+    /// Late ranks come here. None once the world is over: the next one needs the listener.
+    queue: Option<HandshakeQueue>,
     timeouts: Timeouts,
+    epoch: u16,
     members: Vec<Member>,
-    host: usize,
     store: Store,
     liveness: Liveness,
     beat: Instant,
@@ -164,18 +72,21 @@ struct Coordinator {
     evicted: bool,
 }
 
+/// The rank of the coordinator's own process.
+const OWN: usize = HOST as usize;
+
 impl Coordinator {
-    fn new(queue: HandshakeQueue, timeouts: Timeouts, admitted: Vec<Admitted>) -> Self {
+    fn new(timeouts: Timeouts, queue: HandshakeQueue, assembled: Assembled) -> Self {
         let now = Instant::now();
-        let host = queue.rendezvous().host;
-        let members: Vec<_> = admitted
+        let Assembled { epoch, members } = assembled;
+        let members: Vec<_> = members
             .into_iter()
-            .map(|Admitted { old, connection }| Member { old, connection, state: MemberState::Here })
+            .map(|(first, connection)| Member { first, connection, state: MemberState::Here })
             .collect();
         Coordinator {
-            queue,
+            queue: Some(queue),
             timeouts,
-            host: members.iter().position(|member| member.old == host).unwrap_or(0),
+            epoch,
             store: Store::new(members.len() as u32),
             liveness: Liveness::new(members.len(), timeouts.heartbeat, timeouts.liveness, now),
             members,
@@ -207,10 +118,9 @@ impl Coordinator {
                 self.beat = now + self.timeouts.heartbeat;
                 self.broadcast(&Message::Heartbeat, None);
             }
-            for arrival in self.queue.turn(now) {
-                let taken = self.members.iter().any(|member| member.old == arrival.hello.rank);
-                let epoch = self.queue.rendezvous().epoch;
-                arrival.refuse(if taken { JoinRefusal::Rank } else { JoinRefusal::Evicted(epoch) });
+            for arrival in self.queue.as_mut().map(|queue| queue.turn(now)).unwrap_or_default() {
+                let taken = self.members.iter().any(|member| member.first == arrival.hello.rank);
+                arrival.refuse(if taken { JoinRefusal::Rank } else { JoinRefusal::Evicted(self.epoch) });
             }
             self.members.iter_mut().for_each(|member| member.connection.flush());
             if self.is_over(now) {
@@ -222,29 +132,19 @@ impl Coordinator {
     /// Sends all ranks its last message.
     fn part(&mut self, cause: Cause) -> Result<(), BootstrapError> {
         self.broadcast(&Message::Dead(cause), None);
-        let until = Instant::now() + FINAL_SEND;
-        loop {
-            let waiting = self.members.iter_mut().filter_map(|member| {
-                member.connection.flush();
-                let open = !member.connection.is_flushed() && !member.connection.is_closed();
-                open.then(|| member.connection.poll_fd())
-            });
-            let mut waiting: Vec<_> = waiting.collect();
-            if waiting.is_empty() || Instant::now() >= until {
-                return Ok(());
-            }
-            poll_until(&mut waiting, until)?;
-        }
+        flush(self.members.iter_mut().map(|member| &mut member.connection).collect())
     }
 
     /// Waits for an event. Returns the members whose connection has a message.
     fn wait(&self) -> Result<Vec<usize>, BootstrapError> {
-        let next = [self.liveness.next(), self.queue.next(), self.lingers_until];
+        let queue = self.queue.as_ref();
+        let next = [self.liveness.next(), queue.and_then(HandshakeQueue::next), self.lingers_until];
         let next = next.into_iter().flatten().fold(self.beat, Instant::min);
         let open = |(_, member): &(usize, &Member)| !member.connection.is_closed();
         let ranks: Vec<usize> = self.members.iter().enumerate().filter(open).map(|(rank, _)| rank).collect();
         let connections = ranks.iter().map(|&rank| self.members[rank].connection.poll_fd());
-        let mut fds: Vec<PollFd<'_>> = connections.chain(self.queue.poll_fds()).collect();
+        let mut fds: Vec<PollFd<'_>> =
+            connections.chain(queue.into_iter().flat_map(HandshakeQueue::poll_fds)).collect();
         poll_until(&mut fds, next)?;
         Ok(ranks.iter().zip(&fds).filter(|(_, fd)| !fd.revents().is_empty()).map(|(&rank, _)| rank).collect())
     }
@@ -271,17 +171,18 @@ impl Coordinator {
             }
             Message::Withdraw { ticket } => self.store.withdraw(Requester { rank, ticket }),
             // The others went on while this process was stopped.
-            Message::Dead(cause @ Cause::Evicted { rank, .. }) if rank as usize == self.host => {
+            Message::Dead(cause @ Cause::Evicted { rank, .. }) if rank == HOST => {
                 self.evicted = true;
-                self.members[self.host].connection.send(&Message::Dead(cause));
+                self.members[OWN].connection.send(&Message::Dead(cause));
                 return;
             }
-            Message::Dead(cause) => return self.broadcast(&Message::Dead(cause), Some(from)),
+            Message::Dead(cause) => return self.fail(cause, Some(from)),
             Message::Bye => {
                 self.members[from].state = MemberState::Left;
                 self.liveness.forget(from);
                 self.broadcast(&Message::Left { rank }, None);
-                if from == self.host {
+                if from == OWN {
+                    self.queue = None;
                     self.lingers_until = Some(Instant::now() + LINGER);
                 }
                 self.store.leave(rank)
@@ -304,12 +205,18 @@ impl Coordinator {
     /// A rank is gone: all others get a message at once, and so does the rank itself, should it
     /// wake up.
     fn lose(&mut self, rank: usize, how: LostReason) {
-        let epoch = self.queue.rendezvous().epoch;
+        let epoch = self.epoch;
         let member = &mut self.members[rank];
         member.state = MemberState::Lost;
         member.connection.send(&Message::Dead(Cause::Evicted { rank: rank as u32, epoch }));
         self.liveness.forget(rank);
-        self.broadcast(&Message::Dead(Cause::Lost { rank: rank as u32, how }), None);
+        self.fail(Cause::Lost { rank: rank as u32, how }, None);
+    }
+
+    /// The world is over: late ranks belong to the next one.
+    fn fail(&mut self, cause: Cause, except: Option<usize>) {
+        self.queue = None;
+        self.broadcast(&Message::Dead(cause), except);
     }
 
     fn broadcast(&mut self, message: &Message, except: Option<usize>) {
@@ -323,7 +230,7 @@ impl Coordinator {
 
     fn is_over(&self, now: Instant) -> bool {
         let alone = self.members.iter().all(|member| member.state != MemberState::Here);
-        match self.members[self.host].state {
+        match self.members[OWN].state {
             MemberState::Here => self.evicted,
             MemberState::Lost => true,
             MemberState::Left => alone || self.lingers_until.is_some_and(|until| now >= until),

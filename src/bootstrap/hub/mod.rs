@@ -1,13 +1,14 @@
 //! The hub: messages between the ranks of a world during its life.
 //!
 //! ```text
-//!   Hub ─┬─ client (TcpHub) ── link ═══ TCP ═══ coordinator ── store      ranks that are processes
-//!        └─ threads ──────────────────────────────────────────┘           ranks that are threads of one
+//!   Hub ─┬─ client (TcpHub) ── link ═══ TCP ═══ assembly, coordinator ── store   ranks that are processes
+//!        └─ threads ────────────────────────────────────────────────────┘         ranks that are threads of one
 //! ```
 //!
 //! The store makes all decisions and knows neither sockets nor time, so both kinds of world behave
 //! alike.
 
+mod assembly;
 mod client;
 mod coordinator;
 mod store;
@@ -16,8 +17,9 @@ mod threads;
 use std::sync::Arc;
 use std::time::Duration;
 
+pub(super) use assembly::{HubConfig, Meeting};
 pub(super) use client::{HOST, Job, TcpHub};
-pub(super) use coordinator::{HubConfig, coordinate};
+pub(super) use coordinator::coordinate;
 pub use threads::threads;
 
 use crate::bootstrap::rendezvous::PeerAuth;
@@ -35,7 +37,7 @@ pub trait Hub: Send + Sync {
     /// Number of ranks of this epoch.
     fn size(&self) -> u32;
 
-    /// How often the world has been rebuilt.
+    /// The number of this world of the job: 0 at first, higher after each rebuild.
     fn epoch(&self) -> u16;
 
     /// Sets a value that every rank can get.
@@ -67,10 +69,11 @@ pub trait Hub: Send + Sync {
     /// Ends the world on every rank with this cause.
     fn cancel(&self, cause: Cause);
 
-    /// Meets the survivors in the next epoch. Returns its hub and, for each of its ranks, the rank
-    /// in this one. A live world is cancelled first. All survivors must call it; one that does not
-    /// come within a short time after the others is left behind.
-    fn rebuild(&self, deadline: Duration) -> Result<(Box<dyn Hub>, Vec<u32>), BootstrapError>;
+    /// Meets the survivors in a later epoch, in a world of at least so many ranks. Returns its hub
+    /// and, for each of its ranks, the rank in this one. A live world is cancelled first. All
+    /// survivors must call it; one that does not come within a short time after the others is left
+    /// behind. If ranks are lost before the new world is of use, call it again.
+    fn rebuild(&self, deadline: Duration, at_least: u32) -> Result<(Box<dyn Hub>, Vec<u32>), BootstrapError>;
 
     /// Credentials that this rank shows to others of its world on streams of their own.
     ///

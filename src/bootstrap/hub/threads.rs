@@ -1,48 +1,40 @@
 //! Ranks that are threads of one process: the same store, under a mutex instead of a coordinator.
 //!
-//! A thread is alive while its hub exists: a dropped hub has left; a hub dropped by an unwinding
+//! A thread is alive while it has a hub: a dropped hub has left; a hub dropped by an unwinding
 //! thread is lost. Deadlines, cancel and rebuild are as between processes, so that a test with
 //! threads tests the same behavior.
 
-use std::{
-    collections::HashMap,
-    net::Ipv4Addr,
-    sync::{
-        Arc, Condvar, Mutex, OnceLock,
-        atomic::{AtomicU64, Ordering},
-    },
-    thread,
-    time::{Duration, Instant},
-};
+use std::collections::{BTreeSet, HashMap};
+use std::net::Ipv4Addr;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, OnceLock};
+use std::thread;
+use std::time::{Duration, Instant};
 
-use super::{
-    Hub,
-    client::refused,
-    store::{Delivery, Requester, Store},
-};
-use crate::{
-    bootstrap::{
-        interrupted,
-        rendezvous::{JoinBarrier, PeerAuth},
-        secret::Secret,
-        wait,
-        watch::{Health, Timeouts, lock},
-        wire::{Answer, job_digest},
-    },
-    error::{BootstrapError, Cause, LostReason},
-};
+use super::Hub;
+use super::client::refused;
+use super::store::{Delivery, Requester, Store};
+use crate::bootstrap::interrupted;
+use crate::bootstrap::rendezvous::{Gathering, PeerAuth, Step, window};
+use crate::bootstrap::secret::Secret;
+use crate::bootstrap::wait;
+use crate::bootstrap::watch::{Health, Timeouts, lock};
+use crate::bootstrap::wire::{Answer, Roster, Survivor, job_digest};
+use crate::error::{BootstrapError, Cause, LostReason};
 
 /// The hubs of a world whose `n` ranks are threads of this process, in order of rank.
 pub fn threads(n: u32, timeouts: Timeouts) -> Vec<Box<dyn Hub>> {
-    let world = World::new(n, 0, timeouts);
-    (0..n).map(|rank| Box::new(ThreadHub { rank, world: world.clone() }) as Box<dyn Hub>).collect()
+    let roster = Roster { epoch: 0, members: (0..n).collect() };
+    let world = World::new(roster, timeouts, (0..n).map(|_| AtomicU32::new(0)).collect());
+    (0..n).map(|rank| Box::new(ThreadHub::new(&world, rank)) as Box<dyn Hub>).collect()
 }
 
 /// State that the hubs of one epoch share.
 struct World {
-    size: u32,
-    epoch: u16,
+    roster: Roster,
     timeouts: Timeouts,
+    /// Hubs of each rank of the first world, in all epochs.
+    hubs: Arc<[AtomicU32]>,
     /// Drawn when it is first asked for: threads need none among themselves.
     secret: OnceLock<Secret>,
     healths: Vec<Arc<Health>>,
@@ -54,31 +46,31 @@ struct World {
 struct Inner {
     store: Store,
     answers: HashMap<u64, Answer>,
-    barrier: JoinBarrier,
+    gathering: Gathering,
     /// The failure of the world, if one of the hubs reported it. Set before any rank hears of it,
     /// so that the next action of the first to hear (it may leave) cannot overtake the news.
     dead: Option<Cause>,
-    /// The next epoch and its members, once the survivors have met.
-    next: Option<(Arc<World>, Vec<u32>)>,
+    /// The next epoch, once the survivors have met.
+    next: Option<Arc<World>>,
+    /// Ranks of the first world that have a hub of the next epoch, or had one.
+    entered: BTreeSet<u32>,
 }
 
 impl World {
-    fn new(size: u32, epoch: u16, timeouts: Timeouts) -> Arc<Self> {
+    fn new(roster: Roster, timeouts: Timeouts, hubs: Arc<[AtomicU32]>) -> Arc<Self> {
+        let size = roster.members.len() as u32;
         let healths: Vec<_> = (0..size).map(|_| Arc::new(Health::new())).collect();
-        let barrier = JoinBarrier::again(size, timeouts.liveness * 2);
-        let inner =
-            Inner { store: Store::new(size), answers: HashMap::new(), barrier, dead: None, next: None };
+        let inner = Inner {
+            store: Store::new(size),
+            answers: HashMap::new(),
+            gathering: Gathering::new(None, window(&timeouts)),
+            dead: None,
+            next: None,
+            entered: BTreeSet::new(),
+        };
         let (tickets, inner, changed) = (AtomicU64::new(0), Mutex::new(inner), Condvar::new());
-        let world = Arc::new(World {
-            size,
-            epoch,
-            timeouts,
-            secret: OnceLock::new(),
-            healths,
-            tickets,
-            inner,
-            changed,
-        });
+        let secret = OnceLock::new();
+        let world = Arc::new(World { roster, timeouts, hubs, secret, healths, tickets, inner, changed });
         for health in &world.healths {
             let sleeper = Arc::downgrade(&world);
             health.on_failure(move |_| {
@@ -105,12 +97,8 @@ impl World {
         }
     }
 
-    fn note_absent(&self, rank: u32) {
-        self.healths.iter().for_each(|health| health.note_absent(rank));
-    }
-
     fn lose(&self, rank: u32) {
-        self.note_absent(rank);
+        self.healths.iter().for_each(|health| health.note_absent(rank));
         self.fail(Cause::Lost { rank, how: LostReason::Closed });
     }
 }
@@ -121,6 +109,44 @@ struct ThreadHub {
 }
 
 impl ThreadHub {
+    fn new(world: &Arc<World>, rank: u32) -> Self {
+        let hub = ThreadHub { rank, world: Arc::clone(world) };
+        world.hubs[hub.first() as usize].fetch_add(1, Ordering::Relaxed);
+        hub
+    }
+
+    /// This rank in the first world.
+    fn first(&self) -> u32 {
+        self.world.roster.members[self.rank as usize]
+    }
+
+    /// The newest world that this rank has entered: it comes back from those in between, which have
+    /// failed for it.
+    fn newest(&self) -> Arc<World> {
+        let (first, mut world) = (self.first(), Arc::clone(&self.world));
+        loop {
+            let inner = lock(&world.inner);
+            let next = inner.next.clone().filter(|_| inner.entered.contains(&first));
+            drop(inner);
+            match next {
+                Some(next) => world = next,
+                None => return world,
+            }
+        }
+    }
+
+    /// Enters the world that follows, or hears that it has gone on without this rank.
+    fn enter(&self, next: &Arc<World>) -> Result<(Box<dyn Hub>, Vec<u32>), BootstrapError> {
+        let Roster { epoch, members } = &next.roster;
+        let Ok(rank) = members.binary_search(&self.first()) else {
+            return Err(Cause::Evicted { rank: self.rank, epoch: *epoch }.into());
+        };
+        let before = &self.world.roster.members;
+        let previous = members.iter().filter_map(|first| before.binary_search(first).ok());
+        let previous = previous.map(|place| place as u32).collect();
+        Ok((Box::new(ThreadHub::new(next, rank as u32)), previous))
+    }
+
     fn request(
         &self,
         step: &str,
@@ -168,11 +194,11 @@ impl Hub for ThreadHub {
     }
 
     fn size(&self) -> u32 {
-        self.world.size
+        self.world.roster.members.len() as u32
     }
 
     fn epoch(&self) -> u16 {
-        self.world.epoch
+        self.world.roster.epoch
     }
 
     fn set(&self, key: &str, value: &[u8]) -> Result<(), BootstrapError> {
@@ -218,53 +244,54 @@ impl Hub for ThreadHub {
         self.world.fail(cause);
     }
 
-    fn rebuild(&self, deadline: Duration) -> Result<(Box<dyn Hub>, Vec<u32>), BootstrapError> {
+    fn rebuild(&self, deadline: Duration, at_least: u32) -> Result<(Box<dyn Hub>, Vec<u32>), BootstrapError> {
         match self.health().check() {
             Err(cause @ (Cause::Evicted { .. } | Cause::LauncherGone { .. })) => return Err(cause.into()),
             Err(_) => {}
             Ok(()) => self.cancel(Cause::Cancelled { by: self.rank }),
         }
-        let world = &*self.world;
-        let epoch = world.epoch.wrapping_add(1);
+        let (first, world, at_least) = (self.first(), self.newest(), at_least.max(1));
         let start = Instant::now();
         let until = start + deadline;
         let mut inner = lock(&world.inner);
-        inner.barrier.join(self.rank, start);
+        let survivor = Survivor { roster: world.roster.clone(), at_least, cut_off: Vec::new() };
+        inner.gathering.join(first, survivor, start);
         world.changed.notify_all();
         loop {
             let now = Instant::now();
-            let absent = self.health().absent();
+            let hubs = world.hubs.iter().map(|hubs| hubs.load(Ordering::Relaxed));
+            let gone = hubs.zip(0..).filter_map(|(hubs, rank)| (hubs == 0).then_some(rank)).collect();
             if inner.next.is_none()
-                && let Some(members) = inner.barrier.members(&absent, now)
+                && let Step::Offer(roster) = inner.gathering.step(&gone, now)
             {
-                inner.next = Some((World::new(members.len() as u32, epoch, world.timeouts), members));
+                // Under the lock all agree at once.
+                inner.next = Some(World::new(roster, world.timeouts, Arc::clone(&world.hubs)));
                 world.changed.notify_all();
             }
-            if let Some((next, members)) = &inner.next {
-                let Some(rank) = members.iter().position(|&old| old == self.rank) else {
-                    return Err(Cause::Evicted { rank: self.rank, epoch }.into());
-                };
-                let hub = ThreadHub { rank: rank as u32, world: next.clone() };
-                return Ok((Box::new(hub), members.clone()));
+            if let Some(next) = inner.next.clone() {
+                inner.entered.insert(first);
+                drop(inner);
+                return self.enter(&next);
             }
             if now >= until {
-                inner.barrier.part(self.rank);
-                let coordinator = (0..world.size).find(|rank| !absent.contains(rank)).unwrap_or(self.rank);
-                return Err(BootstrapError::RebuildFailed { epoch, coordinator, waited: now - start });
+                inner.gathering.part(first, now);
+                let (epoch, waited) = (world.roster.epoch, now - start);
+                return Err(BootstrapError::RebuildFailed { epoch, at_least, waited });
             }
-            let left = inner.barrier.closes().into_iter().fold(until, Instant::min) - now;
+            let closes = inner.gathering.closes().filter(|&closes| closes > now);
+            let left = closes.into_iter().fold(until, Instant::min) - now;
             drop(wait::on(&world.changed, inner, left));
             let asked = interrupted();
             inner = lock(&world.inner);
             if asked {
-                inner.barrier.part(self.rank);
+                inner.gathering.part(first, now);
                 return Err(BootstrapError::Interrupted { step: "rebuild".to_owned() });
             }
         }
     }
 
     fn pass(&self) -> Result<PeerAuth, BootstrapError> {
-        let World { secret, epoch, size, .. } = &*self.world;
+        let World { secret, roster: Roster { epoch, members }, .. } = &*self.world;
         let drawn = match secret.get() {
             Some(drawn) => drawn,
             None => {
@@ -272,7 +299,7 @@ impl Hub for ThreadHub {
                 secret.get_or_init(|| drawn)
             }
         };
-        let addresses = vec![Ipv4Addr::LOCALHOST.into(); *size as usize];
+        let addresses = vec![Ipv4Addr::LOCALHOST.into(); members.len()];
         Ok(PeerAuth::new(drawn.clone(), job_digest("threads"), self.rank, *epoch, addresses))
     }
 
@@ -283,6 +310,10 @@ impl Hub for ThreadHub {
 
 impl Drop for ThreadHub {
     fn drop(&mut self) {
+        self.world.hubs[self.first() as usize].fetch_sub(1, Ordering::Relaxed);
+        // With the lock taken, no thread is between its check and its sleep.
+        drop(lock(&self.world.inner));
+        self.world.changed.notify_all();
         let absent = self.health().is_absent(self.rank);
         if absent {
             return;
@@ -290,7 +321,7 @@ impl Drop for ThreadHub {
         if thread::panicking() {
             return self.world.lose(self.rank);
         }
-        self.world.note_absent(self.rank);
+        self.world.healths.iter().for_each(|health| health.note_absent(self.rank));
         let mut inner = lock(&self.world.inner);
         if inner.dead.is_none() {
             let deliveries = inner.store.leave(self.rank);

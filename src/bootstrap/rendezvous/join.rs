@@ -1,30 +1,14 @@
-//! From processes to the members of a world: the first rendezvous of a job, and the next after a
-//! loss.
+//! From processes to the members of a world: the first rendezvous of a job.
 //!
 //! ```text
-//!   ports to try  29501  29502  29503 ...        epoch e      0 ✗    1      2      3
-//!   rank 0        taken  BIND                    epoch e+1           0 ◄─── 1 ◄─── 2
+//!   ports to try  29501  29502  29503 ...
+//!   rank 0        taken  BIND
 //!   rank k        try    try ──► the handshake proves that this is the job
 //! ```
 //!
-//! **First.** Rank 0 listens, the others look for it. A launcher's own store uses the master port,
-//! and other jobs may use the ports after it, so no port is trusted: the handshake finds the right
-//! one.
-//!
-//! **Again.** Each rank has had a listener since it joined. The lowest rank not known lost hosts,
-//! and the old order is kept. The old world's connections stay open meanwhile, so a rank that dies
-//! during the rebuild is noticed. A world that a network failure splits in two can become two
-//! worlds of the same epoch: ranks cannot distinguish a split from a death. A program that must
-//! exclude this compares the size of the new world with the size that it needs.
-//!
-//! **Beginning.** [`JoinBarrier`] decides when the world begins. It is a state machine without
-//! sockets, which gets the time from its caller. The window is for ranks that died unnoticed. It
-//! opens with the second arrival: a rank alone never concludes that it is the only one left.
-//!
-//! ```text
-//!   first      begins when all `size` ranks are here
-//!   rebuild    begins when all ranks not known absent are here, or a short window after the second came
-//! ```
+//! Rank 0 listens, the others look for it. A launcher's own store uses the master port, and other
+//! jobs may use the ports after it, so no port is trusted: the handshake finds the right one. The
+//! world begins when all ranks are here.
 
 use std::cell::Cell;
 use std::collections::BTreeSet;
@@ -33,14 +17,15 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use super::lineage::Lineage;
 use super::listener::{HandshakeQueue, patient};
-use crate::bootstrap::hub::{HOST, Hub, HubConfig, Job, TcpHub, coordinate};
+use crate::bootstrap::hub::{HOST, Hub, HubConfig, Job, Meeting, TcpHub, coordinate};
 use crate::bootstrap::identity::Identity;
 use crate::bootstrap::secret::{Secret, random};
 use crate::bootstrap::thread::Thread;
 use crate::bootstrap::watch::{Health, Timeouts};
 use crate::bootstrap::wire::{
-    Hello, Initiator, JoinRefusal, ListenAddress, Message, MessageConnection, PROTOCOL, RendezvousId,
+    Hello, Initiator, JoinRefusal, ListenAddress, Message, MessageConnection, PROTOCOL, RendezvousId, Roster,
     job_digest,
 };
 use crate::bootstrap::{failed, interrupted, wait};
@@ -82,21 +67,15 @@ pub fn connect(
                 let (rank, size) = (HOST, identity.size);
                 return Err(BootstrapError::RankRefused { rank, size });
             }
-            let hosted = host(
-                listener,
-                &job,
-                rendezvous,
-                JoinBarrier::first(identity.size),
-                Box::new(Vec::new),
-                until,
-            )?;
+            let hosted =
+                host(listener, &job, rendezvous, Meeting::First(JoinBarrier::new(identity.size)), until)?;
             let membership = seek(identity, &job, rendezvous, Some(&hosted), until);
             let (membership, hosted) = attended(membership, hosted)?;
             (membership, Some(hosted))
         }
         _ => (seek(identity, &job, rendezvous, None, until)?, None),
     };
-    Ok(Box::new(TcpHub::new(job, 0, membership, hosted)?))
+    Ok(Box::new(TcpHub::new(job, membership, hosted)?))
 }
 
 /// A world that this rank hosts.
@@ -113,8 +92,7 @@ pub(super) fn host(
     listener: TcpListener,
     job: &Job,
     rendezvous: RendezvousId,
-    barrier: JoinBarrier,
-    absent: Box<dyn Fn() -> Vec<u32> + Send>,
+    meeting: Meeting,
     until: Instant,
 ) -> Result<Hosted, BootstrapError> {
     let mut address = listener.local_addr().map_err(|error| failed("getsockname", &error))?;
@@ -125,7 +103,7 @@ pub(super) fn host(
         });
     }
     let queue = HandshakeQueue::new(listener, job.secret.clone(), rendezvous);
-    let config = HubConfig { queue, barrier, absent, timeouts: job.timeouts, until };
+    let config = HubConfig { queue, meeting, timeouts: job.timeouts, until };
     let health = Arc::default();
     let thread = Thread::new("coordinator", HOST, &health);
     let life = thread.clone();
@@ -193,7 +171,7 @@ fn hosts(address: SocketAddr, secret: &Secret, rendezvous: RendezvousId) -> bool
     let RendezvousId { job, size, epoch, host } = rendezvous;
     let hello = Hello { version: PROTOCOL, job, rank: size, size, epoch, host, port: 0, nonce };
     let initiator = Initiator::new(secret.clone(), hello);
-    matches!(shake_hands(&mut connection, initiator, until, &|| false), Some(Ok(())))
+    matches!(shake_hands(&mut connection, initiator, until, ANSWER, &|| false), Some(Ok(())))
 }
 
 /// Tries the candidates in turn until one is the right one. A rank that hosts need not search.
@@ -267,15 +245,15 @@ fn candidates(identity: &Identity, until: Instant) -> Vec<SocketAddr> {
 
 /// The wish of a thread's user to stop. A check may say so only once.
 #[derive(Default)]
-struct Interrupt(Cell<bool>);
+pub(super) struct Interrupt(Cell<bool>);
 
 impl Interrupt {
-    fn came(&self) -> bool {
+    pub(super) fn came(&self) -> bool {
         self.0.set(self.0.get() || interrupted());
         self.0.get()
     }
 
-    fn check(&self, step: &str) -> Result<(), BootstrapError> {
+    pub(super) fn check(&self, step: &str) -> Result<(), BootstrapError> {
         if self.came() { Err(BootstrapError::Interrupted { step: step.to_owned() }) } else { Ok(()) }
     }
 }
@@ -307,20 +285,16 @@ fn explain(refusal: JoinRefusal, identity: &Identity, address: SocketAddr, start
 /// Bound of one attempt to connect.
 const CONNECT: Duration = Duration::from_secs(1);
 /// Bound of the proof of a host that has challenged.
-const ANSWER: Duration = Duration::from_secs(5);
+pub(super) const ANSWER: Duration = Duration::from_secs(5);
 /// Bound of the query for missing ranks.
 const FINAL_QUERY: Duration = Duration::from_secs(1);
 
 /// A place in a world.
 pub struct Membership {
     pub connection: MessageConnection,
-    pub rank: u32,
-    /// For each rank of the new world, its rank before.
-    pub members: Vec<u32>,
-    /// Where each rank of the new world listens.
-    pub addresses: Vec<SocketAddr>,
-    /// Where this one does.
-    pub listener: TcpListener,
+    /// The world, of which this rank is a member.
+    pub roster: Roster,
+    pub lineage: Arc<Lineage>,
 }
 
 /// Reason why a rank cannot join.
@@ -363,7 +337,7 @@ impl JoinRequest<'_> {
         let nonce = random().map_err(JoinError::Failed)?;
         let hello = Hello { version: PROTOCOL, job, rank: self.rank, size, epoch, host, port, nonce };
         let initiator = Initiator::new(self.secret.clone(), hello);
-        let greeted = shake_hands(&mut connection, initiator, self.greeted_until, self.stop);
+        let greeted = shake_hands(&mut connection, initiator, self.greeted_until, ANSWER, self.stop);
         greeted.ok_or(JoinError::Unreachable)?.map_err(miss)?;
         let verdict = connection.await_message(self.until, self.stop).or_else(|| {
             connection.send(&Message::Withdraw { ticket: 0 });
@@ -371,14 +345,13 @@ impl JoinRequest<'_> {
         });
         match verdict.ok_or(JoinError::Unreachable)? {
             Message::Refused(refusal) => Err(miss(refusal)),
-            Message::Welcome { rank, members, addresses } => {
-                let mine = members.get(rank as usize) == Some(&self.rank);
-                if !mine || members.len() != addresses.len() {
-                    return Err(JoinError::Refused(JoinRefusal::Malformed));
-                }
+            Message::Welcome { addresses } if addresses.len() == size as usize => {
                 let addresses = addresses.iter().map(|listens| resolve(listens, address.ip())).collect();
-                Ok(Membership { connection, rank, members, addresses, listener })
+                let lineage = Arc::new(Lineage::new(self.rank, addresses, listener));
+                Ok(Membership { connection, roster: lineage.accepted(), lineage })
             }
+            // The coordinator has died, and rank 0 lives.
+            Message::Dead(cause) => Err(JoinError::Failed(cause.into())),
             _ => Err(JoinError::Refused(JoinRefusal::Malformed)),
         }
     }
@@ -396,11 +369,13 @@ impl JoinRequest<'_> {
     }
 }
 
-/// The guest's part of the handshake. None if the host is silent.
+/// The guest's part of the handshake. None if the host is silent: it challenges by a point in time,
+/// and proves itself so long after it.
 pub(super) fn shake_hands(
     connection: &mut MessageConnection,
     mut guest: Initiator,
     greeted_until: Instant,
+    answers_within: Duration,
     stop: &dyn Fn() -> bool,
 ) -> Option<Result<(), JoinRefusal>> {
     connection.send(&guest.hello());
@@ -410,7 +385,7 @@ pub(super) fn shake_hands(
         Err(refusal) => return Some(Err(refusal)),
     };
     connection.send(&proof);
-    let answer = connection.await_message(Instant::now() + ANSWER, stop)?;
+    let answer = connection.await_message(Instant::now() + answers_within, stop)?;
     let known = guest.verify(answer);
     if known.is_ok() {
         connection.trust();
@@ -435,162 +410,32 @@ fn resolve(address: &ListenAddress, host: IpAddr) -> SocketAddr {
     SocketAddr::new(address.ip.unwrap_or(host), address.port)
 }
 
-/// The gathering of a world.
+/// The first meeting of the ranks of a job.
 #[derive(Debug)]
 pub struct JoinBarrier {
     size: u32,
-    window: Option<Duration>,
     here: BTreeSet<u32>,
-    second: Option<Instant>,
 }
 
 impl JoinBarrier {
-    /// The first meeting of `size` ranks.
-    pub(super) fn first(size: u32) -> Self {
-        JoinBarrier { size, window: None, here: BTreeSet::new(), second: None }
-    }
-
-    /// The survivors of a world of `size` ranks meet again.
-    pub fn again(size: u32, window: Duration) -> Self {
-        JoinBarrier { window: Some(window), ..JoinBarrier::first(size) }
+    pub(super) fn new(size: u32) -> Self {
+        JoinBarrier { size, here: BTreeSet::new() }
     }
 
     /// A rank comes. False if it is here already or not of this world.
-    pub fn join(&mut self, rank: u32, now: Instant) -> bool {
-        let joined = rank < self.size && self.here.insert(rank);
-        if joined && self.here.len() == 2 {
-            self.second = Some(now);
-        }
-        joined
+    pub fn join(&mut self, rank: u32) -> bool {
+        rank < self.size && self.here.insert(rank)
     }
 
     /// A rank goes away before the meeting began.
     pub fn part(&mut self, rank: u32) {
         self.here.remove(&rank);
-        if self.here.len() < 2 {
-            self.second = None;
-        }
     }
 
-    /// Whether the rendezvous is over for all when one rank gives up: without that one it could
-    /// never begin.
-    pub fn needs_all(&self) -> bool {
-        self.window.is_none()
+    /// The ranks that have not come.
+    pub fn missing(&self) -> Vec<u32> {
+        (0..self.size).filter(|rank| !self.here.contains(rank)).collect()
     }
-
-    /// The ranks that have not come, without those known to be absent.
-    pub fn missing(&self, absent: &[u32]) -> Vec<u32> {
-        (0..self.size).filter(|rank| !self.here.contains(rank) && !absent.contains(rank)).collect()
-    }
-
-    /// The members, ascending, if the meeting may begin.
-    pub fn members(&self, absent: &[u32], now: Instant) -> Option<Vec<u32>> {
-        let all = match self.window {
-            None => self.here.len() == self.size as usize,
-            Some(_) => !self.here.is_empty() && self.missing(absent).is_empty(),
-        };
-        let closed = self.closes().is_some_and(|closes| now >= closes);
-        (all || closed).then(|| self.here.iter().copied().collect())
-    }
-
-    /// When the window closes.
-    pub fn closes(&self) -> Option<Instant> {
-        Some(self.second? + self.window?)
-    }
-}
-
-/// Where a hub went, and where its ranks come from.
-type Rebuilt = (Box<dyn Hub>, Vec<u32>);
-
-/// Meets the survivors in the next epoch.
-pub fn rebuild(old: &TcpHub, deadline: Duration) -> Result<Rebuilt, BootstrapError> {
-    let start = Instant::now();
-    let until = start + deadline;
-    may_rebuild(old)?;
-    let epoch = old.epoch.wrapping_add(1);
-    let mut tried = Vec::new();
-    let interrupt = Interrupt::default();
-    loop {
-        interrupt.check("rebuild")?;
-        let absent = old.health().absent();
-        let mut candidates = (0..old.size).filter(|rank| !absent.contains(rank) && !tried.contains(rank));
-        let Some(candidate) = candidates.next() else {
-            let (coordinator, waited) = (tried.first().copied().unwrap_or(old.rank), start.elapsed());
-            return Err(BootstrapError::RebuildFailed { epoch, coordinator, waited });
-        };
-        // Leaves time for the next one, should this one never answer.
-        let limit = until.saturating_duration_since(Instant::now());
-        let limit = if candidates.next().is_some() { limit / 2 } else { limit };
-        let rendezvous = RendezvousId { job: old.job.digest, size: old.size, epoch, host: candidate };
-        let health = old.health().clone();
-        let stop = || health.is_absent(candidate) || interrupt.came();
-        let request = JoinRequest {
-            secret: &old.job.secret,
-            rendezvous,
-            rank: old.rank,
-            beyond_loopback: old.addresses.iter().any(|address| !address.ip().is_loopback()),
-            greeted_until: Instant::now() + limit,
-            until,
-            stop: &stop,
-        };
-        let joined = if candidate == old.rank {
-            lead(old, &request)
-        } else {
-            request
-                .at(old.addresses[candidate as usize])
-                .and_then(|membership| join_host(old, epoch, membership, None))
-        };
-        if joined.is_err() {
-            interrupt.check("rebuild")?;
-        }
-        match joined {
-            Ok(rebuilt) => return Ok(rebuilt),
-            Err(JoinError::Failed(error)) => return Err(error),
-            Err(JoinError::Refused(JoinRefusal::Evicted(epoch))) => {
-                return Err(Cause::Evicted { rank: old.rank, epoch }.into());
-            }
-            Err(JoinError::Refused(JoinRefusal::Missing { .. })) => {
-                let (coordinator, waited) = (candidate, start.elapsed());
-                return Err(BootstrapError::RebuildFailed { epoch, coordinator, waited });
-            }
-            Err(JoinError::Unreachable | JoinError::Refused(_)) => tried.push(candidate),
-        }
-    }
-}
-
-/// Some worlds are not rebuilt. One that lives is ended first, so that the others come too.
-fn may_rebuild(old: &TcpHub) -> Result<(), BootstrapError> {
-    match old.health().check() {
-        Err(cause @ (Cause::LauncherGone { .. } | Cause::Evicted { .. })) => Err(cause.into()),
-        Err(_) => Ok(()),
-        Ok(()) => {
-            old.cancel(Cause::Cancelled { by: old.rank });
-            Ok(())
-        }
-    }
-}
-
-/// Hosts the meeting and takes part in it.
-fn lead(old: &TcpHub, request: &JoinRequest<'_>) -> Result<Rebuilt, JoinError> {
-    let listener = old.listener.try_clone().map_err(|error| JoinError::Failed(failed("dup", &error)))?;
-    let barrier = JoinBarrier::again(old.size, old.job.timeouts.liveness * 2);
-    let health = Arc::clone(old.health());
-    let absent = Box::new(move || health.absent());
-    let hosted = host(listener, &old.job, request.rendezvous, barrier, absent, request.until)
-        .map_err(JoinError::Failed)?;
-    let (membership, hosted) = attended(request.at(hosted.address), hosted)?;
-    join_host(old, request.rendezvous.epoch, membership, Some(hosted))
-}
-
-fn join_host(
-    old: &TcpHub,
-    epoch: u16,
-    membership: Membership,
-    hosted: Option<Hosted>,
-) -> Result<Rebuilt, JoinError> {
-    let members = membership.members.clone();
-    let hub = TcpHub::new(old.job.clone(), epoch, membership, hosted).map_err(JoinError::Failed)?;
-    Ok((Box::new(hub), members))
 }
 
 #[cfg(test)]
@@ -598,43 +443,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_meeting_waits_for_everyone() {
-        let now = Instant::now();
-        let mut barrier = JoinBarrier::first(3);
-        assert!(barrier.join(2, now) && barrier.join(0, now));
-        assert!(!barrier.join(2, now), "taken");
-        assert!(!barrier.join(3, now), "out of range");
-        let later = now + Duration::from_secs(9999);
-        assert_eq!(barrier.members(&[1], later), None, "even a rank known lost is waited for");
-        assert_eq!(barrier.missing(&[]), [1]);
-        assert!(barrier.join(1, now));
-        assert_eq!(barrier.members(&[], now), Some(vec![0, 1, 2]));
-    }
-
-    #[test]
-    fn a_rebuild_begins_with_everyone_not_known_absent() {
-        let now = Instant::now();
-        let mut barrier = JoinBarrier::again(4, Duration::from_secs(3));
-        barrier.join(3, now);
-        barrier.join(1, now);
-        assert_eq!(barrier.members(&[2], now), None);
-        assert_eq!(barrier.missing(&[2]), [0]);
-        assert_eq!(barrier.members(&[2, 0], now), Some(vec![1, 3]));
-    }
-
-    #[test]
-    fn the_window_opens_with_the_second_arrival() {
-        let now = Instant::now();
-        let window = Duration::from_secs(3);
-        let mut barrier = JoinBarrier::again(4, window);
-        barrier.join(1, now);
-        let later = now + window * 9;
-        assert_eq!(barrier.members(&[], later), None, "alone, it waits");
-        barrier.join(2, later);
-        assert_eq!(barrier.members(&[], later + window / 2), None);
-        assert_eq!(barrier.members(&[], later + window), Some(vec![1, 2]));
+    fn first_meeting_waits_for_everyone() {
+        let mut barrier = JoinBarrier::new(3);
+        assert!(barrier.join(2) && barrier.join(0));
+        assert!(!barrier.join(2), "taken");
+        assert!(!barrier.join(3), "out of range");
+        assert_eq!(barrier.missing(), [1]);
         barrier.part(2);
-        assert_eq!(barrier.members(&[], later + window), None, "alone again");
-        assert_eq!(barrier.members(&[0, 2, 3], later), Some(vec![1]), "known to be the only one");
+        assert!(barrier.join(1) && barrier.join(2) && barrier.missing().is_empty());
     }
 }

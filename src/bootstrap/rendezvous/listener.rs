@@ -33,7 +33,7 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::process::{Resource, getrlimit};
 use sha2::{Digest, Sha256};
 
-use super::join::shake_hands;
+use super::join::{ANSWER, shake_hands};
 use crate::bootstrap::failed;
 use crate::bootstrap::secret::{Secret, random};
 use crate::bootstrap::wait::{self, poll_until};
@@ -138,7 +138,7 @@ impl PeerAuth {
             BootstrapError::NoRendezvous { address, waited, other_job: None }
         };
         let malformed = || BootstrapError::Malformed { peer: peer() };
-        let greeted = shake_hands(&mut connection, initiator, until, stop).ok_or_else(silent)?;
+        let greeted = shake_hands(&mut connection, initiator, until, ANSWER, stop).ok_or_else(silent)?;
         greeted.map_err(|refusal| self.explain(refusal, peer()))?;
         match connection.await_message(until, stop).ok_or_else(silent)? {
             Message::Welcome { .. } => connection.into_stream().ok_or_else(malformed),
@@ -182,7 +182,7 @@ impl PeerListener {
             let now = Instant::now();
             for arrival in self.queue.turn(now) {
                 let (from, mut connection) = (arrival.hello.rank, arrival.connection);
-                connection.send(&Message::Welcome { rank: from, members: Vec::new(), addresses: Vec::new() });
+                connection.send(&Message::Welcome { addresses: Vec::new() });
                 connection.flush();
                 self.welcomed.extend(connection.into_stream().map(|stream| (from, stream)));
             }

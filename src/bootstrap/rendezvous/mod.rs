@@ -1,21 +1,27 @@
 //! Rendezvous: how processes become the ranks of a world, the first time and again after a loss.
 //!
 //! ```text
-//!   connect   (first)  ┐                       ┌ JoinRequest      a joining rank: connect, prove, join
-//!   rebuild   (again)  ┴── host and address ───┤
-//!                                              └ HandshakeQueue   the host: pending, authenticated
-//!                                                  └── JoinBarrier   present ranks; may the world begin?
-//!   PeerAuth  ranks that have met, on streams of their own
+//!   connect    first: rank 0 hosts, and the world begins when all ranks are here      JoinBarrier
+//!   rebuild    again: the lowest survivor that answers hosts, and all agree first     Gathering
+//!   Lineage    what a rank keeps from world to world: its listener, the newest world that it agreed to
+//!   HandshakeQueue   the host's side of a connection: pending, authenticated
+//!   PeerAuth   ranks that have met, on streams of their own
 //! ```
 //!
 //! The coordinator of the new world runs the host's side; each member gets a hub.
 
+mod gathering;
 mod join;
+mod lineage;
 mod listener;
+mod rebuild;
 #[cfg(test)]
 mod tests;
 
+pub(super) use gathering::{Gathering, Step};
 pub use join::connect;
-pub(super) use join::{Hosted, JoinBarrier, Membership, rebuild};
+pub(super) use join::{Hosted, JoinBarrier, Membership};
+pub(super) use lineage::Lineage;
 pub(super) use listener::{AuthenticatedPeer, HandshakeQueue};
 pub use listener::{PeerAuth, PeerListener};
+pub(super) use rebuild::{Search, rebuild, window};

@@ -5,17 +5,19 @@ use std::{
     collections::VecDeque,
     io::Write,
     net::{SocketAddr, TcpListener, TcpStream},
-    sync::Barrier,
+    sync::{Arc, Barrier},
     thread,
     time::{Duration, Instant},
 };
 
-use super::join::{JoinBarrier, JoinRequest, Membership, host};
-use super::listener::patient;
+use super::join::{JoinBarrier, JoinError, JoinRequest, Membership, host};
+use super::listener::{HandshakeQueue, patient};
 use crate::{
     bootstrap::{
-        hub::Job,
+        hub::{self, HubConfig, Job, coordinate},
+        panic_in,
         secret::Secret,
+        thread::Thread,
         watch::Timeouts,
         wire::{Hello, Initiator, Message, MessageConnection, PROTOCOL, RendezvousId, job_digest},
     },
@@ -42,12 +44,17 @@ impl Meeting {
         let rendezvous = RendezvousId { job: job_digest("test"), size, epoch: 3, host: 0 };
         let job = Job { digest: rendezvous.job, secret: secret.clone(), timeouts, launcher: None };
         let listener = TcpListener::bind("127.0.0.1:0").and_then(patient).unwrap();
-        let (barrier, until) = (JoinBarrier::first(size), Instant::now() + timeouts.rendezvous);
-        let hosted = host(listener, &job, rendezvous, barrier, Box::new(Vec::new), until).unwrap();
+        let (meeting, until) =
+            (hub::Meeting::First(JoinBarrier::new(size)), Instant::now() + timeouts.rendezvous);
+        let hosted = host(listener, &job, rendezvous, meeting, until).unwrap();
         Meeting { rendezvous, secret, address: hosted.address }
     }
 
     fn join(&self, rank: u32) -> Membership {
+        self.try_join(rank).ok().expect("a membership")
+    }
+
+    fn try_join(&self, rank: u32) -> Result<Membership, JoinError> {
         let until = Instant::now() + LONG;
         let request = JoinRequest {
             secret: &self.secret,
@@ -58,7 +65,7 @@ impl Meeting {
             until,
             stop: &|| false,
         };
-        request.at(self.address).ok().expect("a membership")
+        request.at(self.address)
     }
 }
 
@@ -85,6 +92,33 @@ fn listen(membership: &mut Membership) -> Option<Message> {
         }
     }
     panic!("nothing came");
+}
+
+#[test]
+#[cfg_attr(not(debug_assertions), ignore = "threads obey orders to panic in builds with assertions alone")]
+fn coordinator_that_dies_in_the_first_rendezvous_is_named_at_each_rank() {
+    let rendezvous = RendezvousId { job: job_digest("doomed"), size: 3, epoch: 0, host: 0 };
+    let listener = TcpListener::bind("127.0.0.1:0").and_then(patient).unwrap();
+    let meeting = Meeting { rendezvous, secret: Secret::none(), address: listener.local_addr().unwrap() };
+    let queue = HandshakeQueue::new(listener, Secret::none(), rendezvous);
+    let (barrier, until) = (JoinBarrier::new(3), Instant::now() + LONG);
+    let config = HubConfig { queue, meeting: hub::Meeting::First(barrier), timeouts: TIMEOUTS, until };
+    // No other test has a thread of this name.
+    let life = Thread::new("coordinator", 77, &Arc::default());
+    let name = "sidelane-coordinator-77".to_owned();
+    let cause = Cause::Panicked { by: 77, thread: name.clone(), message: "told to".to_owned() };
+    thread::scope(|scope| {
+        let early = scope.spawn(|| meeting.try_join(1));
+        let (own, body) = (life.clone(), life.clone());
+        let coordinator = own.spawn(move || coordinate(config, &body)).unwrap();
+        panic_in(&name);
+        let late = scope.spawn(|| meeting.try_join(2));
+        for rank in [early, late] {
+            let Err(JoinError::Failed(error)) = rank.join().unwrap() else { panic!("it is dead") };
+            assert_eq!(error, cause.clone().into());
+        }
+        coordinator.join().unwrap();
+    });
 }
 
 #[test]

@@ -5,7 +5,8 @@
 //!           ◄────────── Challenge | Refused
 //!           Proof ──────────►
 //!           ◄────────── Proof | Refused
-//!           ◄────────── Welcome | Refused
+//!           ◄────────── Welcome | Refused               the first world, or a stream
+//!           Survivor ──► ◄── Offer   Accept ──► ◄── Begin  | Refused    a rebuild
 //!   rank    Set Get Gather Withdraw  Heartbeat  Dead  Bye ──►  coordinator
 //!           ◄──  Answer              Heartbeat  Dead  Left
 //! ```
@@ -18,7 +19,7 @@ use super::frame::{Malformed, Reader, Writer};
 use crate::error::{Cause, LostReason, RefusedJoins};
 
 /// Version of everything in this file.
-pub const PROTOCOL: u32 = 3;
+pub const PROTOCOL: u32 = 4;
 
 /// The joining rank, its purpose, and its own listening address.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -45,7 +46,11 @@ pub enum Message {
     Challenge { version: u32, nonce: [u8; 32] },
     Proof([u8; 32]),
     Refused(JoinRefusal),
-    Welcome { rank: u32, members: Vec<u32>, addresses: Vec<ListenAddress> },
+    Welcome { addresses: Vec<ListenAddress> },
+    Survivor(Survivor),
+    Offer(Roster),
+    Accept { epoch: u16 },
+    Begin { epoch: u16 },
     Heartbeat,
     Set { ticket: u64, key: String, value: Vec<u8> },
     Get { ticket: u64, key: String },
@@ -86,10 +91,8 @@ impl Message {
                 w.u8(3);
                 write_refusal(&mut w, refusal);
             }
-            Message::Welcome { rank, members, addresses } => {
+            Message::Welcome { addresses } => {
                 w.u8(4);
-                w.u32(*rank);
-                write_ranks(&mut w, members);
                 w.u32(addresses.len() as u32);
                 addresses.iter().for_each(|address| write_address(&mut w, address));
             }
@@ -131,6 +134,24 @@ impl Message {
                 w.u32(*rank);
             }
             Message::Bye => w.u8(13),
+            Message::Survivor(Survivor { roster, at_least, cut_off }) => {
+                w.u8(14);
+                write_roster(&mut w, roster);
+                w.u32(*at_least);
+                write_ranks(&mut w, cut_off);
+            }
+            Message::Offer(roster) => {
+                w.u8(15);
+                write_roster(&mut w, roster);
+            }
+            Message::Accept { epoch } => {
+                w.u8(16);
+                w.u16(*epoch);
+            }
+            Message::Begin { epoch } => {
+                w.u8(17);
+                w.u16(*epoch);
+            }
         }
         w.finish()
     }
@@ -153,11 +174,7 @@ impl Message {
             1 => Message::Challenge { version: r.u32()?, nonce: r.array()? },
             2 => Message::Proof(r.array()?),
             3 => Message::Refused(read_refusal(r)?),
-            4 => Message::Welcome {
-                rank: r.u32()?,
-                members: r.list(Reader::u32)?,
-                addresses: r.list(read_address)?,
-            },
+            4 => Message::Welcome { addresses: r.list(read_address)? },
             5 => Message::Heartbeat,
             6 => Message::Set { ticket: r.u64()?, key: r.text()?, value: r.bytes()?.to_vec() },
             7 => Message::Get { ticket: r.u64()?, key: r.text()? },
@@ -173,6 +190,14 @@ impl Message {
             11 => Message::Dead(read_cause(r)?),
             12 => Message::Left { rank: r.u32()? },
             13 => Message::Bye,
+            14 => Message::Survivor(Survivor {
+                roster: read_roster(r)?,
+                at_least: r.u32()?,
+                cut_off: r.list(Reader::u32)?,
+            }),
+            15 => Message::Offer(read_roster(r)?),
+            16 => Message::Accept { epoch: r.u16()? },
+            17 => Message::Begin { epoch: r.u16()? },
             _ => return Err(Malformed),
         };
         reader.end()?;
@@ -197,6 +222,30 @@ pub enum Answer {
     Disagree { rank: u32, seen: String, expected: String },
     /// The blobs together, this many bytes, are too large for one answer.
     TooLarge(u64),
+}
+
+/// An epoch and its members, by their ranks in the first world, ascending.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Roster {
+    pub epoch: u16,
+    pub members: Vec<u32>,
+}
+
+impl Roster {
+    pub fn has(&self, rank: u32) -> bool {
+        self.members.binary_search(&rank).is_ok()
+    }
+}
+
+/// A rank that comes to a rebuild.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Survivor {
+    /// The newest world that it has agreed to.
+    pub roster: Roster,
+    /// The fewest ranks of a world that it wants.
+    pub at_least: u32,
+    /// Ranks that it does not reach.
+    pub cut_off: Vec<u32>,
 }
 
 /// Where a rank listens. No address means: on the machine of the host.
@@ -228,6 +277,17 @@ pub enum JoinRefusal {
 fn write_ranks(w: &mut Writer, ranks: &[u32]) {
     w.u32(ranks.len() as u32);
     ranks.iter().for_each(|&rank| w.u32(rank));
+}
+
+fn write_roster(w: &mut Writer, roster: &Roster) {
+    w.u16(roster.epoch);
+    write_ranks(w, &roster.members);
+}
+
+/// Members are in ascending order, or this is none of our rosters.
+fn read_roster(r: &mut Reader) -> Result<Roster, Malformed> {
+    let roster = Roster { epoch: r.u16()?, members: r.list(Reader::u32)? };
+    if roster.members.is_sorted_by(|a, b| a < b) { Ok(roster) } else { Err(Malformed) }
 }
 
 fn write_ip(w: &mut Writer, ip: Option<IpAddr>) {
@@ -494,6 +554,11 @@ mod tests {
         (any::<Option<IpAddr>>(), any::<u16>()).prop_map(|(ip, port)| ListenAddress { ip, port })
     }
 
+    fn rosters() -> impl Strategy<Value = Roster> {
+        (any::<u16>(), prop::collection::btree_set(any::<u32>(), 0..9))
+            .prop_map(|(epoch, members)| Roster { epoch, members: members.into_iter().collect() })
+    }
+
     fn hellos() -> impl Strategy<Value = Hello> {
         (any::<(u32, [u8; 32], u32, u32)>(), any::<(u16, u32, u16, [u8; 32])>()).prop_map(
             |((version, job, rank, size), (epoch, host, port, nonce))| Hello {
@@ -515,8 +580,13 @@ mod tests {
             any::<(u32, [u8; 32])>().prop_map(|(version, nonce)| Message::Challenge { version, nonce }),
             any::<[u8; 32]>().prop_map(Message::Proof),
             refusals().prop_map(Message::Refused),
-            (any::<u32>(), any::<Vec<u32>>(), prop::collection::vec(addresses(), 0..5))
-                .prop_map(|(rank, members, addresses)| Message::Welcome { rank, members, addresses }),
+            prop::collection::vec(addresses(), 0..5).prop_map(|addresses| Message::Welcome { addresses }),
+            (rosters(), any::<u32>(), any::<Vec<u32>>()).prop_map(|(roster, at_least, cut_off)| {
+                Message::Survivor(Survivor { roster, at_least, cut_off })
+            }),
+            rosters().prop_map(Message::Offer),
+            any::<u16>().prop_map(|epoch| Message::Accept { epoch }),
+            any::<u16>().prop_map(|epoch| Message::Begin { epoch }),
             Just(Message::Heartbeat),
             (any::<u64>(), ".{0,9}", any::<Vec<u8>>()).prop_map(|(ticket, key, value)| Message::Set {
                 ticket,

@@ -277,7 +277,7 @@ fn the_lane_between_two_machines_conforms() {
         assert_eq!((world.size(), world.net().unwrap().lane), (2, lane.as_str()));
         play(scenario, &world);
         if world.health().check().is_err() {
-            world = world.rebuild(scenario.deadline).unwrap();
+            world = world.rebuild(scenario.deadline, 1).unwrap();
         }
     }
 }

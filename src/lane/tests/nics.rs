@@ -274,10 +274,10 @@ fn late_requests_of_a_failed_world_are_counted_and_miss_the_next() {
             old.cancel();
         }
         let new = match old.rank() {
-            0 => old.rebuild(SHORT).unwrap(),
+            0 => old.rebuild(SHORT, 1).unwrap(),
             _ => {
                 assert_eq!(window.wait_until(0, 1).unwrap_err(), Error::World(Cause::Cancelled { by: 0 }));
-                let new = old.rebuild(SHORT).unwrap();
+                let new = old.rebuild(SHORT, 1).unwrap();
                 drop((window, old));
                 new.all().unwrap().gather(&[]).unwrap();
                 return finish(&new, None, &fabric);
@@ -525,7 +525,7 @@ fn late_puts_of_a_rebuilt_world_do_not_land_in_memory_that_the_next_has_register
         while world.health().check().is_ok() {
             std::thread::yield_now();
         }
-        let next = world.rebuild(Duration::from_secs(10)).unwrap();
+        let next = world.rebuild(Duration::from_secs(10), 1).unwrap();
         let group = next.all().unwrap();
         let new = group.register(fd()).unwrap();
         group.gather(&[]).unwrap();

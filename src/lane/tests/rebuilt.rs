@@ -59,7 +59,7 @@ fn late_packets_of_a_world_that_ended_in_mid_dispatch_do_not_touch_the_next() {
         dispatch_until_the_end(&old)
     });
     assert_eq!(end, Error::World(Cause::Cancelled { by: CANCELS }));
-    let new = old.rebuild(PATIENCE).unwrap();
+    let new = old.rebuild(PATIENCE, 1).unwrap();
     assert_eq!((new.size(), new.epoch()), (RANKS, 1));
     let old = old.rank().is_multiple_of(2).then_some(old);
 

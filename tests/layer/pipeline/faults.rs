@@ -98,7 +98,7 @@ fn broken_step(case: &Case, world: &Arc<World>, fault: Fault, in_pass: ExpertPas
 
 /// The survivors' next step, in a world of their own.
 fn next_step(cut: Cut, world: &World) -> Seen<f32> {
-    let next = world.rebuild(LONG).unwrap();
+    let next = world.rebuild(LONG, 1).unwrap();
     let case = case(next.size() as usize, cut);
     let [x, residual, of_out] = tensors::<f32>(next.rank() as usize, case.tokens[next.rank() as usize]);
     let seen = step(&mut case.layer::<f32>(&next), &x, &residual, &of_out);

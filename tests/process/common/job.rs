@@ -15,9 +15,9 @@ use rustix::process::{Pid, Signal, kill_process};
 use sidelane::plan::Strategy;
 use sidelane::topology::Route;
 
-use super::network::Network;
 use super::rank::{MARK, ROUTE, STRATEGY};
 use super::{Command, LONG, Report};
+use crate::support::network::Network;
 use crate::support::processes::master_port;
 
 /// The test of this program that serves a job.
@@ -60,7 +60,7 @@ impl Setup {
         Setup { nodes: (0..self.size).map(|rank| rank / per_node).collect(), ..self }
     }
 
-    /// Node 0 is one machine of a network, node 1 the other.
+    /// Each node is a machine of a network.
     pub fn across(self, network: &Arc<Network>) -> Setup {
         Setup { network: Some(Arc::clone(network)), ..self }
     }
@@ -119,10 +119,10 @@ impl Setup {
         let job = format!("{} at {port}", std::process::id());
         let (here, node) = (std::env::current_exe().expect("this program"), self.nodes[rank as usize]);
         let (mut program, master, local_size) = match &self.network {
-            None => (Program::new(here), "127.0.0.1", self.size),
+            None => (Program::new(here), "127.0.0.1".to_owned(), self.size),
             Some(network) => {
                 let local = self.nodes.iter().filter(|&&other| other == node).count();
-                (network.run(node as usize, &here), Network::ADDRESSES[0], local as u32)
+                (network.run(node, &here), Network::address(0), local as u32)
             }
         };
         let local_rank = self.nodes[..rank as usize].iter().filter(|&&other| other == node).count() as u32;
@@ -305,6 +305,20 @@ impl Job {
     /// Kills a rank, as the kernel would.
     pub fn kill(&mut self, rank: u32) -> Instant {
         self.signal(rank, Signal::KILL)
+    }
+
+    /// Kills a rank as soon as it builds another world: it has made the memory for it.
+    pub fn kill_in_next_build(&mut self, rank: u32) -> Instant {
+        let maps = format!("/proc/{}/maps", self.process(rank).child.id());
+        let heaps = || {
+            let maps = std::fs::read_to_string(&maps).expect("the rank runs");
+            maps.lines().filter(|line| line.contains("memfd:sidelane-heap")).count()
+        };
+        let (before, until) = (heaps(), Instant::now() + LONG);
+        while heaps() == before {
+            assert!(Instant::now() < until, "rank {rank} builds no world: {}", self.last_words(rank));
+        }
+        self.kill(rank)
     }
 
     /// Stops a rank: all its threads stand still.

@@ -12,7 +12,6 @@
 #![allow(dead_code, reason = "each test program uses a part of this")]
 
 pub mod job;
-pub mod network;
 pub mod rank;
 pub mod reference;
 pub mod wires;

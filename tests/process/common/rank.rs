@@ -222,7 +222,7 @@ impl Rank {
     }
 
     fn rebuild(&mut self) -> Result<Report, Error> {
-        let next = self.world.rebuild(LONG)?;
+        let next = self.world.rebuild(LONG, 1)?;
         self.ep = None;
         self.rounds = 0;
         self.world = next;

@@ -40,7 +40,7 @@ pub struct WorldInfo {
     pub rank: u32,
     /// Number of ranks.
     pub ranks: u32,
-    /// How often the world was rebuilt.
+    /// Number of this world of the job: 0 at first, higher after each rebuild.
     pub epoch: u32,
     /// Number of nodes: ranks of one share memory.
     pub nodes: u32,
@@ -149,14 +149,18 @@ pub extern "C" fn sidelane_world_cancel(world: *mut World) -> Status {
     })
 }
 
-/// The survivors' next world, after this one has failed. Collective among the survivors. The old
-/// world and its objects stay readable until they are closed.
+/// The survivors' next world, after this one has failed. Collective among the survivors. A world of
+/// fewer than `at_least` ranks does not begin: 1 takes whoever survives, and with more than half of
+/// the ranks no network failure makes two worlds. Should another rank be lost before the new world
+/// is built, this fails, and the survivors call it again. The old world and its objects stay
+/// readable until they are closed.
 ///
 /// The caller guarantees: `rebuilt` is NULL or valid.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_world_rebuild(
     world: *mut World,
     deadline_ms: u64,
+    at_least: u32,
     rebuilt: *mut *mut World,
 ) -> Status {
     border(|| {
@@ -166,7 +170,7 @@ pub unsafe extern "C" fn sidelane_world_rebuild(
             let (what, expected) = ("deadline_ms", "1 to 86400000");
             return Err(ArgumentError::Value { what, seen: deadline_ms, expected }.into());
         }
-        give(get(world)?.rebuild(Duration::from_millis(deadline_ms))?, out)
+        give(get(world)?.rebuild(Duration::from_millis(deadline_ms), at_least)?, out)
     })
 }
 

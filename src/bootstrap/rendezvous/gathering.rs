@@ -1,0 +1,314 @@
+//! Gathering of the survivors of a world: who is here, whom the next world leaves out, and when it
+//! begins. A state machine without sockets, which gets the time from its caller.
+//!
+//! ```text
+//!   join 2, join 5, join 4 ──► all that are not gone, or the window is over ──► Offer { epoch, 2 4 5 }
+//!   accept 2, accept 5, accept 4 ──────────────────────────────────────────────► Begin
+//!   part 5 before that ──► the offer is void; the next one has another epoch
+//! ```
+//!
+//! **Two rounds.** A rank that accepts an offer cannot know whether the others began that world, so
+//! from then on it joins none that has other members. Two worlds that share a member are thus
+//! always a world and its successor, and two worlds with more than half of the ranks share one.
+//!
+//! **Left out.** Two ranks cannot be in one world if the one has agreed to a world without the
+//! other, or if they do not reach each other although both reach the host. Of such pairs the rank
+//! that is in most goes, among equals the highest, and never the host.
+//!
+//! **Window.** It is for ranks that died unnoticed, and opens with the second arrival: a rank alone
+//! never concludes that it is the only one left.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
+
+use crate::bootstrap::wire::{Roster, Survivor};
+
+/// What there is to do.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Step {
+    Wait,
+    /// Ask these ranks whether they agree.
+    Offer(Roster),
+    /// All have agreed.
+    Begin(Roster),
+}
+
+#[derive(Debug)]
+struct Offer {
+    roster: Roster,
+    accepted: BTreeSet<u32>,
+}
+
+/// The survivors that have come to one host.
+#[derive(Debug)]
+pub struct Gathering {
+    /// The rank that may not be left out. Ranks that are threads of one process need no host.
+    host: Option<u32>,
+    window: Duration,
+    here: BTreeMap<u32, Survivor>,
+    second: Option<Instant>,
+    offer: Option<Offer>,
+}
+
+impl Gathering {
+    pub fn new(host: Option<u32>, window: Duration) -> Self {
+        Gathering { host, window, here: BTreeMap::new(), second: None, offer: None }
+    }
+
+    /// The epoch that has gone on without a rank that comes.
+    pub fn evicts(&self, rank: u32, survivor: &Survivor) -> Option<u16> {
+        let newer = |other: &&Roster| other.epoch > survivor.roster.epoch && !other.has(rank);
+        let rosters = self.here.values().map(|other| &other.roster);
+        rosters.filter(newer).map(|roster| roster.epoch).max()
+    }
+
+    /// A rank comes. Returns the ranks that newer worlds have gone on without, which may be this
+    /// one, and the epochs of those worlds.
+    pub fn join(&mut self, rank: u32, survivor: Survivor, now: Instant) -> Vec<(u32, u16)> {
+        if let Some(epoch) = self.evicts(rank, &survivor) {
+            return vec![(rank, epoch)];
+        }
+        self.part(rank, now);
+        let roster = survivor.roster.clone();
+        self.here.insert(rank, survivor);
+        if self.here.len() == 2 {
+            self.second = Some(now);
+        }
+        let older = |(other, seen): (&u32, &Survivor)| {
+            (seen.roster.epoch < roster.epoch && !roster.has(*other)).then_some((*other, roster.epoch))
+        };
+        let evicted: Vec<(u32, u16)> = self.here.iter().filter_map(older).collect();
+        evicted.iter().for_each(|&(other, _)| self.part(other, now));
+        evicted
+    }
+
+    /// A rank goes away. If an offer needs it, there will be another one, for which it has a window
+    /// to come back.
+    pub fn part(&mut self, rank: u32, now: Instant) {
+        if self.here.remove(&rank).is_none() {
+            return;
+        }
+        if self.offer.as_ref().is_some_and(|offer| offer.roster.has(rank)) {
+            self.offer = None;
+            self.second = Some(now);
+        }
+        if self.here.len() < 2 {
+            self.second = None;
+        }
+    }
+
+    /// A rank agrees to a world.
+    pub fn accept(&mut self, rank: u32, epoch: u16) {
+        if let Some(offer) = self.offer.as_mut().filter(|offer| offer.roster.epoch == epoch) {
+            offer.accepted.insert(rank);
+        }
+    }
+
+    /// The ranks that have come.
+    pub fn here(&self) -> impl Iterator<Item = u32> {
+        self.here.keys().copied()
+    }
+
+    /// Ranks of the newest world that have not come.
+    pub fn missing(&self, gone: &BTreeSet<u32>) -> Vec<u32> {
+        let newest = self.here.values().map(|survivor| &survivor.roster).max_by_key(|roster| roster.epoch);
+        let members = newest.into_iter().flat_map(|roster| roster.members.iter().copied());
+        members.filter(|rank| !self.here.contains_key(rank) && !gone.contains(rank)).collect()
+    }
+
+    /// When the window is over.
+    pub fn closes(&self) -> Option<Instant> {
+        self.offer.is_none().then_some(self.second? + self.window)
+    }
+
+    /// Whether ranks were asked, and not all have agreed.
+    pub fn is_offered(&self) -> bool {
+        self.offer.is_some()
+    }
+
+    /// The next step, given the ranks that are known to be gone.
+    pub fn step(&mut self, gone: &BTreeSet<u32>, now: Instant) -> Step {
+        if let Some(offer) = &self.offer {
+            let all = offer.accepted.len() == offer.roster.members.len();
+            return if all { Step::Begin(offer.roster.clone()) } else { Step::Wait };
+        }
+        let hosted = self.host.is_none_or(|host| self.here.contains_key(&host));
+        let complete = !self.here.is_empty() && self.missing(gone).is_empty();
+        let closed = self.closes().is_some_and(|closes| now >= closes);
+        if !hosted || !(complete || closed) {
+            return Step::Wait;
+        }
+        let members = self.fitting();
+        let at_least = self.here.values().map(|survivor| survivor.at_least).max().unwrap_or_default();
+        let last = self.here.values().map(|survivor| survivor.roster.epoch).max();
+        // No epoch is used twice, so the last one is followed by none.
+        let Some(epoch) = last.and_then(|last| last.checked_add(1)) else { return Step::Wait };
+        if (members.len() as u64) < u64::from(at_least) {
+            return Step::Wait;
+        }
+        let roster = Roster { epoch, members };
+        for rank in &roster.members {
+            // It may agree, and go away before that is heard.
+            if let Some(survivor) = self.here.get_mut(rank) {
+                survivor.roster.clone_from(&roster);
+            }
+        }
+        self.offer = Some(Offer { roster: roster.clone(), accepted: BTreeSet::new() });
+        Step::Offer(roster)
+    }
+
+    /// Ranks that can be in one world.
+    fn fitting(&self) -> Vec<u32> {
+        let mut fit: Vec<u32> = self.here.keys().copied().collect();
+        loop {
+            let mut apart: BTreeMap<u32, usize> = BTreeMap::new();
+            for (nth, &a) in fit.iter().enumerate() {
+                for &b in &fit[nth + 1..] {
+                    if self.excludes(a, b) || self.excludes(b, a) {
+                        [a, b].into_iter().for_each(|rank| *apart.entry(rank).or_default() += 1);
+                    }
+                }
+            }
+            let may_go = apart.into_iter().filter(|&(rank, _)| Some(rank) != self.host);
+            let Some((goes, _)) = may_go.max_by_key(|&(rank, pairs)| (pairs, rank)) else { return fit };
+            fit.retain(|&rank| rank != goes);
+        }
+    }
+
+    fn excludes(&self, rank: u32, other: u32) -> bool {
+        self.here
+            .get(&rank)
+            .is_some_and(|survivor| survivor.cut_off.contains(&other) || !survivor.roster.has(other))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const WINDOW: Duration = Duration::from_secs(3);
+
+    fn roster(epoch: u16, members: impl IntoIterator<Item = u32>) -> Roster {
+        Roster { epoch, members: members.into_iter().collect() }
+    }
+
+    fn survivor(roster: Roster) -> Survivor {
+        Survivor { roster, at_least: 1, cut_off: Vec::new() }
+    }
+
+    /// Survivors of a first world of `size` ranks that have come to the lowest of them.
+    fn gathered(size: u32, here: &[u32], now: Instant) -> Gathering {
+        let mut gathering = Gathering::new(here.first().copied(), WINDOW);
+        for &rank in here {
+            assert_eq!(gathering.join(rank, survivor(roster(0, 0..size)), now), []);
+        }
+        gathering
+    }
+
+    fn gone(ranks: &[u32]) -> BTreeSet<u32> {
+        ranks.iter().copied().collect()
+    }
+
+    #[test]
+    fn world_begins_when_all_that_are_not_gone_have_agreed() {
+        let now = Instant::now();
+        let mut gathering = gathered(4, &[1, 3], now);
+        assert_eq!(gathering.step(&gone(&[2]), now), Step::Wait);
+        assert_eq!(gathering.missing(&gone(&[2])), [0]);
+        let next = roster(1, [1, 3]);
+        assert_eq!(gathering.step(&gone(&[0, 2]), now), Step::Offer(next.clone()));
+        gathering.accept(1, 1);
+        gathering.accept(3, 0);
+        assert_eq!(gathering.step(&gone(&[0, 2]), now), Step::Wait, "one has agreed to something else");
+        gathering.accept(3, 1);
+        assert_eq!(gathering.step(&gone(&[0, 2]), now), Step::Begin(next));
+    }
+
+    #[test]
+    fn window_opens_with_the_second_arrival() {
+        let now = Instant::now();
+        let mut gathering = gathered(4, &[1], now);
+        let later = now + WINDOW * 9;
+        assert_eq!(gathering.step(&gone(&[]), later), Step::Wait, "alone, it waits");
+        gathering.join(2, survivor(roster(0, 0..4)), later);
+        assert_eq!(gathering.step(&gone(&[]), later + WINDOW / 2), Step::Wait);
+        assert_eq!(gathering.step(&gone(&[]), later + WINDOW), Step::Offer(roster(1, [1, 2])));
+        let mut alone = gathered(4, &[1], now);
+        let step = alone.step(&gone(&[0, 2, 3]), now);
+        assert_eq!(step, Step::Offer(roster(1, [1])), "known to be the only one");
+    }
+
+    #[test]
+    fn loss_after_an_offer_makes_another_one_with_another_epoch() {
+        let now = Instant::now();
+        let mut gathering = gathered(4, &[0, 1, 2, 3], now);
+        assert_eq!(gathering.step(&gone(&[]), now), Step::Offer(roster(1, 0..4)));
+        gathering.accept(0, 1);
+        gathering.part(2, now);
+        assert_eq!(gathering.step(&gone(&[]), now + WINDOW / 2), Step::Wait, "it may come back");
+        assert_eq!(gathering.step(&gone(&[2]), now), Step::Offer(roster(2, [0, 1, 3])));
+        gathering.accept(0, 1);
+        [1, 3].into_iter().for_each(|rank| gathering.accept(rank, 2));
+        assert_eq!(gathering.step(&gone(&[2]), now), Step::Wait, "an answer to the first offer");
+    }
+
+    #[test]
+    fn rank_that_a_newer_world_has_left_behind_is_evicted() {
+        let now = Instant::now();
+        let mut gathering = gathered(4, &[1, 2], now);
+        let newer = survivor(roster(3, [1, 3]));
+        assert_eq!(gathering.join(3, newer, now), [(2, 3)], "before it");
+        assert_eq!(gathering.join(2, survivor(roster(0, 0..4)), now), [(2, 3)], "and after it");
+        assert_eq!(gathering.step(&gone(&[]), now), Step::Offer(roster(4, [1, 3])));
+    }
+
+    #[test]
+    fn ranks_of_two_worlds_of_one_epoch_are_not_mixed() {
+        let now = Instant::now();
+        let mut gathering = Gathering::new(Some(1), WINDOW);
+        gathering.join(1, survivor(roster(1, [1, 2, 5])), now);
+        gathering.join(2, survivor(roster(1, [1, 2, 5])), now);
+        assert_eq!(gathering.join(4, survivor(roster(1, [3, 4])), now), []);
+        assert_eq!(gathering.step(&gone(&[]), now + WINDOW), Step::Offer(roster(2, [1, 2])));
+    }
+
+    #[test]
+    fn fewer_ranks_than_one_wants_are_no_world() {
+        let now = Instant::now();
+        let mut gathering = gathered(4, &[0, 1], now);
+        let wants_three = Survivor { at_least: 3, ..survivor(roster(0, 0..4)) };
+        gathering.join(1, wants_three, now);
+        assert_eq!(gathering.step(&gone(&[2, 3]), now + WINDOW), Step::Wait);
+        gathering.join(2, survivor(roster(0, 0..4)), now);
+        assert_eq!(gathering.step(&gone(&[3]), now), Step::Offer(roster(1, [0, 1, 2])));
+    }
+
+    #[test]
+    fn of_ranks_that_are_cut_off_from_each_other_the_one_with_most_cuts_goes() {
+        let offered = |cuts: &[(u32, u32)]| {
+            let now = Instant::now();
+            let mut gathering = Gathering::new(Some(0), WINDOW);
+            for rank in 0..5 {
+                let cut_off = cuts.iter().filter(|cut| cut.0 == rank).map(|cut| cut.1).collect();
+                gathering.join(rank, Survivor { cut_off, ..survivor(roster(0, 0..5)) }, now);
+            }
+            match gathering.step(&gone(&[]), now) {
+                Step::Offer(roster) => roster.members,
+                step => panic!("{step:?}"),
+            }
+        };
+        assert_eq!(offered(&[]), [0, 1, 2, 3, 4]);
+        assert_eq!(offered(&[(1, 3), (3, 1)]), [0, 1, 2, 4], "of equals the highest");
+        assert_eq!(offered(&[(1, 2), (1, 3)]), [0, 2, 3, 4], "one side has two cuts");
+        assert_eq!(offered(&[(4, 0)]), [0, 1, 2, 3], "the host stays");
+        assert_eq!(offered(&[(1, 2), (3, 4)]), [0, 1, 3]);
+    }
+
+    #[test]
+    fn epochs_end() {
+        let now = Instant::now();
+        let mut gathering = Gathering::new(None, WINDOW);
+        gathering.join(0, survivor(roster(u16::MAX, [0])), now);
+        assert_eq!(gathering.step(&gone(&[]), now), Step::Wait);
+    }
+}

@@ -1,0 +1,120 @@
+//! What a rank keeps from world to world: its number and its listener of the first world, and the
+//! newest world that it has agreed to.
+//!
+//! ```text
+//!   epoch 0    members 0 1 2 3 4      numbers of the first world name a rank for ever
+//!   epoch 1    members 0   2 3 4      accepted: from here on this rank joins no world with 1 in it
+//!   epoch 3    members     2 3        epoch 2 was offered, and did not begin
+//! ```
+
+use std::collections::BTreeSet;
+use std::net::{SocketAddr, TcpListener};
+use std::sync::Mutex;
+
+use crate::bootstrap::watch::lock;
+use crate::bootstrap::wire::Roster;
+
+/// The worlds of a rank, one after the other.
+#[derive(Debug)]
+pub struct Lineage {
+    /// This rank in the first world.
+    pub rank: u32,
+    /// Where each rank of the first world listens for survivors.
+    pub addresses: Vec<SocketAddr>,
+    /// Where this rank does. It lives as long as this rank has a world, so a refused connection
+    /// says that a rank is gone.
+    pub listener: TcpListener,
+    newest: Mutex<Newest>,
+}
+
+#[derive(Debug)]
+struct Newest {
+    roster: Roster,
+    /// Its members that are known to be lost. One that has left may come to a rebuild.
+    lost: BTreeSet<u32>,
+}
+
+impl Lineage {
+    pub fn new(rank: u32, addresses: Vec<SocketAddr>, listener: TcpListener) -> Self {
+        let members = (0..addresses.len() as u32).collect();
+        let newest = Newest { roster: Roster { epoch: 0, members }, lost: BTreeSet::new() };
+        Lineage { rank, addresses, listener, newest: Mutex::new(newest) }
+    }
+
+    /// The newest world that this rank has agreed to. Others may have begun it.
+    pub fn accepted(&self) -> Roster {
+        lock(&self.newest).roster.clone()
+    }
+
+    /// Agrees to a world. False if this rank may not be in it: it is not a later one, or it has
+    /// ranks that this rank has gone on without.
+    pub fn accept(&self, next: &Roster) -> bool {
+        let mut newest = lock(&self.newest);
+        let known = next.members.iter().all(|&rank| newest.roster.has(rank));
+        let may = known && next.has(self.rank) && next.epoch > newest.roster.epoch;
+        if may {
+            *newest = Newest { roster: next.clone(), lost: BTreeSet::new() };
+        }
+        may
+    }
+
+    /// Whether a member of the newest world is known to be lost.
+    pub fn is_lost(&self, rank: u32) -> bool {
+        lock(&self.newest).lost.contains(&rank)
+    }
+
+    /// A member that was lost, or taken for lost behind a cut, answers.
+    pub fn note_found(&self, rank: u32) {
+        lock(&self.newest).lost.remove(&rank);
+    }
+
+    /// A member of the world of an epoch is lost. What is heard of older worlds is no news.
+    pub fn note_lost(&self, epoch: u16, rank: u32) {
+        let mut newest = lock(&self.newest);
+        if newest.roster.epoch == epoch {
+            newest.lost.insert(rank);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::Ipv4Addr;
+
+    use super::*;
+
+    fn lineage(rank: u32, size: u32) -> Lineage {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        Lineage::new(rank, vec![listener.local_addr().unwrap(); size as usize], listener)
+    }
+
+    fn roster(epoch: u16, members: &[u32]) -> Roster {
+        Roster { epoch, members: members.to_vec() }
+    }
+
+    #[test]
+    fn rank_continues_in_later_worlds_without_strangers_to_the_last_one() {
+        let lineage = lineage(2, 5);
+        assert_eq!(lineage.accepted(), roster(0, &[0, 1, 2, 3, 4]));
+        assert!(!lineage.accept(&roster(0, &[1, 2, 3])), "the epoch is taken");
+        assert!(!lineage.accept(&roster(1, &[1, 3])), "it is not in it");
+        assert!(lineage.accept(&roster(3, &[1, 2, 3])));
+        assert!(!lineage.accept(&roster(2, &[2, 3])), "an older world");
+        assert!(!lineage.accept(&roster(4, &[0, 2, 3])), "rank 0 was left behind");
+        assert_eq!(lineage.accepted(), roster(3, &[1, 2, 3]));
+    }
+
+    #[test]
+    fn losses_are_those_of_the_newest_world() {
+        let lineage = lineage(0, 4);
+        lineage.note_lost(0, 3);
+        lineage.note_lost(0, 2);
+        assert!(lineage.is_lost(3) && lineage.is_lost(2) && !lineage.is_lost(1));
+        lineage.note_found(2);
+        assert!(!lineage.is_lost(2));
+        assert!(lineage.accept(&roster(1, &[0, 1, 3])), "rank 3 has come after all");
+        assert!(!lineage.is_lost(3));
+        lineage.note_lost(0, 1);
+        assert!(!lineage.is_lost(1), "it has left the old world for the new one");
+    }
+}

@@ -1,0 +1,486 @@
+//! From the survivors of a world to the members of the next one.
+//!
+//! ```text
+//!   rank 2    knocks at 0: refused, gone │ hosts ──► Gathering ──► offers, begins
+//!   rank 3    knocks at 0: refused, gone │ knocks at 2 ──► Survivor ──► Accept ──► Begin
+//!   rank 5    knocks at 0: refused, gone │ knocks at 2: silent │ knocks at 3 ...
+//! ```
+//!
+//! **Who hosts.** Each survivor knocks at those below it, the lowest first, and hosts if none of
+//! them answers. A refused connection says that a rank is gone. One that is silent may be about to
+//! come, and is waited for. What fails is tried again until the deadline, so a lost packet, a
+//! coordinator that is about to end, or a crowd at the door cost a moment, and no rank.
+//!
+//! **While it hosts**, a rank looks for those that have not come. One below that answers is the
+//! better host: the rank goes there, and so do its guests. One above may say that a world has gone
+//! on without this rank.
+//!
+//! **Liveness.** Host and guests send heartbeats to each other from the first moment: the world
+//! that they come from may have no coordinator any more.
+//!
+//! **Partitions.** A network failure that splits a world in two can make two worlds, since ranks
+//! cannot distinguish a split from a death. A program that must exclude this wants a world of more
+//! than half of the ranks: of such worlds there is one (see [`super::gathering`]).
+
+use std::cell::RefCell;
+use std::collections::{BTreeSet, VecDeque};
+use std::io::ErrorKind;
+use std::net::{SocketAddr, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use sha2::{Digest, Sha256};
+
+use super::gathering::Gathering;
+use super::join::{Hosted, Interrupt, Membership, host, shake_hands};
+use super::lineage::Lineage;
+use crate::bootstrap::hub::{Hub, Meeting, TcpHub};
+use crate::bootstrap::secret::random;
+use crate::bootstrap::watch::{Liveness, Timeouts, lock};
+use crate::bootstrap::wire::{
+    Hello, Initiator, JoinRefusal, Message, MessageConnection, PROTOCOL, RendezvousId, Roster, Survivor,
+};
+use crate::bootstrap::{failed, wait};
+use crate::error::{BootstrapError, Cause};
+
+/// Bound of one attempt to connect. A lost packet costs this much, and the next attempt sends one.
+const CONNECT: Duration = Duration::from_millis(250);
+/// Looks at each of the others before a rank alone gives them up.
+const LOOKS_ALONE: usize = 4;
+/// Pause between two attempts, and between two looks.
+const PAUSE: Duration = Duration::from_millis(30);
+
+/// How long a survivor waits for a host that does not come.
+fn patience(timeouts: &Timeouts) -> Duration {
+    timeouts.liveness * 2
+}
+
+/// How long a gathering waits for survivors that do not come. They may have waited elsewhere first.
+pub fn window(timeouts: &Timeouts) -> Duration {
+    patience(timeouts) + timeouts.liveness / 2
+}
+
+/// What a host and its coordinator tell each other about ranks that have not come.
+#[derive(Debug, Default)]
+pub struct Search {
+    /// Ranks that are not waited for.
+    gone: Mutex<BTreeSet<u32>>,
+    here: Mutex<BTreeSet<u32>>,
+    /// The host's own answer is awaited.
+    offering: AtomicBool,
+    /// The host has given up.
+    over: AtomicBool,
+}
+
+impl Search {
+    pub fn gone(&self) -> BTreeSet<u32> {
+        lock(&self.gone).clone()
+    }
+
+    /// A rank is gone: it refuses connections, or has fallen silent.
+    pub fn give_up(&self, rank: u32) {
+        lock(&self.gone).insert(rank);
+    }
+
+    pub fn is_over(&self) -> bool {
+        self.over.load(Ordering::Relaxed)
+    }
+
+    /// The coordinator's state.
+    pub fn publish(&self, here: BTreeSet<u32>, offering: bool) {
+        *lock(&self.here) = here;
+        self.offering.store(offering, Ordering::Relaxed);
+    }
+}
+
+/// How an attempt to get into a world ended.
+enum Miss {
+    /// There is no such process any more.
+    Gone,
+    /// Nothing came, or a "not now".
+    Silent,
+    /// The host was reached, and lost or left again: all ranks look anew.
+    Again,
+    /// The others went on without this rank.
+    Evicted(u16),
+    /// This side failed.
+    Failed(BootstrapError),
+}
+
+/// Where a hub went, and for each of its ranks the rank in the old world.
+type Rebuilt = (Box<dyn Hub>, Vec<u32>);
+
+/// Meets the survivors in a later epoch.
+pub fn rebuild(old: &TcpHub, deadline: Duration, at_least: u32) -> Result<Rebuilt, BootstrapError> {
+    let (start, at_least) = (Instant::now(), at_least.max(1));
+    may_rebuild(old)?;
+    let mut rebuild = Rebuild {
+        old,
+        lineage: &old.lineage,
+        timeouts: &old.job.timeouts,
+        until: start + deadline,
+        at_least,
+        cut_off: Vec::new(),
+        suspects: RefCell::default(),
+        interrupt: Interrupt::default(),
+    };
+    rebuild.cut_off = rebuild.unreached();
+    loop {
+        rebuild.interrupt.check("rebuild")?;
+        match rebuild.round() {
+            Ok(rebuilt) => return Ok(rebuilt),
+            Err(Miss::Evicted(epoch)) => return Err(Cause::Evicted { rank: old.rank, epoch }.into()),
+            Err(Miss::Failed(error)) => return Err(error),
+            Err(Miss::Gone | Miss::Silent | Miss::Again) => {}
+        }
+        rebuild.interrupt.check("rebuild")?;
+        if Instant::now() >= rebuild.until {
+            let (epoch, waited) = (rebuild.lineage.accepted().epoch, start.elapsed());
+            return Err(BootstrapError::RebuildFailed { epoch, at_least, waited });
+        }
+        wait::nap(PAUSE);
+    }
+}
+
+/// Some worlds are not rebuilt. One that lives is ended first, so that the others come too.
+fn may_rebuild(old: &TcpHub) -> Result<(), BootstrapError> {
+    match old.health().check() {
+        Err(cause @ (Cause::LauncherGone { .. } | Cause::Evicted { .. })) => Err(cause.into()),
+        Err(_) => Ok(()),
+        Ok(()) => {
+            old.cancel(Cause::Cancelled { by: old.rank });
+            Ok(())
+        }
+    }
+}
+
+/// The rendezvous of survivors with one of them. Its name is no other rendezvous's.
+fn rendezvous(old: &TcpHub, host: u32) -> RendezvousId {
+    let job = Sha256::new().chain_update(b"sidelane survivors ").chain_update(old.job.digest).finalize();
+    RendezvousId { job: job.into(), size: old.lineage.addresses.len() as u32, epoch: 0, host }
+}
+
+/// A survivor that looks for the others.
+struct Rebuild<'a> {
+    old: &'a TcpHub,
+    lineage: &'a Arc<Lineage>,
+    timeouts: &'a Timeouts,
+    until: Instant,
+    at_least: u32,
+    /// Ranks that this one does not reach.
+    cut_off: Vec<u32>,
+    /// Hosts that fell silent. They may only have been slow.
+    suspects: RefCell<BTreeSet<u32>>,
+    interrupt: Interrupt,
+}
+
+impl Rebuild<'_> {
+    /// Tries the ranks below this one in turn, then hosts.
+    fn round(&self) -> Result<Rebuilt, Miss> {
+        let roster = self.lineage.accepted();
+        tracing::debug!(rank = self.lineage.rank, epoch = roster.epoch, "looks for the survivors");
+        let mut quiet = Vec::new();
+        // All of them have the same time to come. Later they are only asked.
+        let come_until = Instant::now() + patience(self.timeouts);
+        let below = roster.members.iter().take_while(|&&rank| rank < self.lineage.rank);
+        for &candidate in below.filter(|&&rank| !self.lineage.is_lost(rank)) {
+            let answers = match self.is_suspect(candidate) {
+                true => self.look(candidate, &|| self.interrupt.came()),
+                false => Ok(()),
+            };
+            match answers.and_then(|()| self.court(candidate, come_until)) {
+                Err(Miss::Gone | Miss::Silent) => quiet.push(candidate),
+                outcome => return outcome,
+            }
+        }
+        self.lead(&roster, &quiet)
+    }
+
+    /// Whether a rank is known to be lost, or has fallen silent as a host.
+    fn is_suspect(&self, rank: u32) -> bool {
+        self.lineage.is_lost(rank) || self.suspects.borrow().contains(&rank)
+    }
+
+    /// Knocks at a rank until it answers, and waits there for the world to begin.
+    fn court(&self, host: u32, come_until: Instant) -> Result<Rebuilt, Miss> {
+        let asked_until = Instant::now() + self.timeouts.heartbeat * 4;
+        let silent_until = self.until.min(come_until.max(asked_until));
+        loop {
+            let stop = || self.lineage.is_lost(host) || self.interrupt.came();
+            match self.knock(host, silent_until, &stop) {
+                Ok(mut seat) => match self.sit(&mut seat) {
+                    Err(Miss::Silent) => {}
+                    begun => return self.enter(seat, begun?, None),
+                },
+                Err(Miss::Silent) => {}
+                Err(miss) => return Err(miss),
+            }
+            if stop() || Instant::now() >= silent_until {
+                return Err(Miss::Silent);
+            }
+            wait::nap(PAUSE);
+        }
+    }
+
+    /// Hosts the survivors and takes part, and looks for those that have not come. For some of them
+    /// this rank has waited already.
+    fn lead(&self, roster: &Roster, quiet: &[u32]) -> Result<Rebuilt, Miss> {
+        let own = self.lineage.rank;
+        let listener = self.lineage.listener.try_clone();
+        let listener = listener.map_err(|error| Miss::Failed(failed("dup", &error)))?;
+        let search = Arc::<Search>::default();
+        let gathering = Gathering::new(Some(own), window(self.timeouts));
+        let meeting = Meeting::Again(gathering, Arc::clone(&search));
+        let hosted = host(listener, &self.old.job, rendezvous(self.old, own), meeting, self.until);
+        let hosted = hosted.map_err(Miss::Failed)?;
+        tracing::debug!(rank = own, "hosts the survivors");
+        let led = self.knock_at(own, hosted.address, self.until, &|| self.interrupt.came());
+        let led = led.and_then(|mut seat| Ok((self.look_around(&mut seat, roster, quiet, &search)?, seat)));
+        match led {
+            Ok((begun, seat)) => self.enter(seat, begun, Some(hosted)),
+            Err(miss) => {
+                // The listener is needed again.
+                search.over.store(true, Ordering::Relaxed);
+                wait::join(hosted.coordinator);
+                Err(miss)
+            }
+        }
+    }
+
+    /// Takes part in the gathering that this rank hosts, and looks for those that have not come.
+    fn look_around(
+        &self,
+        seat: &mut Seat,
+        roster: &Roster,
+        quiet: &[u32],
+        search: &Search,
+    ) -> Result<Roster, Miss> {
+        let mut others: VecDeque<u32> = roster.members.iter().copied().collect();
+        others.retain(|&rank| rank != self.lineage.rank);
+        let (mut looks, alone_until) = (0, Instant::now() + patience(self.timeouts));
+        let is_busy = || search.offering.load(Ordering::Relaxed) || self.interrupt.came();
+        loop {
+            let here = lock(&search.here).clone();
+            // Whether others are dead or this rank is out is hard to tell for a rank alone.
+            let has_looked = looks >= LOOKS_ALONE * others.len() && Instant::now() >= alone_until;
+            let knows = here.len() > 1 || has_looked;
+            if knows {
+                quiet.iter().for_each(|&rank| search.give_up(rank));
+            }
+            let gone = search.gone();
+            let is_due = |rank: &u32| !here.contains(rank) && !gone.contains(rank) && self.is_suspect(*rank);
+            let due = others.iter().position(is_due);
+            let pause = if due.is_some() { Duration::ZERO } else { PAUSE };
+            if let Some(end) = seat.turn(self, Instant::now() + pause) {
+                return end;
+            }
+            others.rotate_left(due.unwrap_or(0));
+            let Some(other) = others.pop_front() else { continue };
+            others.push_back(other);
+            if is_busy() || here.contains(&other) {
+                continue;
+            }
+            looks += 1;
+            match self.look(other, &is_busy) {
+                Err(Miss::Gone) => {
+                    search.give_up(other);
+                    others.pop_back();
+                }
+                Err(Miss::Silent) if knows && self.is_suspect(other) => search.give_up(other),
+                Err(Miss::Silent) => {}
+                // A better host: guests follow when they find this one gone.
+                Ok(()) => {
+                    self.lineage.note_found(other);
+                    self.suspects.borrow_mut().remove(&other);
+                    return Err(Miss::Again);
+                }
+                Err(miss) => return Err(miss),
+            }
+        }
+    }
+
+    /// Looks whether a rank that has not come is gone, has gone on, or is a better host. The host's
+    /// own connection is not served meanwhile.
+    fn look(&self, other: u32, stop: &dyn Fn() -> bool) -> Result<(), Miss> {
+        let until = self.until.min(Instant::now() + self.timeouts.heartbeat * 2);
+        let mut seat = loop {
+            match self.knock(other, until, stop) {
+                Err(Miss::Silent) if Instant::now() < until && !stop() => wait::nap(PAUSE),
+                known => break known?,
+            }
+        };
+        loop {
+            match seat.connection.await_message(until, stop) {
+                Some(Message::Heartbeat) if other < self.lineage.rank => return Ok(()),
+                Some(Message::Heartbeat) => seat.introduce(self),
+                Some(Message::Refused(JoinRefusal::Evicted(epoch))) => return Err(Miss::Evicted(epoch)),
+                _ => return Err(Miss::Silent),
+            }
+        }
+    }
+
+    /// Connects to a rank, and proves who this is.
+    fn knock(&self, host: u32, until: Instant, stop: &dyn Fn() -> bool) -> Result<Seat, Miss> {
+        self.knock_at(host, self.lineage.addresses[host as usize], until, stop)
+    }
+
+    fn knock_at(
+        &self,
+        host: u32,
+        address: SocketAddr,
+        until: Instant,
+        stop: &dyn Fn() -> bool,
+    ) -> Result<Seat, Miss> {
+        let stream = self.dial(address, until)?;
+        tracing::debug!(rank = self.lineage.rank, host, "knocks");
+        let mut connection = MessageConnection::new(stream).map_err(|_| Miss::Silent)?;
+        let RendezvousId { job, size, epoch, host } = rendezvous(self.old, host);
+        let nonce = random().map_err(Miss::Failed)?;
+        let hello =
+            Hello { version: PROTOCOL, job, rank: self.lineage.rank, size, epoch, host, port: 0, nonce };
+        let initiator = Initiator::new(self.old.job.secret.clone(), hello);
+        match shake_hands(&mut connection, initiator, until, self.timeouts.liveness, stop) {
+            Some(Ok(())) => {}
+            Some(Err(_)) | None => return Err(Miss::Silent),
+        }
+        tracing::debug!(rank = self.lineage.rank, host, "is known");
+        Ok(Seat::new(host, connection, self.timeouts))
+    }
+
+    fn dial(&self, address: SocketAddr, until: Instant) -> Result<TcpStream, Miss> {
+        let left = until.saturating_duration_since(Instant::now()).min(CONNECT);
+        wait::connect(address, left.max(Duration::from_millis(1))).map_err(|error| match error.kind() {
+            ErrorKind::ConnectionRefused => Miss::Gone,
+            _ => Miss::Silent,
+        })
+    }
+
+    /// Waits at a host until the world begins.
+    fn sit(&self, seat: &mut Seat) -> Result<Roster, Miss> {
+        loop {
+            if let Some(end) = seat.turn(self, self.until) {
+                return end;
+            }
+        }
+    }
+
+    /// Becomes a member of a world that has begun.
+    fn enter(&self, seat: Seat, roster: Roster, hosted: Option<Hosted>) -> Result<Rebuilt, Miss> {
+        let before = &self.old.roster.members;
+        let previous = roster.members.iter().filter_map(|rank| before.binary_search(rank).ok());
+        let previous = previous.map(|place| place as u32).collect();
+        let lineage = Arc::clone(self.lineage);
+        let membership = Membership { connection: seat.connection, roster, lineage };
+        let hub = TcpHub::new(self.old.job.clone(), membership, hosted).map_err(Miss::Failed)?;
+        tracing::debug!(rank = self.lineage.rank, epoch = hub.roster.epoch, "is in the next world");
+        Ok((Box::new(hub), previous))
+    }
+
+    /// Ranks that this one does not reach, of those that it may be cut off from: the other end of a
+    /// connection that broke, or all if a world failed while it was built.
+    fn unreached(&self) -> Vec<u32> {
+        let (roster, own) = (self.lineage.accepted(), self.old.rank);
+        let suspects = match self.old.health().cause() {
+            _ if roster.epoch != self.old.roster.epoch => roster.members,
+            Some(Cause::Connection { rank, by }) if by == own => vec![self.old.roster.members[rank as usize]],
+            Some(Cause::Connection { rank, by }) if rank == own => vec![self.old.roster.members[by as usize]],
+            _ => return Vec::new(),
+        };
+        // Long enough for a dozen packets in a row to be lost.
+        let until = self.until.min(Instant::now() + patience(self.timeouts));
+        let mut unreached: Vec<u32> =
+            suspects.into_iter().filter(|&rank| rank != self.lineage.rank).collect();
+        while !unreached.is_empty() && Instant::now() < until && !self.interrupt.came() {
+            unreached.retain(|&rank| {
+                let address = self.lineage.addresses[rank as usize];
+                matches!(self.dial(address, until), Err(Miss::Silent))
+            });
+        }
+        unreached
+    }
+}
+
+/// A place at a host, before the world begins.
+struct Seat {
+    host: u32,
+    connection: MessageConnection,
+    liveness: Liveness,
+    heartbeat: Duration,
+    beat: Instant,
+    /// The host has answered.
+    is_here: bool,
+    offered: Option<Roster>,
+}
+
+impl Seat {
+    fn new(host: u32, connection: MessageConnection, timeouts: &Timeouts) -> Self {
+        let now = Instant::now();
+        let liveness = Liveness::new(1, timeouts.heartbeat, timeouts.liveness, now);
+        let (heartbeat, beat) = (timeouts.heartbeat, now + timeouts.heartbeat);
+        Seat { host, connection, liveness, heartbeat, beat, is_here: false, offered: None }
+    }
+
+    /// Serves the connection until a point in time. Returns the world that begins, or the end.
+    fn turn(&mut self, rebuild: &Rebuild<'_>, until: Instant) -> Option<Result<Roster, Miss>> {
+        loop {
+            let now = Instant::now();
+            if now >= self.beat {
+                self.beat = now + self.heartbeat;
+                self.connection.send(&Message::Heartbeat);
+            }
+            let message = self.connection.await_message(until.min(self.beat), &|| rebuild.interrupt.came());
+            let now = Instant::now();
+            if message.is_some() {
+                self.liveness.heard(0, now);
+            }
+            match message {
+                Some(Message::Heartbeat) if self.is_here => {}
+                Some(Message::Heartbeat) => self.introduce(rebuild),
+                Some(Message::Offer(roster)) => {
+                    if !rebuild.lineage.accept(&roster) {
+                        return Some(Err(Miss::Again));
+                    }
+                    tracing::debug!(rank = rebuild.lineage.rank, epoch = roster.epoch, "agrees");
+                    self.connection.send(&Message::Accept { epoch: roster.epoch });
+                    self.offered = Some(roster);
+                }
+                Some(Message::Begin { epoch }) => {
+                    let begun = self.offered.take().filter(|roster| roster.epoch == epoch);
+                    return Some(begun.ok_or(Miss::Again));
+                }
+                Some(Message::Refused(JoinRefusal::Evicted(epoch))) => {
+                    return Some(Err(Miss::Evicted(epoch)));
+                }
+                Some(_) => return Some(Err(self.lost())),
+                None => {
+                    let ends =
+                        self.connection.is_closed() || now >= rebuild.until || rebuild.interrupt.came();
+                    if !ends && !self.liveness.expired(now).is_empty() {
+                        rebuild.suspects.borrow_mut().insert(self.host);
+                        return Some(Err(self.lost()));
+                    }
+                    if ends {
+                        return Some(Err(self.lost()));
+                    }
+                    if now >= until {
+                        return None;
+                    }
+                }
+            }
+        }
+    }
+
+    /// The host gathers survivors, and hears what this one wants.
+    fn introduce(&mut self, rebuild: &Rebuild<'_>) {
+        self.is_here = true;
+        let (roster, at_least) = (rebuild.lineage.accepted(), rebuild.at_least);
+        tracing::debug!(rank = rebuild.lineage.rank, epoch = roster.epoch, "is let in");
+        let cut_off = rebuild.cut_off.clone();
+        self.connection.send(&Message::Survivor(Survivor { roster, at_least, cut_off }));
+    }
+
+    fn lost(&self) -> Miss {
+        if self.is_here { Miss::Again } else { Miss::Silent }
+    }
+}
