@@ -19,6 +19,9 @@ pub struct Context {
     facts: DeviceProperties,
     handle: sys::CUdevice,
     raw: sys::CUcontext,
+    /// No other context of the process ever has it, unlike the address: a reset of the device may
+    /// put its next context in the place of this one.
+    id: u64,
 }
 
 // SAFETY: a context may be used from any thread, by several at once; the driver locks.
@@ -36,7 +39,9 @@ impl Context {
         let mut raw = std::ptr::null_mut();
         // SAFETY: fills the handle; released when the value is dropped.
         unsafe { call!(driver.library, Some(device), cuDevicePrimaryCtxRetain(&raw mut raw, handle)) }?;
-        Ok(Arc::new(Context { driver, facts, handle, raw }))
+        let context =
+            Arc::new(Context { id: id_of(&driver.library, device, raw)?, driver, facts, handle, raw });
+        Ok(context)
     }
 
     /// The number of its device.
@@ -58,15 +63,15 @@ impl Context {
         &self.driver.library
     }
 
-    /// Where the driver has it: no two contexts have one address at a time.
-    pub(super) fn address(&self) -> usize {
-        self.raw.addr()
+    /// The driver's number of it, which no other context of the process ever has.
+    pub(super) fn id(&self) -> u64 {
+        self.id
     }
 
     /// Whether both are one context of the driver. A reset of the device makes another primary
     /// context.
     pub(super) fn is_same(&self, other: &Context) -> bool {
-        self.raw == other.raw
+        self.id == other.id
     }
 
     /// Refuses a feature that the device lacks.
@@ -129,6 +134,13 @@ impl Context {
         }?;
         Ok(greatest)
     }
+}
+
+fn id_of(library: &Library, device: u32, raw: sys::CUcontext) -> Result<u64, DeviceError> {
+    let mut id = 0;
+    // SAFETY: a context that was just retained; fills the number.
+    unsafe { call!(library, Some(device), cuCtxGetId(raw, &raw mut id)) }?;
+    Ok(id)
 }
 
 impl Drop for Context {

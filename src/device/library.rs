@@ -255,6 +255,7 @@ functions! {
     cuCtxGetCurrent(*mut sys::CUcontext);
     cuCtxSetCurrent(sys::CUcontext);
     cuCtxGetDevice(*mut sys::CUdevice);
+    cuCtxGetId(sys::CUcontext, *mut c_ulonglong);
     cuCtxGetStreamPriorityRange(*mut c_int, *mut c_int);
     cuMemGetInfo_v2(*mut usize, *mut usize);
 

@@ -5,8 +5,8 @@
 //!                                                       `-- parameters are compared with the kernel's own list
 //! ```
 //!
-//! A module is loaded once in a context, however many instances have it: the driver compiles PTX
-//! for seconds where its own cache has nothing.
+//! Instances share a module that their context has already: the driver compiles PTX for seconds
+//! where its own cache has nothing.
 
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
@@ -40,9 +40,8 @@ unsafe impl Send for Module {}
 // SAFETY: as above.
 unsafe impl Sync for Module {}
 
-/// Modules by the address of their context and the hash of their text. One that is there holds its
-/// context, so no other context has that address.
-type Loaded = HashMap<(usize, u64), Weak<Module>>;
+/// Modules by the number of their context and the hash of their text.
+type Loaded = HashMap<(u64, u64), Weak<Module>>;
 
 static LOADED: LazyLock<Mutex<Loaded>> = LazyLock::new(Mutex::default);
 
@@ -54,14 +53,16 @@ impl Module {
     pub fn load(context: &Arc<Context>, name: &str, ptx: &CStr) -> Result<Arc<Self>, DeviceError> {
         let mut hasher = DefaultHasher::new();
         ptx.hash(&mut hasher);
-        let key = (context.address(), hasher.finish());
+        let key = (context.id(), hasher.finish());
         let loaded = || LOADED.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(module) = loaded().get(&key).and_then(Weak::upgrade) {
             return Ok(module);
         }
         // Without the lock: the driver may wait for streams, and these for threads that load, too.
         let module = Self::compile(context, name, ptx)?;
-        loaded().insert(key, Arc::downgrade(&module));
+        let mut loaded = loaded();
+        loaded.retain(|_, module| module.strong_count() > 0);
+        loaded.insert(key, Arc::downgrade(&module));
         Ok(module)
     }
 

@@ -355,8 +355,7 @@ impl<'g> ExpertParallelBuilder<'g> {
     /// place does not have, [`CallError::ConfigsDiffer`](crate::error::CallError::ConfigsDiffer) if
     /// ranks chose differently, [`MemoryError::OutOfSpace`](crate::error::MemoryError) if a rank
     /// has no room for the control window. [`DeviceError`](crate::error::DeviceError) where the
-    /// device lacks something, or kernels of slots are loaded lazily;
-    /// [`LaneError::PeerUnsupported`](crate::error::LaneError) or
+    /// device lacks something; [`LaneError::PeerUnsupported`](crate::error::LaneError) or
     /// [`MemoryError::NotUsable`](crate::error::MemoryError) on the other ranks.
     pub fn build(mut self) -> Result<ExpertParallel, Error> {
         self.spec.record = self.fp8.then(|| Fp8RowShape::new(self.spec.hidden as u32));

@@ -44,7 +44,7 @@ pub struct Arguments {
     #[arg(long, value_name = "auto|N", default_value = "auto", value_parser = chunks)]
     pub token_chunks: Chunks,
     /// Where the MoE layers compute: on the host, or each rank on the GPU of its number
-    /// on its machine. The same bits.
+    /// on its machine, or, where there are fewer, on one that it shares. The same bits.
     #[arg(long, value_enum, default_value_t = On::Cpu)]
     pub device: On,
     /// Products of layers on a GPU: by our own kernel, with the same bits, or by cuBLAS, which is

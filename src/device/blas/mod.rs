@@ -6,9 +6,10 @@
 //!      rows of groups --gemms--> a product for each group --one grouped call, or a call for each--+
 //! ```
 //!
-//! **No product waits for the device**, unless the host is 10,000 products ahead of it. The handle
-//! is made once, and its workspace is memory of ours: cuBLAS would allocate its own in the first
-//! product, and wait with the driver's lock.
+//! **No product waits for the device**, unless the host is 10,000 products ahead of it, or CUDA
+//! loads kernels lazily and the product is the first to need one of cuBLAS's. The handle is made
+//! once, and its workspace is memory of ours: cuBLAS would allocate its own in the first product,
+//! and wait with the driver's lock.
 //!
 //! **Bits** are those of the library: the same for one release and one kind of device, but of no
 //! known order. Atomics are off, and products in f32 are made in f32, without TF32.

@@ -104,9 +104,9 @@ fn loading(probe: &Probe) -> Finding {
     match probe.module_loading {
         ModuleLoading::Eager => Finding::new(WHAT, "eager").means("No launch waits for the loading of a kernel."),
         ModuleLoading::Lazy => Finding::new(WHAT, "lazy").means("Sidelane's own kernels are loaded when an instance is built. The first launch of any other kernel waits for all streams.")
-        .note("Only for ranks that are threads of one process: CUDA_MODULE_LOADING=EAGER before it starts."),
+        .note("Only for slots between ranks that are threads of one process: CUDA_MODULE_LOADING=EAGER before it starts."),
         ModuleLoading::Unknown(mode) => Finding::new(WHAT, format!("mode {mode}")).means("This library does not know the mode. Sidelane's own kernels are loaded when an instance is built.")
-        .note("Only for ranks that are threads of one process: CUDA_MODULE_LOADING=EAGER before it starts."),
+        .note("Only for slots between ranks that are threads of one process: CUDA_MODULE_LOADING=EAGER before it starts."),
     }
 }
 

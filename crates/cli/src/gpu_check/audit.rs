@@ -121,7 +121,7 @@ impl Audit {
         let ended = self.gpu.finish(&self.holder, "the hold");
         let worked = worked?;
         ended?;
-        equal("multiprocessors that were held to the end", if still? { 0 } else { all }, all)?;
+        equal("blocks that ran to the end of the hold", if still? { 0 } else { all }, all)?;
         Ok(worked)
     }
 
@@ -189,6 +189,13 @@ impl Audit {
             let graph = CudaGraph::capture(&self.control, || self.control.copy(to, from))?;
             let mut batch = CopyBatch::with_capacity(&self.gpu.context, 1);
             batch.push(to, from)?;
+            // Once before the hold: a call that has something to load would wait for it.
+            self.control.copy(to, from)?;
+            graph.launch(&self.control)?;
+            if self.control.takes_batches() {
+                self.control.copy_batch(&mut batch)?;
+            }
+            self.gpu.finish(&self.control, "copies on the GPU")?;
             for way in ["alone", "in a batch", "in a graph"] {
                 let what = format!("copy of {size} on the GPU, {way}");
                 let about = About::new(&what, shows);

@@ -124,7 +124,7 @@ pub struct Rows {
     summed_from: Addresses,
     pub out: DeviceRange,
     /// Calls so far, then the status.
-    words: DeviceRange,
+    pub words: DeviceRange,
     pub stream: Stream,
 }
 

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   products  |= = = = = = = =|     |= = = = = = = =|     |=  =  =  =  =  =  =|
-//!   beside                           copy engines          a copying kernel        the same bytes, to the host
+//!   beside                           copy engines          a copying kernel        to the host, too
 //!              alone                 what is left of the difference is memory's
 //! ```
 //!
@@ -90,7 +90,7 @@ impl Beside {
             ),
             Beside::Kernel => (
                 "products beside a copying kernel",
-                "what the same bytes cost when SMs move them, on the same way",
+                "what transfers on the same way cost when all SMs move them",
             ),
         }
     }

@@ -105,8 +105,11 @@ impl<'a> Products<'a> {
         }
         end.record(&self.stream)?;
         let mut samples = Vec::new();
-        while !end.is_done()? {
+        loop {
             samples.push(transfer(&self.traffic)?.as_secs_f64() * 1e6);
+            if end.is_done()? {
+                break;
+            }
         }
         until("products", self.task.patience(), || self.stream.is_done())?;
         Ok(samples)

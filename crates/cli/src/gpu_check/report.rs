@@ -33,7 +33,7 @@ pub struct Report {
     audited: bool,
     /// Nothing is wrong, and no row of the audit shows nothing, on a GPU.
     pub holds: bool,
-    /// Meaning of the answers of locks and queues.
+    /// Meaning of the answers of locks, queues and the audit.
     pub conclusions: Vec<String>,
     pub rows: Vec<Row>,
 }
@@ -86,7 +86,7 @@ pub enum State {
     Skipped,
 }
 
-/// Whether something goes on while a stream waits.
+/// Whether something goes on while a stream waits, or while every multiprocessor is held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Answer {
@@ -371,7 +371,7 @@ fn conclusions(rows: &[Row]) -> Vec<String> {
         (
             Part::Audit,
             "Copies on one GPU: engines make all of them.",
-            "Copies on one GPU: SMs make those of some sizes",
+            "Copies on one GPU: SMs make some",
             "Engines make the others.",
         ),
     ];
@@ -486,7 +486,7 @@ mod tests {
         assert!(block.conclusions[1].contains("holds up copies of other streams (text)"));
         assert_eq!(block.conclusions[2], "Copies on one GPU: SMs make all of them.");
         let some = of(vec![answered(parts[2], Answer::Blocks), answered(parts[2], Answer::Passes)]);
-        assert!(some.conclusions[0].contains("SMs make those of some sizes (text)"));
+        assert!(some.conclusions[0].contains("SMs make some (text)"));
         assert!(of(Vec::new()).conclusions.is_empty());
     }
 }
