@@ -321,18 +321,25 @@ impl World {
     }
 
     /// The survivors' next world: new segments, new connections, a later epoch. Collective among
-    /// the survivors, which wait for each other until the deadline. A world of fewer than
-    /// `at_least` ranks does not begin. With more than half of the ranks no network failure can
-    /// make two worlds, so a program that must not continue twice asks for
-    /// `world.size() / 2 + 1`; 1 takes whoever survives. Should another rank be lost before the new
+    /// the survivors, which all call it as soon as they hear of the loss: one that comes more than
+    /// twice the liveness limit (3.5 s, `SIDELANE_LIVENESS_MS`) behind the others is evicted. A
+    /// world of fewer than `at_least` ranks does not begin. With more than half of the ranks no
+    /// network failure can make two worlds, so a program that must not continue twice asks for
+    /// `world.size() / 2 + 1`. 1 takes whoever survives: then a rank that was stopped or cut off
+    /// may begin alone while the others go on. Should another rank be lost before the new
     /// world is built, this fails, and the survivors call it again. Handles and windows of the old
     /// world stay readable until they are dropped. Late writes of a lost rank go to segments that
     /// no rank reads any more.
     ///
     /// # Errors
-    /// [`BootstrapError::RebuildFailed`] if too few survivors meet, [`Cause::Evicted`] if they
-    /// continued without this rank.
+    /// [`BootstrapError::RebuildFailed`] if too few survivors meet until the deadline, and at once
+    /// if this world never had so many ranks; [`Cause::Evicted`] if they continued without this
+    /// rank.
     pub fn rebuild(&self, deadline: Duration, at_least: u32) -> Result<World, Error> {
+        if at_least > self.size() {
+            let (epoch, waited) = (self.epoch(), Duration::ZERO);
+            return Err(BootstrapError::RebuildFailed { epoch, at_least, waited }.into());
+        }
         let (hub, previous) = self.shared.hub.rebuild(deadline, at_least)?;
         if let (Some(net), Err(cause)) = (&self.shared.net, self.shared.hub.health().check()) {
             // The old world may be kept; its bytes in flight must not reach the next one.

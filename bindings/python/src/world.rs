@@ -204,10 +204,12 @@ impl World {
         Ok(())
     }
 
-    /// The survivors' next world, of so many ranks at least; waits for them for so many seconds.
-    #[pyo3(signature = (deadline=60.0, at_least=1))]
-    fn rebuild(&self, py: Python<'_>, deadline: f64, at_least: u32) -> PyResult<World> {
+    /// The survivors' next world, of so many ranks at least, more than half if nothing is said;
+    /// waits for them for so many seconds. All call it at once: who comes seconds later is out.
+    #[pyo3(signature = (deadline=60.0, at_least=None))]
+    fn rebuild(&self, py: Python<'_>, deadline: f64, at_least: Option<u32>) -> PyResult<World> {
         let world = self.open_world.world()?;
+        let at_least = at_least.unwrap_or(world.size() / 2 + 1);
         let deadline = Duration::try_from_secs_f64(deadline).map_err(|error| {
             Wrong::Input.error("Setting", &format!("deadline: {error}"), &[("setting", "deadline".into())])
         })?;

@@ -162,8 +162,8 @@ pub enum CallError {
         /// The callee.
         expected: u64,
     },
-    /// Handles of the old expert map are alive.
-    #[error("{count} handles of the old expert map are alive: drop them first")]
+    /// Handles of the old expert map or mask are alive.
+    #[error("{count} handles of the old expert map or mask are alive: drop them first")]
     HandlesAlive {
         /// How many on this rank.
         count: usize,

@@ -7,8 +7,9 @@
 //! ```
 //!
 //! loom runs a model in all interleavings of its threads, and lets a load return each value that
-//! the memory model of C++20 allows. So what a model asserts holds on every machine. loom treats an
-//! access of order `SeqCst` as `AcqRel`: the protocols have fences instead, which it knows.
+//! the memory model of C++20 allows. So what a model asserts holds on every machine, as far as the
+//! model goes. loom treats an access of order `SeqCst` as `AcqRel`: the protocols have fences
+//! instead, which it knows.
 
 mod bootstrap;
 mod error;

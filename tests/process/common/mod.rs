@@ -118,6 +118,19 @@ pub enum Report {
     Failed(Failure),
 }
 
+impl Report {
+    /// The same of the epoch behind `old`, where it is of a later one: each connection that a
+    /// loaded machine loses in a rebuild costs an epoch.
+    pub fn of_the_epoch_behind(mut self, old: u16) -> Report {
+        if let Report::Joined { epoch, .. } | Report::Failed(Failure::Evicted { epoch, .. }) = &mut self
+            && *epoch > old
+        {
+            *epoch = old + 1;
+        }
+        self
+    }
+}
+
 /// The library's segments in a process: inodes, ascending.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Memory {

@@ -228,7 +228,12 @@ fn signals(facts: &Facts) -> Finding {
         Some("write") => Finding::new(WHAT, "write")
             .means("Flags pass rows if NICs or switches change the order of writes: wrong rows, silently.")
             .note("Unset SIDELANE_VERBS_SIGNAL, unless NICs and switches are known to keep the order."),
-        Some(other) => Finding::new(WHAT, other).means("No write passes such a signal."),
+        Some(other @ ("fetch-add" | "immediate")) => {
+            Finding::new(WHAT, other).means("No write passes such a signal.")
+        }
+        Some(other) => Finding::new(WHAT, other)
+            .means("The library refuses it.")
+            .warn("Unset SIDELANE_VERBS_SIGNAL, or set auto, write, fetch-add or immediate."),
     }
 }
 
