@@ -210,9 +210,18 @@ impl ExpertParallel {
         self.instance.cell.lend(|ep| Ok(ep.active().to_vec()))
     }
 
-    /// Masks ranks: a flag for each, true for an active one. Collective, masked ranks included.
-    fn mask(&self, py: Python<'_>, active: Vec<bool>) -> PyResult<()> {
-        self.instance.call(py, |ep| ep.mask(&active))
+    /// Masks ranks: a flag for each in a list or a tensor, true for an active one. Collective,
+    /// masked ranks included.
+    fn mask(&self, py: Python<'_>, active: &Bound<'_, PyAny>) -> PyResult<()> {
+        let list = active.call_method0("tolist").unwrap_or_else(|_| active.clone());
+        match list.extract::<Vec<bool>>() {
+            Ok(active) => self.instance.call(py, |ep| ep.mask(&active)),
+            Err(error) => {
+                // A mask of no ranks is refused on all ranks: the others must not wait.
+                let _ = self.instance.call(py, |ep| ep.mask(&[]));
+                Err(error)
+            }
+        }
     }
 
     /// `x` [tokens, hidden], `experts` and `weights` [tokens, top_k]: the rows of this rank's

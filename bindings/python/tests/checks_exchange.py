@@ -236,6 +236,15 @@ def check_masked_ranks_send_and_receive_nothing(world):
             raise AssertionError("no such mask")
         except sidelane.PlanError as error:
             assert error.kind == "BadParameter"
+    # What is no mask at one rank is refused by all, and the next one holds.
+    try:
+        ep.mask([1] * world.size if me == 0 else [True] * world.size)
+        raise AssertionError("no such mask")
+    except TypeError:
+        assert me == 0
+    except sidelane.CallError as error:
+        assert me != 0 and error.kind == "PeerRefused"
+    ep.mask(torch.tensor([True] * world.size))
 
 
 def check_the_report_is_what_moved(world):
