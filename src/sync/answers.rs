@@ -1,4 +1,4 @@
-//! Answers that a connection owes its peer: whoever holds the lock of the sending side gives them.
+//! Answers that a connection owes its peer: the thread that holds the sending lock sends them.
 //!
 //! ```text
 //!   receiver    ask     fence    lock taken? ──► leaves the answer to the holder

@@ -160,7 +160,7 @@ fn everything_runs_to_its_end_on_the_stand_in_and_nothing_is_claimed_about_a_gpu
     let limited = |row: &&&Value| row["limited"]["blocks"].as_u64();
     assert_eq!(limits.iter().map(limited).collect::<Vec<_>>(), [None, Some(4), Some(2), Some(1)]);
     assert!(limits.iter().all(|row| row["limited"]["slowdown"].as_f64().unwrap() > 0.0));
-    for part in ["interference", "costs", "blocks"] {
+    for part in ["interference", "costs", "rates", "blocks"] {
         let mut rows = rows(&report, part);
         rows.retain(|row| row["what"] != "bits with every limit");
         assert!(rows.len() >= 3, "{part}: {rows:#?}");

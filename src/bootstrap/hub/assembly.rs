@@ -26,7 +26,7 @@ const FINAL_SEND: Duration = Duration::from_millis(500);
 /// How long a coordinator that has died tells ranks that come.
 const LINGER: Duration = Duration::from_secs(2);
 
-/// Who meets.
+/// The ranks that are to meet.
 pub enum Meeting {
     /// All ranks of a job.
     First(JoinBarrier),

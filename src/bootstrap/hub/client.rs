@@ -44,7 +44,7 @@ pub struct TcpHub {
     pub rank: u32,
     /// The world, by ranks of the first one.
     pub roster: Roster,
-    /// What this rank keeps from world to world.
+    /// State that this rank keeps from one world to the next.
     pub lineage: Arc<Lineage>,
     shared: Arc<Shared>,
     tickets: AtomicU64,

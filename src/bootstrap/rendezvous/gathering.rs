@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 
 use crate::bootstrap::wire::{Roster, Survivor};
 
-/// What there is to do.
+/// The next step of a hosting rank.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Step {
     Wait,

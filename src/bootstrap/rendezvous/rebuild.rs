@@ -61,7 +61,7 @@ pub fn window(timeouts: &Timeouts) -> Duration {
     patience(timeouts) + timeouts.liveness / 2
 }
 
-/// What a host and its coordinator tell each other about ranks that have not come.
+/// State shared by a hosting rank and its coordinator, about ranks that have not come.
 #[derive(Debug, Default)]
 pub struct Search {
     /// Ranks that are not waited for.

@@ -139,6 +139,7 @@ fn writes_as_signals_are_noted_where_there_are_nics() {
         (Some("auto"), "auto", Level::Ok),
         (Some("immediate"), "immediate", Level::Ok),
         (Some("write"), "write", Level::Note),
+        (Some("writes"), "writes", Level::Warn),
     ] {
         let facts = Facts { verbs_signal: setting.map(str::to_owned), ..machine.facts() };
         let findings = machine.examine_with(facts);

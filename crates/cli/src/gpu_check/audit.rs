@@ -40,7 +40,7 @@ const SLOTS: [(u64, &str); 2] = [(921_600, "0.9 MB"), (16 << 10, "16 KiB")];
 const WITHIN: [(u64, &str); 4] =
     [(4 << 10, "4 KiB"), (64 << 10, "64 KiB"), (1 << 20, "1 MiB"), (64 << 20, "64 MiB")];
 
-/// What has not ended in so long needed what is held.
+/// Work that has not ended by then needs an SM.
 const CONTROL: Duration = Duration::from_millis(500);
 
 pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
@@ -179,8 +179,7 @@ impl Audit {
         checks.measured(About::new(&what, shows), &samples, "")
     }
 
-    /// Who makes copies on the GPU is the driver's choice: it is asked for some sizes, enqueued in
-    /// each way.
+    /// Asks which copies on the GPU the driver gives to SMs: of some sizes, enqueued in each way.
     fn within(&self, checks: &mut Checks, controls: bool) -> Result<(), CliError> {
         let shows = "who makes a copy on one GPU: an engine, if it ends while every SM is held";
         for (bytes, size) in WITHIN {

@@ -185,7 +185,7 @@ pub struct Transfer {
 }
 
 impl Transfer {
-    /// What it moves.
+    /// Bytes of the copy.
     pub const SIZE: (u64, &'static str) = (16 << 10, "16 KiB");
 
     pub fn new(gpu: &Gpu, stream: &Stream) -> Result<Self, DeviceError> {
@@ -197,7 +197,7 @@ impl Transfer {
         Ok(Transfer { from, to, word, batch, sent: 0 })
     }
 
-    /// Makes it once, and gives the time from its call until the host sees its word.
+    /// Makes it once. Returns the time from its call until the host sees its word.
     pub fn send(&mut self, gpu: &Gpu, stream: &Stream) -> Result<Duration, CliError> {
         self.sent += 1;
         let start = Instant::now();
@@ -209,7 +209,7 @@ impl Transfer {
         let word = self.word.word(0)?;
         gpu.until("a word of the host", || Ok(word.load(Ordering::Acquire) == self.sent))?;
         let took = start.elapsed();
-        // What the stream holds is let go, and the next transfer finds it empty.
+        // The stream releases its memory, and the next transfer finds an idle stream.
         gpu.finish(stream, "a transfer to the host")?;
         Ok(took)
     }

@@ -204,7 +204,7 @@ impl Sender {
         false
     }
 
-    /// What is asked for next waits for the completion of everything so far.
+    /// Later requests wait for the completion of all earlier ones.
     pub fn fence(&mut self) {
         self.close();
         self.fences.push_back(self.asked);
