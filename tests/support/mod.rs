@@ -20,7 +20,7 @@ pub use sidelane_verify::reference::{self, To, Tokens, tokens};
 
 /// Options for small worlds.
 pub fn small() -> Options {
-    let config = Config { heap: 8 << 20, symmetric: 4 << 20, ..Config::default() };
+    let config = Config { heap: 4 << 20, symmetric: 2 << 20, ..Config::default() };
     Options { config, ..Options::default() }
 }
 

@@ -15,10 +15,12 @@ static CONTEXTS: Table<Context> = Table::new();
 static PRIMARY: Mutex<Vec<Primary>> = Mutex::new(Vec::new());
 static STOPPED: AtomicBool = AtomicBool::new(false);
 
-/// A device's primary context and how often it was retained.
+/// A device's primary context and how often it was retained. A context that comes after a reset has
+/// the handle of the one before, as the driver gives the same address again: only ids differ.
 #[derive(Clone, Default)]
 struct Primary {
     retained: usize,
+    handle: Option<usize>,
     context: Option<Arc<Context>>,
 }
 
@@ -64,6 +66,8 @@ pub fn stopped() -> bool {
 /// ended it.
 pub struct Context {
     pub handle: usize,
+    /// Never given twice.
+    pub id: u64,
     pub device: usize,
     pub queues: Queues,
     /// The stream that host code calls null.
@@ -92,13 +96,13 @@ impl Sticky {
 }
 
 impl Context {
-    fn new(settings: &Settings, device: usize) -> Arc<Context> {
-        let handle = fresh();
+    fn new(settings: &Settings, device: usize, handle: usize) -> Arc<Context> {
         let error = Arc::new(Sticky::default());
         let queues = Queues::new(settings, device, &error);
         let null = Stream::legacy(handle, device, queues.first());
         let context = Arc::new(Context {
             handle,
+            id: fresh() as u64,
             device,
             queues,
             null,
@@ -146,7 +150,8 @@ pub fn retain(device: usize) -> Result<usize> {
     let mut all = PRIMARY.lock().unwrap();
     let primary = &mut all[device];
     primary.retained += 1;
-    Ok(primary.context.get_or_insert_with(|| Context::new(settings, device)).handle)
+    let handle = *primary.handle.get_or_insert_with(fresh);
+    Ok(primary.context.get_or_insert_with(|| Context::new(settings, device, handle)).handle)
 }
 
 /// Releases it; the last release ends it, with its streams and its error.

@@ -99,7 +99,7 @@ pub extern "C" fn cuCtxGetDevice(device: Out<c_int>) -> c_int {
 pub extern "C" fn cuCtxGetId(context: usize, id: Out<c_ulonglong>) -> c_int {
     local(|| {
         let context = if context == 0 { current()? } else { Context::of(context)? };
-        id.put(context.handle as c_ulonglong)
+        id.put(context.id)
     })
 }
 

@@ -4,7 +4,7 @@
 
 use std::ffi::CString;
 use std::fs;
-use std::io;
+use std::io::{self, Write};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::MetadataExt;
 use std::sync::Mutex;
@@ -14,21 +14,9 @@ use crate::driver::settings;
 
 /// Repeated contents of fresh memory: not a number in f32, nor in the upper half as bf16; no small
 /// index.
-const POISON: u32 = 0x7fed_face;
+pub const POISON: u32 = 0x7fed_face;
 
 const NAME: &str = "sidelane-stand-in";
-
-/// Fills fresh memory.
-///
-/// # Safety
-///
-/// At the address are as many bytes, in whole words.
-pub unsafe fn poison(at: *mut u32, bytes: u64) {
-    for index in 0..bytes.div_ceil(4) as usize {
-        // SAFETY: the caller vouches for the range.
-        unsafe { at.add(index).write(POISON) };
-    }
-}
 
 /// Bytes held, per device.
 static HELD: Mutex<Vec<u64>> = Mutex::new(Vec::new());
@@ -78,16 +66,23 @@ impl Backing {
         let descriptor = unsafe { OwnedFd::from_raw_fd(raw) };
         let (_, file) = look(&descriptor).map_err(|_| Code::OUT_OF_MEMORY)?;
         let backing = Backing { bytes, device, exportable, rdma, own: true, file, descriptor };
-        let length = libc::off_t::try_from(bytes).map_err(|_| Code::OUT_OF_MEMORY)?;
-        // SAFETY: the descriptor is open.
-        if unsafe { libc::ftruncate(raw, length) } != 0 {
-            return Err(Code::OUT_OF_MEMORY);
-        }
-        let mapped = Mapped::new(&backing)?;
-        // SAFETY: the mapping has as many bytes and starts at a page.
-        unsafe { poison(mapped.at.cast(), bytes) };
-        drop(mapped);
+        backing.poison().map_err(|_| Code::OUT_OF_MEMORY)?;
         Ok(backing)
+    }
+
+    /// Fills the file. Written, not stored to a mapping: that would be a page fault for each page,
+    /// most of which no test touches.
+    fn poison(&self) -> io::Result<()> {
+        static WORDS: [[u8; 4]; 1 << 16] = [POISON.to_ne_bytes(); 1 << 16];
+        let words = WORDS.as_flattened();
+        let mut file = fs::File::from(self.descriptor.try_clone()?);
+        let mut left = self.bytes;
+        while left > 0 {
+            let piece = left.min(words.len() as u64);
+            file.write_all(&words[..piece as usize])?;
+            left -= piece;
+        }
+        Ok(())
     }
 
     /// Memory that another process exported.
@@ -129,28 +124,4 @@ impl Drop for Backing {
 fn look(descriptor: &OwnedFd) -> io::Result<(u64, (u64, u64))> {
     let file = fs::metadata(format!("/proc/self/fd/{}", descriptor.as_raw_fd()))?;
     Ok((file.len(), (file.dev(), file.ino())))
-}
-
-/// A look at memory outside of the device's addresses, to fill it.
-struct Mapped {
-    at: *mut u8,
-    bytes: usize,
-}
-
-impl Mapped {
-    fn new(backing: &Backing) -> Result<Mapped> {
-        let bytes = backing.bytes as usize;
-        let raw = backing.descriptor.as_raw_fd();
-        let protection = libc::PROT_READ | libc::PROT_WRITE;
-        // SAFETY: a new mapping at an address of the kernel's choice.
-        let at = unsafe { libc::mmap(std::ptr::null_mut(), bytes, protection, libc::MAP_SHARED, raw, 0) };
-        if at == libc::MAP_FAILED { Err(Code::OUT_OF_MEMORY) } else { Ok(Mapped { at: at.cast(), bytes }) }
-    }
-}
-
-impl Drop for Mapped {
-    fn drop(&mut self) {
-        // SAFETY: mapped by `new`, and no pointer into it outlives it.
-        unsafe { libc::munmap(self.at.cast(), self.bytes) };
-    }
 }

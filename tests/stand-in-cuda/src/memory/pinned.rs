@@ -2,7 +2,7 @@
 
 use std::ptr;
 
-use super::backing::poison;
+use super::backing::POISON;
 use super::map::{Kind, MAP, Region};
 use super::place;
 use crate::cause;
@@ -72,4 +72,16 @@ pub fn unregister(start: u64) -> Result<()> {
     drop(map);
     cause::forget(start..start + bytes);
     Ok(())
+}
+
+/// Fills fresh memory.
+///
+/// # Safety
+///
+/// At the address are as many bytes, in whole words.
+unsafe fn poison(at: *mut u32, bytes: u64) {
+    for index in 0..bytes.div_ceil(4) as usize {
+        // SAFETY: the caller vouches for the range.
+        unsafe { at.add(index).write(POISON) };
+    }
 }
