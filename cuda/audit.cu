@@ -2,4 +2,4 @@
 // nobody else loads.
 #include "copy.cu"
 #include "hold.cu"
-#include "product.cu"
+#include "tensor_core_product.cu"

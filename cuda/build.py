@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compiles the kernels without a GPU, by NVRTC from PyPI.
 
-    cuda/build.py            writes cuda/{kernels,audit,layer}.ptx and the table in docs/kernels.md
+    cuda/build.py            writes cuda/{exchange,audit,layer}.ptx and the table in docs/kernels.md
     cuda/build.py --check    fails if one of them is not what the sources give
 
 The PTX is of version 8.5 for compute capability 8.0: every driver for CUDA 12.5 or later makes code of it for every GPU from
@@ -18,7 +18,7 @@ import sys
 import venv
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-SOURCES = [ROOT / "cuda" / f"{module}.cu" for module in ("kernels", "audit", "layer")]
+SOURCES = [ROOT / "cuda" / f"{module}.cu" for module in ("exchange", "audit", "layer")]
 # Kernels whose sources fuse by name, as what they are compared with does.
 FUSED = {"matmul"}
 PAGE = ROOT / "docs" / "kernels.md"

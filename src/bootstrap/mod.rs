@@ -25,22 +25,22 @@
 //!   descriptors   ranks of one machine, and how they pass descriptors to each other
 //!   rendezvous    first contact and rebuild: from processes to the members of a world
 //!   hub           a world while it lives: store, coordinator, client; or threads
-//!   thread        threads of the library, the deaths of which end the world
+//!   supervised    threads of the library, the deaths of which end the world
 //!   wait          what blocks a thread: bounded sleeps, the network, ends of threads
-//!   watch         silent ranks, the launcher's life, the health of the world, timeouts
+//!   health        silent ranks, the launcher's life, the health of the world, timeouts
 //!   connection          proofs, messages, frames, a connection that never blocks
 //!   identity      this process as its launcher describes it
 //!   secret        what the ranks of a job prove to know
 //! ```
 
 mod descriptors;
+mod health;
 mod hub;
 mod identity;
 mod rendezvous;
 mod secret;
-mod thread;
+mod supervised;
 pub(crate) mod wait;
-mod watch;
 mod wire;
 
 use std::io;
@@ -48,11 +48,11 @@ use std::io;
 use rustix::io::Errno;
 
 pub use descriptors::Location;
+pub(crate) use health::interrupted;
+pub use health::{Timeouts, interruptible};
 pub use identity::Identity;
 pub use secret::Secret;
-pub(crate) use thread::{FatalGuard, FatalLock, Thread, caught, spawn_scoped, turn};
-pub(crate) use watch::interrupted;
-pub use watch::{Timeouts, interruptible};
+pub(crate) use supervised::{FatalGuard, FatalLock, Thread, caught, spawn_scoped, turn};
 
 use crate::error::BootstrapError;
 
@@ -60,15 +60,15 @@ use crate::error::BootstrapError;
 #[doc(hidden)]
 pub use descriptors::exchange_fds;
 #[doc(hidden)]
+pub use health::Health;
+#[doc(hidden)]
 pub use hub::{Hub, threads};
 #[doc(hidden)]
 pub use identity::{Launcher, LauncherPipe};
 #[doc(hidden)]
 pub use rendezvous::{PeerAuth, PeerListener, connect};
 #[doc(hidden)]
-pub use thread::fault::panic_in;
-#[doc(hidden)]
-pub use watch::Health;
+pub use supervised::fault::panic_in;
 
 /// The error of a system call.
 fn system(call: &'static str, errno: Errno) -> BootstrapError {

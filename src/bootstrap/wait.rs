@@ -27,7 +27,7 @@ use rustix::event::{PollFd, Timespec, poll};
 use rustix::io::Errno;
 use rustix::thread::futex as kernel;
 
-use super::watch::{EVERY, Health, has_interrupt_check, interrupted};
+use super::health::{EVERY, Health, has_interrupt_check, interrupted};
 use crate::error::{BootstrapError, Cause};
 
 /// The longest sleep between two questions of a waiter.

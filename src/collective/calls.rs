@@ -17,7 +17,7 @@ use crate::dtype::{Element, PartialDtype};
 use crate::error::{CallKind, Error, MemoryError, PlanError};
 use crate::lane::Io;
 use crate::rows::{Arithmetic, Stores};
-use crate::schedule::call::CallMachine;
+use crate::schedule::call_program::CallMachine;
 use crate::schedule::collective::{Program, Round, Rounds, Shape};
 use crate::schedule::{PutSource, WindowId};
 

@@ -51,8 +51,8 @@
 
 mod builder;
 mod calls;
-mod messages;
 mod rounds;
+mod send_recv;
 
 use std::sync::Arc;
 

@@ -13,7 +13,7 @@ use crate::error::{CallError, CallKind, Error, PlanError};
 use crate::exec::{Executor, Until, drive};
 use crate::lane::Io;
 use crate::rows::{RowKernels, Stores};
-use crate::schedule::call::{Agreement, CallMachine, Part, Role, StageId, Work};
+use crate::schedule::call_program::{Agreement, CallMachine, Part, Role, StageId, Work};
 use crate::schedule::collective::{Copied, Program, Round, Skeleton, Tensor};
 use crate::schedule::{Flag, Refusal, Tag, WindowId};
 

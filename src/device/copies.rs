@@ -8,8 +8,8 @@
 
 use super::call;
 use super::context::Context;
-use super::flags::AT_ONCE;
 use super::library::{BatchCopy, Code, CopyAttributes, Version, too_old};
+use super::memory_operations::AT_ONCE;
 use super::range::{ByteSpan, Claims};
 use super::stream::Stream;
 use crate::error::DeviceError;

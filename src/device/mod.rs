@@ -13,8 +13,8 @@
 //!                 ├── Kernels       ours: packing and sums, which copy engines cannot do
 //!                 └── AuditKernels  for `sidelane gpu-check`: they hold multiprocessors, and use them
 //!
-//!   Range ── span(offset, len) ── copies       Stream::copy, CopyBatch
-//!         └─ word(offset)      ── flags        Stream::write, Stream::wait, MemoryOperations
+//!   Range ── span(offset, len) ── copies             Stream::copy, CopyBatch
+//!         └─ word(offset)      ── memory operations  Stream::write, Stream::wait, MemoryOperations
 //!         └─ dma_buf()         ── a descriptor that a NIC can register
 //! ```
 //!
@@ -41,9 +41,9 @@ mod blas;
 mod context;
 mod copies;
 mod driver;
-mod flags;
 mod kernels;
 mod library;
+mod memory_operations;
 mod module;
 mod pinned;
 mod range;
@@ -69,8 +69,6 @@ pub use copies::CopyBatch;
 #[doc(hidden)]
 pub use driver::{BatchedCopies, DeviceProperties, ModuleLoading, Probe, WriteOrder};
 #[doc(hidden)]
-pub use flags::MemOpBatch;
-#[doc(hidden)]
 pub use kernels::{
     AccumulateArgs, GateArgs, GatherRun, GatherRuns, GroupSegments, LayerKernels, MatmulArgs, MatmulShape,
 };
@@ -81,6 +79,8 @@ pub use kernels::{
 };
 #[doc(hidden)]
 pub use library::Version;
+#[doc(hidden)]
+pub use memory_operations::MemOpBatch;
 #[doc(hidden)]
 pub use module::{Function, Grid, Module, Parameters};
 #[doc(hidden)]

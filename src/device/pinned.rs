@@ -10,7 +10,7 @@ use super::call;
 use super::context::Context;
 use super::range::{DeviceRange, Reach};
 use crate::error::DeviceError;
-use crate::sync::streams::is_shared;
+use crate::sync::stream_use::is_shared;
 
 /// `PORTABLE | DEVICEMAP`, the same numbers for allocating and registering: all contexts, with an
 /// address for devices.

@@ -11,7 +11,7 @@
 use super::state::EpState;
 use crate::error::{CallError, Cause, Error, MemoryError};
 use crate::plan::{Counts, Overflow, ReceiveSizes};
-use crate::schedule::call::Agreement;
+use crate::schedule::call_program::Agreement;
 use crate::schedule::{Calls, ControlLayout, FillContext, Flag, Refusal, Tag, WindowId};
 use crate::topology::Paths;
 

@@ -13,7 +13,7 @@ use crate::error::{CallError, CallKind, Cause, Error, PlanError};
 use crate::exec::{Executor, TransferCounts};
 use crate::plan::{Counts, ReceiveSizes, RelayPermutation, RelayPlan, RowBuffer};
 use crate::rows::Stores;
-use crate::schedule::call::{Part, RankPrograms, Role, StageId, Work};
+use crate::schedule::call_program::{Part, RankPrograms, Role, StageId, Work};
 use crate::schedule::{
     Calls, Flag, Operands, Refusal, RelayTables, ReturnParts, SumOperands, TrackOp, WindowId,
 };

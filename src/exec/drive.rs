@@ -5,7 +5,7 @@
 
 use crate::error::{CallError, CallKind, Error};
 use crate::memory::access::in_stage;
-use crate::schedule::call::{Action, CallMachine, CallProgram, Part, Role, StageId, Work};
+use crate::schedule::call_program::{Action, CallMachine, CallProgram, Part, Role, StageId, Work};
 
 /// Performs the steps of a call.
 pub trait Executor {

@@ -31,7 +31,7 @@ mod floor;
 mod lanes;
 mod net;
 mod port;
-mod sum;
+mod pull;
 #[cfg(test)]
 mod tests;
 mod wait;
@@ -47,5 +47,5 @@ pub use net::{
 #[cfg(test)]
 pub use net::{Fabric, LoopbackConnection, Settings, SignalMode, ring_bytes};
 pub use port::{Io, MappedWindow, Port, RowSource, WindowPart, flush};
-pub use sum::Scratch;
+pub use pull::Scratch;
 pub use wait::{now, yield_to_compute};

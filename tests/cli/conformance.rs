@@ -21,7 +21,7 @@ fn conformance(words: &[&str], variables: &[(&str, &str)]) -> (Output, Value) {
 /// The same on the fake driver.
 fn on_stand_in(words: &[&str]) -> (Output, Value) {
     let library = stand_in_cuda::install().unwrap().join("libcuda.so.1");
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../cuda/all.cu");
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../cuda/all_modules.cu");
     let kernels = stand_in_cuda::kernels(&source).unwrap();
     let variables = [
         ("SIDELANE_CUDA_LIBRARY", library.to_str().unwrap()),

@@ -32,7 +32,8 @@ fn cublas() -> PathBuf {
 fn part(part: &str, variables: &[(&str, &str)]) -> Vec<Value> {
     let directory = stand_in_cuda::install().unwrap();
     let kernels =
-        stand_in_cuda::kernels(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../../cuda/all.cu")).unwrap();
+        stand_in_cuda::kernels(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../../cuda/all_modules.cu"))
+            .unwrap();
     let task = serde_json::json!({
         "part": part, "device": 0, "quick": true, "size": 128, "case_seconds": CASE_SECONDS
     });
@@ -61,7 +62,7 @@ fn state<'r>(rows: &[&'r Value], what: &str) -> &'r str {
 
 #[test]
 fn everything_runs_to_its_end_on_the_stand_in_and_nothing_is_claimed_about_a_gpu() {
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../cuda/all.cu");
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../cuda/all_modules.cu");
     let kernels = stand_in_cuda::kernels(&source).unwrap();
     let file = std::env::temp_dir().join(format!("sidelane-gpu-check-{}.json", std::process::id()));
     let output = gpu_check(
@@ -367,7 +368,7 @@ fn cupti_of_a_wheel_is_found_and_named() {
 fn report(options: &[&str], variables: &[(&str, &str)]) -> Value {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("report.json");
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../cuda/all.cu");
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../cuda/all_modules.cu");
     let kernels = stand_in_cuda::kernels(&source).unwrap();
     let usual = [
         WHOLE,

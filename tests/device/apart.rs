@@ -38,7 +38,7 @@ pub fn each(test: &str, runs: &[Settings<'_>], body: impl FnOnce()) {
 
 /// As [`each`], with the stand-in driver's kernels, which are built for the CPU.
 pub fn each_with_kernels(test: &str, runs: &[Settings<'_>], body: impl FnOnce()) {
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda/all.cu");
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda/all_modules.cu");
     let (library, driver) = (stand_in_cuda::kernels(&source).unwrap(), stand_in_cuda::install().unwrap());
     let usual = [
         ("LD_LIBRARY_PATH", driver.to_str().unwrap()),

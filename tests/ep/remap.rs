@@ -74,7 +74,7 @@ fn ranks_that_bring_different_maps_all_keep_the_old_one() {
             let mut ep = layer(&world, route);
             let map = if world.rank() == 3 { after() } else { before() };
             let error = ep.set_expert_map(map).unwrap_err();
-            assert!(matches!(error, Error::Call(CallError::Disagree { what: "handle", .. })), "{error}");
+            assert!(matches!(error, Error::Call(CallError::Disagree { what: "expert map", .. })), "{error}");
             lands(&mut ep, &before(), &all);
         });
     }

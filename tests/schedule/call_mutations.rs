@@ -4,15 +4,15 @@ use std::collections::BTreeMap;
 
 use sidelane_core::error::CallKind;
 use sidelane_core::plan::{Overflow, ReceiveMode, RowLayout, SumOrder};
-use sidelane_core::schedule::call::{
+use sidelane_core::schedule::call_program::{
     Action, CallProgram, CallStep, Engines, Part, RankPrograms, Relays, StageId, Work,
 };
 use sidelane_core::schedule::collective::{Program, RankView, Shape};
 use sidelane_core::topology::{Paths, Route};
-use sidelane_verify::flow;
 use sidelane_verify::mutate::{CallChange, CallMutation, ProgramId, programs_of};
 use sidelane_verify::prove::prove;
 use sidelane_verify::unroll::{CollectiveCall, CollectiveScenario, ProofScenario, UnrolledProgram};
+use sidelane_verify::value_flow;
 
 use crate::collective_proof::{call, programs as collectives, view_of, with_room};
 use crate::groups::{CHUNKS, Group, gathering_rounds, rounds_of, ways};
@@ -143,7 +143,7 @@ impl Findings {
         unroll: impl Fn(CallMutation) -> UnrolledProgram,
         harmless: impl Fn(&CallMutation) -> Option<&'static str>,
     ) {
-        flow::check(program, program).unwrap_or_else(|lacking| panic!("{lacking}: {program}"));
+        value_flow::check(program, program).unwrap_or_else(|lacking| panic!("{lacking}: {program}"));
         for mutation in CallMutation::all(program, ranks) {
             let class = match mutation.change {
                 CallChange::Drop => "a step is dropped",
@@ -155,7 +155,7 @@ impl Findings {
             let (step, next) = mutation.steps(program);
             let next = next.map_or(String::new(), |next| next.action.to_string());
             let mutant = format!("{name} {:?}: {} | {next}", mutation.change, step.action);
-            if let Err(lacking) = flow::check(&mutation.plant(program), program) {
+            if let Err(lacking) = value_flow::check(&mutation.plant(program), program) {
                 tally.by_flow += 1;
                 tally.example = format!("{mutant}: {lacking}");
                 continue;

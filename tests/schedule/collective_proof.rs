@@ -5,9 +5,9 @@ use sidelane_core::plan::{Pipeline, PipelineStep};
 use sidelane_core::schedule::collective::{Program, RankView, Shape, Staging};
 use sidelane_core::schedule::{Flag, FlagValue, Op};
 use sidelane_core::topology::NodeMap;
-use sidelane_verify::check::check;
 use sidelane_verify::mutate::{Change, Mutation, mutations};
 use sidelane_verify::prove::{AccessKind, MutantProver, ProofFailure, prove};
+use sidelane_verify::random_check::check;
 use sidelane_verify::unroll::{
     CollectiveBug, CollectiveCall, CollectiveScenario, PipelineBug, PipelineScenario, UnrolledProgram,
 };

@@ -7,9 +7,9 @@ use sidelane_core::error::CallKind;
 use sidelane_core::plan::{ReceiveMode, RowLayout, SumOrder};
 use sidelane_core::schedule::{Flag, FlagValue, Op};
 use sidelane_core::topology::{Paths, Route};
-use sidelane_verify::check::check;
 use sidelane_verify::mutate::{Change, Mutation, mutations};
 use sidelane_verify::prove::{AccessKind, MutantProver, ProofFailure, prove};
+use sidelane_verify::random_check::check;
 use sidelane_verify::unroll::{Relays, SeededBug, UnrolledProgram};
 
 use crate::cases::cases;

@@ -2,7 +2,7 @@
 //! the first leaves.
 #![allow(dead_code, reason = "each test program uses a part of this")]
 
-use sidelane_core::schedule::stream::Slots;
+use sidelane_core::schedule::stream_program::Slots;
 use sidelane_verify::unroll::StreamCall::{self, Combine, Dispatch, Release};
 
 /// Geometry whose slots do not fill their places.

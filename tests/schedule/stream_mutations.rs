@@ -4,17 +4,17 @@
 use std::collections::BTreeMap;
 
 use sidelane_core::error::CallKind;
-use sidelane_core::schedule::call::{Action, SlotCall, Work};
-use sidelane_core::schedule::stream::RowPath;
+use sidelane_core::schedule::call_program::{Action, SlotCall, Work};
+use sidelane_core::schedule::stream_program::RowPath;
 use sidelane_core::schedule::{FlagValue, Op, TrackOp};
 use sidelane_core::topology::NodeMap;
-use sidelane_verify::check::check;
-use sidelane_verify::flow;
 use sidelane_verify::mutate::{CallChange, CallMutation};
 use sidelane_verify::mutate::{Change, Mutation, mutations};
 use sidelane_verify::prove::{MutantProver, prove};
+use sidelane_verify::random_check::check;
 use sidelane_verify::unroll::StreamCall::{self, Combine, Dispatch, Release};
 use sidelane_verify::unroll::{StreamScenario, Streams, UnrolledOp, UnrolledProgram};
+use sidelane_verify::value_flow;
 
 use crate::replays::{slots, thrice};
 
@@ -337,12 +337,12 @@ fn driver_mutants_of_slots_are_found_by_flow_and_between_ranks() {
     for call in SlotCall::ALL {
         let (program, answer) =
             (call.program(), if call == SlotCall::Release { Release(0) } else { Combine(0) });
-        assert_eq!(flow::check(&program, &program), Ok(()));
+        assert_eq!(value_flow::check(&program, &program), Ok(()));
         let mutations = CallMutation::all(&program, nodes.ranks());
         assert_eq!(mutations.len(), 2 * program.steps().len() - 1);
         for mutation in mutations {
             let (planted, (step, next)) = (mutation.plant(&program), mutation.steps(&program));
-            let lacking = flow::check(&planted, &program).expect_err("the rank itself lacks a value");
+            let lacking = value_flow::check(&planted, &program).expect_err("the rank itself lacks a value");
             let unseen = unseen(&mutation, (step.action, next.map(|next| next.action)));
             println!("{call:?} {:?} {}: {lacking}; {unseen:?}", mutation.change, step.action);
             for across in groups {

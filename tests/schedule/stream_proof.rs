@@ -2,10 +2,10 @@
 //! queues that streams share.
 
 use sidelane_core::error::PlanError;
-use sidelane_core::schedule::stream::RowPath;
+use sidelane_core::schedule::stream_program::RowPath;
 use sidelane_core::topology::NodeMap;
-use sidelane_verify::check::check;
 use sidelane_verify::prove::{ProofFailure, ends, prove};
+use sidelane_verify::random_check::check;
 use sidelane_verify::unroll::StreamCall::{self, Combine, Dispatch, Release};
 use sidelane_verify::unroll::{StreamBug, StreamScenario, Streams, UnrolledProgram};
 

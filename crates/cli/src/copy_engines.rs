@@ -17,8 +17,8 @@ use serde::Serialize;
 use sidelane::error::PlanError;
 use sidelane::plan::RowLayout;
 use sidelane::topology::Route;
-use sidelane_core::schedule::call::SlotCall;
-use sidelane_core::schedule::stream::{Slots, StreamProgram};
+use sidelane_core::schedule::call_program::SlotCall;
+use sidelane_core::schedule::stream_program::{Slots, StreamProgram};
 use sidelane_model::{CopyEngineWork, RankDispatches};
 
 use crate::bench::RowType;

@@ -24,8 +24,8 @@ use sidelane_core::plan::{
     RelaySorter, RowLayout, RowMetadata, RowSizes, SumOrder,
 };
 use sidelane_core::schedule::Effect;
-use sidelane_core::schedule::call::{Action, Engines, RankPrograms, Relays, Role, StageId};
-use sidelane_core::schedule::stream::StreamProgram;
+use sidelane_core::schedule::call_program::{Action, Engines, RankPrograms, Relays, Role, StageId};
+use sidelane_core::schedule::stream_program::StreamProgram;
 use sidelane_core::schedule::{
     CallerTables, Calls, ControlLayout, FillContext, Op, Operands, RelayTables, TrackOp, WindowId,
 };
@@ -227,8 +227,8 @@ mod tests {
     use std::collections::BTreeSet;
 
     use sidelane_core::gate::{Pattern, synthetic};
-    use sidelane_core::schedule::call::SlotCall;
-    use sidelane_core::schedule::stream::Slots;
+    use sidelane_core::schedule::call_program::SlotCall;
+    use sidelane_core::schedule::stream_program::Slots;
     use sidelane_core::schedule::{Flag, FlagValue, Operand, OperandId, PutSource, SpanCopy, WindowId};
 
     use super::*;

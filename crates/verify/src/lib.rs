@@ -3,15 +3,15 @@
 //!
 //! ```text
 //!   scenario of calls --unroll--> operations of all ranks --prove--> no deadlock, no race, each byte written once
-//!                                           |          \--check--> random visibility within the lanes' contract
+//!                                           |          \--random_check--> random visibility within the lanes' contract
 //!                                        mutate: planted bugs that both must find
 //!
-//!   call program --flow--> every step finds the values that it needs from earlier steps
+//!   call program --value_flow--> every step finds the values that it needs from earlier steps
 //! ```
 
-pub mod check;
-pub mod flow;
 pub mod mutate;
 pub mod prove;
+pub mod random_check;
 pub mod reference;
 pub mod unroll;
+pub mod value_flow;

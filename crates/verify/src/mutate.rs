@@ -7,7 +7,7 @@
 //! ```
 
 use sidelane_core::error::CallKind;
-use sidelane_core::schedule::call::{CallProgram, CallStep, RankPrograms, Relays};
+use sidelane_core::schedule::call_program::{CallProgram, CallStep, RankPrograms, Relays};
 use sidelane_core::schedule::{Calls, FlagValue, Op, TrackOp};
 
 use crate::unroll::{ActorCall, StageRun, UnrolledOp, UnrolledProgram};

@@ -12,10 +12,10 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::bootstrap::health::{Liveness, Timeouts};
 use crate::bootstrap::rendezvous::{AuthenticatedPeer, Gathering, HandshakeQueue, JoinBarrier, Search, Step};
-use crate::bootstrap::thread::turn;
+use crate::bootstrap::supervised::turn;
 use crate::bootstrap::wait::poll_until;
-use crate::bootstrap::watch::{Liveness, Timeouts};
 use crate::bootstrap::wire::{JoinRefusal, ListenAddress, Message, MessageConnection, Roster};
 use crate::error::{BootstrapError, Cause};
 

@@ -20,11 +20,11 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
 
 use super::Hub;
 use crate::bootstrap::Secret;
+use crate::bootstrap::health::{Health, LauncherWatch, Liveness, Timeouts, lock};
 use crate::bootstrap::identity::LauncherPipe;
 use crate::bootstrap::rendezvous::{Hosted, Lineage, Membership, PeerAuth, rebuild};
-use crate::bootstrap::thread::{Thread, turn};
+use crate::bootstrap::supervised::{Thread, turn};
 use crate::bootstrap::wait::{self, poll_until};
-use crate::bootstrap::watch::{Health, LauncherWatch, Liveness, Timeouts, lock};
 use crate::bootstrap::wire::{Answer, MAX_FRAME, Message, MessageConnection, Roster};
 use crate::bootstrap::{failed, interrupted, system};
 use crate::error::{BootstrapError, Cause, LostReason};

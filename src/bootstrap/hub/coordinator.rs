@@ -16,10 +16,10 @@ use rustix::event::PollFd;
 use super::HOST;
 use super::assembly::{Assembled, Assembly, HubConfig, flush};
 use super::store::{Delivery, Requester, Store};
+use crate::bootstrap::health::{Liveness, Timeouts};
 use crate::bootstrap::rendezvous::HandshakeQueue;
-use crate::bootstrap::thread::{Thread, turn};
+use crate::bootstrap::supervised::{Thread, turn};
 use crate::bootstrap::wait::poll_until;
-use crate::bootstrap::watch::{Liveness, Timeouts};
 use crate::bootstrap::wire::{JoinRefusal, Message, MessageConnection};
 use crate::error::{BootstrapError, Cause, LostReason};
 

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   Hub ─┬─ client (TcpHub) ── link ═══ TCP ═══ assembly, coordinator ── store   ranks that are processes
-//!        └─ threads ────────────────────────────────────────────────────┘         ranks that are threads of one
+//!        └─ in_process ─────────────────────────────────────────────────┘         ranks that are threads of one
 //! ```
 //!
 //! The store makes all decisions and knows neither sockets nor time, so both kinds of world behave
@@ -11,8 +11,8 @@
 mod assembly;
 mod client;
 mod coordinator;
+mod in_process;
 mod store;
-mod threads;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,10 +20,10 @@ use std::time::Duration;
 pub(super) use assembly::{HubConfig, Meeting};
 pub(super) use client::{HOST, Job, TcpHub};
 pub(super) use coordinator::coordinate;
-pub use threads::threads;
+pub use in_process::threads;
 
+use crate::bootstrap::health::Health;
 use crate::bootstrap::rendezvous::PeerAuth;
-use crate::bootstrap::watch::Health;
 use crate::error::{BootstrapError, Cause};
 
 /// A rank's connection to its world.

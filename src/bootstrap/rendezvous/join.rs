@@ -19,11 +19,11 @@ use std::time::{Duration, Instant};
 
 use super::lineage::Lineage;
 use super::listener::{HandshakeQueue, patient};
+use crate::bootstrap::health::{Health, Timeouts};
 use crate::bootstrap::hub::{HOST, Hub, HubConfig, Job, Meeting, TcpHub, coordinate};
 use crate::bootstrap::identity::Identity;
 use crate::bootstrap::secret::{Secret, random};
-use crate::bootstrap::thread::Thread;
-use crate::bootstrap::watch::{Health, Timeouts};
+use crate::bootstrap::supervised::Thread;
 use crate::bootstrap::wire::{
     Hello, Initiator, JoinRefusal, ListenAddress, Message, MessageConnection, PROTOCOL, RendezvousId, Roster,
     job_digest,

@@ -11,7 +11,7 @@ use std::collections::BTreeSet;
 use std::net::{SocketAddr, TcpListener};
 use std::sync::Mutex;
 
-use crate::bootstrap::watch::lock;
+use crate::bootstrap::health::lock;
 use crate::bootstrap::wire::Roster;
 
 /// The worlds of a rank, one after the other.

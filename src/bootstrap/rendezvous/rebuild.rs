@@ -35,9 +35,9 @@ use sha2::{Digest, Sha256};
 use super::gathering::Gathering;
 use super::join::{Hosted, Interrupt, Membership, host, shake_hands};
 use super::lineage::Lineage;
+use crate::bootstrap::health::{Liveness, Timeouts, lock};
 use crate::bootstrap::hub::{Hub, Meeting, TcpHub};
 use crate::bootstrap::secret::random;
-use crate::bootstrap::watch::{Liveness, Timeouts, lock};
 use crate::bootstrap::wire::{
     Hello, Initiator, JoinRefusal, Message, MessageConnection, PROTOCOL, RendezvousId, Roster, Survivor,
 };

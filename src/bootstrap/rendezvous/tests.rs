@@ -14,11 +14,11 @@ use super::join::{JoinBarrier, JoinError, JoinRequest, Membership, host};
 use super::listener::{HandshakeQueue, patient};
 use crate::{
     bootstrap::{
+        health::Timeouts,
         hub::{self, HubConfig, Job, coordinate},
         panic_in,
         secret::Secret,
-        thread::Thread,
-        watch::Timeouts,
+        supervised::Thread,
         wire::{Hello, Initiator, Message, MessageConnection, PROTOCOL, RendezvousId, job_digest},
     },
     error::{Cause, LostReason},

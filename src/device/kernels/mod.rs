@@ -40,7 +40,7 @@ pub use sum::{DotScale, FetchWeights, SumArgs, SumChoices};
 use sum::{GradientFunctions, SumChoicesFunctions, SumFunctions};
 
 use super::context::Context;
-use super::flags::MemOpBatch;
+use super::memory_operations::MemOpBatch;
 use super::module::{Function, Grid, Module};
 use super::range::{ByteSpan, Claims, DeviceRange, Value, Word};
 use super::stream::Stream;
@@ -49,7 +49,7 @@ use crate::error::DeviceError;
 use crate::error::KernelFault;
 
 /// Made by `cuda/build.py`.
-const PTX: &str = concat!(include_str!("../../../cuda/kernels.ptx"), "\0");
+const PTX: &str = concat!(include_str!("../../../cuda/exchange.ptx"), "\0");
 
 /// Threads of a block: `THREADS` in `cuda/shim.h`.
 const THREADS: u32 = 256;

@@ -1,5 +1,5 @@
-//! Launches of kernels that read routing: `cuda/choices.cu`, `sort_choices.cu`, `counts.cu` and
-//! `check.cu`.
+//! Launches of kernels that read routing: `cuda/rank_major_choices.cu`, `sort_choices.cu`,
+//! `counts.cu` and `check.cu`.
 //!
 //! ```text
 //!   choices       expert ids and weights --> metadata of the rows of each slot

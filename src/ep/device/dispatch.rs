@@ -34,7 +34,7 @@ use crate::error::{CallError, CallKind, Error, PlanError};
 use crate::exec::Until;
 use crate::gate::Routing;
 use crate::plan::Segment;
-use crate::schedule::call::{CallMachine, RankPrograms};
+use crate::schedule::call_program::{CallMachine, RankPrograms};
 use crate::schedule::{Tag, WindowId};
 
 /// Where this rank lets others write.

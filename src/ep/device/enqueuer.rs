@@ -2,10 +2,10 @@
 //! on the host does.
 //!
 //! It serves one call after the other by the programs that the host steps, too: the same releases,
-//! entries, counts and placement, the same judgment. [`schedule::call`](crate::schedule::call)
-//! alone holds the order of steps. Rows go by the stream of copies ([`CopyEngineStepper`]). With
-//! several nodes the enqueuer plays this rank's relay, too, at the places of launch order: own puts
-//! and signals, relayed rows, own waits.
+//! entries, counts and placement, the same judgment.
+//! [`schedule::call_program`](crate::schedule::call_program) alone holds the order of steps. Rows
+//! go by the stream of copies ([`CopyEngineStepper`]). With several nodes the enqueuer plays this
+//! rank's relay, too, at the places of launch order: own puts and signals, relayed rows, own waits.
 //!
 //! The caller's thread drives it, in the second half of each call. So no stream waits for a thread
 //! that has yet to call the driver. A dispatch has a file of its own; the other calls are:
@@ -38,9 +38,9 @@ use std::sync::atomic::Ordering;
 
 use super::REFUSED;
 use super::dispatch::Landing;
-use super::guard::Watch;
 use super::memory::{Extent, MemoryShape, StreamFlag};
 use super::session::Session;
+use super::watchdog::Watch;
 use crate::device::{DeviceRange, Event, Kernels, Stream};
 use crate::dtype::Dtype;
 use crate::ep::Status;
@@ -53,7 +53,7 @@ use crate::plan::{
     Counts, DispatchLayout, ExpertMap, InterNodeRows, ReceiveSizes, RelayPermutation, RelayPlan, RowRun,
     Segment, SortedRouting,
 };
-use crate::schedule::call::{CallMachine, Part, RankPrograms, Relays, Role, StageId, Work};
+use crate::schedule::call_program::{CallMachine, Part, RankPrograms, Relays, Role, StageId, Work};
 use crate::schedule::{CallerTables, Calls, Operands, Refusal, ReturnParts, Tag};
 
 /// The caller's stream, as the enqueuer knows it: events order the streams.

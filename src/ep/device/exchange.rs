@@ -15,11 +15,11 @@ use std::time::{Duration, Instant};
 
 use super::REFUSED;
 use super::enqueuer::Enqueuer;
-use super::guard::WaitBreaker;
 use super::handle::{EnqueuedDispatch, EnqueuedHandle, EnqueuedOutput, EnqueuedRows, Lease};
 use super::memory::{Extent, StreamFlag};
 use super::session::{EnqueuedTokens, Session};
 use super::transport::RowTransport;
+use super::watchdog::WaitBreaker;
 use crate::bootstrap::wait;
 use crate::device::{DeviceRange, DotScale, FetchWeights, Kernels, RecordArgs, Stream, SumChoices};
 use crate::dtype::Dtype;
@@ -29,7 +29,7 @@ use crate::ep::tensor::{Chosen, Shape, Side, Tensor, TensorMut, Tokens, wrong_pl
 use crate::ep::{CallExecutor, Choices, CombineInput, ExpertOutput, Feature, LaneUse};
 use crate::error::{CallError, CallKind, Error, PlanError};
 use crate::plan::ExpertMap;
-use crate::schedule::call::{CallMachine, RankPrograms};
+use crate::schedule::call_program::{CallMachine, RankPrograms};
 use crate::world::SymmetricRange;
 
 /// An [`ExpertParallel`](crate::ExpertParallel) whose calls are laid out one by one: see the

@@ -16,7 +16,7 @@ use crate::ep::{CallExecutor, LaneUse, Report, Status};
 use crate::error::{CallKind, Error, PlanError};
 use crate::exec::EnqueueCounts;
 use crate::plan::RowBuffer;
-use crate::schedule::call::CallMachine;
+use crate::schedule::call_program::CallMachine;
 
 /// A context, as long as anything of its dispatch is alive.
 #[derive(Debug)]

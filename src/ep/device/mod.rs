@@ -54,7 +54,6 @@
 mod dispatch;
 mod enqueuer;
 mod exchange;
-mod guard;
 mod handle;
 mod memory;
 mod session;
@@ -63,6 +62,7 @@ pub(super) mod slots;
 #[cfg(test)]
 pub(in crate::ep) mod tests;
 mod transport;
+mod watchdog;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

@@ -17,7 +17,7 @@ use crate::ep::device::tests::support::{on_ranks, small, tokens};
 use crate::error::CallKind;
 use crate::lane::{Fabric, Settings, SignalMode};
 use crate::plan::{ExpertMap, Overflow, ReceiveMode, RowLayout, SumOrder};
-use crate::schedule::call::{Action, Part, Relays, StageId};
+use crate::schedule::call_program::{Action, Part, Relays, StageId};
 use crate::topology::Route;
 use crate::world::{NicCounters, NoDmaBuf, NoGpuDirect, Registration};
 use crate::{Options, World};

@@ -9,7 +9,8 @@
 //!   HostCall                  borrows all four; drive() asks it to perform each step
 //! ```
 //!
-//! The order of steps stands in [`schedule::call`](crate::schedule::call), and nowhere here.
+//! The order of steps stands in [`schedule::call_program`](crate::schedule::call_program), and
+//! nowhere here.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -31,7 +32,7 @@ use crate::plan::{
     ExpertMap, InterNodeRows, Overflow, PlanContext, RelayPlan, RelaySorter, SortedRouting, Traffic,
 };
 use crate::rows::Stores;
-use crate::schedule::call::{Part, RankPrograms, Role, StageId, Work};
+use crate::schedule::call_program::{Part, RankPrograms, Role, StageId, Work};
 use crate::schedule::{
     CallerTables, Calls, Flag, Operands, Refusal, RelayTables, ReturnParts, SumOperands, Tag, WindowId,
 };

@@ -30,7 +30,7 @@ use crate::memory::Pool;
 use crate::plan::{ExpertMap, Strategy};
 use crate::rows::Arithmetic;
 use crate::schedule::ReturnParts;
-use crate::schedule::call::{CallMachine, Engines, RankPrograms, Relays};
+use crate::schedule::call_program::{CallMachine, Engines, RankPrograms, Relays};
 use crate::world::Group;
 
 /// An [`ExpertParallel`](crate::ExpertParallel) on the host.

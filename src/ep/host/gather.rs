@@ -31,7 +31,7 @@ use crate::plan::{
     Block, ExpertMap, GroupRouting, LocalPermutation, PlanContext, RankRouting, ReceiveMode, RowLayout,
     Strategy, SumOrder, Traffic,
 };
-use crate::schedule::call::{CallMachine, Part, RankPrograms, Role, StageId, Work};
+use crate::schedule::call_program::{CallMachine, Part, RankPrograms, Role, StageId, Work};
 use crate::schedule::{Operand, Operands};
 use crate::world::Group;
 

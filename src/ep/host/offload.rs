@@ -21,7 +21,7 @@ use crate::error::{Error, LaneError};
 use crate::exec::{HostStepper, TransferCounts, Until, drive};
 use crate::lane::Io;
 use crate::plan::RelayPlan;
-use crate::schedule::call::{CallMachine, RankPrograms};
+use crate::schedule::call_program::{CallMachine, RankPrograms};
 use crate::schedule::{Operands, TrackOp};
 
 /// A relay that the host steps.

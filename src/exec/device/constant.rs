@@ -18,8 +18,8 @@ use std::sync::Arc;
 use crate::device::{Context, CopyBatch, DeviceRange, MemOpBatch, Stream, Version};
 use crate::error::{DeviceError, Error, LaneError};
 use crate::exec::EnqueueCounts;
-use crate::schedule::call::Part;
-use crate::schedule::stream::{PeerCopy, Piece, StreamProgram, WordOp};
+use crate::schedule::call_program::Part;
+use crate::schedule::stream_program::{PeerCopy, Piece, StreamProgram, WordOp};
 use crate::schedule::{PutSource, WindowId};
 
 /// Where the windows of a group lie, as one rank's device reaches them. Ranks are positions in the

@@ -17,7 +17,7 @@ use crate::exec::EnqueueCounts;
 use crate::lane::{Io, Port, RowSource};
 use crate::plan::RowRun;
 use crate::rows::Stores;
-use crate::schedule::stream::StreamProgram;
+use crate::schedule::stream_program::StreamProgram;
 use crate::schedule::{
     ControlLayout, Flag, FlagValue, Index, Op, Operand, PutSource, SpanCopy, Tag, WindowId,
 };

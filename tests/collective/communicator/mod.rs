@@ -3,8 +3,8 @@
 mod case;
 mod faults;
 mod landed;
-mod messages;
 mod moves;
 mod refusals;
+mod send_recv;
 mod sums;
 mod windows;

@@ -15,7 +15,7 @@ use crate::apart::{apart, each};
 
 /// The kernels, built for the CPU.
 fn kernels() -> PathBuf {
-    stand_in_cuda::kernels(&Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda/all.cu")).unwrap()
+    stand_in_cuda::kernels(&Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda/all_modules.cu")).unwrap()
 }
 
 #[test]

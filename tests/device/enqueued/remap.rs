@@ -107,7 +107,7 @@ fn maps_that_do_not_fit_or_differ_are_refused_on_every_rank() {
         on_each_of::<bf16>(&case(&[0, 0, 1, 1], Route::Pxn, RowLayout::ExpertMajor), |rank, me| {
             let map = if me == 3 { after() } else { before() };
             let error = rank.planned.set_expert_map(map).unwrap_err();
-            assert!(matches!(error, Error::Call(CallError::Disagree { what: "handle", .. })), "{error}");
+            assert!(matches!(error, Error::Call(CallError::Disagree { what: "expert map", .. })), "{error}");
             let more = ExpertMap::from_slots(4, &[vec![0, 1], vec![2, 0], vec![3], vec![0]]).unwrap();
             for map in [more, ExpertMap::contiguous(5, 4).unwrap(), ExpertMap::contiguous(4, 3).unwrap()] {
                 let error = rank.planned.set_expert_map(map).unwrap_err();

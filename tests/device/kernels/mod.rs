@@ -44,7 +44,7 @@ fn with_kernels(test: &str, body: impl Fn(&Device)) {
 
 /// The same, once for each list of variables.
 fn with_kernels_each(test: &str, runs: &[Settings<'_>], body: impl Fn(&Device)) {
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda/all.cu");
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda/all_modules.cu");
     let (library, drivers) = (stand_in_cuda::kernels(&source).unwrap(), stand_in_cuda::install().unwrap());
     let usual = [
         ("SIDELANE_FAKE_CUDA_KERNELS", library.to_str().unwrap()),

@@ -111,7 +111,7 @@ fn bad_masks_are_refused_on_all_ranks_and_the_old_one_stays() {
         let mine = [true, true, world.rank() == 0];
         assert!(matches!(
             ep.mask(&mine).unwrap_err(),
-            Error::Call(CallError::Disagree { what: "handle", .. })
+            Error::Call(CallError::Disagree { what: "expert map", .. })
         ));
         let (rows, handle) = all.dispatch(&mut ep);
         all.arrived(me, &rows, &handle);

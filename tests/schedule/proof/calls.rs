@@ -1,7 +1,7 @@
 //! Calls that are refused, and that ranks disagree about.
 
-use sidelane_verify::check::check;
 use sidelane_verify::prove::{ProofFailure, prove};
+use sidelane_verify::random_check::check;
 use sidelane_verify::unroll::{Call, Relays, SeededBug};
 
 use super::proved;

@@ -4,8 +4,8 @@ use std::time::Instant;
 
 use sidelane_core::schedule::{Flag, FlagValue, Op};
 use sidelane_core::topology::Route;
-use sidelane_verify::check::check;
 use sidelane_verify::prove::ProofFailure;
+use sidelane_verify::random_check::check;
 use sidelane_verify::unroll::Relays;
 
 use super::titled;

@@ -2,7 +2,7 @@
 
 use sidelane_core::plan::{Overflow, ReceiveMode, RowLayout, SumOrder};
 use sidelane_core::topology::Route;
-use sidelane_verify::check::check;
+use sidelane_verify::random_check::check;
 use sidelane_verify::unroll::{Call, Relays};
 
 use super::{proved, titled};

@@ -1,5 +1,5 @@
 //! Prints the environment that gives a program devices:
-//! `cargo run -p stand-in-cuda -- cuda/kernels.cu`.
+//! `cargo run -p stand-in-cuda -- cuda/exchange.cu`.
 
 use std::error::Error;
 use std::path::Path;

@@ -81,7 +81,7 @@ pub fn build(profile: &str) -> Result<Programs> {
     let library_tests = built(&messages, "lib")?;
     // Tests find it next to themselves.
     let driver = library_tests.with_file_name(DRIVER);
-    let source = repository().join("cuda/kernels.cu");
+    let source = repository().join("cuda/exchange.cu");
     let kernels = stand_in_cuda::kernels(&source).at(&source)?;
     Ok(Programs { sidelane, library_tests, driver, kernels, agent })
 }

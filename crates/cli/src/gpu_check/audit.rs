@@ -24,8 +24,8 @@ use sidelane::device::{
 };
 use sidelane::error::DeviceError;
 use sidelane::exec::{Lowered, PeerWindows};
-use sidelane_core::schedule::call::{Part, SlotCall};
-use sidelane_core::schedule::stream::{Slots, StreamProgram};
+use sidelane_core::schedule::call_program::{Part, SlotCall};
+use sidelane_core::schedule::stream_program::{Slots, StreamProgram};
 
 use super::Task;
 use super::bench::{self, Gpu, Transfer, content, equal, random_bytes, same};

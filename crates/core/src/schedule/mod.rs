@@ -22,21 +22,21 @@
 //!
 //! The operation set stays this small. A new feature is a new plan, not a new operation.
 
-mod agree;
-mod control;
-mod fill;
+mod call_tags;
+mod control_window;
+mod fill_operands;
 mod op;
 mod operands;
 mod skeleton;
 
-pub mod call;
+pub mod call_program;
 pub mod collective;
-pub mod stream;
+pub mod stream_program;
 
 pub use crate::plan::LINE;
-pub use agree::{Refusal, Tag};
-pub use control::{Calls, ControlLayout};
-pub use fill::{CallerTables, FillContext, RelayTables, ReturnParts};
+pub use call_tags::{Refusal, Tag};
+pub use control_window::{Calls, ControlLayout};
+pub use fill_operands::{CallerTables, FillContext, RelayTables, ReturnParts};
 pub use op::{Flag, FlagValue, Line, Op, OperandId, Stage, TrackOp};
 pub use operands::{
     Bytes, Effect, Index, Operand, Operands, PutSource, SpanCopy, SumOperands, SumTarget, WindowId,

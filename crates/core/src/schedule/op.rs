@@ -13,8 +13,8 @@ use crate::topology::{Paths, Route};
 ///
 /// At every rank there is one word of each kind for every rank of the group: a cache line each, one
 /// writer, values that only grow. A word is named by the rank it speaks *of*, which is its writer
-/// in all kinds but one. On a [stream](super::stream) words do not grow: there a word has two
-/// writers, which take turns.
+/// in all kinds but one. On a [stream](super::stream_program) words do not grow: there a word has
+/// two writers, which take turns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Flag {
     /// "I am in this call, this is what I call, and this is where you may write": carries a
@@ -61,7 +61,7 @@ impl Flag {
 }
 
 /// The generation that a flag operation means. The number itself is an operand: it grows with every
-/// call, except on a [stream](super::stream), where it is a constant.
+/// call, except on a [stream](super::stream_program), where it is a constant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum FlagValue {
     /// The running call.

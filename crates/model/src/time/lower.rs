@@ -15,7 +15,9 @@
 
 use sidelane_core::error::CallKind;
 use sidelane_core::plan::{RelayPermutation, RelayPlan, RowBuffer, RowSizes};
-use sidelane_core::schedule::call::{Action, CallStep, Engines, RankPrograms, Relays, Role, StageId, Work};
+use sidelane_core::schedule::call_program::{
+    Action, CallStep, Engines, RankPrograms, Relays, Role, StageId, Work,
+};
 use sidelane_core::schedule::{
     CallerTables, Calls, FillContext, Flag, Index, Op, Operand, OperandId, Operands, PutSource, RelayTables,
     ReturnParts, SumOperands, SumTarget, TrackOp, WindowId,

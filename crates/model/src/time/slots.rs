@@ -2,8 +2,8 @@
 
 use sidelane_core::error::PlanError;
 use sidelane_core::plan::SlotShape;
-use sidelane_core::schedule::call::{Action, Part, SlotCall, Work};
-use sidelane_core::schedule::stream::{Slots, StreamProgram};
+use sidelane_core::schedule::call_program::{Action, Part, SlotCall, Work};
+use sidelane_core::schedule::stream_program::{Slots, StreamProgram};
 use sidelane_core::schedule::{FlagValue, Op, TrackOp};
 
 use super::hardware::at_rate;

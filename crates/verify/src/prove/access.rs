@@ -12,7 +12,7 @@ use std::rc::Rc;
 
 use sidelane_core::schedule::WindowId;
 
-use super::program::{Node, Program};
+use super::flat_program::{Node, Program};
 use crate::unroll::{ActorCall, Assumed, Bytes, Effect};
 
 /// How an access is carried out.

@@ -16,7 +16,7 @@ use std::ops::Range;
 
 use sidelane_core::schedule::{FlagValue, Op};
 
-use super::program::{Node, Program};
+use super::flat_program::{Node, Program};
 
 /// Knowledge of some actor at some moment.
 #[derive(Clone, Copy)]

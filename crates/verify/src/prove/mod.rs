@@ -17,32 +17,32 @@
 //!                                     accesses to each window --every two that meet, every read-----+--> ordered, written
 //! ```
 //!
-//! Words that [do not grow](sidelane_core::schedule::stream) are proved as if they did, by the
-//! number of the call in place of 1, and as bytes. A signal writes them and must find them reset, a
-//! wait reads them and must find its own call's signal, and a reset writes them once more. If all
-//! of these are ordered, the constants work like the numbers. To see this, take the first wait, in
-//! any run, that ends by another call's signal. All earlier events went as in the proof. So an
-//! earlier signal had been reset when this wait began, and a later one was sent by a rank that had
-//! heard of the end of this wait.
+//! Words that [do not grow](sidelane_core::schedule::stream_program) are proved as if they did, by
+//! the number of the call in place of 1, and as bytes. A signal writes them and must find them
+//! reset, a wait reads them and must find its own call's signal, and a reset writes them once more.
+//! If all of these are ordered, the constants work like the numbers. To see this, take the first
+//! wait, in any run, that ends by another call's signal. All earlier events went as in the proof.
+//! So an earlier signal had been reset when this wait began, and a later one was sent by a rank
+//! that had heard of the end of this wait.
 //!
 //! The proof assumes the lanes' contract: a put to a peer lands at any time between its issue and
 //! the moment the next signal of its track is visible; the signals of a track become visible in
-//! order, each with its tag. [`check`](crate::check) simulates that contract at random.
+//! order, each with its tag. [`check`](crate::random_check) simulates that contract at random.
 
 #![allow(clippy::result_large_err, reason = "a fault ends the whole proof, and names two operations")]
 
 mod access;
+pub(super) mod flat_program;
 mod happens_before;
-mod judge;
-pub(super) mod program;
+mod races;
 
 use std::fmt;
 use std::ops::Range;
 
 use access::Accesses;
+use flat_program::Program;
 use happens_before::Knowledge;
-use judge::Judge;
-use program::Program;
+use races::Judge;
 use sidelane_core::schedule::{FlagValue, Op, WindowId};
 
 use crate::unroll::{Role, UnrolledProgram};
@@ -120,7 +120,7 @@ impl<'p> Run<'p> {
         for count in QUEUES.map(|count| if count == 0 { program.tracks } else { count }) {
             // With a queue for each track more queues change nothing.
             if queues.last().is_none_or(|&before| before < program.tracks) {
-                order = program::run(program, count)?;
+                order = flat_program::run(program, count)?;
             }
             queues.push(count);
         }
@@ -148,7 +148,7 @@ impl<'p> Run<'p> {
 /// # Errors
 /// [`ProofFailure::Deadlock`].
 pub fn ends(unrolled: &UnrolledProgram, queues: u32) -> Result<(), ProofFailure> {
-    program::run(&Program::new(unrolled), queues).map(|_| ())
+    flat_program::run(&Program::new(unrolled), queues).map(|_| ())
 }
 
 /// One operation, or one touch of the planner or the caller.

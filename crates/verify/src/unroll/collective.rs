@@ -13,7 +13,7 @@ use std::rc::Rc;
 use sidelane_core::dtype::{Dtype, PartialDtype};
 use sidelane_core::error::{CallKind, PlanError};
 use sidelane_core::plan::{Pipeline, PipelineStep};
-use sidelane_core::schedule::call::{Action, Work};
+use sidelane_core::schedule::call_program::{Action, Work};
 use sidelane_core::schedule::collective::{
     self, Copied, MessageChannel, MessagePart, Program, RankView, Round, Rounds, Staging,
 };

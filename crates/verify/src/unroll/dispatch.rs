@@ -23,7 +23,7 @@ use sidelane_core::plan::{
     DispatchLayout, GroupRouting, LocalPermutation, PlanContext, RankRouting, RelayPermutation, RelayPlan,
     RelaySorter, RowBuffer,
 };
-use sidelane_core::schedule::call::{Action, Role, StageId, Work};
+use sidelane_core::schedule::call_program::{Action, Role, StageId, Work};
 use sidelane_core::schedule::{Flag, Operand, RelayTables, ReturnParts, WindowId};
 
 use super::host_access::chunk;

@@ -34,7 +34,7 @@ use std::rc::Rc;
 use sidelane_core::error::{CallKind, PlanError};
 use sidelane_core::gate::Routing;
 use sidelane_core::plan::{ExpertMap, ReceiveMode, RowLayout, RowMetadata, Strategy, SumOrder};
-use sidelane_core::schedule::stream::Slots;
+use sidelane_core::schedule::stream_program::Slots;
 use sidelane_core::schedule::{ControlLayout, FlagValue, Op, Operands, ReturnParts, TrackOp, WindowId};
 use sidelane_core::topology::{NodeMap, Route};
 use unroller::FilledOperands;
@@ -42,7 +42,7 @@ use unroller::FilledOperands;
 use crate::mutate::{CallMutation, ProgramId};
 
 pub use collective::{CollectiveBug, CollectiveCall, CollectiveScenario, PipelineBug, PipelineScenario};
-pub use sidelane_core::schedule::call::Relays;
+pub use sidelane_core::schedule::call_program::Relays;
 pub use sidelane_core::schedule::{Bytes, Effect};
 pub use streams::{StreamBug, StreamCall, StreamScenario, Streams};
 

@@ -3,7 +3,7 @@
 use std::rc::Rc;
 
 use sidelane_core::error::{CallKind, PlanError};
-use sidelane_core::schedule::call::{Action, Role, StageId, Work};
+use sidelane_core::schedule::call_program::{Action, Role, StageId, Work};
 use sidelane_core::schedule::{CallerTables, FillContext, Flag, RelayTables, ReturnParts, Tag};
 
 use super::unroller::{Extent, FilledOperands, Handle, SampledCall, Tables, Unroller, Until};

@@ -41,8 +41,8 @@ use std::mem::take;
 use std::rc::Rc;
 
 use sidelane_core::error::{CallKind, PlanError};
-use sidelane_core::schedule::call::{Action, CallProgram, SlotCall, Work};
-use sidelane_core::schedule::stream::{ProxyProgram, RowPath, Slots, StreamProgram};
+use sidelane_core::schedule::call_program::{Action, CallProgram, SlotCall, Work};
+use sidelane_core::schedule::stream_program::{ProxyProgram, RowPath, Slots, StreamProgram};
 use sidelane_core::schedule::{Flag, FlagValue, LINE, Op, Stage, TrackOp, WindowId};
 use sidelane_core::topology::NodeMap;
 

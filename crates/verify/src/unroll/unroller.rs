@@ -22,7 +22,7 @@ use sidelane_core::gate::Routing;
 use sidelane_core::plan::{
     Bins, Counts, DispatchLayout, ExpertMap, ReceiveSizes, RelayPlan, RowBuffer, RowSizes, Strategy,
 };
-use sidelane_core::schedule::call::{Engines, RankPrograms};
+use sidelane_core::schedule::call_program::{Engines, RankPrograms};
 use sidelane_core::schedule::{
     CallerTables, Calls, ControlLayout, FillContext, Flag, Operands, RelayTables, ReturnParts, SumOperands,
     WindowId,

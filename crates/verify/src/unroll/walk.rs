@@ -7,9 +7,9 @@
 //!   inline    release | publish | entry.. | node entered .. agreed | ..entry | agree, judge, describe | rows.. | ..
 //! ```
 //!
-//! The order comes from the [program](sidelane_core::schedule::call) that the real call follows.
-//! The accesses of planners in windows between two stages are the footprint of the steps between
-//! them.
+//! The order comes from the [program](sidelane_core::schedule::call_program) that the real call
+//! follows. The accesses of planners in windows between two stages are the footprint of the steps
+//! between them.
 //!
 //! **Samples.** Of a group that is too large, the programs of some ranks are unrolled in full. The
 //! others are assumed to follow their programs, in the calls in which these name each step.
@@ -30,7 +30,7 @@
 use std::rc::Rc;
 
 use sidelane_core::error::CallKind;
-use sidelane_core::schedule::call::{Action, CallProgram, Part, RankPrograms, Role, StageId, Work};
+use sidelane_core::schedule::call_program::{Action, CallProgram, Part, RankPrograms, Role, StageId, Work};
 use sidelane_core::schedule::{Flag, FlagValue, Line, Op, TrackOp};
 use sidelane_core::topology::Paths;
 

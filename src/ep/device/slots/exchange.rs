@@ -22,7 +22,7 @@ use super::proxy::Proxy;
 use crate::bootstrap::wait::Polling;
 use crate::device::{Addresses, Check, DeviceRange, Kernels, Pack, Stream, SumArgs, Word};
 use crate::ep::builder::Spec;
-use crate::ep::device::guard::{BypassStream, WaitBreaker};
+use crate::ep::device::watchdog::{BypassStream, WaitBreaker};
 use crate::ep::rows::OutputAt;
 use crate::ep::tensor::{Shape, Side, Tensor, TensorMut, Tokens, wrong_place};
 use crate::ep::{Choices, CombineInput, ExpertOutput, LaneUse};
@@ -31,7 +31,7 @@ use crate::exec::{EnqueueCounts, Executor, Lowered, Until, drive};
 use crate::lane::COPY_ENGINE;
 use crate::plan::{ExpertMap, SlotShape};
 use crate::schedule::Flag;
-use crate::schedule::call::{CallMachine, CallProgram, Part, Role, SlotCall, StageId, Work};
+use crate::schedule::call_program::{CallMachine, CallProgram, Part, Role, SlotCall, StageId, Work};
 use crate::world::{Group, WorldState};
 
 /// Flags that this rank awaits from each peer.

@@ -19,7 +19,7 @@ use crate::dtype::Dtype;
 use crate::ep::builder::Spec;
 use crate::error::{DeviceError, Error, PlanError};
 use crate::plan::{Bins, ExpertMap, SlotShape};
-use crate::schedule::stream::Slots;
+use crate::schedule::stream_program::Slots;
 
 /// A piece of its memory.
 #[derive(Clone, Copy, Debug)]

@@ -7,7 +7,7 @@ use crossbeam_utils::atomic::AtomicCell;
 
 use super::expand::Expansion;
 use crate::device::DeviceRange;
-use crate::ep::device::guard::Words;
+use crate::ep::device::watchdog::Words;
 use crate::ep::{CallExecutor, LaneUse, Report, Status};
 use crate::error::{DeviceError, Error};
 use crate::exec::EnqueueCounts;

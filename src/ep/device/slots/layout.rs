@@ -5,7 +5,7 @@ use crate::device::{Addresses, ByteSpan, DeviceRange, Pack, PinnedMemory, Stream
 use crate::error::{DeviceError, Error, PlanError};
 use crate::exec::PeerWindows;
 use crate::plan::{ExpertMap, SlotShape};
-use crate::schedule::stream::Slots;
+use crate::schedule::stream_program::Slots;
 use crate::world::Member;
 
 /// The device window of an exchange: the slots, which peers reach, and behind them memory of this

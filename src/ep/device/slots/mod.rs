@@ -11,7 +11,7 @@
 //! ([`SlotShape`](crate::plan::SlotShape)). So nothing is counted or dropped, no thread plans, and
 //! sizes and addresses never change. Full slots move, whether used or not: for small batches this
 //! costs less than an exchange of counts. A graph can hold both calls: their flags are constants,
-//! and `schedule::stream` proves that this is safe.
+//! and `schedule::stream_program` proves that this is safe.
 //!
 //! Between packed and landed rows there are copies by copy engines and memory operations of the
 //! stream, and nothing else. Kernels run before and after, and [`Report`](crate::ep::Report) names

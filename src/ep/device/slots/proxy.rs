@@ -19,13 +19,13 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crate::bootstrap::{Thread, turn, wait};
-use crate::ep::device::guard::Words;
 use crate::ep::device::transport::RowTransport;
+use crate::ep::device::watchdog::Words;
 use crate::error::{Error, LaneError};
 use crate::exec::ProxyOps;
 use crate::lane::Port;
 use crate::schedule::{Calls, Flag};
-use crate::sync::streams::{Request, StreamUse};
+use crate::sync::stream_use::{Request, StreamUse};
 use crate::world::{SymmetricRange, WorldState};
 
 /// Polls before the thread sleeps, because calls often follow each other closely.
@@ -195,8 +195,8 @@ impl Work {
 mod tests {
     use super::*;
     use crate::exec::ProxyOps;
-    use crate::schedule::call::SlotCall;
-    use crate::schedule::stream::{RowPath, Slots, StreamProgram};
+    use crate::schedule::call_program::SlotCall;
+    use crate::schedule::stream_program::{RowPath, Slots, StreamProgram};
     use crate::topology::NodeMap;
     use std::collections::BTreeSet;
 

@@ -30,7 +30,7 @@ use crate::lane::net::{NetConnection, Regions, RemoteAddress, SendBlocked, syste
 use crate::lane::wait::{self, WaitLimits, Waiter};
 use crate::lane::{FlagLine, RowSource};
 use crate::schedule::Tag;
-use crate::sync::answers::Answers;
+use crate::sync::owed_answers::Answers;
 
 /// State that all connections of a rank share.
 #[derive(Clone, Debug)]

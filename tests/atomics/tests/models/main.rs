@@ -6,10 +6,10 @@
     reason = "loom runs the threads of a model in one thread of the system"
 )]
 
-mod answers;
 mod failure;
 mod flag;
 mod machine;
+mod owed_answers;
 mod pool;
-mod streams;
+mod stream_use;
 mod wake_request;

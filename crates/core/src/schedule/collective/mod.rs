@@ -61,11 +61,11 @@
 //! Results land in place in the *room*, part behind part. It is as large as requested, and there is
 //! one for all rounds.
 
-mod messages;
 mod program;
+mod send_recv;
 
-pub use messages::{MessageChannel, MessagePart};
 pub use program::{Copied, Program, Round, Rounds, Shape, Skeleton, Step, Tensor};
+pub use send_recv::{MessageChannel, MessagePart};
 
 use std::ops::Range;
 

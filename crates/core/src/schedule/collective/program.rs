@@ -14,7 +14,7 @@ use super::RankView;
 use crate::dtype::{Dtype, PARTIAL, PartialDtype};
 use crate::error::CallKind;
 use crate::plan::{RowBuffer, Summand};
-use crate::schedule::call::{CallProgram, CallShape};
+use crate::schedule::call_program::{CallProgram, CallShape};
 use crate::schedule::{
     Flag, FlagValue, Op, Operand, OperandId, Operands, PutSource, SpanCopy, Stage, SumOperands, SumTarget,
     Tag, TrackOp, WindowId,

@@ -1,6 +1,6 @@
-// All kernels: one module.
+// Kernels of an exchange: one module, which every instance on a device loads.
 #include "check.cu"
-#include "choices.cu"
+#include "rank_major_choices.cu"
 #include "counts.cu"
 #include "expand.cu"
 #include "gradients.cu"

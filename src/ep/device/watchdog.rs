@@ -35,7 +35,7 @@ use crate::error::{DeviceError, Error, LaneError, PlanError};
 use crate::exec::Awaited;
 use crate::lane::COPY_ENGINE;
 use crate::schedule::{ControlLayout, Flag};
-use crate::sync::streams::{Drain, Request};
+use crate::sync::stream_use::{Drain, Request};
 
 /// Past every value that is waited for, counted in a circle of 32 bits.
 pub(super) const POISON: u64 = 1 << 30;

@@ -151,9 +151,13 @@ impl Agreement {
         CallError::PeerRefused { call: self.call, peer }
     }
 
-    /// Name of the value that tags of this kind of call compare: counted calls have no handle yet.
+    /// Name of the value that tags of this kind of call compare: counted calls have no handle yet,
+    /// and maps are compared by their digest.
     pub fn handles_of(kind: CallKind) -> Option<&'static str> {
-        (!kind.places()).then_some("handle")
+        match kind {
+            CallKind::ExpertMap => Some("expert map"),
+            kind => (!kind.places()).then_some("handle"),
+        }
     }
 
     fn others(&self) -> impl Iterator<Item = u32> + use<> {

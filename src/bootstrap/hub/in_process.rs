@@ -14,11 +14,11 @@ use std::time::{Duration, Instant};
 use super::Hub;
 use super::client::refused;
 use super::store::{Delivery, Requester, Store};
+use crate::bootstrap::health::{Health, Timeouts, lock};
 use crate::bootstrap::interrupted;
 use crate::bootstrap::rendezvous::{Gathering, PeerAuth, Step, window};
 use crate::bootstrap::secret::Secret;
 use crate::bootstrap::wait;
-use crate::bootstrap::watch::{Health, Timeouts, lock};
 use crate::bootstrap::wire::{Answer, Roster, Survivor, job_digest};
 use crate::error::{BootstrapError, Cause, LostReason};
 

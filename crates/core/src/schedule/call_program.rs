@@ -31,7 +31,7 @@
 
 use std::fmt;
 
-pub use super::agree::Agreement;
+pub use super::call_tags::Agreement;
 pub use super::op::Part;
 pub use super::skeleton::{StageId, Stages};
 use crate::error::CallKind;

@@ -23,7 +23,7 @@ use rand_chacha::ChaCha8Rng;
 use sidelane_core::schedule::{Op, WindowId};
 
 use crate::prove::ProofFailure;
-use crate::prove::program::Program;
+use crate::prove::flat_program::Program;
 use crate::unroll::{ActorCall, Bytes, Effect, HostAccess, UnrolledProgram};
 
 /// Size of the run.

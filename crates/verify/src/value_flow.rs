@@ -8,7 +8,7 @@
 
 use std::fmt;
 
-use sidelane_core::schedule::call::{Action, CallProgram, CallStep, Part, Role, StageId, Work};
+use sidelane_core::schedule::call_program::{Action, CallProgram, CallStep, Part, Role, StageId, Work};
 
 /// A value that one step of a rank gives to later ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

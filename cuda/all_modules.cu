@@ -1,4 +1,4 @@
 // All modules, for the CPU: the stand-in driver takes one library.
 #include "audit.cu"
-#include "kernels.cu"
+#include "exchange.cu"
 #include "layer.cu"

@@ -69,7 +69,7 @@
 //! operations. A device has no order among the copies of a batch, so a flag is never one of them.
 //! The stream completes a batch before it begins the list behind it, which it processes in order.
 
-use super::call::{Part, SlotCall};
+use super::call_program::{Part, SlotCall};
 use super::{
     ControlLayout, Flag, FlagValue, Op, Operand, OperandId, Operands, PutSource, SpanCopy, Stage, TrackOp,
     WindowId,
@@ -90,7 +90,7 @@ use crate::topology::NodeMap;
 /// `partial[me]`.
 ///
 /// ```
-/// use sidelane_core::schedule::stream::Slots;
+/// use sidelane_core::schedule::stream_program::Slots;
 ///
 /// let slots = Slots::new(8, 128 * 7168 * 2, 128 * 7168 * 2)?;
 /// assert_eq!(slots.send(1) - slots.send(0), 128 * 7168 * 2);
@@ -685,8 +685,8 @@ mod tests {
 
     mod enqueue {
         use super::*;
-        use crate::schedule::call::SlotCall;
-        use crate::schedule::stream::RowPath;
+        use crate::schedule::call_program::SlotCall;
+        use crate::schedule::stream_program::RowPath;
         use crate::schedule::{Flag, PutSource};
         use crate::topology::NodeMap;
 

@@ -25,7 +25,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{Builder, JoinHandle, Scope};
 
-use super::watch::Health;
+use super::health::Health;
 use crate::error::Cause;
 
 /// A thread of the library, and the world that its death ends.
@@ -179,7 +179,7 @@ pub mod fault {
     use std::sync::Mutex;
     use std::sync::atomic::{AtomicBool, Ordering};
 
-    use crate::bootstrap::watch::lock;
+    use crate::bootstrap::health::lock;
 
     static ANY: AtomicBool = AtomicBool::new(false);
     static DOOMED: Mutex<Option<String>> = Mutex::new(None);

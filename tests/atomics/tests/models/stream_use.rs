@@ -6,7 +6,7 @@
 use atomics::mutation::{Model, prove};
 use atomics::sync::failure::Failure;
 use atomics::sync::primitives::{Arc, AtomicU64, Ordering};
-use atomics::sync::streams::{Drain, Request, StreamUse, is_shared};
+use atomics::sync::stream_use::{Drain, Request, StreamUse, is_shared};
 use loom::thread;
 
 use crate::machine::{DeviceWord, Memory};
@@ -172,5 +172,5 @@ fn stream_of_an_owner_that_leaves_is_served_and_does_not_hang() {
         Model::within("a failing world", 2, || fail_and_drop(false)),
         Model::within("a late signal", 2, || fail_and_drop(true)),
     ];
-    prove(&["src/sync/streams.rs"], &models);
+    prove(&["src/sync/stream_use.rs"], &models);
 }

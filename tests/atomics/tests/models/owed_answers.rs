@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use atomics::mutation::{Model, prove};
-use atomics::sync::answers::Answers;
+use atomics::sync::owed_answers::Answers;
 use atomics::sync::primitives::{Mutex, MutexGuard};
 use loom::thread;
 
@@ -77,5 +77,5 @@ fn question_that_meets_a_sender_is_answered() {
         Model::new("a sender that answers first", || ask_and_send(1, true)),
         Model::within("two senders", 2, || ask_and_send(2, true)),
     ];
-    prove(&["src/sync/answers.rs"], &models);
+    prove(&["src/sync/owed_answers.rs"], &models);
 }
