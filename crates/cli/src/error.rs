@@ -5,6 +5,7 @@ use std::io;
 use std::process::ExitCode;
 
 use sidelane::error::{DeviceError, GateError, PlanError};
+use sidelane_testkit::TestError;
 
 /// Any error that ends the program. A command words its errors itself, by `usage!`, `wrong!` and
 /// `failed!`, so that a new command adds nothing here.
@@ -82,6 +83,16 @@ impl From<PlanError> for CliError {
 impl From<GateError> for CliError {
     fn from(error: GateError) -> Self {
         CliError::Usage(error.to_string())
+    }
+}
+
+/// The test kit names the library's errors, and waits that do not end.
+impl From<TestError> for CliError {
+    fn from(error: TestError) -> Self {
+        match error {
+            TestError::Library(error) => CliError::Library(error),
+            other => CliError::Failed(other.to_string()),
+        }
     }
 }
 

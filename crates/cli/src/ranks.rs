@@ -16,7 +16,8 @@ use clap::Args;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
-use sidelane::error::BootstrapError;
+use sidelane::device::Driver;
+use sidelane::error::{BootstrapError, DeviceError};
 use sidelane::{Error, Group, Options, World};
 
 use crate::command;
@@ -95,6 +96,22 @@ pub fn again(command: &str, task: &impl Serialize) -> Result<Vec<OsString>, CliE
 pub fn task<T: DeserializeOwned>(json: &str) -> Result<T, CliError> {
     serde_json::from_str(json)
         .map_err(|source| usage!("the task of a rank is not what `sidelane` writes: {source}"))
+}
+
+/// Variables that ranks and checks on a device need unless they are set: queues enough that ranks
+/// of one GPU do not wait behind each other.
+pub const VARIABLES: [(&str, &str); 1] = [("CUDA_DEVICE_MAX_CONNECTIONS", "32")];
+
+/// Those of some variables that are not set.
+pub fn missing<'v>(variables: impl IntoIterator<Item = (&'v str, &'v str)>) -> Vec<(String, OsString)> {
+    let missing = variables.into_iter().filter(|(name, _)| std::env::var_os(name).is_none());
+    missing.map(|(name, value)| (name.to_owned(), value.into())).collect()
+}
+
+/// Why no other process can use the device, if that is so.
+pub fn one_process(driver: &Driver, device: u32) -> Result<Option<&'static str>, DeviceError> {
+    const REASON: &str = "the GPU's compute mode allows one process at a time (nvidia-smi -c DEFAULT)";
+    Ok((!driver.device(device)?.several_processes).then_some(REASON))
 }
 
 /// Prefix of a rank's error, as of lines of `launch --tag-output`: all ranks share one screen.

@@ -13,14 +13,13 @@ use sidelane::ep::Graphs;
 use sidelane::error::PlanError;
 use sidelane::plan::{ExpertMap, Overflow, ReceiveMode, RowLayout, Strategy, SumOrder};
 use sidelane::topology::{NodeMap, Route};
-use sidelane_verify::reference::{Case, Reference};
+use sidelane_testkit::settings::Settings;
+use sidelane_verify::reference::{Case, Real, Reference, Tokens};
 
-use super::expected::reference;
 use crate::error::{CliError, usage};
 use crate::launch::{MachineArgs, node_labels, shape_words};
 use crate::options::{NodeArgs, RouterArgs, at_least_one, one_of, word};
 use crate::routing::{Router, Share, Source};
-use crate::settings::Settings;
 
 /// The conditions of a measurement.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -132,15 +131,24 @@ impl Config {
         Share { experts: self.experts, top_k: self.top_k, tokens: self.tokens, seed: self.seed }
     }
 
+    /// The calls of a measurement, as all ranks together see them.
+    pub fn reference<E: Real>(&self, router: &Router) -> Result<Reference<E>, CliError> {
+        let tokens = |rank| {
+            let routing = router.routing(self.share(), rank)?;
+            let (ids, weights) = (routing.experts().to_vec(), routing.weights().to_vec());
+            Ok(Tokens { x: Vec::new(), ids, weights })
+        };
+        let all = (0..self.ranks()).map(tokens).collect::<Result<_, CliError>>()?;
+        Ok(Reference::of(&self.settings()?.case, all))
+    }
+
     /// Settings of the instance under test.
     pub fn settings(&self) -> Result<Settings, PlanError> {
         let shape = &self.shape;
+        let nodes: Vec<u32> = node_labels(&self.ranks_per_node).into_iter().map(|node| node as u32).collect();
+        let counts = vec![self.tokens; nodes.len()];
         let case = Case {
-            nodes: node_labels(&self.ranks_per_node).into_iter().map(|node| node as u32).collect(),
-            counts: vec![self.tokens; self.ranks() as usize],
             map: ExpertMap::contiguous(self.experts, self.ranks())?,
-            active: vec![true; self.ranks() as usize],
-            top_k: self.top_k,
             hidden: shape.hidden as usize,
             align: shape.align,
             layout: shape.layout,
@@ -148,9 +156,9 @@ impl Config {
             route: shape.route,
             order: shape.sum_order,
             wire: shape.partial_dtype,
-            weighted: false,
             spans: shape.coalesce_relays,
             strategy: shape.strategy,
+            ..Case::new(&nodes, &counts, self.experts, self.top_k)
         };
         let (dtype, fp8) = (shape.dtype.element(), shape.dtype == RowType::Fp8);
         Ok(Settings { case, dtype, max_tokens: self.tokens, fp8, graphs: Graphs::Off })
@@ -328,7 +336,7 @@ impl ReceiveConfig {
             let other = usage!("--on-overflow is for --mode budget or slots");
             return if args.on_overflow.is_some() { Err(other) } else { Ok(ReceiveConfig::default()) };
         }
-        let needs = reference(config, router)?;
+        let needs = config.reference(router)?;
         let overflow = args.on_overflow.unwrap_or_default();
         let sized = match args.mode {
             ReceiveKind::Slots => Self::slots(args.slots, overflow, &needs)?,

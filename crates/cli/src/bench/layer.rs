@@ -21,12 +21,12 @@ use sidelane::exec::{Recorder, Timeline, now};
 use sidelane::gate::Routing;
 use sidelane::topology::NodeMap;
 use sidelane::{Error, ExpertParallel, Group, World};
+use sidelane_testkit::expected::Expected;
 use sidelane_verify::reference::Real;
 
 use super::Task;
 use super::baselines::{Field, Seen};
 use super::config::{Config, Shape};
-use super::expected::Expected;
 use crate::baselines::Folder;
 use crate::error::{CliError, failed};
 use crate::machines::Machines;
@@ -116,7 +116,8 @@ impl<'c, E: Real> Layer<'c, E> {
         let ep = config.settings()?.builder(&group)?.build()?;
         let router = Router::open(&config.routing)?;
         let routing = router.routing(config.share(), world.rank()).map_err(Error::from)?;
-        let expected = Expected::new(config, &router, world.rank())?;
+        let reference = config.reference(&router)?;
+        let expected = Expected::new(reference, config.settings()?, world.rank(), config.seed);
         let x = expected.tokens();
         let out = vec![E::of(0.0); x.len()];
         let tokens = Tokens::new(&ep, x, config.tokens)?;
@@ -153,7 +154,7 @@ impl<'c, E: Real> Layer<'c, E> {
     pub fn check_rows(&mut self, rows: &ExpertRows, handle: &Handle) -> Result<(), CliError> {
         let seen = rows.rows::<u8>()?;
         self.right += self.expected.right_rows(seen, handle);
-        self.compared += self.expected.len() as u64;
+        self.compared += self.expected.row_count();
         self.wrong += u64::from(!self.expected.right_handle(handle));
         Ok(())
     }
@@ -161,7 +162,7 @@ impl<'c, E: Real> Layer<'c, E> {
     pub fn check_gradients(&mut self, rows: &ExpertRows) -> Result<(), CliError> {
         let seen = rows.rows::<E>()?;
         self.right += self.expected.right_gradients(seen);
-        self.compared += self.expected.len() as u64;
+        self.compared += self.expected.row_count();
         Ok(())
     }
 

@@ -17,7 +17,6 @@
 
 mod baselines;
 mod config;
-mod expected;
 mod layer;
 mod rank;
 mod report;

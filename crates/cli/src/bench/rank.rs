@@ -14,11 +14,11 @@ use sidelane::topology::{Paths, Route};
 use sidelane::world::NicCounters;
 use sidelane::{Error, Window};
 use sidelane_core::schedule::ControlLayout;
+use sidelane_testkit::with_element;
 use sidelane_verify::reference::{Real, Reference};
 
 use super::baselines::Field;
 use super::config::{Config, Kind};
-use super::expected::reference;
 use super::layer::{self, Layer, write_trace};
 use super::report::{FirstCall, InterNode, Lanes, Pass, Report, RunConfig, Volume};
 use super::{BenchArgs, Task};
@@ -28,7 +28,6 @@ use crate::error::{CliError, wrong};
 use crate::machines;
 use crate::ranks::{Assignment, Files, Sizes};
 use crate::routing::Router;
-use crate::settings::with_element;
 use crate::stats::{Laps, median};
 
 pub fn main(Assignment { task, files }: &Assignment<Task>) -> Result<ExitCode, CliError> {
@@ -149,7 +148,7 @@ fn report<E: Real>(
     let (dispatched, combined) = (handle.report()?, handle.returned()?);
     let found = [
         u64::from(!moved_as_planned(layer.world.rank(), &dispatched)),
-        layer.expected.len() as u64,
+        layer.expected.row_count(),
         dispatched.moved.inter_node_bytes,
         combined.moved.inter_node_bytes,
         handle.dropped().iter().filter(|&&dropped| dropped).count() as u64,
@@ -352,7 +351,7 @@ pub fn memcpy_gbps<E: Real>(layer: &Layer<'_, E>, barrier: &mut Window) -> Resul
 /// Room for the calls of a round next to a dispatch that stays alive, for the busiest rank.
 pub fn sizes(config: &Config) -> Result<Sizes, CliError> {
     let router = Router::open(&config.routing)?;
-    let Reference { case, seen, .. } = reference::<f32>(config, &router)?;
+    let Reference { case, seen, .. } = config.reference::<f32>(&router)?;
     let busiest = seen.rows.iter().map(|rows| rows.len() as u64).max().unwrap_or(0);
     let (nodes, tokens) = (config.node_map(), u64::from(config.tokens));
     let paths = Paths::new(&nodes, config.shape.route, 0);

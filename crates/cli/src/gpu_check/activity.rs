@@ -27,13 +27,13 @@ use sidelane::device::{
     Activity, ActivityKind, AuditKernels, Channel, Cupti, DeviceRange, Driver, PinnedMemory, Stream,
 };
 use sidelane::error::DeviceError;
+use sidelane_testkit::device::whole;
 
 use super::Task;
 use super::audit::{Dispatch, Peers, RANKS, all_done};
 use super::bench::Gpu;
 use super::report::{About, Checks, State};
 use super::wheels;
-use crate::device::whole;
 use crate::error::CliError;
 
 /// Bytes of a slot.

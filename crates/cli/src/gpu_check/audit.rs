@@ -26,11 +26,11 @@ use sidelane::error::DeviceError;
 use sidelane::exec::{Lowered, PeerWindows};
 use sidelane_core::schedule::call::{Part, SlotCall};
 use sidelane_core::schedule::stream::{Slots, StreamProgram};
+use sidelane_testkit::device::whole;
 
 use super::Task;
 use super::bench::{self, Gpu, Transfer, content, equal, random_bytes, same};
 use super::report::{About, Answer, Checks, State};
-use crate::device::whole;
 use crate::error::CliError;
 
 /// Bytes of a slot: one of a small batch, and one that is hardly more than its flags.

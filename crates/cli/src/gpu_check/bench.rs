@@ -14,9 +14,9 @@ use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use sidelane::device::{Context, CopyBatch, DeviceRange, Driver, Event, PinnedMemory, Stream, Version};
 use sidelane::error::DeviceError;
+use sidelane_testkit::device::{allocate, stream, until, whole};
 
 use super::Task;
-use crate::device::{allocate, stream, until, whole};
 use crate::error::{CliError, wrong};
 
 /// GPU of a part, and the limit of its waits.
@@ -54,7 +54,7 @@ impl Gpu {
 
     /// Waits for something, but not for ever.
     pub fn until(&self, what: &str, done: impl FnMut() -> Result<bool, DeviceError>) -> Result<(), CliError> {
-        until(what, self.task.patience(), done)
+        Ok(until(what, self.task.patience(), done)?)
     }
 
     /// Waits until the stream is done, but not for ever.

@@ -19,12 +19,12 @@ use sidelane::device::{
 };
 use sidelane::error::DeviceError;
 use sidelane::plan::SlotShape;
+use sidelane_testkit::device::{allocate, stream, whole};
 
 use super::Task;
 use super::bench::{self, Gpu, random_bytes, random_elements, same};
 use super::products::{Products, Round};
 use super::report::{About, Checks, Limited};
-use crate::device::{allocate, stream, whole};
 use crate::error::CliError;
 use crate::stats::summary;
 

@@ -9,11 +9,11 @@ use sidelane::device::{
     PinnedMemory, Reservation, Stream, Value, Version,
 };
 use sidelane::error::DeviceError;
+use sidelane_testkit::device::whole;
 
 use super::Task;
 use super::bench::{self, Gpu, content, equal, random, random_bytes, same};
 use super::report::{About, Checks, State};
-use crate::device::whole;
 use crate::doctor::{self, Level};
 use crate::error::CliError;
 

@@ -11,12 +11,12 @@
 
 use sidelane::device::{DeviceRange, PinnedMemory, Priority, Stream};
 use sidelane::error::DeviceError;
+use sidelane_testkit::device::whole;
 
 use super::Task;
 use super::bench::{Gpu, Transfer};
 use super::products::{Products, Round};
 use super::report::{About, Checks};
-use crate::device::whole;
 use crate::error::CliError;
 use crate::stats::summary;
 

@@ -12,13 +12,13 @@ use sidelane::device::{
 };
 use sidelane::gate::{Gate, GateInput, Preset};
 use sidelane::plan::SlotShape;
+use sidelane_testkit::device::whole;
 use sidelane_verify::reference::Real;
 
 use super::Task;
 use super::bench::{self, Gpu, equal, random, random_bytes, same};
 use super::report::{About, Checks, State};
 use super::wheels;
-use crate::device::whole;
 use crate::error::CliError;
 
 /// Zeros, denormals, ties of the two-byte types, extremes, infinities, NaN.

@@ -56,10 +56,9 @@ use sidelane::error::DeviceError;
 use waiting::Case;
 
 use crate::command::{self, Command as _};
-use crate::device::{VARIABLES, missing};
 use crate::error::CliError;
 use crate::options::word;
-use crate::ranks;
+use crate::ranks::{self, VARIABLES, missing};
 
 /// The driver, if it is there, new enough, and has the device.
 fn probe(device: u32) -> Result<sidelane::device::Probe, DeviceError> {

@@ -5,11 +5,11 @@ use std::time::Duration;
 
 use sidelane::device::{AuditKernels, Blas, Context, DeviceRange, Event, Priority, Product, Stream, TILE};
 use sidelane::error::DeviceError;
+use sidelane_testkit::device::{allocate, stream, until, whole};
 
 use super::Task;
 use super::bench::{self, random_elements};
 use super::wheels;
-use crate::device::{allocate, stream, until, whole};
 use crate::error::CliError;
 
 /// A stream of products, and one of traffic.

@@ -14,12 +14,12 @@ use sidelane::Dtype;
 use sidelane::device::{Context, CountArgs, DeviceRange, PermuteArgs, SortArgs, Stream, SumChoices};
 use sidelane::dtype::PartialDtype;
 use sidelane::error::DeviceError;
+use sidelane_testkit::device::{allocate, whole};
 
 use super::Task;
 use super::bench::{self, Gpu, Timer};
 use super::blocks::{RANKS, Rows, TOP_K, expert_of, ranks_of};
 use super::report::{About, Checks};
-use crate::device::{allocate, whole};
 use crate::error::CliError;
 use crate::stats::summary;
 

@@ -48,12 +48,12 @@ use sidelane::device::{
     AuditKernels, CopyBatch, DeviceRange, LayerKernels, PinnedMemory, PlainMemory, Priority, Stream,
 };
 use sidelane::error::DeviceError;
+use sidelane_testkit::device::whole;
 
 use super::bench::Gpu;
 use super::report::{About, Answer, Checks};
 use super::{Part, Process, Task};
 use crate::command;
-use crate::device::whole;
 use crate::error::{CliError, failed};
 
 /// Question to the process of a case.

@@ -21,6 +21,7 @@ use sidelane::rows::{Arithmetic, Stores};
 use sidelane::topology::Route;
 use sidelane::{Dtype, Error, ExpertParallel, Options, World};
 use sidelane_model::time::{Compute, Engines, Executor, Hardware, Host, Link, NicModel};
+use sidelane_testkit::worlds::on_ranks;
 
 use crate::error::{CliError, failed};
 use crate::plan_bench::{Cost, Shape};
@@ -127,32 +128,21 @@ fn least(times: &[Duration]) -> f64 {
     times.iter().min().copied().unwrap_or_default().as_secs_f64()
 }
 
-/// Every rank of a world of threads, at work.
-fn on_all<T: Send>(
-    worlds: Vec<World>,
-    work: impl Fn(World) -> Result<T, Error> + Sync,
-) -> Result<Vec<T>, Error> {
-    std::thread::scope(|scope| {
-        let work = &work;
-        let ranks: Vec<_> = worlds.into_iter().map(|world| scope.spawn(move || work(world))).collect();
-        ranks.into_iter().map(|rank| rank.join().expect("a rank does not panic")).collect()
-    })
-}
-
 /// Bare loops of a dispatch and its combine between so many ranks, one for each core.
-fn loops(ranks: u32, hidden: u32) -> Result<Loops, Error> {
+fn loops(ranks: u32, hidden: u32) -> Result<Loops, CliError> {
     let mut options = Options::default();
     // Landed rows, outputs, and as much again for announced rows.
     let landed = u64::from(TOKENS * TOP_K) * u64::from(hidden) * 2;
     options.config.heap = (8 * landed).max(64 << 20);
     let worlds = World::threads_with(&vec![0; ranks as usize], &options)?;
-    let all = on_all(worlds, |world| measured(&world, ranks, hidden))?;
+    let all = on_ranks(&worlds, |world| measured(world, ranks, hidden));
+    let all = all.into_iter().collect::<Result<Vec<_>, _>>()?;
     // All ranks work at once, so the slowest rank's best round is one in which every core was busy.
     let most = |of: fn(&Loops) -> f64| all.iter().map(of).fold(0.0, f64::max);
     Ok(Loops { copy: most(|loops| loops.copy), sum: most(|loops| loops.sum), rows: most(|loops| loops.rows) })
 }
 
-fn measured(world: &World, ranks: u32, hidden: u32) -> Result<Loops, Error> {
+fn measured(world: &World, ranks: u32, hidden: u32) -> Result<Loops, CliError> {
     let group = world.all()?;
     let mut ep = ExpertParallel::builder(&group)?
         .experts(ranks * TOP_K)
@@ -186,10 +176,10 @@ fn measured(world: &World, ranks: u32, hidden: u32) -> Result<Loops, Error> {
 }
 
 /// Seconds of a word raised, and from one rank's to another's seeing it.
-fn words() -> Result<[f64; 2], Error> {
+fn words() -> Result<[f64; 2], CliError> {
     const TURNS: u64 = 50;
     const MANY: u64 = 100;
-    let turns = on_all(World::threads(2)?, |world| {
+    let turns = on_ranks(&World::threads(2)?, |world| -> Result<_, CliError> {
         let group = world.all()?;
         let mut window = group.window(64)?;
         let (me, peer) = (world.rank(), 1 - world.rank());
@@ -217,7 +207,8 @@ fn words() -> Result<[f64; 2], Error> {
             found.push([begin.elapsed() / TURNS as u32, turn]);
         }
         Ok(found)
-    })?;
+    });
+    let turns = turns.into_iter().collect::<Result<Vec<_>, _>>()?;
     Ok([0, 1].map(|which| least(&turns[0].iter().map(|found| found[which]).collect::<Vec<_>>())))
 }
 

@@ -19,6 +19,7 @@ use clap::Args;
 use serde::Serialize;
 use sidelane::exec::{OpKind, Timeline};
 use sidelane::topology::NodeMap;
+use sidelane_testkit::with_element;
 use sidelane_verify::reference::Real;
 
 use crate::bench::{CALLS, ConditionArgs, Config, Layer, Task, Verdict, Words, record, write_trace};
@@ -26,7 +27,6 @@ use crate::command::{self, Command};
 use crate::error::CliError;
 use crate::machines::{self, Machines};
 use crate::ranks::{self, Assignment, Files};
-use crate::settings::with_element;
 use crate::table::{self, time, volume};
 
 const EXAMPLES: &str = "\
