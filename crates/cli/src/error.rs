@@ -33,17 +33,14 @@ pub enum CliError {
     Spawn { rank: u32, program: OsString, source: io::Error },
 }
 
-/// A [`CliError::Usage`] with a formatted message.
 macro_rules! usage {
     ($($message:tt)*) => { $crate::error::CliError::Usage(format!($($message)*)) };
 }
 
-/// A [`CliError::Wrong`] with a formatted message.
 macro_rules! wrong {
     ($($message:tt)*) => { $crate::error::CliError::Wrong(format!($($message)*)) };
 }
 
-/// A [`CliError::Failed`] with a formatted message.
 macro_rules! failed {
     ($($message:tt)*) => { $crate::error::CliError::Failed(format!($($message)*)) };
 }
@@ -51,7 +48,6 @@ macro_rules! failed {
 pub(crate) use {failed, usage, wrong};
 
 impl CliError {
-    /// The status with which the program ends.
     pub fn exit_code(&self) -> ExitCode {
         ExitCode::from(match self {
             CliError::Usage(_) => 2,
@@ -61,12 +57,10 @@ impl CliError {
         })
     }
 
-    /// An error of the system while doing this.
     pub fn prepare(what: &str) -> impl Fn(io::Error) -> CliError {
         move |source| failed!("cannot {what}: {source}")
     }
 
-    /// A process of this program wrote invalid JSON.
     pub fn told(source: serde_json::Error) -> CliError {
         failed!("what a rank tells is not what `sidelane` writes: {source}")
     }

@@ -44,11 +44,8 @@ pub struct Assignment<T> {
 /// Files on the machine of rank 0: others know nothing of them.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Files {
-    /// The report.
     pub json: Option<PathBuf>,
-    /// A picture.
     pub svg: Option<PathBuf>,
-    /// A Chrome trace.
     pub trace: Option<PathBuf>,
     /// The folder of baselines, which run on one machine alone.
     pub baselines: Option<PathBuf>,
@@ -70,7 +67,7 @@ pub fn start(
     let env = [machines.variables(), variables].concat();
     let job = job(command, ranks_per_node, assignment, env)?;
     let job = Job { part: machines.part(ranks_per_node)?, bind: machines.bind, ..job };
-    Ok(ExitCode::from(job.run()?.exit_code()))
+    Ok(job.run()?.into())
 }
 
 /// This program once per rank, all of them on this machine and on any of its processors.
@@ -92,7 +89,6 @@ pub fn again(command: &str, task: &impl Serialize) -> Result<Vec<OsString>, CliE
     Ok(vec![program.into(), "rank".into(), command.into(), json.into()])
 }
 
-/// Task of such a process.
 pub fn task<T: DeserializeOwned>(json: &str) -> Result<T, CliError> {
     serde_json::from_str(json)
         .map_err(|source| usage!("the task of a rank is not what `sidelane` writes: {source}"))
@@ -162,7 +158,6 @@ fn conditions(command: &str, task: &impl Serialize) -> String {
     json!({ "sidelane": program, "command": command, "task": task }).to_string()
 }
 
-/// Differences of `seen` from `expected`.
 fn differences(seen: &str, expected: &str) -> String {
     let [seen, expected] = [seen, expected].map(|words| serde_json::from_str(words).unwrap_or_default());
     let mut found = Vec::new();
@@ -170,7 +165,6 @@ fn differences(seen: &str, expected: &str) -> String {
     found.join(", ")
 }
 
-/// A list of objects.
 fn objects(value: &Value) -> Option<&Vec<Value>> {
     value.as_array().filter(|list| list.iter().all(Value::is_object))
 }

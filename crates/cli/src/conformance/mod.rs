@@ -60,7 +60,6 @@ pub struct ConformanceArgs {
     pub json: Option<PathBuf>,
 }
 
-/// Value of `--place`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum PlaceArg {
     Host,
@@ -117,20 +116,16 @@ impl Command for ConformanceArgs {
 
 const SIZES: Sizes = Sizes { heap: 32 << 20, symmetric: 16 << 20 };
 
-/// Everything that a rank needs to know.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct Task {
     runs: Vec<Run>,
     seed: u64,
     /// Device of all ranks; else they take those of the machine in turns.
     device: Option<u32>,
-    /// Whether rank 0 draws a bar.
     has_bar: bool,
-    /// Folder of the lines of all ranks.
     folder: PathBuf,
 }
 
-/// The file of a rank's lines.
 fn lines_of(folder: &Path, rank: u32) -> PathBuf {
     folder.join(format!("rank-{rank}"))
 }
@@ -177,7 +172,7 @@ fn run_all(mut task: Task) -> Result<Vec<Line>, CliError> {
         let folder = folder.map_err(CliError::prepare("make a folder for what ranks see"))?;
         task.folder = folder.path().to_owned();
         let env = missing([DEADLINE].into_iter().chain(VARIABLES));
-        let code = ranks::job(ConformanceArgs::NAME, &RANKS_PER_NODE, &task, env)?.run()?.exit_code();
+        let code = ranks::job(ConformanceArgs::NAME, &RANKS_PER_NODE, &task, env)?.run()?;
         if [130, 143].contains(&code) {
             return Err(failed!("stopped"));
         }

@@ -11,7 +11,6 @@ use super::{ConformanceArgs, PlaceArg};
 use crate::command::{self, Program};
 use crate::table;
 
-/// The driver on which cases ran.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct DeviceReport {
     library: String,
@@ -36,16 +35,13 @@ pub struct Report {
     wrong: Vec<Wrong>,
 }
 
-/// A feature and an executor.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 struct Cell {
     feature: &'static str,
     executor: &'static str,
     served: bool,
     state: State,
-    /// Runs that are equal.
     equal: usize,
-    /// Runs that are refused by name.
     refused: usize,
     wrong: usize,
     reason: Option<String>,
@@ -179,7 +175,6 @@ pub struct Finding {
 }
 
 impl Finding {
-    /// Of all features.
     pub fn of(lines: &[Line]) -> Vec<Finding> {
         let on_device = CallExecutor::ALL.into_iter().filter(|&one| one != CallExecutor::HostStepper);
         let finding = |feature: Feature| {

@@ -68,7 +68,6 @@ impl Bench<'_> {
         self.checks.measured(About::new(what, shows).open(NVLINK), &samples.device, found)
     }
 
-    /// Copies to the host and within the GPU, singly and in batches.
     fn copies(&mut self) -> Result<(), CliError> {
         let (gpu, version) = (self.gpu, self.gpu.version());
         let needs = ("a batch of copies", Version::BATCHED_COPIES);
@@ -106,7 +105,6 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// As many targets as a rank of eight has peers.
     fn targets(&mut self) -> Result<(), CliError> {
         if !self.streams[0].takes_batches() {
             return Ok(());

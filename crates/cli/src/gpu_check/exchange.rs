@@ -35,7 +35,7 @@ pub fn processes(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     }
     for count in [2, 4] {
         let task = Task { part: Part::Rank, ..*task };
-        let code = ranks::job(GpuCheckArgs::NAME, &[count], &task, Vec::new())?.run()?.exit_code();
+        let code = ranks::job(GpuCheckArgs::NAME, &[count], &task, Vec::new())?.run()?;
         if code != 0 {
             let what = format!("{count} ranks");
             let shows = "several processes use this GPU at once; nvidia-smi -q shows the compute mode";
@@ -46,7 +46,6 @@ pub fn processes(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     Ok(())
 }
 
-/// The suite of `sidelane conformance`: a row for each feature.
 pub fn conformance(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     if let Some(reason) = one_process(&Driver::open()?, task.device)? {
         let about = About::new("the suite between processes", "nothing: ranks are threads below");
@@ -65,7 +64,6 @@ pub fn conformance(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     Ok(())
 }
 
-/// A rank of those.
 pub fn rank(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     let world = World::from_env_with(options(task))?;
     let ranks = world.size();
@@ -81,7 +79,6 @@ pub fn rank(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     Ok(())
 }
 
-/// The calls of one rank.
 fn play(task: &Task, exchange: Exchange, nodes: &[u32], world: &World) -> Result<String, CliError> {
     exchange.play(nodes, world, task.device)?.map_err(|difference| wrong!("{}", difference.text()))
 }

@@ -92,7 +92,6 @@ pub fn measure() -> Result<Hardware, CliError> {
     })
 }
 
-/// Results in a few lines.
 pub fn words_of(hardware: &Hardware) -> String {
     let Hardware { engines, compute, host, .. } = hardware;
     let gb = |rate: u64| rate as f64 / 1e3;
