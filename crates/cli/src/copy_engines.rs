@@ -220,16 +220,16 @@ impl command::Report for Report {
                 ("time", &|variant| time(variant.us)),
             ],
         );
+        let head = table::head(&[
+            ("routing", format!("{routing}, {experts} experts, top-{top_k}, {tokens} tokens a rank")),
+            ("ranks", shape_words(ranks_per_node)),
+            ("rows", format!("{hidden} x {}", dtype.name())),
+            ("time", format!("{copy_us} us a copy and {copy_gbps} GB/s, as given: not measured")),
+        ]);
         format!(
-            "routing   {routing}, {experts} experts, top-{top_k}, {tokens} tokens a rank\n\
-             ranks     {}\n\
-             rows      {hidden} x {}\n\
-             time      {copy_us} us a copy and {copy_gbps} GB/s, as given: not measured\n\n\
-             {table}\n\n\
+            "{head}\n{table}\n\n\
              Copies, memory operations and batches of either are those of the rank that has most; bytes are\n\
              means. Times are of the engines of one rank alone, one copy after another. Own rows are moved by none.",
-            shape_words(ranks_per_node),
-            dtype.name(),
         )
     }
 }

@@ -105,7 +105,6 @@ shorter of the two; 1 is all of it.";
 impl command::Report for Report {
     fn text(&self) -> String {
         let Conditions { shape, rounds, lane, emulated_link, lane_reason, hosts } = &self.config;
-        let host = hosts.text("");
         let reason = table::because(lane_reason);
         let link = match emulated_link {
             Some(Link { bytes_per_second, latency_us }) => {
@@ -127,11 +126,13 @@ impl command::Report for Report {
             ],
         );
         let bits = if self.verified { "the same bits in turn and overlapped" } else { "DIFFERENT BITS" };
-        format!(
-            "ranks     {}, {host}\nlayer     {}\nlane      {lane}{link}{reason}\nchecked   {bits}; medians of {rounds} rounds\n\n{table}\n\n{NOTES}",
-            shape_words(&shape.ranks_per_node),
-            shape.words(),
-        )
+        let head = table::head(&[
+            ("ranks", format!("{}, {}", shape_words(&shape.ranks_per_node), hosts.text(""))),
+            ("layer", shape.words()),
+            ("lane", format!("{lane}{link}{reason}")),
+            ("checked", format!("{bits}; medians of {rounds} rounds")),
+        ]);
+        format!("{head}\n{table}\n\n{NOTES}")
     }
 
     fn is_right(&self) -> bool {

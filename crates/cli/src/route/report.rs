@@ -125,11 +125,10 @@ fn percent(share: f64) -> String {
 impl command::Report for Report {
     fn text(&self) -> String {
         let [routing, ranks] = self.config.words();
-        let mut text =
-            format!("routing   {routing}\nranks     {ranks}\n\nchoices per expert, by their mean\n\n");
-        text += &bar_lines(&self.load.experts.choices);
-        let _ = write!(text, "\n{}\n\n{}\n\n{}\n", self.loads(), self.spreads(), self.drops());
-        text.trim_end().to_owned()
+        let (head, bars) =
+            (table::head(&[("routing", routing), ("ranks", ranks)]), bar_lines(&self.load.experts.choices));
+        let [loads, spreads, drops] = [self.loads(), self.spreads(), self.drops()];
+        format!("{head}\nchoices per expert, by their mean\n\n{bars}\n{loads}\n\n{spreads}\n\n{drops}")
     }
 }
 

@@ -25,6 +25,7 @@ use sidelane_testkit::worlds::on_ranks;
 
 use crate::error::{CliError, failed};
 use crate::plan_bench::{Cost, Shape};
+use crate::table;
 
 /// Tokens of each rank where loops are measured, choices of each, and experts of each rank.
 const TOKENS: u32 = 512;
@@ -94,20 +95,16 @@ pub fn measure() -> Result<Hardware, CliError> {
 
 pub fn words_of(hardware: &Hardware) -> String {
     let Hardware { engines, compute, host, .. } = hardware;
-    let gb = |rate: u64| rate as f64 / 1e3;
-    format!(
-        "cores     {}\ncopies    {} ns a row, {:.1} GB/s a core\nsums      {:.1} GB/s a core\nwords     {} ns, seen {} ns later\n\
-         planning  {:.1} ns a choice to sort, {:.1} ns to place, {:.1} ns a bin",
-        host.cores,
-        engines.per_copy,
-        gb(engines.rate),
-        gb(compute.rate),
-        host.signal,
-        host.latency,
-        host.sort as f64 / 1e3,
-        host.place as f64 / 1e3,
-        host.per_bin as f64 / 1e3,
-    )
+    let [copies, sums] = [engines.rate, compute.rate].map(|rate| rate as f64 / 1e3);
+    let [sort, place, bin] = [host.sort, host.place, host.per_bin].map(|ps| ps as f64 / 1e3);
+    let planning = format!("{sort:.1} ns a choice to sort, {place:.1} ns to place, {bin:.1} ns a bin");
+    table::head(&[
+        ("cores", host.cores.to_string()),
+        ("copies", format!("{} ns a row, {copies:.1} GB/s a core", engines.per_copy)),
+        ("sums", format!("{sums:.1} GB/s a core")),
+        ("words", format!("{} ns, seen {} ns later", host.signal, host.latency)),
+        ("planning", planning),
+    ])
 }
 
 fn mb_s(bytes_per_second: f64) -> u64 {

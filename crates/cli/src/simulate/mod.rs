@@ -163,7 +163,7 @@ impl Command for SimulateArgs {
             let hardware = calibrate::measure()?;
             let figures = serde_json::to_string_pretty(&hardware).expect("numbers and names are always JSON");
             command::draw(&self.calibrate, || figures + "\n")?;
-            command::print(&calibrate::words_of(&hardware))?;
+            command::print(calibrate::words_of(&hardware).trim_end())?;
             return Ok(ExitCode::SUCCESS);
         }
         let report = Report::new(&Task::resolve(&self)?)?;

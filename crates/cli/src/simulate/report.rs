@@ -161,25 +161,22 @@ impl command::Report for Report {
             (ReceiveKind::Exact, MetadataWith::Counts) => "weights and choices with the counts",
         };
         let decided = match mode {
-            ReceiveKind::Slots => format!("slots     {tokens} tokens of each rank to each, top-{top_k}"),
-            ReceiveKind::Exact => format!("routing   {}", self.config.routing_words()),
+            ReceiveKind::Slots => ("slots", format!("{tokens} tokens of each rank to each, top-{top_k}")),
+            ReceiveKind::Exact => ("routing", self.config.routing_words()),
         };
-        let shape = match nodes {
+        let ranks = match nodes {
             1 => format!("{ranks_per_node} on one node"),
             _ => format!("{} on {nodes} nodes of {ranks_per_node}", group.ranks),
         };
-        let layer =
-            self.layer.as_ref().map(|layer| format!("\n\n{}", layer::text(&layer.products, &layer.variants)));
-        let layer = layer.unwrap_or_default();
-        format!(
-            "{decided}\nranks     {}, {how}\nrows      {hidden} x {}, {beside}\nhardware  {}: {}\n\n{}\n\n{}\n\n{NOTES}{layer}",
-            shape,
-            dtype.name(),
-            self.hardware.name,
-            rates(&self.hardware),
-            group.times(),
-            group.laps(),
-        )
+        let head = table::head(&[
+            decided,
+            ("ranks", format!("{ranks}, {how}")),
+            ("rows", format!("{hidden} x {}, {beside}", dtype.name())),
+            ("hardware", format!("{}: {}", self.hardware.name, rates(&self.hardware))),
+        ]);
+        let layer = self.layer.as_ref().map(|layer| layer::text(&layer.products, &layer.variants));
+        let layer = layer.map_or(String::new(), |text| format!("\n\n{text}"));
+        format!("{head}\n{}\n\n{}\n\n{NOTES}{layer}", group.times(), group.laps())
     }
 }
 
