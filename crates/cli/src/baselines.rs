@@ -3,6 +3,7 @@
 //!
 //! Files of a [`Folder`] and a socket to each process instruct them; its README has the protocol.
 
+use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -28,7 +29,6 @@ pub struct Unavailable {
 }
 
 impl Unavailable {
-    /// The peer of this name, which could be had in this way.
     pub fn new(name: &str, why: &CliError, install: &str) -> Self {
         Unavailable { name: name.into(), reason: why.to_string(), install: install.into() }
     }
@@ -39,7 +39,6 @@ impl Unavailable {
     }
 }
 
-/// Starts a program; a missing one is a distinct error.
 pub fn start(command: &mut Command) -> Result<Child, CliError> {
     let program = command.get_program().to_string_lossy().into_owned();
     command.spawn().map_err(|source| match source.kind() {
@@ -58,11 +57,15 @@ const PARTING: Duration = Duration::from_secs(10);
 /// Between two looks at processes that have not come or not gone.
 const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
 
-/// All processes of one peer.
+/// All processes of one baseline.
 pub struct Contender {
-    pub way: Way,
+    way: Way,
     /// Version that it reports.
-    pub version: String,
+    version: String,
+    /// Whether its results are ours, bit by bit.
+    bitwise_equal: bool,
+    /// Microseconds of each round, by command.
+    rounds_us: BTreeMap<u8, Vec<f64>>,
     children: Vec<Child>,
     listener: UnixListener,
     socket: PathBuf,
@@ -82,6 +85,8 @@ impl Contender {
         let mut contender = Contender {
             way,
             version: String::new(),
+            bitwise_equal: false,
+            rounds_us: BTreeMap::new(),
             children: Vec::new(),
             listener,
             socket: socket.clone(),
@@ -152,10 +157,19 @@ impl Contender {
         Ok(())
     }
 
-    /// A round: run twice and timed the second time, as ours are, in microseconds.
-    pub fn lap(&mut self, command: u8) -> Result<f64, CliError> {
-        self.call(command)?;
-        self.call(command)
+    /// Its result of a command, next to our rounds of it.
+    pub fn pass(&self, command: u8, ours_us: &[f64]) -> BaselinePass {
+        BaselinePass::new(self.rounds_us.get(&command).map_or(&[], Vec::as_slice), ours_us)
+    }
+
+    pub fn report<T>(&self, calls: T) -> BaselineReport<T> {
+        let Contender { way, version, bitwise_equal, .. } = self;
+        BaselineReport {
+            name: way.name().into(),
+            version: version.clone(),
+            bitwise_equal: *bitwise_equal,
+            calls,
+        }
     }
 
     /// From the first one's begin to the last one's end, in microseconds.
@@ -207,7 +221,6 @@ impl Drop for Contender {
     }
 }
 
-/// Programs of the processes: names and texts.
 #[derive(Clone, Copy)]
 pub struct Programs {
     /// Over MPI.
@@ -216,7 +229,6 @@ pub struct Programs {
     pub python: (&'static str, &'static str),
 }
 
-/// Files that the programs over MPI include.
 const SHARED: (&str, &str) =
     ("line.h", include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/baselines/line.h")));
 
@@ -244,7 +256,6 @@ impl Way {
         }
     }
 
-    /// Log file of its processes.
     pub fn log(self, folder: &Folder) -> PathBuf {
         folder.path().join(format!("{}.log", self.name()))
     }
@@ -299,7 +310,6 @@ impl Way {
         Ok(())
     }
 
-    /// All processes add to one file.
     fn output(self, folder: &Folder) -> Result<File, CliError> {
         let path = self.log(folder);
         let file = File::options().create(true).append(true).open(&path);
@@ -390,14 +400,14 @@ pub struct Field {
 }
 
 impl Field {
-    /// Starts the installed baselines; `ready` instructs each of them on rank 0, and `came` runs on
-    /// all ranks. Collective.
+    /// Starts the installed baselines; `ready` instructs each of them on rank 0, and `came` says on
+    /// all ranks whether its results are ours. Collective.
     pub fn open(
         group: &Group,
         programs: &Programs,
         folder: &Folder,
         ready: impl Fn(&mut Contender) -> Result<(), CliError>,
-        mut came: impl FnMut() -> Result<(), CliError>,
+        came: impl Fn() -> Result<bool, CliError>,
     ) -> Result<Self, CliError> {
         group.gather(&[])?;
         let mut field = Field::default();
@@ -410,16 +420,44 @@ impl Field {
                 }
             }
             if arrival(group, way, &mut contender, &mut field.absent, &ready)? {
-                came()?;
+                let same = came()?;
                 field.running.extend(contender);
+                field.running.last_mut().into_iter().for_each(|contender| contender.bitwise_equal = same);
                 field.count += 1;
             }
         }
         Ok(field)
     }
+
+    /// Has each of them write what a command gives, and compares it with ours. Collective.
+    pub fn compare(
+        &mut self,
+        group: &Group,
+        folder: &Folder,
+        command: u8,
+        results: &[(&str, &[u8])],
+    ) -> Result<(), CliError> {
+        for nth in 0..self.count {
+            self.running.get_mut(nth).map_or(Ok(0.0), |contender| contender.call(command))?;
+            group.gather(&[])?;
+            let same = folder.all_same(group, results)?;
+            self.running.get_mut(nth).into_iter().for_each(|contender| contender.bitwise_equal = same);
+        }
+        Ok(())
+    }
+
+    /// A round of each: run twice and timed the second time, as ours are. Runs on rank 0; the other
+    /// ranks have no baselines.
+    pub fn lap(&mut self, command: u8) -> Result<(), CliError> {
+        self.running.iter_mut().try_for_each(|contender| {
+            contender.call(command)?;
+            let us = contender.call(command)?;
+            contender.rounds_us.entry(command).or_default().push(us);
+            Ok(())
+        })
+    }
 }
 
-/// How a result is said to compare with ours.
 pub fn compared(same: bool) -> String {
     if same { "same bits" } else { "NOT THE SAME" }.to_owned()
 }
@@ -455,7 +493,6 @@ fn arrival(
     }
 }
 
-/// Times of one baseline for one kind of call.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct BaselinePass {
     #[serde(flatten)]
@@ -470,7 +507,6 @@ impl BaselinePass {
     }
 }
 
-/// Result of a baseline, with the times of its calls.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct BaselineReport<T> {
     pub name: String,
@@ -480,13 +516,6 @@ pub struct BaselineReport<T> {
     pub bitwise_equal: bool,
     #[serde(flatten)]
     pub calls: T,
-}
-
-impl<T> BaselineReport<T> {
-    pub fn new(contender: &Contender, bitwise_equal: bool, calls: T) -> Self {
-        let (name, version) = (contender.way.name().to_owned(), contender.version.clone());
-        BaselineReport { name, version, bitwise_equal, calls }
-    }
 }
 
 #[cfg(test)]

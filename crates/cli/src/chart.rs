@@ -8,7 +8,6 @@ pub struct Point {
     pub said: String,
 }
 
-/// A line of a picture.
 pub struct Curve {
     pub name: String,
     pub points: Vec<Point>,
@@ -75,24 +74,18 @@ const CLASSES: [&str; 12] = ["a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "
 const CURVES: Style = Style {
     light: "\
 .curve { fill: none; stroke-width: 2; stroke-linejoin: round; }
-.a { stroke: #2166c2; } .dot.a { fill: #2166c2; }
-.b { stroke: #0f8a86; } .dot.b { fill: #0f8a86; }
-.c { stroke: #b3541e; } .dot.c { fill: #b3541e; }
-.d { stroke: #8250df; } .dot.d { fill: #8250df; }
-.e { stroke: #c2185b; } .dot.e { fill: #c2185b; }
-.f { stroke: #6b7a00; } .dot.f { fill: #6b7a00; }
-.g { stroke: #2166c2; stroke-dasharray: 5 3; } .dot.g { fill: #2166c2; }
-.h { stroke: #0f8a86; stroke-dasharray: 5 3; } .dot.h { fill: #0f8a86; }
-.i { stroke: #b3541e; stroke-dasharray: 5 3; } .dot.i { fill: #b3541e; }
-.j { stroke: #8250df; stroke-dasharray: 5 3; } .dot.j { fill: #8250df; }
-.k { stroke: #c2185b; stroke-dasharray: 5 3; } .dot.k { fill: #c2185b; }
-.l { stroke: #6b7a00; stroke-dasharray: 5 3; } .dot.l { fill: #6b7a00; }
+.a, .g { stroke: #2166c2; } .dot.a, .dot.g { fill: #2166c2; }
+.b, .h { stroke: #0f8a86; } .dot.b, .dot.h { fill: #0f8a86; }
+.c, .i { stroke: #b3541e; } .dot.c, .dot.i { fill: #b3541e; }
+.d, .j { stroke: #8250df; } .dot.d, .dot.j { fill: #8250df; }
+.e, .k { stroke: #c2185b; } .dot.e, .dot.k { fill: #c2185b; }
+.f, .l { stroke: #6b7a00; } .dot.f, .dot.l { fill: #6b7a00; }
+.g, .h, .i, .j, .k, .l { stroke-dasharray: 5 3; }
 circle.dot { stroke: none; }",
     dark: "",
 };
 
 impl Panel<'_> {
-    /// Draws its curves between these ends; axes hold all of these points.
     fn draw(
         &self,
         svg: &mut Svg,
@@ -127,14 +120,12 @@ impl Panel<'_> {
     }
 }
 
-/// A line through places.
 pub fn curve(svg: &mut Svg, class: &str, places: impl Iterator<Item = (f64, f64)>) {
     let path: Vec<String> = places.map(|(x, y)| format!("{},{}", round(x), round(y))).collect();
     let class = format!("curve {class}");
     svg.element("polyline", &[("class", &class), ("points", &path.join(" "))], |_| {});
 }
 
-/// Meaning of a color.
 pub fn key(svg: &mut Svg, class: &str, name: &str, (x, y): (f64, f64)) {
     svg.line(&format!("curve {class}"), (x, y), (x + 22.0, y));
     svg.label("quiet", x + 28.0, y + 4.0, name);
@@ -143,7 +134,6 @@ pub fn key(svg: &mut Svg, class: &str, name: &str, (x, y): (f64, f64)) {
 /// Which number lies where: logarithms between powers of a base.
 struct Scale {
     log: fn(f64) -> f64,
-    /// The powers at the ends.
     powers: (i32, i32),
     ends: (f64, f64),
 }
@@ -173,7 +163,6 @@ impl Scale {
 }
 
 pub const WIDTH: f64 = 900.0;
-/// Where time begins and ends.
 pub const LEFT: f64 = 112.0;
 pub const RIGHT: f64 = 884.0;
 /// Boxes are drawn at least as wide as this.
@@ -215,7 +204,6 @@ impl Times {
     }
 }
 
-/// As few digits as distinguish marks.
 fn mark_text(ns: u64, step: u64) -> String {
     if ns == 0 {
         return "0".into();
@@ -231,6 +219,26 @@ pub fn rect(svg: &mut Svg, class: &str, (x, y, width, height): (f64, f64, f64, f
     let place: [Attribute<'_>; 5] =
         [("class", &class), ("x", &x), ("y", &y), ("width", &width), ("height", &height)];
     svg.element("rect", &place, |svg| svg.element("title", &[], |svg| svg.text(said)));
+}
+
+/// A box at least as wide as can be seen, with a label of its own class inside if that fits.
+pub fn span(
+    svg: &mut Svg,
+    class: &str,
+    (x, y, width, height): (f64, f64, f64, f64),
+    said: &str,
+    (label, text): (&str, &str),
+) {
+    let width = width.max(NARROW);
+    rect(svg, &wide(class, width), (x, y, width, height), said);
+    if width > 4.0 + 6.0 * text.len() as f64 && !text.is_empty() {
+        svg.label(&format!("{label} middle"), x + width / 2.0, y + height / 2.0 + 3.5, text);
+    }
+}
+
+/// Wide boxes are set off from adjacent ones.
+fn wide(class: &str, width: f64) -> String {
+    if width < 4.0 { class.to_owned() } else { format!("wide {class}") }
 }
 
 /// Kinds of boxes, by class and in words, side by side.

@@ -8,7 +8,7 @@
 //! ```
 
 use std::io::{self, IsTerminal, Write};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use indicatif::{ProgressBar, ProgressStyle};
@@ -16,12 +16,9 @@ use serde::Serialize;
 
 use crate::error::{CliError, failed, usage};
 
-/// A command, made of its arguments.
 pub trait Command: clap::Args {
-    /// The word of the command line.
     const NAME: &'static str;
 
-    /// Carries it out.
     fn run(self) -> Result<ExitCode, CliError>;
 
     /// Runs one of the processes that the command has started, with the task it was given as JSON.
@@ -30,7 +27,6 @@ pub trait Command: clap::Args {
     }
 }
 
-/// The program that made a report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Program {
     pub version: &'static str,
@@ -58,12 +54,10 @@ pub trait Report: Serialize {
 
     fn text(&self) -> String;
 
-    /// Whether all that was checked is right.
     fn is_right(&self) -> bool {
         true
     }
 
-    /// As it is written to `--json`.
     fn json(&self) -> String {
         #[derive(Serialize)]
         struct Versioned<'a, R: ?Sized> {
@@ -83,13 +77,9 @@ pub fn finish(report: &impl Report, json: &Option<PathBuf>) -> Result<ExitCode, 
     Ok(if report.is_right() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// Writes a file that was asked for.
 pub fn draw(path: &Option<PathBuf>, text: impl FnOnce() -> String) -> Result<(), CliError> {
-    path.as_ref().map_or(Ok(()), |path| write(path, &text()))
-}
-
-pub fn write(path: &Path, text: &str) -> Result<(), CliError> {
-    std::fs::write(path, text).map_err(|source| failed!("cannot write {path:?}: {source}"))
+    let Some(path) = path else { return Ok(()) };
+    std::fs::write(path, text()).map_err(|source| failed!("cannot write {path:?}: {source}"))
 }
 
 /// Writes to standard output, which may be a pipe: a reader that has seen enough is not an error.

@@ -25,7 +25,7 @@ use crate::bench::RowType;
 use crate::command::{self, Command};
 use crate::error::CliError;
 use crate::launch::shape_words;
-use crate::options::{RoutedArgs, at_least_one};
+use crate::options::{RoutedArgs, at_least_one, up_to};
 use crate::routing::{self, Decided};
 use crate::table::{self, time, volume};
 
@@ -51,11 +51,11 @@ pub struct CopyEnginesArgs {
     pub dtype: RowType,
 
     /// Price of a copy in microseconds, however small; by default the published figure of an H100
-    #[arg(long, value_name = "US", default_value_t = 2.3, value_parser = positive)]
+    #[arg(long, value_name = "US", default_value_t = 2.3, value_parser = up_to(1e9))]
     pub copy_us: f64,
 
     /// Speed of a long copy in GB/s; by default the published figure of NVLink on an H100
-    #[arg(long, value_name = "GB/S", default_value_t = 380.0, value_parser = positive)]
+    #[arg(long, value_name = "GB/S", default_value_t = 380.0, value_parser = up_to(1e9))]
     pub copy_gbps: f64,
 
     /// Write the report as JSON
@@ -72,14 +72,6 @@ impl Command for CopyEnginesArgs {
     }
 }
 
-fn positive(text: &str) -> Result<f64, String> {
-    match text.parse::<f64>() {
-        Ok(number) if number.is_finite() && number > 0.0 => Ok(number),
-        Ok(_) => Err("a number above 0".to_owned()),
-        Err(error) => Err(error.to_string()),
-    }
-}
-
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Conditions {
     #[serde(flatten)]
@@ -91,7 +83,6 @@ pub struct Conditions {
     pub copy_gbps: f64,
 }
 
-/// Decisions, and the shape of a row.
 pub struct Task {
     pub decided: Decided,
     pub conditions: Conditions,
@@ -101,7 +92,6 @@ pub struct Task {
 }
 
 impl Task {
-    /// From the command line and the recording or routing file.
     pub fn resolve(args: &CopyEnginesArgs) -> Result<Self, CliError> {
         let &CopyEnginesArgs { hidden, dtype, copy_us, copy_gbps, .. } = args;
         let decided = args.routed.decide(None)?;
@@ -125,16 +115,12 @@ impl Task {
     }
 }
 
-/// Bytes of an expert id and a weight.
 const CHOICE: u64 = 8;
-/// Bytes of a slot's description of itself.
 const HEAD: u64 = 64;
 
-/// Requests of one variant to the engines.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Variant {
     pub name: String,
-    /// Of one rank, on average.
     pub mean: CopyEngineWork,
     /// Of the rank that asks for most, each figure by itself.
     pub max: CopyEngineWork,
@@ -217,7 +203,6 @@ impl Report {
 }
 
 impl command::Report for Report {
-    /// Conditions, and a line for each way.
     fn text(&self) -> String {
         let Conditions { decided, hidden, dtype, copy_us, copy_gbps } = &self.config;
         let routing::Conditions { routing, experts, top_k, ranks_per_node, tokens, .. } = decided;
@@ -235,16 +220,16 @@ impl command::Report for Report {
                 ("time", &|variant| time(variant.us)),
             ],
         );
+        let head = table::head(&[
+            ("routing", format!("{routing}, {experts} experts, top-{top_k}, {tokens} tokens a rank")),
+            ("ranks", shape_words(ranks_per_node)),
+            ("rows", format!("{hidden} x {}", dtype.name())),
+            ("time", format!("{copy_us} us a copy and {copy_gbps} GB/s, as given: not measured")),
+        ]);
         format!(
-            "routing   {routing}, {experts} experts, top-{top_k}, {tokens} tokens a rank\n\
-             ranks     {}\n\
-             rows      {hidden} x {}\n\
-             time      {copy_us} us a copy and {copy_gbps} GB/s, as given: not measured\n\n\
-             {table}\n\n\
+            "{head}\n{table}\n\n\
              Copies, memory operations and batches of either are those of the rank that has most; bytes are\n\
              means. Times are of the engines of one rank alone, one copy after another. Own rows are moved by none.",
-            shape_words(ranks_per_node),
-            dtype.name(),
         )
     }
 }

@@ -5,6 +5,7 @@ use std::io;
 use std::process::ExitCode;
 
 use sidelane::error::{DeviceError, GateError, PlanError};
+use sidelane_testkit::TestError;
 
 /// Any error that ends the program. A command words its errors itself, by `usage!`, `wrong!` and
 /// `failed!`, so that a new command adds nothing here.
@@ -32,17 +33,14 @@ pub enum CliError {
     Spawn { rank: u32, program: OsString, source: io::Error },
 }
 
-/// A [`CliError::Usage`] with a formatted message.
 macro_rules! usage {
     ($($message:tt)*) => { $crate::error::CliError::Usage(format!($($message)*)) };
 }
 
-/// A [`CliError::Wrong`] with a formatted message.
 macro_rules! wrong {
     ($($message:tt)*) => { $crate::error::CliError::Wrong(format!($($message)*)) };
 }
 
-/// A [`CliError::Failed`] with a formatted message.
 macro_rules! failed {
     ($($message:tt)*) => { $crate::error::CliError::Failed(format!($($message)*)) };
 }
@@ -50,7 +48,6 @@ macro_rules! failed {
 pub(crate) use {failed, usage, wrong};
 
 impl CliError {
-    /// The status with which the program ends.
     pub fn exit_code(&self) -> ExitCode {
         ExitCode::from(match self {
             CliError::Usage(_) => 2,
@@ -60,12 +57,10 @@ impl CliError {
         })
     }
 
-    /// An error of the system while doing this.
     pub fn prepare(what: &str) -> impl Fn(io::Error) -> CliError {
         move |source| failed!("cannot {what}: {source}")
     }
 
-    /// A process of this program wrote invalid JSON.
     pub fn told(source: serde_json::Error) -> CliError {
         failed!("what a rank tells is not what `sidelane` writes: {source}")
     }
@@ -82,6 +77,16 @@ impl From<PlanError> for CliError {
 impl From<GateError> for CliError {
     fn from(error: GateError) -> Self {
         CliError::Usage(error.to_string())
+    }
+}
+
+/// The test kit names the library's errors, and waits that do not end.
+impl From<TestError> for CliError {
+    fn from(error: TestError) -> Self {
+        match error {
+            TestError::Library(error) => CliError::Library(error),
+            other => CliError::Failed(other.to_string()),
+        }
     }
 }
 

@@ -8,11 +8,9 @@ use sidelane::{Error, Group, World};
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Machines(Vec<u32>);
 
-/// Machines of a measurement, for its report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Hosts {
     pub machines: usize,
-    /// Of the machine of rank 0.
     pub cores: usize,
 }
 
@@ -41,7 +39,6 @@ impl Machines {
         Ok(Machines(machines))
     }
 
-    /// How many there are.
     pub fn count(&self) -> usize {
         self.0.iter().max().map_or(0, |&last| last as usize + 1)
     }
@@ -51,12 +48,10 @@ impl Machines {
         Hosts { machines: self.count(), cores: cores() }
     }
 
-    /// The machine of a rank.
     pub fn of_rank(&self, rank: usize) -> u32 {
         self.0[rank]
     }
 
-    /// The first rank of each machine.
     fn leaders(&self) -> Vec<u32> {
         let ranks = (0..).zip(&self.0);
         (0..self.count() as u32)
@@ -105,7 +100,6 @@ impl Machines {
     }
 }
 
-/// Cores of this machine that this process may use.
 pub fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }

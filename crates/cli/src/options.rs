@@ -21,7 +21,6 @@ pub struct NodeArgs<const NODES: u32, const RANKS: u32> {
 }
 
 impl<const NODES: u32, const RANKS: u32> NodeArgs<NODES, RANKS> {
-    /// Number of ranks of each node.
     pub fn sizes(&self) -> Result<Vec<u32>, CliError> {
         match &self.ranks_per_node[..] {
             [] => node_sizes(self.nodes.or(Some(NODES)), &[RANKS]),
@@ -90,7 +89,6 @@ impl<const NODES: u32, const RANKS: u32, const TOKENS: u32> RoutedArgs<NODES, RA
     }
 }
 
-/// Refuses an option that is zero.
 pub fn at_least_one(options: &[(&str, u32)]) -> Result<(), CliError> {
     let zero = options.iter().find(|(_, value)| *value == 0);
     zero.map_or(Ok(()), |(option, _)| Err(usage!("{option} must be at least 1")))
@@ -100,6 +98,15 @@ pub fn at_least_one(options: &[(&str, u32)]) -> Result<(), CliError> {
 pub fn at_most<T: Into<u64> + Copy>(options: &[(&str, T, u32)]) -> Result<(), CliError> {
     let beyond = options.iter().find(|(_, value, most)| !(1..=u64::from(*most)).contains(&(*value).into()));
     beyond.map_or(Ok(()), |(option, _, most)| Err(usage!("{option} must be between 1 and {most}")))
+}
+
+/// A number above 0 and up to this one.
+pub fn up_to(most: f64) -> impl Fn(&str) -> Result<f64, String> + Clone {
+    move |text| {
+        let number: f64 = text.parse().map_err(|_| "not a number".to_owned())?;
+        let is_within = number > 0.0 && number <= most;
+        if is_within { Ok(number) } else { Err(format!("not above 0 and up to {most}")) }
+    }
 }
 
 /// The word of the command line for a value.

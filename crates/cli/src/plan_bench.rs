@@ -147,7 +147,6 @@ pub struct Cost {
     pub fill: f64,
     /// Its relayed rows, if blocks of its sources are like its own: runs and operands.
     pub relay: f64,
-    /// Bytes of all these tables.
     pub bytes: u64,
 }
 
@@ -234,7 +233,6 @@ pub fn measure(shape: &Shape, rounds: u32) -> Result<Cost, PlanError> {
     Ok(Cost { sort, place, fill, relay, bytes: held.iter().sum::<usize>() as u64 })
 }
 
-/// The picture of all groups.
 fn draw(args: &PlanBenchArgs, rows: &[Row]) -> String {
     let curves = |of: fn(&Cost) -> f64, said: &dyn Fn(f64) -> String| {
         let of_route = |route: Route| {

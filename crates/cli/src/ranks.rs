@@ -16,7 +16,8 @@ use clap::Args;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
-use sidelane::error::BootstrapError;
+use sidelane::device::Driver;
+use sidelane::error::{BootstrapError, DeviceError};
 use sidelane::{Error, Group, Options, World};
 
 use crate::command;
@@ -43,11 +44,8 @@ pub struct Assignment<T> {
 /// Files on the machine of rank 0: others know nothing of them.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Files {
-    /// The report.
     pub json: Option<PathBuf>,
-    /// A picture.
     pub svg: Option<PathBuf>,
-    /// A Chrome trace.
     pub trace: Option<PathBuf>,
     /// The folder of baselines, which run on one machine alone.
     pub baselines: Option<PathBuf>,
@@ -69,7 +67,7 @@ pub fn start(
     let env = [machines.variables(), variables].concat();
     let job = job(command, ranks_per_node, assignment, env)?;
     let job = Job { part: machines.part(ranks_per_node)?, bind: machines.bind, ..job };
-    Ok(ExitCode::from(job.run()?.exit_code()))
+    Ok(job.run()?.into())
 }
 
 /// This program once per rank, all of them on this machine and on any of its processors.
@@ -91,10 +89,25 @@ pub fn again(command: &str, task: &impl Serialize) -> Result<Vec<OsString>, CliE
     Ok(vec![program.into(), "rank".into(), command.into(), json.into()])
 }
 
-/// Task of such a process.
 pub fn task<T: DeserializeOwned>(json: &str) -> Result<T, CliError> {
     serde_json::from_str(json)
         .map_err(|source| usage!("the task of a rank is not what `sidelane` writes: {source}"))
+}
+
+/// Variables that ranks and checks on a device need unless they are set: queues enough that ranks
+/// of one GPU do not wait behind each other.
+pub const VARIABLES: [(&str, &str); 1] = [("CUDA_DEVICE_MAX_CONNECTIONS", "32")];
+
+/// Those of some variables that are not set.
+pub fn missing<'v>(variables: impl IntoIterator<Item = (&'v str, &'v str)>) -> Vec<(String, OsString)> {
+    let missing = variables.into_iter().filter(|(name, _)| std::env::var_os(name).is_none());
+    missing.map(|(name, value)| (name.to_owned(), value.into())).collect()
+}
+
+/// Why no other process can use the device, if that is so.
+pub fn one_process(driver: &Driver, device: u32) -> Result<Option<&'static str>, DeviceError> {
+    const REASON: &str = "the GPU's compute mode allows one process at a time (nvidia-smi -c DEFAULT)";
+    Ok((!driver.device(device)?.several_processes).then_some(REASON))
 }
 
 /// Prefix of a rank's error, as of lines of `launch --tag-output`: all ranks share one screen.
@@ -145,7 +158,6 @@ fn conditions(command: &str, task: &impl Serialize) -> String {
     json!({ "sidelane": program, "command": command, "task": task }).to_string()
 }
 
-/// Differences of `seen` from `expected`.
 fn differences(seen: &str, expected: &str) -> String {
     let [seen, expected] = [seen, expected].map(|words| serde_json::from_str(words).unwrap_or_default());
     let mut found = Vec::new();
@@ -153,7 +165,6 @@ fn differences(seen: &str, expected: &str) -> String {
     found.join(", ")
 }
 
-/// A list of objects.
 fn objects(value: &Value) -> Option<&Vec<Value>> {
     value.as_array().filter(|list| list.iter().all(Value::is_object))
 }

@@ -52,7 +52,6 @@ impl Routed {
     }
 }
 
-/// Value of `--routing`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum Source {
@@ -123,12 +122,10 @@ impl From<Source> for String {
 pub struct Share {
     pub experts: u32,
     pub top_k: u32,
-    /// Of one rank.
     pub tokens: u32,
     pub seed: u64,
 }
 
-/// The decisions of all ranks, and where their experts are.
 pub struct Decided {
     pub conditions: Conditions,
     pub map: ExpertMap,
@@ -136,14 +133,12 @@ pub struct Decided {
     pub routings: Vec<Routing<'static>>,
 }
 
-/// The decisions, and their shape.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Conditions {
     pub routing: Source,
     pub experts: u32,
     pub top_k: u32,
     pub ranks_per_node: Vec<u32>,
-    /// Of each rank.
     pub tokens: u32,
     pub seed: u64,
 }
@@ -161,7 +156,6 @@ impl Decided {
     }
 }
 
-/// A source that is ready to answer.
 pub enum Router {
     Drawn(Pattern),
     Recorded(Recorded),

@@ -33,7 +33,6 @@ pub struct Summary {
     pub max_us: f64,
 }
 
-/// A ratio and its 95% interval.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Ratio {
     pub value: f64,

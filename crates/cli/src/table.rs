@@ -5,7 +5,6 @@ use std::io::stdout;
 use comfy_table::{CellAlignment, ContentArrangement, LineStyle, Row, Table, TableStyle};
 use rustix::termios::tcgetwinsize;
 
-/// Used where no terminal says how wide it is.
 const WIDTH: u16 = 110;
 
 /// An empty table with this header.
@@ -43,7 +42,6 @@ pub fn of<R>(rows: impl IntoIterator<Item = R>, columns: &[Column<'_, R>]) -> St
     table.trim_fmt()
 }
 
-/// Head of a report: a line for each condition.
 pub fn head(lines: &[(&str, String)]) -> String {
     lines.iter().map(|(key, value)| format!("{key:<10}{value}\n")).collect()
 }

@@ -15,7 +15,7 @@ use serde::Serialize;
 use sidelane::Group;
 
 use super::config::Kind;
-use crate::baselines::{self, BaselinePass, BaselineReport, Folder, Programs, Unavailable, compared};
+use crate::baselines::{BaselinePass, BaselineReport, Field, Folder, Programs, Unavailable, compared};
 use crate::error::CliError;
 use crate::table::{self, time};
 
@@ -24,77 +24,43 @@ const LAYER: Programs = Programs {
     python: ("all_to_all.py", include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/baselines/all_to_all.py"))),
 };
 
-/// Those that run, where they were asked for. Only rank 0 knows them.
-#[derive(Default)]
-pub struct Field {
-    others: Option<baselines::Field>,
-    same: Vec<bool>,
-    /// Length of every round of dispatch, and of combine, in microseconds.
-    rounds_us: Vec<[Vec<f64>; 2]>,
-}
-
 /// Arrays of a layer that the ranks know, and its results.
 pub struct Seen<'a> {
     /// Five words.
     pub shape: [u32; 5],
-    /// Expert of each choice.
     pub ids: &'a [i32],
-    /// Tokens, as bytes.
     pub x: &'a [u8],
-    /// Rows as they were received.
     pub rows: &'a [u8],
-    /// Outputs of the experts.
     pub y: &'a [u8],
     pub out: &'a [u8],
 }
 
-impl Field {
-    /// Starts the installed baselines, and compares their results with those seen here. Collective.
-    pub fn open(group: &Group, folder: &Folder, seen: &Seen<'_>) -> Result<Self, CliError> {
-        let rank = group.rank();
-        if rank == 0 {
-            folder.put("shape", bytemuck::cast_slice(&seen.shape))?;
-        }
-        folder.put(&format!("ids.{rank}"), bytemuck::cast_slice(seen.ids))?;
-        folder.put(&format!("x.{rank}"), seen.x)?;
-        folder.put(&format!("y.{rank}"), seen.y)?;
-        let mut same = Vec::new();
-        // One call of each kind, and the files with the results.
-        let ready = |contender: &mut baselines::Contender| {
-            b"dcw".iter().try_for_each(|&command| contender.call(command).map(drop))
-        };
-        let others = baselines::Field::open(group, &LAYER, folder, ready, || {
-            same.push(folder.all_same(group, &[("rows", seen.rows), ("out", seen.out)])?);
-            Ok(())
-        })?;
-        let rounds_us = vec![Default::default(); others.running.len()];
-        Ok(Field { others: Some(others), same, rounds_us })
+/// Starts the installed baselines, and compares their results with those seen here. Collective.
+pub fn open(group: &Group, folder: &Folder, seen: &Seen<'_>) -> Result<Field, CliError> {
+    let rank = group.rank();
+    if rank == 0 {
+        folder.put("shape", bytemuck::cast_slice(&seen.shape))?;
     }
+    folder.put(&format!("ids.{rank}"), bytemuck::cast_slice(seen.ids))?;
+    folder.put(&format!("x.{rank}"), seen.x)?;
+    folder.put(&format!("y.{rank}"), seen.y)?;
+    // One call of each kind, and the files with the results.
+    let calls = b"dcw";
+    Field::open(
+        group,
+        &LAYER,
+        folder,
+        |contender| calls.iter().try_for_each(|&command| contender.call(command).map(drop)),
+        || folder.all_same(group, &[("rows", seen.rows), ("out", seen.out)]),
+    )
+}
 
-    /// One round of each, where they have such a call. Runs on rank 0; the other ranks have no
-    /// baselines.
-    pub fn lap(&mut self, kind: Kind) -> Result<(), CliError> {
-        let (nth, command) = match kind {
-            Kind::Dispatch => (0, b'd'),
-            Kind::Combine => (1, b'c'),
-            Kind::DispatchBackward | Kind::CombineBackward => return Ok(()),
-        };
-        let running = self.others.iter_mut().flat_map(|others| &mut others.running);
-        for (contender, rounds_us) in running.zip(&mut self.rounds_us) {
-            rounds_us[nth].push(contender.lap(command)?);
-        }
-        Ok(())
-    }
-
-    /// Results, next to our own rounds: those of dispatch, and of combine. None without baselines.
-    pub fn report(&self, real_us: [&[f64]; 2]) -> Option<Baselines> {
-        let others = self.others.as_ref()?;
-        let ran = others.running.iter().zip(&self.same).zip(&self.rounds_us);
-        let ran = ran.map(|((contender, &same), rounds_us)| {
-            let [dispatch, combine] = [0, 1].map(|nth| BaselinePass::new(&rounds_us[nth], real_us[nth]));
-            BaselineReport::new(contender, same, Calls { dispatch, combine })
-        });
-        Some(Baselines { results: ran.collect(), unavailable: others.absent.clone() })
+/// The command of a call, where baselines have such a one.
+pub fn command(kind: Kind) -> Option<u8> {
+    match kind {
+        Kind::Dispatch => Some(b'd'),
+        Kind::Combine => Some(b'c'),
+        Kind::DispatchBackward | Kind::CombineBackward => None,
     }
 }
 
@@ -112,6 +78,15 @@ pub struct Calls {
 }
 
 impl Baselines {
+    /// Next to our own rounds: those of dispatch, and of combine.
+    pub fn new(field: &Field, [dispatch_us, combine_us]: [&[f64]; 2]) -> Self {
+        let results = field.running.iter().map(|contender| {
+            let (dispatch, combine) = (contender.pass(b'd', dispatch_us), contender.pass(b'c', combine_us));
+            contender.report(Calls { dispatch, combine })
+        });
+        Baselines { results: results.collect(), unavailable: field.absent.clone() }
+    }
+
     /// Whether all that ran have computed what we have.
     pub fn all_same(&self) -> bool {
         self.results.iter().all(|baseline| baseline.bitwise_equal)

@@ -13,20 +13,17 @@ use sidelane::ep::Graphs;
 use sidelane::error::PlanError;
 use sidelane::plan::{ExpertMap, Overflow, ReceiveMode, RowLayout, Strategy, SumOrder};
 use sidelane::topology::{NodeMap, Route};
-use sidelane_verify::reference::{Case, Reference};
+use sidelane_testkit::settings::Settings;
+use sidelane_verify::reference::{Case, Real, Reference, Tokens};
 
-use super::expected::reference;
 use crate::error::{CliError, usage};
 use crate::launch::{MachineArgs, node_labels, shape_words};
 use crate::options::{NodeArgs, RouterArgs, at_least_one, one_of, word};
 use crate::routing::{Router, Share, Source};
-use crate::settings::Settings;
 
-/// The conditions of a measurement.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Config {
     pub nodes: u32,
-    /// Number of ranks of each node.
     pub ranks_per_node: Vec<u32>,
     pub tokens: u32,
     pub top_k: u32,
@@ -98,7 +95,6 @@ impl Config {
         Ok(())
     }
 
-    /// Whether others can do the same.
     pub fn check_baselines(&self) -> Result<(), CliError> {
         for (option, usual) in [
             ("--dtype", self.shape.dtype == RowType::Bf16),
@@ -127,20 +123,45 @@ impl Config {
         self.ranks_per_node.iter().sum()
     }
 
-    /// What each rank takes of the routing.
+    /// The same words wherever conditions are shown: ranks; what each brings; where it goes; by
+    /// which way, and into how much memory; how combine adds.
+    pub fn words(&self) -> [(&'static str, String); 5] {
+        let Config { tokens, routing, experts, top_k, seed, shape, .. } = self;
+        let Shape { hidden, dtype, align, layout, route, sum_order, .. } = shape;
+        let gathers = if shape.strategy == Strategy::AllGather { "all-gather, " } else { "" };
+        let spans = if shape.coalesce_relays { " in spans" } else { "" };
+        let (route, layout, receive) = (route.name(), layout.name(), self.receive.words());
+        let (order, wire) = (sum_order.name(), self.partials().map_or("none", PartialDtype::name));
+        [
+            ("ranks", shape_words(&self.ranks_per_node)),
+            ("rows", format!("{tokens} tokens per rank, hidden {hidden}, {}", dtype.name())),
+            ("routing", format!("{routing}, {experts} experts, top-{top_k}, seed {seed}")),
+            ("schedule", format!("{gathers}route {route}{spans}, layout {layout}, align {align}, {receive}")),
+            ("sums", format!("order {order}, partials {wire}")),
+        ]
+    }
+
     pub fn share(&self) -> Share {
         Share { experts: self.experts, top_k: self.top_k, tokens: self.tokens, seed: self.seed }
     }
 
-    /// Settings of the instance under test.
+    /// The calls of a measurement, as all ranks together see them.
+    pub fn reference<E: Real>(&self, router: &Router) -> Result<Reference<E>, CliError> {
+        let tokens = |rank| {
+            let routing = router.routing(self.share(), rank)?;
+            let (ids, weights) = (routing.experts().to_vec(), routing.weights().to_vec());
+            Ok(Tokens { x: Vec::new(), ids, weights })
+        };
+        let all = (0..self.ranks()).map(tokens).collect::<Result<_, CliError>>()?;
+        Ok(Reference::of(&self.settings()?.case, all))
+    }
+
     pub fn settings(&self) -> Result<Settings, PlanError> {
         let shape = &self.shape;
+        let nodes: Vec<u32> = node_labels(&self.ranks_per_node).into_iter().map(|node| node as u32).collect();
+        let counts = vec![self.tokens; nodes.len()];
         let case = Case {
-            nodes: node_labels(&self.ranks_per_node).into_iter().map(|node| node as u32).collect(),
-            counts: vec![self.tokens; self.ranks() as usize],
             map: ExpertMap::contiguous(self.experts, self.ranks())?,
-            active: vec![true; self.ranks() as usize],
-            top_k: self.top_k,
             hidden: shape.hidden as usize,
             align: shape.align,
             layout: shape.layout,
@@ -148,15 +169,14 @@ impl Config {
             route: shape.route,
             order: shape.sum_order,
             wire: shape.partial_dtype,
-            weighted: false,
             spans: shape.coalesce_relays,
             strategy: shape.strategy,
+            ..Case::new(&nodes, &counts, self.experts, self.top_k)
         };
         let (dtype, fp8) = (shape.dtype.element(), shape.dtype == RowType::Fp8);
         Ok(Settings { case, dtype, max_tokens: self.tokens, fp8, graphs: Graphs::Off })
     }
 
-    /// Which ranks share a node.
     pub fn node_map(&self) -> NodeMap {
         NodeMap::from_labels(&node_labels(&self.ranks_per_node))
     }
@@ -166,12 +186,10 @@ impl Config {
         (self.shape.sum_order != SumOrder::Expert).then_some(self.shape.partial_dtype)
     }
 
-    /// Bytes of one row that comes back.
     pub fn row_bytes(&self) -> u64 {
         self.shape.dtype.bytes(self.shape.hidden).1
     }
 
-    /// Bytes of one row that is dispatched.
     pub fn sent_bytes(&self) -> u64 {
         self.shape.dtype.bytes(self.shape.hidden).0
     }
@@ -217,7 +235,7 @@ pub struct ConditionArgs {
     pub slots: Option<u32>,
 
     /// Treatment of rows beyond budget or slots [default: error]
-    #[arg(long, value_parser = one_of(OVERFLOWS, overflow))]
+    #[arg(long, value_parser = one_of([Overflow::Drop, Overflow::Error], overflow))]
     on_overflow: Option<Overflow>,
 
     /// recorded (a trained router's decisions, 64 experts, top-8), uniform, zipf:S, incast, or a
@@ -275,17 +293,10 @@ pub struct Shape {
     pub align: u32,
 }
 
-/// All that can become of rows for which there is no room.
-const OVERFLOWS: [Overflow; 2] = [Overflow::Drop, Overflow::Error];
-
 fn overflow(what: Overflow) -> &'static str {
-    match what {
-        Overflow::Drop => "drop",
-        Overflow::Error => "error",
-    }
+    if what == Overflow::Drop { "drop" } else { "error" }
 }
 
-/// What `--mode` names.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ReceiveKind {
@@ -298,7 +309,6 @@ pub enum ReceiveKind {
     Slots,
 }
 
-/// How receive memory is sized.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ReceiveConfig {
     pub mode: ReceiveKind,
@@ -306,7 +316,6 @@ pub struct ReceiveConfig {
     pub budget: Option<f64>,
     /// That in rows, or the slots of each source.
     pub rows: Option<u32>,
-    /// What becomes of more.
     pub overflow: Option<Overflow>,
 }
 
@@ -328,7 +337,7 @@ impl ReceiveConfig {
             let other = usage!("--on-overflow is for --mode budget or slots");
             return if args.on_overflow.is_some() { Err(other) } else { Ok(ReceiveConfig::default()) };
         }
-        let needs = reference(config, router)?;
+        let needs = config.reference(router)?;
         let overflow = args.on_overflow.unwrap_or_default();
         let sized = match args.mode {
             ReceiveKind::Slots => Self::slots(args.slots, overflow, &needs)?,
@@ -384,7 +393,6 @@ impl ReceiveConfig {
         Ok(ReceiveConfig { budget: Some(factor), rows: Some(rows), ..ReceiveConfig::default() })
     }
 
-    /// As the library has it.
     pub fn mode(self) -> ReceiveMode {
         let (rows, overflow) = (self.rows.unwrap_or(0), self.overflow.unwrap_or_default());
         match self.mode {
@@ -410,7 +418,6 @@ impl ReceiveConfig {
     }
 }
 
-/// What `--dtype` names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum RowType {
@@ -422,7 +429,6 @@ pub enum RowType {
 }
 
 impl RowType {
-    /// Type of the elements that come back and are summed.
     pub fn element(self) -> Dtype {
         match self {
             RowType::Bf16 | RowType::Fp8 => Dtype::Bf16,
@@ -431,63 +437,18 @@ impl RowType {
         }
     }
 
-    /// Record of a row of `hidden` elements, if rows are dispatched as records.
-    pub fn record(self, hidden: u32) -> Option<Fp8RowShape> {
-        (self == RowType::Fp8).then(|| Fp8RowShape::new(hidden))
-    }
-
     /// Bytes of a row of `hidden` elements that is dispatched, and of one that comes back.
     pub fn bytes(self, hidden: u32) -> (u64, u64) {
         let home = u64::from(hidden) * self.element().size() as u64;
-        (self.record(hidden).map_or(home, |record| record.bytes() as u64), home)
+        let sent = if self == RowType::Fp8 { Fp8RowShape::new(hidden).bytes() as u64 } else { home };
+        (sent, home)
     }
 
-    /// The word of the command line.
-    pub fn name(self) -> &'static str {
-        match self {
-            RowType::Fp8 => "fp8",
-            _ => self.element().name(),
-        }
+    pub fn name(self) -> String {
+        word(&self)
     }
 }
 
-/// The same words wherever conditions are shown.
-pub struct Words {
-    /// How many, and where.
-    pub ranks: String,
-    /// What each brings.
-    pub rows: String,
-    /// Where it goes.
-    pub routing: String,
-    /// By which way, and into how much memory.
-    pub schedule: String,
-    /// How combine adds.
-    pub sums: String,
-}
-
-impl Words {
-    pub fn of(config: &Config) -> Self {
-        let Config { tokens, routing, experts, top_k, seed, shape, .. } = config;
-        let Shape { hidden, dtype, align, .. } = shape;
-        let (order, route) = (config.shape.sum_order.name(), config.shape.route.name());
-        let (layout, wire) =
-            (config.shape.layout.name(), config.partials().map_or("none", PartialDtype::name));
-        Words {
-            ranks: shape_words(&config.ranks_per_node),
-            rows: format!("{tokens} tokens per rank, hidden {hidden}, {}", dtype.name()),
-            routing: format!("{routing}, {experts} experts, top-{top_k}, seed {seed}"),
-            schedule: format!(
-                "{}route {route}{}, layout {layout}, align {align}, {}",
-                if config.shape.strategy == Strategy::AllGather { "all-gather, " } else { "" },
-                if config.shape.coalesce_relays { " in spans" } else { "" },
-                config.receive.words()
-            ),
-            sums: format!("order {order}, partials {wire}"),
-        }
-    }
-}
-
-/// One kind of call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     Dispatch,

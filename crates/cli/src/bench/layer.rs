@@ -16,25 +16,25 @@ use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::Path;
 
-use sidelane::ep::{ExpertOutput, ExpertRows, Handle, TokenBuffer};
+use serde::Serialize;
+use sidelane::ep::{ExpertOutput, ExpertRows, Handle, Tensor, TokenBuffer};
 use sidelane::exec::{Recorder, Timeline, now};
 use sidelane::gate::Routing;
 use sidelane::topology::NodeMap;
-use sidelane::{Error, ExpertParallel, Group, World};
+use sidelane::{Dtype, Error, ExpertParallel, Group, World};
+use sidelane_testkit::expected::Expected;
 use sidelane_verify::reference::Real;
 
 use super::Task;
-use super::baselines::{Field, Seen};
+use super::baselines::{self, Seen};
 use super::config::{Config, Shape};
-use super::expected::Expected;
-use crate::baselines::Folder;
+use crate::baselines::{Field, Folder};
 use crate::error::{CliError, failed};
 use crate::machines::Machines;
 use crate::ranks;
 use crate::routing::Router;
 use crate::stats::Laps;
 
-/// Everything a rank calls with.
 pub struct Layer<'c, E> {
     pub config: &'c Config,
     pub world: World,
@@ -59,7 +59,6 @@ pub struct Layer<'c, E> {
 pub struct Tokens<E> {
     /// The dispatched rows: tokens, or records of fp8. NICs read them in place.
     buffer: TokenBuffer,
-    /// The tokens, where records are sent.
     tokens: Option<Vec<E>>,
 }
 
@@ -81,10 +80,8 @@ impl<E: Real> Tokens<E> {
         ep: &mut ExpertParallel,
         routing: &Routing<'_>,
     ) -> Result<(ExpertRows, Handle), Error> {
-        match &self.tokens {
-            Some(_) => ep.dispatch(self.buffer.rows::<u8>()?, routing),
-            None => ep.dispatch(self.buffer.rows::<E>()?, routing),
-        }
+        let dtype = if self.tokens.is_some() { Dtype::Bytes } else { E::DTYPE };
+        ep.dispatch(Tensor::Host { bytes: self.sent()?, dtype }, routing)
     }
 
     pub fn sent(&self) -> Result<&[u8], Error> {
@@ -92,22 +89,27 @@ impl<E: Real> Tokens<E> {
     }
 
     pub fn x(&self) -> Result<&[E], Error> {
-        match &self.tokens {
-            Some(tokens) => Ok(tokens),
-            None => self.buffer.rows::<E>(),
+        self.tokens.as_deref().map_or_else(|| self.buffer.rows::<E>(), Ok)
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Verdict {
+    pub verified: bool,
+    /// Rows and sums that are bitwise right.
+    pub rows_verified: u64,
+}
+
+impl Verdict {
+    pub fn text(self) -> String {
+        match self {
+            Verdict { verified: true, rows_verified } => format!("verified: {rows_verified} rows bit-exact"),
+            Verdict { rows_verified, .. } => format!("NOT VERIFIED: only {rows_verified} rows are bit-exact"),
         }
     }
 }
 
-/// Findings of all ranks.
-pub struct Verdict {
-    pub verified: bool,
-    /// Rows and sums that are bitwise right.
-    pub right: u64,
-}
-
 impl<'c, E: Real> Layer<'c, E> {
-    /// Joins the ranks that were started with the same task of this command.
     pub fn join(command: &str, task: &'c Task) -> Result<Self, CliError> {
         let Task { config, sizes, records, .. } = task;
         let world = ranks::join(command, task, *sizes, if *records { EVENTS } else { 0 })?;
@@ -116,7 +118,8 @@ impl<'c, E: Real> Layer<'c, E> {
         let ep = config.settings()?.builder(&group)?.build()?;
         let router = Router::open(&config.routing)?;
         let routing = router.routing(config.share(), world.rank()).map_err(Error::from)?;
-        let expected = Expected::new(config, &router, world.rank())?;
+        let reference = config.reference(&router)?;
+        let expected = Expected::new(reference, config.settings()?, world.rank(), config.seed);
         let x = expected.tokens();
         let out = vec![E::of(0.0); x.len()];
         let tokens = Tokens::new(&ep, x, config.tokens)?;
@@ -153,7 +156,7 @@ impl<'c, E: Real> Layer<'c, E> {
     pub fn check_rows(&mut self, rows: &ExpertRows, handle: &Handle) -> Result<(), CliError> {
         let seen = rows.rows::<u8>()?;
         self.right += self.expected.right_rows(seen, handle);
-        self.compared += self.expected.len() as u64;
+        self.compared += self.expected.row_count();
         self.wrong += u64::from(!self.expected.right_handle(handle));
         Ok(())
     }
@@ -161,11 +164,10 @@ impl<'c, E: Real> Layer<'c, E> {
     pub fn check_gradients(&mut self, rows: &ExpertRows) -> Result<(), CliError> {
         let seen = rows.rows::<E>()?;
         self.right += self.expected.right_gradients(seen);
-        self.compared += self.expected.len() as u64;
+        self.compared += self.expected.row_count();
         Ok(())
     }
 
-    /// These outputs of the experts, where a combine takes them from.
     pub fn output(y: &[E], handle: &Handle) -> Result<ExpertOutput, Error> {
         let mut output = handle.output()?;
         output.rows_mut::<E>()?.copy_from_slice(y);
@@ -214,10 +216,9 @@ impl<'c, E: Real> Layer<'c, E> {
             y: bytemuck::cast_slice(y),
             out: bytemuck::cast_slice(&self.out),
         };
-        Field::open(&self.group, folder, &seen)
+        baselines::open(&self.group, folder, &seen)
     }
 
-    /// Sums of a few words over all ranks.
     pub fn sum<const N: usize>(&self, words: [u64; N]) -> Result<[u64; N], Error> {
         let all = self.group.gather(bytemuck::cast_slice(&words))?;
         Ok(all.iter().fold([0; N], |sums, blob| {
@@ -226,17 +227,15 @@ impl<'c, E: Real> Layer<'c, E> {
         }))
     }
 
-    /// Findings of all checks of all ranks.
     pub fn verdict(&self) -> Result<Verdict, Error> {
-        let [right, compared, wrong] = self.sum([self.right, self.compared, self.wrong])?;
-        Ok(Verdict { verified: right == compared && wrong == 0, right })
+        let [rows_verified, compared, wrong] = self.sum([self.right, self.compared, self.wrong])?;
+        Ok(Verdict { verified: rows_verified == compared && wrong == 0, rows_verified })
     }
 }
 
 /// Operations kept for a timeline: one round of calls at 1,024 ranks.
 pub const EVENTS: usize = 1 << 16;
 
-/// Names of the calls of a round.
 pub const CALLS: [&str; 3] = ["dispatch", "experts", "combine"];
 
 /// Runs rounds with outputs `y` of the experts, checks the last, and sends every rank the timelines
@@ -273,7 +272,6 @@ pub fn share(group: &Group, timeline: Timeline, offset: i64) -> Result<Vec<Timel
     ranks::tell_all(group, &moved(timeline, offset))
 }
 
-/// A timeline on another clock.
 fn moved(mut timeline: Timeline, offset: i64) -> Timeline {
     let calls = timeline.calls.iter_mut().map(|call| &mut call.start_ns);
     let spans = timeline.spans.iter_mut().map(|span| &mut span.start_ns);
@@ -296,7 +294,6 @@ fn round<E: Real>(
     Ok((rows, handle))
 }
 
-/// Writes the recording as a Chrome trace.
 pub fn write_trace(path: &Path, nodes: &NodeMap, timelines: &[Timeline]) -> Result<(), CliError> {
     let write = || {
         let mut file = BufWriter::new(File::create(path)?);

@@ -17,7 +17,6 @@
 
 mod baselines;
 mod config;
-mod expected;
 mod layer;
 mod rank;
 mod report;
@@ -33,7 +32,7 @@ use crate::command::Command;
 use crate::error::CliError;
 use crate::ranks::{self, Assignment, Files, Sizes};
 
-pub use config::{ConditionArgs, Config, RowType, Words};
+pub use config::{ConditionArgs, Config, RowType};
 pub use layer::{CALLS, EVENTS, Layer, Verdict, record, share, write_trace};
 
 #[cfg(test)]

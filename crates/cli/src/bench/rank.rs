@@ -14,21 +14,20 @@ use sidelane::topology::{Paths, Route};
 use sidelane::world::NicCounters;
 use sidelane::{Error, Window};
 use sidelane_core::schedule::ControlLayout;
+use sidelane_testkit::with_element;
 use sidelane_verify::reference::{Real, Reference};
 
-use super::baselines::Field;
+use super::baselines::{self, Baselines};
 use super::config::{Config, Kind};
-use super::expected::reference;
-use super::layer::{self, Layer, write_trace};
+use super::layer::{self, Layer, Verdict, write_trace};
 use super::report::{FirstCall, InterNode, Lanes, Pass, Report, RunConfig, Volume};
 use super::{BenchArgs, Task};
-use crate::baselines::Folder;
+use crate::baselines::{Field, Folder};
 use crate::command::{self, Command as _};
 use crate::error::{CliError, wrong};
 use crate::machines;
 use crate::ranks::{Assignment, Files, Sizes};
 use crate::routing::Router;
-use crate::settings::with_element;
 use crate::stats::{Laps, median};
 
 pub fn main(Assignment { task, files }: &Assignment<Task>) -> Result<ExitCode, CliError> {
@@ -36,7 +35,6 @@ pub fn main(Assignment { task, files }: &Assignment<Task>) -> Result<ExitCode, C
     report.map_or(Ok(ExitCode::SUCCESS), |report| command::finish(&report, &files.json))
 }
 
-/// The report, on rank 0.
 fn run<E: Real>(task: &Task, files: &Files) -> Result<Option<Report>, CliError> {
     let mut layer: Layer<'_, E> = Layer::join(BenchArgs::NAME, task)?;
     let (rows, handle) = layer.dispatch_and_check()?;
@@ -44,10 +42,8 @@ fn run<E: Real>(task: &Task, files: &Files) -> Result<Option<Report>, CliError> 
     let received = if files.baselines.is_some() { rows.rows::<u8>()?.to_vec() } else { Vec::new() };
     drop(rows);
     layer.combine_and_check(&y, &handle)?;
-    let mut field = match &files.baselines {
-        Some(folder) => layer.challenge(&Folder::at(folder), &received, &y)?,
-        None => Field::default(),
-    };
+    let folder = files.baselines.as_deref().map(Folder::at);
+    let mut field = folder.map(|folder| layer.challenge(&folder, &received, &y)).transpose()?;
     drop(received);
     if task.config.backward {
         layer.backward_and_check(&y, &handle)?;
@@ -89,13 +85,12 @@ fn run<E: Real>(task: &Task, files: &Files) -> Result<Option<Report>, CliError> 
     report(&layer, &handle, &passes, &field, memcpy)
 }
 
-/// Times the calls of one phase.
 fn time<E: Real>(
     layer: &mut Layer<'_, E>,
     barrier: &mut Window,
     kinds: &[Kind],
     floor: &mut FloorBench,
-    field: &mut Field,
+    field: &mut Option<Field>,
     handle: &Handle,
 ) -> Result<Vec<Pair>, CliError> {
     let (config, rank) = (layer.config, layer.world.rank());
@@ -142,14 +137,14 @@ fn report<E: Real>(
     layer: &Layer<'_, E>,
     handle: &Handle,
     pairs: &[Pair],
-    field: &Field,
+    field: &Option<Field>,
     memcpy_gbps: f64,
 ) -> Result<Option<Report>, CliError> {
     let config = layer.config;
     let (dispatched, combined) = (handle.report()?, handle.returned()?);
     let found = [
         u64::from(!moved_as_planned(layer.world.rank(), &dispatched)),
-        layer.expected.len() as u64,
+        layer.expected.row_count(),
         dispatched.moved.inter_node_bytes,
         combined.moved.inter_node_bytes,
         handle.dropped().iter().filter(|&&dropped| dropped).count() as u64,
@@ -191,8 +186,10 @@ fn report<E: Real>(
     let huge_pages_granted = layer.world.pages().huge.is_some_and(|bytes| bytes > 0);
     Ok(Some(Report {
         config: RunConfig { config: config.clone(), hosts: layer.machines.hosts(), huge_pages_granted },
-        verified: verdict.verified && strays == 0 && returned == came_home && exact,
-        rows_verified: verdict.right,
+        verdict: Verdict {
+            verified: verdict.verified && strays == 0 && returned == came_home && exact,
+            ..verdict
+        },
         required_rows: handle.required_rows().iter().copied().max().unwrap_or(0),
         dropped_choices,
         memcpy_gbps,
@@ -204,11 +201,10 @@ fn report<E: Real>(
         combine: passes[1],
         dispatch_backward: passes.get(2).copied(),
         combine_backward: passes.get(3).copied(),
-        baselines: field.report([&rounds[0], &rounds[1]]),
+        baselines: field.as_ref().map(|field| Baselines::new(field, [&rounds[0], &rounds[1]])),
     }))
 }
 
-/// Laps of one kind of call.
 #[derive(Clone, Debug, Default)]
 pub struct Pair {
     pub real: Laps,
@@ -219,8 +215,7 @@ struct Track<'a, 'c, E> {
     layer: &'a mut Layer<'c, E>,
     barrier: &'a mut Window,
     floor: &'a mut FloorBench,
-    /// Baselines, which take turns with us.
-    field: &'a mut Field,
+    field: &'a mut Option<Field>,
     /// Faster stores of the floor, for scattered rows and for sums.
     stores: [Stores; 2],
     /// Handle of a dispatch that stays alive: combines and backward calls follow it.
@@ -230,14 +225,14 @@ struct Track<'a, 'c, E> {
 }
 
 impl<E: Real> Track<'_, '_, E> {
-    /// One round of all kinds: ours and the floor, then the others.
     pub fn round(&mut self, kinds: &[Kind], pairs: &mut [Pair], floor_first: bool) -> Result<(), CliError> {
         kinds.iter().zip(pairs).try_for_each(|(&kind, pair)| {
             self.lap(kind, pair, floor_first)?;
             // A rank that is done must not start baselines while others measure: they would take a
             // core from those.
             self.barrier.barrier()?;
-            self.field.lap(kind)
+            let others = self.field.as_mut().zip(baselines::command(kind));
+            others.map_or(Ok(()), |(field, command)| field.lap(command))
         })
     }
 
@@ -256,7 +251,6 @@ impl<E: Real> Track<'_, '_, E> {
         Ok(())
     }
 
-    /// The real call, in the floor's memory.
     fn real(&mut self, kind: Kind, laps: &mut Laps) -> Result<(), Error> {
         let Layer { ep, tokens, routing, out, .. } = &mut *self.layer;
         match kind {
@@ -352,7 +346,7 @@ pub fn memcpy_gbps<E: Real>(layer: &Layer<'_, E>, barrier: &mut Window) -> Resul
 /// Room for the calls of a round next to a dispatch that stays alive, for the busiest rank.
 pub fn sizes(config: &Config) -> Result<Sizes, CliError> {
     let router = Router::open(&config.routing)?;
-    let Reference { case, seen, .. } = reference::<f32>(config, &router)?;
+    let Reference { case, seen, .. } = config.reference::<f32>(&router)?;
     let busiest = seen.rows.iter().map(|rows| rows.len() as u64).max().unwrap_or(0);
     let (nodes, tokens) = (config.node_map(), u64::from(config.tokens));
     let paths = Paths::new(&nodes, config.shape.route, 0);
@@ -396,9 +390,7 @@ fn gather_bins(config: &Config) -> Result<Bins, CliError> {
 /// Counted by the lane, and forecast from its calls; a node's ranks together.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Nics {
-    /// Per node: measured counters.
     pub measured: Vec<NicCounters>,
-    /// Per node: predicted counters.
     pub predicted: Vec<NicCounters>,
     /// Whether requests, packets and bytes match the prediction. A full queue rings more doorbells.
     pub exact: bool,

@@ -9,19 +9,19 @@ use sidelane::plan::{RowLayout, RowsByDistance, SumOrder, Traffic};
 use sidelane::topology::Route;
 
 use super::baselines::Baselines;
-use super::config::{Config, ReceiveKind, Words};
+use super::config::{Config, ReceiveKind};
+use super::layer::Verdict;
 use super::rank::Nics;
 use crate::command;
 use crate::machines::Hosts;
 use crate::stats::{Ratio, Summary, ratio_of_medians, summary};
 use crate::table::{self, time, volume};
 
-/// Everything that is known after a run.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
     pub config: RunConfig,
-    pub verified: bool,
-    pub rows_verified: u64,
+    #[serde(flatten)]
+    pub verdict: Verdict,
     /// Of the rank that needs most.
     pub required_rows: u32,
     /// Of all ranks.
@@ -38,12 +38,10 @@ pub struct Report {
     pub dispatch_backward: Option<Pass>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub combine_backward: Option<Pass>,
-    /// Others that took turns with us, if they were asked for.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub baselines: Option<Baselines>,
 }
 
-/// Conditions of the run, and properties of the machine.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct RunConfig {
     #[serde(flatten)]
@@ -67,11 +65,9 @@ pub struct FirstCall {
 pub struct Lanes {
     pub intra_node: Option<String>,
     pub inter_node: Option<String>,
-    /// Why it is this one.
     pub inter_node_reason: Option<String>,
 }
 
-/// One kind of call.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Pass {
     #[serde(flatten)]
@@ -84,11 +80,9 @@ pub struct Pass {
     share_of_floor: Ratio,
 }
 
-/// Bytes of all ranks together in one call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Volume {
     pub landed: u64,
-    /// Bytes that crossed between nodes.
     pub inter_node: u64,
     /// Bytes that would have crossed with a row for each (token, expert).
     pub inter_node_logical: u64,
@@ -111,13 +105,11 @@ impl Pass {
     }
 }
 
-/// 10^9 bytes per second.
 fn gbps(bytes: u64, us: f64) -> f64 {
     bytes as f64 / us / 1e3
 }
 
 impl Report {
-    /// The passes that were timed, by the names of their keys.
     pub fn passes(&self) -> Vec<(&'static str, Pass)> {
         let always = [("dispatch", Some(self.dispatch)), ("combine", Some(self.combine))];
         let backward =
@@ -127,13 +119,9 @@ impl Report {
 }
 
 impl command::Report for Report {
-    /// Conditions, verdict, figures, and the speed of memcpy.
     fn text(&self) -> String {
         let report = self;
-        let verdict = match (report.verified, report.rows_verified) {
-            (true, rows) => format!("verified: {rows} rows bit-exact"),
-            (false, rows) => format!("NOT VERIFIED: only {rows} rows are bit-exact"),
-        };
+        let verdict = report.verdict.text();
         let room = match report.config.config.receive.mode {
             ReceiveKind::Exact => String::new(),
             _ => format!(
@@ -162,34 +150,20 @@ impl command::Report for Report {
     }
 
     fn is_right(&self) -> bool {
-        self.verified && self.baselines.as_ref().is_none_or(Baselines::all_same)
+        self.verdict.verified && self.baselines.as_ref().is_none_or(Baselines::all_same)
     }
 }
 
 fn conditions(report: &Report) -> String {
-    let conditions = &report.config;
-    let Words { ranks, rows, routing, schedule, sums } = Words::of(&conditions.config);
-    let huge = if conditions.huge_pages_granted { ", huge pages" } else { ", small pages" };
-    let host = conditions.hosts.text(huge);
-    let lanes = &report.lanes;
-    let lane = |lane: &Option<String>| lane.clone().unwrap_or_else(|| "none".into());
-    let mut lines = vec![
-        ("ranks", format!("{ranks}, {host}")),
-        ("rows", rows),
-        ("routing", routing),
-        ("schedule", schedule),
-        ("sums", sums),
-        (
-            "lanes",
-            format!(
-                "within nodes {}, between nodes {}{}",
-                lane(&lanes.intra_node),
-                lane(&lanes.inter_node),
-                table::because(&lanes.inter_node_reason)
-            ),
-        ),
-        ("rounds", conditions.config.rounds.to_string()),
-    ];
+    let RunConfig { config, hosts, huge_pages_granted } = &report.config;
+    let mut lines = Vec::from(config.words());
+    lines[0].1 += ", ";
+    lines[0].1 += &hosts.text(if *huge_pages_granted { ", huge pages" } else { ", small pages" });
+    let Lanes { intra_node, inter_node, inter_node_reason } = &report.lanes;
+    let [within, between] = [intra_node, inter_node].map(|lane| lane.as_deref().unwrap_or("none"));
+    let reason = table::because(inter_node_reason);
+    lines.push(("lanes", format!("within nodes {within}, between nodes {between}{reason}")));
+    lines.push(("rounds", config.rounds.to_string()));
     lines.extend(report.nics.as_ref().map(|nics| ("NICs", nics.text())));
     table::head(&lines)
 }
@@ -210,7 +184,6 @@ fn figures(report: &Report) -> String {
     )
 }
 
-/// Rows of all ranks in one dispatch.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct InterNode {
     /// What crosses, zeros included.
@@ -227,7 +200,6 @@ pub struct InterNode {
     pub combine: Vec<Home>,
 }
 
-/// By how much sharing saves.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Dedup {
     /// Against a row for each (token, expert).
@@ -236,7 +208,6 @@ pub struct Dedup {
     pub rank: f64,
 }
 
-/// Bytes that one kind of combine moves over the net.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Home {
     pub sum_order: SumOrder,
@@ -246,21 +217,11 @@ pub struct Home {
 }
 
 impl InterNode {
-    /// One rank's contribution; `choices` of its tokens are on other nodes.
     pub fn words(traffic: &Traffic, choices: u64) -> [u64; 7] {
-        let Traffic {
-            sent: put,
-            logical: wanted,
-            remote_ranks,
-            remote_nodes,
-            relayed: handed_on,
-            copies,
-            ..
-        } = *traffic;
-        [put.remote, wanted.remote, remote_ranks, remote_nodes, choices, handed_on, copies]
+        let Traffic { sent, logical, remote_ranks, remote_nodes, relayed, copies, .. } = *traffic;
+        [sent.remote, logical.remote, remote_ranks, remote_nodes, choices, relayed, copies]
     }
 
-    /// From the sums of what all said.
     pub fn new(config: &Config, words: [u64; 7]) -> Self {
         let [rows, wanted, rank_rows, remote_nodes, expert_rows, relay_rows, relay_copies] = words;
         let all = Traffic {
@@ -294,7 +255,6 @@ impl InterNode {
         }
     }
 
-    /// Bytes that the combine of these conditions moves.
     pub fn combine_bytes(&self, config: &Config) -> u64 {
         let measured = self.combine.iter().find(|home| home.is_of(config));
         measured.map_or(0, |home| home.bytes)
@@ -401,7 +361,7 @@ pub mod tests {
 
     #[test]
     fn a_failed_verification_cannot_be_overlooked() {
-        let text = Report { verified: false, rows_verified: 12, ..sample() }.text();
+        let text = Report { verdict: Verdict { verified: false, rows_verified: 12 }, ..sample() }.text();
         assert!(text.contains("NOT VERIFIED: only 12 rows"), "{text}");
     }
 
@@ -486,8 +446,7 @@ pub mod tests {
         Report {
             inter_node: InterNode::new(&config, [8192, 16384, 12288, 8192, 16384, 16384, 16384]),
             config: RunConfig { config, hosts: Hosts { machines: 1, cores: 2 }, huge_pages_granted: false },
-            verified: true,
-            rows_verified: 32768,
+            verdict: Verdict { verified: true, rows_verified: 32768 },
             required_rows: 6000,
             dropped_choices: 880,
             memcpy_gbps: 9.1,

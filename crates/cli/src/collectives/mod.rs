@@ -89,7 +89,6 @@ impl Command for CollectivesArgs {
 /// Number of runs that file names can distinguish.
 const MOST_BESIDE: usize = 128;
 
-/// Everything a rank needs to know, and every rank the same.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Task {
     pub ranks_per_node: Vec<u32>,
@@ -154,24 +153,15 @@ fn main(Assignment { task, files }: &Assignment<Task>) -> Result<ExitCode, CliEr
         let mut test = Test::new(run.operation, (run.bytes / 4) as usize, &group)?;
         test.check()?;
         verified &= ranks::all_say(&group, test.is_right())?;
-        let mut same = Vec::new();
-        for other in 0..others.count {
-            if let Some(contender) = others.running.get_mut(other) {
-                contender.call(WRITE | nth)?;
-            }
-            group.gather(&[])?;
-            let out = [("out", bytemuck::cast_slice(test.output()))];
-            same.push(folder.as_ref().map_or(Ok(false), |folder| folder.all_same(&group, &out))?);
+        if let Some(folder) = &folder {
+            let out = bytemuck::cast_slice(test.output());
+            others.compare(&group, folder, WRITE | nth, &[("out", out)])?;
         }
-        let mut laps_us = vec![Vec::new(); others.running.len()];
-        let laps = take_turns(&mut test, &mut barrier, (nth, run), &mut others, &mut laps_us)?;
+        let laps = take_turns(&mut test, &mut barrier, (nth, run), &mut others)?;
         test.check()?;
         verified &= ranks::all_say(&group, test.is_right())?;
         let ours = laps.rounds(&group, &machines)?;
-        let theirs = others.running.iter().zip(same).zip(&laps_us);
-        let baselines = theirs
-            .map(|((other, same), us)| BaselineReport::new(other, same, BaselinePass::new(us, &ours)))
-            .collect();
+        let baselines = others.running.iter().map(|other| other.report(other.pass(nth, &ours))).collect();
         runs.push(RunReport { run, timing: summary(&ours), baselines });
         bar.inc(1);
     }
@@ -184,13 +174,11 @@ fn main(Assignment { task, files }: &Assignment<Task>) -> Result<ExitCode, CliEr
     command::finish(&Report { config, verified, runs, unavailable: others.absent.clone() }, &files.json)
 }
 
-/// Times rounds of ours and of others, in turn.
 fn take_turns(
     test: &mut Test,
     barrier: &mut Window,
     (nth, run): (u8, Run),
     others: &mut Field,
-    laps_us: &mut [Vec<f64>],
 ) -> Result<Laps, CliError> {
     let mut laps = Laps::default();
     for _ in 0..run.rounds {
@@ -201,9 +189,7 @@ fn take_turns(
         laps.time(|| test.call())?;
         // A rank that is done must not take a core from the others. Baselines sleep then, too.
         barrier.barrier()?;
-        for (contender, laps) in others.running.iter_mut().zip(&mut *laps_us) {
-            laps.push(contender.lap(nth)?);
-        }
+        others.lap(nth)?;
     }
     Ok(laps)
 }
@@ -227,13 +213,12 @@ fn others(group: &Group, task: &Task, folder: &Folder) -> Result<Field, CliError
         let shape: Vec<u32> = [group.size(), task.runs.len() as u32].into_iter().chain(words).collect();
         folder.put("shape", bytemuck::cast_slice(&shape))?;
     }
-    Field::open(group, &PROGRAMS, folder, |_| Ok(()), || Ok(()))
+    Field::open(group, &PROGRAMS, folder, |_| Ok(()), || Ok(false))
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
     pub config: Conditions,
-    /// Whether all results were right.
     pub verified: bool,
     pub runs: Vec<RunReport>,
     pub unavailable: Vec<Unavailable>,

@@ -66,7 +66,6 @@ fn element(rank: usize, at: usize) -> f32 {
 const COLUMNS: usize = 1024;
 
 impl Test {
-    /// Allocates its windows and tensors. Collective.
     pub fn new(operation: Operation, elements: usize, group: &Group) -> Result<Self, Error> {
         let (rank, ranks) = (group.rank() as usize, group.size() as usize);
         let share = elements / ranks;
@@ -119,7 +118,6 @@ impl Test {
         self.call()
     }
 
-    /// One call. Collective.
     pub fn call(&mut self) -> Result<(), Error> {
         match (self.operation, &mut self.rows) {
             (Operation::AllReduce, _) => self.communicator.all_reduce(&mut self.output),
@@ -135,7 +133,6 @@ impl Test {
         }
     }
 
-    /// Results of the call that was checked.
     pub fn output(&self) -> &[f32] {
         &self.output
     }

@@ -6,36 +6,33 @@
 //!        +---- cases that are left <---------+--> table, JSON, exit status
 //! ```
 //!
-//! The library's own table, [`Feature`], says what must be equal and what must be refused. What is
-//! equal is so to the bit with the naive reference, which shares no code with placement.
+//! The suite is [`sidelane_testkit`]'s. The library's own table, [`Feature`], says what must be
+//! equal and what must be refused. A rank writes a line about each case that it took part in. What
+//! ends the world ends the job, and another job runs the cases that are left.
 
-mod case;
-mod difference;
-mod place;
-mod player;
-mod rank;
 mod report;
-mod suite;
 
-use std::path::PathBuf;
+use std::fs::File;
+use std::io::Write;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::{Args, ValueEnum};
+use indicatif::ProgressBar;
+use serde::{Deserialize, Serialize};
 use sidelane::device::{Driver, Probe};
 use sidelane::ep::Feature;
+use sidelane_testkit::case::Way;
+use sidelane_testkit::place::Device;
+use sidelane_testkit::run::{Line, MEMORY, Run};
+use sidelane_testkit::suite::RANKS_PER_NODE;
 
-pub use self::case::{Call, Case, Setting, Way};
-pub use self::place::{Device, Memory};
-pub use self::player::{Player, experts_copy};
-use self::rank::{Line, Outcome, Run, Task, judged};
 pub use self::report::Finding;
 use self::report::Report;
-use self::suite::{RANKS_PER_NODE, SUITE};
 use crate::command::{self, Command};
-use crate::device::{VARIABLES, missing, one_process};
 use crate::error::{CliError, failed};
 use crate::options::one_of;
-use crate::ranks;
+use crate::ranks::{self, Sizes, VARIABLES, missing, one_process};
 
 const EXAMPLES: &str = "\
 Example:
@@ -63,15 +60,11 @@ pub struct ConformanceArgs {
     pub json: Option<PathBuf>,
 }
 
-/// Value of `--place`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum PlaceArg {
     Host,
     Device,
 }
-
-/// A run, the executor that served it, and what came of it.
-type Judged = (Run, String, Outcome);
 
 impl Command for ConformanceArgs {
     const NAME: &'static str = "conformance";
@@ -89,21 +82,59 @@ impl Command for ConformanceArgs {
             false => self.place != Some(PlaceArg::Device),
         };
         let asked = |run: &Run| self.only.is_empty() || self.only.contains(&run.case().feature);
-        let runs = Way::ALL.into_iter().filter(places).flat_map(runs_of).filter(asked).collect();
+        let runs = Way::ALL.into_iter().filter(places).flat_map(Run::all).filter(asked).collect();
         let task = Task { runs, seed: self.seed, device: None, has_bar: true, folder: PathBuf::new() };
-        let judged = run_all(task)?;
-        command::finish(&Report::new(&self, device, &judged), &self.json)
+        let lines = run_all(task)?;
+        command::finish(&Report::new(&self, device, &lines), &self.json)
     }
 
+    /// Plays the cases, one after another, each behind a barrier.
     fn rank(task: &str) -> Result<ExitCode, CliError> {
-        rank::main(&ranks::task(task)?)
+        let Task { runs, seed, device, has_bar, folder } = ranks::task(task)?;
+        let world = ranks::join(Self::NAME, &(&runs, seed), SIZES, 0)?;
+        let (rank, all) = (world.rank(), world.all()?);
+        let on_device = runs.iter().any(|run| run.way.is_on_device());
+        let device = on_device.then(|| Device::new(device, rank, MEMORY)).transpose()?;
+        let unwritten = CliError::prepare("write what a rank has seen");
+        let mut file = File::create(lines_of(&folder, rank)).map_err(&unwritten)?;
+        let bar = if has_bar { command::progress(rank, runs.len() as u64) } else { ProgressBar::hidden() };
+        for run in runs {
+            bar.set_message(run.case().feature.name());
+            all.gather(&[])?;
+            if run.case().group.contains(&rank) {
+                let line = run.play(seed, &world, device.as_ref());
+                let text = serde_json::to_string(&line).expect("names and numbers are always JSON");
+                file.write_all(format!("{text}\n").as_bytes()).map_err(&unwritten)?;
+            }
+            bar.inc(1);
+        }
+        bar.finish_and_clear();
+        all.gather(&[])?;
+        Ok(ExitCode::SUCCESS)
     }
 }
 
-/// All cases of the suite that go this way.
-fn runs_of(way: Way) -> impl Iterator<Item = Run> {
-    let cases = SUITE.iter().enumerate().filter(move |(_, case)| case.goes(way));
-    cases.map(move |(case, _)| Run { case, way })
+const SIZES: Sizes = Sizes { heap: 32 << 20, symmetric: 16 << 20 };
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+struct Task {
+    runs: Vec<Run>,
+    seed: u64,
+    /// Device of all ranks; else they take those of the machine in turns.
+    device: Option<u32>,
+    has_bar: bool,
+    folder: PathBuf,
+}
+
+fn lines_of(folder: &Path, rank: u32) -> PathBuf {
+    folder.join(format!("rank-{rank}"))
+}
+
+/// The lines of a rank; nothing where it did not come so far.
+fn read(folder: &Path, rank: u32) -> Result<Option<Vec<Line>>, CliError> {
+    let Ok(text) = std::fs::read_to_string(lines_of(folder, rank)) else { return Ok(None) };
+    let lines = text.lines().map(|line| serde_json::from_str(line).map_err(CliError::told));
+    lines.collect::<Result<Vec<Line>, _>>().map(Some)
 }
 
 /// Runs the suite on this device, or the first case of each feature, and says what came of each
@@ -115,7 +146,7 @@ pub fn on_device(device: u32, quick: bool) -> Result<Vec<Finding>, CliError> {
             .filter_map(|feature| runs.iter().copied().find(|run| run.case().feature == feature))
             .collect()
     };
-    let ways = Way::ALL.into_iter().filter(|way| way.is_on_device()).map(|way| runs_of(way).collect());
+    let ways = Way::ALL.into_iter().filter(|way| way.is_on_device()).map(|way| Run::all(way).collect());
     let runs: Vec<Run> = ways.flat_map(|runs: Vec<Run>| if quick { first(runs) } else { runs }).collect();
     let task = Task { runs, seed: 0, device: Some(device), has_bar: false, folder: PathBuf::new() };
     Ok(Finding::of(&run_all(task)?))
@@ -134,89 +165,26 @@ fn probe() -> Result<Probe, CliError> {
 const DEADLINE: (&str, &str) = ("SIDELANE_DEADLINE_MS", "120000");
 
 /// Runs all of a task, in folders of its own; what ends a job costs one run.
-fn run_all(mut task: Task) -> Result<Vec<Judged>, CliError> {
+fn run_all(mut task: Task) -> Result<Vec<Line>, CliError> {
     let mut done = Vec::new();
     while !task.runs.is_empty() {
         let folder = tempfile::Builder::new().prefix("sidelane-conformance-").tempdir();
         let folder = folder.map_err(CliError::prepare("make a folder for what ranks see"))?;
         task.folder = folder.path().to_owned();
         let env = missing([DEADLINE].into_iter().chain(VARIABLES));
-        let code = ranks::job(ConformanceArgs::NAME, &RANKS_PER_NODE, &task, env)?.run()?.exit_code();
+        let code = ranks::job(ConformanceArgs::NAME, &RANKS_PER_NODE, &task, env)?.run()?;
         if [130, 143].contains(&code) {
             return Err(failed!("stopped"));
         }
         let ranks = 0..RANKS_PER_NODE.iter().sum();
-        let lines =
-            ranks.map(|rank| rank::read(folder.path(), rank)).collect::<Result<Option<Vec<_>>, _>>()?;
+        let lines = ranks.map(|rank| read(folder.path(), rank)).collect::<Result<Option<Vec<_>>, _>>()?;
         let lines = lines.ok_or_else(|| failed!("the ranks did not come so far as to begin"))?;
-        let judged = finished(&task.runs, &lines);
-        if judged.is_empty() {
+        let finished = Run::finished(&task.runs, &lines);
+        if finished.is_empty() {
             return Err(failed!("the ranks ended with status {code} and ran no case"));
         }
-        task.runs.drain(..judged.len());
-        done.extend(judged);
+        task.runs.drain(..finished.len());
+        done.extend(finished);
     }
     Ok(done)
-}
-
-/// The runs that a job has finished, by the lines of its ranks, and the one that ended it.
-fn finished(runs: &[Run], lines: &[Vec<Line>]) -> Vec<Judged> {
-    let mut done: Vec<Judged> = Vec::new();
-    for &run in runs {
-        let of_rank = |&rank: &u32| lines[rank as usize].iter().find(|line| line.run == run).cloned();
-        let said: Vec<Option<Line>> = run.case().group.iter().map(of_rank).collect();
-        // The run that was wrong has ended the job, and not one that no rank has begun.
-        let unbegun = said.iter().all(Option::is_none);
-        if unbegun && matches!(done.last(), Some((.., Outcome::Wrong(_)))) {
-            break;
-        }
-        let ended = said.iter().any(Option::is_none);
-        let (executor, outcome) = judged(run, &said);
-        done.push((run, executor, outcome));
-        if ended {
-            break;
-        }
-    }
-    done
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    const RUNS: [Run; 3] = [run(0), run(2), run(3)];
-
-    const fn run(case: usize) -> Run {
-        Run { case, way: Way::Host }
-    }
-
-    /// The lines of all ranks of the job: the outcomes of the first runs.
-    fn lines(outcomes: &[Outcome], silent: Option<u32>) -> Vec<Vec<Line>> {
-        let of_rank = |rank: u32| {
-            let took_part = RUNS.iter().zip(outcomes).filter(|(run, _)| run.case().group.contains(&rank));
-            let last = RUNS[outcomes.len() - 1];
-            let said = took_part.filter(|(run, _)| silent != Some(rank) || **run != last);
-            let line = |(run, outcome): (&Run, &Outcome)| Line {
-                run: *run,
-                executor: "host-stepper".to_owned(),
-                outcome: outcome.clone(),
-            };
-            said.map(line).collect()
-        };
-        (0..6).map(of_rank).collect()
-    }
-
-    #[test]
-    fn run_that_ends_a_job_is_wrong_and_the_next_is_left() {
-        let wrong = Outcome::Wrong(Vec::new());
-        let said = |outcomes: &[Outcome], silent| {
-            let done = finished(&RUNS, &lines(outcomes, silent));
-            done.into_iter().map(|(.., outcome)| matches!(outcome, Outcome::Equal)).collect::<Vec<_>>()
-        };
-        let equal = [Outcome::Equal, Outcome::Equal, Outcome::Equal];
-        assert_eq!(said(&equal, None), [true; 3]);
-        assert_eq!(said(&equal[..2], Some(1)), [true, false], "rank 1 has ended");
-        assert_eq!(said(&equal[..1], None), [true, false], "all ranks have ended in the second");
-        assert_eq!(said(&[Outcome::Equal, wrong], None), [true, false], "nobody has begun the third");
-    }
 }

@@ -3,15 +3,14 @@
 use serde::Serialize;
 use sidelane::device::Probe;
 use sidelane::ep::{CallExecutor, Feature};
+use sidelane_testkit::difference::Difference;
+use sidelane_testkit::run::{Line, Outcome};
+use sidelane_testkit::suite::RANKS_PER_NODE;
 
-use super::difference::Difference;
-use super::rank::Outcome;
-use super::suite::RANKS_PER_NODE;
-use super::{ConformanceArgs, Judged, PlaceArg};
+use super::{ConformanceArgs, PlaceArg};
 use crate::command::{self, Program};
 use crate::table;
 
-/// The driver on which cases ran.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct DeviceReport {
     library: String,
@@ -36,16 +35,13 @@ pub struct Report {
     wrong: Vec<Wrong>,
 }
 
-/// A feature and an executor.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 struct Cell {
     feature: &'static str,
     executor: &'static str,
     served: bool,
     state: State,
-    /// Runs that are equal.
     equal: usize,
-    /// Runs that are refused by name.
     refused: usize,
     wrong: usize,
     reason: Option<String>,
@@ -72,7 +68,7 @@ struct Wrong {
 }
 
 impl Report {
-    pub fn new(args: &ConformanceArgs, device: Option<Result<Probe, String>>, judged: &[Judged]) -> Self {
+    pub fn new(args: &ConformanceArgs, device: Option<Result<Probe, String>>, lines: &[Line]) -> Self {
         let (device, device_reason) = match device {
             Some(Ok(probe)) => (Some(DeviceReport::new(&probe)), None),
             Some(Err(reason)) => (None, Some(reason)),
@@ -86,9 +82,9 @@ impl Report {
         let mut cells = Vec::new();
         for feature in Feature::ALL.into_iter().filter(asked) {
             let executors = CallExecutor::ALL.into_iter().filter(shown);
-            cells.extend(executors.map(|executor| Cell::new(feature, executor, judged, &device_reason)));
+            cells.extend(executors.map(|executor| Cell::new(feature, executor, lines, &device_reason)));
         }
-        let wrong: Vec<Wrong> = judged.iter().filter_map(Wrong::of).collect();
+        let wrong: Vec<Wrong> = lines.iter().filter_map(Wrong::of).collect();
         Report {
             program: Program::HERE,
             seed: args.seed,
@@ -130,18 +126,12 @@ impl DeviceReport {
 }
 
 impl Cell {
-    fn new(
-        feature: Feature,
-        executor: CallExecutor,
-        judged: &[Judged],
-        device_reason: &Option<String>,
-    ) -> Self {
+    fn new(feature: Feature, executor: CallExecutor, lines: &[Line], device_reason: &Option<String>) -> Self {
         let served = feature.is_served_by(executor);
         let (mut equal, mut refused, mut wrong, mut lacks) = (0, 0, 0, None);
-        for (_, _, outcome) in
-            judged.iter().filter(|run| run.0.case().feature == feature && executor_of(run) == executor.name())
-        {
-            match outcome {
+        let here = |line: &&Line| line.run.case().feature == feature && executor_of(line) == executor.name();
+        for line in lines.iter().filter(here) {
+            match &line.outcome {
                 Outcome::Equal => equal += 1,
                 Outcome::Wrong(_) => wrong += 1,
                 Outcome::Refused(name) => {
@@ -185,14 +175,13 @@ pub struct Finding {
 }
 
 impl Finding {
-    /// Of all features.
-    pub fn of(judged: &[Judged]) -> Vec<Finding> {
+    pub fn of(lines: &[Line]) -> Vec<Finding> {
         let on_device = CallExecutor::ALL.into_iter().filter(|&one| one != CallExecutor::HostStepper);
         let finding = |feature: Feature| {
-            let cells = on_device.clone().map(|executor| Cell::new(feature, executor, judged, &None));
+            let cells = on_device.clone().map(|executor| Cell::new(feature, executor, lines, &None));
             let cells: Vec<Cell> = cells.collect();
             let ran = cells.iter().filter(|cell| cell.state != State::NotRun);
-            let wrong = judged.iter().filter_map(Wrong::of).filter(|wrong| wrong.feature == feature.name());
+            let wrong = lines.iter().filter_map(Wrong::of).filter(|wrong| wrong.feature == feature.name());
             let wrong = wrong.map(|wrong| format!("\n{}", wrong.text().trim_end())).collect::<String>();
             let text = cells.iter().map(|cell| format!("{}: {}", cell.executor, cell.text()));
             Finding {
@@ -206,18 +195,18 @@ impl Finding {
 }
 
 /// Name of the executor that served a run, or that would have.
-fn executor_of((run, executor, _): &Judged) -> &str {
+fn executor_of(Line { run, executor, .. }: &Line) -> &str {
     if executor.is_empty() { run.way.usual_executor().name() } else { executor }
 }
 
 impl Wrong {
-    fn of(judged: &Judged) -> Option<Self> {
-        let (run, _, Outcome::Wrong(found)) = judged else { return None };
+    fn of(line: &Line) -> Option<Self> {
+        let Line { run, outcome: Outcome::Wrong(found), .. } = line else { return None };
         let case = run.case();
         let unknown = || Difference::outcome(0, "outcome", "equal", "wrong");
         Some(Wrong {
             feature: case.feature.name(),
-            executor: executor_of(judged).to_owned(),
+            executor: executor_of(line).to_owned(),
             case: case.name,
             way: run.way.name(),
             first: found.first().cloned().unwrap_or_else(unknown),
@@ -258,9 +247,9 @@ impl command::Report for Report {
 
 #[cfg(test)]
 mod tests {
-    use super::super::case::Way;
-    use super::super::rank::Run;
-    use super::super::suite::SUITE;
+    use sidelane_testkit::case::Way;
+    use sidelane_testkit::run::Run;
+
     use super::*;
     use crate::command::Report as _;
     use crate::command::tests::assert_page;
@@ -270,11 +259,9 @@ mod tests {
     }
 
     /// Runs of this feature on the host, all with this outcome.
-    fn of(feature: Feature, outcome: &Outcome) -> Vec<Judged> {
-        let cases =
-            SUITE.iter().enumerate().filter(|(_, case)| case.feature == feature && case.goes(Way::Host));
-        let run = |(case, _)| (Run { case, way: Way::Host }, "host-stepper".to_owned(), outcome.clone());
-        cases.map(run).collect()
+    fn of(feature: Feature, outcome: &Outcome) -> Vec<Line> {
+        let runs = Run::all(Way::Host).filter(|run| run.case().feature == feature);
+        runs.map(|run| Line { run, executor: "host-stepper".to_owned(), outcome: outcome.clone() }).collect()
     }
 
     fn wrong() -> Outcome {
@@ -300,7 +287,7 @@ mod tests {
         let mut judged = of(Feature::Gradients, &Outcome::Equal);
         let right = Report::new(&args(Some(PlaceArg::Host), &[Feature::Gradients]), None, &judged);
         assert!(right.is_right() && right.text().contains(&format!("equal ({} cases)", judged.len())));
-        judged[1].2 = wrong();
+        judged[1].outcome = wrong();
         let report = Report::new(&args(Some(PlaceArg::Host), &[Feature::Gradients]), None, &judged);
         let text = report.text();
         assert!(!report.is_right() && text.contains("WRONG (1 case)"), "{text}");
@@ -333,9 +320,8 @@ mod tests {
     #[test]
     fn finding_of_a_feature_is_wrong_with_one_wrong_case() {
         let find = |outcome: Outcome| {
-            let case = SUITE.iter().position(|case| case.feature == Feature::Release).unwrap();
-            let run = (Run { case, way: Way::Slots }, "constant-program".to_owned(), outcome);
-            let all = Finding::of(&[run]);
+            let run = Run::all(Way::Slots).find(|run| run.case().feature == Feature::Release).unwrap();
+            let all = Finding::of(&[Line { run, executor: "constant-program".to_owned(), outcome }]);
             assert_eq!(all.len(), Feature::ALL.len());
             all.into_iter().find(|finding| finding.feature == Feature::Release.name()).unwrap()
         };
@@ -346,21 +332,5 @@ mod tests {
         assert_eq!(found.correct, Some(false));
         assert!(found.text.contains("row 3, column 5"), "{}", found.text);
         assert_eq!(Finding::of(&[])[0].correct, None);
-    }
-
-    #[test]
-    fn every_case_asks_for_its_feature_in_every_way() {
-        for case in SUITE {
-            let labels = case.group.iter().map(|&rank| u32::from(rank > 3)).collect::<Vec<_>>();
-            for way in Way::ALL.into_iter().filter(|&way| case.goes(way)) {
-                let settings = case.settings(way, &labels).unwrap();
-                let calls = case.calls.iter().filter_map(|call| call.feature());
-                let asked: Vec<Feature> = settings.asked().into_iter().chain(calls).collect();
-                assert!(asked.contains(&case.feature), "{}: {} ({way:?})", case.feature.name(), case.name);
-            }
-        }
-        for feature in Feature::ALL {
-            assert!(SUITE.iter().any(|case| case.feature == feature), "{}", feature.name());
-        }
     }
 }

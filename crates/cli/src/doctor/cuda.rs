@@ -3,7 +3,7 @@
 use sidelane::device::{BatchedCopies, DeviceProperties, ModuleLoading, Probe, Version, WriteOrder};
 use sidelane::error::DeviceError;
 
-use super::{Facts, Finding, Level, Root, bytes, find_library};
+use super::{Facts, Finding, Level, Root, bytes, find_library, seen};
 
 /// The driver's report, without a look at the machine around it.
 pub fn of_probe(probe: &Probe) -> Vec<Finding> {
@@ -62,7 +62,7 @@ fn module_version(text: &str) -> String {
 
 /// The driver's report on all devices alike, on each, and on the abilities of each.
 fn said(probe: &Probe, module: Option<&str>) -> Vec<Finding> {
-    let mut findings = vec![identity(probe, module)];
+    let mut findings = vec![identity(probe, module).named("CUDA: driver")];
     if probe.version < Version::MAPPED_FLAGS {
         findings.push(
             Finding::new("CUDA: device heap", "refused")
@@ -70,56 +70,55 @@ fn said(probe: &Probe, module: Option<&str>) -> Vec<Finding> {
                 .warn("Update to a driver for CUDA 12.5 or newer."),
         );
     }
-    findings.extend([batches(probe), loading(probe), queues(probe)]);
+    findings.extend([
+        batches(probe).named("CUDA: batched copies"),
+        loading(probe).named("CUDA: kernel loading"),
+        queues(probe).named("CUDA: queues"),
+    ]);
     findings.extend(devices(probe));
     findings
 }
 
 fn identity(probe: &Probe, module: Option<&str>) -> Finding {
-    const WHAT: &str = "CUDA: driver";
     let Probe { version, library, .. } = probe;
     if probe.stand_in {
-        return Finding::new(WHAT, format!("fake driver for CUDA {version} ({library})"))
+        return seen(format!("fake driver for CUDA {version} ({library})"))
             .means("This is no driver and there is no GPU: tests load it to check the host's side.")
             .note("Nothing in a test. Otherwise unset SIDELANE_CUDA_LIBRARY, and look at LD_LIBRARY_PATH.");
     }
     let module = module.map_or_else(String::new, |module| format!("{module}, "));
-    Finding::new(WHAT, format!("{module}for CUDA {version} ({library})")).means("The driver has started.")
+    seen(format!("{module}for CUDA {version} ({library})")).means("The driver has started.")
 }
 
 fn batches(probe: &Probe) -> Finding {
-    const WHAT: &str = "CUDA: batched copies";
     const MEANING: &str = "Many copies are handed over at once, but not in captured graphs. Before CUDA 13.1 SMs make those within one GPU.";
     match probe.batched_copies {
-        BatchedCopies::None => Finding::new(WHAT, "none")
+        BatchedCopies::None => seen("none")
             .means("Copies are handed over one by one; between memory of one device, SMs move them.")
             .note("Update to a driver for CUDA 12.8 or newer."),
-        BatchedCopies::First => Finding::new(WHAT, "yes, as of CUDA 12.8").means(MEANING),
-        BatchedCopies::Second => Finding::new(WHAT, "yes, as of CUDA 13.0").means(MEANING),
+        BatchedCopies::First => seen("yes, as of CUDA 12.8").means(MEANING),
+        BatchedCopies::Second => seen("yes, as of CUDA 13.0").means(MEANING),
     }
 }
 
 fn loading(probe: &Probe) -> Finding {
-    const WHAT: &str = "CUDA: kernel loading";
     match probe.module_loading {
-        ModuleLoading::Eager => Finding::new(WHAT, "eager").means("No launch waits for the loading of a kernel."),
-        ModuleLoading::Lazy => Finding::new(WHAT, "lazy").means("Sidelane's own kernels are loaded when an instance is built. The first launch of any other kernel waits for all streams.")
+        ModuleLoading::Eager => seen("eager").means("No launch waits for the loading of a kernel."),
+        ModuleLoading::Lazy => seen("lazy").means("Sidelane's own kernels are loaded when an instance is built. The first launch of any other kernel waits for all streams.")
         .note("Only for slots between ranks that are threads of one process: CUDA_MODULE_LOADING=EAGER before it starts."),
-        ModuleLoading::Unknown(mode) => Finding::new(WHAT, format!("mode {mode}")).means("This library does not know the mode. Sidelane's own kernels are loaded when an instance is built.")
+        ModuleLoading::Unknown(mode) => seen(format!("mode {mode}")).means("This library does not know the mode. Sidelane's own kernels are loaded when an instance is built.")
         .note("Only for slots between ranks that are threads of one process: CUDA_MODULE_LOADING=EAGER before it starts."),
     }
 }
 
 fn queues(probe: &Probe) -> Finding {
-    const WHAT: &str = "CUDA: queues";
     match probe.queues {
-        1 => Finding::new(WHAT, "1").means("All streams share one hardware queue: where one waits for a peer, compute behind it waits too.")
+        1 => seen("1").means("All streams share one hardware queue: where one waits for a peer, compute behind it waits too.")
         .note("Unset CUDA_DEVICE_MAX_CONNECTIONS, or set it to 8 or more; Megatron sets it to 1 by default."),
-        count => Finding::new(WHAT, count.to_string()).means("Hardware queues that streams are folded on; a waiting stream holds up those on its queue."),
+        count => seen(count.to_string()).means("Hardware queues that streams are folded on; a waiting stream holds up those on its queue."),
     }
 }
 
-/// An ability of devices: its use, and the effect of its absence.
 struct Ability {
     what: &'static str,
     has: fn(&DeviceProperties) -> bool,
@@ -209,7 +208,7 @@ fn devices(probe: &Probe) -> Vec<Finding> {
     }
     findings.extend(ABILITIES.iter().map(|ability| judge(ability, devices)));
     if devices.len() > 1 {
-        findings.push(peers(&probe.peers));
+        findings.push(peers(&probe.peers).named("CUDA: peers"));
     }
     findings
 }
@@ -253,13 +252,11 @@ fn judge(ability: &Ability, devices: &[DeviceProperties]) -> Finding {
 
 /// Pairs that do not reach each other, in one direction or both.
 fn peers(peers: &[Vec<bool>]) -> Finding {
-    const WHAT: &str = "CUDA: peers";
     let pairs = (0..peers.len()).flat_map(|a| (0..a).map(move |b| (b, a)));
     let apart: Vec<String> =
         pairs.filter(|&(b, a)| !(peers[a][b] && peers[b][a])).map(|(b, a)| format!("{b}-{a}")).collect();
     if apart.is_empty() {
-        return Finding::new(WHAT, "all reach each other")
-            .means("One node: copy engines reach every device's memory.");
+        return seen("all reach each other").means("One node: copy engines reach every device's memory.");
     }
-    Finding::new(WHAT, format!("not {}", apart.join(", "))).means("Devices that do not reach each other are not one node: rows between them take the way between nodes.").note("nvidia-smi topo -p2p rw shows why; in virtual machines and with ACS on, PCIe peers are cut off.")
+    seen(format!("not {}", apart.join(", "))).means("Devices that do not reach each other are not one node: rows between them take the way between nodes.").note("nvidia-smi topo -p2p rw shows why; in virtual machines and with ACS on, PCIe peers are cut off.")
 }

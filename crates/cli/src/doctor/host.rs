@@ -1,50 +1,46 @@
 //! Kernel, cores, vector units, memory, NUMA nodes.
 
-use super::{Facts, Finding, Root, bytes, find_library};
+use super::{Facts, Finding, Root, bytes, find_library, seen};
 
 pub fn kernel(root: &Root) -> Finding {
-    const WHAT: &str = "kernel";
     match root.read("/proc/sys/kernel/osrelease") {
-        Some(release) => Finding::new(WHAT, format!("Linux {release}"))
-            .means("memfd, futex and descriptor passing are there."),
-        None => Finding::new(WHAT, "unknown")
+        Some(release) => {
+            seen(format!("Linux {release}")).means("memfd, futex and descriptor passing are there.")
+        }
+        None => seen("unknown")
             .means("/proc is not readable; the host lanes need Linux.")
             .warn("Mount /proc, or run on Linux."),
     }
 }
 
 pub fn cores(root: &Root, facts: &Facts) -> Finding {
-    const WHAT: &str = "cores";
     let usable = facts.usable_cores;
     match root.read("/sys/devices/system/cpu/online").as_deref().and_then(count_ranges) {
-        Some(online) if online > usable => Finding::new(WHAT, format!("{usable} usable of {online}"))
+        Some(online) if online > usable => seen(format!("{usable} usable of {online}"))
             .means("An affinity mask or a control group keeps this process from the rest.")
             .note("With fewer cores than ranks the ranks take turns: widen the mask or the quota."),
-        _ => Finding::new(WHAT, format!("{usable} usable"))
-            .means("With fewer cores than ranks the ranks take turns."),
+        _ => seen(format!("{usable} usable")).means("With fewer cores than ranks the ranks take turns."),
     }
 }
 
 pub fn vectors(root: &Root) -> Finding {
-    const WHAT: &str = "vector unit";
     let info = root.read("/proc/cpuinfo").unwrap_or_default();
     let flags = info.lines().find(|line| line.starts_with("flags")).unwrap_or_default();
     let has = |flag| flags.split_whitespace().any(|word| word == flag);
     if has("avx512f") {
-        Finding::new(WHAT, "AVX-512").means("The widest loops for copying and summing rows are used.")
+        seen("AVX-512").means("The widest loops for copying and summing rows are used.")
     } else if has("avx2") {
-        Finding::new(WHAT, "AVX2").means("Vector loops with streaming stores are used.")
+        seen("AVX2").means("Vector loops with streaming stores are used.")
     } else {
-        Finding::new(WHAT, "portable")
+        seen("portable")
             .means("Rows are copied and summed by portable loops; results are the same bits.")
             .note("Nothing, on this processor; in a virtual machine pass the host's CPU model through.")
     }
 }
 
 pub fn memory(root: &Root) -> Finding {
-    const WHAT: &str = "memory";
     let (Some(total), Some(available)) = (meminfo(root, "MemTotal"), meminfo(root, "MemAvailable")) else {
-        return Finding::new(WHAT, "unknown").means("/proc/meminfo is not readable.").note("Mount /proc.");
+        return seen("unknown").means("/proc/meminfo is not readable.").note("Mount /proc.");
     };
     let limit = ["/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"]
         .iter()
@@ -52,20 +48,18 @@ pub fn memory(root: &Root) -> Finding {
         .filter(|&limit| limit < total);
     let found = format!("{} free of {}", bytes(available), bytes(total));
     match limit {
-        Some(limit) => Finding::new(WHAT, format!("{found}, limited to {}", bytes(limit)))
+        Some(limit) => seen(format!("{found}, limited to {}", bytes(limit)))
             .means("A control group limits this process; shared segments count against it.")
             .note("Size the heaps of all ranks of this machine below the limit, or raise it."),
-        None => Finding::new(WHAT, found)
-            .means("The heaps of all ranks of this machine must fit in what is free."),
+        None => seen(found).means("The heaps of all ranks of this machine must fit in what is free."),
     }
 }
 
 pub fn numa(root: &Root) -> Finding {
-    const WHAT: &str = "NUMA nodes";
     match root.numbered("/sys/devices/system/node", "node") {
-        0 => Finding::new(WHAT, "not reported").means("Memory is taken as one node."),
-        1 => Finding::new(WHAT, "1").means("All memory is equally near."),
-        more => Finding::new(WHAT, more.to_string())
+        0 => seen("not reported").means("Memory is taken as one node."),
+        1 => seen("1").means("All memory is equally near."),
+        more => seen(more.to_string())
             .means("Pages lie where they are touched first; rows that cross nodes are slower.")
             .note("Bind each rank to one node, for example with numactl --cpunodebind=N --membind=N."),
     }
@@ -80,7 +74,6 @@ pub fn meminfo(root: &Root, key: &str) -> Option<u64> {
     Some(if words.next() == Some("kB") { value * 1024 } else { value })
 }
 
-/// How many numbers a list like `0-3,8,10-11` holds.
 fn count_ranges(list: &str) -> Option<usize> {
     list.split(',')
         .map(|range| {
@@ -94,7 +87,6 @@ fn count_ranges(list: &str) -> Option<usize> {
 /// Pages that shared segments get. A setting is only a promise, which fragmented memory may break,
 /// so a real segment is allocated.
 pub fn huge_pages(root: &Root, facts: &Facts) -> Finding {
-    const WHAT: &str = "huge pages (shared)";
     const SETTING: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
     let setting = root.read(SETTING).as_deref().and_then(chosen).unwrap_or("absent".into());
     let reserved = meminfo(root, "HugePages_Total").unwrap_or(0);
@@ -105,14 +97,14 @@ pub fn huge_pages(root: &Root, facts: &Facts) -> Finding {
     };
     let found = format!("{grant}; shmem_enabled = {setting}, {reserved} reserved");
     match (facts.huge_pages, setting.as_str()) {
-        (Some(true), _) => Finding::new(WHAT, found).means("A segment asked for huge pages and got them."),
-        (_, "absent") => Finding::new(WHAT, found)
+        (Some(true), _) => seen(found).means("A segment asked for huge pages and got them."),
+        (_, "absent") => seen(found)
             .means("This kernel has no huge pages for shared memory: rows cost more TLB misses.")
             .note("Boot a kernel with CONFIG_TRANSPARENT_HUGEPAGE."),
-        (_, "always" | "force" | "within_size" | "advise") => Finding::new(WHAT, found)
+        (_, "always" | "force" | "within_size" | "advise") => seen(found)
             .means("The setting allows them, but a segment that asked got none: memory may be fragmented.")
             .note("As root: echo 1 > /proc/sys/vm/compact_memory, then try again."),
-        _ => Finding::new(WHAT, found)
+        _ => seen(found)
             .means("Segments lie in small pages: first touches are slow, rows cost more TLB misses.")
             .note("As root: echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"),
     }
@@ -125,51 +117,45 @@ fn chosen(setting: &str) -> Option<String> {
 }
 
 pub fn dev_shm(root: &Root) -> Finding {
-    const WHAT: &str = "/dev/shm";
     const ENOUGH: u64 = 1 << 30;
     match rustix::fs::statvfs(root.join("/dev/shm")) {
         Ok(space) if space.f_blocks * space.f_frsize >= ENOUGH => {
-            Finding::new(WHAT, format!("{} free", bytes(space.f_bavail * space.f_frsize)))
+            seen(format!("{} free", bytes(space.f_bavail * space.f_frsize)))
                 .means("Sidelane's own segments are anonymous and do not lie here; NCCL and PyTorch use it.")
         }
-        Ok(space) => Finding::new(WHAT, bytes(space.f_blocks * space.f_frsize))
+        Ok(space) => seen(bytes(space.f_blocks * space.f_frsize))
             .means("Sidelane's own segments do not lie here, but NCCL and PyTorch fail when it is full.")
             .note("In a container: --shm-size=8g, or --ipc=host."),
-        Err(_) => Finding::new(WHAT, "absent")
+        Err(_) => seen("absent")
             .means("Sidelane's own segments do not lie here, but NCCL and PyTorch need it.")
             .note("Mount a tmpfs at /dev/shm."),
     }
 }
 
 pub fn open_files(facts: &Facts) -> Finding {
-    const WHAT: &str = "open files";
     const ENOUGH: u64 = 4096;
     let found = facts.open_files.map_or("unlimited".to_owned(), |limit| limit.to_string());
     if facts.open_files.is_none_or(|limit| limit >= ENOUGH) {
-        Finding::new(WHAT, found).means("Enough for the sockets and segments of a large job.")
+        seen(found).means("Enough for the sockets and segments of a large job.")
     } else {
-        Finding::new(WHAT, found)
+        seen(found)
             .means("A rank holds a few descriptors per peer: large jobs run out.")
             .note("ulimit -n 65536 before the job starts, or raise nofile in limits.conf.")
     }
 }
 
 pub fn locked_memory(facts: &Facts, has_nics: bool) -> Finding {
-    const WHAT: &str = "locked memory";
     match facts.locked_memory {
-        None => Finding::new(WHAT, "unlimited").means("NICs can register any heap."),
-        Some(limit) if has_nics => Finding::new(WHAT, bytes(limit))
+        None => seen("unlimited").means("NICs can register any heap."),
+        Some(limit) if has_nics => seen(bytes(limit))
             .means("Registering memory with a NIC locks it: a heap larger than this fails.")
             .warn("ulimit -l unlimited, memlock in limits.conf, or --ulimit memlock=-1 for a container."),
-        Some(limit) => {
-            Finding::new(WHAT, bytes(limit)).means("Matters only to NICs, which lock registered memory.")
-        }
+        Some(limit) => seen(bytes(limit)).means("Matters only to NICs, which lock registered memory."),
     }
 }
 
 const CLASS: &str = "/sys/class/infiniband";
 
-/// One port of a NIC, as the kernel describes it.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Port {
     nic: String,
@@ -179,7 +165,6 @@ pub struct Port {
     rate: String,
 }
 
-/// All ports of all NICs.
 pub fn ports(root: &Root) -> Vec<Port> {
     let nics = root.list(CLASS).into_iter();
     nics.flat_map(|nic| {
@@ -197,7 +182,7 @@ pub fn ports(root: &Root) -> Vec<Port> {
 }
 
 pub fn nics(root: &Root, facts: &Facts, ports: &[Port]) -> Vec<Finding> {
-    let mut findings = vec![library(root, facts, !ports.is_empty())];
+    let mut findings = vec![library(root, facts, !ports.is_empty()).named("libibverbs")];
     if ports.is_empty() {
         findings.push(
             Finding::new("NICs", "none")
@@ -213,39 +198,35 @@ pub fn nics(root: &Root, facts: &Facts, ports: &[Port]) -> Vec<Finding> {
     }
     findings.extend(ports.iter().map(describe));
     if !ports.is_empty() {
-        findings.push(signals(facts));
+        findings.push(signals(facts).named("signals over NICs"));
     }
     findings
 }
 
 fn signals(facts: &Facts) -> Finding {
-    const WHAT: &str = "signals over NICs";
     match facts.verbs_signal.as_deref().map(str::trim) {
-        None | Some("" | "auto") => Finding::new(WHAT, "auto").means(
+        None | Some("" | "auto") => seen("auto").means(
             "By write between NICs that are known to place writes in order, else by immediate. \
              Reports say which.",
         ),
-        Some("write") => Finding::new(WHAT, "write")
+        Some("write") => seen("write")
             .means("Flags pass rows if NICs or switches change the order of writes: wrong rows, silently.")
             .note("Unset SIDELANE_VERBS_SIGNAL, unless NICs and switches are known to keep the order."),
-        Some(other @ ("fetch-add" | "immediate")) => {
-            Finding::new(WHAT, other).means("No write passes such a signal.")
-        }
-        Some(other) => Finding::new(WHAT, other)
+        Some(other @ ("fetch-add" | "immediate")) => seen(other).means("No write passes such a signal."),
+        Some(other) => seen(other)
             .means("The library refuses it.")
             .warn("Unset SIDELANE_VERBS_SIGNAL, or set auto, write, fetch-add or immediate."),
     }
 }
 
 fn library(root: &Root, facts: &Facts, has_nics: bool) -> Finding {
-    const WHAT: &str = "libibverbs";
     const ADVICE: &str = "Install libibverbs1 and ibverbs-providers (Debian), rdma-core elsewhere.";
     match find_library(root, facts, &["libibverbs.so.1"]) {
-        Some(path) => Finding::new(WHAT, path.display().to_string()).means("NICs can be driven."),
-        None if has_nics => Finding::new(WHAT, "not found")
+        Some(path) => seen(path.display().to_string()).means("NICs can be driven."),
+        None if has_nics => seen("not found")
             .means("There are NICs, but the library that drives them is missing.")
             .warn(ADVICE),
-        None => Finding::new(WHAT, "not found").means("Needed only to drive NICs.").note(ADVICE),
+        None => seen("not found").means("Needed only to drive NICs.").note(ADVICE),
     }
 }
 

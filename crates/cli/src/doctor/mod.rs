@@ -12,7 +12,7 @@ mod host;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 use comfy_table::{ColumnConstraint, Width};
 use rustix::process::{Resource, getrlimit};
 use serde::Serialize;
@@ -21,6 +21,7 @@ use sidelane::error::DeviceError;
 
 use crate::command::{self, Command, Program, Report};
 use crate::error::CliError;
+use crate::options::word;
 use crate::table;
 
 pub use cuda::of_probe as cuda_findings;
@@ -39,7 +40,6 @@ pub struct DoctorArgs {
     json: bool,
 }
 
-/// All findings, and the program that made them.
 #[derive(Serialize)]
 struct Diagnosis {
     #[serde(flatten)]
@@ -70,15 +70,15 @@ impl Report for Diagnosis {
 fn examine(root: &Root, facts: &Facts) -> Vec<Finding> {
     let ports = host::ports(root);
     let mut findings = vec![
-        host::kernel(root),
-        host::cores(root, facts),
-        host::vectors(root),
-        host::memory(root),
-        host::numa(root),
-        host::huge_pages(root, facts),
-        host::dev_shm(root),
-        host::open_files(facts),
-        host::locked_memory(facts, !ports.is_empty()),
+        host::kernel(root).named("kernel"),
+        host::cores(root, facts).named("cores"),
+        host::vectors(root).named("vector unit"),
+        host::memory(root).named("memory"),
+        host::numa(root).named("NUMA nodes"),
+        host::huge_pages(root, facts).named("huge pages (shared)"),
+        host::dev_shm(root).named("/dev/shm"),
+        host::open_files(facts).named("open files"),
+        host::locked_memory(facts, !ports.is_empty()).named("locked memory"),
     ];
     findings.extend(host::nics(root, facts, &ports));
     findings.extend(cuda::findings(root, facts));
@@ -93,16 +93,12 @@ pub struct Facts {
     /// Whether a segment that asked for huge pages got them; `None` if the kernel does not report
     /// it.
     pub huge_pages: Option<bool>,
-    /// The setting of `SIDELANE_VERBS_SIGNAL`.
     pub verbs_signal: Option<String>,
-    /// Directories of `LD_LIBRARY_PATH`.
     pub library_path: Vec<PathBuf>,
-    /// The CUDA driver's report, or the reason why there is none.
     pub cuda: Result<Probe, DeviceError>,
 }
 
 impl Facts {
-    /// Asks the kernel, the environment and the CUDA driver.
     fn of_this_process() -> Self {
         let path = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
         Facts {
@@ -117,8 +113,7 @@ impl Facts {
     }
 }
 
-/// How much a reader should care.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Level {
     /// As it should be.
@@ -129,18 +124,6 @@ pub enum Level {
     Warn,
 }
 
-impl Level {
-    /// The word in the table and in JSON.
-    pub fn name(self) -> &'static str {
-        match self {
-            Level::Ok => "ok",
-            Level::Note => "note",
-            Level::Warn => "warn",
-        }
-    }
-}
-
-/// Subject, finding, meaning, and advice.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Finding {
     pub what: String,
@@ -151,24 +134,29 @@ pub struct Finding {
 }
 
 impl Finding {
-    /// As it should be: nothing to do.
     pub fn new(what: impl Into<String>, found: impl Into<String>) -> Self {
         Finding { what: what.into(), level: Level::Ok, found: found.into(), meaning: "", advice: None }
+    }
+
+    pub fn named(self, what: &str) -> Self {
+        Finding { what: what.to_owned(), ..self }
     }
 
     pub fn means(self, meaning: &'static str) -> Self {
         Finding { meaning, ..self }
     }
 
-    /// Works, but.
     pub fn note(self, advice: &'static str) -> Self {
         Finding { level: Level::Note, advice: Some(advice), ..self }
     }
 
-    /// Will fail.
     pub fn warn(self, advice: &'static str) -> Self {
         Finding { level: Level::Warn, advice: Some(advice), ..self }
     }
+}
+
+pub fn seen(found: impl Into<String>) -> Finding {
+    Finding::new("", found)
 }
 
 /// A number of bytes, in powers of 1024: `23.5 GiB`.
@@ -186,23 +174,19 @@ pub fn bytes(count: u64) -> String {
 pub struct Root(PathBuf);
 
 impl Root {
-    /// Paths of the other methods are taken below `path`.
     pub fn new(path: impl Into<PathBuf>) -> Self {
         Root(path.into())
     }
 
-    /// Where a path of the machine lies.
     pub fn join(&self, path: impl AsRef<Path>) -> PathBuf {
         let path = path.as_ref();
         self.0.join(path.strip_prefix("/").unwrap_or(path))
     }
 
-    /// The text of a file, without blanks around it.
     pub fn read(&self, path: impl AsRef<Path>) -> Option<String> {
         std::fs::read_to_string(self.join(path)).ok().map(|text| text.trim().to_owned())
     }
 
-    /// The names in a directory, sorted.
     pub fn list(&self, path: impl AsRef<Path>) -> Vec<String> {
         let entries = std::fs::read_dir(self.join(path)).into_iter().flatten().flatten();
         let mut names: Vec<String> =
@@ -211,7 +195,6 @@ impl Root {
         names
     }
 
-    /// Names in a directory that are a prefix and a number: `node0`, `uverbs1`.
     pub fn numbered(&self, path: impl AsRef<Path>, prefix: &str) -> usize {
         let is_number = |rest: &str| !rest.is_empty() && rest.bytes().all(|b| b.is_ascii_digit());
         self.list(path).iter().filter(|name| name.strip_prefix(prefix).is_some_and(is_number)).count()
@@ -222,10 +205,8 @@ impl Root {
     }
 }
 
-/// Directories that loaders search when nothing is configured.
 const USUAL: [&str; 6] = ["/usr/local/lib", "/usr/local/lib64", "/lib64", "/usr/lib64", "/lib", "/usr/lib"];
 
-/// The first place where one of these names lies.
 pub fn find_library(root: &Root, facts: &Facts, names: &[&str]) -> Option<PathBuf> {
     let paths =
         directories(root, facts).into_iter().flat_map(|dir| names.iter().map(move |name| dir.join(name)));
@@ -241,13 +222,12 @@ fn directories(root: &Root, facts: &Facts) -> Vec<PathBuf> {
     facts.library_path.iter().cloned().chain(configured.chain(USUAL).map(PathBuf::from)).collect()
 }
 
-/// Findings on the left, their meanings on the right.
 fn rows(findings: &[Finding]) -> String {
     let mut table = table::new(["", "what", "found", "what it means, and what to do"]);
     for finding in findings {
         let advice = finding.advice.map_or(String::new(), |advice| format!("\n→ {advice}"));
         table.add_row([
-            finding.level.name(),
+            &word(&finding.level),
             &finding.what,
             &finding.found,
             &format!("{}{advice}", finding.meaning),
@@ -261,7 +241,6 @@ fn rows(findings: &[Finding]) -> String {
     table.trim_fmt()
 }
 
-/// The last line: what to look at first.
 fn summary(findings: &[Finding]) -> &'static str {
     let any = |level| findings.iter().any(|finding| finding.level == level);
     match (any(Level::Warn), any(Level::Note)) {

@@ -27,16 +27,15 @@ use sidelane::device::{
     Activity, ActivityKind, AuditKernels, Channel, Cupti, DeviceRange, Driver, PinnedMemory, Stream,
 };
 use sidelane::error::DeviceError;
+use sidelane_testkit::device::whole;
 
 use super::Task;
 use super::audit::{Dispatch, Peers, RANKS, all_done};
 use super::bench::Gpu;
 use super::report::{About, Checks, State};
 use super::wheels;
-use crate::device::whole;
 use crate::error::CliError;
 
-/// Bytes of a slot.
 const SLOT: (u64, &str) = (921_600, "0.9 MB");
 
 const CONTROL: &str = "control: plain copy on the GPU";
@@ -61,7 +60,6 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     Ok(())
 }
 
-/// Resources of every list.
 struct Listing<'a> {
     gpu: Gpu,
     cupti: &'a Cupti,
@@ -140,28 +138,26 @@ impl<'a> Listing<'a> {
 /// The kernel that marks are.
 const MARK: &str = "touch";
 
-/// One list.
 #[derive(Debug, PartialEq)]
 enum Listed {
-    /// There is none.
     No(DeviceError),
     /// It lacks marks that ran, or when.
-    Unmarked { seen: usize, marks: usize },
-    /// It is whole.
+    Unmarked {
+        seen: usize,
+        marks: usize,
+    },
     Between(Between),
 }
 
 /// Work that began before landed and ended after packed, or at a time that CUPTI does not know.
 #[derive(Debug, Default, PartialEq)]
 struct Between {
-    /// How many there are of each name.
     kernels: BTreeMap<String, usize>,
     /// Copies by the queue that took them: of engines, of multiprocessors, other.
     copies: [usize; 3],
 }
 
 impl Listed {
-    /// From the recorded work, with so many marks on each side.
     pub fn of(all: &[Activity], marks: usize) -> Self {
         let is_mark = |activity: &&Activity| {
             matches!(&activity.did, ActivityKind::Kernel { name } if name == MARK) && activity.start > 0
@@ -223,7 +219,6 @@ impl Between {
         !self.kernels.is_empty() || self.copies[1] > 0
     }
 
-    /// Whether there were copies, and all were handed to copy engines.
     fn by_engines_alone(&self) -> bool {
         let [engines, compute, other] = self.copies;
         engines > 0 && compute == 0 && other == 0

@@ -26,17 +26,16 @@ use sidelane::error::DeviceError;
 use sidelane::exec::{Lowered, PeerWindows};
 use sidelane_core::schedule::call_program::{Part, SlotCall};
 use sidelane_core::schedule::stream_program::{Slots, StreamProgram};
+use sidelane_testkit::device::whole;
 
 use super::Task;
 use super::bench::{self, Gpu, Transfer, content, equal, random_bytes, same};
 use super::report::{About, Answer, Checks, State};
-use crate::device::whole;
 use crate::error::CliError;
 
 /// Bytes of a slot: one of a small batch, and one that is hardly more than its flags.
 const SLOTS: [(u64, &str); 2] = [(921_600, "0.9 MB"), (16 << 10, "16 KiB")];
 
-/// Sizes of copies on the GPU.
 const WITHIN: [(u64, &str); 4] =
     [(4 << 10, "4 KiB"), (64 << 10, "64 KiB"), (1 << 20, "1 MiB"), (64 << 20, "64 MiB")];
 
@@ -84,7 +83,6 @@ fn words(peers: Peers) -> (&'static str, &'static str) {
     }
 }
 
-/// Resources of every run.
 struct Audit {
     gpu: Gpu,
     kernels: AuditKernels,
@@ -92,7 +90,6 @@ struct Audit {
     word: PinnedMemory,
     holder: Stream,
     control: Stream,
-    /// One of each rank.
     ranks: Vec<Stream>,
 }
 
@@ -166,7 +163,6 @@ impl Audit {
         checks.judged(about, judged)
     }
 
-    /// How long one small transfer takes while every multiprocessor is held.
     fn latency(&self, checks: &mut Checks) -> Result<(), CliError> {
         let mut transfer = Transfer::new(&self.gpu, &self.control)?;
         let samples = self.held(|| {
@@ -231,7 +227,6 @@ impl Audit {
         Ok(())
     }
 
-    /// A dispatch of all ranks while every multiprocessor is held.
     fn exchange(
         &self,
         checks: &mut Checks,
@@ -275,7 +270,6 @@ impl Audit {
 
 pub const RANKS: u32 = 4;
 
-/// Where rows go.
 #[derive(Clone, Copy, PartialEq)]
 pub enum Peers {
     /// Pinned memory of the host: an engine does these by construction.
@@ -303,7 +297,6 @@ impl Peers {
     }
 }
 
-/// Whether all of them have come to their end.
 pub fn all_done(streams: &[Stream]) -> Result<bool, DeviceError> {
     streams.iter().try_fold(true, |all, stream| Ok(all && stream.is_done()?))
 }
@@ -333,7 +326,6 @@ impl Dispatch {
         Ok(Dispatch { slots, bytes, windows, programs })
     }
 
-    /// Enqueues all of it: copies, signals, waits, words set back.
     pub fn enqueue(&mut self, streams: &[Stream]) -> Result<(), DeviceError> {
         for (program, stream) in self.programs.iter_mut().zip(streams) {
             program.enqueue(Part::Start, stream)?;
@@ -344,7 +336,6 @@ impl Dispatch {
         Ok(())
     }
 
-    /// Whether everything landed, to the byte.
     pub fn check(&self, gpu: &Gpu, staging: &Stream) -> Result<(), CliError> {
         for rank in 0..RANKS {
             for from in (0..RANKS).filter(|&from| from != rank) {
@@ -357,7 +348,6 @@ impl Dispatch {
         Ok(())
     }
 
-    /// Copies and memory operations of all ranks.
     pub fn counts(&self) -> (u64, u64) {
         let counts = self.programs.iter().map(Lowered::counts);
         counts.fold((0, 0), |(a, b), counts| (a + counts.copies, b + counts.memory_operations))
@@ -368,7 +358,6 @@ fn content_of(from: u32, to: u32, bytes: u64) -> Vec<u8> {
     random_bytes(u64::from(from * RANKS + to) + bytes, bytes)
 }
 
-/// Windows of all ranks.
 struct Windows {
     /// Memory that each sends from.
     own: Vec<DeviceRange>,
@@ -391,7 +380,6 @@ impl Windows {
         Seen { windows: self, me }
     }
 
-    /// Bytes that a rank received.
     fn landed(
         &self,
         gpu: &Gpu,

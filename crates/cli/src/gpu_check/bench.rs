@@ -14,12 +14,11 @@ use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use sidelane::device::{Context, CopyBatch, DeviceRange, Driver, Event, PinnedMemory, Stream, Version};
 use sidelane::error::DeviceError;
+use sidelane_testkit::device::{allocate, stream, until, whole};
 
 use super::Task;
-use crate::device::{allocate, stream, until, whole};
 use crate::error::{CliError, wrong};
 
-/// GPU of a part, and the limit of its waits.
 pub struct Gpu {
     pub task: Task,
     pub context: Arc<Context>,
@@ -30,7 +29,6 @@ impl Gpu {
         Ok(Gpu { task: *task, context: Driver::open()?.context(task.device)? })
     }
 
-    /// CUDA that the driver is for.
     pub fn version(&self) -> Version {
         self.context.driver().version()
     }
@@ -52,17 +50,21 @@ impl Gpu {
         PinnedMemory::new(&self.context, bytes as usize)
     }
 
-    /// Waits for something, but not for ever.
-    pub fn until(&self, what: &str, done: impl FnMut() -> Result<bool, DeviceError>) -> Result<(), CliError> {
-        until(what, self.task.patience(), done)
+    pub fn put(&self, stream: &Stream, content: &[u8]) -> Result<DeviceRange, CliError> {
+        let range = self.memory(content.len() as u64)?;
+        write(stream, &range, content)?;
+        Ok(range)
     }
 
-    /// Waits until the stream is done, but not for ever.
+    /// Waits for something, but not for ever.
+    pub fn until(&self, what: &str, done: impl FnMut() -> Result<bool, DeviceError>) -> Result<(), CliError> {
+        Ok(until(what, self.task.patience(), done)?)
+    }
+
     pub fn finish(&self, stream: &Stream, what: &str) -> Result<(), CliError> {
         self.until(what, || stream.is_done())
     }
 
-    /// Reads memory of the device, once the stream has come so far.
     pub fn read(&self, stream: &Stream, from: &DeviceRange) -> Result<Vec<u8>, CliError> {
         let staging = self.pinned(from.len())?;
         stream.copy(whole(staging.range())?, whole(from)?)?;
@@ -71,14 +73,12 @@ impl Gpu {
     }
 }
 
-/// Content of pinned memory.
 pub fn content(memory: &PinnedMemory) -> Result<Vec<u8>, DeviceError> {
     let mut bytes = vec![0; memory.len()];
     memory.read(0, &mut bytes)?;
     Ok(bytes)
 }
 
-/// Writes to memory of the device, and waits until it is there.
 pub fn write(stream: &Stream, to: &DeviceRange, bytes: &[u8]) -> Result<(), DeviceError> {
     let staging = PinnedMemory::new(stream.context(), bytes.len())?;
     staging.write(0, bytes)?;
@@ -86,12 +86,10 @@ pub fn write(stream: &Stream, to: &DeviceRange, bytes: &[u8]) -> Result<(), Devi
     stream.synchronize()
 }
 
-/// Numbers that repeat with the seed alone.
 pub fn random(seed: u64) -> ChaCha8Rng {
     ChaCha8Rng::seed_from_u64(seed)
 }
 
-/// So many bytes that repeat with the seed alone.
 pub fn random_bytes(seed: u64, len: u64) -> Vec<u8> {
     let mut bytes = vec![0; len as usize];
     random(seed).fill(&mut bytes[..]);
@@ -105,7 +103,6 @@ pub fn random_elements(seed: u64, count: u64) -> Vec<u8> {
     (0..count).flat_map(|_| value().to_ne_bytes()).collect()
 }
 
-/// Compares bytes.
 pub fn same(what: impl Display, seen: &[u8], expected: &[u8]) -> Result<(), CliError> {
     equal("bytes", seen.len() as u64, expected.len() as u64)?;
     let Some(at) = seen.iter().zip(expected).position(|(seen, expected)| seen != expected) else {
@@ -115,7 +112,6 @@ pub fn same(what: impl Display, seen: &[u8], expected: &[u8]) -> Result<(), CliE
     Err(wrong!("{what}: byte {at} of {len} is {seen:#04x} and must be {expected:#04x}"))
 }
 
-/// Compares numbers.
 pub fn equal(what: impl Display, seen: u64, expected: u64) -> Result<(), CliError> {
     if seen == expected { Ok(()) } else { Err(wrong!("{what} is {seen} and must be {expected}")) }
 }
@@ -185,7 +181,6 @@ pub struct Transfer {
 }
 
 impl Transfer {
-    /// Bytes of the copy.
     pub const SIZE: (u64, &'static str) = (16 << 10, "16 KiB");
 
     pub fn new(gpu: &Gpu, stream: &Stream) -> Result<Self, DeviceError> {

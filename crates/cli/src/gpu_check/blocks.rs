@@ -11,83 +11,56 @@
 //! transfers of a layer do. No bit of what they write may depend on the limit.
 
 use std::collections::BTreeSet;
-use std::sync::Arc;
 
 use sidelane::Dtype;
-use sidelane::device::{
-    Addresses, Context, DeviceRange, Kernels, Pack, PermuteArgs, Priority, Stream, SumArgs, Word,
-};
+use sidelane::device::{Addresses, DeviceRange, Kernels, Pack, PermuteArgs, Priority, Stream, SumArgs, Word};
 use sidelane::error::DeviceError;
 use sidelane::plan::SlotShape;
+use sidelane_testkit::device::whole;
 
 use super::Task;
 use super::bench::{self, Gpu, random_bytes, random_elements, same};
-use super::products::{Products, Round};
+use super::products::{Burst, Products, Round, middle};
 use super::report::{About, Checks, Limited};
-use crate::device::{allocate, stream, whole};
 use crate::error::CliError;
-use crate::stats::summary;
 
 pub const RANKS: u32 = 8;
 const EXPERTS: u32 = 64;
 pub const TOP_K: u32 = 8;
 
-/// Figures of one limit, round by round.
-#[derive(Default)]
-struct Found {
-    /// Microseconds of a product.
-    product: Vec<f64>,
-    /// Microseconds of a burst of kernels beside it.
-    burst: Vec<f64>,
-}
-
 pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     let gpu = Gpu::open(task)?;
-    let context = &gpu.context;
-    let sms = context.facts().multiprocessors;
+    let sms = gpu.context.facts().multiprocessors;
     let limits = [None, Some(sms), Some((sms / 2).max(1)), Some((sms / 4).max(1))];
-    let rows = Rows::new(task, context)?;
+    let rows = Rows::new(&gpu)?;
     let about = About::new("bits with every limit", "no bit depends on how many blocks a kernel has");
     if !checks.check(about, || rows.equal(&gpu, &limits))? {
         return Ok(());
     }
-    let products = Products::new(task, context, Priority::Highest)?;
-    let (mut alone, mut found) = (Vec::new(), limits.map(|_| Found::default()));
-    for round in 0..=task.few(15, 3) {
-        let Round { product_us: without, .. } = products.round(None)?;
-        let beside = limits.map(|limit| products.round(Some(&|traffic| rows.burst(traffic, limit))));
-        // The first round warms up.
-        if round == 0 {
-            beside.into_iter().try_for_each(|round| round.map(drop))?;
-            continue;
-        }
-        alone.push(without);
-        for (found, round) in found.iter_mut().zip(beside) {
-            let Round { product_us, all_us, bursts } = round?;
-            found.product.push(product_us);
-            // One that does not end meanwhile takes as long at least.
-            found.burst.push(all_us / bursts.max(1) as f64);
-        }
-    }
-    let without = summary(&alone).p50_us;
+    let products = Products::new(&gpu, Priority::Highest)?;
+    let bursts = limits.map(|limit| {
+        let rows = &rows;
+        move |traffic: &Stream| rows.burst(traffic, limit)
+    });
+    let beside = bursts.iter().map(|burst| Some(burst as Burst<'_>));
+    let rounds = products.turns(task.few(15, 3), &[None].into_iter().chain(beside).collect::<Vec<_>>())?;
+    let samples = |rounds: &[Round]| rounds.iter().map(|round| round.product_us).collect::<Vec<f64>>();
+    let without = middle(&rounds[0], |round| round.product_us);
     let about = About::new("products alone", "what the next rows are compared with");
-    checks.measured(about, &alone, products.told(without))?;
-    for (limit, found) in limits.into_iter().zip(&found) {
-        let (product, burst) = (summary(&found.product).p50_us, summary(&found.burst).p50_us);
-        let what = match limit {
+    checks.measured(about, &samples(&rounds[0]), products.told(without))?;
+    for (blocks, rounds) in limits.into_iter().zip(&rounds[1..]) {
+        // A burst that does not end meanwhile takes as long at least.
+        let burst = middle(rounds, |round| round.all_us / round.bursts.max(1) as f64);
+        let what = match blocks {
             None => "products beside pack, regroup and sum without a limit".to_owned(),
             Some(blocks) => format!("products beside pack, regroup and sum of at most {blocks} blocks"),
         };
-        let shows = "what our kernels take from the compute, and what fewer blocks cost them";
-        let slowdown = product / without;
-        let told =
-            format!("{:+.1} %; the kernels take {burst:.0} us for {}", (slowdown - 1.0) * 100.0, rows.told());
-        checks.limited(
-            About::new(&what, shows),
-            &found.product,
-            told,
-            Limited { blocks: limit, slowdown },
-        )?;
+        let about =
+            About::new(&what, "what our kernels take from the compute, and what fewer blocks cost them");
+        let slowdown = middle(rounds, |round| round.product_us) / without;
+        let percent = (slowdown - 1.0) * 100.0;
+        let told = format!("{percent:+.1} %; the kernels take {burst:.0} us for {}", rows.told());
+        checks.limited(about, &samples(rounds), told, Limited { blocks, slowdown })?;
     }
     Ok(())
 }
@@ -97,14 +70,12 @@ pub fn expert_of(token: u32, choice: u32, experts: u32) -> u32 {
     (token * 5 + choice * 7) % experts
 }
 
-/// Ranks that a token goes to.
 pub fn ranks_of(token: u32) -> u64 {
     let ranks: BTreeSet<u32> =
         (0..TOP_K).map(|choice| expert_of(token, choice, EXPERTS) / (EXPERTS / RANKS)).collect();
     ranks.len() as u64
 }
 
-/// Rows of one rank of eight, packed, regrouped and summed.
 pub struct Rows {
     pub kernels: Kernels,
     pub shape: SlotShape,
@@ -129,31 +100,27 @@ pub struct Rows {
 }
 
 impl Rows {
-    pub fn new(task: &Task, context: &Arc<Context>) -> Result<Self, CliError> {
-        let (tokens, hidden) = task.few((4096, 7168), (32, 256));
+    pub fn new(gpu: &Gpu) -> Result<Self, CliError> {
+        let (tokens, hidden) = gpu.task.few((4096, 7168), (32, 256));
         let (row, choices) = (u64::from(hidden) * 2, u64::from(tokens * TOP_K) * 4);
         let shape = SlotShape::new(tokens, TOP_K, row)?;
-        let stream = stream(context)?;
-        let sent = |content: &[u8]| -> Result<DeviceRange, CliError> {
-            let range = allocate(context, content.len() as u64)?;
-            bench::write(&stream, &range, content)?;
-            Ok(range)
-        };
+        let stream = gpu.stream()?;
+        let sent = |content: &[u8]| gpu.put(&stream, content);
         let words = |count: u32, word: &dyn Fn(u32) -> i32| {
             sent(bytemuck::cast_slice(&(0..count).map(word).collect::<Vec<i32>>()))
         };
         let per_rank = EXPERTS / RANKS;
         let slot = |at: u32| at / tokens * shape.slot_rows() + shape.header_rows() + at % tokens;
-        let slots = allocate(context, shape.bytes() * u64::from(RANKS))?;
-        let regrouped = allocate(context, row * u64::from(tokens * RANKS))?;
+        let slots = gpu.memory(shape.bytes() * u64::from(RANKS))?;
+        let regrouped = gpu.memory(row * u64::from(tokens * RANKS))?;
         let at = |range: &DeviceRange, bytes: u64| -> Result<Addresses, CliError> {
             let spans: Vec<_> = (0..u64::from(RANKS))
                 .map(|rank| range.span(rank * bytes, bytes))
                 .collect::<Result<_, _>>()?;
-            Ok(Addresses::new(&stream, &allocate(context, 8 * u64::from(RANKS))?, &spans)?)
+            Ok(Addresses::new(&stream, &gpu.memory(8 * u64::from(RANKS))?, &spans)?)
         };
         Ok(Rows {
-            kernels: Kernels::load(context)?,
+            kernels: Kernels::load(&gpu.context)?,
             shape,
             tokens,
             hidden,
@@ -165,27 +132,24 @@ impl Rows {
             packed_at: at(&slots, shape.bytes())?,
             slots,
             places: words(tokens * RANKS, &|_| -1)?,
-            dropped: allocate(context, choices / 4)?,
+            dropped: gpu.memory(choices / 4)?,
             index: words(tokens * RANKS, &|at| slot(at) as i32)?,
             summed_from: at(&regrouped, row * u64::from(tokens))?,
             regrouped,
-            out: allocate(context, row * u64::from(tokens))?,
+            out: gpu.memory(row * u64::from(tokens))?,
             words: sent(&[0; 16])?,
             stream,
         })
     }
 
-    /// The rows of a burst in words.
     pub fn told(&self) -> String {
         format!("{} tokens x {} bf16 of {RANKS} ranks", self.tokens, self.hidden)
     }
 
-    /// Where kernels write a fault.
     pub fn status(&self) -> Result<Word<'_, u32>, DeviceError> {
         self.words.word(8)
     }
 
-    /// Packs, regroups and sums, by kernels of at most so many blocks.
     fn burst(&self, stream: &Stream, limit: Option<u32>) -> Result<(), DeviceError> {
         let kernels = self.kernels.clone().max_blocks(limit);
         self.pack(&kernels, stream)?;
@@ -247,7 +211,6 @@ impl Rows {
         )
     }
 
-    /// Compares what kernels write with each limit.
     fn equal(&self, gpu: &Gpu, limits: &[Option<u32>]) -> Result<String, CliError> {
         let mut first: Option<[Vec<u8>; 3]> = None;
         for &limit in limits.iter().chain(&[Some(1), Some(7)]) {

@@ -6,14 +6,17 @@ use half::bf16;
 use sidelane::device::{CopyBatch, MemOpBatch, Stream, Version};
 use sidelane::error::DeviceError;
 use sidelane::{Group, World};
+use sidelane_testkit::case::{Case, Way};
+use sidelane_testkit::device::whole;
+use sidelane_testkit::exchange::{memory, timed};
+use sidelane_testkit::place::Device;
+use sidelane_testkit::player::{Player, experts_copy};
 use sidelane_verify::reference;
 
 use super::Task;
 use super::bench::{Gpu, Timer};
-use super::exchange::{memory, on_nodes, timed};
+use super::exchange::on_nodes;
 use super::report::{About, Checks};
-use crate::conformance::{Case, Device, Player, Way, experts_copy};
-use crate::device::whole;
 use crate::error::CliError;
 use crate::ranks;
 use crate::stats::summary;
@@ -65,7 +68,6 @@ impl Bench<'_> {
         self.checks.measured(About::new(what, shows).open(NVLINK), &samples.device, found)
     }
 
-    /// Copies to the host and within the GPU, singly and in batches.
     fn copies(&mut self) -> Result<(), CliError> {
         let (gpu, version) = (self.gpu, self.gpu.version());
         let needs = ("a batch of copies", Version::BATCHED_COPIES);
@@ -103,7 +105,6 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// As many targets as a rank of eight has peers.
     fn targets(&mut self) -> Result<(), CliError> {
         if !self.streams[0].takes_batches() {
             return Ok(());
@@ -182,7 +183,7 @@ impl Bench<'_> {
 /// the slowest.
 fn layer(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     const RANKS: usize = 8;
-    let case = timed(task);
+    let case = timed(task.quick);
     let [dispatch, combine, graph] = on_nodes(task, &[0; RANKS], |world| rounds(task, case, world))?;
     let size = format!("{RANKS} ranks x {} tokens x {} bf16", case.tokens[0], case.hidden);
     let shows = "eight ranks on one GPU: the bandwidth of its memory, not NVLink's; kernels and a host's wait are in it";

@@ -9,15 +9,14 @@ use sidelane::device::{
     PinnedMemory, Reservation, Stream, Value, Version,
 };
 use sidelane::error::DeviceError;
+use sidelane_testkit::device::whole;
 
 use super::Task;
 use super::bench::{self, Gpu, content, equal, random, random_bytes, same};
 use super::report::{About, Checks, State};
-use crate::device::whole;
 use crate::doctor::{self, Level};
 use crate::error::CliError;
 
-/// Bytes of one transfer.
 const BYTES: u64 = 1 << 20;
 
 pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
@@ -45,7 +44,6 @@ const BATCHES: &str = "batches of copies";
 const EXPORTED: &str = "memory by descriptor";
 const OTHERS: &str = "the memory of another GPU, mapped over NVLink";
 
-/// Each check, and what it shows.
 const CHECKS: [(&str, &str, Check); 9] = [
     ("modules", "the driver compiles our kernels for this GPU", Bench::modules),
     ("copies and flags", "a flag that the host sees comes after the copy before it", Bench::flags),

@@ -12,39 +12,24 @@ use sidelane::device::{
 };
 use sidelane::gate::{Gate, GateInput, Preset};
 use sidelane::plan::SlotShape;
+use sidelane_testkit::device::whole;
 use sidelane_verify::reference::Real;
 
 use super::Task;
-use super::bench::{self, Gpu, equal, random, random_bytes, same};
+use super::bench::{Gpu, equal, random, random_bytes, same};
 use super::report::{About, Checks, State};
 use super::wheels;
-use crate::device::whole;
 use crate::error::CliError;
 
 /// Zeros, denormals, ties of the two-byte types, extremes, infinities, NaN.
 const SPECIAL: [u32; 16] = [
-    0x0000_0000,
-    0x8000_0000,
-    0x0000_0001,
-    0x8000_0001,
-    0x007f_ffff,
-    0x0080_0000,
-    0x3f80_8000,
-    0x3f81_8000,
-    0x477f_f000,
-    0x3300_0000,
-    0x7f7f_ffff,
-    0xff7f_ffff,
-    0x7f80_0000,
-    0xff80_0000,
-    0x7f80_0001,
-    0xffc0_1234,
+    0x00000000, 0x80000000, 0x00000001, 0x80000001, 0x007fffff, 0x00800000, 0x3f808000, 0x3f818000,
+    0x477ff000, 0x33000000, 0x7f7fffff, 0xff7fffff, 0x7f800000, 0xff800000, 0x7f800001, 0xffc01234,
 ];
 
 const RANKS: u32 = 8;
 const TOKENS: u32 = 96;
 
-/// Gates of models, with their experts and choices.
 const GATES: [(Preset, u32, u32); 3] =
     [(Preset::Mixtral, 8, 2), (Preset::Qwen3, 128, 8), (Preset::DeepseekV3, 256, 8)];
 
@@ -85,12 +70,9 @@ struct Bench {
 
 impl Bench {
     fn put(&self, bytes: &[u8]) -> Result<DeviceRange, CliError> {
-        let range = self.gpu.memory(bytes.len() as u64)?;
-        bench::write(&self.stream, &range, bytes)?;
-        Ok(range)
+        self.gpu.put(&self.stream, bytes)
     }
 
-    /// Sums rows of `R` to tokens of `O`.
     fn check_sum<R: Real, O: Real>(&self, checks: &mut Checks) -> Result<(), CliError> {
         let what = format!("sum {} to {}", R::DTYPE, O::DTYPE);
         let about = About::new(&what, "in f32, ranks ascending, one rounding: to the bit");
@@ -144,7 +126,6 @@ impl Bench {
         Ok(format!("{} sums of up to {RANKS} rows, special values among them", TOKENS * columns))
     }
 
-    /// Experts and weights that the gates of known models choose.
     fn gate(&self) -> Result<String, CliError> {
         let tokens = self.gpu.task.few(4096, 64);
         let kernels = LayerKernels::load(&self.gpu.context)?;

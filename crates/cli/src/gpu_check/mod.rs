@@ -49,17 +49,16 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
-use report::{Checks, Report, Row, State};
+use report::{About, Checks, Report, Row, State};
 use serde::{Deserialize, Serialize};
 use sidelane::device::{Driver, Version};
 use sidelane::error::DeviceError;
 use waiting::Case;
 
 use crate::command::{self, Command as _};
-use crate::device::{VARIABLES, missing};
 use crate::error::CliError;
-use crate::options::word;
-use crate::ranks;
+use crate::options::{up_to, word};
+use crate::ranks::{self, VARIABLES, missing};
 
 /// The driver, if it is there, new enough, and has the device.
 fn probe(device: u32) -> Result<sidelane::device::Probe, DeviceError> {
@@ -99,7 +98,7 @@ pub struct GpuCheckArgs {
     pub parts: Vec<Part>,
 
     /// Begin no part behind so many minutes, and end the one that runs: what is left is skipped
-    #[arg(long, value_name = "N", value_parser = minutes)]
+    #[arg(long, value_name = "N", value_parser = up_to(1440.0))]
     pub minutes: Option<f64>,
 
     /// Seconds that one case of the parts locks and queues may stand still before it counts as held
@@ -120,7 +119,6 @@ pub struct GpuCheckArgs {
 impl command::Command for GpuCheckArgs {
     const NAME: &'static str = "gpu-check";
 
-    /// Runs all parts.
     fn run(self) -> Result<ExitCode, CliError> {
         command::claim(&self.json)?;
         let probe = probe(self.device)?;
@@ -152,18 +150,9 @@ impl command::Command for GpuCheckArgs {
             Part::Rates => rates::run(&task, &mut checks),
         };
         if let Err(error) = done {
-            checks.failed("to its end", &error)?;
+            checks.tell(About::new("to its end", UNFINISHED), State::Wrong, error.to_string())?;
         }
-        Ok(if checks.all_right() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
-    }
-}
-
-fn minutes(text: &str) -> Result<f64, String> {
-    let minutes: f64 = text.parse().map_err(|_| "not a number".to_owned())?;
-    if minutes > 0.0 && minutes <= 1440.0 {
-        Ok(minutes)
-    } else {
-        Err("not above 0 and up to 1440".to_owned())
+        Ok(if checks.wrong { ExitCode::FAILURE } else { ExitCode::SUCCESS })
     }
 }
 
@@ -201,23 +190,19 @@ pub enum Part {
     Blocks,
 }
 
-/// One part, and how thorough it is.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct Task {
     pub part: Part,
     pub device: u32,
     pub quick: bool,
-    /// Of the products, if it was said.
     pub size: Option<u32>,
     /// Longest time of one case of the lock test or the queue test, in seconds.
     #[serde(default = "usual_case_seconds")]
     pub case_seconds: u64,
-    /// The question of such a case.
     #[serde(default)]
     pub case: Option<Case>,
 }
 
-/// The default of [`Task::case_seconds`].
 const CASE_SECONDS: u64 = 10;
 
 fn usual_case_seconds() -> u64 {
@@ -230,12 +215,10 @@ impl Task {
         Task { part: Part::Driver, device, quick, size, case_seconds, case: None }
     }
 
-    /// A thing that stands still for so long in a case is held up.
     pub fn case_bound(&self) -> Duration {
         Duration::from_secs(self.case_seconds)
     }
 
-    /// So many of something, or fewer.
     pub fn few<T>(&self, all: T, quick: T) -> T {
         if self.quick { quick } else { all }
     }
@@ -249,7 +232,6 @@ impl Task {
 /// A part that says nothing for so long is stuck: every row has shorter deadlines of its own.
 const SILENCE: Duration = Duration::from_secs(300);
 
-/// Runs these. What does not fit into so many minutes is left out.
 fn run_parts(task: &Task, parts: &[Part], minutes: Option<f64>) -> Result<Vec<Row>, CliError> {
     let bar = command::progress(0, parts.len() as u64);
     let end = minutes.map(|minutes| Instant::now() + Duration::from_secs_f64(minutes * 60.0));
@@ -324,12 +306,10 @@ impl Process {
     }
 }
 
-/// A part that did not come to its end.
 fn unfinished(part: Part, found: String) -> Row {
     Row::new(part, State::Wrong, "to its end", found, UNFINISHED)
 }
 
-/// Parts that no longer fit into the time.
 fn left_out(part: Part, what: &str, shows: &str) -> Row {
     let found = "skipped: no time left (--minutes)".to_owned();
     Row::new(part, State::Skipped, what, found, shows)

@@ -5,17 +5,17 @@ use std::time::Duration;
 
 use sidelane::device::{AuditKernels, Blas, Context, DeviceRange, Event, Priority, Product, Stream, TILE};
 use sidelane::error::DeviceError;
+use sidelane_testkit::device::{until, whole};
 
-use super::Task;
-use super::bench::{self, random_elements};
+use super::bench::{self, Gpu, random_elements};
 use super::wheels;
-use crate::device::{allocate, stream, until, whole};
 use crate::error::CliError;
+use crate::stats::summary;
 
 /// A stream of products, and one of traffic.
 pub struct Products<'a> {
-    task: &'a Task,
-    kernels: AuditKernels,
+    gpu: &'a Gpu,
+    pub kernels: AuditKernels,
     blas: Option<Blas>,
     size: u32,
     count: usize,
@@ -27,26 +27,23 @@ pub struct Products<'a> {
     bursts: [Event; 2],
 }
 
-/// One round of products.
 pub struct Round {
-    /// Microseconds of a product.
     pub product_us: f64,
-    /// Microseconds of all.
     pub all_us: f64,
     /// Bursts of traffic that ended meanwhile.
     pub bursts: u64,
 }
 
-/// Enqueues a burst of traffic.
 pub type Burst<'a> = &'a dyn Fn(&Stream) -> Result<(), DeviceError>;
 
 impl<'a> Products<'a> {
     /// Traffic goes on a stream of this priority.
-    pub fn new(task: &'a Task, context: &Arc<Context>, priority: Priority) -> Result<Self, CliError> {
-        let size = task.size.map_or_else(|| largest(context), Ok)?;
+    pub fn new(gpu: &'a Gpu, priority: Priority) -> Result<Self, CliError> {
+        let context = &gpu.context;
+        let size = gpu.task.size.map_or_else(|| largest(context), Ok)?;
         let bytes = Product::bytes(size);
-        let stream = Arc::new(stream(context)?);
-        let matrices = [allocate(context, bytes)?, allocate(context, bytes)?, allocate(context, bytes)?];
+        let stream = Arc::new(gpu.stream()?);
+        let matrices = [gpu.memory(bytes)?, gpu.memory(bytes)?, gpu.memory(bytes)?];
         // Any numbers below one: what multiplies zeros draws less power.
         let numbers = random_elements(1, bytes.min(8 << 20) / 2);
         for matrix in &matrices[..2] {
@@ -57,11 +54,11 @@ impl<'a> Products<'a> {
         }
         let event = || Event::timed(context);
         Ok(Products {
-            task,
+            gpu,
             kernels: AuditKernels::load(context)?,
             blas: Blas::load(&stream, &wheels::folders(context.driver())).ok(),
             size,
-            count: task.few(20, 2),
+            count: gpu.task.few(20, 2),
             matrices,
             stream,
             traffic: Stream::new(context, priority)?,
@@ -77,11 +74,6 @@ impl<'a> Products<'a> {
             (self.size, self.blas.as_ref().map_or("our own kernel (no cuBLAS was found)", Blas::name));
         let tflops = 2.0 * f64::from(size).powi(3) / product_us / 1e6;
         format!("bf16 {size} x {size}, by {by}: {tflops:.0} TFLOP/s")
-    }
-
-    /// The kernels that the part has loaded for products.
-    pub fn kernels(&self) -> &AuditKernels {
-        &self.kernels
     }
 
     fn product(&self) -> Result<(), DeviceError> {
@@ -111,12 +103,25 @@ impl<'a> Products<'a> {
                 break;
             }
         }
-        until("products", self.task.patience(), || self.stream.is_done())?;
+        self.gpu.finish(&self.stream, "products")?;
         Ok(samples)
     }
 
+    /// Rounds alone or next to each of these bursts, in turn, so that clocks and heat touch all of
+    /// them alike. The first one of each warms up.
+    pub fn turns(&self, rounds: usize, beside: &[Option<Burst<'_>>]) -> Result<Vec<Vec<Round>>, CliError> {
+        let mut found: Vec<Vec<Round>> = beside.iter().map(|_| Vec::new()).collect();
+        for round in 0..=rounds {
+            for (&burst, found) in beside.iter().zip(&mut found) {
+                let seen = self.round(burst)?;
+                found.extend((round > 0).then_some(seen));
+            }
+        }
+        Ok(found)
+    }
+
     /// Products alone, or next to bursts of traffic without a gap.
-    pub fn round(&self, burst: Option<Burst<'_>>) -> Result<Round, CliError> {
+    fn round(&self, burst: Option<Burst<'_>>) -> Result<Round, CliError> {
         let enqueue = |burst: Burst<'_>, event: &Event| {
             burst(&self.traffic)?;
             event.record(&self.traffic)
@@ -131,7 +136,7 @@ impl<'a> Products<'a> {
             self.product()?;
         }
         end.record(&self.stream)?;
-        until("products", self.task.patience() * 10, || {
+        until("products", self.gpu.task.patience() * 10, || {
             // Bursts that end while products run are counted, and the next one follows.
             let next = &self.bursts[(bursts % 2) as usize];
             if let Some(burst) = burst
@@ -143,10 +148,14 @@ impl<'a> Products<'a> {
             end.is_done()
         })?;
         let all_us = end.since(start)?.as_secs_f64() * 1e6;
-        until("traffic next to products", self.task.patience(), || self.traffic.is_done())?;
-        until("products", self.task.patience(), || self.stream.is_done())?;
+        self.gpu.finish(&self.traffic, "traffic next to products")?;
+        self.gpu.finish(&self.stream, "products")?;
         Ok(Round { product_us: all_us / self.count as f64, all_us: all_us.max(1e-3), bursts })
     }
+}
+
+pub fn middle(rounds: &[Round], figure: fn(&Round) -> f64) -> f64 {
+    summary(&rounds.iter().map(figure).collect::<Vec<_>>()).p50_us
 }
 
 /// 8192, or what takes half of the free memory.

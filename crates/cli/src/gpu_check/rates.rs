@@ -8,18 +8,16 @@
 //! The rate of a kernel that moves rows says how far it is from the memory's. Kernels that read
 //! choices alone say how long a dispatch plans.
 
-use std::sync::Arc;
-
 use sidelane::Dtype;
-use sidelane::device::{Context, CountArgs, DeviceRange, PermuteArgs, SortArgs, Stream, SumChoices};
+use sidelane::device::{CountArgs, DeviceRange, PermuteArgs, SortArgs, Stream, SumChoices};
 use sidelane::dtype::PartialDtype;
 use sidelane::error::DeviceError;
+use sidelane_testkit::device::whole;
 
 use super::Task;
 use super::bench::{self, Gpu, Timer};
 use super::blocks::{RANKS, Rows, TOP_K, expert_of, ranks_of};
 use super::report::{About, Checks};
-use crate::device::{allocate, whole};
 use crate::error::CliError;
 use crate::stats::summary;
 
@@ -28,7 +26,7 @@ const EXPERTS: u32 = 256;
 
 pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     let gpu = Gpu::open(task)?;
-    let rows = Rows::new(task, &gpu.context)?;
+    let rows = Rows::new(&gpu)?;
     let (row, tokens) = (rows.shape.row_bytes(), u64::from(rows.tokens));
     let packed = row * (0..rows.tokens).map(ranks_of).sum::<u64>();
     let [all, slots] = [row * tokens, row * tokens * u64::from(RANKS)];
@@ -39,7 +37,7 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     rates.rate("regroup slots", Some(2 * slots), || rows.regroup(kernels, stream))?;
     rates.rate("sum of slots", Some(packed + all), || rows.sum(kernels, stream))?;
 
-    let exact = Exact::new(&rows, &gpu.context)?;
+    let exact = Exact::new(&rows, &gpu)?;
     let choices = row * u64::from(exact.choices);
     rates.rate("count choices", None, || exact.count(&rows))?;
     rates.rate("sort choices by expert", None, || exact.sort(&rows, false))?;
@@ -61,7 +59,6 @@ struct Rates<'a> {
 }
 
 impl Rates<'_> {
-    /// Times a kernel, and tells its rate if it moves so many bytes.
     fn rate(
         &mut self,
         what: &str,
@@ -82,7 +79,6 @@ impl Rates<'_> {
     }
 }
 
-/// Operands of calls with exact sizes.
 struct Exact {
     choices: u32,
     ids: DeviceRange,
@@ -97,13 +93,10 @@ struct Exact {
 }
 
 impl Exact {
-    fn new(rows: &Rows, context: &Arc<Context>) -> Result<Self, CliError> {
+    fn new(rows: &Rows, gpu: &Gpu) -> Result<Self, CliError> {
         let choices = rows.tokens * TOP_K;
-        let words = |count: u32, word: &dyn Fn(u32) -> i32| -> Result<DeviceRange, CliError> {
-            let words: Vec<i32> = (0..count).map(word).collect();
-            let range = allocate(context, u64::from(count) * 4)?;
-            bench::write(&rows.stream, &range, bytemuck::cast_slice(&words))?;
-            Ok(range)
+        let words = |count: u32, word: &dyn Fn(u32) -> i32| {
+            gpu.put(&rows.stream, bytemuck::cast_slice(&(0..count).map(word).collect::<Vec<i32>>()))
         };
         // Each choice of a token is of another expert, since steps are odd.
         let expert = |at: u32| expert_of(at / TOP_K, at % TOP_K, EXPERTS);
@@ -117,12 +110,12 @@ impl Exact {
             ids: words(choices, &|at| expert(at) as i32)?,
             own_bin: words(EXPERTS, &|expert| expert as i32)?,
             rank_of: words(EXPERTS, &|expert| (expert / (EXPERTS / RANKS)) as i32)?,
-            per_expert: allocate(context, u64::from(EXPERTS) * 4)?,
-            per_rank: allocate(context, u64::from(RANKS) * 4)?,
-            order: allocate(context, u64::from(choices) * 4)?,
+            per_expert: gpu.memory(u64::from(EXPERTS) * 4)?,
+            per_rank: gpu.memory(u64::from(RANKS) * 4)?,
+            order: gpu.memory(u64::from(choices) * 4)?,
             from: words(choices, &|row| (by_expert[row as usize] / TOP_K) as i32)?,
             to: words(choices, &|at| place[at as usize])?,
-            rows: allocate(context, rows.shape.row_bytes() * u64::from(choices))?,
+            rows: gpu.memory(rows.shape.row_bytes() * u64::from(choices))?,
         })
     }
 

@@ -11,7 +11,6 @@ use crate::options::word;
 use crate::stats::{Summary, summary};
 use crate::table;
 
-/// Everything that is known afterwards.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
     #[serde(flatten)]
@@ -25,9 +24,7 @@ pub struct Report {
     pub multiprocessors: u32,
     pub memory: u64,
     pub quick: bool,
-    /// Of the time, if they were given.
     pub minutes: Option<f64>,
-    /// Whether all that was checked is right.
     correct: bool,
     /// Whether transfers completed while every multiprocessor was held, and the controls did not.
     audited: bool,
@@ -68,21 +65,15 @@ impl Report {
     }
 }
 
-/// How a row came out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum State {
-    /// As it must be.
     Right,
-    /// Not as it must be.
     Wrong,
     /// It ran, and shows nothing here: its own control does not hold.
     Void,
-    /// A figure, neither right nor wrong.
     Measured,
-    /// An answer, neither right nor wrong.
     Answered,
-    /// It was not done, for the reason given.
     Skipped,
 }
 
@@ -95,7 +86,6 @@ pub enum Answer {
 }
 
 impl State {
-    /// The word in the table and in JSON.
     pub fn name(self) -> &'static str {
         match self {
             State::Right => "right",
@@ -107,7 +97,6 @@ impl State {
     }
 }
 
-/// Question, finding, and its meaning.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Row {
     pub part: Part,
@@ -121,17 +110,13 @@ pub struct Row {
     /// Of the lock test and the queue test, and of copies that the driver makes as it likes.
     #[serde(default)]
     pub answer: Option<Answer>,
-    /// Of products beside kernels.
     #[serde(default)]
     pub limited: Option<Limited>,
 }
 
-/// Effect of a limit on blocks on products.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Limited {
-    /// Limit on the blocks of each kernel, if there was one.
     pub blocks: Option<u32>,
-    /// Time of a product, over that of one alone.
     pub slowdown: f64,
 }
 
@@ -143,7 +128,6 @@ impl Row {
     }
 }
 
-/// Times of one thing.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Time {
     #[serde(flatten)]
@@ -152,7 +136,6 @@ pub struct Time {
 }
 
 impl Time {
-    /// Of at least one sample.
     pub fn of(samples: &[f64]) -> Self {
         Time { of: summary(samples), samples: samples.len() }
     }
@@ -221,15 +204,12 @@ fn verdict(report: &Report) -> &'static str {
     }
 }
 
-/// The rows of a part.
 pub struct Checks {
     part: Part,
-    wrong: bool,
-    /// Whether the driver is fake.
+    pub wrong: bool,
     stand_in: bool,
 }
 
-/// Meaning of times where no GPU is.
 const STAND_IN: &str = "nothing: the fake driver's times are not a GPU's";
 
 /// Question of a row, and the meaning of its answer.
@@ -256,11 +236,6 @@ impl Checks {
     pub fn new(part: Part) -> Self {
         let stand_in = Driver::open().is_ok_and(|driver| driver.is_stand_in());
         Checks { part, wrong: false, stand_in }
-    }
-
-    /// Whether nothing was wrong.
-    pub fn all_right(&self) -> bool {
-        !self.wrong
     }
 
     /// Runs a check, and tells what it found. What is wrong ends nothing.
@@ -328,11 +303,6 @@ impl Checks {
         Row { time: Some(Time::of(samples)), ..row }
     }
 
-    /// Tells that something is wrong beside what is checked.
-    pub fn failed(&mut self, what: &str, error: &CliError) -> Result<(), CliError> {
-        self.tell(About::new(what, super::UNFINISHED), State::Wrong, error.to_string())
-    }
-
     pub fn tell(&mut self, about: About<'_>, state: State, found: String) -> Result<(), CliError> {
         emit(&self.row(about, state, found))
     }
@@ -349,7 +319,6 @@ fn emit(row: &Row) -> Result<(), CliError> {
     command::print(&serde_json::to_string(row).expect("texts and numbers are always JSON"))
 }
 
-/// Meaning of all answers together for streams that wait.
 fn conclusions(rows: &[Row]) -> Vec<String> {
     let of = |part: Part| rows.iter().filter(move |row| row.part == part && row.answer.is_some());
     let blocked = |part: Part| -> Vec<&str> {

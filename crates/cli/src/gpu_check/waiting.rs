@@ -48,15 +48,14 @@ use sidelane::device::{
     AuditKernels, CopyBatch, DeviceRange, LayerKernels, PinnedMemory, PlainMemory, Priority, Stream,
 };
 use sidelane::error::DeviceError;
+use sidelane_testkit::device::whole;
 
 use super::bench::Gpu;
 use super::report::{About, Answer, Checks};
 use super::{Part, Process, Task};
 use crate::command;
-use crate::device::whole;
 use crate::error::{CliError, failed};
 
-/// Question to the process of a case.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Case {
@@ -64,7 +63,6 @@ pub enum Case {
     Queue(Sharing),
 }
 
-/// Call of the second thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Call {
@@ -81,7 +79,6 @@ pub struct Sharing {
     priorities: bool,
 }
 
-/// The lock test.
 pub fn locks(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     for (call, name) in [
         (Call::Free, "cuMemFree"),
@@ -98,7 +95,6 @@ pub fn locks(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     Ok(())
 }
 
-/// The queue test.
 pub fn queues(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     for (connections, priorities) in [1, 8, 32].into_iter().flat_map(|count| [(count, false), (count, true)])
     {
@@ -113,7 +109,6 @@ pub fn queues(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     Ok(())
 }
 
-/// Answers of the process of a case, a line each.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 enum Said {
@@ -149,33 +144,31 @@ fn ask(task: &Task, checks: &mut Checks, about: About<'_>, case: Case) -> Result
     }
 }
 
-/// The answer of a process, or why it has none to give.
 fn listen(hear: &Receiver<String>, bound: Duration) -> Result<(Answer, String), String> {
-    match next(hear, START) {
-        Ok(Said::Ready) => {}
-        Ok(Said::Failed(why)) => return Err(why),
-        Ok(said) => return Err(format!("it said {said:?} before it was ready")),
-        Err(RecvTimeoutError::Timeout) => {
-            return Err(format!("its process was not ready after {} s", START.as_secs()));
-        }
-        Err(RecvTimeoutError::Disconnected) => return Err("its process ended early".to_owned()),
+    match next(hear, START)? {
+        Some(Said::Ready) => {}
+        Some(said) => return Err(format!("it said {said:?} before it was ready")),
+        None => return Err(format!("its process was not ready after {} s", START.as_secs())),
     }
     // It has a bound of its own: who says nothing for twice as long stands still as a whole.
-    match next(hear, 2 * bound + END) {
-        Ok(Said::Answer(answer, found)) => Ok((answer, found)),
-        Ok(Said::Failed(why)) => Err(why),
-        Ok(Said::Ready) => Err("it was ready twice".to_owned()),
-        Err(RecvTimeoutError::Timeout) => {
-            let found = "BLOCKS: its process stood still as a whole, and was ended";
-            Ok((Answer::Blocks, found.to_owned()))
-        }
-        Err(RecvTimeoutError::Disconnected) => Err("its process ended early".to_owned()),
+    match next(hear, 2 * bound + END)? {
+        Some(Said::Answer(answer, found)) => Ok((answer, found)),
+        Some(said) => Err(format!("it said {said:?} where its answer should be")),
+        None => Ok((Answer::Blocks, "BLOCKS: its process stood still as a whole, and was ended".to_owned())),
     }
 }
 
-fn next(hear: &Receiver<String>, patience: Duration) -> Result<Said, RecvTimeoutError> {
-    let line = hear.recv_timeout(patience)?;
-    Ok(serde_json::from_str(&line).unwrap_or_else(|_| Said::Failed(format!("it said {line:?}"))))
+/// The next line, if it comes in time.
+fn next(hear: &Receiver<String>, patience: Duration) -> Result<Option<Said>, String> {
+    match hear.recv_timeout(patience) {
+        Ok(line) => match serde_json::from_str(&line) {
+            Ok(Said::Failed(why)) => Err(why),
+            Ok(said) => Ok(Some(said)),
+            Err(_) => Err(format!("it said {line:?}")),
+        },
+        Err(RecvTimeoutError::Timeout) => Ok(None),
+        Err(RecvTimeoutError::Disconnected) => Err("its process ended early".to_owned()),
+    }
 }
 
 /// The process of a case. It reports on standard output, and ends with the process that started it.
@@ -215,7 +208,6 @@ impl Held {
         Ok(Held { caller: gpu.stream()?, gpu, words })
     }
 
-    /// A batch of copies, and a word behind it.
     fn copy(&self, stream: &Stream, batch: &mut CopyBatch, at: u64, word: u64) -> Result<(), DeviceError> {
         match stream.takes_batches() {
             true => stream.copy_batch(batch)?,
@@ -283,7 +275,6 @@ const ROUNDS: u64 = 10;
 /// The part of a case's bound in which rounds must go on, since the call may begin late.
 const WINDOW: u32 = 4;
 
-/// The words of rounds, and of launches.
 const DONE: u64 = TOLD[0];
 const TOUCHED: u64 = TOLD[1];
 
@@ -398,7 +389,6 @@ fn lock_found(answer: Answer, call: Call, returned: bool, rounds: u64, launches:
 
 const BYTES: u64 = 64 << 10;
 
-/// Copies of other streams.
 const WAYS: [&str; 3] = ["to the GPU", "to the host", "on the GPU"];
 
 fn queue_case(task: &Task, sharing: Sharing) -> Result<(), CliError> {

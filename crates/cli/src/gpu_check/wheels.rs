@@ -5,23 +5,19 @@ use std::process::{Command, Stdio};
 
 use sidelane::device::{Driver, wheels};
 
-/// Folders of packages.
 pub fn folders(driver: &Driver) -> Vec<PathBuf> {
     wheels::folders(driver.is_stand_in(), of_python)
 }
 
-/// Files of these names, in wheels, in the order of the names.
 pub fn find(driver: &Driver, names: &[&str]) -> Vec<PathBuf> {
     wheels::among(&folders(driver), names)
 }
 
-/// Variable to set where a library is not found.
 pub fn hint(variable: &str, wheel: &str) -> String {
     let packages = wheels::VARIABLE;
     format!("set {variable} to its path, or {packages} to the folder of Python packages with {wheel}")
 }
 
-/// Where `python3` looks for packages, if there is one.
 fn of_python() -> Vec<PathBuf> {
     let mut python = Command::new("python3");
     python.args(["-c", "import sys; print(*filter(None, sys.path), sep='\\n')"]);

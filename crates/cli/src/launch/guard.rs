@@ -31,7 +31,6 @@ pub struct Guard {
     input: Option<ChildStdin>,
 }
 
-/// The launcher's message when no rank is left to guard.
 const DONE: &str = "done";
 
 impl Guard {
@@ -61,7 +60,6 @@ impl Drop for Guard {
     }
 }
 
-/// The guard's life.
 pub fn watch(task: &str) -> Result<ExitCode, CliError> {
     let (grace, launcher): (Duration, u32) = ranks::task(task)?;
     let mut said = String::new();

@@ -36,80 +36,57 @@ use crate::error::CliError;
 
 /// Program to run, and how often.
 pub struct Job {
-    /// Number of ranks of each node.
     pub nodes: Vec<u32>,
     /// Part of it that this machine runs, if not all.
     pub part: Option<Part>,
-    /// Program and arguments of every rank.
     pub command: Vec<OsString>,
     /// Variables besides those that the launcher sets; they take precedence.
     pub env: Vec<(String, OsString)>,
-    /// Which processors ranks get.
     pub bind: Bind,
     /// How long the others may take to end after a failure or a signal.
     pub grace: Duration,
-    /// Whether lines of output begin with the rank.
     pub tag_output: bool,
 }
 
-/// How a job ended.
-#[derive(Debug, Default)]
-pub struct Outcome {
-    /// The rank that failed first.
-    failed: Option<End>,
-    /// The signal that the launcher was ended by.
-    stopped: Option<Signal>,
-}
-
-impl Outcome {
-    /// 0 if all ranks exited with 0; otherwise as a shell would report the signal or the first
-    /// failure.
-    pub fn exit_code(&self) -> u8 {
-        match (self.stopped, self.failed) {
-            (Some(signal), _) => 128 + signal.as_raw() as u8,
-            (None, Some(end)) => end.code(),
-            (None, None) => 0,
-        }
-    }
-}
-
 impl Job {
-    /// Starts the ranks and stays until the last one has ended.
-    pub fn run(&self) -> Result<Outcome, CliError> {
+    /// Stays until the last rank has ended. The status is 0 if all ranks exited with 0; otherwise
+    /// as a shell would report the signal or the first failure.
+    pub fn run(&self) -> Result<u8, CliError> {
         let inbox = Inbox::open().map_err(CliError::prepare("listen for signals"))?;
-        let lifeline = Lifeline::new().map_err(CliError::prepare("open a pipe to the ranks"))?;
-        let (meeting, places) = self.meeting(&lifeline)?;
+        // Both ends stay open as long as the job lives.
+        let (read, _write) = lifeline().map_err(CliError::prepare("open a pipe to the ranks"))?;
+        let (meeting, places) = self.meeting(read.as_raw_fd())?;
         let taggers = self.tag_output.then(Taggers::new);
         let _guard = Guard::start(self.grace)?;
         let ranks = Ranks::start(&places, &meeting, self, taggers.as_ref())?;
-        let outcome = self.watch(ranks, &inbox);
+        let status = self.watch(ranks, &inbox);
         if let Some(taggers) = taggers {
             taggers.finish(self.grace);
         }
-        Ok(outcome)
+        Ok(status)
     }
 
     /// Where the ranks meet, and which of them this machine starts.
-    fn meeting(&self, lifeline: &Lifeline) -> Result<(Meeting, Vec<Place>), CliError> {
+    fn meeting(&self, lifeline: RawFd) -> Result<(Meeting, Vec<Place>), CliError> {
         let mut places = places(&self.nodes);
         let Some(part) = &self.part else { return Ok((Meeting::here(lifeline)?, places)) };
         places.retain(|place| place.node == part.node);
         Ok((Meeting::at(&part.master, &places, lifeline)?, places))
     }
 
-    fn watch(&self, mut ranks: Ranks, inbox: &Inbox) -> Outcome {
-        let mut outcome = Outcome::default();
-        let mut deadline = None;
+    fn watch(&self, mut ranks: Ranks, inbox: &Inbox) -> u8 {
+        // The status of the rank that failed first, and the signal that asked the job to end.
+        let (mut failed, mut stopped, mut deadline) = (None, None, None);
         while ranks.running() > 0 {
             match inbox.next(deadline) {
                 Event::Child => {
                     for end in ranks.ended().into_iter().filter(|end| !end.status.success()) {
                         eprintln!("sidelane: {end}");
-                        outcome.failed.get_or_insert(end);
+                        failed.get_or_insert(end.code());
                     }
                 }
-                Event::Stop(signal) if outcome.stopped.is_none() => {
-                    outcome.stopped = Some(signal);
+                Event::Stop(signal) if stopped.is_none() => {
+                    stopped = Some(signal);
                     ranks.signal(signal);
                 }
                 // The grace period is over, or the user stops the job a second time.
@@ -118,8 +95,7 @@ impl Job {
                     eprintln!("sidelane: killed {}", list(&killed));
                 }
             }
-            let ending = outcome.failed.is_some() || outcome.stopped.is_some();
-            if ending && deadline.is_none() && ranks.running() > 0 {
+            if (failed.is_some() || stopped.is_some()) && deadline.is_none() && ranks.running() > 0 {
                 eprintln!(
                     "sidelane: ranks still running: {}, to be killed in {:?}",
                     ranks.running(),
@@ -128,7 +104,7 @@ impl Job {
                 deadline = Some(Instant::now() + self.grace);
             }
         }
-        outcome
+        stopped.map_or(failed.unwrap_or(0), |signal| 128 + signal.as_raw() as u8)
     }
 }
 
@@ -141,7 +117,6 @@ fn list(ranks: &[u32]) -> String {
     }
 }
 
-/// A rank that has ended.
 #[derive(Clone, Copy, Debug)]
 pub struct End {
     pub place: Place,
@@ -176,7 +151,6 @@ pub struct Ranks {
 }
 
 impl Ranks {
-    /// Starts all, or none.
     pub fn start(
         places: &[Place],
         meeting: &Meeting,
@@ -210,12 +184,10 @@ impl Ranks {
         Ok(ranks)
     }
 
-    /// Number of ranks that still run.
     pub fn running(&self) -> usize {
         self.running.len()
     }
 
-    /// The ranks that ended since the last look.
     pub fn ended(&mut self) -> Vec<End> {
         let mut ended = Vec::new();
         self.running.retain_mut(|(place, child)| match child.try_wait() {
@@ -260,7 +232,6 @@ impl Drop for Ranks {
     }
 }
 
-/// Which processors ranks get.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Bind {
     /// Those of one NUMA node, in blocks of ranks; of several where there are more nodes than ranks
@@ -301,33 +272,18 @@ impl Binder {
     }
 }
 
-/// Both ends, as long as the job lives.
-pub struct Lifeline {
-    read: OwnedFd,
-    _write: OwnedFd,
+/// A pipe: a read end that children inherit by its number, a write end that they do not.
+fn lifeline() -> io::Result<(OwnedFd, OwnedFd)> {
+    let (read, write) = pipe_with(PipeFlags::CLOEXEC)?;
+    rustix::io::fcntl_setfd(read.as_fd(), FdFlags::empty())?;
+    Ok((read, write))
 }
 
-impl Lifeline {
-    /// A read end that children inherit, a write end that they do not.
-    pub fn new() -> io::Result<Self> {
-        let (read, write) = pipe_with(PipeFlags::CLOEXEC)?;
-        rustix::io::fcntl_setfd(read.as_fd(), FdFlags::empty())?;
-        Ok(Lifeline { read, _write: write })
-    }
-
-    /// The number of the read end, the same in every child.
-    pub fn number(&self) -> RawFd {
-        self.read.as_raw_fd()
-    }
-}
-
-/// Events that the launcher waits for.
 pub enum Event {
     /// A child may have ended.
     Child,
     /// A signal asks the job to end.
     Stop(Signal),
-    /// Neither came in time.
     Elapsed,
 }
 
@@ -338,7 +294,6 @@ struct Inbox {
 }
 
 impl Inbox {
-    /// From now on signals become events.
     pub fn open() -> io::Result<Self> {
         let mut signals = Signals::new([SIGCHLD, SIGINT, SIGTERM])?;
         let handle = signals.handle();
@@ -374,7 +329,6 @@ impl Drop for Inbox {
     }
 }
 
-/// The threads that copy lines.
 pub struct Taggers {
     running: Sender<()>,
     ended: Receiver<()>,

@@ -23,13 +23,13 @@ mod job;
 
 use std::ffi::OsString;
 use std::net::{IpAddr, TcpListener, ToSocketAddrs, UdpSocket};
+use std::os::fd::RawFd;
 use std::process::ExitCode;
 use std::str::FromStr;
 use std::time::Duration;
 use std::{fmt, io};
 
 use clap::{Args, ValueEnum};
-use job::Lifeline;
 use sidelane::Error;
 use sidelane::bootstrap::{Identity, Secret};
 
@@ -92,7 +92,7 @@ impl Command for LaunchArgs {
 
     /// Ends as the first failing rank did.
     fn run(self) -> Result<ExitCode, CliError> {
-        self.job()?.run().map(|outcome| ExitCode::from(outcome.exit_code()))
+        Ok(self.job()?.run()?.into())
     }
 
     /// The process that ends ranks when their launcher is gone.
@@ -102,7 +102,6 @@ impl Command for LaunchArgs {
 }
 
 impl LaunchArgs {
-    /// The job that this command line describes.
     pub fn job(self) -> Result<Job, CliError> {
         let nodes = node_sizes(self.nodes, &self.ranks_per_node)?;
         let (part, env) = (self.machines.part(&nodes)?, self.machines.variables());
@@ -141,7 +140,6 @@ pub struct MachineArgs {
     pub bind: Bind,
 }
 
-/// Value of `--net`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Net {
     /// loopback on one machine; otherwise verbs if there are NICs, and tcp if not
@@ -157,9 +155,7 @@ pub enum Net {
 /// The node of a job that this machine is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Part {
-    /// Number of the node.
     pub node: u32,
-    /// Where rank 0 is met.
     pub master: Master,
 }
 
@@ -185,7 +181,6 @@ impl MachineArgs {
         Ok(Some(Part { node, master: master.clone() }))
     }
 
-    /// Environment of the ranks.
     pub fn variables(&self) -> Vec<(String, OsString)> {
         let net = self.net.and_then(|net| net.to_possible_value());
         net.map(|net| ("SIDELANE_NET".to_owned(), net.get_name().into())).into_iter().collect()
@@ -243,7 +238,6 @@ impl fmt::Display for Master {
     }
 }
 
-/// Number of ranks of each node.
 pub fn node_sizes(nodes: Option<u32>, ranks_per_node: &[u32]) -> Result<Vec<u32>, CliError> {
     let sizes = match (nodes, ranks_per_node) {
         (Some(0), _) => return Err(usage!("--nodes must be at least 1")),
@@ -288,7 +282,6 @@ const LOOPBACK: &str = "127.0.0.1";
 /// The part of the environment that all ranks share.
 pub struct Meeting(Vec<(&'static str, String)>);
 
-/// Where one rank stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {
     pub rank: u32,
@@ -303,7 +296,7 @@ impl Meeting {
     ///
     /// The ports are free now; the handshake of the ranks detects if another process took one
     /// meanwhile.
-    pub fn here(lifeline: &Lifeline) -> Result<Self, CliError> {
+    pub fn here(lifeline: RawFd) -> Result<Self, CliError> {
         let (master_port, port) = free_ports().map_err(CliError::prepare("find a free port"))?;
         let job = format!("sidelane-{}", random_hex::<4>()?);
         let master = Master { host: LOOPBACK.to_owned(), port: master_port };
@@ -318,7 +311,7 @@ impl Meeting {
     ///
     /// # Errors
     /// Where the ranks would refuse to meet without one.
-    pub fn at(master: &Master, here: &[Place], lifeline: &Lifeline) -> Result<Self, CliError> {
+    pub fn at(master: &Master, here: &[Place], lifeline: RawFd) -> Result<Self, CliError> {
         let variable = |name: &str| std::env::var(name).ok();
         let named = variable("SIDELANE_JOB").filter(|name| !name.trim().is_empty());
         let job = named.unwrap_or_else(|| format!("sidelane-{}", master.port));
@@ -340,17 +333,16 @@ impl Meeting {
         Ok(meeting)
     }
 
-    fn shared(master: &Master, job: String, lifeline: &Lifeline) -> Self {
+    fn shared(master: &Master, job: String, lifeline: RawFd) -> Self {
         Meeting(vec![
             ("MASTER_ADDR", master.host.clone()),
             ("MASTER_PORT", master.port.to_string()),
             ("TORCHELASTIC_RUN_ID", job),
-            ("SIDELANE_LAUNCHER_FD", lifeline.number().to_string()),
+            ("SIDELANE_LAUNCHER_FD", lifeline.to_string()),
             ("SIDELANE_LAUNCHER_PID", std::process::id().to_string()),
         ])
     }
 
-    /// The variables of one rank.
     pub fn variables(&self, place: Place) -> Vec<(&'static str, String)> {
         let own = [
             ("RANK", place.rank),
@@ -364,7 +356,6 @@ impl Meeting {
     }
 }
 
-/// The ranks of nodes of these sizes, node by node.
 pub fn places(nodes: &[u32]) -> Vec<Place> {
     let world = nodes.iter().sum();
     let slots =
@@ -453,8 +444,7 @@ mod tests {
 
     #[test]
     fn every_job_has_a_secret_and_ports_of_its_own() {
-        let lifeline = Lifeline::new().unwrap();
-        let [a, b] = [(); 2].map(|()| Meeting::here(&lifeline).unwrap());
+        let [a, b] = [(); 2].map(|()| Meeting::here(3).unwrap());
         let value = |meeting: &Meeting, name| {
             meeting.0.iter().find(|(own, _)| *own == name).map(|(_, value)| value.clone()).unwrap()
         };

@@ -132,7 +132,6 @@ pub struct Shape {
     pub seed: u64,
 }
 
-/// Everything a rank needs to know, and every rank the same.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Task {
     pub shape: Shape,
@@ -151,7 +150,6 @@ impl Shape {
         self.ranks_per_node.iter().sum()
     }
 
-    /// Number of transfers in flight at once.
     pub fn transfers(&self) -> u32 {
         self.transfers.unwrap_or(1)
     }

@@ -23,14 +23,11 @@ use crate::machines::Machines;
 use crate::ranks::{self, Assignment};
 use crate::stats::Laps;
 
-/// How a step is carried out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// Experts do nothing, and it takes what transfers take.
     Transfers,
-    /// One after another.
     InTurn,
-    /// Concurrent.
     Overlapped,
 }
 
@@ -41,7 +38,6 @@ impl Kind {
 /// Time of one direction of a step at this rank.
 #[derive(Default)]
 struct Taken {
-    /// By kind.
     laps: [Laps; 3],
     /// Nanoseconds of experts at work, in turn.
     experts: Vec<u64>,
@@ -94,7 +90,6 @@ impl<'a> Rank<'a> {
         Ok(Rank { task, world, group, machines, in_turn, overlapped, watch, x })
     }
 
-    /// Whether both layers give the same bits, on all ranks.
     fn same_bits(&mut self) -> Result<bool, CliError> {
         let step = |layer: &mut MoeLayer, x: &[bf16]| {
             let (out, tape) = layer.forward(&Input::new(x))?;
@@ -156,7 +151,6 @@ impl<'a> Rank<'a> {
         Ok(Pass::of_rounds(&experts, &transfers, &in_turn, &overlapped))
     }
 
-    /// Operations of all ranks in one overlapped step.
     fn record(&mut self) -> Result<Vec<sidelane::exec::Timeline>, CliError> {
         let mut barrier = self.group.window(0)?;
         let Some(recorder) = self.world.recorder().cloned() else { return Ok(Vec::new()) };
@@ -171,7 +165,6 @@ impl<'a> Rank<'a> {
     }
 }
 
-/// A layer with the same random weights on all ranks.
 fn layer(task: &Task, group: &Group, watch: &Arc<Watch>, overlap: bool) -> Result<MoeLayer, CliError> {
     let Shape { tokens, hidden, ffn, experts, top_k, token_chunks, seed, .. } = task.shape;
     let map = ExpertMap::contiguous(experts, group.size()).map_err(Error::from)?;
@@ -183,7 +176,7 @@ fn layer(task: &Task, group: &Group, watch: &Arc<Watch>, overlap: bool) -> Resul
         (0..GroupedSwiGlu::values(local, hidden, ffn)).map(|_| scale * number(&mut random)).collect();
     let swiglu = GroupedSwiGlu::new(local, hidden, ffn, weights).map_err(Error::from)?;
     let gate = Preset::Qwen3.config(experts, top_k).and_then(Gate::new).map_err(Error::from)?;
-    let watched = Watched::new(swiglu, Arc::clone(watch));
+    let watched = Watched { inner: swiglu, watch: Arc::clone(watch) };
     let builder = MoeLayer::builder(group, gate.config().clone(), hidden, watched).router(router);
     Ok(builder
         .max_tokens(tokens)
@@ -229,17 +222,12 @@ impl Watch {
     }
 }
 
-/// Experts under watch.
 struct Watched {
     inner: GroupedSwiGlu,
     watch: Arc<Watch>,
 }
 
 impl Watched {
-    pub fn new(inner: GroupedSwiGlu, watch: Arc<Watch>) -> Self {
-        Watched { inner, watch }
-    }
-
     fn is_idle(&self) -> bool {
         self.watch.idle.load(Ordering::Relaxed)
     }

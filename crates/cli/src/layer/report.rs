@@ -20,7 +20,7 @@ use sidelane::config::EmulatedLink;
 use sidelane::exec::{NodeSpan, Timeline};
 
 use super::{Shape, Task};
-use crate::chart::{LEFT, NARROW, Times, WIDTH, legend, rect};
+use crate::chart::{self, LEFT, Times, WIDTH, legend};
 use crate::command;
 use crate::launch::shape_words;
 use crate::machines::{self, Hosts, Machines};
@@ -28,17 +28,14 @@ use crate::stats::summary;
 use crate::svg::{self, Style, Svg};
 use crate::table::{self, time};
 
-/// Everything that is known after a measurement.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
     pub config: Conditions,
-    /// Whether overlapped steps gave the bits of those in turn.
     pub verified: bool,
     pub forward: Pass,
     pub backward: Option<Pass>,
 }
 
-/// Measured layer and machine.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Conditions {
     #[serde(flatten)]
@@ -46,13 +43,11 @@ pub struct Conditions {
     pub rounds: u32,
     pub lane: Option<String>,
     pub emulated_link: Option<Link>,
-    /// Why it is this one.
     pub lane_reason: Option<String>,
     #[serde(flatten)]
     pub hosts: Hosts,
 }
 
-/// The emulated link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Link {
     pub bytes_per_second: u64,
@@ -64,7 +59,6 @@ pub struct Link {
 pub struct Pass {
     /// At the slowest rank, in turn.
     experts_us: f64,
-    /// With experts that do nothing.
     transfers_us: f64,
     sequential_us: f64,
     overlapped_us: f64,
@@ -73,7 +67,6 @@ pub struct Pass {
 }
 
 impl Pass {
-    /// From what rounds took.
     pub fn of_rounds(experts: &[f64], transfers: &[f64], in_turn: &[f64], overlapped: &[f64]) -> Self {
         let [experts_us, transfers_us, sequential_us, overlapped_us] =
             [experts, transfers, in_turn, overlapped].map(|rounds| summary(rounds).p50_us);
@@ -90,7 +83,6 @@ impl From<EmulatedLink> for Link {
 }
 
 impl Report {
-    /// Of a forward pass and, if there is one, a backward pass.
     pub fn new(
         task: &Task,
         (world, machines): (&World, &Machines),
@@ -111,10 +103,8 @@ Experts: at work, at the slowest rank, in turn. Transfers: a step whose experts 
 shorter of the two; 1 is all of it.";
 
 impl command::Report for Report {
-    /// Conditions, and a line for each direction.
     fn text(&self) -> String {
         let Conditions { shape, rounds, lane, emulated_link, lane_reason, hosts } = &self.config;
-        let host = hosts.text("");
         let reason = table::because(lane_reason);
         let link = match emulated_link {
             Some(Link { bytes_per_second, latency_us }) => {
@@ -136,11 +126,13 @@ impl command::Report for Report {
             ],
         );
         let bits = if self.verified { "the same bits in turn and overlapped" } else { "DIFFERENT BITS" };
-        format!(
-            "ranks     {}, {host}\nlayer     {}\nlane      {lane}{link}{reason}\nchecked   {bits}; medians of {rounds} rounds\n\n{table}\n\n{NOTES}",
-            shape_words(&shape.ranks_per_node),
-            shape.words(),
-        )
+        let head = table::head(&[
+            ("ranks", format!("{}, {}", shape_words(&shape.ranks_per_node), hosts.text(""))),
+            ("layer", shape.words()),
+            ("lane", format!("{lane}{link}{reason}")),
+            ("checked", format!("{bits}; medians of {rounds} rounds")),
+        ]);
+        format!("{head}\n{table}\n\n{NOTES}")
     }
 
     fn is_right(&self) -> bool {
@@ -181,7 +173,6 @@ fn kind(span: &NodeSpan) -> (&'static str, &'static str) {
     (class, said)
 }
 
-/// The picture of one step of all ranks.
 pub fn draw(shape: &Shape, timelines: &[Timeline]) -> String {
     let spans = timelines.iter().flat_map(|timeline| &timeline.spans);
     let scale = Times::of(spans.clone().map(|span| (span.start_ns, span.nanos)));
@@ -208,7 +199,6 @@ pub fn draw(shape: &Shape, timelines: &[Timeline]) -> String {
     })
 }
 
-/// Spans of each stream.
 fn streams(spans: &[NodeSpan]) -> Vec<(&str, Vec<&NodeSpan>)> {
     let mut names: Vec<&str> = spans.iter().map(|span| span.stream.as_str()).collect();
     names.sort_unstable();
@@ -219,14 +209,9 @@ fn streams(spans: &[NodeSpan]) -> Vec<(&str, Vec<&NodeSpan>)> {
 
 fn draw_span(svg: &mut Svg, scale: &Times, y: f64, span: &NodeSpan) {
     let (from, to) = (scale.x(span.start_ns), scale.x(span.start_ns + span.nanos));
-    let (width, chunk) = ((to - from).max(NARROW), span.chunk.to_string());
-    let (class, _) = kind(span);
-    let class = if width < 4.0 { class.to_owned() } else { format!("wide {class}") };
+    let ((class, _), chunk) = (kind(span), span.chunk.to_string());
     let said = format!("{} {chunk}: {}", span.name, time(span.nanos as f64 / 1e3));
-    rect(svg, &class, (from, y, width, STREAM - 2.0), &said);
-    if width > 3.0 + 5.5 * chunk.len() as f64 {
-        svg.label("chunk middle", from + width / 2.0, y + STREAM / 2.0 + 2.5, &chunk);
-    }
+    chart::span(svg, class, (from, y, to - from, STREAM - 2.0), &said, ("chunk", &chunk));
 }
 
 #[cfg(test)]

@@ -26,7 +26,6 @@ use crate::stats::{Summary, summary};
 /// A stream is cut into so many windows, each ended by a quiet: the fastest is the peak.
 const WINDOWS: u32 = 5;
 
-/// Results of one rank of a pair in a run.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Found {
     pub latency: Option<Summary>,
@@ -160,7 +159,6 @@ impl<'w> Pair<'w> {
         self.window.quiet()
     }
 
-    /// Copies and their microseconds, to memory of the same kind.
     fn copies(&self, source: &[u8], count: u32) -> Result<(u32, f64), Error> {
         let mut extent = self.world.pool().alloc(source.len() as u64)?;
         let to = extent.slice_mut::<u8>(0, source.len())?;
@@ -182,7 +180,6 @@ fn shares(count: u32) -> impl Iterator<Item = u32> {
     (0..WINDOWS).map(move |window| upto(window + 1) - upto(window))
 }
 
-/// Bytes at the end that count the puts.
 const STAMP: usize = 8;
 
 /// The bytes that the rank at this position of a pair puts, all at a time.
@@ -208,7 +205,6 @@ pub fn poison(position: u32, bytes: u64, put: u64) -> Vec<u8> {
     wrong
 }
 
-/// Whether these are the bytes of the put with this number.
 fn is_put(seen: &[u8], position: u32, put: u64) -> bool {
     let mut expected = fill(position, seen.len() as u64);
     stamp(&mut expected, put);

@@ -24,7 +24,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::command::Command;
 use crate::error::{CliError, usage};
-use crate::launch::MachineArgs;
+use crate::launch::{MachineArgs, places};
 use crate::options::{NodeArgs, at_least_one};
 use crate::ranks::{self, Assignment, Files};
 
@@ -42,7 +42,6 @@ pub enum Test {
     PutBibw,
 }
 
-/// Several pairs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Pairs {
     /// The first ranks of every two nodes, one pair after the other, in both directions
@@ -192,7 +191,6 @@ impl fmt::Display for Bytes {
     }
 }
 
-/// Everything a rank needs to know, and every rank the same.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Task {
     pub test: Test,
@@ -285,21 +283,14 @@ fn peer(asked: Option<u32>, ranks_per_node: &[u32]) -> Result<u32, CliError> {
     }
 }
 
-/// The first ranks of every two nodes, in both directions.
 fn all_pairs(ranks_per_node: &[u32]) -> Result<Vec<(u32, u32)>, CliError> {
-    let ends = ranks_per_node.iter().scan(0, |end, size| {
-        *end += size;
-        Some(*end)
-    });
-    let first: Vec<u32> = ends.zip(ranks_per_node).map(|(end, size)| end - size).collect();
-    match first.as_slice() {
-        [_] => Err(usage!("--pairs all is for two nodes or more")),
-        first => Ok(first
-            .iter()
-            .flat_map(|&from| first.iter().map(move |&to| (from, to)))
-            .filter(|(from, to)| from != to)
-            .collect()),
+    let places = places(ranks_per_node).into_iter().filter(|place| place.local == 0);
+    let first: Vec<u32> = places.map(|place| place.rank).collect();
+    if first.len() == 1 {
+        return Err(usage!("--pairs all is for two nodes or more"));
     }
+    let pairs = first.iter().flat_map(|&from| first.iter().map(move |&to| (from, to)));
+    Ok(pairs.filter(|(from, to)| from != to).collect())
 }
 
 /// As many as small messages need and large ones can be had of in a few seconds on a slow network.

@@ -31,7 +31,6 @@ pub fn main(Assignment { task, files }: &Assignment<Task>) -> Result<ExitCode, C
     command::finish(&report, &files.json)
 }
 
-/// The report, on rank 0.
 fn measure(task: &Task, world: &World) -> Result<Option<Report>, CliError> {
     let group = world.all()?;
     let machines = Machines::of(&group)?;
@@ -69,7 +68,6 @@ fn measure(task: &Task, world: &World) -> Result<Option<Report>, CliError> {
     Ok((world.rank() == 0).then_some(Report { config, verified, pairs, unavailable: absent }))
 }
 
-/// A pair without figures.
 fn describe(world: &World, (from, to): (u32, u32)) -> PairReport {
     let nodes = world.nodes();
     let end = |rank| End { rank, node: nodes.node_of(rank) };
@@ -117,7 +115,6 @@ const NAME: &str = "ucx";
 const INSTALL: &str = "apt install ucx-utils";
 
 const PROGRAM: &str = "ucx_perftest";
-/// The longest time of a run.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// The longest time until the other process listens.
 const READY: Duration = Duration::from_secs(5);

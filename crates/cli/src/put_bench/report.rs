@@ -15,7 +15,6 @@ use crate::options::word;
 use crate::stats::{Ratio, Summary, ratio_of_medians, summary};
 use crate::table::{self, Column};
 
-/// Everything that is known after a measurement.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
     pub config: Conditions,
@@ -26,7 +25,6 @@ pub struct Report {
     pub unavailable: Option<Unavailable>,
 }
 
-/// Measured operation and machine.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Conditions {
     pub test: Test,
@@ -39,7 +37,6 @@ pub struct Conditions {
     pub matrix: bool,
 }
 
-/// Two ranks.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct PairReport {
     pub from: End,
@@ -50,7 +47,6 @@ pub struct PairReport {
     pub runs: Vec<RunReport>,
 }
 
-/// One end of a pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct End {
     pub rank: u32,
@@ -66,7 +62,6 @@ pub struct RunReport {
     pub latency: Option<Summary>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bandwidth: Option<Bandwidth>,
-    /// Of one that took turns with us.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub baseline: Option<BaselineReport>,
 }
@@ -82,7 +77,6 @@ pub struct BaselineReport {
     pub speedup: Ratio,
 }
 
-/// A stream.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Bandwidth {
     /// Of the fastest window.
@@ -96,7 +90,6 @@ pub struct Bandwidth {
 }
 
 impl BaselineReport {
-    /// Of at least one turn.
     pub fn new(name: &str, ours_us: Vec<f64>, theirs_us: Vec<f64>) -> Self {
         let speedup = ratio_of_medians(&theirs_us, &ours_us);
         BaselineReport { name: name.into(), ours_us, theirs_us, speedup }
@@ -201,7 +194,6 @@ fn head(report: &Report) -> String {
     table::head(&lines)
 }
 
-/// A line for each size.
 fn figures(report: &Report) -> String {
     let runs = || report.pairs.iter().flat_map(|pair| &pair.runs);
     let of = |figure: Option<f64>| figure.map_or("-".to_owned(), |figure| format!("{figure:.2}"));
@@ -232,7 +224,6 @@ fn figures(report: &Report) -> String {
     table::of(runs(), &columns.collect::<Vec<_>>())
 }
 
-/// A matrix of nodes for each size.
 fn matrices(report: &Report) -> String {
     let what = if report.config.test.is_latency() { "typical, in us" } else { "average, in MiB/s" };
     let runs = report.pairs.first().map_or(0, |pair| pair.runs.len());
@@ -263,7 +254,6 @@ fn typical(run: &RunReport) -> f64 {
     latency.or(run.bandwidth.map(|bandwidth| bandwidth.mean_mib_s)).unwrap_or(0.0)
 }
 
-/// The picture of the first pair.
 pub fn draw(report: &Report) -> String {
     let Conditions { test, hosts, ranks_per_node, .. } = &report.config;
     let unit = if test.is_latency() { "us" } else { "MiB/s" };

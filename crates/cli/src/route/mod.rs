@@ -57,46 +57,28 @@ impl Command for RoutingArgs {
     const NAME: &'static str = "routing";
 
     fn run(self) -> Result<ExitCode, CliError> {
-        let task = Task::resolve(&self)?;
+        let decided = self.decide()?;
         command::claim(self.json.iter().chain(&self.svg))?;
-        let report = Report::new(&task)?;
+        let report = Report::new(&decided, &self.factors)?;
         if self.svg.is_some() {
-            let curves = task.curves()?;
-            command::draw(&self.svg, || report::draw(&report, &task.decided.map, &curves))?;
+            let curves = dropped(&decided, &curve_factors())?;
+            command::draw(&self.svg, || report::draw(&report, &decided.map, &curves))?;
         }
         command::finish(&report, &self.json)
     }
 }
 
-/// Where the curves of the picture begin, end, and by how much they step.
-const CURVES: (u32, u32, f64) = (4, 64, 1.0 / 16.0);
-
-/// Decisions, and the factors that are looked at.
-pub struct Task {
-    pub decided: Decided,
-    factors: Vec<f64>,
+impl RoutingArgs {
+    fn decide(&self) -> Result<Decided, CliError> {
+        self.routed.decide(self.random.then_some(Source::Pattern(Pattern::Zipf(1.0))))
+    }
 }
 
-impl Task {
-    /// From the command line and the recording or routing file.
-    pub fn resolve(args: &RoutingArgs) -> Result<Self, CliError> {
-        let zipf = args.random.then_some(Source::Pattern(Pattern::Zipf(1.0)));
-        let decided = args.routed.decide(zipf)?;
-        Ok(Task { decided, factors: args.factors.clone() })
-    }
+fn curve_factors() -> Vec<f64> {
+    (4..=64).map(|sixteenths| f64::from(sixteenths) / 16.0).collect()
+}
 
-    /// Costs of the factors in the table.
-    pub fn table(&self) -> Result<Vec<Dropped>, CliError> {
-        self.factors.iter().map(|&factor| self.dropped(factor)).collect()
-    }
-
-    /// Costs of the factors in the picture.
-    pub fn curves(&self) -> Result<Vec<Dropped>, CliError> {
-        let (first, last, step) = CURVES;
-        (first..=last).map(|n| self.dropped(f64::from(n) * step)).collect()
-    }
-
-    fn dropped(&self, factor: f64) -> Result<Dropped, CliError> {
-        Ok(Dropped::at(factor, self.decided.conditions.experts, &self.decided.routings)?)
-    }
+fn dropped(decided: &Decided, factors: &[f64]) -> Result<Vec<Dropped>, CliError> {
+    let Decided { conditions, routings, .. } = decided;
+    factors.iter().map(|&factor| Ok(Dropped::at(factor, conditions.experts, routings)?)).collect()
 }

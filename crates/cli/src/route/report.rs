@@ -30,7 +30,7 @@ use serde::Serialize;
 use sidelane::plan::ExpertMap;
 use sidelane_model::{Dropped, Loads, Spread};
 
-use super::Task;
+use super::dropped;
 use crate::chart::{curve, key, rect};
 use crate::error::CliError;
 use crate::launch::shape_words;
@@ -46,13 +46,10 @@ pub struct Report {
 }
 
 impl Report {
-    pub fn new(task: &Task) -> Result<Self, CliError> {
-        let Decided { conditions, map, nodes, routings } = &task.decided;
-        Ok(Report {
-            config: conditions.clone(),
-            load: Loads::new(map, nodes, routings),
-            capacity: task.table()?,
-        })
+    pub fn new(decided: &Decided, factors: &[f64]) -> Result<Self, CliError> {
+        let Decided { conditions, map, nodes, routings } = decided;
+        let (load, capacity) = (Loads::new(map, nodes, routings), dropped(decided, factors)?);
+        Ok(Report { config: conditions.clone(), load, capacity })
     }
 
     fn loads(&self) -> String {
@@ -126,25 +123,20 @@ fn percent(share: f64) -> String {
 }
 
 impl command::Report for Report {
-    /// Conditions, bars, and two tables.
     fn text(&self) -> String {
         let [routing, ranks] = self.config.words();
-        let mut text =
-            format!("routing   {routing}\nranks     {ranks}\n\nchoices per expert, by their mean\n\n");
-        text += &bar_lines(&self.load.experts.choices);
-        let _ = write!(text, "\n{}\n\n{}\n\n{}\n", self.loads(), self.spreads(), self.drops());
-        text.trim_end().to_owned()
+        let (head, bars) =
+            (table::head(&[("routing", routing), ("ranks", ranks)]), bar_lines(&self.load.experts.choices));
+        let [loads, spreads, drops] = [self.loads(), self.spreads(), self.drops()];
+        format!("{head}\nchoices per expert, by their mean\n\n{bars}\n{loads}\n\n{spreads}\n\n{drops}")
     }
 }
 
-/// Columns of a band.
 const BAND: usize = 64;
-/// Lines of a band.
 const LINES: usize = 6;
 /// From nothing to a full character.
 const EIGHTHS: [char; 9] = [' ', '▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
 
-/// The bars of these loads, by their mean.
 fn bar_lines(choices: &[u64]) -> String {
     let most = choices.iter().copied().max().unwrap_or(0);
     let mean = choices.iter().sum::<u64>() as f64 / choices.len() as f64;
@@ -167,7 +159,6 @@ fn piece(load: u64, most: u64, line: usize) -> char {
     EIGHTHS[eighths.saturating_sub(line * 8).min(8)]
 }
 
-/// Every eighth expert's number under its column.
 fn ruler(first: usize, columns: usize) -> String {
     let marks = (first..first + columns).step_by(8).map(|expert| format!("{expert:<8}"));
     marks.collect::<String>().trim_end().to_owned()
@@ -178,9 +169,7 @@ const HEIGHT: f64 = 520.0;
 /// Where the axes begin and end.
 const LEFT: f64 = 70.0;
 const RIGHT: f64 = 700.0;
-/// Of the bars.
 const BARS: (f64, f64) = (76.0, 236.0);
-/// Of the curves.
 const CURVES: (f64, f64) = (290.0, 450.0);
 
 const STYLE: Style = Style {
@@ -194,7 +183,6 @@ const STYLE: Style = Style {
 .c3 { stroke: #1f9e99; } .c4 { stroke: #e0579f; }",
 };
 
-/// The picture of a report, with the costs of the factors of its curves.
 pub fn draw(report: &Report, map: &ExpertMap, curves: &[Dropped]) -> String {
     svg::picture((WIDTH, HEIGHT), "Load of the experts, and what a capacity drops", STYLE, |svg| {
         let [routing, ranks] = report.config.words();
@@ -285,22 +273,24 @@ fn lines(svg: &mut Svg, curves: &[Dropped]) {
 pub mod tests {
     use super::*;
     use crate::command::tests::{assert_page, parsed};
+    use crate::route::{RoutingArgs, curve_factors};
     use crate::svg::tests::elements;
 
-    fn resolve(words: &str) -> Task {
-        Task::resolve(&parsed(words).unwrap()).unwrap()
+    fn resolve(words: &str) -> (Decided, Report) {
+        let args: RoutingArgs = parsed(words).unwrap();
+        let decided = args.decide().unwrap();
+        let report = Report::new(&decided, &args.factors).unwrap();
+        (decided, report)
     }
 
     #[test]
     fn the_document_names_exactly_the_keys_of_the_json() {
-        let report = Report::new(&resolve("")).unwrap();
-        assert_page("routing-json.md", &[report]);
+        assert_page("routing-json.md", &[resolve("").1]);
     }
 
     #[test]
     fn a_load_that_is_even_drops_nothing_from_factor_one_on() {
-        let task = resolve("uniform --experts 4 --top-k 4 --factors 0.5,1,2");
-        let report = Report::new(&task).unwrap();
+        let (_, report) = resolve("uniform --experts 4 --top-k 4 --factors 0.5,1,2");
         let dropped: Vec<_> = report.capacity.iter().map(|dropped| (dropped.rows, dropped.choices)).collect();
         assert_eq!(dropped, [(256, 0.5), (512, 0.0), (1024, 0.0)]);
         assert!(report.capacity[1].lost.iter().all(|lost| (lost.weight, lost.tokens) == (0.0, 0.0)));
@@ -334,10 +324,9 @@ pub mod tests {
     #[test]
     fn every_expert_has_a_bar_and_every_way_a_curve_that_falls() {
         for words in ["", "incast --experts 256 --top-k 1 --tokens 32", "uniform --experts 1 --top-k 1"] {
-            let task = resolve(words);
-            let report = Report::new(&task).unwrap();
-            let curves = task.curves().unwrap();
-            let tags = elements(&draw(&report, &task.decided.map, &curves));
+            let (decided, report) = resolve(words);
+            let curves = dropped(&decided, &curve_factors()).unwrap();
+            let tags = elements(&draw(&report, &decided.map, &curves));
             let of = |name: &str| tags.iter().filter(|tag| tag.starts_with(name)).collect::<Vec<_>>();
             assert_eq!(of("rect").len(), 1 + report.config.experts as usize, "the paper and the bars");
             assert_eq!(of("polyline").len(), 1 + curves[0].lost.len());

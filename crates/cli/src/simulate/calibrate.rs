@@ -21,9 +21,11 @@ use sidelane::rows::{Arithmetic, Stores};
 use sidelane::topology::Route;
 use sidelane::{Dtype, Error, ExpertParallel, Options, World};
 use sidelane_model::time::{Compute, Engines, Executor, Hardware, Host, Link, NicModel};
+use sidelane_testkit::worlds::on_ranks;
 
 use crate::error::{CliError, failed};
 use crate::plan_bench::{Cost, Shape};
+use crate::table;
 
 /// Tokens of each rank where loops are measured, choices of each, and experts of each rank.
 const TOKENS: u32 = 512;
@@ -91,23 +93,18 @@ pub fn measure() -> Result<Hardware, CliError> {
     })
 }
 
-/// Results in a few lines.
 pub fn words_of(hardware: &Hardware) -> String {
     let Hardware { engines, compute, host, .. } = hardware;
-    let gb = |rate: u64| rate as f64 / 1e3;
-    format!(
-        "cores     {}\ncopies    {} ns a row, {:.1} GB/s a core\nsums      {:.1} GB/s a core\nwords     {} ns, seen {} ns later\n\
-         planning  {:.1} ns a choice to sort, {:.1} ns to place, {:.1} ns a bin",
-        host.cores,
-        engines.per_copy,
-        gb(engines.rate),
-        gb(compute.rate),
-        host.signal,
-        host.latency,
-        host.sort as f64 / 1e3,
-        host.place as f64 / 1e3,
-        host.per_bin as f64 / 1e3,
-    )
+    let [copies, sums] = [engines.rate, compute.rate].map(|rate| rate as f64 / 1e3);
+    let [sort, place, bin] = [host.sort, host.place, host.per_bin].map(|ps| ps as f64 / 1e3);
+    let planning = format!("{sort:.1} ns a choice to sort, {place:.1} ns to place, {bin:.1} ns a bin");
+    table::head(&[
+        ("cores", host.cores.to_string()),
+        ("copies", format!("{} ns a row, {copies:.1} GB/s a core", engines.per_copy)),
+        ("sums", format!("{sums:.1} GB/s a core")),
+        ("words", format!("{} ns, seen {} ns later", host.signal, host.latency)),
+        ("planning", planning),
+    ])
 }
 
 fn mb_s(bytes_per_second: f64) -> u64 {
@@ -127,32 +124,21 @@ fn least(times: &[Duration]) -> f64 {
     times.iter().min().copied().unwrap_or_default().as_secs_f64()
 }
 
-/// Every rank of a world of threads, at work.
-fn on_all<T: Send>(
-    worlds: Vec<World>,
-    work: impl Fn(World) -> Result<T, Error> + Sync,
-) -> Result<Vec<T>, Error> {
-    std::thread::scope(|scope| {
-        let work = &work;
-        let ranks: Vec<_> = worlds.into_iter().map(|world| scope.spawn(move || work(world))).collect();
-        ranks.into_iter().map(|rank| rank.join().expect("a rank does not panic")).collect()
-    })
-}
-
 /// Bare loops of a dispatch and its combine between so many ranks, one for each core.
-fn loops(ranks: u32, hidden: u32) -> Result<Loops, Error> {
+fn loops(ranks: u32, hidden: u32) -> Result<Loops, CliError> {
     let mut options = Options::default();
     // Landed rows, outputs, and as much again for announced rows.
     let landed = u64::from(TOKENS * TOP_K) * u64::from(hidden) * 2;
     options.config.heap = (8 * landed).max(64 << 20);
     let worlds = World::threads_with(&vec![0; ranks as usize], &options)?;
-    let all = on_all(worlds, |world| measured(&world, ranks, hidden))?;
+    let all = on_ranks(&worlds, |world| measured(world, ranks, hidden));
+    let all = all.into_iter().collect::<Result<Vec<_>, _>>()?;
     // All ranks work at once, so the slowest rank's best round is one in which every core was busy.
     let most = |of: fn(&Loops) -> f64| all.iter().map(of).fold(0.0, f64::max);
     Ok(Loops { copy: most(|loops| loops.copy), sum: most(|loops| loops.sum), rows: most(|loops| loops.rows) })
 }
 
-fn measured(world: &World, ranks: u32, hidden: u32) -> Result<Loops, Error> {
+fn measured(world: &World, ranks: u32, hidden: u32) -> Result<Loops, CliError> {
     let group = world.all()?;
     let mut ep = ExpertParallel::builder(&group)?
         .experts(ranks * TOP_K)
@@ -186,10 +172,10 @@ fn measured(world: &World, ranks: u32, hidden: u32) -> Result<Loops, Error> {
 }
 
 /// Seconds of a word raised, and from one rank's to another's seeing it.
-fn words() -> Result<[f64; 2], Error> {
+fn words() -> Result<[f64; 2], CliError> {
     const TURNS: u64 = 50;
     const MANY: u64 = 100;
-    let turns = on_all(World::threads(2)?, |world| {
+    let turns = on_ranks(&World::threads(2)?, |world| -> Result<_, CliError> {
         let group = world.all()?;
         let mut window = group.window(64)?;
         let (me, peer) = (world.rank(), 1 - world.rank());
@@ -217,7 +203,8 @@ fn words() -> Result<[f64; 2], Error> {
             found.push([begin.elapsed() / TURNS as u32, turn]);
         }
         Ok(found)
-    })?;
+    });
+    let turns = turns.into_iter().collect::<Result<Vec<_>, _>>()?;
     Ok([0, 1].map(|which| least(&turns[0].iter().map(|found| found[which]).collect::<Vec<_>>())))
 }
 

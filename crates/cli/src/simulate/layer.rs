@@ -19,6 +19,7 @@
 //! kernels, sums outside of transfers, and traffic that is small next to rows: returned gradients
 //! of routing weights, and the counts of sources.
 
+use clap::ValueEnum;
 use serde::Serialize;
 use sidelane::layer::{Times, backward_times, forward_times};
 use sidelane::overlap::{NodeInfo, TokenChunks};
@@ -26,16 +27,14 @@ use sidelane_model::time::Timing;
 
 use super::{Model, SimulateArgs, Task, Variant};
 use crate::error::CliError;
+use crate::options::word;
 use crate::table;
 
-/// Sizes of the experts, and how fast their products are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Products {
-    /// Width of an expert.
     pub ffn: u32,
     /// Width of the expert that all tokens pass; 0: there is none.
     pub shared_ffn: u32,
-    /// TFLOP/s.
     pub tflops: u32,
 }
 
@@ -59,8 +58,7 @@ pub struct Layered {
     pub limit: &'static str,
 }
 
-/// Of a layer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Pass {
     Forward,
@@ -70,14 +68,6 @@ pub enum Pass {
 impl Pass {
     const BOTH: [Pass; 2] = [Pass::Forward, Pass::Backward];
 
-    fn name(self) -> &'static str {
-        match self {
-            Pass::Forward => "forward",
-            Pass::Backward => "backward",
-        }
-    }
-
-    /// Its graph, played.
     fn times(self, chunks: u32, cost: impl Fn(NodeInfo) -> u64) -> Times {
         match self {
             Pass::Forward => forward_times(chunks, cost),
@@ -125,7 +115,6 @@ impl Parts {
         })
     }
 
-    /// Time of experts for a pass.
     fn compute(&self, pass: Pass) -> u64 {
         match pass {
             Pass::Forward => self.experts + self.shared,
@@ -133,7 +122,6 @@ impl Parts {
         }
     }
 
-    /// Rows out, and returned rows.
     fn ways(&self, pass: Pass) -> [&Timing; 2] {
         match pass {
             Pass::Forward => [&self.dispatch, &self.combine],
@@ -188,7 +176,6 @@ impl Cut {
         Ok(Cut { lengths, sizes })
     }
 
-    /// Pieces of one of them.
     fn chunk(&self, nth: u32) -> &Parts {
         let tokens = self.lengths[nth as usize];
         let (_, parts) =
@@ -236,14 +223,13 @@ pub fn all(task: &Task) -> Result<Vec<Layered>, CliError> {
     Ok(found)
 }
 
-/// A line for each.
 pub fn text(products: &Products, layers: &[Layered]) -> String {
     let us = |ns: u64| table::time(ns as f64 / 1e3);
     let table = table::of(
         layers,
         &[
             ("layer", &|one| one.variant.clone()),
-            ("pass", &|one| one.pass.name().to_owned()),
+            ("pass", &|one| word(&one.pass)),
             ("chunks", &|one| one.token_chunks.to_string()),
             ("experts", &|one| us(one.experts_ns)),
             ("transfers", &|one| us(one.transfers_ns)),

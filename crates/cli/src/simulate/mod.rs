@@ -157,14 +157,13 @@ pub struct SimulateArgs {
 impl Command for SimulateArgs {
     const NAME: &'static str = "simulate";
 
-    /// Measures the machine if asked to, or times.
     fn run(self) -> Result<ExitCode, CliError> {
         command::claim(self.json.iter().chain(&self.svg).chain(&self.calibrate))?;
         if self.calibrate.is_some() {
             let hardware = calibrate::measure()?;
             let figures = serde_json::to_string_pretty(&hardware).expect("numbers and names are always JSON");
             command::draw(&self.calibrate, || figures + "\n")?;
-            command::print(&calibrate::words_of(&hardware))?;
+            command::print(calibrate::words_of(&hardware).trim_end())?;
             return Ok(ExitCode::SUCCESS);
         }
         let report = Report::new(&Task::resolve(&self)?)?;
@@ -173,7 +172,6 @@ impl Command for SimulateArgs {
     }
 }
 
-/// How receive memory is sized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ReceiveKind {
@@ -181,7 +179,6 @@ pub enum ReceiveKind {
     Slots,
 }
 
-/// How row metadata moves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum MetadataWith {
@@ -218,7 +215,6 @@ pub struct Task<'a> {
 
 /// Groups of more ranks are one node that stands for all.
 const PLAYED: u32 = 64;
-/// The largest group.
 const MOST_RANKS: u32 = 4096;
 /// Logits of so many are drawn for each token.
 const MOST_EXPERTS: u32 = 1 << 14;
@@ -297,7 +293,6 @@ impl<'a> Task<'a> {
         Ok(Task { args, conditions, hardware, router, row_bytes, home_bytes })
     }
 
-    /// Dispatch and combine of fixed slots.
     pub fn slots(&self) -> Result<[Timing; 2], CliError> {
         let Conditions { ranks_per_node, tokens, top_k, .. } = self.conditions;
         let shape = SlotShape::new(tokens, top_k, self.row_bytes)?;
@@ -336,7 +331,6 @@ impl<'a> Task<'a> {
     }
 }
 
-/// A group of so many nodes.
 pub struct Group<'a> {
     task: &'a Task<'a>,
     nodes: u32,
@@ -421,10 +415,8 @@ fn hardware(name: &str) -> Result<Hardware, CliError> {
     serde_json::from_str(&text).map_err(|source| usage!("{name:?} describes no machine: {source}"))
 }
 
-/// A model of which one MoE layer is looked at.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Model {
-    /// Its router.
     preset: Preset,
     pub experts: u32,
     pub top_k: u32,
@@ -442,7 +434,6 @@ const MODELS: [Model; 4] = [
 ];
 
 impl Model {
-    /// The name on the command line.
     pub fn name(self) -> &'static str {
         self.preset.name()
     }
@@ -464,7 +455,6 @@ impl Model {
     }
 }
 
-/// One variant of sending and returning rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Variant {
     pub layout: RowLayout,
@@ -491,7 +481,6 @@ impl Variant {
         name
     }
 
-    /// All that are asked for, where there are so many nodes.
     pub fn all(args: &SimulateArgs, nodes: u32) -> Vec<Variant> {
         let layouts = args.layout.map_or(RowLayout::ALL.to_vec(), |layout| vec![layout]);
         let routes = match args.route {

@@ -21,14 +21,12 @@ pub struct Report {
     pub layer: Option<Layer>,
 }
 
-/// Transfers that overlap with experts.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Layer {
     pub products: Products,
     pub variants: Vec<Layered>,
 }
 
-/// All ways of one group.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Group {
     pub nodes: u32,
@@ -36,7 +34,6 @@ pub struct Group {
     pub variants: Vec<Timed>,
 }
 
-/// One way, there and back.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Timed {
     pub name: String,
@@ -47,7 +44,6 @@ pub struct Timed {
 }
 
 impl Report {
-    /// Times all that is asked for.
     pub fn new(task: &Task) -> Result<Self, CliError> {
         let mut sizes = vec![task.conditions.nodes];
         sizes.extend(task.nodes_of_picture().filter(|&nodes| nodes != task.conditions.nodes));
@@ -83,7 +79,6 @@ fn rates(hardware: &Hardware) -> String {
 }
 
 impl Conditions {
-    /// Where decisions come from, and of how much.
     fn routing_words(&self) -> String {
         let Conditions { model, routing, experts, top_k, tokens, .. } = self;
         let source = match routing {
@@ -154,7 +149,6 @@ fn us(ns: u64) -> String {
 }
 
 impl command::Report for Report {
-    /// Conditions, a line for each way, and where the time goes.
     fn text(&self) -> String {
         let Conditions { nodes, ranks_per_node, tokens, top_k, hidden, dtype, metadata_with, mode, .. } =
             &self.config;
@@ -167,29 +161,25 @@ impl command::Report for Report {
             (ReceiveKind::Exact, MetadataWith::Counts) => "weights and choices with the counts",
         };
         let decided = match mode {
-            ReceiveKind::Slots => format!("slots     {tokens} tokens of each rank to each, top-{top_k}"),
-            ReceiveKind::Exact => format!("routing   {}", self.config.routing_words()),
+            ReceiveKind::Slots => ("slots", format!("{tokens} tokens of each rank to each, top-{top_k}")),
+            ReceiveKind::Exact => ("routing", self.config.routing_words()),
         };
-        let shape = match nodes {
+        let ranks = match nodes {
             1 => format!("{ranks_per_node} on one node"),
             _ => format!("{} on {nodes} nodes of {ranks_per_node}", group.ranks),
         };
-        let layer =
-            self.layer.as_ref().map(|layer| format!("\n\n{}", layer::text(&layer.products, &layer.variants)));
-        let layer = layer.unwrap_or_default();
-        format!(
-            "{decided}\nranks     {}, {how}\nrows      {hidden} x {}, {beside}\nhardware  {}: {}\n\n{}\n\n{}\n\n{NOTES}{layer}",
-            shape,
-            dtype.name(),
-            self.hardware.name,
-            rates(&self.hardware),
-            group.times(),
-            group.laps(),
-        )
+        let head = table::head(&[
+            decided,
+            ("ranks", format!("{ranks}, {how}")),
+            ("rows", format!("{hidden} x {}, {beside}", dtype.name())),
+            ("hardware", format!("{}: {}", self.hardware.name, rates(&self.hardware))),
+        ]);
+        let layer = self.layer.as_ref().map(|layer| layer::text(&layer.products, &layer.variants));
+        let layer = layer.map_or(String::new(), |text| format!("\n\n{text}"));
+        format!("{head}\n{}\n\n{}\n\n{NOTES}{layer}", group.times(), group.laps())
     }
 }
 
-/// The picture of all groups.
 pub fn draw(report: &Report) -> String {
     let mut groups: Vec<_> = report.groups.iter().collect();
     groups.sort_by_key(|group| group.ranks);

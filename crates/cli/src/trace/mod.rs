@@ -19,14 +19,14 @@ use clap::Args;
 use serde::Serialize;
 use sidelane::exec::{OpKind, Timeline};
 use sidelane::topology::NodeMap;
+use sidelane_testkit::with_element;
 use sidelane_verify::reference::Real;
 
-use crate::bench::{CALLS, ConditionArgs, Config, Layer, Task, Verdict, Words, record, write_trace};
+use crate::bench::{CALLS, ConditionArgs, Config, Layer, Task, Verdict, record, write_trace};
 use crate::command::{self, Command};
 use crate::error::CliError;
 use crate::machines::{self, Machines};
 use crate::ranks::{self, Assignment, Files};
-use crate::settings::with_element;
 use crate::table::{self, time, volume};
 
 const EXAMPLES: &str = "\
@@ -83,21 +83,19 @@ fn run<E: Real>(task: &Task, files: &Files) -> Result<ExitCode, CliError> {
     let verdict = layer.verdict()?;
     let (Some(out), 0) = (&files.trace, layer.world.rank()) else { return Ok(ExitCode::SUCCESS) };
     let nodes = layer.world.nodes();
-    let report = Report::new(&task.config, &layer.machines, &verdict, nodes, &timelines, out);
+    let report = Report::new(&task.config, &layer.machines, verdict, nodes, &timelines, out);
     write_trace(out, nodes, &timelines)?;
     command::draw(&files.svg, || picture::draw(&task.config, nodes, &timelines))?;
     command::finish(&report, &files.json)
 }
 
-/// Everything that is known after a round.
 #[derive(Debug, Serialize)]
 pub struct Report {
     pub config: Config,
     pub machines: usize,
-    pub verified: bool,
-    pub rows_verified: u64,
+    #[serde(flatten)]
+    pub verdict: Verdict,
     pub ranks: Vec<RankSums>,
-    /// Where every operation was written.
     #[serde(skip)]
     pub trace: PathBuf,
 }
@@ -106,13 +104,10 @@ pub struct Report {
 pub struct RankSums {
     pub rank: u32,
     pub node: u32,
-    /// Length of each call, by its name.
     calls_us: BTreeMap<String, f64>,
-    /// The operations of each kind.
     pub operations: BTreeMap<OpKind, Sum>,
 }
 
-/// Operations of one kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Sum {
     pub count: u64,
@@ -139,11 +134,10 @@ impl RankSums {
 }
 
 impl Report {
-    /// Of the round that was recorded on these ranks.
     pub fn new(
         config: &Config,
         machines: &Machines,
-        verdict: &Verdict,
+        verdict: Verdict,
         nodes: &NodeMap,
         timelines: &[Timeline],
         trace: &Path,
@@ -152,8 +146,7 @@ impl Report {
         Report {
             config: config.clone(),
             machines: machines.count(),
-            verified: verdict.verified,
-            rows_verified: verdict.right,
+            verdict,
             ranks: ranks.map(|(rank, timeline)| RankSums::of(rank, nodes.node_of(rank), timeline)).collect(),
             trace: trace.to_owned(),
         }
@@ -175,24 +168,16 @@ impl Report {
 }
 
 impl command::Report for Report {
-    /// Conditions, sums, and what to do with the trace.
     fn text(&self) -> String {
-        let Words { ranks, rows, routing, schedule, sums } = Words::of(&self.config);
-        let verdict = match self.verified {
-            true => format!("verified: {} rows bit-exact", self.rows_verified),
-            false => format!("NOT VERIFIED: only {} rows are bit-exact", self.rows_verified),
-        };
-        let machines = machines::words(self.machines);
-        format!(
-            "ranks: {ranks}, {machines}\nrows: {rows}\nrouting: {routing}\nschedule: {schedule}\nsums: {sums}\n{verdict}\n\n{}\n\n\
-             {}: open it in https://ui.perfetto.dev",
-            self.sums(),
-            self.trace.display(),
-        )
+        let mut conditions = self.config.words();
+        conditions[0].1 += &format!(", {}", machines::words(self.machines));
+        let verdict = self.verdict.text();
+        let (head, sums, trace) = (table::head(&conditions), self.sums(), self.trace.display());
+        format!("{head}{verdict}\n\n{sums}\n\n{trace}: open it in https://ui.perfetto.dev")
     }
 
     fn is_right(&self) -> bool {
-        self.verified
+        self.verdict.verified
     }
 }
 
@@ -233,10 +218,10 @@ pub mod tests {
         ];
         let timelines =
             [Timeline { calls: calls.into(), events, ..Timeline::default() }, Timeline::default()];
-        let verdict = Verdict { verified: true, right: 7 };
+        let verdict = Verdict { verified: true, rows_verified: 7 };
         let (config, nodes) = (config(), NodeMap::from_labels(&["b", "a"]));
         let trace = Path::new("some/trace.json");
-        Report::new(&config, &vec![0, 0].into(), &verdict, &nodes, &timelines, trace)
+        Report::new(&config, &vec![0, 0].into(), verdict, &nodes, &timelines, trace)
     }
 
     #[test]
@@ -260,7 +245,7 @@ pub mod tests {
 
     #[test]
     fn a_failed_verification_cannot_be_overlooked() {
-        let text = Report { verified: false, ..sample() }.text();
+        let text = Report { verdict: Verdict { verified: false, rows_verified: 7 }, ..sample() }.text();
         assert!(text.contains("NOT VERIFIED: only 7 rows"), "{text}");
     }
 

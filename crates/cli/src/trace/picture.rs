@@ -16,8 +16,8 @@
 use sidelane::exec::{Event, OpKind, Timeline};
 use sidelane::topology::NodeMap;
 
-use crate::bench::{Config, Words};
-use crate::chart::{LEFT, NARROW, Times, WIDTH, legend, rect};
+use crate::bench::Config;
+use crate::chart::{LEFT, NARROW, Times, WIDTH, legend, rect, span};
 use crate::svg::{self, Style, Svg};
 use crate::table::{time, volume};
 
@@ -45,7 +45,6 @@ const STYLE: Style = Style {
 .wait { fill: #414a55; } .reduce { fill: #e0962f; }",
 };
 
-/// The picture of one round.
 pub fn draw(config: &Config, nodes: &NodeMap, timelines: &[Timeline]) -> String {
     let calls = timelines.iter().flat_map(|timeline| &timeline.calls);
     let scale = Times::of(calls.map(|call| (call.start_ns, call.nanos)));
@@ -63,12 +62,11 @@ pub fn draw(config: &Config, nodes: &NodeMap, timelines: &[Timeline]) -> String 
 }
 
 fn head(svg: &mut Svg, config: &Config) {
-    let Words { ranks, rows, routing, schedule, sums } = Words::of(config);
+    let [ranks, rows, routing, schedule, sums] = config.words().map(|(_, words)| words);
     svg.label("quiet", 16.0, 43.0, &format!("ranks: {ranks} · {rows}"));
     svg.label("quiet", 16.0, 59.0, &format!("{routing} · {schedule} · sums: {sums}"));
 }
 
-/// A rank's place in the picture.
 struct Row<'a> {
     rank: u32,
     /// Said at the first rank of each node, if there are several.
@@ -78,7 +76,6 @@ struct Row<'a> {
     lines: Vec<Vec<&'a Event>>,
 }
 
-/// Ranks in order of their nodes.
 fn rows<'a>(nodes: &NodeMap, timelines: &'a [Timeline]) -> Vec<Row<'a>> {
     let mut rows: Vec<Row<'a>> = Vec::with_capacity(timelines.len());
     let mut y = TOP;
@@ -178,23 +175,18 @@ fn boxes<'a>(line: &[&'a Event], scale: &Times) -> Vec<Drawn<'a>> {
 
 impl Drawn<'_> {
     fn draw(&self, svg: &mut Svg, y: f64) {
-        let width = self.width.max(NARROW);
         let (kind, time) = (self.event.kind, time(self.nanos as f64 / 1e3));
         let said = match (self.count, self.event.bytes) {
             (1, 0) => format!("{}: {time}", self.event),
             (1, bytes) => format!("{}: {time}, {}", self.event, volume(bytes)),
             (count, _) => format!("{count} x {}: {time}", kind.name()),
         };
-        rect(svg, &class(kind, width), (self.x, y, width, BOXES), &said);
-        let moves = matches!(kind, OpKind::Put | OpKind::PutRows);
-        let peer = self.event.peer.to_string();
-        if moves && self.count == 1 && width > 5.0 + 6.0 * peer.len() as f64 {
-            svg.label("peer middle", self.x + width / 2.0, y + BOXES / 2.0 + 3.5, &peer);
-        }
+        let moves = matches!(kind, OpKind::Put | OpKind::PutRows) && self.count == 1;
+        let peer = if moves { self.event.peer.to_string() } else { String::new() };
+        span(svg, &class(kind), (self.x, y, self.width, BOXES), &said, ("peer", &peer));
     }
 }
 
-/// The kinds that occur.
 fn kinds(timelines: &[Timeline]) -> impl Iterator<Item = (String, &'static str)> {
     let occurs = |kind: &OpKind| {
         timelines.iter().flat_map(|timeline| &timeline.events).any(|event| event.kind == *kind)
@@ -206,14 +198,12 @@ fn kinds(timelines: &[Timeline]) -> impl Iterator<Item = (String, &'static str)>
             OpKind::Reduce => "reduce: read and sum",
             OpKind::Signal | OpKind::Wait => kind.name(),
         };
-        (class(kind, WIDTH), said)
+        (format!("wide {}", class(kind)), said)
     })
 }
 
-/// Wide boxes are set off from adjacent ones.
-fn class(kind: OpKind, width: f64) -> String {
-    let name = kind.name().replace(' ', "-");
-    if width < 4.0 { name } else { format!("wide {name}") }
+fn class(kind: OpKind) -> String {
+    kind.name().replace(' ', "-")
 }
 
 #[cfg(test)]

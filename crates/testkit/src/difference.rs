@@ -13,8 +13,11 @@ pub struct Difference {
     pub what: String,
     /// Row, or token of sums.
     pub row: u64,
+    /// Element of the row.
     pub column: u64,
+    /// Value by the naive reference.
     pub expected: String,
+    /// Value of the call.
     pub seen: String,
 }
 
@@ -31,6 +34,7 @@ impl Difference {
         }
     }
 
+    /// One line about it.
     pub fn text(&self) -> String {
         let Difference { rank, what, row, column, expected, seen } = self;
         format!("rank {rank}: {what}, row {row}, column {column}: {seen} is seen, expected {expected}")
@@ -38,7 +42,7 @@ impl Difference {
 }
 
 /// Compares tensors of rows with so many columns.
-pub fn compare(
+pub(crate) fn compare(
     rank: u32,
     what: &str,
     (dtype, columns): (Dtype, usize),
@@ -50,7 +54,7 @@ pub fn compare(
 }
 
 /// Compares lists of whole numbers or flags, in rows of so many.
-pub fn compare_list<T: PartialEq + std::fmt::Debug>(
+pub(crate) fn compare_list<T: PartialEq + std::fmt::Debug>(
     rank: u32,
     what: &str,
     columns: usize,

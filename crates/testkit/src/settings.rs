@@ -10,10 +10,15 @@ use sidelane_verify::reference::{Case, Real};
 /// Settings that decide results, as the naive reference takes them, and the others.
 #[derive(Clone, Debug)]
 pub struct Settings {
+    /// Settings that decide results.
     pub case: Case,
+    /// Element type of rows that come back.
     pub dtype: Dtype,
+    /// The most tokens of a rank.
     pub max_tokens: u32,
+    /// Whether rows are dispatched as records of fp8.
     pub fp8: bool,
+    /// What CUDA graphs hold.
     pub graphs: Graphs,
 }
 
@@ -52,6 +57,7 @@ impl Settings {
 }
 
 /// A call of a generic function with the element of a type.
+#[macro_export]
 macro_rules! with_element {
     ($dtype:expr, $run:ident($($argument:expr),*)) => {
         match $dtype {
@@ -62,4 +68,3 @@ macro_rules! with_element {
         }
     };
 }
-pub(crate) use with_element;

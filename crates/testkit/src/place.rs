@@ -7,8 +7,8 @@ use sidelane::Dtype;
 use sidelane::device::{DeviceRange, Driver, Event, PinnedMemory, Stream};
 use sidelane::ep::{ExpertRows, Tensor, TensorMut};
 
-use crate::device::{allocate, finish, stream, whole};
-use crate::error::{CliError, failed};
+use crate::TestError;
+use crate::device::{allocate, stream, until, whole};
 
 /// Tensors begin at multiples of this.
 const ALIGN: u64 = 256;
@@ -31,17 +31,18 @@ pub struct Memory {
 /// A device of a rank. All its memory is made before the first case and kept until the last: to
 /// free memory waits for streams that wait for other ranks.
 pub struct Device {
+    /// Stream of the calls.
     pub stream: Arc<Stream>,
     /// For calls that change streams.
-    pub other: Arc<Stream>,
+    other: Arc<Stream>,
     tensors: DeviceRange,
     staging: PinnedMemory,
-    pub heap: u64,
+    pub(crate) heap: u64,
 }
 
 impl Device {
     /// This one, or the rank's, where ranks take the devices in turns.
-    pub fn new(device: Option<u32>, rank: u32, memory: Memory) -> Result<Self, CliError> {
+    pub fn new(device: Option<u32>, rank: u32, memory: Memory) -> Result<Self, TestError> {
         let driver = Driver::open()?;
         let in_turn = rank % driver.device_count()?.max(1);
         let context = driver.context(device.unwrap_or(in_turn))?;
@@ -56,21 +57,21 @@ impl Device {
 }
 
 /// Memory of one tensor.
-pub enum Buffer {
+pub(crate) enum Buffer {
     /// In words, so that all types are aligned.
     Host(Vec<u64>, usize),
     Device(DeviceRange),
 }
 
 impl Buffer {
-    pub fn tensor(&self, dtype: Dtype) -> Tensor<'_> {
+    pub(crate) fn tensor(&self, dtype: Dtype) -> Tensor<'_> {
         match self {
             Buffer::Host(words, len) => Tensor::Host { bytes: &bytemuck::cast_slice(words)[..*len], dtype },
             Buffer::Device(range) => Tensor::device(range, dtype),
         }
     }
 
-    pub fn tensor_mut(&mut self, dtype: Dtype) -> TensorMut<'_> {
+    pub(crate) fn tensor_mut(&mut self, dtype: Dtype) -> TensorMut<'_> {
         match self {
             Buffer::Host(words, len) => {
                 TensorMut::Host { bytes: &mut bytemuck::cast_slice_mut(words)[..*len], dtype }
@@ -81,7 +82,7 @@ impl Buffer {
 }
 
 /// Place of the tensors of one case.
-pub struct Place<'d> {
+pub(crate) struct Place<'d> {
     device: Option<&'d Device>,
     /// Stream of the calls, on a device.
     stream: Option<Arc<Stream>>,
@@ -90,20 +91,20 @@ pub struct Place<'d> {
 
 impl<'d> Place<'d> {
     /// Part `part` of two of a device's memory, or the host.
-    pub fn new(device: Option<&'d Device>, part: u64) -> Self {
+    pub(crate) fn new(device: Option<&'d Device>, part: u64) -> Self {
         let stream = device.map(|device| Arc::clone(&device.stream));
         let used = device.map_or(0, |device| part * device.tensors.len() / 2);
         Place { device, stream, used }
     }
 
-    pub fn stream(&self) -> Option<&Arc<Stream>> {
+    pub(crate) fn stream(&self) -> Option<&Arc<Stream>> {
         self.stream.as_ref()
     }
 
     /// The device's other stream, on which calls go from now on.
-    pub fn change_stream(&mut self) -> Result<&Arc<Stream>, CliError> {
+    pub(crate) fn change_stream(&mut self) -> Result<&Arc<Stream>, TestError> {
         let (Some(device), Some(stream)) = (self.device, &mut self.stream) else {
-            return Err(failed!("the host has no stream"));
+            return Err(TestError::Lacks("the host has no stream"));
         };
         let next = if Arc::ptr_eq(stream, &device.stream) { &device.other } else { &device.stream };
         // In fixed slots the caller orders streams.
@@ -113,7 +114,7 @@ impl<'d> Place<'d> {
     }
 
     /// A tensor with this content.
-    pub fn lend<T: bytemuck::NoUninit>(&mut self, content: &[T]) -> Result<Buffer, CliError> {
+    pub(crate) fn lend<T: bytemuck::NoUninit>(&mut self, content: &[T]) -> Result<Buffer, TestError> {
         let bytes: &[u8] = bytemuck::cast_slice(content);
         let Some(device) = self.device else {
             let mut words = vec![0_u64; bytes.len().div_ceil(8)];
@@ -127,16 +128,16 @@ impl<'d> Place<'d> {
     }
 
     /// Room for as many bytes, full of something else.
-    pub fn room(&mut self, bytes: usize) -> Result<Buffer, CliError> {
+    pub(crate) fn room(&mut self, bytes: usize) -> Result<Buffer, TestError> {
         self.lend(&vec![BEFORE; bytes])
     }
 
-    fn on_device(&self) -> Result<(&Device, &Stream), CliError> {
-        self.device.zip(self.stream.as_deref()).ok_or_else(|| failed!("the host has no device memory"))
+    fn on_device(&self) -> Result<(&Device, &Stream), TestError> {
+        self.device.zip(self.stream.as_deref()).ok_or(TestError::Lacks("the host has no device memory"))
     }
 
     /// Writes to memory of the device, and waits until it is there.
-    pub fn write(&self, to: &DeviceRange, bytes: &[u8]) -> Result<(), CliError> {
+    pub(crate) fn write(&self, to: &DeviceRange, bytes: &[u8]) -> Result<(), TestError> {
         let (device, stream) = self.on_device()?;
         if bytes.is_empty() {
             return Ok(());
@@ -144,23 +145,23 @@ impl<'d> Place<'d> {
         let len = bytes.len() as u64;
         device.staging.write(0, bytes)?;
         stream.copy(to.span(0, len)?, device.staging.range().span(0, len)?)?;
-        finish(stream, "a copy to the device", PATIENCE)
+        until("a copy to the device", PATIENCE, || stream.is_done())
     }
 
     /// Reads memory of the device, once the stream has come so far.
-    pub fn read(&self, from: &DeviceRange) -> Result<Vec<u8>, CliError> {
+    pub(crate) fn read(&self, from: &DeviceRange) -> Result<Vec<u8>, TestError> {
         let (device, stream) = self.on_device()?;
         let mut bytes = vec![0; from.len() as usize];
         if !bytes.is_empty() {
             stream.copy(device.staging.range().span(0, from.len())?, whole(from)?)?;
-            finish(stream, "a call on the device", PATIENCE)?;
+            until("a call on the device", PATIENCE, || stream.is_done())?;
             device.staging.read(0, &mut bytes)?;
         }
         Ok(bytes)
     }
 
     /// Bytes of a tensor.
-    pub fn content(&self, buffer: &Buffer) -> Result<Vec<u8>, CliError> {
+    pub(crate) fn content(&self, buffer: &Buffer) -> Result<Vec<u8>, TestError> {
         match buffer {
             Buffer::Host(words, len) => Ok(bytemuck::cast_slice(words)[..*len].to_vec()),
             Buffer::Device(range) => self.read(range),
@@ -168,7 +169,7 @@ impl<'d> Place<'d> {
     }
 
     /// Bytes of received rows as they lie: on a device with fixed slots, of whole slots.
-    pub fn received(&self, rows: &ExpertRows) -> Result<Vec<u8>, CliError> {
+    pub(crate) fn received(&self, rows: &ExpertRows) -> Result<Vec<u8>, TestError> {
         match self.device {
             None => Ok(rows.rows::<u8>()?.to_vec()),
             Some(_) => self.read(&rows.range()?),

@@ -31,8 +31,10 @@ pub enum Way {
 }
 
 impl Way {
+    /// The host first.
     pub const ALL: [Way; 5] = [Way::Host, Way::Exact, Way::Budget, Way::Slots, Way::Graphs];
 
+    /// Whether rows are on a device.
     pub fn is_on_device(self) -> bool {
         self != Way::Host
     }
@@ -61,18 +63,27 @@ impl Way {
 /// A setting of the builder that differs from the default.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Setting {
+    /// Order of received rows.
     Layout(RowLayout),
+    /// Order of sums.
     Order(SumOrder),
+    /// Type of partial sums.
     Partial(PartialDtype),
+    /// Rows to a multiple of which segments are padded.
     Align(u32),
     /// Rows of a rank; goes with [`Way::Host`], [`Way::Budget`] and [`Way::Graphs`].
     Budget(u32, Overflow),
     /// Slots of a source; goes with [`Way::Host`] and [`Way::Slots`].
     Slots(u32, Overflow),
+    /// Route between nodes.
     Route(Route),
+    /// Relays copy spans of rows.
     Spans,
+    /// Every token goes to every rank.
     AllGather,
+    /// Rows are dispatched as records.
     Fp8,
+    /// A combine multiplies rows with their weights.
     Weighted,
     /// Some experts at several ranks, one rank without any.
     Replicas,
@@ -154,19 +165,27 @@ impl Call {
 pub struct Case {
     /// Row of the table.
     pub feature: Feature,
+    /// Name among the cases of the feature.
     pub name: &'static str,
     /// Ranks of the world, in the group's order.
     pub group: &'static [u32],
     /// Those of a second group, whose calls take turns with the first one's.
     pub second: &'static [u32],
+    /// Number of experts.
     pub experts: u32,
+    /// Choices of a token.
     pub top_k: u32,
+    /// Elements of a row.
     pub hidden: u32,
     /// Tokens of each member in the first dispatch.
     pub tokens: &'static [u32],
+    /// Element type.
     pub dtype: Dtype,
+    /// Settings that differ from the default.
     pub settings: &'static [Setting],
+    /// Calls, in their order.
     pub calls: &'static [Call],
+    /// Ways in which it may run.
     pub ways: &'static [Way],
 }
 
@@ -273,7 +292,29 @@ fn replicated(experts: u32, ranks: u32) -> Result<ExpertMap, PlanError> {
 }
 
 /// The same experts at the ranks in reverse order.
-pub fn reversed(map: &ExpertMap) -> Result<ExpertMap, PlanError> {
+pub(crate) fn reversed(map: &ExpertMap) -> Result<ExpertMap, PlanError> {
     let of_rank = |rank| map.slots_of(rank).map(|slot| map.expert_of(slot)).collect::<Vec<u32>>();
     ExpertMap::from_slots(map.experts(), &(0..map.ranks()).rev().map(of_rank).collect::<Vec<_>>())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::suite::SUITE;
+
+    #[test]
+    fn every_case_asks_for_its_feature_in_every_way() {
+        for case in SUITE {
+            let labels = case.group.iter().map(|&rank| u32::from(rank > 3)).collect::<Vec<_>>();
+            for way in Way::ALL.into_iter().filter(|&way| case.goes(way)) {
+                let settings = case.settings(way, &labels).unwrap();
+                let calls = case.calls.iter().filter_map(|call| call.feature());
+                let asked: Vec<Feature> = settings.asked().into_iter().chain(calls).collect();
+                assert!(asked.contains(&case.feature), "{}: {} ({way:?})", case.feature.name(), case.name);
+            }
+        }
+        for feature in Feature::ALL {
+            assert!(SUITE.iter().any(|case| case.feature == feature), "{}", feature.name());
+        }
+    }
 }

@@ -18,11 +18,12 @@ use sidelane::rows::Stores;
 use sidelane::{Error, ExpertParallel, Group};
 use sidelane_verify::reference::{self, Real, Reference, Row, Tokens};
 
-use super::case::{Bad, Call, reversed};
-use super::difference::{Difference, compare, compare_list};
-use super::place::{Buffer, Device, Place};
+use crate::TestError;
+use crate::case::{Bad, Call, reversed};
 use crate::device::whole;
-use crate::error::{CliError, failed};
+use crate::difference::{Difference, compare, compare_list};
+use crate::expected::Landing;
+use crate::place::{Buffer, Device, Place};
 use crate::settings::Settings;
 
 /// Dispatches that may be alive there.
@@ -36,6 +37,7 @@ const LAUNCHES: u32 = 4;
 pub struct Player<'r, E> {
     settings: Settings,
     group: &'r Group,
+    /// The instance under test.
     pub ep: ExpertParallel,
     place: Place<'r>,
     seed: u64,
@@ -55,7 +57,7 @@ impl<'r, E: Real> Player<'r, E> {
         group: &'r Group,
         device: Option<&'r Device>,
         (seed, part): (u64, u64),
-    ) -> Result<Self, CliError> {
+    ) -> Result<Self, TestError> {
         let place = Place::new(device, part);
         let mut builder = settings.builder(group)?;
         if let (Some(device), Some(stream)) = (device, place.stream()) {
@@ -70,8 +72,8 @@ impl<'r, E: Real> Player<'r, E> {
     }
 
     /// Number of dispatches, and the requests of the last one that is alive.
-    pub fn last_dispatch(&self) -> Result<String, CliError> {
-        let last = self.alive.last().ok_or_else(|| failed!("no dispatch is alive"))?;
+    pub fn last_dispatch(&self) -> Result<String, TestError> {
+        let last = self.alive.last().ok_or(TestError::Lacks("no dispatch is alive"))?;
         let asked = last.handle.report()?.enqueued;
         let how = if asked.batches > 0 { "batches" } else { "single ones" };
         let (dispatches, copies, operations) = (self.dispatches, asked.copies, asked.memory_operations);
@@ -91,7 +93,7 @@ impl<'r, E: Real> Player<'r, E> {
     }
 
     /// Makes one call.
-    pub fn play(&mut self, call: Call) -> Result<(), CliError> {
+    pub fn play(&mut self, call: Call) -> Result<(), TestError> {
         match call {
             Call::Dispatch => self.dispatch(|ep, x, choices| ep.dispatch(x, choices)),
             Call::DispatchHalves => self.dispatch(|ep, x, choices| ep.start_dispatch(x, choices)?.finish()),
@@ -127,7 +129,7 @@ impl<'r, E: Real> Player<'r, E> {
     }
 
     /// Waits for all calls, and says how they went.
-    pub fn end(&self) -> Result<(), CliError> {
+    pub fn end(&self) -> Result<(), TestError> {
         self.ep.synchronize()?;
         Ok(self.ep.check()?)
     }
@@ -160,7 +162,7 @@ impl<'r, E: Real> Player<'r, E> {
         x: &[u8],
         tokens: &Tokens<E>,
         call: impl FnOnce(&mut ExpertParallel, Tensor<'_>, Choices<'_>) -> Result<R, Error>,
-    ) -> Result<Result<R, Error>, CliError> {
+    ) -> Result<Result<R, Error>, TestError> {
         let (x, dtype) = (self.place.lend(x)?, self.settings.sent_shape().0);
         if self.place.stream().is_none() {
             let top_k = self.settings.case.top_k;
@@ -174,7 +176,7 @@ impl<'r, E: Real> Player<'r, E> {
     fn dispatch(
         &mut self,
         call: impl FnOnce(&mut ExpertParallel, Tensor<'_>, Choices<'_>) -> Result<(ExpertRows, Handle), Error>,
-    ) -> Result<(), CliError> {
+    ) -> Result<(), TestError> {
         let reference = self.input();
         let tokens = &reference.all[self.me()];
         let (rows, handle) = self.with_input(&self.settings.sent(&tokens.x)?, tokens, call)??;
@@ -187,7 +189,7 @@ impl<'r, E: Real> Player<'r, E> {
         rows: &ExpertRows,
         handle: Handle,
         reference: Reference<E>,
-    ) -> Result<(), CliError> {
+    ) -> Result<(), TestError> {
         let alive = self.alive(reference, handle);
         let what = format!("rows of dispatch {}", self.alive.len());
         self.check_sent(&what, rows, &alive, |rank| alive.reference.all[rank].x.clone())?;
@@ -200,20 +202,20 @@ impl<'r, E: Real> Player<'r, E> {
     }
 
     /// Checks what a handle knows, and keeps it.
-    fn keep(&mut self, alive: Alive<E>) -> Result<(), CliError> {
+    fn keep(&mut self, alive: Alive<E>) -> Result<(), TestError> {
         self.check_layout(&alive)?;
         self.alive.push(Rc::new(alive));
         Ok(())
     }
 
-    fn prepare(&mut self) -> Result<(), CliError> {
+    fn prepare(&mut self) -> Result<(), TestError> {
         let reference = self.input();
         let tokens = &reference.all[self.me()];
         let handle = self.with_input(&[], tokens, |ep, _, choices| ep.prepare(choices))??;
         self.keep(self.alive(reference, handle))
     }
 
-    fn cached(&mut self, nth: usize) -> Result<(), CliError> {
+    fn cached(&mut self, nth: usize) -> Result<(), TestError> {
         let (me, number, dtype) = (self.me(), self.number(), self.settings.sent_shape().0);
         let alive = Rc::clone(&self.alive[nth]);
         let x = self.place.lend(&self.settings.sent(&alive.reference.sent(number, me))?)?;
@@ -222,7 +224,7 @@ impl<'r, E: Real> Player<'r, E> {
         self.check_sent(&what, &rows, &alive, |rank| alive.reference.sent(number, rank))
     }
 
-    fn combine(&mut self, nth: usize, way: Call) -> Result<(), CliError> {
+    fn combine(&mut self, nth: usize, way: Call) -> Result<(), TestError> {
         let (me, number) = (self.me(), self.number());
         let alive = Rc::clone(&self.alive[nth]);
         let (reference, handle) = (&alive.reference, &alive.handle);
@@ -249,7 +251,7 @@ impl<'r, E: Real> Player<'r, E> {
         self.check_tensor(&format!("sums of dispatch {nth}"), &out, &expected)
     }
 
-    fn dispatch_backward(&mut self, nth: usize) -> Result<(), CliError> {
+    fn dispatch_backward(&mut self, nth: usize) -> Result<(), TestError> {
         let (me, rows, words) = (self.me(), self.number(), self.number());
         let alive = Rc::clone(&self.alive[nth]);
         let (reference, handle) = (&alive.reference, &alive.handle);
@@ -272,7 +274,7 @@ impl<'r, E: Real> Player<'r, E> {
         Ok(())
     }
 
-    fn combine_backward(&mut self, nth: usize) -> Result<(), CliError> {
+    fn combine_backward(&mut self, nth: usize) -> Result<(), TestError> {
         let (me, number, weighted) = (self.me(), self.number(), self.settings.case.weighted);
         let alive = Rc::clone(&self.alive[nth]);
         let (reference, handle) = (&alive.reference, &alive.handle);
@@ -296,7 +298,7 @@ impl<'r, E: Real> Player<'r, E> {
 
     /// One member's bad input is an error at all ranks; in slots on a device at that one alone,
     /// which makes the call again.
-    fn refused(&mut self, bad: Bad) -> Result<(), CliError> {
+    fn refused(&mut self, bad: Bad) -> Result<(), TestError> {
         let alone = self.sizes_stay();
         let is_bad = self.ep.rank() == BAD_MEMBER;
         let mut reference = self.input();
@@ -327,7 +329,7 @@ impl<'r, E: Real> Player<'r, E> {
         Ok(())
     }
 
-    fn over_budget(&mut self) -> Result<(), CliError> {
+    fn over_budget(&mut self) -> Result<(), TestError> {
         let reference = self.input();
         let needs = reference.seen.over_budget(&reference.case);
         let tokens = &reference.all[self.me()];
@@ -354,7 +356,7 @@ impl<'r, E: Real> Player<'r, E> {
         handle: &Handle,
         over: Option<u32>,
         sums: usize,
-    ) -> Result<(), CliError> {
+    ) -> Result<(), TestError> {
         let status: Vec<u32> = bytemuck::pod_collect_to_vec(&self.place.read(&handle.status()?)?);
         let expected = over.map(|rank| KernelFault::OverBudget { rank });
         let seen = status.first().and_then(|&status| KernelFault::of(status));
@@ -376,7 +378,7 @@ impl<'r, E: Real> Player<'r, E> {
 
     /// A dispatch, experts that change nothing, and a combine, by a graph; where sizes cannot stay
     /// on the device, the dispatch alone, which is refused.
-    fn capture(&mut self) -> Result<(), CliError> {
+    fn capture(&mut self) -> Result<(), TestError> {
         let me = self.me();
         let case = self.settings.case.clone();
         let mut inputs: Vec<Reference<E>> = (0..LAUNCHES).map(|_| self.input_of(&case)).collect();
@@ -388,7 +390,7 @@ impl<'r, E: Real> Player<'r, E> {
             };
             return Ok(self.with_input(&x, &first, call)??);
         }
-        let stream = self.place.stream().cloned().ok_or_else(|| failed!("the host captures nothing"))?;
+        let stream = self.place.stream().cloned().ok_or(TestError::Lacks("the host captures nothing"))?;
         let mut layer = self.layer(&first)?;
         let (graph, _handle) = layer.capture(&mut self.ep, &stream)?;
         for (launch, reference) in inputs.drain(..).enumerate() {
@@ -407,7 +409,7 @@ impl<'r, E: Real> Player<'r, E> {
     }
 
     /// Tensors of a layer of these tokens, on a device.
-    pub fn layer(&mut self, tokens: &Tokens<E>) -> Result<Layer, CliError> {
+    pub fn layer(&mut self, tokens: &Tokens<E>) -> Result<Layer, TestError> {
         let place = &mut self.place;
         Ok(Layer {
             x: place.lend(&self.settings.sent(&tokens.x)?)?,
@@ -421,7 +423,7 @@ impl<'r, E: Real> Player<'r, E> {
 
     /// A layer of this instance while another one's dispatch, begun before its combine, is under
     /// way.
-    pub fn around(&mut self, other: &mut Self) -> Result<(), CliError> {
+    pub fn around(&mut self, other: &mut Self) -> Result<(), TestError> {
         self.play(Call::Dispatch)?;
         let reference = other.input();
         let layer = other.layer(&reference.all[other.me()])?;
@@ -434,7 +436,7 @@ impl<'r, E: Real> Player<'r, E> {
         other.play(Call::Forget)
     }
 
-    fn floor(&mut self) -> Result<(), CliError> {
+    fn floor(&mut self) -> Result<(), TestError> {
         let reference = self.input();
         let tokens = &reference.all[self.me()];
         let x = self.settings.sent(&tokens.x)?;
@@ -444,13 +446,13 @@ impl<'r, E: Real> Player<'r, E> {
         self.group.gather(&[])?;
         floor.dispatch(&x, Stores::Cached);
         self.group.gather(&[])?;
-        let rows = floor.lend_rows().ok_or_else(|| failed!("the floor lends no rows"))?;
+        let rows = floor.lend_rows().ok_or(TestError::Lacks("the floor lends no rows"))?;
         let alive = self.alive(reference, handle);
         self.check_sent("rows of the floor", &rows, &alive, |rank| alive.reference.all[rank].x.clone())
     }
 
     /// The handle's own buffer, with these bytes.
-    fn output(&self, handle: &Handle, y: &[u8]) -> Result<ExpertOutput, CliError> {
+    fn output(&self, handle: &Handle, y: &[u8]) -> Result<ExpertOutput, TestError> {
         let mut output = handle.output()?;
         match self.place.stream() {
             None => output.rows_mut::<u8>()?.copy_from_slice(y),
@@ -461,7 +463,7 @@ impl<'r, E: Real> Player<'r, E> {
 
     /// The same bytes in memory of the caller's: where a budget's sizes stay on the device, as many
     /// rows as it has.
-    fn elsewhere(&mut self, mut y: Vec<u8>) -> Result<Buffer, CliError> {
+    fn elsewhere(&mut self, mut y: Vec<u8>) -> Result<Buffer, TestError> {
         if let (true, Some(rows)) = (self.sizes_stay(), self.settings.case.mode.budget()) {
             y.resize(rows as usize * self.settings.case.hidden * E::DTYPE.size(), 0);
         }
@@ -475,7 +477,7 @@ impl<'r, E: Real> Player<'r, E> {
         rows: &ExpertRows,
         alive: &Alive<E>,
         x: impl Fn(usize) -> Vec<E>,
-    ) -> Result<(), CliError> {
+    ) -> Result<(), TestError> {
         let ((dtype, row), reference) = (self.settings.sent_shape(), &alive.reference);
         let ranks = 0..reference.all.len();
         let sent = ranks.map(|rank| self.settings.sent(&x(rank))).collect::<Result<Vec<_>, _>>()?;
@@ -496,7 +498,7 @@ impl<'r, E: Real> Player<'r, E> {
         alive: &Alive<E>,
         (dtype, row): (Dtype, usize),
         expected: &[u8],
-    ) -> Result<(), CliError> {
+    ) -> Result<(), TestError> {
         let mut seen = self.place.received(rows)?;
         match rows.slots() {
             Some(shape) => {
@@ -512,7 +514,7 @@ impl<'r, E: Real> Player<'r, E> {
     }
 
     /// Holds what goes with rows against the choices of all ranks.
-    fn check_metadata(&mut self, rows: &ExpertRows, alive: &Alive<E>) -> Result<(), CliError> {
+    fn check_metadata(&mut self, rows: &ExpertRows, alive: &Alive<E>) -> Result<(), TestError> {
         let Alive { reference, handle, me, .. } = alive;
         let words = reference.words();
         let (weights, mut experts) = reference.metadata(*me);
@@ -564,7 +566,7 @@ impl<'r, E: Real> Player<'r, E> {
 
     /// Holds what the handle knows against the reference; where sizes stay on the device, what the
     /// stream finds of dropped choices.
-    fn check_layout(&mut self, Alive { reference, handle, me, .. }: &Alive<E>) -> Result<(), CliError> {
+    fn check_layout(&mut self, Alive { reference, handle, me, .. }: &Alive<E>) -> Result<(), TestError> {
         let (seen, me, k) = (&reference.seen, *me, reference.case.top_k as usize);
         self.compare_list("tokens", 1, &[handle.tokens()], &[reference.case.counts[me]]);
         if self.sizes_stay() {
@@ -594,11 +596,11 @@ impl<'r, E: Real> Player<'r, E> {
         self.found.extend(compare_list(self.ep.rank(), what, columns, seen, expected));
     }
 
-    fn check_tensor(&mut self, what: &str, seen: &Buffer, expected: &[E]) -> Result<(), CliError> {
+    fn check_tensor(&mut self, what: &str, seen: &Buffer, expected: &[E]) -> Result<(), TestError> {
         self.check_buffer(what, (E::DTYPE, self.settings.case.hidden), seen, bytes_of(expected))
     }
 
-    fn check_words(&mut self, what: &str, seen: &Buffer, expected: &[f32]) -> Result<(), CliError> {
+    fn check_words(&mut self, what: &str, seen: &Buffer, expected: &[f32]) -> Result<(), TestError> {
         self.check_buffer(what, (Dtype::F32, self.settings.case.top_k as usize), seen, bytes_of(expected))
     }
 
@@ -608,7 +610,7 @@ impl<'r, E: Real> Player<'r, E> {
         shape: (Dtype, usize),
         seen: &Buffer,
         expected: &[u8],
-    ) -> Result<(), CliError> {
+    ) -> Result<(), TestError> {
         let seen = self.place.content(seen)?;
         self.compare(what, shape, &seen, expected);
         Ok(())
@@ -630,31 +632,15 @@ impl<E: Real> Alive<E> {
         &self.reference.seen.rows[self.me]
     }
 
-    /// Places of these rows.
-    fn landing(&self) -> Vec<usize> {
-        match self.handle.index() {
-            Some(index) => index.landing().iter().map(|&at| at as usize).collect(),
-            None => (0..self.rows().len()).collect(),
-        }
-    }
-
     /// The bytes of rows in visible order, as they lie.
     fn lying<T: bytemuck::NoUninit>(&self, rows: &[T]) -> Vec<u8> {
-        let (bytes, row) = (bytes_of(rows), size_of_val(rows) / self.rows().len().max(1));
-        let mut lying = bytes.to_vec();
-        for (nth, to) in self.landing().into_iter().enumerate() {
-            lying[to * row..][..row].copy_from_slice(&bytes[nth * row..][..row]);
-        }
-        lying
+        let row = size_of_val(rows) / self.rows().len().max(1);
+        Landing::of(self.handle.index()).lying(bytes_of(rows), row)
     }
 
     /// The bytes of rows that lie as they landed, in visible order.
     fn visible(&self, bytes: &[u8], row: usize) -> Vec<u8> {
-        if self.handle.index().is_none() {
-            return bytes.to_vec();
-        }
-        let rows = self.landing().into_iter();
-        rows.flat_map(|at| bytes.get(at * row..(at + 1) * row).unwrap_or_default().to_vec()).collect()
+        Landing::of(self.handle.index()).visible(bytes, row)
     }
 
     /// Fills unused rows, which are undefined in slots on a device.
@@ -671,10 +657,10 @@ fn bytes_of<T: bytemuck::NoUninit>(content: &[T]) -> &[u8] {
     bytemuck::cast_slice(content)
 }
 
-fn choices<'b>(ids: &'b Buffer, weights: &'b Buffer) -> Result<Choices<'b>, CliError> {
+fn choices<'b>(ids: &'b Buffer, weights: &'b Buffer) -> Result<Choices<'b>, TestError> {
     match (ids, weights) {
         (Buffer::Device(experts), Buffer::Device(weights)) => Ok(Choices::Device { experts, weights }),
-        _ => Err(failed!("choices on the host are no choices on a device")),
+        _ => Err(TestError::Lacks("choices on the host are no choices on a device")),
     }
 }
 
@@ -692,7 +678,12 @@ pub struct Layer {
 
 impl Layer {
     /// Writes other tokens, as many.
-    fn write<E: Real>(&self, place: &Place, settings: &Settings, tokens: &Tokens<E>) -> Result<(), CliError> {
+    fn write<E: Real>(
+        &self,
+        place: &Place,
+        settings: &Settings,
+        tokens: &Tokens<E>,
+    ) -> Result<(), TestError> {
         let x = settings.sent(&tokens.x)?;
         let content = [&x[..], bytes_of(&tokens.ids), bytes_of(&tokens.weights)];
         for (to, bytes) in [&self.x, &self.ids, &self.weights].into_iter().zip(content) {
@@ -703,16 +694,18 @@ impl Layer {
         Ok(())
     }
 
-    pub fn start<'e>(&'e self, ep: &'e mut ExpertParallel) -> Result<PendingDispatch<'e>, CliError> {
+    /// Starts the dispatch.
+    pub fn start<'e>(&'e self, ep: &'e mut ExpertParallel) -> Result<PendingDispatch<'e>, TestError> {
         Ok(ep.start_dispatch(self.x.tensor(self.sent), choices(&self.ids, &self.weights)?)?)
     }
 
+    /// Combines outputs of experts.
     pub fn combine(
         &mut self,
         ep: &mut ExpertParallel,
         y: ExpertOutput,
         handle: &Handle,
-    ) -> Result<(), CliError> {
+    ) -> Result<(), TestError> {
         Ok(ep.combine_into(y, handle, self.out.tensor_mut(self.returned))?)
     }
 
@@ -721,9 +714,9 @@ impl Layer {
         &mut self,
         ep: &mut ExpertParallel,
         stream: &Stream,
-    ) -> Result<(CudaGraph, Option<Handle>), CliError> {
+    ) -> Result<(CudaGraph, Option<Handle>), TestError> {
         let mut kept = None;
-        let graph = CudaGraph::capture(stream, || -> Result<(), CliError> {
+        let graph = CudaGraph::capture(stream, || -> Result<(), TestError> {
             let (rows, handle) = self.start(ep)?.unfinished()?;
             let y = experts_copy(stream, &rows, &handle)?;
             self.combine(ep, y, &handle)?;

@@ -1,48 +1,63 @@
-//! Holds what ranks see against the naive reference of `sidelane-verify`, bit by bit.
+//! What one rank of a measurement must see, bit by bit.
 //!
 //! Outputs of experts are numbers of their own, no function of the rows that came: rows are
 //! compared when they land, sums when they return.
 
 use sidelane::ep::{Handle, RowIndex};
 use sidelane::topology::NodeMap;
-use sidelane_verify::reference::{Real, Reference, Row, Tokens};
+use sidelane_verify::reference::{Real, Reference, Row};
 
-use super::config::Config;
-use crate::error::CliError;
-use crate::routing::Router;
 use crate::settings::Settings;
+
+/// Places of a rank's rows: as an index says, or in visible order.
+#[derive(Clone, Debug, Default)]
+pub struct Landing(Option<Vec<usize>>);
+
+impl Landing {
+    /// Places by this index, if there is one.
+    pub fn of(index: Option<&RowIndex>) -> Self {
+        Landing(index.map(|index| index.landing().iter().map(|&at| at as usize).collect()))
+    }
+
+    /// Place of a row.
+    fn at(&self, row: usize) -> usize {
+        self.0.as_ref().map_or(row, |landing| landing[row])
+    }
+
+    /// Rows of `columns` elements as they lie, from those in visible order.
+    pub fn lying<T: Copy>(&self, visible: &[T], columns: usize) -> Vec<T> {
+        let mut lying = visible.to_vec();
+        for (row, &at) in self.0.iter().flatten().enumerate() {
+            lying[at * columns..][..columns].copy_from_slice(&visible[row * columns..][..columns]);
+        }
+        lying
+    }
+
+    /// The same rows in visible order, from those that lie here. Rows that are missing stay so.
+    pub fn visible<T: Copy>(&self, lying: &[T], columns: usize) -> Vec<T> {
+        let Some(landing) = &self.0 else { return lying.to_vec() };
+        let row = |&at: &usize| lying.get(at * columns..(at + 1) * columns).unwrap_or_default();
+        landing.iter().flat_map(row).copied().collect()
+    }
+}
 
 /// Numbers of the reference's tensors: tokens, outputs of experts, gradients of weights.
 const TENSORS: [u32; 3] = [0, 1, 2];
-
-/// The calls of a measurement, as all ranks together see them.
-pub fn reference<E: Real>(config: &Config, router: &Router) -> Result<Reference<E>, CliError> {
-    let tokens = |rank| {
-        let routing = router.routing(config.share(), rank)?;
-        let (ids, weights) = (routing.experts().to_vec(), routing.weights().to_vec());
-        Ok(Tokens { x: Vec::new(), ids, weights })
-    };
-    let all = (0..config.ranks()).map(tokens).collect::<Result<_, CliError>>()?;
-    Ok(Reference::of(&config.settings()?.case, all))
-}
 
 /// Expected content of one rank's memory.
 pub struct Expected<E> {
     reference: Reference<E>,
     settings: Settings,
     me: usize,
-    /// Where each row lies, in visible order.
-    landing: Vec<usize>,
+    landing: Landing,
     tensors: [u32; 3],
 }
 
 impl<E: Real> Expected<E> {
-    /// For one rank, from the routing of all.
-    pub fn new(config: &Config, router: &Router, rank: u32) -> Result<Self, CliError> {
-        let reference = reference(config, router)?;
-        let landing = (0..reference.seen.rows[rank as usize].len()).collect();
-        let tensors = TENSORS.map(|tensor| (config.seed as u32).wrapping_mul(TENSORS.len() as u32) + tensor);
-        Ok(Expected { reference, settings: config.settings()?, me: rank as usize, landing, tensors })
+    /// For one rank, from the routing of all; `seed` draws tokens and outputs.
+    pub fn new(reference: Reference<E>, settings: Settings, rank: u32, seed: u64) -> Self {
+        let tensors = TENSORS.map(|tensor| (seed as u32).wrapping_mul(TENSORS.len() as u32) + tensor);
+        Expected { reference, settings, me: rank as usize, landing: Landing::default(), tensors }
     }
 
     /// The tokens of this rank.
@@ -50,11 +65,9 @@ impl<E: Real> Expected<E> {
         self.reference.sent(self.tensors[0], self.me)
     }
 
-    /// Rows lie as the index says, or in visible order.
+    /// Rows lie as this index says, if there is one.
     pub fn arrange(&mut self, index: Option<&RowIndex>) {
-        if let Some(index) = index {
-            self.landing = index.landing().iter().map(|&at| at as usize).collect();
-        }
+        self.landing = Landing::of(index);
     }
 
     fn rows(&self) -> &[Option<Row>] {
@@ -62,8 +75,8 @@ impl<E: Real> Expected<E> {
     }
 
     /// Rows that should land here, pads counted.
-    pub fn len(&self) -> usize {
-        self.rows().len()
+    pub fn row_count(&self) -> u64 {
+        self.rows().len() as u64
     }
 
     /// Choices of this rank whose expert is on another node, and which have room.
@@ -89,8 +102,8 @@ impl<E: Real> Expected<E> {
             return 0;
         }
         let right_metadata = |row: usize, at: usize| {
-            part(&weights, self.len(), row) == part(seen_weights, self.len(), at)
-                && part(&experts, self.len(), row) == part(seen_experts, self.len(), at)
+            self.of_row(&weights, row) == self.of_row(seen_weights, at)
+                && self.of_row(&experts, row) == self.of_row(seen_experts, at)
         };
         let sent = |row: &[E]| self.settings.sent(row).unwrap_or_default();
         self.count(rows, self.settings.sent_shape().1, sent, right_metadata)
@@ -104,7 +117,7 @@ impl<E: Real> Expected<E> {
     }
 
     /// Rows that are what `sent` makes of their tokens, or zero; and `also` right, in visible order
-    /// and where they lie.
+    /// and where they lie. One row after another: all rows of a large job would not fit twice.
     fn count(
         &self,
         rows: &[u8],
@@ -112,10 +125,12 @@ impl<E: Real> Expected<E> {
         sent: impl Fn(&[E]) -> Vec<u8>,
         also: impl Fn(usize, usize) -> bool,
     ) -> u64 {
-        if (rows.len(), self.landing.len()) != (self.len() * row_bytes, self.len()) {
+        let indexed = self.landing.0.as_ref().is_none_or(|landing| landing.len() == self.rows().len());
+        if rows.len() != self.rows().len() * row_bytes || !indexed {
             return 0;
         }
-        let right = self.rows().iter().zip(&self.landing).enumerate().filter(|&(row, (origin, &at))| {
+        let right = self.rows().iter().enumerate().filter(|(row, origin)| {
+            let at = self.landing.at(*row);
             let seen = &rows[at * row_bytes..][..row_bytes];
             let same = match origin {
                 Some(Row { source, token, .. }) => {
@@ -123,38 +138,34 @@ impl<E: Real> Expected<E> {
                 }
                 None => seen.iter().all(|&byte| byte == 0),
             };
-            same && also(row, at)
+            same && also(*row, at)
         });
         right.count() as u64
     }
 
-    /// The content of rows as they lie, from that in visible order.
-    fn lying<T: Copy>(&self, visible: &[T]) -> Vec<T> {
-        let mut lying = visible.to_vec();
-        let columns = visible.len() / self.len().max(1);
-        for (row, &at) in self.landing.iter().enumerate() {
-            lying[at * columns..][..columns].copy_from_slice(part(visible, self.len(), row));
-        }
-        lying
+    /// Words of one row.
+    fn of_row<'c, T>(&self, content: &'c [T], row: usize) -> &'c [T] {
+        let columns = content.len() / self.rows().len().max(1);
+        &content[row * columns..][..columns]
     }
 
     /// Outputs of the experts of this rank, NaN for pads: no call may read them.
     pub fn outputs(&self) -> Vec<E> {
-        self.lying(&self.reference.outputs(self.me, self.tensors[1]))
+        self.landing.lying(&self.reference.outputs(self.me, self.tensors[1]), self.reference.case.hidden)
     }
 
     /// Number of tokens whose sum of these outputs is bitwise right.
     pub fn right_tokens(&self, out: &[E]) -> u64 {
         let sums = self.reference.sums(self.me, self.tensors[1], false);
-        let bytes = |tokens: &[E]| bytemuck::cast_slice::<E, u8>(tokens).to_vec();
-        let tokens = out.chunks_exact(self.reference.case.hidden);
-        let sums = sums.chunks_exact(self.reference.case.hidden);
-        tokens.zip(sums).filter(|(seen, sum)| bytes(seen) == bytes(sum)).count() as u64
+        let token = self.reference.case.hidden * size_of::<E>();
+        let [seen, sums] =
+            [out, &sums[..]].map(|rows| bytemuck::cast_slice::<E, u8>(rows).chunks_exact(token));
+        seen.zip(sums).filter(|(seen, sum)| seen == sum).count() as u64
     }
 
     /// Gradients of the weights of received rows.
     pub fn weight_gradients(&self) -> Vec<f32> {
-        self.lying(&self.reference.row_words(self.me, self.tensors[2]))
+        self.landing.lying(&self.reference.row_words(self.me, self.tensors[2]), self.reference.words())
     }
 
     /// Whether these returned to the choices, zero where one was dropped.
@@ -163,24 +174,26 @@ impl<E: Real> Expected<E> {
     }
 }
 
-/// The content of one of so many rows.
-fn part<T>(content: &[T], rows: usize, row: usize) -> &[T] {
-    let columns = content.len() / rows.max(1);
-    &content[row * columns..][..columns]
-}
-
 #[cfg(test)]
 mod tests {
     use half::bf16;
+    use sidelane::Dtype;
+    use sidelane::ep::Graphs;
+    use sidelane_verify::reference::Case;
 
     use super::*;
-    use crate::bench::config::tests::resolve;
 
     #[test]
     fn flipped_bit_is_one_row_and_one_token_less() {
-        let config = resolve("--nodes 1 --ranks-per-node 2 --tokens 6 --hidden 16");
-        let expected: Expected<bf16> =
-            Expected::new(&config, &Router::open(&config.routing).unwrap(), 1).unwrap();
+        let case = Case { hidden: 16, ..Case::new(&[0, 0], &[6, 6], 64, 8) };
+        let settings = Settings {
+            case: case.clone(),
+            dtype: Dtype::Bf16,
+            max_tokens: 6,
+            fp8: false,
+            graphs: Graphs::Off,
+        };
+        let expected = Expected::<bf16>::new(Reference::seeded(&case, 1), settings, 1, 0);
         let rows = expected.reference.rows(1, |rank| expected.reference.sent(expected.tensors[0], rank));
         let sums = expected.reference.sums(1, expected.tensors[1], false);
         let flipped = |content: &[bf16]| {
@@ -188,12 +201,21 @@ mod tests {
             content[17] = bf16::from_bits(content[17].to_bits() ^ 1);
             content
         };
-        assert_eq!(expected.right_gradients(&rows), expected.len() as u64);
-        assert_eq!(expected.right_gradients(&flipped(&rows)), expected.len() as u64 - 1);
+        assert_eq!(expected.right_gradients(&rows), expected.row_count());
+        assert_eq!(expected.right_gradients(&flipped(&rows)), expected.row_count() - 1);
         assert_eq!((expected.right_tokens(&sums), expected.right_tokens(&flipped(&sums))), (6, 5));
         let mut weights = expected.reference.returned_words(1, expected.tensors[2]);
         assert!(expected.right_weights(&weights));
         weights[3] += 1.0;
         assert!(!expected.right_weights(&weights));
+    }
+
+    #[test]
+    fn rows_lie_where_their_index_says_and_come_back() {
+        let landing = Landing(Some(vec![2, 0, 1]));
+        let lying = landing.lying(&[1, 2, 3, 4, 5, 6], 2);
+        assert_eq!(lying, [3, 4, 5, 6, 1, 2]);
+        assert_eq!(landing.visible(&lying, 2), [1, 2, 3, 4, 5, 6]);
+        assert_eq!(landing.visible(&lying[..4], 2), [3, 4, 5, 6], "the first row is missing");
     }
 }

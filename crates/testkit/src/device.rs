@@ -1,0 +1,43 @@
+//! Streams and memory of a device, and waits that end.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use sidelane::device::{Allocation, ByteSpan, Context, DeviceRange, Priority, Reservation, Stream};
+use sidelane::error::DeviceError;
+
+use crate::TestError;
+
+/// A stream of its own.
+pub fn stream(context: &Arc<Context>) -> Result<Stream, DeviceError> {
+    Stream::new(context, Priority::Normal)
+}
+
+/// New memory of the device.
+pub fn allocate(context: &Arc<Context>, bytes: u64) -> Result<DeviceRange, DeviceError> {
+    let allocation = Allocation::new(context, bytes)?;
+    let reservation = Reservation::new(context, 1, allocation.bytes())?;
+    reservation.map(0, &allocation, &[context.device()])?.part(0, bytes)
+}
+
+/// All of a range.
+pub fn whole(range: &DeviceRange) -> Result<ByteSpan<'_>, DeviceError> {
+    range.span(0, range.len())
+}
+
+/// Waits for something, at most so long.
+pub fn until(
+    what: &str,
+    patience: Duration,
+    mut done: impl FnMut() -> Result<bool, DeviceError>,
+) -> Result<(), TestError> {
+    let start = Instant::now();
+    while !done()? {
+        let waited = start.elapsed();
+        if waited > patience {
+            return Err(TestError::Stuck { what: what.to_owned(), waited });
+        }
+        std::thread::yield_now();
+    }
+    Ok(())
+}

@@ -1,0 +1,26 @@
+//! The conformance suite of [`ExpertParallel`](sidelane::ExpertParallel), and what measurements and
+//! checks hold calls against: the naive [`reference`](sidelane_verify::reference).
+//!
+//! ```text
+//!   suite: Case (data) x Way --Run--> Player: builds, calls, compares --> Outcome, or the first Difference
+//!                                       |
+//!                        Place: tensors of the host, or of a device
+//! ```
+//!
+//! A crate of its own, which the library does not know: the program runs the suite between
+//! processes and on a GPU, and holds its measurements against the same reference.
+
+pub mod case;
+pub mod device;
+pub mod difference;
+mod error;
+pub mod exchange;
+pub mod expected;
+pub mod place;
+pub mod player;
+pub mod run;
+pub mod settings;
+pub mod suite;
+pub mod worlds;
+
+pub use error::TestError;
