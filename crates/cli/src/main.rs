@@ -1,36 +1,23 @@
-//! The `sidelane` program. A command is a folder and a line of the table below.
+//! The `sidelane` program: its [commands], and what they share.
 
 mod baselines;
-mod bench;
 mod chart;
-mod collectives;
 mod command;
-mod conformance;
-mod copy_engines;
-mod doctor;
+mod commands;
 mod error;
-mod gpu_check;
-mod launch;
-mod layer;
 mod machines;
 mod options;
-mod plan_bench;
-mod put_bench;
 mod ranks;
-mod route;
-mod routing;
-mod simulate;
+mod routing_source;
 mod stats;
 mod svg;
 mod table;
-mod trace;
 
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::Parser;
 
-use crate::command::Command;
-use crate::error::{CliError, usage};
+use crate::commands::{Commands, run};
 
 /// MoE expert-parallel dispatch and combine that run concurrently with the compute.
 #[derive(Parser)]
@@ -38,49 +25,6 @@ use crate::error::{CliError, usage};
 struct Cli {
     #[command(subcommand)]
     command: Commands,
-}
-
-macro_rules! commands {
-    ($($name:ident: $arguments:ty,)*) => {
-        #[derive(Subcommand)]
-        enum Commands {
-            $(#[command(name = <$arguments>::NAME)] $name($arguments),)*
-            /// One of the processes that a command has started
-            #[command(hide = true)]
-            Rank(ranks::RankArgs),
-        }
-
-        fn run(command: Commands) -> Result<ExitCode, CliError> {
-            match command {
-                $(Commands::$name(args) => args.run(),)*
-                Commands::Rank(ranks::RankArgs { command, task }) => match command.as_str() {
-                    $(<$arguments>::NAME => <$arguments>::rank(&task),)*
-                    other => Err(usage!("there is no command {other}")),
-                },
-            }
-        }
-    };
-}
-
-commands! {
-    // Measurements: dispatch and combine between processes, a whole layer, collectives, and their
-    // parts.
-    Bench: bench::BenchArgs,
-    Layer: layer::LayerArgs,
-    Collectives: collectives::CollectivesArgs,
-    PutBench: put_bench::PutBenchArgs,
-    // Operations of ranks, and their times.
-    Trace: trace::TraceArgs,
-    // Models: load of ranks and copy engines by routers, predicted times, cost of operands.
-    Routing: route::RoutingArgs,
-    CopyEngines: copy_engines::CopyEnginesArgs,
-    Simulate: simulate::SimulateArgs,
-    PlanBench: plan_bench::PlanBenchArgs,
-    // Tools: ranks, the machine, the features, a GPU.
-    Launch: launch::LaunchArgs,
-    Doctor: doctor::DoctorArgs,
-    Conformance: conformance::ConformanceArgs,
-    GpuCheck: gpu_check::GpuCheckArgs,
 }
 
 fn main() -> ExitCode {

@@ -4,9 +4,9 @@
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
 
+use crate::commands::launch::node_sizes;
 use crate::error::{CliError, usage};
-use crate::launch::node_sizes;
-use crate::routing::{self, Decided, Routed, Share, Source};
+use crate::routing_source::{self, Decided, Routed, Share, Source};
 
 /// Ranks by node; `NODES` of `RANKS` where nothing is said.
 #[derive(Args, Clone, Debug, Default)]
@@ -57,7 +57,7 @@ impl<const TOKENS: u32> RouterArgs<TOKENS> {
         let share = Share { experts, top_k, tokens: self.tokens.unwrap_or(TOKENS), seed: self.seed };
         at_least_one(&[("--tokens", share.tokens), ("--experts", experts), ("--top-k", top_k)])?;
         if asked.is_none() && routed.source != Source::Recorded {
-            let (source, experts, top_k) = (&routed.source, routing::EXPERTS, routing::TOP_K);
+            let (source, experts, top_k) = (&routed.source, routing_source::EXPERTS, routing_source::TOP_K);
             eprintln!("sidelane: routing is {source}: the recorded one has {experts} experts, top-{top_k}");
         }
         Ok((routed, share))

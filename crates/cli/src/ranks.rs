@@ -21,8 +21,8 @@ use sidelane::error::{BootstrapError, DeviceError};
 use sidelane::{Error, Group, Options, World};
 
 use crate::command;
+use crate::commands::launch::{Bind, Job, MachineArgs};
 use crate::error::{CliError, usage};
-use crate::launch::{Bind, Job, MachineArgs};
 
 /// One of the processes that a command has started.
 #[derive(Args)]

@@ -1,0 +1,115 @@
+//! `sidelane bench`: dispatch and combine between real processes, checked bit by bit and compared
+//! with a floor.
+//!
+//! A figure means nothing without its conditions, so all conditions are resolved once
+//! ([`config::Config`]), handed to every rank, and printed with the result ([`report::Report`]).
+//! The floor is measured round by round in turn with the real calls, so that both see the same
+//! state of the machine ([`stats`](crate::stats)).
+//!
+//! ```text
+//!   bench --> Task --launch--> rank 0 .. n-1:  dispatch, check | combine, check | rounds: real, floor, real, ... | check
+//!                                  |
+//!                                rank 0: table, JSON, trace
+//! ```
+//!
+//! The ranks of `sidelane trace` are started in the same way and make the same calls, on the same
+//! [`Layer`].
+
+mod all_to_all;
+mod config;
+mod layer;
+mod rank;
+mod report;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::Args;
+use serde::{Deserialize, Serialize};
+
+use crate::baselines::Folder;
+use crate::command::Command;
+use crate::error::CliError;
+use crate::ranks::{self, Assignment, Files, Sizes};
+
+pub use config::{ConditionArgs, Config, RowType};
+pub use layer::{CALLS, EVENTS, Layer, Verdict, record, share, write_trace};
+
+#[cfg(test)]
+pub use report::tests::sample;
+
+const EXAMPLES: &str = "\
+Examples:
+  sidelane bench                                          # two emulated nodes of four ranks
+  sidelane bench --nodes 1 --ranks-per-node 8 --baselines # with Open MPI and gloo in turn
+  sidelane bench --layout rank-major --dtype fp8 --backward";
+
+/// Time dispatch and combine between processes of one machine or several, verified and compared
+/// with a floor
+#[derive(Args)]
+#[command(after_help = EXAMPLES)]
+pub struct BenchArgs {
+    #[command(flatten)]
+    pub conditions: ConditionArgs,
+
+    /// Time the backward passes as well
+    #[arg(long)]
+    pub backward: bool,
+
+    /// Rounds to time; from 1000 on p99 is reported [default: what fits into half a minute]
+    #[arg(long, value_name = "N")]
+    pub rounds: Option<u32>,
+
+    /// Take turns with baselines, over MPI and over torch's gloo, if they are installed: rows by
+    /// expert, bf16, on one machine
+    #[arg(long, conflicts_with = "master")]
+    pub baselines: bool,
+
+    /// Write the report as JSON, on the machine of rank 0
+    #[arg(long, value_name = "FILE")]
+    pub json: Option<PathBuf>,
+
+    /// Write one round as a Chrome trace, on the machine of rank 0
+    #[arg(long, value_name = "FILE")]
+    pub trace_out: Option<PathBuf>,
+}
+
+impl Command for BenchArgs {
+    const NAME: &'static str = "bench";
+
+    fn run(self) -> Result<ExitCode, CliError> {
+        let config = Config::resolve(&self.conditions, self.backward, self.rounds)?;
+        if self.baselines {
+            config.check_baselines()?;
+        }
+        let (nodes, task) = (config.ranks_per_node.clone(), Task::new(config, self.trace_out.is_some())?);
+        // Ranks may be killed: the folder is held here, where Ctrl-C is waited for.
+        let folder = self.baselines.then(Folder::make).transpose()?;
+        let baselines = folder.as_ref().map(|folder| folder.path().to_owned());
+        let files = Files { json: self.json, trace: self.trace_out, baselines, ..Files::default() };
+        let assignment = Assignment { task, files };
+        ranks::start(Self::NAME, &nodes, &self.conditions.machines, &assignment, Vec::new())
+    }
+
+    fn rank(task: &str) -> Result<ExitCode, CliError> {
+        rank::main(&ranks::task(task)?)
+    }
+}
+
+/// Task of every rank.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Task {
+    pub config: Config,
+    /// Of the content of the routing file, if there is one.
+    routing_file: Option<String>,
+    pub sizes: Sizes,
+    /// Whether rounds are recorded for rank 0.
+    pub records: bool,
+}
+
+impl Task {
+    pub fn new(config: Config, records: bool) -> Result<Self, CliError> {
+        let (routing_file, sizes) = (config.routing.digest()?, rank::sizes(&config)?);
+        Ok(Task { config, routing_file, sizes, records })
+    }
+}

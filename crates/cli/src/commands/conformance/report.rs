@@ -1,0 +1,336 @@
+//! The table of features by executor, as it was found.
+
+use serde::Serialize;
+use sidelane::device::Probe;
+use sidelane::ep::{CallExecutor, Feature};
+use sidelane_testkit::difference::Difference;
+use sidelane_testkit::run::{Line, Outcome};
+use sidelane_testkit::suite::RANKS_PER_NODE;
+
+use super::{ConformanceArgs, PlaceArg};
+use crate::command::{self, Program};
+use crate::table;
+
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct DeviceReport {
+    library: String,
+    driver: String,
+    stand_in: bool,
+    /// Of the first device.
+    name: String,
+    devices: usize,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Report {
+    #[serde(flatten)]
+    program: Program,
+    seed: u64,
+    ranks_per_node: Vec<u32>,
+    device: Option<DeviceReport>,
+    /// Why nothing ran on a device, if it was to.
+    device_reason: Option<String>,
+    correct: bool,
+    cells: Vec<Cell>,
+    wrong: Vec<Wrong>,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize)]
+struct Cell {
+    feature: &'static str,
+    executor: &'static str,
+    served: bool,
+    state: State,
+    equal: usize,
+    refused: usize,
+    wrong: usize,
+    reason: Option<String>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+enum State {
+    Equal,
+    Refused,
+    Wrong,
+    NotRun,
+}
+
+/// A run that is wrong, and how it first is.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+struct Wrong {
+    feature: &'static str,
+    executor: String,
+    case: &'static str,
+    way: &'static str,
+    #[serde(flatten)]
+    first: Difference,
+}
+
+impl Report {
+    pub fn new(args: &ConformanceArgs, device: Option<Result<Probe, String>>, lines: &[Line]) -> Self {
+        let (device, device_reason) = match device {
+            Some(Ok(probe)) => (Some(DeviceReport::new(&probe)), None),
+            Some(Err(reason)) => (None, Some(reason)),
+            None => (None, None),
+        };
+        let shown = |executor: &CallExecutor| match args.place {
+            None => true,
+            Some(place) => (*executor == CallExecutor::HostStepper) == (place == PlaceArg::Host),
+        };
+        let asked = |feature: &Feature| args.only.is_empty() || args.only.contains(feature);
+        let mut cells = Vec::new();
+        for feature in Feature::ALL.into_iter().filter(asked) {
+            let executors = CallExecutor::ALL.into_iter().filter(shown);
+            cells.extend(executors.map(|executor| Cell::new(feature, executor, lines, &device_reason)));
+        }
+        let wrong: Vec<Wrong> = lines.iter().filter_map(Wrong::of).collect();
+        Report {
+            program: Program::HERE,
+            seed: args.seed,
+            ranks_per_node: RANKS_PER_NODE.to_vec(),
+            device,
+            device_reason,
+            correct: wrong.is_empty(),
+            cells,
+            wrong,
+        }
+    }
+
+    fn head(&self) -> String {
+        let nodes = self.ranks_per_node.iter().map(u32::to_string).collect::<Vec<_>>().join(" and ");
+        let ranks: u32 = self.ranks_per_node.iter().sum();
+        let mut lines = vec![("ranks", format!("{ranks} processes, on emulated nodes of {nodes}"))];
+        if let Some(DeviceReport { library, driver, stand_in, name, devices }) = &self.device {
+            let here = if *stand_in { "; the fake driver: no GPU is here" } else { "" };
+            lines.push(("device", format!("{devices} x {name}, CUDA {driver} ({library}){here}")));
+        }
+        if let Some(reason) = &self.device_reason {
+            lines.push(("device", format!("not run: {reason}")));
+        }
+        lines.push(("seed", self.seed.to_string()));
+        table::head(&lines)
+    }
+}
+
+impl DeviceReport {
+    fn new(probe: &Probe) -> Self {
+        DeviceReport {
+            library: probe.library.clone(),
+            driver: probe.version.to_string(),
+            stand_in: probe.stand_in,
+            name: probe.devices.first().map_or(String::new(), |device| device.name.clone()),
+            devices: probe.devices.len(),
+        }
+    }
+}
+
+impl Cell {
+    fn new(feature: Feature, executor: CallExecutor, lines: &[Line], device_reason: &Option<String>) -> Self {
+        let served = feature.is_served_by(executor);
+        let (mut equal, mut refused, mut wrong, mut lacks) = (0, 0, 0, None);
+        let here = |line: &&Line| line.run.case().feature == feature && executor_of(line) == executor.name();
+        for line in lines.iter().filter(here) {
+            match &line.outcome {
+                Outcome::Equal => equal += 1,
+                Outcome::Wrong(_) => wrong += 1,
+                Outcome::Refused(name) => {
+                    refused += 1;
+                    lacks = Some(name);
+                }
+            }
+        }
+        let state = match (wrong, equal, refused) {
+            (1.., ..) => State::Wrong,
+            (_, 1.., _) => State::Equal,
+            (_, _, 1..) if !served => State::Refused,
+            _ => State::NotRun,
+        };
+        let reason = (state == State::NotRun).then(|| match (lacks, device_reason) {
+            (Some(name), _) => format!("its cases also ask for {name}"),
+            (None, Some(_)) if executor != CallExecutor::HostStepper => "no device".to_owned(),
+            _ => "not in this mode".to_owned(),
+        });
+        let (feature, executor) = (feature.name(), executor.name());
+        Cell { feature, executor, served, state, equal, refused, wrong, reason }
+    }
+
+    fn text(&self) -> String {
+        let cases = |count| if count == 1 { "1 case".to_owned() } else { format!("{count} cases") };
+        match self.state {
+            State::Equal => format!("equal ({})", cases(self.equal)),
+            State::Refused => "refused by name".to_owned(),
+            State::Wrong => format!("WRONG ({})", cases(self.wrong)),
+            State::NotRun => format!("not run: {}", self.reason.as_deref().unwrap_or_default()),
+        }
+    }
+}
+
+/// Outcome of a feature on the executors of a device.
+pub struct Finding {
+    pub feature: &'static str,
+    /// Nothing where no case ran.
+    pub correct: Option<bool>,
+    pub text: String,
+}
+
+impl Finding {
+    pub fn of(lines: &[Line]) -> Vec<Finding> {
+        let on_device = CallExecutor::ALL.into_iter().filter(|&one| one != CallExecutor::HostStepper);
+        let finding = |feature: Feature| {
+            let cells = on_device.clone().map(|executor| Cell::new(feature, executor, lines, &None));
+            let cells: Vec<Cell> = cells.collect();
+            let ran = cells.iter().filter(|cell| cell.state != State::NotRun);
+            let wrong = lines.iter().filter_map(Wrong::of).filter(|wrong| wrong.feature == feature.name());
+            let wrong = wrong.map(|wrong| format!("\n{}", wrong.text().trim_end())).collect::<String>();
+            let text = cells.iter().map(|cell| format!("{}: {}", cell.executor, cell.text()));
+            Finding {
+                feature: feature.name(),
+                correct: (ran.count() > 0).then_some(wrong.is_empty()),
+                text: text.collect::<Vec<_>>().join("; ") + &wrong,
+            }
+        };
+        Feature::ALL.into_iter().map(finding).collect()
+    }
+}
+
+/// Name of the executor that served a run, or that would have.
+fn executor_of(Line { run, executor, .. }: &Line) -> &str {
+    if executor.is_empty() { run.way.usual_executor().name() } else { executor }
+}
+
+impl Wrong {
+    fn of(line: &Line) -> Option<Self> {
+        let Line { run, outcome: Outcome::Wrong(found), .. } = line else { return None };
+        let case = run.case();
+        let unknown = || Difference::outcome(0, "outcome", "equal", "wrong");
+        Some(Wrong {
+            feature: case.feature.name(),
+            executor: executor_of(line).to_owned(),
+            case: case.name,
+            way: run.way.name(),
+            first: found.first().cloned().unwrap_or_else(unknown),
+        })
+    }
+
+    fn text(&self) -> String {
+        let Wrong { feature, executor, case, way, first } = self;
+        format!("WRONG: {feature}, {executor} ({case}; {way}): {}\n", first.text())
+    }
+}
+
+impl command::Report for Report {
+    fn text(&self) -> String {
+        let mut executors: Vec<&str> = Vec::new();
+        for cell in &self.cells {
+            if !executors.contains(&cell.executor) {
+                executors.push(cell.executor);
+            }
+        }
+        let mut table = table::new(["feature"].into_iter().chain(executors.iter().copied()));
+        for row in self.cells.chunks(executors.len().max(1)) {
+            let name = row.first().map_or(String::new(), |cell| cell.feature.to_owned());
+            table.add_row([name].into_iter().chain(row.iter().map(Cell::text)));
+        }
+        let wrong: String = self.wrong.iter().map(Wrong::text).collect();
+        let verdict = match self.correct {
+            true => "All bits are the reference's, and what the table lacks is refused by name.",
+            false => "NOT RIGHT: see the lines that say WRONG.",
+        };
+        format!("{}\n{}\n\n{wrong}{verdict}", self.head(), table.trim_fmt())
+    }
+
+    fn is_right(&self) -> bool {
+        self.correct
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use sidelane_testkit::case::Way;
+    use sidelane_testkit::run::Run;
+
+    use super::*;
+    use crate::command::Report as _;
+    use crate::command::tests::assert_page;
+
+    fn args(place: Option<PlaceArg>, only: &[Feature]) -> ConformanceArgs {
+        ConformanceArgs { place, only: only.to_vec(), seed: 7, json: None }
+    }
+
+    /// Runs of this feature on the host, all with this outcome.
+    fn of(feature: Feature, outcome: &Outcome) -> Vec<Line> {
+        let runs = Run::all(Way::Host).filter(|run| run.case().feature == feature);
+        runs.map(|run| Line { run, executor: "host-stepper".to_owned(), outcome: outcome.clone() }).collect()
+    }
+
+    fn wrong() -> Outcome {
+        Outcome::Wrong(vec![Difference {
+            rank: 1,
+            what: "sums of dispatch 0".to_owned(),
+            row: 3,
+            column: 5,
+            expected: "1 (0x3f80)".to_owned(),
+            seen: "2 (0x4000)".to_owned(),
+        }])
+    }
+
+    #[test]
+    fn the_page_names_the_keys_that_are_written() {
+        let probe = Probe { stand_in: true, ..crate::commands::doctor::tests::probe(1) };
+        let judged = of(Feature::Gradients, &wrong());
+        assert_page("conformance.md", &[Report::new(&args(None, &[]), Some(Ok(probe)), &judged)]);
+    }
+
+    #[test]
+    fn flipped_bit_is_reported_as_wrong_with_its_place() {
+        let mut judged = of(Feature::Gradients, &Outcome::Equal);
+        let right = Report::new(&args(Some(PlaceArg::Host), &[Feature::Gradients]), None, &judged);
+        assert!(right.is_right() && right.text().contains(&format!("equal ({} cases)", judged.len())));
+        judged[1].outcome = wrong();
+        let report = Report::new(&args(Some(PlaceArg::Host), &[Feature::Gradients]), None, &judged);
+        let text = report.text();
+        assert!(!report.is_right() && text.contains("WRONG (1 case)"), "{text}");
+        let first = "rank 1: sums of dispatch 0, row 3, column 5: 2 (0x4000) is seen, expected 1 (0x3f80)";
+        assert!(text.contains(first) && text.ends_with("NOT RIGHT: see the lines that say WRONG."), "{text}");
+    }
+
+    #[test]
+    fn cell_is_refused_where_the_table_says_no_and_not_run_where_nothing_ran() {
+        let refused = Outcome::Refused("release without combine".to_owned());
+        let judged = of(Feature::Release, &refused);
+        let report =
+            Report::new(&args(None, &[Feature::Release]), Some(Err("no driver".to_owned())), &judged);
+        let states: Vec<_> = report.cells.iter().map(|cell| (cell.served, cell.state)).collect();
+        let released = |executor| Feature::Release.is_served_by(executor);
+        let expected = CallExecutor::ALL.map(|executor| {
+            let state = if executor == CallExecutor::HostStepper { State::Refused } else { State::NotRun };
+            (released(executor), state)
+        });
+        assert_eq!(states, expected);
+        let text = report.text();
+        assert!(text.contains("not run: no driver") && text.contains("not run: no device"), "{text}");
+        // A case that also asks for something else shows nothing about its own feature.
+        let judged = of(Feature::Gradients, &Outcome::Refused("rank-major rows".to_owned()));
+        let report = Report::new(&args(Some(PlaceArg::Host), &[Feature::Gradients]), None, &judged);
+        assert_eq!(report.cells[0].state, State::NotRun);
+        assert!(report.text().contains("its cases also ask for"));
+    }
+
+    #[test]
+    fn finding_of_a_feature_is_wrong_with_one_wrong_case() {
+        let find = |outcome: Outcome| {
+            let run = Run::all(Way::Slots).find(|run| run.case().feature == Feature::Release).unwrap();
+            let all = Finding::of(&[Line { run, executor: "constant-program".to_owned(), outcome }]);
+            assert_eq!(all.len(), Feature::ALL.len());
+            all.into_iter().find(|finding| finding.feature == Feature::Release.name()).unwrap()
+        };
+        let right = find(Outcome::Equal);
+        assert_eq!(right.correct, Some(true));
+        assert!(right.text.ends_with("constant-program: equal (1 case)"), "{}", right.text);
+        let found = find(wrong());
+        assert_eq!(found.correct, Some(false));
+        assert!(found.text.contains("row 3, column 5"), "{}", found.text);
+        assert_eq!(Finding::of(&[])[0].correct, None);
+    }
+}

@@ -1,0 +1,248 @@
+//! `sidelane copy-engines`: requests of a dispatch to copy engines, per variant, counted from the
+//! schedules that would run.
+//!
+//! No rank is started and no row is moved. Times are arithmetic: a price per copy and a rate, which
+//! the command line names.
+//!
+//! ```text
+//!   decisions of all ranks --> Plan   layouts, blocks in the order of tokens or of relays
+//!                                \--> CopyEngineWork of every rank --> mean, max, time
+//! ```
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::Args;
+use serde::Serialize;
+use sidelane::error::PlanError;
+use sidelane::plan::RowLayout;
+use sidelane::topology::Route;
+use sidelane_core::schedule::call_program::SlotCall;
+use sidelane_core::schedule::stream_program::{Slots, StreamProgram};
+use sidelane_model::{CopyEngineWork, RankDispatches};
+
+use crate::command::{self, Command};
+use crate::commands::bench::RowType;
+use crate::commands::launch::shape_words;
+use crate::error::CliError;
+use crate::options::{RoutedArgs, at_least_one, up_to};
+use crate::routing_source::{self, Decided};
+use crate::table::{self, time, volume};
+
+const EXAMPLES: &str = "\
+Examples:
+  sidelane copy-engines --nodes 2 --ranks-per-node 8 --tokens 4096
+  sidelane copy-engines --nodes 1 --ranks-per-node 8 --tokens 128 --dtype fp8";
+
+/// Count the requests of a dispatch to copy engines: copies, bytes and memory operations, and a
+/// time by arithmetic
+#[derive(Args)]
+#[command(after_help = EXAMPLES)]
+pub struct CopyEnginesArgs {
+    #[command(flatten)]
+    pub routed: RoutedArgs<2, 8, 4096>,
+
+    /// Elements of a row
+    #[arg(long, value_name = "H", default_value_t = 7168)]
+    pub hidden: u32,
+
+    /// Type of an element
+    #[arg(long, value_enum, default_value_t = RowType::Bf16)]
+    pub dtype: RowType,
+
+    /// Price of a copy in microseconds, however small; by default the published figure of an H100
+    #[arg(long, value_name = "US", default_value_t = 2.3, value_parser = up_to(1e9))]
+    pub copy_us: f64,
+
+    /// Speed of a long copy in GB/s; by default the published figure of NVLink on an H100
+    #[arg(long, value_name = "GB/S", default_value_t = 380.0, value_parser = up_to(1e9))]
+    pub copy_gbps: f64,
+
+    /// Write the report as JSON
+    #[arg(long, value_name = "FILE")]
+    pub json: Option<PathBuf>,
+}
+
+impl Command for CopyEnginesArgs {
+    const NAME: &'static str = "copy-engines";
+
+    fn run(self) -> Result<ExitCode, CliError> {
+        command::claim(&self.json)?;
+        command::finish(&Report::new(&Task::resolve(&self)?)?, &self.json)
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Conditions {
+    #[serde(flatten)]
+    pub decided: routing_source::Conditions,
+    pub hidden: u32,
+    pub dtype: RowType,
+    /// Microseconds of a copy, however small, and GB/s of a long one.
+    pub copy_us: f64,
+    pub copy_gbps: f64,
+}
+
+pub struct Task {
+    pub decided: Decided,
+    pub conditions: Conditions,
+    /// Bytes of a row that is sent, and of a returned one.
+    pub row_bytes: u64,
+    pub home_bytes: u64,
+}
+
+impl Task {
+    pub fn resolve(args: &CopyEnginesArgs) -> Result<Self, CliError> {
+        let &CopyEnginesArgs { hidden, dtype, copy_us, copy_gbps, .. } = args;
+        let decided = args.routed.decide(None)?;
+        at_least_one(&[("--hidden", hidden)])?;
+        let (row_bytes, home_bytes) = dtype.bytes(hidden);
+        if let Some(&seen) = [row_bytes, home_bytes].iter().find(|bytes| !bytes.is_multiple_of(16)) {
+            let (parameter, expected) = ("row bytes", "a multiple of 16");
+            return Err(PlanError::BadParameter { parameter, seen, expected }.into());
+        }
+        let conditions =
+            Conditions { decided: decided.conditions.clone(), hidden, dtype, copy_us, copy_gbps };
+        Ok(Task { decided, conditions, row_bytes, home_bytes })
+    }
+
+    /// Bytes of a slot for all tokens: their rows and, in as many rows as it needs, a header of
+    /// their choices.
+    fn slot_bytes(&self) -> u64 {
+        let routing_source::Conditions { tokens, top_k, .. } = self.decided.conditions;
+        let header = HEAD + u64::from(tokens) * u64::from(top_k) * CHOICE;
+        (header.div_ceil(self.row_bytes) + u64::from(tokens)) * self.row_bytes
+    }
+}
+
+const CHOICE: u64 = 8;
+const HEAD: u64 = 64;
+
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Variant {
+    pub name: String,
+    pub mean: CopyEngineWork,
+    /// Of the rank that asks for most, each figure by itself.
+    pub max: CopyEngineWork,
+    /// Microseconds of the engines of the rank that needs most, one copy after another.
+    pub us: f64,
+}
+
+impl Variant {
+    fn new(name: String, ranks: &[CopyEngineWork], conditions: &Conditions) -> Self {
+        let us = |work: &CopyEngineWork| {
+            work.copies as f64 * conditions.copy_us + work.bytes as f64 / (conditions.copy_gbps * 1e3)
+        };
+        let (count, us) = (ranks.len() as u64, ranks.iter().map(us).fold(0.0, f64::max));
+        let mean = CopyEngineWork::fold(ranks, |figures| (figures.sum::<u64>() + count / 2) / count);
+        Variant { name, mean, max: CopyEngineWork::fold(ranks, |figures| figures.max().unwrap_or(0)), us }
+    }
+}
+
+/// All variants of this group: slots on one node; planned rows, direct or through relays.
+pub fn all(task: &Task) -> Result<Vec<Variant>, CliError> {
+    let mut ways = Vec::new();
+    let ranks = task.decided.nodes.ranks();
+    if task.decided.nodes.nodes() == 1 {
+        let slots = Slots::new(
+            ranks,
+            task.slot_bytes(),
+            u64::from(task.decided.conditions.tokens) * task.home_bytes,
+        )?;
+        for (name, call) in [("dispatch", SlotCall::Dispatch), ("combine", SlotCall::Combine)] {
+            let work = |me| Ok(CopyEngineWork::of_stream(&StreamProgram::new(call, slots, me)?, me));
+            let work: Vec<CopyEngineWork> = (0..ranks).map(work).collect::<Result<_, CliError>>()?;
+            ways.push(Variant::new(format!("slots: {name}"), &work, &task.conditions));
+        }
+    }
+    for layout in RowLayout::ALL {
+        let mut planned = vec![(Route::Direct, false, "direct")];
+        if task.decided.nodes.nodes() > 1 {
+            planned.push((Route::Pxn, false, "pxn, token order"));
+        }
+        if task.decided.nodes.nodes() > 1 && layout == RowLayout::RankMajor {
+            planned.push((Route::Pxn, true, "pxn, relay order"));
+        }
+        for (route, spans, how) in planned {
+            let Decided { map, nodes, routings, .. } = &task.decided;
+            let &Task { row_bytes, home_bytes, .. } = task;
+            let work = CopyEngineWork::of_ranks(&RankDispatches {
+                map,
+                nodes,
+                routings,
+                layout,
+                route,
+                spans,
+                row_bytes,
+                home_bytes,
+            })?;
+            ways.push(Variant::new(format!("{}, {how}", layout.name()), &work, &task.conditions));
+        }
+    }
+    Ok(ways)
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Report {
+    pub config: Conditions,
+    /// Bytes of a row that is sent, and of a returned one.
+    pub row_bytes: u64,
+    pub combine_row_bytes: u64,
+    pub variants: Vec<Variant>,
+}
+
+impl Report {
+    pub fn new(task: &Task) -> Result<Self, CliError> {
+        Ok(Report {
+            config: task.conditions.clone(),
+            row_bytes: task.row_bytes,
+            combine_row_bytes: task.home_bytes,
+            variants: all(task)?,
+        })
+    }
+}
+
+impl command::Report for Report {
+    fn text(&self) -> String {
+        let Conditions { decided, hidden, dtype, copy_us, copy_gbps } = &self.config;
+        let routing_source::Conditions { routing, experts, top_k, ranks_per_node, tokens, .. } = decided;
+        let table = table::of(
+            &self.variants,
+            &[
+                ("variant", &|variant| variant.name.clone()),
+                ("copies", &|variant| variant.max.copies.to_string()),
+                ("bytes each", &|variant| volume(variant.mean.bytes / variant.mean.copies.max(1))),
+                ("batches", &|variant| variant.max.batches.to_string()),
+                ("memory ops", &|variant| variant.max.memory_ops.to_string()),
+                ("their batches", &|variant| variant.max.memory_op_batches.to_string()),
+                ("engines", &|variant| volume(variant.mean.bytes)),
+                ("NICs", &|variant| volume(variant.mean.nic_bytes)),
+                ("time", &|variant| time(variant.us)),
+            ],
+        );
+        let head = table::head(&[
+            ("routing", format!("{routing}, {experts} experts, top-{top_k}, {tokens} tokens a rank")),
+            ("ranks", shape_words(ranks_per_node)),
+            ("rows", format!("{hidden} x {}", dtype.name())),
+            ("time", format!("{copy_us} us a copy and {copy_gbps} GB/s, as given: not measured")),
+        ]);
+        format!(
+            "{head}\n{table}\n\n\
+             Copies, memory operations and batches of either are those of the rank that has most; bytes are\n\
+             means. Times are of the engines of one rank alone, one copy after another. Own rows are moved by none.",
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::command::tests::{assert_page, parsed};
+
+    #[test]
+    fn the_document_names_exactly_the_keys_of_the_json() {
+        let report =
+            Report::new(&Task::resolve(&parsed("--tokens 8 --hidden 32").unwrap()).unwrap()).unwrap();
+        assert_page("copy-engines-json.md", &[report]);
+    }
+}

@@ -1,0 +1,298 @@
+//! Results, and their JSON. `docs/layer-json.md` describes the keys.
+//!
+//! The picture shows one overlapped step at a glance: the streams of every rank, one below the
+//! other, time from left to right.
+//!
+//! ```text
+//!   title, conditions
+//!   rank 0
+//!       compute 0     [0][1][2] ..  [weights]      chunks, in the colour of what is done to them
+//!       transfer 0  [0][2][0] ..
+//!       transfer 1    [1][3][1] ..
+//!   rank 1   ..
+//!                        0       1       2 ms
+//!            legend
+//! ```
+
+use serde::Serialize;
+use sidelane::World;
+use sidelane::config::EmulatedLink;
+use sidelane::exec::{NodeSpan, Timeline};
+
+use super::{Shape, Task};
+use crate::chart::{self, LEFT, Times, WIDTH, legend};
+use crate::command;
+use crate::commands::launch::shape_words;
+use crate::machines::{self, Hosts, Machines};
+use crate::stats::summary;
+use crate::svg::{self, Style, Svg};
+use crate::table::{self, time};
+
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Report {
+    pub config: Conditions,
+    pub verified: bool,
+    pub forward: Pass,
+    pub backward: Option<Pass>,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Conditions {
+    #[serde(flatten)]
+    pub shape: Shape,
+    pub rounds: u32,
+    pub lane: Option<String>,
+    pub emulated_link: Option<Link>,
+    pub lane_reason: Option<String>,
+    #[serde(flatten)]
+    pub hosts: Hosts,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Link {
+    pub bytes_per_second: u64,
+    latency_us: u64,
+}
+
+/// One direction: medians of rounds, in microseconds.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Pass {
+    /// At the slowest rank, in turn.
+    experts_us: f64,
+    transfers_us: f64,
+    sequential_us: f64,
+    overlapped_us: f64,
+    /// Savings of overlap, by the shorter of experts and transfers.
+    pub hidden_share: f64,
+}
+
+impl Pass {
+    pub fn of_rounds(experts: &[f64], transfers: &[f64], in_turn: &[f64], overlapped: &[f64]) -> Self {
+        let [experts_us, transfers_us, sequential_us, overlapped_us] =
+            [experts, transfers, in_turn, overlapped].map(|rounds| summary(rounds).p50_us);
+        let hidden_share = (sequential_us - overlapped_us) / experts_us.min(transfers_us);
+        Pass { experts_us, transfers_us, sequential_us, overlapped_us, hidden_share }
+    }
+}
+
+impl From<EmulatedLink> for Link {
+    fn from(link: EmulatedLink) -> Self {
+        let latency_us = u64::try_from(link.latency.as_micros()).unwrap_or(u64::MAX);
+        Link { bytes_per_second: link.bytes_per_second.get(), latency_us }
+    }
+}
+
+impl Report {
+    pub fn new(
+        task: &Task,
+        (world, machines): (&World, &Machines),
+        link: Option<EmulatedLink>,
+        verified: bool,
+        passes: &[Pass],
+    ) -> Self {
+        let (lane, lane_reason) = machines::net(world).unzip();
+        let emulated_link = link.filter(|_| lane.as_deref() == Some("emulated")).map(Link::from);
+        let (shape, rounds, hosts) = (task.shape.clone(), task.rounds, machines.hosts());
+        let config = Conditions { shape, rounds, lane, emulated_link, lane_reason, hosts };
+        Report { config, verified, forward: passes[0], backward: passes.get(1).copied() }
+    }
+}
+
+const NOTES: &str = "\
+Experts: at work, at the slowest rank, in turn. Transfers: a step whose experts do nothing. Hidden: what overlap saves of the
+shorter of the two; 1 is all of it.";
+
+impl command::Report for Report {
+    fn text(&self) -> String {
+        let Conditions { shape, rounds, lane, emulated_link, lane_reason, hosts } = &self.config;
+        let reason = table::because(lane_reason);
+        let link = match emulated_link {
+            Some(Link { bytes_per_second, latency_us }) => {
+                format!(", at {} a second and {latency_us} us", table::volume(*bytes_per_second))
+            }
+            None => String::new(),
+        };
+        let lane = lane.as_deref().unwrap_or("shm");
+        let passes = [("forward", Some(self.forward)), ("backward", self.backward)];
+        let table = table::of(
+            passes.into_iter().filter_map(|(name, pass)| Some((name, pass?))),
+            &[
+                ("", &|(name, _)| (*name).to_owned()),
+                ("experts", &|(_, pass)| time(pass.experts_us)),
+                ("transfers", &|(_, pass)| time(pass.transfers_us)),
+                ("in turn", &|(_, pass)| time(pass.sequential_us)),
+                ("overlapped", &|(_, pass)| time(pass.overlapped_us)),
+                ("hidden", &|(_, pass)| format!("{:.2}", pass.hidden_share)),
+            ],
+        );
+        let bits = if self.verified { "the same bits in turn and overlapped" } else { "DIFFERENT BITS" };
+        let head = table::head(&[
+            ("ranks", format!("{}, {}", shape_words(&shape.ranks_per_node), hosts.text(""))),
+            ("layer", shape.words()),
+            ("lane", format!("{lane}{link}{reason}")),
+            ("checked", format!("{bits}; medians of {rounds} rounds")),
+        ]);
+        format!("{head}\n{table}\n\n{NOTES}")
+    }
+
+    fn is_right(&self) -> bool {
+        self.verified
+    }
+}
+
+const TOP: f64 = 74.0;
+/// Height of a stream, and the gap between ranks.
+const STREAM: f64 = 22.0;
+const GAP: f64 = 22.0;
+
+const STYLE: Style = Style {
+    light: "\
+.chunk { font-size: 9px; fill: #ffffff; }
+.wide { stroke: #ffffff; stroke-width: 0.5; }
+.rows { fill: #d9820f; } .weights { fill: #a65208; }
+.out { fill: #2166c2; } .home { fill: #0f8a86; } .other { fill: #8a939c; }",
+    dark: "\
+.chunk { fill: #ffffff; }
+.wide { stroke: #0d1117; }
+.rows { fill: #e0962f; } .weights { fill: #b96a1e; }
+.out { fill: #3f83dd; } .home { fill: #1f9e99; } .other { fill: #6b747e; }",
+};
+
+/// Work on a chunk: its rule in the style, its words, and its spans; the last entry has all others.
+const KINDS: [(&str, &str, &[&str]); 5] = [
+    ("out", "to experts", &["dispatch", "gradient of combine"]),
+    ("home", "home, summed", &["combine", "gradient of dispatch"]),
+    ("rows", "experts, gradients of rows", &["experts", "gradient of rows"]),
+    ("weights", "gradients of weights", &["gradient of weights", "gradient of shared weights"]),
+    ("other", "else", &[]),
+];
+
+fn kind(span: &NodeSpan) -> (&'static str, &'static str) {
+    let (class, said, _) =
+        KINDS.into_iter().find(|(_, _, names)| names.contains(&&*span.name)).unwrap_or(KINDS[4]);
+    (class, said)
+}
+
+pub fn draw(shape: &Shape, timelines: &[Timeline]) -> String {
+    let spans = timelines.iter().flat_map(|timeline| &timeline.spans);
+    let scale = Times::of(spans.clone().map(|span| (span.start_ns, span.nanos)));
+    let ranks: Vec<_> = timelines.iter().map(|timeline| streams(&timeline.spans)).collect();
+    let lines: usize = ranks.iter().map(Vec::len).sum();
+    let bottom = TOP + STREAM * lines as f64 + GAP * ranks.len().saturating_sub(1) as f64;
+    let title = "One step of a layer: transfers during experts";
+    svg::picture((WIDTH, bottom + 64.0), title, STYLE, |svg| {
+        svg.label("quiet", 16.0, 45.0, &shape.words());
+        scale.axis(svg, (TOP, bottom));
+        let mut y = TOP;
+        for (rank, streams) in ranks.iter().enumerate() {
+            svg.label("quiet", 16.0, y - 5.0, &format!("rank {rank}"));
+            for (stream, spans) in streams {
+                svg.label("end", LEFT - 8.0, y + STREAM / 2.0 + 4.0, stream);
+                spans.iter().for_each(|span| draw_span(svg, &scale, y, span));
+                y += STREAM;
+            }
+            y += GAP;
+        }
+        let kinds = KINDS.map(|(class, said, _)| (class, said));
+        let kinds = kinds.into_iter().filter(|one| spans.clone().any(|span| kind(span) == *one));
+        legend(svg, bottom + 46.0, kinds.map(|(class, said)| (class.to_owned(), said)));
+    })
+}
+
+fn streams(spans: &[NodeSpan]) -> Vec<(&str, Vec<&NodeSpan>)> {
+    let mut names: Vec<&str> = spans.iter().map(|span| span.stream.as_str()).collect();
+    names.sort_unstable();
+    names.dedup();
+    let of = |name| spans.iter().filter(|span| span.stream == name).collect();
+    names.into_iter().map(|name| (name, of(name))).collect()
+}
+
+fn draw_span(svg: &mut Svg, scale: &Times, y: f64, span: &NodeSpan) {
+    let (from, to) = (scale.x(span.start_ns), scale.x(span.start_ns + span.nanos));
+    let ((class, _), chunk) = (kind(span), span.chunk.to_string());
+    let said = format!("{} {chunk}: {}", span.name, time(span.nanos as f64 / 1e3));
+    chart::span(svg, class, (from, y, to - from, STREAM - 2.0), &said, ("chunk", &chunk));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::command::Report as _;
+    use crate::command::tests::assert_page;
+    use crate::commands::layer::sample as shape;
+    use crate::svg::tests::elements;
+
+    fn sample() -> Report {
+        let shape = shape();
+        let emulated_link = Some(Link { bytes_per_second: 1 << 30, latency_us: 10 });
+        let config = Conditions {
+            shape,
+            rounds: 3,
+            lane: Some("emulated".into()),
+            emulated_link,
+            lane_reason: Some("said so".into()),
+            hosts: Hosts { machines: 1, cores: 2 },
+        };
+        let forward = Pass::of_rounds(&[90.0, 100.0, 110.0], &[120.0; 3], &[240.0; 3], &[150.0; 3]);
+        Report { config, verified: true, forward, backward: Some(forward) }
+    }
+
+    #[test]
+    fn hidden_is_what_is_saved_of_the_shorter_part() {
+        assert_eq!(sample().forward.hidden_share, 0.9);
+    }
+
+    #[test]
+    fn the_document_names_exactly_the_keys_of_the_json() {
+        assert_page("layer-json.md", &[sample()]);
+    }
+
+    #[test]
+    fn the_text_has_a_line_for_each_direction() {
+        let text = sample().text();
+        for words in
+            ["2 on 2 nodes (1 + 1)", "emulated, at 1.1 GB a second and 10 us", "forward", "backward", "0.90"]
+        {
+            assert!(text.contains(words), "{words}: {text}");
+        }
+    }
+
+    fn span(stream: &str, name: &str, start_us: u64, us: u64) -> NodeSpan {
+        let (stream, name) = (stream.to_owned(), name.to_owned());
+        NodeSpan { stream, name, chunk: 3, start_ns: 7_000_000 + start_us * 1000, nanos: us * 1000 }
+    }
+
+    #[test]
+    fn streams_lie_below_each_other_and_spans_where_their_time_is() {
+        let timeline = Timeline {
+            spans: vec![
+                span("transfer 0", "dispatch", 0, 100),
+                span("compute 0", "experts", 100, 300),
+                span("transfer 0", "combine", 200, 200),
+            ],
+            ..Timeline::default()
+        };
+        let picture = draw(&shape(), &[timeline.clone(), timeline]);
+        let boxes = |class: &str| -> Vec<(f64, f64, f64)> {
+            let tags =
+                elements(&picture).into_iter().filter(|tag| tag.starts_with("rect") && tag.contains(class));
+            let value = |tag: &str, name: &str| -> f64 {
+                tag.split_once(&format!(" {name}=\"")).unwrap().1.split('"').next().unwrap().parse().unwrap()
+            };
+            tags.map(|tag| (value(&tag, "x"), value(&tag, "y"), value(&tag, "width"))).collect()
+        };
+        let [rows, out, home] = ["wide rows", "wide out", "wide home"].map(boxes);
+        assert_eq!((rows.len(), out.len(), home.len()), (2, 2, 2), "once for each rank");
+        assert!(rows[0].1 < out[0].1 && out[0].1 == home[0].1 && home[0].1 < rows[1].1);
+        assert_eq!((rows[0].0, rows[0].2), (LEFT + 193.0, 579.0), "the last three quarters");
+        assert!(!picture.contains(KINDS[3].1), "the legend names what occurs");
+        for text in ["experts 3: 300 us", ">transfer 0<", ">rank 1<", "64 tokens a rank in 4 chunks"] {
+            assert!(picture.contains(text), "{text} in\n{picture}");
+        }
+    }
+
+    #[test]
+    fn nothing_recorded_is_an_empty_picture() {
+        elements(&draw(&shape(), &[Timeline::default()]));
+    }
+}

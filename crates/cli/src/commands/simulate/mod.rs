@@ -1,0 +1,523 @@
+//! `sidelane simulate`: how long a dispatch and a combine would take on a described machine, by the
+//! schedules that would run there (`sidelane_model::time`).
+//!
+//! ```text
+//!   model, routing, ranks --> Placed for each way --\
+//!                                                    +--> Timing: table, JSON, picture by number of ranks
+//!   hardware: a name, a file, or --calibrate --------/
+//! ```
+
+mod calibrate;
+mod layer;
+mod report;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Args, ValueEnum};
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use report::Report;
+use serde::Serialize;
+use sidelane::dtype::PartialDtype;
+use sidelane::gate::{Gate, GateInput, Preset, Routing};
+use sidelane::plan::{ExpertMap, RowLayout, SlotShape, SumOrder};
+use sidelane::topology::Route;
+use sidelane_model::time::{Case, Executor, Hardware, Placed, Timing, slots};
+
+use crate::command::{self, Command};
+use crate::commands::bench::RowType;
+use crate::error::{CliError, usage};
+use crate::options::{at_most, one_of};
+use crate::routing_source::{Routed, Router, Share, Source};
+
+const EXAMPLES: &str = "\
+Examples:
+  sidelane simulate --nodes 128 --ranks-per-node 8 --hardware h100-cx7
+  sidelane simulate --nodes 1 --tokens 128 --mode slots
+  sidelane simulate --calibrate machine.json              # measures this machine";
+
+/// Predict the times of dispatch and combine on a described machine, from the schedules that would
+/// run there
+#[derive(Args, Clone)]
+#[command(after_help = EXAMPLES)]
+pub struct SimulateArgs {
+    /// Model whose experts, choices, row and router are used. deepseek_v3 has 256 experts in 8
+    /// groups, of which 4 are taken, top-8 and rows of 7168; qwen3 (235B) 128, top-8, 4096; mixtral
+    /// (8x7B) 8, top-2, 4096; olmoe (1B-7B) 64, top-8, 2048
+    #[arg(long, default_value = "deepseek_v3", value_parser = one_of(MODELS, Model::name))]
+    pub model: Model,
+
+    /// A machine that is known (h100-cx7, h200-cx7, h800-400g), or a file as --calibrate writes it
+    #[arg(long, value_name = "NAME|FILE", default_value = "h100-cx7")]
+    pub hardware: String,
+
+    /// Number of nodes
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=MOST_RANKS.into()))]
+    pub nodes: u32,
+
+    /// Ranks of each node
+    #[arg(long, value_name = "M", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=MOST_RANKS.into()))]
+    pub ranks_per_node: u32,
+
+    /// Tokens of each rank
+    #[arg(long, value_name = "T", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    pub tokens: u32,
+
+    /// Elements of a row [default: the model's]
+    #[arg(long, value_name = "H", value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
+    pub hidden: Option<u32>,
+
+    /// Number of experts [default: the model's, or from the routing file]
+    #[arg(long, value_name = "E")]
+    pub experts: Option<u32>,
+
+    /// Experts that each token chooses [default: the model's, or from the routing file]
+    #[arg(long, value_name = "K")]
+    pub top_k: Option<u32>,
+
+    /// Type of an element; fp8 is sent as records with scales, and bf16 returns
+    #[arg(long, value_enum, default_value_t = RowType::Bf16)]
+    pub dtype: RowType,
+
+    /// Source of decisions: recorded, uniform, zipf:S, incast, or a file [default: the model's
+    /// router, on random logits]
+    #[arg(long, value_name = "recorded|PATTERN|FILE")]
+    pub routing: Option<Source>,
+
+    /// Exact sizes, or fixed slots on a stream (rank-major, one node; full whatever the routing)
+    #[arg(long, value_enum, default_value_t = ReceiveKind::Exact)]
+    pub mode: ReceiveKind,
+
+    /// Order of received rows [default: both]
+    #[arg(long, value_parser = one_of(RowLayout::ALL, RowLayout::name))]
+    pub layout: Option<RowLayout>,
+
+    /// Route of rows to other nodes [default: both]
+    #[arg(long, value_parser = one_of(Route::ALL, Route::name))]
+    pub route: Option<Route>,
+
+    /// Order of sums; relays make partial sums of ranks or nodes [default: expert and, over pxn,
+    /// rank and node]
+    #[arg(long, value_parser = one_of(SumOrder::ALL, SumOrder::name))]
+    pub sum_order: Option<SumOrder>,
+
+    /// Type in which partial sums cross [default: both]
+    #[arg(long, value_parser = one_of(PartialDtype::ALL, PartialDtype::name))]
+    pub partial_dtype: Option<PartialDtype>,
+
+    /// In how many parts a block goes to its relay; a list compares them [default: 4]
+    #[arg(long, value_name = "N[,N..]", value_delimiter = ',', value_parser = clap::value_parser!(u8).range(1..))]
+    pub relay_parts: Vec<u8>,
+
+    /// How weights and choices travel: as copies next to the rows, or with the counts [default:
+    /// rows]
+    #[arg(long, value_enum)]
+    pub metadata_with: Option<MetadataWith>,
+
+    /// Time a whole layer, forward and backward, with its tokens in this many chunks: transfers
+    /// overlap with the experts; a list compares them
+    #[arg(long, value_name = "N[,N..]", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub token_chunks: Vec<u32>,
+
+    /// Width of an expert, with --token-chunks [default: the model's]
+    #[arg(long, value_name = "F", requires = "token_chunks", value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    pub ffn: Option<u32>,
+
+    /// TFLOP/s of the experts' products, with --token-chunks: 600 is six tenths of the bf16 peak of
+    /// an H100
+    #[arg(long, value_name = "X", default_value_t = 600, requires = "token_chunks", value_parser = clap::value_parser!(u32).range(1..))]
+    pub tflops: u32,
+
+    /// Play every rank of a group of more than 64, not one node that stands for all
+    #[arg(long)]
+    all_ranks: bool,
+
+    /// Draws random logits and synthetic routing [default: 0]
+    #[arg(long)]
+    pub seed: Option<u64>,
+
+    /// Write the report as JSON
+    #[arg(long, value_name = "FILE")]
+    pub json: Option<PathBuf>,
+
+    /// Draw times by number of ranks, in powers of two of nodes up to --max-ranks
+    #[arg(long, value_name = "FILE")]
+    pub svg: Option<PathBuf>,
+
+    /// Most ranks of the picture
+    #[arg(long, value_name = "R", default_value_t = 1024, requires = "svg")]
+    max_ranks: u32,
+
+    /// Measure this machine instead, and write its figures
+    #[arg(long, value_name = "FILE", exclusive = true)]
+    calibrate: Option<PathBuf>,
+}
+
+impl Command for SimulateArgs {
+    const NAME: &'static str = "simulate";
+
+    fn run(self) -> Result<ExitCode, CliError> {
+        command::claim(self.json.iter().chain(&self.svg).chain(&self.calibrate))?;
+        if self.calibrate.is_some() {
+            let hardware = calibrate::measure()?;
+            let figures = serde_json::to_string_pretty(&hardware).expect("numbers and names are always JSON");
+            command::draw(&self.calibrate, || figures + "\n")?;
+            command::print(calibrate::words_of(&hardware).trim_end())?;
+            return Ok(ExitCode::SUCCESS);
+        }
+        let report = Report::new(&Task::resolve(&self)?)?;
+        command::draw(&self.svg, || report::draw(&report))?;
+        command::finish(&report, &self.json)
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ReceiveKind {
+    Exact,
+    Slots,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum MetadataWith {
+    Rows,
+    Counts,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Conditions {
+    pub model: &'static str,
+    /// The model's own router where there is none.
+    pub routing: Option<Source>,
+    pub experts: u32,
+    pub top_k: u32,
+    pub nodes: u32,
+    pub ranks_per_node: u32,
+    pub tokens: u32,
+    pub hidden: u32,
+    pub dtype: RowType,
+    pub mode: ReceiveKind,
+    pub metadata_with: MetadataWith,
+    pub seed: u64,
+}
+
+/// Conditions, and how to answer for any number of nodes.
+pub struct Task<'a> {
+    pub args: &'a SimulateArgs,
+    pub conditions: Conditions,
+    pub hardware: Hardware,
+    router: Option<Router>,
+    row_bytes: u64,
+    home_bytes: u64,
+}
+
+/// Groups of more ranks are one node that stands for all.
+const PLAYED: u32 = 64;
+const MOST_RANKS: u32 = 4096;
+/// Logits of so many are drawn for each token.
+const MOST_EXPERTS: u32 = 1 << 14;
+/// A gigabyte of logits of one rank, and of choices of all.
+const MOST_VALUES: u32 = 1 << 28;
+
+impl<'a> Task<'a> {
+    pub fn resolve(args: &'a SimulateArgs) -> Result<Self, CliError> {
+        let layer = args.model;
+        let hardware = hardware(&args.hardware)?;
+        let ranks = args.nodes * args.ranks_per_node;
+        at_most(&[("--nodes x --ranks-per-node", ranks, MOST_RANKS)])?;
+        let (router, experts, top_k) = match &args.routing {
+            None => (None, args.experts.unwrap_or(layer.experts), args.top_k.unwrap_or(layer.top_k)),
+            Some(source) => {
+                let drawn = matches!(source, Source::Pattern(_));
+                let or = |asked: Option<u32>, own| asked.or(drawn.then_some(own));
+                let (experts, top_k) = (or(args.experts, layer.experts), or(args.top_k, layer.top_k));
+                let Routed { router, experts, top_k, .. } =
+                    Routed::resolve(Some(source.clone()), experts, top_k)?;
+                (Some(router), experts, top_k)
+            }
+        };
+        at_most(&[("--experts", experts, MOST_EXPERTS)])?;
+        let drawn = if args.all_ranks { ranks } else { ranks.min(PLAYED.max(args.ranks_per_node)) };
+        let tokens = u64::from(args.tokens);
+        at_most(&[
+            ("--tokens x --experts", tokens * u64::from(experts), MOST_VALUES),
+            ("--tokens x --top-k of all ranks", tokens * u64::from(top_k) * u64::from(drawn), MOST_VALUES),
+        ])?;
+        let hidden = args.hidden.unwrap_or(layer.hidden);
+        let (row_bytes, home_bytes) = args.dtype.bytes(hidden);
+        let one_device_node = args.nodes == 1 && hardware.executor == Executor::Device;
+        if args.mode == ReceiveKind::Slots && !one_device_node {
+            return Err(usage!(
+                "--mode slots is timed on one node (--nodes 1) of a machine with copy engines"
+            ));
+        }
+        if !args.token_chunks.is_empty() && (hosted(&hardware) || args.mode == ReceiveKind::Slots) {
+            return Err(usage!(
+                "--token-chunks is for a machine whose copies take no core, with exact sizes (--mode exact)"
+            ));
+        }
+        let chunks = args.token_chunks.iter().copied().max().unwrap_or(1);
+        at_most(&[("--token-chunks", chunks, args.tokens)])?;
+        if let Some(option) = no_option_of_slots(args) {
+            return Err(usage!(
+                "--mode slots has one way for one group, and slots are full whatever the routing: {option} has no effect there"
+            ));
+        }
+        if args.mode == ReceiveKind::Exact {
+            let ways = Variant::all(args, args.nodes);
+            if args.partial_dtype.is_some() && ways.iter().all(|way| way.partial_dtype.is_none()) {
+                let why = "relays sum over --route pxn, between several nodes, in --sum-order rank or node";
+                return Err(usage!("--partial-dtype has no effect here: {why}"));
+            }
+            if !args.relay_parts.is_empty() && ways.iter().all(|way| way.relay_parts.is_none()) {
+                let why = "blocks go to relays over --route pxn, between several nodes";
+                return Err(usage!("--relay-parts has no effect here: {why}"));
+            }
+        }
+        let conditions = Conditions {
+            model: args.model.name(),
+            routing: args.routing.clone(),
+            experts,
+            top_k,
+            nodes: args.nodes,
+            ranks_per_node: args.ranks_per_node,
+            tokens: args.tokens,
+            hidden,
+            dtype: args.dtype,
+            mode: args.mode,
+            metadata_with: args.metadata_with.unwrap_or(MetadataWith::Rows),
+            seed: args.seed.unwrap_or(0),
+        };
+        Ok(Task { args, conditions, hardware, router, row_bytes, home_bytes })
+    }
+
+    pub fn slots(&self) -> Result<[Timing; 2], CliError> {
+        let Conditions { ranks_per_node, tokens, top_k, .. } = self.conditions;
+        let shape = SlotShape::new(tokens, top_k, self.row_bytes)?;
+        Ok(slots(ranks_per_node, shape, self.home_bytes, &self.hardware)?)
+    }
+
+    /// Numbers of nodes that the picture has: powers of two.
+    pub fn nodes_of_picture(&self) -> impl Iterator<Item = u32> + use<> {
+        let most = if self.args.svg.is_some() { self.args.max_ranks.min(MOST_RANKS) } else { 0 };
+        let each = self.conditions.ranks_per_node;
+        (0..32).map(|power| 1 << power).take_while(move |nodes| nodes * each <= most)
+    }
+
+    /// Decisions and expert placement of this number of nodes, to time one variant after the other.
+    pub fn group(&self, nodes: u32) -> Result<Group<'_>, CliError> {
+        let Conditions { experts, top_k, ranks_per_node, tokens, seed, .. } = self.conditions;
+        let ranks = nodes * ranks_per_node;
+        let map = match experts < ranks {
+            // One copy of an expert on each rank, in turn.
+            true => {
+                let held: Vec<Vec<u32>> = (0..ranks).map(|rank| vec![rank % experts]).collect();
+                ExpertMap::from_slots(experts, &held)?
+            }
+            false => ExpertMap::contiguous(experts, ranks)?,
+        };
+        let even = map.slots().is_multiple_of(ranks);
+        let whole = ranks <= PLAYED || self.args.all_ranks || hosted(&self.hardware) || !even;
+        let share = Share { experts, top_k, tokens, seed };
+        let decide = |rank| match &self.router {
+            Some(router) => Ok(router.routing(share, rank)?),
+            None => self.args.model.routing(share, rank),
+        };
+        let drawn = if whole { ranks } else { ranks_per_node };
+        let routings = (0..drawn).map(decide).collect::<Result<_, CliError>>()?;
+        Ok(Group { task: self, nodes, map, routings })
+    }
+}
+
+pub struct Group<'a> {
+    task: &'a Task<'a>,
+    nodes: u32,
+    map: ExpertMap,
+    routings: Vec<Routing<'static>>,
+}
+
+impl Group<'_> {
+    /// Rows of the busiest rank. Where one node represents all, rank i of every node has the rows
+    /// of all ranks i from the first node's tokens.
+    pub fn busiest_rows(&self) -> u64 {
+        let mut rows = vec![0; self.routings.len()];
+        let experts = (0..).zip(&self.routings).flat_map(|(source, routing)| {
+            routing
+                .experts()
+                .iter()
+                .filter(|&&expert| expert >= 0)
+                .map(move |&expert| (source, expert as u32))
+        });
+        for slot in experts.filter_map(|(source, expert)| self.map.slot_for(source, expert)) {
+            let rank = self.map.rank_of(slot) as usize;
+            rows[rank % self.routings.len()] += 1;
+        }
+        rows.into_iter().max().unwrap_or(0)
+    }
+
+    pub fn placed(&self, way: &Variant) -> Result<Placed, CliError> {
+        let Task { conditions, hardware, row_bytes, home_bytes, .. } = self.task;
+        let partial = way.partial_dtype.map_or(4, |wire| wire.size() as u64);
+        Ok(Placed::new(
+            &Case {
+                nodes: self.nodes,
+                map: &self.map,
+                routings: &self.routings,
+                layout: way.layout,
+                route: way.route,
+                order: way.sum_order,
+                chunks: way.relay_parts.unwrap_or(DEFAULT_CHUNKS),
+                row_bytes: *row_bytes,
+                home_bytes: *home_bytes,
+                partial_bytes: u64::from(conditions.hidden) * partial,
+                notes: conditions.metadata_with == MetadataWith::Rows,
+            },
+            hardware,
+        )?)
+    }
+}
+
+fn hosted(hardware: &Hardware) -> bool {
+    hardware.executor == Executor::Host
+}
+
+/// An option that was given and that slots do not know.
+fn no_option_of_slots(args: &SimulateArgs) -> Option<&'static str> {
+    let given = [
+        ("--svg", args.svg.is_some()),
+        ("--routing", args.routing.is_some()),
+        ("--experts", args.experts.is_some()),
+        ("--layout", args.layout.is_some()),
+        ("--route", args.route.is_some()),
+        ("--sum-order", args.sum_order.is_some()),
+        ("--partial-dtype", args.partial_dtype.is_some()),
+        ("--relay-parts", !args.relay_parts.is_empty()),
+        ("--metadata-with", args.metadata_with.is_some()),
+        ("--seed", args.seed.is_some()),
+        ("--all-ranks", args.all_ranks),
+    ];
+    let slots = args.mode == ReceiveKind::Slots;
+    given.into_iter().find(|&(_, given)| slots && given).map(|(option, _)| option)
+}
+
+fn hardware(name: &str) -> Result<Hardware, CliError> {
+    if let Ok(known) = name.parse() {
+        return Ok(known);
+    }
+    let text = std::fs::read_to_string(name).map_err(|source| {
+        usage!(
+            "--hardware {name} is neither a machine known here ({}) nor a file that can be read: {source}",
+            Hardware::NAMES.join(", ")
+        )
+    })?;
+    serde_json::from_str(&text).map_err(|source| usage!("{name:?} describes no machine: {source}"))
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Model {
+    preset: Preset,
+    pub experts: u32,
+    pub top_k: u32,
+    pub hidden: u32,
+    /// Width of an expert, and of the one that all tokens pass (0: there is none).
+    pub ffn: u32,
+    pub shared_ffn: u32,
+}
+
+const MODELS: [Model; 4] = [
+    Model { preset: Preset::DeepseekV3, experts: 256, top_k: 8, hidden: 7168, ffn: 2048, shared_ffn: 2048 },
+    Model { preset: Preset::Qwen3, experts: 128, top_k: 8, hidden: 4096, ffn: 1536, shared_ffn: 0 },
+    Model { preset: Preset::Mixtral, experts: 8, top_k: 2, hidden: 4096, ffn: 14_336, shared_ffn: 0 },
+    Model { preset: Preset::Olmoe, experts: 64, top_k: 8, hidden: 2048, ffn: 1024, shared_ffn: 0 },
+];
+
+impl Model {
+    pub fn name(self) -> &'static str {
+        self.preset.name()
+    }
+
+    /// Decisions of the model's router for one rank whose logits are random, and about normal: all
+    /// experts are alike, in the long run.
+    pub fn routing(self, share: Share, rank: u32) -> Result<Routing<'static>, CliError> {
+        let Share { experts, top_k, tokens, seed } = share;
+        let mut random = ChaCha8Rng::seed_from_u64(seed);
+        random.set_stream(u64::from(rank));
+        let mut logit = || (0..4).map(|_| random.random::<f32>() - 0.5).sum::<f32>();
+        let logits: Vec<f32> = (0..tokens as usize * experts as usize).map(|_| logit()).collect();
+        let mut gate = Gate::new(self.preset.config(experts, top_k)?)?;
+        let bias = vec![0.0; experts as usize];
+        let bias = (self.preset == Preset::DeepseekV3).then_some(&bias[..]);
+        let decision = gate.route(&GateInput { logits: &logits, bias, ..GateInput::default() })?;
+        let (experts, weights) = (decision.experts().to_vec(), decision.weights().to_vec());
+        Ok(Routing::new(top_k, experts, weights)?)
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Variant {
+    pub layout: RowLayout,
+    pub route: Route,
+    pub sum_order: SumOrder,
+    /// Of partial sums, where relays sum.
+    pub partial_dtype: Option<PartialDtype>,
+    /// Number of parts of blocks, where relays copy.
+    pub relay_parts: Option<u8>,
+}
+
+impl Variant {
+    pub fn name(&self) -> String {
+        let mut name = format!("{}, {}", self.layout.name(), self.route.name());
+        if self.sum_order != SumOrder::Expert {
+            name += &format!(", {} sums", self.sum_order.name());
+        }
+        if let Some(wire) = self.partial_dtype {
+            name += &format!(" in {}", wire.name());
+        }
+        if let Some(chunks) = self.relay_parts.filter(|&chunks| chunks != DEFAULT_CHUNKS) {
+            name += &format!(", {chunks} parts");
+        }
+        name
+    }
+
+    pub fn all(args: &SimulateArgs, nodes: u32) -> Vec<Variant> {
+        let layouts = args.layout.map_or(RowLayout::ALL.to_vec(), |layout| vec![layout]);
+        let routes = match args.route {
+            Some(route) => vec![route],
+            // Nothing crosses: all routes are one.
+            None if nodes == 1 => vec![Route::default()],
+            None => Route::ALL.to_vec(),
+        };
+        let parts = if args.relay_parts.is_empty() { &[DEFAULT_CHUNKS][..] } else { &args.relay_parts };
+        let mut ways = Vec::new();
+        for (layout, route) in
+            layouts.iter().flat_map(|layout| routes.iter().map(move |&route| (*layout, route)))
+        {
+            let relays = route == Route::Pxn && nodes > 1;
+            let chunks = if relays { parts.iter().copied().map(Some).collect() } else { vec![None] };
+            let orders = match args.sum_order {
+                Some(order) => vec![order],
+                None if relays => SumOrder::ALL.to_vec(),
+                None => vec![SumOrder::Expert],
+            };
+            for sum_order in orders {
+                let wires = match args.partial_dtype {
+                    // Relays sum nothing.
+                    _ if !relays || sum_order == SumOrder::Expert => vec![None],
+                    Some(wire) => vec![Some(wire)],
+                    None => PartialDtype::ALL.map(Some).to_vec(),
+                };
+                for (partial_dtype, &relay_parts) in
+                    wires.into_iter().flat_map(|wire| chunks.iter().map(move |chunks| (wire, chunks)))
+                {
+                    ways.push(Variant { layout, route, sum_order, partial_dtype, relay_parts });
+                }
+            }
+        }
+        ways
+    }
+}
+
+/// As everywhere in the library.
+const DEFAULT_CHUNKS: u8 = 4;
