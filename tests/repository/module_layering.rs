@@ -37,14 +37,15 @@ const LIBRARY: &str = "src";
 /// symbols.
 const C: &str = "bindings/c/src";
 /// Crates above the library or next to it.
-const OTHERS: [&str; 3] = ["crates/verify/src", "crates/model/src", "crates/cli/src"];
+const OTHERS: [&str; 4] = ["crates/verify/src", "crates/model/src", "crates/parallel/src", "crates/cli/src"];
 
 /// Crates of this repository that each crate may use in its code; tests may use more.
-const CRATES: [(&str, &[&str]); 5] = [
+const CRATES: [(&str, &[&str]); 6] = [
     ("crates/core", &[]),
     (".", &["sidelane-core"]),
     ("crates/verify", &["sidelane-core"]),
     ("crates/model", &["sidelane-core"]),
+    ("crates/parallel", &["sidelane"]),
     ("crates/cli", &["sidelane", "sidelane-core", "sidelane-model", "sidelane-verify"]),
 ];
 

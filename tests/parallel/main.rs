@@ -1,0 +1,3 @@
+//! The other parallel strategies: meshes.
+
+mod mesh;
