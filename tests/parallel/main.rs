@@ -1,3 +1,6 @@
-//! The other parallel strategies: meshes.
+//! The other parallel strategies: meshes and pipeline schedules.
 
 mod mesh;
+mod mutants;
+mod naive_pipeline;
+mod schedules;

@@ -1,4 +1,6 @@
-//! Errors of meshes, with data in fields.
+//! Errors of meshes and of pipelines, with data in fields.
+
+use crate::pipeline::{Compute, Transfer};
 
 /// A mesh cannot be made, or a question about it has no answer.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -85,4 +87,137 @@ fn factors(sizes: &[(String, u32)]) -> String {
         return "1".to_owned();
     }
     sizes.iter().map(|(name, size)| format!("{name} {size}")).collect::<Vec<_>>().join(" x ")
+}
+
+/// A schedule cannot be made, or a plan does not prove.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum PipelineError {
+    /// A pipeline without stages, microbatches or model chunks.
+    #[error("a pipeline needs at least one {what}")]
+    None {
+        /// What is missing.
+        what: &'static str,
+    },
+    /// Model chunks need rounds of as many microbatches as there are stages.
+    #[error(
+        "{microbatches} microbatches on {stages} stages: {microbatches} mod {stages} = {}, \
+         but {model_chunks} model chunks need whole rounds",
+        .microbatches % .stages
+    )]
+    Rounds {
+        /// Microbatches of a step.
+        microbatches: u32,
+        /// Stages of the pipeline.
+        stages: u32,
+        /// Model chunks of a stage.
+        model_chunks: u32,
+    },
+    /// A plan with another number of lists than stages.
+    #[error("{seen} lists of steps for {stages} stages")]
+    Stages {
+        /// Lists.
+        seen: usize,
+        /// Stages.
+        stages: u32,
+    },
+    /// A pass of a microbatch or model chunk that does not exist.
+    #[error("stage {stage}, step {step}: {compute} does not exist")]
+    Unknown {
+        /// The stage.
+        stage: u32,
+        /// Position in its list.
+        step: usize,
+        /// The pass.
+        compute: Compute,
+    },
+    /// A pass that no step makes.
+    #[error("stage {stage}: no step makes {compute}")]
+    Missing {
+        /// The stage.
+        stage: u32,
+        /// The pass.
+        compute: Compute,
+    },
+    /// A pass that two steps make.
+    #[error("stage {stage}, step {step}: {compute} comes twice")]
+    Twice {
+        /// The stage.
+        stage: u32,
+        /// Position of the second step.
+        step: usize,
+        /// The pass.
+        compute: Compute,
+    },
+    /// A pass before another of this stage that it needs.
+    #[error("stage {stage}, step {step}: {compute} comes before {needs}")]
+    BeforePass {
+        /// The stage.
+        stage: u32,
+        /// Position in its list.
+        step: usize,
+        /// The pass.
+        compute: Compute,
+        /// What it needs.
+        needs: Compute,
+    },
+    /// A pass before the message that it needs.
+    #[error("stage {stage}, step {step}: {compute} comes before {needs}")]
+    BeforeMessage {
+        /// The stage.
+        stage: u32,
+        /// Position in its list.
+        step: usize,
+        /// The pass.
+        compute: Compute,
+        /// What it needs.
+        needs: Transfer,
+    },
+    /// A message that is sent before it is computed.
+    #[error("stage {stage}, step {step}: {transfer} comes before {needs}")]
+    SentEarly {
+        /// The stage.
+        stage: u32,
+        /// Position in its list.
+        step: usize,
+        /// The message.
+        transfer: Transfer,
+        /// What computes it.
+        needs: Compute,
+    },
+    /// A message that no pass needs, or that goes to a stage that does not need it, or twice.
+    #[error("stage {stage}, step {step}: no pass needs {transfer}")]
+    Stray {
+        /// The stage.
+        stage: u32,
+        /// Position in its list.
+        step: usize,
+        /// The message.
+        transfer: Transfer,
+    },
+    /// Two stages disagree about a message: messages of a channel match in order.
+    #[error("message {nth} from stage {from} to stage {to}: {from} does {sent}, but {to} does {received}")]
+    Mismatch {
+        /// The sender.
+        from: u32,
+        /// The receiver.
+        to: u32,
+        /// Position among the messages of the channel.
+        nth: usize,
+        /// What the sender does.
+        sent: Transfer,
+        /// What the receiver does.
+        received: Transfer,
+    },
+    /// Stages wait for each other for ever.
+    #[error("deadlock: {}", waits(.waiting))]
+    Deadlock {
+        /// Stages that wait, and the first transfer that each waits for.
+        waiting: Vec<(u32, Transfer)>,
+    },
+}
+
+fn waits(waiting: &[(u32, Transfer)]) -> String {
+    let each = waiting.iter().map(|(stage, transfer)| format!("stage {stage} waits in {transfer}"));
+    each.collect::<Vec<_>>().join(", ")
 }
