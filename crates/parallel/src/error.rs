@@ -1,4 +1,5 @@
-//! Errors of meshes and of pipelines, with data in fields.
+//! Errors of meshes and of pipelines, with data in fields. Layers raise those of `sidelane`, so
+//! that a rank can tell the other ranks of a call why it refuses it.
 
 use crate::pipeline::{Compute, Transfer};
 
