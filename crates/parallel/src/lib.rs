@@ -17,3 +17,8 @@ pub mod tensor;
 
 pub use error::{MeshError, PipelineError};
 pub use mesh::Mesh;
+
+/// The code of the page runs.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/parallel.md")]
+struct Page;
