@@ -1,7 +1,9 @@
 //! Mutants of plans: the proof finds those that compute something else, and no others.
 
 use sidelane_parallel::PipelineError;
-use sidelane_parallel::pipeline::{Direction, Pass, Plan, Schedule, Step, Transfer, WarmUp};
+use sidelane_parallel::pipeline::{
+    Compute, Direction, Pass, Plan, Schedule, Step, Transfer, WarmUp, dual_pipe,
+};
 
 use crate::naive_pipeline;
 
@@ -17,7 +19,9 @@ fn plans() -> Vec<(&'static str, Plan)> {
         ("ZB-H2", Schedule::ZeroBubbleH2, 3, 6),
     ]
     .map(|(name, schedule, p, m)| (name, schedule.plan(p, m).unwrap()))
-    .into()
+    .into_iter()
+    .chain([("DualPipe", dual_pipe(4, 8).unwrap())])
+    .collect()
 }
 
 /// The plan with another list of one stage.
@@ -77,7 +81,7 @@ fn a_step_moved_is_found_unless_the_gradients_are_the_same() {
 fn a_pass_dropped_or_doubled_is_found() {
     for (name, plan) in plans() {
         for (stage, step) in places(&plan) {
-            let Step::Compute(compute) = plan.stages()[stage][step] else { continue };
+            let Some(compute) = plan.stages()[stage][step].passes().next() else { continue };
             let dropped = changed(&plan, stage, |steps| _ = steps.remove(step));
             assert!(dropped.prove(u32::MAX).is_err(), "{name}: {compute} of stage {stage}");
             let doubled = changed(&plan, stage, |steps| steps.insert(step, steps[step].clone()));
@@ -158,7 +162,24 @@ fn faults_name_the_stage_the_step_and_the_reason() {
     );
     let backward = plan.passes(0).find(|compute| compute.pass == Pass::Backward).unwrap();
     let unknown = changed(&plan, 0, |steps| {
-        steps.push(Step::Compute(sidelane_parallel::pipeline::Compute { microbatch: 9, ..backward }));
+        steps.push(Step::Compute(Compute { microbatch: 9, ..backward }));
     });
     assert!(matches!(unknown.prove(0), Err(PipelineError::Unknown { stage: 0, .. })));
+}
+
+#[test]
+fn passes_that_need_each_other_do_not_overlap() {
+    let plan = Schedule::OneFOneB.plan(2, 2).unwrap();
+    let of = |pass, microbatch| Compute { pass, microbatch, model_chunk: 0 };
+    // The last stage has forward and backward of microbatch 0 next to each other.
+    let both = |forward, backward| {
+        changed(&plan, 1, |steps| {
+            steps.splice(1..3, [Step::Overlap { forward, backward }]);
+        })
+    };
+    let (forward, backward) = (of(Pass::Forward, 0), of(Pass::Backward, 0));
+    let needs = PipelineError::BeforePass { stage: 1, step: 1, compute: backward, needs: forward };
+    assert_eq!(both(forward, backward).prove(0), Err(needs));
+    let wrong = PipelineError::Overlap { stage: 1, step: 1, forward: backward, backward: forward };
+    assert_eq!(both(backward, forward).prove(0), Err(wrong));
 }

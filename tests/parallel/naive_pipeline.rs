@@ -38,7 +38,9 @@ pub fn run(plan: &Plan) -> Option<Vec<HashMap<Key, Vec<u64>>>> {
             while let Some(step) = plan.stages()[nth as usize].get(stages[nth as usize].step) {
                 let stage = &mut stages[nth as usize];
                 match step {
-                    Step::Compute(compute) => compute_in(stage, shape, nth, *compute)?,
+                    Step::Compute(_) | Step::Overlap { .. } => {
+                        step.passes().try_for_each(|compute| compute_in(stage, shape, nth, compute))?;
+                    }
                     Step::Transfer(group) => {
                         if !transfer_in(stage, shape, nth, group, &mut queues)? {
                             break;

@@ -1,7 +1,9 @@
 //! Schedules prove, take the time of their published formulas, and hold what they promise.
 
 use sidelane_parallel::PipelineError;
-use sidelane_parallel::pipeline::{Costs, Direction, Pass, Peak, Plan, Schedule, Shape, Step, WarmUp};
+use sidelane_parallel::pipeline::{
+    Costs, Direction, Pass, Peak, Plan, Route, Schedule, Shape, Step, WarmUp, dual_pipe,
+};
 
 const MEGATRON: WarmUp = WarmUp::Megatron;
 const LEAST: WarmUp = WarmUp::Least;
@@ -78,10 +80,6 @@ fn receivers_hold_no_more_messages_unread_than_the_page_says() {
     }
 }
 
-fn costs(forward: u64, backward_input: u64, backward_weight: u64) -> Costs {
-    Costs { forward, backward_input, backward_weight, transfer: 0 }
-}
-
 /// Free messages, which receivers hold as long as it takes.
 fn timed(plan: &Plan, costs: Costs) -> (u64, u64) {
     let timeline = plan.time(u32::MAX, costs).unwrap();
@@ -91,7 +89,7 @@ fn timed(plan: &Plan, costs: Costs) -> (u64, u64) {
 #[test]
 fn bubbles_are_those_of_the_published_formulas() {
     for [f, b, w] in [[1, 1, 1], [2, 3, 1], [10, 12, 8], [9, 5, 8], [7, 7, 0], [3, 1, 1]] {
-        let (pass, costs) = (f + b + w, costs(f, b, w));
+        let (pass, costs) = (f + b + w, Costs::new(f, b, w));
         for p in 1..=8u32 {
             for m in [1, 2, p, 2 * p - 1, 2 * p, 4 * p, 4 * p + 1] {
                 let others = u64::from(p - 1);
@@ -121,11 +119,11 @@ fn interleaving_divides_the_bubble_by_the_model_chunks() {
             for warm_up in [MEGATRON, LEAST] {
                 // A model chunk has 1 / v of the layers: so do its passes cost.
                 let plan = interleaved(v, warm_up).plan(p, m).unwrap();
-                let (time, bubble) = timed(&plan, costs(f, b, 0));
+                let (time, bubble) = timed(&plan, Costs::new(f, b, 0));
                 let work = u64::from(m * v) * (f + b);
                 assert_eq!(bubble, u64::from(p - 1) * (f + b), "{p} {v} {m} {warm_up:?}");
                 assert_eq!(time, work + bubble);
-                let (_, whole) = timed(&Schedule::OneFOneB.plan(p, m).unwrap(), costs(f, b, 0));
+                let (_, whole) = timed(&Schedule::OneFOneB.plan(p, m).unwrap(), Costs::new(f, b, 0));
                 assert_eq!(whole * u64::from(v), bubble * u64::from(v));
             }
         }
@@ -139,7 +137,7 @@ fn peaks(schedule: Schedule, p: u32, m: u32) -> Vec<u32> {
 
 #[test]
 fn least_warm_up_takes_the_time_of_megatrons_and_holds_less() {
-    let one = costs(1, 1, 0);
+    let one = Costs::new(1, 1, 0);
     let time = |warm_up, p, m| timed(&interleaved(2, warm_up).plan(p, m).unwrap(), one).0;
     assert_eq!((time(MEGATRON, 4, 8), time(LEAST, 4, 8)), (38, 38));
     assert_eq!(peaks(interleaved(2, MEGATRON), 4, 8), [11, 9, 7, 5]);
@@ -165,7 +163,7 @@ fn recomputation_holds_one_microbatch_and_repeats_each_forward_pass() {
             }
             let pass = 2 * 2 + 3 + 1;
             let time = u64::from(m + p - 1) * pass;
-            assert_eq!(timed(&plan, costs(2, 3, 1)), (time, u64::from(p - 1) * pass));
+            assert_eq!(timed(&plan, Costs::new(2, 3, 1)), (time, u64::from(p - 1) * pass));
         }
     }
     // Gradients of weights that are put off keep what was computed again.
@@ -176,15 +174,22 @@ fn recomputation_holds_one_microbatch_and_repeats_each_forward_pass() {
 #[test]
 fn messages_of_some_length_delay_the_first_stage_by_a_round_trip() {
     let plan = Schedule::OneFOneB.plan(4, 1).unwrap();
-    let slow = Costs { transfer: 5, ..costs(1, 1, 1) };
-    assert_eq!(timed(&plan, slow).0, timed(&plan, costs(1, 1, 1)).0 + 6 * 5);
+    let slow = Costs { transfer: 5, ..Costs::new(1, 1, 1) };
+    assert_eq!(timed(&plan, slow).0, timed(&plan, Costs::new(1, 1, 1)).0 + 6 * 5);
+}
+
+#[test]
+fn largest_costs_end_at_the_largest_time() {
+    let plan = Schedule::OneFOneB.plan(2, 2).unwrap().recompute(true);
+    let most = Costs { transfer: u64::MAX, ..Costs::new(u64::MAX, u64::MAX, u64::MAX) };
+    assert_eq!(plan.time(0, most).unwrap().time(), u64::MAX);
 }
 
 /// The plan with each message a step of its own, in this order.
 fn apart(plan: &Plan, order: impl Fn(u32) -> [Direction; 2]) -> Plan {
     let stages = (0..).zip(plan.stages()).map(|(stage, steps)| {
         let single = |step: &Step| match step {
-            Step::Compute(_) => vec![step.clone()],
+            Step::Compute(_) | Step::Overlap { .. } => vec![step.clone()],
             Step::Transfer(group) => {
                 let of = order(stage);
                 let sorted =
@@ -222,7 +227,12 @@ fn shapes_without_a_plan_are_refused_with_the_arithmetic() {
     assert_eq!(Schedule::GPipe.plan(0, 4), Err(PipelineError::None { what: "stage" }));
     assert_eq!(Schedule::OneFOneB.plan(4, 0), Err(PipelineError::None { what: "microbatch" }));
     assert_eq!(interleaved(0, LEAST).plan(4, 4), Err(PipelineError::None { what: "model chunk" }));
-    let shape = Shape { stages: 3, microbatches: 1, model_chunks: 1 };
+    for (stages, microbatches) in [(u32::MAX, 1), (1, u32::MAX), (u32::MAX, u32::MAX)] {
+        let error = Schedule::GPipe.plan(stages, microbatches).unwrap_err();
+        assert!(matches!(error, PipelineError::TooMany { most: 16_777_216, .. }), "{error}");
+    }
+    assert!(matches!(dual_pipe(1 << 16, 1 << 31), Err(PipelineError::TooMany { .. })));
+    let shape = Shape { stages: 3, microbatches: 1, model_chunks: 1, route: Route::Rounds };
     assert_eq!(Plan::new(shape, Vec::new()), Err(PipelineError::Stages { seen: 0, stages: 3 }));
 }
 
@@ -250,4 +260,43 @@ fn passes_of_megatrons_first_stage_are_in_its_order() {
         (b, 3, 0),
     ];
     assert_eq!(passes, right);
+}
+
+#[test]
+fn dual_pipe_up_to_16_stages_and_64_microbatches_proves() {
+    for p in (2..=16).step_by(2) {
+        for m in (2 * p..=64).step_by(2) {
+            let plan = dual_pipe(p, m).unwrap();
+            let proof = plan.prove(1).unwrap_or_else(|error| panic!("{p} stages, {m} microbatches: {error}"));
+            assert_eq!(proof.messages, u64::from(2 * m * (p - 1)));
+            assert_eq!(proof.peaks, vec![Peak { inputs: p + 1, activations: p + 1 }; p as usize], "{p} {m}");
+        }
+    }
+    assert_eq!(dual_pipe(8, 24).unwrap().least_unread(), Ok(1));
+}
+
+#[test]
+fn dual_pipe_idles_for_the_published_time() {
+    // The paper's formula takes a forward pass to cost as much as the gradients of inputs.
+    for (f, w, overlap) in [(1, 1, 3), (10, 5, 25), (10, 5, 20), (4, 3, 9), (3, 0, 6)] {
+        let costs = Costs { overlap, ..Costs::new(f, f, w) };
+        for p in [2, 4, 6, 8, 16] {
+            for m in [2 * p, 2 * p + 2, 4 * p, 6 * p] {
+                let timeline = dual_pipe(p, m).unwrap().time(u32::MAX, costs).unwrap();
+                let idle = (0..p as usize).map(|stage| timeline.time() - timeline.busy(stage)).max().unwrap();
+                let bubble = u64::from(p / 2 - 1) * (overlap + (f + w) - 3 * w);
+                assert_eq!(idle, bubble, "{p} stages, {m} microbatches, {costs:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn dual_pipe_of_odd_or_few_microbatches_is_refused() {
+    for (stages, microbatches) in [(3, 8), (4, 9), (4, 6)] {
+        assert_eq!(dual_pipe(stages, microbatches), Err(PipelineError::Dual { stages, microbatches }));
+    }
+    assert_eq!(dual_pipe(0, 0), Err(PipelineError::None { what: "stage" }));
+    let shape = Shape { stages: 2, microbatches: 1, model_chunks: 3, route: Route::BothWays };
+    assert_eq!(Plan::new(shape, vec![Vec::new(); 2]), Err(PipelineError::Ways { model_chunks: 3 }));
 }

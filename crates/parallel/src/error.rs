@@ -100,6 +100,14 @@ pub enum PipelineError {
         /// What is missing.
         what: &'static str,
     },
+    /// A plan that would be too large.
+    #[error("{passes} forward passes: a plan has at most {most}")]
+    TooMany {
+        /// Forward passes of all stages, or the largest number if there are more.
+        passes: u64,
+        /// Forward passes of a plan, at most.
+        most: u64,
+    },
     /// Model chunks need rounds of as many microbatches as there are stages.
     #[error(
         "{microbatches} microbatches on {stages} stages: {microbatches} mod {stages} = {}, \
@@ -113,6 +121,36 @@ pub enum PipelineError {
         stages: u32,
         /// Model chunks of a stage.
         model_chunks: u32,
+    },
+    /// DualPipe needs two equal halves.
+    #[error(
+        "DualPipe of {stages} stages and {microbatches} microbatches: it needs even numbers, and at least \
+         2 x {stages} = {} microbatches",
+        2 * u64::from(*.stages)
+    )]
+    Dual {
+        /// Stages of the pipeline.
+        stages: u32,
+        /// Microbatches of both halves.
+        microbatches: u32,
+    },
+    /// A plan whose microbatches go both ways, but which has not a model chunk for each.
+    #[error("microbatches go both ways: that takes 2 model chunks, not {model_chunks}")]
+    Ways {
+        /// Model chunks of a stage.
+        model_chunks: u32,
+    },
+    /// Passes that cannot overlap: it takes a forward pass and a backward pass.
+    #[error("stage {stage}, step {step}: {forward} cannot overlap with {backward}")]
+    Overlap {
+        /// The stage.
+        stage: u32,
+        /// Position in its list.
+        step: usize,
+        /// What should be a forward pass.
+        forward: Compute,
+        /// What should be a backward pass.
+        backward: Compute,
     },
     /// A plan with another number of lists than stages.
     #[error("{seen} lists of steps for {stages} stages")]

@@ -96,36 +96,96 @@ impl fmt::Display for Transfer {
 pub enum Step {
     /// A pass.
     Compute(Compute),
+    /// A forward pass and a backward pass of other microbatches, one of which computes while the
+    /// other communicates within the layer. Both end together.
+    Overlap {
+        /// The forward pass.
+        forward: Compute,
+        /// The backward pass, of any kind.
+        backward: Compute,
+    },
     /// Messages that begin together, as in a group call of NCCL. The step ends when all have.
     Transfer(Vec<Transfer>),
 }
+
+impl Step {
+    /// Its passes: none, one or two.
+    pub fn passes(&self) -> impl Iterator<Item = Compute> + Clone + use<> {
+        let (first, second) = match *self {
+            Step::Compute(compute) => (Some(compute), None),
+            Step::Overlap { forward, backward } => (Some(forward), Some(backward)),
+            Step::Transfer(_) => (None, None),
+        };
+        first.into_iter().chain(second)
+    }
+}
+
+/// Way of microbatches through the model chunks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Route {
+    /// Every microbatch passes all stages once for each model chunk: chunk `c` of stage `s` of `p`
+    /// is the virtual stage `c p + s`.
+    Rounds,
+    /// The model is there twice. Microbatches of model chunk 0 go from the first stage to the last,
+    /// as many others, of model chunk 1, from the last to the first.
+    BothWays,
+}
+
+/// Forward passes of a plan, at most: 1,024 stages of 16,384 microbatches.
+const MOST_PASSES: u64 = 1 << 24;
 
 /// Size of a pipeline's step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Shape {
     /// Stages, one a rank.
     pub stages: u32,
-    /// Microbatches of a step.
+    /// Microbatches of a step; of each way, if there are two.
     pub microbatches: u32,
     /// Model chunks of a stage.
     pub model_chunks: u32,
+    /// Way through the model chunks.
+    pub route: Route,
 }
 
 impl Shape {
     /// The stage and model chunk that take the outputs of this one; none behind the last.
     pub fn after(&self, stage: u32, model_chunk: u32) -> Option<(u32, u32)> {
-        if stage + 1 < self.stages {
+        if self.route == Route::BothWays && model_chunk == 1 {
+            return Some((stage.checked_sub(1)?, model_chunk));
+        }
+        if stage < self.stages.saturating_sub(1) {
             return Some((stage + 1, model_chunk));
         }
-        (model_chunk + 1 < self.model_chunks).then_some((0, model_chunk + 1))
+        let goes_on = self.route == Route::Rounds && model_chunk < self.model_chunks.saturating_sub(1);
+        goes_on.then(|| (0, model_chunk + 1))
     }
 
     /// The stage and model chunk whose outputs this one takes; none before the first.
     pub fn before(&self, stage: u32, model_chunk: u32) -> Option<(u32, u32)> {
+        if self.route == Route::BothWays && model_chunk == 1 {
+            return (stage < self.stages.saturating_sub(1)).then(|| (stage + 1, model_chunk));
+        }
         if stage > 0 {
             return Some((stage - 1, model_chunk));
         }
-        Some((self.stages - 1, model_chunk.checked_sub(1)?))
+        Some((self.stages.checked_sub(1)?, model_chunk.checked_sub(1)?))
+    }
+
+    /// Checks that plans of this size can be made.
+    pub(super) fn check(&self) -> Result<(), PipelineError> {
+        let Shape { stages, microbatches, model_chunks, route } = *self;
+        let counts = [("stage", stages), ("microbatch", microbatches), ("model chunk", model_chunks)];
+        if let Some((what, _)) = counts.into_iter().find(|(_, count)| *count == 0) {
+            return Err(PipelineError::None { what });
+        }
+        let passes = counts.iter().fold(1, |all: u64, (_, count)| all.saturating_mul((*count).into()));
+        if passes > MOST_PASSES {
+            return Err(PipelineError::TooMany { passes, most: MOST_PASSES });
+        }
+        if route == Route::BothWays && model_chunks != 2 {
+            return Err(PipelineError::Ways { model_chunks });
+        }
+        Ok(())
     }
 
     /// The message that a pass needs, as its stage receives it; none if it needs none.
@@ -164,44 +224,40 @@ impl Plan {
     /// A plan of the caller's own. [`Plan::prove`] says whether it works.
     ///
     /// # Errors
-    /// [`PipelineError::None`] if the shape is empty, [`PipelineError::Stages`] if there is not one
-    /// list for each stage.
+    /// [`PipelineError::None`] and [`PipelineError::TooMany`] for a shape that is empty or too
+    /// large, [`PipelineError::Ways`] if two ways do not have two model chunks,
+    /// [`PipelineError::Stages`] if there is not one list for each stage.
     pub fn new(shape: Shape, stages: Vec<Vec<Step>>) -> Result<Plan, PipelineError> {
-        let counts = [
-            ("stage", shape.stages),
-            ("microbatch", shape.microbatches),
-            ("model chunk", shape.model_chunks),
-        ];
-        if let Some((what, _)) = counts.into_iter().find(|(_, count)| *count == 0) {
-            return Err(PipelineError::None { what });
-        }
+        shape.check()?;
         if stages.len() != shape.stages as usize {
             return Err(PipelineError::Stages { seen: stages.len(), stages: shape.stages });
         }
         Ok(Plan { shape, recompute: false, stages })
     }
 
-    /// From the passes of each stage. One group of messages goes between two passes: what the first
+    /// The passes of each stage with their messages: one group between two steps, of what the first
     /// made and what the second needs.
     ///
     /// # Errors
     /// As [`Plan::new`].
-    pub fn from_passes(shape: Shape, passes: Vec<Vec<Compute>>) -> Result<Plan, PipelineError> {
-        let steps = |(stage, passes): (u32, Vec<Compute>)| {
+    pub fn with_messages(shape: Shape, stages: Vec<Vec<Step>>) -> Result<Plan, PipelineError> {
+        let complete = |(stage, passes): (u32, Vec<Step>)| {
             let mut steps = Vec::with_capacity(2 * passes.len() + 1);
-            let mut made = None;
-            for compute in passes {
-                let group: Vec<_> = made.into_iter().chain(shape.needs(stage, compute)).collect();
+            let mut group = Vec::new();
+            for step in passes {
+                group.extend(step.passes().filter_map(|compute| shape.needs(stage, compute)));
                 if !group.is_empty() {
-                    steps.push(Step::Transfer(group));
+                    steps.push(Step::Transfer(std::mem::take(&mut group)));
                 }
-                made = shape.makes(stage, compute);
-                steps.push(Step::Compute(compute));
+                group.extend(step.passes().filter_map(|compute| shape.makes(stage, compute)));
+                steps.push(step);
             }
-            steps.extend(made.map(|last| Step::Transfer(vec![last])));
+            if !group.is_empty() {
+                steps.push(Step::Transfer(group));
+            }
             steps
         };
-        Plan::new(shape, (0..).zip(passes).map(steps).collect())
+        Plan::new(shape, (0..).zip(stages).map(complete).collect())
     }
 
     /// With full activation recomputation: a stage keeps the inputs of a forward pass alone, and
@@ -228,10 +284,6 @@ impl Plan {
 
     /// Passes of a stage in order.
     pub fn passes(&self, stage: u32) -> impl Iterator<Item = Compute> {
-        let steps = self.stages.get(stage as usize).into_iter().flatten();
-        steps.filter_map(|step| match step {
-            Step::Compute(compute) => Some(*compute),
-            Step::Transfer(_) => None,
-        })
+        self.stages.get(stage as usize).into_iter().flatten().flat_map(Step::passes)
     }
 }

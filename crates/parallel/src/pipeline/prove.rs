@@ -45,6 +45,7 @@ impl Plan {
             for (nth, step) in steps.iter().enumerate() {
                 match step {
                     Step::Compute(compute) => checked.compute(nth, *compute)?,
+                    Step::Overlap { forward, backward } => checked.overlap(nth, *forward, *backward)?,
                     Step::Transfer(group) => {
                         group.iter().try_for_each(|transfer| checked.transfer(nth, transfer))?;
                         let sends = group.iter().filter(|of| of.direction == Direction::Send);
@@ -111,6 +112,24 @@ impl Stage {
     }
 
     fn compute(&mut self, step: usize, compute: Compute) -> Result<(), PipelineError> {
+        self.check(step, compute)?;
+        self.mark(compute);
+        Ok(())
+    }
+
+    /// Two passes at once: neither can need the other.
+    fn overlap(&mut self, step: usize, forward: Compute, backward: Compute) -> Result<(), PipelineError> {
+        if forward.pass != Pass::Forward || backward.pass == Pass::Forward {
+            return Err(PipelineError::Overlap { stage: self.stage, step, forward, backward });
+        }
+        self.check(step, forward)?;
+        self.check(step, backward)?;
+        self.mark(forward);
+        self.mark(backward);
+        Ok(())
+    }
+
+    fn check(&mut self, step: usize, compute: Compute) -> Result<(), PipelineError> {
         let (shape, stage) = (self.shape, self.stage);
         let Compute { pass, microbatch, model_chunk } = compute;
         let Some(&mut state) = self.at(microbatch, model_chunk) else {
@@ -149,7 +168,6 @@ impl Stage {
             (Some((_, model_chunk)), None) => self.done(step, compute, Compute { model_chunk, ..compute })?,
             (None, None) => {}
         }
-        self.mark(compute);
         Ok(())
     }
 

@@ -1,7 +1,8 @@
 //! Replay of a plan: all stages go on as far as messages let them.
 //!
 //! A channel carries the messages of one kind from one stage to another. They match in order, as
-//! those of a pair of ranks do in NCCL and in Sidelane. A stage only ever waits for counts that
+//! those of a pair of ranks do in NCCL and in Sidelane: activations and gradients take a
+//! communicator each. A stage only ever waits for counts that
 //! grow, so the order in which this file moves the stages changes neither times nor deadlocks.
 //!
 //! ```text
@@ -11,7 +12,7 @@
 
 use std::collections::HashMap;
 
-use super::plan::{Compute, Direction, Pass, Plan, Step, Tensor, Transfer};
+use super::plan::{Direction, Plan, Step, Tensor, Transfer};
 use super::timeline::{Costs, Span};
 use crate::error::PipelineError;
 
@@ -61,7 +62,7 @@ impl Replay<'_> {
         let mut moved = false;
         while let Some(step) = steps.get(self.stages[stage as usize].step) {
             match step {
-                Step::Compute(compute) => self.compute(stage, *compute),
+                Step::Compute(_) | Step::Overlap { .. } => self.compute(stage, step),
                 Step::Transfer(group) => {
                     moved |= self.begin(stage, group)?;
                     let Ok(end) = self.ended(stage, group) else { break };
@@ -75,19 +76,12 @@ impl Replay<'_> {
         Ok(moved)
     }
 
-    fn compute(&mut self, stage: u32, compute: Compute) {
-        let Costs { forward, backward_input, backward_weight, .. } = self.costs;
-        let again = if self.plan.recomputes() { forward } else { 0 };
-        let cost = match compute.pass {
-            Pass::Forward => forward,
-            Pass::Backward => again + backward_input + backward_weight,
-            Pass::BackwardInput => again + backward_input,
-            Pass::BackwardWeight => backward_weight,
-        };
+    fn compute(&mut self, stage: u32, step: &Step) {
+        let cost = self.costs.of(step, self.plan.recomputes());
         let state = &mut self.stages[stage as usize];
-        let begin = state.time;
-        state.time += cost;
-        state.spans.push(Span { compute, begin, end: state.time });
+        let (begin, end) = (state.time, state.time.saturating_add(cost));
+        state.spans.extend(step.passes().map(|compute| Span { compute, begin, end }));
+        state.time = end;
     }
 
     /// Begins the messages of a group, once. Returns whether it did.
@@ -134,7 +128,7 @@ impl Replay<'_> {
         match transfer.direction {
             Direction::Send if nth < self.unread => Some(0),
             Direction::Send => Some(channel.asked.get(nth - self.unread)?.1),
-            Direction::Receive => Some(channel.sent.get(nth)?.1 + self.costs.transfer),
+            Direction::Receive => Some(channel.sent.get(nth)?.1.saturating_add(self.costs.transfer)),
         }
     }
 

@@ -1,6 +1,6 @@
 //! Generators of plans.
 
-use super::plan::{Compute, Pass, Plan, Shape};
+use super::plan::{Compute, Pass, Plan, Route, Shape, Step};
 use crate::error::PipelineError;
 
 /// Forward passes of an interleaved schedule before the first backward pass.
@@ -13,7 +13,7 @@ pub enum WarmUp {
     Least,
 }
 
-/// Rule by which stages order their passes.
+/// Rule by which stages order their passes, for microbatches that enter at the first stage.
 ///
 /// ```
 /// use sidelane_parallel::pipeline::{Costs, Schedule};
@@ -22,7 +22,7 @@ pub enum WarmUp {
 /// let proof = plan.prove(0)?;
 /// assert_eq!(proof.peaks.iter().map(|peak| peak.inputs).collect::<Vec<_>>(), [4, 3, 2, 1]);
 ///
-/// let costs = Costs { forward: 1, backward_input: 1, backward_weight: 1, transfer: 0 };
+/// let costs = Costs::new(1, 1, 1);
 /// let bubble = |schedule: Schedule| -> Result<u64, sidelane_parallel::PipelineError> {
 ///     Ok(schedule.plan(4, 8)?.time(1, costs)?.bubble())
 /// };
@@ -54,8 +54,9 @@ impl Schedule {
     /// The plan of all stages.
     ///
     /// # Errors
-    /// [`PipelineError::None`] for no stage, microbatch or model chunk; [`PipelineError::Rounds`]
-    /// if several model chunks do not get whole rounds of microbatches.
+    /// [`PipelineError::None`] for no stage, microbatch or model chunk, [`PipelineError::TooMany`]
+    /// for too many of them; [`PipelineError::Rounds`] if several model chunks do not get whole
+    /// rounds of microbatches.
     pub fn plan(self, stages: u32, microbatches: u32) -> Result<Plan, PipelineError> {
         let model_chunks = match self {
             Schedule::Interleaved { model_chunks, .. } => model_chunks,
@@ -64,28 +65,29 @@ impl Schedule {
         if model_chunks > 1 && stages > 0 && !microbatches.is_multiple_of(stages) {
             return Err(PipelineError::Rounds { microbatches, stages, model_chunks });
         }
-        let shape = Shape { stages, microbatches, model_chunks };
-        Plan::from_passes(shape, (0..stages).map(|stage| self.passes(shape, stage)).collect())
+        let shape = Shape { stages, microbatches, model_chunks, route: Route::Rounds };
+        shape.check()?;
+        let steps = |stage| self.passes(shape, stage).into_iter().map(Step::Compute).collect();
+        Plan::with_messages(shape, (0..stages).map(steps).collect())
     }
 
     /// Forward passes before the first backward pass, and backward passes before the first gradient
     /// of weights, if these are passes of their own.
     fn order(self, shape: Shape, stage: u32) -> (u32, Option<u32>) {
         let behind = shape.stages - stage - 1;
-        let rounds = shape.model_chunks.saturating_sub(1).saturating_mul(shape.stages);
-        let twice = behind.saturating_mul(2);
+        let rounds = (shape.model_chunks - 1) * shape.stages;
         match self {
             Schedule::GPipe => (shape.microbatches, None),
             Schedule::OneFOneB => (behind, None),
-            Schedule::Interleaved { warm_up: WarmUp::Megatron, .. } => (twice.saturating_add(rounds), None),
-            Schedule::Interleaved { warm_up: WarmUp::Least, .. } => (behind.saturating_add(rounds), None),
+            Schedule::Interleaved { warm_up: WarmUp::Megatron, .. } => (2 * behind + rounds, None),
+            Schedule::Interleaved { warm_up: WarmUp::Least, .. } => (behind + rounds, None),
             Schedule::ZeroBubbleH1 => (behind, Some(stage)),
-            Schedule::ZeroBubbleH2 => (twice, Some(stage.saturating_mul(2))),
+            Schedule::ZeroBubbleH2 => (2 * behind, Some(2 * stage)),
         }
     }
 
     fn passes(self, shape: Shape, stage: u32) -> Vec<Compute> {
-        let all = shape.microbatches.saturating_mul(shape.model_chunks);
+        let all = shape.microbatches * shape.model_chunks;
         let (warm_up, delay) = self.order(shape, stage);
         let warm_up = warm_up.min(all);
         let backward = if delay.is_some() { Pass::BackwardInput } else { Pass::Backward };

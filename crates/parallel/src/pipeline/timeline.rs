@@ -1,8 +1,8 @@
 //! Times of a plan with given costs.
 
-use std::fmt;
+use std::fmt::{self, Write};
 
-use super::plan::{Compute, Pass, Plan};
+use super::plan::{Compute, Pass, Plan, Step};
 use super::replay::replay;
 use crate::error::PipelineError;
 
@@ -15,11 +15,43 @@ pub struct Costs {
     pub backward_input: u64,
     /// Of gradients of weights.
     pub backward_weight: u64,
+    /// Of a forward pass and a whole backward pass that overlap.
+    pub overlap: u64,
     /// From the send of a message to its arrival. The sender computes meanwhile.
     pub transfer: u64,
 }
 
-/// A pass with its times.
+impl Costs {
+    /// Costs of passes that gain nothing by overlap, with messages that take no time.
+    pub fn new(forward: u64, backward_input: u64, backward_weight: u64) -> Costs {
+        let overlap = forward.saturating_add(backward_input).saturating_add(backward_weight);
+        Costs { forward, backward_input, backward_weight, overlap, transfer: 0 }
+    }
+
+    /// Cost of a step. Recomputation repeats a forward pass before each backward pass.
+    pub(super) fn of(&self, step: &Step, recompute: bool) -> u64 {
+        let again = |pass| match pass {
+            Pass::Backward | Pass::BackwardInput if recompute => self.forward,
+            _ => 0,
+        };
+        let of = |pass| match pass {
+            Pass::Forward => self.forward,
+            Pass::Backward => self.backward_input.saturating_add(self.backward_weight),
+            Pass::BackwardInput => self.backward_input,
+            Pass::BackwardWeight => self.backward_weight,
+        };
+        match step {
+            Step::Compute(compute) => again(compute.pass).saturating_add(of(compute.pass)),
+            Step::Overlap { backward, .. } => {
+                let missing = of(Pass::Backward) - of(backward.pass);
+                again(backward.pass).saturating_add(self.overlap.saturating_sub(missing))
+            }
+            Step::Transfer(_) => 0,
+        }
+    }
+}
+
+/// A pass with its times. Passes that overlap have the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
     /// The pass.
@@ -35,8 +67,7 @@ pub struct Span {
 /// ```
 /// use sidelane_parallel::pipeline::{Costs, Schedule};
 ///
-/// let costs = Costs { forward: 1, backward_input: 1, backward_weight: 1, transfer: 0 };
-/// let timeline = Schedule::ZeroBubbleH1.plan(2, 3)?.time(1, costs)?;
+/// let timeline = Schedule::ZeroBubbleH1.plan(2, 3)?.time(1, Costs::new(1, 1, 1))?;
 /// assert_eq!(timeline.to_string(), "\
 /// 0 | F0 F1    B0 W0 F2 B1 W1 B2 W2
 /// 1 |    F0 B0 F1 B1 W0 F2 B2 W1 W2
@@ -45,8 +76,7 @@ pub struct Span {
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Timeline {
-    /// Passes of each stage.
-    pub stages: Vec<Vec<Span>>,
+    stages: Vec<Vec<Span>>,
 }
 
 impl Plan {
@@ -62,6 +92,11 @@ impl Plan {
 }
 
 impl Timeline {
+    /// Passes of each stage, in order.
+    pub fn stages(&self) -> &[Vec<Span>] {
+        &self.stages
+    }
+
     /// From the begin of the first pass of any stage to the end of the last.
     pub fn time(&self) -> u64 {
         let ends = self.stages.iter().flatten().map(|span| span.end);
@@ -71,45 +106,85 @@ impl Timeline {
     /// Idle time of the stage that idles most, between its first pass and its last. If the next
     /// step of a stage need not wait for the other stages, this is what a step loses.
     pub fn bubble(&self) -> u64 {
-        let idle = |spans: &Vec<Span>| {
-            let busy: u64 = spans.iter().map(|span| span.end - span.begin).sum();
+        let idle = |(stage, spans): (usize, &Vec<Span>)| {
             let (first, last) = (spans.first()?, spans.last()?);
-            Some(last.end - first.begin - busy)
+            Some(last.end - first.begin - self.busy(stage))
         };
-        self.stages.iter().filter_map(idle).max().unwrap_or(0)
+        self.stages.iter().enumerate().filter_map(idle).max().unwrap_or(0)
+    }
+
+    /// Time that a stage computes.
+    pub fn busy(&self, stage: usize) -> u64 {
+        let mut end = 0;
+        let spans = self.stages.get(stage).into_iter().flatten();
+        let times = spans.map(|span| {
+            let time = span.end - span.begin.max(end);
+            end = span.end;
+            time
+        });
+        times.sum()
     }
 }
 
-/// A line for each stage, with a column for each unit of time. `F`, `B` and `W` are forward
-/// passes, backward passes and gradients of weights, with their microbatch and, if there are more
-/// than one, their model chunk as a letter.
+/// A line for each stage, with columns for each unit of time. `F`, `B` and `W` are forward passes,
+/// backward passes and gradients of weights, with their microbatch and, if there are more than one,
+/// their model chunk as a letter. Passes that overlap stand together.
 impl fmt::Display for Timeline {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let chunks = self.stages.iter().flatten().any(|span| span.compute.model_chunk > 0);
-        let label = |compute: Compute| {
-            let pass = match compute.pass {
-                Pass::Forward => 'F',
-                Pass::Backward | Pass::BackwardInput => 'B',
-                Pass::BackwardWeight => 'W',
-            };
-            let letter = char::from(b'a' + (compute.model_chunk % 26) as u8);
-            let letter = if chunks { letter.to_string() } else { String::new() };
-            format!("{pass}{}{letter}", compute.microbatch)
-        };
-        let labels = self.stages.iter().flatten().map(|span| label(span.compute).len());
-        let column = labels.max().unwrap_or(0) + 1;
-        let margin = self.stages.len().saturating_sub(1).to_string().len();
-        for (stage, spans) in self.stages.iter().enumerate() {
-            let mut line = format!("{stage:margin$} |");
-            for Span { compute, begin, end } in spans {
-                let at = |time: u64| margin + 3 + time as usize * column;
-                line = format!("{line:0$}{1}", at(*begin), label(*compute));
+        let stages: Vec<Vec<Cell>> = self.stages.iter().map(|spans| cells(spans, chunks)).collect();
+        let widths = stages.iter().flatten().map(|cell| {
+            let units = (cell.end - cell.begin).max(1);
+            (cell.label.len() as u64 + 1).div_ceil(units)
+        });
+        let unit = widths.max().unwrap_or(0);
+        let margin = stages.len().saturating_sub(1).to_string().len();
+        for (stage, cells) in stages.iter().enumerate() {
+            write!(f, "{stage:margin$} |")?;
+            let mut column = 0;
+            for Cell { label, begin, end } in cells {
+                fill(f, ' ', &mut column, begin.saturating_mul(unit).saturating_add(1))?;
+                write!(f, "{label}")?;
+                column += label.len() as u64;
                 if end - begin > 1 {
-                    line = format!("{line:-<0$}", at(*end) - 1);
+                    fill(f, '-', &mut column, end.saturating_mul(unit))?;
                 }
             }
-            writeln!(f, "{line}")?;
+            writeln!(f)?;
         }
         Ok(())
     }
+}
+
+/// Passes that overlap, or one.
+struct Cell {
+    label: String,
+    begin: u64,
+    end: u64,
+}
+
+fn cells(spans: &[Span], chunks: bool) -> Vec<Cell> {
+    let label = |span: &Span| {
+        let Compute { pass, microbatch, model_chunk } = span.compute;
+        let pass = match pass {
+            Pass::Forward => 'F',
+            Pass::Backward | Pass::BackwardInput => 'B',
+            Pass::BackwardWeight => 'W',
+        };
+        let letter = chunks.then(|| char::from(b'a' + (model_chunk % 26) as u8));
+        format!("{pass}{microbatch}{}", letter.map(String::from).unwrap_or_default())
+    };
+    let together = spans.chunk_by(|a, b| (a.begin, a.end) == (b.begin, b.end));
+    let cell =
+        |of: &[Span]| Cell { label: of.iter().map(label).collect(), begin: of[0].begin, end: of[0].end };
+    together.map(cell).collect()
+}
+
+/// Writes a character up to a column.
+fn fill(f: &mut fmt::Formatter<'_>, with: char, column: &mut u64, to: u64) -> fmt::Result {
+    while *column < to {
+        f.write_char(with)?;
+        *column += 1;
+    }
+    Ok(())
 }
