@@ -9,6 +9,7 @@ use sidelane_parallel::tensor::{
 use crate::ranks::{on_ranks, random_seed, tiny};
 use crate::tensors::{
     WORLDS, bits, columns, communicator, is_product, summed, tensor, times_transposed, transposed,
+    transposed_times,
 };
 
 const TOKENS: usize = 12;
@@ -89,8 +90,10 @@ fn column_parallel_layer_has_the_bits_of_the_whole_layer() {
         assert_eq!(bits(&gradients.input), bits(&tokens(way, &world, &of_x, INPUTS)));
         is_product(&of_x, &whole.of_y, &transposed(&whole.weight, INPUTS), OUTPUTS, |_| 0.0, OUTPUTS + ranks);
         // Gradients of weights need no sum over ranks.
-        let (across, along) = (transposed(&of_y, own), transposed(&whole.x, INPUTS));
-        is_product(&gradients.weight, &across, &along, TOKENS, |_| 0.0, TOKENS + 1);
+        let of_weight = transposed_times(&whole.of_y, &whole.x, TOKENS);
+        assert_eq!(bits(&gradients.weight), bits(cut_rows(&of_weight, INPUTS, part).unwrap()));
+        let (across, along) = (transposed(&whole.of_y, OUTPUTS), transposed(&whole.x, INPUTS));
+        is_product(&of_weight, &across, &along, TOKENS, |_| 0.0, TOKENS + 1);
         let of_bias = whole.of_bias()[me * own..][..own].to_vec();
         assert_eq!(gradients.bias, whole.bias.as_ref().map(|_| of_bias));
     });
@@ -120,8 +123,8 @@ fn row_parallel_layer_has_the_bits_of_the_sum_by_rank() {
         let gradients = layer.backward(&mut group, &x, &of_y).unwrap();
         let of_x = times_transposed(&whole.of_y, &transposed(&whole.weight, INPUTS), OUTPUTS);
         assert_eq!(bits(&gradients.input), bits(&columns(&of_x, INPUTS, me * own, own)));
-        let (across, along) = (transposed(&whole.of_y, OUTPUTS), transposed(&x, own));
-        is_product(&gradients.weight, &across, &along, TOKENS, |_| 0.0, TOKENS + 1);
+        let of_weight = transposed_times(&whole.of_y, &whole.x, TOKENS);
+        assert_eq!(bits(&gradients.weight), bits(&cut_columns(&of_weight, INPUTS, part).unwrap()));
         // The bias is not cut, so its gradient is that of all tokens, on every rank.
         assert_eq!(gradients.bias, whole.bias.as_ref().map(|_| whole.of_bias()));
     });

@@ -38,6 +38,14 @@ pub fn times_transposed(a: &[f32], b: &[f32], depth: usize) -> Vec<f32> {
     out
 }
 
+/// `a' b`, of matrices of so many rows, in `f32`.
+pub fn transposed_times(a: &[f32], b: &[f32], rows: usize) -> Vec<f32> {
+    let (height, width) = (a.len() / rows, b.len() / rows);
+    let mut out = vec![0.0; height * width];
+    product(&mut out, Matrix::new(a, rows, height).transposed(), Matrix::new(b, rows, width), false);
+    out
+}
+
 /// The transpose of `[rows, width]`.
 pub fn transposed(of: &[f32], width: usize) -> Vec<f32> {
     (0..width).flat_map(|column| of.iter().skip(column).step_by(width).copied()).collect()

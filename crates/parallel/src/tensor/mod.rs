@@ -9,7 +9,7 @@
 //! ```
 //!
 //! A column parallel layer, an activation function and a row parallel layer make a block that
-//! communicates once in each direction. Between blocks activations lie in one of two ways
+//! communicates at its borders alone. Between blocks activations lie in one of two ways
 //! ([`Activations`]), and two operators lead into a block and out of it. Each is the gradient of
 //! the other, Megatron's `f` and `g`:
 //!
@@ -20,14 +20,16 @@
 //!   backward                   reduce                        gather
 //! ```
 //!
-//! The bytes are the same, because an all-reduce is a reduce-scatter and an all-gather. With
-//! sequence parallelism a rank holds `T / ranks` tokens between blocks.
+//! An all-reduce is a reduce-scatter and an all-gather, so both ways send the same bytes forward.
+//! With sequence parallelism a rank holds `T / ranks` tokens between blocks. Backward it gathers
+//! the inputs of a column parallel layer once more, so that no rank keeps them.
 //!
 //! **Bits.** Sums over ranks are by ascending rank from +0
 //! ([`AllReduceAlgorithm::Direct`](sidelane::collective::AllReduceAlgorithm)), and products sum by
 //! ascending depth. So a column parallel layer has the bits of the whole layer, from two columns of
 //! a rank on. A row parallel layer has the bits of the sum of its parts' products, whichever way
-//! activations lie.
+//! activations lie. Gradients of weights have the bits of the whole layer's, where a rank has more
+//! than 256 of them.
 //!
 //! **Errors.** A rank whose arguments are wrong says so to the others before anything moves, if the
 //! call communicates: they get [`PeerRefused`](sidelane::error::CallError::PeerRefused), and the
