@@ -21,7 +21,7 @@ fn ids(seed: u64) -> Vec<u32> {
 }
 
 #[test]
-fn embedding_has_the_bits_of_its_rows_and_sums_gradients_in_order() {
+fn embedding_has_the_bits_of_its_rows_and_sums_in_order() {
     let seed = random_seed();
     let (ids, weight) = (ids(seed), tensor(seed, 0, VOCABULARY * HIDDEN));
     let of_rows = tensor(seed, 1, TOKENS * HIDDEN);
@@ -144,7 +144,7 @@ fn cross_entropy_is_the_formula_within_its_roundings() {
 }
 
 #[test]
-fn ids_and_targets_outside_the_vocabulary_are_refused_on_all_ranks() {
+fn ids_outside_the_vocabulary_are_refused_on_all_ranks() {
     on_ranks(&[0, 1], &tiny(), |world| {
         let mut group = communicator(&world);
         let own = vec![1.0; 4];

@@ -186,7 +186,7 @@ fn block_of_both_layers_trains_as_a_whole_one() {
 }
 
 #[test]
-fn wrong_input_of_a_rank_is_refused_on_all_and_the_next_call_works() {
+fn wrong_input_is_refused_on_all_ranks_and_the_next_call_works() {
     on_ranks(&[0, 0, 1], &tiny(), |world| {
         let mut group = communicator(&world);
         let shape = LinearShape { inputs: 6, outputs: 2 };

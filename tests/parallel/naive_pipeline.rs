@@ -1,10 +1,12 @@
 //! A pipeline that computes: stages with queues between them, which carry values without names.
 //!
 //! It knows nothing of proofs. A stage takes the next value of a queue for the message that its
-//! plan names, so a plan in the wrong order computes wrong gradients, or gets stuck.
+//! plan names, so a plan in the wrong order computes wrong gradients, or gets stuck. The queues are
+//! of one process ([`run`]), or messages between ranks ([`run_rank`]).
 
 use std::collections::{HashMap, VecDeque};
 
+use sidelane::collective::Communicator;
 use sidelane_parallel::pipeline::{Compute, Direction, Pass, Plan, Shape, Step, Tensor, Transfer};
 
 type Key = (u32, u32);
@@ -22,12 +24,14 @@ struct Stage {
     outputs: HashMap<Key, u64>,
     gradients_in: HashMap<Key, u64>,
     gradients_out: HashMap<Key, u64>,
-    /// Gradients of weights, by microbatch and model chunk.
-    weights: HashMap<Key, Vec<u64>>,
+    weights: Weights,
 }
 
+/// Gradients of weights of a stage, by microbatch and model chunk.
+pub type Weights = HashMap<Key, Vec<u64>>;
+
 /// Gradients of weights by stage, if the plan runs to its end.
-pub fn run(plan: &Plan) -> Option<Vec<HashMap<Key, Vec<u64>>>> {
+pub fn run(plan: &Plan) -> Option<Vec<Weights>> {
     let shape = plan.shape();
     let mut stages: Vec<Stage> = (0..shape.stages).map(|_| Stage::default()).collect();
     let mut queues: HashMap<(u32, u32, Tensor), VecDeque<u64>> = HashMap::new();
@@ -90,6 +94,30 @@ fn compute_in(stage: &mut Stage, shape: Shape, nth: u32, compute: Compute) -> Op
     Some(())
 }
 
+/// What a stage sends in a message, if it has it.
+fn sent(stage: &Stage, shape: Shape, transfer: &Transfer) -> Option<u64> {
+    let Transfer { tensor, peer, microbatch, model_chunk, .. } = *transfer;
+    let ((_, chunk), values) = match tensor {
+        Tensor::Activation => (shape.before(peer, model_chunk)?, &stage.outputs),
+        Tensor::Gradient => (shape.after(peer, model_chunk)?, &stage.gradients_out),
+    };
+    values.get(&(microbatch, chunk)).copied()
+}
+
+fn receive(stage: &mut Stage, transfer: &Transfer, value: u64) {
+    let values = match transfer.tensor {
+        Tensor::Activation => &mut stage.inputs,
+        Tensor::Gradient => &mut stage.gradients_in,
+    };
+    values.insert((transfer.microbatch, transfer.model_chunk), value);
+}
+
+/// Sends, then receives of a group.
+fn sides(group: &[Transfer]) -> [impl Iterator<Item = &Transfer> + Clone; 2] {
+    [Direction::Send, Direction::Receive]
+        .map(|side| group.iter().filter(move |transfer| transfer.direction == side))
+}
+
 /// Whether all messages of a group have ended; none if one cannot.
 fn transfer_in(
     stage: &mut Stage,
@@ -98,35 +126,44 @@ fn transfer_in(
     group: &[Transfer],
     queues: &mut HashMap<(u32, u32, Tensor), VecDeque<u64>>,
 ) -> Option<bool> {
+    let [sends, receives] = sides(group);
     if !stage.begun {
         stage.begun = true;
-        for transfer in group.iter().filter(|transfer| transfer.direction == Direction::Send) {
-            let Transfer { tensor, peer, microbatch, model_chunk, .. } = *transfer;
-            let value = match tensor {
-                Tensor::Activation => {
-                    let (_, chunk) = shape.before(peer, model_chunk)?;
-                    *stage.outputs.get(&(microbatch, chunk))?
-                }
-                Tensor::Gradient => {
-                    let (_, chunk) = shape.after(peer, model_chunk)?;
-                    *stage.gradients_out.get(&(microbatch, chunk))?
-                }
-            };
-            queues.entry((nth, peer, tensor)).or_default().push_back(value);
+        for transfer in sends {
+            let value = sent(stage, shape, transfer)?;
+            queues.entry((nth, transfer.peer, transfer.tensor)).or_default().push_back(value);
         }
     }
-    let receives = group.iter().filter(|transfer| transfer.direction == Direction::Receive);
     let queue = |transfer: &Transfer| (transfer.peer, nth, transfer.tensor);
     if !receives.clone().all(|transfer| queues.get(&queue(transfer)).is_some_and(|queue| !queue.is_empty())) {
         return Some(false);
     }
     for transfer in receives {
         let value = queues.get_mut(&queue(transfer))?.pop_front()?;
-        let came = match transfer.tensor {
-            Tensor::Activation => &mut stage.inputs,
-            Tensor::Gradient => &mut stage.gradients_in,
-        };
-        came.insert((transfer.microbatch, transfer.model_chunk), value);
+        receive(stage, transfer, value);
     }
     Some(true)
+}
+
+/// The stage of this rank. Its channels are communicators: of activations, and of gradients.
+pub fn run_rank(plan: &Plan, channels: &mut [Communicator; 2]) -> Weights {
+    let (shape, nth) = (plan.shape(), channels[0].rank());
+    let mut stage = Stage::default();
+    for step in &plan.stages()[nth as usize] {
+        for compute in step.passes() {
+            compute_in(&mut stage, shape, nth, compute).expect("a plan that is proved");
+        }
+        let Step::Transfer(group) = step else { continue };
+        let [sends, receives] = sides(group);
+        for transfer in sends {
+            let value = sent(&stage, shape, transfer).expect("a plan that is proved");
+            channels[transfer.tensor as usize].send(transfer.peer, &value.to_le_bytes()).unwrap();
+        }
+        for transfer in receives {
+            let mut bytes = [0; 8];
+            channels[transfer.tensor as usize].receive(transfer.peer, &mut bytes).unwrap();
+            receive(&mut stage, transfer, u64::from_le_bytes(bytes));
+        }
+    }
+    stage.weights
 }

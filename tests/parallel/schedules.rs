@@ -5,6 +5,10 @@ use sidelane_parallel::pipeline::{
     Costs, Direction, Pass, Peak, Plan, Route, Schedule, Shape, Step, WarmUp, dual_pipe,
 };
 
+use crate::naive_pipeline;
+use crate::ranks::{on_ranks, tiny};
+use crate::tensors::communicator;
+
 const MEGATRON: WarmUp = WarmUp::Megatron;
 const LEAST: WarmUp = WarmUp::Least;
 
@@ -154,7 +158,7 @@ fn three_stages_hold_3_2_1_microbatches_by_1f1b_and_4_by_gpipe() {
 }
 
 #[test]
-fn recomputation_holds_one_microbatch_and_repeats_each_forward_pass() {
+fn recomputation_holds_one_microbatch_and_repeats_forward() {
     for (p, m) in [(1, 1), (3, 4), (4, 8)] {
         for schedule in [Schedule::GPipe, Schedule::OneFOneB] {
             let plan = schedule.plan(p, m).unwrap().recompute(true);
@@ -172,7 +176,7 @@ fn recomputation_holds_one_microbatch_and_repeats_each_forward_pass() {
 }
 
 #[test]
-fn messages_of_some_length_delay_the_first_stage_by_a_round_trip() {
+fn slow_messages_delay_the_first_stage_by_a_round_trip() {
     let plan = Schedule::OneFOneB.plan(4, 1).unwrap();
     let slow = Costs { transfer: 5, ..Costs::new(1, 1, 1) };
     assert_eq!(timed(&plan, slow).0, timed(&plan, Costs::new(1, 1, 1)).0 + 6 * 5);
@@ -214,6 +218,32 @@ fn send_before_receive_on_both_sides_deadlocks() {
     let parity = apart(&plan, |stage| if stage % 2 == 0 { [Send, Receive] } else { [Receive, Send] });
     parity.prove(0).unwrap();
     sends_first.prove(1).unwrap();
+}
+
+#[test]
+fn plans_over_communicators_give_the_gradients_of_one_process() {
+    use Direction::{Receive, Send};
+    // Calls of a communicator block one after the other, and its receivers hold two messages
+    // unread.
+    let (p, m) = (4, 8);
+    let deep = interleaved(4, LEAST);
+    let of = |schedule: Schedule| apart(&schedule.plan(p, m).unwrap(), |_| [Send, Receive]);
+    assert_eq!(of(deep).least_unread(), Ok(3));
+    let plans = schedules(p, m).into_iter().filter(|schedule| *schedule != deep).map(of);
+    let plans: Vec<_> = plans.chain([apart(&dual_pipe(p, m).unwrap(), |_| [Send, Receive])]).collect();
+    for plan in &plans {
+        plan.prove(2).unwrap();
+    }
+    let ranks = on_ranks(&[0, 0, 1, 1], &tiny(), |world| {
+        let mut channels = [communicator(&world), communicator(&world)];
+        plans.iter().map(|plan| naive_pipeline::run_rank(plan, &mut channels)).collect::<Vec<_>>()
+    });
+    for (nth, plan) in plans.iter().enumerate() {
+        let right = naive_pipeline::run(plan).unwrap();
+        for (rank, right) in ranks.iter().zip(&right) {
+            assert!(rank[nth] == *right, "{:?}", plan.shape());
+        }
+    }
 }
 
 #[test]

@@ -115,15 +115,7 @@ impl Mesh {
     pub fn group(&self, rank: u32, of: &[&str]) -> Result<Vec<u32>, MeshError> {
         self.check(rank)?;
         let chosen = self.chosen(of)?;
-        let in_them = |rank: u32| -> u32 {
-            chosen.iter().map(|dimension| rank / dimension.stride % dimension.size * dimension.stride).sum()
-        };
-        let mut group = vec![rank - in_them(rank)];
-        for dimension in &chosen {
-            let along = |first: u32| (0..dimension.size).map(move |nth| first + nth * dimension.stride);
-            group = group.into_iter().flat_map(along).collect();
-        }
-        Ok(group)
+        Ok(members(&chosen, first(&chosen, rank)))
     }
 
     /// All groups of these dimensions, by their first rank. Every rank is in one of them.
@@ -131,12 +123,9 @@ impl Mesh {
     /// # Errors
     /// As [`Mesh::size`].
     pub fn groups(&self, of: &[&str]) -> Result<Vec<Vec<u32>>, MeshError> {
-        let groups = (0..self.ranks).map(|rank| Ok((rank, self.group(rank, of)?)));
-        let first = groups.filter_map(|found: Result<_, MeshError>| match found {
-            Ok((rank, group)) => (group[0] == rank).then_some(Ok(group)),
-            Err(error) => Some(Err(error)),
-        });
-        first.collect()
+        let chosen = self.chosen(of)?;
+        let firsts = (0..self.ranks).filter(|&rank| first(&chosen, rank) == rank);
+        Ok(firsts.map(|rank| members(&chosen, rank)).collect())
     }
 
     /// The same ranks as the layers of experts see them. Experts do not care how attention cuts its
@@ -218,4 +207,18 @@ impl Mesh {
         }
         Ok(self.dimensions.iter().filter(|dimension| of.contains(&dimension.name.as_str())).collect())
     }
+}
+
+/// The first rank of a rank's group of these dimensions.
+fn first(of: &[&Dimension], rank: u32) -> u32 {
+    let inside = |dimension: &&Dimension| rank / dimension.stride % dimension.size * dimension.stride;
+    rank - of.iter().map(inside).sum::<u32>()
+}
+
+/// The group of these dimensions that begins at a rank.
+fn members(of: &[&Dimension], first: u32) -> Vec<u32> {
+    of.iter().fold(vec![first], |group, dimension| {
+        let along = |first| (0..dimension.size).map(move |nth| first + nth * dimension.stride);
+        group.into_iter().flat_map(along).collect()
+    })
 }
