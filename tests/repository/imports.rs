@@ -10,12 +10,13 @@ use crate::module_layering::sources;
 
 /// Files that use each other, at most.
 const MOST: usize = 3;
-const CRATES: [&str; 7] = [
+const CRATES: [&str; 8] = [
     "src",
     "crates/core/src",
     "crates/verify/src",
     "crates/model/src",
     "crates/testkit/src",
+    "crates/parallel/src",
     "crates/cli/src",
     "bindings/c/src",
 ];

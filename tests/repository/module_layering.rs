@@ -37,16 +37,18 @@ const LIBRARY: &str = "src";
 /// symbols.
 const C: &str = "bindings/c/src";
 /// Crates above the library or next to it.
-const OTHERS: [&str; 4] = ["crates/verify/src", "crates/model/src", "crates/testkit/src", "crates/cli/src"];
+const OTHERS: [&str; 5] =
+    ["crates/verify/src", "crates/model/src", "crates/testkit/src", "crates/parallel/src", "crates/cli/src"];
 
 /// Crates of this repository that each crate may use in its code; tests may use more.
-const CRATES: [(&str, &[&str]); 6] = [
+const CRATES: [(&str, &[&str]); 7] = [
     ("crates/core", &[]),
     (".", &["sidelane-core"]),
     ("crates/verify", &["sidelane-core"]),
     ("crates/model", &["sidelane-core"]),
     ("crates/testkit", &["sidelane", "sidelane-verify"]),
     ("crates/cli", &["sidelane", "sidelane-core", "sidelane-model", "sidelane-testkit", "sidelane-verify"]),
+    ("crates/parallel", &["sidelane"]),
 ];
 
 pub fn sources(dir: &Path, found: &mut Vec<PathBuf>) {

@@ -5,16 +5,17 @@ mod cases;
 pub mod layer;
 pub mod network;
 pub mod processes;
+mod ranks;
 
 #[allow(unused_imports, reason = "each test program uses a part of this")]
 pub use cases::cases;
-
-use std::hash::{BuildHasher, RandomState};
+#[allow(unused_imports, reason = "each test program uses a part of this")]
+pub use ranks::{on_ranks, random_seed, tiny};
 
 use half::bf16;
+use sidelane::Options;
 use sidelane::config::Config;
 use sidelane::plan::ExpertMap;
-use sidelane::{Options, World};
 #[allow(unused_imports, reason = "each test program uses a part of this")]
 pub use sidelane_verify::reference::{self, To, Tokens, tokens};
 
@@ -22,22 +23,6 @@ pub use sidelane_verify::reference::{self, To, Tokens, tokens};
 pub fn small() -> Options {
     let config = Config { heap: 4 << 20, symmetric: 2 << 20, ..Config::default() };
     Options { config, ..Options::default() }
-}
-
-/// Options for worlds that are many and hold a few rows.
-pub fn tiny() -> Options {
-    let config = Config { heap: 1 << 20, symmetric: 256 << 10, ..Config::default() };
-    Options { config, ..Options::default() }
-}
-
-/// Runs `body` on every rank of a world of threads; rank r is on node `nodes[r]`. Results in order
-/// of rank.
-pub fn on_ranks<T: Send>(nodes: &[u32], options: &Options, body: impl Fn(World) -> T + Sync) -> Vec<T> {
-    let worlds = World::threads_with(nodes, options).expect("a world of threads");
-    std::thread::scope(|scope| {
-        let ranks: Vec<_> = worlds.into_iter().map(|world| scope.spawn(|| body(world))).collect();
-        ranks.into_iter().map(|rank| rank.join().expect("a rank panicked")).collect()
-    })
 }
 
 /// Results of experts that change nothing: each token times its number of choices, summed from +0.
@@ -69,13 +54,4 @@ pub fn placement<E>(ranks: &[Tokens<E>], top_k: u32, map: &ExpertMap, align: u32
         rows[map.rank_of(slot) as usize].extend(segment);
     }
     rows
-}
-
-/// Seed of random cases, another one in each run: the test's output names the one to repeat.
-pub fn random_seed() -> u64 {
-    const SEED: &str = "SIDELANE_TEST_SEED";
-    let given = std::env::var(SEED).ok().map(|seed| seed.parse().expect("a seed is a number"));
-    let seed = given.unwrap_or_else(|| RandomState::new().hash_one(SEED));
-    println!("{SEED}={seed} repeats these cases");
-    seed
 }

@@ -251,7 +251,9 @@ fn run(scenario: &Scenario, nodes: [u32; 2], options: &Options) {
             worlds.into_iter().map(|world| scope.spawn(move || play(scenario, &world))).collect();
         let ends: Vec<_> = ranks.into_iter().map(|rank| rank.join()).collect();
         // Of a scope that joins by itself, nobody would learn which step went wrong.
-        ends.into_iter().filter_map(Result::err).for_each(|panic| resume_unwind(panic));
+        if let Some(panic) = ends.into_iter().find_map(Result::err) {
+            resume_unwind(panic);
+        }
     });
 }
 

@@ -1,0 +1,24 @@
+//! The parallel strategies next to expert parallelism, on the same worlds and collectives.
+//!
+//! | module | what is in it |
+//! |---|---|
+//! | [`mesh`] | which ranks form the groups of each dimension, experts folded as Megatron folds them |
+//! | [`pipeline`] | schedules as plans: passes and messages of each stage, proof, time, activations |
+//! | [`tensor`] | linear layers, embedding and cross-entropy, cut over the ranks of a group |
+//!
+//! The first two are pure: they compute with numbers of ranks, stages and microbatches. Layers run
+//! on a [`Communicator`](sidelane::collective::Communicator). There is no tensor type: layers take
+//! slices and check their lengths.
+
+pub mod error;
+pub mod mesh;
+pub mod pipeline;
+pub mod tensor;
+
+pub use error::{MeshError, PipelineError};
+pub use mesh::Mesh;
+
+/// The code of the page runs.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/parallel.md")]
+struct Page;

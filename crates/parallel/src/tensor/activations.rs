@@ -1,0 +1,124 @@
+//! Where activations lie between blocks, and the operators at the borders of a block.
+
+use std::borrow::Cow;
+
+use sidelane::Error;
+use sidelane::collective::Communicator;
+use sidelane::error::{CallKind, PlanError};
+
+/// Activations between the blocks of tensor parallel layers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Activations {
+    /// Each rank has all tokens.
+    #[default]
+    Replicated,
+    /// Rank `r` has the `r`-th part of the tokens. Layers between blocks, such as norms and
+    /// dropout, then hold and compute no token twice.
+    SequenceParallel,
+}
+
+impl Activations {
+    /// Into a block: rows of all tokens. The gradient of [`reduce`](Activations::reduce).
+    ///
+    /// # Errors
+    /// As [`Communicator::all_gather`].
+    pub fn gather<'a>(self, group: &mut Communicator, rows: &'a [f32]) -> Result<Cow<'a, [f32]>, Error> {
+        match self {
+            Activations::Replicated => Ok(Cow::Borrowed(rows)),
+            Activations::SequenceParallel => {
+                let mut all = vec![0.0; rows.len() * group.size() as usize];
+                group.all_gather(rows, &mut all)?;
+                Ok(Cow::Owned(all))
+            }
+        }
+    }
+
+    /// Out of a block: sums of rows over the ranks, of all tokens or of this rank's. The gradient
+    /// of [`gather`](Activations::gather).
+    ///
+    /// # Errors
+    /// As [`Communicator::all_reduce`] and [`Communicator::reduce_scatter`].
+    pub fn reduce(self, group: &mut Communicator, mut rows: Vec<f32>) -> Result<Vec<f32>, Error> {
+        match self {
+            Activations::Replicated => {
+                group.all_reduce(&mut rows)?;
+                Ok(rows)
+            }
+            Activations::SequenceParallel => {
+                let mut part = vec![0.0; rows.len() / group.size() as usize];
+                group.reduce_scatter(&rows, &mut part)?;
+                Ok(part)
+            }
+        }
+    }
+
+    /// The call that [`gather`](Activations::gather) makes, if any.
+    pub(super) fn gather_call(self) -> Option<CallKind> {
+        (self == Activations::SequenceParallel).then_some(CallKind::AllGather)
+    }
+
+    /// The call that [`reduce`](Activations::reduce) makes.
+    pub(super) fn reduce_call(self) -> Option<CallKind> {
+        Some(match self {
+            Activations::Replicated => CallKind::AllReduce,
+            Activations::SequenceParallel => CallKind::ReduceScatter,
+        })
+    }
+
+    /// Tokens of a rank when a block has so many; they must make equal parts.
+    pub(super) fn outside(self, tokens: usize, ranks: usize) -> Result<usize, PlanError> {
+        match self {
+            Activations::Replicated => Ok(tokens),
+            Activations::SequenceParallel if tokens.is_multiple_of(ranks) => Ok(tokens / ranks),
+            Activations::SequenceParallel => Err(PlanError::BadParameter {
+                parameter: "tokens",
+                seen: tokens as u64,
+                expected: "a multiple of the ranks of the group",
+            }),
+        }
+    }
+
+    /// Tokens of a block when a rank has so many outside.
+    pub(super) fn inside(self, tokens: usize, ranks: usize) -> usize {
+        match self {
+            Activations::Replicated => tokens,
+            Activations::SequenceParallel => tokens * ranks,
+        }
+    }
+}
+
+/// Refuses a call for wrong arguments. If the call communicates, the other ranks hear of it.
+pub(super) fn refuse(group: &mut Communicator, call: Option<CallKind>, error: PlanError) -> Error {
+    match call {
+        Some(kind) => group.refuse(kind, error.into()),
+        None => error.into(),
+    }
+}
+
+/// The rows of a tensor of so many columns.
+pub(super) fn rows_of(what: &'static str, seen: usize, columns: usize) -> Result<usize, PlanError> {
+    let rows = seen / columns;
+    if rows * columns == seen { Ok(rows) } else { Err(PlanError::WrongShape { what, seen, rows, columns }) }
+}
+
+/// Checks that a tensor has this shape.
+pub(super) fn has_shape(
+    what: &'static str,
+    seen: usize,
+    rows: usize,
+    columns: usize,
+) -> Result<(), PlanError> {
+    if rows.checked_mul(columns) == Some(seen) {
+        return Ok(());
+    }
+    Err(PlanError::WrongShape { what, seen, rows, columns })
+}
+
+/// Checks that a call comes with a group of the layer's size.
+pub(super) fn has_ranks(group: &Communicator, ranks: usize) -> Result<(), PlanError> {
+    if group.size() as usize == ranks {
+        return Ok(());
+    }
+    let (parameter, expected) = ("ranks of the group", "as many as the layer was cut for");
+    Err(PlanError::BadParameter { parameter, seen: group.size().into(), expected })
+}

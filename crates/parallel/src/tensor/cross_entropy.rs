@@ -1,0 +1,153 @@
+//! Cross-entropy of logits that are cut by vocabulary. No rank ever has all logits of a token.
+//!
+//! ```text
+//!   loss = log(sum of e^(logit - largest)) - (logit of the target - largest)
+//!
+//!   largest                             all-gather of one value a token, and the largest of them
+//!   logit of the target, sum of e^..    one all-reduce of two values a token
+//! ```
+//!
+//! Megatron takes three all-reduces, one of them of maxima. Sidelane's communicator sums only, and
+//! one call for both sums saves a meeting. A gather of the logits would move `vocabulary` values a
+//! token.
+
+use sidelane::Error;
+use sidelane::collective::Communicator;
+use sidelane::error::{CallKind, PlanError};
+
+use super::activations::{has_shape, refuse};
+use super::cut::{at_least_one, part_of};
+
+/// Cross-entropy of logits of which each rank has a part of the vocabulary.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct VocabularyParallelCrossEntropy {
+    /// Size of the whole vocabulary.
+    pub vocabulary: usize,
+    /// Target of tokens without a loss. The -100 of torch is `-100i32 as u32`.
+    pub ignore: Option<u32>,
+}
+
+/// What a backward pass needs of a forward pass.
+#[derive(Clone, Debug)]
+pub struct CrossEntropyTape {
+    /// Softmax of this rank's logits.
+    softmax: Vec<f32>,
+    columns: usize,
+    targets: Vec<Target>,
+}
+
+/// Target of a token, as a rank sees it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Target {
+    Ignored,
+    /// Another rank has its logit.
+    Elsewhere,
+    /// This rank has it, in this column.
+    Own(usize),
+}
+
+impl VocabularyParallelCrossEntropy {
+    /// Loss of each token, `[T]`, the same on all ranks: 0 where it is ignored. `logits` is
+    /// `[T, vocabulary / ranks]`, `targets` is `[T]`, the same on all ranks. Collective.
+    ///
+    /// A mean is the caller's: over the tokens that are not ignored, of all data parallel ranks.
+    ///
+    /// # Errors
+    /// [`PlanError::WrongShape`] for logits of another length, [`PlanError::BadParameter`] for a
+    /// target outside the vocabulary, or a vocabulary that does not make equal parts; as
+    /// [`Communicator::all_gather`] and [`Communicator::all_reduce`].
+    pub fn forward(
+        &self,
+        group: &mut Communicator,
+        logits: &[f32],
+        targets: &[u32],
+    ) -> Result<(Vec<f32>, CrossEntropyTape), Error> {
+        let (columns, targets) = match self.check(group, logits, targets) {
+            Ok(checked) => checked,
+            Err(error) => return Err(refuse(group, Some(CallKind::AllGather), error)),
+        };
+        let tokens = targets.len();
+        let largest = self.largest(group, logits, columns)?;
+
+        let mut softmax = logits.to_vec();
+        // Logits of targets, and behind them the sums.
+        let mut sums = vec![0.0; 2 * tokens];
+        for (token, row) in softmax.chunks_exact_mut(columns).enumerate() {
+            row.iter_mut().for_each(|logit| *logit -= largest[token]);
+            if let Target::Own(column) = targets[token] {
+                sums[token] = row[column];
+            }
+            row.iter_mut().for_each(|logit| *logit = libm::expf(*logit));
+            sums[tokens + token] = row.iter().sum();
+        }
+        group.all_reduce(&mut sums)?;
+
+        let (of_targets, sums) = sums.split_at(tokens);
+        for (row, sum) in softmax.chunks_exact_mut(columns).zip(sums) {
+            row.iter_mut().for_each(|value| *value /= sum);
+        }
+        let losses = targets.iter().zip(of_targets.iter().zip(sums)).map(|(target, (of_target, sum))| {
+            if *target == Target::Ignored { 0.0 } else { libm::logf(*sum) - of_target }
+        });
+        Ok((losses.collect(), CrossEntropyTape { softmax, columns, targets }))
+    }
+
+    /// Gradient of this rank's logits, `[T, vocabulary / ranks]`, from that of the losses, `[T]`.
+    /// Ranks need not talk.
+    ///
+    /// # Errors
+    /// [`PlanError::WrongShape`] if there is not one value for each token.
+    pub fn backward(&self, tape: CrossEntropyTape, of_losses: &[f32]) -> Result<Vec<f32>, PlanError> {
+        let CrossEntropyTape { softmax: mut gradient, columns, targets } = tape;
+        has_shape("gradients of losses", of_losses.len(), targets.len(), 1)?;
+        let rows = gradient.chunks_exact_mut(columns);
+        for (row, (target, of_loss)) in rows.zip(targets.into_iter().zip(of_losses)) {
+            match target {
+                Target::Ignored => row.fill(0.0),
+                Target::Elsewhere => {}
+                Target::Own(column) => row[column] -= 1.0,
+            }
+            row.iter_mut().for_each(|value| *value *= of_loss);
+        }
+        Ok(gradient)
+    }
+
+    /// Logits of a token on this rank, and where targets are.
+    fn check(
+        &self,
+        group: &Communicator,
+        logits: &[f32],
+        targets: &[u32],
+    ) -> Result<(usize, Vec<Target>), PlanError> {
+        at_least_one("vocabulary", self.vocabulary)?;
+        let columns = part_of("vocabulary", self.vocabulary, (group.rank(), group.size()))?;
+        has_shape("logits", logits.len(), targets.len(), columns)?;
+        let first = group.rank() as usize * columns;
+        let target = |&target: &u32| {
+            if Some(target) == self.ignore {
+                return Ok(Target::Ignored);
+            }
+            if target as usize >= self.vocabulary {
+                let (parameter, expected) = ("target", "an id of the vocabulary, or the one to ignore");
+                return Err(PlanError::BadParameter { parameter, seen: target.into(), expected });
+            }
+            let own = (target as usize).checked_sub(first).filter(|column| *column < columns);
+            Ok(own.map_or(Target::Elsewhere, Target::Own))
+        };
+        Ok((columns, targets.iter().map(target).collect::<Result<_, _>>()?))
+    }
+
+    /// The largest logit of each token, over all ranks.
+    fn largest(&self, group: &mut Communicator, logits: &[f32], columns: usize) -> Result<Vec<f32>, Error> {
+        let rows = logits.chunks_exact(columns);
+        let own: Vec<f32> = rows.map(|row| row.iter().copied().fold(f32::NEG_INFINITY, f32::max)).collect();
+        let mut all = vec![0.0; own.len() * group.size() as usize];
+        group.all_gather(&own, &mut all)?;
+        let mut largest = own;
+        for (at, &value) in all.iter().enumerate() {
+            let token = at % largest.len();
+            largest[token] = largest[token].max(value);
+        }
+        Ok(largest)
+    }
+}

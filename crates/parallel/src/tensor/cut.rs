@@ -1,0 +1,63 @@
+//! Parts of whole weights, for ranks that read them from one file.
+
+use sidelane::error::PlanError;
+
+use super::activations::rows_of;
+
+/// Part `part` of `parts` of the rows of a matrix, where it lies. So column parallel layers,
+/// embeddings and biases are cut.
+///
+/// ```
+/// use sidelane_parallel::tensor::{cut_columns, cut_rows};
+///
+/// let whole = [1.0, 2.0, 3.0, 4.0];                             // [2, 2]
+/// assert_eq!(cut_rows(&whole, 2, (1, 2))?, [3.0, 4.0]);
+/// assert_eq!(cut_columns(&whole, 2, (1, 2))?, [2.0, 4.0]);
+/// # Ok::<(), sidelane::error::PlanError>(())
+/// ```
+///
+/// # Errors
+/// [`PlanError`] if the parts are not equal or `part` is none of them.
+pub fn cut_rows(whole: &[f32], columns: usize, (part, parts): (u32, u32)) -> Result<&[f32], PlanError> {
+    at_least_one("columns", columns)?;
+    let rows = rows_of("weights to cut", whole.len(), columns)?;
+    let each = part_of("rows", rows, (part, parts))? * columns;
+    Ok(&whole[part as usize * each..][..each])
+}
+
+/// Part `part` of `parts` of the columns of a matrix. So row parallel layers are cut.
+///
+/// # Errors
+/// As [`cut_rows`].
+pub fn cut_columns(whole: &[f32], columns: usize, (part, parts): (u32, u32)) -> Result<Vec<f32>, PlanError> {
+    at_least_one("columns", columns)?;
+    rows_of("weights to cut", whole.len(), columns)?;
+    let each = part_of("columns", columns, (part, parts))?;
+    let rows = whole.chunks_exact(columns);
+    Ok(rows.flat_map(|row| &row[part as usize * each..][..each]).copied().collect())
+}
+
+/// Size of a part, of `count` in all.
+pub(super) fn part_of(
+    parameter: &'static str,
+    count: usize,
+    (part, parts): (u32, u32),
+) -> Result<usize, PlanError> {
+    if part >= parts {
+        let expected = "below the number of parts";
+        return Err(PlanError::BadParameter { parameter: "part", seen: part.into(), expected });
+    }
+    if !count.is_multiple_of(parts as usize) {
+        let expected = "a multiple of the ranks of the group";
+        return Err(PlanError::BadParameter { parameter, seen: count as u64, expected });
+    }
+    Ok(count / parts as usize)
+}
+
+/// Checks a size to divide by.
+pub(super) fn at_least_one(parameter: &'static str, seen: usize) -> Result<(), PlanError> {
+    if seen > 0 {
+        return Ok(());
+    }
+    Err(PlanError::BadParameter { parameter, seen: 0, expected: "at least 1" })
+}

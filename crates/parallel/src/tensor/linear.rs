@@ -1,0 +1,289 @@
+//! Linear layers, `y = x W' + b`, cut over the ranks of a group.
+//!
+//! ```text
+//!                          forward                           backward
+//!   ColumnParallelLinear   x = gather(x)                     dx = reduce(dy W)     dW = dy' x     db = sum of dy
+//!                          y = x W' + b
+//!   RowParallelLinear      y = reduce(x W') + b              dy = gather(dy)
+//!                                                            dx = dy W             dW = dy' x     db = sum of dy
+//! ```
+//!
+//! The bias of a row parallel layer is not cut: it is added once, after the sum. Its gradient is
+//! made of the gradients of all tokens, so all ranks have the same and no rank sends it.
+
+use sidelane::Error;
+use sidelane::collective::Communicator;
+use sidelane::error::PlanError;
+use sidelane::rows::{Matrix, product};
+
+use super::activations::{Activations, has_ranks, has_shape, refuse, rows_of};
+use super::cut::{at_least_one, part_of};
+
+/// Sizes of a whole linear layer, before it is cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct LinearShape {
+    /// Elements of an input row.
+    pub inputs: usize,
+    /// Elements of an output row.
+    pub outputs: usize,
+}
+
+/// Gradients of a linear layer, in the shapes of what they are of.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LinearGradients {
+    /// Of the input rows.
+    pub input: Vec<f32>,
+    /// Of this rank's weights.
+    pub weight: Vec<f32>,
+    /// Of the bias, if there is one: this rank's part if the layer is column parallel.
+    pub bias: Option<Vec<f32>>,
+}
+
+/// The part of a layer that a rank holds, and its products.
+#[derive(Clone, Debug)]
+struct Part {
+    inputs: usize,
+    outputs: usize,
+    ranks: usize,
+    activations: Activations,
+    weight: Vec<f32>,
+    bias: Option<Vec<f32>>,
+}
+
+impl Part {
+    fn check(&self) -> Result<(), PlanError> {
+        at_least_one("inputs", self.inputs)?;
+        at_least_one("outputs", self.outputs)?;
+        has_shape("weights", self.weight.len(), self.outputs, self.inputs)?;
+        self.bias.as_ref().map_or(Ok(()), |bias| has_shape("bias", bias.len(), 1, self.outputs))
+    }
+
+    fn weight(&self) -> Matrix<'_> {
+        Matrix::new(&self.weight, self.outputs, self.inputs)
+    }
+
+    /// `x W'`
+    fn outputs(&self, x: &[f32]) -> Vec<f32> {
+        let rows = x.len() / self.inputs;
+        let mut y = vec![0.0; rows * self.outputs];
+        product(&mut y, Matrix::new(x, rows, self.inputs), self.weight().transposed(), false);
+        y
+    }
+
+    /// `y + b`
+    fn biased(&self, mut y: Vec<f32>) -> Vec<f32> {
+        if let Some(bias) = &self.bias {
+            for row in y.chunks_exact_mut(self.outputs) {
+                row.iter_mut().zip(bias).for_each(|(y, bias)| *y += bias);
+            }
+        }
+        y
+    }
+
+    /// `dy W`
+    fn of_input(&self, of_output: &[f32]) -> Vec<f32> {
+        let rows = of_output.len() / self.outputs;
+        let mut of_input = vec![0.0; rows * self.inputs];
+        product(&mut of_input, Matrix::new(of_output, rows, self.outputs), self.weight(), false);
+        of_input
+    }
+
+    /// `dy' x`, and the sum of the rows of `dy`, by ascending token.
+    fn of_weights(&self, x: &[f32], of_output: &[f32]) -> (Vec<f32>, Option<Vec<f32>>) {
+        let rows = x.len() / self.inputs;
+        let mut weight = vec![0.0; self.weight.len()];
+        let transposed = Matrix::new(of_output, rows, self.outputs).transposed();
+        product(&mut weight, transposed, Matrix::new(x, rows, self.inputs), false);
+        let bias = self.bias.as_ref().map(|bias| {
+            let mut sum = vec![0.0; bias.len()];
+            for row in of_output.chunks_exact(self.outputs) {
+                sum.iter_mut().zip(row).for_each(|(sum, of)| *sum += of);
+            }
+            sum
+        });
+        (weight, bias)
+    }
+}
+
+/// A linear layer of which each rank makes a part of the outputs.
+///
+/// ```
+/// use sidelane::{World, collective::Communicator};
+/// use sidelane_parallel::tensor::{Activations, ColumnParallelLinear, LinearShape, RowParallelLinear};
+///
+/// let ranks = World::threads(2)?.into_iter().map(|world| {
+///     std::thread::spawn(move || -> sidelane::Result<()> {
+///         let mut group = Communicator::builder(&world.all()?).build()?;
+///         let (up, down) = (LinearShape { inputs: 2, outputs: 4 }, LinearShape { inputs: 4, outputs: 2 });
+///         let up = ColumnParallelLinear::new(&group, up, Activations::Replicated, vec![0.5; 4], None)?;
+///         let down =
+///             RowParallelLinear::new(&group, down, Activations::Replicated, vec![1.0; 4], Some(vec![0.0, 1.0]))?;
+///         let x = [1.0, 3.0];                                  // one token, on both ranks
+///         let h = up.forward(&mut group, &x)?;                 // two of four values on each
+///         assert_eq!(h, [2.0, 2.0]);
+///         assert_eq!(down.forward(&mut group, &h)?, [8.0, 9.0]);
+///         let of_h = down.backward(&mut group, &h, &[1.0, 1.0])?;
+///         let of_x = up.backward(&mut group, &x, &of_h.input)?;
+///         assert_eq!(of_x.input, [4.0, 4.0]);
+///         Ok(())
+///     })
+/// });
+/// for rank in ranks.collect::<Vec<_>>() {
+///     rank.join().unwrap()?;
+/// }
+/// # Ok::<(), sidelane::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct ColumnParallelLinear(Part);
+
+impl ColumnParallelLinear {
+    /// This rank's part: `weight` is `[outputs / ranks, inputs]`, `bias` `[outputs / ranks]`. See
+    /// [`cut_rows`](super::cut_rows).
+    ///
+    /// # Errors
+    /// [`PlanError::WrongShape`] for weights of another length, [`PlanError::BadParameter`] if the
+    /// outputs do not make equal parts.
+    pub fn new(
+        group: &Communicator,
+        shape: LinearShape,
+        activations: Activations,
+        weight: Vec<f32>,
+        bias: Option<Vec<f32>>,
+    ) -> Result<Self, PlanError> {
+        let LinearShape { inputs, outputs } = shape;
+        let outputs = part_of("outputs", outputs, (group.rank(), group.size()))?;
+        let ranks = group.size() as usize;
+        let part = Part { inputs, outputs, ranks, activations, weight, bias };
+        part.check()?;
+        Ok(ColumnParallelLinear(part))
+    }
+
+    /// This rank's outputs of all tokens, `[T, outputs / ranks]`. `x` is `[T, inputs]`, or this
+    /// rank's tokens of it. Collective if activations are sequence parallel.
+    ///
+    /// # Errors
+    /// [`PlanError`] for arguments that do not fit; as [`Communicator::all_gather`].
+    pub fn forward(&self, group: &mut Communicator, x: &[f32]) -> Result<Vec<f32>, Error> {
+        let part = &self.0;
+        let checked = has_ranks(group, part.ranks).and_then(|()| rows_of("inputs", x.len(), part.inputs));
+        if let Err(error) = checked {
+            return Err(refuse(group, part.activations.gather_call(), error));
+        }
+        let x = part.activations.gather(group, x)?;
+        Ok(part.biased(part.outputs(&x)))
+    }
+
+    /// Gradients from those of the outputs, `[T, outputs / ranks]`, and the same `x` as before. The
+    /// gradient of `x` has the shape of `x`. Sequence parallel inputs are gathered again, so that
+    /// nobody has to keep them. Collective.
+    ///
+    /// # Errors
+    /// As [`ColumnParallelLinear::forward`], and [`Communicator::reduce_scatter`].
+    pub fn backward(
+        &self,
+        group: &mut Communicator,
+        x: &[f32],
+        of_output: &[f32],
+    ) -> Result<LinearGradients, Error> {
+        let part = &self.0;
+        let first = part.activations.gather_call().or(part.activations.reduce_call());
+        let checked = has_ranks(group, part.ranks).and_then(|()| {
+            let rows = part.activations.inside(rows_of("inputs", x.len(), part.inputs)?, part.ranks);
+            has_shape("gradients of outputs", of_output.len(), rows, part.outputs)
+        });
+        if let Err(error) = checked {
+            return Err(refuse(group, first, error));
+        }
+        let x = part.activations.gather(group, x)?;
+        let input = part.activations.reduce(group, part.of_input(of_output))?;
+        let (weight, bias) = part.of_weights(&x, of_output);
+        Ok(LinearGradients { input, weight, bias })
+    }
+
+    /// This rank's weights, `[outputs / ranks, inputs]`.
+    pub fn weight_mut(&mut self) -> &mut [f32] {
+        &mut self.0.weight
+    }
+
+    /// This rank's part of the bias.
+    pub fn bias_mut(&mut self) -> Option<&mut [f32]> {
+        self.0.bias.as_deref_mut()
+    }
+}
+
+/// A linear layer of which each rank takes a part of the inputs. [`ColumnParallelLinear`] has an
+/// example of both.
+#[derive(Clone, Debug)]
+pub struct RowParallelLinear(Part);
+
+impl RowParallelLinear {
+    /// This rank's part: `weight` is `[outputs, inputs / ranks]`, see
+    /// [`cut_columns`](super::cut_columns); `bias` is `[outputs]`, the same on all ranks.
+    ///
+    /// # Errors
+    /// As [`ColumnParallelLinear::new`], for inputs that do not make equal parts.
+    pub fn new(
+        group: &Communicator,
+        shape: LinearShape,
+        activations: Activations,
+        weight: Vec<f32>,
+        bias: Option<Vec<f32>>,
+    ) -> Result<Self, PlanError> {
+        let LinearShape { inputs, outputs } = shape;
+        let inputs = part_of("inputs", inputs, (group.rank(), group.size()))?;
+        let ranks = group.size() as usize;
+        let part = Part { inputs, outputs, ranks, activations, weight, bias };
+        part.check()?;
+        Ok(RowParallelLinear(part))
+    }
+
+    /// Outputs, `[T, outputs]`, or this rank's tokens of them. `x` is this rank's part of the
+    /// inputs of all tokens, `[T, inputs / ranks]`. Collective.
+    ///
+    /// # Errors
+    /// [`PlanError`] for arguments that do not fit; as [`Communicator::all_reduce`] and
+    /// [`Communicator::reduce_scatter`].
+    pub fn forward(&self, group: &mut Communicator, x: &[f32]) -> Result<Vec<f32>, Error> {
+        let part = &self.0;
+        let checked = has_ranks(group, part.ranks)
+            .and_then(|()| part.activations.outside(rows_of("inputs", x.len(), part.inputs)?, part.ranks));
+        if let Err(error) = checked {
+            return Err(refuse(group, part.activations.reduce_call(), error));
+        }
+        Ok(part.biased(part.activations.reduce(group, part.outputs(x))?))
+    }
+
+    /// Gradients from those of the outputs, in their shape, and the same `x` as before. Collective
+    /// if activations are sequence parallel.
+    ///
+    /// # Errors
+    /// [`PlanError`] for arguments that do not fit; as [`Communicator::all_gather`].
+    pub fn backward(
+        &self,
+        group: &mut Communicator,
+        x: &[f32],
+        of_output: &[f32],
+    ) -> Result<LinearGradients, Error> {
+        let part = &self.0;
+        let checked = has_ranks(group, part.ranks).and_then(|()| {
+            let rows = part.activations.outside(rows_of("inputs", x.len(), part.inputs)?, part.ranks)?;
+            has_shape("gradients of outputs", of_output.len(), rows, part.outputs)
+        });
+        if let Err(error) = checked {
+            return Err(refuse(group, part.activations.gather_call(), error));
+        }
+        let of_output = part.activations.gather(group, of_output)?;
+        let (weight, bias) = part.of_weights(x, &of_output);
+        Ok(LinearGradients { input: part.of_input(&of_output), weight, bias })
+    }
+
+    /// This rank's weights, `[outputs, inputs / ranks]`.
+    pub fn weight_mut(&mut self) -> &mut [f32] {
+        &mut self.0.weight
+    }
+
+    /// The bias, the same on all ranks.
+    pub fn bias_mut(&mut self) -> Option<&mut [f32]> {
+        self.0.bias.as_deref_mut()
+    }
+}

@@ -1,0 +1,241 @@
+//! Column and row parallel layers, forward and backward, against whole layers in one process.
+
+use sidelane::error::{CallError, PlanError};
+use sidelane::{Error, World};
+use sidelane_parallel::tensor::{
+    Activations, ColumnParallelLinear, LinearShape, RowParallelLinear, cut_columns, cut_rows,
+};
+
+use crate::ranks::{on_ranks, random_seed, tiny};
+use crate::tensors::{
+    WORLDS, bits, columns, communicator, is_product, summed, tensor, times_transposed, transposed,
+    transposed_times,
+};
+
+const TOKENS: usize = 12;
+const INPUTS: usize = 48;
+const OUTPUTS: usize = 72;
+const SHAPE: LinearShape = LinearShape { inputs: INPUTS, outputs: OUTPUTS };
+const WAYS: [Activations; 2] = [Activations::Replicated, Activations::SequenceParallel];
+
+/// A whole layer, with its inputs and the gradients of its outputs.
+struct Whole {
+    x: Vec<f32>,
+    weight: Vec<f32>,
+    bias: Option<Vec<f32>>,
+    of_y: Vec<f32>,
+}
+
+impl Whole {
+    fn new(seed: u64, with_bias: bool) -> Whole {
+        let bias = with_bias.then(|| tensor(seed, 2, OUTPUTS));
+        let (x, weight) = (tensor(seed, 0, TOKENS * INPUTS), tensor(seed, 1, OUTPUTS * INPUTS));
+        Whole { x, weight, bias, of_y: tensor(seed, 3, TOKENS * OUTPUTS) }
+    }
+
+    fn biased(&self, y: Vec<f32>) -> Vec<f32> {
+        let Some(bias) = &self.bias else { return y };
+        y.iter().enumerate().map(|(at, y)| y + bias[at % OUTPUTS]).collect()
+    }
+
+    /// By ascending token.
+    fn of_bias(&self) -> Vec<f32> {
+        summed(self.of_y.chunks_exact(OUTPUTS).map(<[f32]>::to_vec))
+    }
+}
+
+/// This rank's tokens, if each has a part of them.
+fn tokens(way: Activations, world: &World, of: &[f32], width: usize) -> Vec<f32> {
+    match way {
+        Activations::Replicated => of.to_vec(),
+        Activations::SequenceParallel => cut_rows(of, width, (world.rank(), world.size())).unwrap().to_vec(),
+    }
+}
+
+fn cases(seed: u64, body: impl Fn(World, Activations, &Whole) + Sync) {
+    for with_bias in [false, true] {
+        let whole = Whole::new(seed, with_bias);
+        for way in WAYS {
+            for nodes in WORLDS {
+                on_ranks(nodes, &tiny(), |world| body(world, way, &whole));
+            }
+        }
+    }
+}
+
+#[test]
+fn column_parallel_layer_has_the_bits_of_the_whole_layer() {
+    cases(random_seed(), |world, way, whole| {
+        let (me, ranks) = (world.rank() as usize, world.size() as usize);
+        let (part, own) = ((world.rank(), world.size()), OUTPUTS / ranks);
+        let mut group = communicator(&world);
+        let weight = cut_rows(&whole.weight, INPUTS, part).unwrap().to_vec();
+        let bias = whole.bias.as_ref().map(|bias| cut_rows(bias, 1, part).unwrap().to_vec());
+        let layer = ColumnParallelLinear::new(&group, SHAPE, way, weight.clone(), bias).unwrap();
+        let x = tokens(way, &world, &whole.x, INPUTS);
+
+        let y = layer.forward(&mut group, &x).unwrap();
+        let right = whole.biased(times_transposed(&whole.x, &whole.weight, INPUTS));
+        assert_eq!(bits(&y), bits(&columns(&right, OUTPUTS, me * own, own)));
+
+        let of_y = columns(&whole.of_y, OUTPUTS, me * own, own);
+        let gradients = layer.backward(&mut group, &x, &of_y).unwrap();
+        // Gradients of inputs: parts of the outputs, by ascending rank.
+        let parts = (0..ranks).map(|rank| {
+            let of_y = columns(&whole.of_y, OUTPUTS, rank * own, own);
+            let weight = &whole.weight[rank * own * INPUTS..][..own * INPUTS];
+            times_transposed(&of_y, &transposed(weight, INPUTS), own)
+        });
+        let of_x = summed(parts);
+        assert_eq!(bits(&gradients.input), bits(&tokens(way, &world, &of_x, INPUTS)));
+        is_product(&of_x, &whole.of_y, &transposed(&whole.weight, INPUTS), OUTPUTS, |_| 0.0, OUTPUTS + ranks);
+        // Gradients of weights need no sum over ranks.
+        let of_weight = transposed_times(&whole.of_y, &whole.x, TOKENS);
+        assert_eq!(bits(&gradients.weight), bits(cut_rows(&of_weight, INPUTS, part).unwrap()));
+        let (across, along) = (transposed(&whole.of_y, OUTPUTS), transposed(&whole.x, INPUTS));
+        is_product(&of_weight, &across, &along, TOKENS, |_| 0.0, TOKENS + 1);
+        let of_bias = whole.of_bias()[me * own..][..own].to_vec();
+        assert_eq!(gradients.bias, whole.bias.as_ref().map(|_| of_bias));
+    });
+}
+
+#[test]
+fn row_parallel_layer_has_the_bits_of_the_sum_by_rank() {
+    cases(random_seed(), |world, way, whole| {
+        let (me, ranks) = (world.rank() as usize, world.size() as usize);
+        let (part, own) = ((world.rank(), world.size()), INPUTS / ranks);
+        let mut group = communicator(&world);
+        let weight = cut_columns(&whole.weight, INPUTS, part).unwrap();
+        let layer = RowParallelLinear::new(&group, SHAPE, way, weight.clone(), whole.bias.clone()).unwrap();
+        let x = columns(&whole.x, INPUTS, me * own, own);
+
+        let y = layer.forward(&mut group, &x).unwrap();
+        let parts = (0..ranks).map(|rank| {
+            let of = |whole: &[f32]| columns(whole, INPUTS, rank * own, own);
+            times_transposed(&of(&whole.x), &of(&whole.weight), own)
+        });
+        let right = whole.biased(summed(parts));
+        assert_eq!(bits(&y), bits(&tokens(way, &world, &right, OUTPUTS)));
+        let bias = |column: usize| whole.bias.as_ref().map_or(0.0, |bias| bias[column]);
+        is_product(&right, &whole.x, &whole.weight, INPUTS, bias, INPUTS + ranks + 1);
+
+        let of_y = tokens(way, &world, &whole.of_y, OUTPUTS);
+        let gradients = layer.backward(&mut group, &x, &of_y).unwrap();
+        let of_x = times_transposed(&whole.of_y, &transposed(&whole.weight, INPUTS), OUTPUTS);
+        assert_eq!(bits(&gradients.input), bits(&columns(&of_x, INPUTS, me * own, own)));
+        let of_weight = transposed_times(&whole.of_y, &whole.x, TOKENS);
+        assert_eq!(bits(&gradients.weight), bits(&cut_columns(&of_weight, INPUTS, part).unwrap()));
+        // The bias is not cut, so its gradient is that of all tokens, on every rank.
+        assert_eq!(gradients.bias, whole.bias.as_ref().map(|_| whole.of_bias()));
+    });
+}
+
+#[test]
+fn block_of_both_layers_trains_as_a_whole_one() {
+    let seed = random_seed();
+    let (hidden, rate) = (16, 0.01f32);
+    let up = LinearShape { inputs: 8, outputs: hidden };
+    let down = LinearShape { inputs: hidden, outputs: 8 };
+    let (x, up_weight, down_weight) =
+        (tensor(seed, 0, 8 * 8), tensor(seed, 1, 8 * hidden), tensor(seed, 2, 8 * hidden));
+    let losses = |nodes: &[u32], way: Activations| {
+        on_ranks(nodes, &tiny(), |world| {
+            let mut group = communicator(&world);
+            let part = (world.rank(), world.size());
+            let of_up = cut_rows(&up_weight, 8, part).unwrap().to_vec();
+            let mut up =
+                ColumnParallelLinear::new(&group, up, way, of_up, Some(vec![0.0; hidden / nodes.len()]))
+                    .unwrap();
+            let of_down = cut_columns(&down_weight, hidden, part).unwrap();
+            let mut down = RowParallelLinear::new(&group, down, way, of_down, Some(vec![0.0; 8])).unwrap();
+            let x = tokens(way, &world, &x, 8);
+            let mut losses = Vec::new();
+            for _ in 0..8 {
+                let h: Vec<_> = up.forward(&mut group, &x).unwrap().iter().map(|h| h.max(0.0)).collect();
+                let y = down.forward(&mut group, &h).unwrap();
+                let mut loss = [y.iter().map(|y| y * y).sum::<f32>()];
+                if way == Activations::SequenceParallel {
+                    group.all_reduce(&mut loss).unwrap();
+                }
+                losses.push(loss[0]);
+                let of_y: Vec<_> = y.iter().map(|y| 2.0 * y).collect();
+                let of_down = down.backward(&mut group, &h, &of_y).unwrap();
+                let of_h = of_down.input.iter().zip(&h).map(|(of, h)| if *h > 0.0 { *of } else { 0.0 });
+                let of_up = up.backward(&mut group, &x, &of_h.collect::<Vec<_>>()).unwrap();
+                let learn = |weights: &mut [f32], gradient: &[f32]| {
+                    weights.iter_mut().zip(gradient).for_each(|(weight, of)| *weight -= rate * of);
+                };
+                learn(up.weight_mut(), &of_up.weight);
+                learn(down.weight_mut(), &of_down.weight);
+                learn(up.bias_mut().unwrap(), &of_up.bias.unwrap());
+                learn(down.bias_mut().unwrap(), &of_down.bias.unwrap());
+            }
+            losses
+        })
+    };
+    let [alone] = losses(&[0], Activations::Replicated).try_into().unwrap();
+    assert!(alone[7] < alone[0] / 2.0, "{alone:?}");
+    for (nodes, way) in
+        [(WORLDS[2], WAYS[0]), (WORLDS[2], WAYS[1]), (WORLDS[3], WAYS[0]), (WORLDS[3], WAYS[1])]
+    {
+        for losses in losses(nodes, way) {
+            let near = |(got, right): (&f32, &f32)| (got - right).abs() <= 1e-4 * right;
+            assert!(losses.iter().zip(&alone).all(near), "{nodes:?} {way:?}: {losses:?} {alone:?}");
+        }
+    }
+}
+
+#[test]
+fn wrong_input_is_refused_on_all_ranks_and_the_next_call_works() {
+    on_ranks(&[0, 0, 1], &tiny(), |world| {
+        let mut group = communicator(&world);
+        let shape = LinearShape { inputs: 6, outputs: 2 };
+        let layer = |way| RowParallelLinear::new(&group, shape, way, vec![1.0; 4], None).unwrap();
+        let (replicated, sequence) = (layer(WAYS[0]), layer(WAYS[1]));
+        let wrong = world.rank() == 1;
+
+        let x = vec![1.0; if wrong { 5 } else { 6 }];
+        let error = replicated.forward(&mut group, &x).unwrap_err();
+        let right = if wrong {
+            matches!(error, Error::Plan(PlanError::WrongShape { what: "inputs", seen: 5, .. }))
+        } else {
+            matches!(error, Error::Call(CallError::PeerRefused { peer: 1, .. }))
+        };
+        assert!(right, "{error}");
+        assert_eq!(replicated.forward(&mut group, &[1.0; 6]).unwrap(), [6.0; 6]);
+
+        // Four tokens are not a part for each of three ranks.
+        let error = sequence.forward(&mut group, &[1.0; 8]).unwrap_err();
+        let four = PlanError::BadParameter {
+            parameter: "tokens",
+            seen: 4,
+            expected: "a multiple of the ranks of the group",
+        };
+        assert_eq!(error, Error::Plan(four));
+        assert_eq!(sequence.forward(&mut group, &[1.0; 6]).unwrap(), [6.0; 2]);
+        let of_y = vec![1.0; if wrong { 3 } else { 2 }];
+        sequence.backward(&mut group, &[1.0; 6], &of_y).unwrap_err();
+        assert_eq!(sequence.backward(&mut group, &[1.0; 6], &[1.0; 2]).unwrap().weight, [3.0; 4]);
+    });
+}
+
+#[test]
+fn layers_that_do_not_make_equal_parts_are_refused() {
+    on_ranks(&[0, 0], &tiny(), |world| {
+        let group = communicator(&world);
+        let new = |inputs, outputs, weights: usize, bias: Option<usize>| {
+            let bias = bias.map(|bias| vec![0.0; bias]);
+            let shape = LinearShape { inputs, outputs };
+            ColumnParallelLinear::new(&group, shape, Activations::Replicated, vec![0.0; weights], bias)
+                .map(drop)
+        };
+        assert_eq!(new(3, 4, 6, Some(2)), Ok(()));
+        let bad = |parameter, seen, expected| Err(PlanError::BadParameter { parameter, seen, expected });
+        assert_eq!(new(3, 5, 6, None), bad("outputs", 5, "a multiple of the ranks of the group"));
+        assert_eq!(new(0, 4, 0, None), bad("inputs", 0, "at least 1"));
+        assert_eq!(new(3, 0, 0, None), bad("outputs", 0, "at least 1"));
+        let wrong = |what, seen, rows, columns| Err(PlanError::WrongShape { what, seen, rows, columns });
+        assert_eq!(new(3, 4, 7, None), wrong("weights", 7, 2, 3));
+        assert_eq!(new(3, 4, 6, Some(4)), wrong("bias", 4, 1, 2));
+    });
+}

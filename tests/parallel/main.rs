@@ -1,0 +1,11 @@
+//! The other parallel strategies: meshes, pipeline schedules, tensor parallel layers.
+
+mod embedding;
+mod linear;
+mod mesh;
+mod mutants;
+mod naive_pipeline;
+#[path = "../support/ranks.rs"]
+mod ranks;
+mod schedules;
+mod tensors;

@@ -1,0 +1,136 @@
+//! Groups of meshes, against nested loops.
+
+use std::collections::BTreeSet;
+
+use sidelane::World;
+use sidelane_parallel::{Mesh, MeshError};
+
+/// Ranks by their positions, counted in nested loops as Megatron's order of `tp-cp-ep-dp-pp` has
+/// it: tensor parallel ranks are next to each other.
+fn counted([pp, dp, cp, tp]: [u32; 4]) -> Vec<[u32; 4]> {
+    let mut positions = Vec::new();
+    for pp in 0..pp {
+        for dp in 0..dp {
+            for cp in 0..cp {
+                for tp in 0..tp {
+                    positions.push([pp, dp, cp, tp]);
+                }
+            }
+        }
+    }
+    positions
+}
+
+const NAMES: [&str; 4] = ["pp", "dp", "cp", "tp"];
+
+#[test]
+fn groups_hold_ranks_that_differ_in_their_dimensions_alone() {
+    for sizes in [[2, 2, 1, 2], [3, 1, 2, 4], [1, 5, 1, 1], [2, 3, 2, 2], [4, 2, 3, 1]] {
+        let positions = counted(sizes);
+        let ranks = positions.len() as u32;
+        let mesh = Mesh::new(ranks, NAMES.into_iter().zip(sizes)).unwrap();
+        for subset in 0..16usize {
+            let of: Vec<_> = (0..4).filter(|nth| subset >> nth & 1 == 1).collect();
+            let names: Vec<_> = of.iter().rev().map(|&nth| NAMES[nth]).collect();
+            let alike = |a: u32, b: u32| {
+                (0..4)
+                    .all(|nth| of.contains(&nth) || positions[a as usize][nth] == positions[b as usize][nth])
+            };
+            let mut right = BTreeSet::new();
+            for rank in 0..ranks {
+                let group: Vec<_> = (0..ranks).filter(|&other| alike(rank, other)).collect();
+                assert_eq!(mesh.group(rank, &names).unwrap(), group, "{sizes:?} {names:?} of {rank}");
+                assert_eq!(mesh.size(&names).unwrap() as usize, group.len());
+                right.insert(group);
+            }
+            assert_eq!(mesh.groups(&names).unwrap(), right.into_iter().collect::<Vec<_>>());
+        }
+        for (rank, position) in (0..).zip(&positions) {
+            for (name, right) in NAMES.iter().zip(position) {
+                assert_eq!(mesh.position(rank, name), Ok(*right));
+            }
+        }
+    }
+}
+
+#[test]
+fn experts_fold_ranks_of_a_stage_as_megatron_does() {
+    // (tp, cp, dp, pp, ep, etp): groups of an expert generator with tp = etp, cp = 1, dp = edp.
+    for [tp, cp, dp, pp, ep, etp] in
+        [[2, 1, 4, 1, 4, 1], [2, 1, 4, 2, 4, 2], [4, 2, 2, 2, 2, 4], [1, 1, 8, 1, 8, 1], [2, 2, 2, 3, 4, 1]]
+    {
+        let ranks = tp * cp * dp * pp;
+        let mesh = Mesh::new(ranks, [("pp", pp), ("dp", dp), ("cp", cp), ("tp", tp)]).unwrap();
+        let experts = mesh.experts(ep, etp).unwrap();
+        let edp = tp * cp * dp / (ep * etp);
+        let sizes: Vec<_> = experts.dimensions().collect();
+        assert_eq!(sizes, [("pp", pp), ("edp", edp), ("ep", ep), ("etp", etp)]);
+        assert_eq!(experts.groups(&["pp"]), mesh.groups(&["pp"]), "stages stay");
+        for rank in 0..ranks {
+            let in_stage = rank % (tp * cp * dp);
+            assert_eq!(experts.position(rank, "etp"), Ok(in_stage % etp));
+            assert_eq!(experts.position(rank, "ep"), Ok(in_stage / etp % ep));
+            assert_eq!(experts.position(rank, "edp"), Ok(in_stage / (etp * ep)));
+        }
+    }
+}
+
+#[test]
+fn eight_ranks_have_attention_tp2_dp4_and_experts_ep4_dp2() {
+    let attention = Mesh::new(8, [("dp", 4), ("tp", 2)]).unwrap();
+    assert_eq!(attention.groups(&["dp"]).unwrap(), [[0, 2, 4, 6], [1, 3, 5, 7]]);
+    let experts = attention.experts(4, 1).unwrap();
+    assert_eq!(experts.groups(&["ep"]).unwrap(), [[0, 1, 2, 3], [4, 5, 6, 7]]);
+    assert_eq!(experts.groups(&["edp"]).unwrap(), [[0, 4], [1, 5], [2, 6], [3, 7]]);
+}
+
+#[test]
+fn deepspeed_expert_groups_of_tp2_ep2_skip_tensor_ranks() {
+    let mesh = Mesh::new(4, [("ep", 2), ("tp", 2)]).unwrap();
+    assert_eq!(mesh.groups(&["ep"]).unwrap(), [[0, 2], [1, 3]]);
+    // Megatron with expert tensor parallelism cuts each expert over the same tensor ranks.
+    let cut = Mesh::new(4, [("dp", 2), ("tp", 2)]).unwrap().experts(2, 2).unwrap();
+    assert_eq!(cut.groups(&["ep"]).unwrap(), [[0, 2], [1, 3]]);
+    assert_eq!(cut.groups(&["etp"]).unwrap(), [[0, 1], [2, 3]]);
+}
+
+#[test]
+fn sequence_ranks_of_dp2_sp4_are_next_to_each_other() {
+    let mesh = Mesh::new(8, [("dp", 2), ("sp", 4)]).unwrap();
+    assert_eq!(mesh.groups(&["sp"]).unwrap(), [[0, 1, 2, 3], [4, 5, 6, 7]]);
+    assert_eq!(mesh.groups(&["dp"]).unwrap(), [[0, 4], [1, 5], [2, 6], [3, 7]]);
+}
+
+#[test]
+fn sizes_that_do_not_fit_are_refused_with_the_arithmetic() {
+    let text = |result: Result<Mesh, MeshError>| result.unwrap_err().to_string();
+    assert_eq!(text(Mesh::new(8, [("pp", 2), ("dp", 3)])), "8 ranks, but pp 2 x dp 3 = 6");
+    assert_eq!(text(Mesh::new(2, [])), "2 ranks, but 1 = 1");
+    let huge = Mesh::new(8, [("a", u32::MAX), ("b", u32::MAX), ("c", u32::MAX)]);
+    assert!(matches!(huge, Err(MeshError::Sizes { product: u64::MAX, .. })));
+    assert!(matches!(Mesh::new(0, [("dp", 0)]), Err(MeshError::NoSize { .. })));
+    assert!(matches!(Mesh::new(4, [("dp", 2), ("dp", 2)]), Err(MeshError::Twice { .. })));
+
+    let mesh = Mesh::new(12, [("pp", 2), ("dp", 3), ("tp", 2)]).unwrap();
+    assert_eq!(text(mesh.experts(2, 2)), "ep 2 x etp 2 = 4 does not divide dp 3 x tp 2 = 6");
+    assert!(matches!(mesh.experts(0, 1), Err(MeshError::Experts { .. })));
+    assert!(matches!(mesh.experts(u32::MAX, u32::MAX), Err(MeshError::Experts { .. })));
+    let apart = Mesh::new(8, [("dp", 2), ("pp", 2), ("tp", 2)]).unwrap();
+    assert_eq!(
+        text(apart.experts(2, 1)),
+        "pp lies between the dimensions that hold a layer: move tp before it"
+    );
+
+    assert_eq!(mesh.group(0, &["cp"]).unwrap_err().to_string(), "no dimension cp: the mesh has pp, dp, tp");
+    assert_eq!(mesh.group(12, &["tp"]), Err(MeshError::NoRank { rank: 12, ranks: 12 }));
+    assert!(matches!(mesh.groups(&["tp", "tp"]), Err(MeshError::Twice { .. })));
+}
+
+#[test]
+fn mesh_refuses_a_world_of_another_size() {
+    let mesh = Mesh::new(4, [("dp", 2), ("tp", 2)]).unwrap();
+    for world in World::threads(2).unwrap() {
+        let refused = mesh.world_group(&world, &["tp"]).err();
+        assert_eq!(refused, Some(MeshError::OtherWorld { ranks: 4, world: 2 }));
+    }
+}

@@ -1,0 +1,86 @@
+//! Random tensors, and references in one process.
+
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use sidelane::World;
+use sidelane::collective::Communicator;
+use sidelane::rows::{Matrix, product};
+
+/// Nodes of the ranks: alone, on one node, on two, and not a power of two.
+pub const WORLDS: [&[u32]; 4] = [&[0], &[0, 0, 0], &[0, 1], &[0, 0, 1, 1]];
+
+/// Rounds of two kilobytes, so that tensors take many.
+pub fn communicator(world: &World) -> Communicator {
+    Communicator::builder(&world.all().unwrap()).chunk(2048).one_shot_bytes(256).build().unwrap()
+}
+
+/// The same on all ranks: values in -1..1.
+pub fn tensor(seed: u64, nth: u64, len: usize) -> Vec<f32> {
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    rng.set_stream(nth);
+    (0..len).map(|_| rng.random::<f32>() * 2.0 - 1.0).collect()
+}
+
+pub fn bits(of: &[f32]) -> Vec<u32> {
+    of.iter().map(|value| value.to_bits()).collect()
+}
+
+/// Columns of a matrix.
+pub fn columns(of: &[f32], width: usize, from: usize, count: usize) -> Vec<f32> {
+    of.chunks_exact(width).flat_map(|row| row[from..from + count].to_vec()).collect()
+}
+
+/// `a b'`, `[rows, columns]`, in `f32`.
+pub fn times_transposed(a: &[f32], b: &[f32], depth: usize) -> Vec<f32> {
+    let (rows, columns) = (a.len() / depth, b.len() / depth);
+    let mut out = vec![0.0; rows * columns];
+    product(&mut out, Matrix::new(a, rows, depth), Matrix::new(b, columns, depth).transposed(), false);
+    out
+}
+
+/// `a' b`, of matrices of so many rows, in `f32`.
+pub fn transposed_times(a: &[f32], b: &[f32], rows: usize) -> Vec<f32> {
+    let (height, width) = (a.len() / rows, b.len() / rows);
+    let mut out = vec![0.0; height * width];
+    product(&mut out, Matrix::new(a, rows, height).transposed(), Matrix::new(b, rows, width), false);
+    out
+}
+
+/// The transpose of `[rows, width]`.
+pub fn transposed(of: &[f32], width: usize) -> Vec<f32> {
+    (0..width).flat_map(|column| of.iter().skip(column).step_by(width).copied()).collect()
+}
+
+/// Sums of equal tensors in their order, from +0.
+pub fn summed(parts: impl IntoIterator<Item = Vec<f32>>) -> Vec<f32> {
+    let add = |sum: Option<Vec<f32>>, part: Vec<f32>| {
+        let sum = sum.unwrap_or_else(|| vec![0.0; part.len()]);
+        Some(sum.iter().zip(part).map(|(sum, part)| sum + part).collect())
+    };
+    parts.into_iter().fold(None, add).unwrap()
+}
+
+/// Checks a product against its formula. A sum of `terms` terms in any order, each rounded, is off
+/// by at most `terms` roundings of the sum of their sizes.
+pub fn is_product(
+    got: &[f32],
+    a: &[f32],
+    b: &[f32],
+    depth: usize,
+    bias: impl Fn(usize) -> f32,
+    terms: usize,
+) {
+    let columns = b.len() / depth;
+    assert_eq!(got.len(), a.len() / depth * columns);
+    for (at, &got) in got.iter().enumerate() {
+        let (row, column) = (at / columns, at % columns);
+        let term = |k: usize| f64::from(a[row * depth + k]) * f64::from(b[column * depth + k]);
+        let bias = f64::from(bias(column));
+        let (mut sum, mut size) = (bias, bias.abs());
+        for k in 0..depth {
+            (sum, size) = (sum + term(k), size + term(k).abs());
+        }
+        let bound = size * (terms + 1) as f64 * f64::from(f32::EPSILON) / 2.0 * 1.01;
+        assert!((f64::from(got) - sum).abs() <= bound, "{got} is not {sum}, by {bound}");
+    }
+}

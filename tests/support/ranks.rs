@@ -1,0 +1,31 @@
+//! Worlds of threads, and seeds of random cases.
+
+use std::hash::{BuildHasher, RandomState};
+
+use sidelane::config::Config;
+use sidelane::{Options, World};
+
+/// Options for worlds that are many and hold a few rows.
+pub fn tiny() -> Options {
+    let config = Config { heap: 1 << 20, symmetric: 256 << 10, ..Config::default() };
+    Options { config, ..Options::default() }
+}
+
+/// Runs `body` on every rank of a world of threads; rank r is on node `nodes[r]`. Results in order
+/// of rank.
+pub fn on_ranks<T: Send>(nodes: &[u32], options: &Options, body: impl Fn(World) -> T + Sync) -> Vec<T> {
+    let worlds = World::threads_with(nodes, options).expect("a world of threads");
+    std::thread::scope(|scope| {
+        let ranks: Vec<_> = worlds.into_iter().map(|world| scope.spawn(|| body(world))).collect();
+        ranks.into_iter().map(|rank| rank.join().expect("a rank panicked")).collect()
+    })
+}
+
+/// Seed of random cases, another one in each run: the test's output names the one to repeat.
+pub fn random_seed() -> u64 {
+    const SEED: &str = "SIDELANE_TEST_SEED";
+    let given = std::env::var(SEED).ok().map(|seed| seed.parse().expect("a seed is a number"));
+    let seed = given.unwrap_or_else(|| RandomState::new().hash_one(SEED));
+    println!("{SEED}={seed} repeats these cases");
+    seed
+}
