@@ -1305,6 +1305,24 @@ sidelane_status_t sidelane_ep_info(sidelane_ep_t *ep, sidelane_ep_info_t *info);
 // The caller guarantees: `expert_map` is NULL or valid.
 sidelane_status_t sidelane_ep_set_expert_map(sidelane_ep_t *ep, const sidelane_expert_map_t *expert_map);
 
+// Masks ranks, for maintenance or to drain them: a flag for each rank of the group, 1 for an
+// active one. In later dispatches a masked rank sends no rows and receives none. Choices of its
+// experts go to replicas at active ranks or are dropped. Collective, masked ranks included, which
+// live and make all calls with the others. No handle of the layer may be open; in fixed slots on a
+// device, no dispatch may wait for its combine. On a device the call waits for the stream, and
+// graphs that were captured before go by the new mask.
+//
+// A mask that a rank cannot use is refused on all ranks, and the old one stays.
+//
+// The caller guarantees: `active` is NULL, or has `ranks` flags.
+sidelane_status_t sidelane_ep_mask(sidelane_ep_t *ep, const uint8_t *active, uint32_t ranks);
+
+// Writes a flag for each rank of the group to `active`: 1 for an active rank. Local. `ranks` is
+// the number of ranks.
+//
+// The caller guarantees: `active` is NULL, or has room for `ranks` flags.
+sidelane_status_t sidelane_ep_active(sidelane_ep_t *ep, uint8_t *active, uint32_t ranks);
+
 // Quantizes tokens, [tokens, hidden], to records, [tokens, record_bytes] of SIDELANE_DTYPE_BYTES:
 // the rows that a layer with fp8 dispatches. Local. On a device they are there for what is
 // enqueued next.

@@ -19,6 +19,14 @@ pub fn call(ep: &mut ExpertParallel, kind: CallKind, handle: Option<&Handle>, fa
     told(ep.refuse(kind, handle, PlanError::RefusedHere.into()), fault)
 }
 
+/// A mask: one of no ranks. Returns the error for the caller, as [`call`].
+pub fn mask(ep: &mut ExpertParallel, fault: Fault) -> Fault {
+    match ep.mask(&[]) {
+        Err(lost @ Error::World(_)) => lost.into(),
+        _ => fault,
+    }
+}
+
 /// A build: with settings that no rank can use.
 pub fn build(group: &Group) {
     let _ = ExpertParallel::builder(group).map(|builder| builder.experts(0).build());
