@@ -229,6 +229,12 @@
 // Memory that the layer's device reaches: its own, or pinned memory of the host.
 #define SIDELANE_PLACE_DEVICE 1
 
+// Kernels of the library make the products of a layer on a device, with the bits of the host.
+#define SIDELANE_PRODUCTS_OWN 0
+
+// cuBLAS makes them, in an order of its own.
+#define SIDELANE_PRODUCTS_CUBLAS 1
+
 // The call succeeded.
 #define SIDELANE_CALL_OK 0
 
@@ -286,6 +292,9 @@ enum sidelane_status_t
     SIDELANE_ERROR_PLAN = 23,
     // Ranks disagree about a call, or it is used wrongly: nothing moved on any rank.
     SIDELANE_ERROR_CALL = 24,
+    // Experts of a whole layer failed or took too long, or a layer on a device does not have what
+    // was asked for.
+    SIDELANE_ERROR_LAYER = 25,
 };
 #ifndef __cplusplus
 #if __STDC_VERSION__ >= 202311L
@@ -313,6 +322,9 @@ typedef struct sidelane_group_t sidelane_group_t;
 // The layout of one dispatch: combine, cached dispatch and the gradients follow it.
 typedef struct sidelane_handle_t sidelane_handle_t;
 
+// A whole layer: gate, dispatch, experts, combine.
+typedef struct sidelane_moe_t sidelane_moe_t;
+
 // What experts write into: peers read it in place.
 typedef struct sidelane_output_t sidelane_output_t;
 
@@ -330,6 +342,9 @@ typedef struct sidelane_shares_t sidelane_shares_t;
 
 // A CUDA stream of the caller's, and the device it is of.
 typedef struct sidelane_stream_t sidelane_stream_t;
+
+// A forward pass of a whole layer, kept for its gradients.
+typedef struct sidelane_tape_t sidelane_tape_t;
 
 // Tokens that NICs read in place.
 typedef struct sidelane_tokens_t sidelane_tokens_t;
@@ -1019,6 +1034,112 @@ typedef struct {
     uint32_t reserved;
 } sidelane_communicator_options_t;
 
+// Settings of a whole layer: all ranks must pass the same, except weights, overlap, stream and
+// max_blocks. 0 is the default of every field but `gate`, `experts`, `hidden` and `ffn`. Weights
+// are on the host, and are copied.
+//
+// The weights of an expert are w1 and w3, [hidden, ffn], and w2, [ffn, hidden], one after another:
+// a row x becomes (silu(x w1) * x w3) w2.
+typedef struct {
+    // sizeof(sidelane_moe_options_t).
+    size_t size;
+    // The router: its experts and choices are those of the layer.
+    const sidelane_gate_config_t *gate;
+    // Weights of the router, [hidden, experts]: logits are tokens times them. NULL: zeros.
+    const float *router;
+    // Weights of this rank's experts, [local experts, 3 * hidden * ffn].
+    const float *experts;
+    // Weights of an expert that all tokens pass, [3 * hidden * shared_ffn]. NULL: none.
+    const float *shared;
+    // A loss that balances experts. NULL: none.
+    const sidelane_balance_t *balance;
+    // Tensors lie on the device of this stream, and passes go on the stream. NULL: they lie on
+    // the host.
+    sidelane_stream_t *stream;
+    // Device: bytes of its memory in which dispatches receive and experts write.
+    uint64_t device_heap;
+    // Elements of a row, which must be a multiple of 16 bytes.
+    uint32_t hidden;
+    // Inner width of each expert.
+    uint32_t ffn;
+    // The same of the expert that all tokens pass.
+    uint32_t shared_ffn;
+    // Type of the elements: SIDELANE_DTYPE_...
+    uint32_t dtype;
+    // Order in which a token's rows are summed: SIDELANE_ORDER_...
+    uint32_t sum_order;
+    // How rows reach other nodes: SIDELANE_ROUTE_...
+    uint32_t route;
+    // Each expert's rows are padded to a multiple of this. Default: 1.
+    uint32_t align;
+    // The most tokens of a rank in one pass. Default: 4096.
+    uint32_t max_tokens;
+    // Parts of a pass's tokens, each dispatched and combined by itself. Default: 1.
+    uint32_t chunks;
+    // 1: transfers of one chunk are not beside the experts of others.
+    uint32_t sequential;
+    // Device: what makes the products, SIDELANE_PRODUCTS_...
+    uint32_t products;
+    // Device: tapes that may be alive besides that of the pass that runs. Default: 1.
+    uint32_t tapes;
+    // Device: blocks of each kernel, at most. 0: as many as the device has at work.
+    uint32_t max_blocks;
+    // Coefficient of the loss that keeps logits small. 0: none.
+    float z_loss;
+} sidelane_moe_options_t;
+
+// Tokens of a forward pass, and inputs of their gate.
+typedef struct {
+    // sizeof(sidelane_moe_input_t).
+    size_t size;
+    // The tokens, [tokens, hidden].
+    const sidelane_tensor_t *x;
+    // Added to the layer's result, [tokens, hidden]. NULL: nothing.
+    const sidelane_tensor_t *residual;
+    // On the host, [experts], for the choice alone. NULL: none.
+    const float *bias;
+    // On the host, [tokens]: 1 for tokens that choose. NULL: all do.
+    const uint8_t *used;
+    // Random numbers: the job's.
+    uint64_t seed;
+    // The step's.
+    uint64_t step;
+    // The rank's.
+    uint32_t rank;
+    // 1: a training pass, with noise.
+    uint32_t training;
+} sidelane_moe_input_t;
+
+// Where the gradients of a pass go, in the layer's place.
+typedef struct {
+    // sizeof(sidelane_moe_gradients_t).
+    size_t size;
+    // Of the tokens, [tokens, hidden]. That of the residual is that of the output.
+    const sidelane_tensor_t *x;
+    // Of the router, by this rank's tokens, [hidden, experts].
+    float *router;
+    // Of this rank's experts, by the tokens of all ranks, in the order of their weights.
+    float *experts;
+    // Of the expert that all tokens pass, by this rank's tokens. NULL if there is none.
+    float *shared;
+} sidelane_moe_gradients_t;
+
+// What a forward pass decided. Pointers live as long as the tape.
+typedef struct {
+    // sizeof(sidelane_tape_info_t).
+    size_t size;
+    // Choices that are left, and their weights, on the host.
+    sidelane_routing_t routing;
+    // Choices of each expert, [experts], before any was dropped.
+    const uint32_t *counts_before;
+    // Choices of each expert that are left, [experts].
+    const uint32_t *counts_after;
+    // The balancing loss of this rank's tokens; 0 if there is none.
+    float balance_loss;
+    // The loss on the size of logits; 0 if there is none.
+    float z_loss;
+} sidelane_tape_info_t;
+
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus
@@ -1304,6 +1425,24 @@ sidelane_status_t sidelane_ep_info(sidelane_ep_t *ep, sidelane_ep_info_t *info);
 //
 // The caller guarantees: `expert_map` is NULL or valid.
 sidelane_status_t sidelane_ep_set_expert_map(sidelane_ep_t *ep, const sidelane_expert_map_t *expert_map);
+
+// Masks ranks, for maintenance or to drain them: a flag for each rank of the group, 1 for an
+// active one. In later dispatches a masked rank sends no rows and receives none. Choices of its
+// experts go to replicas at active ranks or are dropped. Collective, masked ranks included, which
+// live and make all calls with the others. No handle of the layer may be open; in fixed slots on a
+// device, no dispatch may wait for its combine. On a device the call waits for the stream, and
+// graphs that were captured before go by the new mask.
+//
+// A mask that a rank cannot use is refused on all ranks, and the old one stays.
+//
+// The caller guarantees: `active` is NULL, or has `ranks` flags.
+sidelane_status_t sidelane_ep_mask(sidelane_ep_t *ep, const uint8_t *active, uint32_t ranks);
+
+// Writes a flag for each rank of the group to `active`: 1 for an active rank. Local. `ranks` is
+// the number of ranks.
+//
+// The caller guarantees: `active` is NULL, or has room for `ranks` flags.
+sidelane_status_t sidelane_ep_active(sidelane_ep_t *ep, uint8_t *active, uint32_t ranks);
 
 // Quantizes tokens, [tokens, hidden], to records, [tokens, record_bytes] of SIDELANE_DTYPE_BYTES:
 // the rows that a layer with fp8 dispatches. Local. On a device they are there for what is
@@ -1686,6 +1825,59 @@ sidelane_status_t sidelane_communicator_flush(sidelane_communicator_t *communica
 
 // Closes the communicator. NULL is nothing.
 sidelane_status_t sidelane_communicator_close(sidelane_communicator_t *communicator);
+
+// Builds a whole layer on a group: gate, dispatch, SwiGLU experts, combine. Collective.
+// `expert_map` may be NULL: experts in contiguous blocks.
+//
+// The caller guarantees: pointers are NULL or valid; structs are as large as their sizes say, and
+// arrays as documented.
+sidelane_status_t sidelane_moe_build(sidelane_group_t *group,
+                                     const sidelane_moe_options_t *options,
+                                     const sidelane_expert_map_t *expert_map,
+                                     sidelane_moe_t **moe);
+
+// Copies weights into a layer, between passes: arrays of the layer's place, in the order of the
+// options; NULL leaves those that are there. Local. On a device they are copied by the stream.
+//
+// The caller guarantees: arrays are NULL or as large as the layer's weights; on a device they stay
+// as they are until the stream has passed the call.
+sidelane_status_t sidelane_moe_set_weights(sidelane_moe_t *moe,
+                                           const float *router,
+                                           const float *experts,
+                                           const float *shared);
+
+// Closes the layer. Tapes that are open stay, but no pass uses them any more. NULL is a no-op.
+sidelane_status_t sidelane_moe_close(sidelane_moe_t *moe);
+
+// residual + combined + shared, [tokens, hidden], to `out`, and the tape for the gradients, which
+// is the caller's to close or to bring back. Collective.
+//
+// On a device the pass is enqueued, and `out` is there for later operations on the stream. The
+// call waits for the choices of experts, and in each dispatch for its sizes.
+//
+// The caller guarantees: pointers are NULL or valid; structs, tensors and arrays are as large as
+// they say, and no other thread uses `out` meanwhile.
+sidelane_status_t sidelane_moe_forward(sidelane_moe_t *moe,
+                                       const sidelane_moe_input_t *input,
+                                       const sidelane_tensor_t *out,
+                                       sidelane_tape_t **tape);
+
+// Gradients of a forward pass from that of its output, [tokens, hidden]. `tape` is used up.
+// Collective: ranks bring their tapes in one order.
+//
+// The caller guarantees: as sidelane_moe_forward().
+sidelane_status_t sidelane_moe_backward(sidelane_moe_t *moe,
+                                        sidelane_tape_t *tape,
+                                        const sidelane_tensor_t *of_out,
+                                        const sidelane_moe_gradients_t *gradients);
+
+// Says what a forward pass decided.
+//
+// The caller guarantees: `info` is NULL, or as large as its size says.
+sidelane_status_t sidelane_tape_info(sidelane_tape_t *tape, sidelane_tape_info_t *info);
+
+// Closes the tape without gradients. NULL is nothing.
+sidelane_status_t sidelane_tape_close(sidelane_tape_t *tape);
 
 #ifdef __cplusplus
 }  // extern "C"

@@ -9,6 +9,8 @@ use std::fs::File;
 use sidelane::collective::Communicator;
 use sidelane::ep::{Handle, RowCollective, RowPartition, Tensor, TensorMut};
 use sidelane::error::{CallKind, Error, PlanError};
+use sidelane::gate::Preset;
+use sidelane::layer::{GroupedSwiGlu, MoeLayer};
 use sidelane::{Dtype, ExpertParallel, Group};
 
 use crate::fault::Fault;
@@ -19,9 +21,26 @@ pub fn call(ep: &mut ExpertParallel, kind: CallKind, handle: Option<&Handle>, fa
     told(ep.refuse(kind, handle, PlanError::RefusedHere.into()), fault)
 }
 
+/// A mask: one of no ranks. Returns the error for the caller, as [`call`].
+pub fn mask(ep: &mut ExpertParallel, fault: Fault) -> Fault {
+    match ep.mask(&[]) {
+        Err(lost @ Error::World(_)) => lost.into(),
+        _ => fault,
+    }
+}
+
 /// A build: with settings that no rank can use.
 pub fn build(group: &Group) {
     let _ = ExpertParallel::builder(group).map(|builder| builder.experts(0).build());
+}
+
+/// A whole layer: of an expert that no rank has.
+pub fn moe(group: &Group) {
+    let built = || -> Result<(), Error> {
+        let nobody = GroupedSwiGlu::new(0, 1, 1, Vec::new())?;
+        MoeLayer::builder(group, Preset::Mixtral.config(1, 1)?, 0, nobody).build().map(drop)
+    };
+    let _ = built();
 }
 
 /// A collective: of rows without elements.

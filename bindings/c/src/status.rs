@@ -1,6 +1,7 @@
 //! Outcome of a call, as a number.
 
 use sidelane::Error;
+use sidelane::error::OverlapError;
 
 use crate::fault::Fault;
 
@@ -42,10 +43,13 @@ pub enum Status {
     SIDELANE_ERROR_PLAN = 23,
     /// Ranks disagree about a call, or it is used wrongly: nothing moved on any rank.
     SIDELANE_ERROR_CALL = 24,
+    /// Experts of a whole layer failed or took too long, or a layer on a device does not have what
+    /// was asked for.
+    SIDELANE_ERROR_LAYER = 25,
 }
 
 impl Status {
-    const ALL: [Status; 15] = [
+    const ALL: [Status; 16] = [
         Status::SIDELANE_OK,
         Status::SIDELANE_ERROR_ARGUMENT,
         Status::SIDELANE_ERROR_HANDLE,
@@ -61,6 +65,7 @@ impl Status {
         Status::SIDELANE_ERROR_GATE,
         Status::SIDELANE_ERROR_PLAN,
         Status::SIDELANE_ERROR_CALL,
+        Status::SIDELANE_ERROR_LAYER,
     ];
 
     /// The status with this number.
@@ -85,6 +90,7 @@ impl Status {
             Status::SIDELANE_ERROR_GATE => c"SIDELANE_ERROR_GATE",
             Status::SIDELANE_ERROR_PLAN => c"SIDELANE_ERROR_PLAN",
             Status::SIDELANE_ERROR_CALL => c"SIDELANE_ERROR_CALL",
+            Status::SIDELANE_ERROR_LAYER => c"SIDELANE_ERROR_LAYER",
         }
     }
 }
@@ -114,7 +120,9 @@ impl From<&Error> for Status {
             Error::Gate(_) => Status::SIDELANE_ERROR_GATE,
             Error::Plan(_) => Status::SIDELANE_ERROR_PLAN,
             Error::Call(_) => Status::SIDELANE_ERROR_CALL,
-            // No call of this face runs a graph or a layer.
+            // The message says which node of a layer failed. The error is what it met.
+            Error::Overlap(OverlapError::Failed { error, .. }) => (&**error).into(),
+            Error::Overlap(_) | Error::Layer(_) => Status::SIDELANE_ERROR_LAYER,
             _ => Status::SIDELANE_ERROR_INTERNAL,
         }
     }

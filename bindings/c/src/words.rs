@@ -3,6 +3,7 @@
 use sidelane::Dtype;
 use sidelane::dtype::PartialDtype;
 use sidelane::ep::Graphs;
+use sidelane::layer::Products;
 use sidelane::plan::{Overflow, ReceiveMode, RowLayout, Strategy, SumOrder};
 use sidelane::topology::Route;
 
@@ -67,6 +68,11 @@ pub const SIDELANE_PLACE_HOST: u32 = 0;
 /// Memory that the layer's device reaches: its own, or pinned memory of the host.
 pub const SIDELANE_PLACE_DEVICE: u32 = 1;
 
+/// Kernels of the library make the products of a layer on a device, with the bits of the host.
+pub const SIDELANE_PRODUCTS_OWN: u32 = 0;
+/// cuBLAS makes them, in an order of its own.
+pub const SIDELANE_PRODUCTS_CUBLAS: u32 = 1;
+
 /// The call succeeded.
 pub const SIDELANE_CALL_OK: u32 = 0;
 /// This rank's input was refused: nothing moved, and sums are zeros.
@@ -123,6 +129,11 @@ pub(crate) fn dtype_number(dtype: Dtype) -> u32 {
 
 pub(crate) fn dtype(seen: u32) -> Result<Dtype, ArgumentError> {
     choice("dtype", seen, &DTYPES, "one of SIDELANE_DTYPE_BF16, _F16, _F32, _BYTES")
+}
+
+pub(crate) fn products(seen: u32) -> Result<Products, ArgumentError> {
+    let all = [(SIDELANE_PRODUCTS_OWN, Products::Own), (SIDELANE_PRODUCTS_CUBLAS, Products::Cublas)];
+    choice("products", seen, &all, "SIDELANE_PRODUCTS_OWN or _CUBLAS")
 }
 
 pub(crate) fn route(seen: u32) -> Result<Route, ArgumentError> {

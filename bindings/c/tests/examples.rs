@@ -42,6 +42,14 @@ fn a_layer_in_a_graph_is_replayed_with_other_tokens() {
 }
 
 #[test]
+fn a_whole_layer_has_the_numbers_that_can_be_told_by_hand_on_the_host_and_on_devices() {
+    let program = compiled(&Path::new(PACKAGE).join("tests/moe.c"), "moe", Linked::WithDriver);
+    let mut job = launch(1, 2);
+    let out = succeeded(&with_devices(&mut job).arg(program).output().expect("it starts"), "moe");
+    assert_eq!(out.matches("layers right on both places").count(), 2, "{out}");
+}
+
+#[test]
 fn rows_are_gathered_and_summed_and_own_memory_is_a_window() {
     let program = compiled(&Path::new(PACKAGE).join("tests/gathers.c"), "gathers", Linked::Shared);
     for (nodes, ranks) in [(1, 3), (2, 2)] {

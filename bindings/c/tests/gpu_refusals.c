@@ -49,26 +49,39 @@ static void experts(sidelane_rows_t *rows, sidelane_handle_t *handle, sidelane_o
 }
 
 // A dispatch that works, up to its output.
-static void dispatched(sidelane_handle_t **handle, sidelane_output_t **output) {
+static void dispatched_by(sidelane_ep_t *layer, sidelane_handle_t **handle, sidelane_output_t **output) {
     sidelane_rows_t *rows;
-    CHECK(sidelane_ep_dispatch(ep, &tx, &routing, &rows, handle));
+    CHECK(sidelane_ep_dispatch(layer, &tx, &routing, &rows, handle));
     experts(rows, *handle, output);
 }
 
-static void sums_are_right(void) {
+static void dispatched(sidelane_handle_t **handle, sidelane_output_t **output) {
+    dispatched_by(ep, handle, output);
+}
+
+static void sums_are(float times) {
     CUDA(cuMemcpyDtoH(y, (CUdeviceptr)out.data, sizeof y));
-    for (int i = 0; i < TOKENS * HIDDEN; i++) REQUIRE(y[i] == 2 * x[i]);
+    for (int i = 0; i < TOKENS * HIDDEN; i++) REQUIRE(y[i] == times * x[i]);
+}
+
+static void sums_are_right(void) {
+    sums_are(2);
+}
+
+// A dispatch and a combine: so many times the tokens.
+static void round_gives(sidelane_ep_t *layer, float times) {
+    sidelane_handle_t *handle;
+    sidelane_output_t *output;
+    dispatched_by(layer, &handle, &output);
+    CHECK(sidelane_ep_combine(layer, output, NULL, handle, &out));
+    CHECK(sidelane_ep_synchronize(layer));
+    sums_are(times);
+    CHECK(sidelane_handle_close(handle));
 }
 
 // The purpose: after all these refusals, a dispatch and a combine work.
 static void a_round_works(void) {
-    sidelane_handle_t *handle;
-    sidelane_output_t *output;
-    dispatched(&handle, &output);
-    CHECK(sidelane_ep_combine(ep, output, NULL, handle, &out));
-    CHECK(sidelane_ep_synchronize(ep));
-    sums_are_right();
-    CHECK(sidelane_handle_close(handle));
+    round_gives(ep, 2);
 }
 
 static void streams(void) {
@@ -318,6 +331,31 @@ static void calls_in_slots(void) {
     CHECK(sidelane_handle_close(handle));
 }
 
+// Rank 1 is masked and still makes all calls. Each token of rank 0 keeps the choice that stays.
+// `refused` and `differ` are the other rank's errors. In slots ranks agree through the coordinator.
+static void masks(sidelane_ep_t *layer, const char *refused, const char *differ) {
+    static const uint8_t both[2] = {1, 1}, first[2] = {1, 0}, none[2] = {0, 0}, unknown[2] = {1, 2};
+    struct { const uint8_t *active; uint32_t ranks; sidelane_status_t status; const char *words; } wrong[] = {
+        {NULL, 2, SIDELANE_ERROR_ARGUMENT, "active is NULL"},
+        {unknown, 2, SIDELANE_ERROR_ARGUMENT, "active = 2: 0 or 1"},
+        {both, 1, SIDELANE_ERROR_PLAN, "ranks of the mask"},
+        {none, 2, SIDELANE_ERROR_PLAN, "active ranks of the mask"},
+    };
+    uint8_t seen[2];
+    CHECK(sidelane_ep_mask(layer, first, 2));
+    round_gives(layer, rank == 0 ? 1 : 0);
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        REFUSED_ON_BOTH(sidelane_ep_mask(layer, rank == 1 ? wrong[i].active : both, rank == 1 ? wrong[i].ranks : 2),
+                        wrong[i].status, wrong[i].words, SIDELANE_ERROR_CALL, refused);
+    }
+    REFUSED(sidelane_ep_mask(layer, rank == 1 ? both : first, 2), SIDELANE_ERROR_CALL, differ);
+    CHECK(sidelane_ep_active(layer, seen, 2));
+    REQUIRE(memcmp(seen, first, 2) == 0);
+    round_gives(layer, rank == 0 ? 1 : 0);
+    CHECK(sidelane_ep_mask(layer, both, 2));
+    round_gives(layer, 2);
+}
+
 // The other rank cannot go on without the second half: it started its own before this one is
 // closed.
 static void a_pending_call_that_is_closed(void) {
@@ -388,6 +426,8 @@ int main(void) {
     gradients();
     combines();
     calls_in_slots();
+    masks(ep, "input of rank 1 was refused", "disagree");
+    masks(slots, "whether their masks can be used", "the mask");
     a_pending_call_that_is_closed();
     printf("rank %u: refused as it should be\n", rank);
     CHECK(sidelane_ep_close(ep));

@@ -29,19 +29,24 @@ static sidelane_ep_options_t good(void) {
         .hidden = HIDDEN, .dtype = SIDELANE_DTYPE_F32, .max_tokens = 16};
 }
 
-// The purpose: after all these refusals, a dispatch and a combine work.
-static void a_round_works(void) {
+// A dispatch and a combine with experts that change nothing: so many times the tokens.
+static void round_gives(float times) {
     sidelane_rows_t *rows;
     sidelane_handle_t *handle;
     CHECK(sidelane_ep_dispatch(ep, &tx, &routing, &rows, &handle));
     sidelane_rows_info_t info = {.size = sizeof info};
     CHECK(sidelane_rows_info(rows, &info));
     sidelane_tensor_t same = {.data = info.data, .rows = info.rows, .columns = HIDDEN, .dtype = SIDELANE_DTYPE_F32};
-    memset(y, 0, sizeof y);
+    memset(y, 0xff, sizeof y);
     CHECK(sidelane_ep_combine(ep, NULL, &same, handle, &ty));
-    for (int i = 0; i < TOKENS * HIDDEN; i++) REQUIRE(y[i] == 2 * x[i]);
+    for (int i = 0; i < TOKENS * HIDDEN; i++) REQUIRE(y[i] == times * x[i]);
     CHECK(sidelane_rows_close(rows));
     CHECK(sidelane_handle_close(handle));
+}
+
+// The purpose: after all these refusals, a dispatch and a combine work.
+static void a_round_works(void) {
+    round_gives(2);
 }
 
 static void nothing_where_something_must_be(void) {
@@ -349,6 +354,38 @@ static void gradients(void) {
     a_round_works();
 }
 
+// Rank 1 is masked and still makes all calls. Each token of rank 0 keeps the choice that stays.
+static void masks(void) {
+    static const uint8_t both[2] = {1, 1}, first[2] = {1, 0}, none[2] = {0, 0}, unknown[2] = {1, 2};
+    uint8_t seen[2] = {2, 2};
+    CHECK(sidelane_ep_active(ep, seen, 2));
+    REQUIRE(memcmp(seen, both, 2) == 0);
+    CHECK(sidelane_ep_mask(ep, first, 2));
+    round_gives(rank == 0 ? 1 : 0);
+#define BAD_MASK(mask, ranks, status, words)                                                       \
+    REFUSED_ON_BOTH(sidelane_ep_mask(ep, rank == 1 ? (mask) : both, rank == 1 ? (ranks) : 2), status, words, \
+                    SIDELANE_ERROR_CALL, "input of rank 1 was refused")
+    BAD_MASK(NULL, 2, SIDELANE_ERROR_ARGUMENT, "active is NULL");
+    BAD_MASK(unknown, 2, SIDELANE_ERROR_ARGUMENT, "active = 2: 0 or 1");
+    BAD_MASK(both, 1, SIDELANE_ERROR_PLAN, "ranks of the mask");
+    BAD_MASK(NULL, 0, SIDELANE_ERROR_PLAN, "ranks of the mask");
+    BAD_MASK(none, 2, SIDELANE_ERROR_PLAN, "active ranks of the mask");
+    REFUSED(sidelane_ep_mask(ep, rank == 1 ? first : both, 2), SIDELANE_ERROR_CALL, "disagree");
+    // The old mask stays, and changes while no handle is open.
+    sidelane_rows_t *rows;
+    sidelane_handle_t *handle;
+    CHECK(sidelane_ep_dispatch(ep, &tx, &routing, &rows, &handle));
+    REFUSED(sidelane_ep_mask(ep, both, 2), SIDELANE_ERROR_CALL, "mask are alive");
+    CHECK(sidelane_rows_close(rows));
+    CHECK(sidelane_handle_close(handle));
+    CHECK(sidelane_ep_active(ep, seen, 2));
+    REQUIRE(memcmp(seen, first, 2) == 0);
+    REFUSED(sidelane_ep_active(ep, seen, 3), SIDELANE_ERROR_ARGUMENT, "ranks = 3");
+    REFUSED(sidelane_ep_active(ep, NULL, 2), SIDELANE_ERROR_ARGUMENT, "active is NULL");
+    CHECK(sidelane_ep_mask(ep, both, 2));
+    a_round_works();
+}
+
 static void halves(void) {
     sidelane_pending_dispatch_t *dispatching, *second;
     sidelane_pending_combine_t *combining;
@@ -470,6 +507,7 @@ int main(void) {
     a_rank_without_tokens();
     combines();
     gradients();
+    masks();
     halves();
     forked();
     from_several_threads();

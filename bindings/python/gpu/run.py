@@ -19,7 +19,12 @@ TESTS = Path(__file__).parents[1] / "tests"
 sys.path.insert(0, str(TESTS))
 
 MISSING = 2
-MODULES = {"checks_cuda": "torch", "checks_serving_cuda": "torch", "checks_megatron_cuda": "megatron-core"}
+MODULES = {
+    "checks_cuda": "torch",
+    "checks_serving_cuda": "torch",
+    "checks_layer_cuda": "torch",
+    "checks_megatron_cuda": "megatron-core",
+}
 """Which checks there are, and the package that they need."""
 
 

@@ -491,7 +491,7 @@ fn placed<'g>(
 }
 
 /// The map by the experts that each rank holds; as many experts as are named, unless it is said.
-fn map(experts: Option<u32>, held: &[Vec<u32>]) -> PyResult<ExpertMap> {
+pub fn map(experts: Option<u32>, held: &[Vec<u32>]) -> PyResult<ExpertMap> {
     let named = held.iter().flatten().max().map_or(0, |&last| last.saturating_add(1));
     ExpertMap::from_slots(experts.unwrap_or(named), held).map_err(raise)
 }

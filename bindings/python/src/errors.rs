@@ -7,6 +7,7 @@
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use serde_json::{Map, Value};
+use sidelane::error::{Error, OverlapError};
 
 /// What Python code does wrong by itself, before the library is asked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,8 +38,12 @@ impl Wrong {
 
 /// The exception of an error of the library.
 pub fn raise(error: impl Into<sidelane::Error>) -> PyErr {
-    let error = error.into();
+    let mut error = error.into();
     let message = error.to_string();
+    // The message says which node of a layer failed. The error is what it met.
+    while let Error::Overlap(OverlapError::Failed { error: met, .. }) = error {
+        error = *met;
+    }
     // An error is plain data: there is nothing in it that could not be said.
     let (path, fields) = take_apart(serde_json::to_value(&error).unwrap_or_default());
     let layer = match &path[..] {
@@ -56,6 +61,7 @@ pub fn raise(error: impl Into<sidelane::Error>) -> PyErr {
         Some("Gate") => "GateError",
         Some("Plan") => "PlanError",
         Some("Call") => "CallError",
+        Some("Layer" | "Overlap") => "LayerError",
         _ => "Error",
     };
     let kind = path.last().cloned().unwrap_or_default();

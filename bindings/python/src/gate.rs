@@ -32,6 +32,11 @@ pub fn preset_of(name: &str) -> PyResult<Preset> {
     name.parse().map_err(unknown)
 }
 
+/// A configuration from its dictionary.
+pub fn config_of(config: &Bound<'_, PyAny>) -> PyResult<GateConfig> {
+    pythonize::depythonize(config).map_err(|error| settings::wrong("gate", &error.to_string()))
+}
+
 /// What a gate is asked, while tensors are lent.
 struct Asked {
     logits: Input,
@@ -76,8 +81,7 @@ pub struct Gate {
 impl Gate {
     #[new]
     fn new(config: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let config: GateConfig =
-            pythonize::depythonize(config).map_err(|error| settings::wrong("gate", &error.to_string()))?;
+        let config = config_of(config)?;
         let (experts, top_k) = (config.experts as usize, config.top_k as usize);
         let gate = sidelane::gate::Gate::new(config).map_err(raise)?;
         Ok(Gate { cell: LendingCell::new("gate", gate), experts, top_k })
@@ -124,7 +128,7 @@ impl Gate {
         let decision = self.cell.lend(|gate| {
             py.detach(|| gate.route(&call).cloned().map_err(sidelane::Error::from)).map_err(raise)
         })?;
-        Ok(Decision { decision: Arc::new(decision), kind, top_k: self.top_k })
+        Ok(Decision::of(decision, kind))
     }
 
     /// The logits that choose in a call, noise and all, [tokens, experts].
@@ -204,6 +208,12 @@ pub struct Decision {
 }
 
 impl Decision {
+    /// For whoever uses tensors of this kind.
+    pub fn of(decision: sidelane::gate::Decision, kind: Kind) -> Self {
+        let top_k = decision.top_k() as usize;
+        Decision { decision: Arc::new(decision), kind, top_k }
+    }
+
     fn choices<'py, T: bytemuck::NoUninit + Send>(
         &self,
         py: Python<'py>,

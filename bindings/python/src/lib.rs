@@ -21,6 +21,7 @@
 //! | [`lending`] | values that are lent to calls; closed worlds, forked processes |
 //! | [`world`], [`window`], [`parallel`], [`pending`], [`handle`], [`collective`], [`communicator`] | the classes |
 //! | [`gate`], [`losses`] | routers, and what they are trained by |
+//! | [`layer`] | whole layers |
 
 mod calls;
 mod collective;
@@ -32,6 +33,7 @@ mod errors;
 mod gate;
 mod handle;
 mod input;
+mod layer;
 mod lending;
 mod losses;
 mod pending;
@@ -55,6 +57,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<collective::Collective>()?;
     module.add_class::<collective::Shares>()?;
     module.add_class::<communicator::Communicator>()?;
+    module.add_class::<layer::MoeLayer>()?;
+    module.add_class::<layer::Tape>()?;
     module.add_class::<tensor::Tensor>()?;
     module.add_class::<gate::Gate>()?;
     module.add_class::<gate::Decision>()?;

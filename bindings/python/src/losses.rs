@@ -85,7 +85,8 @@ fn balance<'py>(py: Python<'py>, preset: &str) -> PyResult<Bound<'py, PyAny>> {
     Ok(pythonize::pythonize(py, &BalanceLoss::of(preset))?)
 }
 
-fn balance_of(balance: &Bound<'_, PyAny>) -> PyResult<BalanceLoss> {
+/// A balance from its dictionary.
+pub fn balance_of(balance: &Bound<'_, PyAny>) -> PyResult<BalanceLoss> {
     pythonize::depythonize(balance).map_err(|error| settings::wrong("balance", &error.to_string()))
 }
 

@@ -1,4 +1,4 @@
-"""Callers in the shapes of vLLM's modular kernel and of SGLang's dispatchers."""
+"""Callers in the shapes of vLLM's modular kernel, SGLang's dispatchers and FlashInfer's moe_ep."""
 
 from abc import ABC, abstractmethod
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ import torch
 from routing import case, same
 
 import sidelane
-from sidelane.serving import CombineInput, Dispatcher, PrepareFinalize
+from sidelane.serving import CombineInput, Communication, CommunicationConfig, Dispatcher, PrepareFinalize
 
 
 class Modular(ABC):
@@ -189,3 +189,146 @@ def check_rows_with_pads_have_their_experts(world):
     same(out, sums(of, me))
     with pytest.raises(ValueError, match="weighs rows itself"):
         Ours(sidelane.ExpertParallel(world, weighted=True, **settings))
+
+
+class MoEEp(ABC):
+    """Names that FlashInfer's class leaves to whoever derives from it."""
+
+    @classmethod
+    @abstractmethod
+    def is_platform_supported(cls): ...
+    @abstractmethod
+    def dispatch(self, *arguments): ...
+    @abstractmethod
+    def combine(self, *arguments): ...
+
+
+BACKENDS = {}
+
+
+def register_communication(name):
+    def registered(backend):
+        backend.backend_name, BACKENDS[name] = name, backend
+        return backend
+
+    return registered
+
+
+def create_communication(bootstrap, params, config):
+    return BACKENDS[config.backend_name](bootstrap, params, config=config)
+
+
+@register_communication("sidelane")
+class OurCommunication(Communication, MoEEp):
+    pass
+
+
+def communication(world, of, **named):
+    """As FlashInfer makes one, for 12 tokens of a rank."""
+    dtype = of.x[0].dtype
+    params = {"num_experts": of.experts, "top_k": of.top_k, "max_tokens_per_rank": 12, "hidden_size": of.hidden}
+    params |= {"token_dtype": dtype, "dispatch_format": None, "invalid_expert_id": -1} | named
+    bootstrap = SimpleNamespace(rank=world.rank, world_size=world.size)
+    return create_communication(bootstrap, SimpleNamespace(**params), CommunicationConfig(world, device=None))
+
+
+def of_rank(chosen, held):
+    """Which of a token's choices a rank has."""
+    return [k for k, expert in enumerate(chosen) if expert in held]
+
+
+def partial(of, source, token, holder):
+    """What a rank's experts make of a token: weighted, and added up as they were chosen."""
+    row = torch.zeros(of.hidden)
+    for k in of_rank(of.ids[source][token].tolist(), of.held(holder)):
+        row += of.x[source][token] * factor(int(of.ids[source][token, k])) * of.weights[source][token, k]
+    return row
+
+
+def of_ranks(of, me):
+    """What comes home to a rank: sums over ranks."""
+    out = torch.zeros_like(of.x[me])
+    for token, chosen in enumerate(of.ids[me].tolist()):
+        for holder in range(of.ranks):
+            if of_rank(chosen, of.held(holder)):
+                out[token] += partial(of, me, token, holder)
+    return out
+
+
+def local_experts(of, me, got):
+    """FlashInfer's: a row for each row, by the ids that are of this rank."""
+    made = torch.zeros_like(got.hidden_states)
+    for row, (ids, weights) in enumerate(zip(got.topk_ids.tolist(), got.topk_weights)):
+        for k in of_rank(ids, of.held(me)):
+            made[row] += got.hidden_states[row] * factor(ids[k]) * weights[k]
+    return made
+
+
+def check_flashinfer_s_rows_are_the_tokens_of_each_rank(world):
+    of, me = case(world.size, experts=12), world.rank
+    comm = communication(world, of, invalid_expert_id=99)
+    assert comm.supports_cuda_graph and comm.is_platform_supported()
+    assert (comm.ep_rank, comm.ep_size, comm.num_local_experts) == (me, world.size, 12 // world.size)
+    got = comm.dispatch(of.x[me], of.ids[me].long(), of.weights[me])
+    assert got.tokens_per_rank == 12 and got.hidden_states_scale is got.eplb_gathered_stats is None
+    assert got.hidden_states.shape == (12 * world.size, of.hidden)
+    assert got.topk_ids.shape == got.topk_weights.shape == (12 * world.size, of.top_k)
+    for source in range(world.size):
+        here = [t for t, chosen in enumerate(of.ids[source].tolist()) if of_rank(chosen, of.held(me))]
+        rows = slice(12 * source, 12 * source + len(here))
+        same(got.hidden_states[rows], of.x[source][here])
+        ids = [[expert if expert in of.held(me) else 99 for expert in of.ids[source][t].tolist()] for t in here]
+        assert got.topk_ids[rows].tolist() == ids
+        assert (got.topk_ids[rows.stop : 12 * source + 12] == 99).all(), "no token, no expert"
+        mine = got.topk_ids[rows] != 99
+        same(got.topk_weights[rows][mine], of.weights[source][here][mine])
+    comm.combine(got.hidden_states)
+
+
+def check_flashinfer_s_calls_give_the_layer_s_sums(world):
+    of, me = case(world.size, experts=12), world.rank
+    comm = communication(world, of)
+    for place in ("new", "output", "buffer"):
+        got = comm.dispatch(of.x[me], of.ids[me].long(), of.weights[me], max_tokens_per_rank=11)
+        made, output = local_experts(of, me, got), None
+        if place == "output":
+            made, output = made.view(world.size, 12, -1), torch.full_like(of.x[me], torch.nan)
+        if place == "buffer":
+            assert comm.get_combine_input_buffer(torch.float64) is None
+            made = comm.get_combine_input_buffer(made.dtype).copy_(made)
+        out = comm.combine(made, output=output)
+        assert output is None or out is output
+        same(out, of_ranks(of, me))
+    # A masked rank sends nothing and receives nothing, and shapes stay.
+    active = [rank != 1 for rank in range(world.size)]
+    del got, made
+    comm.ep.mask(active)
+    got = comm.dispatch(of.x[me], of.ids[me].long(), of.weights[me])
+    same(comm.combine(local_experts(of, me, got)), of_ranks(of.masked(active), me))
+
+
+def check_flashinfer_s_calls_come_in_turn_and_what_is_not_there_is_refused(world):
+    of, me = case(world.size, experts=12), world.rank
+    for named, words in ({"num_experts": 11}, "11 experts"), ({"dispatch_format": "MXFP8"}, "dispatch format"):
+        with pytest.raises(ValueError, match=words):
+            communication(world, of, **named)
+    with pytest.raises(ValueError, match="rank 9 of 10"):
+        OurCommunication(SimpleNamespace(rank=9, world_size=10), None, CommunicationConfig(world))
+    comm = communication(world, of)
+    assert comm.is_workload_feasible(12) and not comm.is_workload_feasible(13)
+    given = of.x[me], of.ids[me].long()
+    with pytest.raises(RuntimeError, match="after a dispatch"):
+        comm.combine(of.x[me])
+    with pytest.raises(NotImplementedError, match="neither scales"):
+        comm.dispatch(*given, hidden_states_scale=of.weights[me])
+    with pytest.raises(ValueError, match="1 to 12"):
+        comm.dispatch(*given, max_tokens_per_rank=13)
+    got = comm.dispatch(*given)
+    assert got.topk_weights is None
+    with pytest.raises(RuntimeError, match="the one before"):
+        comm.dispatch(*given)
+    comm.combine(got.hidden_states)
+    comm.destroy()
+    comm.destroy()
+    with pytest.raises(RuntimeError, match="destroyed"):
+        comm.dispatch(*given)

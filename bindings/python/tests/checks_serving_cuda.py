@@ -9,7 +9,14 @@ from gpu import gpu, no_waiting
 from routing import case, same
 
 import sidelane
-from sidelane.serving import BatchedPrepareFinalize, CombineInput, Dispatcher, PrepareFinalize
+from sidelane.serving import (
+    BatchedPrepareFinalize,
+    CombineInput,
+    Communication,
+    CommunicationConfig,
+    Dispatcher,
+    PrepareFinalize,
+)
 
 
 def built(world, of, *, device=None, **settings):
@@ -94,3 +101,35 @@ def check_vllm_s_batched_experts_give_the_host_s_bits(world):
 
 def check_sglang_s_stages_give_the_host_s_bits(world):
     both(world, sglang, Dispatcher)
+
+
+def flashinfer(comm, x, weights, ids, of_expert):
+    got = comm.dispatch(x, ids, weights)
+    mine = (got.topk_ids >= 0).float() * got.topk_weights
+    # Sums of two products at most, so that their order makes no difference to a bit.
+    made = got.hidden_states * (mine * of_expert[got.topk_ids.long().clamp(min=0)]).sum(1, keepdim=True)
+    buffer = comm.get_combine_input_buffer(x.dtype)
+    buffer.copy_(made)
+    out = torch.full_like(x, float("nan"))
+    assert comm.combine(buffer, output=out) is out
+    return out, got.hidden_states, got.topk_ids, got.topk_weights
+
+
+def check_flashinfer_s_slots_give_the_host_s_bits(world):
+    of, me = case(world.size, experts=12, top_k=2, dtype=torch.bfloat16), world.rank
+    given = of.x[me], of.weights[me], of.ids[me].long()
+    params = {"num_experts": of.experts, "top_k": of.top_k, "max_tokens_per_rank": 12, "hidden_size": of.hidden}
+    params = SimpleNamespace(**params, token_dtype=torch.bfloat16, invalid_expert_id=-1)
+    bootstrap = SimpleNamespace(rank=me, world_size=world.size)
+    expected = flashinfer(Communication(bootstrap, params, CommunicationConfig(world, None)), *given, factors(of))
+    with gpu(me):
+        ours = Communication(bootstrap, params, CommunicationConfig(world))
+        assert ours.ep.executor == "constant-program"
+        sent, of_expert = [one.to("cuda") for one in given], factors(of).to("cuda")
+        with no_waiting():
+            seen = flashinfer(ours, *sent, of_expert)
+        for one, other in zip(seen, expected, strict=True):
+            assert one.is_cuda
+            same(one.cpu(), other)
+        again = flashinfer(ours, *sent, of_expert)
+        same(again[0].cpu(), expected[0])

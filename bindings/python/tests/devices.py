@@ -25,7 +25,7 @@ TYPES = {code: dtype for dtype, code in CODES.items()}
 @cache
 def environment() -> dict[str, str]:
     """What ranks need to have devices; built by cargo."""
-    command = ["cargo", "run", "--quiet", "--profile", "test", "--package", "stand-in-cuda", "--", "cuda/exchange.cu"]
+    command = ["cargo", "run", "--quiet", "--profile", "test", "--package", "stand-in-cuda", "--", "cuda/all_modules.cu"]
     try:
         said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:

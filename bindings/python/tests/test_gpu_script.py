@@ -27,7 +27,7 @@ def test_script_has_a_line_for_each_check_between_processes_that_share_a_device(
 
     lines, code = run.run([2], ["checks_serving_cuda"], environment() | {"SIDELANE_TEST_GPUS": "1"})
     checks = [line.split(" | ") for line in lines[4:]]
-    assert len(checks) == 3 and all(check[1:3] == ["2", "same bits"] for check in checks), lines
+    assert len(checks) == 4 and all(check[1:3] == ["2", "same bits"] for check in checks), lines
     assert code == 0 and "the fake driver" in lines[0]
 
 

@@ -1,4 +1,4 @@
-"""The shapes of vLLM and SGLang: callers that do what these servers do, against what each rank can tell."""
+"""The shapes of vLLM, SGLang and FlashInfer: callers that do what these do, against what each rank can tell."""
 
 import torch_needed  # noqa: F401
 

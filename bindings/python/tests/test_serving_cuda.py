@@ -1,4 +1,4 @@
-"""The shapes of vLLM and SGLang on tensors that stand for CUDA's."""
+"""The shapes of vLLM, SGLang and FlashInfer on tensors that stand for CUDA's."""
 
 import torch_needed  # noqa: F401
 

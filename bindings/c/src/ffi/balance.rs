@@ -10,8 +10,8 @@ use sidelane::gate::{
 
 use super::border;
 use super::gate_config::SCORES;
-use super::losses::{Logits, gradient, truths};
-use super::memory::{Out, optional, slice, slice_mut, text};
+use super::losses::{Logits, gradient};
+use super::memory::{Out, optional, optional_flags, slice, slice_mut, text};
 use super::versioned::{OutStruct, read, versioned};
 use crate::Status;
 use crate::fault::{ArgumentError, Fault};
@@ -238,8 +238,6 @@ impl BalanceInput {
         let (logits, choices) = (self.logits()?, Logits::new(self.tokens, self.top_k)?.elements);
         let choices = if self.choices.is_null() { 0 } else { choices };
         // SAFETY: as the caller promised; the others likewise.
-        let used = unsafe { optional("used", self.used, self.tokens) }?;
-        // SAFETY: as above.
         let counts = unsafe { optional("total_counts", self.total_counts, self.counts(parts)?) }?;
         Ok(Taken {
             // SAFETY: as above.
@@ -248,7 +246,8 @@ impl BalanceInput {
             top_k: self.top_k,
             // SAFETY: as above.
             choices: unsafe { slice("choices", self.choices, choices) }?,
-            used: used.map(truths).transpose()?,
+            // SAFETY: as above.
+            used: unsafe { optional_flags("used", self.used, self.tokens) }?,
             totals: counts.map(|counts| Totals { counts, tokens: self.total_tokens }),
         })
     }

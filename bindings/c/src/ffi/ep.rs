@@ -9,7 +9,7 @@ use sidelane::error::CallKind;
 use sidelane::plan::RowLayout;
 use sidelane::{Dtype, ExpertParallel};
 
-use super::memory::{Out, apart, short_name};
+use super::memory::{Out, apart, flags, short_name, slice_mut};
 use super::objects::{Ep, Group, Stream, Tokens};
 use super::stream::let_go;
 use super::tensor::{ExpertMap, Source, Target, Tensor};
@@ -278,6 +278,50 @@ pub unsafe extern "C" fn sidelane_ep_set_expert_map(ep: *mut Ep, expert_map: *co
         layer.cell.lend(|ep| {
             let map = map.map_err(|fault| refuse::call(ep, CallKind::ExpertMap, None, fault))?;
             Ok(ep.set_expert_map(map)?)
+        })
+    })
+}
+
+/// Masks ranks, for maintenance or to drain them: a flag for each rank of the group, 1 for an
+/// active one. In later dispatches a masked rank sends no rows and receives none. Choices of its
+/// experts go to replicas at active ranks or are dropped. Collective, masked ranks included, which
+/// live and make all calls with the others. No handle of the layer may be open; in fixed slots on a
+/// device, no dispatch may wait for its combine. On a device the call waits for the stream, and
+/// graphs that were captured before go by the new mask.
+///
+/// A mask that a rank cannot use is refused on all ranks, and the old one stays.
+///
+/// The caller guarantees: `active` is NULL, or has `ranks` flags.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sidelane_ep_mask(ep: *mut Ep, active: *const u8, ranks: u32) -> Status {
+    border(|| {
+        let layer = get(ep)?;
+        // SAFETY: as the caller promised.
+        let active = unsafe { flags("active", active, ranks.into()) };
+        layer.cell.lend(|ep| {
+            let active = active.map_err(|fault| refuse::mask(ep, fault.into()))?;
+            Ok(ep.mask(active)?)
+        })
+    })
+}
+
+/// Writes a flag for each rank of the group to `active`: 1 for an active rank. Local. `ranks` is
+/// the number of ranks.
+///
+/// The caller guarantees: `active` is NULL, or has room for `ranks` flags.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sidelane_ep_active(ep: *mut Ep, active: *mut u8, ranks: u32) -> Status {
+    border(|| {
+        // SAFETY: as the caller promised.
+        let out = unsafe { slice_mut("active", active, ranks.into()) }?;
+        get(ep)?.cell.lend(|ep| {
+            let mask: &[u8] = bytemuck::cast_slice(ep.active());
+            if out.len() != mask.len() {
+                let expected = "the number of ranks of the group";
+                return Err(ArgumentError::Value { what: "ranks", seen: ranks.into(), expected }.into());
+            }
+            out.copy_from_slice(mask);
+            Ok(())
         })
     })
 }

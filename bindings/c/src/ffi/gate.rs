@@ -3,8 +3,8 @@
 use sidelane::gate::{GateConfig, GateInput, RngKey};
 
 use super::gate_config::RouterConfig;
-use super::losses::{Logits, truths};
-use super::memory::{Out, optional, slice, slice_mut};
+use super::losses::Logits;
+use super::memory::{Out, optional, optional_flags, slice, slice_mut};
 use super::objects::Gate;
 use super::tensor::Routing;
 use super::versioned::{OutStruct, read, versioned};
@@ -160,8 +160,6 @@ impl GateCall {
         let all = Logits::new(tokens, *experts)?.elements;
         let choices = Logits::new(tokens, *top_k)?.elements;
         let has_needed = switch("has_needed", self.has_needed)?;
-        // SAFETY: as the caller promised.
-        let used = unsafe { optional("used", self.used, tokens) }?;
         Ok(GateInput {
             // SAFETY: as the caller promised; the others likewise.
             logits: unsafe { slice("logits", self.logits, all) }?,
@@ -169,7 +167,8 @@ impl GateCall {
             bias: unsafe { optional("bias", self.bias, (*experts).into()) }?,
             // SAFETY: as above.
             noise_std: unsafe { optional("deviation", self.deviation, all) }?,
-            token_mask: used.map(truths).transpose()?,
+            // SAFETY: as above.
+            token_mask: unsafe { optional_flags("used", self.used, tokens) }?,
             // SAFETY: as above.
             replay: unsafe { optional("replay", self.replay, choices) }?,
             global_required: has_needed.then_some(self.needed),

@@ -4,9 +4,10 @@ use sidelane::ep::{ExpertOutput, ExpertRows, TokenBuffer};
 
 use super::collective::CollectiveLayer;
 use super::ep::Layer;
+use super::moe::{TapeAt, Whole};
 use super::objects::{
-    Collective, Communicator, Ep, Gate, Group, Handle, Opaque, Output, PendingCombine, PendingDispatch, Rows,
-    Shares, Stream, Tokens, Window, World,
+    Collective, Communicator, Ep, Gate, Group, Handle, Moe, Opaque, Output, PendingCombine, PendingDispatch,
+    Rows, Shares, Stream, Tape, Tokens, Window, World,
 };
 use super::start_finish::{CombineUnderway, DispatchUnderway};
 use crate::handles::{ExclusiveCell, Kind, Object};
@@ -39,4 +40,6 @@ objects! {
     Collective = CollectiveLayer, Collective;
     Shares = ExclusiveCell<sidelane::ep::RowPartition>, Shares;
     Communicator = ExclusiveCell<sidelane::collective::Communicator>, Communicator;
+    Moe = Whole, Moe;
+    Tape = ExclusiveCell<TapeAt>, Tape;
 }

@@ -7,7 +7,7 @@ use sidelane::gate::{
     ImportanceInput as Noised, WeightsInput as Weighed, importance_loss, weights_backward, z_loss,
 };
 
-use super::memory::{Out, optional, slice, slice_mut};
+use super::memory::{Out, optional, optional_flags, slice, slice_mut};
 use super::objects::Gate;
 use super::versioned::{read, versioned};
 use super::{border, get};
@@ -35,8 +35,8 @@ pub unsafe extern "C" fn sidelane_z_loss(
         // SAFETY: as the caller promised.
         let (out, logits) = unsafe { (Out::new("loss", loss)?, slice("logits", logits, shape.elements)?) };
         // SAFETY: as the caller promised.
-        let (used, d_logits) = unsafe { (optional("used", used, tokens)?, gradient(d_logits, shape)?) };
-        out.write(z_loss(coefficient, logits, experts, used.map(truths).transpose()?, d_logits)?);
+        let (used, d_logits) = unsafe { (optional_flags("used", used, tokens)?, gradient(d_logits, shape)?) };
+        out.write(z_loss(coefficient, logits, experts, used, d_logits)?);
         Ok(())
     })
 }
@@ -179,12 +179,4 @@ pub unsafe fn gradient<'a>(at: *mut f32, shape: Logits) -> Result<Option<&'a mut
     }
     // SAFETY: as the caller promised.
     Ok(Some(unsafe { slice_mut("d_logits", at, shape.elements) }?))
-}
-
-/// Bytes of 0 and 1 as booleans.
-pub fn truths(bytes: &[u8]) -> Result<&[bool], ArgumentError> {
-    bytemuck::checked::try_cast_slice(bytes).map_err(|_| {
-        let seen = bytes.iter().find(|&&byte| byte > 1).copied().unwrap_or_default().into();
-        ArgumentError::Value { what: "used", seen, expected: "0 or 1 for each token" }
-    })
 }

@@ -65,6 +65,32 @@ pub unsafe fn optional<'a, T>(
     if at.is_null() { Ok(None) } else { unsafe { slice(what, at, len) }.map(Some) }
 }
 
+/// `len` flags to read, bytes of 0 and 1.
+///
+/// # Safety
+/// As [`slice`].
+pub unsafe fn flags<'a>(what: &'static str, at: *const u8, len: u64) -> Result<&'a [bool], ArgumentError> {
+    // SAFETY: as the caller promised.
+    let bytes = unsafe { slice(what, at, len) }?;
+    bytemuck::checked::try_cast_slice(bytes).map_err(|_| {
+        let seen = bytes.iter().find(|&&byte| byte > 1).copied().unwrap_or_default().into();
+        ArgumentError::Value { what, seen, expected: "0 or 1" }
+    })
+}
+
+/// As [`flags`]; null is none.
+///
+/// # Safety
+/// As [`slice`].
+pub unsafe fn optional_flags<'a>(
+    what: &'static str,
+    at: *const u8,
+    len: u64,
+) -> Result<Option<&'a [bool]>, ArgumentError> {
+    // SAFETY: as the caller promised.
+    if at.is_null() { Ok(None) } else { unsafe { flags(what, at, len) }.map(Some) }
+}
+
 /// A struct of the caller's; nothing if there is none.
 ///
 /// # Safety

@@ -46,6 +46,10 @@ mod collective;
 
 mod communicator;
 
+mod moe;
+
+mod moe_pass;
+
 mod handle_calls;
 mod kinds;
 mod lent;
@@ -69,9 +73,11 @@ pub use library::*;
 pub use losses::{
     ImportanceInput, WeightsInput, sidelane_gate_weights_backward, sidelane_importance_loss, sidelane_z_loss,
 };
+pub use moe::{MoeOptions, sidelane_moe_build, sidelane_moe_close, sidelane_moe_set_weights};
+pub use moe_pass::*;
 pub use objects::{
-    Collective, Communicator, Ep, Gate, Group, Handle, Output, PendingCombine, PendingDispatch, Rows, Shares,
-    Stream, Tokens, Window, World,
+    Collective, Communicator, Ep, Gate, Group, Handle, Moe, Output, PendingCombine, PendingDispatch, Rows,
+    Shares, Stream, Tape, Tokens, Window, World,
 };
 pub use report::*;
 pub use start_finish::*;

@@ -82,3 +82,13 @@ pub struct Communicator {
 pub struct Shares {
     _opaque: [u8; 0],
 }
+
+/// A whole layer: gate, dispatch, experts, combine.
+pub struct Moe {
+    _opaque: [u8; 0],
+}
+
+/// A forward pass of a whole layer, kept for its gradients.
+pub struct Tape {
+    _opaque: [u8; 0],
+}

@@ -149,6 +149,12 @@ impl Target<'_> {
         }
     }
 
+    pub fn dtype(&self) -> Dtype {
+        match self {
+            Target::Host { dtype, .. } | Target::Device { dtype, .. } => *dtype,
+        }
+    }
+
     /// As the library takes it.
     pub fn lend(&mut self) -> TensorMut<'_> {
         match self {

@@ -36,10 +36,14 @@ pub enum Kind {
     Shares,
     /// Collectives and messages.
     Communicator,
+    /// A whole layer.
+    Moe,
+    /// A forward pass of one.
+    Tape,
 }
 
 impl Kind {
-    const ALL: [Kind; 15] = [
+    const ALL: [Kind; 17] = [
         Kind::World,
         Kind::Group,
         Kind::Window,
@@ -55,6 +59,8 @@ impl Kind {
         Kind::Collective,
         Kind::Shares,
         Kind::Communicator,
+        Kind::Moe,
+        Kind::Tape,
     ];
 
     /// The kind with this number.
@@ -81,6 +87,8 @@ impl fmt::Display for Kind {
             Kind::Collective => "sidelane_collective_t",
             Kind::Shares => "sidelane_shares_t",
             Kind::Communicator => "sidelane_communicator_t",
+            Kind::Moe => "sidelane_moe_t",
+            Kind::Tape => "sidelane_tape_t",
         })
     }
 }

@@ -83,10 +83,12 @@ pub fn layer(group: *mut Group, device: &Device, good: &[u32], spoilt: &Spoilt) 
     let mut of_handle = Struct::new::<HandleInfo>(&[], spoilt);
     let mut report = Struct::new::<Report>(&[], spoilt);
     let (mut rows, mut handle, mut output) = (null_mut(), null_mut(), null_mut());
+    let (flag, mut active) = (spoilt.words.first().map_or(1, |&(_, word)| (word % 3) as u8), 0);
     // SAFETY: arrays are as large as is said, or not said to be there; they stay until the stream
     // was waited for.
     unsafe {
-        let mut statuses = vec![built, sidelane_ep_info(ep, info.at())];
+        let mut statuses = vec![built, sidelane_ep_info(ep, info.at()), sidelane_ep_mask(ep, &flag, 1)];
+        assert_eq!((sidelane_ep_active(ep, &mut active, 1), active), (Status::SIDELANE_OK, 1));
         let (x, routing, sums) = device.tensors(&*info.at());
         statuses.push(sidelane_ep_dispatch(ep, &x, &routing, &mut rows, &mut handle));
         if !handle.is_null() {

@@ -60,6 +60,9 @@ pub fn strangers(numbers: [u64; 4]) -> Vec<Status> {
                     sidelane_collective_close(stranger as *mut Collective),
                     sidelane_communicator_all_reduce(stranger as *mut Communicator, null()),
                     sidelane_communicator_flush(stranger as *mut Communicator, 0),
+                    sidelane_moe_forward(stranger as *mut Moe, null(), null(), null_mut()),
+                    sidelane_moe_set_weights(stranger as *mut Moe, null(), null(), null()),
+                    sidelane_tape_close(stranger as *mut Tape),
                 ]
             };
             for status in refused {

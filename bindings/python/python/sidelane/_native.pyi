@@ -23,9 +23,11 @@ __all__ = [
     "Gate",
     "Group",
     "Handle",
+    "MoeLayer",
     "PendingCombine",
     "PendingDispatch",
     "Shares",
+    "Tape",
     "Tensor",
     "Window",
     "World",
@@ -269,6 +271,89 @@ class ExpertParallel:
     ) -> tuple[_T, None]: ...
     def combine_backward(self, gradients: _T, handle: Handle, weights_out: _T | None = None) -> tuple[_T, _T | None]: ...
     def quantise(self, x: _T, out: _T | None = None) -> _T: ...
+
+@final
+class Tape:
+    """One forward pass of a layer, kept for its gradients. Several may be alive; ranks bring them in one order."""
+
+    @property
+    def decision(self) -> Decision: ...
+    @property
+    def balance_loss(self) -> float: ...
+    @property
+    def z_loss(self) -> float: ...
+
+@final
+class MoeLayer:
+    """Gate, dispatch, SwiGLU experts and combine, and their gradients. Calls are collective, and come in one order on
+    all ranks.
+
+    Tensors lie on the host or, with ``device`` or ``stream`` (its handle), on a GPU, where they are torch's: what it is
+    given is enqueued on the stream that was torch's current one, and ordered with the current one of each call.
+    Weights are float32: ``router`` [hidden, experts], of each local expert w1 and w3 [hidden, ffn] and w2 [ffn, hidden],
+    in one row.
+    """
+
+    def __new__(
+        cls,
+        group: World | Group,
+        gate: dict[str, Any],
+        *,
+        hidden: int,
+        experts: _SupportsDLPack,
+        router: _SupportsDLPack | None = None,
+        shared: _SupportsDLPack | None = None,
+        dtype: Any = None,
+        expert_map: list[list[int]] | None = None,
+        order: Literal["expert", "rank", "node"] = "expert",
+        route: Literal["direct", "pxn"] = "direct",
+        align: int = 1,
+        max_tokens: int = 4096,
+        balance: dict[str, Any] | None = None,
+        z_loss: float | None = None,
+        chunks: int = 1,
+        overlap: bool = True,
+        device: Any = None,
+        stream: int | None = None,
+        tapes: int = 1,
+        products: Literal["own", "cublas"] = "own",
+        device_heap: int | None = None,
+        max_blocks: int | None = None,
+    ) -> Self: ...
+    @property
+    def place(self) -> str: ...
+    @property
+    def gate_place(self) -> str: ...
+    @property
+    def stream(self) -> int | None: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+    def forward(
+        self,
+        x: _T,
+        residual: _T | None = None,
+        *,
+        bias: _SupportsDLPack | None = None,
+        used: list[bool] | None = None,
+        training: bool = False,
+        seed: int = 0,
+        step: int = 0,
+        rank: int = 0,
+    ) -> tuple[_T, Tape]: ...
+    def backward(self, tape: Tape, gradients: _T) -> dict[str, _T]: ...
+    def set_weights(
+        self,
+        *,
+        router: _SupportsDLPack | None = None,
+        experts: _SupportsDLPack | None = None,
+        shared: _SupportsDLPack | None = None,
+    ) -> None: ...
 
 @final
 class Shares:

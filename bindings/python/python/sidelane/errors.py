@@ -72,6 +72,10 @@ class CallError(Error):
     """Ranks disagree about a call, or another rank's input was refused. Nothing moved; the next call works."""
 
 
+class LayerError(Error):
+    """Experts of a layer failed or took too long, or a layer on a GPU does not have what was asked for."""
+
+
 class InputError(Error, ValueError):
     """A tensor or a setting cannot be used: ``tensor`` or ``setting`` says which, the message what to do."""
 

@@ -1,15 +1,17 @@
-"""The shapes in which inference servers ask for dispatch and combine. Neither server is imported.
+"""The shapes in which inference servers ask for dispatch and combine. None of them is imported.
 
 ::
 
-    vLLM      prepare_async(..) -> receiver   |  receiver() -> rows    experts    finalize_async(output, ..) -> receiver  |  receiver()
-    SGLang    dispatch_a(..)                  |  dispatch_b()          experts    combine_a(..)                           |  combine_b()
+    vLLM        prepare_async(..) -> receiver   |  receiver() -> rows    experts    finalize_async(output, ..) -> receiver  |  receiver()
+    SGLang      dispatch_a(..)                  |  dispatch_b()          experts    combine_a(..)                           |  combine_b()
+    FlashInfer  dispatch(..) -> rows                                     experts    combine(..) -> tokens
 
 Rows are expert-major, [rows, hidden], one for each token and expert: each has one expert id and one
 weight. Or they are *batched* (:class:`BatchedPrepareFinalize`), [experts, most, hidden]: as much
 room for each local expert as may come. A first half has said and put all that is this rank's to say
-and put; the second waits for the others: on a GPU for sizes, not for rows. Calls are collective,
-and come in one order on all ranks.
+and put; the second waits for the others: on a GPU for sizes, not for rows. FlashInfer's rows are
+rank-major in fixed slots, one for each token and rank, and no call waits on a GPU. Calls are
+collective, and come in one order on all ranks.
 
 Tensors lie where the ``ExpertParallel`` has its rows. On a GPU calls go on torch's current stream,
 and nothing here waits for it.
@@ -19,15 +21,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ._native import ExpertParallel, Handle, PendingDispatch
+from ._native import ExpertParallel, Group, Handle, PendingDispatch, World
 from .errors import WorldError
 
-__all__ = ["BatchedPrepareFinalize", "CombineInput", "DispatchOutput", "Dispatcher", "ExpertTokens", "PrepareFinalize"]
+__all__ = [
+    "BatchedPrepareFinalize",
+    "CombineInput",
+    "Communication",
+    "CommunicationConfig",
+    "DispatchOutput",
+    "DispatchResult",
+    "Dispatcher",
+    "ExpertTokens",
+    "PrepareFinalize",
+]
 
 
 @dataclass(frozen=True)
@@ -385,3 +397,145 @@ class Dispatcher:
         """Both halves."""
         self.combine_a(combine_input)
         return self.combine_b()
+
+
+@dataclass(frozen=True)
+class CommunicationConfig:
+    """Names :class:`Communication` to FlashInfer, and the ranks that it is between."""
+
+    backend_name: ClassVar[str] = "sidelane"
+
+    group: World | Group
+    device: Any = "cuda"
+    """Where tensors lie; ``None`` for the host."""
+
+
+class DispatchResult(NamedTuple):
+    """What FlashInfer's experts get: [ranks * tokens_per_rank, ..], a row for each token that chose
+    any expert of this rank. Ids are of all experts. Those of other ranks are the invalid one, as
+    are all ids of rows without a token.
+    """
+
+    hidden_states: Tensor
+    topk_ids: Tensor
+    topk_weights: Tensor | None
+    tokens_per_rank: int
+    hidden_states_scale: None = None
+    eplb_gathered_stats: None = None
+
+
+class Communication:
+    """FlashInfer's ``MoEEpCommunication``, in fixed slots: a row for each token that any rank may
+    have.
+
+    In an engine, register it as a backend of ``flashinfer.moe_ep``, and name it by a
+    :class:`CommunicationConfig`::
+
+        @register_communication("sidelane")
+        class Ours(Communication, MoEEpCommunication): ...
+
+        create_communication(bootstrap, params, CommunicationConfig(world))
+
+    Experts weigh their rows and add up those of a token on this rank; ``combine`` adds up ranks, in
+    ascending order.
+    """
+
+    supports_cuda_graph: ClassVar[bool] = True
+
+    def __init__(self, bootstrap: Any, params: Any, config: CommunicationConfig) -> None:
+        group = config.group
+        if (bootstrap.rank, bootstrap.world_size) != (group.rank, group.size):
+            seen = f"rank {bootstrap.rank} of {bootstrap.world_size}"
+            raise ValueError(f"FlashInfer's {seen} is rank {group.rank} of {group.size} in the group")
+        if params.num_experts % group.size:
+            raise ValueError(f"{params.num_experts} experts do not divide among {group.size} ranks")
+        if getattr(params, "dispatch_format", None) is not None:
+            raise ValueError("rows go as they are: there is no dispatch format of FlashInfer's")
+        self.bootstrap, self.params = bootstrap, params
+        self.ep_rank, self.ep_size = group.rank, group.size
+        self.num_local_experts = params.num_experts // group.size
+        self._handle: Handle | None = None
+        self._ep: ExpertParallel | None = ExpertParallel(
+            group,
+            experts=params.num_experts,
+            top_k=params.top_k,
+            hidden=params.hidden_size,
+            dtype=params.token_dtype,
+            layout="rank-major",
+            order="rank",
+            slots=params.max_tokens_per_rank,
+            max_tokens=params.max_tokens_per_rank,
+            device=config.device,
+        )
+
+    @classmethod
+    def is_platform_supported(cls) -> bool:
+        """Wherever this package can be imported."""
+        return True
+
+    @property
+    def ep(self) -> ExpertParallel:
+        """Whose calls these are, to mask ranks, for example."""
+        if self._ep is None:
+            raise RuntimeError("this communication was destroyed")
+        return self._ep
+
+    def is_workload_feasible(self, max_tokens_per_rank: int) -> bool:
+        """Whether a rank may have so many tokens."""
+        return bool(max_tokens_per_rank <= self.params.max_tokens_per_rank)
+
+    def dispatch(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor | None = None,
+        *,
+        hidden_states_scale: Tensor | None = None,
+        max_tokens_per_rank: int | None = None,
+        eplb_local_stats: Tensor | None = None,
+    ) -> DispatchResult:
+        """Sends each token once to each rank that has any of its experts. Slots are for the most
+        tokens that the params name, whatever ``max_tokens_per_rank`` of this call is.
+        """
+        if self._handle is not None:
+            raise RuntimeError("a dispatch comes after the combine of the one before")
+        if hidden_states_scale is not None or eplb_local_stats is not None:
+            raise NotImplementedError("neither scales nor statistics travel with tokens")
+        most = int(self.params.max_tokens_per_rank)
+        if max_tokens_per_rank is not None and not 0 < max_tokens_per_rank <= most:
+            raise ValueError(f"max_tokens_per_rank={max_tokens_per_rank}: 1 to {most} are built for")
+        weights = torch.ones_like(topk_ids, dtype=torch.float32) if topk_weights is None else topk_weights.float()
+        rows, handle = self.ep.dispatch(hidden_states.contiguous(), topk_ids.contiguous(), weights.contiguous())
+        self._handle = handle
+        local, of_rows = handle.row_experts.flatten(0, -2), handle.row_weights.flatten(0, -2)
+        ids = torch.where(local < 0, self.params.invalid_expert_id, local + self.ep_rank * self.num_local_experts)
+        return DispatchResult(rows.flatten(0, -2), ids, None if topk_weights is None else of_rows, most)
+
+    def get_combine_input_buffer(self, dtype: torch.dtype) -> Tensor | None:
+        """Where experts may write what :meth:`combine` takes, which saves a copy: rows in the
+        element type of the params.
+        """
+        handle = self._dispatched()
+        if dtype != self.params.token_dtype:
+            return None
+        buffer: Tensor = handle.output()
+        return buffer.flatten(0, -2)
+
+    def combine(self, expert_output: Tensor, *, output: Tensor | None = None) -> Tensor:
+        """Sends the experts' row of each row home, [ranks * tokens_per_rank, hidden]. The sums are
+        [tokens, hidden].
+        """
+        handle = self._dispatched()
+        rows = expert_output.reshape(-1, expert_output.shape[-1]).contiguous()
+        tokens: Tensor = self.ep.combine(rows, handle) if output is None else self.ep.combine(rows, handle, output)
+        self._handle = None
+        return tokens
+
+    def _dispatched(self) -> Handle:
+        if self._handle is None:
+            raise RuntimeError("a combine comes after a dispatch")
+        return self._handle
+
+    def destroy(self) -> None:
+        """Gives up what was built."""
+        self._ep = self._handle = None
