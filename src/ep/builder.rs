@@ -419,7 +419,7 @@ impl<'g> ExpertParallelBuilder<'g> {
         match (instance, self.spec.max_blocks) {
             (_, Some(0)) => return bad("max_blocks", 0, "at least 1"),
             (Instance::Host, Some(seen)) => {
-                return bad("max_blocks", seen.into(), "not set, but on a device");
+                return bad("max_blocks", seen.into(), "none on the host");
             }
             _ => {}
         }
@@ -432,7 +432,7 @@ impl<'g> ExpertParallelBuilder<'g> {
             ("priority", self.priority.map(|priority| priority as u64)),
         ];
         of_enqueuer.into_iter().try_for_each(|(parameter, seen)| match seen {
-            Some(seen) => bad(parameter, seen, "not set, but on a device, for calls that the host finishes"),
+            Some(seen) => bad(parameter, seen, "none, except on a device for calls that the host finishes"),
             None => Ok(()),
         })
     }
@@ -470,16 +470,16 @@ impl<'g> ExpertParallelBuilder<'g> {
             return bad("wire", spec.wire as u64, "f32, unless rows are bf16");
         }
         if spec.weighted && spec.layout.is_per_rank() {
-            return bad("weighted", 1, "off: rank-major, whoever sums a token's rows at a rank weighs them");
+            return bad("weighted", 1, "off: with rank-major rows your experts apply the weights");
         }
         if spec.spans && !(spec.layout.is_per_rank() && spec.route == Route::Pxn) {
-            return bad("spans", 1, "off, unless rows are rank-major and handed on (route pxn)");
+            return bad("spans", 1, "off, unless rows are rank-major and go over relays (route pxn)");
         }
         if spec.strategy == Strategy::AllGather && spec.mode.slots().is_some() {
-            return bad("strategy", 1, "exchange: with fixed slots nobody knows who gets which row");
+            return bad("strategy", 1, "all-to-all: with fixed slots no rank knows which rank gets a row");
         }
         if spec.strategy == Strategy::AllGather && spec.spans {
-            return bad("strategy", 1, "exchange: spans are its way of handing on");
+            return bad("strategy", 1, "all-to-all: only its relays copy spans");
         }
         if let Some(slots) = spec.mode.slots() {
             // Experts may all move to one rank.

@@ -49,7 +49,7 @@ impl Group {
         }
         let own = shared.hub.rank();
         let Some(me) = ranks.iter().position(|&r| r == own) else {
-            return Err(bad(own, "this rank must be a member").into());
+            return Err(bad(own, "a list of ranks that has this rank").into());
         };
         let listed = ranks.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
         let name = format!("group/{listed}/{}", shared.count_group(ranks));

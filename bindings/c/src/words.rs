@@ -174,7 +174,7 @@ pub(crate) fn mode(seen: u32, rows: u32, overflow: u32) -> Result<ReceiveMode, A
     let mode = choice("mode", seen, &all, "one of SIDELANE_MODE_EXACT, _BUDGET, _SLOTS")?;
     match mode {
         ReceiveMode::Exact if rows > 0 => {
-            let expected = "0: eager, sizes are exact";
+            let expected = "0: sizes are exact";
             Err(ArgumentError::Value { what: "mode_rows", seen: rows.into(), expected })
         }
         mode => Ok(mode),

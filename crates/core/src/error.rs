@@ -422,7 +422,7 @@ pub enum PlanError {
         dtype: Dtype,
     },
     /// A parameter that cannot be used.
-    #[error("{parameter} = {seen}: {expected}")]
+    #[error("{parameter} = {seen}: expected {expected}")]
     BadParameter {
         /// The parameter.
         parameter: &'static str,
@@ -461,5 +461,11 @@ mod tests {
         let differ = |what| CallError::ConfigsDiffer { what, rank: 0, peer: 1, mine: 0, theirs: 1 };
         assert_eq!(differ("dtype").to_string(), "rank 0 and rank 1 disagree about dtype: f32 and bf16");
         assert_eq!(differ("align").to_string(), "rank 0 and rank 1 disagree about align: 0 and 1");
+    }
+
+    #[test]
+    fn unusable_parameter_says_what_is_expected() {
+        let error = PlanError::BadParameter { parameter: "top_k", seen: 0, expected: "at least 1" };
+        assert_eq!(error.to_string(), "top_k = 0: expected at least 1");
     }
 }

@@ -80,7 +80,7 @@ fn limit_of_no_blocks_and_limit_of_the_host_are_refused() {
                 Error::from(PlanError::BadParameter { parameter: "max_blocks", seen, expected })
             };
             assert_eq!(refused(settings().on(&stream(0)).max_blocks(0)), bad(0, "at least 1"));
-            assert_eq!(refused(settings().max_blocks(4)), bad(4, "not set, but on a device"));
+            assert_eq!(refused(settings().max_blocks(4)), bad(4, "none on the host"));
         });
     });
 }

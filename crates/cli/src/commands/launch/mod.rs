@@ -148,7 +148,7 @@ pub enum Net {
     Verbs,
     /// Sockets
     Tcp,
-    /// Rings in memory: pretends nodes on one machine
+    /// Rings in memory: emulates nodes on one machine
     Loopback,
 }
 
