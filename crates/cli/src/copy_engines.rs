@@ -242,7 +242,8 @@ impl command::Report for Report {
              time      {copy_us} us a copy and {copy_gbps} GB/s, as given: not measured\n\n\
              {table}\n\n\
              Copies, memory operations and batches of either are those of the rank that has most; bytes are\n\
-             means. Times are of the engines of one rank alone, one copy after another. Own rows are moved by none.",
+             means. Times are of the engines of one rank alone, one copy after another. Own rows, row metadata and\n\
+             tables are left out.",
             shape_words(ranks_per_node),
             dtype.name(),
         )
