@@ -11,7 +11,7 @@
 //! ```
 //!
 //! Counted is what goes to other ranks. Left out are kernels, and copies that a dispatch makes
-//! beside: own rows, row metadata, and tables from the host. [`time`](crate::time) counts those, too.
+//! beside: own rows, row metadata, tables from the host. [`time`](crate::time) counts those, too.
 //! NICs move rows to other nodes: of these only bytes are counted.
 
 use std::ops::AddAssign;

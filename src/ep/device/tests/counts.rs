@@ -14,7 +14,7 @@ use crate::ep::{Report, Tensor};
 use crate::exec::EnqueueCounts;
 use crate::gate::Routing;
 use crate::lane::SignalMode;
-use crate::plan::{RowLayout, SumOrder};
+use crate::plan::RowLayout;
 use crate::topology::Route;
 use crate::{Dtype, World};
 
@@ -41,7 +41,7 @@ fn modeled(case: &Case) -> [Timing; 3] {
         routings: &routings,
         layout: case.layout,
         route: case.route,
-        order: SumOrder::Expert,
+        order: case.order,
         chunks: crate::ep::state::CHUNKS,
         row_bytes,
         home_bytes: row_bytes,
