@@ -414,3 +414,61 @@ fn part_that_runs_when_the_minutes_are_over_is_ended() {
     assert_eq!(states(rows), [("to its end", "skipped")]);
     assert_eq!(report["correct"], true);
 }
+
+/// Runs the parts costs and rates with these options; the status, and the file.
+fn calibrated(options: &[&str], variables: &[(&str, &str)]) -> (Output, Option<Value>) {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("gpu.json");
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../cuda/all.cu");
+    let kernels = stand_in_cuda::kernels(&source).unwrap();
+    let usual = [
+        WHOLE,
+        ("SIDELANE_FAKE_CUDA_KERNELS", kernels.to_str().unwrap()),
+        ("SIDELANE_FAKE_CUDA_DEVICES", "1"),
+    ];
+    let options = [&["--quick", "--size", "128", "--calibrate", file.to_str().unwrap()], options].concat();
+    let output = gpu_check(&options, &[&usual, variables].concat());
+    if let Ok(simulated) = Command::new(env!("CARGO_BIN_EXE_sidelane"))
+        .args(["simulate", "--nodes", "1", "--tokens", "16", "--hidden", "128", "--hardware"])
+        .arg(&file)
+        .output()
+    {
+        assert_eq!(simulated.status.success(), file.exists(), "{simulated:?}");
+    }
+    (output, std::fs::read_to_string(file).ok().map(|text| serde_json::from_str(&text).unwrap()))
+}
+
+#[test]
+fn calibration_writes_a_machine_whose_figures_say_that_the_driver_is_fake() {
+    let (output, hardware) = calibrated(&["--part", "costs,rates"], &[]);
+    let hardware = hardware.unwrap_or_else(|| panic!("{output:?}"));
+    let engines = &hardware["engines"];
+    for place in ["host", "own"] {
+        let steps: Vec<_> =
+            engines[place].as_array().unwrap().iter().map(|step| step["from_bytes"].as_u64()).collect();
+        assert_eq!(steps, [0, 16 << 10, 28 << 10, 921_600].map(Some), "{hardware:#}");
+    }
+    // What one GPU does not show is as in the file that the rest is from.
+    assert_eq!(engines["peer"][0]["rate"], 380_000);
+    let sources = hardware["sources"].as_array().unwrap();
+    assert_eq!(sources[0]["source"], "measured: gpu-check on the fake driver, so it means nothing");
+    let of = |figure: &str| {
+        let names = |source: &&Value| source["figures"].as_array().unwrap().contains(&figure.into());
+        sources.iter().filter(names).count()
+    };
+    assert_eq!((of("engines.host"), of("engines.per_word"), of("nic.rate")), (1, 1, 1));
+}
+
+#[test]
+fn calibration_is_refused_where_a_part_or_a_row_that_it_needs_is_missing() {
+    let (output, hardware) = calibrated(&["--part", "costs"], &[]);
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!((output.status.code(), hardware), (Some(2), None), "{said}");
+    assert!(said.contains("--calibrate needs the part rates"), "{said}");
+    // Without batches there is no price of a copy in one.
+    let old = [("SIDELANE_FAKE_CUDA_DRIVER", "12060")];
+    let (output, hardware) = calibrated(&["--part", "costs,rates"], &old);
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!((output.status.code(), hardware), (Some(1), None), "{said}");
+    assert!(said.contains("a copy of 4 KiB to the host, in a batch of 255 (part costs)"), "{said}");
+}

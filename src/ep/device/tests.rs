@@ -22,6 +22,8 @@ use crate::topology::Route;
 use crate::world::{NicCounters, NoDmaBuf, NoGpuDirect, Registration};
 use crate::{Options, World};
 
+mod counts;
+
 #[path = "../../../tests/device/apart.rs"]
 pub(in crate::ep) mod apart;
 #[path = "../../../tests/device/devices.rs"]

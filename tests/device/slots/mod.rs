@@ -6,6 +6,7 @@
 
 mod budget;
 mod calls;
+mod counts;
 mod faults;
 mod graphs;
 mod nodes;

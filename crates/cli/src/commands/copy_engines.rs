@@ -229,7 +229,8 @@ impl command::Report for Report {
         format!(
             "{head}\n{table}\n\n\
              Copies, memory operations and batches of either are those of the rank that has most; bytes are\n\
-             means. Times are of the engines of one rank alone, one copy after another. Own rows are moved by none.",
+             means. Times are of the engines of one rank alone, one copy after another. Own rows, row metadata and\n\
+             tables are left out.",
         )
     }
 }

@@ -3,6 +3,7 @@
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use sidelane_core::error::PlanError;
 
 /// Executors of schedules.
@@ -20,7 +21,8 @@ pub enum Executor {
 /// ```
 /// use sidelane_model::time::Hardware;
 /// let hardware: Hardware = "h100-cx7".parse()?;
-/// assert_eq!((hardware.engines.per_copy, hardware.engines.rate), (2_300, 380_000));
+/// assert_eq!(hardware.engines.peer.last().map(|step| step.rate), Some(380_000));
+/// assert!(hardware.source_of("link.latency").is_some_and(|source| source.starts_with("measured")));
 /// # Ok::<(), sidelane_model::time::UnknownHardware>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -40,29 +42,104 @@ pub struct Hardware {
     pub compute: Compute,
     /// Planning and flags.
     pub host: Host,
+    /// Sources of the figures. One without is assumed.
+    #[serde(default)]
+    pub sources: Vec<Source>,
 }
 
-/// Copies.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// Source of some figures.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Source {
+    /// Dotted names: `nic.rate`; `engines.host` for all below it.
+    pub figures: Vec<String>,
+    /// Begins with `measured`, `published` or `assumed`.
+    pub source: String,
+}
+
+/// Copies, and the words of streams.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Engines {
-    /// A copy, however small; of a host: a row.
-    pub per_copy: u64,
-    /// Rate of a long copy to or from another rank.
-    pub rate: u64,
-    /// The same within one rank's memory.
-    pub local_rate: u64,
+    /// Copies to or from another rank, by size; of a host: rows, at one price.
+    pub peer: Vec<CopyCost>,
+    /// Copies within one rank's memory.
+    pub own: Vec<CopyCost>,
+    /// Copies between memory of the host and of a device.
+    pub host: Vec<CopyCost>,
+    /// What a batch of copies takes beside its copies.
+    pub per_batch: u64,
     /// A memory operation of a stream: a word written or found raised.
     pub per_word: u64,
-    /// The host's time for a call that enqueues a batch of copies or a list of words.
+    /// What a list of memory operations takes beside its words.
+    pub per_list: u64,
+    /// The host's time for a call of the driver.
     pub per_call: u64,
+    /// The host's time for each copy of a batch.
+    pub enqueue_copy: u64,
+    /// The host's time for each word of a list.
+    pub enqueue_word: u64,
+    /// One logical engine serves all peers, as behind a switch; else there is one for each peer.
+    pub switched: bool,
+}
+
+/// Cost of copies of at least so many bytes, one behind the other in a batch: the longer of price
+/// and transfer, since an engine prepares a copy while another one moves its bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CopyCost {
+    /// The smallest copy that costs this; of the first step: 0.
+    pub from_bytes: u64,
+    /// The price of a copy, however small.
+    pub per_copy: u64,
+    /// Rate of a long copy.
+    pub rate: u64,
+}
+
+/// Memory that a copy reads and writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// That of two ranks of a node.
+    Peer,
+    /// That of one rank.
+    Own,
+    /// Memory of the host, and of a device.
+    Host,
+}
+
+impl Engines {
+    /// Copies between these memories, by size.
+    pub fn costs(&self, place: Place) -> &[CopyCost] {
+        match place {
+            Place::Peer => &self.peer,
+            Place::Own => &self.own,
+            Place::Host => &self.host,
+        }
+    }
+
+    /// The cost of a copy of this size.
+    pub(super) fn cost(&self, place: Place, bytes: u64) -> CopyCost {
+        let reached = self.costs(place).iter().take_while(|cost| cost.from_bytes <= bytes);
+        *reached.last().expect("checked: the first step begins at 0")
+    }
+
+    /// Time of a copy in a batch.
+    pub(super) fn copy(&self, place: Place, bytes: u64) -> u64 {
+        let cost = self.cost(place, bytes);
+        cost.per_copy.max(at_rate(bytes, cost.rate))
+    }
+
+    /// The best rate of copies between these memories.
+    pub(super) fn best_rate(&self, place: Place) -> u64 {
+        self.costs(place).iter().map(|cost| cost.rate).max().unwrap_or(1)
+    }
 }
 
 /// Links of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Link {
-    /// Rate at which one rank can receive.
+    /// Rate at which one rank can send, and can receive.
     pub rate: u64,
     /// Rate at which kernels of one rank read from its local peers.
     pub load_rate: u64,
@@ -94,6 +171,8 @@ pub struct Compute {
     pub rate: u64,
     /// From one kernel's being due to its work.
     pub launch: u64,
+    /// Picoseconds for each choice that a kernel sorts.
+    pub sort: u64,
 }
 
 /// Costs of the host's work next to the engines.
@@ -116,50 +195,113 @@ pub struct Host {
 
 /// A name that no machine has here.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("`{seen}` is no machine known here: h100-cx7, h200-cx7, h800-400g")]
+#[error("`{seen}` is no machine known here: {}", Hardware::NAMES.join(", "))]
 pub struct UnknownHardware {
     /// The given text.
     pub seen: String,
 }
 
+/// The files of known machines, in the order of [`Hardware::NAMES`].
+const FILES: [&str; 4] = [
+    include_str!("../../hardware/h100-cx7.json"),
+    include_str!("../../hardware/h100-cx7-cliff.json"),
+    include_str!("../../hardware/h200-cx7.json"),
+    include_str!("../../hardware/h800-400g.json"),
+];
+
 impl Hardware {
-    /// Names of the machines known here. Their figures are published ones; `docs/performance.md`
-    /// has the source of each.
-    pub const NAMES: [&str; 3] = ["h100-cx7", "h200-cx7", "h800-400g"];
+    /// Names of the machines known here. Each figure's source is in its [`Hardware::sources`].
+    pub const NAMES: [&str; 4] = ["h100-cx7", "h100-cx7-cliff", "h200-cx7", "h800-400g"];
+
+    /// The highest price: a second in ns, a millisecond in ps.
+    pub const MAX_PRICE: u64 = 1_000_000_000;
+
+    /// Source of a figure, by its dotted name.
+    pub fn source_of(&self, figure: &str) -> Option<&str> {
+        let names = |source: &&Source| source.figures.iter().any(|name| covers(name, figure));
+        self.sources.iter().find(names).map(|source| &source.source[..])
+    }
+
+    /// Says where these figures, or all below these names, are from, in place of what was said
+    /// before.
+    pub fn set_source(&mut self, figures: &[&str], source: &str) {
+        let old = |name: &String| !figures.iter().any(|new| covers(new, name));
+        for known in &mut self.sources {
+            known.figures.retain(old);
+        }
+        self.sources.retain(|known| !known.figures.is_empty());
+        let figures = figures.iter().map(|&name| name.to_owned()).collect();
+        self.sources.insert(0, Source { figures, source: source.to_owned() });
+    }
+
+    /// Dotted names of all figures.
+    pub fn figures(&self) -> Vec<String> {
+        let mut names = Vec::new();
+        let whole = serde_json::to_value(self).expect("numbers and names are always JSON");
+        let parts = whole.as_object().expect("a struct is an object");
+        for (part, figures) in parts.iter().filter(|(part, _)| *part != "sources") {
+            leaves(part, figures, &mut names);
+        }
+        names
+    }
+
+    /// Names of the figures that have no other source than an assumption.
+    pub fn assumed(&self) -> Vec<String> {
+        let assumed = |figure: &String| self.source_of(figure).is_none_or(|s| s.starts_with("assumed"));
+        self.figures().into_iter().filter(assumed).collect()
+    }
 
     /// Whether calls can be timed on it: no divisor of bytes is 0, no price is above a second (or,
-    /// where they are picoseconds, a millisecond), and a machine has 65,536 cores at most.
+    /// where they are picoseconds, a millisecond), copies of all sizes have a cost, and a machine
+    /// has 65,536 cores at most.
     ///
     /// # Errors
     /// [`PlanError::BadParameter`] with the first figure that is not so.
     pub fn check(&self) -> Result<(), PlanError> {
         let Hardware { engines, link, nic, compute, host, .. } = self;
-        let divide = [
-            ("engines.rate", engines.rate),
-            ("engines.local_rate", engines.local_rate),
+        let (mut divide, mut prices) = (Vec::new(), Vec::new());
+        for (place, steps) in
+            [("engines.peer", &engines.peer), ("engines.own", &engines.own), ("engines.host", &engines.host)]
+        {
+            let rises = steps.windows(2).all(|pair| pair[0].from_bytes < pair[1].from_bytes);
+            if steps.first().is_none_or(|first| first.from_bytes > 0) || !rises {
+                let seen = steps.first().map_or(0, |first| first.from_bytes);
+                let expected = "steps of growing size, the first from 0 bytes on";
+                return Err(PlanError::BadParameter { parameter: place, seen, expected });
+            }
+            divide.extend(steps.iter().map(|step| (place, step.rate)));
+            prices.extend(steps.iter().map(|step| (place, step.per_copy)));
+        }
+        divide.extend([
             ("link.rate", link.rate),
             ("link.load_rate", link.load_rate),
             ("nic.rate", nic.rate),
             ("nic.message_bytes", nic.message_bytes),
             ("compute.rate", compute.rate),
-        ];
-        let prices = [
-            ("engines.per_copy", engines.per_copy),
+        ]);
+        prices.extend([
+            ("engines.per_batch", engines.per_batch),
             ("engines.per_word", engines.per_word),
+            ("engines.per_list", engines.per_list),
             ("engines.per_call", engines.per_call),
+            ("engines.enqueue_copy", engines.enqueue_copy),
+            ("engines.enqueue_word", engines.enqueue_word),
             ("link.latency", link.latency),
             ("nic.per_message", nic.per_message),
             ("nic.latency", nic.latency),
             ("compute.launch", compute.launch),
+            ("compute.sort", compute.sort),
             ("host.signal", host.signal),
             ("host.latency", host.latency),
             ("host.sort", host.sort),
             ("host.place", host.place),
             ("host.per_bin", host.per_bin),
-        ];
+        ]);
         let zero = divide.into_iter().filter(|&(_, seen)| seen == 0).map(|of| (of, "1 or more"));
-        let dear =
-            prices.into_iter().filter(|&(_, seen)| seen > 1_000_000_000).map(|of| (of, "1000000000 or less"));
+        let dear = prices
+            .into_iter()
+            .filter(|&(_, seen)| seen > Hardware::MAX_PRICE)
+            .map(|of| (of, "1000000000 or less"));
         let cores = ("host.cores", u64::from(host.cores));
         let many = (host.cores > 1 << 16).then_some((cores, "65536 or less"));
         match zero.chain(dear).chain(many).next() {
@@ -167,29 +309,24 @@ impl Hardware {
             None => Ok(()),
         }
     }
+}
 
-    fn h100() -> Self {
-        Hardware {
-            name: "h100-cx7".to_owned(),
-            executor: Executor::Device,
-            engines: Engines {
-                per_copy: 2_300,
-                rate: 380_000,
-                local_rate: 93_000,
-                per_word: 500,
-                per_call: 2_300,
-            },
-            link: Link { rate: 380_000, load_rate: 320_000, latency: 1_000 },
-            nic: NicModel {
-                per_node: 0,
-                rate: 47_000,
-                per_message: 230,
-                message_bytes: 1 << 30,
-                latency: 2_000,
-            },
-            compute: Compute { rate: 3_000_000, launch: 2_500 },
-            host: Host { cores: 0, signal: 100, latency: 300, sort: 9_400, place: 6_400, per_bin: 60_000 },
+/// Whether a name is that of a figure, or of a part that the figure belongs to.
+fn covers(name: &str, figure: &str) -> bool {
+    figure.strip_prefix(name).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+}
+
+/// Names of the numbers and switches below a name; steps of a list share theirs, and where a step
+/// begins belongs to its cost.
+fn leaves(name: &str, value: &Value, names: &mut Vec<String>) {
+    match value {
+        Value::Object(parts) => {
+            let figures = parts.iter().filter(|(part, _)| *part != "from_bytes");
+            figures.for_each(|(part, value)| leaves(&format!("{name}.{part}"), value, names));
         }
+        Value::Array(steps) => steps.iter().take(1).for_each(|step| leaves(name, step, names)),
+        Value::Number(_) | Value::Bool(_) => names.push(name.to_owned()),
+        Value::String(_) | Value::Null => {}
     }
 }
 
@@ -197,25 +334,9 @@ impl FromStr for Hardware {
     type Err = UnknownHardware;
 
     fn from_str(name: &str) -> Result<Self, UnknownHardware> {
-        let h100 = Hardware::h100();
-        let (engines, link, compute) = (h100.engines, h100.link, h100.compute);
-        match name {
-            "h100-cx7" => Ok(h100),
-            // The same links and engines, faster memory.
-            "h200-cx7" => Ok(Hardware {
-                name: name.to_owned(),
-                compute: Compute { rate: 4_300_000, ..compute },
-                ..h100
-            }),
-            // NVLink cut down to 400 GB/s both ways together, of which 160 each way are of use.
-            "h800-400g" => Ok(Hardware {
-                name: name.to_owned(),
-                engines: Engines { rate: 160_000, ..engines },
-                link: Link { rate: 160_000, load_rate: 160_000, ..link },
-                ..h100
-            }),
-            _ => Err(UnknownHardware { seen: name.to_owned() }),
-        }
+        let at = Hardware::NAMES.iter().position(|known| *known == name);
+        let at = at.ok_or_else(|| UnknownHardware { seen: name.to_owned() })?;
+        Ok(serde_json::from_str(FILES[at]).expect("a test reads the files of all known machines"))
     }
 }
 

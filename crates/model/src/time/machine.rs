@@ -1,7 +1,7 @@
 //! Lines at work, event by event.
 //!
 //! ```text
-//!   Program: tasks of a rank's host --Hand--> tracks of its stream, compute and NIC --events--> marks of phases, busy times
+//!   Program: tasks of a rank's host --Hand--> tracks of its streams, engines and NIC --events--> marks of phases, busy times
 //! ```
 //!
 //! Events are processed in order of time, and in order of creation where times are equal: the same
@@ -13,7 +13,7 @@ use std::collections::{BinaryHeap, HashMap, VecDeque};
 
 use sidelane_core::schedule::Flag;
 
-use super::hardware::at_rate;
+use super::hardware::{Place, at_rate};
 use super::{Bottleneck, Executor, Hardware, Phase, PhaseTime, RankWork, Resource, Timing};
 
 /// Work of one rank: the tasks of its host, and the requests to all its lines.
@@ -23,8 +23,37 @@ pub(super) struct Program {
     pub work: RankWork,
 }
 
-/// A word: its rank, the rank that it speaks of, and its kind.
-type Word = (u32, u32, Flag);
+/// A word: the rank that reads it, and its name there.
+type Word = (u32, Name);
+
+/// Name of a word at its reader.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+enum Name {
+    /// A flag, and the rank that it speaks of.
+    Flag(u32, Flag),
+    /// A word or an event of the rank's own.
+    Own(OwnWord),
+}
+
+/// Words and events by which the streams and the host of one rank order their work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(super) enum OwnWord {
+    /// The caller's stream has come to the call: a word for the host.
+    Called,
+    /// Event: the caller's stream has come so far that the stream of copies may go on.
+    Reached,
+    /// Event: the stream of copies has done what the caller's stream needs next.
+    Done,
+    /// The stream of copies has followed the caller's: a word for the host.
+    Marked,
+}
+
+impl OwnWord {
+    /// Whether it is an event, which takes no memory operation.
+    fn is_event(self) -> bool {
+        matches!(self, OwnWord::Reached | OwnWord::Done)
+    }
+}
 
 /// Something that happens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -33,9 +62,9 @@ enum Event {
     Free(usize),
     /// A word is raised.
     Raise(Word, u64),
-    /// The bytes of a copy come to the link of a rank: its line has been in it since `began`, until
-    /// `end` at least.
-    Near { line: usize, to: u32, ns: u64, began: u64, end: u64 },
+    /// A copy takes the link of its source and that of its target for `ns` each; its line is in it
+    /// until `end` at least.
+    Near { line: usize, from: u32, to: u32, ns: u64, end: u64 },
     /// Bytes of a rank reach another rank's NIC (on the host, a core), the last of them not before
     /// `end`.
     Far { from: u32, to: u32, ns: u64, end: u64 },
@@ -74,7 +103,10 @@ pub(super) struct Machine<'a> {
     hardware: &'a Hardware,
     ring: Ring,
     lines: Vec<State>,
-    links: Vec<Server>,
+    /// Lines of each rank.
+    own: usize,
+    /// Of each rank: out of it, and into it.
+    links: [Vec<Server>; 2],
     nics: Vec<Server>,
     cores: Vec<Server>,
     /// Whether these are one for each rank.
@@ -89,21 +121,25 @@ pub(super) struct Machine<'a> {
     works: Vec<RankWork>,
 }
 
-/// Number of lines of each rank. The lines of NICs come behind those of all ranks.
-const OWN: usize = 3;
+/// Lines of each rank without its engines: host, stream of copies, caller's stream. The lines of
+/// NICs come behind those of all ranks.
+const WITHOUT_ENGINES: usize = 3;
 
 impl<'a> Machine<'a> {
     pub fn new(ring: Ring, hardware: &'a Hardware) -> Self {
         let ranks = ring.simulated() as usize;
         let nics = (ring.simulated() / ring.members * per_node(ring, hardware)) as usize;
-        let lines = || State::default();
+        // One engine for all peers is the stream's own line.
+        let engines = if hardware.engines.switched { 0 } else { ring.members as usize };
+        let own = WITHOUT_ENGINES + engines;
         let own_cores = hardware.executor == Executor::Host && hardware.host.cores == 0;
         let cores = if own_cores { ranks } else { hardware.host.cores as usize };
         Machine {
             hardware,
             ring,
-            lines: std::iter::repeat_with(lines).take(ranks * OWN + nics).collect(),
-            links: vec![Server::default(); ranks],
+            lines: std::iter::repeat_with(State::default).take(ranks * own + nics).collect(),
+            own,
+            links: [vec![Server::default(); ranks], vec![Server::default(); ranks]],
             nics: vec![Server::default(); nics],
             cores: vec![Server::default(); cores],
             own_cores,
@@ -132,23 +168,27 @@ impl<'a> Machine<'a> {
         while let Some(Reverse((now, _, event))) = self.events.pop() {
             match event {
                 Event::Free(line) => self.step(line, now),
-                Event::Raise(word, value) => {
-                    let seen = self.words.entry(word).or_default();
-                    *seen = value.max(*seen);
-                    if let Some(&(line, _)) = self.waiting.get(&word).filter(|(_, wanted)| *wanted <= value) {
-                        self.waiting.remove(&word);
-                        self.step(line, now);
-                    }
-                }
-                Event::Near { line, to, ns, began, end } => {
-                    let end = end.max(self.links[to as usize].serve(now, ns));
-                    self.free_at(line, end, end - began);
+                Event::Raise(word, value) => self.raise(now, word, value),
+                Event::Near { line, from, to, ns, end } => {
+                    let [out, into] = &mut self.links;
+                    let sent = out[from as usize].serve(now, ns);
+                    let end = end.max(sent).max(into[to as usize].serve(now, ns));
+                    self.free_at(line, end, end - now);
                 }
                 Event::Far { from, to, ns, end } => self.receive(now, (from, to), ns, end),
             }
         }
         assert!(self.waiting.is_empty(), "a proved schedule ends: {:?}", self.waiting);
         self.timing()
+    }
+
+    fn raise(&mut self, now: u64, word: Word, value: u64) {
+        let seen = self.words.entry(word).or_default();
+        *seen = value.max(*seen);
+        if let Some(&(line, _)) = self.waiting.get(&word).filter(|(_, wanted)| *wanted <= value) {
+            self.waiting.remove(&word);
+            self.step(line, now);
+        }
     }
 
     /// Runs the next tasks of a line, until it is occupied or has no task.
@@ -175,17 +215,31 @@ impl<'a> Machine<'a> {
                     }
                 }
                 Task::Wait { of, flag, value } => {
-                    let word = (me, of, flag);
-                    if self.words.get(&word).is_none_or(|&seen| seen < value) {
-                        self.waiting.insert(word, (line, value));
+                    if !self.sees(line, (me, Name::Flag(of, flag)), value) {
                         self.lines[line].tasks.put_back((me, me), task);
                         return;
                     }
                     return self.occupy(line, now, me, self.per_word(line));
                 }
+                Task::Hear(word, value) => {
+                    if !self.sees(line, (me, Name::Own(word)), value) {
+                        self.lines[line].tasks.put_back((me, me), task);
+                        return;
+                    }
+                    let ns = if word.is_event() { 0 } else { self.per_word(line) };
+                    return self.occupy(line, now, me, ns);
+                }
+                Task::Tell(word, value) => {
+                    let (ns, latency) = match word.is_event() {
+                        true => (0, 0),
+                        false => (self.per_word(line), self.hardware.link.latency),
+                    };
+                    self.at(now + ns + latency, Event::Raise((me, Name::Own(word)), value));
+                    return self.occupy(line, now, me, ns);
+                }
                 Task::Busy(ns) => return self.occupy(line, now, me, ns),
-                Task::Copy { from, to, copies, bytes } => {
-                    return self.copy(line, now, (me, from, to), copies, bytes);
+                Task::Copy { place, from, to, copies, bytes } => {
+                    return self.copy(line, now, (me, place), (from, to), (copies, bytes));
                 }
                 Task::Send { to, messages, bytes, rest } => {
                     return self.send(line, now, (me, to), messages, (bytes, rest));
@@ -216,20 +270,34 @@ impl<'a> Machine<'a> {
         core.map_or(now + ns, |core| core.serve(now, ns))
     }
 
-    fn copy(&mut self, line: usize, now: u64, (me, from, to): (u32, u32, u32), copies: u64, bytes: u64) {
+    /// Whether a word has this value; else the line waits for it.
+    fn sees(&mut self, line: usize, word: Word, value: u64) -> bool {
+        let seen = self.words.get(&word).is_some_and(|&seen| seen >= value);
+        if !seen {
+            self.waiting.insert(word, (line, value));
+        }
+        seen
+    }
+
+    fn copy(
+        &mut self,
+        line: usize,
+        now: u64,
+        (me, place): (u32, Place),
+        (from, to): (u32, u32),
+        (copies, bytes): (u64, u64),
+    ) {
         let Hardware { engines, link, executor, .. } = self.hardware;
-        let prices = copies * engines.per_copy;
-        let rate = if from == to { engines.local_rate } else { engines.rate };
-        let moves = prices + at_rate(bytes, rate);
         if *executor == Executor::Host {
-            return self.occupy(line, now, me, moves);
+            let cost = engines.cost(place, bytes);
+            return self.occupy(line, now, me, copies * cost.per_copy + at_rate(bytes, cost.rate));
         }
-        let end = now + moves;
-        if from == to {
-            return self.free_at(line, end, moves);
+        let moves = engines.copy(place, bytes);
+        if place != Place::Peer {
+            return self.free_at(line, now + moves, moves);
         }
-        let (to, _) = self.ring.represented_by(to);
-        self.at(now + prices, Event::Near { line, to, ns: at_rate(bytes, link.rate), began: now, end });
+        let ((from, _), (to, _)) = (self.ring.represented_by(from), self.ring.represented_by(to));
+        self.at(now, Event::Near { line, from, to, ns: at_rate(bytes, link.rate), end: now + moves });
     }
 
     fn send(
@@ -271,16 +339,16 @@ impl<'a> Machine<'a> {
         *last = end.max(served).max(*last);
     }
 
-    fn signal(&mut self, line: usize, now: u64, me: u32, (to, of, flag): Word, value: u64) {
+    fn signal(&mut self, line: usize, now: u64, me: u32, (to, of, flag): (u32, u32, Flag), value: u64) {
         let (model_rank, by) = self.ring.represented_by(to);
-        let word = (model_rank, self.ring.turned_back(of, by), flag);
+        let word = (model_rank, Name::Flag(self.ring.turned_back(of, by), flag));
         let Hardware { host, link, nic, .. } = self.hardware;
         let ns = self.per_word(line);
         let said = self.on_core(me, now, ns);
         let seen = match self.kind(line) {
             Line::Nic => said.max(self.arrived.get(&(me, to)).copied().unwrap_or(0)) + nic.latency,
             Line::Host => said + host.latency,
-            Line::Stream | Line::Compute => said + link.latency,
+            Line::Stream | Line::Caller | Line::Engine(_) => said + link.latency,
         };
         self.at(seen, Event::Raise(word, value));
         self.free_at(line, said, ns);
@@ -288,8 +356,13 @@ impl<'a> Machine<'a> {
 
     fn kind(&self, line: usize) -> Line {
         match line {
-            _ if line >= self.works.len() * OWN => Line::Nic,
-            _ => [Line::Host, Line::Stream, Line::Compute][line % OWN],
+            _ if line >= self.works.len() * self.own => Line::Nic,
+            _ => match line % self.own {
+                0 => Line::Host,
+                1 => Line::Stream,
+                2 => Line::Caller,
+                engine => Line::Engine((engine - WITHOUT_ENGINES) as u32),
+            },
         }
     }
 
@@ -298,7 +371,7 @@ impl<'a> Machine<'a> {
         match self.kind(line) {
             Line::Nic => self.hardware.nic.per_message,
             Line::Host => self.hardware.host.signal,
-            Line::Stream | Line::Compute => self.hardware.engines.per_word,
+            Line::Stream | Line::Caller | Line::Engine(_) => self.hardware.engines.per_word,
         }
     }
 
@@ -314,13 +387,14 @@ impl<'a> Machine<'a> {
             |line: Line| ranks.clone().map(|rank| self.lines[self.line(rank, line)].busy).max().unwrap_or(0);
         let served = |servers: &[Server]| servers.iter().map(|server| server.busy).max().unwrap_or(0);
         let host = if self.cores.is_empty() { of(Line::Host) } else { served(&self.cores) };
+        let engines = (0..self.own - WITHOUT_ENGINES).map(|nth| of(Line::Engine(nth as u32))).max();
         let busy = |part| match part {
             Resource::Host => host,
-            Resource::Engines => of(Line::Stream),
-            Resource::Link => served(&self.links),
+            Resource::Engines => of(Line::Stream) + engines.unwrap_or(0),
+            Resource::Link => served(&self.links[0]).max(served(&self.links[1])),
             Resource::NicOut => of(Line::Nic),
             Resource::NicIn => served(&self.nics),
-            Resource::Compute => of(Line::Compute),
+            Resource::Compute => of(Line::Caller),
         };
         let parts = Resource::ALL.map(|part| (busy(part), part));
         let &(most, part) = parts.iter().rev().max_by_key(|(busy, _)| *busy).expect("there are parts");
@@ -348,8 +422,11 @@ impl<'a> Machine<'a> {
 
     fn line(&self, rank: u32, line: Line) -> usize {
         match line {
-            Line::Nic => self.works.len() * OWN + self.nic_of(rank),
-            _ => rank as usize * OWN + line as usize,
+            Line::Nic => self.works.len() * self.own + self.nic_of(rank),
+            Line::Host => rank as usize * self.own,
+            Line::Stream => rank as usize * self.own + 1,
+            Line::Caller => rank as usize * self.own + 2,
+            Line::Engine(nth) => rank as usize * self.own + WITHOUT_ENGINES + nth as usize,
         }
     }
 
@@ -372,8 +449,12 @@ fn per_node(ring: Ring, hardware: &Hardware) -> u32 {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Line {
     Host,
+    /// Stream of copies, with the engine that serves all peers.
     Stream,
-    Compute,
+    /// The caller's stream: kernels.
+    Caller,
+    /// Where peers have engines of their own: that for a rank of the node.
+    Engine(u32),
     Nic,
 }
 
@@ -382,14 +463,18 @@ pub(super) enum Line {
 pub(super) enum Task {
     /// Is busy.
     Busy(u64),
-    /// Copies, one after the other, between ranks of one node or within one.
-    Copy { to: u32, from: u32, copies: u64, bytes: u64 },
+    /// A copy of an engine; of a host: so many rows, one after the other.
+    Copy { place: Place, from: u32, to: u32, copies: u64, bytes: u64 },
     /// Messages to a rank of another node; `rest` bytes of the same follow.
     Send { to: u32, messages: u64, bytes: u64, rest: u64 },
     /// Raises a word at `to`.
     Signal { to: u32, of: u32, flag: Flag, value: u64 },
     /// Waits for a word of its own rank.
     Wait { of: u32, flag: Flag, value: u64 },
+    /// Writes a word of this rank's own, or records an event.
+    Tell(OwnWord, u64),
+    /// Waits for one.
+    Hear(OwnWord, u64),
     /// Hands a task to another line of the rank, and goes on.
     Hand(Line, Box<Task>),
     /// Waits until another line of the rank has nothing to do.

@@ -13,15 +13,16 @@
 //!
 //! ```text
 //!   host      plans, enqueues, posts, signals, waits               (the host executor also copies and sums here, on a core)
-//!   stream    copies of engines, and the words behind them         2.3 us + bytes / rate each
-//!   compute   kernels that pack, regroup and sum                   launch + bytes / rate of the memory
+//!   stream    batches of copies, and lists of words around them    a copy: the longer of price and bytes / rate
+//!   caller    kernels that sort, pack, regroup and sum             launch + bytes / rate of the memory
 //!   NIC       what crosses: bytes / rate + a price a message       shared by the ranks that share the NIC
 //! ```
 //!
-//! Bytes also pass the receiver's side of the link or NIC, first come, first served. A copy holds
-//! its engine until its last byte has arrived; a NIC continues with its next task. A signal follows
-//! the bytes of its track. A single copy therefore takes its price, the latency and bytes / rate,
-//! exactly.
+//! Bytes also pass the link of their source and of their target, or the receiver's NIC, first come,
+//! first served. A copy holds its engine until its last byte has arrived; a NIC continues with its
+//! next task. Behind a switch one engine makes all copies of a rank; without one, each peer has an
+//! engine of its own. On a device, each call of the driver that the executor makes has its task
+//! here: a test compares the counts.
 //!
 //! **Large groups.** If the routings of all ranks are given, every rank is simulated. If those of
 //! one node are given, that node represents all: rank i of node v acts at the same time as rank i
@@ -34,7 +35,9 @@
 //! **Not modeled.** Congestion inside the network, other traffic, clocks that differ, stragglers,
 //! the caller's experts.
 
+mod device;
 mod hardware;
+mod lines;
 mod lower;
 mod machine;
 mod placed;
@@ -42,7 +45,9 @@ mod slots;
 #[cfg(test)]
 mod tests;
 
-pub use hardware::{Compute, Engines, Executor, Hardware, Host, Link, NicModel, UnknownHardware};
+pub use hardware::{
+    Compute, CopyCost, Engines, Executor, Hardware, Host, Link, NicModel, Place, Source, UnknownHardware,
+};
 pub use placed::{Case, Placed};
 pub use slots::slots;
 
@@ -55,9 +60,9 @@ use serde::Serialize;
 pub enum Phase {
     /// Sorting, the counts of all ranks, placement; of a combine: all ranks have entered.
     Plan,
-    /// Rows are packed: what of it does not hide behind planning.
+    /// Slots: rows are packed.
     Pack,
-    /// Rows move.
+    /// Rows move, once they are packed.
     Move,
     /// Rows that arrived come into visible order.
     Regroup,
@@ -131,11 +136,19 @@ impl Phase {
 pub struct RankWork {
     /// Copies within the node; of a host: rows that it copies.
     pub copies: u64,
+    /// Batches of those.
+    pub batches: u64,
     /// Bytes of those to or from other ranks.
     pub intra_node_bytes: u64,
     /// Bytes of those within its own memory.
     pub self_bytes: u64,
-    /// Messages of its NIC.
+    /// Bytes of those between memory of the host and of devices.
+    pub host_bytes: u64,
+    /// Memory operations of its streams.
+    pub memory_ops: u64,
+    /// Kernels.
+    pub kernels: u64,
+    /// Messages of its NIC; of a device, signals among them.
     pub messages: u64,
     /// Bytes of those.
     pub inter_node_bytes: u64,
@@ -168,8 +181,14 @@ impl Bottleneck {
     /// all at once, at no fixed cost. No executor could be faster.
     pub(super) fn roofline(works: &[RankWork], nics: &[usize], hardware: &Hardware) -> Self {
         let Hardware { engines, link, nic, compute, host, executor, .. } = hardware;
+        let of = |place, bytes| at_rate(bytes, engines.best_rate(place));
         let copying = |work: &RankWork| {
-            at_rate(work.intra_node_bytes, engines.rate) + at_rate(work.self_bytes, engines.local_rate)
+            let peer = of(Place::Peer, work.intra_node_bytes);
+            match engines.switched {
+                true => peer + of(Place::Own, work.self_bytes) + of(Place::Host, work.host_bytes),
+                // Engines of several peers share the link of the rank.
+                false => at_rate(work.intra_node_bytes, link.rate),
+            }
         };
         let kernels = |work: &RankWork| at_rate(work.kernel_bytes, compute.rate);
         let loads = |work: &RankWork| at_rate(work.loaded_bytes, link.load_rate);
@@ -218,11 +237,26 @@ pub struct Timing {
 }
 
 impl RankWork {
+    /// Counts copies at a place.
+    pub(super) fn count(&mut self, place: Place, copies: u64, bytes: u64) {
+        self.copies += copies;
+        let of = match place {
+            Place::Peer => &mut self.intra_node_bytes,
+            Place::Own => &mut self.self_bytes,
+            Place::Host => &mut self.host_bytes,
+        };
+        *of += bytes;
+    }
+
     pub(super) fn each(self, other: RankWork, by: impl Fn(u64, u64) -> u64) -> RankWork {
         RankWork {
             copies: by(self.copies, other.copies),
+            batches: by(self.batches, other.batches),
             intra_node_bytes: by(self.intra_node_bytes, other.intra_node_bytes),
             self_bytes: by(self.self_bytes, other.self_bytes),
+            host_bytes: by(self.host_bytes, other.host_bytes),
+            memory_ops: by(self.memory_ops, other.memory_ops),
+            kernels: by(self.kernels, other.kernels),
             messages: by(self.messages, other.messages),
             inter_node_bytes: by(self.inter_node_bytes, other.inter_node_bytes),
             kernel_bytes: by(self.kernel_bytes, other.kernel_bytes),

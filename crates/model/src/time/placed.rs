@@ -4,14 +4,14 @@ use sidelane_core::error::PlanError;
 use sidelane_core::gate::Routing;
 use sidelane_core::plan::{
     Bins, Block, Counts, DispatchLayout, ExpertMap, InterNodeRows, PlanContext, ReceiveMode, ReceiveSizes,
-    RelayPermutation, RelayPlan, RelaySorter, RowLayout, RowMetadata, RowSizes, SortedRouting, SumOrder,
+    RelayPermutation, RelayPlan, RowLayout, RowMetadata, RowSizes, SortedRouting, SumOrder,
 };
 use sidelane_core::schedule::ControlLayout;
 use sidelane_core::topology::{NodeMap, Paths, Route};
 
 use super::lower::Lowering;
 use super::machine::{Machine, Program, Ring};
-use super::{Executor, Hardware, Timing};
+use super::{Engines, Executor, Hardware, Timing};
 
 /// A dispatch and its combine: the shape of the question.
 #[derive(Clone, Copy, Debug)]
@@ -48,12 +48,16 @@ pub struct Placed {
     pub(super) nodes: NodeMap,
     pub(super) route: Route,
     pub(super) bins: Bins,
+    /// A rank has one row of a token, however many of its experts the token chose.
+    pub(super) per_rank: bool,
     pub(super) sizing: RowSizes,
     pub(super) control: ControlLayout,
     pub(super) chunks: u8,
     pub(super) notes: bool,
     pub(super) hardware: Hardware,
-    pub(super) choices: u64,
+    pub(super) top_k: u32,
+    /// Of each rank that decides: rows that it sends for each bin, then what relays need to know.
+    words: Vec<Vec<u32>>,
     pub(super) ranks: Vec<Rank>,
 }
 
@@ -91,12 +95,10 @@ impl Placed {
         let nodes = NodeMap::from_labels(&labels);
         let paths = Paths::new(&nodes, case.route, 0);
         let crosses = case.route == Route::Pxn && paths.is_multi_node();
-        // Engines that relay expert-major rows copy them to arrivals; rank-major, blocks are in
-        // relay order.
-        let arrive = executor == Executor::Device && crosses && !case.layout.is_per_rank();
-        let spans = executor == Executor::Device && crosses && case.layout.is_per_rank();
+        // Engines that relay copy runs to arrivals.
+        let arrive = executor == Executor::Device && crosses;
         let bins = Bins::of_layout(case.layout, case.map, case.order, &nodes);
-        let notes = RowMetadata::of(case.layout, ReceiveMode::Exact, spans);
+        let notes = RowMetadata::of(case.layout, ReceiveMode::Exact, false);
         let top_k = case.routings.iter().map(Routing::top_k).max().unwrap_or(1);
         let tokens = case.routings.iter().map(Routing::tokens).max().unwrap_or(0);
         let sums = crosses && case.order.has_partials();
@@ -114,23 +116,36 @@ impl Placed {
             nodes: nodes.clone(),
             route: case.route,
             bins,
+            per_rank: case.layout.is_per_rank(),
             sizing,
             control,
             chunks: case.chunks,
             notes: case.notes,
             hardware: hardware.clone(),
-            choices,
+            top_k,
+            words: Vec::new(),
             ranks: Vec::new(),
         };
         let mut own = placed.sorted(case, notes)?;
-        let words: Vec<Vec<u32>> = own.iter_mut().map(|own| std::mem::take(&mut own.words)).collect();
-        let lay_out = |(me, own)| placed.lay_out(me, own, &words, top_k, (arrive, spans));
+        placed.words = own.iter_mut().map(|own| std::mem::take(&mut own.words)).collect();
+        let lay_out = |(me, own)| placed.lay_out(me, own, arrive);
         let ranks = (0..).zip(&mut own).map(lay_out).collect();
         placed.ranks = ranks;
         for me in 0..ring.simulated() {
-            placed.ranks[me as usize].forward = placed.forward(me, sums, spans, arrive);
+            placed.ranks[me as usize].forward = placed.forward(me, sums, arrive);
         }
         Ok(placed)
+    }
+
+    /// Has other engines make the copies of the same placement.
+    ///
+    /// # Errors
+    /// As [`Hardware::check`]; nothing is changed then.
+    pub fn set_engines(&mut self, engines: &Engines) -> Result<(), PlanError> {
+        let hardware = Hardware { engines: engines.clone(), ..self.hardware.clone() };
+        hardware.check()?;
+        self.hardware = hardware;
+        Ok(())
     }
 
     /// Times a dispatch.
@@ -138,8 +153,8 @@ impl Placed {
         self.timed(Lowering::dispatch)
     }
 
-    /// Times a combine: rows back to their tokens. The gradient of a dispatch is the same, with one
-    /// more word for each row, its weight.
+    /// Times a combine: rows back to their tokens. The gradient of a dispatch is the same; weight
+    /// gradients return in a call of their own, with rows of a word for each weight.
     pub fn combine(&self) -> Timing {
         self.timed(Lowering::combine)
     }
@@ -180,21 +195,14 @@ impl Placed {
         (0..).zip(case.routings).map(sort).collect()
     }
 
-    fn lay_out(
-        &self,
-        me: u32,
-        Own { sorted, crossing, .. }: &mut Own,
-        words: &[Vec<u32>],
-        top_k: u32,
-        (arrive, spans): (bool, bool),
-    ) -> Rank {
+    fn lay_out(&self, me: u32, Own { sorted, crossing, .. }: &mut Own, arrive: bool) -> Rank {
         let frame = self.frame(me);
         let mut rank = Rank::empty();
         let (bins, mut turned) = (self.bins.count() as usize, Vec::new());
-        rank.counts.clear(words[0].len() as u32);
+        rank.counts.clear(self.words[0].len() as u32);
         for source in 0..self.ring.ranks() {
             let (model_rank, by) = self.ring.represented_by(source);
-            let (of_bins, staged) = words[model_rank as usize].split_at(bins);
+            let (of_bins, staged) = self.words[model_rank as usize].split_at(bins);
             turned.clear();
             turned.extend(self.ring.turned(of_bins, by));
             turned.extend(self.ring.turned(staged, by));
@@ -202,31 +210,29 @@ impl Placed {
         }
         rank.sizes.fill(&self.bins, 1, &rank.counts.total, None);
         let Rank { layout, counts, sizes, arrivals, .. } = &mut rank;
-        if spans {
-            RelaySorter::default().arrange(&frame, (&mut *sorted, &mut *crossing), counts, sizes);
-        }
         let mut own = RelayPermutation::default();
         if arrive {
             own.arrange(&frame, sorted, crossing);
             own.pack(&frame, sorted, crossing);
         }
-        layout.fill(&frame, (&*sorted, &*crossing), top_k, counts, sizes);
+        layout.fill(&frame, (&*sorted, &*crossing), self.top_k, counts, sizes);
         if arrive {
             own.add_runs(&frame, sorted, layout, (counts, sizes));
             *arrivals = Some(own.first_run);
+        } else if self.hardware.executor == Executor::Device {
+            layout.pack(sorted, &sorted.starts);
         }
         rank
     }
 
     /// Knowledge of a rank's relay: the blocks of its sources, each as the rank that represents it
     /// has it.
-    fn forward(&self, me: u32, sums: bool, spans: bool, arrive: bool) -> RelayPlan {
+    fn forward(&self, me: u32, sums: bool, arrive: bool) -> RelayPlan {
         let block = |source: u32, nth: usize| -> Block {
             let (model_rank, _) = self.ring.represented_by(source);
             self.ranks[model_rank as usize].layout.blocks[nth].clone()
         };
         let mut forward = RelayPlan::default();
-        forward.spans = spans;
         if arrive && !sums {
             let paths = self.paths(me);
             let nth = |source| paths.of(source).relays().take_while(|&relay| relay != me).count();
@@ -235,6 +241,32 @@ impl Placed {
             forward.know(&self.frame(me), sums, block);
         }
         forward
+    }
+}
+
+impl Placed {
+    /// Rows of a rank that come from other nodes over relays: the first of each run, and how many.
+    pub(super) fn landed_from_other_nodes(&self, me: u32) -> Vec<(u32, u32)> {
+        let (paths, begin) = (self.paths(me), &self.ranks[me as usize].sizes.begin);
+        let mut landed = Vec::new();
+        for bin in self.bins.of(me) {
+            let mut next = begin[bin as usize];
+            for source in 0..self.ring.ranks() {
+                let rows = self.sent(source, bin);
+                if !paths.same_node(source) {
+                    landed.push((next, rows));
+                }
+                next += rows;
+            }
+        }
+        landed
+    }
+
+    /// Rows that a rank sends for a bin.
+    fn sent(&self, source: u32, bin: u32) -> u32 {
+        let ((model_rank, by), bins) = (self.ring.represented_by(source), self.bins.count());
+        let turned_back = (bin + bins - bins / self.ring.nodes * by) % bins;
+        self.words[model_rank as usize][turned_back as usize]
     }
 }
 

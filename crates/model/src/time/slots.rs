@@ -3,10 +3,10 @@
 use sidelane_core::error::PlanError;
 use sidelane_core::plan::SlotShape;
 use sidelane_core::schedule::call_program::{Action, Part, SlotCall, Work};
-use sidelane_core::schedule::stream_program::{Slots, StreamProgram};
+use sidelane_core::schedule::stream_program::{PeerCopy, Slots, StreamProgram};
 use sidelane_core::schedule::{FlagValue, Op, TrackOp};
 
-use super::hardware::at_rate;
+use super::hardware::{Place, at_rate};
 use super::machine::{Line, Machine, Program, Ring, Task};
 use super::{Hardware, Phase, Timing};
 
@@ -73,30 +73,48 @@ fn enqueued(
             // Experts leave partial rows where they are sent from.
             _ => continue,
         };
+        program.work.kernels += 1;
         let kernel = Task::Busy(hardware.compute.launch + at_rate(bytes, hardware.compute.rate));
-        let hand = Task::Hand(Line::Compute, Box::new(kernel));
-        program.tasks.extend([hand, Task::Join(Line::Compute), Task::Mark(phase)]);
+        let hand = Task::Hand(Line::Caller, Box::new(kernel));
+        program.tasks.extend([hand, Task::Join(Line::Caller), Task::Mark(phase)]);
     }
     program
 }
 
-/// One half of the stage, or both. The second ends when the stream has done all of it.
+/// Operations that a stream takes at once.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Piece {
+    Batch,
+    List,
+}
+
+/// One half of the stage, or both: batches of copies, and lists of words. The second ends when the
+/// stream has done all of it.
 fn move_part(program: &mut Program, stream: &StreamProgram, part: Part, me: u32, hardware: &Hardware) {
-    for TrackOp { op, .. } in stream.stage().part(part) {
-        for copy in stream.copies(op) {
-            program.work.copies += 1;
-            program.work.intra_node_bytes += copy.span.len;
-            let task = Task::Copy { from: me, to: copy.to, copies: 1, bytes: copy.span.len };
-            program.tasks.push_back(Task::Hand(Line::Stream, Box::new(task)));
+    let (engines, mut under_way) = (&hardware.engines, None);
+    let mut hand = |program: &mut Program, piece, task| {
+        if under_way.replace(piece) != Some(piece) {
+            program.work.batches += u64::from(piece == Piece::Batch);
+            let begins = if piece == Piece::Batch { engines.per_batch } else { engines.per_list };
+            program.tasks.push_back(Task::Hand(Line::Stream, Box::new(Task::Busy(begins))));
         }
-        let task = match *op {
+        program.tasks.push_back(Task::Hand(Line::Stream, Box::new(task)));
+    };
+    for TrackOp { op, .. } in stream.stage().part(part) {
+        for PeerCopy { to, span } in stream.copies(op) {
+            program.work.count(Place::Peer, 1, span.len);
+            let copy = Task::Copy { place: Place::Peer, from: me, to, copies: 1, bytes: span.len };
+            hand(program, Piece::Batch, copy);
+        }
+        let word = match *op {
             Op::Signal { to, of, flag, level: FlagValue::Credit } => Task::Signal { to, of, flag, value: 1 },
             // No rank sees a word that is reset in the timed call.
-            Op::Signal { .. } => Task::Busy(hardware.engines.per_word),
+            Op::Signal { .. } => Task::Busy(engines.per_word),
             Op::Wait { from, flag, .. } => Task::Wait { of: from, flag, value: 1 },
             Op::Put { .. } | Op::PutRows { .. } | Op::Reduce { .. } => continue,
         };
-        program.tasks.push_back(Task::Hand(Line::Stream, Box::new(task)));
+        program.work.memory_ops += 1;
+        hand(program, Piece::List, word);
     }
     if part != Part::Start {
         program.tasks.extend([Task::Join(Line::Stream), Task::Mark(Phase::Move)]);

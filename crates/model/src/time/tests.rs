@@ -1,3 +1,5 @@
+use std::collections::VecDeque;
+
 use proptest::prelude::*;
 use sidelane_core::error::PlanError;
 use sidelane_core::gate::{Pattern, Routing, synthetic};
@@ -16,10 +18,16 @@ fn h100() -> Hardware {
 fn host() -> Hardware {
     let figures = r#"{
         "name": "host", "executor": "host",
-        "engines": {"per_copy": 50, "rate": 10000, "local_rate": 10000, "per_word": 0, "per_call": 0},
+        "engines": {
+            "peer": [{"from_bytes": 0, "per_copy": 50, "rate": 10000}],
+            "own": [{"from_bytes": 0, "per_copy": 50, "rate": 10000}],
+            "host": [{"from_bytes": 0, "per_copy": 50, "rate": 10000}],
+            "per_batch": 0, "per_word": 0, "per_list": 0, "per_call": 0, "enqueue_copy": 0,
+            "enqueue_word": 0, "switched": true
+        },
         "link": {"rate": 10000, "load_rate": 8000, "latency": 100},
         "nic": {"per_node": 0, "rate": 8000, "per_message": 100, "message_bytes": 65536, "latency": 100},
-        "compute": {"rate": 8000, "launch": 0},
+        "compute": {"rate": 8000, "launch": 0, "sort": 0},
         "host": {"cores": 2, "signal": 50, "latency": 100, "sort": 10000, "place": 5000, "per_bin": 2000}
     }"#;
     serde_json::from_str(figures).unwrap()
@@ -28,6 +36,8 @@ fn host() -> Hardware {
 /// The group of a case, and its decisions.
 struct Group {
     nodes: u32,
+    /// Metadata moves with rows.
+    notes: bool,
     map: ExpertMap,
     routings: Vec<Routing<'static>>,
 }
@@ -39,6 +49,7 @@ fn group((nodes, members): (u32, u32), tokens: u32, whole: bool) -> Group {
     let draw = |rank| synthetic(Pattern::Uniform, experts, 8, tokens, 5, rank).unwrap();
     Group {
         nodes,
+        notes: true,
         map: ExpertMap::contiguous(experts, ranks).unwrap(),
         routings: (0..drawn).map(draw).collect(),
     }
@@ -56,7 +67,7 @@ fn case(group: &Group, layout: RowLayout, route: Route, order: SumOrder) -> Case
         row_bytes: 4096,
         home_bytes: 4096,
         partial_bytes: 8192,
-        notes: true,
+        notes: group.notes,
     }
 }
 
@@ -94,37 +105,91 @@ fn alone(nodes: u32, task: Task, line: Line) -> u64 {
 }
 
 #[test]
-fn a_single_copy_takes_its_price_its_bytes_and_the_latency() {
+fn a_single_copy_takes_its_price_or_its_bytes_and_the_latency() {
     let Hardware { engines, link, nic, host, .. } = h100();
-    let bytes = 38_000_000;
-    let copy = Task::Copy { from: 0, to: 1, copies: 1, bytes };
+    let copy = |bytes| Task::Copy { place: Place::Peer, from: 0, to: 1, copies: 1, bytes };
     let word = engines.per_word + link.latency + host.signal;
-    assert_eq!(alone(1, copy, Line::Stream), engines.per_copy + bytes * 1000 / engines.rate + word);
+    let step = engines.peer[0];
+    // The price overlaps with the bytes of a long copy.
+    assert_eq!(alone(1, copy(38_000_000), Line::Stream), 38_000_000_000 / step.rate + word);
+    assert_eq!(alone(1, copy(16), Line::Stream), step.per_copy + word);
     let message = Task::Send { to: 1, messages: 3, bytes: 47_000_000, rest: 0 };
     let word = nic.per_message + nic.latency + host.signal;
     // The word's own message overlaps with nothing: it queues behind the bytes on the NIC.
     assert_eq!(alone(2, message, Line::Nic), 3 * nic.per_message + 1_000_000 + word);
 }
 
-#[test]
-fn a_link_serves_others_until_a_copy_comes_to_it() {
-    let hardware = h100();
-    let mut machine = Machine::new(Ring { nodes: 1, members: 3, whole: true }, &hardware);
-    let bytes = 3_800_000;
-    // Prices of ten copies are paid by the engine before their bytes come; one copy of another rank
-    // arrives meanwhile.
-    for (me, copies) in [(0, 10), (1, 1)] {
-        let copy = Task::Copy { from: me, to: 2, copies, bytes };
-        let signal = Task::Signal { to: 2, of: me, flag: Flag::Landed, value: 1 };
-        let hand = |task| Task::Hand(Line::Stream, Box::new(task));
-        let tasks = [hand(copy), hand(signal), Task::Join(Line::Stream), Task::Mark(Phase::Move)];
-        machine.load(me, Program { tasks: tasks.into(), ..Program::default() });
+/// Time until all of these copies have been made, each by the stream of the rank that comes first.
+fn together(hardware: &Hardware, copies: &[(u32, u32, u32)], bytes: u64) -> u64 {
+    let mut machine = Machine::new(Ring { nodes: 1, members: 4, whole: true }, hardware);
+    for me in 0..4 {
+        let mut tasks = VecDeque::new();
+        for &(_, from, to) in copies.iter().filter(|(by, ..)| *by == me) {
+            let mut copy = Task::Copy { place: Place::Peer, from, to, copies: 1, bytes };
+            if !hardware.engines.switched {
+                let peer = if to == me { from } else { to };
+                copy = Task::Hand(Line::Engine(peer), Box::new(copy));
+            }
+            tasks.push_back(Task::Hand(Line::Stream, Box::new(copy)));
+        }
+        tasks.push_back(Task::Join(Line::Stream));
+        let engines = if hardware.engines.switched { 0 } else { 4 };
+        tasks.extend((0..engines).map(|nth| Task::Join(Line::Engine(nth))));
+        tasks.push_back(Task::Mark(Phase::Move));
+        machine.load(me, Program { tasks, ..Program::default() });
     }
-    let wait = Task::Wait { of: 1, flag: Flag::Landed, value: 1 };
-    machine.load(2, Program { tasks: [wait, Task::Mark(Phase::Move)].into(), ..Program::default() });
-    // Ten prices and 10 us of bytes each: neither waits for the other, as 2.3 + 10 us are
-    // before 23.
-    assert_eq!(machine.run().ns, 23_000 + 10_000 + hardware.engines.per_word);
+    machine.run().ns
+}
+
+#[test]
+fn copies_share_the_link_of_their_target_and_that_of_their_source() {
+    let (hardware, bytes) = (h100(), 3_800_000);
+    let one = together(&hardware, &[(0, 0, 3)], bytes);
+    assert_eq!(one, 10_000);
+    // Pushed to one rank; pulled from one rank; between four.
+    assert_eq!(together(&hardware, &[(0, 0, 3), (1, 1, 3)], bytes), 2 * one);
+    assert_eq!(together(&hardware, &[(0, 3, 0), (1, 3, 1)], bytes), 2 * one);
+    assert_eq!(together(&hardware, &[(0, 0, 1), (2, 3, 2)], bytes), one);
+}
+
+#[test]
+fn a_switch_has_one_engine_for_all_peers_and_each_peer_has_one_without() {
+    let (mut hardware, bytes) = (h100(), 16);
+    let copies = [(0, 0, 1), (0, 0, 2), (0, 0, 3)];
+    let price = hardware.engines.peer[0].per_copy;
+    assert_eq!(together(&hardware, &copies, bytes), 3 * price);
+    hardware.engines.switched = false;
+    // They leave by one link, where 16 bytes take a nanosecond.
+    assert_eq!(together(&hardware, &copies, bytes), price);
+    assert_eq!(together(&hardware, &copies, 3_800_000), 30_000);
+}
+
+#[test]
+fn small_copies_cost_what_their_step_says() {
+    let cliff: Hardware = "h100-cx7-cliff".parse().unwrap();
+    let [below, above] = [28_671, 28_672].map(|bytes| cliff.engines.copy(Place::Host, bytes));
+    assert_eq!((below, above), (28_671_000_u64.div_ceil(6_800), 28_672_000_u64.div_ceil(44_000)));
+    assert_eq!(cliff.engines.copy(Place::Host, 16), cliff.engines.host[0].per_copy);
+}
+
+#[test]
+fn every_figure_of_a_known_machine_has_a_source_or_is_called_assumed() {
+    for name in Hardware::NAMES {
+        let hardware: Hardware = name.parse().unwrap();
+        hardware.check().unwrap();
+        assert_eq!(hardware.name, name);
+        for figure in hardware.figures() {
+            let source = hardware.source_of(&figure).unwrap_or_else(|| panic!("{name}: {figure}"));
+            let known = ["measured: ", "published: ", "assumed"].iter().any(|word| source.starts_with(word));
+            assert!(known, "{name}: {figure}: {source}");
+        }
+        let figures = hardware.figures();
+        for name in hardware.sources.iter().flat_map(|source| &source.figures) {
+            let used = figures.iter().any(|figure| figure == name || figure.starts_with(&format!("{name}.")));
+            assert!(used, "{name} names no figure");
+        }
+        assert!(hardware.assumed().contains(&"compute.launch".to_owned()));
+    }
 }
 
 #[test]
@@ -162,7 +227,9 @@ fn hardware_that_would_divide_by_zero_is_refused_by_name() {
     assert_eq!(refused(|h| h.nic.message_bytes = 0), ("nic.message_bytes", 0));
     assert_eq!(refused(|h| h.link.rate = 0), ("link.rate", 0));
     assert_eq!(refused(|h| h.compute.rate = 0), ("compute.rate", 0));
-    assert_eq!(refused(|h| h.engines.per_copy = u64::MAX), ("engines.per_copy", u64::MAX));
+    assert_eq!(refused(|h| h.engines.own[0].per_copy = u64::MAX), ("engines.own", u64::MAX));
+    assert_eq!(refused(|h| h.engines.host.clear()), ("engines.host", 0));
+    assert_eq!(refused(|h| h.engines.peer[0].from_bytes = 1), ("engines.peer", 1));
     assert_eq!(refused(|h| h.host.cores = u32::MAX), ("host.cores", u64::from(u32::MAX)));
 }
 
@@ -204,14 +271,16 @@ fn one_node_that_stands_for_all_takes_as_long_as_all_simulated() {
 
 #[test]
 fn one_node_stands_exactly_for_others_that_decide_as_it_does() {
-    let one = group((4, 2), 64, false);
+    // A rank between other nodes brings metadata in by one copy more than one of the first node.
+    let one = Group { notes: false, ..group((4, 2), 64, false) };
     let (each, experts) = (one.map.experts() as i32 / 4, one.map.experts() as i32);
     let turned = |rank: u32| {
         let (decided, by) = (&one.routings[rank as usize % 2], rank as i32 / 2 * each);
         let ids: Vec<i32> = decided.experts().iter().map(|id| (id + by) % experts).collect();
         Routing::new(8, ids, decided.weights().to_vec()).unwrap()
     };
-    let whole = Group { nodes: 4, map: one.map.clone(), routings: (0..8).map(turned).collect() };
+    let routings = (0..8).map(turned).collect();
+    let whole = Group { nodes: 4, notes: false, map: one.map.clone(), routings };
     for ((title, whole), (_, one)) in timed(&whole, |h| h).into_iter().zip(timed(&one, |h| h)) {
         assert_eq!((whole.max, whole.roofline), (one.max, one.roofline), "{title}");
         assert_eq!(whole.ns, one.ns, "{title}");
@@ -219,7 +288,7 @@ fn one_node_stands_exactly_for_others_that_decide_as_it_does() {
 }
 
 #[test]
-fn copies_and_bytes_are_those_that_engines_are_counted_for() {
+fn bytes_to_peers_are_those_that_engines_are_counted_for() {
     use crate::CopyEngineWork;
     use sidelane_core::plan::{
         DispatchLayout, GroupRouting, PlanContext, RankRouting, ReceiveMode, RelayPlan,
@@ -253,7 +322,6 @@ fn copies_and_bytes_are_those_that_engines_are_counted_for() {
         });
         let timing = placed.dispatch();
         let sum = |of: fn(&CopyEngineWork) -> u64| work.iter().map(of).sum::<u64>();
-        assert_eq!(timing.total.copies, sum(|work| work.copies), "{layout:?}");
         assert_eq!(timing.total.intra_node_bytes, sum(|work| work.bytes), "{layout:?}");
         // Messages with counts, and headers, cross next to the rows.
         let beside = timing.total.inter_node_bytes - sum(|work| work.nic_bytes);
@@ -273,12 +341,7 @@ fn a_gradient_of_combine_is_a_dispatch_of_rows_alone_that_nobody_plans() {
         // The type in which rows went out makes no difference.
         assert_eq!(gradient, as_home.combine_backward(), "{title}");
         let moved = |timing: &Timing| {
-            [
-                timing.total.copies,
-                timing.total.intra_node_bytes,
-                timing.total.self_bytes,
-                timing.total.kernel_bytes,
-            ]
+            [timing.total.intra_node_bytes, timing.total.self_bytes, timing.total.kernel_bytes]
         };
         assert_eq!(moved(&gradient), moved(&dispatch), "{title}");
         // Messages say that a node has entered, without counts.
@@ -298,11 +361,11 @@ proptest! {
         let faster = |hardware: Hardware| {
             let mut h = hardware;
             match which {
-                0 => h.engines.rate += h.engines.rate * by / 10,
+                0 => h.engines.peer[0].rate += h.engines.peer[0].rate * by / 10,
                 1 => h.link.rate += h.link.rate * by / 10,
                 2 => h.nic.rate += h.nic.rate * by / 10,
                 3 => h.compute.rate += h.compute.rate * by / 10,
-                _ => h.engines.per_copy = h.engines.per_copy * 10 / (10 + by),
+                _ => h.engines.peer[0].per_copy = h.engines.peer[0].per_copy * 10 / (10 + by),
             }
             h
         };

@@ -23,14 +23,48 @@ use crate::stats::summary;
 
 /// Bytes of copies: a slot of a small batch; sizes around which a copy costs more than its price;
 /// little more than nothing.
-const SIZES: [(u64, &str); 4] =
+pub const SIZES: [(u64, &str); 4] =
     [(921_600, "0.9 MB"), (28 << 10, "28 KiB"), (16 << 10, "16 KiB"), (4 << 10, "4 KiB")];
 /// Copies, or operations, that are handed over at once.
-const MANY: [usize; 3] = [8, 64, 255];
+pub const MANY: [usize; 3] = [8, 64, 255];
 /// Where copies of a batch go, in turn.
 const PLACES: u64 = 8;
 const TARGETS: usize = 7;
+pub const TO_HOST: &str = "to the host";
+pub const ON_GPU: &str = "on the GPU";
+pub const OF_HOST: &str = "of the host";
+const OF_GPU: &str = "of the GPU";
 const NVLINK: Option<&str> = Some("the same to other GPUs, over NVLink");
+
+/// Question of a row: a copy alone.
+pub fn one_copy(size: &str, place: &str) -> String {
+    format!("one copy of {size} {place}")
+}
+
+/// A copy among so many.
+pub fn copy_of_batch(size: &str, place: &str, count: usize) -> String {
+    format!("a copy of {size} {place}, in a batch of {count}")
+}
+
+/// A word alone.
+pub fn one_word(place: &str) -> String {
+    format!("one write of a word {place}")
+}
+
+/// A word among so many.
+pub fn word_of_list(place: &str, count: usize) -> String {
+    format!("a write of a word {place}, in a list of {count}")
+}
+
+/// A word that one stream writes and another awaits.
+pub fn stream_signal(place: &str) -> String {
+    format!("a signal from stream to stream by a word {place}")
+}
+
+/// The host's part of one of those.
+pub fn enqueued(what: &str) -> String {
+    format!("the host enqueues {what}")
+}
 
 pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     let gpu = Gpu::open(task)?;
@@ -52,7 +86,7 @@ struct Bench<'a> {
 
 impl Bench<'_> {
     /// Times what is enqueued on the first stream, of which there are so many, and tells the share
-    /// of one, which moves so many bytes.
+    /// of one, which moves so many bytes. Of the longest lists the host's part is a row, too.
     fn measure(
         &mut self,
         (what, shows): (&str, &str),
@@ -65,7 +99,12 @@ impl Bench<'_> {
         let rate = bytes.map(|bytes| bytes as f64 / summary(&samples.device).p50_us.max(1e-6) / 1e3);
         let rate = rate.map_or_else(String::new, |rate| format!(", {rate:.1} GB/s"));
         let found = format!("the host takes {host:.2} us to enqueue it{rate}");
-        self.checks.measured(About::new(what, shows).open(NVLINK), &samples.device, found)
+        self.checks.measured(About::new(what, shows).open(NVLINK), &samples.device, found)?;
+        if count == MANY[2] {
+            let shows = "the share of one: how fast a thread gives work to engines";
+            self.checks.measured(About::new(&enqueued(what), shows), &samples.host, "")?;
+        }
+        Ok(())
     }
 
     fn copies(&mut self) -> Result<(), CliError> {
@@ -75,17 +114,17 @@ impl Bench<'_> {
         for (bytes, size) in SIZES {
             let (from, room) = (gpu.memory(bytes)?, bytes * PLACES);
             let (host, same) = (gpu.pinned(room)?, gpu.memory(room)?);
-            for (to, place) in [(host.range(), "to the host"), (&same, "on the GPU")] {
+            for (to, place) in [(host.range(), TO_HOST), (&same, ON_GPU)] {
                 let shows = match place {
-                    "on the GPU" => "a plain copy on one GPU: SMs do it",
+                    ON_GPU => "a plain copy on one GPU: SMs do it",
                     _ => "a copy by an engine, with what it takes to begin and to end",
                 };
-                let what = format!("one copy of {size} {place}");
+                let what = one_copy(size, place);
                 self.measure((&what, shows), (1, Some(bytes)), |streams| {
                     streams[0].copy(to.span(0, bytes)?, whole(&from)?)
                 })?;
                 let shows = match place {
-                    "on the GPU" if version < Version::OVERLAP_HINT => {
+                    ON_GPU if version < Version::OVERLAP_HINT => {
                         "the share of one copy; SMs make it: the overlap hint counts from CUDA 13.1 on"
                     }
                     _ => "the share of one copy: what a batch saves; they go to eight places in turn",
@@ -95,7 +134,7 @@ impl Bench<'_> {
                     for nth in 0..count as u64 {
                         batch.push(to.span(nth % PLACES * bytes, bytes)?, whole(&from)?)?;
                     }
-                    let what = format!("a copy of {size} {place}, in a batch of {count}");
+                    let what = copy_of_batch(size, place, count);
                     self.measure((&what, shows), (count, Some(bytes)), |streams| {
                         streams[0].copy_batch(&mut batch)
                     })?;
@@ -115,7 +154,7 @@ impl Bench<'_> {
         let pinned = pinned.collect::<Result<Vec<_>, _>>()?;
         let same = (0..TARGETS).map(|_| gpu.memory(bytes)).collect::<Result<Vec<_>, _>>()?;
         let hosts = pinned.iter().map(|host| host.range().clone()).collect();
-        for (targets, place) in [(hosts, "of the host"), (same, "on the GPU")] {
+        for (targets, place) in [(hosts, OF_HOST), (same, ON_GPU)] {
             let mut batch = CopyBatch::with_capacity(&gpu.context, TARGETS);
             for to in &targets {
                 batch.push(whole(to)?, whole(&from)?)?;
@@ -132,15 +171,15 @@ impl Bench<'_> {
     fn operations(&mut self) -> Result<(), CliError> {
         let shows = "what a signal takes, with its fence";
         let (words, there) = (self.gpu.pinned(8)?, self.gpu.memory(8)?);
-        for (place, range) in [("of the host", words.range()), ("of the GPU", &there)] {
-            let what = format!("one write of a word {place}");
+        for (place, range) in [(OF_HOST, words.range()), (OF_GPU, &there)] {
+            let what = one_word(place);
             self.measure((&what, shows), (1, None), |streams| streams[0].write::<u32>(range.word(0)?, 1))?;
             for count in MANY {
                 let mut list = MemOpBatch::with_capacity(&self.gpu.context, count);
                 for value in 0..count as u32 {
                     list.write(range.word::<u32>(0)?, value)?;
                 }
-                let what = format!("a write of a word {place}, in a list of {count}");
+                let what = word_of_list(place, count);
                 self.measure((&what, shows), (count, None), |streams| streams[0].operate(&mut list))?;
             }
         }
@@ -151,7 +190,7 @@ impl Bench<'_> {
     fn turns(&mut self) -> Result<(), CliError> {
         const TURNS: u32 = 60;
         let (words, there) = (self.gpu.pinned(256)?, self.gpu.memory(256)?);
-        for (place, range) in [("of the host", words.range()), ("of the GPU", &there)] {
+        for (place, range) in [(OF_HOST, words.range()), (OF_GPU, &there)] {
             let list = || MemOpBatch::with_capacity(&self.gpu.context, TURNS as usize * 2 + 2);
             let (mut ping, mut pong) = (list(), list());
             let [here, back] = [range.word::<u32>(0)?, range.word::<u32>(128)?];
@@ -168,7 +207,7 @@ impl Bench<'_> {
             first.write::<u32>(here, 0)?;
             first.write::<u32>(back, 0)?;
             first.synchronize()?;
-            let what = format!("a signal from stream to stream by a word {place}");
+            let what = stream_signal(place);
             let shows = "half a round trip: a write, and the wait that sees it";
             self.measure((&what, shows), (TURNS as usize * 2, None), |streams| {
                 streams[0].operate(&mut ping)?;

@@ -30,6 +30,7 @@ mod activity;
 mod audit;
 mod bench;
 mod blocks;
+mod calibrate;
 mod costs;
 mod driver;
 mod exchange;
@@ -114,18 +115,31 @@ pub struct GpuCheckArgs {
     /// Write the report as JSON
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
+
+    /// Write the figures of this GPU for `simulate --hardware`: from the parts costs and rates
+    #[arg(long, value_name = "FILE")]
+    pub calibrate: Option<PathBuf>,
 }
 
 impl command::Command for GpuCheckArgs {
     const NAME: &'static str = "gpu-check";
 
     fn run(self) -> Result<ExitCode, CliError> {
-        command::claim(&self.json)?;
+        command::claim(self.json.iter().chain(&self.calibrate))?;
         let probe = probe(self.device)?;
         let asked = |part: &Part| self.parts.is_empty() || self.parts.contains(part);
         let chosen: Vec<Part> = Part::value_variants().iter().copied().filter(asked).collect();
+        if self.calibrate.is_some() {
+            calibrate::require_parts(&chosen)?;
+        }
         let rows = run_parts(&Task::of(&self), &chosen, self.minutes)?;
-        command::finish(&Report::new(&self, &probe, rows), &self.json)
+        let report = Report::new(&self, &probe, rows);
+        let status = command::finish(&report, &self.json)?;
+        if self.calibrate.is_some() {
+            let hardware = calibrate::hardware(&report)?;
+            command::draw(&self.calibrate, || calibrate::text(&hardware))?;
+        }
+        Ok(status)
     }
 
     /// Runs one part, or one rank of one, and tells its rows.

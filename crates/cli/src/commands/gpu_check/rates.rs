@@ -6,7 +6,8 @@
 //! ```
 //!
 //! The rate of a kernel that moves rows says how far it is from the memory's. Kernels that read
-//! choices alone say how long a dispatch plans.
+//! choices alone say how long a dispatch plans. A kernel of one row says what each of them takes
+//! beside its work.
 
 use sidelane::Dtype;
 use sidelane::device::{CountArgs, DeviceRange, PermuteArgs, SortArgs, Stream, SumChoices};
@@ -20,6 +21,13 @@ use super::blocks::{RANKS, Rows, TOP_K, expert_of, ranks_of};
 use super::report::{About, Checks};
 use crate::error::CliError;
 use crate::stats::summary;
+
+/// Questions of the rows that [`super::calibrate`] reads.
+pub const MEGABYTE: &str = "a MB read and written by a permutation of rows";
+pub const SORTED_CHOICE: &str = "a choice of many, sorted by expert";
+pub const SMALL_KERNEL: &str = "a kernel of one row, in a row of 64";
+/// Kernels of one row, one behind the other.
+const SMALL: usize = 64;
 
 /// Experts of all ranks where sizes are exact.
 const EXPERTS: u32 = 256;
@@ -40,10 +48,17 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     let exact = Exact::new(&rows, &gpu)?;
     let choices = row * u64::from(exact.choices);
     rates.rate("count choices", None, || exact.count(&rows))?;
-    rates.rate("sort choices by expert", None, || exact.sort(&rows, false))?;
+    let sorted = rates.rate("sort choices by expert", None, || exact.sort(&rows, false))?;
+    let shows = "the share of one choice";
+    rates.share(About::new(SORTED_CHOICE, shows), &sorted, f64::from(exact.choices))?;
     rates.rate("sort choices by rank", None, || exact.sort(&rows, true))?;
     // A token's later rows are read from the cache.
-    rates.rate("permute rows", Some(all + choices), || exact.permute(&rows))?;
+    let permuted = rates.rate("permute rows", Some(all + choices), || exact.permute(&rows, exact.choices))?;
+    let megabytes = (all + choices) as f64 / 1e6;
+    rates.share(About::new(MEGABYTE, "the share of a million bytes"), &permuted, megabytes)?;
+    let small = rates.samples(SMALL, || exact.permute(&rows, 1))?;
+    let shows = "what a kernel takes beside its work, where kernels follow each other";
+    rates.share(About::new(SMALL_KERNEL, shows), &small, 1.0)?;
     rates.rate("sum of choices", Some(choices + all), || exact.sum(&rows))?;
     // After a fault kernels move nothing, and look fast.
     let status = gpu.read(stream, &rows.words)?[8..12].iter().map(|&byte| u64::from(byte)).sum();
@@ -59,15 +74,25 @@ struct Rates<'a> {
 }
 
 impl Rates<'_> {
+    /// Microseconds of a kernel on the device, of so many that follow each other.
+    fn samples(
+        &mut self,
+        kernels: usize,
+        mut launch: impl FnMut() -> Result<(), DeviceError>,
+    ) -> Result<Vec<f64>, CliError> {
+        let rounds = (self.gpu.task.few(20, 3), kernels);
+        let all = || (0..kernels).try_for_each(|_| launch());
+        Ok(self.timer.time(self.gpu, self.stream, rounds, all)?.device)
+    }
+
     fn rate(
         &mut self,
         what: &str,
         bytes: Option<u64>,
         launch: impl FnMut() -> Result<(), DeviceError>,
-    ) -> Result<(), CliError> {
-        let rounds = (self.gpu.task.few(20, 3), 1);
-        let samples = self.timer.time(self.gpu, self.stream, rounds, launch)?;
-        let tera = |bytes| bytes as f64 / summary(&samples.device).p50_us.max(1e-6) / 1e6;
+    ) -> Result<Vec<f64>, CliError> {
+        let samples = self.samples(1, launch)?;
+        let tera = |bytes| bytes as f64 / summary(&samples).p50_us.max(1e-6) / 1e6;
         let (shows, found) = match bytes {
             Some(bytes) => (
                 "how far a kernel is from the memory's rate",
@@ -75,7 +100,14 @@ impl Rates<'_> {
             ),
             None => ("how long a dispatch plans on the device", self.told.clone()),
         };
-        self.checks.measured(About::new(what, shows), &samples.device, found)
+        self.checks.measured(About::new(what, shows), &samples, found)?;
+        Ok(samples)
+    }
+
+    /// Tells the share of one of so many.
+    fn share(&mut self, about: About<'_>, samples: &[f64], of: f64) -> Result<(), CliError> {
+        let shares: Vec<f64> = samples.iter().map(|us| us / of).collect();
+        self.checks.measured(about, &shares, "")
     }
 }
 
@@ -152,16 +184,17 @@ impl Exact {
         )
     }
 
-    fn permute(&self, rows: &Rows) -> Result<(), DeviceError> {
+    /// The first so many rows.
+    fn permute(&self, rows: &Rows, count: u32) -> Result<(), DeviceError> {
         rows.kernels.regroup(
             &rows.stream,
             &PermuteArgs {
                 row_bytes: rows.shape.row_bytes(),
                 sources: rows.tokens,
-                rows: self.choices,
+                rows: count,
                 from: whole(&rows.x)?,
-                index: whole(&self.from)?,
-                out: whole(&self.rows)?,
+                index: self.from.span(0, u64::from(count) * 4)?,
+                out: self.rows.span(0, u64::from(count) * rows.shape.row_bytes())?,
                 status: rows.status()?,
             },
         )

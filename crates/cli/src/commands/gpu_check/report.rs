@@ -415,6 +415,7 @@ mod tests {
             case_seconds: 10,
             size: None,
             json: None,
+            calibrate: None,
         };
         let probe = Probe {
             version: sidelane::device::Version(13000),

@@ -20,7 +20,7 @@ use sidelane::plan::RowLayout;
 use sidelane::rows::{Arithmetic, Stores};
 use sidelane::topology::Route;
 use sidelane::{Dtype, Error, ExpertParallel, Options, World};
-use sidelane_model::time::{Compute, Engines, Executor, Hardware, Host, Link, NicModel};
+use sidelane_model::time::{Compute, CopyCost, Engines, Executor, Hardware, Host, Link, NicModel, Source};
 use sidelane_testkit::worlds::on_ranks;
 
 use crate::commands::plan_bench::{Cost, Shape};
@@ -69,10 +69,23 @@ pub fn measure() -> Result<Hardware, CliError> {
     let sum_rate = mb_s(summed / (large.sum / turns));
     let [signal, one_way] = words()?;
     let (sort, place, per_bin) = planning()?;
+    let cost = CopyCost { from_bytes: 0, per_copy: ns(price), rate };
     Ok(Hardware {
         name: "this machine".to_owned(),
         executor: Executor::Host,
-        engines: Engines { per_copy: ns(price), rate, local_rate: rate, per_word: 0, per_call: 0 },
+        // Cores copy: there is nothing to enqueue.
+        engines: Engines {
+            peer: vec![cost],
+            own: vec![cost],
+            host: vec![cost],
+            per_batch: 0,
+            per_word: 0,
+            per_list: 0,
+            per_call: 0,
+            enqueue_copy: 0,
+            enqueue_word: 0,
+            switched: true,
+        },
         link: Link { rate, load_rate: sum_rate, latency: 0 },
         nic: NicModel {
             per_node: 0,
@@ -81,7 +94,7 @@ pub fn measure() -> Result<Hardware, CliError> {
             message_bytes: 65_536,
             latency: ns(one_way),
         },
-        compute: Compute { rate: sum_rate, launch: 0 },
+        compute: Compute { rate: sum_rate, launch: 0, sort: 0 },
         host: Host {
             cores,
             signal: ns(signal),
@@ -90,17 +103,38 @@ pub fn measure() -> Result<Hardware, CliError> {
             place: ps(place),
             per_bin: ps(per_bin),
         },
+        sources: sources(),
     })
+}
+
+/// All is measured here, apart from what a host has not.
+fn sources() -> Vec<Source> {
+    let source = |figures: &[&str], source: &str| Source {
+        figures: figures.iter().map(|&name| name.to_owned()).collect(),
+        source: source.to_owned(),
+    };
+    let parts = ["engines", "link", "nic", "compute", "host"];
+    vec![
+        source(
+            &["link.latency", "compute.launch", "compute.sort"],
+            "assumed: 0, a host launches nothing, and words have their own latency",
+        ),
+        source(
+            &["nic.per_message", "nic.message_bytes"],
+            "assumed: a ring costs a copy, and takes 64 KiB at once",
+        ),
+        source(&parts, "measured: simulate --calibrate"),
+    ]
 }
 
 pub fn words_of(hardware: &Hardware) -> String {
     let Hardware { engines, compute, host, .. } = hardware;
-    let [copies, sums] = [engines.rate, compute.rate].map(|rate| rate as f64 / 1e3);
+    let [copies, sums] = [engines.peer[0].rate, compute.rate].map(|rate| rate as f64 / 1e3);
     let [sort, place, bin] = [host.sort, host.place, host.per_bin].map(|ps| ps as f64 / 1e3);
     let planning = format!("{sort:.1} ns a choice to sort, {place:.1} ns to place, {bin:.1} ns a bin");
     table::head(&[
         ("cores", host.cores.to_string()),
-        ("copies", format!("{} ns a row, {copies:.1} GB/s a core", engines.per_copy)),
+        ("copies", format!("{} ns a row, {copies:.1} GB/s a core", engines.peer[0].per_copy)),
         ("sums", format!("{sums:.1} GB/s a core")),
         ("words", format!("{} ns, seen {} ns later", host.signal, host.latency)),
         ("planning", planning),

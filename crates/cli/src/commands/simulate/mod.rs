@@ -10,6 +10,7 @@
 mod calibrate;
 mod layer;
 mod report;
+mod sensitivity;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -48,7 +49,8 @@ pub struct SimulateArgs {
     #[arg(long, default_value = "deepseek_v3", value_parser = one_of(MODELS, Model::name))]
     pub model: Model,
 
-    /// A machine that is known (h100-cx7, h200-cx7, h800-400g), or a file as --calibrate writes it
+    /// A machine that is known (h100-cx7, h100-cx7-cliff, h200-cx7, h800-400g), or a file as
+    /// --calibrate or `gpu-check --calibrate` writes it
     #[arg(long, value_name = "NAME|FILE", default_value = "h100-cx7")]
     pub hardware: String,
 
@@ -293,10 +295,11 @@ impl<'a> Task<'a> {
         Ok(Task { args, conditions, hardware, router, row_bytes, home_bytes })
     }
 
-    pub fn slots(&self) -> Result<[Timing; 2], CliError> {
+    /// Dispatch and combine of fixed slots on a machine.
+    pub fn slots(&self, hardware: &Hardware) -> Result<[Timing; 2], CliError> {
         let Conditions { ranks_per_node, tokens, top_k, .. } = self.conditions;
         let shape = SlotShape::new(tokens, top_k, self.row_bytes)?;
-        Ok(slots(ranks_per_node, shape, self.home_bytes, &self.hardware)?)
+        Ok(slots(ranks_per_node, shape, self.home_bytes, hardware)?)
     }
 
     /// Numbers of nodes that the picture has: powers of two.

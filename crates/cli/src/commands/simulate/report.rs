@@ -2,9 +2,10 @@
 //! describes the keys.
 
 use serde::Serialize;
-use sidelane_model::time::{Hardware, PhaseTime, RankWork, Timing};
+use sidelane_model::time::{Hardware, PhaseTime, Place, Placed, RankWork, Timing};
 
 use super::layer::{self, Layered, Products};
+use super::sensitivity::{self, Assumption, Outcome};
 use super::{Conditions, MetadataWith, ReceiveKind, Task, Variant};
 use crate::chart::{Chart, Curve, Panel, Point};
 use crate::command;
@@ -17,6 +18,8 @@ pub struct Report {
     pub hardware: Hardware,
     /// The group that was asked for, then those of the picture.
     pub groups: Vec<Group>,
+    /// The group that was asked for, at other prices of copies and words; of a device alone.
+    pub sensitivity: Vec<Outcome>,
     /// The group that was asked for, as a layer with its experts.
     pub layer: Option<Layer>,
 }
@@ -48,16 +51,28 @@ impl Report {
         let mut sizes = vec![task.conditions.nodes];
         sizes.extend(task.nodes_of_picture().filter(|&nodes| nodes != task.conditions.nodes));
         let bar = command::progress(0, sizes.len() as u64).with_message("groups");
-        let group = |&nodes: &u32| {
-            let group = Group::new(task, nodes);
+        let assumptions = Assumption::of(&task.hardware);
+        let (mut groups, mut sensitivity) = (Vec::new(), Vec::new());
+        for (nth, &nodes) in sizes.iter().enumerate() {
+            let others = if nth == 0 { &assumptions[..] } else { &[] };
+            let (group, of_others) = Group::new(task, nodes, others)?;
+            if !others.is_empty() {
+                sensitivity =
+                    sensitivity::outcomes(&task.hardware, &group.variants, &assumptions, &of_others);
+            }
+            groups.push(group);
             bar.inc(1);
-            group
-        };
-        let groups = sizes.iter().map(group).collect::<Result<_, _>>()?;
+        }
         bar.finish_and_clear();
         let ways = layer::all(task)?;
         let layer = (!ways.is_empty()).then(|| Layer { products: Products::of(task.args), variants: ways });
-        Ok(Report { config: task.conditions.clone(), hardware: task.hardware.clone(), groups, layer })
+        Ok(Report {
+            config: task.conditions.clone(),
+            hardware: task.hardware.clone(),
+            groups,
+            sensitivity,
+            layer,
+        })
     }
 }
 
@@ -69,9 +84,9 @@ fn rates(hardware: &Hardware) -> String {
     let gb = |rate: u64| rate as f64 / 1e3;
     let Hardware { engines, link, nic, compute, .. } = hardware;
     format!(
-        "copies {} us + {} GB/s, link {} GB/s, NIC {} GB/s, memory {} GB/s",
-        engines.per_copy as f64 / 1e3,
-        gb(engines.rate),
+        "copies {} us or {} GB/s, link {} GB/s, NIC {} GB/s, memory {} GB/s",
+        sensitivity::copy_us(hardware),
+        gb(engines.costs(Place::Peer).iter().map(|cost| cost.rate).max().unwrap_or(0)),
         gb(link.rate),
         gb(nic.rate),
         gb(compute.rate),
@@ -90,21 +105,34 @@ impl Conditions {
 }
 
 impl Group {
-    fn new(task: &Task, nodes: u32) -> Result<Self, CliError> {
+    /// The group, and its variants on other machines, machine by machine.
+    fn new(task: &Task, nodes: u32, others: &[Assumption]) -> Result<(Self, Vec<Vec<Timed>>), CliError> {
         let ranks = nodes * task.conditions.ranks_per_node;
+        let (mut variants, mut of_others) = (Vec::new(), vec![Vec::new(); others.len()]);
+        let timed = |name: &str, variant: Option<Variant>, [dispatch, combine]: [Timing; 2]| Timed {
+            name: name.to_owned(),
+            variant,
+            dispatch,
+            combine,
+        };
         if task.conditions.mode == ReceiveKind::Slots {
-            let [dispatch, combine] = task.slots()?;
-            let slots = Timed { name: "slots".to_owned(), variant: None, dispatch, combine };
-            return Ok(Group { nodes, ranks, variants: vec![slots] });
+            variants.push(timed("slots", None, task.slots(&task.hardware)?));
+            for (other, found) in others.iter().zip(&mut of_others) {
+                found.push(timed("slots", None, task.slots(&other.hardware)?));
+            }
+            return Ok((Group { nodes, ranks, variants }, of_others));
         }
         let group = task.group(nodes)?;
-        let timed = |way: Variant| {
-            let placed = group.placed(&way)?;
-            let (dispatch, combine) = (placed.dispatch(), placed.combine());
-            Ok(Timed { name: way.name(), variant: Some(way), dispatch, combine })
-        };
-        let ways = Variant::all(task.args, nodes).into_iter().map(timed).collect::<Result<_, CliError>>()?;
-        Ok(Group { nodes, ranks, variants: ways })
+        for way in Variant::all(task.args, nodes) {
+            let mut placed = group.placed(&way)?;
+            let both = |placed: &Placed| [placed.dispatch(), placed.combine()];
+            variants.push(timed(&way.name(), Some(way), both(&placed)));
+            for (other, found) in others.iter().zip(&mut of_others) {
+                placed.set_engines(&other.hardware.engines)?;
+                found.push(timed(&way.name(), Some(way), both(&placed)));
+            }
+        }
+        Ok((Group { nodes, ranks, variants }, of_others))
     }
 
     fn calls(&self) -> impl Iterator<Item = (String, &Timing)> {
@@ -173,10 +201,15 @@ impl command::Report for Report {
             ("ranks", format!("{ranks}, {how}")),
             ("rows", format!("{hidden} x {}, {beside}", dtype.name())),
             ("hardware", format!("{}: {}", self.hardware.name, rates(&self.hardware))),
+            ("assumed", self.hardware.assumed().join(", ")),
         ]);
         let layer = self.layer.as_ref().map(|layer| layer::text(&layer.products, &layer.variants));
+        let sensitivity = match &self.sensitivity[..] {
+            [] => String::new(),
+            outcomes => format!("\n\n{}", sensitivity::text(outcomes)),
+        };
         let layer = layer.map_or(String::new(), |text| format!("\n\n{text}"));
-        format!("{head}\n{}\n\n{}\n\n{NOTES}{layer}", group.times(), group.laps())
+        format!("{head}\n{}\n\n{}\n\n{NOTES}{sensitivity}{layer}", group.times(), group.laps())
     }
 }
 

@@ -1,0 +1,351 @@
+//! What a host enqueues for a device: the same calls of the driver, in the same order, as
+//! `exec::CopyEngineStepper` makes. A test on the fake driver compares the counts.
+//!
+//! ```text
+//!   Put, PutRows near      copies, collected                                    stream of copies
+//!   Signal landed, read,   words, collected                                     stream of copies
+//!          ready
+//!   Wait landed, ready     words, collected before copies and signals           stream of copies
+//!   other Signal, Wait     what is collected is enqueued: waits, copies, words  host
+//!   PutRows far            queued behind the mark that rows lie packed          NIC
+//!   other Put, Signal far  behind what is queued, else at once                  NIC
+//! ```
+//!
+//! What is collected is also enqueued at the end of a stage. Then the host posts what is queued for
+//! the NIC, and waits until the NIC has read it.
+
+use std::collections::VecDeque;
+
+use sidelane_core::schedule::{
+    Flag, FlagValue, Line as OpLine, Op, Operand, OperandId, Operands, PutSource, SpanCopy, TrackOp, WindowId,
+};
+use sidelane_core::topology::Route;
+
+use super::hardware::{Place, at_rate};
+use super::lines::Lines;
+use super::machine::{Line, OwnWord, Task};
+
+/// Copies, or memory operations, that the driver takes at once.
+const AT_ONCE: usize = crate::CopyEngineWork::MAX_BATCH as usize;
+
+/// Work that the next calls of the driver enqueue.
+#[derive(Debug, Default)]
+pub(super) struct Collected {
+    waits: Vec<Task>,
+    copies: Vec<Task>,
+    words: Vec<Task>,
+    /// Tasks of the NIC, in order, and whether they are behind the mark.
+    queue: VecDeque<(bool, Task)>,
+    /// Times that the caller's stream was told to go on behind the stream of copies.
+    done: u64,
+    /// The stream of copies has been told to leave its mark.
+    marks: bool,
+    /// The host has seen the mark.
+    seen: bool,
+    /// Something was posted since the host last waited for the NIC.
+    unsettled: bool,
+}
+
+/// A piece that moves for an operand.
+#[derive(Clone, Copy, Debug)]
+struct Piece {
+    from: u32,
+    bytes: u64,
+    source: PieceSource,
+}
+
+/// Memory that a piece lies in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum PieceSource {
+    /// Of a device.
+    Device,
+    /// Of the host: row metadata, tables, control windows.
+    Host,
+}
+
+impl Lines<'_> {
+    /// The operations of a stage.
+    pub(super) fn enqueue_stage(&mut self, items: &[TrackOp], operands: &Operands) {
+        for &TrackOp { op, .. } in items {
+            match op {
+                Op::Put { to, operand } | Op::PutRows { to, operand } => {
+                    self.move_pieces(operands, to, operand)
+                }
+                Op::Signal { to, of, flag, level } => {
+                    let signal = Task::Signal { to, of, flag, value: operands.value(level) };
+                    self.raise(to, (flag, level), signal);
+                }
+                Op::Wait { from, flag, level } => {
+                    let wait = Task::Wait { of: from, flag, value: operands.value(level) };
+                    self.wait(op, (from, flag, level), wait);
+                }
+                Op::Reduce { operand } => self.reduce(operands, operand),
+            }
+        }
+        self.flush();
+    }
+
+    fn move_pieces(&mut self, operands: &Operands, to: u32, operand: OperandId) {
+        for Piece { from, bytes, source } in self.pieces(operands, operand) {
+            if self.paths.same_node(to) {
+                let place = if source == PieceSource::Host { Place::Host } else { self.place(from, to) };
+                self.copy(place, (from, to), bytes);
+                continue;
+            }
+            // A run of metadata is posted even if it is empty.
+            if bytes == 0 && source == PieceSource::Device {
+                continue;
+            }
+            let send = Task::Send { to, messages: self.messages(bytes), bytes, rest: 0 };
+            match source {
+                PieceSource::Device => self.leave_later(send),
+                PieceSource::Host => self.leave(send),
+            }
+        }
+    }
+
+    /// Collects a copy.
+    pub(super) fn copy(&mut self, place: Place, (from, to): (u32, u32), bytes: u64) {
+        if bytes > 0 {
+            self.program.work.count(place, 1, bytes);
+            self.collected.copies.push(Task::Copy { place, from, to, copies: 1, bytes });
+        }
+    }
+
+    fn pieces(&self, operands: &Operands, operand: OperandId) -> Vec<Piece> {
+        let me = self.paths.me();
+        let piece_source = |from| match from {
+            PutSource::Notes
+            | PutSource::Window { window: WindowId::CONTROL | WindowId::HOST_STAGING, .. } => {
+                PieceSource::Host
+            }
+            PutSource::Input | PutSource::Window { .. } => PieceSource::Device,
+        };
+        match operands.table[operand.0 as usize] {
+            Operand::Spans { first, count } => {
+                let spans = &operands.spans[first as usize..][..count as usize];
+                let piece = |span: &SpanCopy| {
+                    let from = match span.from {
+                        PutSource::Window { owner, .. } => owner,
+                        PutSource::Input | PutSource::Notes => me,
+                    };
+                    Piece { from, bytes: span.len, source: piece_source(span.from) }
+                };
+                spans.iter().map(piece).collect()
+            }
+            Operand::Rows { first, count, from, row_bytes, .. } => {
+                let runs = &operands.runs[first as usize..][..count as usize];
+                let source = piece_source(from);
+                let piece = |rows: u32| Piece { from: me, bytes: u64::from(rows) * row_bytes, source };
+                // Zeros behind rows are copies of their own.
+                let pads = |pad: u32| (pad > 0).then(|| piece(pad));
+                runs.iter().flat_map(|run| std::iter::once(piece(run.count)).chain(pads(run.pad))).collect()
+            }
+            Operand::Empty | Operand::SumRows { .. } | Operand::FetchWeights => Vec::new(),
+        }
+    }
+
+    fn raise(&mut self, to: u32, (flag, level): (Flag, FlagValue), signal: Task) {
+        if !self.paths.same_node(to) {
+            // A flag may overtake rows on the bus: a word in memory of the device goes first.
+            if guards(flag, level) {
+                self.leave(Task::Send { to, messages: 1, bytes: 8, rest: 0 });
+            }
+            return self.leave(signal);
+        }
+        if matches!(flag, Flag::Landed | Flag::Read | Flag::Ready) {
+            self.collected.words.push(signal);
+            return;
+        }
+        self.flush();
+        self.push(signal);
+    }
+
+    fn wait(&mut self, op: Op, (from, flag, level): (u32, Flag, FlagValue), wait: Task) {
+        let by_stream = matches!(flag, Flag::Landed | Flag::Ready) && op.line(self.paths) == OpLine::Stream;
+        if by_stream {
+            if !self.collected.copies.is_empty() || !self.collected.words.is_empty() {
+                self.flush();
+            }
+            self.collected.waits.push(wait);
+            return;
+        }
+        self.flush();
+        self.push(wait);
+        let is_word = matches!(flag, Flag::Landed | Flag::Read)
+            && (self.paths.same_node(from) || self.paths.route() == Route::Pxn);
+        if !is_word && !self.paths.same_node(from) && guards(flag, level) {
+            // The stream awaits the word behind rows whose flag the host has seen.
+            self.operate(Line::Stream, Task::Busy(self.hardware.engines.per_word));
+        }
+    }
+
+    /// A word of a stream by a call of its own.
+    fn operate(&mut self, line: Line, word: Task) {
+        let engines = &self.hardware.engines;
+        let (list, host) = (engines.per_list, engines.per_call + engines.enqueue_word);
+        self.program.work.memory_ops += 1;
+        self.busy(host);
+        self.hand(line, Task::Busy(list));
+        self.hand(line, word);
+    }
+
+    /// Posts a task of the NIC behind those that are queued.
+    fn leave(&mut self, task: Task) {
+        match self.collected.queue.is_empty() {
+            true => self.post(task),
+            false => self.leave_later(task),
+        }
+    }
+
+    /// Queues a task of the NIC behind the mark. Relays that sum have no executor, and post at
+    /// once.
+    fn leave_later(&mut self, task: Task) {
+        match self.relay_sums {
+            true => self.post(task),
+            false => self.collected.queue.push_back((self.collected.marks, task)),
+        }
+    }
+
+    fn post(&mut self, task: Task) {
+        let work = &mut self.program.work;
+        work.messages += 1;
+        self.collected.unsettled = true;
+        if let Task::Send { bytes, .. } = &task {
+            work.inter_node_bytes += bytes;
+            if *bytes == 0 {
+                return;
+            }
+        }
+        self.hand(Line::Nic, task);
+    }
+
+    /// Enqueues what is collected, then posts what is queued, and waits until the NIC has read it.
+    pub(super) fn flush(&mut self) {
+        self.enqueue();
+        while let Some((behind, task)) = self.collected.queue.pop_front() {
+            if behind && !std::mem::replace(&mut self.collected.seen, true) {
+                self.push(Task::Hear(OwnWord::Marked, 1));
+            }
+            self.post(task);
+        }
+        if std::mem::take(&mut self.collected.unsettled) && !self.relay_sums {
+            self.push(Task::Join(Line::Nic));
+        }
+    }
+
+    fn enqueue(&mut self) {
+        let Collected { waits, copies, words, .. } = &mut self.collected;
+        let (waits, copies, words) = (std::mem::take(waits), std::mem::take(copies), std::mem::take(words));
+        self.enqueue_list(&waits);
+        self.enqueue_copies(&copies);
+        self.enqueue_list(&words);
+    }
+
+    fn enqueue_list(&mut self, words: &[Task]) {
+        let engines = &self.hardware.engines;
+        for list in words.chunks(AT_ONCE) {
+            self.program.work.memory_ops += list.len() as u64;
+            self.busy(engines.per_call + list.len() as u64 * engines.enqueue_word);
+            self.hand(Line::Stream, Task::Busy(engines.per_list));
+            list.iter().for_each(|word| self.hand(Line::Stream, word.clone()));
+        }
+    }
+
+    fn enqueue_copies(&mut self, copies: &[Task]) {
+        let engines = &self.hardware.engines;
+        for batch in copies.chunks(AT_ONCE) {
+            self.program.work.batches += 1;
+            self.busy(engines.per_call + batch.len() as u64 * engines.enqueue_copy);
+            self.hand(Line::Stream, Task::Busy(engines.per_batch));
+            if engines.switched {
+                batch.iter().for_each(|copy| self.hand(Line::Stream, copy.clone()));
+                continue;
+            }
+            let mut used: Vec<u32> = batch.iter().map(|copy| self.engine_of(copy)).collect();
+            for (copy, &engine) in batch.iter().zip(&used) {
+                let copy = Task::Hand(Line::Engine(engine), Box::new(copy.clone()));
+                self.hand(Line::Stream, copy);
+            }
+            used.sort_unstable();
+            used.dedup();
+            used.into_iter().for_each(|engine| self.hand(Line::Stream, Task::Join(Line::Engine(engine))));
+        }
+    }
+
+    /// The engine of a copy where each peer has one: that for the rank at the other end.
+    fn engine_of(&self, copy: &Task) -> u32 {
+        let (me, nodes) = (self.paths.me(), self.paths.nodes());
+        match *copy {
+            Task::Copy { from, to, .. } => nodes.index_in_node(if to == me { from } else { to }),
+            _ => nodes.index_in_node(me),
+        }
+    }
+
+    /// A kernel on the caller's stream, which works for so long.
+    pub(super) fn launch(&mut self, ns: u64) {
+        self.program.work.kernels += 1;
+        self.busy(self.hardware.engines.per_call);
+        self.hand(Line::Caller, Task::Busy(self.hardware.compute.launch + ns));
+    }
+
+    /// A kernel that sorts so many choices.
+    pub(super) fn sort(&mut self, choices: u64) {
+        self.launch(self.hardware.compute.sort * choices / 1000);
+    }
+
+    /// A copy from memory of the caller's stream to the host, by a call of its own.
+    pub(super) fn read_to_host(&mut self, bytes: u64) {
+        let (me, engines) = (self.paths.me(), &self.hardware.engines);
+        if bytes > 0 {
+            self.program.work.count(Place::Host, 1, bytes);
+            self.busy(engines.per_call + engines.enqueue_copy);
+            self.hand(Line::Caller, Task::Busy(engines.per_batch));
+            let copy = Task::Copy { place: Place::Host, from: me, to: me, copies: 1, bytes };
+            self.hand(Line::Caller, copy);
+        }
+    }
+
+    /// The caller's stream says to the host that it has come to the call.
+    pub(super) fn tell_called(&mut self) {
+        self.operate(Line::Caller, Task::Tell(OwnWord::Called, 1));
+    }
+
+    /// The stream of copies may go on when the caller's has come so far.
+    pub(super) fn record_reached(&mut self) {
+        self.hand(Line::Caller, Task::Tell(OwnWord::Reached, 1));
+    }
+
+    /// The stream of copies follows the caller's, and leaves its mark.
+    pub(super) fn follow(&mut self) {
+        self.enqueue();
+        self.hand(Line::Stream, Task::Hear(OwnWord::Reached, 1));
+        self.collected.marks = true;
+        self.operate(Line::Stream, Task::Tell(OwnWord::Marked, 1));
+    }
+
+    /// The caller's stream goes on behind what is enqueued.
+    pub(super) fn precede(&mut self) {
+        self.enqueue();
+        self.collected.done += 1;
+        let done = self.collected.done;
+        self.hand(Line::Stream, Task::Tell(OwnWord::Done, done));
+        self.hand(Line::Caller, Task::Hear(OwnWord::Done, done));
+    }
+
+    /// The call is enqueued: the caller's stream goes on, and finds how it ended.
+    pub(super) fn answer(&mut self) {
+        self.precede();
+        self.operate(Line::Caller, Task::Busy(self.hardware.engines.per_word));
+    }
+
+    /// Time of a kernel for the metadata of rows, which lays choices apart.
+    pub(super) fn lay_apart(&mut self, bytes: u64) {
+        self.launch(at_rate(2 * bytes, self.hardware.compute.rate));
+    }
+}
+
+/// Whether rows come before such a flag of another node, from NIC to device.
+fn guards(flag: Flag, level: FlagValue) -> bool {
+    matches!((flag, level), (Flag::Block, FlagValue::Part(_)) | (Flag::Landed | Flag::Returned, _))
+}

@@ -1,0 +1,179 @@
+//! Counts of the time model against those of what the fake driver carries out: all copies, batches,
+//! words and kernels of a call, of every stream, and messages of the net.
+
+use std::sync::{Barrier, Mutex};
+
+use half::bf16;
+use sidelane_model::time::{Case as Timed, Hardware, Placed, RankWork, Timing};
+use stand_in_cuda::{Counters, StandIn};
+
+use super::rank::{Case, Input, Rank, call, target};
+use super::support::{on_ranks, small, tokens};
+use super::{on_cards, on_devices};
+use crate::ep::{Report, Tensor};
+use crate::exec::EnqueueCounts;
+use crate::gate::Routing;
+use crate::lane::SignalMode;
+use crate::plan::RowLayout;
+use crate::topology::Route;
+use crate::{Dtype, World};
+
+const SEED: u64 = 0x51de_1a7e;
+
+/// Input of a rank: no two have as many tokens.
+fn input(case: &Case, rank: u64) -> Input<bf16> {
+    let tokens_of_rank = case.max_tokens - rank as u32;
+    tokens(SEED + rank, tokens_of_rank, case.hidden, case.top_k, case.map.experts())
+}
+
+/// The same calls in the model.
+fn modeled(case: &Case) -> [Timing; 3] {
+    let ranks = case.nodes.len() as u64;
+    let routing = |rank| {
+        let Input { ids, weights, .. } = input(case, rank);
+        Routing::new(case.top_k, ids, weights).unwrap()
+    };
+    let routings: Vec<Routing<'_>> = (0..ranks).map(routing).collect();
+    let row_bytes = (case.hidden * Dtype::Bf16.size()) as u64;
+    let timed = Timed {
+        nodes: case.nodes.iter().max().unwrap() + 1,
+        map: &case.map,
+        routings: &routings,
+        layout: case.layout,
+        route: case.route,
+        order: case.order,
+        chunks: crate::ep::state::CHUNKS,
+        row_bytes,
+        home_bytes: row_bytes,
+        partial_bytes: 2 * row_bytes,
+        notes: true,
+    };
+    let hardware: Hardware = "h100-cx7".parse().unwrap();
+    let placed = Placed::new(&timed, &hardware).unwrap();
+    [placed.dispatch(), placed.combine(), placed.combine_backward()]
+}
+
+/// All ranks of a case.
+struct Ranks {
+    all: Barrier,
+    /// Messages and their bytes that all have sent: in their dispatch, and in their combine.
+    sent: Mutex<[[u64; 2]; 2]>,
+}
+
+impl Ranks {
+    fn of(case: &Case) -> Self {
+        Ranks { all: Barrier::new(case.nodes.len()), sent: Mutex::default() }
+    }
+}
+
+/// Work of the fake driver in a call.
+#[derive(Debug, PartialEq, Eq)]
+struct Work {
+    copies: u64,
+    copied_bytes: u64,
+    batches: u64,
+    memory_ops: u64,
+    kernels: u64,
+}
+
+impl Work {
+    fn between(before: Counters, after: Counters) -> Work {
+        Work {
+            copies: after.copies - before.copies,
+            copied_bytes: after.copied_bytes - before.copied_bytes,
+            batches: after.copy_batches - before.copy_batches,
+            memory_ops: after.memory_operations - before.memory_operations,
+            kernels: after.kernels - before.kernels,
+        }
+    }
+
+    fn modeled(work: &RankWork) -> Work {
+        Work {
+            copies: work.copies,
+            copied_bytes: work.intra_node_bytes + work.self_bytes + work.host_bytes,
+            batches: work.batches,
+            memory_ops: work.memory_ops,
+            kernels: work.kernels,
+        }
+    }
+}
+
+/// Makes a call at all ranks; what the fake driver did meanwhile.
+fn counted<T>(all: &Barrier, rank: &mut Rank<bf16>, body: impl FnOnce(&mut Rank<bf16>) -> T) -> (T, Work) {
+    let settled = |rank: &Rank<bf16>| {
+        rank.stream.synchronize().unwrap();
+        all.wait();
+        let counters = StandIn::loaded().unwrap().counters();
+        all.wait();
+        counters
+    };
+    let before = settled(rank);
+    let made = body(rank);
+    (made, Work::between(before, settled(rank)))
+}
+
+/// Puts and signals of a call to other nodes, and the bytes of the puts.
+fn messages(report: &Report) -> [u64; 2] {
+    let EnqueueCounts { inter_node_puts, inter_node_signals, inter_node_bytes, .. } = report.enqueued;
+    [inter_node_puts + inter_node_signals, inter_node_bytes]
+}
+
+/// Compares a dispatch, its combine, and the gradient of that.
+fn compare(case: &Case, Ranks { all, sent }: &Ranks, rank: &mut Rank<bf16>, me: u64) {
+    let title = format!("{:?} {:?} {:?} seed {SEED:#x}", case.nodes, case.layout, case.route);
+    let [dispatch, combine, gradient] = modeled(case);
+    let tensors = rank.put(&input(case, me));
+    let ((rows, handle), seen) = counted(all, rank, |rank| {
+        let (x, choices) = call::<bf16>(&tensors);
+        rank.planned.dispatch(x, choices).unwrap()
+    });
+    assert_eq!(seen, Work::modeled(&dispatch.total), "dispatch, {title}");
+    let y = handle.output().unwrap();
+    let out = rank.out.part(tensors[0].len());
+    let ((), seen) = counted(all, rank, |rank| {
+        rank.planned.combine_into(y, &handle, target::<bf16>(&out)).unwrap();
+    });
+    assert_eq!(seen, Work::modeled(&combine.total), "combine, {title}");
+    let (back, seen) = counted(all, rank, |rank| {
+        let gradients = Tensor::device(&tensors[0], Dtype::Bf16);
+        rank.planned.combine_backward_into(gradients, &handle, None).unwrap()
+    });
+    assert_eq!(seen, Work::modeled(&gradient.total), "gradient of combine, {title}");
+    let reports = [handle.report().unwrap(), handle.returned().unwrap()];
+    for (sum, report) in sent.lock().unwrap().iter_mut().zip(&reports) {
+        let [count, bytes] = messages(report);
+        (sum[0], sum[1]) = (sum[0] + count, sum[1] + bytes);
+    }
+    all.wait();
+    let modeled = [dispatch.total, combine.total].map(|work| [work.messages, work.inter_node_bytes]);
+    assert_eq!(*sent.lock().unwrap(), modeled, "messages of dispatch and combine, {title}");
+    drop((rows, back));
+    all.wait();
+}
+
+#[test]
+fn on_one_node_the_model_counts_what_the_driver_carries_out() {
+    on_devices("counts::on_one_node_the_model_counts_what_the_driver_carries_out", 21, "ordered", |_| {
+        for layout in RowLayout::ALL {
+            let case = Case { layout, ..Case::new(4, 8, 3) };
+            let ranks = Ranks::of(&case);
+            on_ranks(&case.nodes, &small(), |world: World| {
+                let group = world.all().unwrap();
+                compare(&case, &ranks, &mut Rank::new(&group, &case), group.rank().into());
+            });
+        }
+    });
+}
+
+#[test]
+fn between_nodes_the_model_counts_what_driver_and_net_carry_out() {
+    on_devices("counts::between_nodes_the_model_counts_what_driver_and_net_carry_out", 22, "ordered", |_| {
+        for (layout, route) in RowLayout::ALL.into_iter().flat_map(|l| Route::ALL.map(|r| (l, r))) {
+            for nodes in [&[0, 0, 1, 1][..], &[0, 0, 0, 1, 1, 1]] {
+                let case = Case { layout, route, ..Case::across(nodes, 12, 3) };
+                let ranks = Ranks::of(&case);
+                on_cards(&case, SignalMode::Write, |rank, me| compare(&case, &ranks, rank, me));
+            }
+        }
+    });
+}
