@@ -86,6 +86,12 @@ pub struct ExpertParallelBuilder<'g> {
     fp8: bool,
     spec: Spec,
     stream: Option<Arc<Stream>>,
+    device: DeviceSettings,
+}
+
+/// Settings that instances on a device have besides their stream.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct DeviceSettings {
     graphs: Graphs,
     max_in_flight: Option<u32>,
     device_heap: Option<u64>,
@@ -154,20 +160,29 @@ impl<'g> ExpertParallelBuilder<'g> {
             fp8: false,
             spec,
             stream: None,
-            graphs: Graphs::Off,
-            max_in_flight: None,
-            device_heap: None,
-            priority: None,
+            device: DeviceSettings::default(),
         })
     }
 
-    /// Number of experts, in contiguous blocks over the ranks.
+    /// Settings of an instance, for this group and map.
+    pub(super) fn rebuilt(
+        group: &'g Group,
+        map: ExpertMap,
+        (spec, stream, device): (&Spec, Option<&Arc<Stream>>, DeviceSettings),
+    ) -> Self {
+        let (experts, fp8) = (spec.map.experts(), spec.record.is_some());
+        let (spec, stream) = (spec.clone(), stream.cloned());
+        ExpertParallelBuilder { group, experts, map: Some(map), fp8, spec, stream, device }
+    }
+
+    /// Number of experts, in contiguous blocks over the ranks unless there is a map.
     pub fn experts(mut self, experts: u32) -> Self {
         self.experts = experts;
         self
     }
 
-    /// Where experts live, if not in contiguous blocks. Sets the number of experts, too.
+    /// Where experts live, if not in contiguous blocks. Sets the number of experts, too: one that
+    /// was named must be the same.
     pub fn expert_map(mut self, map: ExpertMap) -> Self {
         self.map = Some(map);
         self
@@ -309,7 +324,7 @@ impl<'g> ExpertParallelBuilder<'g> {
     /// is over its budget leaves zeros at all ranks, and [`Handle::status`](super::Handle::status)
     /// says so.
     pub fn graphs(mut self, graphs: Graphs) -> Self {
-        self.graphs = graphs;
+        self.device.graphs = graphs;
         self
     }
 
@@ -318,7 +333,7 @@ impl<'g> ExpertParallelBuilder<'g> {
     /// the device (`4 x` where combines are weighted), and for what goes with the rows that may
     /// land: 4 bytes of each or, rank-major, `16 x top_k`. Default: 64.
     pub fn max_in_flight(mut self, dispatches: u32) -> Self {
-        self.max_in_flight = Some(dispatches);
+        self.device.max_in_flight = Some(dispatches);
         self
     }
 
@@ -327,7 +342,7 @@ impl<'g> ExpertParallelBuilder<'g> {
     /// memory of the host is pinned beside it, and beside what dispatches in flight have; over
     /// `pxn` a dispatch takes room for its rows twice, and for what is staged. Default: 256 MiB.
     pub fn device_heap(mut self, bytes: u64) -> Self {
-        self.device_heap = Some(bytes);
+        self.device.device_heap = Some(bytes);
         self
     }
 
@@ -344,7 +359,7 @@ impl<'g> ExpertParallelBuilder<'g> {
     /// own stream, which has copy engines move rows. Kernels go on the caller's stream, with its
     /// priority. Default: [`Priority::Highest`].
     pub fn priority(mut self, priority: Priority) -> Self {
-        self.priority = Some(priority);
+        self.device.priority = Some(priority);
         self
     }
 
@@ -371,7 +386,7 @@ impl<'g> ExpertParallelBuilder<'g> {
         // left waiting.
         self.compare(map.as_ref())?;
         checked?;
-        let ExpertParallelBuilder { group, mut spec, .. } = self;
+        let ExpertParallelBuilder { group, mut spec, device, .. } = self;
         if let Some(map) = map {
             spec.map = Arc::new(map);
         }
@@ -380,7 +395,7 @@ impl<'g> ExpertParallelBuilder<'g> {
             let choices = 3 * u64::from(spec.max_tokens) * u64::from(spec.top_k);
             group.touch_pools(choices.saturating_mul(spec.row_bytes()));
         }
-        ExpertParallel::new(group, spec, instance)
+        ExpertParallel::new(group, spec, instance, device)
     }
 
     /// The executor for these settings, by place and mode.
@@ -390,9 +405,9 @@ impl<'g> ExpertParallelBuilder<'g> {
             Some(stream) if self.is_constant() => Instance::Slots(Arc::clone(stream)),
             Some(stream) => Instance::Enqueued(EnqueuedSettings {
                 stream: Arc::clone(stream),
-                max_in_flight: self.max_in_flight.unwrap_or(MAX_IN_FLIGHT),
-                device_heap: self.device_heap.unwrap_or(DEVICE_HEAP),
-                priority: self.priority.unwrap_or(Priority::Highest),
+                max_in_flight: self.device.max_in_flight.unwrap_or(MAX_IN_FLIGHT),
+                device_heap: self.device.device_heap.unwrap_or(DEVICE_HEAP),
+                priority: self.device.priority.unwrap_or(Priority::Highest),
             }),
         }
     }
@@ -401,7 +416,7 @@ impl<'g> ExpertParallelBuilder<'g> {
     fn is_constant(&self) -> bool {
         match self.spec.mode {
             ReceiveMode::Exact => false,
-            ReceiveMode::Budget { .. } => self.graphs == Graphs::Slots,
+            ReceiveMode::Budget { .. } => self.device.graphs == Graphs::Slots,
             ReceiveMode::Slots { .. } => true,
         }
     }
@@ -409,7 +424,7 @@ impl<'g> ExpertParallelBuilder<'g> {
     /// Refuses settings that what serves them does not have.
     fn check_instance(&self, instance: &Instance) -> Result<(), PlanError> {
         Feature::check(&self.spec, instance.executor())?;
-        if self.graphs != Graphs::Off {
+        if self.device.graphs != Graphs::Off {
             Feature::Capture.require(instance.executor())?;
         }
         if matches!(instance, Instance::Slots(_)) {
@@ -427,9 +442,9 @@ impl<'g> ExpertParallelBuilder<'g> {
             return Ok(());
         }
         let of_enqueuer = [
-            ("max_in_flight", self.max_in_flight.map(u64::from)),
-            ("device_heap", self.device_heap),
-            ("priority", self.priority.map(|priority| priority as u64)),
+            ("max_in_flight", self.device.max_in_flight.map(u64::from)),
+            ("device_heap", self.device.device_heap),
+            ("priority", self.device.priority.map(|priority| priority as u64)),
         ];
         of_enqueuer.into_iter().try_for_each(|(parameter, seen)| match seen {
             Some(seen) => bad(parameter, seen, "none, except on a device for calls that the host finishes"),
@@ -443,6 +458,10 @@ impl<'g> ExpertParallelBuilder<'g> {
         if let Some(map) = &self.map {
             if map.ranks() != self.group.size() {
                 return bad("ranks of the expert map", map.ranks().into(), "the size of the group");
+            }
+            if self.experts != 0 && map.experts() != self.experts {
+                let expected = "as many as were named, or as before";
+                return bad("experts of the expert map", map.experts().into(), expected);
             }
         } else if self.experts == 0 {
             return bad("experts", 0, "at least 1");
@@ -522,7 +541,7 @@ impl<'g> ExpertParallelBuilder<'g> {
             ("spans", spec.spans.into()),
             ("strategy", spec.strategy as u64),
             ("whether rows lie on a device (1: yes)", self.stream.is_some().into()),
-            ("graphs", self.graphs as u64),
+            ("graphs", self.device.graphs as u64),
         ];
         self.group.alike(&settings)
     }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::builder::{Instance, Spec};
+use super::builder::{DeviceSettings, Instance, Spec};
 use super::device::EnqueuedExchange;
 use super::handle::{CombineAt, DispatchAt, HandleAt, Unfinished};
 use super::host::HostExchange;
@@ -82,6 +82,7 @@ pub struct ExpertParallel {
     at: InstanceAt,
     shared: Arc<WorldState>,
     spec: Spec,
+    device: DeviceSettings,
     ranks: (u32, u32),
 }
 
@@ -101,7 +102,12 @@ impl ExpertParallel {
         ExpertParallelBuilder::new(group)
     }
 
-    pub(super) fn new(group: &Group, spec: Spec, instance: Instance) -> Result<Self, Error> {
+    pub(super) fn new(
+        group: &Group,
+        spec: Spec,
+        instance: Instance,
+        device: DeviceSettings,
+    ) -> Result<Self, Error> {
         let at = match instance {
             Instance::Host => InstanceAt::Host(Box::new(HostExchange::new(group, spec.clone())?)),
             Instance::Enqueued(settings) => {
@@ -113,7 +119,20 @@ impl ExpertParallel {
             }
         };
         let ranks = (group.rank(), group.size());
-        Ok(ExpertParallel { at, shared: Arc::clone(&group.shared), spec, ranks })
+        Ok(ExpertParallel { at, shared: Arc::clone(&group.shared), spec, device, ranks })
+    }
+
+    /// The settings of this instance for another group: that of the survivors, once
+    /// [`World::rebuild`](crate::World::rebuild) has gathered them. `map` says where the experts
+    /// live there, of which there are as many as before. If all experts of lost ranks have
+    /// replicas, [`ExpertMap::subset`] is such a map. Settings may change until
+    /// [`build`](ExpertParallelBuilder::build) makes the instance, which has no mask. Calls on a
+    /// device go on the stream of this instance.
+    ///
+    /// This instance stays as it is, in its failed world, so a rebuild that fails can be tried
+    /// again. Drop it then: it holds the memory of that world.
+    pub fn rebuilt<'g>(&self, group: &'g Group, map: ExpertMap) -> ExpertParallelBuilder<'g> {
+        ExpertParallelBuilder::rebuilt(group, map, (&self.spec, self.stream(), self.device))
     }
 
     /// This rank's position in the group.

@@ -15,7 +15,7 @@ pub enum ExpertKind {
     Shared,
 }
 
-/// Pass that experts were asked for.
+/// Work that experts were asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize)]
 pub enum ExpertPass {
     /// Rows to outputs.
@@ -24,6 +24,8 @@ pub enum ExpertPass {
     RowsBackward,
     /// The gradient of the weights.
     WeightsBackward,
+    /// The same experts with other weights ([`Experts::with_weights`](crate::layer::Experts)).
+    WithWeights,
 }
 
 /// Experts failed, or a layer is used wrongly. Panics and timeouts of experts are an
@@ -66,6 +68,12 @@ pub enum LayerError {
         seen: i64,
         /// Rows that came.
         expected: i64,
+    },
+    /// A rebuilt layer has an expert on this rank whose weights nobody supplies.
+    #[error("expert {expert} moves to this rank, and nobody supplies its weights")]
+    NoWeights {
+        /// The expert.
+        expert: u32,
     },
     /// State saved in a forward pass belongs to other experts.
     #[error("the saved values of the forward pass belong to other experts")]

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use sha2::{Digest, Sha256};
 
-use super::moe::{Plan, sources_columns};
+use super::moe::{Asked, Plan, sources_columns};
 use super::router::Losses;
 use super::{DeviceMoeLayerBuilder, Experts, MoeLayer};
 use crate::device::Stream;
@@ -33,7 +33,8 @@ pub struct MoeLayerBuilder<'g> {
     pub(super) order: SumOrder,
     pub(super) align: u32,
     pub(super) router: Option<Vec<f32>>,
-    pub(super) experts: Box<dyn Experts>,
+    /// Or the reason why this rank cannot have them.
+    pub(super) experts: Result<Box<dyn Experts>, Error>,
     pub(super) shared: Option<Box<dyn Experts>>,
     pub(super) losses: Losses,
     pub(super) slices: Option<ChunkRule>,
@@ -58,7 +59,7 @@ impl<'g> MoeLayerBuilder<'g> {
             order: SumOrder::default(),
             align: 1,
             router: None,
-            experts,
+            experts: Ok(experts),
             shared: None,
             losses: Losses::default(),
             slices: None,
@@ -209,9 +210,11 @@ impl<'g> MoeLayerBuilder<'g> {
     /// [`MemoryError::OutOfSpace`](crate::error::MemoryError) if a rank has no room for the control
     /// windows.
     pub fn build(mut self) -> Result<MoeLayer, Error> {
+        let MoeLayerBuilder { route, order, align, slices, plan, .. } = self;
+        let asked = Asked { route, order, align, slices, plan };
         self.cut();
-        self.plan.groups =
-            self.plan.groups.clamp(1, u32::try_from(self.experts.count().max(1)).unwrap_or(u32::MAX));
+        let held = self.experts().map_or(1, |experts| experts.count().max(1));
+        self.plan.groups = self.plan.groups.clamp(1, u32::try_from(held).unwrap_or(u32::MAX));
         self.plan.transfers = self.plan.transfers.clamp(1, self.plan.chunks.max(1));
         let checked = self.check();
         let (group, plan) = (self.group, self.plan);
@@ -236,13 +239,14 @@ impl<'g> MoeLayerBuilder<'g> {
             sources,
             one_each,
             router,
-            experts: self.experts,
+            experts: self.experts?,
             shared: self.shared,
             losses: self.losses,
             max_tokens: self.max_tokens,
             hidden: self.hidden,
             dtype: self.dtype,
             plan,
+            asked,
             rows: group.shared.rows,
             world: Arc::clone(&group.shared),
             instance: next_instance(),
@@ -298,6 +302,11 @@ impl<'g> MoeLayerBuilder<'g> {
         digest.iter().take(8).fold(0, |word, &byte| word << 8 | u64::from(byte))
     }
 
+    /// The experts of this rank.
+    pub(super) fn experts(&self) -> Result<&dyn Experts, Error> {
+        self.experts.as_deref().map_err(Error::clone)
+    }
+
     pub(super) fn check(&self) -> Result<(), Error> {
         self.gate.check()?;
         Arithmetic::try_from(self.dtype)?;
@@ -311,14 +320,15 @@ impl<'g> MoeLayerBuilder<'g> {
             Some(map) => map.slots_of(rank).len(),
             None => ExpertMap::contiguous(experts, self.group.size())?.slots_of(rank).len(),
         };
-        if self.experts.count() != held {
+        let given = self.experts()?;
+        if given.count() != held {
             let expected = "as many as the expert map has on this rank";
-            return Err(bad("experts given", self.experts.count() as u64, expected).into());
+            return Err(bad("experts given", given.count() as u64, expected).into());
         }
         if let Some(shared) = self.shared.as_ref().filter(|shared| shared.count() != 1) {
             return Err(bad("shared experts given", shared.count() as u64, "1: a wider one").into());
         }
-        let widths = [Some(&self.experts), self.shared.as_ref()].map(|of| of.map(|experts| experts.hidden()));
+        let widths = [Some(given), self.shared.as_deref()].map(|of| of.map(|experts| experts.hidden()));
         if let Some(width) = widths.into_iter().flatten().find(|&width| width != self.hidden) {
             return Err(bad("hidden of experts", width as u64, "that of the layer").into());
         }

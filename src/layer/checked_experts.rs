@@ -40,6 +40,10 @@ impl CheckedExperts<'_> {
         Ok(of_weights)
     }
 
+    pub fn with_weights(self, count: usize, weights: Vec<f32>) -> Result<Box<dyn Experts>, Error> {
+        self.given(ExpertPass::WithWeights, self.experts.with_weights(count, weights))
+    }
+
     /// Errors of this library keep their type; of others, their messages and those of their sources
     /// are kept.
     fn given<T>(self, pass: ExpertPass, given: Result<T, ExpertError>) -> Result<T, Error> {

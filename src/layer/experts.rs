@@ -112,6 +112,17 @@ pub trait Experts: Send + Sync {
         None
     }
 
+    /// Experts of the same kind and width, so many, with these weights: those of one expert after
+    /// those of another, in the order and number that each has in [`weights`](Experts::weights).
+    /// For [`MoeLayer::rebuilt`](super::MoeLayer::rebuilt). Default: they cannot be made.
+    ///
+    /// # Errors
+    /// Whatever makes it impossible.
+    fn with_weights(&self, count: usize, weights: Vec<f32>) -> Result<Box<dyn Experts>, ExpertError> {
+        let values = weights.len();
+        Err(format!("nothing makes {count} experts of {values} weights of these: with_weights").into())
+    }
+
     /// All weights, in an order of the experts' own.
     fn weights(&self) -> &[f32];
 

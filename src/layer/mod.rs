@@ -50,9 +50,9 @@
 //! **Faults.** Input that one rank refuses is an error on every rank, no rows move, and the next
 //! call works. Experts that fail, panic, give rows of another shape or exceed the deadline, and
 //! lost peers, end the world: every rank has a typed error, no thread is left behind, and after
-//! [`World::rebuild`](crate::World::rebuild) a new layer continues. A thread cannot be ended from
-//! outside: experts that never return block their own rank. Its peers get their error at the
-//! deadline, its own comes when the experts have returned.
+//! [`World::rebuild`](crate::World::rebuild) the layer continues as [`MoeLayer::rebuilt`]. A thread
+//! cannot be ended from outside: experts that never return block their own rank. Its peers get
+//! their error at the deadline, its own comes when the experts have returned.
 
 mod backward;
 mod builder;
@@ -68,6 +68,7 @@ mod groups;
 mod input;
 mod moe;
 mod pipeline;
+mod rebuilt;
 mod router;
 mod row_counts;
 mod swiglu;

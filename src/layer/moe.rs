@@ -11,9 +11,10 @@ use crate::dtype::Dtype;
 use crate::ep::{ExpertParallel, RowCollective, RowPartition};
 use crate::error::{Cause, Error, OverlapError, PlanError, StreamId};
 use crate::gate::{Gate, GateConfig, Routing};
-use crate::overlap::{Graph, HostExecutor, RoundRobin, Run, TokenChunks};
-use crate::plan::ExpertMap;
+use crate::overlap::{ChunkRule, Graph, HostExecutor, RoundRobin, Run, TokenChunks};
+use crate::plan::{ExpertMap, SumOrder};
 use crate::rows::RowKernels;
+use crate::topology::Route;
 use crate::world::{Group, WorldState};
 
 /// A Mixture-of-Experts layer of one rank, forward and backward.
@@ -58,10 +59,22 @@ pub struct MoeLayer {
     pub(super) hidden: usize,
     pub(super) dtype: Dtype,
     pub(super) plan: Plan,
+    pub(super) asked: Asked,
     pub(super) rows: RowKernels,
     pub(super) world: Arc<WorldState>,
     /// Distinguishes tapes of different layers within this process.
     pub(super) instance: u64,
+}
+
+/// Settings as the caller named them, which a [rebuilt](MoeLayer::rebuilt) layer goes by: the plan
+/// in use depends on the sizes of the group, too.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Asked {
+    pub route: Route,
+    pub order: SumOrder,
+    pub align: u32,
+    pub slices: Option<ChunkRule>,
+    pub plan: Plan,
 }
 
 /// How a step is carried out.

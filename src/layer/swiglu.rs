@@ -210,6 +210,10 @@ impl Experts for GroupedSwiGlu {
         Some(self)
     }
 
+    fn with_weights(&self, count: usize, weights: Vec<f32>) -> Result<Box<dyn Experts>, ExpertError> {
+        Ok(Box::new(GroupedSwiGlu::new(count, self.hidden, self.ffn, weights).map_err(Error::from)?))
+    }
+
     fn weights(&self) -> &[f32] {
         &self.weights
     }

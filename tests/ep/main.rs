@@ -11,6 +11,7 @@ mod layouts;
 mod modes;
 mod nodes;
 mod prepare;
+mod rebuilt;
 mod records;
 mod refusals;
 mod remap;

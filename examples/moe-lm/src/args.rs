@@ -34,9 +34,15 @@ pub struct Arguments {
     /// all.
     #[arg(long)]
     pub expert_parallel: Option<usize>,
-    /// Plays this many ranks in this process, one after another: the same bits.
-    #[arg(long, value_name = "RANKS", conflicts_with_all = ["overlap", "token_chunks", "device", "products"])]
-    pub reference: Option<usize>,
+    /// Plays this many ranks in this process, one after another: the same bits. 4,3@5 plays 4, and
+    /// 3 from step 5 on.
+    #[arg(
+        long,
+        value_name = "RANKS[,RANKS@STEP..]",
+        value_parser = schedule,
+        conflicts_with_all = ["overlap", "token_chunks", "device", "products", "survive", "kill"]
+    )]
+    pub reference: Option<Schedule>,
     /// Whether transfers overlap with compute: the same bits.
     #[arg(long, value_enum, default_value_t = Switch::On)]
     pub overlap: Switch,
@@ -51,6 +57,13 @@ pub struct Arguments {
     /// faster and has sums in another order. Needs --device cuda.
     #[arg(long, value_enum, default_value_t = By::Own)]
     pub products: By,
+    /// Goes on without ranks that are lost, as long as more than half are left, from the last step
+    /// that all others have made. Each rank keeps a copy of another one's experts for that.
+    #[arg(long)]
+    pub survive: bool,
+    /// For tests: this rank kills itself in the middle of this step. May be given several times.
+    #[arg(long, value_name = "RANK@STEP", value_parser = at_step)]
+    pub kill: Vec<(usize, usize)>,
     /// A checkpoint after so many steps each; there is one at the end anyway.
     #[arg(long)]
     pub checkpoint_every: Option<NonZero<usize>>,
@@ -110,6 +123,33 @@ fn chunks(said: &str) -> Result<Chunks, String> {
         .map_err(|error| format!("neither auto nor a number: {error}"))
 }
 
+/// Ranks that a process plays.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Schedule {
+    /// At first.
+    pub ranks: usize,
+    /// Later numbers: `(step, ranks)`.
+    pub changes: Vec<(usize, usize)>,
+}
+
+/// A number of ranks, and others from later steps on.
+fn schedule(said: &str) -> Result<Schedule, String> {
+    let (ranks, later) = said.split_once(',').unwrap_or((said, ""));
+    let ranks = ranks.parse().map_err(|error| format!("not a number of ranks: {error}"))?;
+    let changes = later.split_terminator(',').map(|said| at_step(said).map(|(ranks, step)| (step, ranks)));
+    let changes = changes.collect::<Result<Vec<_>, _>>()?;
+    match changes.is_sorted_by(|(before, _), (step, _)| before < step) {
+        true => Ok(Schedule { ranks, changes }),
+        false => Err("steps must ascend".to_owned()),
+    }
+}
+
+/// A number, and a step.
+fn at_step(said: &str) -> Result<(usize, usize), String> {
+    let parsed = said.split_once('@').map(|(number, step)| Some((number.parse().ok()?, step.parse().ok()?)));
+    parsed.flatten().ok_or_else(|| format!("{said:?} is not two numbers, as 3@5"))
+}
+
 /// Sizes of the model.
 #[derive(Debug, Args)]
 struct Sizes {
@@ -147,6 +187,10 @@ impl Arguments {
             let message = "--products cublas needs --device cuda";
             Arguments::command().error(ErrorKind::ArgumentConflict, message).exit();
         }
+        if arguments.survive && arguments.device == On::Cuda {
+            let message = "--survive needs --device cpu: layers on a GPU cannot be rebuilt";
+            Arguments::command().error(ErrorKind::ArgumentConflict, message).exit();
+        }
         arguments
     }
 
@@ -177,14 +221,15 @@ impl Arguments {
             "token_chunks": format!("{:?}", self.token_chunks),
             "device": format!("{:?}", self.device),
             "products": format!("{:?}", self.products),
+            "survive": self.survive,
             "checkpoint_every": self.checkpoint_every,
             "resume": self.resume,
         })
         .to_string()
     }
 
-    /// How it is carried out by a rank of this number on its machine.
-    pub fn plan(&self, local_rank: u32) -> Plan {
+    /// How it is carried out by a rank of this number, and of this one on its machine.
+    pub fn plan(&self, rank: usize, local_rank: u32) -> Plan {
         let products = match self.products {
             By::Own => Products::Own,
             By::Cublas => Products::Cublas,
@@ -193,6 +238,8 @@ impl Arguments {
             On::Cpu => Device::Host,
             On::Cuda => Device::Cuda(local_rank, products),
         };
-        Plan { chunks: self.token_chunks, overlap: self.overlap == Switch::On, device }
+        let killed_in = self.kill.iter().find(|&&(killed, _)| killed == rank).map(|&(_, step)| step);
+        let (chunks, overlap) = (self.token_chunks, self.overlap == Switch::On);
+        Plan { chunks, overlap, device, survives: self.survive, killed_in }
     }
 }

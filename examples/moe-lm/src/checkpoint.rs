@@ -229,9 +229,9 @@ pub fn load<R: Ranks>(trainer: &mut Trainer<R>, place: &Path) -> Result<()> {
 }
 
 /// The prefix of each of the vectors.
-fn vectors(learned: &mut Learned) -> [(&'static str, &mut Vec<f32>); 3] {
-    let Learned { weights, adam } = learned;
-    [("", &mut weights.values), ("first/", &mut adam.first), ("second/", &mut adam.second)]
+fn vectors(learned: &mut Learned) -> [(&'static str, &mut [f32]); 3] {
+    let [values, first, second] = learned.vectors_mut();
+    [("", values), ("first/", first), ("second/", second)]
 }
 
 fn write(learned: &Learned, path: &Path) -> Result<()> {

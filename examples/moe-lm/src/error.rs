@@ -142,6 +142,15 @@ pub enum Error {
         /// What rank 0 found; empty if nothing.
         expected: String,
     },
+    /// Experts were on lost ranks alone, and their copies, too.
+    #[error("nobody has expert {expert} any more: go on from the last checkpoint (--resume)")]
+    NoCopy {
+        /// The first of them.
+        expert: usize,
+    },
+    /// Survivors of different worlds: one was lost when only some of its ranks had gone on.
+    #[error("ranks were lost while the others met: go on from the last checkpoint (--resume)")]
+    WorldsDiffer,
     /// A loss that is NaN or infinite: weights have grown too large, or the learning rate is too
     /// high.
     #[error("{what} is {loss}, after {steps} steps")]

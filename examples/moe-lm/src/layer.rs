@@ -3,12 +3,14 @@
 
 use std::sync::Arc;
 
-use sidelane::Error;
 use sidelane::device::Stream;
-use sidelane::gate::Decision;
+use sidelane::error::LayerError;
+use sidelane::gate::{BalanceLoss, Decision};
 use sidelane::layer::{
     DeviceGradients, DeviceMoeLayer, DeviceTape, Input, MoeLayer, MoeLayerBuilder, Products, Tape,
 };
+use sidelane::plan::ExpertMap;
+use sidelane::{Error, Group};
 
 /// A layer, with the tape of its last forward pass, which a backward pass uses up.
 pub enum Layer {
@@ -16,6 +18,15 @@ pub enum Layer {
     Host(Box<MoeLayer>, Option<Box<Tape>>),
     /// On a GPU.
     Device(Box<DeviceMoeLayer>, Option<Box<DeviceTape>>),
+}
+
+/// Settings of a layer that go by the number of ranks.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// The most tokens of a rank in a step.
+    pub tokens: u32,
+    /// The loss that keeps experts in use.
+    pub balance: BalanceLoss,
 }
 
 /// Gradients of a backward pass.
@@ -44,6 +55,26 @@ impl Layer {
                 Layer::Device(Box::new(builder.build()?), None)
             }
         })
+    }
+
+    /// The same layer on another group, with these limits: those of a run on fewer ranks. `weights`
+    /// has those of experts that move to this rank.
+    ///
+    /// # Errors
+    /// Those of the layer's builder; [`LayerError::NotOnDevice`] for a layer on a GPU.
+    pub fn rebuilt(
+        &self,
+        group: &Group,
+        map: ExpertMap,
+        weights: impl FnMut(u32) -> Option<Vec<f32>>,
+        limits: Limits,
+    ) -> Result<Layer, Error> {
+        let Layer::Host(layer, _) = self else {
+            return Err(LayerError::NotOnDevice { feature: "another group" }.into());
+        };
+        let Limits { tokens, balance } = limits;
+        let builder = layer.rebuilt(group, map, weights).max_tokens(tokens).balance(balance);
+        Ok(Layer::Host(Box::new(builder.build()?), None))
     }
 
     /// Changes the weights of the router and of the experts.

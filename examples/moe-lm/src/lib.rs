@@ -28,6 +28,7 @@ pub mod plot;
 pub mod record;
 pub mod reference;
 pub mod settings;
+pub mod survival;
 #[path = "../../../crates/cli/src/svg.rs"]
 mod svg;
 pub mod text;

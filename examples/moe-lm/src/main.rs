@@ -5,10 +5,12 @@ mod report;
 
 use std::path::Path;
 use std::process::ExitCode;
+use std::time::Instant;
 
 use moe_lm::batches::Batches;
 use moe_lm::error::{Error, Result};
 use moe_lm::parallel::Parallel;
+use moe_lm::record::Decisions;
 use moe_lm::reference::Reference;
 use moe_lm::trainer::{History, Ranks, Trainer};
 use moe_lm::{checkpoint, plot, text, tokens};
@@ -36,16 +38,19 @@ fn run(arguments: &Arguments) -> Result<()> {
     if arguments.reference.is_some() && ranks > 1 {
         return Err(Error::NotAlone { ranks });
     }
-    let settings = arguments.settings(arguments.reference.unwrap_or(ranks));
+    let settings = arguments.settings(arguments.reference.as_ref().map_or(ranks, |played| played.ranks));
     settings.check()?;
     let page = arguments.text.clone().map_or_else(text::book, Ok)?;
     let batches = Batches::new(&tokens::tokenize(&text::read(&page)?, settings.shape.vocabulary), &settings)?;
     let world = world(identity, arguments.conditions(&settings, &batches))?;
-    match arguments.reference {
-        Some(_) => train(arguments, Trainer::new(settings, Reference::new(world, &settings)?, batches)),
-        None => {
-            let ranks = Parallel::new(&world, &settings, arguments.plan(local_rank))?;
+    match &arguments.reference {
+        Some(played) => {
+            let ranks = Reference::new(world, &settings)?.changing(&played.changes)?;
             train(arguments, Trainer::new(settings, ranks, batches))
+        }
+        None => {
+            let plan = arguments.plan(world.rank() as usize, local_rank);
+            train(arguments, Trainer::new(settings, Parallel::new(world, &settings, plan)?, batches))
         }
     }
 }
@@ -71,35 +76,29 @@ fn world(identity: Option<Identity>, conditions: String) -> Result<World> {
 }
 
 fn train<R: Ranks>(arguments: &Arguments, mut trainer: Trainer<R>) -> Result<()> {
-    let (out, settings) = (&arguments.out, trainer.settings);
-    // Before the first step: what would lose them all if it failed behind the last.
-    let beside = arguments.beside.as_deref().filter(|_| trainer.ranks.writes_dense());
+    let out = &arguments.out;
+    // Before the first step: what would lose them all if it failed behind the last. The first rank
+    // of survivors may be any.
+    let compares = trainer.ranks.writes_dense() || arguments.survive;
+    let beside = arguments.beside.as_deref().filter(|_| compares);
     let beside = trainer.ranks.agree(beside.map(losses_of).transpose())?;
     let resumed = arguments.resume.then(|| checkpoint::resume(&mut trainer, out)).transpose()?;
     checkpoint::prepare(&trainer, out)?;
-    let report = Report::new(trainer.ranks.writes_dense(), arguments.json, &trainer, resumed.as_deref());
-    let whole = resumed.is_some() && trainer.steps() == settings.steps;
-    while trainer.steps() < settings.steps {
-        if trainer.steps().is_multiple_of((settings.steps / 6).max(1)) {
-            trainer.judge()?;
-            report.held(&trainer.history);
+    let mut report = Report::new(trainer.ranks.writes_dense(), arguments.json, &trainer, resumed.as_deref());
+    let whole = resumed.is_some() && trainer.steps() == trainer.settings.steps;
+    let decisions = loop {
+        match finish(arguments, &mut trainer, &mut report, whole) {
+            Ok(decisions) => break decisions,
+            Err(error) => {
+                let failed = Instant::now();
+                R::recover(&mut trainer, error)?;
+                report.goes_on(trainer.ranks.writes_dense(), &trainer.settings, failed);
+            }
         }
-        trainer.step()?;
-        report.step(&trainer.history);
-        let steps = trainer.steps();
-        let due = arguments.checkpoint_every.is_some_and(|every| steps.is_multiple_of(every.get()));
-        if due && steps < settings.steps {
-            report.wrote(&checkpoint::save(&trainer, out)?);
-        }
-    }
-    let decisions = trainer.judge()?;
-    report.held(&trainer.history);
-    if !whole {
-        report.wrote(&checkpoint::save(&trainer, out)?);
-    }
+    };
     if trainer.ranks.writes_dense() {
         let path = out.join("routing.jsonl");
-        decisions.write(&path, &settings)?;
+        decisions.write(&path, &trainer.settings)?;
         report.wrote(&path);
         let path = out.join("losses.json");
         let text = serde_json::to_string(&trainer.history).map_err(Error::malformed(&path))?;
@@ -108,6 +107,36 @@ fn train<R: Ranks>(arguments: &Arguments, mut trainer: Trainer<R>) -> Result<()>
         draw(arguments, &trainer, beside, &report)?;
     }
     Ok(())
+}
+
+/// Steps up to the last, and the last look at held-out tokens. The last checkpoint may be there
+/// already.
+fn finish<R: Ranks>(
+    arguments: &Arguments,
+    trainer: &mut Trainer<R>,
+    report: &mut Report,
+    whole: bool,
+) -> Result<Decisions> {
+    let (out, all) = (&arguments.out, trainer.settings.steps);
+    while trainer.steps() < all {
+        if trainer.steps().is_multiple_of((all / 6).max(1)) {
+            trainer.judge()?;
+            report.held(&trainer.history);
+        }
+        trainer.step()?;
+        report.step(&trainer.history);
+        let steps = trainer.steps();
+        let due = arguments.checkpoint_every.is_some_and(|every| steps.is_multiple_of(every.get()));
+        if due && steps < all {
+            report.wrote(&checkpoint::save(trainer, out)?);
+        }
+    }
+    let decisions = trainer.judge()?;
+    report.held(&trainer.history);
+    if !whole {
+        report.wrote(&checkpoint::save(trainer, out)?);
+    }
+    Ok(decisions)
 }
 
 /// The loss curve, with that of another run if there is one.

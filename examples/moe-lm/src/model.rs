@@ -59,12 +59,19 @@ impl Model {
         Ok(())
     }
 
-    /// Loss and gradients of some windows, of which each token counts as one of `tokens`.
+    /// Loss and gradients of some windows, of which each token counts as one of `tokens`. Calls
+    /// `halfway` between the forward and the backward pass.
     ///
     /// # Errors
     /// Those of candle and of the layers.
-    pub fn learn(&self, dense: &Weights, windows: &Windows, tokens: usize) -> error::Result<Pass> {
-        self.named(self.pass(dense, windows, tokens))
+    pub fn learn(
+        &self,
+        dense: &Weights,
+        windows: &Windows,
+        tokens: usize,
+        halfway: impl FnOnce(),
+    ) -> error::Result<Pass> {
+        self.named(self.pass(dense, windows, tokens, halfway))
     }
 
     /// The loss alone, and the last router's decisions.
@@ -95,9 +102,16 @@ impl Model {
         })
     }
 
-    fn pass(&self, dense: &Weights, windows: &Windows, tokens: usize) -> Result<Pass> {
+    fn pass(
+        &self,
+        dense: &Weights,
+        windows: &Windows,
+        tokens: usize,
+        halfway: impl FnOnce(),
+    ) -> Result<Pass> {
         let vars = self.vars(dense)?;
         let loss = self.loss(&vars, windows, tokens)?;
+        halfway();
         let of_vars = loss.backward()?;
         let mut pass =
             Pass { loss: loss.to_scalar()?, dense: vec![0.0; dense.values.len()], experts: Vec::new() };

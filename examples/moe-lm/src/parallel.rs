@@ -18,16 +18,18 @@ use sidelane::error::DeviceError;
 use sidelane::gate::{BalanceLoss, CountDivisor, Preset, TokenGroups};
 use sidelane::layer::{Experts, GroupedSwiGlu, MoeLayer, Products};
 use sidelane::overlap::ChunkRule;
+use sidelane::plan::ExpertMap;
 use sidelane::{Dtype, Group, World};
 
 use crate::batches::Batches;
-use crate::error::Result;
-use crate::layer::Layer;
+use crate::error::{Error, Result};
+use crate::layer::{Layer, Limits};
 use crate::model::{Model, Pass};
 use crate::moe::Moe;
 use crate::record::Decisions;
 use crate::settings::{Settings, Shape};
-use crate::trainer::{Ranks, State};
+use crate::survival::{self, Backup};
+use crate::trainer::{Learned, Ranks, State, Trainer};
 
 /// Into how many chunks the tokens of a layer are cut. All ranks must come to the same number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,6 +56,10 @@ pub struct Plan {
     pub overlap: bool,
     /// Where the MoE layers compute.
     pub device: Device,
+    /// Whether the run goes on without ranks that are lost ([`survival`]).
+    pub survives: bool,
+    /// For tests: the step in whose middle this rank kills itself.
+    pub killed_in: Option<usize>,
 }
 
 /// Where the MoE layers compute. Attention, losses and the optimizer are candle's, on the host.
@@ -65,13 +71,43 @@ pub enum Device {
     Cuda(u32, Products),
 }
 
+/// The groups of a rank in its world, and the sums over them.
+pub(crate) struct Groups {
+    pub world: World,
+    pub all: Group,
+    /// Ranks that share experts.
+    sharing: Group,
+    pub sums: Communicator,
+    of_experts: Communicator,
+}
+
+impl Groups {
+    /// Those of a world. Collective.
+    ///
+    /// # Errors
+    /// Those of the sums.
+    pub fn new(world: World, settings: &Settings) -> Result<Groups> {
+        let (rank, spread) = (world.rank(), settings.expert_parallel as u32);
+        let first = rank / spread * spread;
+        let all = world.all()?;
+        let sharing = world.group(&(first..first + spread).collect::<Vec<_>>())?;
+        let replicas =
+            world.group(&(rank % spread..world.size()).step_by(spread as usize).collect::<Vec<_>>())?;
+        // Chunks that leave room in the symmetric memory of worlds of threads.
+        let sums = |group: &Group| Communicator::builder(group).chunk(64 << 10).build();
+        let (sums, of_experts) = (sums(&all)?, sums(&replicas)?);
+        Ok(Groups { world, all, sharing, sums, of_experts })
+    }
+}
+
 /// One rank among others.
 pub struct Parallel {
     settings: Settings,
-    all: Group,
     model: Model,
-    sums: Communicator,
-    of_experts: Communicator,
+    killed_in: Option<usize>,
+    pub(crate) groups: Groups,
+    /// What the others go on by if a rank is lost; none where the run does not survive that.
+    pub(crate) backup: Option<Backup>,
 }
 
 impl Parallel {
@@ -79,47 +115,65 @@ impl Parallel {
     ///
     /// # Errors
     /// Those of the layers and of the sums.
-    pub fn new(world: &World, settings: &Settings, plan: Plan) -> Result<Parallel> {
-        let (rank, spread) = (world.rank(), settings.expert_parallel as u32);
-        let first = rank / spread * spread;
-        let all = world.all()?;
-        let sharing = world.group(&(first..first + spread).collect::<Vec<_>>())?;
-        let replicas =
-            world.group(&(rank % spread..world.size()).step_by(spread as usize).collect::<Vec<_>>())?;
-        let own = settings.own_experts();
-        let layers = layers(&sharing, settings, plan, own, |experts| experts)?;
-        // Chunks that leave room in the symmetric memory of worlds of threads.
-        let sums = |group: &Group| Communicator::builder(group).chunk(64 << 10).build();
-        let (sums, of_experts) = (sums(&all)?, sums(&replicas)?);
+    pub fn new(world: World, settings: &Settings, plan: Plan) -> Result<Parallel> {
+        let groups = Groups::new(world, settings)?;
+        let layers = layers(&groups.sharing, settings, plan, settings.own_experts(), |experts| experts)?;
         Ok(Parallel {
             settings: *settings,
-            all,
             model: Model::new(settings.shape, layers)?,
-            sums,
-            of_experts,
+            killed_in: plan.killed_in,
+            groups,
+            backup: plan.survives.then(Backup::default),
         })
     }
 
+    /// The same rank in another world, with these experts. Collective.
+    ///
+    /// # Errors
+    /// Those of the layers.
+    pub(crate) fn rebuilt(&self, groups: Groups, settings: &Settings, experts: &Learned) -> Result<Parallel> {
+        let (all, spread) = (settings.shape.experts as u32, settings.expert_parallel as u32);
+        let map = ExpertMap::contiguous(all, spread).map_err(sidelane::Error::from)?;
+        let layer = |(nth, layer): (usize, &Moe)| {
+            let weights = |expert| Some(experts.weights.of_expert(nth, expert as usize).to_vec());
+            let state = layer.state();
+            Ok(Moe::new(state.layer.rebuilt(&groups.sharing, map.clone(), weights, limits(settings))?))
+        };
+        let layers = self.model.layers().iter().enumerate().map(layer).collect::<Result<_>>()?;
+        let (model, backup) = (Model::new(settings.shape, layers)?, Some(Backup::default()));
+        Ok(Parallel { settings: *settings, model, killed_in: self.killed_in, groups, backup })
+    }
+
     fn windows(&self, batch: usize) -> Range<usize> {
-        let first = batch * self.settings.batch + self.all.rank() as usize * self.settings.windows();
+        let first = batch * self.settings.batch + self.groups.all.rank() as usize * self.settings.windows();
         first..first + self.settings.windows()
     }
 }
 
 impl Ranks for Parallel {
     fn own_experts(&self) -> Range<usize> {
-        let own = self.settings.own_experts();
-        let first = self.all.rank() as usize % self.settings.expert_parallel * own;
-        first..first + own
+        self.settings.experts_of(self.groups.all.rank() as usize)
     }
 
     fn learn(&mut self, state: &State, batches: &Batches, step: usize) -> Result<Pass> {
+        if let Some(backup) = &mut self.backup {
+            backup.renew(&mut self.groups.sums, &self.settings, (state, step))?;
+        }
         let windows = batches.of_step(&self.settings, step, self.windows(0));
         self.model.load(state)?;
-        let mut pass = self.model.learn(&state.dense.weights, &windows, self.settings.tokens())?;
+        let halfway = || {
+            if self.killed_in == Some(step) {
+                survival::die(step);
+            }
+        };
+        let mut pass = self.model.learn(&state.dense.weights, &windows, self.settings.tokens(), halfway)?;
         pass.dense.push(pass.loss);
-        self.sums.all_reduce(&mut pass.dense)?;
-        self.of_experts.all_reduce(&mut pass.experts)?;
+        let Groups { sums, of_experts, .. } = &mut self.groups;
+        sums.all_reduce(&mut pass.dense)?;
+        of_experts.all_reduce(&mut pass.experts)?;
+        if let Some(backup) = &mut self.backup {
+            backup.follow(sums, (state, &pass.experts), (step, self.settings.rate_at(step)))?;
+        }
         pass.loss = pass.dense.pop().unwrap_or_default();
         Ok(pass)
     }
@@ -132,9 +186,9 @@ impl Ranks for Parallel {
             let windows = batches.of_held(self.windows(batch));
             let (own, decided) = self.model.judge(&state.dense.weights, &windows, tokens)?;
             let mut own = [own];
-            self.sums.all_reduce(&mut own)?;
+            self.groups.sums.all_reduce(&mut own)?;
             loss += own[0];
-            for blob in self.all.gather(&decided.to_bytes())? {
+            for blob in self.groups.all.gather(&decided.to_bytes())? {
                 decisions.extend(Decisions::from_bytes(&blob));
             }
         }
@@ -142,15 +196,19 @@ impl Ranks for Parallel {
     }
 
     fn writes_dense(&self) -> bool {
-        self.all.rank() == 0
+        self.groups.all.rank() == 0
     }
 
     fn writes_experts(&self) -> bool {
-        self.all.rank() < self.settings.expert_parallel as u32
+        self.groups.all.rank() < self.settings.expert_parallel as u32
     }
 
     fn gather(&self, own: &[u8]) -> Result<Vec<Vec<u8>>> {
-        Ok(self.all.gather(own)?)
+        Ok(self.groups.all.gather(own)?)
+    }
+
+    fn recover(trainer: &mut Trainer<Parallel>, error: Error) -> Result<()> {
+        survival::recover(trainer, error)
     }
 }
 
@@ -167,13 +225,7 @@ pub fn layers<E: Experts + 'static>(
 ) -> Result<Vec<Moe>> {
     let Shape { window, width, expert_width, experts, top_k, layers, .. } = settings.shape;
     let gate = Preset::Mixtral.config(experts as u32, top_k as u32).map_err(sidelane::Error::from)?;
-    let balance = BalanceLoss {
-        // Of each window by itself, so that it does not depend on how windows are spread.
-        parts: TokenGroups::Consecutive(settings.windows() as u32),
-        coefficient: settings.balance / settings.ranks as f32,
-        share: CountDivisor::OfChoices,
-        ..BalanceLoss::of(Preset::Mixtral)
-    };
+    let Limits { tokens, balance } = limits(settings);
     let stream = match plan.device {
         Device::Host => None,
         Device::Cuda(number, products) => Some((stream(number).map_err(sidelane::Error::from)?, products)),
@@ -181,10 +233,9 @@ pub fn layers<E: Experts + 'static>(
     let layer = |_| {
         let weights = vec![0.0; GroupedSwiGlu::values(own, width, expert_width)];
         let experts = GroupedSwiGlu::new(own, width, expert_width, weights).map_err(sidelane::Error::from)?;
-        let tokens = settings.windows() * window;
         let builder =
             MoeLayer::builder(group, gate.clone(), width, wrap(experts)).dtype(Dtype::F32).balance(balance);
-        let builder = builder.max_tokens(tokens as u32).overlap(plan.overlap);
+        let builder = builder.max_tokens(tokens).overlap(plan.overlap);
         let builder = match plan.chunks {
             Chunks::By(rule) => builder.slices(rule),
             Chunks::Number(chunks) => builder.chunks(chunks),
@@ -196,6 +247,18 @@ pub fn layers<E: Experts + 'static>(
         Ok(Moe::new(Layer::new(builder, on)?))
     };
     (0..layers).map(layer).collect()
+}
+
+/// Settings of layers that go by the number of ranks.
+fn limits(settings: &Settings) -> Limits {
+    let balance = BalanceLoss {
+        // Of each window by itself, so that it does not depend on how windows are spread.
+        parts: TokenGroups::Consecutive(settings.windows() as u32),
+        coefficient: settings.balance / settings.ranks as f32,
+        share: CountDivisor::OfChoices,
+        ..BalanceLoss::of(Preset::Mixtral)
+    };
+    Limits { tokens: (settings.windows() * settings.shape.window) as u32, balance }
 }
 
 /// The stream of all layers of a rank: on one, they take turns. Ranks share GPUs if there are

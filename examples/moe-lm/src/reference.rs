@@ -27,8 +27,10 @@ use crate::trainer::{Learned, Ranks, State};
 /// All ranks in turn.
 pub struct Reference {
     settings: Settings,
+    /// Later numbers of ranks, each with the step that it holds from, ascending.
+    changes: Vec<(usize, usize)>,
     model: Model,
-    _world: World,
+    world: World,
 }
 
 impl Reference {
@@ -37,15 +39,34 @@ impl Reference {
     /// # Errors
     /// Those of the layers.
     pub fn new(world: World, settings: &Settings) -> Result<Reference> {
-        let plan = Plan { chunks: Chunks::Number(1), overlap: false, device: Device::Host };
-        let in_turn = |experts| InTurn::new(experts, settings.expert_parallel);
-        let layers = layers(&world.all()?, settings, plan, settings.shape.experts, in_turn)?;
-        Ok(Reference { settings: *settings, model: Model::new(settings.shape, layers)?, _world: world })
+        Ok(Reference { settings: *settings, changes: Vec::new(), model: model(&world, settings)?, world })
+    }
+
+    /// The same with other numbers of ranks from some steps on: `(step, ranks)`, ascending.
+    ///
+    /// # Errors
+    /// Those of [`Settings::check`] for each number.
+    pub fn changing(mut self, changes: &[(usize, usize)]) -> Result<Reference> {
+        changes.iter().try_fold(self.settings, |settings, &(_, ranks)| {
+            let settings = settings.on(ranks);
+            settings.check().map(|()| settings)
+        })?;
+        self.changes = changes.to_vec();
+        Ok(self)
     }
 
     fn windows(&self, rank: usize) -> Range<usize> {
         rank * self.settings.windows()..(rank + 1) * self.settings.windows()
     }
+}
+
+/// The model of a process that plays all ranks.
+fn model(world: &World, settings: &Settings) -> Result<Model> {
+    let (chunks, device) = (Chunks::Number(1), Device::Host);
+    let plan = Plan { chunks, overlap: false, device, survives: false, killed_in: None };
+    let in_turn = |experts| InTurn::new(experts, settings.expert_parallel);
+    let layers = layers(&world.all()?, settings, plan, settings.shape.experts, in_turn)?;
+    Ok(Model::new(settings.shape, layers)?)
 }
 
 impl Ranks for Reference {
@@ -59,7 +80,7 @@ impl Ranks for Reference {
         let mut sum = Pass { loss: 0.0, dense: zeros(&state.dense), experts: zeros(&state.experts) };
         for rank in 0..self.settings.ranks {
             let windows = batches.of_step(&self.settings, step, self.windows(rank));
-            let pass = self.model.learn(&state.dense.weights, &windows, self.settings.tokens())?;
+            let pass = self.model.learn(&state.dense.weights, &windows, self.settings.tokens(), || {})?;
             sum.loss += pass.loss;
             add(&mut sum.dense, &pass.dense);
             add(&mut sum.experts, &pass.experts);
@@ -83,6 +104,18 @@ impl Ranks for Reference {
             loss += of_batch;
         }
         Ok((loss, decisions))
+    }
+
+    fn change(&mut self, step: usize) -> Result<Option<Settings>> {
+        let due = self.changes.iter().take_while(|&&(from, _)| from <= step).count();
+        let passed: Vec<_> = self.changes.drain(..due).collect();
+        let settings = passed.iter().fold(self.settings, |settings, &(_, ranks)| settings.on(ranks));
+        if settings == self.settings {
+            return Ok(None);
+        }
+        self.model = model(&self.world, &settings)?;
+        self.settings = settings;
+        Ok(Some(settings))
     }
 
     fn writes_dense(&self) -> bool {

@@ -5,6 +5,8 @@ use std::path::Path;
 use std::time::Instant;
 
 use indicatif::{ProgressBar, ProgressStyle};
+use moe_lm::settings::Settings;
+use moe_lm::survival;
 use moe_lm::trainer::{History, Ranks, Trainer};
 use serde_json::json;
 
@@ -15,6 +17,8 @@ pub struct Report {
     json: bool,
     bar: ProgressBar,
     began: Instant,
+    /// When the last step failed, until the next is made.
+    failed: Option<Instant>,
 }
 
 impl Report {
@@ -25,7 +29,7 @@ impl Report {
         let style = ProgressStyle::with_template("{bar:30} {pos}/{len} steps, {elapsed}, loss {msg}");
         bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
         bar.set_position(trainer.steps() as u64);
-        let report = Report { speaks, json, bar, began: Instant::now() };
+        let report = Report { speaks, json, bar, began: Instant::now(), failed: None };
         let (train, settings) = (trainer.batches.train(), &trainer.settings);
         let own = trainer.state.experts.weights.values.len() / trainer.ranks.own_experts().len().max(1);
         let weights = trainer.state.dense.weights.values.len() + own * settings.shape.experts;
@@ -41,8 +45,20 @@ impl Report {
         report
     }
 
+    /// The run goes on without ranks that were lost. This rank may be the first now.
+    pub fn goes_on(&mut self, speaks: bool, settings: &Settings, failed: Instant) {
+        (self.speaks, self.failed) = (speaks, Some(failed));
+        let data = json!({"ranks": settings.ranks, "expert_parallel": settings.expert_parallel});
+        self.say(data, || format!("\n{} ranks are left\n", settings.ranks));
+    }
+
     /// A step was made.
-    pub fn step(&self, history: &History) {
+    pub fn step(&mut self, history: &History) {
+        if let Some(failed) = self.failed.take() {
+            let (step, seconds) = (history.losses.len(), failed.elapsed().as_secs_f64());
+            let line = || format!("step {step} was made {seconds:.2} s after the loss was noticed\n");
+            self.say(json!({"recovered": step, "after_notice": seconds, "at": survival::now()}), line);
+        }
         let (step, loss) = (history.losses.len(), history.losses.last().copied().unwrap_or_default());
         self.bar.set_position(step as u64);
         self.bar.set_message(format!("{loss:.3}"));

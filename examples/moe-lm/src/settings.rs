@@ -1,5 +1,7 @@
 //! Settings of a run: all that its bits depend on, and no more.
 
+use std::ops::Range;
+
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
@@ -138,6 +140,21 @@ impl Settings {
     /// Experts of one rank in a layer.
     pub fn own_experts(&self) -> usize {
         self.shape.experts / self.expert_parallel
+    }
+
+    /// Which experts of a layer a rank has.
+    pub fn experts_of(&self, rank: usize) -> Range<usize> {
+        let own = self.own_experts();
+        let first = rank % self.expert_parallel * own;
+        first..first + own
+    }
+
+    /// The same run on so many ranks from some step on. Experts are spread over as many as before,
+    /// or over all where that does not divide them.
+    pub fn on(&self, ranks: usize) -> Settings {
+        let divides = ranks.is_multiple_of(self.expert_parallel);
+        let expert_parallel = if divides { self.expert_parallel } else { ranks };
+        Settings { ranks, expert_parallel, ..*self }
     }
 
     /// The learning rate of a step: up in a line, down in a cosine.

@@ -34,6 +34,28 @@ pub trait Ranks {
     /// Whether this rank writes down its experts, which others may have, too.
     fn writes_experts(&self) -> bool;
 
+    /// The settings from a step on, if they are others than before it.
+    ///
+    /// # Errors
+    /// Those of the layers.
+    fn change(&mut self, step: usize) -> Result<Option<Settings>> {
+        let _ = step;
+        Ok(None)
+    }
+
+    /// Has a trainer go on after an error, without ranks that were lost. Collective among those
+    /// that are left.
+    ///
+    /// # Errors
+    /// The error, if it cannot.
+    fn recover(trainer: &mut Trainer<Self>, error: Error) -> Result<()>
+    where
+        Self: Sized,
+    {
+        let _ = trainer;
+        Err(error)
+    }
+
     /// What each rank says, by rank. Collective.
     ///
     /// # Errors
@@ -101,12 +123,47 @@ pub struct Trainer<R> {
 }
 
 impl Learned {
-    fn new(weights: Weights) -> Learned {
+    /// Before the first step.
+    pub fn new(weights: Weights) -> Learned {
         Learned { adam: AdamW::new(weights.values.len()), weights }
     }
 
-    fn step(&mut self, gradient: &[f32], step: usize, rate: f32) {
+    /// Changes the weights by their gradient.
+    pub fn step(&mut self, gradient: &[f32], step: usize, rate: f32) {
         self.adam.step(&mut self.weights.values, gradient, step, rate);
+    }
+
+    /// Weights, their means, and the means of their squares.
+    pub fn vectors(&self) -> [&[f32]; 3] {
+        [&self.weights.values, &self.adam.first, &self.adam.second]
+    }
+
+    /// The same, to be changed.
+    pub fn vectors_mut(&mut self) -> [&mut [f32]; 3] {
+        [&mut self.weights.values, &mut self.adam.first, &mut self.adam.second]
+    }
+
+    /// All that was learned of an expert.
+    pub fn of_expert(&self, expert: usize) -> Vec<f32> {
+        let ranges = self.weights.ranges_of(expert);
+        let of_vector = |vector: &[f32]| -> Vec<f32> {
+            ranges.iter().flat_map(|range| &vector[range.clone()]).copied().collect()
+        };
+        self.vectors().map(of_vector).concat()
+    }
+
+    /// Takes the first of these values for [those of an expert](Self::of_expert), and says how many
+    /// they are.
+    pub fn set_expert(&mut self, expert: usize, values: &[f32]) -> usize {
+        let ranges = self.weights.ranges_of(expert);
+        let mut taken = 0;
+        for vector in self.vectors_mut() {
+            for range in &ranges {
+                vector[range.clone()].copy_from_slice(&values[taken..][..range.len()]);
+                taken += range.len();
+            }
+        }
+        taken
     }
 }
 
@@ -130,11 +187,20 @@ impl<R: Ranks> Trainer<R> {
         self.history.losses.len()
     }
 
+    /// Changes ranks, if the run does so now.
+    fn change(&mut self) -> Result<()> {
+        if let Some(settings) = self.ranks.change(self.steps())? {
+            self.settings = settings;
+        }
+        Ok(())
+    }
+
     /// One step: its mean loss. Nothing is learned from one that is not finite.
     ///
     /// # Errors
     /// As [`Ranks::learn`]; [`Error::NotFinite`], which all ranks come to.
     pub fn step(&mut self) -> Result<f32> {
+        self.change()?;
         let step = self.steps();
         let pass = self.ranks.learn(&self.state, &self.batches, step)?;
         finite("the loss of the next step", pass.loss, step)?;
@@ -150,6 +216,7 @@ impl<R: Ranks> Trainer<R> {
     /// # Errors
     /// As [`Ranks::judge`]; [`Error::NotFinite`].
     pub fn judge(&mut self) -> Result<Decisions> {
+        self.change()?;
         let (loss, decisions) = self.ranks.judge(&self.state, &self.batches)?;
         let steps = self.steps();
         finite("the loss on held-out tokens", loss, steps)?;

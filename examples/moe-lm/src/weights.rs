@@ -35,7 +35,8 @@ impl Weights {
         let mut weights = Weights::default();
         let mut add = |name: String, shape: &[usize]| {
             let stream = weights.entries.len() as u64;
-            weights.add(name, shape, &mut Normal::new(settings.seed, stream));
+            let range = weights.add(name, shape);
+            weights.draw(range, shape, &mut Normal::new(settings.seed, stream));
         };
         add("token".into(), &[vocabulary, width]);
         add("place".into(), &[window, width]);
@@ -52,30 +53,67 @@ impl Weights {
     /// [`GroupedSwiGlu`](sidelane::layer::GroupedSwiGlu). An expert begins with the same values on
     /// every rank.
     pub fn experts(settings: &Settings, range: Range<usize>) -> Weights {
-        let Shape { layers, width, experts, expert_width, .. } = settings.shape;
-        let mut weights = Weights::default();
+        let mut weights = Weights::no_experts(settings, range.clone());
+        let Shape { layers, experts, .. } = settings.shape;
+        let mut entries = weights.entries.clone().into_iter();
         for layer in 0..layers {
             for expert in range.clone() {
                 let stream = 1 << 32 | (layer * experts + expert) as u64;
                 let mut normal = Normal::new(settings.seed, stream);
-                for (name, shape) in [
-                    ("gate", [width, expert_width]),
-                    ("up", [width, expert_width]),
-                    ("down", [expert_width, width]),
-                ] {
-                    weights.add(format!("{name}.{layer}.{expert}"), &shape, &mut normal);
+                for Entry { shape, range, .. } in entries.by_ref().take(3) {
+                    weights.draw(range, &shape, &mut normal);
                 }
             }
         }
         weights
     }
 
-    /// Appends a tensor whose products keep the size of their inputs.
-    fn add(&mut self, name: String, shape: &[usize], normal: &mut Normal) {
-        let (first, count) = (self.values.len(), shape.iter().product::<usize>());
+    /// The same with zeros: for experts that come from elsewhere.
+    pub fn no_experts(settings: &Settings, range: Range<usize>) -> Weights {
+        let Shape { layers, width, expert_width, .. } = settings.shape;
+        let mut weights = Weights::default();
+        for layer in 0..layers {
+            for expert in range.clone() {
+                for (name, shape) in [
+                    ("gate", [width, expert_width]),
+                    ("up", [width, expert_width]),
+                    ("down", [expert_width, width]),
+                ] {
+                    weights.add(format!("{name}.{layer}.{expert}"), &shape);
+                }
+            }
+        }
+        weights
+    }
+
+    /// Appends a tensor of zeros.
+    fn add(&mut self, name: String, shape: &[usize]) -> Range<usize> {
+        let range = self.values.len()..self.values.len() + shape.iter().product::<usize>();
+        self.values.resize(range.end, 0.0);
+        self.entries.push(Entry { name, shape: shape.to_vec(), range: range.clone() });
+        range
+    }
+
+    /// Draws a tensor whose products keep the size of their inputs.
+    fn draw(&mut self, range: Range<usize>, shape: &[usize], normal: &mut Normal) {
         let scale = 1.0 / (shape[0] as f32).sqrt();
-        self.values.extend((0..count).map(|_| scale * normal.draw()));
-        self.entries.push(Entry { name, shape: shape.to_vec(), range: first..first + count });
+        self.values[range].iter_mut().for_each(|value| *value = scale * normal.draw());
+    }
+
+    /// Where the values of an expert are, in each layer.
+    pub fn ranges_of(&self, expert: usize) -> Vec<Range<usize>> {
+        let suffix = format!(".{expert}");
+        let entries = self.entries.iter().filter(|entry| entry.name.ends_with(&suffix));
+        entries.map(|entry| entry.range.clone()).collect()
+    }
+
+    /// The weights of an expert in a layer.
+    ///
+    /// # Panics
+    /// As [`range`](Self::range).
+    pub fn of_expert(&self, layer: usize, expert: usize) -> &[f32] {
+        let [first, last] = ["gate", "down"].map(|name| self.range(&format!("{name}.{layer}.{expert}")));
+        &self.values[first.start..last.end]
     }
 
     /// Where a tensor's values are.

@@ -151,7 +151,7 @@ impl<'g> DeviceMoeLayerBuilder<'g> {
         let memory = DeviceMemory::new(context);
         let compute = Compute::new(&self.stream, kernels, memory, self.products)?;
         let mut staging = HostStaging::new(context)?;
-        let experts = DeviceSwiGlu::new(&compute, swiglu(&*settings.experts)?, &mut staging)?;
+        let experts = DeviceSwiGlu::new(&compute, swiglu(settings.experts()?)?, &mut staging)?;
         let shared = match &settings.shared {
             Some(shared) => Some(DeviceSwiGlu::new(&compute, swiglu(&**shared)?, &mut staging)?),
             None => None,
@@ -176,7 +176,7 @@ impl<'g> DeviceMoeLayerBuilder<'g> {
     fn check(&self) -> Result<(), Error> {
         let settings = &self.settings;
         settings.check()?;
-        swiglu(&*settings.experts)?;
+        swiglu(settings.experts()?)?;
         settings.shared.as_ref().map_or(Ok(()), |shared| swiglu(&**shared).map(drop))?;
         let refuse = |asked: bool, feature| match asked {
             true => Err(LayerError::NotOnDevice { feature }),

@@ -13,6 +13,7 @@ mod nodes;
 mod processes;
 pub mod rank;
 mod rank_major;
+mod rebuilt;
 mod records;
 mod remap;
 pub mod step;

@@ -1,5 +1,7 @@
 //! Single calls: what lands, and what comes home.
 
+use std::time::Duration;
+
 use sidelane::gate::Routing;
 use sidelane::plan::{ExpertMap, SlotHead, SumOrder};
 use stand_in_cuda::StandIn;
@@ -68,6 +70,28 @@ fn every_slot_and_every_sum_is_right_to_the_bit() {
                 (1..=6).for_each(|number| round(&mut rank, number));
             });
         }
+    });
+}
+
+#[test]
+fn rebuilt_instance_is_right_to_the_bit_on_the_survivors_group() {
+    on_stand_in("slots::calls::rebuilt_instance_is_right_to_the_bit_on_the_survivors_group", || {
+        let case = Case { ranks: 3, experts: 6, top_k: 3, hidden: 16, max_tokens: 6 };
+        on_ranks(case.ranks, &options(), |world| {
+            let mut rank = Rank::new(case, world);
+            round(&mut rank, 1);
+            rank.group.gather(&[]).unwrap();
+            if rank.me() == 1 {
+                return;
+            }
+            let next = rank.world.rebuild(Duration::from_secs(60), 2).unwrap();
+            let group = next.all().unwrap();
+            let map = ExpertMap::contiguous(case.experts, next.size()).unwrap();
+            rank.ep = rank.ep.rebuilt(&group, map).build().unwrap();
+            (rank.case.ranks, rank.group, rank.world) = (next.size(), group, next);
+            (1..=4).for_each(|number| round(&mut rank, number));
+            rank.group.gather(&[]).unwrap();
+        });
     });
 }
 

@@ -10,5 +10,6 @@ mod differences;
 mod faults;
 mod meddled;
 mod overlap;
+mod rebuilt;
 mod refusals;
 mod timed;

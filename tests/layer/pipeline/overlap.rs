@@ -46,7 +46,7 @@ impl Meddler for Waiting {
             ExpertPass::Forward if self.calls.fetch_add(1, Ordering::Relaxed) == 0 => self.wait_for(1)?,
             ExpertPass::Forward if self.rank != WAITS => _ = self.other.fetch_max(1, Ordering::Release),
             ExpertPass::WeightsBackward => self.wait_for(2)?,
-            ExpertPass::Forward | ExpertPass::RowsBackward => {}
+            ExpertPass::Forward | ExpertPass::RowsBackward | ExpertPass::WithWeights => {}
         }
         Ok(())
     }

@@ -121,6 +121,21 @@ impl ExpertMap {
         Ok(map)
     }
 
+    /// The slots of these ranks alone, which become ranks 0, 1 and so on: of the survivors of a
+    /// loss, for example. All of them are active.
+    ///
+    /// # Errors
+    /// [`PlanError::BadMap`] if none of them holds some expert; [`PlanError::BadParameter`] for a
+    /// rank that the map does not have.
+    pub fn subset(&self, ranks: &[u32]) -> Result<Self, PlanError> {
+        if let Some(&rank) = ranks.iter().find(|&&rank| rank >= self.ranks()) {
+            let (parameter, expected) = ("rank of the expert map", "below its number of ranks");
+            return Err(PlanError::BadParameter { parameter, seen: rank.into(), expected });
+        }
+        let held = |&rank: &u32| self.slots_of(rank).map(|slot| self.expert_of(slot)).collect();
+        Self::from_slots(self.experts, &ranks.iter().map(held).collect::<Vec<_>>())
+    }
+
     fn list_replicas(&mut self, slots_of: &[Vec<u32>]) {
         self.replicas = slots_of.concat();
         let ends = slots_of.iter().scan(0, |end, slots| {
@@ -328,6 +343,24 @@ mod tests {
         fn expert_without_an_active_rank_has_no_slot() {
             let map = ExpertMap::contiguous(2, 2).unwrap().with_active(&[false, true]).unwrap();
             assert_eq!([0, 1].map(|expert| map.slot_for(1, expert)), [None, Some(1)]);
+        }
+
+        #[test]
+        fn subset_has_the_slots_of_its_ranks_in_their_order() {
+            let map = ExpertMap::from_slots(3, &[vec![0, 1], vec![1, 2], vec![2, 0]]).unwrap();
+            let masked = map.with_active(&[true, true, false]).unwrap();
+            let left = ExpertMap::from_slots(3, &[vec![2, 0], vec![0, 1]]).unwrap();
+            assert_eq!(masked.subset(&[2, 0]).unwrap(), left, "and no mask");
+            assert_eq!(map.subset(&[0, 1, 2]).unwrap(), map);
+        }
+
+        #[test]
+        fn subset_names_the_expert_that_nobody_holds() {
+            let map = ExpertMap::contiguous(4, 2).unwrap();
+            let problem = "no rank holds the expert";
+            assert_eq!(map.subset(&[0]), Err(PlanError::BadMap { problem, expert: 2, rank: 0 }));
+            let absent = map.subset(&[0, 2]).unwrap_err();
+            assert!(matches!(absent, PlanError::BadParameter { parameter: "rank of the expert map", .. }));
         }
 
         #[test]

@@ -20,10 +20,11 @@ pub const TEXT: &str = concat!(
 
 const VOCABULARY: usize = 256;
 
-pub const OVERLAPPED: Plan = Plan { chunks: Chunks::Number(3), overlap: true, device: Device::Host };
-pub const PLAIN: Plan = Plan { chunks: Chunks::Number(1), overlap: false, device: Device::Host };
 /// As programs have it by default.
-pub const BY_SIZE: Plan = Plan { chunks: Chunks::AUTO, overlap: true, device: Device::Host };
+pub const BY_SIZE: Plan =
+    Plan { chunks: Chunks::AUTO, overlap: true, device: Device::Host, survives: false, killed_in: None };
+pub const OVERLAPPED: Plan = Plan { chunks: Chunks::Number(3), ..BY_SIZE };
+pub const PLAIN: Plan = Plan { chunks: Chunks::Number(1), overlap: false, ..BY_SIZE };
 
 /// A model of which a step takes milliseconds.
 pub fn settings(ranks: usize, expert_parallel: usize) -> Settings {
@@ -72,13 +73,23 @@ pub fn on_ranks<T: Send>(
     plan: Plan,
     each: impl Fn(Trainer<Parallel>) -> T + Sync,
 ) -> Vec<T> {
+    on_each_rank(settings, plan, |_, trainer| each(trainer))
+}
+
+/// Does something on each rank, with its number and its trainer.
+pub fn on_each_rank<T: Send>(
+    settings: &Settings,
+    plan: Plan,
+    each: impl Fn(usize, Trainer<Parallel>) -> T + Sync,
+) -> Vec<T> {
     let worlds = World::threads(settings.ranks as u32).unwrap();
     std::thread::scope(|scope| {
         let ranks = worlds.into_iter().map(|world| {
             let each = &each;
             scope.spawn(move || {
-                let ranks = Parallel::new(&world, settings, plan).unwrap();
-                each(Trainer::new(*settings, ranks, batches(settings)))
+                let rank = world.rank() as usize;
+                let ranks = Parallel::new(world, settings, plan).unwrap();
+                each(rank, Trainer::new(*settings, ranks, batches(settings)))
             })
         });
         let ranks: Vec<_> = ranks.collect();

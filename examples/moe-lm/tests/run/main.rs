@@ -4,3 +4,4 @@ mod case;
 mod checkpoints;
 mod program;
 mod references;
+mod survivals;

@@ -29,7 +29,11 @@ fn ranks<'a>(out: &Path, text: &Path, job: &str, more: impl Fn(u32) -> &'a [&'a 
 }
 
 /// Ranks of this command.
-fn ranks_of<'a>(command: impl Fn() -> Command, job: &str, more: impl Fn(u32) -> &'a [&'a str]) -> Vec<Child> {
+pub fn ranks_of<'a>(
+    command: impl Fn() -> Command,
+    job: &str,
+    more: impl Fn(u32) -> &'a [&'a str],
+) -> Vec<Child> {
     let rank = |rank: u32| {
         let mut command = command();
         let job = format!("moe-lm-{job}-{}", std::process::id());
@@ -42,17 +46,19 @@ fn ranks_of<'a>(command: impl Fn() -> Command, job: &str, more: impl Fn(u32) -> 
 }
 
 /// Output of the ranks, one object per line.
-fn said(ranks: Vec<Child>) -> Vec<Vec<Value>> {
+pub fn said(ranks: Vec<Child>) -> Vec<Vec<Value>> {
     let rank = |rank: Child| {
         let output = rank.wait_with_output().unwrap();
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-        String::from_utf8(output.stdout)
-            .unwrap()
-            .lines()
-            .map(|line| serde_json::from_str(line).unwrap())
-            .collect()
+        lines(output.stdout)
     };
     ranks.into_iter().map(rank).collect()
+}
+
+/// The objects that a process printed, one per line.
+pub fn lines(output: Vec<u8>) -> Vec<Value> {
+    let text = String::from_utf8(output).unwrap();
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
 #[test]
@@ -222,6 +228,10 @@ fn options_that_cannot_be_meant_are_refused() {
         ("--token-chunks some", "neither auto nor a number"),
         ("--reference 4 --token-chunks 2", "--reference"),
         ("--reference 4 --overlap on", "--reference"),
+        ("--reference 4,3@5,2@5", "steps must ascend"),
+        ("--reference 4,3", "is not two numbers"),
+        ("--kill 2", "is not two numbers"),
+        ("--survive --device cuda", "--survive needs --device cpu"),
     ] {
         let refused = Command::new(env!("CARGO_BIN_EXE_moe-lm")).args(options.split(' ')).output().unwrap();
         let said = String::from_utf8(refused.stderr).unwrap();

@@ -1,6 +1,6 @@
 //! Ranks compared with one process that runs them, and with a plain run.
 
-use moe_lm::parallel::{Chunks, Device, Parallel, Plan};
+use moe_lm::parallel::{Chunks, Parallel, Plan};
 use moe_lm::settings::{Settings, Shape};
 use moe_lm::trainer::{Learned, Ranks, State, Trainer};
 use sidelane::World;
@@ -21,9 +21,7 @@ fn ranks_learn_to_the_last_bit_what_one_process_learns_in_their_place() {
         assert_learned(&reference.losses);
         // As by size, but by figures that cut a small model.
         let rule = ChunkRule { call_bytes: 512, gemm_rows: 4, most: 8 };
-        for plan in
-            [OVERLAPPED, PLAIN, Plan { chunks: Chunks::By(rule), overlap: true, device: Device::Host }]
-        {
+        for plan in [OVERLAPPED, PLAIN, Plan { chunks: Chunks::By(rule), ..OVERLAPPED }] {
             let outcomes = on_ranks(&settings, plan, finish);
             assert_eq!(outcomes.len(), ranks);
             outcomes.iter().for_each(|rank| assert_same_bits(rank, &reference));
@@ -41,12 +39,12 @@ fn larger() -> Settings {
 /// Whether a rank whose chunks are chosen by size makes as many as the others: otherwise they are
 /// refused.
 fn are_made(settings: &Settings, chunks: u32) -> bool {
-    let number = Plan { chunks: Chunks::Number(chunks), overlap: true, device: Device::Host };
+    let number = Plan { chunks: Chunks::Number(chunks), ..BY_SIZE };
     let worlds = World::threads(settings.ranks as u32).unwrap();
     std::thread::scope(|scope| {
         let rank = |world: World| {
             let plan = if world.rank() == 0 { BY_SIZE } else { number };
-            scope.spawn(move || Parallel::new(&world, settings, plan).is_ok())
+            scope.spawn(move || Parallel::new(world, settings, plan).is_ok())
         };
         let ranks: Vec<_> = worlds.into_iter().map(rank).collect();
         let built: Vec<bool> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
