@@ -2,9 +2,9 @@
 //! that a file describes ([`time`]), and their requests to copy engines ([`CopyEngineWork`]). And
 //! about routers: loads by their decisions ([`Loads`]), and what a capacity drops ([`Dropped`]).
 
-mod engines;
-mod load;
+mod copy_engine_work;
+mod expert_load;
 pub mod time;
 
-pub use engines::{CopyEngineWork, RankDispatches};
-pub use load::{Dropped, Load, Loads, Lost, Spread};
+pub use copy_engine_work::{CopyEngineWork, RankDispatches};
+pub use expert_load::{Dropped, Load, Loads, Lost, Spread};

@@ -21,9 +21,9 @@ use sidelane_core::schedule::{
 };
 use sidelane_core::topology::Route;
 
+use super::events::{Line, OwnWord, Task};
 use super::hardware::{Place, at_rate};
 use super::lines::Lines;
-use super::machine::{Line, OwnWord, Task};
 
 /// Copies, or memory operations, that the driver takes at once.
 const AT_ONCE: usize = crate::CopyEngineWork::MAX_BATCH as usize;

@@ -8,8 +8,8 @@ use sidelane_core::schedule::{Index, Op, Operand, OperandId, Operands, PutSource
 use sidelane_core::topology::Paths;
 
 use super::device::Collected;
+use super::events::{Line, Program, Task};
 use super::hardware::{Place, at_rate};
-use super::machine::{Line, Program, Task};
 use super::{Executor, Hardware, Phase};
 
 /// Bytes that move for one operand from one rank.

@@ -36,19 +36,19 @@
 //! the caller's experts.
 
 mod device;
+mod events;
 mod hardware;
 mod lines;
-mod lower;
-mod machine;
-mod placed;
+mod placement;
 mod slots;
+mod tasks;
 #[cfg(test)]
 mod tests;
 
 pub use hardware::{
     Compute, CopyCost, Engines, Executor, Hardware, Host, Link, NicModel, Place, Source, UnknownHardware,
 };
-pub use placed::{Case, Placed};
+pub use placement::{Case, Placed};
 pub use slots::slots;
 
 use hardware::at_rate;

@@ -6,8 +6,8 @@ use sidelane_core::schedule::call_program::{Action, Part, SlotCall, Work};
 use sidelane_core::schedule::stream_program::{PeerCopy, Slots, StreamProgram};
 use sidelane_core::schedule::{FlagValue, Op, TrackOp};
 
+use super::events::{Line, Machine, Program, Ring, Task};
 use super::hardware::{Place, at_rate};
-use super::machine::{Line, Machine, Program, Ring, Task};
 use super::{Hardware, Phase, Timing};
 
 /// Times a dispatch and a combine of `ranks` ranks of one node, whose slots have this shape;

@@ -7,7 +7,7 @@ use sidelane_core::plan::{ExpertMap, RowLayout, SlotShape, SumOrder};
 use sidelane_core::schedule::Flag;
 use sidelane_core::topology::Route;
 
-use super::machine::{Line, Machine, Program, Ring, Task};
+use super::events::{Line, Machine, Program, Ring, Task};
 use super::*;
 
 fn h100() -> Hardware {

@@ -21,10 +21,10 @@ use sidelane_core::schedule::{
 use sidelane_core::topology::Paths;
 
 use super::Phase;
+use super::events::{Line, OwnWord, Program, Task};
 use super::hardware::Place;
 use super::lines::Lines;
-use super::machine::{Line, OwnWord, Program, Task};
-use super::placed::{Placed, Rank};
+use super::placement::{Placed, Rank};
 
 /// A call of one rank.
 pub(super) struct Lowering<'a> {

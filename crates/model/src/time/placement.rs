@@ -9,8 +9,8 @@ use sidelane_core::plan::{
 use sidelane_core::schedule::ControlLayout;
 use sidelane_core::topology::{NodeMap, Paths, Route};
 
-use super::lower::Lowering;
-use super::machine::{Machine, Program, Ring};
+use super::events::{Machine, Program, Ring};
+use super::tasks::Lowering;
 use super::{Engines, Executor, Hardware, Timing};
 
 /// A dispatch and its combine: the shape of the question.
