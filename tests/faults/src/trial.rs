@@ -77,6 +77,16 @@ struct Seen {
     ended: Vec<usize>,
 }
 
+impl Seen {
+    /// All failures, for the report of a wrong one.
+    fn text(&self, struck: Instant) -> String {
+        let line = |(rank, (failure, at)): (&usize, &(Failure, Instant))| {
+            format!("  rank {rank} after {:.1} s: {}", (*at - struck).as_secs_f64(), failure.text)
+        };
+        self.failed.iter().map(line).collect::<Vec<_>>().join("\n")
+    }
+}
+
 /// Ranks of one world.
 pub struct Trial<'j> {
     job: &'j mut Job,
@@ -170,10 +180,11 @@ impl<'j> Trial<'j> {
             Ok(seen) => seen,
             Err(wrong) => return Ok(Err(wrong)),
         };
-        match self.others(strike).iter().all(|rank| seen.failed.contains_key(rank)) {
-            true => self.named(strike, active, struck, &seen),
-            false => self.survived(strike, active, &seen),
-        }
+        let judged = match self.others(strike).iter().all(|rank| seen.failed.contains_key(rank)) {
+            true => self.named(strike, active, struck, &seen)?,
+            false => self.survived(strike, active, &seen)?,
+        };
+        Ok(judged.map_err(|wrong| format!("{wrong}\n{}", seen.text(struck))))
     }
 
     /// Listens until all others have passed the mark, or have failed. The victim may do either.

@@ -1,7 +1,7 @@
 //! The phases of a world, step by step.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use sidelane::bootstrap::{Identity, Launcher, Secret};
 use sidelane::collective::Communicator;
@@ -15,14 +15,10 @@ use super::{Progress, say};
 use crate::cell::Phase;
 use crate::protocol::{Failure, Report, Seat};
 
-/// Steps after which a phase is taken to run.
-const WARM: u64 = 3;
-/// Of the slow phases, whose steps are worlds.
-const WARM_WORLDS: u64 = 1;
 /// Time of one rebuild.
 const REBUILD: Duration = Duration::from_secs(10);
-/// Time in which attempts of a rebuild may fail before the rank gives up.
-const PATIENCE: Duration = Duration::from_secs(25);
+/// Attempts of a rebuild before the rank gives up.
+const ATTEMPTS: u32 = 4;
 /// Ports of a rendezvous.
 const PORTS: u16 = 16;
 
@@ -153,7 +149,7 @@ impl Rank {
     fn steps(&mut self, phase: Phase, steps: u64) -> Result<(), Trouble> {
         let mut objects = self.objects(phase)?;
         self.mended.clear();
-        let warm = if phase.steps() < WARM { WARM_WORLDS } else { WARM };
+        say(&Report::Running);
         for nth in 0..steps {
             match (&mut objects, phase) {
                 (_, Phase::Bootstrap) => self.meet(nth)?,
@@ -165,9 +161,6 @@ impl Rank {
             if self.progress.step() {
                 let size = self.world.as_ref().map_or(0, World::size);
                 say(&Report::Passed { size, mended: std::mem::take(&mut self.mended) });
-            }
-            if nth + 1 == warm {
-                say(&Report::Running);
             }
         }
         Ok(())
@@ -215,15 +208,16 @@ impl Rank {
     /// A rebuild and a dispatch. An attempt that fails is followed by another one, as the library
     /// asks for.
     fn rebuild_with_patience(&mut self) -> Result<(), Trouble> {
-        let (began, at_least) = (Instant::now(), self.seat.as_ref().map_or(1, |seat| seat.size - 1));
+        let (mut left, at_least) = (ATTEMPTS, self.seat.as_ref().map_or(1, |seat| seat.size - 1));
         loop {
+            left -= 1;
             let seen = self.next_world(at_least).and_then(|()| self.use_once());
             let Err(Trouble::Error(error)) = seen else { return seen };
             match error {
                 // Another rank went on to its next rebuild.
                 Error::World(Cause::Cancelled { .. }) => return Ok(()),
                 Error::World(Cause::Evicted { .. }) => return Err(error.into()),
-                _ if began.elapsed() > PATIENCE => return Err(error.into()),
+                _ if left == 0 => return Err(error.into()),
                 _ => self.mended.push(self.failure(&error)),
             }
         }
