@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use rand::RngExt;
 use serde::Serialize;
 
-use crate::cell::{Cell, Lane, Phase};
+use crate::cell::{Cell, Fault, Lane, Phase};
 use crate::error::{Error, Result};
 use crate::inject::Machine;
 use crate::job::Job;
@@ -81,7 +81,9 @@ pub fn judge(cell: Cell, machine: &Machine, seed: u64) -> Result<Outcome> {
         return Ok(outcome(Verdict::NotApplicable, why));
     }
     let mut rng = cell.rng(seed);
-    let victim = rng.random_range(0..SIZE);
+    // A host of the rendezvous that gets no descriptor names the ranks that it cannot let in.
+    let hosts = cell.fault != Fault::Emfile || cell.phase != Phase::Bootstrap;
+    let victim = rng.random_range(usize::from(!hosts)..SIZE);
     let pause = Duration::from_micros(rng.random_range(0..LATEST_MS * 1000));
     let wire = cell.fault.is_of_wire().then(|| Wire::new(rng.random())).transpose()?.map(Arc::new);
     let strike = Strike { fault: cell.fault, phase: cell.phase, victim, pause, steps: None };

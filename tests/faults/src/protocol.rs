@@ -13,6 +13,11 @@ pub const RENDEZVOUS: Duration = Duration::from_secs(6);
 /// Time to wait for a live but silent rank (`SIDELANE_DEADLINE_MS`).
 pub const DEADLINE: Duration = Duration::from_secs(6);
 
+/// A rank that ended or stands still is named within this time.
+pub const LIVENESS: Duration = Duration::from_secs(2);
+/// Attempts of a rebuild: the library asks for another one when a rank is lost meanwhile.
+pub const ATTEMPTS: u32 = 4;
+
 /// A rank's place in a world that it is to join.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Seat {
@@ -151,14 +156,11 @@ impl Failure {
     pub fn bound(&self) -> Duration {
         match self.kind.as_str() {
             "Stalled" => DEADLINE,
-            "Deadline" | "NoRendezvous" | "NoConnection" => DEADLINE.max(RENDEZVOUS),
+            "Deadline" | "NoRendezvous" | "NoConnection" | "Cancelled" => DEADLINE.max(RENDEZVOUS),
             _ => LIVENESS,
         }
     }
 }
-
-/// A rank that ended or stands still is named within this time.
-pub const LIVENESS: Duration = Duration::from_secs(2);
 
 #[cfg(test)]
 mod tests {

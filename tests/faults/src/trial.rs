@@ -15,14 +15,12 @@ use crate::error::Result;
 use crate::inject::{Active, Machine};
 use crate::job::{Heard, Job, News};
 use crate::judge::Verdict;
-use crate::protocol::{Command, Failure, Report};
+use crate::protocol::{ATTEMPTS, Command, Failure, Report};
 
 /// A rank without any news for so long hangs.
 const HANG: Duration = Duration::from_secs(40);
 /// What a machine with other work may take beyond the bounds of the design.
 const SLACK: Duration = Duration::from_secs(3);
-/// Attempts of a rebuild: the library asks for another one when a rank is lost meanwhile.
-const ATTEMPTS: u32 = 3;
 /// Steps after a rebuild.
 const STEPS_AFTER: u64 = 3;
 /// Time of a partition in rebuilds: long enough for each half to lose the other one.
@@ -288,7 +286,9 @@ impl<'j> Trial<'j> {
         if !failure.names.iter().any(|name| guilty.contains(name)) {
             return Err(format!("rank {rank} names {:?}, not {guilty:?}: {}", failure.names, failure.text));
         }
-        if took > failure.bound() + SLACK {
+        // In rebuilds a rank reports the failure of its last attempt.
+        let attempts = if strike.phase == Phase::Rebuild { ATTEMPTS } else { 1 };
+        if took > failure.bound() * attempts + SLACK {
             return Err(format!("rank {rank} took {:.1} s: {}", took.as_secs_f64(), failure.text));
         }
         Ok(())

@@ -13,12 +13,10 @@ use sidelane::{Error, ExpertParallel, Options, World};
 use super::tensors::{Calls, compare};
 use super::{Progress, say};
 use crate::cell::Phase;
-use crate::protocol::{Failure, Report, Seat};
+use crate::protocol::{ATTEMPTS, Failure, Report, Seat};
 
 /// Time of one rebuild.
 const REBUILD: Duration = Duration::from_secs(10);
-/// Attempts of a rebuild before the rank gives up.
-const ATTEMPTS: u32 = 4;
 /// Ports of a rendezvous.
 const PORTS: u16 = 16;
 
@@ -211,14 +209,18 @@ impl Rank {
         let (mut left, at_least) = (ATTEMPTS, self.seat.as_ref().map_or(1, |seat| seat.size - 1));
         loop {
             left -= 1;
-            let seen = self.next_world(at_least).and_then(|()| self.use_once());
-            let Err(Trouble::Error(error)) = seen else { return seen };
-            match error {
+            let trouble = match self.next_world(at_least).map(|()| self.use_once()) {
                 // Another rank went on to its next rebuild.
-                Error::World(Cause::Cancelled { .. }) => return Ok(()),
-                Error::World(Cause::Evicted { .. }) => return Err(error.into()),
-                _ if left == 0 => return Err(error.into()),
-                _ => self.mended.push(self.failure(&error)),
+                Ok(Ok(()) | Err(Trouble::Error(Error::World(Cause::Cancelled { .. })))) => return Ok(()),
+                Ok(Err(trouble)) | Err(trouble) => trouble,
+            };
+            match trouble {
+                Trouble::Error(error)
+                    if left > 0 && !matches!(error, Error::World(Cause::Evicted { .. })) =>
+                {
+                    self.mended.push(self.failure(&error));
+                }
+                trouble => return Err(trouble),
             }
         }
     }
