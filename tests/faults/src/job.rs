@@ -164,12 +164,6 @@ impl Job {
         Pid::from_child(&self.processes[&number].child)
     }
 
-    /// Whether a process has ended.
-    pub fn has_ended(&mut self, number: usize) -> bool {
-        let process = self.processes.get_mut(&number);
-        process.is_none_or(|process| !matches!(process.child.try_wait(), Ok(None)))
-    }
-
     /// Sends a command. A process that has ended does not hear it, and its end is heard.
     pub fn tell(&mut self, number: usize, command: &Command) {
         let line = serde_json::to_string(command).expect("a command is JSON");

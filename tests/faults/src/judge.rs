@@ -91,7 +91,7 @@ pub fn judge(cell: Cell, machine: &Machine, seed: u64) -> Result<Outcome> {
     let of_wire = wire.as_ref().map_or(String::new(), |wire| format!("; {}", wire.counts()));
     let victim = wire.is_none().then_some(victim as u32);
     match seen {
-        Ok(Ok(Judged { verdict, named, note })) => {
+        Ok(Ok(Judged { verdict, named, note, .. })) => {
             let named_seconds = named.map(|named| named.as_secs_f64());
             Ok(Outcome { victim, named_seconds, ..outcome(verdict, note + &of_wire) })
         }

@@ -240,7 +240,7 @@ impl Crew {
             self.report.struck += 1;
             self.report.named += u64::from(judged.named.is_some());
             self.report.rebuilt += u64::from(judged.note.contains("rebuilt"));
-            ended = trial.has_ended(strike.victim).then_some(strike.victim);
+            ended = judged.ended.then_some(strike.victim);
         }
         if let Err(wrong) = trial.leave(ended) {
             return Ok(Err(wrong));

@@ -36,6 +36,8 @@ pub struct Judged {
     pub verdict: Verdict,
     /// Time until the last of the others failed.
     pub named: Option<Duration>,
+    /// Whether the victim's process has ended.
+    pub ended: bool,
     /// Errors of the others, and what followed.
     pub note: String,
 }
@@ -76,6 +78,11 @@ struct Seen {
 }
 
 impl Seen {
+    /// Whether the victim's process has ended, which may be heard later than what follows from it.
+    fn has_ended(&self, strike: &Strike) -> bool {
+        strike.fault == Fault::Sigkill || self.ended.contains(&strike.victim)
+    }
+
     /// All failures, for the report of a wrong one.
     fn text(&self, struck: Instant) -> String {
         let line = |(rank, (failure, at)): (&usize, &(Failure, Instant))| {
@@ -236,7 +243,8 @@ impl<'j> Trial<'j> {
                 Err(wrong) => return Ok(Err(wrong)),
             }
         }
-        Ok(Ok(Judged { verdict: Verdict::Survived, named: None, note }))
+        let ended = seen.has_ended(strike);
+        Ok(Ok(Judged { verdict: Verdict::Survived, named: None, ended, note }))
     }
 
     fn named(&mut self, strike: &Strike, active: Active, struck: Instant, seen: &Seen) -> Result<Judgment> {
@@ -271,7 +279,8 @@ impl<'j> Trial<'j> {
                 Err(wrong) => return Ok(Err(wrong)),
             }
         }
-        Ok(Ok(Judged { verdict: Verdict::Named, named, note }))
+        let ended = seen.has_ended(strike);
+        Ok(Ok(Judged { verdict: Verdict::Named, named, ended, note }))
     }
 
     /// Holds the failure of a rank against what it must name, and until when.
@@ -368,7 +377,7 @@ impl<'j> Trial<'j> {
             return Err(format!("after the partition: worlds of {}; {}", sizes.join(" "), counted(&failed)));
         }
         let note = format!("{members} ranks go on when it is over, all steps right");
-        Ok(Judged { verdict: Verdict::Survived, named: None, note })
+        Ok(Judged { verdict: Verdict::Survived, named: None, ended: false, note })
     }
 
     /// Listens until each rank has passed the mark or has failed.
@@ -387,11 +396,6 @@ impl<'j> Trial<'j> {
             }
         }
         Ok(seen)
-    }
-
-    /// Whether the process of a rank has ended.
-    pub fn has_ended(&mut self, rank: usize) -> bool {
-        self.job.has_ended(self.order[rank])
     }
 
     /// All ranks that live leave their world.
