@@ -35,6 +35,11 @@ impl Progress {
         self.goal.store(self.steps.load(Ordering::SeqCst) + more, Ordering::SeqCst);
     }
 
+    /// Forgets a mark of an earlier phase.
+    pub fn clear(&self) {
+        self.goal.store(u64::MAX, Ordering::SeqCst);
+    }
+
     /// Counts a step. True if it is the one that the parent waits for.
     pub fn step(&self) -> bool {
         let steps = self.steps.fetch_add(1, Ordering::SeqCst) + 1;

@@ -147,6 +147,7 @@ impl Rank {
     fn steps(&mut self, phase: Phase, steps: u64) -> Result<(), Trouble> {
         let mut objects = self.objects(phase)?;
         self.mended.clear();
+        self.progress.clear();
         say(&Report::Running);
         for nth in 0..steps {
             match (&mut objects, phase) {
