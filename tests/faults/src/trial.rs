@@ -26,7 +26,7 @@ const STEPS_AFTER: u64 = 3;
 /// Time of a partition in rebuilds: long enough for each half to lose the other one.
 const CUT: Duration = Duration::from_secs(5);
 
-/// What is wrong.
+/// A result, or what is wrong.
 pub type Judgment<T = Judged> = std::result::Result<T, String>;
 
 /// A fault that is right: what came of it.
