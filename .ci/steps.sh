@@ -10,9 +10,9 @@ readonly TARGET="${CARGO_TARGET_DIR:-target}"
 readonly TORCH="$PWD/target/torch"
 
 # Parts of the full run, and the seconds that each takes on two cores after the quick gate.
-readonly PARTS=(worlds testbed trainer fuzz miri oracles python baselines packages)
+readonly PARTS=(worlds testbed faults trainer fuzz miri oracles python baselines packages)
 declare -rA PART_SECONDS=(
-    [worlds]=480 [testbed]=420 [trainer]=420 [fuzz]=90 [miri]=480 [oracles]=330 [python]=480 [baselines]=330 [packages]=300
+    [worlds]=480 [testbed]=420 [faults]=420 [trainer]=420 [fuzz]=90 [miri]=480 [oracles]=330 [python]=480 [baselines]=330 [packages]=300
 )
 
 step() { printf '\n== %4d s: %s\n' "$SECONDS" "$*"; }
@@ -103,6 +103,12 @@ step_bench() {
     "$TARGET/debug/examples/one_sided"
 }
 
+# The tests have built the program. A cell that has begun is finished.
+step_faults() {
+    step "faults: a few cells of the matrix, drawn anew in each run"
+    "$TARGET/debug/faults" --sample 6 --seconds 8
+}
+
 # In the profile of the tests: it builds sooner than as users build it.
 step_python() {
     step "package for Python, without torch"
@@ -140,6 +146,14 @@ part_testbed() {
     if has_testbed; then
         cargo run -p testbed -- --rounds 2
     fi
+}
+
+# A soak of the length that one wants: target/debug/faults soak 60
+part_faults() {
+    step "faults: all cells of the matrix, and a soak of a minute"
+    cargo test "${PACKAGES[@]}" --test program
+    "$TARGET/debug/faults"
+    "$TARGET/debug/faults" soak 1
 }
 
 # Its ranks are threads and processes: each computes on one core.

@@ -18,7 +18,7 @@
 //! Sockets never block, and are of the packet kind: each receive is one packet, so descriptors and
 //! bytes cannot be mixed up. They lack one guarantee: see [`until_the_end`].
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::fs;
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -38,13 +38,15 @@ use rustix::net::{
 
 use super::hub::Hub;
 use super::secret::random;
-use super::wait::poll_until;
+use super::wait::{nap, poll_until};
 use super::wire::{Malformed, Reader, Writer, keyed};
 use super::{failed, interrupted, system};
 use crate::error::BootstrapError;
 
 /// How often the health of the world is looked at, which is no descriptor to wait for.
 const SLICE: Duration = Duration::from_millis(20);
+/// The hub has news of a rank that is gone within this time.
+const NEWS: Duration = Duration::from_secs(2);
 /// Accepted connections that have said nothing yet: as many as ranks of a machine may connect at
 /// once, and few enough for a process of 1,024 descriptors.
 const MAX_SILENT: usize = 256;
@@ -166,11 +168,12 @@ impl<'fd> Table<'_, 'fd> {
         let mut to_come: Vec<usize> = (self.me + 1..self.members.len()).filter(linked).collect();
         let mut unknown: Vec<OwnedFd> = Vec::new();
         let mut pairs: Vec<Pair<'fd>> = Vec::new();
+        let mut reached = BTreeSet::new();
         let mut results: Vec<Vec<OwnedFd>> = self.members.iter().map(|_| Vec::new()).collect();
         loop {
             let mut refused = Vec::new();
             for peer in to_call {
-                match self.call(peer)? {
+                match self.call(peer, &reached)? {
                     Some(pair) => pairs.push(pair),
                     None => refused.push(peer),
                 }
@@ -187,6 +190,11 @@ impl<'fd> Table<'_, 'fd> {
                 match pair.step()? {
                     Progress::Done => results[pair.peer] = pair.received,
                     Progress::Waiting => pairs.push(pair),
+                    // A member that is short of descriptors has made room, and has it again later.
+                    Progress::Gone if pair.expects.is_some() => {
+                        reached.insert(pair.peer);
+                        to_call.push(pair.peer);
+                    }
                     Progress::Gone => return Err(self.gone(pair.peer)),
                 }
             }
@@ -218,12 +226,14 @@ impl<'fd> Table<'_, 'fd> {
         }
     }
 
-    /// Connects to a member of lower index. None: its queue is full, try again.
-    fn call(&self, peer: usize) -> Result<Option<Pair<'fd>>, BootstrapError> {
+    /// Connects to a member of lower index, which may have been reached before. None: its queue is
+    /// full, try again.
+    fn call(&self, peer: usize, reached: &BTreeSet<usize>) -> Result<Option<Pair<'fd>>, BootstrapError> {
         let socket = socket()?;
         match connect(&socket, &self.notices[peer].address()?) {
             Ok(()) => {}
             Err(Errno::AGAIN | Errno::INTR) => return Ok(None),
+            Err(Errno::CONNREFUSED) if reached.contains(&peer) => return Err(self.gone(peer)),
             // The name is known but has no listener: there is no such process in this place.
             Err(Errno::CONNREFUSED) => {
                 self.hub.health().check()?;
@@ -292,11 +302,16 @@ impl<'fd> Table<'_, 'fd> {
         Pair::new(peer, socket, greeting, expects, offer, awaited)
     }
 
-    /// A member that hung up: lost, if the world knows; otherwise it gave up.
+    /// A member that hung up leaves the world, or has heard why the world fails. The hub says which
+    /// in a moment: the first reason, where the end of a conversation is only a consequence.
     fn gone(&self, peer: usize) -> BootstrapError {
-        match self.hub.health().check() {
+        let (rank, health, until) = (self.members[peer], self.hub.health(), Instant::now() + NEWS);
+        while health.check().is_ok() && !health.is_absent(rank) && Instant::now() < until {
+            nap(SLICE);
+        }
+        match health.check() {
             Err(cause) => cause.into(),
-            Ok(()) => BootstrapError::Left { rank: self.members[peer], step: self.exchange.key.to_owned() },
+            Ok(()) => BootstrapError::Left { rank, step: self.exchange.key.to_owned() },
         }
     }
 }
@@ -592,6 +607,8 @@ mod tests {
     use rustix::net::socketpair;
 
     use super::*;
+    use crate::bootstrap::Timeouts;
+    use crate::bootstrap::hub::threads;
 
     /// One side of a conversation in which each member offers its standard input; its result.
     fn converse(peer: usize, socket: OwnedFd) -> Result<Progress, BootstrapError> {
@@ -637,6 +654,33 @@ mod tests {
                 assert_eq!(converse(1, here), Ok(Progress::Done));
             }
             drop(give);
+        });
+    }
+
+    #[test]
+    fn connection_closed_before_any_proof_is_made_again() {
+        let within = Duration::from_secs(20);
+        let mut hubs = threads(2, Timeouts::default());
+        let (caller, host) = (hubs.remove(1), hubs.remove(0));
+        thread::scope(|scope| {
+            let called =
+                scope.spawn(move || exchange_fds(&*caller, "again", &[0, 1], 1, &|_| Some(vec![]), within));
+            let listener = socket().unwrap();
+            let counts = vec![None, Some(0)];
+            let notice = Notice { name: random().unwrap(), nonce: random().unwrap(), counts };
+            bind(&listener, &notice.address().unwrap()).unwrap();
+            listen(&listener, BACKLOG).unwrap();
+            let blobs = host.gather("again", 0, 2, &notice.encode(), within).unwrap();
+            let notices: Vec<Notice> =
+                blobs.iter().map(|blob| Notice::decode(blob, 2).ok().unwrap()).collect();
+            // As one does that is short of descriptors.
+            poll_until(&mut [PollFd::new(&listener, PollFlags::IN)], Instant::now() + within).unwrap();
+            drop(accept_with(&listener, FLAGS).unwrap());
+            let (exchange, offers) = (Exchange { key: "again", epoch: host.epoch() }, [None, Some(vec![])]);
+            let (members, notices) = (&[0, 1], &notices);
+            let table = Table { hub: &*host, members, me: 0, exchange, notices, offers: &offers, listener };
+            assert_eq!(table.run(Instant::now(), within).map(|fds| fds.len()), Ok(2));
+            assert_eq!(called.join().unwrap().map(|fds| fds.len()), Ok(2));
         });
     }
 

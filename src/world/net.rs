@@ -317,6 +317,8 @@ fn lay_by(
             Err(LaneError::PeerUnsupported { rank: group.ranks()[at], lane: transport.lane(), reason }.into())
         }
         (Err(seen), Ok(_)) => Err(seen),
+        // Answers that are late because of what this rank has seen name other ranks.
+        (Err(seen), Err(late)) if !matches!(late, Error::World(_)) => Err(seen),
         (Ok(joined), Ok(None)) => {
             Ok(joined.into_iter().try_for_each(|connection| thread.attach(connection))?)
         }

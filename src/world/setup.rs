@@ -11,7 +11,7 @@ use super::net::{NetReport, NetSelection, NetState};
 use super::{Group, NicCounters};
 use crate::bootstrap::{self, Health, Hub, Identity, Location, Secret, Timeouts};
 use crate::config::{Config, EmulatedLink, NetChoice, TcpAddress};
-use crate::error::{BootstrapError, CallError, Cause, Error, LaneError, MemoryError};
+use crate::error::{BootstrapError, CallError, Cause, Error, LaneError, LostReason, MemoryError};
 use crate::exec::Recorder;
 use crate::memory::{Heap, HeapSizes, Pool, Segment};
 use crate::rows::{RowKernels, Simd};
@@ -153,9 +153,11 @@ impl World {
                     Err(error) => errors.push(error),
                 }
             }
-            // A rank that was left by another is not the reason.
-            let left = |error: &Error| matches!(error, Error::Bootstrap(BootstrapError::Left { .. }));
-            match errors.into_iter().min_by_key(left) {
+            // A rank that was left by another is not the reason, nor one that only hears of it.
+            let heard = |error: &Error| {
+                matches!(error, Error::Bootstrap(BootstrapError::Left { .. }) | Error::World(_))
+            };
+            match errors.into_iter().min_by_key(heard) {
                 Some(error) => Err(error),
                 None => Ok(worlds),
             }
@@ -174,59 +176,16 @@ impl World {
         place: &Location,
         previous: Option<Vec<u32>>,
     ) -> Result<Self, Error> {
-        let (rank, size, deadline) = (hub.rank(), hub.size(), options.timeouts.rendezvous);
-        let rows = RowKernels::new(Simd::from_env()?);
-        let labels = hub.gather("world/place", rank, size, &place.to_bytes(), deadline)?;
-        let machines: Vec<Location> = labels
-            .iter()
-            .zip(0..)
-            .map(|(label, r)| Location::from_bytes(r, label))
-            .collect::<Result<_, _>>()?;
-        let nodes = NodeMap::from_labels(&machines);
-        compare_fingerprints(hub.as_ref(), &options)?;
-        compare_sizes(hub.as_ref(), &options)?;
-        options.config.check()?;
-        let heap = Self::map_heaps(hub.as_ref(), &options, &nodes)?;
-        let net = match nodes.nodes() {
-            1 => None,
-            _ => {
-                let (hub, nodes) = (hub.as_ref(), &nodes);
-                let place = NetSelection { hub, machines: &machines, nodes, heap: &heap, options: &options };
-                Some(NetState::open(&place)?)
-            }
-        };
+        let parts = Parts::build(hub.as_ref(), &options, place);
+        let Parts { net, nodes, heap, rows, machines } =
+            parts.inspect_err(|error| tell_of_failed_build(hub.as_ref(), error))?;
         let recorder = (options.record > 0).then(|| Arc::new(Recorder::new(options.record)));
+        let previous = previous.unwrap_or_else(|| (0..hub.size()).collect());
         let shared =
             WorldState { net, hub, options, nodes, heap, rows, recorder, groups: Mutex::default(), machines };
-        let previous = previous.unwrap_or_else(|| (0..size).collect());
         let shared = Arc::new(shared);
         shared.tell_of_own_faults();
         Ok(World { shared, previous })
-    }
-
-    fn map_heaps(hub: &dyn Hub, options: &Options, nodes: &NodeMap) -> Result<Heap, Error> {
-        let rank = hub.rank();
-        let sizes = HeapSizes { symmetric: options.config.symmetric, total: options.config.heap };
-        let own = Segment::create("sidelane-heap", sizes.total)?;
-        let members: Vec<u32> = (0..hub.size()).collect();
-        let offer = |peer: usize| nodes.same_node(rank, peer as u32).then(|| vec![own.as_fd()]);
-        let received = bootstrap::exchange_fds(
-            hub,
-            "world/heaps",
-            &members,
-            rank as usize,
-            &offer,
-            options.timeouts.rendezvous,
-        )?;
-        let mut segments: Vec<Option<Segment>> = received
-            .into_iter()
-            .zip(0..)
-            .map(|(fds, peer): (Vec<OwnedFd>, u32)| {
-                fds.into_iter().next().map(|fd| Segment::adopt(fd, peer)).transpose()
-            })
-            .collect::<Result<_, MemoryError>>()?;
-        segments[rank as usize] = Some(own);
-        Ok(Heap::new(rank, sizes, &segments, hub.health(), options.timeouts.deadline)?)
     }
 
     /// This rank.
@@ -347,6 +306,80 @@ impl World {
         }
         let place = &self.shared.machines[self.rank() as usize];
         Self::build(hub, self.shared.options.clone(), place, Some(previous))
+    }
+}
+
+/// What ranks make together before they are a world.
+struct Parts {
+    net: Option<NetState>,
+    nodes: NodeMap,
+    heap: Heap,
+    rows: RowKernels,
+    machines: Vec<Location>,
+}
+
+impl Parts {
+    fn build(hub: &dyn Hub, options: &Options, place: &Location) -> Result<Self, Error> {
+        let (rank, size, deadline) = (hub.rank(), hub.size(), options.timeouts.rendezvous);
+        let rows = RowKernels::new(Simd::from_env()?);
+        let labels = hub.gather("world/place", rank, size, &place.to_bytes(), deadline)?;
+        let machines: Vec<Location> = labels
+            .iter()
+            .zip(0..)
+            .map(|(label, r)| Location::from_bytes(r, label))
+            .collect::<Result<_, _>>()?;
+        let nodes = NodeMap::from_labels(&machines);
+        compare_fingerprints(hub, options)?;
+        compare_sizes(hub, options)?;
+        options.config.check()?;
+        let heap = Self::map_heaps(hub, options, &nodes)?;
+        let net = match nodes.nodes() {
+            1 => None,
+            _ => {
+                let (nodes, machines, heap) = (&nodes, &machines, &heap);
+                Some(NetState::open(&NetSelection { hub, machines, nodes, heap, options })?)
+            }
+        };
+        Ok(Parts { net, nodes, heap, rows, machines })
+    }
+
+    fn map_heaps(hub: &dyn Hub, options: &Options, nodes: &NodeMap) -> Result<Heap, Error> {
+        let rank = hub.rank();
+        let sizes = HeapSizes { symmetric: options.config.symmetric, total: options.config.heap };
+        let own = Segment::create("sidelane-heap", sizes.total)?;
+        let members: Vec<u32> = (0..hub.size()).collect();
+        let offer = |peer: usize| nodes.same_node(rank, peer as u32).then(|| vec![own.as_fd()]);
+        let received = bootstrap::exchange_fds(
+            hub,
+            "world/heaps",
+            &members,
+            rank as usize,
+            &offer,
+            options.timeouts.rendezvous,
+        )?;
+        let mut segments: Vec<Option<Segment>> = received
+            .into_iter()
+            .zip(0..)
+            .map(|(fds, peer): (Vec<OwnedFd>, u32)| {
+                fds.into_iter().next().map(|fd| Segment::adopt(fd, peer)).transpose()
+            })
+            .collect::<Result<_, MemoryError>>()?;
+        segments[rank as usize] = Some(own);
+        Ok(Heap::new(rank, sizes, &segments, hub.health(), options.timeouts.deadline)?)
+    }
+}
+
+/// A rank that cannot make its part ends the world, so that the others hear the first reason, and
+/// not that some rank left. Errors that all ranks find need no word.
+fn tell_of_failed_build(hub: &dyn Hub, error: &Error) {
+    match error {
+        Error::Bootstrap(BootstrapError::Left { rank, .. }) => {
+            hub.cancel(Cause::Lost { rank: *rank, how: LostReason::Closed });
+        }
+        Error::Bootstrap(BootstrapError::System { .. })
+        | Error::Lane(LaneError::System { .. })
+        | Error::Memory(MemoryError::System { .. }) => hub.cancel(Cause::Cancelled { by: hub.rank() }),
+        _ => {}
     }
 }
 
@@ -487,6 +520,23 @@ mod tests {
                 assert_eq!(rank.join().unwrap(), Error::Bootstrap(error.clone()));
             }
         });
+    }
+
+    #[test]
+    fn rank_that_cannot_build_its_part_is_the_cause_on_all_ranks() {
+        let own = Error::from(BootstrapError::System { call: "recvmsg", errno: 24 });
+        let left = Error::from(BootstrapError::Left { rank: 0, step: "world/heaps".to_owned() });
+        let lost = Cause::Lost { rank: 0, how: LostReason::Closed };
+        for (error, cause) in [(own, Cause::Cancelled { by: 2 }), (left, lost)] {
+            let hubs = bootstrap::threads(3, Timeouts::default());
+            tell_of_failed_build(hubs[2].as_ref(), &error);
+            let seen = hubs[1].gather("next", 1, 3, &[], Duration::from_secs(20));
+            assert_eq!(seen, Err(BootstrapError::World(cause)));
+        }
+        let hubs = bootstrap::threads(2, Timeouts::default());
+        let of_all = CallError::ConfigsDiffer { what: "heap", rank: 0, peer: 1, mine: 1, theirs: 2 };
+        tell_of_failed_build(hubs[0].as_ref(), &of_all.into());
+        assert_eq!(hubs[1].health().cause(), None, "each rank finds it");
     }
 
     #[test]

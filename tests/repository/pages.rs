@@ -80,10 +80,11 @@ fn table_of_contents_names_every_page_of_docs_once() {
 }
 
 /// Pages of folders that have one. That of `bindings/python` is still to be wrapped.
-const READMES: [&str; 6] = [
+const READMES: [&str; 7] = [
     "benches/baselines",
     "data",
     "examples/moe-lm",
+    "tests/faults",
     "tests/gate/oracles",
     "tests/stand-in-cuda",
     "tests/testbed",

@@ -1,0 +1,49 @@
+//! System calls that have no safe wrapper.
+#![allow(unsafe_code, reason = "each function wraps one system call")]
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+
+use rustix::process::Pid;
+
+/// The signal of a storm.
+const STORM: i32 = libc::SIGUSR1;
+
+extern "C" fn nothing(_: i32) {}
+
+/// From now on signals of a storm interrupt system calls of this process, and do nothing else: they
+/// are handled, and calls are not restarted.
+pub fn let_signals_interrupt() -> io::Result<()> {
+    // SAFETY: all bytes 0 are a valid `sigaction`: no flags, an empty mask, the default action.
+    let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+    let handler: extern "C" fn(i32) = nothing;
+    action.sa_sigaction = handler as usize;
+    // SAFETY: the action is valid, its handler touches nothing, and the old one is not asked for.
+    succeed(unsafe { libc::sigaction(STORM, &action, std::ptr::null_mut()) })
+}
+
+/// Sends a signal of a storm to one thread of a process.
+pub fn interrupt(process: Pid, thread: Pid) -> io::Result<()> {
+    let (process, thread) = (process.as_raw_nonzero().get(), thread.as_raw_nonzero().get());
+    // SAFETY: takes numbers and touches no memory of this process.
+    let sent = unsafe { libc::syscall(libc::SYS_tgkill, process, thread, STORM) };
+    succeed(if sent == 0 { 0 } else { -1 })
+}
+
+/// Makes an open `/dev/net/tun` the Ethernet device of this name, in the network namespace of this
+/// thread.
+pub fn attach_tap(tun: &File, name: &str) -> io::Result<()> {
+    // SAFETY: all bytes 0 are a valid `ifreq`: an empty name, no flags.
+    let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
+    for (to, &from) in request.ifr_name.iter_mut().zip(name.as_bytes()).take(libc::IFNAMSIZ - 1) {
+        *to = from as libc::c_char;
+    }
+    request.ifr_ifru.ifru_flags = (libc::IFF_TAP | libc::IFF_NO_PI) as libc::c_short;
+    // SAFETY: TUNSETIFF reads and writes an `ifreq`, which lives during the call.
+    succeed(unsafe { libc::ioctl(tun.as_raw_fd(), libc::TUNSETIFF as _, &mut request) })
+}
+
+fn succeed(returned: i32) -> io::Result<()> {
+    if returned < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
