@@ -6,7 +6,7 @@
 //     are it finds out by itself, from all choices: for decode they are a few kilobytes.
 //
 // One launch. Everything in a slot is written, whether it is used or not. `pack` moves rows as they
-// are, `pack_fp8` makes records of bf16 rows (crates/core/src/dtype/record.rs has their picture).
+// are, `pack_fp8` makes records of bf16 rows (crates/core/src/dtype.rs has their picture).
 #include "record.h"
 #include "slot.h"
 

@@ -1,5 +1,5 @@
 // Records: rows by an index, each made to a record in fp8 on the way
-// (crates/core/src/dtype/record.rs has its picture). An index of -1 gives a record of zeros.
+// (crates/core/src/dtype.rs has its picture). An index of -1 gives a record of zeros.
 //
 // A thread goes through all vectors as if each row had whole blocks. So the threads that share a
 // scale stay together.

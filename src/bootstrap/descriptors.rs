@@ -306,7 +306,7 @@ impl<'fd> Table<'_, 'fd> {
     /// in a moment: the first reason, where the end of a conversation is only a consequence.
     fn gone(&self, peer: usize) -> BootstrapError {
         let (rank, health, until) = (self.members[peer], self.hub.health(), Instant::now() + NEWS);
-        while health.check().is_ok() && !health.is_absent(rank) && Instant::now() < until {
+        while health.check().is_ok() && !health.is_absent(rank) && !interrupted() && Instant::now() < until {
             nap(SLICE);
         }
         match health.check() {

@@ -377,7 +377,7 @@ fn tell_of_failed_build(hub: &dyn Hub, error: &Error) {
             hub.cancel(Cause::Lost { rank: *rank, how: LostReason::Closed });
         }
         Error::Bootstrap(BootstrapError::System { .. })
-        | Error::Lane(LaneError::System { .. })
+        | Error::Lane(LaneError::System { .. } | LaneError::Verbs(_))
         | Error::Memory(MemoryError::System { .. }) => hub.cancel(Cause::Cancelled { by: hub.rank() }),
         _ => {}
     }

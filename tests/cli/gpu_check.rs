@@ -419,7 +419,7 @@ fn part_that_runs_when_the_minutes_are_over_is_ended() {
 fn calibrated(options: &[&str], variables: &[(&str, &str)]) -> (Output, Option<Value>) {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("gpu.json");
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../cuda/all.cu");
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../cuda/all_modules.cu");
     let kernels = stand_in_cuda::kernels(&source).unwrap();
     let usual = [
         WHOLE,

@@ -111,7 +111,11 @@ fn shift(sums: &mut Communicator, values: &[f32]) -> Result<Vec<f32>> {
 /// nobody has some expert; [`Error::NotMultiple`] for sizes that do not go with fewer ranks;
 /// [`Error::WorldsDiffer`]; those of the rebuild.
 pub fn recover(trainer: &mut Trainer<Parallel>, mut error: Error) -> Result<()> {
-    while trainer.ranks.backup.is_some() && is_loss(&error) {
+    // Each try but the last loses a rank at least, or what fails is no loss.
+    for _ in 0..trainer.ranks.groups.world.size() {
+        if trainer.ranks.backup.is_none() || !is_loss(&error) {
+            break;
+        }
         // After an error the trainer still has its failed world, and the survivors meet again.
         match regroup(trainer) {
             Ok(true) => return Ok(()),

@@ -105,6 +105,17 @@ impl Fault {
         }
     }
 
+    /// Whether all ranks must go on, with the right bits: the kernel hides such faults from a right
+    /// program, at the cost of time.
+    pub const fn is_survived(self) -> bool {
+        matches!(self, Fault::Eintr | Fault::Loss | Fault::Delay | Fault::Duplicate)
+    }
+
+    /// Whether the others must lose a rank that is in their world.
+    pub const fn is_fatal(self) -> bool {
+        matches!(self, Fault::Sigkill | Fault::Sigstop | Fault::Partition)
+    }
+
     /// Whether it strikes the wire, not a rank.
     pub const fn is_of_wire(self) -> bool {
         matches!(self, Fault::Loss | Fault::Delay | Fault::Duplicate | Fault::Partition)

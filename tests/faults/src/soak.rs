@@ -19,7 +19,7 @@ use rustix::process::Pid;
 use serde::Serialize;
 
 use crate::cell::{self, Fault, Lane, Phase};
-use crate::error::{About, Result};
+use crate::error::{About, Error, Result};
 use crate::inject::{self, Machine};
 use crate::job::Job;
 use crate::trial::{Strike, Trial};
@@ -126,7 +126,7 @@ impl Soak {
         };
         let (began, mut said) = (Instant::now(), Instant::now());
         let (mut first, mut last) = (Vec::new(), Vec::new());
-        while began.elapsed().as_secs_f64() < self.minutes * 60.0 || first.is_empty() {
+        while began.elapsed().as_secs_f64() < self.minutes * 60.0 || crew.report.rounds <= WARM {
             if let Err(wrong) = crew.round()? {
                 crew.report.wrong = Some(wrong);
                 break;
@@ -134,6 +134,9 @@ impl Soak {
             last = crew.usage()?;
             if crew.report.rounds == WARM {
                 first.clone_from(&last);
+            }
+            if first.iter().zip(&last).any(|(first, last)| last.grew(first)) {
+                break;
             }
             if said.elapsed() > EVERY || crew.report.rounds == WARM {
                 said = Instant::now();
@@ -213,7 +216,11 @@ impl Crew {
         });
         let processes: Vec<usize> = order.iter().map(|&place| self.places[place]).collect();
         let described = format!("round {}, {:?} over {}, {strike:?}", self.report.rounds, order, lane.name());
-        let seen = self.world(processes, lane, &plan, strike)?;
+        // Ranks that do not come to a phase after earlier faults are what a soak looks for.
+        let seen = match self.world(processes, lane, &plan, strike) {
+            Err(error @ Error::NotReady { .. }) => Err(error.to_string()),
+            seen => seen?,
+        };
         self.report.rounds += 1;
         Ok(seen.map_err(|wrong| format!("{described}: {wrong}")))
     }

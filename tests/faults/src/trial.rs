@@ -15,7 +15,7 @@ use crate::error::Result;
 use crate::inject::{Active, Machine};
 use crate::job::{Heard, Job, News};
 use crate::judge::Verdict;
-use crate::protocol::{ATTEMPTS, Command, Failure, Report};
+use crate::protocol::{ATTEMPTS, Command, Failure, LIVENESS, Report};
 
 /// A rank without any news for so long hangs.
 const HANG: Duration = Duration::from_secs(40);
@@ -185,7 +185,13 @@ impl<'j> Trial<'j> {
             Ok(seen) => seen,
             Err(wrong) => return Ok(Err(wrong)),
         };
-        let judged = match self.others(strike).iter().all(|rank| seen.failed.contains_key(rank)) {
+        let named = self.others(strike).iter().all(|rank| seen.failed.contains_key(rank));
+        let judged = match named {
+            true if strike.fault.is_survived() => Err("all others fail".to_owned()),
+            // A rebuild goes on without the victim: that is what it is for.
+            false if strike.fault.is_fatal() && strike.phase != Phase::Rebuild && strike.steps.is_none() => {
+                Err("no other rank fails".to_owned())
+            }
             true => self.named(strike, active, struck, &seen)?,
             false => self.survived(strike, active, &seen)?,
         };
@@ -198,9 +204,12 @@ impl<'j> Trial<'j> {
         loop {
             let failed = others.iter().filter(|rank| seen.failed.contains_key(rank)).count();
             let passed = others.iter().all(|rank| seen.passed.contains_key(rank));
+            // A victim that has passed its mark goes on, and fails with the world of the others. That
+            // report would be taken for the answer to the next command.
+            let goes_on = failed > 0 && strike.steps.is_none();
             let victim = strike.silences()
                 || others.len() == self.size()
-                || seen.passed.contains_key(&strike.victim)
+                || !goes_on && seen.passed.contains_key(&strike.victim)
                 || seen.failed.contains_key(&strike.victim)
                 || seen.ended.contains(&strike.victim);
             if victim && (failed == others.len() || passed && failed == 0) {
@@ -297,7 +306,10 @@ impl<'j> Trial<'j> {
         }
         // In rebuilds a rank reports the failure of its last attempt.
         let attempts = if strike.phase == Phase::Rebuild { ATTEMPTS } else { 1 };
-        if took > failure.bound() * attempts + SLACK {
+        // A rank that ended or stands still in a world is missed by its silence, whatever the error.
+        let in_world = !matches!(strike.phase, Phase::Bootstrap | Phase::Rebuild);
+        let bound = if strike.fault.is_fatal() && in_world { LIVENESS } else { failure.bound() };
+        if took > bound * attempts + SLACK {
             return Err(format!("rank {rank} took {:.1} s: {}", took.as_secs_f64(), failure.text));
         }
         Ok(())

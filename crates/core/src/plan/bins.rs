@@ -8,6 +8,9 @@ use super::{RowLayout, SumOrder};
 use crate::error::PlanError;
 use crate::topology::NodeMap;
 
+/// Experts of a map, at most, as of a gate.
+const MOST_EXPERTS: u32 = 1 << 20;
+
 /// Expert -> (rank, local slot). Contiguous blocks by default; may be permuted, and experts may be
 /// replicated.
 ///
@@ -41,6 +44,7 @@ impl ExpertMap {
         if ranks == 0 {
             return Err(PlanError::BadParameter { parameter: "ranks", seen: 0, expected: "at least 1" });
         }
+        Self::check_experts(experts)?;
         let (each, more) = (experts / ranks, experts % ranks);
         let mut next = 0;
         let held: Vec<Vec<u32>> = (0..ranks)
@@ -53,19 +57,22 @@ impl ExpertMap {
         Self::from_slots(experts, &held)
     }
 
+    /// Before memory is taken for each of them.
+    fn check_experts(experts: u32) -> Result<(), PlanError> {
+        if experts == 0 || experts > MOST_EXPERTS {
+            let expected = "between 1 and 2^20";
+            return Err(PlanError::BadParameter { parameter: "experts", seen: experts.into(), expected });
+        }
+        Ok(())
+    }
+
     /// From the experts that each rank holds, in the order of its local slots.
     ///
     /// # Errors
     /// [`PlanError::BadParameter`] without experts, [`PlanError::BadMap`] if an id is out of range,
     /// no rank holds an expert, or one rank holds it twice.
     pub fn from_slots(experts: u32, held: &[Vec<u32>]) -> Result<Self, PlanError> {
-        if experts == 0 || experts > i32::MAX as u32 {
-            return Err(PlanError::BadParameter {
-                parameter: "experts",
-                seen: experts.into(),
-                expected: "between 1 and 2^31 - 1",
-            });
-        }
+        Self::check_experts(experts)?;
         let mut slots_of: Vec<Vec<u32>> = vec![Vec::new(); experts as usize];
         let (mut expert_of, mut rank_of, mut rank_starts) = (Vec::new(), Vec::new(), vec![0]);
         for (rank, ids) in held.iter().enumerate() {

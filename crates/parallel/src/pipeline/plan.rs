@@ -131,8 +131,9 @@ pub enum Route {
     BothWays,
 }
 
-/// Forward passes of a plan, at most: 1,024 stages of 16,384 microbatches.
-const MOST_PASSES: u64 = 1 << 24;
+/// Forward passes of a plan, at most: 1,024 stages of 1,024 microbatches. A plan takes about 200
+/// bytes for each.
+const MOST_PASSES: u64 = 1 << 20;
 
 /// Size of a pipeline's step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

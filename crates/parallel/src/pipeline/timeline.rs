@@ -43,7 +43,7 @@ impl Costs {
         match step {
             Step::Compute(compute) => again(compute.pass).saturating_add(of(compute.pass)),
             Step::Overlap { backward, .. } => {
-                let missing = of(Pass::Backward) - of(backward.pass);
+                let missing = of(Pass::Backward).saturating_sub(of(backward.pass));
                 again(backward.pass).saturating_add(self.overlap.saturating_sub(missing))
             }
             Step::Transfer(_) => 0,
@@ -126,18 +126,30 @@ impl Timeline {
     }
 }
 
-/// A line for each stage, with columns for each unit of time. `F`, `B` and `W` are forward passes,
+/// Columns of a drawn line, at most.
+const MOST_COLUMNS: u64 = 1 << 16;
+
+/// A line for each stage, with columns for each unit of time: the largest that divides all times. `F`, `B` and `W` are forward passes,
 /// backward passes and gradients of weights, with their microbatch and, if there are more than one,
 /// their model chunk as a letter. Passes that overlap stand together.
 impl fmt::Display for Timeline {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let chunks = self.stages.iter().flatten().any(|span| span.compute.model_chunk > 0);
-        let stages: Vec<Vec<Cell>> = self.stages.iter().map(|spans| cells(spans, chunks)).collect();
+        let mut stages: Vec<Vec<Cell>> = self.stages.iter().map(|spans| cells(spans, chunks)).collect();
+        let times = stages.iter().flatten().flat_map(|cell| [cell.begin, cell.end]);
+        let common = times.fold(0, greatest_common_divisor).max(1);
+        stages.iter_mut().flatten().for_each(|cell| {
+            (cell.begin, cell.end) = (cell.begin / common, cell.end / common);
+        });
         let widths = stages.iter().flatten().map(|cell| {
             let units = (cell.end - cell.begin).max(1);
             (cell.label.len() as u64 + 1).div_ceil(units)
         });
         let unit = widths.max().unwrap_or(0);
+        let last = stages.iter().flatten().map(|cell| cell.end).max().unwrap_or(0);
+        if last.saturating_mul(unit) > MOST_COLUMNS {
+            return writeln!(f, "{} stages, {last} units of time: too long to draw", stages.len());
+        }
         let margin = stages.len().saturating_sub(1).to_string().len();
         for (stage, cells) in stages.iter().enumerate() {
             write!(f, "{stage:margin$} |")?;
@@ -154,6 +166,10 @@ impl fmt::Display for Timeline {
         }
         Ok(())
     }
+}
+
+fn greatest_common_divisor(a: u64, b: u64) -> u64 {
+    if b == 0 { a } else { greatest_common_divisor(b, a % b) }
 }
 
 /// Passes that overlap, or one.

@@ -103,7 +103,11 @@ impl VocabularyParallelCrossEntropy {
         let rows = gradient.chunks_exact_mut(columns);
         for (row, (target, of_loss)) in rows.zip(targets.into_iter().zip(of_losses)) {
             match target {
-                Target::Ignored => row.fill(0.0),
+                // Not 0 times a gradient, which may be that of a mean over no token.
+                Target::Ignored => {
+                    row.fill(0.0);
+                    continue;
+                }
                 Target::Elsewhere => {}
                 Target::Own(column) => row[column] -= 1.0,
             }
