@@ -27,6 +27,11 @@ const REFUSED: &[(&str, &[&str])] = &[
         "bench --sum-order rank --partial-dtype bf16 --dtype f16",
         &["--partial-dtype bf16 is for rows of bf16, and these are f16"],
     ),
+    (
+        "bench --partial-dtype f32",
+        &["--partial-dtype has no effect here: it is for --sum-order rank or node"],
+    ),
+    ("trace --out t.json --sum-order expert --partial-dtype bf16", &["--partial-dtype has no effect here"]),
     ("bench --hidden 7", &["a row of 7 x bf16 has 14 bytes: it must be a multiple of 16"]),
     ("bench --experts 4", &["--top-k is 8, but there are only 4 experts"]),
     ("bench --nodes 3 --ranks-per-node 1,2", &["--ranks-per-node lists 2 nodes, but --nodes is 3"]),
@@ -75,6 +80,14 @@ const REFUSED: &[(&str, &[&str])] = &[
         &["--baselines is for put-lat between the ranks of one node"],
     ),
     ("put-bench put-lat --iterations 0", &["--iterations must be at least 1"]),
+    (
+        "put-bench put-bw --sizes 2G",
+        &["--sizes <SIZE,..|FROM..TO>", "sizes are from 1 byte to 1G, not 2147483648"],
+    ),
+    (
+        "collectives --sizes 2G",
+        &["--sizes <SIZE,..|FROM..TO>", "sizes are from 1 byte to 1G, not 2147483648"],
+    ),
     ("put-bench signal --sizes 8", &["--sizes means nothing for signal"]),
     ("put-bench signal --svg x", &["--svg means nothing for signal"]),
     ("put-bench put-lat --nodes 0", &["--nodes must be at least 1"]),
@@ -89,6 +102,28 @@ const REFUSED: &[(&str, &[&str])] = &[
     ("routing --nodes 3 --ranks-per-node 3,5", &["--ranks-per-node lists 2 nodes"]),
     ("routing --random uniform", &["cannot be used with"]),
 ];
+
+/// Sizes that no machine has the memory for: the kernel would kill the process, or a rank.
+const TOO_LARGE: &[(&str, &str)] = &[
+    ("bench --tokens 4294967295", "--tokens"),
+    ("bench --tokens 4294967295 --routing uniform --mode budget --budget 1", "--tokens"),
+    ("bench --tokens 16 --align 4294967295 --experts 65536 --top-k 1", "--align"),
+    ("bench --tokens 16 --mode slots --slots 4294967295", "--slots"),
+    ("bench --tokens 4096 --hidden 4294967280", "--hidden"),
+    ("trace --out t.json --tokens 4294967295", "--tokens"),
+    ("trace --out t.json --tokens 4096 --hidden 4294967280", "--hidden"),
+    ("routing --tokens 4294967295", "--tokens"),
+    ("routing --random --tokens 4294967295", "--tokens"),
+    ("copy-engines --tokens 4294967295", "--tokens"),
+    ("copy-engines --nodes 1 --tokens 4294967295 --top-k 2", "--tokens"),
+];
+
+#[test]
+fn sizes_beyond_the_memory_of_the_machine_are_refused_before_it_is_taken() {
+    for (line, option) in TOO_LARGE {
+        assert_refused(line, &["of memory, and ", " are available: lower ", option]);
+    }
+}
 
 fn assert_refused(line: &str, words: &[&str]) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_sidelane"));

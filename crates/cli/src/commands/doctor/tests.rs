@@ -6,6 +6,7 @@ use sidelane::device::{BatchedCopies, DeviceProperties, ModuleLoading, Probe, Ve
 use sidelane::error::DeviceError;
 
 use super::*;
+use crate::command::tests::assert_page;
 
 /// A directory that is a machine, removed at the end.
 struct Machine(PathBuf);
@@ -76,6 +77,12 @@ fn an_empty_machine_is_described_and_not_a_panic() {
 }
 
 #[test]
+fn the_document_names_exactly_the_keys_of_the_json() {
+    let findings = Machine::new("document").examine();
+    assert_page("doctor-json.md", &[Diagnosis { program: Program::HERE, findings }]);
+}
+
+#[test]
 fn host_facts_are_read() {
     let findings = Machine::new("host")
         .with("proc/sys/kernel/osrelease", "6.1.0\n")
@@ -92,6 +99,19 @@ fn host_facts_are_read() {
     assert_eq!(finding(&findings, "memory").found, "1 GiB free of 2 GiB, limited to 1.5 GiB");
     assert_eq!(finding(&findings, "NUMA nodes").found, "2");
     assert_eq!(finding(&findings, "open files").level, Level::Note);
+}
+
+#[test]
+fn available_memory_is_what_is_free_up_to_the_limit_of_a_control_group() {
+    let machine = Machine::new("available").with("proc/meminfo", "MemAvailable: 1048576 kB\n");
+    let available = |machine: &Machine| available_memory(&Root::new(&machine.0));
+    assert_eq!(available(&machine), Some(1 << 30));
+    for (limit, bytes) in [("max", 1 << 30), ("2147483648", 1 << 30), ("536870912", 1 << 29)] {
+        let machine = Machine::new("available").with("sys/fs/cgroup/memory.max", limit);
+        let machine = machine.with("proc/meminfo", "MemAvailable: 1048576 kB\n");
+        assert_eq!(available(&machine), Some(bytes), "{limit}");
+    }
+    assert_eq!(available(&Machine::new("unavailable")), None);
 }
 
 #[test]

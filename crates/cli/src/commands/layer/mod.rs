@@ -30,7 +30,7 @@ use crate::command::Command;
 use crate::commands::launch::MachineArgs;
 use crate::error::{CliError, usage};
 use crate::options::{NodeArgs, at_most};
-use crate::ranks::{self, Assignment, Files, Sizes};
+use crate::ranks::{self, Assignment, Files, RankMemory, Sizes};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -82,10 +82,14 @@ impl Command for LayerArgs {
     const NAME: &'static str = "layer";
 
     fn run(self) -> Result<ExitCode, CliError> {
+        let (json, svg, trace) = (self.json.clone(), self.svg.clone(), self.trace_out.clone());
+        // First: a link as fast as the experts is found by timing them.
+        let files = Files { json, svg, trace, ..Files::default() }.claimed(&self.machines)?;
         let task = Task::resolve(&self)?;
-        let files = Files { json: self.json, svg: self.svg, trace: self.trace_out, ..Files::default() };
-        let (nodes, variables) = (task.shape.ranks_per_node.clone(), task.variables());
-        ranks::start(Self::NAME, &nodes, &self.machines, &Assignment { task, files }, variables)
+        let (nodes, variables, memory) =
+            (task.shape.ranks_per_node.clone(), task.variables(), task.shape.memory());
+        let assignment = Assignment { task, files };
+        ranks::start(Self::NAME, &nodes, &self.machines, &assignment, variables, &memory)
     }
 
     fn rank(task: &str) -> Result<ExitCode, CliError> {
@@ -181,6 +185,14 @@ impl Shape {
         let symmetric = 64 << 20;
         let heap = (8 * rows * self.row_bytes() + (64 << 20) + symmetric).next_multiple_of(2 << 20);
         Sizes { heap, symmetric }
+    }
+
+    fn memory(&self) -> RankMemory {
+        // Weights in f32.
+        let own = u64::from(self.experts.div_ceil(self.ranks()));
+        let other = 4 * own * 3 * u64::from(self.hidden) * u64::from(self.ffn);
+        let options = "--tokens, --top-k, --hidden, --ffn, --experts or the number of ranks";
+        RankMemory { heap: self.sizes().heap, other, options }
     }
 
     fn check(&self) -> Result<(), CliError> {

@@ -26,7 +26,7 @@ use crate::command::Command;
 use crate::commands::launch::{MachineArgs, places};
 use crate::error::{CliError, usage};
 use crate::options::{NodeArgs, at_least_one};
-use crate::ranks::{self, Assignment, Files};
+use crate::ranks::{self, Assignment, Files, RankMemory};
 
 /// Measured operations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
@@ -110,9 +110,9 @@ impl Command for PutBenchArgs {
 
     fn run(self) -> Result<ExitCode, CliError> {
         let task = Task::resolve(&self)?;
-        let files = Files { json: self.json, svg: self.svg, ..Files::default() };
-        let (nodes, assignment) = (task.ranks_per_node.clone(), Assignment { task, files });
-        ranks::start(Self::NAME, &nodes, &self.machines, &assignment, Vec::new())
+        let files = Files { json: self.json, svg: self.svg, ..Files::default() }.claimed(&self.machines)?;
+        let (nodes, memory) = (task.ranks_per_node.clone(), task.memory());
+        ranks::start(Self::NAME, &nodes, &self.machines, &Assignment { task, files }, Vec::new(), &memory)
     }
 
     fn rank(task: &str) -> Result<ExitCode, CliError> {
@@ -136,11 +136,11 @@ impl Test {
     }
 }
 
-/// Bytes of puts, in the order in which they are measured.
+/// Bytes of puts or tensors, in the order in which they are measured.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sizes(pub Vec<u64>);
 
-/// The largest put: windows and the bytes to put lie in memory.
+/// The largest one: windows and tensors lie in memory.
 const MOST: u64 = 1 << 30;
 
 impl FromStr for Sizes {
@@ -174,7 +174,11 @@ fn size(text: &str) -> Result<u64, String> {
     };
     let bytes =
         digits.parse::<u64>().ok().and_then(|number| number.checked_mul(1 << shift)).ok_or_else(none)?;
-    if (1..=MOST).contains(&bytes) { Ok(bytes) } else { Err(format!("a put has 1 byte to 1G, not {bytes}")) }
+    if (1..=MOST).contains(&bytes) {
+        Ok(bytes)
+    } else {
+        Err(format!("sizes are from 1 byte to 1G, not {bytes}"))
+    }
 }
 
 /// A size as it is shown: `8`, `4K`, `1M`, `1000`.
@@ -249,6 +253,12 @@ impl Task {
     pub fn sizes(&self) -> ranks::Sizes {
         let symmetric = self.most() + (4 << 20);
         ranks::Sizes { heap: (symmetric + self.most() + (4 << 20)).next_multiple_of(2 << 20), symmetric }
+    }
+
+    fn memory(&self) -> RankMemory {
+        // The bytes to put.
+        let (heap, other) = (self.sizes().heap, self.most());
+        RankMemory { heap, other, options: "--sizes or the number of ranks" }
     }
 }
 
@@ -326,7 +336,7 @@ mod tests {
             assert!(error.contains("is no size"), "{text}: {error}");
         }
         for (text, bytes) in [("0", 0), ("0..8", 0), ("2G", 2u64 << 30), ("8,0", 0)] {
-            assert_eq!(text.parse::<Sizes>(), Err(format!("a put has 1 byte to 1G, not {bytes}")));
+            assert_eq!(text.parse::<Sizes>(), Err(format!("sizes are from 1 byte to 1G, not {bytes}")));
         }
         for text in ["9..15", "64..8"] {
             assert_eq!(text.parse::<Sizes>(), Err(format!("no power of two lies in {text}")));
