@@ -98,9 +98,10 @@ fn table_of_contents_names_every_page_of_docs_once() {
     assert_eq!(named, there);
 }
 
-/// Pages of folders that have one. That of `bindings/python` is still to be wrapped.
-const READMES: [&str; 7] = [
+/// Pages of folders that have one.
+const READMES: [&str; 8] = [
     "benches/baselines",
+    "bindings/python",
     "data",
     "examples/moe-lm",
     "tests/faults",
