@@ -1,4 +1,4 @@
-//! Rules that the pages keep: links lead somewhere, the README is short, cells of its comparison have
+//! Rules that the pages keep: links lead somewhere, the README is short and its comparison has
 //! sources, the book has all pages, prose is 100 columns wide, and every variable has a row in the
 //! table of the environment.
 
