@@ -141,7 +141,7 @@ impl Secret {
     }
 }
 
-/// Bits of a text, by a kind estimate; none if it repeats a few characters.
+/// The most bits that a text may have; none if it repeats a few characters.
 fn strength(text: &str) -> u32 {
     let distinct: BTreeSet<char> = text.chars().collect();
     if distinct.len() < LEAST_CHARACTERS {

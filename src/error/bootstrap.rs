@@ -109,7 +109,7 @@ pub enum BootstrapError {
     },
     /// A secret that can be guessed.
     #[error(
-        "{name} has {bits} bits by a kind estimate, and {least} are needed: set it to what `openssl rand -hex 32` prints"
+        "{name} has at most {bits} bits, and {least} are needed: set it to what `openssl rand -hex 32` prints"
     )]
     WeakSecret {
         /// The variable.

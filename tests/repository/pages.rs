@@ -1,5 +1,6 @@
-//! Rules that the pages keep: links lead somewhere, the book has all pages, prose is 100 columns
-//! wide, and every variable has a row in the table of the environment.
+//! Rules that the pages keep: links lead somewhere, the README is short and its comparison has
+//! sources, the book has all pages, prose is 100 columns wide, and every variable has a row in the
+//! table of the environment.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -65,6 +66,24 @@ fn every_relative_link_of_a_page_leads_somewhere() {
     assert!(seen > 50, "the pages were read: {seen}");
 }
 
+#[test]
+fn readme_is_at_most_200_lines_and_each_cell_of_the_comparison_has_a_row() {
+    let readme = fs::read_to_string(root().join("README.md")).unwrap();
+    let lines = readme.lines().count();
+    assert!(lines <= 200, "README.md has {lines} lines");
+    let sources = fs::read_to_string(root().join("docs/comparison.md")).unwrap();
+    let mut notes = 0;
+    for cell in readme.split("<sup>[").skip(1) {
+        let (note, rest) = cell.split_once("](docs/comparison.md#").unwrap();
+        let wanted = rest.split(')').next().unwrap();
+        let mut sections = sources.split("\n## ");
+        let section = sections.find(|section| anchor(section.lines().next().unwrap()) == wanted).unwrap();
+        assert!(section.contains(&format!("\n| {note} | ")), "no row of note {note} in {wanted}");
+        notes += 1;
+    }
+    assert_eq!(notes, 36, "six rows of six cells were read");
+}
+
 /// mdBook shows the pages that its table of contents names, and no others.
 #[test]
 fn table_of_contents_names_every_page_of_docs_once() {
@@ -79,9 +98,10 @@ fn table_of_contents_names_every_page_of_docs_once() {
     assert_eq!(named, there);
 }
 
-/// Pages of folders that have one. That of `bindings/python` is still to be wrapped.
-const READMES: [&str; 7] = [
+/// Pages of folders that have one.
+const READMES: [&str; 8] = [
     "benches/baselines",
+    "bindings/python",
     "data",
     "examples/moe-lm",
     "tests/faults",
