@@ -90,6 +90,29 @@ const REFUSED: &[(&str, &[&str])] = &[
     ("routing --random uniform", &["cannot be used with"]),
 ];
 
+/// Sizes that no machine has the memory for: the kernel would kill the process, or a rank.
+const TOO_LARGE: &[(&str, &str)] = &[
+    ("bench --tokens 4294967295", "--tokens"),
+    ("bench --tokens 4294967295 --routing uniform --mode budget --budget 1", "--tokens"),
+    ("bench --tokens 16 --align 4294967295 --experts 65536 --top-k 1", "--align"),
+    ("bench --tokens 16 --mode slots --slots 4294967295", "--slots"),
+    ("bench --tokens 4096 --hidden 4294967280", "--hidden"),
+    ("trace --out t.json --tokens 4294967295", "--tokens"),
+    ("trace --out t.json --tokens 4096 --hidden 4294967280", "--hidden"),
+    ("layer --tokens 1048576 --ranks-per-node 64 --experts 128", "--tokens"),
+    ("routing --tokens 4294967295", "--tokens"),
+    ("routing --random --tokens 4294967295", "--tokens"),
+    ("copy-engines --tokens 4294967295", "--tokens"),
+    ("copy-engines --nodes 1 --tokens 4294967295 --top-k 2", "--tokens"),
+];
+
+#[test]
+fn sizes_beyond_the_memory_of_the_machine_are_refused_before_it_is_taken() {
+    for (line, option) in TOO_LARGE {
+        assert_refused(line, &["of memory, and ", " are available: lower ", option]);
+    }
+}
+
 fn assert_refused(line: &str, words: &[&str]) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_sidelane"));
     let ended = command.args(line.split_whitespace()).current_dir(std::env::temp_dir()).output().unwrap();

@@ -4,6 +4,7 @@
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
 
+use crate::commands::doctor::{self, Root};
 use crate::commands::launch::node_sizes;
 use crate::error::{CliError, usage};
 use crate::routing_source::{self, Decided, Routed, Share, Source};
@@ -81,11 +82,12 @@ pub struct RoutedArgs<const NODES: u32, const RANKS: u32, const TOKENS: u32> {
 }
 
 impl<const NODES: u32, const RANKS: u32, const TOKENS: u32> RoutedArgs<NODES, RANKS, TOKENS> {
-    /// The decisions of all ranks, by this source unless one is given.
-    pub fn decide(&self, unless_given: Option<Source>) -> Result<Decided, CliError> {
+    /// The decisions of all ranks, by this source unless one is given, for a command that takes so
+    /// many bytes for each choice.
+    pub fn decide(&self, unless_given: Option<Source>, choice_bytes: u64) -> Result<Decided, CliError> {
         let asked = self.routing.clone().or(unless_given);
         let (routed, share) = self.router.resolve(&asked)?;
-        Decided::new(self.nodes.sizes()?, routed, share)
+        Decided::new(self.nodes.sizes()?, routed, share, choice_bytes)
     }
 }
 
@@ -98,6 +100,19 @@ pub fn at_least_one(options: &[(&str, u32)]) -> Result<(), CliError> {
 pub fn at_most<T: Into<u64> + Copy>(options: &[(&str, T, u32)]) -> Result<(), CliError> {
     let beyond = options.iter().find(|(_, value, most)| !(1..=u64::from(*most)).contains(&(*value).into()));
     beyond.map_or(Ok(()), |(option, _, most)| Err(usage!("{option} must be between 1 and {most}")))
+}
+
+/// Refuses to take more bytes than this machine has left: the kernel would kill the process without
+/// a message. `options` are those that lower the need.
+pub fn fits_in_memory(what: &str, needed: u64, options: &str) -> Result<(), CliError> {
+    fits(what, needed, doctor::available_memory(&Root::new("/")), options)
+}
+
+/// The same, of so many bytes that are left; `None` where nobody knows.
+fn fits(what: &str, needed: u64, available: Option<u64>, options: &str) -> Result<(), CliError> {
+    let Some(available) = available.filter(|&available| needed > available) else { return Ok(()) };
+    let (needed, available) = (doctor::bytes(needed), doctor::bytes(available));
+    Err(usage!("{what} need {needed} of memory, and {available} are available: lower {options}"))
 }
 
 /// A number above 0 and up to this one.
@@ -121,4 +136,20 @@ where
 {
     PossibleValuesParser::new(all.map(name))
         .map(move |seen| all.into_iter().find(|&one| name(one) == seen).expect("one of the names above"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_need_beyond_what_is_available_is_stated_with_both_and_what_lowers_it() {
+        let seen = |needed, available| {
+            fits("the choices of 8 ranks", needed, available, "--tokens").map_err(|error| error.to_string())
+        };
+        let refused = "the choices of 8 ranks need 3 GiB of memory, and 2 GiB are available: lower --tokens";
+        assert_eq!(seen(3 << 30, Some(2 << 30)), Err(refused.to_owned()));
+        assert_eq!(seen(2 << 30, Some(2 << 30)), Ok(()));
+        assert_eq!(seen(u64::MAX, None), Ok(()), "nobody knows how much there is");
+    }
 }

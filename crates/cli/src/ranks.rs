@@ -16,6 +16,7 @@ use clap::Args;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
+use sidelane::config::Config;
 use sidelane::device::Driver;
 use sidelane::error::{BootstrapError, DeviceError};
 use sidelane::{Error, Group, Options, World};
@@ -23,6 +24,7 @@ use sidelane::{Error, Group, Options, World};
 use crate::command;
 use crate::commands::launch::{Bind, Job, MachineArgs};
 use crate::error::{CliError, usage};
+use crate::options;
 
 /// One of the processes that a command has started.
 #[derive(Args)]
@@ -51,19 +53,48 @@ pub struct Files {
     pub baselines: Option<PathBuf>,
 }
 
+impl Files {
+    /// Finds out whether rank 0 can write them, before there are results to lose.
+    pub fn claimed(self, machines: &MachineArgs) -> Result<Self, CliError> {
+        if machines.node_rank.unwrap_or(0) == 0 {
+            command::claim([&self.json, &self.svg, &self.trace].into_iter().flatten())?;
+        }
+        Ok(self)
+    }
+}
+
+/// Memory that each rank takes, and the options that lower it.
+pub struct RankMemory {
+    /// Its heap, at least: the environment may ask for more.
+    pub heap: u64,
+    /// The rest, at least.
+    pub other: u64,
+    pub options: &'static str,
+}
+
+impl RankMemory {
+    /// Refuses more of these ranks than fit in the memory of this machine.
+    pub fn fits(&self, ranks_per_node: &[u32], machines: &MachineArgs) -> Result<(), CliError> {
+        let part = machines.part(ranks_per_node)?;
+        let ranks = part.map_or(ranks_per_node.iter().sum(), |part| ranks_per_node[part.node as usize]);
+        // A variable that cannot be read is for the ranks to report.
+        let heap = Config::from_env().map_or(0, |config| config.heap).max(self.heap);
+        let needed = heap.saturating_add(self.other).saturating_mul(ranks.into());
+        options::fits_in_memory(&format!("the {ranks} ranks of this machine"), needed, self.options)
+    }
+}
+
 /// Runs this program once per rank of this machine, with more variables in its environment, until
-/// the last one has ended. Before that it finds out whether rank 0 can write its files.
+/// the last one has ended.
 pub fn start(
     command: &str,
     ranks_per_node: &[u32],
     machines: &MachineArgs,
     assignment: &Assignment<impl Serialize>,
     variables: Vec<(String, OsString)>,
+    memory: &RankMemory,
 ) -> Result<ExitCode, CliError> {
-    if machines.node_rank.unwrap_or(0) == 0 {
-        let Files { json, svg, trace, .. } = &assignment.files;
-        command::claim([json, svg, trace].into_iter().flatten())?;
-    }
+    memory.fits(ranks_per_node, machines)?;
     let env = [machines.variables(), variables].concat();
     let job = job(command, ranks_per_node, assignment, env)?;
     let job = Job { part: machines.part(ranks_per_node)?, bind: machines.bind, ..job };

@@ -4,7 +4,7 @@ mod bench;
 mod collectives;
 mod conformance;
 mod copy_engines;
-mod doctor;
+pub mod doctor;
 mod gpu_check;
 pub mod launch;
 mod layer;

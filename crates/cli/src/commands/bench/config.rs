@@ -14,11 +14,11 @@ use sidelane::error::PlanError;
 use sidelane::plan::{ExpertMap, Overflow, ReceiveMode, RowLayout, Strategy, SumOrder};
 use sidelane::topology::{NodeMap, Route};
 use sidelane_testkit::settings::Settings;
-use sidelane_verify::reference::{Case, Real, Reference, Tokens};
+use sidelane_verify::reference::{Case, Real, Reference, Row, Tokens};
 
 use crate::commands::launch::{MachineArgs, node_labels, shape_words};
 use crate::error::{CliError, usage};
-use crate::options::{NodeArgs, RouterArgs, at_least_one, one_of, word};
+use crate::options::{NodeArgs, RouterArgs, at_least_one, fits_in_memory, one_of, word};
 use crate::routing_source::{Router, Share, Source};
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -57,12 +57,33 @@ impl Config {
             seed: share.seed,
         };
         config.check(rounds)?;
+        config.fits_in_memory()?;
         let rounds = rounds.unwrap_or_else(|| config.rounds_in_budget());
         let receive = ReceiveConfig::resolve(args, &config, &routed.router)?;
         if config.shape.strategy == Strategy::AllGather && receive.mode().slots().is_some() {
             return Err(usage!("--mode slots is for --strategy all-to-all"));
         }
-        Ok(Config { rounds, receive, ..config })
+        let config = Config { rounds, receive, ..config };
+        config.fits_in_memory()?;
+        Ok(config)
+    }
+
+    /// Refuses a routing whose choices, as all ranks together see them, do not fit in memory.
+    fn fits_in_memory(&self) -> Result<(), CliError> {
+        let what = format!("the choices of {} ranks", self.ranks());
+        fits_in_memory(&what, self.reference_bytes(), SIZE_OPTIONS)
+    }
+
+    /// Bytes of a [`Reference`], at least: choices and, of all ranks, unused slots and padded rows.
+    pub fn reference_bytes(&self) -> u64 {
+        const CHOICE: u64 = 128;
+        const ROW: u64 = size_of::<Option<Row>>() as u64;
+        let (ranks, experts) = (u64::from(self.ranks()), u64::from(self.experts));
+        let bins = if self.shape.layout == RowLayout::ExpertMajor { experts } else { ranks };
+        let slots = self.receive.mode().slots().map_or(0, |slots| ranks.saturating_mul(slots.into()));
+        let rows = bins.saturating_mul(slots.saturating_add(self.shape.align.into()));
+        let choices = ranks.saturating_mul(u64::from(self.tokens) * u64::from(self.top_k));
+        choices.saturating_mul(CHOICE).saturating_add(rows.saturating_mul(ROW))
     }
 
     fn check(&self, rounds: Option<u32>) -> Result<(), CliError> {
@@ -207,6 +228,10 @@ impl Config {
         rounds / digit * digit
     }
 }
+
+/// Options that change the memory of a measurement.
+pub const SIZE_OPTIONS: &str =
+    "--tokens, --top-k, --hidden, --experts, --align, --slots or the number of ranks";
 
 /// What dispatches and combines are made of.
 #[derive(Args)]

@@ -29,8 +29,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::baselines::Folder;
 use crate::command::Command;
+use crate::commands::launch::MachineArgs;
 use crate::error::CliError;
-use crate::ranks::{self, Assignment, Files, Sizes};
+use crate::ranks::{self, Assignment, Files, RankMemory, Sizes};
 
 pub use config::{ConditionArgs, Config, RowType};
 pub use layer::{CALLS, EVENTS, Layer, Verdict, record, share, write_trace};
@@ -82,18 +83,29 @@ impl Command for BenchArgs {
         if self.baselines {
             config.check_baselines()?;
         }
-        let (nodes, task) = (config.ranks_per_node.clone(), Task::new(config, self.trace_out.is_some())?);
         // Ranks may be killed: the folder is held here, where Ctrl-C is waited for.
         let folder = self.baselines.then(Folder::make).transpose()?;
         let baselines = folder.as_ref().map(|folder| folder.path().to_owned());
         let files = Files { json: self.json, trace: self.trace_out, baselines, ..Files::default() };
-        let assignment = Assignment { task, files };
-        ranks::start(Self::NAME, &nodes, &self.conditions.machines, &assignment, Vec::new())
+        start(Self::NAME, config, files, &self.conditions.machines)
     }
 
     fn rank(task: &str) -> Result<ExitCode, CliError> {
         rank::main(&ranks::task(task)?)
     }
+}
+
+/// Starts the ranks of a command that makes these calls; rounds are recorded for a trace.
+pub fn start(
+    command: &str,
+    config: Config,
+    files: Files,
+    machines: &MachineArgs,
+) -> Result<ExitCode, CliError> {
+    let (files, nodes) = (files.claimed(machines)?, config.ranks_per_node.clone());
+    let task = Task::new(config, files.trace.is_some())?;
+    let memory = task.memory();
+    ranks::start(command, &nodes, machines, &Assignment { task, files }, Vec::new(), &memory)
 }
 
 /// Task of every rank.
@@ -108,8 +120,16 @@ pub struct Task {
 }
 
 impl Task {
-    pub fn new(config: Config, records: bool) -> Result<Self, CliError> {
+    fn new(config: Config, records: bool) -> Result<Self, CliError> {
         let (routing_file, sizes) = (config.routing.digest()?, rank::sizes(&config)?);
         Ok(Task { config, routing_file, sizes, records })
+    }
+
+    fn memory(&self) -> RankMemory {
+        // Each rank knows the choices and the tokens of all.
+        let tokens = u64::from(self.config.ranks()) * u64::from(self.config.tokens);
+        let other =
+            self.config.reference_bytes().saturating_add(tokens.saturating_mul(self.config.row_bytes()));
+        RankMemory { heap: self.sizes.heap, other, options: config::SIZE_OPTIONS }
     }
 }

@@ -370,15 +370,18 @@ pub fn sizes(config: &Config) -> Result<Sizes, CliError> {
     let words = u64::from(RowMetadata::Gathered.words(config.top_k));
     let (gathered, gathering) = match gathers {
         true => (
-            ranks * tokens * (row + 4 * words),
+            (ranks * tokens).saturating_mul(row + 4 * words),
             ControlLayout::new(&paths, &gather_bins(config)?, ranks * tokens, 4 * words).bytes(),
         ),
         false => (0, 0),
     };
-    let pool = (5 * busiest + 3 * own + tokens + relayed * (tokens + own)) * row + gathered + (16 << 20);
+    // More than there is, where it does not fit in a word: the launcher refuses it.
+    let rows = 5 * busiest + 3 * own + tokens + relayed * (tokens + own);
+    let pool = rows.saturating_mul(row).saturating_add(gathered).saturating_add(16 << 20);
     let bins = Bins::of_layout(config.shape.layout, &case.map, config.shape.sum_order, &nodes);
     let symmetric = ControlLayout::new(&paths, &bins, own, note_bytes).bytes() + gathering + (4 << 20);
-    Ok(Sizes { heap: (pool + symmetric).next_multiple_of(2 << 20), symmetric })
+    let heap = pool.saturating_add(symmetric).checked_next_multiple_of(2 << 20).unwrap_or(u64::MAX);
+    Ok(Sizes { heap, symmetric })
 }
 
 /// The bins of an all-gather: a rank is one.

@@ -26,7 +26,7 @@ use crate::commands::put_bench::{Bytes, Sizes};
 use crate::error::{CliError, usage};
 use crate::machines::{Hosts, Machines};
 use crate::options::{NodeArgs, at_least_one};
-use crate::ranks::{self, Assignment, Files};
+use crate::ranks::{self, Assignment, Files, RankMemory};
 use crate::stats::{Laps, Summary, summary};
 use crate::table::{self, time};
 
@@ -76,9 +76,9 @@ impl Command for CollectivesArgs {
         // Ranks may be killed: the folder is held here, where Ctrl-C is waited for.
         let folder = self.baselines.then(Folder::make).transpose()?;
         let baselines = folder.as_ref().map(|folder| folder.path().to_owned());
-        let files = Files { json: self.json, baselines, ..Files::default() };
-        let (nodes, assignment) = (task.ranks_per_node.clone(), Assignment { task, files });
-        ranks::start(Self::NAME, &nodes, &self.machines, &assignment, Vec::new())
+        let files = Files { json: self.json, baselines, ..Files::default() }.claimed(&self.machines)?;
+        let (nodes, memory) = (task.ranks_per_node.clone(), task.memory());
+        ranks::start(Self::NAME, &nodes, &self.machines, &Assignment { task, files }, Vec::new(), &memory)
     }
 
     fn rank(task: &str) -> Result<ExitCode, CliError> {
@@ -136,6 +136,12 @@ impl Task {
         let most = self.runs.iter().map(|run| run.bytes).max().unwrap_or(0);
         let symmetric = ((32 << 20) + 2 * most).next_multiple_of(2 << 20);
         ranks::Sizes { heap: (symmetric + 3 * most + (16 << 20)).next_multiple_of(2 << 20), symmetric }
+    }
+
+    fn memory(&self) -> RankMemory {
+        // The larger tensor.
+        let other = self.runs.iter().map(|run| run.bytes).max().unwrap_or(0);
+        RankMemory { heap: self.sizes().heap, other, options: "--sizes or the number of ranks" }
     }
 }
 

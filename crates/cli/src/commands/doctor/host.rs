@@ -42,12 +42,8 @@ pub fn memory(root: &Root) -> Finding {
     let (Some(total), Some(available)) = (meminfo(root, "MemTotal"), meminfo(root, "MemAvailable")) else {
         return seen("unknown").means("/proc/meminfo is not readable.").note("Mount /proc.");
     };
-    let limit = ["/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"]
-        .iter()
-        .find_map(|path| root.read(path)?.parse::<u64>().ok())
-        .filter(|&limit| limit < total);
     let found = format!("{} free of {}", bytes(available), bytes(total));
-    match limit {
+    match memory_limit(root).filter(|&limit| limit < total) {
         Some(limit) => seen(format!("{found}, limited to {}", bytes(limit)))
             .means("A control group limits this process; shared segments count against it.")
             .note("Size the heaps of all ranks of this machine below the limit, or raise it."),
@@ -63,6 +59,20 @@ pub fn numa(root: &Root) -> Finding {
             .means("Pages lie where they are touched first; rows that cross nodes are slower.")
             .note("Bind each rank to one node, for example with numactl --cpunodebind=N --membind=N."),
     }
+}
+
+/// Bytes that a control group lets this process and its children have, if it sets a limit.
+fn memory_limit(root: &Root) -> Option<u64> {
+    ["/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"]
+        .iter()
+        .find_map(|path| root.read(path)?.parse().ok())
+}
+
+/// Bytes that new processes can take before the kernel kills one, if /proc is readable. The use of
+/// a control group is not subtracted: it counts cached files, which the kernel drops first.
+pub fn available_memory(root: &Root) -> Option<u64> {
+    let free = meminfo(root, "MemAvailable")?;
+    Some(memory_limit(root).map_or(free, |limit| free.min(limit)))
 }
 
 /// A value of /proc/meminfo, in bytes, or a plain count for lines without a unit.

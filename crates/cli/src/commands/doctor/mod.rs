@@ -25,6 +25,7 @@ use crate::options::word;
 use crate::table;
 
 pub use cuda::of_probe as cuda_findings;
+pub use host::available_memory;
 
 const EXAMPLES: &str = "\
 Examples:

@@ -95,6 +95,19 @@ fn host_facts_are_read() {
 }
 
 #[test]
+fn available_memory_is_what_is_free_up_to_the_limit_of_a_control_group() {
+    let machine = Machine::new("available").with("proc/meminfo", "MemAvailable: 1048576 kB\n");
+    let available = |machine: &Machine| available_memory(&Root::new(&machine.0));
+    assert_eq!(available(&machine), Some(1 << 30));
+    for (limit, bytes) in [("max", 1 << 30), ("2147483648", 1 << 30), ("536870912", 1 << 29)] {
+        let machine = Machine::new("available").with("sys/fs/cgroup/memory.max", limit);
+        let machine = machine.with("proc/meminfo", "MemAvailable: 1048576 kB\n");
+        assert_eq!(available(&machine), Some(bytes), "{limit}");
+    }
+    assert_eq!(available(&Machine::new("unavailable")), None);
+}
+
+#[test]
 fn huge_pages_count_when_granted_and_the_setting_says_what_to_do() {
     for (setting, granted, level, advice) in [
         ("always within_size advise [never] deny force", Some(false), Level::Note, "shmem_enabled"),

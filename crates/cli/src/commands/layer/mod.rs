@@ -30,7 +30,7 @@ use crate::command::Command;
 use crate::commands::launch::MachineArgs;
 use crate::error::{CliError, usage};
 use crate::options::{NodeArgs, at_most};
-use crate::ranks::{self, Assignment, Files, Sizes};
+use crate::ranks::{self, Assignment, Files, RankMemory, Sizes};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -84,8 +84,11 @@ impl Command for LayerArgs {
     fn run(self) -> Result<ExitCode, CliError> {
         let task = Task::resolve(&self)?;
         let files = Files { json: self.json, svg: self.svg, trace: self.trace_out, ..Files::default() };
-        let (nodes, variables) = (task.shape.ranks_per_node.clone(), task.variables());
-        ranks::start(Self::NAME, &nodes, &self.machines, &Assignment { task, files }, variables)
+        let files = files.claimed(&self.machines)?;
+        let (nodes, variables, memory) =
+            (task.shape.ranks_per_node.clone(), task.variables(), task.shape.memory());
+        let assignment = Assignment { task, files };
+        ranks::start(Self::NAME, &nodes, &self.machines, &assignment, variables, &memory)
     }
 
     fn rank(task: &str) -> Result<ExitCode, CliError> {
@@ -183,6 +186,14 @@ impl Shape {
         Sizes { heap, symmetric }
     }
 
+    fn memory(&self) -> RankMemory {
+        // Weights in f32.
+        let own = u64::from(self.experts.div_ceil(self.ranks()));
+        let other = 4 * own * 3 * u64::from(self.hidden) * u64::from(self.ffn);
+        let options = "--tokens, --top-k, --hidden, --ffn, --experts or the number of ranks";
+        RankMemory { heap: self.sizes().heap, other, options }
+    }
+
     fn check(&self) -> Result<(), CliError> {
         let sizes = [
             ("--tokens", self.tokens, 1 << 20),
@@ -223,6 +234,7 @@ impl Task {
         let transfers = args.shape.transfers.or(Some(args.shape.token_chunks.min(2)));
         let shape = Shape { ranks_per_node, transfers, ..args.shape.clone() };
         shape.check()?;
+        shape.memory().fits(&shape.ranks_per_node, &args.machines)?;
         // Transfers between machines and within a node are not emulated.
         let wires = shape.ranks_per_node.len() > 1 && args.machines.node_rank.is_none();
         let emulated_link = match args.link {

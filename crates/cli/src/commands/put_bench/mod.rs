@@ -26,7 +26,7 @@ use crate::command::Command;
 use crate::commands::launch::{MachineArgs, places};
 use crate::error::{CliError, usage};
 use crate::options::{NodeArgs, at_least_one};
-use crate::ranks::{self, Assignment, Files};
+use crate::ranks::{self, Assignment, Files, RankMemory};
 
 /// Measured operations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
@@ -110,9 +110,9 @@ impl Command for PutBenchArgs {
 
     fn run(self) -> Result<ExitCode, CliError> {
         let task = Task::resolve(&self)?;
-        let files = Files { json: self.json, svg: self.svg, ..Files::default() };
-        let (nodes, assignment) = (task.ranks_per_node.clone(), Assignment { task, files });
-        ranks::start(Self::NAME, &nodes, &self.machines, &assignment, Vec::new())
+        let files = Files { json: self.json, svg: self.svg, ..Files::default() }.claimed(&self.machines)?;
+        let (nodes, memory) = (task.ranks_per_node.clone(), task.memory());
+        ranks::start(Self::NAME, &nodes, &self.machines, &Assignment { task, files }, Vec::new(), &memory)
     }
 
     fn rank(task: &str) -> Result<ExitCode, CliError> {
@@ -249,6 +249,12 @@ impl Task {
     pub fn sizes(&self) -> ranks::Sizes {
         let symmetric = self.most() + (4 << 20);
         ranks::Sizes { heap: (symmetric + self.most() + (4 << 20)).next_multiple_of(2 << 20), symmetric }
+    }
+
+    fn memory(&self) -> RankMemory {
+        // The bytes to put.
+        let (heap, other) = (self.sizes().heap, self.most());
+        RankMemory { heap, other, options: "--sizes or the number of ranks" }
     }
 }
 

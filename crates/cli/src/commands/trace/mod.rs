@@ -23,7 +23,7 @@ use sidelane_testkit::with_element;
 use sidelane_verify::reference::Real;
 
 use crate::command::{self, Command};
-use crate::commands::bench::{CALLS, ConditionArgs, Config, Layer, Task, Verdict, record, write_trace};
+use crate::commands::bench::{self, CALLS, ConditionArgs, Config, Layer, Task, Verdict, record, write_trace};
 use crate::error::CliError;
 use crate::machines::{self, Machines};
 use crate::ranks::{self, Assignment, Files};
@@ -61,10 +61,8 @@ impl Command for TraceArgs {
     fn run(self) -> Result<ExitCode, CliError> {
         // One round is recorded.
         let config = Config::resolve(&self.conditions, false, Some(1))?;
-        let (nodes, task) = (config.ranks_per_node.clone(), Task::new(config, true)?);
         let files = Files { json: self.json, svg: self.svg, trace: Some(self.out), ..Files::default() };
-        let assignment = Assignment { task, files };
-        ranks::start(Self::NAME, &nodes, &self.conditions.machines, &assignment, Vec::new())
+        bench::start(Self::NAME, config, files, &self.conditions.machines)
     }
 
     fn rank(task: &str) -> Result<ExitCode, CliError> {
