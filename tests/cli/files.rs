@@ -33,6 +33,17 @@ fn a_file_that_cannot_be_written_is_named_before_anything_is_measured() {
     }
 }
 
+/// A line that is refused as soon as the layer is resolved, which is before experts are timed.
+#[test]
+fn files_of_a_layer_are_claimed_before_it_is_resolved() {
+    for option in ["--json", "--trace-out", "--svg"] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_sidelane"));
+        let ended = command.args(["layer", "--experts", "3", option, "/nowhere/file"]).output().unwrap();
+        let said = String::from_utf8_lossy(&ended.stderr);
+        assert!(ended.status.code() == Some(1) && said.contains("cannot write"), "{option}: {said}");
+    }
+}
+
 #[test]
 fn asking_whether_a_file_can_be_written_leaves_none_behind() {
     let file = std::env::temp_dir().join(format!("sidelane-files-{}.json", std::process::id()));

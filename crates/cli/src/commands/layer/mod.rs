@@ -82,9 +82,10 @@ impl Command for LayerArgs {
     const NAME: &'static str = "layer";
 
     fn run(self) -> Result<ExitCode, CliError> {
+        let (json, svg, trace) = (self.json.clone(), self.svg.clone(), self.trace_out.clone());
+        // First: a link as fast as the experts is found by timing them.
+        let files = Files { json, svg, trace, ..Files::default() }.claimed(&self.machines)?;
         let task = Task::resolve(&self)?;
-        let files = Files { json: self.json, svg: self.svg, trace: self.trace_out, ..Files::default() };
-        let files = files.claimed(&self.machines)?;
         let (nodes, variables, memory) =
             (task.shape.ranks_per_node.clone(), task.variables(), task.shape.memory());
         let assignment = Assignment { task, files };
