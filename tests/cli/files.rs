@@ -45,6 +45,29 @@ fn files_of_a_layer_are_claimed_before_it_is_resolved() {
 }
 
 #[test]
+fn one_path_for_two_files_is_refused() {
+    let name = format!("sidelane-twice-{}", std::process::id());
+    for line in [
+        "routing --json FILE --svg FILE",
+        "routing --json FILE --svg ./FILE",
+        "simulate --json FILE --svg FILE",
+        "bench --json FILE --trace-out FILE",
+        "layer --json FILE --svg FILE",
+        "trace --out FILE --svg FILE",
+        "put-bench put-lat --json FILE --svg FILE",
+    ] {
+        let line = line.replace("FILE", &name);
+        let mut command = Command::new(env!("CARGO_BIN_EXE_sidelane"));
+        let command = command.args(line.split_whitespace()).current_dir(std::env::temp_dir());
+        let ended = command.output().unwrap();
+        let said = String::from_utf8_lossy(&ended.stderr);
+        assert_eq!(ended.status.code(), Some(2), "{line}: {said}");
+        assert!(said.contains(&name) && said.contains("is given for two files"), "{line}: {said}");
+        assert!(!std::env::temp_dir().join(&name).exists(), "{line}");
+    }
+}
+
+#[test]
 fn asking_whether_a_file_can_be_written_leaves_none_behind() {
     let file = std::env::temp_dir().join(format!("sidelane-files-{}.json", std::process::id()));
     let mut command = Command::new(env!("CARGO_BIN_EXE_sidelane"));

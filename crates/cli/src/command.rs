@@ -7,6 +7,7 @@
 //!   arguments --> task --> files are claimed --> (ranks::start) ---+--> Report --> text, --json, exit status
 //! ```
 
+use std::collections::BTreeSet;
 use std::io::{self, IsTerminal, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -98,9 +99,17 @@ pub fn complain(text: &str) {
     let _ = io::stderr().lock().write_all(format!("{text}\n").as_bytes());
 }
 
-/// Checks that files can be written, before there are results to lose. New files are removed again.
+/// Checks that files can be written and that no two are the same, before there are results to lose.
+/// New files are removed again.
 pub fn claim<'p>(paths: impl IntoIterator<Item = &'p PathBuf>) -> Result<(), CliError> {
+    let mut claimed = BTreeSet::new();
     for path in paths {
+        let file = std::path::absolute(path).map_err(|source| failed!("cannot write {path:?}: {source}"))?;
+        if !claimed.insert(file) {
+            return Err(usage!(
+                "{path:?} is given for two files: the second would be written over the first"
+            ));
+        }
         let there = path.exists();
         let opened = std::fs::OpenOptions::new().append(true).create(true).open(path);
         opened.map_err(|source| failed!("cannot write {path:?}: {source}"))?;
@@ -126,7 +135,6 @@ pub fn progress(rank: u32, work: u64) -> ProgressBar {
 #[cfg(test)]
 pub mod tests {
     use super::*;
-    use std::collections::BTreeSet;
 
     use clap::{Args, Parser};
     use serde_json::Value;
