@@ -27,6 +27,11 @@ const REFUSED: &[(&str, &[&str])] = &[
         "bench --sum-order rank --partial-dtype bf16 --dtype f16",
         &["--partial-dtype bf16 is for rows of bf16, and these are f16"],
     ),
+    (
+        "bench --partial-dtype f32",
+        &["--partial-dtype has no effect here: it is for --sum-order rank or node"],
+    ),
+    ("trace --out t.json --sum-order expert --partial-dtype bf16", &["--partial-dtype has no effect here"]),
     ("bench --hidden 7", &["a row of 7 x bf16 has 14 bytes: it must be a multiple of 16"]),
     ("bench --experts 4", &["--top-k is 8, but there are only 4 experts"]),
     ("bench --nodes 3 --ranks-per-node 1,2", &["--ranks-per-node lists 2 nodes, but --nodes is 3"]),

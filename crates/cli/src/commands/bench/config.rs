@@ -49,13 +49,16 @@ impl Config {
             tokens: share.tokens,
             top_k: share.top_k,
             experts: share.experts,
-            shape: args.shape,
+            shape: Shape { partial_dtype: args.partial_dtype.unwrap_or(PartialDtype::F32), ..args.shape },
             receive: ReceiveConfig::default(),
             backward,
             routing: routed.source.clone(),
             rounds: rounds.unwrap_or(0),
             seed: share.seed,
         };
+        if args.partial_dtype.is_some() && config.partials().is_none() {
+            return Err(usage!("--partial-dtype has no effect here: it is for --sum-order rank or node"));
+        }
         config.check(rounds)?;
         config.fits_in_memory()?;
         let rounds = rounds.unwrap_or_else(|| config.rounds_in_budget());
@@ -245,6 +248,10 @@ pub struct ConditionArgs {
     #[command(flatten)]
     pub shape: Shape,
 
+    /// Type of partial sums, for --sum-order rank or node [default: f32]
+    #[arg(long, value_parser = one_of(PartialDtype::ALL, PartialDtype::name))]
+    partial_dtype: Option<PartialDtype>,
+
     /// How receive memory is sized
     #[arg(long, value_enum, default_value_t)]
     pub mode: ReceiveKind,
@@ -289,8 +296,7 @@ pub struct Shape {
     #[arg(long, default_value = "expert", value_parser = one_of(SumOrder::ALL, SumOrder::name))]
     pub sum_order: SumOrder,
 
-    /// Type of partial sums; there are none with --sum-order expert
-    #[arg(long, default_value = "f32", value_parser = one_of(PartialDtype::ALL, PartialDtype::name))]
+    #[arg(skip = PartialDtype::F32)]
     pub partial_dtype: PartialDtype,
 
     /// Order of the received rows: a row for each expert, by expert; or one row for all experts of
@@ -580,7 +586,7 @@ pub mod tests {
     #[test]
     fn partial_sums_have_a_type_where_the_order_makes_some() {
         for (words, partials) in [
-            ("--partial-dtype bf16", None),
+            ("", None),
             ("--sum-order rank", Some(PartialDtype::F32)),
             ("--sum-order node --partial-dtype bf16", Some(PartialDtype::Bf16)),
         ] {
