@@ -80,6 +80,14 @@ const REFUSED: &[(&str, &[&str])] = &[
         &["--baselines is for put-lat between the ranks of one node"],
     ),
     ("put-bench put-lat --iterations 0", &["--iterations must be at least 1"]),
+    (
+        "put-bench put-bw --sizes 2G",
+        &["--sizes <SIZE,..|FROM..TO>", "sizes are from 1 byte to 1G, not 2147483648"],
+    ),
+    (
+        "collectives --sizes 2G",
+        &["--sizes <SIZE,..|FROM..TO>", "sizes are from 1 byte to 1G, not 2147483648"],
+    ),
     ("put-bench signal --sizes 8", &["--sizes means nothing for signal"]),
     ("put-bench signal --svg x", &["--svg means nothing for signal"]),
     ("put-bench put-lat --nodes 0", &["--nodes must be at least 1"]),

@@ -136,11 +136,11 @@ impl Test {
     }
 }
 
-/// Bytes of puts, in the order in which they are measured.
+/// Bytes of puts or tensors, in the order in which they are measured.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sizes(pub Vec<u64>);
 
-/// The largest put: windows and the bytes to put lie in memory.
+/// The largest one: windows and tensors lie in memory.
 const MOST: u64 = 1 << 30;
 
 impl FromStr for Sizes {
@@ -174,7 +174,11 @@ fn size(text: &str) -> Result<u64, String> {
     };
     let bytes =
         digits.parse::<u64>().ok().and_then(|number| number.checked_mul(1 << shift)).ok_or_else(none)?;
-    if (1..=MOST).contains(&bytes) { Ok(bytes) } else { Err(format!("a put has 1 byte to 1G, not {bytes}")) }
+    if (1..=MOST).contains(&bytes) {
+        Ok(bytes)
+    } else {
+        Err(format!("sizes are from 1 byte to 1G, not {bytes}"))
+    }
 }
 
 /// A size as it is shown: `8`, `4K`, `1M`, `1000`.
@@ -332,7 +336,7 @@ mod tests {
             assert!(error.contains("is no size"), "{text}: {error}");
         }
         for (text, bytes) in [("0", 0), ("0..8", 0), ("2G", 2u64 << 30), ("8,0", 0)] {
-            assert_eq!(text.parse::<Sizes>(), Err(format!("a put has 1 byte to 1G, not {bytes}")));
+            assert_eq!(text.parse::<Sizes>(), Err(format!("sizes are from 1 byte to 1G, not {bytes}")));
         }
         for text in ["9..15", "64..8"] {
             assert_eq!(text.parse::<Sizes>(), Err(format!("no power of two lies in {text}")));
