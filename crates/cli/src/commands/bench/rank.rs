@@ -115,13 +115,15 @@ fn moved_as_planned(rank: u32, report: &sidelane::ep::Report) -> bool {
     let planned = [near, traffic.sent.remote].map(|rows| rows * traffic.row_bytes);
     let seen = [moved.intra_node_bytes, moved.inter_node_bytes];
     if seen != planned {
-        eprintln!(
+        command::complain(&format!(
             "sidelane: rank {rank} moved {seen:?} bytes on its node and to other nodes, not {planned:?}"
-        );
+        ));
     }
     let (copies, planned_copies) = (report.relayed.copies, traffic.copies);
     if copies != planned_copies {
-        eprintln!("sidelane: rank {rank} handed rows on in {copies} copies, not {planned_copies}");
+        command::complain(&format!(
+            "sidelane: rank {rank} handed rows on in {copies} copies, not {planned_copies}"
+        ));
     }
     seen == planned && copies == planned_copies
 }
@@ -178,7 +180,9 @@ fn report<E: Real>(
         return Ok(None);
     }
     if returned != came_home {
-        eprintln!("sidelane: a combine moved {returned} bytes between nodes, not {came_home}");
+        command::complain(&format!(
+            "sidelane: a combine moved {returned} bytes between nodes, not {came_home}"
+        ));
     }
     let local = layer.ep.lanes().iter().any(|used| used.lane == "shm").then(|| "shm".to_owned());
     let (net, net_reason) = machines::net(&layer.world).unzip();

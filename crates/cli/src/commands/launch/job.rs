@@ -32,6 +32,7 @@ use signal_hook::iterator::{Handle, Signals};
 
 use super::guard::Guard;
 use super::{Meeting, Part, Place, places};
+use crate::command::complain;
 use crate::error::CliError;
 
 /// Program to run, and how often.
@@ -81,7 +82,7 @@ impl Job {
             match inbox.next(deadline) {
                 Event::Child => {
                     for end in ranks.ended().into_iter().filter(|end| !end.status.success()) {
-                        eprintln!("sidelane: {end}");
+                        complain(&format!("sidelane: {end}"));
                         failed.get_or_insert(end.code());
                     }
                 }
@@ -92,15 +93,12 @@ impl Job {
                 // The grace period is over, or the user stops the job a second time.
                 Event::Stop(_) | Event::Elapsed => {
                     let killed: Vec<u32> = ranks.kill().iter().map(|place| place.rank).collect();
-                    eprintln!("sidelane: killed {}", list(&killed));
+                    complain(&format!("sidelane: killed {}", list(&killed)));
                 }
             }
             if (failed.is_some() || stopped.is_some()) && deadline.is_none() && ranks.running() > 0 {
-                eprintln!(
-                    "sidelane: ranks still running: {}, to be killed in {:?}",
-                    ranks.running(),
-                    self.grace
-                );
+                let (running, grace) = (ranks.running(), self.grace);
+                complain(&format!("sidelane: ranks still running: {running}, to be killed in {grace:?}"));
                 deadline = Some(Instant::now() + self.grace);
             }
         }
