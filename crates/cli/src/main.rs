@@ -19,9 +19,17 @@ use clap::Parser;
 
 use crate::commands::{Commands, run};
 
+const AFTER_HELP: &str = "\
+Exit status: 0 if all is right, 1 if a result is wrong or something failed, 2 for a command line that
+is refused. `launch`, and commands that start ranks, end as the rank that failed first: with its
+status, 128+n if signal n ended it, 127 if its program does not exist, 126 if it cannot be run.
+
+Example:
+  sidelane bench --tokens 64 --json bench.json && echo every row is right";
+
 /// MoE expert-parallel dispatch and combine that run concurrently with the compute.
 #[derive(Parser)]
-#[command(name = "sidelane", version, arg_required_else_help = true)]
+#[command(name = "sidelane", version, arg_required_else_help = true, after_help = AFTER_HELP)]
 struct Cli {
     #[command(subcommand)]
     command: Commands,
@@ -41,6 +49,19 @@ mod tests {
     use clap::CommandFactory;
 
     use super::*;
+
+    #[test]
+    fn exit_statuses_are_in_the_help_with_an_example_that_parses_and_on_the_page() {
+        let page = crate::command::tests::page("troubleshooting.md");
+        let (_, table) = page.split_once("## Exit status").unwrap();
+        for status in ["0", "1", "2", "126", "127", "128+n"] {
+            assert!(table.contains(&format!("| {status} |")), "{status}");
+            assert!(AFTER_HELP.split([' ', ',', '\n']).any(|word| word == status), "{status}");
+        }
+        let example = AFTER_HELP.lines().find_map(|line| line.strip_prefix("  ")).unwrap();
+        let words = example.split_whitespace().take_while(|&word| word != "&&");
+        assert!(Cli::try_parse_from(words).is_ok(), "{example}");
+    }
 
     /// Help of each command that a user sees, by name.
     fn help() -> Vec<(String, String)> {
