@@ -6,6 +6,7 @@ use sidelane::device::{BatchedCopies, DeviceProperties, ModuleLoading, Probe, Ve
 use sidelane::error::DeviceError;
 
 use super::*;
+use crate::command::tests::assert_page;
 
 /// A directory that is a machine, removed at the end.
 struct Machine(PathBuf);
@@ -73,6 +74,12 @@ fn an_empty_machine_is_described_and_not_a_panic() {
     assert_eq!(finding(&findings, "CUDA").found, "none");
     assert_eq!(finding(&findings, "NICs").level, Level::Note);
     assert!(findings.iter().all(|f| f.level == Level::Ok || f.advice.is_some()), "each problem has advice");
+}
+
+#[test]
+fn the_document_names_exactly_the_keys_of_the_json() {
+    let findings = Machine::new("document").examine();
+    assert_page("doctor-json.md", &[Diagnosis { program: Program::HERE, findings }]);
 }
 
 #[test]
