@@ -112,6 +112,7 @@ const TOO_LARGE: &[(&str, &str)] = &[
     ("bench --tokens 4096 --hidden 4294967280", "--hidden"),
     ("trace --out t.json --tokens 4294967295", "--tokens"),
     ("trace --out t.json --tokens 4096 --hidden 4294967280", "--hidden"),
+    ("layer --tokens 1048576 --ranks-per-node 64 --experts 128", "--tokens"),
     ("routing --tokens 4294967295", "--tokens"),
     ("routing --random --tokens 4294967295", "--tokens"),
     ("copy-engines --tokens 4294967295", "--tokens"),

@@ -82,11 +82,12 @@ pub struct RoutedArgs<const NODES: u32, const RANKS: u32, const TOKENS: u32> {
 }
 
 impl<const NODES: u32, const RANKS: u32, const TOKENS: u32> RoutedArgs<NODES, RANKS, TOKENS> {
-    /// The decisions of all ranks, by this source unless one is given.
-    pub fn decide(&self, unless_given: Option<Source>) -> Result<Decided, CliError> {
+    /// The decisions of all ranks, by this source unless one is given, for a command that takes so
+    /// many bytes for each choice.
+    pub fn decide(&self, unless_given: Option<Source>, choice_bytes: u64) -> Result<Decided, CliError> {
         let asked = self.routing.clone().or(unless_given);
         let (routed, share) = self.router.resolve(&asked)?;
-        Decided::new(self.nodes.sizes()?, routed, share)
+        Decided::new(self.nodes.sizes()?, routed, share, choice_bytes)
     }
 }
 

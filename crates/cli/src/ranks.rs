@@ -74,7 +74,9 @@ pub struct RankMemory {
 
 impl RankMemory {
     /// Refuses more of these ranks than fit in the memory of this machine.
-    fn fits(&self, ranks: u32) -> Result<(), CliError> {
+    pub fn fits(&self, ranks_per_node: &[u32], machines: &MachineArgs) -> Result<(), CliError> {
+        let part = machines.part(ranks_per_node)?;
+        let ranks = part.map_or(ranks_per_node.iter().sum(), |part| ranks_per_node[part.node as usize]);
         // A variable that cannot be read is for the ranks to report.
         let heap = Config::from_env().map_or(0, |config| config.heap).max(self.heap);
         let needed = heap.saturating_add(self.other).saturating_mul(ranks.into());
@@ -92,12 +94,10 @@ pub fn start(
     variables: Vec<(String, OsString)>,
     memory: &RankMemory,
 ) -> Result<ExitCode, CliError> {
-    let part = machines.part(ranks_per_node)?;
-    let here = part.as_ref().map_or(ranks_per_node.iter().sum(), |part| ranks_per_node[part.node as usize]);
-    memory.fits(here)?;
+    memory.fits(ranks_per_node, machines)?;
     let env = [machines.variables(), variables].concat();
     let job = job(command, ranks_per_node, assignment, env)?;
-    let job = Job { part, bind: machines.bind, ..job };
+    let job = Job { part: machines.part(ranks_per_node)?, bind: machines.bind, ..job };
     Ok(job.run()?.into())
 }
 

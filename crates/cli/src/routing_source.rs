@@ -129,11 +129,10 @@ pub struct Share {
 
 impl Share {
     /// Refuses decisions of so many ranks, and counts of their experts, that do not fit in memory.
-    fn fits_in_memory(&self, ranks: u32) -> Result<(), CliError> {
-        const CHOICE: u64 = 16;
+    fn fits_in_memory(&self, ranks: u32, choice_bytes: u64) -> Result<(), CliError> {
         const COUNT: u64 = 8;
         let Share { experts, top_k, tokens, .. } = *self;
-        let choices = (u64::from(tokens) * u64::from(top_k)).saturating_mul(CHOICE);
+        let choices = (u64::from(tokens) * u64::from(top_k)).saturating_mul(choice_bytes);
         let rank = choices.saturating_add(u64::from(experts) * COUNT);
         let (what, needed) = (format!("the choices of {ranks} ranks"), rank.saturating_mul(ranks.into()));
         fits_in_memory(&what, needed, "--tokens, --top-k, --experts or the number of ranks")
@@ -158,12 +157,18 @@ pub struct Conditions {
 }
 
 impl Decided {
-    /// By ranks of nodes of these sizes, with experts in equal blocks.
-    pub fn new(ranks_per_node: Vec<u32>, routed: Routed, share: Share) -> Result<Self, CliError> {
+    /// By ranks of nodes of these sizes, with experts in equal blocks. The command takes so many
+    /// bytes for each choice.
+    pub fn new(
+        ranks_per_node: Vec<u32>,
+        routed: Routed,
+        share: Share,
+        choice_bytes: u64,
+    ) -> Result<Self, CliError> {
         let Share { experts, top_k, tokens, seed } = share;
         let nodes = NodeMap::from_labels(&node_labels(&ranks_per_node));
         let ranks = nodes.ranks();
-        share.fits_in_memory(ranks)?;
+        share.fits_in_memory(ranks, choice_bytes)?;
         let routings = (0..ranks).map(|rank| routed.router.routing(share, rank)).collect::<Result<_, _>>()?;
         let map = ExpertMap::contiguous(experts, ranks)?;
         let conditions = Conditions { routing: routed.source, experts, top_k, ranks_per_node, tokens, seed };

@@ -94,7 +94,7 @@ pub struct Task {
 impl Task {
     pub fn resolve(args: &CopyEnginesArgs) -> Result<Self, CliError> {
         let &CopyEnginesArgs { hidden, dtype, copy_us, copy_gbps, .. } = args;
-        let decided = args.routed.decide(None)?;
+        let decided = args.routed.decide(None, PLANNED_BYTES)?;
         at_least_one(&[("--hidden", hidden)])?;
         let (row_bytes, home_bytes) = dtype.bytes(hidden);
         if let Some(&seen) = [row_bytes, home_bytes].iter().find(|bytes| !bytes.is_multiple_of(16)) {
@@ -115,6 +115,8 @@ impl Task {
     }
 }
 
+/// Memory of a choice that is planned.
+const PLANNED_BYTES: u64 = 72;
 const CHOICE: u64 = 8;
 const HEAD: u64 = 64;
 

@@ -68,8 +68,8 @@ fn memory_limit(root: &Root) -> Option<u64> {
         .find_map(|path| root.read(path)?.parse().ok())
 }
 
-/// Bytes that new processes can take before the kernel kills one, if /proc is readable. The use of a
-/// control group is not subtracted: it counts cached files, which the kernel drops first.
+/// Bytes that new processes can take before the kernel kills one, if /proc is readable. The use of
+/// a control group is not subtracted: it counts cached files, which the kernel drops first.
 pub fn available_memory(root: &Root) -> Option<u64> {
     let free = meminfo(root, "MemAvailable")?;
     Some(memory_limit(root).map_or(free, |limit| free.min(limit)))

@@ -235,6 +235,7 @@ impl Task {
         let transfers = args.shape.transfers.or(Some(args.shape.token_chunks.min(2)));
         let shape = Shape { ranks_per_node, transfers, ..args.shape.clone() };
         shape.check()?;
+        shape.memory().fits(&shape.ranks_per_node, &args.machines)?;
         // Transfers between machines and within a node are not emulated.
         let wires = shape.ranks_per_node.len() > 1 && args.machines.node_rank.is_none();
         let emulated_link = match args.link {

@@ -70,7 +70,9 @@ impl Command for RoutingArgs {
 
 impl RoutingArgs {
     fn decide(&self) -> Result<Decided, CliError> {
-        self.routed.decide(self.random.then_some(Source::Pattern(Pattern::Zipf(1.0))))
+        // Expert and weight of a choice, and its place in the order of a drop policy.
+        const CHOICE_BYTES: u64 = 24;
+        self.routed.decide(self.random.then_some(Source::Pattern(Pattern::Zipf(1.0))), CHOICE_BYTES)
     }
 }
 
