@@ -1838,6 +1838,7 @@ sidelane_status_t sidelane_moe_build(sidelane_group_t *group,
 
 // Copies weights into a layer, between passes: arrays of the layer's place, in the order of the
 // options; NULL leaves those that are there. Local. On a device they are copied by the stream.
+// Nothing is copied if any array is refused.
 //
 // The caller guarantees: arrays are NULL or as large as the layer's weights; on a device they stay
 // as they are until the stream has passed the call.

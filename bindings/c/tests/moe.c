@@ -178,6 +178,41 @@ static void settings(uint32_t place) {
     REFUSED(sidelane_moe_build(group, &options, NULL, &moe), SIDELANE_ERROR_CALL, "chunks");
 }
 
+// Memory of rank 1 that a pass would write to while it reads it, or would write to twice.
+static void overlaps(sidelane_moe_t *moe, const memory_t *at) {
+    sidelane_tensor_t tx = tensor(at, at->x), out = tensor(at, at->out);
+    sidelane_tape_t *tape;
+    if (at->place == SIDELANE_PLACE_HOST) {
+        memset(seen.out, 0, sizeof seen.out);
+        sidelane_moe_input_t biased = {.size = sizeof biased, .x = &tx, .bias = rank == 1 ? at->out : NULL};
+        REFUSED_ON_BOTH(sidelane_moe_forward(moe, &biased, &out, &tape), SIDELANE_ERROR_ARGUMENT, "bias and out overlap",
+                        SIDELANE_ERROR_CALL, "input of rank 1 was refused");
+        sidelane_moe_input_t masked = {.size = sizeof masked, .x = &tx, .used = rank == 1 ? (uint8_t *)at->out : NULL};
+        REFUSED_ON_BOTH(sidelane_moe_forward(moe, &masked, &out, &tape), SIDELANE_ERROR_ARGUMENT, "used and out overlap",
+                        SIDELANE_ERROR_CALL, "input of rank 1 was refused");
+    }
+    float *all[] = {at->of_out, at->of_x, at->of_router, at->of_experts, at->of_shared};
+    size_t bytes[] = {sizeof *x, sizeof *x, sizeof seen.router, sizeof seen.experts, sizeof seen.shared};
+    const char *names[] = {"of_out", "gradients of x", "gradients of the router", "gradients of experts",
+                           "gradients of the shared expert"};
+    for (int one = 0; one < 5; one++) {
+        for (int other = one + 1; other < 5; other++) {
+            float *given[5];
+            memcpy(given, all, sizeof given);
+            // In the larger of both there is room for either.
+            if (rank == 1) given[one] = given[other] = all[bytes[one] > bytes[other] ? one : other];
+            sidelane_tensor_t of_out = tensor(at, given[0]), of_x = tensor(at, given[1]);
+            sidelane_moe_gradients_t into = {.size = sizeof into, .x = &of_x, .router = given[2], .experts = given[3],
+                .shared = given[4]};
+            char words[96];
+            snprintf(words, sizeof words, "%s and %s overlap", names[one], names[other]);
+            tape = forward(moe, at);
+            REFUSED_ON_BOTH(sidelane_moe_backward(moe, tape, &of_out, &into), SIDELANE_ERROR_ARGUMENT, words,
+                            SIDELANE_ERROR_CALL, "input of rank 1 was refused");
+        }
+    }
+}
+
 // Input of rank 1 that it cannot bring.
 static void passes(sidelane_moe_t *moe, sidelane_moe_t *other, const memory_t *at) {
     sidelane_tensor_t tx = tensor(at, at->x), out = tensor(at, at->out), wide = tx, halves = tx, elsewhere = tx;
@@ -210,6 +245,7 @@ static void passes(sidelane_moe_t *moe, sidelane_moe_t *other, const memory_t *a
     sidelane_moe_input_t input = {.size = sizeof input, .x = &tx};
     REFUSED_ON_BOTH(sidelane_moe_forward(moe, &input, rank == 1 ? &tx : &out, &tape), SIDELANE_ERROR_ARGUMENT, "overlap",
                     SIDELANE_ERROR_CALL, "input of rank 1 was refused");
+    overlaps(moe, at);
     a_step_works(moe, at);
 }
 
@@ -219,6 +255,9 @@ static void weights(sidelane_moe_t *moe, const memory_t *at) {
     float *r = put(at->place, router[0], sizeof router), *e = put(at->place, experts[rank * LOCAL], sizeof seen.experts),
           *s = put(at->place, experts[EXPERTS], sizeof *experts);
     CHECK(sidelane_moe_set_weights(moe, none, none, none));
+    // What is refused changes no weight, those that could be used among them.
+    float *odd = (float *)((char *)none + 1);
+    REFUSED(sidelane_moe_set_weights(moe, r, e, odd), SIDELANE_ERROR_ARGUMENT, "shared");
     CHECK(sidelane_tape_close(forward(moe, at)));
     if (at->place == SIDELANE_PLACE_DEVICE) CUDA(cuStreamSynchronize(cuda));
     get(at->place, seen.out[0], at->out, sizeof seen.out);

@@ -164,6 +164,15 @@ impl Input {
         Err(wrong(self.what, "Shape", message))
     }
 
+    /// An error unless it is a matrix of this shape.
+    pub fn shaped(self, expected: [usize; 2]) -> PyResult<Self> {
+        if self.shape == expected {
+            return Ok(self);
+        }
+        let message = format!("its shape is {:?}, not {expected:?}", self.shape);
+        Err(wrong(self.what, "Shape", message))
+    }
+
     /// An error unless its elements are these.
     pub fn of(self, element: Element) -> PyResult<Self> {
         if self.element == element {

@@ -172,14 +172,16 @@ impl MoeLayer {
             let shared = shared.map(|shared| swiglu(shared, "shared", hidden)).transpose()?;
             let of_shared = shared.as_ref().map_or([0, 0], |(_, shape)| *shape);
             let shapes = [[hidden, gate.experts as usize], of_experts, of_shared];
-            let router = router.map(|router| values(router, "router")).transpose()?;
+            let of_router =
+                |router| values(&Input::new(router, "router")?.of(Element::F32)?.shaped(shapes[0])?);
+            let router = router.map(of_router).transpose()?;
             let map = expert_map.map(|held| map(Some(gate.experts), &held)).transpose()?;
             let balance = balance.map(balance_of).transpose()?;
             let builder = HostMoeLayer::builder(&members, gate, hidden, routed).dtype(dtype);
             let builder =
                 builder.order(settings::word("order", order)?).route(settings::word("route", route)?);
             let builder = builder.align(align).max_tokens(max_tokens).chunks(chunks).overlap(overlap);
-            let builder = router.into_iter().fold(builder, |builder, (router, _)| builder.router(router));
+            let builder = router.into_iter().fold(builder, MoeLayerBuilder::router);
             let builder = shared.into_iter().fold(builder, |builder, (shared, _)| builder.shared(shared));
             let builder = map.into_iter().fold(builder, MoeLayerBuilder::expert_map);
             let builder = balance.into_iter().fold(builder, MoeLayerBuilder::balance);
@@ -250,7 +252,7 @@ impl MoeLayer {
         x: &Bound<'py, PyAny>,
         residual: Option<&Bound<'py, PyAny>>,
         bias: Option<&Bound<'py, PyAny>>,
-        used: Option<Vec<bool>>,
+        used: Option<&Bound<'py, PyAny>>,
         training: bool,
         seed: u64,
         step: u64,
@@ -262,7 +264,7 @@ impl MoeLayer {
                 x: self.rows(x, "x")?,
                 residual: residual.map(|residual| self.rows(residual, "residual")).transpose()?,
                 bias: bias.map(|bias| Input::new(bias, "bias")?.of(Element::F32)).transpose()?,
-                used,
+                used: used.map(flags).transpose()?,
                 training,
                 draw: RngKey { seed, step, rank },
             };
@@ -289,7 +291,7 @@ impl MoeLayer {
         gradients: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyDict>> {
         let (kind, held) = (Kind::of(gradients), &tape.cell);
-        let tape = held.take()?;
+        let tape = held.take().map_err(|error| self.refused(py, None, error))?;
         // Whatever becomes of the pass, nobody brings it again.
         held.close();
         let look = || {
@@ -311,26 +313,30 @@ impl MoeLayer {
     }
 
     /// Copies weights into the layer, between steps: tensors of the layer's place, shaped as their
-    /// gradients. Local.
+    /// gradients. Nothing is copied if any of them is refused. Local.
     #[pyo3(signature = (*, router=None, experts=None, shared=None))]
     fn set_weights(
         &self,
+        py: Python<'_>,
         router: Option<&Bound<'_, PyAny>>,
         experts: Option<&Bound<'_, PyAny>>,
         shared: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let given = [("router", router), ("experts", experts), ("shared", shared)];
+        let mut checked = Vec::new();
         for ((what, weights), shape) in given.into_iter().zip(self.shapes) {
             let Some(weights) = weights else { continue };
-            let weights = self.place.borrow(weights, what)?.of(Element::F32)?;
-            let (seen, [rows, columns]) = (weights.len(), shape);
-            if seen != rows * columns || seen == 0 {
-                return Err(raise(PlanError::WrongShape { what, seen, rows, columns }));
+            if shape[0] == 0 {
+                return Err(settings::wrong(what, "the layer has none"));
             }
-            self.cell.lend(|layer| write(layer, what, &weights))?;
-            self.place.keep([&weights]);
+            checked.push((what, self.place.borrow(weights, what)?.of(Element::F32)?.shaped(shape)?));
         }
-        Ok(())
+        let written = self
+            .cell
+            .lend(|layer| checked.iter().try_for_each(|(what, weights)| write(layer, what, weights)));
+        self.place.keep(checked.iter().map(|(_, weights)| weights));
+        written?;
+        self.before_torch(py)
     }
 
     fn __repr__(&self) -> String {
@@ -537,22 +543,28 @@ impl Tape {
     }
 }
 
-/// Values of a tensor on the host, and its first axis.
-fn values(tensor: &Bound<'_, PyAny>, what: &'static str) -> PyResult<(Vec<f32>, usize)> {
-    let tensor = Input::new(tensor, what)?.of(Element::F32)?;
-    Ok((tensor.slice()?.to_vec(), tensor.shape().first().copied().unwrap_or_default()))
+/// Flags of tokens: a sequence of bool.
+fn flags(used: &Bound<'_, PyAny>) -> PyResult<Vec<bool>> {
+    used.extract().map_err(|error| settings::wrong("used", &format!("not a list of bool: {error}")))
 }
 
-/// Experts of a tensor [experts, 3 * hidden * ffn], and the shape of their weights.
+/// Values of a tensor on the host.
+fn values(tensor: &Input) -> PyResult<Vec<f32>> {
+    Ok(tensor.slice()?.to_vec())
+}
+
+/// Experts of a tensor [experts, 3 * hidden * ffn], and its shape.
 fn swiglu(
     weights: &Bound<'_, PyAny>,
     what: &'static str,
     hidden: usize,
 ) -> PyResult<(GroupedSwiGlu, [usize; 2])> {
-    let (values, experts) = values(weights, what)?;
-    let columns = values.len().checked_div(experts).unwrap_or_default();
+    let weights = Input::new(weights, what)?.of(Element::F32)?;
+    let axis = |size: Option<&usize>| size.copied().unwrap_or_default();
+    let shape @ [experts, columns] = [axis(weights.shape().first()), axis(weights.shape().last())];
+    let weights = weights.shaped(shape)?;
     let ffn = columns.checked_div(hidden.saturating_mul(3)).unwrap_or_default();
-    Ok((GroupedSwiGlu::new(experts, hidden, ffn, values).map_err(raise)?, [experts, columns]))
+    Ok((GroupedSwiGlu::new(experts, hidden, ffn, values(&weights)?).map_err(raise)?, shape))
 }
 
 /// A layer that no rank can build: of an expert that nobody has.

@@ -2,9 +2,20 @@
 
 import pytest
 import torch
-from layers import EXPERTS, HIDDEN, built, by_torch, whole
+from layers import EXPERTS, FFN, HIDDEN, built, by_torch, whole
 
 import sidelane
+
+
+SHAPE = ("InputError", "Shape")
+
+
+def refused(call):
+    try:
+        call()
+    except sidelane.Error as error:
+        return type(error).__name__, error.kind
+    return None
 
 
 def step(layer, of, me):
@@ -47,12 +58,13 @@ def check_weights_are_set_between_steps(world):
     layer.set_weights(router=of.router, experts=mine)
     layer.set_weights(shared=of.experts[EXPERTS:])
     right(step(layer, of, me), of, me)
-    for wrong in ({"router": of.router[1:]}, {"experts": mine[:, 1:]}, {"shared": of.experts}):
-        with pytest.raises(sidelane.PlanError) as error:
-            layer.set_weights(**{name: tensor.contiguous() for name, tensor in wrong.items()})
-        assert error.value.kind == "WrongShape"
+    for wrong in ({"router": of.router[1:]}, {"router": of.router.t()}, {"experts": mine[:, 1:]}, {"shared": of.experts}):
+        # Those that could be used are not copied either.
+        given = {"router": torch.zeros_like(of.router), "experts": torch.zeros_like(mine)} | wrong
+        assert refused(lambda: layer.set_weights(**{name: tensor.contiguous() for name, tensor in given.items()})) == SHAPE
+    right(step(layer, of, me), of, me)
     without = built(world, of, shared=None)
-    with pytest.raises(sidelane.PlanError, match="shared"):
+    with pytest.raises(sidelane.InputError, match="shared: the layer has none"):
         without.set_weights(shared=of.experts[EXPERTS:])
     assert "shared" not in step(without, of, me)[1]
 
@@ -78,21 +90,13 @@ def check_tapes_hold_decision_and_losses_and_are_used_up(world):
             ask()
 
 
-def refused(call):
-    try:
-        call()
-    except sidelane.Error as error:
-        return type(error).__name__, error.kind
-    return None
-
-
 def check_input_of_one_rank_is_refused_by_all_and_the_next_step_works(world):
     of, me = whole(world.size), world.rank
     layer, other = built(world, of, chunks=2), built(world, of)
     peer = ("CallError", "PeerRefused")
     x = of.x[me]
     for wrong, expected in (
-        (x[:, 1:].contiguous(), ("InputError", "Shape")),
+        (x[:, 1:].contiguous(), SHAPE),
         (x.double(), ("InputError", "Dtype")),
         (x.bfloat16(), ("PlanError", "WrongDtype")),
         (torch.zeros(17, HIDDEN), ("PlanError", "TooManyTokens")),
@@ -104,6 +108,13 @@ def check_input_of_one_rank_is_refused_by_all_and_the_next_step_works(world):
         assert refused(lambda: layer.backward(tape, wrong if me == 0 else of.of_out[me])) == (expected if me == 0 else peer)
     _, tape = other.forward(x)
     assert refused(lambda: layer.backward(tape, of.of_out[me]))[1] == "ForeignTape"
+    mask = torch.ones(len(x) + 1, dtype=torch.bool)
+    assert refused(lambda: layer.forward(x, used=mask if me == 0 else None)) == (("InputError", "Setting") if me == 0 else peer)
+    _, used_up = layer.forward(x)
+    layer.backward(used_up, of.of_out[me])
+    _, tape = layer.forward(x)
+    expected = ("ClosedError", "Closed") if me == 0 else ("CallError", "KindsDiffer")
+    assert refused(lambda: layer.backward(used_up if me == 0 else tape, of.of_out[me])) == expected
     right(step(layer, of, me), of, me)
 
 
@@ -111,6 +122,9 @@ def check_settings_of_one_rank_are_refused_by_all(world):
     of, me = whole(world.size), world.rank
     for wrong, expected in (
         ({"products": "mine"}, ("InputError", "Setting")),
+        # torch's nn.Linear(hidden, experts).weight, and experts by matrix.
+        ({"router": of.router.t().contiguous()}, SHAPE),
+        ({"experts": of.experts[of.held(me)].reshape(-1, 3, HIDDEN * FFN)}, SHAPE),
         ({"experts": of.experts[:0]}, ("PlanError", "BadParameter")),
         ({"device_heap": 1 << 20}, ("InputError", "Setting")),
     ):

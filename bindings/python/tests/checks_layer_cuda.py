@@ -75,6 +75,15 @@ def check_calls_are_ordered_with_torch_s_current_stream(world):
             stream.wait_stream(side if stream == first else first)
             with torch.cuda.stream(stream):
                 equal(step(layer, *[one + 0 for one in sent]), expected)
+        # What is enqueued behind set_weights comes after its copies, on any stream.
+        layer = on_gpu(world, of, {name: torch.zeros_like(one) for name, one in given.items()})
+        with torch.cuda.stream(side):
+            brought = {name: one.to("cuda") for name, one in given.items()}
+            layer.set_weights(**brought)
+            for one in brought.values():
+                one.zero_()
+            side.synchronize()
+        equal(step(layer, *sent), expected)
 
 
 def check_weights_of_the_device_are_set_between_steps(world):

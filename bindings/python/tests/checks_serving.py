@@ -267,7 +267,7 @@ def local_experts(of, me, got):
 def check_flashinfer_s_rows_are_the_tokens_of_each_rank(world):
     of, me = case(world.size, experts=12), world.rank
     comm = communication(world, of, invalid_expert_id=99)
-    assert comm.supports_cuda_graph and comm.is_platform_supported()
+    assert comm.is_platform_supported() and not comm.supports_cuda_graph
     assert (comm.ep_rank, comm.ep_size, comm.num_local_experts) == (me, world.size, 12 // world.size)
     got = comm.dispatch(of.x[me], of.ids[me].long(), of.weights[me])
     assert got.tokens_per_rank == 12 and got.hidden_states_scale is got.eplb_gathered_stats is None
@@ -327,6 +327,13 @@ def check_flashinfer_s_calls_come_in_turn_and_what_is_not_there_is_refused(world
     assert got.topk_weights is None
     with pytest.raises(RuntimeError, match="the one before"):
         comm.dispatch(*given)
+    # A combine that one rank cannot make gives up the dispatch on all.
+    kind = "Shape" if me == 0 else "PeerRefused"
+    with pytest.raises(sidelane.Error) as error:
+        comm.combine(got.hidden_states[:, 1:] if me == 0 else got.hidden_states)
+    assert error.value.kind == kind
+    del got
+    got = comm.dispatch(*given)
     comm.combine(got.hidden_states)
     comm.destroy()
     comm.destroy()

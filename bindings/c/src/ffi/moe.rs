@@ -273,6 +273,7 @@ pub unsafe extern "C" fn sidelane_moe_build(
 
 /// Copies weights into a layer, between passes: arrays of the layer's place, in the order of the
 /// options; NULL leaves those that are there. Local. On a device they are copied by the stream.
+/// Nothing is copied if any array is refused.
 ///
 /// The caller guarantees: arrays are NULL or as large as the layer's weights; on a device they stay
 /// as they are until the stream has passed the call.
@@ -291,15 +292,14 @@ pub unsafe extern "C" fn sidelane_moe_set_weights(
             return Err(ArgumentError::Value { what, seen: shared.addr() as u64, expected }.into());
         }
         let given = [("router", router), ("experts", experts), ("shared", shared)];
-        for ((what, data), count) in
-            given.into_iter().zip(layer.weights).filter(|((_, data), _)| !data.is_null())
-        {
+        let read = |((what, data), count)| -> Result<_, Fault> {
             let numbers = Tensor::numbers(data, count, layer.context.is_some());
             // SAFETY: as the caller promised.
-            let from = unsafe { Source::read(layer.context.as_ref(), what, &numbers, (Some(count), 1)) }?;
-            layer.cell.lend(|at| at.write(what, &from))?;
-        }
-        Ok(())
+            Ok((what, unsafe { Source::read(layer.context.as_ref(), what, &numbers, (Some(count), 1)) }?))
+        };
+        let given = given.into_iter().zip(layer.weights).filter(|((_, data), _)| !data.is_null());
+        let checked = given.map(read).collect::<Result<Vec<_>, _>>()?;
+        layer.cell.lend(|at| checked.iter().try_for_each(|(what, from)| at.write(what, from)))
     })
 }
 

@@ -8,7 +8,7 @@ use sidelane::gate::{Decision, RngKey};
 use sidelane::layer::{DeviceGradients, Gradients, Input, MoeLayer, Tape as HostTape};
 use sidelane::{Dtype, Error};
 
-use super::memory::{Out, apart, optional, optional_flags};
+use super::memory::{Out, addresses, apart, optional, optional_flags};
 use super::moe::{LayerAt, TapeAt, Whole, elsewhere};
 use super::objects::{Moe, Tape};
 use super::tensor::{Routing, Source, Target, Tensor};
@@ -235,9 +235,13 @@ impl<'a> Asked<'a> {
         };
         residual.as_ref().map_or(Ok(()), |residual| layer.check("residual", residual.dtype()))?;
         layer.check("out", to.dtype())?;
-        for (what, source) in [("x", Some(&x)), ("residual", residual.as_ref())] {
-            apart((what, source.map_or(0..0, Source::addresses)), ("out", to.addresses()))?;
-        }
+        let read = [
+            ("x", x.addresses()),
+            ("residual", residual.as_ref().map_or(0..0, Source::addresses)),
+            ("bias", bias.map_or(0..0, addresses)),
+            ("used", used.map_or(0..0, addresses)),
+        ];
+        read.into_iter().try_for_each(|read| apart(read, ("out", to.addresses())))?;
         let draw = RngKey { seed: input.seed, step: input.step, rank: input.rank };
         let training = words::switch("training", input.training)?;
         Ok((slot, Asked { x, residual, bias, used, training, draw }, to))
@@ -319,7 +323,23 @@ impl<'a> Homes<'a> {
                 .transpose()?,
         };
         layer.check("gradients of x", homes.x.dtype())?;
+        homes.apart(&of_out)?;
         Ok((of_out, homes))
+    }
+
+    /// Refuses gradients that share bytes with each other, or with the one that goes in.
+    fn apart(&self, of_out: &Source<'_>) -> Result<(), Fault> {
+        let all = [
+            ("of_out", of_out.addresses()),
+            ("gradients of x", self.x.addresses()),
+            ("gradients of the router", self.router.addresses()),
+            ("gradients of experts", self.experts.addresses()),
+            ("gradients of the shared expert", self.shared.as_ref().map_or(0..0, Target::addresses)),
+        ];
+        for (before, written) in all.iter().enumerate() {
+            all[..before].iter().try_for_each(|other| apart(other.clone(), written.clone()))?;
+        }
+        Ok(())
     }
 
     fn backward(

@@ -437,10 +437,10 @@ class Communication:
         create_communication(bootstrap, params, CommunicationConfig(world))
 
     Experts weigh their rows and add up those of a token on this rank; ``combine`` adds up ranks, in
-    ascending order.
+    ascending order. No graph has captured these calls yet, so ``supports_cuda_graph`` is false.
     """
 
-    supports_cuda_graph: ClassVar[bool] = True
+    supports_cuda_graph: ClassVar[bool] = False
 
     def __init__(self, bootstrap: Any, params: Any, config: CommunicationConfig) -> None:
         group = config.group
@@ -496,6 +496,10 @@ class Communication:
     ) -> DispatchResult:
         """Sends each token once to each rank that has any of its experts. Slots are for the most
         tokens that the params name, whatever ``max_tokens_per_rank`` of this call is.
+
+        All ranks pass alike ``hidden_states_scale``, ``eplb_local_stats`` and
+        ``max_tokens_per_rank``. This rank refuses them before the call, and the others do not hear
+        of it.
         """
         if self._handle is not None:
             raise RuntimeError("a dispatch comes after the combine of the one before")
@@ -523,12 +527,11 @@ class Communication:
 
     def combine(self, expert_output: Tensor, *, output: Tensor | None = None) -> Tensor:
         """Sends the experts' row of each row home, [ranks * tokens_per_rank, hidden]. The sums are
-        [tokens, hidden].
+        [tokens, hidden]. A combine that raises gives up its dispatch: the next call is a dispatch.
         """
-        handle = self._dispatched()
+        handle, self._handle = self._dispatched(), None
         rows = expert_output.reshape(-1, expert_output.shape[-1]).contiguous()
         tokens: Tensor = self.ep.combine(rows, handle) if output is None else self.ep.combine(rows, handle, output)
-        self._handle = None
         return tokens
 
     def _dispatched(self) -> Handle:
