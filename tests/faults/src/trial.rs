@@ -204,7 +204,7 @@ impl<'j> Trial<'j> {
         loop {
             let failed = others.iter().filter(|rank| seen.failed.contains_key(rank)).count();
             let passed = others.iter().all(|rank| seen.passed.contains_key(rank));
-            // A victim that has passed its mark goes on, and fails with the world of the others. That
+            // A victim that has passed its mark goes on, and fails with the others' world. That
             // report would be taken for the answer to the next command.
             let goes_on = failed > 0 && strike.steps.is_none();
             let victim = strike.silences()
@@ -306,7 +306,7 @@ impl<'j> Trial<'j> {
         }
         // In rebuilds a rank reports the failure of its last attempt.
         let attempts = if strike.phase == Phase::Rebuild { ATTEMPTS } else { 1 };
-        // A rank that ended or stands still in a world is missed by its silence, whatever the error.
+        // A rank that is lost from a world is missed by its silence, whatever the error.
         let in_world = !matches!(strike.phase, Phase::Bootstrap | Phase::Rebuild);
         let bound = if strike.fault.is_fatal() && in_world { LIVENESS } else { failure.bound() };
         if took > bound * attempts + SLACK {

@@ -129,9 +129,10 @@ impl Timeline {
 /// Columns of a drawn line, at most.
 const MOST_COLUMNS: u64 = 1 << 16;
 
-/// A line for each stage, with columns for each unit of time: the largest that divides all times. `F`, `B` and `W` are forward passes,
-/// backward passes and gradients of weights, with their microbatch and, if there are more than one,
-/// their model chunk as a letter. Passes that overlap stand together.
+/// A line for each stage, with columns for each unit of time: the largest that divides all times.
+/// `F`, `B` and `W` are forward passes, backward passes and gradients of weights, with their
+/// microbatch and, if there are more than one, their model chunk as a letter. Passes that overlap
+/// stand together. What needs more than 65,536 columns is not drawn.
 impl fmt::Display for Timeline {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let chunks = self.stages.iter().flatten().any(|span| span.compute.model_chunk > 0);
