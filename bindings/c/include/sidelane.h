@@ -1124,7 +1124,7 @@ typedef struct {
     float *shared;
 } sidelane_moe_gradients_t;
 
-// What a forward pass decided. Pointers live as long as the tape.
+// Decisions of a forward pass. Pointers live as long as the tape.
 typedef struct {
     // sizeof(sidelane_tape_info_t).
     size_t size;

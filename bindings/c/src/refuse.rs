@@ -37,8 +37,8 @@ pub fn build(group: &Group) {
 /// A whole layer: of an expert that no rank has.
 pub fn moe(group: &Group) {
     let built = || -> Result<(), Error> {
-        let nobody = GroupedSwiGlu::new(0, 1, 1, Vec::new())?;
-        MoeLayer::builder(group, Preset::Mixtral.config(1, 1)?, 0, nobody).build().map(drop)
+        let no_experts = GroupedSwiGlu::new(0, 1, 1, Vec::new())?;
+        MoeLayer::builder(group, Preset::Mixtral.config(1, 1)?, 0, no_experts).build().map(drop)
     };
     let _ = built();
 }

@@ -22,7 +22,7 @@ static CUstream cuda;
 static float router[HIDDEN][EXPERTS], experts[EXPERTS + 1][WEIGHTS];
 static float x[RANKS][TOKENS][HIDDEN], residual[RANKS][TOKENS][HIDDEN], of_out[RANKS][TOKENS][HIDDEN];
 
-// What is expected of this rank.
+// Expected results of this rank.
 static struct {
     float out[TOKENS][HIDDEN], x[TOKENS][HIDDEN], router[HIDDEN][EXPERTS], experts[LOCAL][WEIGHTS], shared[WEIGHTS];
 } right, seen;
@@ -255,7 +255,7 @@ static void weights(sidelane_moe_t *moe, const memory_t *at) {
     float *r = put(at->place, router[0], sizeof router), *e = put(at->place, experts[rank * LOCAL], sizeof seen.experts),
           *s = put(at->place, experts[EXPERTS], sizeof *experts);
     CHECK(sidelane_moe_set_weights(moe, none, none, none));
-    // What is refused changes no weight, those that could be used among them.
+    // A refused call changes no weight, not even one that it could use.
     float *odd = (float *)((char *)none + 1);
     REFUSED(sidelane_moe_set_weights(moe, r, e, odd), SIDELANE_ERROR_ARGUMENT, "shared");
     CHECK(sidelane_tape_close(forward(moe, at)));

@@ -208,7 +208,7 @@ pub struct Decision {
 }
 
 impl Decision {
-    /// For whoever uses tensors of this kind.
+    /// For code that uses tensors of this kind.
     pub fn of(decision: sidelane::gate::Decision, kind: Kind) -> Self {
         let top_k = decision.top_k() as usize;
         Decision { decision: Arc::new(decision), kind, top_k }

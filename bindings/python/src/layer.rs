@@ -292,7 +292,7 @@ impl MoeLayer {
     ) -> PyResult<Bound<'py, PyDict>> {
         let (kind, held) = (Kind::of(gradients), &tape.cell);
         let tape = held.take().map_err(|error| self.refused(py, None, error))?;
-        // Whatever becomes of the pass, nobody brings it again.
+        // The pass uses the tape up, also if it fails.
         held.close();
         let look = || {
             let of_out = self.rows(gradients, "gradients")?;
@@ -493,7 +493,7 @@ impl MoeLayer {
         Ok(all)
     }
 
-    /// What was enqueued is there for torch's current stream.
+    /// Torch's current stream waits for the enqueued work.
     fn before_torch(&self, py: Python<'_>) -> PyResult<()> {
         self.place.on().map_or(Ok(()), |on| on.before_torch(py))
     }
@@ -567,11 +567,11 @@ fn swiglu(
     Ok((GroupedSwiGlu::new(experts, hidden, ffn, values(&weights)?).map_err(raise)?, shape))
 }
 
-/// A layer that no rank can build: of an expert that nobody has.
+/// A layer that no rank can build: no rank has its expert.
 fn refused_layer(members: &sidelane::Group) -> Result<(), sidelane::Error> {
     let gate = sidelane::gate::Preset::Mixtral.config(1, 1)?;
-    let nobody = GroupedSwiGlu::new(0, 1, 1, Vec::new())?;
-    HostMoeLayer::builder(members, gate, 0, nobody).build().map(drop)
+    let no_experts = GroupedSwiGlu::new(0, 1, 1, Vec::new())?;
+    HostMoeLayer::builder(members, gate, 0, no_experts).build().map(drop)
 }
 
 fn products_of(name: &str) -> PyResult<Products> {

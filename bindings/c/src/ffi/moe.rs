@@ -106,7 +106,7 @@ pub struct MoeOptions {
 }
 versioned!(MoeOptions, "sidelane_moe_options_t", z_loss: f32);
 
-/// What an option's pointers lead to.
+/// Data behind the pointers of an option.
 struct Given<'a> {
     gate: GateConfig,
     balance: Option<BalanceLoss>,

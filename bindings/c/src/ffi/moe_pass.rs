@@ -60,7 +60,7 @@ pub struct MoeGradients {
 }
 versioned!(MoeGradients, "sidelane_moe_gradients_t", shared: *mut f32);
 
-/// What a forward pass decided. Pointers live as long as the tape.
+/// Decisions of a forward pass. Pointers live as long as the tape.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct TapeInfo {
