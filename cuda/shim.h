@@ -38,8 +38,8 @@ DEVICE float float_of(u32 bits) { return __uint_as_float(bits); }
 DEVICE u64 bits_of_double(double x) { return (u64)__double_as_longlong(x); }
 DEVICE double double_of(u64 bits) { return __longlong_as_double((long long)bits); }
 
-// Between two looks at a word of the host: long, since many blocks that look crowd the bus.
-DEVICE void rest(void) { __nanosleep(1000000); }
+// Between two looks at a word.
+DEVICE void rest(void) { __nanosleep(1000); }
 
 #else
 #include "cpu.h"

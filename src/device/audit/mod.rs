@@ -25,6 +25,7 @@ use cudarc::driver::sys;
 
 pub use cupti::{Activity, ActivityKind, Channel, Cupti};
 
+use super::allocation::{Allocation, Reservation};
 use super::blas::{Blas, Element, Gemm};
 use super::call;
 use super::context::Context;
@@ -76,6 +77,8 @@ pub struct SmHold {
     function: Function,
     /// Whether all may end, then a word for each block: whether it runs.
     words: PinnedMemory,
+    /// Whether all may end, for the blocks that do not look at the host.
+    ended: DeviceRange,
     blocks: u32,
 }
 
@@ -98,7 +101,10 @@ impl AuditKernels {
         }
         let blocks = facts.multiprocessors * each;
         let words = PinnedMemory::new(&self.context, 8 * (blocks as usize + 1))?;
-        Ok(SmHold { function: self.hold.clone(), words, blocks })
+        let allocation = Allocation::new(&self.context, 8)?;
+        let reservation = Reservation::new(&self.context, 1, allocation.bytes())?;
+        let ended = reservation.map(0, &allocation, &[self.context.device()])?;
+        Ok(SmHold { function: self.hold.clone(), words, ended, blocks })
     }
 
     /// Enqueues the smallest kernel there is: it writes 1 to the word.
@@ -118,6 +124,7 @@ impl AuditKernels {
 struct Words {
     arrived: u64,
     go: u64,
+    ended: u64,
 }
 
 impl SmHold {
@@ -125,17 +132,19 @@ impl SmHold {
     /// [`blocks`](Self::blocks).
     ///
     /// # Errors
-    /// [`DeviceError::OtherDevice`], [`DeviceError::Call`].
+    /// [`DeviceError::NoAccess`] for a stream of another device, [`DeviceError::Call`].
     pub fn take(&self, stream: &Stream) -> Result<(), DeviceError> {
         for place in 0..=self.blocks as usize {
             self.words.word(place * 8)?.store(0, Ordering::Release);
         }
         let memory = self.words.range();
-        let words = Words { arrived: memory.address() + 8, go: memory.address() };
-        let held = stream.hold(&[memory])?;
+        let (go, arrived) = (memory.address(), memory.address() + 8);
+        let words = Words { arrived, go, ended: self.ended.address() };
+        stream.write::<u64>(self.ended.word(0)?, 0)?;
+        let held = stream.hold(&[memory, &self.ended])?;
         let grid = Grid::line(self.blocks, THREADS);
-        // SAFETY: the struct is the one of the source: a word that is read, and behind it one for
-        // each block.
+        // SAFETY: the struct is the one of the source: a word that is read, behind it one for each
+        // block, and one of the device.
         unsafe { self.function.launch_struct(stream, held, grid, &words) }
     }
 
@@ -181,12 +190,19 @@ struct CopyOperands {
 }
 
 impl AuditKernels {
-    /// Enqueues a copy by multiprocessors, of whole vectors of 16 bytes that do not overlap.
+    /// Enqueues a copy by multiprocessors, of whole vectors of 16 bytes that do not overlap: by as
+    /// many blocks as fill all of them, or by at most so many.
     ///
     /// # Errors
     /// [`DeviceError::Lengths`], [`DeviceError::Misaligned`], [`DeviceError::NoAccess`],
     /// [`DeviceError::OtherDevice`], [`DeviceError::Call`].
-    pub fn copy(&self, stream: &Stream, to: ByteSpan<'_>, from: ByteSpan<'_>) -> Result<(), DeviceError> {
+    pub fn copy(
+        &self,
+        stream: &Stream,
+        to: ByteSpan<'_>,
+        from: ByteSpan<'_>,
+        max_blocks: Option<u32>,
+    ) -> Result<(), DeviceError> {
         if to.len != from.len {
             return Err(DeviceError::Lengths { to: to.len, from: from.len });
         }
@@ -200,7 +216,8 @@ impl AuditKernels {
             return Ok(());
         }
         let at_work = self.context.facts().multiprocessors.saturating_mul(BLOCKS_AT_WORK);
-        let blocks = vectors.div_ceil(THREADS.into()).min(at_work.into()) as u32;
+        let most = max_blocks.unwrap_or(at_work).clamp(1, at_work);
+        let blocks = vectors.div_ceil(THREADS.into()).min(most.into()) as u32;
         let operands = CopyOperands { to: to.address, from: from.address, vectors };
         let held = stream.hold(&[to.range, from.range])?;
         // SAFETY: the struct is the one of the source, and the kernel moves as many vectors as both

@@ -56,8 +56,9 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
         "control: copy by a kernel on the GPU",
         "SMs do these, and so it must not end while they are held: the audit sees what it looks for",
     );
-    controls &= audit
-        .control(checks, about, |stream| Ok(audit.kernels.copy(stream, whole(&to)?, whole(&from)?)?))?;
+    controls &= audit.control(checks, about, |stream| {
+        Ok(audit.kernels.copy(stream, whole(&to)?, whole(&from)?, None)?)
+    })?;
     audit.within(checks, controls)?;
     audit.latency(checks)?;
     for peers in Peers::ALL {

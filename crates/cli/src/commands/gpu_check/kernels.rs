@@ -160,7 +160,7 @@ impl Bench {
     fn copy(&self) -> Result<String, CliError> {
         let bytes = random_bytes(5, (1 << 20) + 48);
         let (from, to) = (self.put(&bytes)?, self.gpu.memory(bytes.len() as u64)?);
-        self.audit.copy(&self.stream, whole(&to)?, whole(&from)?)?;
+        self.audit.copy(&self.stream, whole(&to)?, whole(&from)?, None)?;
         same("a copy", &self.gpu.read(&self.stream, &to)?, &bytes)?;
         Ok(format!("{} bytes", bytes.len()))
     }
