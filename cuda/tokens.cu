@@ -93,11 +93,28 @@ struct Gather {
     u32 n_runs, columns;
 };
 
+// Several vectors of a thread are on their way at a time.
+DEVICE void move_vectors(u64 to, u64 from, u64 vectors) {
+    for (u64 first = threadIdx.x; first < vectors; first += IN_FLIGHT * THREADS) {
+        uint4 moved[IN_FLIGHT];
+        for (u32 i = 0; i < IN_FLIGHT; i++) {
+            u64 at = first + i * THREADS;
+            moved[i] = at < vectors ? AT(const uint4, from)[at] : zeros();
+        }
+        for (u32 i = 0; i < IN_FLIGHT; i++) {
+            u64 at = first + i * THREADS;
+            if (at < vectors) AT(uint4, to)[at] = moved[i];
+        }
+    }
+}
+
 KERNEL(gather, struct Gather, p) {
     for (u32 i = blockIdx.x; i < p.n_runs; i += gridDim.x) {
         struct Run run = AT(const struct Run, p.runs)[i];
-        const u32 *from = AT(const u32, AT(const u64, p.matrices)[run.matrix]) + (u64)run.first * p.columns;
-        u32 *to = AT(u32, p.out) + (u64)run.to * p.columns;
-        for (u64 at = threadIdx.x; at < (u64)run.rows * p.columns; at += THREADS) to[at] = from[at];
+        u64 from = AT(const u64, p.matrices)[run.matrix] + 4ull * run.first * p.columns;
+        u64 to = p.out + 4ull * run.to * p.columns, words = (u64)run.rows * p.columns, vectors = 0;
+        if ((from | to) % 16 == 0) move_vectors(to, from, vectors = words / 4);
+        for (u64 at = 4 * vectors + threadIdx.x; at < words; at += THREADS)
+            AT(u32, to)[at] = AT(const u32, from)[at];
     }
 }

@@ -235,6 +235,9 @@
 // cuBLAS makes them, in an order of its own.
 #define SIDELANE_PRODUCTS_CUBLAS 1
 
+// cuBLAS makes them by tensor cores, with the experts' factors rounded to TF32.
+#define SIDELANE_PRODUCTS_CUBLAS_TF32 2
+
 // The call succeeded.
 #define SIDELANE_CALL_OK 0
 

@@ -72,6 +72,8 @@ pub const SIDELANE_PLACE_DEVICE: u32 = 1;
 pub const SIDELANE_PRODUCTS_OWN: u32 = 0;
 /// cuBLAS makes them, in an order of its own.
 pub const SIDELANE_PRODUCTS_CUBLAS: u32 = 1;
+/// cuBLAS makes them by tensor cores, with the experts' factors rounded to TF32.
+pub const SIDELANE_PRODUCTS_CUBLAS_TF32: u32 = 2;
 
 /// The call succeeded.
 pub const SIDELANE_CALL_OK: u32 = 0;
@@ -132,8 +134,12 @@ pub(crate) fn dtype(seen: u32) -> Result<Dtype, ArgumentError> {
 }
 
 pub(crate) fn products(seen: u32) -> Result<Products, ArgumentError> {
-    let all = [(SIDELANE_PRODUCTS_OWN, Products::Own), (SIDELANE_PRODUCTS_CUBLAS, Products::Cublas)];
-    choice("products", seen, &all, "SIDELANE_PRODUCTS_OWN or _CUBLAS")
+    let all = [
+        (SIDELANE_PRODUCTS_OWN, Products::Own),
+        (SIDELANE_PRODUCTS_CUBLAS, Products::Cublas),
+        (SIDELANE_PRODUCTS_CUBLAS_TF32, Products::CublasTf32),
+    ];
+    choice("products", seen, &all, "SIDELANE_PRODUCTS_OWN, _CUBLAS or _CUBLAS_TF32")
 }
 
 pub(crate) fn route(seen: u32) -> Result<Route, ArgumentError> {

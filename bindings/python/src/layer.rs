@@ -578,7 +578,8 @@ fn products_of(name: &str) -> PyResult<Products> {
     match name {
         "own" => Ok(Products::Own),
         "cublas" => Ok(Products::Cublas),
-        other => Err(settings::wrong("products", &format!("`{other}` is neither own nor cublas"))),
+        "cublas-tf32" => Ok(Products::CublasTf32),
+        other => Err(settings::wrong("products", &format!("`{other}` is not own, cublas or cublas-tf32"))),
     }
 }
 

@@ -111,6 +111,7 @@ pub enum On {
 pub enum By {
     Own,
     Cublas,
+    CublasTf32,
 }
 
 fn chunks(said: &str) -> Result<Chunks, String> {
@@ -183,8 +184,8 @@ impl Arguments {
     /// Those of the command line. Ends the process where they do not fit together.
     pub fn of_process() -> Self {
         let arguments = Arguments::parse();
-        if arguments.products == By::Cublas && arguments.device == On::Cpu {
-            let message = "--products cublas needs --device cuda";
+        if arguments.products != By::Own && arguments.device == On::Cpu {
+            let message = "--products cublas and cublas-tf32 need --device cuda";
             Arguments::command().error(ErrorKind::ArgumentConflict, message).exit();
         }
         if arguments.survive && arguments.device == On::Cuda {
@@ -233,6 +234,7 @@ impl Arguments {
         let products = match self.products {
             By::Own => Products::Own,
             By::Cublas => Products::Cublas,
+            By::CublasTf32 => Products::CublasTf32,
         };
         let device = match self.device {
             On::Cpu => Device::Host,

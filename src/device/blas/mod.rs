@@ -12,7 +12,8 @@
 //! and wait with the driver's lock.
 //!
 //! **Bits** are those of the library: the same for one release and one kind of device, but of no
-//! known order. Atomics are off, and products in f32 are made in f32, without TF32.
+//! known order. Atomics are off, and products in f32 are made in f32, unless the caller asks for
+//! TF32.
 //!
 //! **Layout.** cuBLAS counts along columns, where everything here lies along rows. A matrix along
 //! rows is its transpose along columns. So each product is made as `out' = b' * a'`.
@@ -40,7 +41,6 @@ use crate::error::DeviceError;
 const DEFAULT_MATH: c_int = 0;
 const NO_ATOMICS: c_int = 0;
 const FACTORS_ON_HOST: c_int = 0;
-const SUMS_IN_F32: c_int = 68;
 const ANY_ALGORITHM: c_int = -1;
 
 /// The first version, as `cublasGetVersion` says it, with products of several shapes in one call.
@@ -96,6 +96,16 @@ impl Drop for RawHandle {
 pub(super) enum Element {
     F32 = 0,
     Bf16 = 14,
+}
+
+/// How factors enter a product whose sums are in f32, by the header's numbers of compute types.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(i32)]
+enum Factors {
+    /// As they are.
+    Whole = 68,
+    /// f32 factors lose all but 10 bits behind the leading one, and tensor cores multiply them.
+    Tf32 = 77,
 }
 
 /// One product along columns: `c [m, n] = op(a) [m, k] * op(b) [k, n]`, perhaps added to `c`.
@@ -174,6 +184,24 @@ impl Blas {
     /// [`DeviceError::Shape`], [`DeviceError::OtherDevice`], [`DeviceError::Call`] with cuBLAS's
     /// status.
     pub fn matmul(&self, kernels: &LayerKernels, matmul: &MatmulArgs<'_>) -> Result<(), DeviceError> {
+        self.products(kernels, matmul, Factors::Whole)
+    }
+
+    /// As [`matmul`](Self::matmul), by tensor cores in TF32: each factor keeps 10 bits behind its
+    /// leading one. Numbers of bf16 and f16 have no more, so they lose nothing. Sums are in f32.
+    ///
+    /// # Errors
+    /// As [`matmul`](Self::matmul).
+    pub fn matmul_tf32(&self, kernels: &LayerKernels, matmul: &MatmulArgs<'_>) -> Result<(), DeviceError> {
+        self.products(kernels, matmul, Factors::Tf32)
+    }
+
+    fn products(
+        &self,
+        kernels: &LayerKernels,
+        matmul: &MatmulArgs<'_>,
+        factors: Factors,
+    ) -> Result<(), DeviceError> {
         let Gemms { all, empty } = Gemms::of(matmul)?;
         for (offset, [rows, columns]) in empty {
             let out = ByteSpan {
@@ -201,9 +229,11 @@ impl Blas {
         operands.span("workspace", self.workspace.span(0, self.workspace.len())?, Some(0), WORD)?;
         let _held = operands.held();
         match table {
-            Some((grouped, table)) => self.grouped(&owned.handle, grouped, &all, table, matmul.add),
+            Some((grouped, table)) => {
+                self.grouped(&owned.handle, grouped, &all, table, (factors, matmul.add))
+            }
             None => {
-                let of = (Element::F32, matmul.add);
+                let of = (Element::F32, factors, matmul.add);
                 all.iter().try_for_each(|gemm| self.call(&owned.handle, gemm, of))
             }
         }
@@ -215,7 +245,7 @@ impl Blas {
     /// The stream holds the memory of the matrices.
     pub(super) unsafe fn gemm(&self, gemm: &Gemm, element: Element) -> Result<(), DeviceError> {
         let owned = self.owned.lock().unwrap_or_else(PoisonError::into_inner);
-        self.call(&owned.handle, gemm, (element, false))
+        self.call(&owned.handle, gemm, (element, Factors::Whole, false))
     }
 
     /// One product, whose memory is held.
@@ -223,7 +253,7 @@ impl Blas {
         &self,
         handle: &RawHandle,
         gemm: &Gemm,
-        (element, add): (Element, bool),
+        (element, factors, add): (Element, Factors, bool),
     ) -> Result<(), DeviceError> {
         let Gemm { transposed: [op_a, op_b], sides: [m, n, k], at: [a, b, c], pitches } = *gemm;
         let ([lda, ldb, ldc], kind) = (pitches, element as c_int);
@@ -250,7 +280,7 @@ impl Blas {
                 c,
                 kind,
                 ldc,
-                SUMS_IN_F32,
+                factors as c_int,
                 ANY_ALGORITHM,
             )
         };
@@ -264,7 +294,7 @@ impl Blas {
         grouped: Grouped,
         all: &[Gemm],
         table: u64,
-        add: bool,
+        (factors, add): (Factors, bool),
     ) -> Result<(), DeviceError> {
         let of = |value: fn(&Gemm) -> c_int| all.iter().map(value).collect::<Vec<c_int>>();
         let (op_a, op_b) = (of(|gemm| gemm.transposed[0].into()), of(|gemm| gemm.transposed[1].into()));
@@ -298,7 +328,7 @@ impl Blas {
                 ldc.as_ptr(),
                 all.len() as c_int,
                 members.as_ptr(),
-                SUMS_IN_F32,
+                factors as c_int,
             )
         };
         self.library.check("cublasGemmGroupedBatchedEx", self.stream.device(), status)

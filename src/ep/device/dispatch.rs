@@ -144,7 +144,7 @@ impl Enqueuer {
             common.rewrite_notes(&arrivals.starts, sorted)?;
         }
         let Kept { layout, first_run, numbers, .. } = kept;
-        layout.fill(&frame, (sorted, crossing), top_k, counts, sizes);
+        layout.fill_transfers(&frame, (sorted, crossing), top_k, counts, sizes);
         if fixed.arrives() {
             arrivals.add_runs(&frame, sorted, layout, (counts, sizes));
             scratch.starts.clone_from(&arrivals.starts);

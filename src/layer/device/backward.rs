@@ -206,11 +206,11 @@ impl DeviceMoeLayer {
             segments: None,
             add: false,
         };
-        compute.matmul(&product)?;
+        compute.router_product(&product)?;
         let shape = MatmulShape::Depth { rows: hidden, depth: tokens, columns: experts, apart: 0 };
         let (a, b, out) = (x.span()?, sent.span()?, span(into.router)?);
         let product = MatmulArgs { a, b, out, shape, segments: None, add: false };
-        compute.matmul(&product)?;
+        compute.router_product(&product)?;
         for Home { tokens, of_tokens, .. } in &homes.chunks {
             let wide = placed.hidden as u64 * 4;
             let (first, len) = (tokens.start as u64 * wide, tokens.len() as u64 * wide);

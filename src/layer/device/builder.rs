@@ -87,7 +87,8 @@ impl<'g> DeviceMoeLayerBuilder<'g> {
     }
 
     /// Maker of the layer's products. The same on all ranks. Default: [`Products::Own`], a kernel
-    /// of ours with the host's bits. [`Products::Cublas`] is for speed.
+    /// of ours with the host's bits. [`Products::CublasTf32`] and [`Products::Cublas`] are for
+    /// speed.
     pub fn products(mut self, products: Products) -> Self {
         self.products = products;
         self
@@ -110,7 +111,7 @@ impl<'g> DeviceMoeLayerBuilder<'g> {
             ("chunks", plan.chunks.into()),
             ("the digest of the gate's settings and of the losses", self.settings.digest()),
             ("whether there is a shared expert (1: yes)", self.settings.shared.is_some().into()),
-            ("whether cuBLAS makes products (1: yes)", (self.products == Products::Cublas).into()),
+            ("the maker of products (0: own, 1: cuBLAS, 2: cuBLAS in TF32)", self.products as u64),
         ];
         let told = group.alike(&settings);
         let Prepared { pool, exchange, placed, router, staging, gate } = prepared?;

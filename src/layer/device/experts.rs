@@ -139,22 +139,20 @@ impl DeviceSwiGlu {
         (staging, out): (&mut HostStaging, &DeviceRange),
     ) -> Result<(), Error> {
         let gathered = Gathered::new(on, self.experts, chunks.len(), order, staging)?;
-        let gather =
-            |parts: Result<Vec<ByteSpan<'_>>, DeviceError>, columns| gathered.rows(on, &parts?, columns);
-        let product = |which, (a, rows): (&DeviceTensor, u32), (b, columns): (&DeviceTensor, u32)| {
+        let product = |which, (a, rows): (&Rows<'_>, u32), (b, columns): (&Rows<'_>, u32)| {
             let (offset, len) = self.matrices(which)?;
             let shape = MatmulShape::Depth { rows, depth: gathered.rows, columns, apart: self.apart() };
             let segments = Some(gathered.segments()?);
             let (a, b, out) = (a.span()?, b.span()?, out.span(offset, len)?);
-            on.matmul(&MatmulArgs { a, b, out, shape, segments, add: false })
+            on.expert_product(&MatmulArgs { a, b, out, shape, segments, add: false })
         };
-        let x = gather(Ok(chunks.iter().map(|chunk| chunk.rows).collect()), self.hidden)?;
-        let of_gate = gather(chunks.iter().map(|chunk| chunk.kept.saved.gate.span()).collect(), self.ffn)?;
+        let x = gathered.rows(on, chunks.iter().map(|chunk| Ok(chunk.rows)), self.hidden)?;
+        let of_gate = gathered.rows(on, chunks.iter().map(|chunk| chunk.kept.saved.gate.span()), self.ffn)?;
         product(Which::Gate, (&x, self.hidden), (&of_gate, self.ffn))?;
-        let of_up = gather(chunks.iter().map(|chunk| chunk.kept.saved.up.span()).collect(), self.ffn)?;
+        let of_up = gathered.rows(on, chunks.iter().map(|chunk| chunk.kept.saved.up.span()), self.ffn)?;
         product(Which::Up, (&x, self.hidden), (&of_up, self.ffn))?;
-        let act = gather(chunks.iter().map(|chunk| chunk.kept.act.span()).collect(), self.ffn)?;
-        let of_outputs = gather(Ok(chunks.iter().map(|chunk| chunk.of_outputs).collect()), self.hidden)?;
+        let act = gathered.rows(on, chunks.iter().map(|chunk| chunk.kept.act.span()), self.ffn)?;
+        let of_outputs = gathered.rows(on, chunks.iter().map(|chunk| Ok(chunk.of_outputs)), self.hidden)?;
         product(Which::Down, (&act, self.ffn), (&of_outputs, self.hidden))?;
         Ok(())
     }
@@ -175,7 +173,7 @@ impl DeviceSwiGlu {
         let (offset, len) = self.matrices(which)?;
         let b = self.weights.span(offset, len)?;
         let shape = MatmulShape::Rows { rows: rows.rows, depth, columns, transposed, apart: self.apart() };
-        on.matmul(&MatmulArgs { a, b, out, shape, segments: rows.counts, add })
+        on.expert_product(&MatmulArgs { a, b, out, shape, segments: rows.counts, add })
     }
 
     /// Where a matrix of the first expert begins among the weights, in bytes, and how many bytes
@@ -196,17 +194,37 @@ impl DeviceSwiGlu {
     }
 }
 
+/// Rows of a run, at most: a block moves a run, and many blocks keep the memory busy.
+const ROWS_OF_A_RUN: u32 = 16;
+
 /// Rows of all chunks in the order of the gradients' sums, without pads.
 struct Gathered {
     rows: u32,
     runs: GatherRuns,
     _runs: DeviceTensor,
+    /// Whether the rows of the first chunk lie so already, and are all.
+    in_place: bool,
     /// Of each expert.
     counts: Vec<i64>,
     /// Twice the counts, as there are no pads.
     table_of_counts: DeviceTensor,
     /// Room for the addresses of as many matrices.
     table: DeviceTensor,
+}
+
+/// Rows for the gradients of weights: where a chunk has them, or copied together.
+enum Rows<'a> {
+    InPlace(ByteSpan<'a>),
+    Gathered(DeviceTensor),
+}
+
+impl Rows<'_> {
+    fn span(&self) -> Result<ByteSpan<'_>, DeviceError> {
+        match self {
+            Rows::InPlace(span) => Ok(*span),
+            Rows::Gathered(tensor) => tensor.span(),
+        }
+    }
 }
 
 impl Gathered {
@@ -220,16 +238,20 @@ impl Gathered {
         let (mut runs, mut rows) = (Vec::new(), 0);
         for run in (0..experts as usize).flat_map(|expert| order.runs(expert)) {
             let [matrix, first, count] = [run.chunk, run.first, run.rows].map(|number| number as u32);
-            runs.push(GatherRun { matrix, first, rows: count, to: rows });
+            for at in (0..count).step_by(ROWS_OF_A_RUN as usize) {
+                let part = ROWS_OF_A_RUN.min(count - at);
+                runs.push(GatherRun { matrix, first: first + at, rows: part, to: rows + at });
+            }
             rows += count;
         }
+        let in_place = runs.iter().all(|run| run.matrix == 0 && run.first == run.to);
         let counts: Vec<i64> = (0..experts as usize).map(|expert| order.rows(expert) as i64).collect();
         let of_runs = on.memory.take(size_of_val(runs.as_slice()) as u64)?;
         let table_of_counts = on.memory.take(16 * u64::from(experts))?;
         staging.send(&on.stream, of_runs.range(), &runs)?;
         staging.send(&on.stream, table_of_counts.range(), &[counts.as_slice(), &counts].concat())?;
         let (table, listed) = (on.memory.take(8 * chunks as u64)?, GatherRuns::new(&runs, of_runs.range()));
-        Ok(Gathered { rows, runs: listed, _runs: of_runs, counts, table_of_counts, table })
+        Ok(Gathered { rows, runs: listed, _runs: of_runs, in_place, counts, table_of_counts, table })
     }
 
     fn segments(&self) -> Result<GroupSegments<'_>, DeviceError> {
@@ -237,9 +259,18 @@ impl Gathered {
     }
 
     /// One matrix of those of the chunks.
-    fn rows(&self, on: &Compute, parts: &[ByteSpan<'_>], columns: u32) -> Result<DeviceTensor, DeviceError> {
+    fn rows<'a>(
+        &self,
+        on: &Compute,
+        parts: impl Iterator<Item = Result<ByteSpan<'a>, DeviceError>>,
+        columns: u32,
+    ) -> Result<Rows<'a>, DeviceError> {
+        let parts = parts.collect::<Result<Vec<_>, _>>()?;
+        if let (true, Some(&first)) = (self.in_place, parts.first()) {
+            return Ok(Rows::InPlace(first));
+        }
         let out = on.memory.words(self.rows as usize * columns as usize)?;
-        on.kernels.gather(&on.stream, (&self.runs, columns), parts, self.table.range(), out.span()?)?;
-        Ok(out)
+        on.kernels.gather(&on.stream, (&self.runs, columns), &parts, self.table.range(), out.span()?)?;
+        Ok(Rows::Gathered(out))
     }
 }

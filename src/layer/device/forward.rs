@@ -115,7 +115,7 @@ impl DeviceMoeLayer {
             segments: None,
             add: false,
         };
-        compute.matmul(&product)?;
+        compute.router_product(&product)?;
         let count = tokens as usize * self.gate.config().top_k as usize;
         let choices = compute.memory.words(2 * count + 1)?;
         if let Some(gated) = self.choose_there(input, &logits, (&choices, count))? {

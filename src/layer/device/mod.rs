@@ -15,8 +15,8 @@
 //!
 //! **Bits** are those of the host's layer for the same input: products, SwiGLU, sums and roundings
 //! are kernels of ours with the host's order (`cuda/layer.cu`), where the host has fused
-//! multiply-adds and there is more than one expert. With [`Products::Cublas`] products are those of
-//! cuBLAS, and have its order.
+//! multiply-adds and there is more than one expert. With [`Products::Cublas`] and
+//! [`Products::CublasTf32`] products are those of cuBLAS, and have its order.
 //!
 //! **The gate** chooses on the device where a kernel has all its settings and there are no losses
 //! ([`gate_place`](DeviceMoeLayer::gate_place)), otherwise on the host. A forward pass waits until

@@ -123,27 +123,50 @@ fn load(device: &Device) -> (Blas, LayerKernels) {
     (Blas::load(&device.stream, &wheels).unwrap(), LayerKernels::load(&device.context).unwrap())
 }
 
+type Matmul = fn(&Blas, &LayerKernels, &MatmulArgs<'_>) -> Result<(), DeviceError>;
+
+/// Each element of random products is within the bound of its sum, with factors that each lose at
+/// most this part of themselves. Returns the largest error, as a part of the sum of the absolute
+/// terms.
+fn within(device: &Device, matmul: Matmul, lost: f64) -> f64 {
+    let (blas, kernels) = load(device);
+    let (mut random, unit, mut off) = (Random(7), f64::powi(2.0, -24), 0.0_f64);
+    let some = |random: &mut Random| (random.next() >> 40) as f32 / (1 << 23) as f32 - 1.0;
+    for _ in 0..40 {
+        let case = Case::new(device, &mut random, some);
+        matmul(&blas, &kernels, &case.args()).unwrap();
+        device.stream.synchronize().unwrap();
+        let made: Vec<f32> = case.device[2].read();
+        let mut expected = case.host[2].clone();
+        for (at, count, sum, size) in case.elements() {
+            let n = (count + 1) as f64 * unit;
+            // Terms grow by rounded factors, too.
+            let of_factors = 2.0 * lost + lost * lost;
+            let most = (n / (1.0 - n) * (1.0 + of_factors) + of_factors) * size;
+            let seen = f64::from(made[at]);
+            assert!((seen - sum).abs() <= most, "{:?}: {seen}, not {sum} +- {most}", case.shape);
+            off = if size > 0.0 { off.max((seen - sum).abs() / size) } else { off };
+            expected[at] = made[at];
+        }
+        assert!(made == expected, "what is no element of the result stays");
+    }
+    off
+}
+
 #[test]
 fn products_of_cublas_are_within_the_bound_of_their_sums() {
     let test = "kernels::cublas::products_of_cublas_are_within_the_bound_of_their_sums";
     with_kernels_each(test, &RUNS, |device| {
-        let (blas, kernels) = load(device);
-        let (mut random, unit) = (Random(7), f64::powi(2.0, -24));
-        let some = |random: &mut Random| (random.next() >> 40) as f32 / (1 << 23) as f32 - 1.0;
-        for _ in 0..40 {
-            let case = Case::new(device, &mut random, some);
-            blas.matmul(&kernels, &case.args()).unwrap();
-            device.stream.synchronize().unwrap();
-            let made: Vec<f32> = case.device[2].read();
-            let mut expected = case.host[2].clone();
-            for (at, count, sum, size) in case.elements() {
-                let n = (count + 1) as f64 * unit;
-                let (seen, most) = (f64::from(made[at]), n / (1.0 - n) * size);
-                assert!((seen - sum).abs() <= most, "{:?}: {seen}, not {sum} +- {most}", case.shape);
-                expected[at] = made[at];
-            }
-            assert!(made == expected, "what is no element of the result stays");
-        }
+        within(device, Blas::matmul, 0.0);
+    });
+}
+
+#[test]
+fn products_in_tf32_are_within_the_bound_of_their_factors() {
+    let test = "kernels::cublas::products_in_tf32_are_within_the_bound_of_their_factors";
+    with_kernels_each(test, &RUNS, |device| {
+        let off = within(device, Blas::matmul_tf32, f64::powi(2.0, -10));
+        assert!(off > f64::powi(2.0, -12), "factors were rounded");
     });
 }
 
@@ -155,13 +178,17 @@ fn products_of_whole_numbers_are_to_the_bit_those_of_our_kernel() {
         let mut random = Random(8);
         for _ in 0..40 {
             let case = Case::new(device, &mut random, |random| (random.next() % 17) as f32 - 8.0);
-            blas.matmul(&kernels, &case.args()).unwrap();
-            device.stream.synchronize().unwrap();
-            let made: Vec<f32> = case.device[2].read();
-            case.device[2].write(0, bytemuck::cast_slice(&case.host[2]));
+            let made = [Blas::matmul as Matmul, Blas::matmul_tf32].map(|matmul| {
+                matmul(&blas, &kernels, &case.args()).unwrap();
+                device.stream.synchronize().unwrap();
+                let made: Vec<f32> = case.device[2].read();
+                case.device[2].write(0, bytemuck::cast_slice(&case.host[2]));
+                made
+            });
             kernels.matmul(&device.stream, &case.args()).unwrap();
             device.stream.synchronize().unwrap();
-            assert_eq!(made, case.device[2].read::<f32>(), "{:?} {:?}", case.shape, case.rows);
+            let expected: Vec<f32> = case.device[2].read();
+            assert!(made.iter().all(|made| *made == expected), "{:?} {:?}", case.shape, case.rows);
         }
     });
 }

@@ -1,7 +1,8 @@
 //! A matrix product, as cuBLAS makes it: along columns, with sums in an order of its own.
 //!
 //! By the seed sums go from the last term to the first, each rounded, or are exact to the last
-//! rounding. Real libraries have other orders again, and no caller may count on one.
+//! rounding. Real libraries have other orders again, and no caller may count on one. Factors in
+//! TF32 lose their last 13 bits, by the seed cut off or rounded: no manual says which.
 
 use crate::code::Result;
 use crate::memory::Engine;
@@ -36,6 +37,8 @@ pub struct Product {
     pub alpha: f32,
     pub beta: f32,
     pub order: Order,
+    /// Whether factors are those of TF32.
+    pub tf32: bool,
 }
 
 impl Kind {
@@ -74,6 +77,13 @@ impl Kind {
     }
 }
 
+/// A factor with 10 bits behind its leading one.
+fn tf32(factor: f32, order: Order) -> f32 {
+    const LOST: u32 = (1 << 13) - 1;
+    let more = if order == Order::Exact && factor.is_finite() { LOST / 2 + 1 } else { 0 };
+    f32::from_bits((factor.to_bits() + more) & !LOST)
+}
+
 /// Elements of a matrix along columns, as they were when they were read.
 struct Matrix {
     bytes: Vec<u8>,
@@ -105,7 +115,8 @@ impl Product {
         let before = (beta != 0.0).then(|| Matrix::read(engine, of(2), [m, n])).transpose()?;
         let term = |row, column, depth| {
             let left = if op_a { a.at(depth, row) } else { a.at(row, depth) };
-            (left, if op_b { b.at(column, depth) } else { b.at(depth, column) })
+            let right = if op_b { b.at(column, depth) } else { b.at(depth, column) };
+            if self.tf32 { (tf32(left, self.order), tf32(right, self.order)) } else { (left, right) }
         };
         let (at, pitch, kind) = of(2);
         let mut made = vec![0; m * kind.size()];

@@ -144,8 +144,24 @@ pub struct PlanContext<'a> {
 }
 
 impl DispatchLayout {
-    /// Places the sorted entries.
+    /// Places the sorted entries, and what each token's sum adds up.
     pub fn fill(
+        &mut self,
+        frame: &PlanContext,
+        (sorted, crossing): (&SortedRouting, &InterNodeRows),
+        top_k: u32,
+        counts: &Counts,
+        sizes: &ReceiveSizes,
+    ) {
+        self.fill_transfers(frame, (sorted, crossing), top_k, counts, sizes);
+        self.place_terms(frame, sorted, counts, sizes);
+        self.place_groups(frame, crossing);
+        self.place_fetched(frame, sorted);
+    }
+
+    /// Places the sorted entries alone. That is enough on a device, where kernels sum by the
+    /// [places](SortedRouting::places) of choices: no summand is listed.
+    pub fn fill_transfers(
         &mut self,
         frame: &PlanContext,
         (sorted, crossing): (&SortedRouting, &InterNodeRows),
@@ -160,9 +176,6 @@ impl DispatchLayout {
         self.staged = sizes.staged_at(frame.paths.me());
         self.place_runs(frame, sorted, counts, sizes);
         self.place_blocks(frame, (sorted, crossing), counts, sizes);
-        self.place_terms(frame, sorted, counts, sizes);
-        self.place_groups(frame, crossing);
-        self.place_fetched(frame, sorted);
         self.place_landed(frame, counts, sizes);
     }
 

@@ -171,6 +171,10 @@ impl SortedRouting {
             let entries = self.starts[bin] as usize..self.starts[bin + 1] as usize;
             for (&choice, row) in self.choices[entries].iter().zip(starts[bin]..) {
                 (rows[choice as usize], order[choice as usize]) = (row as i32, place);
+                // Expert-major, an entry is one choice.
+                if self.choice_bins.is_empty() {
+                    continue;
+                }
                 let others = choice as usize..(choice / top_k + 1) as usize * top_k as usize;
                 for other in others.filter(|&other| self.choice_bins.get(other) == Some(&(bin as u32))) {
                     rows[other] = row as i32;

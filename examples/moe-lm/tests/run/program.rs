@@ -138,7 +138,10 @@ fn products_of_cublas_are_refused_on_a_host() {
     let mut command = program(folder.path(), &folder.path().join("text.md"));
     let output = command.args(["--products", "cublas"]).stderr(Stdio::piped()).output().unwrap();
     assert_eq!(output.status.code(), Some(2));
-    assert!(String::from_utf8_lossy(&output.stderr).contains("--products cublas needs --device cuda"));
+    assert!(
+        String::from_utf8_lossy(&output.stderr)
+            .contains("--products cublas and cublas-tf32 need --device cuda")
+    );
 }
 
 /// Two steps with layers on devices of the fake driver.

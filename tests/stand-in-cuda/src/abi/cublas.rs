@@ -55,8 +55,9 @@ static BROKEN: Mutex<BTreeSet<usize>> = Mutex::new(BTreeSet::new());
 /// The first version with products of several shapes in one call.
 const GROUPED_SINCE: c_int = 120_500;
 
-/// `CUBLAS_COMPUTE_32F`.
+/// `CUBLAS_COMPUTE_32F` and `CUBLAS_COMPUTE_32F_FAST_TF32`.
 const SUMS_IN_F32: c_int = 68;
+const FACTORS_IN_TF32: c_int = 77;
 
 /// Alignment of a workspace, and bytes that a product writes there.
 const ALIGNMENT: u64 = 256;
@@ -196,7 +197,9 @@ fn product(
 ) -> Answer<Product> {
     let kinds = matrices.map(|(kind, _)| Kind::of(kind));
     let [Some(a), Some(b), Some(c)] = kinds else { return Err(Status::NOT_SUPPORTED) };
-    if compute != SUMS_IN_F32 || a != b || (c != a && c != Kind::F32) {
+    let tf32 = compute == FACTORS_IN_TF32;
+    let known = compute == SUMS_IN_F32 || (tf32 && a == Kind::F32);
+    if !known || a != b || (c != a && c != Kind::F32) {
         return Err(Status::NOT_SUPPORTED);
     }
     let [m, n, k] = sides;
@@ -215,6 +218,7 @@ fn product(
         kinds: [a, b, c],
         alpha: alpha?,
         beta: beta?,
+        tf32,
         order: if settings()?.seed.is_multiple_of(2) { Order::Backward } else { Order::Exact },
     })
 }
