@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::device::EnqueuedSettings;
+use super::device::{EnqueuedSettings, HeapLoad};
 use super::{CallExecutor, ExpertParallel, Feature};
 use crate::device::{Priority, Stream};
 use crate::dtype::{Dtype, Fp8RowShape, PartialDtype};
@@ -95,13 +95,12 @@ pub(super) struct DeviceSettings {
     graphs: Graphs,
     max_in_flight: Option<u32>,
     device_heap: Option<u64>,
+    heap_load: HeapLoad,
     priority: Option<Priority>,
 }
 
 /// Default limit of dispatches that may be alive at once on a device.
 const MAX_IN_FLIGHT: u32 = 64;
-/// Default bytes of its device heap.
-const DEVICE_HEAP: u64 = 256 << 20;
 
 /// How CUDA graphs may hold the calls of an instance on a device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
@@ -340,9 +339,36 @@ impl<'g> ExpertParallelBuilder<'g> {
     /// On a device, likewise: bytes of the device's memory in which dispatches receive and
     /// experts write. In a group of several nodes whose NICs do not reach the device, as much
     /// memory of the host is pinned beside it, and beside what dispatches in flight have; over
-    /// `pxn` a dispatch takes room for its rows twice, and for what is staged. Default: 256 MiB.
+    /// `pxn` a dispatch takes room for its rows twice, and for what is staged.
+    ///
+    /// Default: two dispatches of [`max_tokens`](Self::max_tokens) with their experts' outputs, or
+    /// one and its gradients, in whole 2 MiB. It does not grow with
+    /// [`max_in_flight`](Self::max_in_flight), so set it where more of them are alive.
+    ///
+    /// ```text
+    /// rows     = max_tokens x top_k x 1.5      and pads; at most all that any routing brings:
+    ///                                          ranks x max_tokens x min(top_k, experts)
+    /// dispatch = rows x (bytes that go out + bytes that return + 4)
+    /// default  = 2 x dispatch
+    /// ```
+    ///
+    /// - 1.5 is the margin for uneven routing. A single dispatch may bring three times as many rows
+    ///   as even routing does, and two or three ranks may receive anything.
+    /// - A rank with more than its share of the experts sets `rows`. A budget takes the place of
+    ///   `rows`. Rank-major rows are at most `ranks x max_tokens`, and return `4 x top_k` bytes.
+    /// - Small instances take more, up to 256 MiB: all that `2 x max_in_flight` dispatches of any
+    ///   routing need.
+    ///
+    /// 8 ranks of 4,096 tokens with 8 choices and rows of 7,168 bf16 take 2.6 GiB each, and one
+    /// rank with rows of 2,048 bf16 takes 514 MiB.
     pub fn device_heap(mut self, bytes: u64) -> Self {
         self.device.device_heap = Some(bytes);
+        self
+    }
+
+    /// Load for which the default of the device heap has memory.
+    pub(crate) fn heap_load(mut self, load: HeapLoad) -> Self {
+        self.device.heap_load = load;
         self
     }
 
@@ -369,7 +395,8 @@ impl<'g> ExpertParallelBuilder<'g> {
     /// [`PlanError`] if a setting cannot be used, [`PlanError::NotAvailable`] for one that its
     /// place does not have, [`CallError::ConfigsDiffer`](crate::error::CallError::ConfigsDiffer) if
     /// ranks chose differently, [`MemoryError::OutOfSpace`](crate::error::MemoryError) if a rank
-    /// has no room for the control window. [`DeviceError`](crate::error::DeviceError) where the
+    /// has no room for the control window, [`MemoryError::DeviceFull`](crate::error::MemoryError)
+    /// if a device has not so many bytes free. [`DeviceError`](crate::error::DeviceError) where the
     /// device lacks something; [`LaneError::PeerUnsupported`](crate::error::LaneError) or
     /// [`MemoryError::NotUsable`](crate::error::MemoryError) on the other ranks.
     pub fn build(mut self) -> Result<ExpertParallel, Error> {
@@ -406,7 +433,8 @@ impl<'g> ExpertParallelBuilder<'g> {
             Some(stream) => Instance::Enqueued(EnqueuedSettings {
                 stream: Arc::clone(stream),
                 max_in_flight: self.device.max_in_flight.unwrap_or(MAX_IN_FLIGHT),
-                device_heap: self.device.device_heap.unwrap_or(DEVICE_HEAP),
+                device_heap: self.device.device_heap,
+                load: self.device.heap_load,
                 priority: self.device.priority.unwrap_or(Priority::Highest),
             }),
         }

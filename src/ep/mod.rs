@@ -57,6 +57,7 @@ mod tensor;
 pub use builder::{ExpertParallelBuilder, Graphs};
 pub use calls::ExpertParallel;
 pub use collective::{CollectiveBuilder, RowCollective, RowPartition, TokenSlices};
+pub(crate) use device::HeapLoad;
 pub use features::Feature;
 // For the program and the tests of this repository: no promises are made about it.
 #[doc(hidden)]

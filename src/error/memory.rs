@@ -22,6 +22,19 @@ pub enum MemoryError {
         /// The setting that raises it.
         setting: &'static str,
     },
+    /// A device has less memory free than its ranks need. The same on every rank, before any memory
+    /// is taken.
+    #[error(
+        "rank {rank}: its device has {free} bytes free, and {needed} are needed: lower device_heap, max_tokens or max_in_flight"
+    )]
+    DeviceFull {
+        /// The first rank of such a device.
+        rank: u32,
+        /// Bytes that all ranks of the group on this device need.
+        needed: u64,
+        /// Bytes that are free there.
+        free: u64,
+    },
     /// An access outside a window.
     #[error("offset {offset} + {len} bytes is outside the window of rank {peer} ({size} bytes)")]
     OutOfBounds {

@@ -45,6 +45,8 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
+use bytemuck::Pod;
+
 use super::Group;
 use super::window::Registered;
 use crate::bootstrap::exchange_fds;
@@ -90,12 +92,47 @@ struct LocalInfo {
 }
 
 /// Facts of one rank, with the identity of its device.
-struct PeerInfo {
-    said: LocalInfo,
+struct PeerInfo<T> {
+    said: T,
     device: Vec<u8>,
 }
 
+/// Memory that a rank is about to allocate, and memory that its device has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+struct FreeInfo {
+    known: u64,
+    free: u64,
+    needed: u64,
+}
+
 impl DeviceWindow {
+    /// Whether the devices of all members have as many bytes free as each member `needed`. Members
+    /// may share a device. Collective.
+    ///
+    /// # Errors
+    /// [`MemoryError::DeviceFull`], the same on every rank; [`DeviceError`] at a rank whose driver
+    /// does not say, and [`MemoryError::NotUsable`] at the others.
+    pub(crate) fn check_free(group: &Group, context: &Context, needed: u64) -> Result<(), Error> {
+        let free = context.free_memory();
+        let known = free.is_ok().into();
+        let said = FreeInfo { known, free: free.as_ref().copied().unwrap_or(0), needed };
+        let heard = tell(group, context, said)?;
+        free?;
+        if let Some((_, rank)) = heard.iter().zip(0..).find(|(peer, _)| peer.said.known != 1) {
+            return Err(MemoryError::NotUsable { rank }.into());
+        }
+        for (first, rank) in heard.iter().zip(0..) {
+            let sharing = || heard.iter().filter(|peer| peer.device == first.device).map(|peer| peer.said);
+            let needed = sharing().fold(0_u64, |sum, said| sum.saturating_add(said.needed));
+            let free = sharing().map(|said| said.free).min().unwrap_or(0);
+            if needed > free {
+                return Err(MemoryError::DeviceFull { rank, needed, free }.into());
+            }
+        }
+        Ok(())
+    }
+
     /// `len` bytes of memory of each member's device, and `words` bytes of words. Collective.
     /// Memory of other nodes is not mapped. A rank that is not `ready` has an error of its own and
     /// still takes part, so the other ranks learn of it.
@@ -142,7 +179,7 @@ impl DeviceWindow {
         group: &Group,
         context: &Arc<Context>,
         own: &Own,
-        heard: &[PeerInfo],
+        heard: &[PeerInfo<LocalInfo>],
     ) -> Result<Vec<Option<Member>>, Error> {
         let (me, nodes) = (group.rank() as usize, group.nodes());
         let near = |peer: usize| nodes.same_node(group.rank(), peer as u32);
@@ -202,13 +239,13 @@ impl Own {
     }
 }
 
-fn tell(group: &Group, context: &Context, said: LocalInfo) -> Result<Vec<PeerInfo>, Error> {
+fn tell<T: Pod>(group: &Group, context: &Context, said: T) -> Result<Vec<PeerInfo<T>>, Error> {
     let mut blob = bytemuck::bytes_of(&said).to_vec();
     blob.extend(context.facts().uuid.as_bytes());
     let blobs = group.gather(&blob)?;
     let read = |(blob, rank): (&Vec<u8>, u32)| {
         let (said, device) = blob
-            .split_at_checked(size_of::<LocalInfo>())
+            .split_at_checked(size_of::<T>())
             .ok_or_else(|| BootstrapError::Malformed { peer: format!("rank {rank}") })?;
         Ok(PeerInfo { said: bytemuck::pod_read_unaligned(said), device: device.to_vec() })
     };

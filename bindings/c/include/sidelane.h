@@ -663,7 +663,9 @@ typedef struct {
     sidelane_stream_t *stream;
     // Device, likewise: bytes of the device's memory in which dispatches receive and experts
     // write. In a group of several nodes whose NICs do not reach the device, as much host memory
-    // is pinned, too. Default: 256 MiB.
+    // is pinned, too. 0: as much as two dispatches of `max_tokens` take with their outputs, each
+    // with half as many rows again as even routing brings. A small instance takes more, up to
+    // 256 MiB.
     uint64_t device_heap;
     // Device, a budget: whether CUDA graphs may hold the calls, SIDELANE_GRAPHS_... Slots are for
     // SIDELANE_ORDER_RANK and SIDELANE_ROUTE_DIRECT, and move `max_tokens` rows to each rank in
@@ -1059,7 +1061,8 @@ typedef struct {
     // Tensors lie on the device of this stream, and passes go on the stream. NULL: they lie on
     // the host.
     sidelane_stream_t *stream;
-    // Device: bytes of its memory in which dispatches receive and experts write.
+    // Device: bytes of its memory in which dispatches receive and experts write. 0: as much as two
+    // passes of `max_tokens` take, each with half as many rows again as even routing brings.
     uint64_t device_heap;
     // Elements of a row, which must be a multiple of 16 bytes.
     uint32_t hidden;

@@ -188,6 +188,15 @@ impl MemoryShape {
         RowBuffer { rows, notes: 0, row_bytes: self.row_bytes(kind) }
     }
 
+    /// Bytes in which so many rows of a dispatch land, with the most that a rank may stage.
+    pub fn landing_bytes(&self, rows: u32) -> u64 {
+        let landing = self.landing(CallKind::Dispatch, rows);
+        match self.staged {
+            Some(staged) => landing.staging().saturating_add(staged.saturating_mul(self.sizing.row_bytes)),
+            None => landing.bytes(),
+        }
+    }
+
     /// Whether engines relay.
     pub fn arrives(&self) -> bool {
         self.staged.is_some()
@@ -305,12 +314,21 @@ impl MemoryShape {
         self.scratch_notes() + round(self.most_rows() * self.sizing.note_bytes())
     }
 
-    /// Rows that may land, pads counted; memory of none cannot be pinned.
-    fn most_rows(&self) -> u64 {
+    /// Rows that any routing brings at most, or the budget; pads counted.
+    pub fn any_rows(&self) -> u64 {
         let chosen = self.ranks.saturating_mul(self.max_tokens * self.top_k.min(self.segments));
-        let most = chosen.saturating_add(self.segments.saturating_mul(self.align - 1)).min(self.most_rows);
+        chosen.saturating_add(self.pad_rows()).min(self.most_rows)
+    }
+
+    /// Pads of a dispatch, at most.
+    pub fn pad_rows(&self) -> u64 {
+        self.segments.saturating_mul(self.align - 1)
+    }
+
+    /// Rows for which the pool has memory; memory of none cannot be pinned.
+    fn most_rows(&self) -> u64 {
         // Of the pool as it is laid out: what is rounded up holds rows, too.
-        most.min(round(self.pool) / self.sizing.row_bytes.max(1)).max(1)
+        self.any_rows().min(round(self.pool) / self.sizing.row_bytes.max(1)).max(1)
     }
 
     /// Where a flag is in the host's memory.

@@ -15,7 +15,7 @@
 //! |---|---|
 //! | `exchange`, `handle` | calls of an instance that the host lays out, and their results |
 //! | `enqueuer`, `dispatch` | steps of these calls, by the programs of [`schedule`](crate::schedule) |
-//! | `session`, `memory`, `setup` | what never changes, layout and pool, and how they are made |
+//! | `session`, `memory`, `default_heap`, `setup` | what never changes, layout and pool, its default size, and how they are made |
 //! | `slots` | fixed slots, or a budget that graphs hold: every address is a constant, so the stream carries a call out alone |
 //! | `transport` | how rows cross between nodes: from device to device, or by pinned memory of the host |
 //! | `guard` | what ends the waits of streams |
@@ -51,6 +51,7 @@
 //! order, and a kernel puts what arrived into visible order.
 //! [`EnqueueCounts`](crate::exec::EnqueueCounts) counts all of them.
 
+mod default_heap;
 mod dispatch;
 mod enqueuer;
 mod exchange;
@@ -66,6 +67,7 @@ mod watchdog;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+pub(crate) use default_heap::HeapLoad;
 pub(super) use exchange::{EnqueuedCombine, EnqueuedExchange};
 pub(super) use handle::{EnqueuedDispatch, EnqueuedHandle, EnqueuedOutput, EnqueuedRows};
 pub(super) use session::EnqueuedTokens;

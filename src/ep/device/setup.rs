@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::default_heap::HeapLoad;
 use super::enqueuer::{CallerStream, Enqueuer, Kept, Scratch};
 use super::exchange::{EnqueuedExchange, Parts};
 use super::memory::{DevicePool, MemoryShape, Progress, StreamFlag};
@@ -30,8 +31,10 @@ pub(in crate::ep) struct EnqueuedSettings {
     pub stream: Arc<Stream>,
     /// Dispatches that may be alive at once.
     pub max_in_flight: u32,
-    /// Bytes of the device's memory in which dispatches receive and experts write.
-    pub device_heap: u64,
+    /// Bytes of the device's memory in which dispatches receive and experts write; else the default
+    /// for this load.
+    pub device_heap: Option<u64>,
+    pub load: HeapLoad,
     /// That of the stream of copies.
     pub priority: Priority,
 }
@@ -48,14 +51,16 @@ struct MadeTogether {
 impl EnqueuedExchange {
     /// Allocates, and makes a stream for copies. Collective.
     pub fn new(group: &Group, spec: Spec, settings: EnqueuedSettings) -> Result<EnqueuedExchange, Error> {
-        let EnqueuedSettings { stream, max_in_flight: contexts, device_heap: pool, priority } = settings;
+        let EnqueuedSettings { stream, max_in_flight: contexts, device_heap, load, priority } = settings;
         let context = Arc::clone(stream.context());
         let lanes = group.lanes(spec.route)?;
         let staged = most_staged(&lanes.paths(), spec.max_tokens);
         let flags = ControlLayout::flag(0, Flag::Entry, group.size());
         let words = flags + ControlLayout::flag_bytes(group.size());
         let crossed = if lanes.paths().is_multi_node() { words } else { 0 };
-        let shape = MemoryShape::new(&spec, contexts, pool, staged, crossed);
+        let shape_with = |pool| MemoryShape::new(&spec, contexts, pool, staged, crossed);
+        let pool = device_heap.unwrap_or_else(|| load.default_heap(&spec, &shape_with(0)));
+        let shape = shape_with(pool);
         let usable = check(&spec, contexts).and_then(|()| Ok(shape.check()?));
         let usable = usable.and_then(|()| prepare(&context, priority, spec.max_blocks));
         let usable_here = [("whether their streams can be used (1: yes)", usable.is_ok().into())];
@@ -63,11 +68,8 @@ impl EnqueuedExchange {
         let told = group.alike(&[usable_here.as_slice(), &settings].concat());
         let usable = usable?;
         told?;
-        let room = ReceiveMemory {
-            total: shape.pool().1,
-            space: "device heap",
-            setting: "ExpertParallelBuilder::device_heap",
-        };
+        let room = ReceiveMemory { total: shape.pool().1, space: "device heap", setting: "device_heap" };
+        DeviceWindow::check_free(group, &context, shape.device_bytes())?;
         let window = DeviceWindow::new(group, &context, (shape.device_bytes(), words), Ok(()))?;
         let members = window.members();
         let needs = TransportSizes {

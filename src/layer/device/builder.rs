@@ -9,7 +9,7 @@ use super::moe::Placed;
 use super::products::{Compute, Products};
 use crate::device::{DeviceRange, Kernels, LayerKernels, Priority, Stream};
 use crate::dtype::Dtype;
-use crate::ep::ExpertParallelBuilder;
+use crate::ep::{ExpertParallelBuilder, HeapLoad};
 use crate::error::{Error, LayerError};
 use crate::gate::Gate;
 use crate::layer::builder::next_instance;
@@ -62,8 +62,11 @@ impl<'g> DeviceMoeLayerBuilder<'g> {
         self
     }
 
-    /// Bytes of the device's memory in which dispatches receive and experts write
-    /// ([`ExpertParallelBuilder::device_heap`](crate::ep::ExpertParallelBuilder::device_heap)).
+    /// Bytes of the device's memory in which dispatches receive and experts write. Default: rows
+    /// and outputs of two passes of `max_tokens`, cut into chunks, by the formula of
+    /// [`ExpertParallelBuilder::device_heap`](crate::ep::ExpertParallelBuilder::device_heap). One
+    /// pass may so bring a rank three times its even share. Rows of f32 lie there as long as their
+    /// tape, so each of the [`tapes`](Self::tapes) adds those of a pass.
     pub fn device_heap(mut self, bytes: u64) -> Self {
         self.device_heap = Some(bytes);
         self
@@ -146,6 +149,7 @@ impl<'g> DeviceMoeLayerBuilder<'g> {
         };
         let in_flight = settings.plan.chunks.max(1).saturating_mul(self.tapes.saturating_add(1));
         let exchange = settings.exchange()?.on(transfers).max_in_flight(in_flight).priority(self.priority);
+        let exchange = exchange.heap_load(self.heap_load());
         let exchange = self.device_heap.into_iter().fold(exchange, ExpertParallelBuilder::device_heap);
         let exchange = self.max_blocks.into_iter().fold(exchange, ExpertParallelBuilder::max_blocks);
         let kernels = LayerKernels::load(context)?.max_blocks(self.max_blocks);
@@ -166,6 +170,15 @@ impl<'g> DeviceMoeLayerBuilder<'g> {
         let (hidden, dtype) = (settings.hidden, settings.dtype);
         let placed = Placed { experts, shared, hidden, dtype, compute, ep_kernels };
         Ok(Prepared { pool, exchange, placed, router, staging, gate: Gate::new(settings.gate.clone())? })
+    }
+
+    /// Rows and outputs of two passes; all chunks of a pass are alive at its end. Rows that are f32
+    /// already stay there with their tapes.
+    fn heap_load(&self) -> HeapLoad {
+        let chunks = self.settings.plan.chunks;
+        let tapes = if self.settings.dtype == Dtype::F32 { self.tapes } else { 0 };
+        let landings = chunks.saturating_mul(tapes.saturating_add(2));
+        HeapLoad { landings, outputs: chunks.saturating_mul(2) }
     }
 
     /// Whether a kernel can choose experts: losses need the logits on the host.

@@ -9,6 +9,7 @@ mod buffers;
 mod calls;
 mod cudarc;
 mod faults;
+mod heap;
 mod nodes;
 mod processes;
 pub mod rank;

@@ -128,6 +128,11 @@ where
         Self::with(group, case, |builder| builder)
     }
 
+    /// With the heap that its settings have by default.
+    pub fn by_default(group: &Group, case: &Case) -> Self {
+        Self::built(group, case, stream(group.rank()), |builder| builder)
+    }
+
     pub fn with(
         group: &Group,
         case: &Case,
@@ -143,13 +148,25 @@ where
         stream: Arc<Stream>,
         settings: impl FnOnce(ExpertParallelBuilder<'_>) -> ExpertParallelBuilder<'_>,
     ) -> Self {
+        let heap = 16 * case.most_rows() * ((case.hidden * E::DTYPE.size()) as u64 + 64);
+        Self::built(group, case, stream, |builder| match case.graphs {
+            Graphs::Off => settings(builder.device_heap(heap)),
+            _ => settings(builder),
+        })
+    }
+
+    fn built(
+        group: &Group,
+        case: &Case,
+        stream: Arc<Stream>,
+        settings: impl FnOnce(ExpertParallelBuilder<'_>) -> ExpertParallelBuilder<'_>,
+    ) -> Self {
         let context = stream.context();
         let row = (case.hidden * E::DTYPE.size()) as u64;
         let (tokens, choices) = (u64::from(case.max_tokens), u64::from(case.max_tokens * case.top_k));
         let builder = case.settings::<E>(group).on(&stream).graphs(case.graphs);
-        let heap = 16 * case.most_rows() * (row + 64);
         let builder = match case.graphs {
-            Graphs::Off => builder.max_in_flight(case.max_in_flight).device_heap(heap),
+            Graphs::Off => builder.max_in_flight(case.max_in_flight),
             _ => builder,
         };
         let builder = case.max_blocks.into_iter().fold(builder, ExpertParallelBuilder::max_blocks);

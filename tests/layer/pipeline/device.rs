@@ -67,7 +67,7 @@ impl Rank {
         let (group, stream) = (world.all().unwrap(), stream(world.rank()));
         let experts = swiglu(case.held(world.rank()));
         let builder = MoeLayer::builder(&group, case.gate.clone(), HIDDEN, experts).dtype(E::DTYPE);
-        let builder = case.cut(builder).on(&stream).device_heap(4 << 20);
+        let builder = case.cut(builder).on(&stream);
         Rank { layer: settings(builder).build().unwrap(), stream, kept: Vec::new() }
     }
 

@@ -86,7 +86,9 @@ pub struct EpOptions {
     pub stream: *mut Stream,
     /// Device, likewise: bytes of the device's memory in which dispatches receive and experts
     /// write. In a group of several nodes whose NICs do not reach the device, as much host memory
-    /// is pinned, too. Default: 256 MiB.
+    /// is pinned, too. 0: as much as two dispatches of `max_tokens` take with their outputs, each
+    /// with half as many rows again as even routing brings. A small instance takes more, up to
+    /// 256 MiB.
     pub device_heap: u64,
     /// Device, a budget: whether CUDA graphs may hold the calls, SIDELANE_GRAPHS_... Slots are for
     /// SIDELANE_ORDER_RANK and SIDELANE_ROUTE_DIRECT, and move `max_tokens` rows to each rank in

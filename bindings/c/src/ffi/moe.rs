@@ -73,7 +73,8 @@ pub struct MoeOptions {
     /// Tensors lie on the device of this stream, and passes go on the stream. NULL: they lie on
     /// the host.
     pub stream: *mut Stream,
-    /// Device: bytes of its memory in which dispatches receive and experts write.
+    /// Device: bytes of its memory in which dispatches receive and experts write. 0: as much as two
+    /// passes of `max_tokens` take, each with half as many rows again as even routing brings.
     pub device_heap: u64,
     /// Elements of a row, which must be a multiple of 16 bytes.
     pub hidden: u32,

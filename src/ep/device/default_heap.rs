@@ -1,0 +1,195 @@
+//! Default size of a device heap, computed from settings that are the same at every rank.
+//!
+//! ```text
+//!   dispatch of n rows   | n rows; over pxn arrivals, staged rows | n outputs |
+//!
+//!   any                  n = all rows that a rank can receive, or its budget
+//!   expected             n = rows if experts get equally many, and half as many more, or any
+//!
+//!   default              the load in expected dispatches; but as much as 2 max_in_flight
+//!                        dispatches of any routing need, if 256 MiB are enough for them,
+//!                        else at least 256 MiB
+//! ```
+//!
+//! So small instances have memory for all that can be alive at once, gradients counted.
+
+use super::memory::MemoryShape;
+use crate::ep::builder::Spec;
+
+/// What is alive in the pool at once, in dispatches of the most tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct HeapLoad {
+    /// Rows of a dispatch, or incoming gradients.
+    pub landings: u32,
+    /// Outputs of experts, or gradients of rows.
+    pub outputs: u32,
+}
+
+impl Default for HeapLoad {
+    /// Two dispatches with their outputs, or one and its gradients.
+    fn default() -> Self {
+        HeapLoad { landings: 2, outputs: 2 }
+    }
+}
+
+/// Memory that small instances may take beyond the expected load.
+const SMALL: u64 = 256 << 20;
+/// Pages of a device.
+const STEP: u64 = 2 << 20;
+/// No device has as much, and sums of a few of these do not overflow.
+const MOST: u64 = 1 << 56;
+
+impl HeapLoad {
+    /// The default size for these settings: `shape` has no pool yet.
+    pub(super) fn default_heap(self, spec: &Spec, shape: &MemoryShape) -> u64 {
+        let any = shape.any_rows();
+        let alive = shape.contexts().saturating_mul(2);
+        let alive = HeapLoad { landings: alive, outputs: alive };
+        let all = alive.bytes(shape, any).min(SMALL);
+        let expected = self.bytes(shape, expected_rows(spec, shape).min(any));
+        expected.max(all).min(MOST).next_multiple_of(STEP)
+    }
+
+    /// Bytes of this load, of dispatches of so many rows.
+    fn bytes(self, shape: &MemoryShape, rows: u64) -> u64 {
+        let rows = u32::try_from(rows).unwrap_or(u32::MAX);
+        let landings = shape.landing_bytes(rows).saturating_mul(self.landings.into());
+        let outputs = shape.offer(rows).bytes().saturating_mul(self.outputs.into());
+        landings.saturating_add(outputs)
+    }
+}
+
+/// Rows of a dispatch at the rank with the most experts, if all of them get equally many, and half
+/// as many more. A budget is a limit that its caller chose, so it counts in full.
+fn expected_rows(spec: &Spec, shape: &MemoryShape) -> u64 {
+    if spec.mode.budget().is_some() {
+        return u64::MAX;
+    }
+    let (map, tokens) = (&spec.map, u128::from(spec.max_tokens));
+    let most_slots = (0..map.ranks()).map(|rank| map.slots_of(rank).len()).max().unwrap_or(0);
+    let entries = u128::from(map.ranks()) * tokens * u128::from(spec.entries_of_token());
+    let even = (entries * most_slots as u128).div_ceil(u128::from(map.slots().max(1)));
+    u64::try_from(even + even / 2).unwrap_or(u64::MAX).saturating_add(shape.pad_rows())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::dtype::{Dtype, PartialDtype};
+    use crate::ep::device::memory::DevicePool;
+    use crate::plan::{ExpertMap, Overflow, ReceiveMode, RowLayout, Strategy, SumOrder};
+    use crate::topology::Route;
+
+    /// Ranks of 4,096 tokens with 8 choices.
+    fn spec(ranks: u32, hidden: usize) -> Spec {
+        Spec {
+            top_k: 8,
+            hidden,
+            dtype: Dtype::Bf16,
+            order: SumOrder::default(),
+            align: 1,
+            max_tokens: 4096,
+            weighted: false,
+            map: Arc::new(ExpertMap::contiguous(256, ranks).unwrap()),
+            route: Route::Direct,
+            wire: PartialDtype::F32,
+            layout: RowLayout::ExpertMajor,
+            mode: ReceiveMode::Exact,
+            record: None,
+            spans: false,
+            strategy: Strategy::AllToAll,
+            gathers: false,
+            max_blocks: None,
+        }
+    }
+
+    fn heap_of(spec: &Spec, (contexts, staged): (u32, Option<u64>), load: HeapLoad) -> u64 {
+        load.default_heap(spec, &MemoryShape::new(spec, contexts, 0, staged, 0))
+    }
+
+    /// By the other defaults.
+    fn heap(spec: &Spec) -> u64 {
+        heap_of(spec, (64, None), HeapLoad::default())
+    }
+
+    #[test]
+    fn default_is_two_dispatches_of_even_routing_and_half_as_much_again() {
+        let rows = 4096 * 8 * 3 / 2;
+        assert_eq!(heap(&spec(8, 7168)), (2 * rows * (2 * 14336 + 4_u64)).next_multiple_of(STEP));
+        // No routing brings one rank more than it has.
+        assert_eq!(heap(&spec(1, 2048)), (2 * 4096 * 8 * (2 * 4096 + 4_u64)).next_multiple_of(STEP));
+        assert_eq!([heap(&spec(8, 7168)), heap(&spec(1, 2048))].map(|bytes| bytes >> 20), [2690, 514]);
+    }
+
+    #[test]
+    fn rank_with_most_experts_sets_the_size() {
+        let slots = [(0..192).collect(), (192..256).collect::<Vec<u32>>()];
+        let uneven = Spec { map: Arc::new(ExpertMap::from_slots(256, &slots).unwrap()), ..spec(2, 7168) };
+        // All that comes is twice a share, and less than three quarters of it and half as much.
+        assert_eq!(heap(&uneven), (2 * 2 * 4096 * 8 * (2 * 14336 + 4_u64)).next_multiple_of(STEP));
+    }
+
+    #[test]
+    fn budget_counts_in_full() {
+        let mode = ReceiveMode::Budget { rows: 200_000, overflow: Overflow::Error };
+        let large = (2 * 200_000 * (2 * 14336 + 4_u64)).next_multiple_of(STEP);
+        assert!(heap(&Spec { mode, ..spec(8, 7168) }).abs_diff(large) <= STEP);
+    }
+
+    #[test]
+    fn small_instances_have_memory_for_all_that_can_be_alive() {
+        let small = Spec { max_tokens: 4, ..spec(2, 64) };
+        let all = (2 * 4 * 8) * (128 + 128 + 4_u64);
+        assert!(heap_of(&small, (3, None), HeapLoad::default()) >= 6 * all);
+        assert_eq!(heap(&Spec { max_tokens: 128, ..spec(8, 2048) }), SMALL, "no more than that");
+    }
+
+    #[test]
+    fn tapes_and_chunks_of_a_layer_add_rows() {
+        let chunk = Spec { max_tokens: 1024, ..spec(1, 7168) };
+        let of = |load| heap_of(&chunk, (8, None), load);
+        let (two, three) = (HeapLoad { landings: 8, outputs: 8 }, HeapLoad { landings: 12, outputs: 8 });
+        assert!(of(two).abs_diff(heap(&spec(1, 7168))) <= STEP, "four chunks are as long as one");
+        assert_eq!(of(three) - of(two), 4 * 1024 * 8 * 14336);
+    }
+
+    /// Two dispatches with outputs, of so many rows each, one after another and trimmed.
+    fn fits(shape: &MemoryShape, bytes: u64, rows: u32) -> bool {
+        let pool = DevicePool::new(0, bytes);
+        let mut taken = Vec::new();
+        for _ in 0..2 {
+            let mut landing = pool.announce(u64::MAX);
+            if landing.len() < shape.landing_bytes(rows) {
+                return false;
+            }
+            landing.trim(shape.landing_bytes(rows));
+            let Ok(output) = pool.take(shape.offer(rows).bytes()) else { return false };
+            taken.extend([landing, output]);
+        }
+        true
+    }
+
+    #[test]
+    fn two_dispatches_fit_whatever_the_layout_and_route() {
+        for layout in [RowLayout::ExpertMajor, RowLayout::RankMajor] {
+            for (align, staged) in [(1, None), (64, None), (64, Some(3 << 14))] {
+                for ranks in [1, 4, 16] {
+                    let spec = Spec { layout, align, max_tokens: 1 << 14, ..spec(ranks, 7168) };
+                    let bytes = heap_of(&spec, (2, staged), HeapLoad::default());
+                    let shape = MemoryShape::new(&spec, 2, bytes, staged, 0);
+                    let rows = expected_rows(&spec, &shape).min(shape.any_rows()) as u32;
+                    assert!(fits(&shape, bytes, rows), "{layout:?} {align} {staged:?} {ranks}");
+                    assert!(!fits(&shape, bytes, rows + rows / 8), "{layout:?} {align} {staged:?} {ranks}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn settings_that_no_device_has_are_counted_without_overflow() {
+        let huge = Spec { max_tokens: 1 << 28, align: u32::MAX, ..spec(8, 1 << 40) };
+        assert_eq!(heap_of(&huge, (65_534, Some(u64::MAX >> 8)), HeapLoad::default()), MOST);
+    }
+}
