@@ -8,7 +8,7 @@ use cudarc::driver::sys;
 use super::call;
 use super::driver::DeviceProperties;
 use super::driver::Driver;
-use super::library::Library;
+use super::libcuda::Library;
 use crate::error::DeviceError;
 
 /// The primary context of a device, retained: the one that the CUDA runtime, and so torch, uses

@@ -14,7 +14,7 @@ use serde::Serialize;
 
 use super::call;
 use super::context::Context;
-use super::library::{BatchCopy, Code, Library, Version};
+use super::libcuda::{BatchCopy, Code, Library, Version};
 use crate::error::DeviceError;
 
 /// The CUDA driver, loaded and started. Clones are the same driver.

@@ -42,7 +42,7 @@ mod context;
 mod copies;
 mod driver;
 mod kernels;
-mod library;
+mod libcuda;
 mod memory_operations;
 mod module;
 mod pinned;
@@ -78,7 +78,7 @@ pub use kernels::{
     PermuteArgs, RecordArgs, SortArgs, SumArgs, SumChoices, Tally,
 };
 #[doc(hidden)]
-pub use library::Version;
+pub use libcuda::Version;
 #[doc(hidden)]
 pub use memory_operations::MemOpBatch;
 #[doc(hidden)]
