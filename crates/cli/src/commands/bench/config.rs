@@ -510,7 +510,7 @@ pub mod tests {
     use sidelane::plan::{Overflow, ReceiveMode};
 
     use super::*;
-    use crate::command::tests::parsed;
+    use crate::command::tests::{assert_words, parsed};
     use crate::commands::bench::BenchArgs;
     use crate::routing_source::Router;
 
@@ -632,14 +632,15 @@ pub mod tests {
         let config =
             resolve("--nodes 2 --ranks-per-node 3,5 --sum-order node --partial-dtype bf16 --routing incast");
         let json = serde_json::to_string(&config).unwrap();
-        for words in [
-            r#""layout":"expert-major""#,
-            r#""route":"pxn""#,
-            r#""sum_order":"node""#,
-            r#""partial_dtype":"bf16""#,
-        ] {
-            assert!(json.contains(words), "{json}");
-        }
+        assert_words(
+            &json,
+            &[
+                r#""layout":"expert-major""#,
+                r#""route":"pxn""#,
+                r#""sum_order":"node""#,
+                r#""partial_dtype":"bf16""#,
+            ],
+        );
         assert_eq!(serde_json::from_str::<Config>(&json).unwrap(), config);
     }
 

@@ -304,17 +304,3 @@ fn a_driver_that_does_not_start_says_why() {
     assert_eq!(found.level, Level::Warn);
     assert!(found.found.contains("803") && found.found.contains("different versions"), "{found:?}");
 }
-
-#[test]
-fn sizes_are_rounded_to_a_tenth_of_their_unit() {
-    let cases = [
-        (0, "0 KiB"),
-        (8 << 20, "8 MiB"),
-        (25_276_502_016, "23.5 GiB"),
-        ((1 << 30) - 1, "1 GiB"),
-        (64 << 10, "64 KiB"),
-    ];
-    for (count, text) in cases {
-        assert_eq!(bytes(count), text);
-    }
-}

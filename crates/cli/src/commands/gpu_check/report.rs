@@ -360,7 +360,7 @@ fn conclusions(rows: &[Row]) -> Vec<String> {
 mod tests {
     use super::*;
     use crate::command::Report as _;
-    use crate::command::tests::assert_page;
+    use crate::command::tests::{assert_page, assert_words};
 
     /// A report in which every key is present.
     fn report() -> Report {
@@ -384,17 +384,18 @@ mod tests {
     fn the_text_holds_rows_and_a_verdict_that_cannot_be_overlooked() {
         let mut report = report();
         let good = report.text();
-        for words in [
-            "132 SMs",
-            "right",
-            "void",
-            "2.50 us (2.00 us to 3.00 us, 9 samples)",
-            "open: more GPUs",
-            "so it is",
-            "All right",
-        ] {
-            assert!(good.contains(words), "{words:?} in\n{good}");
-        }
+        assert_words(
+            &good,
+            &[
+                "132 SMs",
+                "right",
+                "void",
+                "2.50 us (2.00 us to 3.00 us, 9 samples)",
+                "open: more GPUs",
+                "so it is",
+                "All right",
+            ],
+        );
         report.audited = false;
         assert!(report.text().ends_with("The audit was not run, or not seen."));
         report.holds = false;
