@@ -20,6 +20,7 @@ use std::process::ExitCode;
 use clap::Args;
 use comfy_table::{ColumnConstraint, Width};
 use serde::Serialize;
+use sidelane::device::Probe;
 
 use crate::command::{self, Command, Program, Report};
 use crate::error::CliError;
@@ -70,6 +71,26 @@ impl Report for Diagnosis {
     fn text(&self) -> String {
         let Diagnosis { program, findings } = self;
         format!("{}\n\n{}\n\n{}", program.text(), rows(findings), summary(findings))
+    }
+}
+
+/// A driver and one of its devices, in reports of what ran there.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct DriverReport {
+    pub library: String,
+    pub driver: String,
+    /// Whether there was no GPU at all.
+    pub stand_in: bool,
+    /// Name of the device.
+    pub name: String,
+}
+
+impl DriverReport {
+    pub fn new(probe: &Probe, device: u32) -> Self {
+        let facts = probe.devices.iter().find(|facts| facts.device == device);
+        let (library, name) =
+            (probe.library.clone(), facts.map_or(String::new(), |facts| facts.name.clone()));
+        DriverReport { library, driver: probe.version.to_string(), stand_in: probe.stand_in, name }
     }
 }
 
