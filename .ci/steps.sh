@@ -179,7 +179,7 @@ part_miri() {
     cargo +nightly miri test -p sidelane --lib -- bootstrap::wire::frame bootstrap::wire::message memory::pool \
         rows::fp8 rows::vector --skip every_sixteenth --skip value_between
     cargo +nightly miri test -p sidelane --test rows -- bits::a_ partials::a_partial_that_vanishes partials::the_wire
-    cargo +nightly miri test -p sidelane-core --lib -- plan::bins plan::counts
+    cargo +nightly miri test -p sidelane-core --lib -- plan::expert_map plan::bins plan::counts
     cargo +nightly miri test -p sidelane-c --lib -- handles:: ffi::memory ffi::versioned
 }
 

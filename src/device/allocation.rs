@@ -23,7 +23,7 @@ use sys::CUmemLocationType_enum::CU_MEM_LOCATION_TYPE_DEVICE;
 
 use super::call;
 use super::context::Context;
-use super::library::{Version, too_old};
+use super::libcuda::{Version, too_old};
 use super::range::{DeviceRange, Reach};
 use crate::error::DeviceError;
 
@@ -300,7 +300,7 @@ impl Drop for Mapping {
         // them done.
         let code = unsafe { (context.library().functions.cuMemUnmap)(self.address, self.len as usize) };
         // A place that is still mapped stays taken.
-        taken[self.member] = code != super::library::Code::SUCCESS;
+        taken[self.member] = code != super::libcuda::Code::SUCCESS;
     }
 }
 

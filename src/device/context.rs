@@ -6,9 +6,9 @@ use std::sync::Arc;
 use cudarc::driver::sys;
 
 use super::call;
-use super::driver::DeviceProperties;
 use super::driver::Driver;
-use super::library::Library;
+use super::libcuda::Library;
+use super::probe::DeviceProperties;
 use crate::error::DeviceError;
 
 /// The primary context of a device, retained: the one that the CUDA runtime, and so torch, uses

@@ -8,7 +8,7 @@
 
 use super::call;
 use super::context::Context;
-use super::library::{BatchCopy, Code, CopyAttributes, Version, too_old};
+use super::libcuda::{BatchCopy, Code, CopyAttributes, Version, too_old};
 use super::memory_operations::AT_ONCE;
 use super::range::{ByteSpan, Claims};
 use super::stream::Stream;

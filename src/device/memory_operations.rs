@@ -9,7 +9,7 @@ use cudarc::driver::sys::CUstreamBatchMemOpType_enum as Kind;
 
 use super::call;
 use super::context::Context;
-use super::driver::WriteOrder;
+use super::probe::WriteOrder;
 use super::range::{Claims, Value, Word};
 use super::stream::Stream;
 use crate::error::DeviceError;

@@ -42,10 +42,11 @@ mod context;
 mod copies;
 mod driver;
 mod kernels;
-mod library;
+mod libcuda;
 mod memory_operations;
 mod module;
 mod pinned;
+mod probe;
 mod range;
 mod stream;
 #[doc(hidden)]
@@ -67,8 +68,6 @@ pub use blas::Blas;
 #[doc(hidden)]
 pub use copies::CopyBatch;
 #[doc(hidden)]
-pub use driver::{BatchedCopies, DeviceProperties, ModuleLoading, Probe, WriteOrder};
-#[doc(hidden)]
 pub use kernels::{
     AccumulateArgs, GateArgs, GatherRun, GatherRuns, GroupSegments, LayerKernels, MatmulArgs, MatmulShape,
 };
@@ -78,11 +77,13 @@ pub use kernels::{
     PermuteArgs, RecordArgs, SortArgs, SumArgs, SumChoices, Tally,
 };
 #[doc(hidden)]
-pub use library::Version;
+pub use libcuda::Version;
 #[doc(hidden)]
 pub use memory_operations::MemOpBatch;
 #[doc(hidden)]
 pub use module::{Function, Grid, Module, Parameters};
+#[doc(hidden)]
+pub use probe::{BatchedCopies, DeviceProperties, ModuleLoading, Probe, WriteOrder};
 #[doc(hidden)]
 pub use range::{ByteSpan, Value, Word};
 

@@ -19,7 +19,7 @@ use sys::CUjit_option_enum::{CU_JIT_ERROR_LOG_BUFFER, CU_JIT_ERROR_LOG_BUFFER_SI
 
 use super::call;
 use super::context::Context;
-use super::library::{Code, Library, Version, too_old};
+use super::libcuda::{Code, Library, Version, too_old};
 use super::range::{ByteSpan, Claim, Claims, Value, Word};
 use super::stream::Stream;
 use crate::error::DeviceError;

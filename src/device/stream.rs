@@ -17,7 +17,7 @@ use sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
 
 use super::call;
 use super::context::{Context, Owner};
-use super::library::{Code, Library};
+use super::libcuda::{Code, Library};
 use super::range::{Claims, DeviceRange};
 use crate::error::DeviceError;
 

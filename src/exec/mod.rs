@@ -1,10 +1,10 @@
 //! Executors: interpreters of schedules that move bytes.
 //!
 //! ```text
-//!   program  --drive-->  stepper             the host: each operation in the caller's thread, in launch order
-//!                        device::enqueue     a device: the same operations, put on a CUDA stream call by call
-//!   stream program  -->  device::constant    a device: operations without a host, lowered once and enqueued as a whole
-//!                        device::net         both: what of it crosses to other nodes
+//!   program  --drive-->  stepper                        the host: each operation in the caller's thread, in launch order
+//!                        device::copy_engine_stepper    a device: the same operations, put on a CUDA stream call by call
+//!   stream program  -->  device::constant               a device: operations without a host, lowered once and enqueued as a whole
+//!                        device::net                    both: what of it crosses to other nodes
 //! ```
 //!
 //! A [`Recorder`] can watch the host stepper, and [`Timeline::write_chrome_trace`] writes what the

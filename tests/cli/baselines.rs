@@ -1,43 +1,40 @@
 //! Baselines: missing ones are named, and installed ones compute the same bits.
 
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-/// Runs the program with a search path; its report, which is in `--json`.
-fn run(words: &[&str], path: Option<&str>) -> (Value, String) {
+use crate::program::{self, run_with_report, sidelane};
+
+/// Runs the program with a search path; its report, and its text.
+fn run(line: &str, path: Option<&str>) -> (Value, String) {
     let folder = tempfile::tempdir().unwrap();
-    let json = folder.path().join("report.json");
-    let mut command = Command::new(env!("CARGO_BIN_EXE_sidelane"));
-    command.args(words).args(["--baselines", "--json"]).arg(&json).env("TMPDIR", folder.path());
+    let mut command = sidelane(line);
+    command.arg("--baselines").env("TMPDIR", folder.path());
     if let Some(path) = path {
         command.env("PATH", path).env_remove("SIDELANE_PYTHON");
     }
-    let output = command.output().unwrap();
-    let [out, err] = [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).unwrap());
-    assert!(output.status.success(), "{err}");
-    let left: Vec<_> =
-        std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
-    assert_eq!(left, ["report.json"], "the folder of the peers is gone");
-    (serde_json::from_str(&std::fs::read_to_string(&json).unwrap()).unwrap(), out)
+    let (ended, report) = run_with_report(&mut command);
+    assert_eq!(inside(folder.path()).len(), 0, "the folder of the peers is gone");
+    (report, ended.well())
 }
 
-const BENCH: [&str; 7] = ["bench", "--tokens", "16", "--hidden", "64", "--rounds", "3"];
-const PUT_BENCH: [&str; 5] = ["put-bench", "put-lat", "--sizes=8", "--iterations=200", "--warmup=20"];
+const BENCH: &str = "bench --tokens 16 --hidden 64 --rounds 3";
+const PUT_BENCH: &str = "put-bench put-lat --sizes=8 --iterations=200 --warmup=20";
 
 #[test]
 fn what_is_not_installed_is_named_with_what_to_install_and_ours_is_measured_all_the_same() {
-    let (report, text) = run(&[&BENCH[..], &["--ranks-per-node=2"]].concat(), Some("/nowhere"));
+    let (report, text) = run(&format!("{BENCH} --ranks-per-node=2"), Some("/nowhere"));
     assert_eq!(report["baselines"]["results"].as_array().unwrap().len(), 0);
     let absent =
         |nth: usize, key: &str| report["baselines"]["unavailable"][nth][key].as_str().unwrap().to_owned();
     assert_eq!((absent(0, "name"), absent(0, "reason")), ("mpi".into(), "there is no mpicc".into()));
     assert_eq!((absent(1, "name"), absent(1, "reason")), ("gloo".into(), "there is no python3".into()));
     assert!(report["verified"] == true && text.contains("openmpi-bin"), "{text}");
-    let (report, text) = run(&PUT_BENCH, Some("/nowhere"));
+    let (report, text) = run(PUT_BENCH, Some("/nowhere"));
     assert_eq!(report["unavailable"]["reason"], "there is no ucx_perftest");
     assert!(report["verified"] == true && text.contains("ucx-utils"), "{text}");
 }
@@ -47,7 +44,7 @@ fn what_is_not_installed_is_named_with_what_to_install_and_ours_is_measured_all_
 fn what_is_installed_computes_the_same_bits_in_as_many_rounds_on_one_node_and_on_two() {
     let needed = std::env::var_os("SIDELANE_NEED_BASELINES").is_some();
     for shape in ["--ranks-per-node=2", "--ranks-per-node=1,1"] {
-        let (report, text) = run(&[&BENCH[..], &[shape]].concat(), None);
+        let (report, text) = run(&format!("{BENCH} {shape}"), None);
         let ran = report["baselines"]["results"].as_array().unwrap();
         assert!(ran.len() == 2 || !needed, "{text}");
         for baseline in ran {
@@ -55,7 +52,7 @@ fn what_is_installed_computes_the_same_bits_in_as_many_rounds_on_one_node_and_on
             assert!(baseline["dispatch"]["speedup"]["value"].as_f64() > Some(0.0), "{text}");
         }
     }
-    let (report, text) = run(&PUT_BENCH, None);
+    let (report, text) = run(PUT_BENCH, None);
     let baseline = &report["pairs"][0]["runs"][0]["baseline"];
     assert!(baseline.is_object() || !needed, "{text}");
     if baseline.is_object() {
@@ -67,8 +64,8 @@ fn what_is_installed_computes_the_same_bits_in_as_many_rounds_on_one_node_and_on
 #[test]
 fn a_run_that_is_interrupted_leaves_nothing_behind() {
     let folder = tempfile::tempdir().unwrap();
-    let mut command = Command::new(env!("CARGO_BIN_EXE_sidelane"));
-    command.args(&BENCH[..5]).args(["--rounds=1000000", "--ranks-per-node=2", "--baselines"]);
+    let mut command =
+        sidelane("bench --tokens 16 --hidden 64 --rounds 1000000 --ranks-per-node 2 --baselines");
     command.env("TMPDIR", folder.path()).env("PATH", "/nowhere").env_remove("SIDELANE_PYTHON");
     let mut bench = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
     let until = Instant::now() + Duration::from_secs(60);
@@ -87,16 +84,13 @@ fn inside(folder: &Path) -> Vec<std::path::PathBuf> {
 
 #[test]
 fn conditions_that_others_do_not_have_are_refused_before_anything_starts() {
-    for (words, option) in [
-        (["bench", "--layout", "rank-major"], "--layout"),
-        (["bench", "--dtype", "f32"], "--dtype"),
-        (["bench", "--sum-order", "node"], "--sum-order"),
-        (["bench", "--experts", "60"], "share evenly"),
-        (["put-bench", "signal", "--ranks-per-node=2"], "put-lat"),
+    for (line, option) in [
+        ("bench --layout rank-major", "--layout"),
+        ("bench --dtype f32", "--dtype"),
+        ("bench --sum-order node", "--sum-order"),
+        ("bench --experts 60", "share evenly"),
+        ("put-bench signal --ranks-per-node=2", "put-lat"),
     ] {
-        let output =
-            Command::new(env!("CARGO_BIN_EXE_sidelane")).args(words).arg("--baselines").output().unwrap();
-        let told = String::from_utf8(output.stderr).unwrap();
-        assert!(output.status.code() == Some(2) && told.contains(option), "{words:?}: {told}");
+        program::run(sidelane(line).arg("--baselines")).refused(&[option]);
     }
 }

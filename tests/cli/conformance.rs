@@ -1,35 +1,16 @@
 //! `sidelane conformance`: the table between processes, on the host and on the fake driver.
 
-use std::path::Path;
-use std::process::{Command, Output};
+use std::process::Command;
 
 use serde_json::Value;
 use sidelane::ep::{CallExecutor, Feature};
 
-/// Output, and the report.
-fn conformance(words: &[&str], variables: &[(&str, &str)]) -> (Output, Value) {
-    let folder = tempfile::tempdir().unwrap();
-    let json = folder.path().join("report.json");
-    let mut command = Command::new(env!("CARGO_BIN_EXE_sidelane"));
-    command.arg("conformance").args(words).arg("--json").arg(&json);
-    let output = command.envs(variables.iter().copied()).output().unwrap();
-    let report =
-        std::fs::read_to_string(&json).map_or(Value::Null, |text| serde_json::from_str(&text).unwrap());
-    (output, report)
-}
+use crate::program::{assert_words, on_fake_cuda, run_with_report, sidelane};
 
-/// The same on the fake driver.
-fn on_stand_in(words: &[&str]) -> (Output, Value) {
-    let library = stand_in_cuda::install().unwrap().join("libcuda.so.1");
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../cuda/all_modules.cu");
-    let kernels = stand_in_cuda::kernels(&source).unwrap();
-    let variables = [
-        ("SIDELANE_CUDA_LIBRARY", library.to_str().unwrap()),
-        ("SIDELANE_FAKE_CUDA_KERNELS", kernels.to_str().unwrap()),
-        ("SIDELANE_FAKE_CUDA_DRIVER", "13010"),
-        ("SIDELANE_FAKE_CUDA_DEVICES", "1"),
-    ];
-    conformance(words, &variables)
+fn conformance(words: &[&str]) -> Command {
+    let mut command = sidelane("conformance");
+    command.args(words);
+    command
 }
 
 /// Feature, executor, state and number of equal runs of each cell.
@@ -59,9 +40,9 @@ fn assert_cells(report: &Value, told: &str) {
 
 #[test]
 fn every_feature_of_the_host_is_equal_between_processes() {
-    let (output, report) = conformance(&["--place", "host", "--seed", "3"], &[]);
-    let told = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
-    assert_eq!((output.status.code(), &report["correct"]), (Some(0), &Value::Bool(true)), "{told}");
+    let (ended, report) = run_with_report(&mut conformance(&["--place", "host", "--seed", "3"]));
+    let told = ended.well();
+    assert_eq!(report["correct"], true, "{told}");
     assert_eq!((&report["seed"], &report["device"]), (&Value::from(3), &Value::Null));
     assert_cells(&report, &told);
     let equal: Vec<_> = cells(&report).into_iter().filter(|cell| cell.2 == "equal").collect();
@@ -83,11 +64,10 @@ fn features_of_devices_are_equal_or_refused_on_the_stand_in() {
     let constant =
         ["release without combine", "a receive budget", "partial sums in bf16", "aligned segments"];
     let only = enqueued.into_iter().chain(constant);
-    let only: Vec<&str> = only.flat_map(|feature| ["--only", feature]).collect();
-    let (output, report) = on_stand_in(&[&["--place", "device"][..], &only].concat());
-    let told = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
-    assert_eq!((output.status.code(), &report["correct"]), (Some(0), &Value::Bool(true)), "{told}");
-    assert_eq!(report["device"]["stand_in"], true, "{told}");
+    let only = only.flat_map(|feature| ["--only", feature]);
+    let (ended, report) = run_with_report(on_fake_cuda(conformance(&["--place", "device"]).args(only)));
+    let told = ended.well();
+    assert_eq!((&report["correct"], &report["device"]["stand_in"]), (&true.into(), &true.into()), "{told}");
     assert!(told.contains("the fake driver: no GPU is here"), "{told}");
     assert_cells(&report, &told);
     let of = |feature: &str, executor: &str| {
@@ -104,23 +84,21 @@ fn features_of_devices_are_equal_or_refused_on_the_stand_in() {
 
 #[test]
 fn missing_driver_is_said_and_is_an_error_where_a_device_was_asked_for() {
-    let missing = [("SIDELANE_CUDA_LIBRARY", "no-such-library.so")];
-    let (output, report) = conformance(&["--only", "token buffers"], &missing);
-    let told = String::from_utf8_lossy(&output.stdout);
-    assert_eq!(output.status.code(), Some(0), "{told}");
-    assert!(told.contains("not run: ") && told.contains("no-such-library.so"), "{told}");
+    let without = |words: &[&str]| {
+        run_with_report(conformance(words).env("SIDELANE_CUDA_LIBRARY", "no-such-library.so"))
+    };
+    let (ended, report) = without(&["--only", "token buffers"]);
+    assert_words(&ended.well(), &["not run: ", "no-such-library.so"]);
     let states: Vec<&str> = cells(&report).into_iter().map(|cell| cell.2).collect();
     assert_eq!(states, ["equal", "not-run", "not-run"]);
-    let (output, report) = conformance(&["--place", "device"], &missing);
-    let told = String::from_utf8_lossy(&output.stderr);
-    assert_eq!((output.status.code(), report), (Some(1), Value::Null), "{told}");
-    assert!(told.contains("no-such-library.so"), "{told}");
+    let (ended, report) = without(&["--place", "device"]);
+    assert_eq!((ended.code, report), (Some(1), Value::Null), "{}", ended.err);
+    assert_words(&ended.err, &["no-such-library.so"]);
 }
 
 #[test]
 fn unknown_feature_or_place_is_a_wrong_command_line() {
     for words in [["--only", "gradient"], ["--place", "gpu"], ["--seed", "x"]] {
-        let (output, _) = conformance(&words, &[]);
-        assert_eq!(output.status.code(), Some(2), "{words:?}");
+        assert_eq!(run_with_report(&mut conformance(&words)).0.code, Some(2), "{words:?}");
     }
 }

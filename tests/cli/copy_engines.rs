@@ -1,27 +1,11 @@
 //! `sidelane copy-engines` as a user sees it: a line for each way, files and refusals.
 
-use std::process::{Command, Output};
-
 use serde_json::Value;
 
-fn engines(line: &str) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_sidelane"));
-    command.arg("copy-engines").args(line.split_whitespace()).current_dir(std::env::temp_dir());
-    command.output().unwrap()
-}
+use crate::program::{self, assert_words, run, sidelane};
 
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).into_owned()
-}
-
-/// The report of these conditions.
-fn report(line: &str, file: &str) -> Value {
-    let json = std::env::temp_dir().join(format!("sidelane-engines-{}-{file}.json", std::process::id()));
-    let output = engines(&format!("{line} --json {}", json.display()));
-    assert!(output.status.success(), "{}", text(&output.stderr));
-    let report = serde_json::from_str(&std::fs::read_to_string(&json).unwrap()).unwrap();
-    std::fs::remove_file(json).unwrap();
-    report
+fn report(line: &str) -> Value {
+    program::report(&format!("copy-engines {line}"))
 }
 
 fn most(report: &Value, way: &str, figure: &str) -> f64 {
@@ -32,7 +16,7 @@ fn most(report: &Value, way: &str, figure: &str) -> f64 {
 
 #[test]
 fn slots_of_eight_ranks_are_seven_copies_and_a_list() {
-    let report = report("--nodes 1 --tokens 128 --experts 256 uniform", "slots");
+    let report = report("--nodes 1 --tokens 128 --experts 256 uniform");
     let figures = ["copies", "batches", "memory_ops", "memory_op_batches", "nic_bytes"];
     for way in ["slots: dispatch", "slots: combine"] {
         assert_eq!(figures.map(|figure| most(&report, way, figure)), [7.0, 1.0, 21.0, 1.0, 0.0], "{way}");
@@ -44,7 +28,7 @@ fn slots_of_eight_ranks_are_seven_copies_and_a_list() {
 
 #[test]
 fn rows_by_expert_are_a_copy_for_each_expert_and_rows_by_rank_one_for_each_rank() {
-    let report = report("--nodes 1 --tokens 512 --experts 256 --hidden 64 uniform", "one-node");
+    let report = report("--nodes 1 --tokens 512 --experts 256 --hidden 64 uniform");
     let figures = ["copies", "batches", "memory_ops"];
     let by_expert = figures.map(|figure| most(&report, "expert-major, direct", figure));
     assert_eq!(by_expert, [7.0 * 32.0, 1.0, 14.0]);
@@ -54,7 +38,7 @@ fn rows_by_expert_are_a_copy_for_each_expert_and_rows_by_rank_one_for_each_rank(
 
 #[test]
 fn spans_are_fewer_copies_of_the_same_bytes() {
-    let report = report("--tokens 2048 --experts 256 --hidden 64 uniform", "spans");
+    let report = report("--tokens 2048 --experts 256 --hidden 64 uniform");
     let [rows, spans] = ["rank-major, pxn, token order", "rank-major, pxn, relay order"];
     assert_eq!(most(&report, rows, "bytes"), most(&report, spans, "bytes"));
     assert_eq!(most(&report, rows, "nic_bytes"), most(&report, spans, "nic_bytes"));
@@ -63,26 +47,7 @@ fn spans_are_fewer_copies_of_the_same_bytes() {
 
 #[test]
 fn the_text_has_a_line_for_each_way_and_says_what_was_not_measured() {
-    let output = engines("--tokens 64");
-    let told = text(&output.stdout);
-    assert!(output.status.success(), "{}", text(&output.stderr));
-    for words in ["16 on 2 nodes (8 + 8)", "rank-major, pxn, relay order", "not measured", "NICs"] {
-        assert!(told.contains(words), "{words:?} in\n{told}");
-    }
+    let told = run(&mut sidelane("copy-engines --tokens 64")).well();
+    assert_words(&told, &["16 on 2 nodes (8 + 8)", "rank-major, pxn, relay order", "not measured", "NICs"]);
     assert!(!told.contains("slots"), "slots are for one node:\n{told}");
-}
-
-#[test]
-fn what_makes_no_sense_is_refused_as_a_wrong_command_line() {
-    for (line, said) in [
-        ("--tokens 0", "--tokens"),
-        ("--copy-gbps 0", "above 0"),
-        ("--hidden 7 --nodes 1", "a multiple of 16"),
-        ("/nowhere/routing.jsonl", "/nowhere/routing.jsonl"),
-    ] {
-        let output = engines(line);
-        assert_eq!(output.status.code(), Some(2), "{line}");
-        assert!(text(&output.stderr).contains(said), "{line}: {}", text(&output.stderr));
-        assert!(output.stdout.is_empty());
-    }
 }

@@ -1,24 +1,15 @@
 //! `sidelane doctor` on whatever machine runs the tests: it always reports and always succeeds.
 
-use std::process::{Command, Output};
+use serde_json::Value;
 
-fn doctor(options: &[&str]) -> Output {
-    doctor_with(options, &[])
-}
-
-fn doctor_with(options: &[&str], variables: &[(&str, &str)]) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_sidelane"));
-    command.arg("doctor").args(options).envs(variables.iter().copied()).output().unwrap()
-}
+use crate::program::{assert_words, run, sidelane};
 
 /// Findings about `what` with the fake driver in place of a real one.
 fn stand_in(variables: &[(&str, &str)]) -> impl Fn(&str) -> (String, String) {
     let library = stand_in_cuda::install().unwrap().join("libcuda.so.1");
-    let mut all = vec![("SIDELANE_CUDA_LIBRARY", library.to_str().unwrap())];
-    all.extend(variables);
-    let output = doctor_with(&["--json"], &all);
-    assert!(output.status.success(), "{output:?}");
-    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let mut doctor = sidelane("doctor --json");
+    doctor.env("SIDELANE_CUDA_LIBRARY", library).envs(variables.iter().copied());
+    let report: Value = serde_json::from_str(&run(&mut doctor).well()).unwrap();
     move |what| {
         let findings = report["findings"].as_array().unwrap();
         let found = findings.iter().find(|finding| finding["what"] == what);
@@ -32,9 +23,7 @@ const LEVELS: [&str; 3] = ["ok", "note", "warn"];
 
 #[test]
 fn the_table_names_what_every_machine_has() {
-    let output = doctor(&[]);
-    assert!(output.status.success());
-    let text = String::from_utf8(output.stdout).unwrap();
+    let text = run(&mut sidelane("doctor")).well();
     // A row begins with a level, and the lines below it that belong to it do not.
     let rows = text.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
     let rows: Vec<_> = rows.filter(|row| row.len() > 2 && LEVELS.contains(&row[0])).collect();
@@ -46,9 +35,7 @@ fn the_table_names_what_every_machine_has() {
 
 #[test]
 fn each_finding_in_json_says_what_it_means_and_each_problem_what_to_do() {
-    let output = doctor(&["--json"]);
-    assert!(output.status.success());
-    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let report: Value = serde_json::from_str(&run(&mut sidelane("doctor --json")).well()).unwrap();
     let findings = report["findings"].as_array().unwrap();
     assert!(findings.len() >= 10);
     for finding in findings {
@@ -89,7 +76,6 @@ fn what_an_old_driver_cannot_do_is_said_and_one_that_shows_no_gpu_is_reported() 
 
 #[test]
 fn a_library_that_is_no_driver_is_reported() {
-    let output = doctor_with(&[], &[("SIDELANE_CUDA_LIBRARY", "libc.so.6")]);
-    let text = String::from_utf8(output.stdout).unwrap();
-    assert!(output.status.success() && text.contains("cuInit"), "{text}");
+    let text = run(sidelane("doctor").env("SIDELANE_CUDA_LIBRARY", "libc.so.6")).well();
+    assert_words(&text, &["cuInit"]);
 }

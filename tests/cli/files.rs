@@ -1,6 +1,6 @@
 //! Where results cannot be written: found before anything is measured.
 
-use std::process::Command;
+use crate::program::{run, sidelane};
 
 #[test]
 fn a_file_that_cannot_be_written_is_named_before_anything_is_measured() {
@@ -24,12 +24,13 @@ fn a_file_that_cannot_be_written_is_named_before_anything_is_measured() {
         "copy-engines --json",
     ];
     for line in lines {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_sidelane"));
-        let ended = command.args(line.split_whitespace()).arg("/nowhere/file").output().unwrap();
-        let (said, told) = (String::from_utf8_lossy(&ended.stderr), String::from_utf8_lossy(&ended.stdout));
-        assert_eq!(ended.status.code(), Some(1), "{line}: {said}");
-        assert!(said.contains("/nowhere/file") && !said.contains("rank"), "{line}: {said}");
-        assert_eq!(told, "", "{line}");
+        let ended = run(sidelane(line).arg("/nowhere/file"));
+        assert_eq!((ended.code, &ended.out[..]), (Some(1), ""), "{line}: {}", ended.err);
+        assert!(
+            ended.err.contains("cannot write \"/nowhere/file\"") && !ended.err.contains("rank"),
+            "{line}: {}",
+            ended.err
+        );
     }
 }
 
@@ -37,10 +38,8 @@ fn a_file_that_cannot_be_written_is_named_before_anything_is_measured() {
 #[test]
 fn files_of_a_layer_are_claimed_before_it_is_resolved() {
     for option in ["--json", "--trace-out", "--svg"] {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_sidelane"));
-        let ended = command.args(["layer", "--experts", "3", option, "/nowhere/file"]).output().unwrap();
-        let said = String::from_utf8_lossy(&ended.stderr);
-        assert!(ended.status.code() == Some(1) && said.contains("cannot write"), "{option}: {said}");
+        let ended = run(&mut sidelane(&format!("layer --experts 3 {option} /nowhere/file")));
+        assert!(ended.code == Some(1) && ended.err.contains("cannot write"), "{option}: {}", ended.err);
     }
 }
 
@@ -57,12 +56,7 @@ fn one_path_for_two_files_is_refused() {
         "put-bench put-lat --json FILE --svg FILE",
     ] {
         let line = line.replace("FILE", &name);
-        let mut command = Command::new(env!("CARGO_BIN_EXE_sidelane"));
-        let command = command.args(line.split_whitespace()).current_dir(std::env::temp_dir());
-        let ended = command.output().unwrap();
-        let said = String::from_utf8_lossy(&ended.stderr);
-        assert_eq!(ended.status.code(), Some(2), "{line}: {said}");
-        assert!(said.contains(&name) && said.contains("is given for two files"), "{line}: {said}");
+        run(&mut sidelane(&line)).refused(&[&name, "is given for two files"]);
         assert!(!std::env::temp_dir().join(&name).exists(), "{line}");
     }
 }
@@ -70,7 +64,6 @@ fn one_path_for_two_files_is_refused() {
 #[test]
 fn asking_whether_a_file_can_be_written_leaves_none_behind() {
     let file = std::env::temp_dir().join(format!("sidelane-files-{}.json", std::process::id()));
-    let mut command = Command::new(env!("CARGO_BIN_EXE_sidelane"));
-    let ended = command.args(["copy-engines", "--top-k", "9999", "--json"]).arg(&file).output().unwrap();
-    assert!(!ended.status.success() && !file.exists());
+    let ended = run(sidelane("copy-engines --top-k 9999 --json").arg(&file));
+    assert!(ended.code != Some(0) && !file.exists());
 }

@@ -1,21 +1,20 @@
 //! `sidelane gpu-check` on the fake driver: all parts complete with right results, and make no
 //! claim about a GPU.
 
-use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::path::PathBuf;
+use std::process::Command;
 
 use serde_json::Value;
 use sidelane::ep::Feature;
 
-fn gpu_check(options: &[&str], variables: &[(&str, &str)]) -> Output {
-    let library = stand_in_cuda::install().unwrap().join("libcuda.so.1");
-    let mut command = Command::new(env!("CARGO_BIN_EXE_sidelane"));
-    command.arg("gpu-check").args(options).env("SIDELANE_CUDA_LIBRARY", library);
-    command.envs(variables.iter().copied()).output().unwrap()
-}
+use crate::program::{Ended, assert_words, on_fake_cuda, read, run, run_with_report, sidelane};
 
-/// A driver that has all that rows ask for.
-const WHOLE: (&str, &str) = ("SIDELANE_FAKE_CUDA_DRIVER", "13010");
+/// `gpu-check` on the fake driver.
+fn gpu_check(options: &str, variables: &[(&str, &str)]) -> Command {
+    let mut command = sidelane(&format!("gpu-check {options}"));
+    on_fake_cuda(&mut command).envs(variables.iter().copied());
+    command
+}
 
 /// The bound of a case: what stands still for so long blocks. Tests wait for it.
 const CASE_SECONDS: u64 = 3;
@@ -30,24 +29,15 @@ fn cublas() -> PathBuf {
 
 /// Rows of one part, run as `gpu-check` runs it.
 fn part(part: &str, variables: &[(&str, &str)]) -> Vec<Value> {
-    let directory = stand_in_cuda::install().unwrap();
-    let kernels =
-        stand_in_cuda::kernels(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../../cuda/all_modules.cu"))
-            .unwrap();
     let task = serde_json::json!({
         "part": part, "device": 0, "quick": true, "size": 128, "case_seconds": CASE_SECONDS
     });
-    let mut command = Command::new(env!("CARGO_BIN_EXE_sidelane"));
-    command
-        .args(["rank", "gpu-check", &task.to_string()])
-        .env("SIDELANE_CUDA_LIBRARY", directory.join("libcuda.so.1"));
-    command.env("SIDELANE_FAKE_CUDA_KERNELS", kernels).env("SIDELANE_FAKE_CUDA_DEVICES", "1");
-    command.env("CUDA_DEVICE_MAX_CONNECTIONS", "32");
-    command.env("SIDELANE_FAKE_CUDA_DRIVER", WHOLE.1);
+    let mut command = sidelane("rank gpu-check");
+    on_fake_cuda(command.arg(task.to_string())).env("CUDA_DEVICE_MAX_CONNECTIONS", "32");
     command.env_remove("SIDELANE_CUPTI_LIBRARY").env_remove("SIDELANE_SITE_PACKAGES");
-    let output = command.envs(variables.iter().copied()).output().unwrap();
-    let text = String::from_utf8_lossy(&output.stdout);
-    text.lines().map(|line| serde_json::from_str(line).unwrap_or_else(|_| panic!("{output:?}"))).collect()
+    let ended = run(command.envs(variables.iter().copied()));
+    let told = ended.out.lines();
+    told.map(|line| serde_json::from_str(line).unwrap_or_else(|_| panic!("{ended:?}"))).collect()
 }
 
 fn rows<'r>(report: &'r Value, part: &str) -> Vec<&'r Value> {
@@ -62,23 +52,14 @@ fn state<'r>(rows: &[&'r Value], what: &str) -> &'r str {
 
 #[test]
 fn everything_runs_to_its_end_on_the_stand_in_and_nothing_is_claimed_about_a_gpu() {
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../cuda/all_modules.cu");
-    let kernels = stand_in_cuda::kernels(&source).unwrap();
-    let file = std::env::temp_dir().join(format!("sidelane-gpu-check-{}.json", std::process::id()));
-    let output = gpu_check(
-        &["--quick", "--size", "128", "--case-seconds", "3", "--json", file.to_str().unwrap()],
+    let (ended, report) = run_with_report(&mut gpu_check(
+        "--quick --size 128 --case-seconds 3",
         &[
-            WHOLE,
-            ("SIDELANE_FAKE_CUDA_KERNELS", kernels.to_str().unwrap()),
-            ("SIDELANE_FAKE_CUDA_DEVICES", "1"),
             ("SIDELANE_CUPTI_LIBRARY", cupti().to_str().unwrap()),
             ("SIDELANE_CUBLAS_LIBRARY", cublas().to_str().unwrap()),
         ],
-    );
-    let text = String::from_utf8_lossy(&output.stdout);
-    let json = std::fs::read_to_string(&file).unwrap_or_else(|error| panic!("{error}: {output:?}"));
-    let report: Value = serde_json::from_str(&json).unwrap();
-    std::fs::remove_file(&file).unwrap();
+    ));
+    let text = &ended.out;
 
     let wrong: Vec<&Value> =
         report["rows"].as_array().unwrap().iter().filter(|row| row["state"] == "wrong").collect();
@@ -87,8 +68,8 @@ fn everything_runs_to_its_end_on_the_stand_in_and_nothing_is_claimed_about_a_gpu
     assert_eq!(report["correct"], true);
     // The controls of the audit must fail here: no multiprocessor is held.
     assert_eq!((&report["audited"], &report["holds"]), (&Value::Bool(false), &Value::Bool(false)));
-    assert_eq!(output.status.code(), Some(1), "a stand-in shows nothing about a GPU");
-    assert!(text.contains("No GPU was here: nothing is shown about one."), "{text}");
+    assert_eq!(ended.code, Some(1), "a stand-in shows nothing about a GPU");
+    assert_words(text, &["No GPU was here: nothing is shown about one.", "Locks: all pass"]);
 
     let driver = rows(&report, "driver");
     for what in
@@ -152,7 +133,6 @@ fn everything_runs_to_its_end_on_the_stand_in_and_nothing_is_claimed_about_a_gpu
     assert!(queues.len() == 6 && queues.iter().all(|row| row["state"] == "answered"), "{queues:#?}");
     let conclusions = report["conclusions"].as_array().unwrap();
     assert!(conclusions[0].as_str().unwrap().starts_with("Locks: all pass"), "{conclusions:?}");
-    assert!(text.contains("Locks: all pass"), "{text}");
     let activity = rows(&report, "activity");
     assert_eq!(activity.iter().map(|row| &row["state"]).collect::<Vec<_>>(), ["right"; 3], "{activity:#?}");
     let blocks = rows(&report, "blocks");
@@ -180,20 +160,18 @@ const PARTS: &str = "driver, kernels, locks, queues, processes, conformance, cos
 #[test]
 fn what_is_missing_is_said_and_nothing_runs() {
     for (options, variables, code, words) in [
-        (&[][..], ("SIDELANE_CUDA_LIBRARY", "no-such-library.so"), 1, "cannot load no-such-library.so"),
-        (&[], ("SIDELANE_CUDA_LIBRARY", "libc.so.6"), 1, "libc.so.6 has no cuInit"),
-        (&[], ("SIDELANE_FAKE_CUDA_DEVICES", "0"), 1, "CUDA_ERROR_NO_DEVICE"),
-        (&[], ("SIDELANE_FAKE_CUDA_DRIVER", "12040"), 1, "gpu-check needs a driver for CUDA 12.5"),
-        (&["--device", "3"], ("SIDELANE_FAKE_CUDA_DEVICES", "2"), 1, "no device 3: the driver shows 2"),
-        (&["--size", "100"], ("SIDELANE_FAKE_CUDA_DEVICES", "1"), 2, "not a multiple of 128"),
-        (&["--part", "lock"], ("SIDELANE_FAKE_CUDA_DEVICES", "1"), 2, PARTS),
-        (&["--minutes", "0"], ("SIDELANE_FAKE_CUDA_DEVICES", "1"), 2, "not above 0"),
+        ("", ("SIDELANE_CUDA_LIBRARY", "no-such-library.so"), 1, "cannot load no-such-library.so"),
+        ("", ("SIDELANE_CUDA_LIBRARY", "libc.so.6"), 1, "libc.so.6 has no cuInit"),
+        ("", ("SIDELANE_FAKE_CUDA_DEVICES", "0"), 1, "CUDA_ERROR_NO_DEVICE"),
+        ("", ("SIDELANE_FAKE_CUDA_DRIVER", "12040"), 1, "gpu-check needs a driver for CUDA 12.5"),
+        ("--device 3", ("SIDELANE_FAKE_CUDA_DEVICES", "2"), 1, "no device 3: the driver shows 2"),
+        ("--size 100", ("SIDELANE_FAKE_CUDA_DEVICES", "1"), 2, "not a multiple of 128"),
+        ("--part lock", ("SIDELANE_FAKE_CUDA_DEVICES", "1"), 2, PARTS),
+        ("--minutes 0", ("SIDELANE_FAKE_CUDA_DEVICES", "1"), 2, "not above 0"),
     ] {
-        let output = gpu_check(options, &[variables]);
-        let said = String::from_utf8_lossy(&output.stderr);
-        assert_eq!(output.status.code(), Some(code), "{said}");
-        assert!(said.contains(words), "{words:?} in {said}");
-        assert!(output.stdout.is_empty());
+        let ended = run(&mut gpu_check(options, &[variables]));
+        assert_eq!((ended.code, &ended.out[..]), (Some(code), ""), "{}", ended.err);
+        assert_words(&ended.err, &[words]);
     }
 }
 
@@ -257,21 +235,15 @@ fn ranks_as_processes_are_left_out_where_the_gpu_takes_one_process() {
 #[test]
 fn a_part_that_dies_costs_its_own_rows_alone() {
     // Without kernels nothing that needs one can run; the driver's own rows do.
-    let file = std::env::temp_dir().join(format!("sidelane-gpu-check-none-{}.json", std::process::id()));
-    let output = gpu_check(
-        &["--quick", "--size", "128", "--json", file.to_str().unwrap()],
-        &[("SIDELANE_FAKE_CUDA_DEVICES", "1"), ("SIDELANE_FAKE_CUDA_KERNELS", "")],
-    );
-    let json = std::fs::read_to_string(&file).unwrap_or_else(|error| panic!("{error}: {output:?}"));
-    let report: Value = serde_json::from_str(&json).unwrap();
-    std::fs::remove_file(&file).unwrap();
-    assert_eq!((output.status.code(), &report["correct"]), (Some(1), &Value::Bool(false)));
+    let without = [("SIDELANE_FAKE_CUDA_KERNELS", "")];
+    let (ended, report) = run_with_report(&mut gpu_check("--quick --size 128", &without));
+    assert_eq!((ended.code, &report["correct"]), (Some(1), &Value::Bool(false)));
     assert_eq!(state(&rows(&report, "driver"), "modules"), "wrong");
     assert_eq!(state(&rows(&report, "driver"), "batches"), "right");
     for part in ["kernels", "audit", "interference", "blocks"] {
         assert_eq!(state(&rows(&report, part), "to its end"), "wrong", "{part}");
     }
-    assert!(String::from_utf8_lossy(&output.stdout).contains("NOT RIGHT"));
+    assert_words(&ended.out, &["NOT RIGHT"]);
 }
 
 /// The answers of a part, by question.
@@ -365,25 +337,13 @@ fn cupti_of_a_wheel_is_found_and_named() {
 }
 
 /// The report of a run with these options.
-fn report(options: &[&str], variables: &[(&str, &str)]) -> Value {
-    let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("report.json");
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../cuda/all_modules.cu");
-    let kernels = stand_in_cuda::kernels(&source).unwrap();
-    let usual = [
-        WHOLE,
-        ("SIDELANE_FAKE_CUDA_KERNELS", kernels.to_str().unwrap()),
-        ("SIDELANE_FAKE_CUDA_DEVICES", "1"),
-    ];
-    let options = [&["--quick", "--size", "128", "--json", file.to_str().unwrap()], options].concat();
-    let output = gpu_check(&options, &[&usual, variables].concat());
-    let json = std::fs::read_to_string(&file).unwrap_or_else(|error| panic!("{error}: {output:?}"));
-    serde_json::from_str(&json).unwrap()
+fn report(options: &str, variables: &[(&str, &str)]) -> Value {
+    run_with_report(&mut gpu_check(&format!("--quick --size 128 {options}"), variables)).1
 }
 
 #[test]
 fn chosen_parts_run_alone_in_the_order_of_all() {
-    let report = report(&["--part", "kernels,driver", "--part", "activity"], &[]);
+    let report = report("--part kernels,driver --part activity", &[]);
     let parts: Vec<&str> =
         report["rows"].as_array().unwrap().iter().map(|row| row["part"].as_str().unwrap()).collect();
     let mut found = parts.clone();
@@ -394,7 +354,7 @@ fn chosen_parts_run_alone_in_the_order_of_all() {
 
 #[test]
 fn parts_behind_the_minutes_are_skipped_and_not_wrong() {
-    let report = report(&["--minutes", "0.0001"], &[]);
+    let report = report("--minutes 0.0001", &[]);
     let rows = report["rows"].as_array().unwrap();
     assert!(rows.iter().filter(|row| row["what"] == "all of it").count() >= 10, "{rows:#?}");
     for row in rows.iter().filter(|row| row["state"] == "skipped") {
@@ -406,42 +366,29 @@ fn parts_behind_the_minutes_are_skipped_and_not_wrong() {
 #[test]
 fn part_that_runs_when_the_minutes_are_over_is_ended() {
     // Its first case stands still for longer than that.
-    let report = report(
-        &["--part", "locks", "--minutes", "0.1", "--case-seconds", "600"],
-        &[("SIDELANE_FAKE_CUDA_LOCKS", "1")],
-    );
+    let report =
+        report("--part locks --minutes 0.1 --case-seconds 600", &[("SIDELANE_FAKE_CUDA_LOCKS", "1")]);
     let rows = report["rows"].as_array().unwrap();
     assert_eq!(states(rows), [("to its end", "skipped")]);
     assert_eq!(report["correct"], true);
 }
 
 /// Runs the parts costs and rates with these options; the status, and the file.
-fn calibrated(options: &[&str], variables: &[(&str, &str)]) -> (Output, Option<Value>) {
+fn calibrated(parts: &str, variables: &[(&str, &str)]) -> (Ended, Option<Value>) {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("gpu.json");
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../cuda/all_modules.cu");
-    let kernels = stand_in_cuda::kernels(&source).unwrap();
-    let usual = [
-        WHOLE,
-        ("SIDELANE_FAKE_CUDA_KERNELS", kernels.to_str().unwrap()),
-        ("SIDELANE_FAKE_CUDA_DEVICES", "1"),
-    ];
-    let options = [&["--quick", "--size", "128", "--calibrate", file.to_str().unwrap()], options].concat();
-    let output = gpu_check(&options, &[&usual, variables].concat());
-    if let Ok(simulated) = Command::new(env!("CARGO_BIN_EXE_sidelane"))
-        .args(["simulate", "--nodes", "1", "--tokens", "16", "--hidden", "128", "--hardware"])
-        .arg(&file)
-        .output()
-    {
-        assert_eq!(simulated.status.success(), file.exists(), "{simulated:?}");
-    }
-    (output, std::fs::read_to_string(file).ok().map(|text| serde_json::from_str(&text).unwrap()))
+    let line = format!("--quick --size 128 --part {parts} --calibrate");
+    let ended = run(gpu_check(&line, variables).arg(&file));
+    let simulate = "simulate --nodes 1 --tokens 16 --hidden 128 --hardware";
+    let simulated = run(sidelane(simulate).arg(&file));
+    assert_eq!(simulated.code == Some(0), file.exists(), "{simulated:?}");
+    (ended, file.exists().then(|| read(&file)))
 }
 
 #[test]
 fn calibration_writes_a_machine_whose_figures_say_that_the_driver_is_fake() {
-    let (output, hardware) = calibrated(&["--part", "costs,rates"], &[]);
-    let hardware = hardware.unwrap_or_else(|| panic!("{output:?}"));
+    let (ended, hardware) = calibrated("costs,rates", &[]);
+    let hardware = hardware.unwrap_or_else(|| panic!("{ended:?}"));
     let engines = &hardware["engines"];
     for place in ["host", "own"] {
         let steps: Vec<_> =
@@ -461,14 +408,11 @@ fn calibration_writes_a_machine_whose_figures_say_that_the_driver_is_fake() {
 
 #[test]
 fn calibration_is_refused_where_a_part_or_a_row_that_it_needs_is_missing() {
-    let (output, hardware) = calibrated(&["--part", "costs"], &[]);
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert_eq!((output.status.code(), hardware), (Some(2), None), "{said}");
-    assert!(said.contains("--calibrate needs the part rates"), "{said}");
+    let (ended, hardware) = calibrated("costs", &[]);
+    ended.refused(&["--calibrate needs the part rates"]);
+    assert_eq!(hardware, None);
     // Without batches there is no price of a copy in one.
-    let old = [("SIDELANE_FAKE_CUDA_DRIVER", "12060")];
-    let (output, hardware) = calibrated(&["--part", "costs,rates"], &old);
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert_eq!((output.status.code(), hardware), (Some(1), None), "{said}");
-    assert!(said.contains("a copy of 4 KiB to the host, in a batch of 255 (part costs)"), "{said}");
+    let (ended, hardware) = calibrated("costs,rates", &[("SIDELANE_FAKE_CUDA_DRIVER", "12060")]);
+    assert_eq!((ended.code, hardware), (Some(1), None), "{}", ended.err);
+    assert_words(&ended.err, &["a copy of 4 KiB to the host, in a batch of 255 (part costs)"]);
 }

@@ -1,29 +1,12 @@
 //! `sidelane layer` as a user sees it: lines, files and refusals. Figures are checked only for
 //! consistency.
 
-use std::process::{Command, Output};
-use std::sync::atomic::{AtomicU32, Ordering};
-
 use serde_json::Value;
 
-fn layer(line: &str) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_sidelane"));
-    command.arg("layer").args(line.split_whitespace()).current_dir(std::env::temp_dir()).output().unwrap()
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).into_owned()
-}
-
-/// Another one for each call: tests are threads of one process.
-fn file(name: &str) -> std::path::PathBuf {
-    static CALLS: AtomicU32 = AtomicU32::new(0);
-    let (process, call) = (std::process::id(), CALLS.fetch_add(1, Ordering::Relaxed));
-    std::env::temp_dir().join(format!("sidelane-layer-{process}-{call}-{name}"))
-}
+use crate::program::{assert_words, read, run, run_with_report, sidelane};
 
 const SMALL: &str =
-    "--tokens 48 --hidden 64 --ffn 32 --experts 6 --top-k 2 --token-chunks 5 --rounds 2 --backward";
+    "layer --tokens 48 --hidden 64 --ffn 32 --experts 6 --top-k 2 --token-chunks 5 --rounds 2 --backward";
 
 #[test]
 fn overlapped_steps_have_the_bits_of_steps_in_turn_on_every_lane() {
@@ -33,15 +16,9 @@ fn overlapped_steps_have_the_bits_of_steps_in_turn_on_every_lane() {
         ("--link none --ranks-per-node 1,2", "loopback", false),
         ("--nodes 1 --ranks-per-node 2", "shm", false),
     ] {
-        let json = file("report.json");
-        let output = layer(&format!("{SMALL} {shape} --json {}", json.display()));
-        assert!(output.status.success(), "{shape}: {}", text(&output.stderr));
-        let told = text(&output.stdout);
-        for words in [format!("lane      {lane}"), "the same bits in turn and overlapped".to_owned()] {
-            assert!(told.contains(&words), "{words:?} in\n{told}");
-        }
-        let report: Value = serde_json::from_str(&std::fs::read_to_string(&json).unwrap()).unwrap();
-        std::fs::remove_file(json).unwrap();
+        let (ended, report) = run_with_report(&mut sidelane(&format!("{SMALL} {shape}")));
+        let lane = format!("lane      {lane}");
+        assert_words(&ended.well(), &[&lane, "the same bits in turn and overlapped"]);
         assert_eq!(report["verified"], true, "{shape}");
         assert_eq!(!report["config"]["emulated_link"].is_null(), pace, "{shape}");
         for direction in ["forward", "backward"] {
@@ -58,11 +35,9 @@ type Spans = Vec<(Value, f64, f64)>;
 
 /// The transfers and the experts of a step.
 fn traced(options: &str) -> (Spans, Spans) {
-    let trace = file("trace.json");
-    let output = layer(&format!("{SMALL} {options} --trace-out {}", trace.display()));
-    assert!(output.status.success(), "{}", text(&output.stderr));
-    let events: Value = serde_json::from_str(&std::fs::read_to_string(&trace).unwrap()).unwrap();
-    std::fs::remove_file(trace).unwrap();
+    let trace = tempfile::NamedTempFile::new().unwrap();
+    run(sidelane(&format!("{SMALL} {options} --trace-out")).arg(trace.path())).well();
+    let events = read(trace.path());
     let events = events["traceEvents"].as_array().unwrap();
     let spans = |name: &str| -> Spans {
         let named = |event: &&Value| {
@@ -102,21 +77,4 @@ fn as_many_transfers_are_under_way_at_once_as_may_be() {
     assert_eq!(beside(&one_by_one, &one_by_one), 0);
     let (transfers, _) = traced("--link 64K/200 --transfers 2");
     assert!(beside(&transfers, &transfers) > transfers.len() / 2, "{transfers:?}");
-}
-
-#[test]
-fn what_is_no_layer_is_refused_before_a_rank_is_started() {
-    for (line, words) in [
-        ("--experts 3", "3 experts: there must be one for each of 2 ranks at least, and --top-k (4) at most"),
-        ("--token-chunks 0", "--token-chunks must be between 1 and 1024"),
-        ("--tokens 8", "--token-chunks must be between 1 and 8"),
-        ("--token-chunks 4 --transfers 5", "--transfers must be between 1 and 4"),
-        ("--hidden 12", "rows of 12 x bf16 are no multiple of 16 bytes"),
-        ("--nodes 1 --ranks-per-node 2 --link 1G/10", "--link is for wires between nodes of one machine"),
-        ("--link fast", "bytes per second"),
-    ] {
-        let output = layer(line);
-        assert_eq!(output.status.code(), Some(2), "{line}");
-        assert!(text(&output.stderr).contains(words), "{line}: {}", text(&output.stderr));
-    }
 }

@@ -2,47 +2,14 @@
 //! that viewers can open.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
 
 use serde_json::Value;
 
+use crate::program::{assert_words, read, run_with_report, sidelane};
+
 const RANKS: u64 = 3;
-const SMALL: &str = "--ranks-per-node 2,1 --tokens 8 --hidden 64 --experts 6 --top-k 2 --routing uniform";
-
-/// A folder of this test's own, removed at the end.
-struct Folder(PathBuf);
-
-impl Folder {
-    fn new(name: &str) -> Self {
-        let path = std::env::temp_dir().join(format!("sidelane-trace-{}-{name}", std::process::id()));
-        std::fs::create_dir_all(&path).unwrap();
-        Folder(path)
-    }
-
-    fn path(&self, file: &str) -> PathBuf {
-        self.0.join(file)
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
-
-fn trace(route: &str, out: &Path, more: &[(&str, &Path)]) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_sidelane"));
-    command.arg("trace").args(SMALL.split(' ')).args(["--route", route]).arg("--out").arg(out);
-    more.iter().for_each(|(option, path)| {
-        command.arg(option).arg(path);
-    });
-    command.output().unwrap()
-}
-
-fn read(path: &Path) -> Value {
-    serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
-}
+const SMALL: &str =
+    "trace --ranks-per-node 2,1 --tokens 8 --hidden 64 --experts 6 --top-k 2 --routing uniform";
 
 /// The fields of a slice.
 struct Slice {
@@ -87,13 +54,11 @@ fn a_trace_holds_what_every_rank_did_in_both_calls_on_every_route() {
 }
 
 fn a_trace_holds_what_every_rank_did(route: &str) {
-    let folder = Folder::new(route);
-    let (out, svg, json) = (folder.path("trace.json"), folder.path("trace.svg"), folder.path("sums.json"));
-    let output = trace(route, &out, &[("--svg", &svg), ("--json", &json)]);
-    let (told, complaints) =
-        (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert!(output.status.success(), "{complaints}");
-    assert!(told.contains("bit-exact") && told.contains("ui.perfetto.dev"), "{told}");
+    let folder = tempfile::tempdir().unwrap();
+    let (out, svg) = (folder.path().join("trace.json"), folder.path().join("trace.svg"));
+    let mut command = sidelane(&format!("{SMALL} --route {route}"));
+    let (ended, sums) = run_with_report(command.arg("--out").arg(&out).arg("--svg").arg(&svg));
+    assert_words(&ended.well(), &["bit-exact", "ui.perfetto.dev"]);
 
     let trace = read(&out);
     let events = trace["traceEvents"].as_array().unwrap();
@@ -112,13 +77,11 @@ fn a_trace_holds_what_every_rank_did(route: &str) {
         _ => rows_cross_in_parts_to_the_one_relay_of_the_other_node(&operations),
     }
     arrows_lead_from_signals_to_waits(events, &operations);
-    sums_are_those_of_the_slices(&read(&json), &operations);
+    sums_are_those_of_the_slices(&sums, &operations);
 
     let picture = std::fs::read_to_string(&svg).unwrap();
     assert!(picture.starts_with("<svg ") && picture.trim_end().ends_with("</svg>"));
-    for text in ["rank 0", "rank 2", "node 1", "dispatch", "3 on 2 nodes (2 + 1)"] {
-        assert!(picture.contains(text), "{text}");
-    }
+    assert_words(&picture, &["rank 0", "rank 2", "node 1", "dispatch", "3 on 2 nodes (2 + 1)"]);
 }
 
 fn every_call_holds_its_operations(calls: &[Slice], operations: &[Slice]) {
@@ -211,31 +174,4 @@ fn sums_are_those_of_the_slices(sums: &Value, operations: &[Slice]) {
             assert_eq!(sum["operations"][kind]["count"], own.count(), "{kind} of rank {rank}");
         }
     }
-}
-
-#[test]
-fn a_file_that_cannot_be_written_is_named() {
-    let folder = Folder::new("nowhere");
-    let (out, missing) = (folder.path("trace.json"), folder.path("missing").join("file"));
-    for (out, more) in [(&missing, &[][..]), (&out, &[("--svg", missing.as_path())])] {
-        let output = trace("direct", out, more);
-        let complaints = String::from_utf8_lossy(&output.stderr);
-        assert_eq!(output.status.code(), Some(1), "{complaints}");
-        let missing = format!("cannot write {missing:?}");
-        assert!(complaints.contains(&missing), "{complaints}");
-    }
-}
-
-#[test]
-fn impossible_conditions_are_refused_before_anything_starts() {
-    let folder = Folder::new("refused");
-    let out = folder.path("trace.json");
-    let output = Command::new(env!("CARGO_BIN_EXE_sidelane"))
-        .args(["trace", "--top-k", "9", "--experts", "8", "--out"])
-        .arg(&out)
-        .output()
-        .unwrap();
-    assert_eq!(output.status.code(), Some(2));
-    assert!(String::from_utf8_lossy(&output.stderr).contains("--top-k is 9"));
-    assert!(!out.exists());
 }

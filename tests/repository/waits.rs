@@ -51,7 +51,7 @@ const ALLOWED: [(&str, &str, &str); 19] = [
     ("ep/device/slots/proxy.rs", "yield_now", "the slots thread: each turn asks health"),
     ("ep/device/watchdog.rs", "yield_now", "200 ms for a stream, and 32 streams at most"),
     ("ep/device/watchdog.rs", "synchronize", "a new stream with a copy that waits for nothing"),
-    ("ep/device/session.rs", "synchronize", "copies of an expert map, behind calls that the guard ends"),
+    ("ep/device/shared_state.rs", "synchronize", "copies of an expert map, behind calls that the guard ends"),
     ("ep/device/setup.rs", "synchronize", "a new instance: the stream has its copies alone"),
     ("ep/device/slots/expand.rs", "synchronize", "as above"),
     ("ep/device/slots/layout.rs", "synchronize", "as above"),

@@ -257,7 +257,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::svg::tests::elements;
+    use crate::svg::tests::{elements, points as points_of};
 
     #[test]
     fn points_lie_between_the_axes_and_larger_ones_above_to_the_right() {
@@ -270,12 +270,7 @@ mod tests {
             let chart = Chart { title: "title", conditions: vec![], panels: vec![panel], alike: false };
             let tags = elements(&chart.draw());
             let line = tags.iter().find(|tag| tag.starts_with("polyline")).unwrap();
-            let at = line.split("points=\"").nth(1).unwrap().split('"').next().unwrap();
-            let at: Vec<(f64, f64)> = at
-                .split(' ')
-                .map(|point| point.split_once(',').unwrap())
-                .map(|(x, y)| (x.parse().unwrap(), y.parse().unwrap()))
-                .collect();
+            let at = points_of(line);
             let between = |&(x, y): &(f64, f64)| {
                 (LABELS..=WIDTH - 16.0).contains(&x) && (62.0..=62.0 + HEIGHT).contains(&y)
             };

@@ -151,6 +151,12 @@ pub mod tests {
         Line::try_parse_from(words).map(|line: Line<A>| line.args)
     }
 
+    pub fn assert_words(text: &str, words: &[&str]) {
+        for words in words {
+            assert!(text.contains(words), "{words:?} in\n{text}");
+        }
+    }
+
     /// The text of a page of `docs`.
     pub fn page(name: &str) -> String {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/");

@@ -126,19 +126,18 @@ impl From<Vec<u32>> for Machines {
 mod tests {
     use std::time::Instant;
 
+    use sidelane_testkit::worlds::on_ranks;
+
     use super::*;
+    use crate::error::CliError;
 
     #[test]
     fn ranks_of_one_machine_are_told_so() {
-        let worlds = World::threads(3).unwrap();
-        std::thread::scope(|scope| {
-            for world in worlds {
-                scope.spawn(move || {
-                    let machines = Machines::of(&world.all().unwrap()).unwrap();
-                    assert_eq!((machines.count(), machines.leaders()), (1, vec![0]));
-                });
-            }
-        });
+        let told =
+            on_ranks(&World::threads(3).unwrap(), |world| Ok::<_, CliError>(Machines::of(&world.all()?)?));
+        for machines in told.into_iter().map(Result::unwrap) {
+            assert_eq!((machines.count(), machines.leaders()), (1, vec![0]));
+        }
     }
 
     #[test]
@@ -146,21 +145,12 @@ mod tests {
         const AHEAD: u64 = 5_000_000_000;
         let begin = Instant::now();
         let machines = Machines::from(vec![0, 1, 0, 1]);
-        let worlds = World::threads(4).unwrap();
-        let offsets: Vec<i64> = std::thread::scope(|scope| {
-            let ranks: Vec<_> = (0..)
-                .zip(worlds)
-                .map(|(rank, world)| {
-                    let machines = &machines;
-                    scope.spawn(move || {
-                        let ahead = if machines.of_rank(rank) == 1 { AHEAD } else { 0 };
-                        let now = || begin.elapsed().as_nanos() as u64 + ahead;
-                        machines.clock_offset(&world.all().unwrap(), now).unwrap()
-                    })
-                })
-                .collect();
-            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        let offsets = on_ranks(&World::threads(4).unwrap(), |world| {
+            let ahead = if machines.of_rank(world.rank() as usize) == 1 { AHEAD } else { 0 };
+            let now = || begin.elapsed().as_nanos() as u64 + ahead;
+            Ok::<_, CliError>(machines.clock_offset(&world.all()?, now)?)
         });
+        let offsets: Vec<i64> = offsets.into_iter().map(Result::unwrap).collect();
         let taken = begin.elapsed().as_nanos() as i64;
         assert_eq!((offsets[0], offsets[2], offsets[1]), (0, 0, offsets[3]));
         assert!((offsets[1] + AHEAD as i64).abs() <= taken, "{offsets:?} after {taken} ns");

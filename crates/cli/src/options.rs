@@ -4,10 +4,11 @@
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
 
-use crate::commands::doctor::{self, Root};
+use crate::commands::doctor::{Root, available_memory};
 use crate::commands::launch::node_sizes;
 use crate::error::{CliError, usage};
 use crate::routing_source::{self, Decided, Routed, Share, Source};
+use crate::table::bytes;
 
 /// Ranks by node; `NODES` of `RANKS` where nothing is said.
 #[derive(Args, Clone, Debug, Default)]
@@ -105,13 +106,13 @@ pub fn at_most<T: Into<u64> + Copy>(options: &[(&str, T, u32)]) -> Result<(), Cl
 /// Refuses to take more bytes than this machine has left: the kernel would kill the process without
 /// a message. `options` are those that lower the need.
 pub fn fits_in_memory(what: &str, needed: u64, options: &str) -> Result<(), CliError> {
-    fits(what, needed, doctor::available_memory(&Root::new("/")), options)
+    fits(what, needed, available_memory(&Root::new("/")), options)
 }
 
 /// The same, of so many bytes that are left; `None` where nobody knows.
 fn fits(what: &str, needed: u64, available: Option<u64>, options: &str) -> Result<(), CliError> {
     let Some(available) = available.filter(|&available| needed > available) else { return Ok(()) };
-    let (needed, available) = (doctor::bytes(needed), doctor::bytes(available));
+    let (needed, available) = (bytes(needed), bytes(available));
     Err(usage!("{what} need {needed} of memory, and {available} are available: lower {options}"))
 }
 

@@ -64,6 +64,11 @@ pub fn time(us: f64) -> String {
     format!("{value:.digits$} {unit}")
 }
 
+/// The same of nanoseconds.
+pub fn time_ns(ns: u64) -> String {
+    time(ns as f64 / 1e3)
+}
+
 /// Powers of 1000, as in GB/s.
 pub fn volume(bytes: u64) -> String {
     match bytes as f64 {
@@ -71,6 +76,17 @@ pub fn volume(bytes: u64) -> String {
         bytes if bytes < 1e9 => format!("{:.1} MB", bytes / 1e6),
         bytes => format!("{:.1} GB", bytes / 1e9),
     }
+}
+
+/// A number of bytes, in powers of 1024: `23.5 GiB`.
+pub fn bytes(count: u64) -> String {
+    const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];
+    let (mut value, mut unit) = (count as f64 / 1024.0, 0);
+    while value >= 1023.95 && unit + 1 < UNITS.len() {
+        (value, unit) = (value / 1024.0, unit + 1);
+    }
+    let number = format!("{value:.1}");
+    format!("{} {}", number.strip_suffix(".0").unwrap_or(&number), UNITS[unit])
 }
 
 #[cfg(test)]
@@ -88,6 +104,20 @@ mod tests {
         ];
         for (us, text) in cases {
             assert_eq!(time(us), text);
+        }
+    }
+
+    #[test]
+    fn sizes_are_rounded_to_a_tenth_of_their_unit() {
+        let cases = [
+            (0, "0 KiB"),
+            (8 << 20, "8 MiB"),
+            (25_276_502_016, "23.5 GiB"),
+            ((1 << 30) - 1, "1 GiB"),
+            (64 << 10, "64 KiB"),
+        ];
+        for (count, text) in cases {
+            assert_eq!(bytes(count), text);
         }
     }
 }

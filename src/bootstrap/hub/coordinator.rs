@@ -14,8 +14,8 @@ use std::time::{Duration, Instant};
 use rustix::event::PollFd;
 
 use super::HOST;
-use super::assembly::{Assembled, Assembly, HubConfig, flush};
-use super::store::{Delivery, Requester, Store};
+use super::admission::{Assembled, Assembly, HubConfig, flush};
+use super::kv_store::{Delivery, Requester, Store};
 use crate::bootstrap::health::{Liveness, Timeouts};
 use crate::bootstrap::rendezvous::HandshakeQueue;
 use crate::bootstrap::supervised::{Thread, turn};

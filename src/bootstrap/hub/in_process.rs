@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use super::Hub;
 use super::client::refused;
-use super::store::{Delivery, Requester, Store};
+use super::kv_store::{Delivery, Requester, Store};
 use crate::bootstrap::health::{Health, Timeouts, lock};
 use crate::bootstrap::interrupted;
 use crate::bootstrap::rendezvous::{Gathering, PeerAuth, Step, window};

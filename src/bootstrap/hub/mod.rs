@@ -1,23 +1,23 @@
 //! The hub: messages between the ranks of a world during its life.
 //!
 //! ```text
-//!   Hub ─┬─ client (TcpHub) ── link ═══ TCP ═══ assembly, coordinator ── store   ranks that are processes
-//!        └─ in_process ─────────────────────────────────────────────────┘         ranks that are threads of one
+//!   Hub ─┬─ client (TcpHub) ── link ═══ TCP ═══ admission, coordinator ── kv_store   ranks that are processes
+//!        └─ in_process ─────────────────────────────────────────────────────┘        ranks that are threads of one
 //! ```
 //!
 //! The store makes all decisions and knows neither sockets nor time, so both kinds of world behave
 //! alike.
 
-mod assembly;
+mod admission;
 mod client;
 mod coordinator;
 mod in_process;
-mod store;
+mod kv_store;
 
 use std::sync::Arc;
 use std::time::Duration;
 
-pub(super) use assembly::{HubConfig, Meeting};
+pub(super) use admission::{HubConfig, Meeting};
 pub(super) use client::{HOST, Job, TcpHub};
 pub(super) use coordinator::coordinate;
 pub use in_process::threads;

@@ -10,7 +10,7 @@ use std::mem::ManuallyDrop;
 use std::path::{Path, PathBuf};
 
 use crate::device::driver::Driver;
-use crate::device::library::{STAND_IN, symbol};
+use crate::device::libcuda::{STAND_IN, symbol};
 use crate::device::wheels;
 use crate::error::DeviceError;
 

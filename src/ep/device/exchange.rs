@@ -14,10 +14,10 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::REFUSED;
-use super::enqueuer::Enqueuer;
+use super::call_stages::Enqueuer;
 use super::handle::{EnqueuedDispatch, EnqueuedHandle, EnqueuedOutput, EnqueuedRows, Lease};
 use super::memory::{Extent, StreamFlag};
-use super::session::{EnqueuedTokens, Session};
+use super::shared_state::{EnqueuedTokens, Session};
 use super::transport::RowTransport;
 use super::watchdog::WaitBreaker;
 use crate::bootstrap::wait;

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::memory::{Extent, MemoryShape, StreamFlag};
-use super::session::{Alive, ContextProgress, PlacementInfo, Session};
+use super::shared_state::{Alive, ContextProgress, PlacementInfo, Session};
 use crate::device::{DeviceRange, Kernels, Stream};
 use crate::dtype::Dtype;
 use crate::ep::{CallExecutor, LaneUse, Report, Status};

@@ -14,8 +14,8 @@
 //! | module | subject |
 //! |---|---|
 //! | `exchange`, `handle` | calls of an instance that the host lays out, and their results |
-//! | `enqueuer`, `dispatch` | steps of these calls, by the programs of [`schedule`](crate::schedule) |
-//! | `session`, `memory`, `default_heap`, `setup` | what never changes, layout and pool, its default size, and how they are made |
+//! | `call_stages`, `dispatch_stages` | stages of these calls, by the programs of [`schedule`](crate::schedule) |
+//! | `shared_state`, `memory`, `default_heap`, `setup` | what never changes, layout and pool, its default size, and how they are made |
 //! | `slots` | fixed slots, or a budget that graphs hold: every address is a constant, so the stream carries a call out alone |
 //! | `transport` | how rows cross between nodes: from device to device, or by pinned memory of the host |
 //! | `guard` | what ends the waits of streams |
@@ -51,14 +51,14 @@
 //! order, and a kernel puts what arrived into visible order.
 //! [`EnqueueCounts`](crate::exec::EnqueueCounts) counts all of them.
 
+mod call_stages;
 mod default_heap;
-mod dispatch;
-mod enqueuer;
+mod dispatch_stages;
 mod exchange;
 mod handle;
 mod memory;
-mod session;
 mod setup;
+mod shared_state;
 pub(super) mod slots;
 #[cfg(test)]
 pub(in crate::ep) mod tests;
@@ -70,8 +70,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 pub(crate) use default_heap::HeapLoad;
 pub(super) use exchange::{EnqueuedCombine, EnqueuedExchange};
 pub(super) use handle::{EnqueuedDispatch, EnqueuedHandle, EnqueuedOutput, EnqueuedRows};
-pub(super) use session::EnqueuedTokens;
 pub(super) use setup::EnqueuedSettings;
+pub(super) use shared_state::EnqueuedTokens;
 
 /// A flag's value, less one, that says: my caller's input was refused. No number of tokens is so
 /// large, and no place.

@@ -2,16 +2,16 @@
 //!
 //! | module | subject |
 //! |---|---|
-//! | `enqueue` | a program with operands, put on a stream call by call |
+//! | `copy_engine_stepper` | a program with operands, put on a stream call by call |
 //! | `constant` | a stream program, lowered once: every address is a constant |
 //! | `net` | what of either crosses to other nodes, put by a thread of the host |
 
 mod constant;
-mod enqueue;
+mod copy_engine_stepper;
 mod net;
 
 pub use constant::{Lowered, PeerWindows};
-pub(crate) use enqueue::{Awaited, CopyEngineStepper, DeviceMap, LocalPeer, Packed};
+pub(crate) use copy_engine_stepper::{Awaited, CopyEngineStepper, DeviceMap, LocalPeer, Packed};
 pub(crate) use net::ProxyOps;
 
 /// Work that was enqueued on a stream.

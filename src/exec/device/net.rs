@@ -10,7 +10,7 @@
 
 use std::collections::VecDeque;
 
-use super::enqueue::{CopyEngineStepper, NO_HOST_STAGING, Packed};
+use super::copy_engine_stepper::{CopyEngineStepper, NO_HOST_STAGING, Packed};
 use crate::device::DeviceRange;
 use crate::error::{DeviceError, Error};
 use crate::exec::EnqueueCounts;

@@ -30,18 +30,18 @@
 //! **Faults.** What one rank cannot bring is refused on all, as on the host. A device that fails
 //! ends the world.
 
-mod backward;
 mod builder;
+mod device_tape;
+mod enqueue_backward;
+mod enqueue_forward;
 mod experts;
-mod forward;
 mod memory;
 mod moe;
 mod products;
-mod tape;
 
-pub use backward::DeviceGradients;
 pub use builder::DeviceMoeLayerBuilder;
+pub use device_tape::DeviceTape;
+pub use enqueue_backward::DeviceGradients;
 pub use memory::DeviceTensor;
 pub use moe::DeviceMoeLayer;
 pub use products::Products;
-pub use tape::DeviceTape;

@@ -3,10 +3,10 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::device_tape::WideRows;
 use super::experts::{DeviceSegments, DeviceSwiGlu};
 use super::memory::{DeviceTensor, HostStaging, span};
 use super::products::Compute;
-use super::tape::WideRows;
 use crate::device::{DeviceRange, Kernels, Stream};
 use crate::dtype::Dtype;
 use crate::ep::{ExpertParallel, ExpertRows, Handle, Place, RowCollective, RowPartition};

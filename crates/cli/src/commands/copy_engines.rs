@@ -68,7 +68,7 @@ impl Command for CopyEnginesArgs {
 
     fn run(self) -> Result<ExitCode, CliError> {
         command::claim(&self.json)?;
-        command::finish(&Report::new(&Task::resolve(&self)?)?, &self.json)
+        command::finish(&Report::new(&self)?, &self.json)
     }
 }
 
@@ -82,43 +82,6 @@ pub struct Conditions {
     pub copy_us: f64,
     pub copy_gbps: f64,
 }
-
-pub struct Task {
-    pub decided: Decided,
-    pub conditions: Conditions,
-    /// Bytes of a row that is sent, and of a returned one.
-    pub row_bytes: u64,
-    pub home_bytes: u64,
-}
-
-impl Task {
-    pub fn resolve(args: &CopyEnginesArgs) -> Result<Self, CliError> {
-        let &CopyEnginesArgs { hidden, dtype, copy_us, copy_gbps, .. } = args;
-        let decided = args.routed.decide(None, PLANNED_BYTES)?;
-        at_least_one(&[("--hidden", hidden)])?;
-        let (row_bytes, home_bytes) = dtype.bytes(hidden);
-        if let Some(&seen) = [row_bytes, home_bytes].iter().find(|bytes| !bytes.is_multiple_of(16)) {
-            let (parameter, expected) = ("row bytes", "a multiple of 16");
-            return Err(PlanError::BadParameter { parameter, seen, expected }.into());
-        }
-        let conditions =
-            Conditions { decided: decided.conditions.clone(), hidden, dtype, copy_us, copy_gbps };
-        Ok(Task { decided, conditions, row_bytes, home_bytes })
-    }
-
-    /// Bytes of a slot for all tokens: their rows and, in as many rows as it needs, a header of
-    /// their choices.
-    fn slot_bytes(&self) -> u64 {
-        let routing_source::Conditions { tokens, top_k, .. } = self.decided.conditions;
-        let header = HEAD + u64::from(tokens) * u64::from(top_k) * CHOICE;
-        (header.div_ceil(self.row_bytes) + u64::from(tokens)) * self.row_bytes
-    }
-}
-
-/// Memory of a choice that is planned.
-const PLANNED_BYTES: u64 = 72;
-const CHOICE: u64 = 8;
-const HEAD: u64 = 64;
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Variant {
@@ -141,49 +104,6 @@ impl Variant {
     }
 }
 
-/// All variants of this group: slots on one node; planned rows, direct or through relays.
-pub fn all(task: &Task) -> Result<Vec<Variant>, CliError> {
-    let mut ways = Vec::new();
-    let ranks = task.decided.nodes.ranks();
-    if task.decided.nodes.nodes() == 1 {
-        let slots = Slots::new(
-            ranks,
-            task.slot_bytes(),
-            u64::from(task.decided.conditions.tokens) * task.home_bytes,
-        )?;
-        for (name, call) in [("dispatch", SlotCall::Dispatch), ("combine", SlotCall::Combine)] {
-            let work = |me| Ok(CopyEngineWork::of_stream(&StreamProgram::new(call, slots, me)?, me));
-            let work: Vec<CopyEngineWork> = (0..ranks).map(work).collect::<Result<_, CliError>>()?;
-            ways.push(Variant::new(format!("slots: {name}"), &work, &task.conditions));
-        }
-    }
-    for layout in RowLayout::ALL {
-        let mut planned = vec![(Route::Direct, false, "direct")];
-        if task.decided.nodes.nodes() > 1 {
-            planned.push((Route::Pxn, false, "pxn, token order"));
-        }
-        if task.decided.nodes.nodes() > 1 && layout == RowLayout::RankMajor {
-            planned.push((Route::Pxn, true, "pxn, relay order"));
-        }
-        for (route, spans, how) in planned {
-            let Decided { map, nodes, routings, .. } = &task.decided;
-            let &Task { row_bytes, home_bytes, .. } = task;
-            let work = CopyEngineWork::of_ranks(&RankDispatches {
-                map,
-                nodes,
-                routings,
-                layout,
-                route,
-                spans,
-                row_bytes,
-                home_bytes,
-            })?;
-            ways.push(Variant::new(format!("{}, {how}", layout.name()), &work, &task.conditions));
-        }
-    }
-    Ok(ways)
-}
-
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
     pub config: Conditions,
@@ -193,14 +113,56 @@ pub struct Report {
     pub variants: Vec<Variant>,
 }
 
+/// Memory of a choice that is planned.
+const PLANNED_BYTES: u64 = 72;
+/// Bytes of a slot's header, and of a choice in it.
+const HEAD: u64 = 64;
+const CHOICE: u64 = 8;
+
 impl Report {
-    pub fn new(task: &Task) -> Result<Self, CliError> {
-        Ok(Report {
-            config: task.conditions.clone(),
-            row_bytes: task.row_bytes,
-            combine_row_bytes: task.home_bytes,
-            variants: all(task)?,
-        })
+    /// All variants of this group: slots on one node; planned rows, direct or through relays.
+    pub fn new(args: &CopyEnginesArgs) -> Result<Self, CliError> {
+        let &CopyEnginesArgs { hidden, dtype, copy_us, copy_gbps, .. } = args;
+        let Decided { conditions, map, nodes, routings } = args.routed.decide(None, PLANNED_BYTES)?;
+        at_least_one(&[("--hidden", hidden)])?;
+        let (row_bytes, combine_row_bytes) = dtype.bytes(hidden);
+        if let Some(&seen) = [row_bytes, combine_row_bytes].iter().find(|bytes| !bytes.is_multiple_of(16)) {
+            let (parameter, expected) = ("row bytes", "a multiple of 16");
+            return Err(PlanError::BadParameter { parameter, seen, expected }.into());
+        }
+        let config = Conditions { decided: conditions, hidden, dtype, copy_us, copy_gbps };
+        let (mut variants, ranks) = (Vec::new(), nodes.ranks());
+        if nodes.nodes() == 1 {
+            let tokens = u64::from(config.decided.tokens);
+            // Rows of all tokens and, in as many rows as it needs, a header of their choices.
+            let header = HEAD + tokens * u64::from(config.decided.top_k) * CHOICE;
+            let slot_bytes = (header.div_ceil(row_bytes) + tokens) * row_bytes;
+            let slots = Slots::new(ranks, slot_bytes, tokens * combine_row_bytes)?;
+            for (name, call) in [("dispatch", SlotCall::Dispatch), ("combine", SlotCall::Combine)] {
+                let work = |me| Ok(CopyEngineWork::of_stream(&StreamProgram::new(call, slots, me)?, me));
+                let work: Vec<CopyEngineWork> = (0..ranks).map(work).collect::<Result<_, CliError>>()?;
+                variants.push(Variant::new(format!("slots: {name}"), &work, &config));
+            }
+        }
+        let several = nodes.nodes() > 1;
+        for layout in RowLayout::ALL {
+            for (route, spans, how, is_there) in [
+                (Route::Direct, false, "direct", true),
+                (Route::Pxn, false, "pxn, token order", several),
+                (Route::Pxn, true, "pxn, relay order", several && layout == RowLayout::RankMajor),
+            ] {
+                if !is_there {
+                    continue;
+                }
+                let (map, nodes, routings) = (&map, &nodes, &routings[..]);
+                let home_bytes = combine_row_bytes;
+                let dispatches =
+                    RankDispatches { map, nodes, routings, layout, route, spans, row_bytes, home_bytes };
+                let work = CopyEngineWork::of_ranks(&dispatches)?;
+                variants.push(Variant::new(format!("{}, {how}", layout.name()), &work, &config));
+            }
+        }
+        Ok(Report { config, row_bytes, combine_row_bytes, variants })
     }
 }
 
@@ -244,8 +206,7 @@ mod tests {
 
     #[test]
     fn the_document_names_exactly_the_keys_of_the_json() {
-        let report =
-            Report::new(&Task::resolve(&parsed("--tokens 8 --hidden 32").unwrap()).unwrap()).unwrap();
+        let report = Report::new(&parsed("--tokens 8 --hidden 32").unwrap()).unwrap();
         assert_page("copy-engines-json.md", &[report]);
     }
 }

@@ -22,8 +22,8 @@
 use std::cmp::Reverse;
 use std::mem;
 
-use super::random::{Purpose, RngKey, unit};
-use super::select::ordered;
+use super::router_noise::{Purpose, RngKey, unit};
+use super::top_k::ordered;
 use super::{Capacity, CapacityRule, DropPolicy, ensure, shape};
 use crate::error::GateError;
 

@@ -16,7 +16,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 
 use super::ensure;
-use super::select::PLACES;
+use super::top_k::PLACES;
 use crate::error::GateError;
 
 /// A router. The arrays it works on: logits `[T, experts]`, choices `[T, top_k]`.

@@ -27,18 +27,18 @@
 //! replays those of a real one.
 
 mod capacity;
-mod choose;
 mod config;
 mod losses;
 mod math;
-mod random;
 mod recorded;
 mod residual;
+mod route_token;
 mod router;
+mod router_noise;
 mod routing;
 mod score;
-mod select;
 mod synthetic;
+mod top_k;
 
 pub use capacity::{CapacityInput, PlacedChoices, apply_capacity};
 pub use config::{
@@ -49,10 +49,10 @@ pub use losses::{
     BalanceLoss, CountDivisor, CountedChoices, ImportanceInput, LossInput, PaddingTokens, TokenGroups,
     Totals, WeightsInput, importance_loss, update_bias, weights_backward, z_loss,
 };
-pub use random::{RngKey, jitter};
 pub use recorded::{Recorded, RecordedError};
 pub use residual::{Residual, ResidualGradients};
 pub use router::{Decision, Gate, GateInput};
+pub use router_noise::{RngKey, jitter};
 pub use routing::Routing;
 pub use synthetic::{Pattern, PatternError, synthetic};
 

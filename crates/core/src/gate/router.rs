@@ -7,8 +7,8 @@
 use std::slice::ChunksExactMut;
 
 use super::capacity::{CapacityAssigner, Chosen};
-use super::choose::{Row, Tokens, check_recorded};
 use super::config::conflict;
+use super::route_token::{Row, Tokens, check_recorded};
 use super::score::weigh;
 use super::{
     Capacity, CapacityRule, DropPolicy, GateConfig, Noise, RngKey, Routing, ScoreFunction, Select, ensure,

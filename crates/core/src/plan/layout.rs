@@ -17,8 +17,8 @@
 //! ```
 
 use super::counts::padded;
-use super::relay::{Block, Segment};
-use super::sorted::NONE;
+use super::relay_plan::{Block, Segment};
+use super::sorted_routing::NONE;
 use super::{
     Bins, Counts, InterNodeRows, ReceiveMode, ReceiveSizes, RowBuffer, RowSizes, SortedRouting, refill,
     vec_memory_usage,

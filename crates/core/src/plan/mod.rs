@@ -15,25 +15,29 @@
 mod bins;
 mod buffers;
 mod counts;
+mod expert_map;
 mod group;
+mod inter_node_rows;
 mod layout;
 mod options;
 mod pipeline;
-mod relay;
 mod relay_order;
-mod sorted;
+mod relay_plan;
+mod sorted_routing;
 mod traffic;
 
-pub use bins::{Bins, ExpertMap};
+pub use bins::Bins;
 pub use buffers::{LINE, RowBuffer, RowSizes, SlotHead, SlotShape};
 pub use counts::{Counts, ReceiveSizes};
+pub use expert_map::ExpertMap;
 pub use group::{GroupRouting, LocalPermutation, RankRouting};
+pub use inter_node_rows::InterNodeRows;
 pub use layout::{DispatchLayout, PlanContext, RowRun, Summand};
 pub use options::{Overflow, ReceiveMode, RowLayout, RowMetadata, Strategy, SumOrder};
 pub use pipeline::{Pipeline, PipelineStep};
-pub use relay::{Block, Partials, RelayPlan, Segment};
 pub use relay_order::{RankSets, RelayOrder, RelayPermutation, RelaySorter, first_of};
-pub use sorted::{InterNodeRows, SortedRouting};
+pub use relay_plan::{Block, Partials, RelayPlan, Segment};
+pub use sorted_routing::SortedRouting;
 pub use traffic::{RowsByDistance, Traffic};
 
 /// Bytes that a table has taken from the allocator.

@@ -22,9 +22,9 @@
 //!
 //! The operation set stays this small. A new feature is a new plan, not a new operation.
 
+mod call_tables;
 mod call_tags;
 mod control_window;
-mod fill_operands;
 mod op;
 mod operands;
 mod skeleton;
@@ -34,9 +34,9 @@ pub mod collective;
 pub mod stream_program;
 
 pub use crate::plan::LINE;
+pub use call_tables::{CallerTables, FillContext, RelayTables, ReturnParts};
 pub use call_tags::{Refusal, Tag};
 pub use control_window::{Calls, ControlLayout};
-pub use fill_operands::{CallerTables, FillContext, RelayTables, ReturnParts};
 pub use op::{Flag, FlagValue, Line, Op, OperandId, Stage, TrackOp};
 pub use operands::{
     Bytes, Effect, Index, Operand, Operands, PutSource, SpanCopy, SumOperands, SumTarget, WindowId,

@@ -13,7 +13,7 @@ use sidelane_core::error::CallKind;
 use sidelane_core::plan::{Block, DispatchLayout, RelayPlan, RowBuffer, Segment, first_of};
 use sidelane_core::schedule::{ControlLayout, Flag, ReturnParts, Tag, WindowId};
 
-use super::unroller::{Extent, Placed, Unroller};
+use super::call_sequence::{Extent, Placed, Unroller};
 use super::{Bytes, HostAccess, SeededBug};
 
 impl Unroller<'_> {

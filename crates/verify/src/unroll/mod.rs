@@ -20,31 +20,31 @@
 //! rank's own program or its relay's, which interact only through flags. Slots on
 //! [streams](StreamScenario) have unrolled programs of their own kind, where an actor is a stream.
 
+mod call_sequence;
 mod collective;
-mod dispatch;
+mod dispatch_actor;
 mod host_access;
-mod returns;
-mod streams;
-mod unroller;
-mod walk;
+mod return_actor;
+mod slot_streams;
+mod stage_runs;
 
 use std::fmt;
 use std::rc::Rc;
 
+use call_sequence::FilledOperands;
 use sidelane_core::error::{CallKind, PlanError};
 use sidelane_core::gate::Routing;
 use sidelane_core::plan::{ExpertMap, ReceiveMode, RowLayout, RowMetadata, Strategy, SumOrder};
 use sidelane_core::schedule::stream_program::Slots;
 use sidelane_core::schedule::{ControlLayout, FlagValue, Op, Operands, ReturnParts, TrackOp, WindowId};
 use sidelane_core::topology::{NodeMap, Route};
-use unroller::FilledOperands;
 
 use crate::mutate::{CallMutation, ProgramId};
 
 pub use collective::{CollectiveBug, CollectiveCall, CollectiveScenario, PipelineBug, PipelineScenario};
 pub use sidelane_core::schedule::call_program::Relays;
 pub use sidelane_core::schedule::{Bytes, Effect};
-pub use streams::{StreamBug, StreamCall, StreamScenario, Streams};
+pub use slot_streams::{StreamBug, StreamCall, StreamScenario, Streams};
 
 /// The calls of a group.
 #[derive(Clone, Debug)]
@@ -365,7 +365,7 @@ impl UnrolledProgram {
     /// A routing that cannot be placed; [`PlanError::BadParameter`] for a handle or a set of
     /// routings that does not exist, or if nodes and experts are of groups of different size.
     pub fn unroll(scenario: &ProofScenario) -> Result<UnrolledProgram, PlanError> {
-        unroller::unroll(scenario)
+        call_sequence::unroll(scenario)
     }
 
     /// Unrolls a scenario of slots on streams.
@@ -374,7 +374,7 @@ impl UnrolledProgram {
     /// [`PlanError::BadParameter`] for a microbatch whose dispatch is not followed by a combine or
     /// release, and for nodes of another number of ranks.
     pub fn of_streams(scenario: &StreamScenario) -> Result<UnrolledProgram, PlanError> {
-        streams::unroll(scenario)
+        slot_streams::unroll(scenario)
     }
 
     /// Unrolls rounds of collectives.
@@ -400,7 +400,7 @@ impl UnrolledProgram {
     /// # Errors
     /// [`PlanError::BadParameter`] if there are more orders than ranks.
     pub fn of_queues(slots: Slots, orders: &[Vec<StreamCall>]) -> Result<UnrolledProgram, PlanError> {
-        streams::fold(slots, orders)
+        slot_streams::fold(slots, orders)
     }
 
     /// Number of operations.

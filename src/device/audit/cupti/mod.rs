@@ -21,7 +21,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
 use crate::device::driver::Driver;
-use crate::device::library::Version;
+use crate::device::libcuda::Version;
 use crate::error::DeviceError;
 
 /// Names for the loader, by the driver's version: a newer CUPTI does not work with an older driver.

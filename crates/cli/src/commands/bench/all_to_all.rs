@@ -117,6 +117,7 @@ impl Baselines {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::command::tests::assert_words;
     use crate::error::failed;
 
     #[test]
@@ -131,11 +132,10 @@ mod tests {
         let absent = Unavailable::new("gloo", &failed!("there is no python3"), "pip install torch");
         let baselines = Baselines { results: vec![ran(true)], unavailable: vec![absent] };
         let text = baselines.text();
-        for words in
-            ["Open MPI v4", "34.0 ms", "8.5 (8.5-8.5)", "same bits", "there is no python3", "pip install"]
-        {
-            assert!(text.contains(words), "{words:?} in\n{text}");
-        }
+        assert_words(
+            &text,
+            &["Open MPI v4", "34.0 ms", "8.5 (8.5-8.5)", "same bits", "there is no python3", "pip install"],
+        );
         let wrong = Baselines { results: vec![ran(true), ran(false)], unavailable: Vec::new() };
         assert!(baselines.all_same() && !wrong.all_same() && wrong.text().contains("NOT THE SAME"));
     }

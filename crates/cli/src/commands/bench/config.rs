@@ -505,12 +505,11 @@ impl Kind {
 
 #[cfg(test)]
 pub mod tests {
-    use std::path::PathBuf;
-
     use sidelane::plan::{Overflow, ReceiveMode};
+    use tempfile::NamedTempFile;
 
     use super::*;
-    use crate::command::tests::parsed;
+    use crate::command::tests::{assert_words, parsed};
     use crate::commands::bench::BenchArgs;
     use crate::routing_source::Router;
 
@@ -530,28 +529,17 @@ pub mod tests {
         Config::resolve(&args.conditions, args.backward, args.rounds).unwrap()
     }
 
-    /// A routing file of four experts, top-2, removed at the end.
-    struct File(PathBuf);
-
-    impl File {
-        fn new(name: &str, meta: bool) -> Self {
-            let path =
-                std::env::temp_dir().join(format!("sidelane-config-{}-{name}.jsonl", std::process::id()));
-            let meta = if meta { "{\"type\":\"meta\",\"num_experts\":4,\"top_k\":2}\n" } else { "" };
-            let token = "{\"topk_ids\":[3,0],\"topk_weights\":[0.5,0.5]}\n";
-            std::fs::write(&path, format!("{meta}{token}")).unwrap();
-            File(path)
-        }
-
-        fn resolve(&self, words: &str) -> Config {
-            resolve(&format!("--routing {} {words}", self.0.display()))
-        }
+    /// A routing file of four experts, top-2.
+    fn file(meta: bool) -> NamedTempFile {
+        let file = NamedTempFile::new().unwrap();
+        let meta = if meta { "{\"type\":\"meta\",\"num_experts\":4,\"top_k\":2}\n" } else { "" };
+        let token = "{\"topk_ids\":[3,0],\"topk_weights\":[0.5,0.5]}\n";
+        std::fs::write(&file, format!("{meta}{token}")).unwrap();
+        file
     }
 
-    impl Drop for File {
-        fn drop(&mut self) {
-            let _ = std::fs::remove_file(&self.0);
-        }
+    fn resolve_file(file: &NamedTempFile, words: &str) -> Config {
+        resolve(&format!("--routing {} {words}", file.path().display()))
     }
 
     #[test]
@@ -604,10 +592,10 @@ pub mod tests {
 
     #[test]
     fn the_routing_file_decides_what_no_option_says() {
-        let file = File::new("decides", true);
-        let config = file.resolve("");
+        let file = file(true);
+        let config = resolve_file(&file, "");
         assert_eq!((config.experts, config.top_k), (4, 2));
-        assert_eq!(file.resolve("--experts 4 --top-k 2"), config);
+        assert_eq!(resolve_file(&file, "--experts 4 --top-k 2"), config);
     }
 
     #[test]
@@ -622,9 +610,9 @@ pub mod tests {
 
     #[test]
     fn a_file_without_meta_takes_the_experts_of_the_options_or_the_default() {
-        let file = File::new("plain", false);
-        assert_eq!(file.resolve("").experts, 64);
-        assert_eq!(file.resolve("--experts 5").experts, 5);
+        let file = file(false);
+        assert_eq!(resolve_file(&file, "").experts, 64);
+        assert_eq!(resolve_file(&file, "--experts 5").experts, 5);
     }
 
     #[test]
@@ -632,21 +620,22 @@ pub mod tests {
         let config =
             resolve("--nodes 2 --ranks-per-node 3,5 --sum-order node --partial-dtype bf16 --routing incast");
         let json = serde_json::to_string(&config).unwrap();
-        for words in [
-            r#""layout":"expert-major""#,
-            r#""route":"pxn""#,
-            r#""sum_order":"node""#,
-            r#""partial_dtype":"bf16""#,
-        ] {
-            assert!(json.contains(words), "{json}");
-        }
+        assert_words(
+            &json,
+            &[
+                r#""layout":"expert-major""#,
+                r#""route":"pxn""#,
+                r#""sum_order":"node""#,
+                r#""partial_dtype":"bf16""#,
+            ],
+        );
         assert_eq!(serde_json::from_str::<Config>(&json).unwrap(), config);
     }
 
     #[test]
     fn ranks_of_one_file_read_on_where_the_last_one_ended() {
-        let file = File::new("ranks", true);
-        let config = file.resolve("--tokens 3");
+        let file = file(true);
+        let config = resolve_file(&file, "--tokens 3");
         let router = Router::open(&config.routing).unwrap();
         let routing = router.routing(config.share(), 1).unwrap();
         assert_eq!((routing.tokens(), routing.experts_of(2)), (3, &[3, 0][..]));

@@ -317,7 +317,7 @@ pub mod tests {
     use super::*;
     use crate::baselines::{BaselinePass, BaselineReport, Unavailable};
     use crate::command::Report as _;
-    use crate::command::tests::assert_page_with;
+    use crate::command::tests::{assert_page_with, assert_words};
     use crate::commands::bench::all_to_all::Calls;
     use crate::commands::bench::config::tests::resolve;
     use crate::commands::bench::config::{RowType, Shape};
@@ -325,25 +325,26 @@ pub mod tests {
     #[test]
     fn the_text_holds_conditions_verdict_figures_and_memcpy() {
         let text = sample().text();
-        for words in [
-            "8 on 2 nodes (4 + 4), 1 machine, 2 cores, small pages",
-            "zipf:1.0, 64 experts, top-8, seed 0",
-            "route pxn, layout expert-major, align 1",
-            "order node, partials bf16",
-            "within nodes shm, between nodes loopback (all nodes on one machine)",
-            "verified: 32768 rows bit-exact",
-            "6.20 ms",
-            "6.40 ms",
-            "134.2 MB",
-            "33.6 MB",
-            "21.6",
-            "0.90 (0.90-0.90)",
-            "combine backward",
-            "dedup 2.0x",
-            "memcpy: 9.1 GB/s on the same machine\nfirst calls: dispatch 7.30 ms, combine 7.40 ms",
-        ] {
-            assert!(text.contains(words), "{words:?} in\n{text}");
-        }
+        assert_words(
+            &text,
+            &[
+                "8 on 2 nodes (4 + 4), 1 machine, 2 cores, small pages",
+                "zipf:1.0, 64 experts, top-8, seed 0",
+                "route pxn, layout expert-major, align 1",
+                "order node, partials bf16",
+                "within nodes shm, between nodes loopback (all nodes on one machine)",
+                "verified: 32768 rows bit-exact",
+                "6.20 ms",
+                "6.40 ms",
+                "134.2 MB",
+                "33.6 MB",
+                "21.6",
+                "0.90 (0.90-0.90)",
+                "combine backward",
+                "dedup 2.0x",
+                "memcpy: 9.1 GB/s on the same machine\nfirst calls: dispatch 7.30 ms, combine 7.40 ms",
+            ],
+        );
         assert!(text.lines().last().is_some_and(|last| last.starts_with("next: bench --help")), "{text}");
     }
 

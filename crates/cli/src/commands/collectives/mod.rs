@@ -291,7 +291,7 @@ impl command::Report for Report {
 mod tests {
     use super::*;
     use crate::command::Report as _;
-    use crate::command::tests::assert_page;
+    use crate::command::tests::{assert_page, assert_words};
     use crate::error::failed;
 
     fn sample() -> Report {
@@ -316,17 +316,18 @@ mod tests {
     #[test]
     fn the_text_says_who_ran_beside_and_who_did_not() {
         let text = sample().text();
-        for words in [
-            "3 ranks (2+1 by node)",
-            "all-reduce",
-            "4K",
-            "4.00 us",
-            "5.00 (5.00-5.00)",
-            "same bits",
-            "no python3",
-        ] {
-            assert!(text.contains(words), "{words:?} in\n{text}");
-        }
+        assert_words(
+            &text,
+            &[
+                "3 ranks (2+1 by node)",
+                "all-reduce",
+                "4K",
+                "4.00 us",
+                "5.00 (5.00-5.00)",
+                "same bits",
+                "no python3",
+            ],
+        );
         let mut wrong = sample();
         wrong.runs[0].baselines[0].bitwise_equal = false;
         assert!(sample().is_right() && !wrong.is_right() && wrong.text().contains("NOT THE SAME"));

@@ -9,15 +9,13 @@ use sidelane_testkit::suite::RANKS_PER_NODE;
 
 use super::{ConformanceArgs, PlaceArg};
 use crate::command::{self, Program};
+use crate::commands::doctor::DriverReport;
 use crate::table;
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct DeviceReport {
-    library: String,
-    driver: String,
-    stand_in: bool,
-    /// Of the first device.
-    name: String,
+    #[serde(flatten)]
+    driver: DriverReport,
     devices: usize,
 }
 
@@ -70,7 +68,10 @@ struct Wrong {
 impl Report {
     pub fn new(args: &ConformanceArgs, device: Option<Result<Probe, String>>, lines: &[Line]) -> Self {
         let (device, device_reason) = match device {
-            Some(Ok(probe)) => (Some(DeviceReport::new(&probe)), None),
+            Some(Ok(probe)) => {
+                let (driver, devices) = (DriverReport::new(&probe, 0), probe.devices.len());
+                (Some(DeviceReport { driver, devices }), None)
+            }
             Some(Err(reason)) => (None, Some(reason)),
             None => (None, None),
         };
@@ -101,7 +102,9 @@ impl Report {
         let nodes = self.ranks_per_node.iter().map(u32::to_string).collect::<Vec<_>>().join(" and ");
         let ranks: u32 = self.ranks_per_node.iter().sum();
         let mut lines = vec![("ranks", format!("{ranks} processes, on emulated nodes of {nodes}"))];
-        if let Some(DeviceReport { library, driver, stand_in, name, devices }) = &self.device {
+        if let Some(DeviceReport { driver: DriverReport { library, driver, stand_in, name }, devices }) =
+            &self.device
+        {
             let here = if *stand_in { "; the fake driver: no GPU is here" } else { "" };
             lines.push(("device", format!("{devices} x {name}, CUDA {driver} ({library}){here}")));
         }
@@ -110,18 +113,6 @@ impl Report {
         }
         lines.push(("seed", self.seed.to_string()));
         table::head(&lines)
-    }
-}
-
-impl DeviceReport {
-    fn new(probe: &Probe) -> Self {
-        DeviceReport {
-            library: probe.library.clone(),
-            driver: probe.version.to_string(),
-            stand_in: probe.stand_in,
-            name: probe.devices.first().map_or(String::new(), |device| device.name.clone()),
-            devices: probe.devices.len(),
-        }
     }
 }
 

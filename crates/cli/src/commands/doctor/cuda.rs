@@ -3,7 +3,9 @@
 use sidelane::device::{BatchedCopies, DeviceProperties, ModuleLoading, Probe, Version, WriteOrder};
 use sidelane::error::DeviceError;
 
-use super::{Facts, Finding, Level, Root, bytes, find_library, seen};
+use super::finding::{Finding, Level, seen};
+use super::machine::{Facts, Root, find_library};
+use crate::table::bytes;
 
 /// The driver's report, without a look at the machine around it.
 pub fn of_probe(probe: &Probe) -> Vec<Finding> {

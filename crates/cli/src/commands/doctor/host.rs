@@ -1,6 +1,8 @@
 //! Kernel, cores, vector units, memory, NUMA nodes.
 
-use super::{Facts, Finding, Root, bytes, find_library, seen};
+use super::finding::{Finding, seen};
+use super::machine::{Facts, Root, find_library};
+use crate::table::bytes;
 
 pub fn kernel(root: &Root) -> Finding {
     match root.read("/proc/sys/kernel/osrelease") {

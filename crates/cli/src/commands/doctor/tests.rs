@@ -1,25 +1,22 @@
 //! Machines laid out in a temporary directory.
 
-use std::path::PathBuf;
-
 use sidelane::device::{BatchedCopies, DeviceProperties, ModuleLoading, Probe, Version, WriteOrder};
 use sidelane::error::DeviceError;
+use tempfile::TempDir;
 
 use super::*;
 use crate::command::tests::assert_page;
 
-/// A directory that is a machine, removed at the end.
-struct Machine(PathBuf);
+/// A directory that is a machine.
+struct Machine(TempDir);
 
 impl Machine {
-    fn new(name: &str) -> Self {
-        let path = std::env::temp_dir().join(format!("sidelane-doctor-{}-{name}", std::process::id()));
-        std::fs::create_dir_all(&path).unwrap();
-        Machine(path)
+    fn new() -> Self {
+        Machine(tempfile::tempdir().unwrap())
     }
 
     fn with(self, path: &str, text: &str) -> Self {
-        let path = self.0.join(path);
+        let path = self.0.path().join(path);
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();
         std::fs::write(path, text).unwrap();
         self
@@ -45,7 +42,7 @@ impl Machine {
     }
 
     fn examine_with(&self, facts: Facts) -> Vec<Finding> {
-        examine(&Root::new(&self.0), &facts)
+        examine(&Root::new(self.0.path()), &facts)
     }
 
     fn with_card(self, state: &str) -> Self {
@@ -56,19 +53,13 @@ impl Machine {
     }
 }
 
-impl Drop for Machine {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
-
 fn finding<'f>(findings: &'f [Finding], what: &str) -> &'f Finding {
     findings.iter().find(|f| f.what == what).unwrap_or_else(|| panic!("no {what} in {findings:#?}"))
 }
 
 #[test]
 fn an_empty_machine_is_described_and_not_a_panic() {
-    let findings = Machine::new("empty").examine();
+    let findings = Machine::new().examine();
     assert_eq!(finding(&findings, "kernel").level, Level::Warn);
     assert_eq!(finding(&findings, "memory").found, "unknown");
     assert_eq!(finding(&findings, "CUDA").found, "none");
@@ -78,13 +69,13 @@ fn an_empty_machine_is_described_and_not_a_panic() {
 
 #[test]
 fn the_document_names_exactly_the_keys_of_the_json() {
-    let findings = Machine::new("document").examine();
+    let findings = Machine::new().examine();
     assert_page("doctor-json.md", &[Diagnosis { program: Program::HERE, findings }]);
 }
 
 #[test]
 fn host_facts_are_read() {
-    let findings = Machine::new("host")
+    let findings = Machine::new()
         .with("proc/sys/kernel/osrelease", "6.1.0\n")
         .with("proc/cpuinfo", "processor : 0\nflags\t\t: fpu avx avx2\n")
         .with("proc/meminfo", "MemTotal: 2097152 kB\nMemAvailable: 1048576 kB\nHugePages_Total: 3\n")
@@ -103,15 +94,15 @@ fn host_facts_are_read() {
 
 #[test]
 fn available_memory_is_what_is_free_up_to_the_limit_of_a_control_group() {
-    let machine = Machine::new("available").with("proc/meminfo", "MemAvailable: 1048576 kB\n");
-    let available = |machine: &Machine| available_memory(&Root::new(&machine.0));
+    let machine = Machine::new().with("proc/meminfo", "MemAvailable: 1048576 kB\n");
+    let available = |machine: &Machine| available_memory(&Root::new(machine.0.path()));
     assert_eq!(available(&machine), Some(1 << 30));
     for (limit, bytes) in [("max", 1 << 30), ("2147483648", 1 << 30), ("536870912", 1 << 29)] {
-        let machine = Machine::new("available").with("sys/fs/cgroup/memory.max", limit);
+        let machine = Machine::new().with("sys/fs/cgroup/memory.max", limit);
         let machine = machine.with("proc/meminfo", "MemAvailable: 1048576 kB\n");
         assert_eq!(available(&machine), Some(bytes), "{limit}");
     }
-    assert_eq!(available(&Machine::new("unavailable")), None);
+    assert_eq!(available(&Machine::new()), None);
 }
 
 #[test]
@@ -121,8 +112,7 @@ fn huge_pages_count_when_granted_and_the_setting_says_what_to_do() {
         ("always within_size [advise] never deny force", Some(false), Level::Note, "compact_memory"),
         ("always within_size [advise] never deny force", Some(true), Level::Ok, ""),
     ] {
-        let machine = Machine::new(&format!("huge-{}-{granted:?}", setting.find('[').unwrap()))
-            .with("sys/kernel/mm/transparent_hugepage/shmem_enabled", setting);
+        let machine = Machine::new().with("sys/kernel/mm/transparent_hugepage/shmem_enabled", setting);
         let findings = machine.examine_with(Facts { huge_pages: granted, ..machine.facts() });
         let found = finding(&findings, "huge pages (shared)");
         assert_eq!(found.level, level, "{setting}");
@@ -132,7 +122,7 @@ fn huge_pages_count_when_granted_and_the_setting_says_what_to_do() {
 
 #[test]
 fn a_card_that_works_needs_its_library_its_device_and_locked_memory() {
-    let machine = Machine::new("card").with_card("4: ACTIVE\n");
+    let machine = Machine::new().with_card("4: ACTIVE\n");
     let findings = machine.examine();
     assert_eq!(finding(&findings, "NIC mlx5_0, port 1").found, "ACTIVE, InfiniBand, 400 Gb/sec (4X NDR)");
     for what in ["libibverbs", "/dev/infiniband", "locked memory"] {
@@ -153,7 +143,7 @@ fn a_card_that_works_needs_its_library_its_device_and_locked_memory() {
 
 #[test]
 fn writes_as_signals_are_noted_where_there_are_nics() {
-    let machine = Machine::new("signals").with_card("4: ACTIVE\n");
+    let machine = Machine::new().with_card("4: ACTIVE\n");
     for (setting, found, level) in [
         (None, "auto", Level::Ok),
         (Some("auto"), "auto", Level::Ok),
@@ -166,19 +156,19 @@ fn writes_as_signals_are_noted_where_there_are_nics() {
         let signals = finding(&findings, "signals over NICs");
         assert_eq!((signals.found.as_str(), signals.level), (found, level));
     }
-    let findings = Machine::new("no-signals").examine();
+    let findings = Machine::new().examine();
     assert!(findings.iter().all(|finding| finding.what != "signals over NICs"));
 }
 
 #[test]
 fn a_port_that_is_down_is_a_warning() {
-    let findings = Machine::new("down").with_card("1: DOWN\n").examine();
+    let findings = Machine::new().with_card("1: DOWN\n").examine();
     assert_eq!(finding(&findings, "NIC mlx5_0, port 1").level, Level::Warn);
 }
 
 #[test]
 fn each_missing_part_of_cuda_is_named() {
-    let machine = Machine::new("cuda").with(
+    let machine = Machine::new().with(
         "proc/driver/nvidia/version",
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14  Thu Feb 22\nGCC version: 12.2\n",
     );
@@ -237,8 +227,8 @@ pub(crate) fn probe(devices: u32) -> Probe {
     }
 }
 
-fn examine_cuda(name: &str, probe: Probe) -> Vec<Finding> {
-    let machine = Machine::new(name);
+fn examine_cuda(probe: Probe) -> Vec<Finding> {
+    let machine = Machine::new();
     let facts = Facts { cuda: Ok(probe), ..machine.facts() };
     let findings = machine.examine_with(facts);
     assert!(findings.iter().all(|f| f.level == Level::Ok || f.advice.is_some()), "each problem has advice");
@@ -247,7 +237,7 @@ fn examine_cuda(name: &str, probe: Probe) -> Vec<Finding> {
 
 #[test]
 fn a_machine_with_all_that_cuda_has_is_all_right() {
-    let findings = examine_cuda("cuda-good", probe(2));
+    let findings = examine_cuda(probe(2));
     let cuda: Vec<_> =
         findings.iter().filter(|f| f.what.contains("CUDA") || f.what.contains("GPU")).collect();
     assert_eq!(cuda.len(), 4 + 2 + 8 + 1, "{cuda:#?}");
@@ -263,7 +253,7 @@ fn what_a_driver_lacks_is_named_with_its_consequence() {
     old.batched_copies = BatchedCopies::None;
     old.module_loading = ModuleLoading::Lazy;
     old.queues = 1;
-    let findings = examine_cuda("cuda-old", old);
+    let findings = examine_cuda(old);
     assert_eq!(finding(&findings, "CUDA: driver").found, "for CUDA 12.4 (libcuda.so.1)");
     for (what, level) in [
         ("CUDA: device heap", Level::Warn),
@@ -281,7 +271,7 @@ fn devices_that_lack_something_are_named() {
     mixed.devices[1].wide_memory_operations = false;
     mixed.devices.iter_mut().for_each(|device| device.dma_buf = false);
     mixed.peers[0][2] = false;
-    let findings = examine_cuda("cuda-mixed", mixed);
+    let findings = examine_cuda(mixed);
     assert_eq!(finding(&findings, "CUDA: flags").found, "not GPU 1");
     assert_eq!(finding(&findings, "CUDA: flags").level, Level::Warn);
     assert_eq!(finding(&findings, "CUDA: dma-buf").found, "no");
@@ -290,31 +280,17 @@ fn devices_that_lack_something_are_named() {
 
 #[test]
 fn a_stand_in_is_called_one() {
-    let findings = examine_cuda("cuda-stand-in", Probe { stand_in: true, ..probe(1) });
+    let findings = examine_cuda(Probe { stand_in: true, ..probe(1) });
     assert!(finding(&findings, "CUDA: driver").found.starts_with("fake driver"));
     assert_eq!(finding(&findings, "CUDA: driver").level, Level::Note);
 }
 
 #[test]
 fn a_driver_that_does_not_start_says_why() {
-    let machine = Machine::new("cuda-mismatch");
+    let machine = Machine::new();
     let error = DeviceError::Init { library: "libcuda.so.1".into(), code: 803, name: "MISMATCH".into() };
     let findings = machine.examine_with(Facts { cuda: Err(error), ..machine.facts() });
     let found = finding(&findings, "CUDA: start");
     assert_eq!(found.level, Level::Warn);
     assert!(found.found.contains("803") && found.found.contains("different versions"), "{found:?}");
-}
-
-#[test]
-fn sizes_are_rounded_to_a_tenth_of_their_unit() {
-    let cases = [
-        (0, "0 KiB"),
-        (8 << 20, "8 MiB"),
-        (25_276_502_016, "23.5 GiB"),
-        ((1 << 30) - 1, "1 GiB"),
-        (64 << 10, "64 KiB"),
-    ];
-    for (count, text) in cases {
-        assert_eq!(bytes(count), text);
-    }
 }

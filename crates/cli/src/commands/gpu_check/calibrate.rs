@@ -51,7 +51,7 @@ pub fn hardware(report: &Report) -> Result<Hardware, CliError> {
         return Err(failed!("no figures are written: not measured were {}", rows.missing.join("; ")));
     }
     let mut hardware: Hardware = REST.parse().expect("a machine that is known");
-    hardware.name = report.name.clone();
+    hardware.name = report.driver.name.clone();
     let engines = &mut hardware.engines;
     (engines.host, engines.own) = (to_host, on_gpu);
     (engines.per_batch, engines.per_list) = (ns(alone - together), ns(one - listed));
@@ -61,9 +61,12 @@ pub fn hardware(report: &Report) -> Result<Hardware, CliError> {
     let compute = &mut hardware.compute;
     compute.rate = rate(1e6, megabyte);
     (compute.sort, compute.launch) = (ns(choice * 1e3), ns(kernel));
-    let source = match report.stand_in {
+    let source = match report.driver.stand_in {
         true => "measured: gpu-check on the fake driver, so it means nothing".to_owned(),
-        false => format!("measured: gpu-check on {}, a driver for CUDA {}", report.name, report.driver),
+        false => format!(
+            "measured: gpu-check on {}, a driver for CUDA {}",
+            report.driver.name, report.driver.driver
+        ),
     };
     hardware.set_source(&FIGURES, &source);
     Ok(hardware)

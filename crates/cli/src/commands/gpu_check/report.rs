@@ -6,6 +6,7 @@ use sidelane::device::{Driver, Probe, Version};
 
 use super::{GpuCheckArgs, Part};
 use crate::command::{self, Program};
+use crate::commands::doctor::DriverReport;
 use crate::error::CliError;
 use crate::options::word;
 use crate::stats::{Summary, summary};
@@ -15,12 +16,9 @@ use crate::table;
 pub struct Report {
     #[serde(flatten)]
     pub program: Program,
-    pub driver: String,
-    pub library: String,
-    /// Whether there was no GPU at all.
-    pub stand_in: bool,
+    #[serde(flatten)]
+    pub driver: DriverReport,
     pub device: u32,
-    pub name: String,
     pub multiprocessors: u32,
     pub memory: u64,
     pub quick: bool,
@@ -47,11 +45,8 @@ impl Report {
         let audited = audit().next().is_some() && !void;
         Report {
             program: Program::HERE,
-            driver: probe.version.to_string(),
-            library: probe.library.clone(),
-            stand_in: probe.stand_in,
+            driver: DriverReport::new(probe, args.device),
             device: args.device,
-            name: facts.map_or_else(String::new, |facts| facts.name.clone()),
             multiprocessors: facts.map_or(0, |facts| facts.multiprocessors),
             memory: facts.map_or(0, |facts| facts.memory),
             quick: args.quick,
@@ -144,12 +139,13 @@ impl Time {
 impl command::Report for Report {
     fn text(&self) -> String {
         let report = self;
-        let Report { program, driver, library, device, name, multiprocessors, .. } = report;
+        let Report { program, driver, device, multiprocessors, .. } = report;
+        let DriverReport { library, driver, stand_in, name } = driver;
         let mut text = format!(
             "{}\ndevice {device}: {name}, {multiprocessors} SMs; driver for CUDA {driver} ({library})\n",
             program.text()
         );
-        if report.stand_in {
+        if *stand_in {
             text += "THE FAKE DRIVER: no GPU is here. Times mean nothing, and the audit shows nothing.\n";
         }
         for &part in Part::value_variants() {
@@ -189,7 +185,7 @@ fn of(rows: &[&Row]) -> String {
 }
 
 fn verdict(report: &Report) -> &'static str {
-    match (report.correct, report.holds, report.stand_in) {
+    match (report.correct, report.holds, report.driver.stand_in) {
         (false, ..) => "NOT RIGHT: see the rows that say WRONG.",
         (true, _, true) => {
             "All that was checked is right on the fake driver. No GPU was here: nothing is shown about one."
@@ -360,7 +356,7 @@ fn conclusions(rows: &[Row]) -> Vec<String> {
 mod tests {
     use super::*;
     use crate::command::Report as _;
-    use crate::command::tests::assert_page;
+    use crate::command::tests::{assert_page, assert_words};
 
     /// A report in which every key is present.
     fn report() -> Report {
@@ -384,22 +380,23 @@ mod tests {
     fn the_text_holds_rows_and_a_verdict_that_cannot_be_overlooked() {
         let mut report = report();
         let good = report.text();
-        for words in [
-            "132 SMs",
-            "right",
-            "void",
-            "2.50 us (2.00 us to 3.00 us, 9 samples)",
-            "open: more GPUs",
-            "so it is",
-            "All right",
-        ] {
-            assert!(good.contains(words), "{words:?} in\n{good}");
-        }
+        assert_words(
+            &good,
+            &[
+                "132 SMs",
+                "right",
+                "void",
+                "2.50 us (2.00 us to 3.00 us, 9 samples)",
+                "open: more GPUs",
+                "so it is",
+                "All right",
+            ],
+        );
         report.audited = false;
         assert!(report.text().ends_with("The audit was not run, or not seen."));
         report.holds = false;
         assert!(report.text().contains("the audit does not hold"));
-        report.stand_in = true;
+        report.driver.stand_in = true;
         assert!(report.text().contains("THE FAKE DRIVER"));
         report.correct = false;
         assert!(report.text().ends_with("NOT RIGHT: see the rows that say WRONG."));

@@ -26,7 +26,7 @@ use crate::commands::launch::shape_words;
 use crate::machines::{self, Hosts, Machines};
 use crate::stats::summary;
 use crate::svg::{self, Style, Svg};
-use crate::table::{self, time};
+use crate::table::{self, time, time_ns};
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
@@ -210,7 +210,7 @@ fn streams(spans: &[NodeSpan]) -> Vec<(&str, Vec<&NodeSpan>)> {
 fn draw_span(svg: &mut Svg, scale: &Times, y: f64, span: &NodeSpan) {
     let (from, to) = (scale.x(span.start_ns), scale.x(span.start_ns + span.nanos));
     let ((class, _), chunk) = (kind(span), span.chunk.to_string());
-    let said = format!("{} {chunk}: {}", span.name, time(span.nanos as f64 / 1e3));
+    let said = format!("{} {chunk}: {}", span.name, time_ns(span.nanos));
     chart::span(svg, class, (from, y, to - from, STREAM - 2.0), &said, ("chunk", &chunk));
 }
 
@@ -218,9 +218,9 @@ fn draw_span(svg: &mut Svg, scale: &Times, y: f64, span: &NodeSpan) {
 mod tests {
     use super::*;
     use crate::command::Report as _;
-    use crate::command::tests::assert_page;
+    use crate::command::tests::{assert_page, assert_words};
     use crate::commands::layer::sample as shape;
-    use crate::svg::tests::elements;
+    use crate::svg::tests::{elements, number};
 
     fn sample() -> Report {
         let shape = shape();
@@ -250,11 +250,16 @@ mod tests {
     #[test]
     fn the_text_has_a_line_for_each_direction() {
         let text = sample().text();
-        for words in
-            ["2 on 2 nodes (1 + 1)", "emulated, at 1.1 GB a second and 10 us", "forward", "backward", "0.90"]
-        {
-            assert!(text.contains(words), "{words}: {text}");
-        }
+        assert_words(
+            &text,
+            &[
+                "2 on 2 nodes (1 + 1)",
+                "emulated, at 1.1 GB a second and 10 us",
+                "forward",
+                "backward",
+                "0.90",
+            ],
+        );
     }
 
     fn span(stream: &str, name: &str, start_us: u64, us: u64) -> NodeSpan {
@@ -276,10 +281,7 @@ mod tests {
         let boxes = |class: &str| -> Vec<(f64, f64, f64)> {
             let tags =
                 elements(&picture).into_iter().filter(|tag| tag.starts_with("rect") && tag.contains(class));
-            let value = |tag: &str, name: &str| -> f64 {
-                tag.split_once(&format!(" {name}=\"")).unwrap().1.split('"').next().unwrap().parse().unwrap()
-            };
-            tags.map(|tag| (value(&tag, "x"), value(&tag, "y"), value(&tag, "width"))).collect()
+            tags.map(|tag| (number(&tag, "x"), number(&tag, "y"), number(&tag, "width"))).collect()
         };
         let [rows, out, home] = ["wide rows", "wide out", "wide home"].map(boxes);
         assert_eq!((rows.len(), out.len(), home.len()), (2, 2, 2), "once for each rank");

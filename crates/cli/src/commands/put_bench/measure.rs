@@ -213,7 +213,10 @@ fn is_put(seen: &[u8], position: u32, put: u64) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use sidelane_testkit::worlds::on_ranks;
+
     use super::*;
+    use crate::error::CliError;
 
     #[test]
     fn every_put_is_in_one_window() {
@@ -225,19 +228,11 @@ mod tests {
 
     /// Both ranks of a pair, as threads.
     fn on_two(test: Test, runs: &[Run]) -> Vec<Vec<Found>> {
-        let worlds = World::threads(2).unwrap();
-        std::thread::scope(|scope| {
-            let ranks: Vec<_> = worlds
-                .into_iter()
-                .map(|world| {
-                    scope.spawn(move || {
-                        let mut pair = Pair::open(&world, (0, 1), 4096).unwrap();
-                        runs.iter().map(|&run| pair.run(test, run, true).unwrap()).collect()
-                    })
-                })
-                .collect();
-            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
-        })
+        let found = on_ranks(&World::threads(2).unwrap(), |world| {
+            let mut pair = Pair::open(world, (0, 1), 4096)?;
+            runs.iter().map(|&run| Ok(pair.run(test, run, true)?)).collect::<Result<Vec<_>, CliError>>()
+        });
+        found.into_iter().map(Result::unwrap).collect()
     }
 
     #[test]

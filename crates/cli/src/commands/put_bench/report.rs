@@ -300,7 +300,7 @@ fn curves(report: &Report) -> Vec<Curve> {
 pub mod tests {
     use super::*;
     use crate::command::Report as _;
-    use crate::command::tests::assert_page;
+    use crate::command::tests::{assert_page, assert_words};
     use crate::commands::put_bench::Test;
     use crate::svg::tests::elements;
 
@@ -372,26 +372,25 @@ pub mod tests {
     #[test]
     fn the_text_holds_conditions_verdict_and_figures() {
         let latency = sample(Test::PutLat).text();
-        for words in [
-            "put-lat: half the round trip",
-            "4 on 2 nodes (2 + 2), 1 machine, 2 cores",
-            "rank 0 (node 0) and rank 2 (node 1)",
-            "loopback (all nodes on one machine), route direct",
-            "verified: ",
-            "typical [us]",
-            "5.00",
-            "9.90",
-            "1M",
-            "50050.00",
-            "0.67 (0.50-1.00)",
-            "there is no ucx_perftest; to have it: apt install ucx-utils",
-        ] {
-            assert!(latency.contains(words), "{words:?} in\n{latency}");
-        }
+        assert_words(
+            &latency,
+            &[
+                "put-lat: half the round trip",
+                "4 on 2 nodes (2 + 2), 1 machine, 2 cores",
+                "rank 0 (node 0) and rank 2 (node 1)",
+                "loopback (all nodes on one machine), route direct",
+                "verified: ",
+                "typical [us]",
+                "5.00",
+                "9.90",
+                "1M",
+                "50050.00",
+                "0.67 (0.50-1.00)",
+                "there is no ucx_perftest; to have it: apt install ucx-utils",
+            ],
+        );
         let stream = sample(Test::PutBw).text();
-        for words in ["peak [MiB/s]", "100000.00", "66666.67", "0.0667", "200000.00", "0.333"] {
-            assert!(stream.contains(words), "{words:?} in\n{stream}");
-        }
+        assert_words(&stream, &["peak [MiB/s]", "100000.00", "66666.67", "0.0667", "200000.00", "0.333"]);
         assert!(!stream.contains("us]"), "{stream}");
     }
 

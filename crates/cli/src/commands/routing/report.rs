@@ -274,7 +274,7 @@ pub mod tests {
     use super::*;
     use crate::command::tests::{assert_page, parsed};
     use crate::commands::routing::{RoutingArgs, curve_factors};
-    use crate::svg::tests::elements;
+    use crate::svg::tests::{elements, points};
 
     fn resolve(words: &str) -> (Decided, Report) {
         let args: RoutingArgs = parsed(words).unwrap();
@@ -331,12 +331,7 @@ pub mod tests {
             assert_eq!(of("rect").len(), 1 + report.config.experts as usize, "the paper and the bars");
             assert_eq!(of("polyline").len(), 1 + curves[0].lost.len());
             for line in of("polyline") {
-                let points = line.split("points=\"").nth(1).unwrap().split('"').next().unwrap();
-                let points: Vec<(f64, f64)> = points
-                    .split(' ')
-                    .map(|point| point.split_once(',').unwrap())
-                    .map(|(x, y)| (x.parse().unwrap(), y.parse().unwrap()))
-                    .collect();
+                let points = points(line);
                 assert!(points.is_sorted_by(|a, b| a.0 < b.0 && a.1 <= b.1), "more room, less lost: {line}");
                 let (top, bottom) = CURVES;
                 assert!(

@@ -28,7 +28,7 @@ use sidelane_model::time::Timing;
 use super::{Model, SimulateArgs, Task, Variant};
 use crate::error::CliError;
 use crate::options::word;
-use crate::table;
+use crate::table::{self, time_ns};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Products {
@@ -224,17 +224,16 @@ pub fn all(task: &Task) -> Result<Vec<Layered>, CliError> {
 }
 
 pub fn text(products: &Products, layers: &[Layered]) -> String {
-    let us = |ns: u64| table::time(ns as f64 / 1e3);
     let table = table::of(
         layers,
         &[
             ("layer", &|one| one.variant.clone()),
             ("pass", &|one| word(&one.pass)),
             ("chunks", &|one| one.token_chunks.to_string()),
-            ("experts", &|one| us(one.experts_ns)),
-            ("transfers", &|one| us(one.transfers_ns)),
-            ("in chunks", &|one| us(one.sequential_ns)),
-            ("overlapped", &|one| us(one.overlapped_ns)),
+            ("experts", &|one| time_ns(one.experts_ns)),
+            ("transfers", &|one| time_ns(one.transfers_ns)),
+            ("in chunks", &|one| time_ns(one.sequential_ns)),
+            ("overlapped", &|one| time_ns(one.overlapped_ns)),
             ("hidden", &|one| format!("{:.2}", one.hidden_share)),
             ("limit", &|one| one.limit.to_owned()),
         ],

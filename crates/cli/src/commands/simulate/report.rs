@@ -10,7 +10,7 @@ use super::{Conditions, MetadataWith, ReceiveKind, Task, Variant};
 use crate::chart::{Chart, Curve, Panel, Point};
 use crate::command;
 use crate::error::CliError;
-use crate::table::{self, time, volume};
+use crate::table::{self, time, time_ns, volume};
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
@@ -149,10 +149,10 @@ impl Group {
             self.calls(),
             &[
                 ("variant", &|(name, _)| name.clone()),
-                ("time", &|(_, timing)| us(timing.ns)),
+                ("time", &|(_, timing)| time_ns(timing.ns)),
                 ("bottleneck", &|(_, timing)| timing.bottleneck.part.name().to_owned()),
-                ("for", &|(_, timing)| us(timing.bottleneck.ns)),
-                ("roofline", &|(_, timing)| us(timing.roofline.ns)),
+                ("for", &|(_, timing)| time_ns(timing.bottleneck.ns)),
+                ("roofline", &|(_, timing)| time_ns(timing.roofline.ns)),
                 ("of", &|(_, timing)| timing.roofline.part.name().to_owned()),
                 ("copies", &|(_, timing)| timing.max.copies.to_string()),
                 ("intra-node", &|(_, timing)| mean(timing, |work| work.intra_node_bytes + work.self_bytes)),
@@ -165,15 +165,11 @@ impl Group {
     fn laps(&self) -> String {
         let mut table = table::figures(["laps", "", "", "", "", ""]);
         for (name, timing) in self.calls() {
-            let lap = |lap: &PhaseTime| format!("{} {}", lap.phase.name(), us(lap.ns));
+            let lap = |lap: &PhaseTime| format!("{} {}", lap.phase.name(), time_ns(lap.ns));
             table.add_row(std::iter::once(name).chain(timing.phases.iter().map(lap)));
         }
         table.trim_fmt()
     }
-}
-
-fn us(ns: u64) -> String {
-    time(ns as f64 / 1e3)
 }
 
 impl command::Report for Report {

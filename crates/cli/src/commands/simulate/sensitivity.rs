@@ -10,7 +10,7 @@ use serde::Serialize;
 use sidelane_model::time::{Executor, Hardware, Resource, Timing};
 
 use super::report::Timed;
-use crate::table::{self, time};
+use crate::table::{self, time_ns};
 
 /// Prices in us that a copy and a word are given in turn.
 const COPIES: [f64; 2] = [0.6, 2.3];
@@ -121,16 +121,15 @@ impl Outcome {
 
 /// A line for each.
 pub fn text(outcomes: &[Outcome]) -> String {
-    let us = |ns: u64| time(ns as f64 / 1e3);
     let table = table::of(
         outcomes,
         &[
             ("sensitivity", &|one| one.assumption.clone()),
             ("fastest dispatch", &|one| one.dispatch.variant.clone()),
-            ("time", &|one| us(one.dispatch.ns)),
+            ("time", &|one| time_ns(one.dispatch.ns)),
             ("bottleneck", &|one| one.dispatch.bottleneck.name().to_owned()),
             ("fastest combine", &|one| one.combine.variant.clone()),
-            ("time", &|one| us(one.combine.ns)),
+            ("time", &|one| time_ns(one.combine.ns)),
             ("bottleneck", &|one| one.combine.bottleneck.name().to_owned()),
             ("flips", &|one| if one.flips.is_empty() { "none".to_owned() } else { one.flips.join("; ") }),
         ],

@@ -185,7 +185,7 @@ pub mod tests {
 
     use super::*;
     use crate::command::Report as _;
-    use crate::command::tests::{assert_page_with, page};
+    use crate::command::tests::{assert_page_with, assert_words, page};
 
     /// Eight ranks on two nodes.
     pub fn config() -> Config {
@@ -229,16 +229,17 @@ pub mod tests {
         assert_eq!(report.ranks[0].operations[&OpKind::Wait], Sum::default());
         assert_eq!((report.ranks[1].node, report.ranks[1].operations[&OpKind::PutRows]), (1, Sum::default()));
         let text = report.text();
-        for words in [
-            "8 on 2 nodes (4 + 4), 1 machine\n",
-            "1.50 ms",
-            "2.50 us",
-            "3.0 MB",
-            "7 rows bit-exact",
-            "some/trace.json",
-        ] {
-            assert!(text.contains(words), "{words:?} in\n{text}");
-        }
+        assert_words(
+            &text,
+            &[
+                "8 on 2 nodes (4 + 4), 1 machine\n",
+                "1.50 ms",
+                "2.50 us",
+                "3.0 MB",
+                "7 rows bit-exact",
+                "some/trace.json",
+            ],
+        );
     }
 
     #[test]

@@ -19,7 +19,7 @@ use sidelane::topology::NodeMap;
 use crate::chart::{LEFT, NARROW, Times, WIDTH, legend, rect, span};
 use crate::commands::bench::Config;
 use crate::svg::{self, Style, Svg};
-use crate::table::{time, volume};
+use crate::table::{time_ns, volume};
 
 const TOP: f64 = 82.0;
 /// Height of a line of calls, and of one of operations.
@@ -125,7 +125,7 @@ impl Row<'_> {
         for call in &self.timeline.calls {
             let (from, to) = (scale.x(call.start_ns), scale.x(call.start_ns + call.nanos));
             let place = (from, self.y, to - from, self.height());
-            rect(svg, "span", place, &format!("{}: {}", call.name, time(call.nanos as f64 / 1e3)));
+            rect(svg, "span", place, &format!("{}: {}", call.name, time_ns(call.nanos)));
             if to - from > 6.0 * call.name.len() as f64 {
                 svg.label("call", from + 4.0, self.y + 9.5, &call.name);
             }
@@ -175,7 +175,7 @@ fn boxes<'a>(line: &[&'a Event], scale: &Times) -> Vec<Drawn<'a>> {
 
 impl Drawn<'_> {
     fn draw(&self, svg: &mut Svg, y: f64) {
-        let (kind, time) = (self.event.kind, time(self.nanos as f64 / 1e3));
+        let (kind, time) = (self.event.kind, time_ns(self.nanos));
         let said = match (self.count, self.event.bytes) {
             (1, 0) => format!("{}: {time}", self.event),
             (1, bytes) => format!("{}: {time}, {}", self.event, volume(bytes)),
@@ -214,7 +214,7 @@ mod tests {
 
     use super::*;
     use crate::commands::trace::tests::config;
-    use crate::svg::tests::elements;
+    use crate::svg::tests::{elements, number};
 
     /// One millisecond of a rank: operation, start and duration, in microseconds.
     fn timeline(events: &[(OpKind, u64, u64)]) -> Timeline {
@@ -314,10 +314,8 @@ mod tests {
                 .map(|&(kind, start, us)| (OpKind::ALL[kind], start, us.min(1000 - start)))
                 .collect();
             for tag in elements(&draw_one(&events)).iter().filter(|tag| tag.starts_with("rect")) {
-                let value = |name: &str| -> f64 {
-                    tag.split_once(&format!(" {name}=\"")).unwrap().1.split('"').next().unwrap().parse().unwrap()
-                };
-                prop_assert!(value("x") >= 0.5 && value("x") + value("width") <= WIDTH, "{tag}");
+                let (x, width) = (number(tag, "x"), number(tag, "width"));
+                prop_assert!(x >= 0.5 && x + width <= WIDTH, "{tag}");
             }
         }
     }

@@ -38,7 +38,7 @@ use std::f64::consts::{PI, SQRT_2};
 use super::{finite, known, rows_of, shares, shares_backward, softmax_backward};
 use crate::error::GateError;
 use crate::gate::math::exp;
-use crate::gate::select::TopK;
+use crate::gate::top_k::TopK;
 use crate::gate::{Preset, ScoreFunction, ensure, shape};
 
 /// A loss that is least where all experts are chosen equally often, as data.

@@ -26,11 +26,11 @@ use sidelane_core::plan::{
 use sidelane_core::schedule::call_program::{Action, Role, StageId, Work};
 use sidelane_core::schedule::{Flag, Operand, RelayTables, ReturnParts, WindowId};
 
-use super::host_access::chunk;
-use super::unroller::{
+use super::call_sequence::{
     Exchange, Extent, FilledOperands, Handle, Member, Placed, SampledCall, Tables, Unroller, Until, bad,
 };
-use super::walk::Actor;
+use super::host_access::chunk;
+use super::stage_runs::Actor;
 use super::{Bytes, HostAccess, ProofScenario, SeededBug};
 
 /// A dispatch, or one along a known layout.

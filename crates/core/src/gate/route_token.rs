@@ -43,7 +43,7 @@
 
 use super::math::{self, LOGISTIC_ERROR, exp_each, logistic_each, sum};
 use super::score::{Last, of_chosen};
-use super::select::{Selector, TopK};
+use super::top_k::{Selector, TopK};
 use super::{GateConfig, GateInput, Noise, ScoreFunction, Select, ensure};
 use crate::error::GateError;
 

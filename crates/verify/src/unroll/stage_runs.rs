@@ -34,7 +34,7 @@ use sidelane_core::schedule::call_program::{Action, CallProgram, Part, RankProgr
 use sidelane_core::schedule::{Flag, FlagValue, Line, Op, TrackOp};
 use sidelane_core::topology::Paths;
 
-use super::unroller::{AssumedEffects, FilledOperands, Raised, SampledCall, Unroller, Until, Word};
+use super::call_sequence::{AssumedEffects, FilledOperands, Raised, SampledCall, Unroller, Until, Word};
 use super::{Effect, HostAccess, StageRun, UnrolledOp};
 use crate::mutate::{CallChange, ProgramId, programs_of};
 

@@ -6,8 +6,8 @@ use sidelane_core::error::{CallKind, PlanError};
 use sidelane_core::schedule::call_program::{Action, Role, StageId, Work};
 use sidelane_core::schedule::{CallerTables, FillContext, Flag, RelayTables, ReturnParts, Tag};
 
-use super::unroller::{Extent, FilledOperands, Handle, SampledCall, Tables, Unroller, Until};
-use super::walk::Actor;
+use super::call_sequence::{Extent, FilledOperands, Handle, SampledCall, Tables, Unroller, Until};
+use super::stage_runs::Actor;
 use super::{HostAccess, SeededBug};
 
 /// Bytes for returned rows that callers' threads enqueue: more than any scenario here has.

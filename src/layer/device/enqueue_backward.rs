@@ -3,11 +3,11 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::device_tape::{ChunkTape, Made, WideRows};
+use super::enqueue_forward::weigh;
 use super::experts::{DeviceChunk, DeviceSaved, Differentials};
-use super::forward::weigh;
 use super::memory::{DeviceTensor, HostStaging, span};
 use super::moe::Placed;
-use super::tape::{ChunkTape, Made, WideRows};
 use super::{DeviceMoeLayer, DeviceTape};
 use crate::device::{AccumulateArgs, DeviceRange, DotScale, MatmulArgs, MatmulShape, Stream};
 use crate::dtype::Dtype;
@@ -92,7 +92,7 @@ struct Home {
 
 /// What the tape has of a chunk.
 struct ChunkPlace {
-    received: super::tape::Received,
+    received: super::device_tape::Received,
     rows: WideRows,
     made: Handoff<(DeviceTensor, DeviceSaved)>,
 }

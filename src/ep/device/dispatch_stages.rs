@@ -24,7 +24,7 @@
 //! published: the counts of its local peers, and the headers of their blocks.
 
 use super::REFUSED;
-use super::enqueuer::{CallerStream, DeviceCall, Enqueuer, Header, Kept, Scratch};
+use super::call_stages::{CallerStream, DeviceCall, Enqueuer, Header, Kept, Scratch};
 use super::memory::Extent;
 use crate::device::DeviceRange;
 use crate::dtype::Dtype;

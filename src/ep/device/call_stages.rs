@@ -37,9 +37,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::REFUSED;
-use super::dispatch::Landing;
+use super::dispatch_stages::Landing;
 use super::memory::{Extent, MemoryShape, StreamFlag};
-use super::session::Session;
+use super::shared_state::Session;
 use super::watchdog::Watch;
 use crate::device::{DeviceRange, Event, Kernels, Stream};
 use crate::dtype::Dtype;

@@ -46,7 +46,7 @@ use sidelane_core::schedule::stream_program::{ProxyProgram, RowPath, Slots, Stre
 use sidelane_core::schedule::{Flag, FlagValue, LINE, Op, Stage, TrackOp, WindowId};
 use sidelane_core::topology::NodeMap;
 
-use super::unroller::bad;
+use super::call_sequence::bad;
 use super::{
     ActorCall, Bytes, Effect, Effects, HostAccess, Role, StageRun, UnrolledOp, UnrolledProgram, numbered,
 };
