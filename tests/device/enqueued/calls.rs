@@ -175,7 +175,7 @@ fn exact_sizes_go_on_while_other_threads_free_load_and_launch() {
         on_settings(
             "enqueued::calls::exact_sizes_go_on_while_other_threads_free_load_and_launch",
             &[&settings],
-            (queues, 11),
+            (queues, 12),
             || {
                 let case = Case { hidden: 8, max_tokens: 6, ..Case::new(3, 4, 2) };
                 disturbed(|| rounds(&case, 40, 6));

@@ -14,6 +14,7 @@ use super::rank::{
 };
 use super::{on_each, on_stand_in};
 use crate::enqueued::blocks::with_each_limit;
+use crate::support::cases;
 
 /// So many rounds under way at once, with tensors of their own.
 const UNDER_WAY: usize = 20;
@@ -210,8 +211,11 @@ fn calls_go_on_with_another_stream_once_the_one_before_is_done() {
     let test = "slots::rounds::calls_go_on_with_another_stream_once_the_one_before_is_done";
     let runs = ["1", "2", "8"].map(|queues| [("CUDA_DEVICE_MAX_CONNECTIONS", queues)]);
     on_each(test, &runs.each_ref().map(|run| &run[..]), || {
-        for nodes in [[0, 0, 0], [0, 1, 1]] {
-            on_nodes(&nodes, &options(), |world| rounds_on_two_streams(Rank::new(case, world), 250));
+        // Rounds are alike: a hundred by default.
+        for rounds in cases([100, 250], 0) {
+            for nodes in [[0, 0, 0], [0, 1, 1]] {
+                on_nodes(&nodes, &options(), |world| rounds_on_two_streams(Rank::new(case, world), rounds));
+            }
         }
     });
 }
