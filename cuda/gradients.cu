@@ -64,11 +64,12 @@ KERNEL(dot_scale_f16, struct DotScale, p) { dot_scale(&p, F16); }
 struct FetchWeights {
     u64 out;    // f32 [choices]
     u64 from;   // f32 [n_rows, words]
+    u64 own;    // f32 [own_rows, words]: rows that are counted on behind those
     u64 index;  // i32 [choices]: the row of a choice, or -1
     u64 status; // u32; where it is set, zeros are written
     u32 choices, n_rows;
     u32 words; // of a row: one, or one for each choice of a token
-    u32 unused;
+    u32 own_rows;
 };
 
 struct FetchWeightsBlock {
@@ -81,9 +82,11 @@ KERNEL(fetch_weights, struct FetchWeights, p) {
     __syncthreads();
     for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < p.choices; i += gridDim.x * THREADS) {
         i32 row = AT(const i32, p.index)[i];
+        u32 near = row >= (i32)p.n_rows, nth = near ? (u32)row - p.n_rows : (u32)row;
+        int there = row >= 0 && row < (i32)(p.n_rows + p.own_rows);
         float weight = 0;
-        if (row >= 0 && row < (i32)p.n_rows && !s->refused) weight = AT(const float, p.from)[(u64)row * p.words + i % p.words];
-        if (row < -1 || row >= (i32)p.n_rows) report(p.status, INDEX_OUT_OF_RANGE, i);
+        if (there && !s->refused) weight = AT(const float, near ? p.own : p.from)[(u64)nth * p.words + i % p.words];
+        if (!there && row != -1 && !s->refused) report(p.status, INDEX_OUT_OF_RANGE, i);
         AT(float, p.out)[i] = weight;
     }
 }

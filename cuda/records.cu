@@ -6,17 +6,20 @@
 #include "record.h"
 
 struct Records {
-    u64 out;    // [rows, record_bytes]
+    u64 out;    // [places, record_bytes]
     u64 from;   // [sources, hidden]
-    u64 index;  // i32 [rows], or 0: each row is its own
+    u64 index;  // i32 [entries], or 0: each row is its own
     u64 status; // u32
-    u32 rows, sources, hidden, record_bytes;
+    struct RowRuns list; // as `regroup` takes it
+    u32 sources, hidden, record_bytes, unused;
 };
 
 DEVICE void records(const struct Records *p, int type) {
     u32 values = 16 / width(type), sharing = SCALED / values, scales = (p->hidden + SCALED - 1) / SCALED;
     u32 spare = (p->record_bytes - p->hidden) / 4 - scales, all = gridDim.x * THREADS;
-    u64 end = (u64)p->rows * scales * sharing;
+    u64 end = (u64)p->list.rows * scales * sharing;
+    const i32 *index = AT(const i32, p->index);
+    struct Ahead ahead = begin_runs(&p->list);
     struct Cursor at = cursor(blockIdx.x * THREADS + threadIdx.x, all, scales * sharing);
     for (u64 first = blockIdx.x * THREADS; first < end; first += (u64)all * AT_ONCE) {
         uint4 moved[AT_ONCE];
@@ -26,12 +29,14 @@ DEVICE void records(const struct Records *p, int type) {
         for (u32 i = 0; i < AT_ONCE; i++, advance(&at)) {
             vectors[i] = at.vector;
             moved[i] = zeros();
-            into[i] = at.row < p->rows ? p->out + (u64)at.row * p->record_bytes : 0;
-            used[i] = 0;
-            if (!into[i]) continue;
-            i32 row = p->index ? AT(const i32, p->index)[at.row] : (i32)at.row;
+            into[i] = used[i] = 0;
+            if (at.row >= p->list.rows) continue;
+            find_run(&p->list, at.row, &ahead);
+            i32 row = source_of(&p->list, &ahead.run, index, at.row);
+            u32 to = place_of(&ahead.run, at.row);
+            if (to < p->list.places) into[i] = p->out + (u64)to * p->record_bytes;
             used[i] = row >= 0 && row < (i32)p->sources;
-            if (!used[i] && row != -1) report(p->status, INDEX_OUT_OF_RANGE, at.row);
+            if (!into[i] || (!used[i] && row != -1)) report(p->status, INDEX_OUT_OF_RANGE, at.row);
             if (used[i] && at.vector * values < p->hidden)
                 moved[i] = *AT(const uint4, p->from + ((u64)row * p->hidden + at.vector * values) * width(type));
         }

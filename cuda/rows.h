@@ -33,6 +33,60 @@ DEVICE void advance(struct Cursor *at) {
     }
 }
 
+// Rows of a list that lie side by side at their sources and where they go: `count` rows, then zeros
+// up to the next run.
+struct RowRun {
+    u32 begin; // the first row, as the list counts
+    u32 first; // its source, as an index counts
+    u32 to;    // where it goes
+    u32 count;
+};
+
+// The runs of a list. Without any, each row is its own source and goes to its own number.
+struct RowRuns {
+    u64 runs;    // RowRun [count], or 0
+    u32 count;
+    u32 entries; // of the index
+    u32 places;  // rows where they go
+    u32 rows;    // of the list
+};
+
+// A run, and the first row behind it.
+struct Ahead {
+    struct RowRun run;
+    u32 end;
+};
+
+DEVICE struct Ahead begin_runs(const struct RowRuns *p) {
+    struct Ahead all = { { 0, 0, 0, p->rows }, p->runs ? 0 : p->rows };
+    return all;
+}
+
+// Goes on to the run of a row, which is below `rows`.
+DEVICE void find_run(const struct RowRuns *p, u32 row, struct Ahead *at) {
+    if (row >= at->run.begin && row < at->end) return;
+    const struct RowRun *runs = AT(const struct RowRun, p->runs);
+    u32 low = 0, high = p->count;
+    while (high - low > 1) {
+        u32 middle = low + (high - low) / 2;
+        if (runs[middle].begin <= row) low = middle;
+        else high = middle;
+    }
+    at->run = runs[low];
+    at->end = high < p->count ? runs[high].begin : p->rows;
+}
+
+// The source of a row of the run: an entry of the index, -1 for zeros, or -2 if there is none.
+DEVICE i32 source_of(const struct RowRuns *p, const struct RowRun *run, const i32 *index, u32 row) {
+    u32 nth = row - run->begin, entry = run->first + nth;
+    if (nth >= run->count) return -1;
+    if (entry >= p->entries) return -2;
+    return index ? index[entry] : (i32)entry;
+}
+
+// Where a row of the run goes; not below `places` if there is no such place.
+DEVICE u32 place_of(const struct RowRun *run, u32 row) { return run->to + (row - run->begin); }
+
 // The types are constants wherever these are used, so that their branches go away.
 
 // Bytes of an element.

@@ -13,6 +13,7 @@
 struct SumChoices {
     u64 out;      // [tokens, columns], of the type of rows or in f32
     u64 rows;     // [n_rows, columns]
+    u64 own;      // [own_rows, columns]: rows that are counted on behind those
     u64 index;    // i32 [tokens, top_k]: the row of a choice, or -1
     u64 experts;  // i32 [tokens, top_k]; -1: dropped. Or 0: choices are in the order of the sum
     u64 weights;  // f32 [tokens, top_k], or 0 for none
@@ -20,6 +21,7 @@ struct SumChoices {
     u64 status;   // u32
     u32 tokens, top_k, columns, n_rows, n_experts;
     u32 wire;     // F32 or, for bf16 alone, BF16: the type to which each group is rounded
+    u32 own_rows, unused;
 };
 
 // Choices that are added between two barriers, and vectors that a thread has on their way at a
@@ -50,7 +52,7 @@ DEVICE u32 choice(const struct SumChoices *p, u32 token, u32 k, struct Choice *r
     read->row = row;
     if (expert == -1 || row == -1) return 0;
     if (expert < 0 || expert >= (i32)p->n_experts) return EXPERT_OUT_OF_RANGE;
-    if (row < 0 || row >= (i32)p->n_rows) return INDEX_OUT_OF_RANGE;
+    if (row < 0 || row >= (i32)(p->n_rows + p->own_rows)) return INDEX_OUT_OF_RANGE;
     i32 group = p->group_of ? AT(const i32, p->group_of)[expert] : 0;
     if (group < 0) return RANK_OUT_OF_RANGE;
     read->group = group;
@@ -79,7 +81,8 @@ DEVICE int list(const struct SumChoices *p, struct SumChoicesBlock *s, u32 token
         }
         // Those before `first` have larger numbers once it is taken off.
         if (before - first < LISTED) {
-            s->rows[before - first] = p->rows + (u64)own.row * row_bytes;
+            u32 row = (u32)own.row, near = row >= p->n_rows;
+            s->rows[before - first] = (near ? p->own : p->rows) + (u64)(near ? row - p->n_rows : row) * row_bytes;
             s->weights[before - first] = p->weights ? AT(const float, p->weights)[(u64)token * p->top_k + k] : 1.0f;
             s->groups[before - first] = own.group;
         }

@@ -73,8 +73,8 @@ pub use kernels::{
 };
 #[doc(hidden)]
 pub use kernels::{
-    Addresses, Admit, Check, ChoiceArgs, CountArgs, DotScale, Expand, FetchWeights, Kernels, Pack,
-    PermuteArgs, RecordArgs, SortArgs, SumArgs, SumChoices, Tally,
+    Addresses, Admit, Check, ChoiceArgs, CountArgs, DotScale, Expand, FetchWeights, Kernels, OwnRows, Pack,
+    PermuteArgs, RecordArgs, RunArgs, SortArgs, SumArgs, SumChoices, Tally,
 };
 #[doc(hidden)]
 pub use libcuda::Version;

@@ -345,10 +345,11 @@ impl ExpertParallel {
     /// not wait. Until the second half, what this rank does for other nodes is done in a thread of
     /// its own.
     ///
-    /// On a device, choices go to the host and rows are packed; all else is the second half's, so
-    /// peers wait for that. Over [`Route::Pxn`](crate::topology::Route), and for `x` in memory of
-    /// the instance (rows, outputs, a [`TokenBuffer`]), it packs, too: until then `x` stays as it
-    /// is, also for what is enqueued in between. In slots the dispatch is enqueued.
+    /// On a device, choices go to the host and rows for other ranks are packed; all else is the
+    /// second half's, so peers wait for that. It places this rank's own rows. Over
+    /// [`Route::Pxn`](crate::topology::Route), and for `x` in memory of the instance (rows,
+    /// outputs, a [`TokenBuffer`]), it packs, too. Until then `x` stays as it is, also for what is
+    /// enqueued in between. In slots the dispatch is enqueued.
     ///
     /// # Errors
     /// Those that end the world, and the refusals that are this rank's alone

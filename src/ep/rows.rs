@@ -327,8 +327,9 @@ impl<'a, T: Into<Tensor<'a>>> From<T> for CombineInput<'a> {
 ///
 /// On a device a kernel packs rows, since NICs and copy engines read runs. It need not where what
 /// goes to each place is a run of tokens: where a sequence is cut into parts, or each token goes to
-/// every rank. Then rows in a token buffer go as they lie, and the report of the dispatch names no
-/// kernel that packs. Until the second half of the dispatch they stay as they are.
+/// every rank. Then rows in a token buffer go to other ranks as they lie, and the report of the
+/// dispatch names the kernel once, for the rank's own rows, or not at all. Until the second half of
+/// the dispatch they stay as they are.
 ///
 /// ```
 /// # use sidelane::{World, gate::Routing};

@@ -124,7 +124,7 @@ impl PendingDispatch {
         let (mut cell, world) = self.0.take()?;
         let done = wait::call(py, &world, Interrupt::Cancels, || {
             let done = cell.with_dependent_mut(|_, started| started.take().map(finish)).transpose();
-            // Over relays the second half packs.
+            // The second half places own rows and, over relays, packs.
             instance.shape.place.keep(cell.borrow_owner().tokens.inputs());
             done
         });

@@ -155,7 +155,9 @@ def check_reports_say_what_was_enqueued(world):
     planned, _ = exchanges(world, of, device)
     rows, handle = planned.dispatch(*sent(of, me, device))
     report = handle.report()
-    assert report["kernels"] == ["sort_choices", "regroup"] and report["host_staged"] is None
+    # Once for other ranks, and once for rows that stay here.
+    gathered = ["regroup"] * min(world.size, 2) if len(of.x[me]) else []
+    assert report["kernels"] == ["sort_choices", *gathered] and report["host_staged"] is None
     assert report["executor"] == "enqueuer"
     assert {used["lane"]: used["ranks"] for used in report["lanes"]} == {"own": 1, "copy engine": world.size - 1}
     assert handle.returned()["kernels"] == [], "nothing returned before"
@@ -167,8 +169,8 @@ def check_reports_say_what_was_enqueued(world):
     assert combine.finish(out) is out
     report = handle.returned()
     assert report["kernels"] == ["sum_choices_f32"]
-    # The stand-in is a driver for CUDA 12.8: SMs copy the rows that stay on the device.
-    assert report["enqueued"]["copies_by_sms"] <= report["enqueued"]["copies"]
+    # Sums read rows that stay on the device where they lie.
+    assert report["enqueued"]["copies_by_sms"] == 0
     assert handle.copied_bytes == handle.rows * of.hidden * 4, "the rows are no output buffer: copied once"
     assert refused(lambda: combine.finish(out)) == ("ClosedError", "UsedUp"), "a call is finished once"
 

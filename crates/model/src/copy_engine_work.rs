@@ -10,8 +10,9 @@
 //!   stream   | batch: a b | list: signal a, signal b, wait a, wait b | batch: c | list: signal c |
 //! ```
 //!
-//! Counted is what goes to other ranks. Left out are kernels, and copies that a dispatch makes
-//! beside: own rows, row metadata, tables from the host. [`time`](crate::time) counts those, too.
+//! Counted is what goes to other ranks. Left out are kernels, which also place own rows, and copies
+//! that a dispatch makes beside: row metadata, tables from the host. [`time`](crate::time) counts
+//! those, too.
 //! NICs move rows to other nodes: of these only bytes are counted.
 
 use std::ops::AddAssign;

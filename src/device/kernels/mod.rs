@@ -35,8 +35,8 @@ pub use layer::{
 };
 pub use routing::{Check, ChoiceArgs, CountArgs, SortArgs};
 use rows::RecordFunctions;
-pub use rows::{Pack, PermuteArgs, RecordArgs};
-pub use sum::{DotScale, FetchWeights, SumArgs, SumChoices};
+pub use rows::{Pack, PermuteArgs, RecordArgs, RunArgs};
+pub use sum::{DotScale, FetchWeights, OwnRows, SumArgs, SumChoices};
 use sum::{GradientFunctions, SumChoicesFunctions, SumFunctions};
 
 use super::context::Context;

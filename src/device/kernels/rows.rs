@@ -2,8 +2,8 @@
 //!
 //! ```text
 //!   pack      x, choices --> a slot for each rank, in bf16 or as fp8 records
-//!   regroup   rows --index--> rows
-//!   records   rows --> fp8 records
+//!   regroup   rows --index, runs--> rows
+//!   records   rows --index, runs--> fp8 records
 //! ```
 
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use crate::device::range::{ByteSpan, Word};
 use crate::device::stream::Stream;
 use crate::dtype::{Dtype, Fp8RowShape};
 use crate::error::DeviceError;
-use crate::plan::SlotShape;
+use crate::plan::{RowRun, SlotShape};
 
 const PACK: &str = "pack";
 
@@ -184,6 +184,70 @@ impl Kernels {
 /// Vectors that a thread moves at a time: `IN_FLIGHT` in the source.
 const IN_FLIGHT: u64 = 4;
 
+/// Runs of a list of rows: which entries of an index are wanted, and where their rows go. Memory
+/// may be larger than the sizes named here.
+#[derive(Clone, Copy, Debug)]
+pub struct RunArgs<'a> {
+    /// The runs, as [`RunArgs::lay_out`] writes them.
+    pub runs: ByteSpan<'a>,
+    /// Number of runs.
+    pub count: u32,
+    /// Entries of the index.
+    pub entries: u32,
+    /// Rows of the output, among which those of the list go.
+    pub places: u32,
+}
+
+impl RunArgs<'_> {
+    /// Words of a run.
+    pub const WORDS: usize = 4;
+
+    /// Writes runs as kernels read them, and gives the rows of the list, pads counted.
+    pub fn lay_out(runs: &[RowRun], words: &mut Vec<u32>) -> u32 {
+        let mut begin = 0;
+        words.clear();
+        for &RowRun { to_row, first, count, pad } in runs {
+            words.extend([begin, first, to_row, count]);
+            begin += count + pad;
+        }
+        begin
+    }
+}
+
+/// `struct RowRuns` of the source.
+#[derive(Clone, Copy, bytemuck::NoUninit)]
+#[repr(C)]
+struct RunParameters {
+    runs: u64,
+    count: u32,
+    entries: u32,
+    places: u32,
+    rows: u32,
+}
+
+impl RunParameters {
+    /// Of a list of `rows` rows.
+    fn of(
+        operands: &mut Operands<'_>,
+        kernel: &'static str,
+        rows: u32,
+        runs: Option<RunArgs<'_>>,
+    ) -> Result<Self, DeviceError> {
+        let Some(RunArgs { runs, count, entries, places }) = runs else {
+            return Ok(RunParameters { runs: 0, count: 0, entries: rows, places: rows, rows });
+        };
+        if count == 0 {
+            let expected = "at least one";
+            return Err(DeviceError::Shape { kernel, what: "runs", given: 0, expected });
+        }
+        let runs = operands.span("runs", runs, bytes([count.into(), Self::RUN]), WORD)?;
+        Ok(RunParameters { runs, count, entries, places, rows })
+    }
+
+    /// Bytes of a run.
+    const RUN: u64 = RunArgs::WORDS as u64 * WORD;
+}
+
 /// Inputs and outputs of [`Kernels::regroup`]. Memory may be larger than the sizes named here.
 #[derive(Clone, Copy, Debug)]
 pub struct PermuteArgs<'a> {
@@ -195,10 +259,12 @@ pub struct PermuteArgs<'a> {
     pub rows: u32,
     /// `[sources, row_bytes]`, at a multiple of 16 bytes.
     pub from: ByteSpan<'a>,
-    /// The source of each row, `i32 [rows]`; -1 gives zeros, as pads are.
+    /// The source of each row, `i32 [rows]`; -1 gives zeros, as pads are. With runs, `[entries]`.
     pub index: ByteSpan<'a>,
-    /// `[rows, row_bytes]`, at a multiple of 16 bytes.
+    /// `[rows, row_bytes]`, at a multiple of 16 bytes. With runs, `[places, row_bytes]`.
     pub out: ByteSpan<'a>,
+    /// Which entries are wanted and where their rows go, if not all of them one after the other.
+    pub runs: Option<RunArgs<'a>>,
     /// Where a fault is written: a [`KernelFault`](crate::error::KernelFault).
     pub status: Word<'a, u32>,
 }
@@ -212,13 +278,14 @@ struct PermuteParameters {
     index: u64,
     status: u64,
     row_bytes: u64,
-    rows: u32,
+    list: RunParameters,
     sources: u32,
+    unused: u32,
 }
 
 impl Kernels {
-    /// Enqueues the gathering of rows: `out[i] = from[index[i]]`. A grouped matrix product that
-    /// takes a row index does not need this kernel.
+    /// Enqueues the gathering of rows: `out[i] = from[index[i]]`, or of those in runs alone, each
+    /// to its place. A grouped matrix product that takes a row index does not need this kernel.
     ///
     /// # Errors
     /// [`DeviceError::TooSmall`], [`DeviceError::Shape`], [`DeviceError::Misaligned`],
@@ -237,19 +304,22 @@ impl Kernels {
             }
         }
         let mut operands = Operands::of(KERNEL, stream);
+        let list = RunParameters::of(&mut operands, KERNEL, rows, regroup.runs)?;
         let parameters = PermuteParameters {
-            out: operands.span("out", regroup.out, bytes([rows.into(), row_bytes]), VECTOR)?,
+            out: operands.span("out", regroup.out, bytes([list.places.into(), row_bytes]), VECTOR)?,
             from: operands.span("from", regroup.from, bytes([sources.into(), row_bytes]), VECTOR)?,
-            index: operands.span("index", regroup.index, bytes([rows.into(), WORD]), WORD)?,
+            index: operands.span("index", regroup.index, bytes([list.entries.into(), WORD]), WORD)?,
             status: operands.word(regroup.status)?,
             row_bytes,
-            rows,
+            list,
             sources,
+            unused: 0,
         };
         let vectors = u64::from(rows) * (row_bytes / VECTOR);
         let grid = self.limit.threads(stream, vectors.div_ceil(IN_FLIGHT));
         // SAFETY: the struct is the one of the source. The kernel stays inside the checked memory:
-        // rows below `rows`, and every index is compared with `sources` before it is used.
+        // rows below `rows`, runs below `count`; every entry is compared with `entries`, every
+        // place with `places` and every index with `sources` before it is used.
         unsafe { self.regroup.launch_struct(stream, operands.held(), grid, &parameters) }
     }
 }
@@ -271,10 +341,12 @@ pub struct RecordArgs<'a> {
     /// `[sources, hidden]`, at a multiple of 16 bytes.
     pub from: ByteSpan<'a>,
     /// The row of each record, `i32 [rows]`; -1 gives zeros. Without it each row becomes its own
-    /// record.
+    /// record. With runs, `[entries]`.
     pub index: Option<ByteSpan<'a>>,
-    /// `[rows, record]`, at a multiple of 16 bytes.
+    /// `[rows, record]`, at a multiple of 16 bytes. With runs, `[places, record]`.
     pub out: ByteSpan<'a>,
+    /// Which entries are wanted and where their records go, if not all of them one after the other.
+    pub runs: Option<RunArgs<'a>>,
     /// Where a fault is written: a [`KernelFault`](crate::error::KernelFault).
     pub status: Word<'a, u32>,
 }
@@ -287,10 +359,11 @@ struct RecordParameters {
     from: u64,
     index: u64,
     status: u64,
-    rows: u32,
+    list: RunParameters,
     sources: u32,
     hidden: u32,
     record_bytes: u32,
+    unused: u32,
 }
 
 /// A kernel for each type.
@@ -359,21 +432,25 @@ impl Kernels {
             return refuse("rows", rows.into(), "at most the sources, where no index names them");
         }
         let mut operands = Operands::of(KERNEL, stream);
+        let list = RunParameters::of(&mut operands, KERNEL, rows, records.runs)?;
+        let entries = bytes([list.entries.into(), WORD]);
         let parameters = RecordParameters {
-            out: operands.span("out", records.out, bytes([rows.into(), record_bytes]), VECTOR)?,
+            out: operands.span("out", records.out, bytes([list.places.into(), record_bytes]), VECTOR)?,
             from: operands.span("from", records.from, bytes([sources.into(), row_bytes]), VECTOR)?,
-            index: operands.optional("index", records.index, bytes([rows.into(), WORD]), WORD)?,
+            index: operands.optional("index", records.index, entries, WORD)?,
             status: operands.word(records.status)?,
-            rows,
+            list,
             sources,
             hidden,
             record_bytes: record_bytes as u32,
+            unused: 0,
         };
         let vectors = u64::from(rows) * (shape.scales() * Fp8RowShape::BLOCK * dtype.size()) as u64 / VECTOR;
         let grid = self.limit.threads(stream, vectors.div_ceil(AT_ONCE));
         // SAFETY: the struct is the one of the source. The kernel stays inside of what was checked:
-        // records below `rows`, each of `record_bytes`, values below `hidden`, and every index is
-        // compared with `sources` before it is used.
+        // records below `rows`, each of `record_bytes`, values below `hidden`, runs below `count`;
+        // every entry is compared with `entries`, every place with `places` and every index with
+        // `sources` before it is used.
         unsafe { function.launch_struct(stream, operands.held(), grid, &parameters) }
     }
 }

@@ -134,6 +134,34 @@ impl Kernels {
     }
 }
 
+/// Rows that a rank made itself, and reads where it made them: as many as these.
+#[derive(Clone, Copy, Debug)]
+pub struct OwnRows<'a> {
+    /// The rows, at a multiple of 16 bytes.
+    pub rows: ByteSpan<'a>,
+    /// How many there are.
+    pub count: u32,
+}
+
+impl OwnRows<'_> {
+    /// Address and number of own rows of `row_bytes` bytes, if there are any, behind `n_rows`
+    /// others.
+    fn checked(
+        own: Option<Self>,
+        operands: &mut Operands<'_>,
+        (kernel, n_rows): (&'static str, u32),
+        (row_bytes, align): (Option<u64>, u64),
+    ) -> Result<(u64, u32), DeviceError> {
+        let Some(OwnRows { rows, count }) = own else { return Ok((0, 0)) };
+        if u64::from(n_rows) + u64::from(count) > i32::MAX as u64 {
+            let expected = "less than 2^31, with the others";
+            return Err(DeviceError::Shape { kernel, what: "own rows", given: count.into(), expected });
+        }
+        let needed = row_bytes.and_then(|row| row.checked_mul(count.into()));
+        Ok((operands.span("own rows", rows, needed, align)?, count))
+    }
+}
+
 /// Inputs and outputs of [`Kernels::sum_choices`]. Memory may be larger than the sizes named here.
 #[derive(Clone, Copy, Debug)]
 pub struct SumChoices<'a> {
@@ -151,6 +179,8 @@ pub struct SumChoices<'a> {
     pub n_rows: u32,
     /// `[n_rows, columns]`, at a multiple of 16 bytes.
     pub rows: ByteSpan<'a>,
+    /// Rows that lie elsewhere, which an index counts on behind those.
+    pub own: Option<OwnRows<'a>>,
     /// The row of each choice, `i32 [tokens, top_k]`, or -1.
     pub index: ByteSpan<'a>,
     /// Number of experts.
@@ -176,6 +206,7 @@ pub struct SumChoices<'a> {
 struct SumChoicesParameters {
     out: u64,
     rows: u64,
+    own: u64,
     index: u64,
     experts: u64,
     weights: u64,
@@ -187,6 +218,8 @@ struct SumChoicesParameters {
     n_rows: u32,
     n_experts: u32,
     wire: u32,
+    own_rows: u32,
+    unused: u32,
 }
 
 /// A kernel for each type.
@@ -284,9 +317,12 @@ impl Kernels {
         let choices = bytes([sum.tokens.into(), sum.top_k.into(), WORD]);
         let map = bytes([sum.n_experts.into(), WORD]);
         let mut operands = Operands::of(KERNEL, stream);
+        let sizes = ((KERNEL, sum.n_rows), (Some(row_bytes), VECTOR));
+        let (own, own_rows) = OwnRows::checked(sum.own, &mut operands, sizes.0, sizes.1)?;
         let parameters = SumChoicesParameters {
             out: operands.span("out", sum.out, results, VECTOR)?,
             rows: operands.span("rows", sum.rows, bytes([sum.n_rows.into(), row_bytes]), VECTOR)?,
+            own,
             index: operands.span("index", sum.index, choices, WORD)?,
             experts: operands.optional("experts", sum.experts, choices, WORD)?,
             weights: operands.optional("weights", sum.weights, choices, WORD)?,
@@ -303,6 +339,8 @@ impl Kernels {
             n_rows: sum.n_rows,
             n_experts: sum.experts.map_or(sum.top_k, |_| sum.n_experts),
             wire: u32::from(wire == PartialDtype::Bf16),
+            own_rows,
+            unused: 0,
         };
         let grid = self.token_grid(stream, sum.tokens, sum.columns, dtype);
         // SAFETY: the struct is the one of the source. The kernel stays inside the checked memory:
@@ -377,6 +415,8 @@ pub struct FetchWeights<'a> {
     pub words: u32,
     /// The numbers of the rows, `f32 [n_rows, words]`.
     pub from: ByteSpan<'a>,
+    /// Rows that lie elsewhere, which an index counts on behind those.
+    pub own: Option<OwnRows<'a>>,
     /// The row of each choice, `i32 [choices]`, or -1.
     pub index: ByteSpan<'a>,
     /// Where a fault is written, a [`KernelFault`](crate::error::KernelFault). If it is not 0,
@@ -392,12 +432,13 @@ pub struct FetchWeights<'a> {
 struct FetchWeightsParameters {
     out: u64,
     from: u64,
+    own: u64,
     index: u64,
     status: u64,
     choices: u32,
     n_rows: u32,
     words: u32,
-    unused: u32,
+    own_rows: u32,
 }
 
 /// A kernel of products for each type, and the one that fetches.
@@ -479,19 +520,23 @@ impl Kernels {
         let words = |count: u32| bytes([count.into(), WORD]);
         let all = bytes([n_rows.into(), of_row.into(), WORD]);
         let mut operands = Operands::of(KERNEL, stream);
+        let sizes = ((KERNEL, n_rows), (bytes([of_row.into(), WORD]), WORD));
+        let (own, own_rows) = OwnRows::checked(fetch.own, &mut operands, sizes.0, sizes.1)?;
         let parameters = FetchWeightsParameters {
             out: operands.span("out", fetch.out, words(choices), WORD)?,
             from: operands.span("from", fetch.from, all, WORD)?,
+            own,
             index: operands.span("index", fetch.index, words(choices), WORD)?,
             status: operands.word(fetch.status)?,
             choices,
             n_rows,
             words: of_row,
-            unused: 0,
+            own_rows,
         };
         let grid = self.limit.threads(stream, choices.into());
         // SAFETY: the struct is the one of the source. The kernel stays inside the checked memory:
-        // choices below `choices`, and every index is compared with `n_rows` before it is used.
+        // choices below `choices`, and every index is compared with the number of rows before it is
+        // used.
         unsafe { self.gradients.fetch.launch_struct(stream, operands.held(), grid, &parameters) }
     }
 }

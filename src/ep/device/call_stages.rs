@@ -12,7 +12,7 @@
 //!
 //! ```text
 //!   cached, gradient of combine
-//!     caller's stream    pack, as the handle says | ......... join | experts
+//!     caller's stream    pack, as the handle says | own rows  join | experts
 //!     caller's thread    take, entry, all ranks': landings | posted
 //!     stream of copies                     | rows to all ranks | landed -> peers
 //!   combine, gradient of dispatch, weight gradients
@@ -31,8 +31,10 @@
 //!
 //! **Returns.** Copy engines cannot add. So each rank pulls the rows of its own tokens home, run by
 //! run, to where they lay packed when they went out. Then its stream adds them up, in the order of
-//! the instance. Weight gradients return as rows of four bytes.
+//! the instance; outputs of the rank itself it reads where they were made. Weight gradients return
+//! as rows of four bytes.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -77,6 +79,8 @@ pub(super) struct Kept {
     pub forward: RelayPlan,
     /// If tokens may be sent without packing: the first of the layout's runs by token.
     pub in_place: Option<u32>,
+    /// Runs of the layout by which own rows are placed, and their rows, pads counted.
+    pub own: (Range<u32>, u32),
     /// Where engines relay: what all ranks count, the layout's first run to arrivals, and the
     /// arrival of each visible row.
     pub numbers: (Counts, ReceiveSizes),
@@ -142,6 +146,8 @@ pub(super) struct Scratch {
     pub places: Vec<i32>,
     pub sums: Vec<i32>,
     pub counts: Vec<i64>,
+    /// The runs of own rows, as kernels read them.
+    pub own_runs: Vec<u32>,
     /// Rows that came from other nodes: first row, and how many.
     pub landed: Vec<(u32, u32)>,
     /// Words of a header.
@@ -242,8 +248,8 @@ impl Enqueuer {
         Ok(())
     }
 
-    /// Serves a call of this kind along the layout of a context, with tokens `x` that go as they
-    /// lie, or packed ones. `refused` is why this rank cannot make it.
+    /// Serves a call of this kind along the layout of a context, with as many tokens `x`, which are
+    /// packed unless they go as they lie. `refused` is why this rank cannot make it.
     ///
     /// # Errors
     /// Those that end the world. A refusal is returned, and otherwise where rows land.
@@ -252,9 +258,9 @@ impl Enqueuer {
         programs: &RankPrograms,
         mut machine: CallMachine,
         (kind, context): (CallKind, u32),
-        (x, refused): (Option<(DeviceRange, Dtype)>, Option<Error>),
+        (tokens, x, refused): (u32, Option<(DeviceRange, Dtype)>, Option<Error>),
     ) -> Result<Result<Extent, Error>, Error> {
-        let mut call = DeviceCall { x, refused, ..DeviceCall::new(self, programs, kind, context) };
+        let mut call = DeviceCall { tokens, x, refused, ..DeviceCall::new(self, programs, kind, context) };
         let refusal = call.drive(&mut machine, Until::End)?;
         let landing = call.landing.take().and_then(|landing| landing.extent);
         let status = refusal.as_ref().map_or(Status::OK, Status::of);
@@ -334,9 +340,10 @@ pub(super) struct DeviceCall<'p> {
     pub enqueuer: &'p mut Enqueuer,
     pub programs: &'p RankPrograms,
     pub context: u32,
-    /// Dispatch: tokens that the caller's stream announced.
+    /// Number of tokens.
     pub tokens: u32,
-    /// Tokens that may be sent as they lie, or are packed when it is known how.
+    /// The tokens. Those for other ranks go as they lie, or are packed, now or when it is known
+    /// how.
     pub x: Option<(DeviceRange, Dtype)>,
     /// The caller's stream has come to this call: what was given back before is free.
     pub reached: bool,
@@ -424,7 +431,23 @@ impl<'p> DeviceCall<'p> {
             _ => (&packed, staging.0),
         };
         let packed = Packed { rows, at, notes: &notes, notes_of_host: words };
-        engine.run(items, &operands, Some(packed))
+        engine.run(items, &operands, Some(packed))?;
+        self.place_own_rows()
+    }
+
+    /// Enqueues that own rows go to where they land. The caller's stream does that while the stream
+    /// of copies serves the other ranks: neither touches what the other writes.
+    fn place_own_rows(&self) -> Result<(), Error> {
+        let (context, kind) = (self.context, self.tag.kind);
+        let Enqueuer { common, caller, tables, kept, .. } = &*self.enqueuer;
+        let Kept { layout, own: (runs, rows), .. } = &kept[context as usize];
+        let Some((x, dtype)) = self.x.as_ref().filter(|_| *rows > 0) else { return Ok(()) };
+        let landing = common.shape.landing(kind, layout.landed);
+        let behind = if common.shape.arrives() { landing.bytes() } else { 0 };
+        let base = tables.landing[common.fixed.lanes.rank as usize] + behind;
+        let CallerStream { stream, kernels, .. } = caller;
+        let places = (*rows, runs.end - runs.start, base, layout.landed);
+        common.place_own_rows(stream, kernels, (kind, context), (self.tokens, x, *dtype), places)
     }
 
     /// Has the relay perform a step.

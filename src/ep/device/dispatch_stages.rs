@@ -1,14 +1,16 @@
 //! Dispatches, as the enqueuer serves them: from choices to the places of rows.
 //!
 //! ```text
-//!   caller's stream    ids, weights -> host | flag | sort, regroup: rows packed |           join |
+//!   caller's stream    ids, weights -> host | flag | sort, regroup: rows packed | regroup: own rows | join |
 //!   caller's thread      sort | counts | entry, all ranks' | place | enqueue -.
 //!   stream of copies                                          rows, pads, notes | landed -> peers
 //! ```
 //!
 //! Rows lie packed as [`SortedRouting`](crate::plan::SortedRouting) numbers entries: by bin, then
-//! token. So all rows from here for one expert are one run, and move as one copy to their final
-//! place. A layout that is prepared is a dispatch of rows without bytes.
+//! token. So all rows from here for one expert of another rank are one run, and move as one copy to
+//! their final place. Rows for this rank's own experts are placed by a kernel instead, all runs at
+//! once: within a GPU SMs would make the copies, too. A layout that is prepared is a dispatch of
+//! rows without bytes.
 //!
 //! **Where engines relay:**
 //!
@@ -26,7 +28,7 @@
 use super::REFUSED;
 use super::call_stages::{CallerStream, DeviceCall, Enqueuer, Header, Kept, Scratch};
 use super::memory::Extent;
-use crate::device::DeviceRange;
+use crate::device::{DeviceRange, RunArgs};
 use crate::dtype::Dtype;
 use crate::ep::Status;
 use crate::ep::agreement::GroupCounts;
@@ -162,6 +164,22 @@ impl Enqueuer {
                 }
             }
         }
+        let (paths, me) = (fixed.paths(), fixed.lanes.rank);
+        // Own outputs are summed where they are made, and counted on behind rows that come home.
+        for bin in fixed.bins.of(me) {
+            let first = sizes.begin[bin as usize].saturating_add(counts.below[bin as usize]);
+            scratch.starts[bin as usize] = first.saturating_add(common.shape.entries() as u32);
+        }
+        let runs = match fixed.arrives() {
+            // Behind those to the local peers before this rank.
+            true => {
+                let run = *first_run + (0..me).filter(|&rank| paths.same_node(rank)).count() as u32;
+                run..run + 1
+            }
+            false => layout.runs_to(me),
+        };
+        let own = &layout.runs[runs.start as usize..runs.end as usize];
+        kept.own = (runs, RunArgs::lay_out(own, &mut scratch.own_runs));
         kept.in_place = None;
         match fixed.arrives() {
             // Rows that are dropped lie packed, too.
@@ -174,14 +192,14 @@ impl Enqueuer {
 
     /// Tells where rows land. What is staged behind them is this rank's as long as the extent that
     /// is returned.
-    fn tell_placement(&mut self, (context, in_place): (u32, bool), landing: Landing) -> Option<Extent> {
+    fn tell_placement(&mut self, (context, gathered): (u32, usize), landing: Landing) -> Option<Extent> {
         let Enqueuer { common, kept, calls, sorted, scratch, numbers, .. } = self;
         let (layout, number) = (&kept[context as usize].layout, calls.number());
         let mut extent = landing.extent;
         let staging = extent.as_mut().and_then(|extent| common.trim(CallKind::Dispatch, extent, layout));
         common.contexts[context as usize].tell(|told| {
             let placement = &mut told.placement;
-            (placement.number, placement.rows, placement.in_place) = (number, layout.landed, in_place);
+            (placement.number, placement.rows, placement.gathered) = (number, layout.landed, gathered);
             placement.tokens_per_expert.clear();
             // Rank-major, choices are counted on the device.
             if !common.fixed.spec.layout.is_per_rank() {
@@ -235,6 +253,15 @@ impl Enqueuer {
         match fixed.spec.layout.is_per_rank() {
             true => Ok(()),
             false => common.send(engine, (shape.host_counts(), shape.counts(context)), len),
+        }
+    }
+
+    /// Tells the caller's stream where own rows go, of this call and of those along its layout.
+    fn send_own_runs(&self, context: u32) -> Result<(), Error> {
+        let Enqueuer { common, caller, kept, scratch, .. } = self;
+        match kept[context as usize].own.1 {
+            0 => Ok(()),
+            _ => common.send_own_runs(&caller.stream, context, &scratch.own_runs),
         }
     }
 
@@ -344,17 +371,19 @@ impl DeviceCall<'_> {
 
     /// Says how rows are packed, if that depends on where they go, and waits until they are.
     fn await_packed(&mut self, placed: bool) -> Result<(), Error> {
-        let in_place = placed && self.in_place().is_some();
+        let in_place = self.in_place().is_some();
         let (context, enqueuer) = (self.context, &mut *self.enqueuer);
         // Of a call that is refused nothing is packed.
         if enqueuer.common.shape.arrives() && placed {
             enqueuer.list(context, self.tokens)?;
+            enqueuer.engine.precede(&enqueuer.caller.stream, &enqueuer.caller.done)?;
         }
         let Enqueuer { common, engine, caller, .. } = enqueuer;
-        let CallerStream { stream, kernels, reached, done, .. } = caller;
-        if let (Some((x, dtype)), true, false) = (&self.x, placed, in_place) {
-            engine.precede(stream, done)?;
-            common.pack(stream, kernels, (self.tag.kind, context), (self.tokens, x, *dtype))?;
+        let CallerStream { stream, kernels, reached, .. } = caller;
+        let x = self.x.as_ref().map(|(x, dtype)| (x, *dtype));
+        let late = x.filter(|&x| placed && !in_place && common.packs_when_placed(x));
+        if let Some((x, dtype)) = late {
+            common.pack(stream, kernels, (self.tag.kind, context), (self.tokens, x, dtype))?;
             reached.record(stream)?;
         }
         engine.follow(reached)?;
@@ -384,10 +413,11 @@ impl DeviceCall<'_> {
         if noted {
             self.enqueuer.kept[context as usize].number = self.enqueuer.calls.number();
             self.await_packed(true)?;
-            let in_place = self.in_place().is_some();
-            let tell = |landing| self.enqueuer.tell_placement((context, in_place), landing);
+            let gathered = self.gathered();
+            let tell = |landing| self.enqueuer.tell_placement((context, gathered), landing);
             self.staging = self.landing.take().and_then(tell);
             self.enqueuer.send_tables(context, self.tokens, true)?;
+            self.enqueuer.send_own_runs(context)?;
         }
         self.find_notes(noted)?;
         let in_place = self.in_place();
@@ -402,6 +432,14 @@ impl DeviceCall<'_> {
             tables.in_place(&setting, runs);
         }
         Ok(())
+    }
+
+    /// How often a kernel makes rows of this call's tokens.
+    fn gathered(&self) -> usize {
+        let Enqueuer { common, kept, .. } = &*self.enqueuer;
+        let for_peers = common.has_peers() && self.in_place().is_none();
+        let (_, own) = kept[self.context as usize].own;
+        if self.x.is_some() { usize::from(for_peers) + usize::from(own > 0) } else { 0 }
     }
 
     /// Finds where metadata lands: here, and at peers, whose entries name the contexts that they

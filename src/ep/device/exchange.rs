@@ -2,8 +2,8 @@
 //! work that they put on the caller's stream.
 //!
 //! ```text
-//!   start_dispatch    check | ids -> host, flag, sort, pack      enqueuer: first half
-//!   finish_dispatch   enqueuer: second half | choices apart      rows, handle
+//!   start_dispatch    check | ids -> host, flag, sort, pack          enqueuer: first half
+//!   finish_dispatch   enqueuer: second half, own rows | choices apart  rows, handle
 //!   combine, ..       check | flag | enqueuer: both halves | sum
 //! ```
 //!
@@ -16,12 +16,12 @@ use std::time::{Duration, Instant};
 use super::REFUSED;
 use super::call_stages::Enqueuer;
 use super::handle::{EnqueuedDispatch, EnqueuedHandle, EnqueuedOutput, EnqueuedRows, Lease};
-use super::memory::{Extent, StreamFlag};
+use super::memory::{Extent, MemoryShape, StreamFlag};
 use super::shared_state::{EnqueuedTokens, Session};
 use super::transport::RowTransport;
 use super::watchdog::WaitBreaker;
 use crate::bootstrap::wait;
-use crate::device::{DeviceRange, DotScale, FetchWeights, Kernels, RecordArgs, Stream, SumChoices};
+use crate::device::{DeviceRange, DotScale, FetchWeights, Kernels, OwnRows, RecordArgs, Stream, SumChoices};
 use crate::dtype::Dtype;
 use crate::ep::builder::Spec;
 use crate::ep::rows::OutputAt;
@@ -251,10 +251,8 @@ impl EnqueuedExchange {
         self.common.space.count();
         self.enqueue_dispatch(context, brought).map_err(|error| self.common.fixed.fail(error))?;
         let machine = self.start(kind, context)?;
-        let x = brought
-            .filter(|(chosen, _)| chosen.tokens > 0)
-            .and_then(|(_, x)| x.filter(|&x| self.packs_when_placed(x)))
-            .map(|(x, dtype)| (x.clone(), dtype));
+        let x = brought.filter(|(chosen, _)| chosen.tokens > 0).and_then(|(_, x)| x);
+        let x = x.map(|(x, dtype)| (x.clone(), dtype));
         let late = self.common.shape.arrives();
         let regroups = late.then(|| (Arc::clone(&self.stream), Arc::clone(&self.kernels)));
         Ok(EnqueuedDispatch { lease, kind, refused, regroups, machine, x })
@@ -360,7 +358,8 @@ impl EnqueuedExchange {
         let Returning { machine, kind, options, context, tokens, steps, .. } = call;
         let refused = self.enqueuer.ret(&self.programs, machine, (kind, context), (steps, options))?;
         self.common.served.fetch_add(1, Ordering::Relaxed);
-        self.enqueue_returned((kind, context), tokens, out)?;
+        let own = self.own_outputs((kind, context), steps)?;
+        self.enqueue_returned((kind, context), (tokens, own), out)?;
         Ok(refused)
     }
 
@@ -464,6 +463,7 @@ impl EnqueuedExchange {
             from: tokens.span(0, tokens.len())?,
             index: None,
             out: records.span(0, records.len())?,
+            runs: None,
             status,
         };
         Ok(self.kernels.records(&self.stream, &args)?)
@@ -579,15 +579,15 @@ impl EnqueuedExchange {
         self.common.space.count();
         let fail = |error| self.common.fixed.fail(error);
         let x = x.filter(|_| tokens > 0);
-        let lies = x.filter(|&x| self.common.lie_here(kind, x).is_some() && self.may_lie(context));
-        if let (Some((x, dtype)), None) = (x, lies) {
+        let lies = x.is_some_and(|x| self.common.lie_here(kind, x).is_some() && self.may_lie(context));
+        if let (Some((x, dtype)), false) = (x, lies) {
             let packed = self.common.pack(&self.stream, &self.kernels, (kind, context), (tokens, x, dtype));
             packed.map_err(fail)?;
         }
         self.enqueue_reached(context, 0).map_err(fail)?;
         let machine = self.start(kind, context)?;
-        let x = lies.map(|(x, dtype)| (x.clone(), dtype));
-        let landed = self.enqueuer.cached(&self.programs, machine, (kind, context), (x, refused));
+        let x = x.map(|(x, dtype)| (x.clone(), dtype));
+        let landed = self.enqueuer.cached(&self.programs, machine, (kind, context), (tokens, x, refused));
         self.common.served.fetch_add(1, Ordering::Relaxed);
         landed.map_err(|error| self.common.fixed.fail(error))?
     }
@@ -732,18 +732,11 @@ impl EnqueuedExchange {
             if !shape.arrives() {
                 common.order(stream, &self.kernels, context, (tokens, experts))?;
             }
-            if let Some((x, dtype)) = x.filter(|&x| !self.packs_when_placed(x)) {
+            if let Some((x, dtype)) = x.filter(|&x| !common.packs_when_placed(x)) {
                 common.pack(stream, &self.kernels, (CallKind::Dispatch, context), (tokens, x, dtype))?;
             }
         }
         Ok(())
-    }
-
-    /// Whether these tokens are packed in the second half: where engines relay, the caller's thread
-    /// knows only then in which order; and whether they need be packed, where engines can read
-    /// them.
-    fn packs_when_placed(&self, x: (&DeviceRange, Dtype)) -> bool {
-        self.common.shape.arrives() || self.common.lie_here(CallKind::Dispatch, x).is_some()
     }
 
     /// That the stream has come to a call along a known layout. In a return, outputs may be read,
@@ -756,11 +749,27 @@ impl EnqueuedExchange {
         Ok(self.stream.write(self.common.word(context, StreamFlag::Combine)?, steps + 1)?)
     }
 
-    /// That what returned goes to `out`: sums of rows, or weight gradients.
+    /// Outputs of this rank that lie so many `steps` into its memory, and how many they are: what
+    /// returns to its own tokens is read there.
+    fn own_outputs(
+        &self,
+        (kind, context): (CallKind, u32),
+        steps: u32,
+    ) -> Result<Option<(DeviceRange, u32)>, Error> {
+        if steps == REFUSED {
+            return Ok(None);
+        }
+        let rows = self.enqueuer.kept[context as usize].layout.landed;
+        let bytes = u64::from(rows) * self.common.fixed.sizing(kind).home_bytes;
+        Ok(Some((self.common.piece((u64::from(steps) * MemoryShape::STEP, bytes))?, rows)))
+    }
+
+    /// That what returned goes to `out`: sums of rows, or weight gradients. Those of `own` outputs
+    /// are read where these lie.
     fn enqueue_returned(
         &mut self,
         (kind, context): (CallKind, u32),
-        tokens: u32,
+        (tokens, own): (u32, Option<(DeviceRange, u32)>),
         out: Option<&DeviceRange>,
     ) -> Result<(), Error> {
         let (common, stream) = (&*self.common, &*self.stream);
@@ -769,10 +778,14 @@ impl EnqueuedExchange {
         let (rows, index) = (common.span(shape.staging())?, common.span(shape.places(context))?);
         let (n_rows, top_k) = (shape.entries() as u32, spec.top_k);
         let (status, out) = (common.word(context, StreamFlag::Status)?, out.span(0, out.len())?);
+        let own = own
+            .as_ref()
+            .map(|(rows, count)| rows.span(0, rows.len()).map(|rows| OwnRows { rows, count: *count }));
+        let own = own.transpose()?;
         if kind == CallKind::ReturnWeights {
             let words = common.fixed.sizing(CallKind::Combine).words_home;
             let choices = tokens * top_k;
-            let fetch = FetchWeights { choices, n_rows, words, from: rows, index, status, out };
+            let fetch = FetchWeights { choices, n_rows, words, from: rows, own, index, status, out };
             return Ok(self.kernels.fetch_weights(stream, &fetch)?);
         }
         let weights = common.span(shape.weights(context))?;
@@ -787,6 +800,7 @@ impl EnqueuedExchange {
                 wire: spec.wire,
                 n_rows,
                 rows,
+                own,
                 index,
                 n_experts: common.fixed.bins.count(),
                 experts: Some(common.span(shape.sums(context))?),

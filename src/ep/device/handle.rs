@@ -354,15 +354,13 @@ impl EnqueuedHandle {
     pub fn report(&self) -> Result<Report, Error> {
         let enqueued = self.lease.told()?.dispatched;
         let Lease { common, packs, .. } = &*self.lease;
-        let kernels = if common.shape.arrives() { [*packs, "regroup"] } else { ["sort_choices", *packs] };
-        // Tokens that went as they lay were not packed.
-        let kernels = match (self.placement.in_place, common.shape.arrives()) {
-            (false, _) => &kernels[..],
-            (true, true) => &kernels[1..],
-            (true, false) => &kernels[..1],
+        let (first, last) = match common.shape.arrives() {
+            true => (None, Some("regroup")),
+            false => (Some("sort_choices"), None),
         };
         let apart = common.fixed.spec.layout.is_per_rank().then_some("choices");
-        let kernels: Vec<_> = kernels.iter().copied().chain(apart).collect();
+        let gathered = std::iter::repeat_n(*packs, self.placement.gathered);
+        let kernels: Vec<_> = first.into_iter().chain(gathered).chain(last).chain(apart).collect();
         let dropped_weight = self.placement.dropped_weight;
         Ok(Report { dropped_weight, ..self.lease.report(enqueued, &kernels) })
     }

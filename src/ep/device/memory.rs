@@ -3,10 +3,10 @@
 //! ```text
 //!   memory of the device   | words | zeros | map | groups | staging | context 0 | context 1 | ...  |  pool: rows and outputs |
 //!   staging                packed rows of a dispatch, rows that come home in a combine
-//!   a context              | order | places | sums | weights | counts | notes |
+//!   a context              | order | places | sums | weights | counts | own runs | notes |
 //!
 //!   memory of the host     | words of context 0 | 1 | ... | words of no context | arrays |
-//!   arrays                 | experts | weights | notes | places | sums | counts | order |
+//!   arrays                 | experts | weights | notes | places | sums | counts | own runs | order | zeros |
 //!
 //!   with several nodes: words of the device that NICs write, and one of
 //!   host staging           | as memory of the device | outbox: rows on their way to other nodes |    where no NIC reaches it
@@ -34,7 +34,7 @@ use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::device::PinnedMemory;
+use crate::device::{PinnedMemory, RunArgs};
 use crate::ep::builder::Spec;
 use crate::ep::state::EpState;
 use crate::error::{CallKind, DeviceError, PlanError};
@@ -213,7 +213,7 @@ impl MemoryShape {
     }
 
     pub fn zeros(&self) -> ByteRange {
-        (behind(self.words()), round(self.align * self.longest_row().max(self.sizing.note_bytes())))
+        (behind(self.words()), round(self.align * self.longest_row()))
     }
 
     /// The bin of each expert, for this rank: `i32`.
@@ -241,7 +241,8 @@ impl MemoryShape {
         (self.context(context), self.entries() * 4)
     }
 
-    /// The packed row of each choice, `i32 [tokens, top_k]`, or -1.
+    /// The row of each choice, `i32 [tokens, top_k]`, or -1: as rows lie packed or, behind all of
+    /// those, the row of this rank's own output.
     pub fn places(&self, context: u32) -> ByteRange {
         (behind(self.order(context)), self.entries() * 4)
     }
@@ -266,9 +267,18 @@ impl MemoryShape {
         (behind(self.weights(context)), 2 * self.experts * 8)
     }
 
+    /// The runs by which a kernel places this rank's own rows, as [`RunArgs::lay_out`] writes them.
+    pub fn own_runs(&self, context: u32) -> ByteRange {
+        (behind(self.counts(context)), self.own_run_bytes())
+    }
+
+    fn own_run_bytes(&self) -> u64 {
+        self.segments * (RunArgs::WORDS * size_of::<u32>()) as u64
+    }
+
     /// The routing weight of each row that landed, `f32`.
     pub fn notes(&self, context: u32) -> ByteRange {
-        (behind(self.counts(context)), self.notes_bytes())
+        (behind(self.own_runs(context)), self.notes_bytes())
     }
 
     fn notes_bytes(&self) -> u64 {
@@ -360,20 +370,29 @@ impl MemoryShape {
         (behind(self.host_sums()), 2 * self.experts * 8)
     }
 
+    pub fn host_own_runs(&self) -> ByteRange {
+        (behind(self.host_counts()), self.own_run_bytes())
+    }
+
     /// Where engines relay: the token of each packed row.
     pub fn host_order(&self) -> ByteRange {
-        (behind(self.host_counts()), self.entries() * 4)
+        (behind(self.host_own_runs()), self.entries() * 4)
+    }
+
+    /// Zeros for pads of notes.
+    pub fn host_zeros(&self) -> ByteRange {
+        (behind(self.host_order()), self.align * self.sizing.note_bytes())
     }
 
     /// Size of the host's memory.
     pub fn host_bytes(&self) -> u64 {
-        behind(self.host_order())
+        behind(self.host_zeros())
     }
 
     fn context_bytes(&self) -> u64 {
         let permutations = 3 * round(self.entries() * 4) + round(self.weight_bytes());
         let beside = round(self.notes_bytes()) + 2 * round(self.row_choice_bytes());
-        permutations + round(2 * self.experts * 8) + beside
+        permutations + round(2 * self.experts * 8) + round(self.own_run_bytes()) + beside
     }
 }
 
@@ -581,8 +600,8 @@ mod tests {
         let grows = shape(3, 512).device_bytes() - shape(2, 512).device_bytes();
         assert_eq!(shape(3, 512).context_bytes(), grows, "memory grows by a context");
         // Four permutations of 64 tokens with 4 choices, and a word for each of at most 4 * 64 * 2
-        // rows.
-        assert_eq!(shape(2, 512).context_bytes(), 4 * 64 * 4 * 4 + 256 + 512 * 4);
+        // rows; between them the counts, and two runs of own rows.
+        assert_eq!(shape(2, 512).context_bytes(), 4 * 64 * 4 * 4 + 256 + 256 + 512 * 4);
         assert_eq!(shape(2, 1024).context_bytes(), shape(2, 512).context_bytes());
     }
 
@@ -599,7 +618,8 @@ mod tests {
         let mut pieces = vec![shape.zeros(), shape.map(), shape.groups(), shape.staging()];
         for context in 0..2 {
             pieces.extend([shape.order(context), shape.places(context), shape.sums(context)]);
-            pieces.extend([shape.weights(context), shape.counts(context), shape.notes(context)]);
+            pieces.extend([shape.weights(context), shape.counts(context), shape.own_runs(context)]);
+            pieces.push(shape.notes(context));
         }
         pieces.push(shape.pool());
         for next in pieces.windows(2) {
@@ -610,7 +630,7 @@ mod tests {
     #[test]
     fn host_arrays_lie_behind_the_words_of_all_contexts() {
         let shape = shape(3, 512);
-        let (at, len) = shape.host_order();
+        let (at, len) = shape.host_zeros();
         assert!(at + len <= shape.host_bytes());
         assert!(shape.host_experts().0 >= shape.flag(shape.no_context(), StreamFlag::Status) + LINE);
         assert!(shape.flag(1, StreamFlag::Dispatch) >= shape.flag(0, StreamFlag::Status) + LINE);

@@ -132,10 +132,11 @@ impl EnqueuedExchange {
         let ranks = members.into_iter().map(|member| member.map(near)).collect();
         let (zeros_at, zeros_len) = shape.zeros();
         let zeros = common.memory.part(zeros_at, zeros_len)?;
+        let note_zeros = common.host_piece(shape.host_zeros())?;
         let host_staging =
             passage.host_staging().map(|host_staging| (host_staging.memory.clone(), shape.outbox()));
         let words = passage.registration().map(|_| common.piece(shape.words())).transpose()?;
-        let ground = DeviceMap { ranks, zeros, host_staging, words };
+        let ground = DeviceMap { ranks, zeros, note_zeros, host_staging, words };
         let engine = CopyEngineStepper::new(&context, Arc::clone(&fixed.port), ground, copies);
         let kernels = Arc::new(kernels);
         let [reached, done] = [Event::new(&context)?, Event::new(&context)?];

@@ -15,6 +15,9 @@
 //! Tokens in the instance's own memory ([`EnqueuedTokens`]) need no packing if all rows for one
 //! place are a run of tokens, too.
 //!
+//! **Own rows**, those for experts of this rank, are not copied: once their places are known, the
+//! same kernel takes them from the tokens to where they land, run by run.
+//!
 //! **Choices.** A rank's host knows how many rank-major rows come, but not their choices: these lie
 //! next to the rows. So a kernel behind their landing lays experts and weights apart, and counts
 //! the rows of each expert.
@@ -25,8 +28,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use super::memory::{ByteRange, DevicePool, Extent, MemoryShape, Progress, StreamFlag};
 use crate::bootstrap::wait::{Ended, Polling};
 use crate::device::{
-    ByteSpan, ChoiceArgs, Context, DeviceRange, Kernels, PermuteArgs, PinnedMemory, RecordArgs, SortArgs,
-    Stream, Word,
+    ByteSpan, ChoiceArgs, Context, DeviceRange, Kernels, PermuteArgs, PinnedMemory, RecordArgs, RunArgs,
+    SortArgs, Stream, Word,
 };
 use crate::dtype::{Dtype, Fp8RowShape};
 use crate::ep::state::EpState;
@@ -124,6 +127,7 @@ impl Session {
                 from: from.span(0, from.len())?,
                 index: index.span(0, index.len())?,
                 out: out.span(0, out.len())?,
+                runs: None,
                 status: self.word(context, StreamFlag::Status)?,
             },
         )?)
@@ -245,33 +249,77 @@ impl Session {
     }
 
     /// Enqueues that `count` tokens of this type, which a call of this kind brings, are packed in
-    /// the order of a context.
+    /// the order of a context. Where all rows stay at this rank, there is nothing to pack.
     pub fn pack(
         &self,
         stream: &Stream,
         kernels: &Kernels,
-        (kind, context): (CallKind, u32),
-        (count, x, dtype): (u32, &DeviceRange, Dtype),
+        call: (CallKind, u32),
+        tokens: (u32, &DeviceRange, Dtype),
     ) -> Result<(), Error> {
-        let shape = &self.shape;
-        let (order, packed) = (self.piece(shape.order(context))?, self.piece(shape.staging())?);
-        let (sources, rows) = (count, count * self.fixed.spec.top_k);
-        let (from, index, out) =
-            (x.span(0, x.len())?, order.span(0, order.len())?, packed.span(0, packed.len())?);
+        if !self.has_peers() {
+            return Ok(());
+        }
+        let packed = self.span(self.shape.staging())?;
+        self.gather(stream, kernels, call, tokens, (tokens.0 * self.fixed.spec.top_k, packed, None))
+    }
+
+    /// Whether rows may go to other ranks.
+    pub fn has_peers(&self) -> bool {
+        self.fixed.lanes.ranks() > 1
+    }
+
+    /// Enqueues that tokens that a call of this kind brings become rows in `out`, in the order of a
+    /// context, or as runs of that order name them.
+    fn gather(
+        &self,
+        stream: &Stream,
+        kernels: &Kernels,
+        (kind, context): (CallKind, u32),
+        (sources, x, dtype): (u32, &DeviceRange, Dtype),
+        (rows, out, runs): (u32, ByteSpan<'_>, Option<RunArgs<'_>>),
+    ) -> Result<(), Error> {
+        let (from, index) = (x.span(0, x.len())?, self.span(self.shape.order(context))?);
         let status = self.word(context, StreamFlag::Status)?;
         let enqueued = match self.records(kind, dtype) {
             Some(record) => {
                 let (hidden, index) = (record.hidden() as u32, Some(index));
-                let records = RecordArgs { hidden, dtype, sources, rows, from, index, out, status };
+                let records = RecordArgs { hidden, dtype, sources, rows, from, index, out, runs, status };
                 kernels.records(stream, &records)
             }
             None => {
-                let row_bytes = shape.row_bytes(kind);
-                let permute = PermuteArgs { row_bytes, sources, rows, from, index, out, status };
+                let row_bytes = self.shape.row_bytes(kind);
+                let permute = PermuteArgs { row_bytes, sources, rows, from, index, out, runs, status };
                 kernels.regroup(stream, &permute)
             }
         };
         Ok(enqueued?)
+    }
+
+    /// Enqueues that own rows go from tokens that a call of this kind brings to where they land:
+    /// among `places` rows from byte `base` of this rank's memory on. They are `rows` rows, pads
+    /// counted, in `count` runs that [`Session::send_own_runs`] has left with the context.
+    pub fn place_own_rows(
+        &self,
+        stream: &Stream,
+        kernels: &Kernels,
+        call: (CallKind, u32),
+        tokens: (u32, &DeviceRange, Dtype),
+        (rows, count, base, places): (u32, u32, u64, u32),
+    ) -> Result<(), Error> {
+        let out = self.span((base, u64::from(places) * self.shape.row_bytes(call.0)))?;
+        let entries = tokens.0 * self.fixed.spec.top_k;
+        let runs = RunArgs { runs: self.span(self.shape.own_runs(call.1))?, count, entries, places };
+        self.gather(stream, kernels, call, tokens, (rows, out, Some(runs)))
+    }
+
+    /// Enqueues that the runs of own rows go to a context, where later calls along its layout find
+    /// them.
+    pub fn send_own_runs(&self, stream: &Stream, context: u32, words: &[u32]) -> Result<(), Error> {
+        let ((from, _), (to, _)) = (self.shape.host_own_runs(), self.shape.own_runs(context));
+        let len = size_of_val(words) as u64;
+        self.host.write_words(from as usize, words)?;
+        Ok(stream.copy(self.span((to, len))?, self.host.range().span(from, len)?)?)
     }
 
     /// Whether tokens of this type are sent as they are in a call of this kind.
@@ -308,6 +356,13 @@ impl Session {
         let offset = x.address().checked_sub(self.memory.address())?;
         let inside = offset.checked_add(x.len()).is_some_and(|end| end <= self.memory.len());
         (inside && self.sends_as_they_are(kind, dtype)).then_some(offset)
+    }
+
+    /// Whether these tokens of a dispatch are packed in the second half: where engines relay, the
+    /// caller's thread knows only then in which order; and whether they need be packed, where
+    /// engines can read them.
+    pub fn packs_when_placed(&self, x: (&DeviceRange, Dtype)) -> bool {
+        self.shape.arrives() || self.lie_here(CallKind::Dispatch, x).is_some()
     }
 
     /// Enqueues that the order of rows is found: by bin, then by token.
@@ -382,8 +437,9 @@ pub(super) struct PlacementInfo {
     /// The number of the call that made it.
     pub number: u64,
     pub rows: u32,
-    /// Tokens went as they lay.
-    pub in_place: bool,
+    /// How often tokens became rows: for other ranks, unless they went as they lay, and for this
+    /// one.
+    pub gathered: usize,
     pub tokens_per_expert: Vec<i64>,
     pub padded_per_expert: Vec<i64>,
     pub dropped: Vec<bool>,

@@ -6,6 +6,7 @@
 //!
 //! ```text
 //!   Put, PutRows           a copy for each span or run, collected
+//!   PutRows input -> me    nothing: a kernel of the caller's stream places own rows meanwhile
 //!   Signal landed, read    a write of the stream, collected; both are enqueued before the next wait, and at the end:
 //!          ready           copies in one batch, then the writes
 //!   Signal entry, posted   the host's store: what is collected is enqueued before it
@@ -53,8 +54,11 @@ use crate::topology::Route;
 pub struct DeviceMap {
     /// Per rank: what is its, if it is of this node.
     pub ranks: Vec<Option<LocalPeer>>,
-    /// Zeros of this rank: as many as the longest pad has.
+    /// Zeros of this rank: as many as the longest pad of rows has.
     pub zeros: DeviceRange,
+    /// Zeros in memory of the host for pads of notes: those of own rows are then no copy within the
+    /// device, either.
+    pub note_zeros: DeviceRange,
     /// Host staging of this rank's memory, where there are other nodes, and the piece of it from
     /// which rows leave: first byte and length.
     pub host_staging: Option<(DeviceRange, (u64, u64))>,
@@ -323,6 +327,10 @@ impl CopyEngineStepper {
             return Err(DeviceError::NoEngine { operation: "gather rows" }.into());
         }
         for run in &operands.runs[first as usize..(first + count) as usize] {
+            if to == me && from == PutSource::Input {
+                self.own_rows(u64::from(run.count + run.pad) * row_bytes);
+                continue;
+            }
             if self.near(to).is_none() {
                 let target = (to, window, base);
                 match from {
@@ -338,17 +346,25 @@ impl CopyEngineStepper {
             let memory = &Self::at(&self.ground, to)?.memory;
             let [place, len, pad] = [run.to_row, run.count, run.pad].map(|rows| u64::from(rows) * row_bytes);
             let rows = source.span(from_offset + u64::from(run.first) * row_bytes, len)?;
+            let of_rows = from != PutSource::Notes;
+            let zeros = if of_rows { &self.ground.zeros } else { &self.ground.note_zeros };
             self.copies.push(memory.span(base + place, len)?, rows)?;
-            self.copies.push(memory.span(base + place + len, pad)?, self.ground.zeros.span(0, pad)?)?;
+            self.copies.push(memory.span(base + place + len, pad)?, zeros.span(0, pad)?)?;
             match from {
                 PutSource::Window { window: WindowId::HOST_STAGING, .. } => {
                     self.enqueued.staged_in_bytes += len
                 }
-                _ => self.count(to, len, from != PutSource::Notes),
+                _ => self.count(to, len, of_rows),
             }
-            self.count(to, pad, true);
+            self.count(to, pad, of_rows);
         }
         Ok(())
+    }
+
+    /// Own rows, pads counted, which a kernel of the caller's stream places.
+    fn own_rows(&mut self, len: u64) {
+        self.enqueued.bytes += len;
+        self.enqueued.own_bytes += len;
     }
 
     /// Enqueues what is collected, then sees to what crosses.

@@ -23,7 +23,7 @@ pub struct EnqueueCounts {
     pub copies: u64,
     /// Bytes of rows and of what goes with them, zeros included.
     pub bytes: u64,
-    /// Of these, bytes that stayed at this rank.
+    /// Of these, bytes that stayed at this rank. Kernels move its own rows, and no copies.
     pub own_bytes: u64,
     /// Copies that were enqueued one by one: the driver has no batches, or the stream takes none.
     pub single_copies: u64,

@@ -1,17 +1,17 @@
 //! Calls that go well.
 
 use std::panic::{UnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use half::{bf16, f16};
-use sidelane::device::{Kernels, PermuteArgs, PinnedMemory, Priority, Stream, Version};
+use sidelane::device::{Kernels, PermuteArgs, PinnedMemory, Priority, Stream};
 use sidelane::exec::EnqueueCounts;
 use sidelane::plan::{ExpertMap, Overflow, ReceiveMode};
 use sidelane::topology::Route;
 use sidelane::{Element, World};
 use stand_in_cuda::StandIn;
 
-use super::rank::{Case, Input, Rank};
+use super::rank::{Case, Input, Rank, call, target};
 use super::{on_devices, on_drivers, on_settings};
 use crate::devices::{Memory, context, stream};
 use crate::support::{To, on_ranks, small, tokens};
@@ -156,6 +156,7 @@ fn disturb(device: u32, over: &AtomicBool) {
                     from: from.span(0, 64).unwrap(),
                     index: index.span(0, 16).unwrap(),
                     out: out.span(0, 64).unwrap(),
+                    runs: None,
                     status: words.range().word(0).unwrap(),
                 },
             )
@@ -341,30 +342,27 @@ fn engines_move_every_row_and_a_report_says_so() {
     let versions = ["12080", "13010"];
     on_drivers("enqueued::calls::engines_move_every_row_and_a_report_says_so", &versions, 8, 9, || {
         // The driver stays until it has been asked.
-        let driver = stream(0);
-        // Rows and pads that stay on a device are made by SMs before CUDA 13.1.
-        let engines_alone = driver.context().driver().version() >= Version::OVERLAP_HINT;
-        let by_sms = AtomicU64::new(0);
+        let _driver = stream(0);
         let case = Case { align: 4, ..Case::new(2, 4, 2) };
         on_each(&case, |rank, me| {
             let (rows, handle) = rank.dispatch(&three()).unwrap();
             let report = handle.report().unwrap();
-            assert_eq!(report.kernels, ["sort_choices", "regroup"]);
+            assert_eq!(report.kernels, ["sort_choices", "regroup", "regroup"]);
             let lanes: Vec<_> = report.lanes.iter().map(|used| (used.lane, used.ranks)).collect();
             assert_eq!(lanes, [("own", 1), ("copy engine", 1)]);
             // Experts 0 to 3 get 2, 1, 1 and 1 rows from each rank, of 32 bytes and a weight, which
-            // is copied apart. The last rank pads those of 1, 2 and 3, two rows each. Beside them
-            // go the lists of the sums, and the counts.
+            // is copied apart. The last rank pads those of 1, 2 and 3, two rows each. A kernel
+            // places own rows and their pads. Beside the copies go the lists of the sums, and the
+            // counts.
             let (pads, own) = if me == 1 { (3, 2 + 4) } else { (0, 3) };
-            let own_copies = if me == 1 { 2 + 2 * 2 } else { 2 };
-            by_sms.fetch_add(report.enqueued.copies_by_sms, Ordering::Relaxed);
+            let pads_of_peer = if me == 1 { 1 } else { 0 };
             let expected = EnqueueCounts {
                 batches: 1,
-                copies: 2 * (4 + pads) + 3,
+                copies: (4 + pads) + (2 + pads_of_peer) + 3,
                 bytes: (5 + 2 * pads) * 36,
                 own_bytes: own * 36,
                 single_copies: 0,
-                copies_by_sms: if engines_alone { 0 } else { own_copies },
+                copies_by_sms: 0,
                 // A mark; that rows have landed, told and awaited.
                 memory_operations: 3,
                 ..EnqueueCounts::default()
@@ -375,7 +373,36 @@ fn engines_move_every_row_and_a_report_says_so() {
             drop((rows, handle));
         });
         let counters = StandIn::loaded().unwrap().counters();
-        assert_eq!((counters.copies_by_sms, counters.fills), (by_sms.into_inner(), 0));
+        assert_eq!((counters.copies_by_sms, counters.fills), (0, 0));
+    });
+}
+
+#[test]
+fn rank_alone_copies_no_row_within_its_device() {
+    // SMs make all copies within a device of this driver.
+    on_devices("enqueued::calls::rank_alone_copies_no_row_within_its_device", 8, 25, || {
+        let _driver = stream(0);
+        on_each(&Case { align: 4, ..Case::new(1, 4, 2) }, |rank, _| {
+            let tensors = rank.put(&three());
+            let (x, choices) = call::<bf16>(&tensors);
+            let (rows, handle) = rank.planned.dispatch(x, choices).unwrap();
+            let report = handle.report().unwrap();
+            assert_eq!(report.kernels, ["sort_choices", "regroup"]);
+            // Weights of four experts and as many pads come from the host, with three lists.
+            assert_eq!((report.enqueued.copies, report.enqueued.copies_by_sms), (4 + 4 + 3, 0));
+            assert_eq!(report.enqueued.own_bytes, 4 * 4 * 36);
+            let (y, out) = (handle.output().unwrap(), rank.room(&three().x));
+            rank.planned.combine_into(y, &handle, target::<bf16>(&out)).unwrap();
+            assert_eq!(handle.returned().unwrap().enqueued.copies, 0);
+            let (x, _) = call::<bf16>(&tensors);
+            let again = rank.planned.dispatch_cached(x, &handle).unwrap();
+            let y = handle.output().unwrap();
+            rank.planned.dispatch_backward_into(y, None, &handle, target::<bf16>(&out), None).unwrap();
+            assert_eq!(handle.returned().unwrap().enqueued.copies, 0);
+            rank.stream.synchronize().unwrap();
+            drop((rows, again, handle));
+        });
+        assert_eq!(StandIn::loaded().unwrap().counters().copies_by_sms, 0);
     });
 }
 

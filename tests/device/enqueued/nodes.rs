@@ -122,7 +122,7 @@ fn a_report_says_how_rows_crossed_and_by_how_many_copies() {
         on_each(&case, |rank, me| {
             let (rows, handle) = rank.dispatch(&three()).unwrap();
             let report = handle.report().unwrap();
-            assert_eq!(report.kernels, ["sort_choices", "regroup"]);
+            assert_eq!(report.kernels, ["sort_choices", "regroup", "regroup"]);
             let lanes: Vec<_> = report.lanes.iter().map(|used| (used.lane, used.ranks)).collect();
             assert_eq!(lanes, [("own", 1), ("loopback", 1)]);
             assert_eq!(report.host_staged, Some(NoGpuDirect::Lane("loopback")));
@@ -138,7 +138,7 @@ fn a_report_says_how_rows_crossed_and_by_how_many_copies() {
             assert_eq!((out_bytes, staged_in_bytes), (rows_out * 32, (rows_in + pads_in) * 36));
             assert_eq!((bytes, own_bytes), ((own + own_pads) * 36, (own + own_pads) * 36));
             let pads = if own_pads > 0 { 2 } else { 0 };
-            assert_eq!(copies, 2 + 2 * (2 + pads) + 2 * 2 + 3, "out, own rows and pads, in, and lists");
+            assert_eq!(copies, 2 + (2 + pads) + 2 * 2 + 3, "out, own weights and pads, in, and lists");
             // Entry and message, header and its signal, rows and weights of two experts, landed.
             assert_eq!((report.enqueued.inter_node_signals, report.enqueued.inter_node_puts), (3, 6));
             assert_eq!(report.enqueued.copies_by_sms, 0);
@@ -164,7 +164,7 @@ fn over_relays_a_report_counts_a_token_once_for_each_node() {
             let x: Vec<bf16> = (0..64).map(|n| bf16::from_f32(n as f32 + me as f32)).collect();
             let (rows, handle) = rank.dispatch(&Input { x, ids, weights: vec![0.5; 16] }).unwrap();
             let report = handle.report().unwrap();
-            assert_eq!(report.kernels, ["regroup", "regroup"]);
+            assert_eq!(report.kernels, ["regroup", "regroup", "regroup"]);
             let lanes: Vec<_> = report.lanes.iter().map(|used| (used.lane, used.ranks)).collect();
             assert_eq!(lanes, [("own", 1), ("copy engine", 1), ("loopback", 1), ("relay", 1)]);
             assert_eq!(report.host_staged, Some(NoGpuDirect::Lane("loopback")));

@@ -1,7 +1,7 @@
 //! Products and scaled rows are those of the host's loops, to the bit; what is fetched is what an
 //! index names.
 
-use sidelane::device::{DotScale, FetchWeights};
+use sidelane::device::{DotScale, FetchWeights, OwnRows};
 use sidelane::dtype::Dtype;
 use sidelane::error::{DeviceError, KernelFault};
 use sidelane::rows::{Arithmetic, RowKernels, Simd};
@@ -63,14 +63,18 @@ fn choices_get_the_numbers_of_their_rows() {
         let from: Vec<f32> = (0..60).map(|_| any_f32(&mut random)).collect();
         let index: Vec<i32> = (0..1000).map(|_| (random.next() % 21) as i32 - 1).collect();
         let fetched = |index: &[i32], words: u32, word: u32| {
-            let (of_from, of_index) = (Buffer::words(context, &from), Buffer::words(context, index));
+            // Twenty rows, of which the last eight lie elsewhere.
+            let (others, own) = from[..20 * words as usize].split_at(12 * words as usize);
+            let (of_from, of_index) = (Buffer::words(context, others), Buffer::words(context, index));
+            let of_own = Buffer::words(context, own);
             let (out, status) =
                 (Buffer::new(context, index.len() as u64 * 4), Buffer::words(context, &[word, 0]));
             let fetch = FetchWeights {
                 choices: index.len() as u32,
-                n_rows: 20,
+                n_rows: 12,
                 words,
                 from: of_from.span(),
+                own: Some(OwnRows { rows: of_own.span(), count: 8 }),
                 index: of_index.span(),
                 status: status.word(),
                 out: out.span(),

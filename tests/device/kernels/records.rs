@@ -1,11 +1,12 @@
 //! Records of rows by an index: those of the host's loops, to the bit.
 
-use sidelane::device::RecordArgs;
+use sidelane::device::{RecordArgs, RunArgs};
 use sidelane::dtype::{Dtype, Fp8RowShape};
 use sidelane::error::{DeviceError, KernelFault};
 use sidelane::rows::{Arithmetic, RowKernels, Simd};
 
 use super::buffer::{Buffer, POISON};
+use super::regroup::{placed, runs_of};
 use super::{Device, with_kernels};
 use crate::rows_common::Random;
 use crate::rows_common::values::any_row;
@@ -31,6 +32,7 @@ fn records(
         from: source.span(),
         index: index.as_ref().map(Buffer::span),
         out: out.span(),
+        runs: None,
         status: status.word(),
     };
     kernels.records(stream, &args).unwrap();
@@ -74,6 +76,46 @@ fn records_are_those_of_the_hosts_loops_and_pads_are_zero() {
 }
 
 #[test]
+fn records_in_runs_go_to_their_places_and_no_byte_else_changes() {
+    let test = "kernels::records::records_in_runs_go_to_their_places_and_no_byte_else_changes";
+    with_kernels(test, |Device { context, stream, kernels }| {
+        let mut random = Random(0x0_0124);
+        for (dtype, hidden, sources, entries) in
+            [(Arithmetic::Bf16, 128, 30, 300), (Arithmetic::F32, 200, 5, 40), (Arithmetic::F16, 16, 9, 70)]
+        {
+            let from: Vec<u8> = (0..sources).flat_map(|_| any_row(&mut random, dtype, hidden)).collect();
+            let index: Vec<i32> =
+                (0..entries).map(|_| (random.next() % (sources as u64 + 1)) as i32 - 1).collect();
+            let (runs, places) = runs_of(&mut random, entries);
+            let mut words = Vec::new();
+            let rows = RunArgs::lay_out(&runs, &mut words);
+            let [of_words, of_index] = [Buffer::words(context, &words), Buffer::words(context, &index)];
+            let record = Fp8RowShape::new(hidden as u32).bytes();
+            let (source, out) =
+                (Buffer::of(context, &from), Buffer::new(context, u64::from(places) * record as u64));
+            let (count, status) = (runs.len() as u32, Buffer::words(context, &[0_u32]));
+            let args = RecordArgs {
+                hidden: hidden as u32,
+                dtype: dtype.into(),
+                sources,
+                rows,
+                from: source.span(),
+                index: Some(of_index.span()),
+                out: out.span(),
+                runs: Some(RunArgs { runs: of_words.span(), count, entries, places }),
+                status: status.word(),
+            };
+            kernels.records(stream, &args).unwrap();
+            stream.synchronize().unwrap();
+            let made: Vec<Vec<u8>> =
+                index.iter().map(|&row| of_host((dtype, hidden), &from, &[row])).collect();
+            assert_eq!(status.read::<u32>()[0], 0);
+            assert!(out.content() == placed(&runs, places, &made, record), "{entries} of {hidden} {dtype:?}");
+        }
+    });
+}
+
+#[test]
 fn an_index_without_a_row_is_reported_and_gives_a_record_of_zeros() {
     let test = "kernels::records::an_index_without_a_row_is_reported_and_gives_a_record_of_zeros";
     with_kernels(test, |device| {
@@ -99,6 +141,7 @@ fn memory_that_is_too_small_is_refused_by_name() {
             from: memory.part(0, 128),
             index: Some(memory.part(128, 12)),
             out: memory.part(256, 96),
+            runs: None,
             status: memory.range().word(512).unwrap(),
         };
         for (records, what, given, needed) in [

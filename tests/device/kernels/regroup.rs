@@ -1,8 +1,8 @@
 //! Rows by an index.
 
-use sidelane::device::PermuteArgs;
-use sidelane::error::DeviceError;
-use sidelane::error::KernelFault;
+use sidelane::device::{PermuteArgs, RunArgs};
+use sidelane::error::{DeviceError, KernelFault};
+use sidelane::plan::RowRun;
 use sidelane::rows::{RowKernels, Simd, Stores};
 
 use super::buffer::{Buffer, POISON};
@@ -22,6 +22,7 @@ fn regroup(device: &Device, row_bytes: u64, from: &[u8], index: &[i32]) -> (Vec<
         from: source.span(),
         index: index.span(),
         out: out.span(),
+        runs: None,
         status: status.word(),
     };
     kernels.regroup(stream, &regroup).unwrap();
@@ -64,6 +65,79 @@ fn rows_are_those_that_the_index_names_and_pads_are_zero() {
     });
 }
 
+/// Runs of so many entries in any order, their places, which have gaps, and rows of the list.
+pub fn runs_of(random: &mut Random, entries: u32) -> (Vec<RowRun>, u32) {
+    let (mut runs, mut first, mut to_row) = (Vec::new(), 0, 0);
+    while first < entries {
+        let mut upto = |most: u32| (random.next() % u64::from(most + 1)) as u32;
+        let (gap, count, pad) = (upto(2), upto(9).min(entries - first), upto(3));
+        runs.push(RowRun { to_row: to_row + gap, first, count, pad });
+        (first, to_row) = (first + count, to_row + gap + count + pad);
+    }
+    for at in (1..runs.len()).rev() {
+        runs.swap(at, (random.next() % (at as u64 + 1)) as usize);
+    }
+    (runs, to_row)
+}
+
+/// Rows of an index in runs: each where its run says, pads of zeros, and no other byte.
+pub fn placed(runs: &[RowRun], places: u32, rows: &[Vec<u8>], row_bytes: usize) -> Vec<u8> {
+    let mut out = vec![POISON; places as usize * row_bytes];
+    for &RowRun { to_row, first, count, pad } in runs {
+        let zeros = vec![0; row_bytes];
+        let entries = rows[first as usize..][..count as usize].iter();
+        for (row, to) in entries.chain(vec![&zeros; pad as usize]).zip(to_row as usize..) {
+            out[to * row_bytes..][..row_bytes].copy_from_slice(row);
+        }
+    }
+    out
+}
+
+#[test]
+fn rows_in_runs_go_to_their_places_and_no_byte_else_changes() {
+    let test = "kernels::regroup::rows_in_runs_go_to_their_places_and_no_byte_else_changes";
+    with_kernels(test, |Device { context, stream, kernels }| {
+        let mut random = Random(0x0_0123);
+        for (row_bytes, sources, entries) in [(16, 300, 2000), (4112, 7, 90), (64, 5, 1)] {
+            let from: Vec<u8> = (0..row_bytes * sources).map(|_| random.next() as u8).collect();
+            let index: Vec<i32> =
+                (0..entries).map(|_| (random.next() % (sources as u64 + 1)) as i32 - 1).collect();
+            let (runs, places) = runs_of(&mut random, entries);
+            let mut words = Vec::new();
+            let rows = RunArgs::lay_out(&runs, &mut words);
+            let [of_words, of_index] = [Buffer::words(context, &words), Buffer::words(context, &index)];
+            let (source, out) =
+                (Buffer::of(context, &from), Buffer::new(context, u64::from(places) * row_bytes as u64));
+            let (count, status) = (runs.len() as u32, Buffer::words(context, &[0_u32]));
+            let list = RunArgs { runs: of_words.span(), count, entries, places };
+            let good = PermuteArgs {
+                row_bytes: row_bytes as u64,
+                sources: sources as u32,
+                rows,
+                from: source.span(),
+                index: of_index.span(),
+                out: out.span(),
+                runs: Some(list),
+                status: status.word(),
+            };
+            kernels.regroup(stream, &good).unwrap();
+            stream.synchronize().unwrap();
+            let made: Vec<Vec<u8>> = index.iter().map(|&row| of_rows(row_bytes, &from, &[row])).collect();
+            assert_eq!(status.read::<u32>()[0], 0);
+            assert!(out.content() == placed(&runs, places, &made, row_bytes), "{entries} of {row_bytes}");
+
+            // A place or an entry that is not there is reported, and nothing is written for it.
+            for list in [RunArgs { places: places - 1, ..list }, RunArgs { entries: entries - 1, ..list }] {
+                status.write(0, &[0; 4]);
+                kernels.regroup(stream, &PermuteArgs { runs: Some(list), ..good }).unwrap();
+                stream.synchronize().unwrap();
+                let fault = KernelFault::of(status.read::<u32>()[0]);
+                assert!(matches!(fault, Some(KernelFault::IndexOutOfRange { .. })), "{fault:?}");
+            }
+        }
+    });
+}
+
 #[test]
 fn an_index_without_a_row_is_reported_and_gives_zeros() {
     with_kernels("kernels::regroup::an_index_without_a_row_is_reported_and_gives_zeros", |device| {
@@ -88,6 +162,7 @@ fn memory_that_is_too_small_is_refused_by_name() {
             from: memory.part(0, 128),
             index: memory.part(128, 12),
             out: memory.part(256, 96),
+            runs: None,
             status: memory.range().word(512).unwrap(),
         };
         for (regroup, what, given, needed) in [

@@ -1,6 +1,6 @@
 //! Sums of choices that have a row each, in all three orders.
 
-use sidelane::device::SumChoices;
+use sidelane::device::{OwnRows, SumChoices};
 use sidelane::dtype::{Dtype, PartialDtype};
 use sidelane::error::DeviceError;
 use sidelane::error::KernelFault;
@@ -63,7 +63,10 @@ impl Choices {
     /// What the device makes of them: the results, and the status.
     fn sum(&self, device: &Device) -> (Vec<u8>, Option<KernelFault>) {
         let Device { context, stream, kernels } = device;
-        let rows = Buffer::of(context, &self.rows.concat());
+        // Rows of which some lie elsewhere: no bit depends on it.
+        let (others, own) = self.rows.split_at(self.rows.len() - self.rows.len() / 3);
+        let (rows, own_rows) = (Buffer::of(context, &others.concat()), Buffer::of(context, &own.concat()));
+        let own = OwnRows { rows: own_rows.span(), count: own.len() as u32 };
         let out = Buffer::new(context, (self.tokens * self.columns * self.dtype.size()) as u64);
         let (index, experts) = (Buffer::words(context, &self.index), Buffer::words(context, &self.experts));
         let weights = self.weights.as_ref().map(|weights| Buffer::words(context, weights));
@@ -75,8 +78,9 @@ impl Choices {
             columns: self.columns as u32,
             dtype: self.dtype.into(),
             wire: self.wire,
-            n_rows: self.rows.len() as u32,
+            n_rows: others.len() as u32,
             rows: rows.span(),
+            own: Some(own),
             index: index.span(),
             n_experts: self.group_of.len() as u32,
             experts: Some(experts.span()),
@@ -237,6 +241,7 @@ fn types_and_memory_that_do_not_fit_are_refused_by_name() {
             wire: PartialDtype::F32,
             n_rows: 5,
             rows: memory.part(0, 80),
+            own: None,
             index: memory.part(128, 24),
             n_experts: 4,
             experts: Some(memory.part(192, 24)),
@@ -247,6 +252,12 @@ fn types_and_memory_that_do_not_fit_are_refused_by_name() {
         };
         for (sum, what, given, needed) in [
             (SumChoices { rows: memory.part(0, 79), ..good }, "rows", 79, 80),
+            (
+                SumChoices { own: Some(OwnRows { rows: memory.part(0, 31), count: 2 }), ..good },
+                "own rows",
+                31,
+                32,
+            ),
             (SumChoices { index: memory.part(128, 23), ..good }, "index", 23, 24),
             (SumChoices { experts: Some(memory.part(192, 23)), ..good }, "experts", 23, 24),
             (SumChoices { weights: Some(memory.part(256, 23)), ..good }, "weights", 23, 24),
@@ -301,6 +312,7 @@ fn listed_rows_are_summed_in_the_order_of_the_list() {
                             wire: PartialDtype::F32,
                             n_rows,
                             rows: all.span(),
+                            own: None,
                             index: list.span(),
                             n_experts: 0,
                             experts: None,

@@ -361,15 +361,16 @@ impl CallerTables {
         }
     }
 
-    /// Stage "pull" of a return: copies this rank's rows from where each owner offers its chunk
-    /// (`bases`) to `home`, in the order in which they left. Those of other nodes have come to the
-    /// host staging by then, one behind the other, or have returned already.
+    /// Stage "pull" of a return: copies this rank's rows from where each local peer offers its
+    /// chunk (`bases`) to `home`, in the order in which they left. Those of other nodes have come
+    /// to the host staging by then, one behind the other, or have returned already. Own rows are
+    /// summed where they lie.
     pub fn pull(&mut self, at: &FillContext, layout: &DispatchLayout, home: u64) {
         self.clear();
         let (caller, row_bytes) = (Caller::new(at.paths, at.chunks), at.sizing.home_bytes);
         let is_staged = |route| at.far == WindowId::HOST_STAGING && at.paths.route() == route;
         let direct = at.paths.relays().filter(|_| is_staged(Route::Direct));
-        for peer in at.paths.local_peers().chain([at.paths.me()]).chain(direct) {
+        for peer in at.paths.local_peers().chain(direct) {
             let (first, runs) = (self.spans.len(), layout.runs_to(peer));
             let (base, near) = (self.bases[peer as usize], at.paths.same_node(peer));
             let from = match near {

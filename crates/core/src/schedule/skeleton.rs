@@ -13,7 +13,7 @@
 //!   return     release , offer: entry, and Signal block -> r            the tag says where my rows may be put
 //!              home      Wait home(r) , Wait home(me)
 //!              sum       Reduce rows, Reduce weights, Signal read -> l
-//!   or         pull      Put l -> me ; Put me -> me                       copy engines cannot add
+//!   or         pull      Put l -> me                                      copy engines cannot add; own rows stay
 //!              home      as above
 //!              pull rest Put staging -> me , Signal read -> l              rows that r returned
 //!
@@ -141,14 +141,11 @@ impl<'a> Caller<'a> {
     }
 
     /// Replaces "sum" where copy engines read: they cannot add, so the rows that this rank sums
-    /// come here first. Those of this node come while relays return the rest.
+    /// come here first, but for its own. Those of this node come while relays return the rest.
     fn pull(&self) -> Vec<TrackOp> {
         let me = self.paths.me();
-        self.paths
-            .local_peers()
-            .chain([me])
-            .map(|p| self.on(p, Op::Put { to: me, operand: self.rows(p) }))
-            .collect()
+        let put = |peer| self.on(peer, Op::Put { to: me, operand: self.rows(peer) });
+        self.paths.local_peers().map(put).collect()
     }
 
     /// Behind "home": the rows that relays put into this rank's host staging come last. Owners may
@@ -433,7 +430,7 @@ pub enum StageId {
     Home,
     /// Return: sums rows where they lie, and says that they are read.
     Sum,
-    /// Return, in place of [`StageId::Sum`]: copy engines pull rows of this node here, since they
+    /// Return, in place of [`StageId::Sum`]: copy engines pull rows of local peers here, since they
     /// cannot add.
     Pull,
     /// Return, behind [`StageId::Home`]: copy engines pull the rows that relays returned; owners

@@ -3,6 +3,7 @@
 //!
 //! ```text
 //!   Put, PutRows near      copies, collected                                    stream of copies
+//!   PutRows of own rows    nothing: a kernel places them                        caller's stream
 //!   Signal landed, read,   words, collected                                     stream of copies
 //!          ready
 //!   Wait landed, ready     words, collected before copies and signals           stream of copies
@@ -86,6 +87,10 @@ impl Lines<'_> {
     }
 
     fn move_pieces(&mut self, operands: &Operands, to: u32, operand: OperandId) {
+        let rows = operands.table[operand.0 as usize];
+        if to == self.paths.me() && matches!(rows, Operand::Rows { from: PutSource::Input, .. }) {
+            return;
+        }
         for Piece { from, bytes, source } in self.pieces(operands, operand) {
             if self.paths.same_node(to) {
                 let place = if source == PieceSource::Host { Place::Host } else { self.place(from, to) };
@@ -294,8 +299,8 @@ impl Lines<'_> {
         self.launch(self.hardware.compute.sort * choices / 1000);
     }
 
-    /// A copy from memory of the caller's stream to the host, by a call of its own.
-    pub(super) fn read_to_host(&mut self, bytes: u64) {
+    /// A copy between the host and memory of the caller's stream, by a call of its own.
+    pub(super) fn copy_of_caller(&mut self, bytes: u64) {
         let (me, engines) = (self.paths.me(), &self.hardware.engines);
         if bytes > 0 {
             self.program.work.count(Place::Host, 1, bytes);

@@ -4,16 +4,16 @@
 //! that enqueues for a device performs it, too. Between stages a device has work of its own:
 //!
 //! ```text
-//!   caller's stream   dispatch   choices -> host, called | sort, pack | reached ......... done | status, choices apart
-//!                     pxn        choices -> host, called | ... list .. done | pack | reached ... done | status, regroup
+//!   caller's stream   dispatch   choices -> host, called | sort, pack | reached | own rows | done | status, choices apart
+//!                     pxn        choices -> host, called | list | done | pack | reached | own rows | done | status, regroup
 //!                     combine    called (several nodes) | reached .......................... done | status, sum
 //!   stream of copies             reached | mark | tables, rows, metadata, words | awaited words | done
 //! ```
 
 use sidelane_core::error::CallKind;
-use sidelane_core::plan::{RelayPermutation, RelayPlan, RowBuffer, RowSizes};
+use sidelane_core::plan::{RelayPermutation, RelayPlan, RowBuffer, RowRun, RowSizes};
 use sidelane_core::schedule::call_program::{
-    Action, CallStep, Engines, RankPrograms, Relays, Role, StageId, Work,
+    Action, CallStep, Engines, Part, RankPrograms, Relays, Role, StageId, Work,
 };
 use sidelane_core::schedule::{
     CallerTables, Calls, FillContext, Operands, RelayTables, ReturnParts, SumOperands, WindowId,
@@ -117,20 +117,18 @@ impl<'a> Lowering<'a> {
     fn bring_choices(&self, lines: &mut Lines, kind: CallKind) {
         let arrive = self.rank.arrivals.is_some();
         if kind.places() {
-            (0..2).for_each(|_| lines.read_to_host(self.choices() * 4));
+            (0..2).for_each(|_| lines.copy_of_caller(self.choices() * 4));
             lines.tell_called();
             if !arrive {
                 if self.choices() > 0 {
                     lines.sort(self.choices());
-                    self.pack(lines);
                 }
+                self.pack(lines);
                 lines.record_reached();
             }
             return;
         }
-        if self.choices() > 0 {
-            self.pack(lines);
-        }
+        self.pack(lines);
         self.reach(lines);
     }
 
@@ -209,6 +207,9 @@ impl<'a> Lowering<'a> {
                         _ => &operands.messages,
                     };
                     lines.stage(programs.stages.items(stage, part), filled);
+                    if executed && role == Role::Own && (stage, part) == (StageId::Rows, Part::Start) {
+                        self.place_own_rows(lines);
+                    }
                     if stage == StageId::Home && self.paths.is_multi_node() {
                         lines.mark(Phase::Home);
                     }
@@ -247,10 +248,8 @@ impl<'a> Lowering<'a> {
         let (me, choices) = (self.paths.me(), self.choices() * 4);
         if self.rank.arrivals.is_some() {
             lines.copy(Place::Host, (me, me), choices);
-            if choices > 0 {
-                lines.precede();
-                self.pack(lines);
-            }
+            lines.precede();
+            self.pack(lines);
             lines.record_reached();
         }
         lines.follow();
@@ -260,13 +259,40 @@ impl<'a> Lowering<'a> {
             // Rows of each expert, without and with pads, in 64 bits.
             lines.copy(Place::Host, (me, me), self.placed.bins.of(me).len() as u64 * 16);
         }
+        // Where own rows go: four words for each run.
+        if self.own_runs().iter().any(|run| run.count > 0) {
+            lines.copy_of_caller(self.own_runs().len() as u64 * 16);
+        }
     }
 
-    /// On a device a kernel packs the rows to send: it reads each token once, the rest from its
-    /// cache.
+    /// On a device a kernel packs the rows to send, if there are other ranks: it reads each token
+    /// once, the rest from its cache.
     fn pack(&self, lines: &mut Lines) {
-        let read = u64::from(self.rank.layout.tokens) * self.sizing.row_bytes;
-        lines.kernel(read + self.packed_bytes(), 0);
+        if self.choices() > 0 && self.paths.ranks() > 1 {
+            let read = u64::from(self.rank.layout.tokens) * self.sizing.row_bytes;
+            lines.kernel(read + self.packed_bytes(), 0);
+        }
+    }
+
+    /// A kernel places own rows, pads counted, and reads tokens likewise.
+    fn place_own_rows(&self, lines: &mut Lines) {
+        let rows = self.own_runs().iter().map(|run| u64::from(run.count + run.pad)).sum::<u64>();
+        if rows > 0 {
+            lines.kernel((rows.min(self.rank.layout.tokens.into()) + rows) * self.sizing.row_bytes, 0);
+        }
+    }
+
+    /// The runs of own rows.
+    fn own_runs(&self) -> &[RowRun] {
+        let (layout, me) = (&self.rank.layout, self.paths.me());
+        let runs = match self.rank.arrivals {
+            Some(first) => {
+                let run = first + (0..me).filter(|&rank| self.paths.same_node(rank)).count() as u32;
+                run..run + 1
+            }
+            None => layout.runs_to(me),
+        };
+        &layout.runs[runs.start as usize..runs.end as usize]
     }
 
     /// Copy engines pull rows to where a kernel sums them. Where relays sum, kernels read the rows

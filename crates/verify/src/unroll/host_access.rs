@@ -10,7 +10,7 @@
 //! ```
 
 use sidelane_core::error::CallKind;
-use sidelane_core::plan::{Block, DispatchLayout, RelayPlan, RowBuffer, Segment, first_of};
+use sidelane_core::plan::{Block, DispatchLayout, RelayPlan, RowBuffer, RowRun, Segment, first_of};
 use sidelane_core::schedule::{ControlLayout, Flag, ReturnParts, Tag, WindowId};
 
 use super::call_sequence::{Extent, Placed, Unroller};
@@ -33,9 +33,32 @@ impl Unroller<'_> {
         of.into_iter().map(tag).collect()
     }
 
-    /// Rows that engines brought here, which a kernel adds up.
-    pub(super) fn home_read(&self, me: u32, start: u64, len: u64) -> Vec<HostAccess> {
-        vec![self.read("rows at home", Bytes::new(me, WindowId::POOL, start, len))]
+    /// Rows that a kernel adds up: those that engines brought to `home`, in the order in which they
+    /// left, and between these own rows, where this rank offers them.
+    pub(super) fn summed(
+        &self,
+        me: u32,
+        layout: &DispatchLayout,
+        (home, offered): (u64, u64),
+        row_bytes: u64,
+    ) -> Vec<HostAccess> {
+        let rows = |what, at: u64, first: u32, count: u32| {
+            let (first, len) = (u64::from(first) * row_bytes, u64::from(count) * row_bytes);
+            self.read(what, Bytes::new(me, WindowId::POOL, at + first, len))
+        };
+        let runs = layout.runs_to(me);
+        let own = layout.runs[runs.start as usize..runs.end as usize].iter().filter(|run| run.count > 0);
+        let mut own: Vec<&RowRun> = own.collect();
+        own.sort_unstable_by_key(|run| run.first);
+        let (mut reads, mut next) = (Vec::new(), 0);
+        for run in own {
+            reads.push(rows("rows at home", home, next, run.first - next));
+            reads.push(rows("own outputs", offered, run.to_row, run.count));
+            next = run.first + run.count;
+        }
+        reads.push(rows("rows at home", home, next, layout.terms.len() as u32 - next));
+        reads.retain(|read| !read.bytes.range.is_empty());
+        reads
     }
 
     pub(super) fn counts_written(&self, me: u32) -> Vec<HostAccess> {

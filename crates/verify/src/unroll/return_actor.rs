@@ -227,8 +227,9 @@ impl Actor for Returner<'_, '_> {
         if call.until < Until::End || !unroller.scenario.pulls {
             return Vec::new();
         }
-        let terms = call.handle.placed.layouts[me as usize].terms.len() as u64;
         let row_bytes = unroller.return_setting(me, call.parts).sizing.home_bytes;
-        unroller.home_read(me, call.offers[me as usize].staging.start, terms * row_bytes)
+        let offer = &call.offers[me as usize];
+        let layout = &call.handle.placed.layouts[me as usize];
+        unroller.summed(me, layout, (offer.staging.start, offer.base), row_bytes)
     }
 }

@@ -329,6 +329,7 @@ impl Expansion {
             from: slots,
             index: self.span(Piece::Index)?,
             out: self.span(Piece::Landed)?,
+            runs: None,
             status: received.status,
         };
         Ok(kernels.regroup(stream, &gather)?)
@@ -345,6 +346,7 @@ impl Expansion {
             wire: spec.wire,
             n_rows: self.budget,
             rows: self.span(Piece::Outputs)?,
+            own: None,
             index: self.span(Piece::Rows)?,
             n_experts: self.shape.bins(),
             experts: Some(self.span(Piece::Sums)?),

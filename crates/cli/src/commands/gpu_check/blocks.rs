@@ -189,6 +189,7 @@ impl Rows {
                 from: whole(&self.slots)?,
                 index: whole(&self.index)?,
                 out: whole(&self.regrouped)?,
+                runs: None,
                 status: self.status()?,
             },
         )

@@ -195,6 +195,7 @@ impl Exact {
                 from: whole(&rows.x)?,
                 index: self.from.span(0, u64::from(count) * 4)?,
                 out: self.rows.span(0, u64::from(count) * rows.shape.row_bytes())?,
+                runs: None,
                 status: rows.status()?,
             },
         )
@@ -211,6 +212,7 @@ impl Exact {
                 wire: PartialDtype::F32,
                 n_rows: self.choices,
                 rows: whole(&self.rows)?,
+                own: None,
                 index: whole(&self.to)?,
                 n_experts: EXPERTS,
                 experts: Some(whole(&self.ids)?),
