@@ -9,6 +9,7 @@
 //! It lives as long as the connection of its own rank. So it ends with a rank 0 that dies, and all
 //! ranks see the end of a stream. After a clean leave of its own rank it lingers for the others.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::event::PollFd;
@@ -25,17 +26,22 @@ use crate::error::{BootstrapError, Cause, LostReason};
 
 /// How long a coordinator whose own rank has left stays for the others.
 const LINGER: Duration = Duration::from_secs(2);
+
 /// Gathers the ranks, then serves them until its own rank is gone. Should the thread die, the ranks
 /// that it has gathered hear of it.
 pub fn coordinate(config: HubConfig, life: &Thread) {
-    let timeouts = config.timeouts;
+    let (timeouts, failure) = (config.timeouts, Arc::clone(&config.failure));
     let mut assembly = Assembly::new(config);
     let served = match life.attempt(|| assembly.assemble()) {
         Ok(Ok(Some(assembled))) => {
             let mut coordinator = Coordinator::new(timeouts, assembly.queue, assembled);
             life.attempt(|| coordinator.serve()).unwrap_or_else(|cause| coordinator.part(cause))
         }
-        Ok(Err(error)) => Err(error),
+        Ok(Err(error)) => {
+            // Set first: the own rank looks for it once it is sent away.
+            failure.get_or_init(|| error.clone());
+            assembly.give_up(&Cause::Cancelled { by: HOST }).and(Err(error))
+        }
         Ok(Ok(None)) => Ok(()),
         Err(cause) => assembly.part(&cause),
     };

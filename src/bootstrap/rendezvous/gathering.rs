@@ -97,9 +97,10 @@ impl Gathering {
         }
     }
 
-    /// A rank agrees to a world.
+    /// A rank agrees to a world. That of a rank that was not asked counts for nothing.
     pub fn accept(&mut self, rank: u32, epoch: u16) {
-        if let Some(offer) = self.offer.as_mut().filter(|offer| offer.roster.epoch == epoch) {
+        let is_asked = |offer: &&mut Offer| offer.roster.epoch == epoch && offer.roster.has(rank);
+        if let Some(offer) = self.offer.as_mut().filter(is_asked) {
             offer.accepted.insert(rank);
         }
     }
@@ -302,6 +303,19 @@ mod tests {
         assert_eq!(offered(&[(1, 2), (1, 3)]), [0, 2, 3, 4], "one side has two cuts");
         assert_eq!(offered(&[(4, 0)]), [0, 1, 2, 3], "the host stays");
         assert_eq!(offered(&[(1, 2), (3, 4)]), [0, 1, 3]);
+    }
+
+    #[test]
+    fn agreement_of_a_rank_that_was_not_asked_begins_no_world() {
+        let now = Instant::now();
+        let mut gathering = gathered(3, &[0, 1], now);
+        let next = roster(1, [0, 1]);
+        assert_eq!(gathering.step(&gone(&[2]), now), Step::Offer(next.clone()));
+        gathering.accept(0, 1);
+        gathering.accept(2, 1);
+        assert_eq!(gathering.step(&gone(&[2]), now), Step::Wait, "rank 1 has not answered");
+        gathering.accept(1, 1);
+        assert_eq!(gathering.step(&gone(&[2]), now), Step::Begin(next));
     }
 
     #[test]

@@ -13,9 +13,11 @@
 use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
 
 use super::lineage::Lineage;
 use super::listener::{HandshakeQueue, patient};
@@ -28,7 +30,7 @@ use crate::bootstrap::wire::{
     Hello, Initiator, JoinRefusal, ListenAddress, Message, MessageConnection, PROTOCOL, RendezvousId, Roster,
     job_digest,
 };
-use crate::bootstrap::{failed, interrupted, wait};
+use crate::bootstrap::{failed, interrupted, system, wait};
 use crate::error::{BootstrapError, Cause};
 
 /// Bound of the challenge of one candidate: a stranger that accepts and stays silent costs this
@@ -84,6 +86,8 @@ pub struct Hosted {
     pub(super) address: SocketAddr,
     /// The health of this rank, which the coordinator ends if it dies.
     pub health: Arc<Health>,
+    /// Why the coordinator could not gather the ranks.
+    failure: Arc<OnceLock<BootstrapError>>,
     pub coordinator: JoinHandle<()>,
 }
 
@@ -103,13 +107,14 @@ pub(super) fn host(
         });
     }
     let queue = HandshakeQueue::new(listener, job.secret.clone(), rendezvous);
-    let config = HubConfig { queue, meeting, timeouts: job.timeouts, until };
+    let failure = Arc::<OnceLock<BootstrapError>>::default();
+    let config = HubConfig { queue, meeting, timeouts: job.timeouts, until, failure: Arc::clone(&failure) };
     let health = Arc::default();
     let thread = Thread::new("coordinator", HOST, &health);
     let life = thread.clone();
     let coordinator = thread.spawn(move || coordinate(config, &life));
     let coordinator = coordinator.map_err(|error| failed("thread spawn", &error))?;
-    Ok(Hosted { address, health, coordinator })
+    Ok(Hosted { address, health, failure, coordinator })
 }
 
 /// A host that cannot join waits for its coordinator, which still has messages for the others: the
@@ -192,6 +197,7 @@ fn seek(
         interrupt.check("rendezvous")?;
         if let Some(hosted) = hosted {
             hosted.health.check()?;
+            hosted.failure.get().cloned().map_or(Ok(()), Err)?;
         }
         let candidates = hosted.map_or_else(|| candidates(identity, until), |hosted| vec![hosted.address]);
         for address in candidates {
@@ -212,7 +218,10 @@ fn seek(
             match outcome {
                 Ok(membership) => return Ok(membership),
                 Err(JoinError::Unreachable) => {}
-                Err(JoinError::Failed(error)) => return Err(error),
+                Err(JoinError::Failed(error)) => {
+                    let own = hosted.and_then(|hosted| hosted.failure.get().cloned());
+                    return Err(own.unwrap_or(error));
+                }
                 Err(JoinError::Refused(JoinRefusal::OtherJob)) => other_job = Some(address.to_string()),
                 Err(JoinError::Refused(JoinRefusal::WrongSecret)) => {
                     foreign.get_or_insert((Instant::now(), address));
@@ -327,7 +336,11 @@ impl JoinRequest<'_> {
     pub(super) fn at(&self, address: SocketAddr) -> Result<Membership, JoinError> {
         let limit = self.greeted_until.saturating_duration_since(Instant::now()).min(CONNECT);
         let limit = limit.max(Duration::from_millis(1));
-        let stream = wait::connect(address, limit).map_err(|_| JoinError::Unreachable)?;
+        let stream = wait::connect(address, limit).map_err(|error| match Errno::from_io_error(&error) {
+            // No other candidate can be reached either.
+            Some(Errno::MFILE) => JoinError::Failed(system("socket", Errno::MFILE)),
+            _ => JoinError::Unreachable,
+        })?;
         let local = stream.local_addr().map_err(|_| JoinError::Unreachable)?.ip();
         let mut connection = MessageConnection::new(stream).map_err(|_| JoinError::Unreachable)?;
         let listener = self.listen(local)?;

@@ -1,15 +1,15 @@
 //! From the survivors of a world to the members of the next one.
 //!
 //! ```text
-//!   rank 2    knocks at 0: refused, gone │ hosts ──► Gathering ──► offers, begins
-//!   rank 3    knocks at 0: refused, gone │ knocks at 2 ──► Survivor ──► Accept ──► Begin
-//!   rank 5    knocks at 0: refused, gone │ knocks at 2: silent │ knocks at 3 ...
+//!   rank 2    asks 0 to join: refused, gone │ hosts ──► Gathering ──► offers, begins
+//!   rank 3    asks 0 to join: refused, gone │ asks 2 ──► Survivor ──► Accept ──► Begin
+//!   rank 5    asks 0 to join: refused, gone │ asks 2: silent │ asks 3 ...
 //! ```
 //!
-//! **Who hosts.** Each survivor knocks at those below it, the lowest first, and hosts if none of
-//! them answers. A refused connection says that a rank is gone. One that is silent may be about to
-//! come, and is waited for. What fails is tried again until the deadline, so a lost packet, a
-//! coordinator that is about to end, or a crowd at the door cost a moment, and no rank.
+//! **Who hosts.** Each survivor sends a join request to those below it, the lowest first, and hosts
+//! if none of them answers. A refused connection says that a rank is gone. One that is silent may be
+//! about to come, and is waited for. What fails is tried again until the deadline, so a lost packet,
+//! a coordinator that is about to end, or a crowd of requests cost a moment, and no rank.
 //!
 //! **While it hosts**, a rank looks for those that have not come. One below that answers is the
 //! better host: the rank goes there, and so do its guests. One above may say that a world has gone
@@ -21,6 +21,11 @@
 //! **Partitions.** A network failure that splits a world in two can make two worlds, since ranks
 //! cannot distinguish a split from a death. A program that must exclude this wants a world of more
 //! than half of the ranks: of such worlds there is one (see [`super::gathering`]).
+//!
+//! **Cuts that change.** A rank that waits at its host looks again at the ranks that it did not
+//! reach. Once one answers, the host hears of it. So a cut that heals leaves no rank out of a world
+//! that has not been offered, and does not keep a world below the ranks that it needs. A cut that
+//! comes after the look breaks the next world while it is built. The next rebuild then looks at all.
 
 use std::cell::RefCell;
 use std::collections::{BTreeSet, VecDeque};
@@ -115,17 +120,17 @@ type Rebuilt = (Box<dyn Hub>, Vec<u32>);
 pub fn rebuild(old: &TcpHub, deadline: Duration, at_least: u32) -> Result<Rebuilt, BootstrapError> {
     let (start, at_least) = (Instant::now(), at_least.max(1));
     may_rebuild(old)?;
-    let mut rebuild = Rebuild {
+    let rebuild = Rebuild {
         old,
         lineage: &old.lineage,
         timeouts: &old.job.timeouts,
         until: start + deadline,
         at_least,
-        cut_off: Vec::new(),
+        cut_off: RefCell::default(),
         suspects: RefCell::default(),
         interrupt: Interrupt::default(),
     };
-    rebuild.cut_off = rebuild.unreached();
+    rebuild.cut_off.replace(rebuild.unreached());
     loop {
         rebuild.interrupt.check("rebuild")?;
         match rebuild.round() {
@@ -169,7 +174,7 @@ struct Rebuild<'a> {
     until: Instant,
     at_least: u32,
     /// Ranks that this one does not reach.
-    cut_off: Vec<u32>,
+    cut_off: RefCell<Vec<u32>>,
     /// Hosts that fell silent. They may only have been slow.
     suspects: RefCell<BTreeSet<u32>>,
     interrupt: Interrupt,
@@ -189,7 +194,7 @@ impl Rebuild<'_> {
                 true => self.look(candidate, &|| self.interrupt.came()),
                 false => Ok(()),
             };
-            match answers.and_then(|()| self.court(candidate, come_until)) {
+            match answers.and_then(|()| self.join_host(candidate, come_until)) {
                 Err(Miss::Gone | Miss::Silent) => quiet.push(candidate),
                 outcome => return outcome,
             }
@@ -202,16 +207,16 @@ impl Rebuild<'_> {
         self.lineage.is_lost(rank) || self.suspects.borrow().contains(&rank)
     }
 
-    /// Knocks at a rank until it answers, and waits there for the world to begin.
-    fn court(&self, host: u32, come_until: Instant) -> Result<Rebuilt, Miss> {
+    /// Asks a rank to join until it answers, and waits there for the world to begin.
+    fn join_host(&self, host: u32, come_until: Instant) -> Result<Rebuilt, Miss> {
         let asked_until = Instant::now() + self.timeouts.heartbeat * 4;
         let silent_until = self.until.min(come_until.max(asked_until));
         loop {
             let stop = || self.lineage.is_lost(host) || self.interrupt.came();
-            match self.knock(host, silent_until, &stop) {
-                Ok(mut seat) => match self.sit(&mut seat) {
+            match self.request_join(host, silent_until, &stop) {
+                Ok(mut member) => match self.await_begin(&mut member) {
                     Err(Miss::Silent) => {}
-                    begun => return self.enter(seat, begun?, None),
+                    begun => return self.enter(member, begun?, None),
                 },
                 Err(Miss::Silent) => {}
                 Err(miss) => return Err(miss),
@@ -235,10 +240,11 @@ impl Rebuild<'_> {
         let hosted = host(listener, &self.old.job, rendezvous(self.old, own), meeting, self.until);
         let hosted = hosted.map_err(Miss::Failed)?;
         tracing::debug!(rank = own, "hosts the survivors");
-        let led = self.knock_at(own, hosted.address, self.until, &|| self.interrupt.came());
-        let led = led.and_then(|mut seat| Ok((self.look_around(&mut seat, roster, quiet, &search)?, seat)));
+        let led = self.request_join_at(own, hosted.address, self.until, &|| self.interrupt.came());
+        let led =
+            led.and_then(|mut member| Ok((self.look_around(&mut member, roster, quiet, &search)?, member)));
         match led {
-            Ok((begun, seat)) => self.enter(seat, begun, Some(hosted)),
+            Ok((begun, member)) => self.enter(member, begun, Some(hosted)),
             Err(miss) => {
                 // The listener is needed again.
                 search.over.store(true, Ordering::Relaxed);
@@ -251,7 +257,7 @@ impl Rebuild<'_> {
     /// Takes part in the gathering that this rank hosts, and looks for those that have not come.
     fn look_around(
         &self,
-        seat: &mut Seat,
+        member: &mut PendingMember,
         roster: &Roster,
         quiet: &[u32],
         search: &Search,
@@ -272,7 +278,7 @@ impl Rebuild<'_> {
             let is_due = |rank: &u32| !here.contains(rank) && !gone.contains(rank) && self.is_suspect(*rank);
             let due = others.iter().position(is_due);
             let pause = if due.is_some() { Duration::ZERO } else { PAUSE };
-            if let Some(end) = seat.turn(self, Instant::now() + pause) {
+            if let Some(end) = member.turn(self, Instant::now() + pause) {
                 return end;
             }
             others.rotate_left(due.unwrap_or(0));
@@ -304,16 +310,16 @@ impl Rebuild<'_> {
     /// own connection is not served meanwhile.
     fn look(&self, other: u32, stop: &dyn Fn() -> bool) -> Result<(), Miss> {
         let until = self.until.min(Instant::now() + self.timeouts.heartbeat * 2);
-        let mut seat = loop {
-            match self.knock(other, until, stop) {
+        let mut member = loop {
+            match self.request_join(other, until, stop) {
                 Err(Miss::Silent) if Instant::now() < until && !stop() => wait::nap(PAUSE),
                 known => break known?,
             }
         };
         loop {
-            match seat.connection.await_message(until, stop) {
+            match member.connection.await_message(until, stop) {
                 Some(Message::Heartbeat) if other < self.lineage.rank => return Ok(()),
-                Some(Message::Heartbeat) => seat.introduce(self),
+                Some(Message::Heartbeat) => member.introduce(self),
                 Some(Message::Refused(JoinRefusal::Evicted(epoch))) => return Err(Miss::Evicted(epoch)),
                 _ => return Err(Miss::Silent),
             }
@@ -321,19 +327,24 @@ impl Rebuild<'_> {
     }
 
     /// Connects to a rank, and proves who this is.
-    fn knock(&self, host: u32, until: Instant, stop: &dyn Fn() -> bool) -> Result<Seat, Miss> {
-        self.knock_at(host, self.lineage.addresses[host as usize], until, stop)
+    fn request_join(
+        &self,
+        host: u32,
+        until: Instant,
+        stop: &dyn Fn() -> bool,
+    ) -> Result<PendingMember, Miss> {
+        self.request_join_at(host, self.lineage.addresses[host as usize], until, stop)
     }
 
-    fn knock_at(
+    fn request_join_at(
         &self,
         host: u32,
         address: SocketAddr,
         until: Instant,
         stop: &dyn Fn() -> bool,
-    ) -> Result<Seat, Miss> {
+    ) -> Result<PendingMember, Miss> {
         let stream = self.dial(address, until)?;
-        tracing::debug!(rank = self.lineage.rank, host, "knocks");
+        tracing::debug!(rank = self.lineage.rank, host, "requests to join");
         let mut connection = MessageConnection::new(stream).map_err(|_| Miss::Silent)?;
         let RendezvousId { job, size, epoch, host } = rendezvous(self.old, host);
         let nonce = random().map_err(Miss::Failed)?;
@@ -345,7 +356,7 @@ impl Rebuild<'_> {
             Some(Err(_)) | None => return Err(Miss::Silent),
         }
         tracing::debug!(rank = self.lineage.rank, host, "is known");
-        Ok(Seat::new(host, connection, self.timeouts))
+        Ok(PendingMember::new(host, connection, self.timeouts))
     }
 
     fn dial(&self, address: SocketAddr, until: Instant) -> Result<TcpStream, Miss> {
@@ -357,21 +368,21 @@ impl Rebuild<'_> {
     }
 
     /// Waits at a host until the world begins.
-    fn sit(&self, seat: &mut Seat) -> Result<Roster, Miss> {
+    fn await_begin(&self, member: &mut PendingMember) -> Result<Roster, Miss> {
         loop {
-            if let Some(end) = seat.turn(self, self.until) {
+            if let Some(end) = member.turn(self, self.until) {
                 return end;
             }
         }
     }
 
     /// Becomes a member of a world that has begun.
-    fn enter(&self, seat: Seat, roster: Roster, hosted: Option<Hosted>) -> Result<Rebuilt, Miss> {
+    fn enter(&self, member: PendingMember, roster: Roster, hosted: Option<Hosted>) -> Result<Rebuilt, Miss> {
         let before = &self.old.roster.members;
         let previous = roster.members.iter().filter_map(|rank| before.binary_search(rank).ok());
         let previous = previous.map(|place| place as u32).collect();
         let lineage = Arc::clone(self.lineage);
-        let membership = Membership { connection: seat.connection, roster, lineage };
+        let membership = Membership { connection: member.connection, roster, lineage };
         let hub = TcpHub::new(self.old.job.clone(), membership, hosted).map_err(Miss::Failed)?;
         tracing::debug!(rank = self.lineage.rank, epoch = hub.roster.epoch, "is in the next world");
         Ok((Box::new(hub), previous))
@@ -392,33 +403,50 @@ impl Rebuild<'_> {
         let mut unreached: Vec<u32> =
             suspects.into_iter().filter(|&rank| rank != self.lineage.rank).collect();
         while !unreached.is_empty() && Instant::now() < until && !self.interrupt.came() {
-            unreached.retain(|&rank| {
-                let address = self.lineage.addresses[rank as usize];
-                matches!(self.dial(address, until), Err(Miss::Silent))
-            });
+            unreached.retain(|&rank| !self.reaches(rank, until));
         }
         unreached
+    }
+
+    /// Whether a rank is there or gone, and not behind a cut.
+    fn reaches(&self, rank: u32, until: Instant) -> bool {
+        !matches!(self.dial(self.lineage.addresses[rank as usize], until), Err(Miss::Silent))
+    }
+
+    /// Looks again at one of the ranks that this one did not reach. True if it answers now.
+    fn finds_cut_healed(&self) -> bool {
+        let Some(rank) = self.cut_off.borrow().first().copied() else { return false };
+        let healed = self.reaches(rank, self.until);
+        let mut cut_off = self.cut_off.borrow_mut();
+        match healed {
+            true => drop(cut_off.remove(0)),
+            false => cut_off.rotate_left(1),
+        }
+        healed
     }
 }
 
 /// A place at a host, before the world begins.
-struct Seat {
+struct PendingMember {
     host: u32,
     connection: MessageConnection,
     liveness: Liveness,
     heartbeat: Duration,
     beat: Instant,
+    /// When to look again at ranks that this one did not reach.
+    look: Instant,
     /// The host has answered.
     is_here: bool,
     offered: Option<Roster>,
 }
 
-impl Seat {
+impl PendingMember {
     fn new(host: u32, connection: MessageConnection, timeouts: &Timeouts) -> Self {
         let now = Instant::now();
         let liveness = Liveness::new(1, timeouts.heartbeat, timeouts.liveness, now);
         let (heartbeat, beat) = (timeouts.heartbeat, now + timeouts.heartbeat);
-        Seat { host, connection, liveness, heartbeat, beat, is_here: false, offered: None }
+        let look = now + timeouts.liveness / 2;
+        PendingMember { host, connection, liveness, heartbeat, beat, look, is_here: false, offered: None }
     }
 
     /// Serves the connection until a point in time. Returns the world that begins, or the end.
@@ -428,6 +456,12 @@ impl Seat {
             if now >= self.beat {
                 self.beat = now + self.heartbeat;
                 self.connection.send(&Message::Heartbeat);
+            }
+            if now >= self.look && self.is_here && self.offered.is_none() {
+                self.look = now + rebuild.timeouts.liveness / 2;
+                if rebuild.finds_cut_healed() {
+                    self.introduce(rebuild);
+                }
             }
             let message = self.connection.await_message(until.min(self.beat), &|| rebuild.interrupt.came());
             let now = Instant::now();
@@ -476,7 +510,7 @@ impl Seat {
         self.is_here = true;
         let (roster, at_least) = (rebuild.lineage.accepted(), rebuild.at_least);
         tracing::debug!(rank = rebuild.lineage.rank, epoch = roster.epoch, "is let in");
-        let cut_off = rebuild.cut_off.clone();
+        let cut_off = rebuild.cut_off.borrow().clone();
         self.connection.send(&Message::Survivor(Survivor { roster, at_least, cut_off }));
     }
 

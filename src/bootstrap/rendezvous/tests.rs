@@ -102,7 +102,8 @@ fn coordinator_that_dies_in_the_first_rendezvous_is_named_at_each_rank() {
     let meeting = Meeting { rendezvous, secret: Secret::none(), address: listener.local_addr().unwrap() };
     let queue = HandshakeQueue::new(listener, Secret::none(), rendezvous);
     let (barrier, until) = (JoinBarrier::new(3), Instant::now() + LONG);
-    let config = HubConfig { queue, meeting: hub::Meeting::First(barrier), timeouts: TIMEOUTS, until };
+    let (meeting_of_all, failure) = (hub::Meeting::First(barrier), Arc::default());
+    let config = HubConfig { queue, meeting: meeting_of_all, timeouts: TIMEOUTS, until, failure };
     // No other test has a thread of this name.
     let life = Thread::new("coordinator", 77, &Arc::default());
     let name = "sidelane-coordinator-77".to_owned();
