@@ -13,10 +13,8 @@ use sidelane::{Error, ExpertParallel, Options, World};
 use super::tensors::{Calls, compare};
 use super::{Progress, say};
 use crate::cell::Phase;
-use crate::protocol::{ATTEMPTS, Failure, Report, Seat};
+use crate::protocol::{ATTEMPTS, Failure, REBUILD, Report, Seat};
 
-/// Time of one rebuild.
-const REBUILD: Duration = Duration::from_secs(10);
 /// Ports of a rendezvous.
 const PORTS: u16 = 16;
 
