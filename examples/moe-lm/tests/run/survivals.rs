@@ -64,6 +64,25 @@ fn survivors_learn_what_a_run_learns_that_changes_its_ranks_at_the_same_steps() 
 }
 
 #[test]
+fn second_loss_before_the_next_step_costs_no_expert() {
+    let settings = settings(4, 4);
+    let expected = changing(&settings, &[(2, 2)]);
+    let outcomes = on_each_rank(&settings, SURVIVING, |rank, mut trainer| {
+        go_on(&mut trainer, 2, &[Some(2)]);
+        for lost in [3, 1] {
+            if rank == lost {
+                return None;
+            }
+            let error = trainer.ranks.gather(&[]).unwrap_err();
+            Parallel::recover(&mut trainer, error).unwrap();
+        }
+        Some(finish(trainer))
+    });
+    assert_eq!(outcomes.iter().flatten().count(), 2);
+    outcomes.iter().flatten().for_each(|rank| assert_same_bits(rank, &expected));
+}
+
+#[test]
 fn ranks_that_are_a_step_ahead_of_another_survivor_go_back() {
     let settings = settings(4, 4);
     let expected = changing(&settings, &[(3, 3)]);
