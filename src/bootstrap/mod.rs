@@ -66,7 +66,7 @@ pub use hub::{Hub, threads};
 #[doc(hidden)]
 pub use identity::{Launcher, LauncherPipe};
 #[doc(hidden)]
-pub use rendezvous::{PeerAuth, PeerListener, connect};
+pub use rendezvous::{PeerAuth, PeerListener, connect, spare};
 #[doc(hidden)]
 pub use supervised::fault::panic_in;
 

@@ -9,6 +9,7 @@
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -43,6 +44,8 @@ pub struct HubConfig {
     pub until: Instant,
     /// Where the own rank finds the reason if the coordinator cannot gather the ranks.
     pub failure: Arc<OnceLock<BootstrapError>>,
+    /// Set when the own rank needs the port of the first rendezvous.
+    pub released: Arc<AtomicBool>,
 }
 
 /// A world that begins.
@@ -69,7 +72,10 @@ impl Assembly {
     pub fn new(config: HubConfig) -> Self {
         let HubConfig { queue, meeting, timeouts, until, .. } = config;
         let now = Instant::now();
-        let size = queue.rendezvous().size as usize;
+        let size = match &meeting {
+            Meeting::First(_) => queue.rendezvous().size as usize,
+            Meeting::Again(_, search) => search.ranks as usize,
+        };
         let mut liveness = Liveness::new(size, timeouts.heartbeat, timeouts.liveness, now);
         (0..size).for_each(|rank| liveness.forget(rank));
         let here = BTreeMap::new();
@@ -171,6 +177,10 @@ impl Assembly {
         let own = queue.rendezvous().host;
         for mut arrival in queue.turn(now) {
             let rank = arrival.hello.rank;
+            if rank >= search.ranks {
+                arrival.refuse(JoinRefusal::Rank);
+                continue;
+            }
             arrival.connection.send(&Message::Heartbeat);
             // A rank that comes again has given its other connection up.
             gathering.part(rank, now);

@@ -13,7 +13,8 @@
 //!
 //! **Left out.** Two ranks cannot be in one world if the one has agreed to a world without the
 //! other, or if they do not reach each other although both reach the host. Of such pairs the rank
-//! that is in most goes, among equals the highest, and never the host.
+//! that is in most goes, among equals the highest, and never the host. A rank that knows the other,
+//! and is unknown to it, is a spare that the other has not admitted: the pair counts for it alone.
 //!
 //! **Window.** It is for ranks that died unnoticed, and opens with the second arrival: a rank alone
 //! never concludes that it is the only one left.
@@ -165,8 +166,11 @@ impl Gathering {
             let mut apart: BTreeMap<u32, usize> = BTreeMap::new();
             for (nth, &a) in fit.iter().enumerate() {
                 for &b in &fit[nth + 1..] {
-                    if self.excludes(a, b) || self.excludes(b, a) {
-                        [a, b].into_iter().for_each(|rank| *apart.entry(rank).or_default() += 1);
+                    let is_cut = self.is_cut_off(a, b) || self.is_cut_off(b, a);
+                    for (rank, other) in [(a, b), (b, a)] {
+                        if is_cut || !self.knows(other, rank) {
+                            *apart.entry(rank).or_default() += 1;
+                        }
                     }
                 }
             }
@@ -176,10 +180,13 @@ impl Gathering {
         }
     }
 
-    fn excludes(&self, rank: u32, other: u32) -> bool {
-        self.here
-            .get(&rank)
-            .is_some_and(|survivor| survivor.cut_off.contains(&other) || !survivor.roster.has(other))
+    fn is_cut_off(&self, rank: u32, other: u32) -> bool {
+        self.here.get(&rank).is_some_and(|survivor| survivor.cut_off.contains(&other))
+    }
+
+    /// Whether the newest world of a rank has the other.
+    fn knows(&self, rank: u32, other: u32) -> bool {
+        self.here.get(&rank).is_none_or(|survivor| survivor.roster.has(other))
     }
 }
 
@@ -271,6 +278,17 @@ mod tests {
         gathering.join(2, survivor(roster(1, [1, 2, 5])), now);
         assert_eq!(gathering.join(4, survivor(roster(1, [3, 4])), now), []);
         assert_eq!(gathering.step(&gone(&[]), now + WINDOW), Step::Offer(roster(2, [1, 2])));
+    }
+
+    #[test]
+    fn spares_that_a_member_has_not_admitted_are_left_out() {
+        let now = Instant::now();
+        let mut gathering = Gathering::new(Some(0), WINDOW);
+        for rank in [0, 1, 3, 4] {
+            gathering.join(rank, survivor(roster(1, [0, 1, 2, 3, 4])), now);
+        }
+        gathering.join(2, survivor(roster(1, [0, 1, 2])), now);
+        assert_eq!(gathering.step(&gone(&[]), now), Step::Offer(roster(2, [0, 1, 2])));
     }
 
     #[test]

@@ -41,7 +41,7 @@ use super::gathering::Gathering;
 use super::join::{Hosted, Interrupt, Membership, host, shake_hands};
 use super::lineage::Lineage;
 use crate::bootstrap::health::{Liveness, Timeouts, lock};
-use crate::bootstrap::hub::{Hub, Meeting, TcpHub};
+use crate::bootstrap::hub::{Hub, Job, Meeting, TcpHub};
 use crate::bootstrap::secret::random;
 use crate::bootstrap::wire::{
     Hello, Initiator, JoinRefusal, Message, MessageConnection, PROTOCOL, RendezvousId, Roster, Survivor,
@@ -69,6 +69,8 @@ pub fn window(timeouts: &Timeouts) -> Duration {
 /// State shared by a hosting rank and its coordinator, about ranks that have not come.
 #[derive(Debug, Default)]
 pub struct Search {
+    /// Ranks that may come have numbers below this.
+    pub ranks: u32,
     /// Ranks that are not waited for.
     gone: Mutex<BTreeSet<u32>>,
     here: Mutex<BTreeSet<u32>>,
@@ -79,6 +81,10 @@ pub struct Search {
 }
 
 impl Search {
+    fn new(ranks: u32) -> Arc<Self> {
+        Arc::new(Search { ranks, ..Search::default() })
+    }
+
     pub fn gone(&self) -> BTreeSet<u32> {
         lock(&self.gone).clone()
     }
@@ -114,42 +120,19 @@ enum Miss {
 }
 
 /// Where a hub went, and for each of its ranks the rank in the old world.
-type Rebuilt = (Box<dyn Hub>, Vec<u32>);
+pub type Rebuilt = (Box<dyn Hub>, Vec<u32>);
 
 /// Meets the survivors in a later epoch.
 pub fn rebuild(old: &TcpHub, deadline: Duration, at_least: u32) -> Result<Rebuilt, BootstrapError> {
     let (start, at_least) = (Instant::now(), at_least.max(1));
     may_rebuild(old)?;
-    let rebuild = Rebuild {
-        old,
-        lineage: &old.lineage,
-        timeouts: &old.job.timeouts,
-        until: start + deadline,
-        at_least,
-        cut_off: RefCell::default(),
-        suspects: RefCell::default(),
-        interrupt: Interrupt::default(),
-    };
-    rebuild.cut_off.replace(rebuild.unreached());
-    loop {
-        rebuild.interrupt.check("rebuild")?;
-        match rebuild.round() {
-            Ok(rebuilt) => return Ok(rebuilt),
-            Err(Miss::Evicted(epoch)) => return Err(Cause::Evicted { rank: old.rank, epoch }.into()),
-            Err(Miss::Failed(error)) => return Err(error),
-            Err(Miss::Gone | Miss::Silent | Miss::Again) => {}
-        }
-        rebuild.interrupt.check("rebuild")?;
-        if Instant::now() >= rebuild.until {
-            let (epoch, waited) = (rebuild.lineage.accepted().epoch, start.elapsed());
-            return Err(BootstrapError::RebuildFailed { epoch, at_least, waited });
-        }
-        wait::nap(PAUSE);
-    }
+    let rebuild = Rebuild::of_member(old, start + deadline, at_least);
+    rebuild.cut_off.replace(rebuild.unreached(old.health().cause()));
+    rebuild.run(start)
 }
 
 /// Some worlds are not rebuilt. One that lives is ended first, so that the others come too.
-fn may_rebuild(old: &TcpHub) -> Result<(), BootstrapError> {
+pub fn may_rebuild(old: &TcpHub) -> Result<(), BootstrapError> {
     match old.health().check() {
         Err(cause @ (Cause::LauncherGone { .. } | Cause::Evicted { .. })) => Err(cause.into()),
         Err(_) => Ok(()),
@@ -161,15 +144,20 @@ fn may_rebuild(old: &TcpHub) -> Result<(), BootstrapError> {
 }
 
 /// The rendezvous of survivors with one of them. Its name is no other rendezvous's.
-fn rendezvous(old: &TcpHub, host: u32) -> RendezvousId {
-    let job = Sha256::new().chain_update(b"sidelane survivors ").chain_update(old.job.digest).finalize();
-    RendezvousId { job: job.into(), size: old.lineage.addresses.len() as u32, epoch: 0, host }
+fn rendezvous(job: &Job, host: u32) -> RendezvousId {
+    let job = Sha256::new().chain_update(b"sidelane survivors ").chain_update(job.digest).finalize();
+    // Of any size: ranks of the same world may have heard of more spares or fewer.
+    RendezvousId { job: job.into(), size: u32::MAX, epoch: 0, host }
 }
 
-/// A survivor that looks for the others.
-struct Rebuild<'a> {
-    old: &'a TcpHub,
+/// A rank that looks for the others: a survivor, or a spare that was admitted.
+pub struct Rebuild<'a> {
+    job: &'a Job,
     lineage: &'a Arc<Lineage>,
+    /// The world before.
+    before: &'a Roster,
+    /// This rank's name in errors: its rank in the world before.
+    rank: u32,
     timeouts: &'a Timeouts,
     until: Instant,
     at_least: u32,
@@ -180,7 +168,66 @@ struct Rebuild<'a> {
     interrupt: Interrupt,
 }
 
-impl Rebuild<'_> {
+impl<'a> Rebuild<'a> {
+    /// That of a rank of a world.
+    pub fn of_member(old: &'a TcpHub, until: Instant, at_least: u32) -> Self {
+        let before = (&old.roster, old.rank);
+        Rebuild::new(&old.job, &old.lineage, before, until, at_least)
+    }
+
+    /// That of a rank with this name which comes from a world, or to one.
+    pub fn new(
+        job: &'a Job,
+        lineage: &'a Arc<Lineage>,
+        (before, rank): (&'a Roster, u32),
+        until: Instant,
+        at_least: u32,
+    ) -> Self {
+        Rebuild {
+            job,
+            lineage,
+            before,
+            rank,
+            timeouts: &job.timeouts,
+            until,
+            at_least,
+            cut_off: RefCell::default(),
+            suspects: RefCell::default(),
+            interrupt: Interrupt::default(),
+        }
+    }
+
+    /// Tries again until the deadline.
+    pub fn run(&self, start: Instant) -> Result<Rebuilt, BootstrapError> {
+        let (at_least, rank) = (self.at_least, self.rank);
+        loop {
+            self.interrupt.check("rebuild")?;
+            match self.round() {
+                Ok(rebuilt) => return Ok(rebuilt),
+                Err(Miss::Evicted(epoch)) => return Err(Cause::Evicted { rank, epoch }.into()),
+                Err(Miss::Failed(error)) => return Err(error),
+                Err(Miss::Gone | Miss::Silent | Miss::Again) => {}
+            }
+            self.interrupt.check("rebuild")?;
+            if Instant::now() >= self.until {
+                let (epoch, waited) = (self.lineage.accepted().epoch, start.elapsed());
+                return Err(BootstrapError::RebuildFailed { epoch, at_least, waited });
+            }
+            wait::nap(PAUSE);
+        }
+    }
+
+    /// Tries once. None if the world does not begin with this rank.
+    pub fn attempt(&self) -> Result<Option<Rebuilt>, BootstrapError> {
+        match self.round() {
+            Ok(rebuilt) => Ok(Some(rebuilt)),
+            Err(Miss::Failed(error)) => Err(error),
+            Err(Miss::Gone | Miss::Silent | Miss::Again | Miss::Evicted(_)) => {
+                self.interrupt.check("rebuild").map(|()| None)
+            }
+        }
+    }
+
     /// Tries the ranks below this one in turn, then hosts.
     fn round(&self) -> Result<Rebuilt, Miss> {
         let roster = self.lineage.accepted();
@@ -234,10 +281,10 @@ impl Rebuild<'_> {
         let own = self.lineage.rank;
         let listener = self.lineage.listener.try_clone();
         let listener = listener.map_err(|error| Miss::Failed(failed("dup", &error)))?;
-        let search = Arc::<Search>::default();
+        let search = Search::new(self.lineage.ranks());
         let gathering = Gathering::new(Some(own), window(self.timeouts));
         let meeting = Meeting::Again(gathering, Arc::clone(&search));
-        let hosted = host(listener, &self.old.job, rendezvous(self.old, own), meeting, self.until);
+        let hosted = host(listener, self.job, rendezvous(self.job, own), meeting, self.until);
         let hosted = hosted.map_err(Miss::Failed)?;
         tracing::debug!(rank = own, "hosts the survivors");
         let led = self.request_join_at(own, hosted.address, self.until, &|| self.interrupt.came());
@@ -333,7 +380,7 @@ impl Rebuild<'_> {
         until: Instant,
         stop: &dyn Fn() -> bool,
     ) -> Result<PendingMember, Miss> {
-        self.request_join_at(host, self.lineage.addresses[host as usize], until, stop)
+        self.request_join_at(host, self.lineage.address(host), until, stop)
     }
 
     fn request_join_at(
@@ -346,11 +393,11 @@ impl Rebuild<'_> {
         let stream = self.dial(address, until)?;
         tracing::debug!(rank = self.lineage.rank, host, "requests to join");
         let mut connection = MessageConnection::new(stream).map_err(|_| Miss::Silent)?;
-        let RendezvousId { job, size, epoch, host } = rendezvous(self.old, host);
+        let RendezvousId { job, size, epoch, host } = rendezvous(self.job, host);
         let nonce = random().map_err(Miss::Failed)?;
         let hello =
             Hello { version: PROTOCOL, job, rank: self.lineage.rank, size, epoch, host, port: 0, nonce };
-        let initiator = Initiator::new(self.old.job.secret.clone(), hello);
+        let initiator = Initiator::new(self.job.secret.clone(), hello);
         match shake_hands(&mut connection, initiator, until, self.timeouts.liveness, stop) {
             Some(Ok(())) => {}
             Some(Err(_)) | None => return Err(Miss::Silent),
@@ -378,24 +425,24 @@ impl Rebuild<'_> {
 
     /// Becomes a member of a world that has begun.
     fn enter(&self, member: PendingMember, roster: Roster, hosted: Option<Hosted>) -> Result<Rebuilt, Miss> {
-        let before = &self.old.roster.members;
+        let before = &self.before.members;
         let previous = roster.members.iter().filter_map(|rank| before.binary_search(rank).ok());
         let previous = previous.map(|place| place as u32).collect();
         let lineage = Arc::clone(self.lineage);
         let membership = Membership { connection: member.connection, roster, lineage };
-        let hub = TcpHub::new(self.old.job.clone(), membership, hosted).map_err(Miss::Failed)?;
+        let hub = TcpHub::new(self.job.clone(), membership, hosted).map_err(Miss::Failed)?;
         tracing::debug!(rank = self.lineage.rank, epoch = hub.roster.epoch, "is in the next world");
         Ok((Box::new(hub), previous))
     }
 
     /// Ranks that this one does not reach, of those that it may be cut off from: the other end of a
     /// connection that broke, or all if a world failed while it was built.
-    fn unreached(&self) -> Vec<u32> {
-        let (roster, own) = (self.lineage.accepted(), self.old.rank);
-        let suspects = match self.old.health().cause() {
-            _ if roster.epoch != self.old.roster.epoch => roster.members,
-            Some(Cause::Connection { rank, by }) if by == own => vec![self.old.roster.members[rank as usize]],
-            Some(Cause::Connection { rank, by }) if rank == own => vec![self.old.roster.members[by as usize]],
+    fn unreached(&self, cause: Option<Cause>) -> Vec<u32> {
+        let (roster, own, members) = (self.lineage.accepted(), self.rank, &self.before.members);
+        let suspects = match cause {
+            _ if roster.epoch != self.before.epoch => roster.members,
+            Some(Cause::Connection { rank, by }) if by == own => vec![members[rank as usize]],
+            Some(Cause::Connection { rank, by }) if rank == own => vec![members[by as usize]],
             _ => return Vec::new(),
         };
         // Long enough for a dozen packets in a row to be lost.
@@ -410,7 +457,7 @@ impl Rebuild<'_> {
 
     /// Whether a rank is there or gone, and not behind a cut.
     fn reaches(&self, rank: u32, until: Instant) -> bool {
-        !matches!(self.dial(self.lineage.addresses[rank as usize], until), Err(Miss::Silent))
+        !matches!(self.dial(self.lineage.address(rank), until), Err(Miss::Silent))
     }
 
     /// Looks again at one of the ranks that this one did not reach. True if it answers now.
