@@ -43,10 +43,11 @@ pub fn await_end_signal() -> io::Result<i32> {
 fn end_signals() -> libc::sigset_t {
     // SAFETY: all bytes 0 are memory for a set, which is emptied before it is used.
     let mut signals: libc::sigset_t = unsafe { std::mem::zeroed() };
-    // SAFETY: the set lives during the calls, and the signals exist.
-    unsafe {
-        libc::sigemptyset(&mut signals);
-        [libc::SIGINT, libc::SIGTERM, libc::SIGHUP].map(|signal| libc::sigaddset(&mut signals, signal));
+    // SAFETY: the set lives during the call.
+    unsafe { libc::sigemptyset(&mut signals) };
+    for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
+        // SAFETY: the set lives during the call, and the signal exists.
+        unsafe { libc::sigaddset(&mut signals, signal) };
     }
     signals
 }

@@ -18,8 +18,8 @@ pub const DEADLINE: Duration = Duration::from_secs(6);
 pub const LIVENESS: Duration = Duration::from_millis(1750);
 /// Time of one rebuild.
 pub const REBUILD: Duration = Duration::from_secs(10);
-/// The longest limit that a run can have: a rebuild waits for two and a half times as long for ranks
-/// that do not come.
+/// The longest limit that a run can have: a rebuild waits for two and a half times as long for
+/// ranks that do not come.
 pub const LONGEST_LIVENESS: Duration = REBUILD.checked_div(3).expect("three is not zero");
 
 /// A rank that ended or stands still is named within this time: the coordinator, which every rank
@@ -117,8 +117,8 @@ pub struct Failure {
     pub kind: String,
     /// Ranks that it names.
     pub names: Vec<u32>,
-    /// Whether it is about two ranks: both ends of a connection, or a rank and the one that it waits
-    /// for.
+    /// Whether it is about two ranks: both ends of a connection, or a rank and the one that it
+    /// waits for.
     pub pair: bool,
     /// Its message.
     pub text: String,
@@ -148,7 +148,7 @@ impl Failure {
             Value::String(name) => self.kind.clone_from(name),
             Value::Object(fields) => {
                 let of_pair = |name: &&str| fields.contains_key(*name);
-                self.pair |= ["rank", "peer", "by"].iter().filter(of_pair).count() == 2;
+                self.pair |= ["rank", "peer", "by"].into_iter().filter(of_pair).count() == 2;
                 for (name, value) in fields {
                     if name.starts_with(char::is_uppercase) {
                         self.kind.clone_from(name);
