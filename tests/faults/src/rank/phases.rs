@@ -1,7 +1,6 @@
 //! The phases of a world, step by step.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use sidelane::bootstrap::{Identity, Launcher, Secret};
 use sidelane::collective::Communicator;
