@@ -8,6 +8,7 @@
 //!                             ├──── health: one word, one cause     every wait of the library looks at it
 //!                             ├──── cancel                          ends the world everywhere
 //!                             ├──── rebuild                         the survivors, in a later epoch
+//!                             ├──── grow                            with spares, in a later epoch
 //!                             └──── pass                            proves to other ranks, on any stream, who this one is
 //!                 exchange_fds (hub, members)                       descriptors within one machine
 //! ```

@@ -331,8 +331,8 @@ impl World {
     /// [`World::rebuild`], and the spares wait on.
     ///
     /// # Errors
-    /// [`BootstrapError::NoSpare`] if none comes; [`BootstrapError::NoPort`] if rank 0 cannot listen
-    /// at the job's ports; as [`World::rebuild`] otherwise.
+    /// [`BootstrapError::NoSpare`] if none comes; [`BootstrapError::NoPort`] if rank 0 cannot
+    /// listen at the job's ports; as [`World::rebuild`] otherwise.
     pub fn grow(&self, deadline: Duration) -> Result<World, Error> {
         self.followed_by(self.shared.hub.grow(deadline)?)
     }

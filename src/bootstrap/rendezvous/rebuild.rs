@@ -25,7 +25,8 @@
 //! **Cuts that change.** A rank that waits at its host looks again at the ranks that it did not
 //! reach. Once one answers, the host hears of it. So a cut that heals leaves no rank out of a world
 //! that has not been offered, and does not keep a world below the ranks that it needs. A cut that
-//! comes after the look breaks the next world while it is built. The next rebuild then looks at all.
+//! comes after the look breaks the next world while it is built. The next rebuild then looks at
+//! all ranks.
 
 use std::cell::RefCell;
 use std::collections::{BTreeSet, VecDeque};
