@@ -10,8 +10,9 @@
 //! has had. So its place in the next world is behind the old ranks, and no number names two ranks.
 //!
 //! **All or none.** The next world begins only with every member and every spare. If one is
-//! missing, the attempt fails. The spare then waits for another world to take it in, and the members
-//! rebuild without it. So a spare never counts in a world of survivors that it was not a member of.
+//! missing, the attempt fails. The spare then waits for another world to take it in, and the
+//! members rebuild without it. So a spare never counts in a world of survivors that it was not a
+//! member of.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;

@@ -7,9 +7,9 @@
 //! ```
 //!
 //! **Who hosts.** Each survivor sends a join request to those below it, the lowest first, and hosts
-//! if none of them answers. A refused connection says that a rank is gone. One that is silent may be
-//! about to come, and is waited for. What fails is tried again until the deadline, so a lost packet,
-//! a coordinator that is about to end, or a crowd of requests cost a moment, and no rank.
+//! if none of them answers. A refused connection says that a rank is gone. One that is silent may
+//! be about to come, and is waited for. What fails is tried again until the deadline. So a lost
+//! packet, a coordinator that is about to end, or a crowd of requests cost a moment, and no rank.
 //!
 //! **While it hosts**, a rank looks for those that have not come. One below that answers is the
 //! better host: the rank goes there, and so do its guests. One above may say that a world has gone

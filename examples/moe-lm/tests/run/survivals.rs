@@ -34,8 +34,8 @@ fn changing(settings: &Settings, changes: &[(usize, usize)]) -> Outcome {
     finish(Trainer::new(*settings, ranks, batches(settings)))
 }
 
-/// Steps up to this one, without ranks that are lost. Ranks leave after some of them. All meet first:
-/// a step that has ended on one rank may still go on at another.
+/// Steps up to this one, without ranks that are lost. Ranks leave after some of them. All meet
+/// before: a step that has ended on one rank may still go on at another.
 fn go_on(trainer: &mut Trainer<Parallel>, last: usize, leaves: &[Option<usize>]) {
     while trainer.steps() < last {
         match trainer.step() {
