@@ -287,7 +287,7 @@ impl<'fd> Table<'_, 'fd> {
         };
         let caller = self.exchange.caller(&hello, &self.notices[self.me].nonce, self.me);
         let Some(at) = caller.and_then(|caller| to_come.iter().position(|&peer| peer == caller)) else {
-            tracing::warn!("a stranger knocked at the exchange of descriptors");
+            tracing::warn!("a stranger connected to the exchange of descriptors");
             return Ok(());
         };
         let peer = to_come.swap_remove(at);

@@ -131,7 +131,7 @@ impl Identity {
     }
 
     /// Common values of all launchers, before any is filled in.
-    fn blank() -> Self {
+    pub(super) fn blank() -> Self {
         Identity {
             rank: 0,
             size: 1,

@@ -8,6 +8,7 @@
 //!                             ├──── health: one word, one cause     every wait of the library looks at it
 //!                             ├──── cancel                          ends the world everywhere
 //!                             ├──── rebuild                         the survivors, in a later epoch
+//!                             ├──── grow                            with spares, in a later epoch
 //!                             └──── pass                            proves to other ranks, on any stream, who this one is
 //!                 exchange_fds (hub, members)                       descriptors within one machine
 //! ```
@@ -66,7 +67,7 @@ pub use hub::{Hub, threads};
 #[doc(hidden)]
 pub use identity::{Launcher, LauncherPipe};
 #[doc(hidden)]
-pub use rendezvous::{PeerAuth, PeerListener, connect};
+pub use rendezvous::{PeerAuth, PeerListener, connect, spare};
 #[doc(hidden)]
 pub use supervised::fault::panic_in;
 

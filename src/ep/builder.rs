@@ -574,3 +574,98 @@ impl<'g> ExpertParallelBuilder<'g> {
         self.group.alike(&settings)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::World;
+    use crate::plan::Overflow;
+
+    /// Every setting by its name. A new one has no place here until it is named.
+    fn settings(builder: &ExpertParallelBuilder<'_>) -> Vec<(&'static str, String)> {
+        fn text(value: &dyn std::fmt::Debug) -> String {
+            format!("{value:?}")
+        }
+        // Group, map and stream are those of the caller; `fp8` is what the record is made of.
+        let ExpertParallelBuilder { group: _, map: _, stream: _, experts, fp8, spec, device } = builder;
+        let DeviceSettings { graphs, max_in_flight, device_heap, priority } = device;
+        let Spec {
+            top_k,
+            hidden,
+            dtype,
+            order,
+            align,
+            max_tokens,
+            weighted,
+            map: _,
+            route,
+            wire,
+            layout,
+            mode,
+            record: _,
+            spans,
+            strategy,
+            gathers: _,
+            max_blocks,
+        } = spec;
+        vec![
+            ("experts", text(experts)),
+            ("fp8", text(fp8)),
+            ("graphs", text(graphs)),
+            ("max_in_flight", text(max_in_flight)),
+            ("device_heap", text(device_heap)),
+            ("priority", text(priority)),
+            ("top_k", text(top_k)),
+            ("hidden", text(hidden)),
+            ("dtype", text(dtype)),
+            ("order", text(order)),
+            ("align", text(align)),
+            ("max_tokens", text(max_tokens)),
+            ("weighted", text(weighted)),
+            ("route", text(route)),
+            ("wire", text(wire)),
+            ("layout", text(layout)),
+            ("mode", text(mode)),
+            ("spans", text(spans)),
+            ("strategy", text(strategy)),
+            ("max_blocks", text(max_blocks)),
+        ]
+    }
+
+    /// Names of the settings in which two builders differ.
+    fn differences(a: &ExpertParallelBuilder<'_>, b: &ExpertParallelBuilder<'_>) -> Vec<&'static str> {
+        let pairs = settings(a).into_iter().zip(settings(b));
+        pairs.filter(|(a, b)| a != b).map(|(a, _)| a.0).collect()
+    }
+
+    #[test]
+    fn instance_keeps_every_setting_in_a_rebuild() {
+        let world = World::threads(1).unwrap().remove(0);
+        let group = world.all().unwrap();
+        let plain = || ExpertParallelBuilder::new(&group).unwrap();
+        let budget = ReceiveMode::Budget { rows: 64, overflow: Overflow::Drop };
+        let sums = plain().experts(6).top_k(2).hidden(16).dtype(Dtype::F32).align(4).max_tokens(10);
+        let sums = sums.weighted(true).mode(budget).route(Route::Pxn).sum_order(SumOrder::Node);
+        let records = plain().experts(6).top_k(2).hidden(32).fp8(true).strategy(Strategy::AllGather);
+        let spans = plain().experts(6).hidden(8).layout(RowLayout::RankMajor).route(Route::Pxn);
+        let spans = spans.coalesce_relays(true).sum_order(SumOrder::Rank);
+        let partial = plain().experts(6).hidden(8).sum_order(SumOrder::Node);
+        let hosts = [sums, records, spans, partial.partial_dtype(PartialDtype::Bf16)];
+        let of_device = plain().experts(6).graphs(Graphs::Slots).max_in_flight(3).device_heap(1 << 20);
+        let of_device = of_device.priority(Priority::Normal).max_blocks(5);
+        let mut set = differences(&of_device, &plain());
+        for asked in hosts {
+            set.extend(differences(&asked, &plain()));
+            let ep = asked.clone().build().unwrap();
+            let rebuilt = ep.rebuilt(&group, ep.expert_map().clone());
+            assert_eq!(differences(&rebuilt, &asked), [""; 0]);
+        }
+        let ExpertParallelBuilder { spec, device, .. } = &of_device;
+        let spec = Spec { map: Arc::new(ExpertMap::contiguous(6, 1).unwrap()), ..spec.clone() };
+        let rebuilt = ExpertParallelBuilder::rebuilt(&group, (*spec.map).clone(), (&spec, None, *device));
+        assert_eq!(differences(&rebuilt, &of_device), [""; 0]);
+        let never: Vec<_> =
+            settings(&plain()).into_iter().map(|(name, _)| name).filter(|name| !set.contains(name)).collect();
+        assert_eq!(never, [""; 0], "this test asks for no value of theirs but the default");
+    }
+}

@@ -222,6 +222,20 @@ pub enum BootstrapError {
         /// How long they were waited for.
         waited: Duration,
     },
+    /// No spare asked to join a world that was to grow. The world lives.
+    #[error("no spare asked to join within {} ms", waited.as_millis())]
+    NoSpare {
+        /// How long they were waited for.
+        waited: Duration,
+    },
+    /// No world took a spare in.
+    #[error("no world of this job took this spare in within {} ms at {address}: its ranks call World::grow", waited.as_millis())]
+    NotTakenIn {
+        /// Where it asked.
+        address: String,
+        /// How long.
+        waited: Duration,
+    },
     /// The world died while it was being set up.
     #[error(transparent)]
     World(#[from] super::Cause),

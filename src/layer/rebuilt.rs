@@ -99,3 +99,100 @@ impl MoeLayer {
         shared.map(|shared| shared.with_weights(1, shared.experts.weights().to_vec())).transpose()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::gate::{BalanceLoss, Preset};
+    use crate::layer::moe::Plan;
+    use crate::layer::router::Losses;
+    use crate::layer::{GroupedSwiGlu, MoeLayer};
+    use crate::overlap::ChunkRule;
+    use crate::plan::SumOrder;
+    use crate::topology::Route;
+    use crate::{Dtype, World};
+
+    /// Every setting by its name. A new one has no place here until it is named.
+    fn settings(builder: &MoeLayerBuilder<'_>) -> Vec<(&'static str, String)> {
+        fn text(value: &dyn std::fmt::Debug) -> String {
+            format!("{value:?}")
+        }
+        // The group and the map are those of the caller.
+        let MoeLayerBuilder {
+            group: _,
+            map: _,
+            gate,
+            hidden,
+            dtype,
+            max_tokens,
+            route,
+            order,
+            align,
+            router,
+            experts,
+            shared,
+            losses,
+            slices,
+            plan,
+        } = builder;
+        let Losses { balance, z } = losses;
+        let Plan { chunks, groups, transfers, overlap, streams, at_once, deadline } = plan;
+        vec![
+            ("gate", text(gate)),
+            ("hidden", text(hidden)),
+            ("dtype", text(dtype)),
+            ("max_tokens", text(max_tokens)),
+            ("route", text(route)),
+            ("order", text(order)),
+            ("align", text(align)),
+            ("router", text(router)),
+            ("experts", text(&experts.as_ref().map(|experts| experts.weights().to_vec()))),
+            ("shared", text(&shared.as_ref().map(|shared| shared.weights().to_vec()))),
+            ("balance", text(balance)),
+            ("z_loss", text(z)),
+            ("slices", text(slices)),
+            ("chunks", text(chunks)),
+            ("expert_groups", text(groups)),
+            ("transfers", text(transfers)),
+            ("overlap", text(overlap)),
+            ("streams", text(streams)),
+            ("streams at once", text(at_once)),
+            ("deadline", text(deadline)),
+        ]
+    }
+
+    #[test]
+    fn layer_keeps_every_setting_in_a_rebuild() {
+        let world = World::threads(1).unwrap().remove(0);
+        let group = world.all().unwrap();
+        let experts = |count: usize, hidden: usize, value: f32| {
+            let weights = vec![value; GroupedSwiGlu::values(count, hidden, 4)];
+            GroupedSwiGlu::new(count, hidden, 4, weights).unwrap()
+        };
+        let gate = |top_k| Preset::Mixtral.config(4, top_k).unwrap();
+        let plain = || MoeLayer::builder(&group, gate(1), 8, experts(4, 8, 0.5));
+        let asked = || {
+            let builder = MoeLayer::builder(&group, gate(2), 16, experts(4, 16, 0.25)).dtype(Dtype::F32);
+            let builder =
+                builder.router(vec![0.125; 64]).shared(experts(1, 16, 0.75)).align(4).max_tokens(32);
+            let builder = builder.route(Route::Pxn).order(SumOrder::Node).z_loss(0.5).chunks(4).transfers(3);
+            let builder = builder.balance(BalanceLoss::of(Preset::Mixtral)).overlap(false).expert_groups(2);
+            builder.streams(2, 2).deadline(Duration::from_secs(77))
+        };
+        let mut set = Vec::new();
+        let rule = ChunkRule { call_bytes: 64, gemm_rows: 2, most: 2 };
+        for is_cut_by_rule in [false, true] {
+            let asked = || if is_cut_by_rule { asked().slices(rule) } else { asked() };
+            let (before, default) = (settings(&asked()), settings(&plain()));
+            set.extend(before.iter().zip(&default).filter(|(a, b)| a != b).map(|(a, _)| a.0));
+            let layer = asked().build().unwrap();
+            let map = ExpertMap::contiguous(4, 1).unwrap();
+            assert_eq!(settings(&layer.rebuilt(&group, map, |_| None)), before);
+        }
+        let never: Vec<_> =
+            settings(&plain()).into_iter().map(|(name, _)| name).filter(|name| !set.contains(name)).collect();
+        assert_eq!(never, [""; 0], "this test asks for no value of theirs but the default");
+    }
+}

@@ -60,7 +60,7 @@ impl Options {
 #[derive(Debug)]
 pub struct World {
     shared: Arc<WorldState>,
-    /// For each rank its rank in the world before the rebuild; identity in a first world.
+    /// For each rank its rank in the world before, but spares; identity in a first world.
     previous: Vec<u32>,
 }
 
@@ -115,6 +115,24 @@ impl World {
     pub fn join(identity: &Identity, secret: Option<Secret>, options: Options) -> Result<Self, Error> {
         let hub = bootstrap::connect(identity, secret, options.timeouts)?;
         Self::build(hub, options, &Location::here()?, None)
+    }
+
+    /// Waits as a spare until a world of the job takes this process in ([`World::grow`]). Returns
+    /// that world. The identity tells the job, and where its ranks meet: the address is that of the
+    /// machine of the world's rank 0. A rank and a number of ranks count for nothing, but whether
+    /// all ranks are on one machine does. Options must be those of the ranks.
+    ///
+    /// # Errors
+    /// [`BootstrapError::NotTakenIn`] if no world does until the deadline; as [`World::from_env`]
+    /// otherwise, for example with another secret.
+    pub fn spare(
+        identity: &Identity,
+        secret: Option<Secret>,
+        options: Options,
+        deadline: Duration,
+    ) -> Result<Self, Error> {
+        let (hub, previous) = bootstrap::spare(identity, secret, options.timeouts, deadline)?;
+        Self::build(hub, options, &Location::here()?, Some(previous))
     }
 
     /// A world of `n` ranks that are threads of this process, all on one node. Give each to its
@@ -209,7 +227,8 @@ impl World {
         &self.shared.nodes
     }
 
-    /// For each rank, its rank in the world before the rebuild.
+    /// For each rank, its rank in the world before. Spares that joined this world are behind those,
+    /// and have none.
     pub fn previous_ranks(&self) -> &[u32] {
         &self.previous
     }
@@ -299,7 +318,27 @@ impl World {
             let (epoch, waited) = (self.epoch(), Duration::ZERO);
             return Err(BootstrapError::RebuildFailed { epoch, at_least, waited }.into());
         }
-        let (hub, previous) = self.shared.hub.rebuild(deadline, at_least)?;
+        self.followed_by(self.shared.hub.rebuild(deadline, at_least)?)
+    }
+
+    /// A larger world, with the [spares](World::spare) that ask for it: new segments, new
+    /// connections, a later epoch, and spares behind the ranks of this world. Collective among all
+    /// ranks, between two steps. Rank 0 waits for a first spare until the deadline, and then takes
+    /// in all that come within half a second. Without one this world stays as it is.
+    ///
+    /// The larger world begins with all ranks and all spares, or not at all. Should one of them be
+    /// lost meanwhile, this fails after this world has ended. The survivors then call
+    /// [`World::rebuild`], and the spares wait on.
+    ///
+    /// # Errors
+    /// [`BootstrapError::NoSpare`] if none comes; [`BootstrapError::NoPort`] if rank 0 cannot
+    /// listen at the job's ports; as [`World::rebuild`] otherwise.
+    pub fn grow(&self, deadline: Duration) -> Result<World, Error> {
+        self.followed_by(self.shared.hub.grow(deadline)?)
+    }
+
+    /// The world of this hub, which follows this one.
+    fn followed_by(&self, (hub, previous): (Box<dyn Hub>, Vec<u32>)) -> Result<World, Error> {
         if let (Some(net), Err(cause)) = (&self.shared.net, self.shared.hub.health().check()) {
             // The old world may be kept; its bytes in flight must not reach the next one.
             net.thread.stop(&cause);

@@ -2,6 +2,7 @@
 
 mod common;
 mod fds;
+mod grow;
 #[allow(dead_code, reason = "each test program uses a part of this")]
 #[path = "../support/network.rs"]
 mod network;

@@ -260,7 +260,7 @@ fn job_without_a_secret_refuses_processes_of_other_users() {
 #[test]
 fn strangers_do_not_hold_up_the_rendezvous() {
     let place = place();
-    let knock = || {
+    let stranger = || {
         let start = Instant::now();
         while start.elapsed() < LONG {
             if let Ok(stream) = TcpStream::connect(("127.0.0.1", place.ports[0])) {
@@ -273,8 +273,8 @@ fn strangers_do_not_hold_up_the_rendezvous() {
     let results = each(vec![0u32, 1], |rank| {
         let mut strangers = Vec::new();
         if rank == 1 {
-            strangers.push(knock());
-            strangers.push(knock());
+            strangers.push(stranger());
+            strangers.push(stranger());
             strangers[1].write_all(b"GET / HTTP/1.1\r\nHost: you\r\n\r\n").unwrap();
             // The one that talks nonsense is shown out.
             let mut answer = Vec::new();

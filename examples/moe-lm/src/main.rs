@@ -5,7 +5,7 @@ mod report;
 
 use std::path::Path;
 use std::process::ExitCode;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use moe_lm::batches::Batches;
 use moe_lm::error::{Error, Result};
@@ -14,7 +14,7 @@ use moe_lm::record::Decisions;
 use moe_lm::reference::Reference;
 use moe_lm::trainer::{History, Ranks, Trainer};
 use moe_lm::{checkpoint, plot, text, tokens};
-use sidelane::bootstrap::{Identity, Secret};
+use sidelane::bootstrap::{Identity, Secret, Timeouts};
 use sidelane::error::BootstrapError;
 use sidelane::{Options, World};
 
@@ -117,13 +117,17 @@ fn finish<R: Ranks>(
     report: &mut Report,
     whole: bool,
 ) -> Result<Decisions> {
-    let (out, all) = (&arguments.out, trainer.settings.steps);
+    let (out, all, first) = (&arguments.out, trainer.settings.steps, trainer.steps());
     while trainer.steps() < all {
         if trainer.steps().is_multiple_of((all / 6).max(1)) {
             trainer.judge()?;
             report.held(&trainer.history);
         }
+        let began = Instant::now();
         trainer.step()?;
+        if arguments.survive && trainer.steps() == first + 1 {
+            check_pace(began.elapsed())?;
+        }
         report.step(&trainer.history);
         let steps = trainer.steps();
         let due = arguments.checkpoint_every.is_some_and(|every| steps.is_multiple_of(every.get()));
@@ -137,6 +141,22 @@ fn finish<R: Ranks>(
         report.wrote(&checkpoint::save(trainer, out)?);
     }
     Ok(decisions)
+}
+
+/// Says so if a rank may hear of a loss too late to go on with the others, by the first step of the
+/// ranks that are there.
+fn check_pace(step: Duration) -> Result<()> {
+    let longest = 2 * Timeouts::from_env().map_err(sidelane::Error::from)?.liveness;
+    if step > longest {
+        eprintln!(
+            "moe-lm: the first step of these ranks took {} ms. A survivor that computes for more than {} ms while the \
+             others meet is left out: set SIDELANE_LIVENESS_MS to more than {}",
+            step.as_millis(),
+            longest.as_millis(),
+            step.as_millis() / 2
+        );
+    }
+    Ok(())
 }
 
 /// The loss curve, with that of another run if there is one.

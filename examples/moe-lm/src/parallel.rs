@@ -157,7 +157,7 @@ impl Ranks for Parallel {
 
     fn learn(&mut self, state: &State, batches: &Batches, step: usize) -> Result<Pass> {
         if let Some(backup) = &mut self.backup {
-            backup.renew(&mut self.groups.sums, &self.settings, (state, step))?;
+            backup.renew(&mut self.groups.sums, &self.settings, (&state.experts, step))?;
         }
         let windows = batches.of_step(&self.settings, step, self.windows(0));
         self.model.load(state)?;

@@ -9,6 +9,7 @@
 //!     step       some have made 5 steps, others 6, as the loss reached them: those go one step back
 //!     experts    spread over fewer ranks, from those that have them or a copy
 //!     layers     rebuilt on the survivors' group
+//!     copies     of all experts, again on another rank each
 //!     go on      with step 5, its windows spread over the ranks that are left
 //! ```
 //!
@@ -42,8 +43,8 @@ pub struct Backup {
 }
 
 impl Backup {
-    /// Brings the copy to where this rank is, if it is not there: before the first step, and after
-    /// ranks have changed. Collective.
+    /// Brings the copy to where this rank with its own experts is, if it is not there: before the
+    /// first step, and after ranks have changed. Collective.
     ///
     /// # Errors
     /// Those of the exchange.
@@ -51,7 +52,7 @@ impl Backup {
         &mut self,
         sums: &mut Communicator,
         settings: &Settings,
-        (state, step): (&State, usize),
+        (own, step): (&Learned, usize),
     ) -> Result<()> {
         if self.is_at(step) {
             return Ok(());
@@ -59,7 +60,7 @@ impl Backup {
         let (ranks, rank) = (sums.size() as usize, sums.rank() as usize);
         let experts = settings.experts_of((rank + ranks - 1) % ranks);
         let mut copy = Learned::new(Weights::no_experts(settings, experts));
-        let values = shift(sums, &state.experts.vectors().concat())?;
+        let values = shift(sums, &own.vectors().concat())?;
         let each = copy.weights.values.len();
         for (vector, came) in copy.vectors_mut().into_iter().zip(values.chunks_exact(each)) {
             vector.copy_from_slice(came);
@@ -140,7 +141,11 @@ fn regroup(trainer: &mut Trainer<Parallel>) -> Result<bool> {
     let mut groups = Groups::new(world, &settings)?;
     let copy = trainer.ranks.backup.as_ref().and_then(|backup| backup.copy.as_ref()).map(|(_, copy)| copy);
     let experts = survivors.spread(&mut groups.sums, &settings, (&trainer.state.experts, copy))?;
-    let ranks = trainer.ranks.rebuilt(groups, &settings, &experts)?;
+    let mut ranks = trainer.ranks.rebuilt(groups, &settings, &experts)?;
+    // At once: a rank that is lost before the next step takes no experts along.
+    if let Some(backup) = &mut ranks.backup {
+        backup.renew(&mut ranks.groups.sums, &settings, (&experts, survivors.steps))?;
+    }
     // A rank that is lost before all are here costs another try, by the state of before.
     ranks.groups.all.gather(&[])?;
     trainer.ranks = ranks;

@@ -9,7 +9,8 @@
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
-use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use crate::bootstrap::health::{Liveness, Timeouts};
@@ -41,6 +42,10 @@ pub struct HubConfig {
     pub timeouts: Timeouts,
     /// Bound of waiting for the own rank to come.
     pub until: Instant,
+    /// Where the own rank finds the reason if the coordinator cannot gather the ranks.
+    pub failure: Arc<OnceLock<BootstrapError>>,
+    /// Set when the own rank needs the port of the first rendezvous.
+    pub released: Arc<AtomicBool>,
 }
 
 /// A world that begins.
@@ -59,19 +64,22 @@ pub struct Assembly {
     /// Whether the coordinator's own rank has come.
     own_came: bool,
     liveness: Liveness,
-    heartbeat: Duration,
+    timeouts: Timeouts,
     beat: Instant,
 }
 
 impl Assembly {
     pub fn new(config: HubConfig) -> Self {
-        let HubConfig { queue, meeting, timeouts, until } = config;
+        let HubConfig { queue, meeting, timeouts, until, .. } = config;
         let now = Instant::now();
-        let size = queue.rendezvous().size as usize;
+        let size = match &meeting {
+            Meeting::First(_) => queue.rendezvous().size as usize,
+            Meeting::Again(_, search) => search.ranks as usize,
+        };
         let mut liveness = Liveness::new(size, timeouts.heartbeat, timeouts.liveness, now);
         (0..size).for_each(|rank| liveness.forget(rank));
-        let (here, heartbeat) = (BTreeMap::new(), timeouts.heartbeat);
-        Assembly { queue, meeting, until, here, own_came: false, liveness, heartbeat, beat: now }
+        let here = BTreeMap::new();
+        Assembly { queue, meeting, until, here, own_came: false, liveness, timeouts, beat: now }
     }
 
     /// Waits until the world begins. None if the rendezvous was given up.
@@ -87,6 +95,10 @@ impl Assembly {
             self.own_came |= self.here.contains_key(&own);
             if begins.is_some() || self.is_given_up(own, now) {
                 return Ok(begins);
+            }
+            let exhausted = self.queue.exhausted_for(self.timeouts.liveness, now);
+            if let Some(error) = exhausted.filter(|_| matches!(self.meeting, Meeting::First(_))) {
+                return Err(error);
             }
             self.here.values_mut().for_each(|peer| peer.connection.flush());
             self.await_event(now)?;
@@ -165,6 +177,10 @@ impl Assembly {
         let own = queue.rendezvous().host;
         for mut arrival in queue.turn(now) {
             let rank = arrival.hello.rank;
+            if rank >= search.ranks {
+                arrival.refuse(JoinRefusal::Rank);
+                continue;
+            }
             arrival.connection.send(&Message::Heartbeat);
             // A rank that comes again has given its other connection up.
             gathering.part(rank, now);
@@ -214,7 +230,7 @@ impl Assembly {
                 Some((Message::Offer(roster.clone()).encode(), roster.members.clone()))
             }
             Step::Wait if now >= self.beat => {
-                self.beat = now + self.heartbeat;
+                self.beat = now + self.timeouts.heartbeat;
                 Some((Message::Heartbeat.encode(), gathering.here().collect()))
             }
             Step::Wait => None,
@@ -242,6 +258,12 @@ impl Assembly {
             }
         }
         Assembled { epoch, members }
+    }
+
+    /// Sends the ranks that have come its last message.
+    pub fn give_up(&mut self, cause: &Cause) -> Result<(), BootstrapError> {
+        self.here.values_mut().for_each(|peer| peer.connection.send(&Message::Dead(cause.clone())));
+        flush(self.here.values_mut().map(|peer| &mut peer.connection).collect())
     }
 
     /// Sends the ranks that have come, and those that come soon, its last message.

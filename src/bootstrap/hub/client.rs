@@ -11,7 +11,7 @@
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -21,8 +21,8 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
 use super::Hub;
 use crate::bootstrap::Secret;
 use crate::bootstrap::health::{Health, LauncherWatch, Liveness, Timeouts, lock};
-use crate::bootstrap::identity::LauncherPipe;
-use crate::bootstrap::rendezvous::{Hosted, Lineage, Membership, PeerAuth, rebuild};
+use crate::bootstrap::identity::Identity;
+use crate::bootstrap::rendezvous::{Hosted, Lineage, Membership, PeerAuth, grow, rebuild};
 use crate::bootstrap::supervised::{Thread, turn};
 use crate::bootstrap::wait::{self, poll_until};
 use crate::bootstrap::wire::{Answer, MAX_FRAME, Message, MessageConnection, Roster};
@@ -35,7 +35,7 @@ pub struct Job {
     pub digest: [u8; 32],
     pub secret: Secret,
     pub timeouts: Timeouts,
-    pub launcher: Option<LauncherPipe>,
+    pub identity: Identity,
 }
 
 /// A rank's connection to its world.
@@ -48,6 +48,8 @@ pub struct TcpHub {
     pub lineage: Arc<Lineage>,
     shared: Arc<Shared>,
     tickets: AtomicU64,
+    /// Asks the coordinator for the job's port; none at ranks that have no coordinator.
+    released: Option<Arc<AtomicBool>>,
     link: Option<JoinHandle<()>>,
     coordinator: Option<JoinHandle<()>>,
 }
@@ -55,10 +57,10 @@ pub struct TcpHub {
 impl TcpHub {
     /// Joins a world, which `hosted` serves if this rank hosts it.
     pub fn new(job: Job, membership: Membership, hosted: Option<Hosted>) -> Result<Self, BootstrapError> {
-        let launcher = job.launcher.map(LauncherWatch::open).transpose()?;
-        let (health, coordinator) = match hosted {
-            Some(hosted) => (hosted.health, Some(hosted.coordinator)),
-            None => (Arc::default(), None),
+        let launcher = job.identity.launcher_pipe.map(LauncherWatch::open).transpose()?;
+        let (health, released, coordinator) = match hosted {
+            Some(hosted) => (hosted.health, Some(hosted.released), Some(hosted.coordinator)),
+            None => (Arc::default(), None, None),
         };
         let shared = Shared::new(health)?;
         let Membership { connection, roster, lineage } = membership;
@@ -81,7 +83,7 @@ impl TcpHub {
         });
         let link = Some(link.map_err(|error| failed("thread spawn", &error))?);
         let tickets = AtomicU64::new(0);
-        Ok(TcpHub { job, rank, roster, lineage, shared, tickets, link, coordinator })
+        Ok(TcpHub { job, rank, roster, lineage, shared, tickets, released, link, coordinator })
     }
 
     /// Sends a request and sleeps until its answer, a failure of the world, or the deadline.
@@ -145,6 +147,13 @@ impl TcpHub {
                 self.shared.ring();
                 return Err(BootstrapError::Interrupted { step: step.to_owned() });
             }
+        }
+    }
+
+    /// Frees the job's port, at which the coordinator of the first world refuses late ranks.
+    pub fn release_port(&self) {
+        if let Some(released) = &self.released {
+            released.store(true, Ordering::Relaxed);
         }
     }
 
@@ -241,9 +250,13 @@ impl Hub for TcpHub {
         rebuild(self, deadline, at_least)
     }
 
+    fn grow(&self, deadline: Duration) -> Result<(Box<dyn Hub>, Vec<u32>), BootstrapError> {
+        grow(self, deadline)
+    }
+
     fn pass(&self) -> Result<PeerAuth, BootstrapError> {
         let Roster { epoch, members } = &self.roster;
-        let addresses = members.iter().map(|&rank| self.lineage.addresses[rank as usize].ip()).collect();
+        let addresses = members.iter().map(|&rank| self.lineage.address(rank).ip()).collect();
         Ok(PeerAuth::new(self.job.secret.clone(), self.job.digest, self.rank, *epoch, addresses))
     }
 

@@ -9,6 +9,8 @@
 //! It lives as long as the connection of its own rank. So it ends with a rank 0 that dies, and all
 //! ranks see the end of a stream. After a clean leave of its own rank it lingers for the others.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::event::PollFd;
@@ -25,17 +27,23 @@ use crate::error::{BootstrapError, Cause, LostReason};
 
 /// How long a coordinator whose own rank has left stays for the others.
 const LINGER: Duration = Duration::from_secs(2);
+
 /// Gathers the ranks, then serves them until its own rank is gone. Should the thread die, the ranks
 /// that it has gathered hear of it.
 pub fn coordinate(config: HubConfig, life: &Thread) {
-    let timeouts = config.timeouts;
+    let (timeouts, failure, released) =
+        (config.timeouts, Arc::clone(&config.failure), Arc::clone(&config.released));
     let mut assembly = Assembly::new(config);
     let served = match life.attempt(|| assembly.assemble()) {
         Ok(Ok(Some(assembled))) => {
-            let mut coordinator = Coordinator::new(timeouts, assembly.queue, assembled);
+            let mut coordinator = Coordinator::new(timeouts, assembly.queue, released, assembled);
             life.attempt(|| coordinator.serve()).unwrap_or_else(|cause| coordinator.part(cause))
         }
-        Ok(Err(error)) => Err(error),
+        Ok(Err(error)) => {
+            // Set first: the own rank looks for it once it is sent away.
+            failure.get_or_init(|| error.clone());
+            assembly.give_up(&Cause::Cancelled { by: HOST }).and(Err(error))
+        }
         Ok(Ok(None)) => Ok(()),
         Err(cause) => assembly.part(&cause),
     };
@@ -62,6 +70,8 @@ struct Member {
 struct Coordinator {
     /// Late ranks come here. None once the world is over: the next one needs the listener.
     queue: Option<HandshakeQueue>,
+    /// Set when the own rank needs the port of the first rendezvous.
+    released: Arc<AtomicBool>,
     timeouts: Timeouts,
     epoch: u16,
     members: Vec<Member>,
@@ -76,7 +86,12 @@ struct Coordinator {
 const OWN: usize = HOST as usize;
 
 impl Coordinator {
-    fn new(timeouts: Timeouts, queue: HandshakeQueue, assembled: Assembled) -> Self {
+    fn new(
+        timeouts: Timeouts,
+        queue: HandshakeQueue,
+        released: Arc<AtomicBool>,
+        assembled: Assembled,
+    ) -> Self {
         let now = Instant::now();
         let Assembled { epoch, members } = assembled;
         let members: Vec<_> = members
@@ -85,6 +100,7 @@ impl Coordinator {
             .collect();
         Coordinator {
             queue: Some(queue),
+            released,
             timeouts,
             epoch,
             store: Store::new(members.len() as u32),
@@ -100,6 +116,10 @@ impl Coordinator {
         loop {
             turn();
             let ready = self.wait()?;
+            // In later epochs the listener is the rank's own.
+            if self.epoch == 0 && self.released.load(Ordering::Relaxed) {
+                self.queue = None;
+            }
             let now = Instant::now();
             // Reads all pending messages before the clock declares a member lost.
             for rank in ready {

@@ -290,6 +290,11 @@ impl Hub for ThreadHub {
         }
     }
 
+    fn grow(&self, _: Duration) -> Result<(Box<dyn Hub>, Vec<u32>), BootstrapError> {
+        // No process joins the threads of another.
+        Err(BootstrapError::NoSpare { waited: Duration::ZERO })
+    }
+
     fn pass(&self) -> Result<PeerAuth, BootstrapError> {
         let World { secret, roster: Roster { epoch, members }, .. } = &*self.world;
         let drawn = match secret.get() {

@@ -75,6 +75,15 @@ pub trait Hub: Send + Sync {
     /// behind. If ranks are lost before the new world is of use, call it again.
     fn rebuild(&self, deadline: Duration, at_least: u32) -> Result<(Box<dyn Hub>, Vec<u32>), BootstrapError>;
 
+    /// Meets the spares that ask within a deadline, in a later epoch. Returns its hub and, for each
+    /// rank of this world, the rank in this one; those of spares are behind them. All ranks must
+    /// call it. Without a spare this world stays as it is.
+    ///
+    /// # Errors
+    /// [`BootstrapError::NoSpare`]; those of [`Hub::rebuild`], if a rank or a spare is lost
+    /// meanwhile.
+    fn grow(&self, deadline: Duration) -> Result<(Box<dyn Hub>, Vec<u32>), BootstrapError>;
+
     /// Credentials that this rank shows to others of its world on streams of their own.
     ///
     /// # Errors

@@ -13,7 +13,8 @@
 //!
 //! **Left out.** Two ranks cannot be in one world if the one has agreed to a world without the
 //! other, or if they do not reach each other although both reach the host. Of such pairs the rank
-//! that is in most goes, among equals the highest, and never the host.
+//! that is in most goes, among equals the highest, and never the host. A rank that knows the other,
+//! and is unknown to it, is a spare that the other has not admitted: the pair counts for it alone.
 //!
 //! **Window.** It is for ranks that died unnoticed, and opens with the second arrival: a rank alone
 //! never concludes that it is the only one left.
@@ -97,9 +98,10 @@ impl Gathering {
         }
     }
 
-    /// A rank agrees to a world.
+    /// A rank agrees to a world. That of a rank that was not asked counts for nothing.
     pub fn accept(&mut self, rank: u32, epoch: u16) {
-        if let Some(offer) = self.offer.as_mut().filter(|offer| offer.roster.epoch == epoch) {
+        let is_asked = |offer: &&mut Offer| offer.roster.epoch == epoch && offer.roster.has(rank);
+        if let Some(offer) = self.offer.as_mut().filter(is_asked) {
             offer.accepted.insert(rank);
         }
     }
@@ -164,8 +166,11 @@ impl Gathering {
             let mut apart: BTreeMap<u32, usize> = BTreeMap::new();
             for (nth, &a) in fit.iter().enumerate() {
                 for &b in &fit[nth + 1..] {
-                    if self.excludes(a, b) || self.excludes(b, a) {
-                        [a, b].into_iter().for_each(|rank| *apart.entry(rank).or_default() += 1);
+                    let is_cut = self.is_cut_off(a, b) || self.is_cut_off(b, a);
+                    for (rank, other) in [(a, b), (b, a)] {
+                        if is_cut || !self.knows(other, rank) {
+                            *apart.entry(rank).or_default() += 1;
+                        }
                     }
                 }
             }
@@ -175,10 +180,13 @@ impl Gathering {
         }
     }
 
-    fn excludes(&self, rank: u32, other: u32) -> bool {
-        self.here
-            .get(&rank)
-            .is_some_and(|survivor| survivor.cut_off.contains(&other) || !survivor.roster.has(other))
+    fn is_cut_off(&self, rank: u32, other: u32) -> bool {
+        self.here.get(&rank).is_some_and(|survivor| survivor.cut_off.contains(&other))
+    }
+
+    /// Whether the newest world of a rank has the other.
+    fn knows(&self, rank: u32, other: u32) -> bool {
+        self.here.get(&rank).is_none_or(|survivor| survivor.roster.has(other))
     }
 }
 
@@ -273,6 +281,17 @@ mod tests {
     }
 
     #[test]
+    fn spares_that_a_member_has_not_admitted_are_left_out() {
+        let now = Instant::now();
+        let mut gathering = Gathering::new(Some(0), WINDOW);
+        for rank in [0, 1, 3, 4] {
+            gathering.join(rank, survivor(roster(1, [0, 1, 2, 3, 4])), now);
+        }
+        gathering.join(2, survivor(roster(1, [0, 1, 2])), now);
+        assert_eq!(gathering.step(&gone(&[]), now), Step::Offer(roster(2, [0, 1, 2])));
+    }
+
+    #[test]
     fn fewer_ranks_than_one_wants_are_no_world() {
         let now = Instant::now();
         let mut gathering = gathered(4, &[0, 1], now);
@@ -302,6 +321,19 @@ mod tests {
         assert_eq!(offered(&[(1, 2), (1, 3)]), [0, 2, 3, 4], "one side has two cuts");
         assert_eq!(offered(&[(4, 0)]), [0, 1, 2, 3], "the host stays");
         assert_eq!(offered(&[(1, 2), (3, 4)]), [0, 1, 3]);
+    }
+
+    #[test]
+    fn agreement_of_a_rank_that_was_not_asked_begins_no_world() {
+        let now = Instant::now();
+        let mut gathering = gathered(3, &[0, 1], now);
+        let next = roster(1, [0, 1]);
+        assert_eq!(gathering.step(&gone(&[2]), now), Step::Offer(next.clone()));
+        gathering.accept(0, 1);
+        gathering.accept(2, 1);
+        assert_eq!(gathering.step(&gone(&[2]), now), Step::Wait, "rank 1 has not answered");
+        gathering.accept(1, 1);
+        assert_eq!(gathering.step(&gone(&[2]), now), Step::Begin(next));
     }
 
     #[test]

@@ -13,9 +13,12 @@
 use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
-use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
 
 use super::lineage::Lineage;
 use super::listener::{HandshakeQueue, patient};
@@ -28,17 +31,17 @@ use crate::bootstrap::wire::{
     Hello, Initiator, JoinRefusal, ListenAddress, Message, MessageConnection, PROTOCOL, RendezvousId, Roster,
     job_digest,
 };
-use crate::bootstrap::{failed, interrupted, wait};
+use crate::bootstrap::{failed, interrupted, system, wait};
 use crate::error::{BootstrapError, Cause};
 
 /// Bound of the challenge of one candidate: a stranger that accepts and stays silent costs this
 /// much. A rank also looks beyond a job with another secret for so long.
-const GREETING: Duration = Duration::from_secs(2);
+pub(super) const GREETING: Duration = Duration::from_secs(2);
 /// Bound of the query for another rank 0 at one port. A foreign process that stays silent delays
 /// rank 0 by so long.
 const HOST_QUERY: Duration = Duration::from_millis(500);
 /// Pause between two rounds over the candidates.
-const PAUSE: Duration = Duration::from_millis(30);
+pub(super) const PAUSE: Duration = Duration::from_millis(30);
 
 /// Meets the other ranks of the job over TCP.
 ///
@@ -50,15 +53,7 @@ pub fn connect(
     timeouts: Timeouts,
 ) -> Result<Box<dyn Hub>, BootstrapError> {
     let until = Instant::now() + timeouts.rendezvous;
-    if secret.is_none() && !identity.is_local() && !identity.insecure {
-        return Err(BootstrapError::NoSecret { address: identity.master_addr.clone() });
-    }
-    let secret = match secret {
-        Some(secret) => secret,
-        None if identity.insecure => Secret::none(),
-        None => Secret::of_user()?,
-    };
-    let job = Job { digest: job_digest(&identity.job), secret, timeouts, launcher: identity.launcher_pipe };
+    let job = job_of(identity, secret, timeouts)?;
     let rendezvous = RendezvousId { job: job.digest, size: identity.size, epoch: 0, host: HOST };
     let (membership, hosted) = match identity.rank {
         HOST => {
@@ -78,12 +73,33 @@ pub fn connect(
     Ok(Box::new(TcpHub::new(job, membership, hosted)?))
 }
 
+/// The job of this process, and what it proves to know of it.
+pub(super) fn job_of(
+    identity: &Identity,
+    secret: Option<Secret>,
+    timeouts: Timeouts,
+) -> Result<Job, BootstrapError> {
+    if secret.is_none() && !identity.is_local() && !identity.insecure {
+        return Err(BootstrapError::NoSecret { address: identity.master_addr.clone() });
+    }
+    let secret = match secret {
+        Some(secret) => secret,
+        None if identity.insecure => Secret::none(),
+        None => Secret::of_user()?,
+    };
+    Ok(Job { digest: job_digest(&identity.job), secret, timeouts, identity: identity.clone() })
+}
+
 /// A world that this rank hosts.
 pub struct Hosted {
     /// Where its own rank reaches the coordinator.
     pub(super) address: SocketAddr,
     /// The health of this rank, which the coordinator ends if it dies.
     pub health: Arc<Health>,
+    /// Set when the job's port is needed for something else.
+    pub released: Arc<AtomicBool>,
+    /// Why the coordinator could not gather the ranks.
+    failure: Arc<OnceLock<BootstrapError>>,
     pub coordinator: JoinHandle<()>,
 }
 
@@ -103,13 +119,21 @@ pub(super) fn host(
         });
     }
     let queue = HandshakeQueue::new(listener, job.secret.clone(), rendezvous);
-    let config = HubConfig { queue, meeting, timeouts: job.timeouts, until };
+    let (failure, released) = (Arc::<OnceLock<BootstrapError>>::default(), Arc::<AtomicBool>::default());
+    let config = HubConfig {
+        queue,
+        meeting,
+        timeouts: job.timeouts,
+        until,
+        failure: Arc::clone(&failure),
+        released: Arc::clone(&released),
+    };
     let health = Arc::default();
     let thread = Thread::new("coordinator", HOST, &health);
     let life = thread.clone();
     let coordinator = thread.spawn(move || coordinate(config, &life));
     let coordinator = coordinator.map_err(|error| failed("thread spawn", &error))?;
-    Ok(Hosted { address, health, coordinator })
+    Ok(Hosted { address, health, released, failure, coordinator })
 }
 
 /// A host that cannot join waits for its coordinator, which still has messages for the others: the
@@ -125,7 +149,7 @@ fn attended<E>(membership: Result<Membership, E>, hosted: Hosted) -> Result<(Mem
 }
 
 /// Binds the first free port.
-fn bind(identity: &Identity) -> Result<TcpListener, BootstrapError> {
+pub(super) fn bind(identity: &Identity) -> Result<TcpListener, BootstrapError> {
     let ips: Vec<IpAddr> = match identity.is_local() {
         true => vec![identity.loopback()],
         false => vec![Ipv4Addr::UNSPECIFIED.into(), Ipv6Addr::UNSPECIFIED.into()],
@@ -192,6 +216,7 @@ fn seek(
         interrupt.check("rendezvous")?;
         if let Some(hosted) = hosted {
             hosted.health.check()?;
+            hosted.failure.get().cloned().map_or(Ok(()), Err)?;
         }
         let candidates = hosted.map_or_else(|| candidates(identity, until), |hosted| vec![hosted.address]);
         for address in candidates {
@@ -212,7 +237,10 @@ fn seek(
             match outcome {
                 Ok(membership) => return Ok(membership),
                 Err(JoinError::Unreachable) => {}
-                Err(JoinError::Failed(error)) => return Err(error),
+                Err(JoinError::Failed(error)) => {
+                    let own = hosted.and_then(|hosted| hosted.failure.get().cloned());
+                    return Err(own.unwrap_or(error));
+                }
                 Err(JoinError::Refused(JoinRefusal::OtherJob)) => other_job = Some(address.to_string()),
                 Err(JoinError::Refused(JoinRefusal::WrongSecret)) => {
                     foreign.get_or_insert((Instant::now(), address));
@@ -235,7 +263,7 @@ fn seek(
 }
 
 /// Every address of the master with every port; resolved anew each round, since names appear late.
-fn candidates(identity: &Identity, until: Instant) -> Vec<SocketAddr> {
+pub(super) fn candidates(identity: &Identity, until: Instant) -> Vec<SocketAddr> {
     let ips: Vec<IpAddr> = match identity.is_local() {
         true => vec![identity.loopback()],
         false => wait::resolve(&identity.master_addr, until),
@@ -258,7 +286,7 @@ impl Interrupt {
     }
 }
 
-fn list(ports: &[u16]) -> String {
+pub(super) fn list(ports: &[u16]) -> String {
     match ports {
         [first, .., last] => format!("{first} to {last}"),
         [port] => port.to_string(),
@@ -266,7 +294,12 @@ fn list(ports: &[u16]) -> String {
     }
 }
 
-fn explain(refusal: JoinRefusal, identity: &Identity, address: SocketAddr, start: Instant) -> BootstrapError {
+pub(super) fn explain(
+    refusal: JoinRefusal,
+    identity: &Identity,
+    address: SocketAddr,
+    start: Instant,
+) -> BootstrapError {
     let peer = address.to_string();
     let (rank, size) = (identity.rank, identity.size);
     match refusal {
@@ -327,10 +360,14 @@ impl JoinRequest<'_> {
     pub(super) fn at(&self, address: SocketAddr) -> Result<Membership, JoinError> {
         let limit = self.greeted_until.saturating_duration_since(Instant::now()).min(CONNECT);
         let limit = limit.max(Duration::from_millis(1));
-        let stream = wait::connect(address, limit).map_err(|_| JoinError::Unreachable)?;
+        let stream = wait::connect(address, limit).map_err(|error| match Errno::from_io_error(&error) {
+            // No other candidate can be reached either.
+            Some(Errno::MFILE) => JoinError::Failed(system("socket", Errno::MFILE)),
+            _ => JoinError::Unreachable,
+        })?;
         let local = stream.local_addr().map_err(|_| JoinError::Unreachable)?.ip();
         let mut connection = MessageConnection::new(stream).map_err(|_| JoinError::Unreachable)?;
-        let listener = self.listen(local)?;
+        let listener = listen_at(local, self.beyond_loopback)?;
         let port = listener.local_addr().map_err(fail("getsockname"))?.port();
 
         let RendezvousId { job, size, epoch, host } = self.rendezvous;
@@ -355,18 +392,17 @@ impl JoinRequest<'_> {
             _ => Err(JoinError::Refused(JoinRefusal::Malformed)),
         }
     }
+}
 
-    /// The listener at which this rank would host a rebuild.
-    fn listen(&self, local: IpAddr) -> Result<TcpListener, JoinError> {
-        let ip = match (local, self.beyond_loopback && local.is_loopback()) {
-            // The host's own machine is reached by its loopback address here, but not from
-            // elsewhere.
-            (IpAddr::V4(_), true) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
-            (IpAddr::V6(_), true) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
-            (local, false) => local,
-        };
-        TcpListener::bind((ip, 0)).and_then(patient).map_err(fail("bind"))
-    }
+/// The listener at which a rank would host a rebuild, and whether other machines must reach it.
+pub(super) fn listen_at(local: IpAddr, beyond_loopback: bool) -> Result<TcpListener, JoinError> {
+    let ip = match (local, beyond_loopback && local.is_loopback()) {
+        // The host's own machine is reached by its loopback address here, but not from elsewhere.
+        (IpAddr::V4(_), true) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
+        (IpAddr::V6(_), true) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
+        (local, false) => local,
+    };
+    TcpListener::bind((ip, 0)).and_then(patient).map_err(fail("bind"))
 }
 
 /// The guest's part of the handshake. None if the host is silent: it challenges by a point in time,
@@ -394,19 +430,19 @@ pub(super) fn shake_hands(
 }
 
 /// Another protocol: not the wanted host.
-fn miss(refusal: JoinRefusal) -> JoinError {
+pub(super) fn miss(refusal: JoinRefusal) -> JoinError {
     match refusal {
         JoinRefusal::Malformed => JoinError::Unreachable,
         refusal => JoinError::Refused(refusal),
     }
 }
 
-fn fail(call: &'static str) -> impl Fn(std::io::Error) -> JoinError {
+pub(super) fn fail(call: &'static str) -> impl Fn(std::io::Error) -> JoinError {
     move |error| JoinError::Failed(failed(call, &error))
 }
 
-/// A address without an address is on the machine of the host.
-fn resolve(address: &ListenAddress, host: IpAddr) -> SocketAddr {
+/// The address of a rank. One without an IP address is on the machine of the host.
+pub(super) fn resolve(address: &ListenAddress, host: IpAddr) -> SocketAddr {
     SocketAddr::new(address.ip.unwrap_or(host), address.port)
 }
 

@@ -5,6 +5,7 @@
 //!   epoch 0    members 0 1 2 3 4      numbers of the first world name a rank for ever
 //!   epoch 1    members 0   2 3 4      accepted: from here on this rank joins no world with 1 in it
 //!   epoch 3    members     2 3        epoch 2 was offered, and did not begin
+//!              members     2 3 5      a spare was admitted as rank 5: worlds with it may follow
 //! ```
 
 use std::collections::BTreeSet;
@@ -19,11 +20,11 @@ use crate::bootstrap::wire::Roster;
 pub struct Lineage {
     /// This rank in the first world.
     pub rank: u32,
-    /// Where each rank of the first world listens for survivors.
-    pub addresses: Vec<SocketAddr>,
     /// Where this rank does. It lives as long as this rank has a world, so a refused connection
     /// says that a rank is gone.
     pub listener: TcpListener,
+    /// Where each rank that the job has had listens for survivors.
+    addresses: Mutex<Vec<SocketAddr>>,
     newest: Mutex<Newest>,
 }
 
@@ -37,8 +38,38 @@ struct Newest {
 impl Lineage {
     pub fn new(rank: u32, addresses: Vec<SocketAddr>, listener: TcpListener) -> Self {
         let members = (0..addresses.len() as u32).collect();
-        let newest = Newest { roster: Roster { epoch: 0, members }, lost: BTreeSet::new() };
-        Lineage { rank, addresses, listener, newest: Mutex::new(newest) }
+        Lineage::admitted(rank, addresses, listener, Roster { epoch: 0, members })
+    }
+
+    /// That of a spare, which is to be in a world that follows this one.
+    pub fn admitted(rank: u32, addresses: Vec<SocketAddr>, listener: TcpListener, roster: Roster) -> Self {
+        let newest = Mutex::new(Newest { roster, lost: BTreeSet::new() });
+        Lineage { rank, listener, addresses: Mutex::new(addresses), newest }
+    }
+
+    /// Number of ranks that the job has had, each with a number of its own.
+    pub fn ranks(&self) -> u32 {
+        lock(&self.addresses).len() as u32
+    }
+
+    /// Where a rank listens for survivors.
+    pub fn address(&self, rank: u32) -> SocketAddr {
+        lock(&self.addresses)[rank as usize]
+    }
+
+    /// Takes spares into a world, each with the next number: worlds that follow may have them.
+    /// Returns the world with them.
+    pub fn admit(&self, world: &Roster, spares: &[SocketAddr]) -> Roster {
+        let mut addresses = lock(&self.addresses);
+        let first = addresses.len() as u32;
+        addresses.extend(spares);
+        let mut roster = world.clone();
+        roster.members.extend(first..addresses.len() as u32);
+        let mut newest = lock(&self.newest);
+        if newest.roster.epoch == roster.epoch {
+            newest.roster.clone_from(&roster);
+        }
+        roster
     }
 
     /// The newest world that this rank has agreed to. Others may have begun it.
@@ -102,6 +133,19 @@ mod tests {
         assert!(!lineage.accept(&roster(2, &[2, 3])), "an older world");
         assert!(!lineage.accept(&roster(4, &[0, 2, 3])), "rank 0 was left behind");
         assert_eq!(lineage.accepted(), roster(3, &[1, 2, 3]));
+    }
+
+    #[test]
+    fn spares_that_are_admitted_may_be_in_later_worlds() {
+        let lineage = lineage(0, 3);
+        assert!(lineage.accept(&roster(1, &[0, 2])));
+        let spare = lineage.address(0);
+        assert!(!lineage.accept(&roster(2, &[0, 2, 3])), "rank 3 is a stranger");
+        assert_eq!(lineage.admit(&roster(1, &[0, 2]), &[spare]), roster(1, &[0, 2, 3]));
+        assert_eq!((lineage.ranks(), lineage.accepted()), (4, roster(1, &[0, 2, 3])));
+        assert!(lineage.accept(&roster(2, &[0, 2])), "the spare did not come");
+        assert_eq!(lineage.admit(&roster(2, &[0, 2]), &[spare]), roster(2, &[0, 2, 4]), "no number twice");
+        assert!(lineage.accept(&roster(3, &[0, 2, 4])));
     }
 
     #[test]

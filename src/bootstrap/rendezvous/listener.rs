@@ -14,7 +14,7 @@
 //!                      ◄──── one byte ────   from here on the stream is the ranks' own
 //! ```
 //!
-//! Strangers may knock as often as they like. A queue that is full closes a stranger's connection
+//! Strangers may connect as often as they like. A queue that is full closes a stranger's connection
 //! for each new one ([`HandshakeQueue::make_room`]), so that a rank gets in within one round trip.
 //!
 //! The byte says that the other rank has not given up meanwhile: its wait for a Welcome is bounded,
@@ -268,6 +268,8 @@ pub(in crate::bootstrap) struct HandshakeQueue {
     pending: Vec<PendingHandshake>,
     max_pending: usize,
     rests_until: Option<Instant>,
+    /// The first of the failures to accept since the last success.
+    exhausted: Option<(Instant, BootstrapError)>,
     refusals: Refusals,
 }
 
@@ -284,8 +286,19 @@ impl HandshakeQueue {
             pending: Vec::new(),
             max_pending,
             rests_until: None,
+            exhausted: None,
             refusals: Refusals::default(),
         }
+    }
+
+    /// The reason if the system has let this process accept no connection for so long.
+    pub(in crate::bootstrap) fn exhausted_for(
+        &self,
+        limit: Duration,
+        now: Instant,
+    ) -> Option<BootstrapError> {
+        let (since, error) = self.exhausted.as_ref()?;
+        (now >= *since + limit).then(|| error.clone())
     }
 
     /// Joins with another secret.
@@ -336,6 +349,7 @@ impl HandshakeQueue {
         for _ in 0..ACCEPTED_AT_ONCE.min(self.max_pending.div_ceil(4)) {
             match self.listener.accept() {
                 Ok((stream, from)) => {
+                    self.exhausted = None;
                     let (Ok(connection), Ok(nonce)) = (MessageConnection::new(stream), random()) else {
                         continue;
                     };
@@ -346,11 +360,15 @@ impl HandshakeQueue {
                     let (from, until) = (from.ip().to_canonical(), now + AUTHENTICATION);
                     self.pending.push(PendingHandshake { from, connection, responder, until });
                 }
-                Err(error) if error.kind() == ErrorKind::WouldBlock => return,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                    self.exhausted = None;
+                    return;
+                }
                 Err(error)
                     if matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::ConnectionAborted) => {}
                 Err(error) => {
                     tracing::warn!(%error, "cannot accept at the rendezvous");
+                    self.exhausted.get_or_insert_with(|| (now, failed("accept", &error)));
                     self.rests_until = Some(now + REST);
                     return;
                 }

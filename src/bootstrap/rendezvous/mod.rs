@@ -3,6 +3,7 @@
 //! ```text
 //!   connect    first: rank 0 hosts, and the world begins when all ranks are here      JoinBarrier
 //!   rebuild    again: the lowest survivor that answers hosts, and all agree first     Gathering
+//!   grow       later: rank 0 admits spares, and all agree as in a rebuild
 //!   Lineage    what a rank keeps from world to world: its listener, the newest world that it agreed to
 //!   HandshakeQueue   the host's side of a connection: pending, authenticated
 //!   PeerAuth   ranks that have met, on streams of their own
@@ -11,6 +12,7 @@
 //! The coordinator of the new world runs the host's side; each member gets a hub.
 
 mod gathering;
+mod grow;
 mod join;
 mod lineage;
 mod listener;
@@ -19,6 +21,8 @@ mod rebuild;
 mod tests;
 
 pub(super) use gathering::{Gathering, Step};
+pub(super) use grow::grow;
+pub use grow::spare;
 pub use join::connect;
 pub(super) use join::{Hosted, JoinBarrier, Membership};
 pub(super) use lineage::Lineage;

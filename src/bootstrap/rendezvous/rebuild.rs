@@ -1,15 +1,15 @@
 //! From the survivors of a world to the members of the next one.
 //!
 //! ```text
-//!   rank 2    knocks at 0: refused, gone │ hosts ──► Gathering ──► offers, begins
-//!   rank 3    knocks at 0: refused, gone │ knocks at 2 ──► Survivor ──► Accept ──► Begin
-//!   rank 5    knocks at 0: refused, gone │ knocks at 2: silent │ knocks at 3 ...
+//!   rank 2    asks 0 to join: refused, gone │ hosts ──► Gathering ──► offers, begins
+//!   rank 3    asks 0 to join: refused, gone │ asks 2 ──► Survivor ──► Accept ──► Begin
+//!   rank 5    asks 0 to join: refused, gone │ asks 2: silent │ asks 3 ...
 //! ```
 //!
-//! **Who hosts.** Each survivor knocks at those below it, the lowest first, and hosts if none of
-//! them answers. A refused connection says that a rank is gone. One that is silent may be about to
-//! come, and is waited for. What fails is tried again until the deadline, so a lost packet, a
-//! coordinator that is about to end, or a crowd at the door cost a moment, and no rank.
+//! **Who hosts.** Each survivor sends a join request to those below it, the lowest first, and hosts
+//! if none of them answers. A refused connection says that a rank is gone. One that is silent may
+//! be about to come, and is waited for. What fails is tried again until the deadline. So a lost
+//! packet, a coordinator that is about to end, or a crowd of requests cost a moment, and no rank.
 //!
 //! **While it hosts**, a rank looks for those that have not come. One below that answers is the
 //! better host: the rank goes there, and so do its guests. One above may say that a world has gone
@@ -21,6 +21,12 @@
 //! **Partitions.** A network failure that splits a world in two can make two worlds, since ranks
 //! cannot distinguish a split from a death. A program that must exclude this wants a world of more
 //! than half of the ranks: of such worlds there is one (see [`super::gathering`]).
+//!
+//! **Cuts that change.** A rank that waits at its host looks again at the ranks that it did not
+//! reach. Once one answers, the host hears of it. So a cut that heals leaves no rank out of a world
+//! that has not been offered, and does not keep a world below the ranks that it needs. A cut that
+//! comes after the look breaks the next world while it is built. The next rebuild then looks at
+//! all ranks.
 
 use std::cell::RefCell;
 use std::collections::{BTreeSet, VecDeque};
@@ -36,7 +42,7 @@ use super::gathering::Gathering;
 use super::join::{Hosted, Interrupt, Membership, host, shake_hands};
 use super::lineage::Lineage;
 use crate::bootstrap::health::{Liveness, Timeouts, lock};
-use crate::bootstrap::hub::{Hub, Meeting, TcpHub};
+use crate::bootstrap::hub::{Hub, Job, Meeting, TcpHub};
 use crate::bootstrap::secret::random;
 use crate::bootstrap::wire::{
     Hello, Initiator, JoinRefusal, Message, MessageConnection, PROTOCOL, RendezvousId, Roster, Survivor,
@@ -64,6 +70,8 @@ pub fn window(timeouts: &Timeouts) -> Duration {
 /// State shared by a hosting rank and its coordinator, about ranks that have not come.
 #[derive(Debug, Default)]
 pub struct Search {
+    /// Ranks that may come have numbers below this.
+    pub ranks: u32,
     /// Ranks that are not waited for.
     gone: Mutex<BTreeSet<u32>>,
     here: Mutex<BTreeSet<u32>>,
@@ -74,6 +82,10 @@ pub struct Search {
 }
 
 impl Search {
+    fn new(ranks: u32) -> Arc<Self> {
+        Arc::new(Search { ranks, ..Search::default() })
+    }
+
     pub fn gone(&self) -> BTreeSet<u32> {
         lock(&self.gone).clone()
     }
@@ -109,42 +121,19 @@ enum Miss {
 }
 
 /// Where a hub went, and for each of its ranks the rank in the old world.
-type Rebuilt = (Box<dyn Hub>, Vec<u32>);
+pub type Rebuilt = (Box<dyn Hub>, Vec<u32>);
 
 /// Meets the survivors in a later epoch.
 pub fn rebuild(old: &TcpHub, deadline: Duration, at_least: u32) -> Result<Rebuilt, BootstrapError> {
     let (start, at_least) = (Instant::now(), at_least.max(1));
     may_rebuild(old)?;
-    let mut rebuild = Rebuild {
-        old,
-        lineage: &old.lineage,
-        timeouts: &old.job.timeouts,
-        until: start + deadline,
-        at_least,
-        cut_off: Vec::new(),
-        suspects: RefCell::default(),
-        interrupt: Interrupt::default(),
-    };
-    rebuild.cut_off = rebuild.unreached();
-    loop {
-        rebuild.interrupt.check("rebuild")?;
-        match rebuild.round() {
-            Ok(rebuilt) => return Ok(rebuilt),
-            Err(Miss::Evicted(epoch)) => return Err(Cause::Evicted { rank: old.rank, epoch }.into()),
-            Err(Miss::Failed(error)) => return Err(error),
-            Err(Miss::Gone | Miss::Silent | Miss::Again) => {}
-        }
-        rebuild.interrupt.check("rebuild")?;
-        if Instant::now() >= rebuild.until {
-            let (epoch, waited) = (rebuild.lineage.accepted().epoch, start.elapsed());
-            return Err(BootstrapError::RebuildFailed { epoch, at_least, waited });
-        }
-        wait::nap(PAUSE);
-    }
+    let rebuild = Rebuild::of_member(old, start + deadline, at_least);
+    rebuild.cut_off.replace(rebuild.unreached(old.health().cause()));
+    rebuild.run(start)
 }
 
 /// Some worlds are not rebuilt. One that lives is ended first, so that the others come too.
-fn may_rebuild(old: &TcpHub) -> Result<(), BootstrapError> {
+pub fn may_rebuild(old: &TcpHub) -> Result<(), BootstrapError> {
     match old.health().check() {
         Err(cause @ (Cause::LauncherGone { .. } | Cause::Evicted { .. })) => Err(cause.into()),
         Err(_) => Ok(()),
@@ -156,26 +145,90 @@ fn may_rebuild(old: &TcpHub) -> Result<(), BootstrapError> {
 }
 
 /// The rendezvous of survivors with one of them. Its name is no other rendezvous's.
-fn rendezvous(old: &TcpHub, host: u32) -> RendezvousId {
-    let job = Sha256::new().chain_update(b"sidelane survivors ").chain_update(old.job.digest).finalize();
-    RendezvousId { job: job.into(), size: old.lineage.addresses.len() as u32, epoch: 0, host }
+fn rendezvous(job: &Job, host: u32) -> RendezvousId {
+    let job = Sha256::new().chain_update(b"sidelane survivors ").chain_update(job.digest).finalize();
+    // Of any size: ranks of the same world may have heard of more spares or fewer.
+    RendezvousId { job: job.into(), size: u32::MAX, epoch: 0, host }
 }
 
-/// A survivor that looks for the others.
-struct Rebuild<'a> {
-    old: &'a TcpHub,
+/// A rank that looks for the others: a survivor, or a spare that was admitted.
+pub struct Rebuild<'a> {
+    job: &'a Job,
     lineage: &'a Arc<Lineage>,
+    /// The world before.
+    before: &'a Roster,
+    /// This rank's name in errors: its rank in the world before.
+    rank: u32,
     timeouts: &'a Timeouts,
     until: Instant,
     at_least: u32,
     /// Ranks that this one does not reach.
-    cut_off: Vec<u32>,
+    cut_off: RefCell<Vec<u32>>,
     /// Hosts that fell silent. They may only have been slow.
     suspects: RefCell<BTreeSet<u32>>,
     interrupt: Interrupt,
 }
 
-impl Rebuild<'_> {
+impl<'a> Rebuild<'a> {
+    /// That of a rank of a world.
+    pub fn of_member(old: &'a TcpHub, until: Instant, at_least: u32) -> Self {
+        let before = (&old.roster, old.rank);
+        Rebuild::new(&old.job, &old.lineage, before, until, at_least)
+    }
+
+    /// That of a rank with this name which comes from a world, or to one.
+    pub fn new(
+        job: &'a Job,
+        lineage: &'a Arc<Lineage>,
+        (before, rank): (&'a Roster, u32),
+        until: Instant,
+        at_least: u32,
+    ) -> Self {
+        Rebuild {
+            job,
+            lineage,
+            before,
+            rank,
+            timeouts: &job.timeouts,
+            until,
+            at_least,
+            cut_off: RefCell::default(),
+            suspects: RefCell::default(),
+            interrupt: Interrupt::default(),
+        }
+    }
+
+    /// Tries again until the deadline.
+    pub fn run(&self, start: Instant) -> Result<Rebuilt, BootstrapError> {
+        let (at_least, rank) = (self.at_least, self.rank);
+        loop {
+            self.interrupt.check("rebuild")?;
+            match self.round() {
+                Ok(rebuilt) => return Ok(rebuilt),
+                Err(Miss::Evicted(epoch)) => return Err(Cause::Evicted { rank, epoch }.into()),
+                Err(Miss::Failed(error)) => return Err(error),
+                Err(Miss::Gone | Miss::Silent | Miss::Again) => {}
+            }
+            self.interrupt.check("rebuild")?;
+            if Instant::now() >= self.until {
+                let (epoch, waited) = (self.lineage.accepted().epoch, start.elapsed());
+                return Err(BootstrapError::RebuildFailed { epoch, at_least, waited });
+            }
+            wait::nap(PAUSE);
+        }
+    }
+
+    /// Tries once. None if the world does not begin with this rank.
+    pub fn attempt(&self) -> Result<Option<Rebuilt>, BootstrapError> {
+        match self.round() {
+            Ok(rebuilt) => Ok(Some(rebuilt)),
+            Err(Miss::Failed(error)) => Err(error),
+            Err(Miss::Gone | Miss::Silent | Miss::Again | Miss::Evicted(_)) => {
+                self.interrupt.check("rebuild").map(|()| None)
+            }
+        }
+    }
+
     /// Tries the ranks below this one in turn, then hosts.
     fn round(&self) -> Result<Rebuilt, Miss> {
         let roster = self.lineage.accepted();
@@ -189,7 +242,7 @@ impl Rebuild<'_> {
                 true => self.look(candidate, &|| self.interrupt.came()),
                 false => Ok(()),
             };
-            match answers.and_then(|()| self.court(candidate, come_until)) {
+            match answers.and_then(|()| self.join_host(candidate, come_until)) {
                 Err(Miss::Gone | Miss::Silent) => quiet.push(candidate),
                 outcome => return outcome,
             }
@@ -202,16 +255,16 @@ impl Rebuild<'_> {
         self.lineage.is_lost(rank) || self.suspects.borrow().contains(&rank)
     }
 
-    /// Knocks at a rank until it answers, and waits there for the world to begin.
-    fn court(&self, host: u32, come_until: Instant) -> Result<Rebuilt, Miss> {
+    /// Asks a rank to join until it answers, and waits there for the world to begin.
+    fn join_host(&self, host: u32, come_until: Instant) -> Result<Rebuilt, Miss> {
         let asked_until = Instant::now() + self.timeouts.heartbeat * 4;
         let silent_until = self.until.min(come_until.max(asked_until));
         loop {
             let stop = || self.lineage.is_lost(host) || self.interrupt.came();
-            match self.knock(host, silent_until, &stop) {
-                Ok(mut seat) => match self.sit(&mut seat) {
+            match self.request_join(host, silent_until, &stop) {
+                Ok(mut member) => match self.await_begin(&mut member) {
                     Err(Miss::Silent) => {}
-                    begun => return self.enter(seat, begun?, None),
+                    begun => return self.enter(member, begun?, None),
                 },
                 Err(Miss::Silent) => {}
                 Err(miss) => return Err(miss),
@@ -229,16 +282,17 @@ impl Rebuild<'_> {
         let own = self.lineage.rank;
         let listener = self.lineage.listener.try_clone();
         let listener = listener.map_err(|error| Miss::Failed(failed("dup", &error)))?;
-        let search = Arc::<Search>::default();
+        let search = Search::new(self.lineage.ranks());
         let gathering = Gathering::new(Some(own), window(self.timeouts));
         let meeting = Meeting::Again(gathering, Arc::clone(&search));
-        let hosted = host(listener, &self.old.job, rendezvous(self.old, own), meeting, self.until);
+        let hosted = host(listener, self.job, rendezvous(self.job, own), meeting, self.until);
         let hosted = hosted.map_err(Miss::Failed)?;
         tracing::debug!(rank = own, "hosts the survivors");
-        let led = self.knock_at(own, hosted.address, self.until, &|| self.interrupt.came());
-        let led = led.and_then(|mut seat| Ok((self.look_around(&mut seat, roster, quiet, &search)?, seat)));
+        let led = self.request_join_at(own, hosted.address, self.until, &|| self.interrupt.came());
+        let led =
+            led.and_then(|mut member| Ok((self.look_around(&mut member, roster, quiet, &search)?, member)));
         match led {
-            Ok((begun, seat)) => self.enter(seat, begun, Some(hosted)),
+            Ok((begun, member)) => self.enter(member, begun, Some(hosted)),
             Err(miss) => {
                 // The listener is needed again.
                 search.over.store(true, Ordering::Relaxed);
@@ -251,7 +305,7 @@ impl Rebuild<'_> {
     /// Takes part in the gathering that this rank hosts, and looks for those that have not come.
     fn look_around(
         &self,
-        seat: &mut Seat,
+        member: &mut PendingMember,
         roster: &Roster,
         quiet: &[u32],
         search: &Search,
@@ -272,7 +326,7 @@ impl Rebuild<'_> {
             let is_due = |rank: &u32| !here.contains(rank) && !gone.contains(rank) && self.is_suspect(*rank);
             let due = others.iter().position(is_due);
             let pause = if due.is_some() { Duration::ZERO } else { PAUSE };
-            if let Some(end) = seat.turn(self, Instant::now() + pause) {
+            if let Some(end) = member.turn(self, Instant::now() + pause) {
                 return end;
             }
             others.rotate_left(due.unwrap_or(0));
@@ -304,16 +358,16 @@ impl Rebuild<'_> {
     /// own connection is not served meanwhile.
     fn look(&self, other: u32, stop: &dyn Fn() -> bool) -> Result<(), Miss> {
         let until = self.until.min(Instant::now() + self.timeouts.heartbeat * 2);
-        let mut seat = loop {
-            match self.knock(other, until, stop) {
+        let mut member = loop {
+            match self.request_join(other, until, stop) {
                 Err(Miss::Silent) if Instant::now() < until && !stop() => wait::nap(PAUSE),
                 known => break known?,
             }
         };
         loop {
-            match seat.connection.await_message(until, stop) {
+            match member.connection.await_message(until, stop) {
                 Some(Message::Heartbeat) if other < self.lineage.rank => return Ok(()),
-                Some(Message::Heartbeat) => seat.introduce(self),
+                Some(Message::Heartbeat) => member.introduce(self),
                 Some(Message::Refused(JoinRefusal::Evicted(epoch))) => return Err(Miss::Evicted(epoch)),
                 _ => return Err(Miss::Silent),
             }
@@ -321,31 +375,36 @@ impl Rebuild<'_> {
     }
 
     /// Connects to a rank, and proves who this is.
-    fn knock(&self, host: u32, until: Instant, stop: &dyn Fn() -> bool) -> Result<Seat, Miss> {
-        self.knock_at(host, self.lineage.addresses[host as usize], until, stop)
+    fn request_join(
+        &self,
+        host: u32,
+        until: Instant,
+        stop: &dyn Fn() -> bool,
+    ) -> Result<PendingMember, Miss> {
+        self.request_join_at(host, self.lineage.address(host), until, stop)
     }
 
-    fn knock_at(
+    fn request_join_at(
         &self,
         host: u32,
         address: SocketAddr,
         until: Instant,
         stop: &dyn Fn() -> bool,
-    ) -> Result<Seat, Miss> {
+    ) -> Result<PendingMember, Miss> {
         let stream = self.dial(address, until)?;
-        tracing::debug!(rank = self.lineage.rank, host, "knocks");
+        tracing::debug!(rank = self.lineage.rank, host, "requests to join");
         let mut connection = MessageConnection::new(stream).map_err(|_| Miss::Silent)?;
-        let RendezvousId { job, size, epoch, host } = rendezvous(self.old, host);
+        let RendezvousId { job, size, epoch, host } = rendezvous(self.job, host);
         let nonce = random().map_err(Miss::Failed)?;
         let hello =
             Hello { version: PROTOCOL, job, rank: self.lineage.rank, size, epoch, host, port: 0, nonce };
-        let initiator = Initiator::new(self.old.job.secret.clone(), hello);
+        let initiator = Initiator::new(self.job.secret.clone(), hello);
         match shake_hands(&mut connection, initiator, until, self.timeouts.liveness, stop) {
             Some(Ok(())) => {}
             Some(Err(_)) | None => return Err(Miss::Silent),
         }
         tracing::debug!(rank = self.lineage.rank, host, "is known");
-        Ok(Seat::new(host, connection, self.timeouts))
+        Ok(PendingMember::new(host, connection, self.timeouts))
     }
 
     fn dial(&self, address: SocketAddr, until: Instant) -> Result<TcpStream, Miss> {
@@ -357,34 +416,34 @@ impl Rebuild<'_> {
     }
 
     /// Waits at a host until the world begins.
-    fn sit(&self, seat: &mut Seat) -> Result<Roster, Miss> {
+    fn await_begin(&self, member: &mut PendingMember) -> Result<Roster, Miss> {
         loop {
-            if let Some(end) = seat.turn(self, self.until) {
+            if let Some(end) = member.turn(self, self.until) {
                 return end;
             }
         }
     }
 
     /// Becomes a member of a world that has begun.
-    fn enter(&self, seat: Seat, roster: Roster, hosted: Option<Hosted>) -> Result<Rebuilt, Miss> {
-        let before = &self.old.roster.members;
+    fn enter(&self, member: PendingMember, roster: Roster, hosted: Option<Hosted>) -> Result<Rebuilt, Miss> {
+        let before = &self.before.members;
         let previous = roster.members.iter().filter_map(|rank| before.binary_search(rank).ok());
         let previous = previous.map(|place| place as u32).collect();
         let lineage = Arc::clone(self.lineage);
-        let membership = Membership { connection: seat.connection, roster, lineage };
-        let hub = TcpHub::new(self.old.job.clone(), membership, hosted).map_err(Miss::Failed)?;
+        let membership = Membership { connection: member.connection, roster, lineage };
+        let hub = TcpHub::new(self.job.clone(), membership, hosted).map_err(Miss::Failed)?;
         tracing::debug!(rank = self.lineage.rank, epoch = hub.roster.epoch, "is in the next world");
         Ok((Box::new(hub), previous))
     }
 
     /// Ranks that this one does not reach, of those that it may be cut off from: the other end of a
     /// connection that broke, or all if a world failed while it was built.
-    fn unreached(&self) -> Vec<u32> {
-        let (roster, own) = (self.lineage.accepted(), self.old.rank);
-        let suspects = match self.old.health().cause() {
-            _ if roster.epoch != self.old.roster.epoch => roster.members,
-            Some(Cause::Connection { rank, by }) if by == own => vec![self.old.roster.members[rank as usize]],
-            Some(Cause::Connection { rank, by }) if rank == own => vec![self.old.roster.members[by as usize]],
+    fn unreached(&self, cause: Option<Cause>) -> Vec<u32> {
+        let (roster, own, members) = (self.lineage.accepted(), self.rank, &self.before.members);
+        let suspects = match cause {
+            _ if roster.epoch != self.before.epoch => roster.members,
+            Some(Cause::Connection { rank, by }) if by == own => vec![members[rank as usize]],
+            Some(Cause::Connection { rank, by }) if rank == own => vec![members[by as usize]],
             _ => return Vec::new(),
         };
         // Long enough for a dozen packets in a row to be lost.
@@ -392,33 +451,50 @@ impl Rebuild<'_> {
         let mut unreached: Vec<u32> =
             suspects.into_iter().filter(|&rank| rank != self.lineage.rank).collect();
         while !unreached.is_empty() && Instant::now() < until && !self.interrupt.came() {
-            unreached.retain(|&rank| {
-                let address = self.lineage.addresses[rank as usize];
-                matches!(self.dial(address, until), Err(Miss::Silent))
-            });
+            unreached.retain(|&rank| !self.reaches(rank, until));
         }
         unreached
+    }
+
+    /// Whether a rank is there or gone, and not behind a cut.
+    fn reaches(&self, rank: u32, until: Instant) -> bool {
+        !matches!(self.dial(self.lineage.address(rank), until), Err(Miss::Silent))
+    }
+
+    /// Looks again at one of the ranks that this one did not reach. True if it answers now.
+    fn finds_cut_healed(&self) -> bool {
+        let Some(rank) = self.cut_off.borrow().first().copied() else { return false };
+        let healed = self.reaches(rank, self.until);
+        let mut cut_off = self.cut_off.borrow_mut();
+        match healed {
+            true => drop(cut_off.remove(0)),
+            false => cut_off.rotate_left(1),
+        }
+        healed
     }
 }
 
 /// A place at a host, before the world begins.
-struct Seat {
+struct PendingMember {
     host: u32,
     connection: MessageConnection,
     liveness: Liveness,
     heartbeat: Duration,
     beat: Instant,
+    /// When to look again at ranks that this one did not reach.
+    look: Instant,
     /// The host has answered.
     is_here: bool,
     offered: Option<Roster>,
 }
 
-impl Seat {
+impl PendingMember {
     fn new(host: u32, connection: MessageConnection, timeouts: &Timeouts) -> Self {
         let now = Instant::now();
         let liveness = Liveness::new(1, timeouts.heartbeat, timeouts.liveness, now);
         let (heartbeat, beat) = (timeouts.heartbeat, now + timeouts.heartbeat);
-        Seat { host, connection, liveness, heartbeat, beat, is_here: false, offered: None }
+        let look = now + timeouts.liveness / 2;
+        PendingMember { host, connection, liveness, heartbeat, beat, look, is_here: false, offered: None }
     }
 
     /// Serves the connection until a point in time. Returns the world that begins, or the end.
@@ -428,6 +504,12 @@ impl Seat {
             if now >= self.beat {
                 self.beat = now + self.heartbeat;
                 self.connection.send(&Message::Heartbeat);
+            }
+            if now >= self.look && self.is_here && self.offered.is_none() {
+                self.look = now + rebuild.timeouts.liveness / 2;
+                if rebuild.finds_cut_healed() {
+                    self.introduce(rebuild);
+                }
             }
             let message = self.connection.await_message(until.min(self.beat), &|| rebuild.interrupt.came());
             let now = Instant::now();
@@ -476,7 +558,7 @@ impl Seat {
         self.is_here = true;
         let (roster, at_least) = (rebuild.lineage.accepted(), rebuild.at_least);
         tracing::debug!(rank = rebuild.lineage.rank, epoch = roster.epoch, "is let in");
-        let cut_off = rebuild.cut_off.clone();
+        let cut_off = rebuild.cut_off.borrow().clone();
         self.connection.send(&Message::Survivor(Survivor { roster, at_least, cut_off }));
     }
 

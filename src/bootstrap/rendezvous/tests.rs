@@ -16,6 +16,7 @@ use crate::{
     bootstrap::{
         health::Timeouts,
         hub::{self, HubConfig, Job, coordinate},
+        identity::Identity,
         panic_in,
         secret::Secret,
         supervised::Thread,
@@ -42,7 +43,8 @@ struct Meeting {
 impl Meeting {
     fn new(size: u32, secret: Secret, timeouts: Timeouts) -> Self {
         let rendezvous = RendezvousId { job: job_digest("test"), size, epoch: 3, host: 0 };
-        let job = Job { digest: rendezvous.job, secret: secret.clone(), timeouts, launcher: None };
+        let identity = Identity::blank();
+        let job = Job { digest: rendezvous.job, secret: secret.clone(), timeouts, identity };
         let listener = TcpListener::bind("127.0.0.1:0").and_then(patient).unwrap();
         let (meeting, until) =
             (hub::Meeting::First(JoinBarrier::new(size)), Instant::now() + timeouts.rendezvous);
@@ -102,7 +104,8 @@ fn coordinator_that_dies_in_the_first_rendezvous_is_named_at_each_rank() {
     let meeting = Meeting { rendezvous, secret: Secret::none(), address: listener.local_addr().unwrap() };
     let queue = HandshakeQueue::new(listener, Secret::none(), rendezvous);
     let (barrier, until) = (JoinBarrier::new(3), Instant::now() + LONG);
-    let config = HubConfig { queue, meeting: hub::Meeting::First(barrier), timeouts: TIMEOUTS, until };
+    let (meeting_of_all, failure, released) = (hub::Meeting::First(barrier), Arc::default(), Arc::default());
+    let config = HubConfig { queue, meeting: meeting_of_all, timeouts: TIMEOUTS, until, failure, released };
     // No other test has a thread of this name.
     let life = Thread::new("coordinator", 77, &Arc::default());
     let name = "sidelane-coordinator-77".to_owned();

@@ -7,6 +7,7 @@
 //!           ◄────────── Proof | Refused
 //!           ◄────────── Welcome | Refused               the first world, or a stream
 //!           Survivor ──► ◄── Offer   Accept ──► ◄── Begin  | Refused    a rebuild
+//!           ◄────────── Admit                           a spare is taken in, and comes to a rebuild
 //!   rank    Set Get Gather Withdraw  Heartbeat  Dead  Bye ──►  coordinator
 //!           ◄──  Answer              Heartbeat  Dead  Left
 //! ```
@@ -19,7 +20,7 @@ use super::frame::{Malformed, Reader, Writer};
 use crate::error::{Cause, LostReason, RefusedJoins};
 
 /// Version of everything in this file.
-pub const PROTOCOL: u32 = 4;
+pub const PROTOCOL: u32 = 5;
 
 /// The joining rank, its purpose, and its own listening address.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -51,6 +52,7 @@ pub enum Message {
     Offer(Roster),
     Accept { epoch: u16 },
     Begin { epoch: u16 },
+    Admit(Admission),
     Heartbeat,
     Set { ticket: u64, key: String, value: Vec<u8> },
     Get { ticket: u64, key: String },
@@ -93,8 +95,7 @@ impl Message {
             }
             Message::Welcome { addresses } => {
                 w.u8(4);
-                w.u32(addresses.len() as u32);
-                addresses.iter().for_each(|address| write_address(&mut w, address));
+                write_addresses(&mut w, addresses);
             }
             Message::Heartbeat => w.u8(5),
             Message::Set { ticket, key, value } => {
@@ -152,6 +153,13 @@ impl Message {
                 w.u8(17);
                 w.u16(*epoch);
             }
+            Message::Admit(Admission { rank, members, roster, addresses }) => {
+                w.u8(18);
+                w.u32(*rank);
+                w.u32(*members);
+                write_roster(&mut w, roster);
+                write_addresses(&mut w, addresses);
+            }
         }
         w.finish()
     }
@@ -198,6 +206,12 @@ impl Message {
             15 => Message::Offer(read_roster(r)?),
             16 => Message::Accept { epoch: r.u16()? },
             17 => Message::Begin { epoch: r.u16()? },
+            18 => Message::Admit(Admission {
+                rank: r.u32()?,
+                members: r.u32()?,
+                roster: read_roster(r)?,
+                addresses: r.list(read_address)?,
+            }),
             _ => return Err(Malformed),
         };
         reader.end()?;
@@ -253,6 +267,38 @@ pub struct Survivor {
 pub struct ListenAddress {
     pub ip: Option<IpAddr>,
     pub port: u16,
+}
+
+impl ListenAddress {
+    /// Addresses to gather from a rank.
+    pub fn to_bytes(addresses: &[ListenAddress]) -> Vec<u8> {
+        let mut writer = Writer::new();
+        write_addresses(&mut writer, addresses);
+        writer.finish()
+    }
+
+    /// Addresses that a rank has gathered.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Vec<ListenAddress>, Malformed> {
+        let mut outer = Reader::new(bytes);
+        let mut reader = Reader::new(outer.bytes()?);
+        outer.end()?;
+        let addresses = reader.list(read_address)?;
+        reader.end()?;
+        Ok(addresses)
+    }
+}
+
+/// A spare's place among the ranks of a job.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Admission {
+    /// Its number.
+    pub rank: u32,
+    /// Ranks of the world that takes it in: so many of the roster, its first ones.
+    pub members: u32,
+    /// Those ranks and all spares. From here on this is the newest world that each has agreed to.
+    pub roster: Roster,
+    /// Where each rank that the job has had listens.
+    pub addresses: Vec<ListenAddress>,
 }
 
 /// Reason why a guest is refused.
@@ -316,6 +362,11 @@ fn read_ip(r: &mut Reader) -> Result<Option<IpAddr>, Malformed> {
 fn write_address(w: &mut Writer, address: &ListenAddress) {
     write_ip(w, address.ip);
     w.u16(address.port);
+}
+
+fn write_addresses(w: &mut Writer, addresses: &[ListenAddress]) {
+    w.u32(addresses.len() as u32);
+    addresses.iter().for_each(|address| write_address(w, address));
 }
 
 fn read_address(r: &mut Reader) -> Result<ListenAddress, Malformed> {
@@ -587,6 +638,11 @@ mod tests {
             rosters().prop_map(Message::Offer),
             any::<u16>().prop_map(|epoch| Message::Accept { epoch }),
             any::<u16>().prop_map(|epoch| Message::Begin { epoch }),
+            (any::<u32>(), any::<u32>(), rosters(), prop::collection::vec(addresses(), 0..5)).prop_map(
+                |(rank, members, roster, addresses)| {
+                    Message::Admit(Admission { rank, members, roster, addresses })
+                }
+            ),
             Just(Message::Heartbeat),
             (any::<u64>(), ".{0,9}", any::<Vec<u8>>()).prop_map(|(ticket, key, value)| Message::Set {
                 ticket,

@@ -20,7 +20,7 @@ use crate::plan::{ExpertMap, Overflow, ReceiveMode, RowLayout, SumOrder};
 use crate::schedule::call_program::{Action, Part, Relays, StageId};
 use crate::topology::Route;
 use crate::world::{NicCounters, NoDmaBuf, NoGpuDirect, Registration};
-use crate::{Options, World};
+use crate::{Group, Options, World};
 
 mod counts;
 
@@ -48,6 +48,11 @@ fn on_devices(test: &str, seed: u64, card_writes: &str, body: impl FnOnce(Arc<St
 /// Each rank of a world over cards that signal like this, on a device of its own. The cards place
 /// writes in any order, unless signals are writes.
 fn on_cards(case: &Case, signal: SignalMode, body: impl Fn(&mut Rank<bf16>, u64) + Sync) {
+    on_cards_in_group(case, signal, |group, rank| body(rank, group.rank().into()));
+}
+
+/// The same, with the group of all ranks.
+fn on_cards_in_group(case: &Case, signal: SignalMode, body: impl Fn(&Group, &mut Rank<bf16>) + Sync) {
     let fabric = Fabric::new(&["card0", "card1"]);
     if signal != SignalMode::Write {
         fabric.shuffle();
@@ -58,7 +63,7 @@ fn on_cards(case: &Case, signal: SignalMode, body: impl Fn(&mut Rank<bf16>, u64)
     let options = Options { net: NetChoice::Verbs, stand_in, forecast: true, ..small() };
     on_ranks(&case.nodes, &options, |world: World| {
         let group = world.all().unwrap();
-        body(&mut Rank::new(&group, case), group.rank().into());
+        body(&group, &mut Rank::new(&group, case));
         group.gather(&[]).unwrap();
         let asked = |counters: NicCounters| (counters.requests, counters.packets, counters.bytes);
         assert_eq!(asked(world.nic_counters()), asked(world.nic_forecast()));

@@ -20,6 +20,7 @@ use std::time::{Duration, Instant};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use rustix::process::Signal;
+use sidelane::bootstrap::Timeouts;
 
 use crate::common::REBUILDS;
 use crate::network::Network;
@@ -171,6 +172,20 @@ fn of_two_ranks_that_only_reach_the_host_one_is_left_out() {
     job.hear_eviction(2).unwrap();
     let world = job.settle(3).unwrap().expect("three are left");
     assert_eq!(world.members, [0, 1, 3], "of two ranks with one cut each the higher one goes");
+}
+
+#[test]
+fn cut_that_heals_during_a_rebuild_leaves_no_rank_out() {
+    let Some(network) = Network::new(4) else { return };
+    let (size, faults) = (4, BTreeMap::new());
+    let mut job = Setup { size, at_least: 4, faults, network: Some(Arc::clone(&network)) }.join();
+    network.cut(1, 2);
+    job.break_connection(1, 2);
+    // All wait at rank 0 by then: ranks 1 and 2 have named each other.
+    job.hear_for(Timeouts::default().liveness * 3);
+    network.heal();
+    let world = job.converge().unwrap();
+    assert_eq!((world.members, job.errors()), (vec![0, 1, 2, 3], 0));
 }
 
 #[test]

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use rustix::process::Pid;
 
 use crate::error::{About, Result};
+use crate::leftovers;
 
 /// Controllers that limit a fault's resource.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,8 +75,21 @@ impl Hierarchy {
 fn group_name() -> String {
     use std::sync::atomic::{AtomicU32, Ordering};
     static COUNT: AtomicU32 = AtomicU32::new(0);
-    format!("sidelane-faults-{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed))
+    let count = COUNT.fetch_add(1, Ordering::Relaxed);
+    format!("{}{count}", leftovers::prefix(GROUP, std::process::id()))
 }
+
+/// Folders of all groups of this program, of every run.
+pub fn groups() -> Vec<PathBuf> {
+    let roots = [Controller::Pids, Controller::Memory].map(Hierarchy::of);
+    let entries = roots.into_iter().flatten().filter_map(|found| fs::read_dir(found.root).ok());
+    let folders = entries.flatten().flatten().map(|entry| entry.path());
+    let is_ours = |name: &std::ffi::OsStr| name.to_string_lossy().starts_with(GROUP);
+    folders.filter(|folder| folder.file_name().is_some_and(is_ours)).collect()
+}
+
+/// How the names of groups begin.
+pub const GROUP: &str = "sidelane-faults-";
 
 /// A group with one process. Dropping it lets the process go.
 #[derive(Debug)]
@@ -93,7 +107,9 @@ impl Group {
     /// [`Error::File`](crate::error::Error::File).
     pub fn limit(hierarchy: &Hierarchy, process: Pid, limit: u64) -> Result<Group> {
         let own = hierarchy.root.join(group_name());
+        let making = leftovers::making();
         fs::create_dir(&own).of_file(own.display().to_string())?;
+        drop(making);
         let group = Group { root: hierarchy.root.clone(), own, process };
         write(&group.own.join(hierarchy.limit), limit)?;
         write(&group.own.join("cgroup.procs"), process.as_raw_nonzero())?;

@@ -23,6 +23,35 @@ pub fn let_signals_interrupt() -> io::Result<()> {
     succeed(unsafe { libc::sigaction(STORM, &action, std::ptr::null_mut()) })
 }
 
+/// Keeps the signals that end a program from this thread and all that it starts: one thread takes
+/// them with [`await_end_signal`].
+pub fn block_end_signals() -> io::Result<()> {
+    // SAFETY: the set is a valid one of this function's, and the old mask is not asked for.
+    let failed = unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &end_signals(), std::ptr::null_mut()) };
+    if failed == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(failed)) }
+}
+
+/// Waits for a signal that ends a program. Returns its number.
+pub fn await_end_signal() -> io::Result<i32> {
+    let mut signal = 0;
+    // SAFETY: set and number live during the call.
+    let failed = unsafe { libc::sigwait(&end_signals(), &mut signal) };
+    if failed == 0 { Ok(signal) } else { Err(io::Error::from_raw_os_error(failed)) }
+}
+
+/// Those of Ctrl-C, of `kill`, and of a terminal that is closed.
+fn end_signals() -> libc::sigset_t {
+    // SAFETY: all bytes 0 are memory for a set, which is emptied before it is used.
+    let mut signals: libc::sigset_t = unsafe { std::mem::zeroed() };
+    // SAFETY: the set lives during the call.
+    unsafe { libc::sigemptyset(&mut signals) };
+    for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
+        // SAFETY: the set lives during the call, and the signal exists.
+        unsafe { libc::sigaddset(&mut signals, signal) };
+    }
+    signals
+}
+
 /// Sends a signal of a storm to one thread of a process.
 pub fn interrupt(process: Pid, thread: Pid) -> io::Result<()> {
     let (process, thread) = (process.as_raw_nonzero().get(), thread.as_raw_nonzero().get());

@@ -24,22 +24,22 @@ const GUST: Duration = Duration::from_micros(500);
 pub struct Machine {
     /// Whether it has a NIC.
     pub has_nic: bool,
+    /// Why it has no network of namespaces.
+    no_wire: Option<String>,
     pids: Option<Hierarchy>,
     memory: Option<Hierarchy>,
 }
 
 impl Machine {
     /// This machine.
-    ///
-    /// # Errors
-    /// [`Error::Tool`], [`Error::File`] where root lacks what networks of namespaces need.
-    pub fn probe() -> Result<Machine> {
-        if geteuid().is_root() {
-            wire::probe()?;
-        }
+    pub fn probe() -> Machine {
+        let no_wire = match geteuid().is_root() {
+            true => wire::probe().err().map(|error| error.to_string()),
+            false => Some("network namespaces need root".to_owned()),
+        };
         let has_nic = fs::read_dir("/sys/class/infiniband").is_ok_and(|mut nics| nics.next().is_some());
         let [pids, memory] = [Controller::Pids, Controller::Memory].map(Hierarchy::of);
-        Ok(Machine { has_nic, pids, memory })
+        Machine { has_nic, no_wire, pids, memory }
     }
 
     /// Why a fault cannot be made here.
@@ -47,7 +47,7 @@ impl Machine {
         let missing = match fault {
             Fault::NoThread if self.pids.is_none() => "no writable cgroup with the controller pids",
             Fault::Memory if self.memory.is_none() => "no writable cgroup with the controller memory",
-            fault if fault.is_of_wire() && !geteuid().is_root() => "network namespaces need root",
+            fault if fault.is_of_wire() => return self.no_wire.clone(),
             _ => return None,
         };
         Some(missing.to_owned())

@@ -58,17 +58,18 @@ pub struct Job {
     heard: Receiver<Heard>,
     tell: Sender<Heard>,
     wire: Option<Arc<Wire>>,
+    liveness: Duration,
 }
 
 impl Job {
     /// A process for each of these nodes, which are machines if there is a wire. All wait for
-    /// commands.
+    /// commands. A rank of theirs is lost if it is silent for as long as `liveness`.
     ///
     /// # Errors
     /// [`Error::NotReady`], [`Error::System`].
-    pub fn start(nodes: &[u32], wire: Option<Arc<Wire>>) -> Result<Job> {
+    pub fn start(nodes: &[u32], wire: Option<Arc<Wire>>, liveness: Duration) -> Result<Job> {
         let (tell, heard) = channel();
-        let mut job = Job { processes: BTreeMap::new(), started: 0, heard, tell, wire };
+        let mut job = Job { processes: BTreeMap::new(), started: 0, heard, tell, wire, liveness };
         for &node in nodes {
             job.add(node)?;
         }
@@ -117,6 +118,7 @@ impl Job {
             .env("SIDELANE_HEAP", "8M")
             .env("SIDELANE_SYMMETRIC", "4M")
             .env("SIDELANE_RENDEZVOUS_MS", RENDEZVOUS.as_millis().to_string())
+            .env("SIDELANE_LIVENESS_MS", self.liveness.as_millis().to_string())
             .env("SIDELANE_DEADLINE_MS", DEADLINE.as_millis().to_string())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -152,6 +154,11 @@ impl Job {
             Seat { rank: rank as u32, size, local_rank, local_size, job: job.clone(), master, port, lane }
         };
         nodes.iter().enumerate().map(seat).collect()
+    }
+
+    /// The silence after which a rank is lost.
+    pub fn liveness(&self) -> Duration {
+        self.liveness
     }
 
     /// The wire between its machines.

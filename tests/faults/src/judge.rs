@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use rand::RngExt;
 use serde::Serialize;
 
-use crate::cell::{Cell, Fault, Lane, Phase};
+use crate::cell::{Cell, Lane, Phase};
 use crate::error::{Error, Result};
 use crate::inject::Machine;
 use crate::job::Job;
@@ -15,9 +15,18 @@ use crate::trial::{Judged, Strike, Trial};
 use crate::wire::Wire;
 
 /// Ranks of a world.
-const SIZE: usize = 4;
+pub const SIZE: usize = 4;
 /// The fault strikes so long after the phase runs, at most: at any moment of a step.
 const LATEST_MS: u64 = 40;
+
+/// Choices of the caller that hold for all cells.
+#[derive(Clone, Copy, Debug)]
+pub struct Rules {
+    /// The rank that is struck, if chance does not draw it.
+    pub victim: Option<u32>,
+    /// The silence after which a rank is lost.
+    pub liveness: Duration,
+}
 
 /// What came of a cell.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -67,7 +76,7 @@ pub struct Outcome {
 ///
 /// # Errors
 /// [`Error`] where the fault cannot be made.
-pub fn judge(cell: Cell, machine: &Machine, seed: u64) -> Result<Outcome> {
+pub fn judge(cell: Cell, machine: &Machine, seed: u64, rules: &Rules) -> Result<Outcome> {
     let began = Instant::now();
     let outcome = |verdict, note| Outcome {
         cell,
@@ -81,13 +90,12 @@ pub fn judge(cell: Cell, machine: &Machine, seed: u64) -> Result<Outcome> {
         return Ok(outcome(Verdict::NotApplicable, why));
     }
     let mut rng = cell.rng(seed);
-    // A host of the rendezvous that gets no descriptor names the ranks that it cannot let in.
-    let hosts = cell.fault != Fault::Emfile || cell.phase != Phase::Bootstrap;
-    let victim = rng.random_range(usize::from(!hosts)..SIZE);
+    let drawn = rng.random_range(0..SIZE);
+    let victim = rules.victim.map_or(drawn, |victim| victim as usize);
     let pause = Duration::from_micros(rng.random_range(0..LATEST_MS * 1000));
     let wire = cell.fault.is_of_wire().then(|| Wire::new(rng.random())).transpose()?.map(Arc::new);
     let strike = Strike { fault: cell.fault, phase: cell.phase, victim, pause, steps: None };
-    let seen = run(cell, strike, machine, wire.clone());
+    let seen = run(cell, strike, machine, wire.clone(), rules.liveness);
     let of_wire = wire.as_ref().map_or(String::new(), |wire| format!("; {}", wire.counts()));
     let victim = wire.is_none().then_some(victim as u32);
     match seen {
@@ -108,9 +116,10 @@ fn run(
     strike: Strike,
     machine: &Machine,
     wire: Option<Arc<Wire>>,
+    liveness: Duration,
 ) -> Result<std::result::Result<Judged, String>> {
     let nodes = if cell.lane == Lane::Shm { [0; SIZE] } else { [0, 0, 1, 1] };
-    let mut job = Job::start(&nodes, wire)?;
+    let mut job = Job::start(&nodes, wire, liveness)?;
     let mut trial = Trial::seat(&mut job, (0..SIZE).collect(), cell.lane, cell.phase != Phase::Bootstrap)?;
     let judged = trial.strike(&strike, machine)?;
     Ok(judged.map_err(|wrong| {

@@ -7,6 +7,7 @@
 //!   inject    the faults, from outside of the ranks: signals, limits, control groups, the wire
 //!   wire      two machines that are network namespaces, and what lies between them
 //!   job       ranks as processes; rank: what they do
+//!   leftovers of this program in the kernel: removed when a signal ends it, and those of dead runs
 //!   soak      random worlds, layers, faults and rebuilds in the same processes, for as long as one wants
 //!   report    tables, JSON
 //! ```
@@ -18,6 +19,7 @@ mod ffi;
 mod inject;
 mod job;
 mod judge;
+mod leftovers;
 #[path = "../../support/processes.rs"]
 #[allow(dead_code, reason = "tests use the rest of it")]
 mod processes;
@@ -38,6 +40,8 @@ use clap::{Args, Parser, Subcommand};
 use cell::{Cell, Fault, Lane, Phase};
 use error::Result;
 use inject::Machine;
+use judge::Rules;
+use protocol::{LIVENESS, LONGEST_LIVENESS};
 use report::Report;
 
 /// Strike ranks and wires with faults, and check that each is named in time or survived to the bit.
@@ -78,6 +82,14 @@ struct Matrix {
     /// Seed of victims, moments, lost packets and samples [default: another one in each run]
     #[arg(long)]
     seed: Option<u64>,
+    /// Strike this rank [default: drawn by the seed]
+    #[arg(long, value_name = "RANK", value_parser = clap::value_parser!(u32).range(..judge::SIZE as i64))]
+    victim: Option<u32>,
+    /// A rank is lost that is silent for so long. On a machine with much other work more than the
+    /// default keeps ranks apart that only lack a core
+    #[arg(long, value_name = "MILLISECONDS", default_value_t = LIVENESS.as_millis() as u64,
+          value_parser = clap::value_parser!(u64).range(1000..=LONGEST_LIVENESS.as_millis() as u64))]
+    liveness_ms: u64,
     /// Write the report as JSON
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
@@ -91,6 +103,13 @@ fn names() -> clap::builder::PossibleValuesParser {
 
 fn main() -> ExitCode {
     let Cli { command, matrix } = Cli::parse();
+    if !matches!(command, Some(Command::Rank)) {
+        leftovers::remove_of_dead_runs();
+        if let Err(error) = leftovers::remove_on_signals() {
+            eprintln!("faults: {error}");
+            return ExitCode::from(2);
+        }
+    }
     let right = match command {
         Some(Command::Rank) => rank::serve().map(|()| true),
         Some(Command::Soak(soak)) => soak.run(),
@@ -109,7 +128,8 @@ fn main() -> ExitCode {
 /// Runs cells, one after another. True if none is wrong.
 fn run(matrix: &Matrix) -> Result<bool> {
     let (began, seed) = (Instant::now(), matrix.seed.unwrap_or_else(cell::fresh_seed));
-    let machine = Machine::probe()?;
+    let rules = Rules { victim: matrix.victim, liveness: Duration::from_millis(matrix.liveness_ms) };
+    let machine = Machine::probe();
     let mut cells = Cell::chosen(&matrix.only)?;
     if let Some(count) = matrix.sample {
         cells.retain(|cell| cell.why_not(&machine).is_none());
@@ -122,7 +142,7 @@ fn run(matrix: &Matrix) -> Result<bool> {
             break;
         }
         bar.set_message(cell.to_string());
-        let outcome = judge::judge(cell, &machine, seed)?;
+        let outcome = judge::judge(cell, &machine, seed, &rules)?;
         if outcome.verdict != judge::Verdict::NotApplicable {
             bar.suspend(|| println!("{}", report::line(&outcome)));
         }

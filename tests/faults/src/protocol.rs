@@ -13,8 +13,20 @@ pub const RENDEZVOUS: Duration = Duration::from_secs(6);
 /// Time to wait for a live but silent rank (`SIDELANE_DEADLINE_MS`).
 pub const DEADLINE: Duration = Duration::from_secs(6);
 
-/// A rank that ended or stands still is named within this time.
-pub const LIVENESS: Duration = Duration::from_secs(2);
+/// A rank that sends nothing for so long is lost, unless the caller chooses another limit: the
+/// library's default.
+pub const LIVENESS: Duration = Duration::from_millis(1750);
+/// Time of one rebuild.
+pub const REBUILD: Duration = Duration::from_secs(10);
+/// The longest limit that a run can have: a rebuild waits for two and a half times as long for
+/// ranks that do not come.
+pub const LONGEST_LIVENESS: Duration = REBUILD.checked_div(3).expect("three is not zero");
+
+/// A rank that ended or stands still is named within this time: the coordinator, which every rank
+/// hears, sends at each heartbeat of 250 ms.
+pub fn named_within(liveness: Duration) -> Duration {
+    liveness + Duration::from_millis(250)
+}
 /// Attempts of a rebuild: the library asks for another one when a rank is lost meanwhile.
 pub const ATTEMPTS: u32 = 4;
 
@@ -105,6 +117,9 @@ pub struct Failure {
     pub kind: String,
     /// Ranks that it names.
     pub names: Vec<u32>,
+    /// Whether it is about two ranks: both ends of a connection, or a rank and the one that it
+    /// waits for.
+    pub pair: bool,
     /// Its message.
     pub text: String,
 }
@@ -112,7 +127,8 @@ pub struct Failure {
 impl From<&Error> for Failure {
     /// Every error of the library is data: ranks lie in fields of these names.
     fn from(error: &Error) -> Self {
-        let mut failure = Failure { kind: "Error".to_owned(), names: Vec::new(), text: error.to_string() };
+        let (kind, text) = ("Error".to_owned(), error.to_string());
+        let mut failure = Failure { kind, names: Vec::new(), pair: false, text };
         if let Ok(value) = serde_json::to_value(error) {
             failure.read(&value);
         }
@@ -131,6 +147,8 @@ impl Failure {
         match value {
             Value::String(name) => self.kind.clone_from(name),
             Value::Object(fields) => {
+                let of_pair = |name: &&str| fields.contains_key(*name);
+                self.pair |= ["rank", "peer", "by"].into_iter().filter(of_pair).count() == 2;
                 for (name, value) in fields {
                     if name.starts_with(char::is_uppercase) {
                         self.kind.clone_from(name);
@@ -152,12 +170,19 @@ impl Failure {
         }
     }
 
-    /// The time that the design gives until such an error.
-    pub fn bound(&self) -> Duration {
+    /// Whether these ranks are guilty by this error, and no other is blamed: it names one of them,
+    /// and besides them at most the other end of a pair.
+    pub fn blames_only(&self, guilty: &[u32]) -> bool {
+        let innocent = self.names.iter().filter(|name| !guilty.contains(name)).count();
+        innocent < self.names.len() && innocent <= usize::from(self.pair)
+    }
+
+    /// The time that the design gives until such an error, where ranks are silent after this time.
+    pub fn bound(&self, liveness: Duration) -> Duration {
         match self.kind.as_str() {
             "Stalled" => DEADLINE,
             "Deadline" | "NoRendezvous" | "NoConnection" | "Cancelled" => DEADLINE.max(RENDEZVOUS),
-            _ => LIVENESS,
+            _ => named_within(liveness),
         }
     }
 }
@@ -171,6 +196,23 @@ mod tests {
     fn named(error: impl Into<Error>) -> (String, Vec<u32>) {
         let failure = Failure::from(&error.into());
         (failure.kind, failure.names)
+    }
+
+    #[test]
+    fn innocent_rank_is_named_only_as_the_other_end_of_a_pair() {
+        let late = |missing| BootstrapError::Deadline {
+            step: "meet".to_owned(),
+            missing,
+            waited: DEADLINE,
+            refused: None,
+        };
+        let blames = |error: Error| Failure::from(&error).blames_only(&[2]);
+        assert!(blames(late(vec![2]).into()) && !blames(late(vec![1, 2]).into()));
+        assert!(!blames(late(vec![]).into()), "it names none");
+        assert!(blames(Cause::Connection { rank: 2, by: 1 }.into()));
+        assert!(blames(Cause::Connection { rank: 0, by: 2 }.into()));
+        assert!(!blames(Cause::Connection { rank: 0, by: 1 }.into()));
+        assert!(!blames(Cause::Cancelled { by: 1 }.into()));
     }
 
     #[test]

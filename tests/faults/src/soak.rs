@@ -22,6 +22,7 @@ use crate::cell::{self, Fault, Lane, Phase};
 use crate::error::{About, Error, Result};
 use crate::inject::{self, Machine};
 use crate::job::Job;
+use crate::protocol::LIVENESS;
 use crate::trial::{Strike, Trial};
 
 /// Version of the JSON.
@@ -107,9 +108,9 @@ impl Soak {
         let seed = self.seed.unwrap_or_else(cell::fresh_seed);
         println!("seed {seed}: --seed {seed} repeats all choices");
         let mut crew = Crew {
-            job: Job::start(&NODES, None)?,
+            job: Job::start(&NODES, None, LIVENESS)?,
             places: (0..NODES.len()).collect(),
-            machine: Machine::probe()?,
+            machine: Machine::probe(),
             rng: ChaCha8Rng::seed_from_u64(seed),
             report: Report {
                 schema: SCHEMA,

@@ -15,7 +15,7 @@ use crate::error::Result;
 use crate::inject::{Active, Machine};
 use crate::job::{Heard, Job, News};
 use crate::judge::Verdict;
-use crate::protocol::{ATTEMPTS, Command, Failure, LIVENESS, Report};
+use crate::protocol::{ATTEMPTS, Command, Failure, Report, named_within};
 
 /// A rank without any news for so long hangs.
 const HANG: Duration = Duration::from_secs(40);
@@ -301,14 +301,17 @@ impl<'j> Trial<'j> {
             }
             false => vec![strike.victim as u32],
         };
-        if !failure.names.iter().any(|name| guilty.contains(name)) {
-            return Err(format!("rank {rank} names {:?}, not {guilty:?}: {}", failure.names, failure.text));
+        if !failure.blames_only(&guilty) {
+            let text = &failure.text;
+            return Err(format!("rank {rank} names {:?}, not only {guilty:?}: {text}", failure.names));
         }
         // In rebuilds a rank reports the failure of its last attempt.
         let attempts = if strike.phase == Phase::Rebuild { ATTEMPTS } else { 1 };
         // A rank that is lost from a world is missed by its silence, whatever the error.
         let in_world = !matches!(strike.phase, Phase::Bootstrap | Phase::Rebuild);
-        let bound = if strike.fault.is_fatal() && in_world { LIVENESS } else { failure.bound() };
+        let liveness = self.job.liveness();
+        let of_world = strike.fault.is_fatal() && in_world;
+        let bound = if of_world { named_within(liveness) } else { failure.bound(liveness) };
         if took > bound * attempts + SLACK {
             return Err(format!("rank {rank} took {:.1} s: {}", took.as_secs_f64(), failure.text));
         }

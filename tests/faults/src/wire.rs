@@ -27,11 +27,13 @@ use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 use crate::cell::Fault;
 use crate::error::{About, Error, Result};
-use crate::ffi;
+use crate::{ffi, leftovers};
 
 /// Device of a machine.
 const DEVICE: &str = "wire";
 const TUN: &str = "/dev/net/tun";
+/// How the names of namespaces begin.
+pub const NAMESPACE: &str = "faults";
 /// The longest time without a look whether the wire is taken down.
 const LOOK: Duration = Duration::from_millis(50);
 /// Bytes of a frame.
@@ -96,7 +98,8 @@ impl Wire {
     /// [`Error`], where the kernel refuses a part.
     pub fn new(seed: u64) -> Result<Wire> {
         static COUNT: AtomicU32 = AtomicU32::new(0);
-        let name = format!("faults{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
+        let count = COUNT.fetch_add(1, Ordering::Relaxed);
+        let name = format!("{}{count}", leftovers::prefix(NAMESPACE, std::process::id()));
         let mut wire = Wire {
             name,
             trouble: Arc::default(),
@@ -149,7 +152,9 @@ impl Wire {
     /// Makes a machine and its device. The device lives as long as the file.
     fn plug(&self, machine: u32) -> Result<File> {
         let namespace = self.namespace(machine);
+        let making = leftovers::making();
         ip(&format!("netns add {namespace}"))?;
+        drop(making);
         ip(&format!("-n {namespace} link set lo up"))?;
         let path = format!("/run/netns/{namespace}");
         let inside = File::open(&path).of_file(path)?;
@@ -174,8 +179,7 @@ impl Drop for Wire {
         self.over.store(true, Ordering::Release);
         let _ = self.carrier.take().map(JoinHandle::join);
         for machine in 0..2 {
-            // One that was never made is not there.
-            let _ = ip(&format!("netns del {}", self.namespace(machine)));
+            remove(&self.namespace(machine));
         }
     }
 }
@@ -245,6 +249,17 @@ impl Carrier {
             self.queues[from].pop_front();
         }
     }
+}
+
+/// Names of all namespaces of this machine.
+pub fn namespaces() -> Vec<String> {
+    let listed = std::fs::read_dir("/run/netns").into_iter().flatten().flatten();
+    listed.filter_map(|entry| entry.file_name().into_string().ok()).collect()
+}
+
+/// Removes a namespace. One that was never made is not there.
+pub fn remove(namespace: &str) {
+    let _ = ip(&format!("netns del {namespace}"));
 }
 
 /// Runs `ip` with these words.

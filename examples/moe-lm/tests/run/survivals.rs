@@ -34,14 +34,16 @@ fn changing(settings: &Settings, changes: &[(usize, usize)]) -> Outcome {
     finish(Trainer::new(*settings, ranks, batches(settings)))
 }
 
-/// All steps, without ranks that are lost.
-fn go_on(mut trainer: Trainer<Parallel>) -> Outcome {
-    while trainer.steps() < trainer.settings.steps {
-        if let Err(error) = trainer.step() {
-            Parallel::recover(&mut trainer, error).unwrap();
+/// Steps up to this one, without ranks that are lost. Ranks leave after some of them. All meet
+/// before: a step that has ended on one rank may still go on at another.
+fn go_on(trainer: &mut Trainer<Parallel>, last: usize, leaves: &[Option<usize>]) {
+    while trainer.steps() < last {
+        match trainer.step() {
+            Ok(_) if leaves.contains(&Some(trainer.steps())) => drop(trainer.ranks.gather(&[]).unwrap()),
+            Ok(_) => {}
+            Err(error) => Parallel::recover(trainer, error).unwrap(),
         }
     }
-    finish(trainer)
 }
 
 #[test]
@@ -51,21 +53,33 @@ fn survivors_learn_what_a_run_learns_that_changes_its_ranks_at_the_same_steps() 
         // Rank 2 is lost, and then the first: of those that are left, that had a copy of no rank's.
         let leaves = [Some(5), None, Some(2), None];
         let expected = changing(&settings, &[(2, 3), (5, 2)]);
-        let outcomes = on_each_rank(&settings, SURVIVING, |rank, mut trainer| match leaves[rank] {
-            None => Some(go_on(trainer)),
-            Some(last) => {
-                while trainer.steps() < last {
-                    if let Err(error) = trainer.step() {
-                        Parallel::recover(&mut trainer, error).unwrap();
-                    }
-                }
-                None
-            }
+        let outcomes = on_each_rank(&settings, SURVIVING, |rank, mut trainer| {
+            go_on(&mut trainer, leaves[rank].unwrap_or(settings.steps), &leaves);
+            leaves[rank].is_none().then(|| finish(trainer))
         });
         let survivors: Vec<Outcome> = outcomes.into_iter().flatten().collect();
         assert_eq!(survivors.len(), 2);
         survivors.iter().for_each(|rank| assert_same_bits(rank, &expected));
     }
+}
+
+#[test]
+fn second_loss_before_the_next_step_costs_no_expert() {
+    let settings = settings(4, 4);
+    let expected = changing(&settings, &[(2, 2)]);
+    let outcomes = on_each_rank(&settings, SURVIVING, |rank, mut trainer| {
+        go_on(&mut trainer, 2, &[Some(2)]);
+        for lost in [3, 1] {
+            if rank == lost {
+                return None;
+            }
+            let error = trainer.ranks.gather(&[]).unwrap_err();
+            Parallel::recover(&mut trainer, error).unwrap();
+        }
+        Some(finish(trainer))
+    });
+    assert_eq!(outcomes.iter().flatten().count(), 2);
+    outcomes.iter().flatten().for_each(|rank| assert_same_bits(rank, &expected));
 }
 
 #[test]
@@ -79,6 +93,7 @@ fn ranks_that_are_a_step_ahead_of_another_survivor_go_back() {
             trainer.step().unwrap();
         }
         trainer.judge().unwrap();
+        trainer.ranks.gather(&[]).unwrap();
         if rank == 3 {
             return None;
         }
@@ -98,6 +113,7 @@ fn ranks_that_are_a_step_ahead_of_another_survivor_go_back() {
 fn experts_that_are_lost_with_their_copy_are_named_on_all_ranks() {
     let refused = on_each_rank(&settings(5, 5), SURVIVING, |rank, mut trainer| {
         trainer.step().unwrap();
+        trainer.ranks.gather(&[]).unwrap();
         if [1, 2].contains(&rank) {
             return None;
         }

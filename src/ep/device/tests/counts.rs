@@ -1,7 +1,7 @@
 //! Counts of the time model against those of what the fake driver carries out: all copies, batches,
 //! words and kernels of a call, of every stream, and messages of the net.
 
-use std::sync::{Barrier, Mutex};
+use std::sync::Mutex;
 
 use half::bf16;
 use sidelane_model::time::{Case as Timed, Hardware, Placed, RankWork, Timing};
@@ -9,14 +9,14 @@ use stand_in_cuda::{Counters, StandIn};
 
 use super::rank::{Case, Input, Rank, call, target};
 use super::support::{on_ranks, small, tokens};
-use super::{on_cards, on_devices};
+use super::{on_cards_in_group, on_devices};
 use crate::ep::{Report, Tensor};
 use crate::exec::EnqueueCounts;
 use crate::gate::Routing;
 use crate::lane::SignalMode;
 use crate::plan::RowLayout;
 use crate::topology::Route;
-use crate::{Dtype, World};
+use crate::{Dtype, Group, World};
 
 const SEED: u64 = 0x51de_1a7e;
 
@@ -53,17 +53,12 @@ fn modeled(case: &Case) -> [Timing; 3] {
     [placed.dispatch(), placed.combine(), placed.combine_backward()]
 }
 
-/// All ranks of a case.
-struct Ranks {
-    all: Barrier,
-    /// Messages and their bytes that all have sent: in their dispatch, and in their combine.
-    sent: Mutex<[[u64; 2]; 2]>,
-}
+/// Messages and their bytes that all ranks have sent: in their dispatch, and in their combine.
+type Sent = Mutex<[[u64; 2]; 2]>;
 
-impl Ranks {
-    fn of(case: &Case) -> Self {
-        Ranks { all: Barrier::new(case.nodes.len()), sent: Mutex::default() }
-    }
+/// Waits for all ranks. Fails once one has panicked: its world ends with its thread.
+fn meet(group: &Group) {
+    group.gather(&[]).unwrap();
 }
 
 /// Work of the fake driver in a call.
@@ -99,12 +94,12 @@ impl Work {
 }
 
 /// Makes a call at all ranks; what the fake driver did meanwhile.
-fn counted<T>(all: &Barrier, rank: &mut Rank<bf16>, body: impl FnOnce(&mut Rank<bf16>) -> T) -> (T, Work) {
+fn counted<T>(group: &Group, rank: &mut Rank<bf16>, body: impl FnOnce(&mut Rank<bf16>) -> T) -> (T, Work) {
     let settled = |rank: &Rank<bf16>| {
         rank.stream.synchronize().unwrap();
-        all.wait();
+        meet(group);
         let counters = StandIn::loaded().unwrap().counters();
-        all.wait();
+        meet(group);
         counters
     };
     let before = settled(rank);
@@ -119,22 +114,22 @@ fn messages(report: &Report) -> [u64; 2] {
 }
 
 /// Compares a dispatch, its combine, and the gradient of that.
-fn compare(case: &Case, Ranks { all, sent }: &Ranks, rank: &mut Rank<bf16>, me: u64) {
+fn compare(case: &Case, sent: &Sent, group: &Group, rank: &mut Rank<bf16>) {
     let title = format!("{:?} {:?} {:?} seed {SEED:#x}", case.nodes, case.layout, case.route);
     let [dispatch, combine, gradient] = modeled(case);
-    let tensors = rank.put(&input(case, me));
-    let ((rows, handle), seen) = counted(all, rank, |rank| {
+    let tensors = rank.put(&input(case, group.rank().into()));
+    let ((rows, handle), seen) = counted(group, rank, |rank| {
         let (x, choices) = call::<bf16>(&tensors);
         rank.planned.dispatch(x, choices).unwrap()
     });
     assert_eq!(seen, Work::modeled(&dispatch.total), "dispatch, {title}");
     let y = handle.output().unwrap();
     let out = rank.out.part(tensors[0].len());
-    let ((), seen) = counted(all, rank, |rank| {
+    let ((), seen) = counted(group, rank, |rank| {
         rank.planned.combine_into(y, &handle, target::<bf16>(&out)).unwrap();
     });
     assert_eq!(seen, Work::modeled(&combine.total), "combine, {title}");
-    let (back, seen) = counted(all, rank, |rank| {
+    let (back, seen) = counted(group, rank, |rank| {
         let gradients = Tensor::device(&tensors[0], Dtype::Bf16);
         rank.planned.combine_backward_into(gradients, &handle, None).unwrap()
     });
@@ -144,11 +139,11 @@ fn compare(case: &Case, Ranks { all, sent }: &Ranks, rank: &mut Rank<bf16>, me: 
         let [count, bytes] = messages(report);
         (sum[0], sum[1]) = (sum[0] + count, sum[1] + bytes);
     }
-    all.wait();
+    meet(group);
     let modeled = [dispatch.total, combine.total].map(|work| [work.messages, work.inter_node_bytes]);
     assert_eq!(*sent.lock().unwrap(), modeled, "messages of dispatch and combine, {title}");
     drop((rows, back));
-    all.wait();
+    meet(group);
 }
 
 #[test]
@@ -156,10 +151,10 @@ fn on_one_node_the_model_counts_what_the_driver_carries_out() {
     on_devices("counts::on_one_node_the_model_counts_what_the_driver_carries_out", 21, "ordered", |_| {
         for layout in RowLayout::ALL {
             let case = Case { layout, ..Case::new(4, 8, 3) };
-            let ranks = Ranks::of(&case);
+            let sent = Sent::default();
             on_ranks(&case.nodes, &small(), |world: World| {
                 let group = world.all().unwrap();
-                compare(&case, &ranks, &mut Rank::new(&group, &case), group.rank().into());
+                compare(&case, &sent, &group, &mut Rank::new(&group, &case));
             });
         }
     });
@@ -171,8 +166,8 @@ fn between_nodes_the_model_counts_what_driver_and_net_carry_out() {
         for (layout, route) in RowLayout::ALL.into_iter().flat_map(|l| Route::ALL.map(|r| (l, r))) {
             for nodes in [&[0, 0, 1, 1][..], &[0, 0, 0, 1, 1, 1]] {
                 let case = Case { layout, route, ..Case::across(nodes, 12, 3) };
-                let ranks = Ranks::of(&case);
-                on_cards(&case, SignalMode::Write, |rank, me| compare(&case, &ranks, rank, me));
+                let sent = Sent::default();
+                on_cards_in_group(&case, SignalMode::Write, |group, rank| compare(&case, &sent, group, rank));
             }
         }
     });

@@ -1,7 +1,6 @@
 //! The phases of a world, step by step.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use sidelane::bootstrap::{Identity, Launcher, Secret};
 use sidelane::collective::Communicator;
@@ -13,10 +12,8 @@ use sidelane::{Error, ExpertParallel, Options, World};
 use super::tensors::{Calls, compare};
 use super::{Progress, say};
 use crate::cell::Phase;
-use crate::protocol::{ATTEMPTS, Failure, Report, Seat};
+use crate::protocol::{ATTEMPTS, Failure, REBUILD, Report, Seat};
 
-/// Time of one rebuild.
-const REBUILD: Duration = Duration::from_secs(10);
 /// Ports of a rendezvous.
 const PORTS: u16 = 16;
 
