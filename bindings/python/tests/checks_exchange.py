@@ -261,7 +261,9 @@ def check_the_report_is_what_moved(world):
 
 
 def check_what_is_dropped_in_any_order_comes_back(world):
-    """Python's collector is of one process: rows, handles, buffers and layers go in another order on each rank."""
+    """Python's collector is of one process: rows, handles, buffers and layers go in another order
+    on each rank.
+    """
     import gc
     import random
 
