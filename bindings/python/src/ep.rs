@@ -278,7 +278,7 @@ impl ExpertParallel {
     ) -> PyResult<Bound<'py, PyAny>> {
         let (sent, call) = (self.instance.shape.sent, (CallKind::CachedDispatch, handle));
         let tokens = match self.instance.follow(py).and_then(|()| self.instance.sent(x)) {
-            Ok((tokens, _)) => tokens,
+            Ok(tokens) => tokens,
             Err(error) => return Err(self.instance.refuse(py, call.0, Some(handle), error)),
         };
         let done = self

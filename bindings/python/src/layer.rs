@@ -88,6 +88,8 @@ pub struct MoeLayer {
     cell: Arc<LendingCell<LayerAt>>,
     place: Place,
     dtype: Dtype,
+    /// Whether the caller has said it.
+    dtype_given: bool,
     #[pyo3(get)]
     rank: u32,
     #[pyo3(get)]
@@ -165,6 +167,7 @@ impl MoeLayer {
     ) -> PyResult<Self> {
         let group = group_of(group)?;
         let (open_world, members) = (group.get().open_world(), group.get().get()?);
+        let dtype_given = dtype.is_some();
         let set = || {
             let dtype = dtype.map_or(Ok(Dtype::Bf16), settings::dtype)?;
             let gate = config_of(gate)?;
@@ -208,7 +211,8 @@ impl MoeLayer {
             Some(on) => Place::Device(Lender::new(&on)),
         };
         let (rank, size) = (members.rank(), members.size());
-        Ok(MoeLayer { open_world: Arc::clone(open_world), cell, place, dtype, rank, size, hidden, shapes })
+        let open_world = Arc::clone(open_world);
+        Ok(MoeLayer { open_world, cell, place, dtype, dtype_given, rank, size, hidden, shapes })
     }
 
     /// Where its tensors lie: "host", or "cuda:" and a number.
@@ -362,6 +366,7 @@ impl MoeLayer {
     /// Rows of this layer.
     fn rows(&self, rows: &Bound<'_, PyAny>, what: &'static str) -> PyResult<Rows> {
         let rows = self.place.borrow(rows, what)?.columns(self.hidden)?.rows()?;
+        rows.check_default(self.dtype, self.dtype_given)?;
         if rows.dtype != self.dtype {
             return Err(raise(PlanError::WrongDtype { what, seen: rows.dtype, expected: self.dtype }));
         }
