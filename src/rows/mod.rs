@@ -242,7 +242,7 @@ impl RowKernels {
     ///
     /// [`PlanError::WrongShape`] if `rows` is not `[n, hidden]` or `records` not
     /// `[n, shape.bytes()]`: then nothing is written.
-    pub fn quantise(
+    pub fn quantize(
         &self,
         dtype: Arithmetic,
         shape: Fp8RowShape,
@@ -251,7 +251,7 @@ impl RowKernels {
     ) -> Result<(), PlanError> {
         check_records(dtype, shape, rows.len(), records.len())?;
         // SAFETY: the kernel reads and writes within the slices.
-        unsafe { self.run(fp8::Quantise { dtype, shape, rows, records }) };
+        unsafe { self.run(fp8::Quantize { dtype, shape, rows, records }) };
         Ok(())
     }
 
@@ -260,8 +260,8 @@ impl RowKernels {
     ///
     /// # Errors
     ///
-    /// As [`RowKernels::quantise`].
-    pub fn dequantise(
+    /// As [`RowKernels::quantize`].
+    pub fn dequantize(
         &self,
         dtype: Arithmetic,
         shape: Fp8RowShape,
@@ -270,7 +270,7 @@ impl RowKernels {
     ) -> Result<(), PlanError> {
         check_records(dtype, shape, rows.len(), records.len())?;
         // SAFETY: the kernel reads and writes within the slices.
-        unsafe { self.run(fp8::Dequantise { dtype, shape, records, rows }) };
+        unsafe { self.run(fp8::Dequantize { dtype, shape, records, rows }) };
         Ok(())
     }
 

@@ -135,7 +135,7 @@ impl MoeLayer {
     /// `shared` [experts, 3 * hidden * ffn].
     #[new]
     #[pyo3(signature = (
-        group, gate, *, hidden, experts, router=None, shared=None, dtype=None, expert_map=None, order="expert",
+        group, gate, *, hidden, experts, router=None, shared=None, dtype=None, expert_map=None, sum_order="expert",
         route="direct", align=1, max_tokens=4096, balance=None, z_loss=None, chunks=1, overlap=true, device=None,
         stream=None, tapes=1, products="own", device_heap=None, max_blocks=None
     ))]
@@ -150,7 +150,7 @@ impl MoeLayer {
         shared: Option<&Bound<'_, PyAny>>,
         dtype: Option<&Bound<'_, PyAny>>,
         expert_map: Option<Vec<Vec<u32>>>,
-        order: &str,
+        sum_order: &str,
         route: &str,
         align: u32,
         max_tokens: u32,
@@ -181,8 +181,9 @@ impl MoeLayer {
             let map = expert_map.map(|held| map(Some(gate.experts), &held)).transpose()?;
             let balance = balance.map(balance_of).transpose()?;
             let builder = HostMoeLayer::builder(&members, gate, hidden, routed).dtype(dtype);
-            let builder =
-                builder.order(settings::word("order", order)?).route(settings::word("route", route)?);
+            let builder = builder
+                .sum_order(settings::word("sum_order", sum_order)?)
+                .route(settings::word("route", route)?);
             let builder = builder.align(align).max_tokens(max_tokens).chunks(chunks).overlap(overlap);
             let builder = router.into_iter().fold(builder, MoeLayerBuilder::router);
             let builder = shared.into_iter().fold(builder, |builder, (shared, _)| builder.shared(shared));

@@ -445,8 +445,8 @@ impl EnqueuedExchange {
     /// Enqueues that tokens of this type become records.
     ///
     /// # Errors
-    /// As [`ExpertParallel::quantise_into`](crate::ExpertParallel::quantise_into).
-    pub fn quantise(
+    /// As [`ExpertParallel::quantize_into`](crate::ExpertParallel::quantize_into).
+    pub fn quantize(
         &self,
         (tokens, dtype): (&DeviceRange, Dtype),
         records: &DeviceRange,
@@ -784,14 +784,14 @@ impl EnqueuedExchange {
                 top_k,
                 columns: spec.hidden as u32,
                 dtype: spec.dtype,
-                wire: spec.wire,
+                wire: spec.partial_dtype,
                 n_rows,
                 rows,
                 index,
                 n_experts: common.fixed.bins.count(),
                 experts: Some(common.span(shape.sums(context))?),
                 weights: (spec.weighted && kind == CallKind::Combine).then_some(weights),
-                group_of: spec.order.has_partials().then_some(groups),
+                group_of: spec.sum_order.has_partials().then_some(groups),
                 status,
                 out,
             },

@@ -199,15 +199,15 @@ class ExpertParallel:
         top_k: int = 1,
         dtype: Any = None,
         expert_map: list[list[int]] | None = None,
-        order: Literal["expert", "rank", "node"] = "expert",
-        wire: Literal["f32", "bf16"] = "f32",
+        sum_order: Literal["expert", "rank", "node"] = "expert",
+        partial_dtype: Literal["f32", "bf16"] = "f32",
         layout: Literal["expert-major", "rank-major"] = "expert-major",
         route: Literal["direct", "pxn"] = "direct",
         strategy: Literal["all-to-all", "all-gather"] = "all-to-all",
         align: int = 1,
         max_tokens: int = 4096,
         weighted: bool = False,
-        spans: bool = False,
+        coalesce_relays: bool = False,
         fp8: bool = False,
         budget: int | None = None,
         slots: int | None = None,
@@ -277,7 +277,7 @@ class ExpertParallel:
         self, row_gradients: _SupportsDLPack, handle: Handle, *, out: _T
     ) -> tuple[_T, None]: ...
     def combine_backward(self, gradients: _T, handle: Handle, weights_out: _T | None = None) -> tuple[_T, _T | None]: ...
-    def quantise(self, x: _T, out: _T | None = None) -> _T: ...
+    def quantize(self, x: _T, out: _T | None = None) -> _T: ...
 
 @final
 class Tape:
@@ -314,7 +314,7 @@ class MoeLayer:
         shared: _SupportsDLPack | None = None,
         dtype: Any = None,
         expert_map: list[list[int]] | None = None,
-        order: Literal["expert", "rank", "node"] = "expert",
+        sum_order: Literal["expert", "rank", "node"] = "expert",
         route: Literal["direct", "pxn"] = "direct",
         align: int = 1,
         max_tokens: int = 4096,

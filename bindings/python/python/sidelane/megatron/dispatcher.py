@@ -38,7 +38,7 @@ class TokenDispatcher:
 
     def __init__(self, num_local_experts: int, local_expert_indices: list[int], config: Any, pg_collection: Any) -> None:
         if config.moe_router_padding_for_quantization:
-            raise ValueError("rows are not padded for quantisation yet: set moe_router_padding_for_quantization=False")
+            raise ValueError("rows are not padded for quantization yet: set moe_router_padding_for_quantization=False")
         self.config = config
         self.shared_experts: Any = None
         self.ep_group, self.tp_group, self.tp_ep_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.tp_ep
