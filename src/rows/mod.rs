@@ -277,11 +277,14 @@ impl RowKernels {
     /// Orders streaming stores of this thread before its next stores, above all a signal. Needed
     /// once after any number of calls with [`Stores::Streaming`], and by the thread that made them.
     pub fn fence() {
+        // Streaming stores are weakly ordered even on x86-64: a later ordinary store may pass them,
+        // and a release store is such a one there.
         #[cfg(target_arch = "x86_64")]
         // SAFETY: every x86-64 CPU has SSE.
         unsafe {
             std::arch::x86_64::_mm_sfence()
         }
+        // The portable set has no streaming stores; the signal's own release would do.
         #[cfg(not(target_arch = "x86_64"))]
         std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
     }
