@@ -100,8 +100,7 @@ fn table_of_contents_names_every_page_of_docs_once() {
 
 #[test]
 fn every_row_of_a_json_page_has_a_type_and_a_meaning() {
-    const TYPES: [&str; 8] =
-        ["array", "boolean", "integer", "list", "null", "number", "object", "string"];
+    const TYPES: [&str; 8] = ["array", "boolean", "integer", "list", "null", "number", "object", "string"];
     let mut seen = 0;
     for page in pages().into_iter().filter(|page| page.to_str().is_some_and(|p| p.ends_with("-json.md"))) {
         for line in prose(&page).iter().filter(|line| line.starts_with("| `")) {
