@@ -17,3 +17,4 @@ mod refusals;
 mod routing;
 mod simulate;
 mod trace;
+mod widths;
