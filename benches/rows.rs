@@ -111,11 +111,11 @@ fn records(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("records/128 x 2048 bf16");
     group.throughput(Throughput::Bytes(bytes as u64));
     for loops in Simd::available().map(RowKernels::new) {
-        group.bench_function(BenchmarkId::new(loops.simd().name(), "quantise"), |bencher| {
-            bencher.iter(|| loops.quantise(dtype, shape, &rows, &mut records));
+        group.bench_function(BenchmarkId::new(loops.simd().name(), "quantize"), |bencher| {
+            bencher.iter(|| loops.quantize(dtype, shape, &rows, &mut records));
         });
-        group.bench_function(BenchmarkId::new(loops.simd().name(), "dequantise"), |bencher| {
-            bencher.iter(|| loops.dequantise(dtype, shape, &records, &mut rows));
+        group.bench_function(BenchmarkId::new(loops.simd().name(), "dequantize"), |bencher| {
+            bencher.iter(|| loops.dequantize(dtype, shape, &records, &mut rows));
         });
     }
 }

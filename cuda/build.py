@@ -4,8 +4,9 @@
     cuda/build.py            writes cuda/{exchange,audit,layer}.ptx and the table in docs/kernels.md
     cuda/build.py --check    fails if one of them is not what the sources give
 
-The PTX is of version 8.5 for compute capability 8.0: every driver for CUDA 12.5 or later makes code of it for every GPU from
-that capability on. A newer NVRTC makes machine code too, which shows what each kernel takes: registers, spills, shared memory.
+The PTX is of version 8.5 for compute capability 8.0: every driver for CUDA 12.5 or later makes code
+of it for every GPU from that capability on. A newer NVRTC makes machine code too, which shows what
+each kernel takes: registers, spills, shared memory.
 """
 
 import argparse

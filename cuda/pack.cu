@@ -194,7 +194,7 @@ DEVICE void make_records(const struct Pack *p, const struct PackBlock *s, const 
         for (u32 i = 0; i < AT_ONCE; i++) {
             u32 block = begin + (i * THREADS + threadIdx.x) / sharing, row = block / scales;
             u32 column = block % scales * SCALED + lane * 8, codes[2];
-            float scale = quantise(values[i], BF16, codes);
+            float scale = quantize(values[i], BF16, codes);
             u64 record = to + row * p->row_bytes;
             int used = part->first + row < part->used;
             if (row < rows && column < p->hidden) {

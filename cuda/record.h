@@ -1,4 +1,4 @@
-// The blocks of a record: `quantise` in src/rows/fp8.rs, to the bit.
+// The blocks of a record: `quantize` in src/rows/fp8.rs, to the bit.
 #pragma once
 #include "e4m3.h"
 #include "rows.h"
@@ -8,7 +8,7 @@ enum { SCALED = 128, AT_ONCE = 4 };
 
 // The four or eight values of a vector to codes; gives the scale of their block, whose vectors the
 // `SCALED / values` threads from a multiple of that number on have. All lanes of a warp take part.
-DEVICE float quantise(uint4 vector, int type, u32 *codes) {
+DEVICE float quantize(uint4 vector, int type, u32 *codes) {
     u32 count = 16 / width(type), amax = 0;
     float values[8];
     unpack(values, vector, type);

@@ -43,7 +43,7 @@ DEVICE void records(const struct Records *p, int type) {
         UNROLL
         for (u32 i = 0; i < AT_ONCE; i++) {
             u32 codes[2], block = vectors[i] / sharing, lane = vectors[i] % sharing;
-            float scale = quantise(moved[i], type, codes);
+            float scale = quantize(moved[i], type, codes);
             if (!into[i]) continue;
             for (u32 word = 0; word < values / 4 && vectors[i] * values < p->hidden; word++)
                 AT(u32, into[i] + vectors[i] * values)[word] = codes[word];

@@ -1,8 +1,9 @@
-"""Dispatch and combine as they are done with torch.distributed over gloo: permute, all_to_all_single, sort by expert; back:
-unsort, all_to_all_single, add up.
+"""Dispatch and combine as they are done with torch.distributed over gloo: permute,
+all_to_all_single, sort by expert; back: unsort, all_to_all_single, add up.
 
-A baseline of `sidelane bench --baselines`, which starts it once per rank and tells every process over a socket what to do next;
-README.md has the protocol. Between rounds a process sleeps in recv(2) and costs no core.
+A baseline of `sidelane bench --baselines`, which starts it once per rank and tells every process
+over a socket what to do next; README.md has the protocol. Between rounds a process sleeps in
+recv(2) and costs no core.
 """
 
 import os

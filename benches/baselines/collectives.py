@@ -1,8 +1,8 @@
 """All-reduce, broadcast, all-to-all, all-gather and reduce-scatter over torch.distributed's gloo.
 
-A baseline of `sidelane collectives --baselines`, which starts a process for each rank and tells it over a socket which to do next;
-README.md has the protocol. Gloo's reduce-scatter is asked for first; where it has none, it is an all-reduce of which each rank
-takes its share.
+A baseline of `sidelane collectives --baselines`, which starts a process for each rank and tells it
+over a socket which to do next; README.md has the protocol. Gloo's reduce-scatter is asked for
+first; where it has none, it is an all-reduce of which each rank takes its share.
 """
 
 import os

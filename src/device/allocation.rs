@@ -248,6 +248,8 @@ impl Reservation {
         let (library, device) = (self.context.library(), Some(self.context.device()));
         let _entered = self.context.enter()?;
         let mapping = {
+            // Over the driver's call: `Mapping::drop` unmaps under the same lock, so a place is
+            // free only once nothing is mapped there.
             let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
             if taken[member] {
                 return Err(DeviceError::Taken { member });

@@ -138,6 +138,8 @@ impl PinnedMemory {
         let (front, words, back) = aligned(self.bytes(offset, bytes.len())?);
         let (first, rest) = bytes.split_at(front.len());
         let (middle, last) = rest.as_chunks::<8>();
+        // Atomics, since a device may read the bytes meanwhile, which of plain stores would be a
+        // race. The order comes from the launch, or the word, that lets the device read them.
         let store = |(target, &byte): (&AtomicU8, &u8)| target.store(byte, Ordering::Relaxed);
         front.iter().zip(first).chain(back.iter().zip(last)).for_each(store);
         for (target, &word) in words.iter().zip(middle) {
@@ -154,6 +156,7 @@ impl PinnedMemory {
         let (front, words, back) = aligned(self.bytes(offset, bytes.len())?);
         let (first, rest) = bytes.split_at_mut(front.len());
         let (middle, last) = rest.as_chunks_mut::<8>();
+        // Behind an acquiring load of the word by which the device says that it has written.
         let load = |(byte, source): (&mut u8, &AtomicU8)| *byte = source.load(Ordering::Relaxed);
         first.iter_mut().zip(front).chain(last.iter_mut().zip(back)).for_each(load);
         for (word, source) in middle.iter_mut().zip(words) {

@@ -201,10 +201,14 @@ impl Stream {
     /// As [`Event::record`] and [`wait_event`](Self::wait_event).
     pub fn join(&self, other: &Stream, at: &Event) -> Result<(), DeviceError> {
         let claims = {
+            // From before the event until the claims are taken: a claim that another thread adds in
+            // between is of work that this stream does not wait for.
             let mut held = other.held();
             at.record(other)?;
             std::mem::take(&mut *held)
         };
+        // Until the wait is enqueued: before it this stream may look done, and a check would drop
+        // the claims.
         let mut held = self.held();
         held.add_all(&claims);
         self.wait_event(at)

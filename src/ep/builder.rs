@@ -18,17 +18,17 @@ pub(super) struct Spec {
     pub top_k: u32,
     pub hidden: usize,
     pub dtype: Dtype,
-    pub order: SumOrder,
+    pub sum_order: SumOrder,
     pub align: u32,
     pub max_tokens: u32,
     pub weighted: bool,
     pub map: Arc<ExpertMap>,
     pub route: Route,
-    pub wire: PartialDtype,
+    pub partial_dtype: PartialDtype,
     pub layout: RowLayout,
     pub mode: ReceiveMode,
     pub record: Option<Fp8RowShape>,
-    pub spans: bool,
+    pub coalesce_relays: bool,
     pub strategy: Strategy,
     /// Every row goes to every rank; `top_k` is then the number of choices that go along, and 0 if
     /// none do.
@@ -40,7 +40,11 @@ pub(super) struct Spec {
 impl Spec {
     /// Metadata of each row.
     pub fn notes(&self) -> RowMetadata {
-        if self.gathers { RowMetadata::Gathered } else { RowMetadata::of(self.layout, self.mode, self.spans) }
+        if self.gathers {
+            RowMetadata::Gathered
+        } else {
+            RowMetadata::of(self.layout, self.mode, self.coalesce_relays)
+        }
     }
 
     /// Entries of a token at most.
@@ -137,17 +141,17 @@ impl<'g> ExpertParallelBuilder<'g> {
             top_k: 1,
             hidden: 0,
             dtype: Dtype::Bf16,
-            order: SumOrder::default(),
+            sum_order: SumOrder::default(),
             align: 1,
             max_tokens: 4096,
             weighted: false,
             map: Arc::new(ExpertMap::contiguous(1, group.size())?),
             route: Route::Direct,
-            wire: PartialDtype::F32,
+            partial_dtype: PartialDtype::F32,
             layout: RowLayout::default(),
             mode: ReceiveMode::Exact,
             record: None,
-            spans: false,
+            coalesce_relays: false,
             strategy: Strategy::AllToAll,
             gathers: false,
             max_blocks: None,
@@ -206,16 +210,16 @@ impl<'g> ExpertParallelBuilder<'g> {
     }
 
     /// Order in which a token's rows are summed. Default: by expert id.
-    pub fn sum_order(mut self, order: SumOrder) -> Self {
-        self.spec.order = order;
+    pub fn sum_order(mut self, sum_order: SumOrder) -> Self {
+        self.spec.sum_order = sum_order;
         self
     }
 
     /// Type of partial sums, where [`ExpertParallelBuilder::sum_order`] makes them: each is rounded
     /// to it, whether it travels or not. Default: `f32`, which rounds nothing. Does not apply to
     /// [`SumOrder::Expert`].
-    pub fn partial_dtype(mut self, wire: PartialDtype) -> Self {
-        self.spec.wire = wire;
+    pub fn partial_dtype(mut self, partial_dtype: PartialDtype) -> Self {
+        self.spec.partial_dtype = partial_dtype;
         self
     }
 
@@ -226,7 +230,7 @@ impl<'g> ExpertParallelBuilder<'g> {
     }
 
     /// Dispatch sends rows in fp8, each a record of values and scales ([`Fp8RowShape`]): `x` is
-    /// then `[tokens, record]`, in bytes, as [`ExpertParallel::quantise`] makes it. On a device it
+    /// then `[tokens, record]`, in bytes, as [`ExpertParallel::quantize`] makes it. On a device it
     /// may also be `[tokens, hidden]`, of which packing makes records. What comes back is rows of
     /// [`dtype`](Self::dtype). Default: off.
     pub fn fp8(mut self, fp8: bool) -> Self {
@@ -275,8 +279,8 @@ impl<'g> ExpertParallelBuilder<'g> {
     /// ([`RelayOrder`](crate::plan::RelayOrder)), and lie in it at the receiver: by source rank,
     /// but not by token. [`ExpertRows::index`](super::ExpertRows::index) says which is which. For
     /// [`RowLayout::RankMajor`] over [`Route::Pxn`]. Default: off.
-    pub fn coalesce_relays(mut self, spans: bool) -> Self {
-        self.spec.spans = spans;
+    pub fn coalesce_relays(mut self, coalesce_relays: bool) -> Self {
+        self.spec.coalesce_relays = coalesce_relays;
         self
     }
 
@@ -513,19 +517,23 @@ impl<'g> ExpertParallelBuilder<'g> {
         if u64::from(spec.max_tokens) * u64::from(spec.top_k) > u64::from(u32::MAX / 2) {
             return bad("max_tokens", spec.max_tokens.into(), "fewer: entries are counted in 32 bits");
         }
-        if spec.wire == PartialDtype::Bf16 && !spec.wire.carries(spec.dtype) {
-            return bad("wire", spec.wire as u64, "f32, unless rows are bf16");
+        if spec.partial_dtype == PartialDtype::Bf16 && !spec.partial_dtype.carries(spec.dtype) {
+            return bad("partial_dtype", spec.partial_dtype as u64, "f32, unless rows are bf16");
         }
         if spec.weighted && spec.layout.is_per_rank() {
             return bad("weighted", 1, "off: with rank-major rows your experts apply the weights");
         }
-        if spec.spans && !(spec.layout.is_per_rank() && spec.route == Route::Pxn) {
-            return bad("spans", 1, "off, unless rows are rank-major and go over relays (route pxn)");
+        if spec.coalesce_relays && !(spec.layout.is_per_rank() && spec.route == Route::Pxn) {
+            return bad(
+                "coalesce_relays",
+                1,
+                "off, unless rows are rank-major and go over relays (route pxn)",
+            );
         }
         if spec.strategy == Strategy::AllGather && spec.mode.slots().is_some() {
             return bad("strategy", 1, "all-to-all: with fixed slots no rank knows which rank gets a row");
         }
-        if spec.strategy == Strategy::AllGather && spec.spans {
+        if spec.strategy == Strategy::AllGather && spec.coalesce_relays {
             return bad("strategy", 1, "all-to-all: only its relays copy spans");
         }
         if let Some(slots) = spec.mode.slots() {
@@ -556,17 +564,17 @@ impl<'g> ExpertParallelBuilder<'g> {
             ("top_k", spec.top_k.into()),
             ("hidden", spec.hidden as u64),
             ("dtype", spec.dtype as u64),
-            ("order", spec.order as u64),
+            ("sum_order", spec.sum_order as u64),
             ("align", spec.align.into()),
             ("max_tokens", spec.max_tokens.into()),
             ("weighted", spec.weighted.into()),
             ("route", spec.route as u64),
-            ("wire", spec.wire as u64),
+            ("partial_dtype", spec.partial_dtype as u64),
             ("fp8", spec.record.is_some().into()),
             ("layout", spec.layout as u64),
             ("mode", spec.mode.words()[0]),
             ("rows of the mode", spec.mode.words()[1]),
-            ("spans", spec.spans.into()),
+            ("coalesce_relays", spec.coalesce_relays.into()),
             ("strategy", spec.strategy as u64),
             ("whether rows lie on a device (1: yes)", self.stream.is_some().into()),
             ("graphs", self.device.graphs as u64),

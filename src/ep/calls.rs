@@ -220,22 +220,22 @@ impl ExpertParallel {
     /// # Errors
     /// [`CallError::NotKept`] where rows are not dispatched in fp8; [`PlanError`] for tensors of
     /// another shape, type or place.
-    pub fn quantise<'a>(&self, tokens: impl Into<Tensor<'a>>, records: &mut Vec<u8>) -> Result<(), Error> {
+    pub fn quantize<'a>(&self, tokens: impl Into<Tensor<'a>>, records: &mut Vec<u8>) -> Result<(), Error> {
         let (shape, tokens) = (self.records()?, tokens.into());
         let (rows, dtype) = tokens.on_host("tokens")?;
         let count = rows.len() / dtype.size() / shape.hidden().max(1);
         records.clear();
         records.resize(count * shape.bytes(), 0);
-        self.quantise_into(tokens, records)
+        self.quantize_into(tokens, records)
     }
 
-    /// As [`ExpertParallel::quantise`], into a tensor of the caller's, `[tokens, record]` in bytes.
+    /// As [`ExpertParallel::quantize`], into a tensor of the caller's, `[tokens, record]` in bytes.
     /// On a device the records are there for what is enqueued next; a dispatch there also makes
     /// records itself, of tokens that are none.
     ///
     /// # Errors
-    /// As [`ExpertParallel::quantise`]; [`DeviceError`](crate::error::DeviceError).
-    pub fn quantise_into<'a, 'o>(
+    /// As [`ExpertParallel::quantize`]; [`DeviceError`](crate::error::DeviceError).
+    pub fn quantize_into<'a, 'o>(
         &self,
         tokens: impl Into<Tensor<'a>>,
         records: impl Into<TensorMut<'o>>,
@@ -249,7 +249,7 @@ impl ExpertParallel {
         match &self.at {
             InstanceAt::Enqueued(ep) => {
                 let tokens = tokens.on_device("tokens", plain, ep.stream().device())?;
-                ep.quantise((tokens, dtype), records.on_device("records", made, ep.stream().device())?)
+                ep.quantize((tokens, dtype), records.on_device("records", made, ep.stream().device())?)
             }
             _ => {
                 let loops = &self.host(Feature::Fp8)?.fixed.lanes.rows;
@@ -257,7 +257,7 @@ impl ExpertParallel {
                     (tokens.on_host("tokens")?, records.on_host("records")?);
                 plain.check("tokens", tokens.len() as u64, seen)?;
                 made.check("records", records.len() as u64, bytes)?;
-                Ok(loops.quantise(arithmetic, shape, tokens, records)?)
+                Ok(loops.quantize(arithmetic, shape, tokens, records)?)
             }
         }
     }

@@ -141,8 +141,8 @@ impl<'g> CollectiveBuilder<'g> {
     /// Sums are made per node first, then over nodes by ascending node: over [`Route::Pxn`] only
     /// one partial sum per node crosses, in this type, to which each is rounded whether it travels
     /// or not. The bits then depend on the nodes. Default: off.
-    pub fn node_sums(mut self, wire: PartialDtype) -> Self {
-        self.node_sums = Some(wire);
+    pub fn node_sums(mut self, partial_dtype: PartialDtype) -> Self {
+        self.node_sums = Some(partial_dtype);
         self
     }
 
@@ -162,17 +162,17 @@ impl<'g> CollectiveBuilder<'g> {
             top_k: 0,
             hidden: self.columns,
             dtype: self.dtype,
-            order: if self.node_sums.is_some() { SumOrder::Node } else { SumOrder::default() },
+            sum_order: if self.node_sums.is_some() { SumOrder::Node } else { SumOrder::default() },
             align: 1,
             max_tokens: self.max_rows,
             weighted: false,
             map: std::sync::Arc::new(ExpertMap::contiguous(self.segments * ranks, ranks)?),
             route: self.route,
-            wire: self.node_sums.unwrap_or_default(),
+            partial_dtype: self.node_sums.unwrap_or_default(),
             layout: RowLayout::default(),
             mode: ReceiveMode::Exact,
             record: None,
-            spans: false,
+            coalesce_relays: false,
             strategy: Strategy::AllToAll,
             gathers: true,
             max_blocks: None,
@@ -210,7 +210,7 @@ impl<'g> CollectiveBuilder<'g> {
             ("segments", self.segments.into()),
             ("max_rows", self.max_rows.into()),
             ("route", self.route as u64),
-            ("node_sums", self.node_sums.map_or(0, |wire| 1 + wire as u64)),
+            ("node_sums", self.node_sums.map_or(0, |partial_dtype| 1 + partial_dtype as u64)),
         ];
         self.group.alike(&settings)
     }

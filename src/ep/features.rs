@@ -165,13 +165,15 @@ impl Feature {
             Feature::ScarceSlots => {
                 matches!(spec.mode, ReceiveMode::Slots { rows, .. } if rows < spec.max_tokens)
             }
-            Feature::OrderExpert => spec.order == SumOrder::Expert && !spec.layout.is_per_rank(),
-            Feature::OrderRank => spec.order == SumOrder::Rank,
-            Feature::OrderNode => spec.order == SumOrder::Node,
-            Feature::RoundedPartials => spec.order.has_partials() && spec.wire == PartialDtype::Bf16,
+            Feature::OrderExpert => spec.sum_order == SumOrder::Expert && !spec.layout.is_per_rank(),
+            Feature::OrderRank => spec.sum_order == SumOrder::Rank,
+            Feature::OrderNode => spec.sum_order == SumOrder::Node,
+            Feature::RoundedPartials => {
+                spec.sum_order.has_partials() && spec.partial_dtype == PartialDtype::Bf16
+            }
             Feature::Alignment => spec.align > 1,
             Feature::Relays => spec.route == Route::Pxn,
-            Feature::Spans => spec.spans,
+            Feature::Spans => spec.coalesce_relays,
             Feature::AllGather => spec.strategy == Strategy::AllGather,
             Feature::Fp8 => spec.record.is_some(),
             Feature::WeightedCombine => spec.weighted,

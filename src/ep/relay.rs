@@ -127,7 +127,7 @@ impl Relay {
         let (control, served) = (setting.control, paths.served_by(me));
         let bins = served.iter().map(|&rank| fixed.bins.of(rank).len()).sum();
         forward.weights.clear();
-        forward.spans = fixed.spec.spans || fixed.spec.gathers;
+        forward.spans = fixed.spec.coalesce_relays || fixed.spec.gathers;
         forward.blocks.resize_with(paths.sources().count(), Default::default);
         for (source, block) in paths.sources().zip(&mut forward.blocks) {
             let at = control.header_in(paths.of(source).place_at(me), setting.parity);
@@ -215,7 +215,7 @@ impl Relay {
             runs: &plan.runs,
             rows: &plan.rows,
             row_bytes: self.fixed.spec.row_bytes(),
-            sum: SumOperands { wire: self.fixed.spec.wire, weights, ..sum },
+            sum: SumOperands { wire: self.fixed.spec.partial_dtype, weights, ..sum },
             ..tables.operands(task.calls)
         }
     }

@@ -79,7 +79,7 @@ impl EpState {
         let lanes = group.lanes(spec.route)?;
         let paths = lanes.paths();
         let max_entries = u64::from(spec.max_tokens) * u64::from(spec.entries_of_token());
-        let bins = Bins::of_layout(spec.layout, &spec.map, spec.order, &lanes.nodes);
+        let bins = Bins::of_layout(spec.layout, &spec.map, spec.sum_order, &lanes.nodes);
         let control = ControlLayout::new(
             &paths,
             &bins,
@@ -195,8 +195,8 @@ impl EpState {
     pub fn partial_bytes(&self) -> Option<u64> {
         let (spec, paths) = (&self.spec, self.paths());
         let relays = paths.route() == Route::Pxn && paths.is_multi_node() && !self.on_devices;
-        let sums = spec.order.has_partials() && relays;
-        sums.then(|| (spec.hidden * spec.wire.size()) as u64)
+        let sums = spec.sum_order.has_partials() && relays;
+        sums.then(|| (spec.hidden * spec.partial_dtype.size()) as u64)
     }
 
     /// The entries of all ranks into the running call, of this kind.
@@ -264,7 +264,7 @@ impl EpState {
         let mut fixed = EpState::clone(self);
         fixed.spec.map = Arc::new(map);
         fixed.bins =
-            Bins::of_layout(fixed.spec.layout, &fixed.spec.map, fixed.spec.order, &fixed.lanes.nodes);
+            Bins::of_layout(fixed.spec.layout, &fixed.spec.map, fixed.spec.sum_order, &fixed.lanes.nodes);
         fixed
     }
 

@@ -91,13 +91,25 @@ pub enum BootstrapError {
     },
     /// A rank that is not of this job, or came twice.
     #[error(
-        "rank {rank} of {size} was refused at the rendezvous: another process has this rank (is one --node-rank given twice?), or this process joined before, or machines disagree about the number of ranks"
+        "rank {rank} of {size} was refused at the rendezvous: another process has this rank (is one --node-rank given twice, or do lists of --ranks-per-node differ?), or this process joined before"
     )]
     RankRefused {
         /// The rank.
         rank: u32,
         /// The size of the job.
         size: u32,
+    },
+    /// Ranks were started for one job with different numbers of ranks.
+    #[error(
+        "rank {rank} was started in a job of {seen} ranks, but rank 0 in one of {expected}: give all machines the same --nodes and --ranks-per-node (WORLD_SIZE)"
+    )]
+    JobSizesDiffer {
+        /// The rank that was refused.
+        rank: u32,
+        /// Number of ranks that it was started with.
+        seen: u32,
+        /// Number of ranks that the host was started with.
+        expected: u32,
     },
     /// Listening beyond this machine without a secret.
     #[error(

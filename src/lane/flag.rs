@@ -49,6 +49,8 @@ impl<'a> FlagLine<'a> {
     pub fn raise(self, value: u64, tag: Option<&Tag>) {
         if let Some(tag) = tag {
             for (word, value) in self.words[tag_at(value)..].iter().zip(tag.to_words()) {
+                // The value's release, below, publishes it. Tags of two values in turn lie apart,
+                // so a slow reader of the last tag does not see this one.
                 word.store(value, Ordering::Relaxed);
             }
         }
@@ -64,6 +66,7 @@ impl<'a> FlagLine<'a> {
     pub fn tag(self, value: u64) -> Tag {
         let at = tag_at(value);
         access::read(self.words[at].as_ptr().cast(), ControlLayout::TAG_BYTES);
+        // Relaxed: the caller has loaded the value with acquire, and the tag lies behind it.
         Tag::from_words(std::array::from_fn(|i| self.words[at + i].load(Ordering::Relaxed)))
     }
 

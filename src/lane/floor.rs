@@ -368,6 +368,7 @@ impl Floor {
             }
         }
         self.raw[0].write();
+        // As a real call does it: the signal or barrier that comes next must not pass the rows.
         RowKernels::fence();
     }
 

@@ -184,6 +184,7 @@ impl Lanes {
     ) -> Result<(), Error> {
         let mut waiter = Waiter::new(WaitLimits { silent: true, ..limits });
         loop {
+            // The stream writes the word behind its work, so what it did is there with it.
             let seen = word.load(Ordering::Acquire);
             if seen >= value {
                 return Ok(());

@@ -426,6 +426,7 @@ impl Port {
     /// # Errors
     /// [`LaneError::Deadline`] if a peer takes nothing, or the world's cause.
     pub fn quiet(&self) -> Result<(), Error> {
+        // Puts within the node may have used streaming stores, which the next store may pass.
         RowKernels::fence();
         for (to, connection) in self.lanes.connections() {
             connection.flush(self.lanes.limits_of(to)).map_err(|e| self.stuck(connection, to, e))?;

@@ -30,7 +30,7 @@ pub struct MoeLayerBuilder<'g> {
     pub(super) max_tokens: u32,
     pub(super) map: Option<ExpertMap>,
     pub(super) route: Route,
-    pub(super) order: SumOrder,
+    pub(super) sum_order: SumOrder,
     pub(super) align: u32,
     pub(super) router: Option<Vec<f32>>,
     /// Or the reason why this rank cannot have them.
@@ -56,7 +56,7 @@ impl<'g> MoeLayerBuilder<'g> {
             max_tokens: 4096,
             map: None,
             route: Route::Direct,
-            order: SumOrder::default(),
+            sum_order: SumOrder::default(),
             align: 1,
             router: None,
             experts: Ok(experts),
@@ -126,8 +126,8 @@ impl<'g> MoeLayerBuilder<'g> {
     }
 
     /// Order in which a token's rows are summed. Default: by expert id.
-    pub fn order(mut self, order: SumOrder) -> Self {
-        self.order = order;
+    pub fn sum_order(mut self, sum_order: SumOrder) -> Self {
+        self.sum_order = sum_order;
         self
     }
 
@@ -210,8 +210,8 @@ impl<'g> MoeLayerBuilder<'g> {
     /// [`MemoryError::OutOfSpace`](crate::error::MemoryError) if a rank has no room for the control
     /// windows.
     pub fn build(mut self) -> Result<MoeLayer, Error> {
-        let MoeLayerBuilder { route, order, align, slices, plan, .. } = self;
-        let asked = Asked { route, order, align, slices, plan };
+        let MoeLayerBuilder { route, sum_order, align, slices, plan, .. } = self;
+        let asked = Asked { route, sum_order, align, slices, plan };
         self.cut();
         let held = self.experts().map_or(1, |experts| experts.count().max(1));
         self.plan.groups = self.plan.groups.clamp(1, u32::try_from(held).unwrap_or(u32::MAX));
@@ -277,7 +277,7 @@ impl<'g> MoeLayerBuilder<'g> {
     /// Settings of such a one.
     pub(super) fn exchange(&self) -> Result<ExpertParallelBuilder<'g>, PlanError> {
         let builder = ExpertParallel::builder(self.group)?.top_k(self.gate.top_k).hidden(self.hidden);
-        let builder = builder.dtype(self.dtype).route(self.route).sum_order(self.order).align(self.align);
+        let builder = builder.dtype(self.dtype).route(self.route).sum_order(self.sum_order).align(self.align);
         let builder = builder.max_tokens(self.max_tokens.div_ceil(self.plan.chunks));
         Ok(match &self.map {
             Some(map) => builder.expert_map(map.clone()),

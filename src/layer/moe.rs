@@ -71,7 +71,7 @@ pub struct MoeLayer {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Asked {
     pub route: Route,
-    pub order: SumOrder,
+    pub sum_order: SumOrder,
     pub align: u32,
     pub slices: Option<ChunkRule>,
     pub plan: Plan,

@@ -44,7 +44,7 @@ impl MoeLayer {
                 Ok((experts, shared)) => (Ok(experts), shared),
                 Err(error) => (Err(error), None),
             };
-        let Asked { route, order, align, slices, plan } = self.asked;
+        let Asked { route, sum_order, align, slices, plan } = self.asked;
         MoeLayerBuilder {
             group,
             gate: self.gate.config().clone(),
@@ -53,7 +53,7 @@ impl MoeLayer {
             max_tokens: self.max_tokens,
             map: Some(map),
             route,
-            order,
+            sum_order,
             align,
             router: Some(self.router.clone()),
             experts,

@@ -155,7 +155,8 @@ impl SymmetricExtent {
     /// None in practice: the extent lies inside its heap.
     pub fn clear(&mut self) -> Result<(), MemoryError> {
         let at = self.space.mapped.at(self.space.rank, self.offset, self.len)?;
-        // SAFETY: our own bytes, checked by `at`, held exclusively.
+        // SAFETY: our own bytes, checked by `at`, held exclusively. Peers map them, too: they have
+        // finished with the old array and do not know the new one, as the contract above says.
         unsafe { std::ptr::write_bytes(at.as_ptr(), 0, self.len as usize) };
         Ok(())
     }

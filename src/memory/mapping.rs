@@ -64,7 +64,8 @@ impl PeerMapping {
             let Some(segment) = segment.filter(|s| !s.is_empty()) else { continue };
             let len = segment.len() as usize;
             // SAFETY: the target range lies inside our own reservation, `len <= stride`, and no
-            // code uses it yet.
+            // code uses it yet. The segment is sealed against shrinking, so no access behind the
+            // mapping can fault later.
             unsafe {
                 rustix::mm::mmap(
                     mapped.base.as_ptr().add(index * stride).cast(),
@@ -125,7 +126,8 @@ impl PeerMapping {
         let from = self.at(member, offset, bytes.len() as u64)?;
         access::read(from.as_ptr(), bytes.len() as u64);
         // SAFETY: `at` checked the source; the destination is an exclusive slice of the same
-        // length.
+        // length. The writer's signal, which the caller has seen, came behind these bytes, and the
+        // writer touches them again only after this rank has released them.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), bytes.as_mut_ptr(), bytes.len()) };
         Ok(())
     }
@@ -165,8 +167,9 @@ impl PeerMapping {
             Ok(()) => Ok(()),
             Err(rustix::io::Errno::INVAL) => {
                 for step in (0..end - start).step_by(page as usize) {
-                    // SAFETY: inside the range checked above; an atomic add of 0 changes nothing
-                    // others see.
+                    // SAFETY: inside the range checked above. A peer may write this byte meanwhile:
+                    // a load and a store would undo that, an atomic add of 0 does not. It needs no
+                    // order, since nobody reads anything into it.
                     unsafe { std::sync::atomic::AtomicU8::from_ptr(at.as_ptr().add(step as usize)) }
                         .fetch_add(0, std::sync::atomic::Ordering::Relaxed);
                 }

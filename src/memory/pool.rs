@@ -115,6 +115,7 @@ impl Pool {
                 space: "pool",
                 setting: "SIDELANE_HEAP",
             };
+            // Not over the wait: other threads of this rank give extents back meanwhile.
             drop(state);
             if !coming {
                 return Err(lacks.into());

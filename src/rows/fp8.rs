@@ -29,7 +29,7 @@ use crate::dtype::Fp8RowShape;
 const BLOCK: usize = Fp8RowShape::BLOCK;
 
 /// Arguments of the way to records: as many rows as records, without gaps.
-pub(super) struct Quantise<'a> {
+pub(super) struct Quantize<'a> {
     pub(super) dtype: Arithmetic,
     pub(super) shape: Fp8RowShape,
     pub(super) rows: &'a [u8],
@@ -37,14 +37,14 @@ pub(super) struct Quantise<'a> {
 }
 
 /// Arguments of the way back.
-pub(super) struct Dequantise<'a> {
+pub(super) struct Dequantize<'a> {
     pub(super) dtype: Arithmetic,
     pub(super) shape: Fp8RowShape,
     pub(super) records: &'a [u8],
     pub(super) rows: &'a mut [u8],
 }
 
-impl Kernel for Quantise<'_> {
+impl Kernel for Quantize<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -54,7 +54,7 @@ impl Kernel for Quantise<'_> {
     }
 }
 
-impl Quantise<'_> {
+impl Quantize<'_> {
     /// # Safety
     ///
     /// The CPU has the set of `V`.
@@ -84,7 +84,7 @@ impl Quantise<'_> {
     }
 }
 
-impl Kernel for Dequantise<'_> {
+impl Kernel for Dequantize<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -94,7 +94,7 @@ impl Kernel for Dequantise<'_> {
     }
 }
 
-impl Dequantise<'_> {
+impl Dequantize<'_> {
     /// # Safety
     ///
     /// The CPU has the set of `V`.

@@ -242,7 +242,7 @@ impl RowKernels {
     ///
     /// [`PlanError::WrongShape`] if `rows` is not `[n, hidden]` or `records` not
     /// `[n, shape.bytes()]`: then nothing is written.
-    pub fn quantise(
+    pub fn quantize(
         &self,
         dtype: Arithmetic,
         shape: Fp8RowShape,
@@ -251,7 +251,7 @@ impl RowKernels {
     ) -> Result<(), PlanError> {
         check_records(dtype, shape, rows.len(), records.len())?;
         // SAFETY: the kernel reads and writes within the slices.
-        unsafe { self.run(fp8::Quantise { dtype, shape, rows, records }) };
+        unsafe { self.run(fp8::Quantize { dtype, shape, rows, records }) };
         Ok(())
     }
 
@@ -260,8 +260,8 @@ impl RowKernels {
     ///
     /// # Errors
     ///
-    /// As [`RowKernels::quantise`].
-    pub fn dequantise(
+    /// As [`RowKernels::quantize`].
+    pub fn dequantize(
         &self,
         dtype: Arithmetic,
         shape: Fp8RowShape,
@@ -270,18 +270,21 @@ impl RowKernels {
     ) -> Result<(), PlanError> {
         check_records(dtype, shape, rows.len(), records.len())?;
         // SAFETY: the kernel reads and writes within the slices.
-        unsafe { self.run(fp8::Dequantise { dtype, shape, records, rows }) };
+        unsafe { self.run(fp8::Dequantize { dtype, shape, records, rows }) };
         Ok(())
     }
 
     /// Orders streaming stores of this thread before its next stores, above all a signal. Needed
     /// once after any number of calls with [`Stores::Streaming`], and by the thread that made them.
     pub fn fence() {
+        // Streaming stores are weakly ordered even on x86-64: a later ordinary store may pass them,
+        // and a release store is such a one there.
         #[cfg(target_arch = "x86_64")]
         // SAFETY: every x86-64 CPU has SSE.
         unsafe {
             std::arch::x86_64::_mm_sfence()
         }
+        // The portable set has no streaming stores; the signal's own release would do.
         #[cfg(not(target_arch = "x86_64"))]
         std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
     }

@@ -32,6 +32,7 @@ impl<C> Failure<C> {
     /// The word of the first cause; 0 while healthy.
     #[inline]
     pub fn status(&self) -> u32 {
+        // With the release in `fail`: whoever loads a word finds its cause set.
         self.status.load(Ordering::Acquire)
     }
 
@@ -47,6 +48,8 @@ impl<C> Failure<C> {
         let is_first = self.first.set((word, cause)).is_ok();
         // The thread with the first cause may not have come so far yet.
         if let Some(&(word, _)) = self.first.get() {
+            // Behind the cause, for the acquire in `status`. A thread that comes second stores the
+            // word of the first, so the word never changes once it is set.
             self.status.store(word, Ordering::Release);
         }
         is_first.then(|| std::mem::take(&mut *self.watchers()))
@@ -55,6 +58,8 @@ impl<C> Failure<C> {
     /// Keeps a watcher for the failure, or returns it if that has come.
     pub fn watch(&self, watcher: Watcher<C>) -> Option<Watcher<C>> {
         let mut watchers = self.watchers();
+        // Under the lock: `fail` stores the word before it takes the list. So a list that was not
+        // taken yet has this watcher when it is, and after a list that was taken the word is here.
         if self.status() != 0 {
             return Some(watcher);
         }
@@ -63,6 +68,8 @@ impl<C> Failure<C> {
     }
 
     fn watchers(&self) -> MutexGuard<'_, Vec<Watcher<C>>> {
+        // A list is whole between any two statements, and a failure must reach its watchers also
+        // after a panic.
         self.watchers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -28,6 +28,7 @@ impl<'a> FlagWords<'a> {
     /// The current value, with everything its writer did before.
     #[inline]
     pub fn value(self) -> u64 {
+        // With the release in `raise`: the rows in front of a signal are there with it.
         self.value.load(Ordering::Acquire)
     }
 
@@ -35,8 +36,8 @@ impl<'a> FlagWords<'a> {
     /// `fence(SeqCst)` does: machines have faster ones.
     #[inline]
     pub fn raise(self, value: u64, full_fence: impl FnOnce(), wake: impl FnOnce()) {
-        // An exchange in place of store and fence would request the line only after all earlier
-        // stores.
+        // The release is for readers of the value, the fence for the look at the sleepers. An
+        // exchange in place of both would request the line only after all earlier stores.
         self.value.store(value, Ordering::Release);
         full_fence();
         if self.sleepers.load(Ordering::Relaxed) != 0 {
@@ -47,6 +48,8 @@ impl<'a> FlagWords<'a> {
     /// Calls `sleep`, unless the value is no longer the one that was seen.
     pub fn sleep(self, seen: u64, sleep: impl FnOnce()) {
         self.sleepers.fetch_add(1, Ordering::Relaxed);
+        // With the fence in `raise`. This load decides about sleep alone: who wakes loads the value
+        // again, with acquire.
         fence(Ordering::SeqCst);
         if self.value.load(Ordering::Relaxed) == seen {
             sleep();

@@ -21,6 +21,8 @@ pub struct Answers {
 impl Answers {
     /// A question has come, behind everything that this thread has received.
     pub fn ask(&self, mark: u64) {
+        // For the acquire in `take`, by another thread: the answer tells the peer that what this
+        // thread has received has landed.
         self.asked.store(mark, Ordering::Release);
     }
 
@@ -28,11 +30,14 @@ impl Answers {
     /// it have landed, so this thread sees them. For the holder of the lock.
     pub fn take(&self) -> Option<u64> {
         let asked = self.asked.load(Ordering::Acquire);
+        // Relaxed: the lock orders it among those who answer.
         (self.answered.swap(asked, Ordering::Relaxed) != asked).then_some(asked)
     }
 
     /// Whether an answer was left to the thread that has just given the lock back.
     pub fn is_owed(&self) -> bool {
+        // Between the unlock and the look, with the fence of `tend` between a question and the look
+        // at the lock.
         fence(Ordering::SeqCst);
         self.asked.load(Ordering::Relaxed) != self.answered.load(Ordering::Relaxed)
     }

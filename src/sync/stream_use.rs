@@ -22,6 +22,7 @@ pub struct StreamUse {
 impl StreamUse {
     /// The owner enqueues nothing more.
     pub fn close(&self) {
+        // Behind the owner's last claims: a thread that sees this sees them, too.
         self.closed.store(true, Ordering::Release);
     }
 
@@ -42,6 +43,7 @@ pub struct Drain {
 impl Drain {
     /// The world has failed. Whether the caller is to start the thread.
     pub fn begin(&self) -> bool {
+        // Relaxed: it only picks one of two threads, and the start of the new one orders the rest.
         !self.begun.swap(true, Ordering::Relaxed)
     }
 
@@ -62,6 +64,8 @@ impl Drain {
 /// former holders have done.
 pub fn is_shared<T>(value: &Arc<T>, own: usize) -> bool {
     let is_shared = Arc::strong_count(value) > own;
+    // `strong_count` loads without an order. With this fence the load pairs with the release by
+    // which a holder that is gone dropped its reference.
     fence(Ordering::Acquire);
     is_shared
 }
@@ -78,6 +82,7 @@ impl<'a> Request<'a> {
 
     /// Whether it is set, with everything that the stream did before.
     pub fn is_set(self) -> bool {
+        // The device has the other side of the pair: it writes the word behind the stream's work.
         self.0.load(Ordering::Acquire) != 0
     }
 

@@ -16,6 +16,7 @@ impl WakeRequest {
     /// Consumer: asks to be woken. It looks at the ring once more afterwards, before it sleeps.
     pub fn arm(&self) {
         self.0.store(1, Ordering::Relaxed);
+        // With the one of the raise: one side at least sees the store of the other.
         fence(Ordering::SeqCst);
     }
 
@@ -23,6 +24,7 @@ impl WakeRequest {
     /// fence of that raise comes between what was published and this look.
     #[inline]
     pub fn take(&self) -> bool {
+        // A load first: requests are rare, and an exchange takes the line from the consumer.
         self.0.load(Ordering::Relaxed) != 0 && self.0.swap(0, Ordering::Relaxed) != 0
     }
 }

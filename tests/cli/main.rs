@@ -18,3 +18,4 @@ mod refusals;
 mod routing;
 mod simulate;
 mod trace;
+mod widths;

@@ -46,7 +46,7 @@ fn records_land_whole_and_rows_come_home() {
                 .iter()
                 .map(|tokens| {
                     let mut records = Vec::new();
-                    ep.quantise(&tokens.x, &mut records).unwrap();
+                    ep.quantize(&tokens.x, &mut records).unwrap();
                     records
                 })
                 .collect();
@@ -116,7 +116,7 @@ fn records_go_with_rank_major_rows_too() {
             .unwrap();
         let x = vec![bf16::from_f32(world.rank() as f32 + 1.0); 128];
         let mut records = Vec::new();
-        ep.quantise(&x, &mut records).unwrap();
+        ep.quantize(&x, &mut records).unwrap();
         let routing = Routing::new(2, vec![1, 6], vec![0.25, 0.75]).unwrap();
         let (rows, _handle) = ep.dispatch(&records, &routing).unwrap();
         let holds = [0, 3].contains(&world.rank());
@@ -143,11 +143,11 @@ fn what_is_no_record_is_refused_on_every_rank() {
             "{error}"
         );
         let mut records = Vec::new();
-        ep.quantise(&plain, &mut records).unwrap();
+        ep.quantize(&plain, &mut records).unwrap();
         ep.dispatch(&records, &routing).expect("the world stays usable");
         let mut other =
             ExpertParallel::builder(&world.all().unwrap()).unwrap().experts(2).hidden(8).build().unwrap();
-        let error = other.quantise(&plain[..8], &mut records).unwrap_err();
+        let error = other.quantize(&plain[..8], &mut records).unwrap_err();
         assert!(matches!(error, Error::Call(CallError::NotKept { .. })), "{error}");
         drop(other.dispatch(&plain[..8], &Routing::new(1, vec![0], vec![1.0]).unwrap()).unwrap());
     });

@@ -183,6 +183,6 @@ fn a_rank_that_wants_no_spans_is_named() {
         let Err(Error::Call(CallError::ConfigsDiffer { what, .. })) = builder.build() else {
             panic!("ranks want different things");
         };
-        assert_eq!(what, "spans");
+        assert_eq!(what, "coalesce_relays");
     });
 }

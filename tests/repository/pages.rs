@@ -98,6 +98,22 @@ fn table_of_contents_names_every_page_of_docs_once() {
     assert_eq!(named, there);
 }
 
+#[test]
+fn every_row_of_a_json_page_has_a_type_and_a_meaning() {
+    const TYPES: [&str; 8] = ["array", "boolean", "integer", "list", "null", "number", "object", "string"];
+    let mut seen = 0;
+    for page in pages().into_iter().filter(|page| page.to_str().is_some_and(|p| p.ends_with("-json.md"))) {
+        for line in prose(&page).iter().filter(|line| line.starts_with("| `")) {
+            let cells: Vec<_> = line.trim_matches('|').splitn(3, '|').map(str::trim).collect();
+            let of_type = cells.get(1).and_then(|cell| cell.split([' ', ',']).next());
+            let typed = of_type.is_some_and(|word| TYPES.contains(&word));
+            assert!(typed && cells.get(2).is_some_and(|cell| !cell.is_empty()), "{}: {line}", page.display());
+            seen += 1;
+        }
+    }
+    assert!(seen > 200, "the pages were read: {seen}");
+}
+
 /// Pages of folders that have one.
 const READMES: [&str; 8] = [
     "benches/baselines",

@@ -47,10 +47,10 @@ fn reference_record(dtype: Arithmetic, shape: Fp8RowShape, row: &[u8]) -> Vec<u8
     record
 }
 
-fn quantised(loops: RowKernels, dtype: Arithmetic, shape: Fp8RowShape, rows: &[u8]) -> Vec<u8> {
+fn quantized(loops: RowKernels, dtype: Arithmetic, shape: Fp8RowShape, rows: &[u8]) -> Vec<u8> {
     let count = rows.len() / (shape.hidden() * dtype.size()).max(1);
     let mut records = vec![0xa5; count * shape.bytes()];
-    loops.quantise(dtype, shape, rows, &mut records).unwrap();
+    loops.quantize(dtype, shape, rows, &mut records).unwrap();
     records
 }
 
@@ -59,7 +59,7 @@ fn record(values: &[f32]) -> Vec<u8> {
     let row: Vec<u8> = values.iter().flat_map(|x| x.to_ne_bytes()).collect();
     let shape = Fp8RowShape::new(values.len() as u32);
     let records =
-        Simd::available().map(|simd| quantised(RowKernels::new(simd), Arithmetic::F32, shape, &row));
+        Simd::available().map(|simd| quantized(RowKernels::new(simd), Arithmetic::F32, shape, &row));
     let mut records: Vec<_> = records.collect();
     records.dedup();
     assert_eq!(records.len(), 1, "the sets differ");
@@ -78,19 +78,19 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(500))]
 
     #[test]
-    fn every_set_quantises_like_the_reference(
+    fn every_set_quantizes_like_the_reference(
         dtype in dtypes(), count in 0usize..=3, hidden in 0u32..=400, seed: u64,
     ) {
         let (mut random, shape) = (Random(seed), Fp8RowShape::new(hidden));
         let rows: Vec<_> = (0..count).map(|_| any_row(&mut random, dtype, shape.hidden())).collect();
         let expected: Vec<_> = rows.iter().flat_map(|row| reference_record(dtype, shape, row)).collect();
         for loops in Simd::available().map(RowKernels::new) {
-            prop_assert_eq!(&quantised(loops, dtype, shape, &rows.concat()), &expected, "{}", loops.simd());
+            prop_assert_eq!(&quantized(loops, dtype, shape, &rows.concat()), &expected, "{}", loops.simd());
         }
     }
 
     #[test]
-    fn every_set_dequantises_like_the_reference(
+    fn every_set_dequantizes_like_the_reference(
         dtype in dtypes(), count in 0usize..=3, hidden in 0u32..=400, seed: u64,
     ) {
         let (mut random, shape) = (Random(seed), Fp8RowShape::new(hidden));
@@ -109,7 +109,7 @@ proptest! {
         }
         for loops in Simd::available().map(RowKernels::new) {
             let mut rows = vec![0xa5; count * shape.hidden() * dtype.size()];
-            loops.dequantise(dtype, shape, &records, &mut rows).unwrap();
+            loops.dequantize(dtype, shape, &records, &mut rows).unwrap();
             prop_assert_eq!(&rows, &expected, "{}", loops.simd());
         }
     }
@@ -156,7 +156,7 @@ fn every_code_comes_back_as_itself_and_nan_as_the_canonical_one() {
     for dtype in Arithmetic::ALL {
         for loops in Simd::available().map(RowKernels::new) {
             let mut row = vec![0; 256 * dtype.size()];
-            loops.dequantise(dtype, shape, &record, &mut row).unwrap();
+            loops.dequantize(dtype, shape, &record, &mut row).unwrap();
             let mut expected = Vec::new();
             (0..=255).for_each(|code| store(dtype, value(code), &mut expected));
             assert_eq!(row, expected, "{dtype:?}, {}", loops.simd());
@@ -200,9 +200,9 @@ fn lengths_that_do_not_belong_together_are_refused_and_nothing_is_written() {
     ];
     for (rows, records, error) in refused {
         let (mut row, mut record) = (vec![1; rows], vec![2; records]);
-        assert_eq!(loops.quantise(Arithmetic::Bf16, shape, &row, &mut record), Err(error.clone()));
+        assert_eq!(loops.quantize(Arithmetic::Bf16, shape, &row, &mut record), Err(error.clone()));
         assert!(record.iter().all(|&byte| byte == 2));
-        assert_eq!(loops.dequantise(Arithmetic::Bf16, shape, &record, &mut row), Err(error));
+        assert_eq!(loops.dequantize(Arithmetic::Bf16, shape, &record, &mut row), Err(error));
         assert!(row.iter().all(|&byte| byte == 1));
     }
 }

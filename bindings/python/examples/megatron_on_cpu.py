@@ -1,4 +1,5 @@
-"""Megatron-core in CPU processes: what it asks of a GPU, and of a backend with uneven collectives, answered without either.
+"""Megatron-core in CPU processes: what it asks of a GPU, and of a backend with uneven collectives,
+answered without either.
 
 | asked | answer |
 |---|---|

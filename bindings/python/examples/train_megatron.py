@@ -1,9 +1,11 @@
-"""A small MoE transformer with megatron-core's MoE layer, trained on CPU processes: by Megatron's all-to-all, then by Sidelane.
+"""A small MoE transformer with megatron-core's MoE layer, trained on CPU processes: by Megatron's
+all-to-all, then by Sidelane.
 
     torchrun --nproc-per-node 4 train_megatron.py --steps 200 --losses losses.json --plot losses.svg
 
-It learns to continue the bytes of this project's documentation. Attention and norms are torch's and alike on all ranks, each
-of which has its own batches; the experts, their router and their dispatcher are Megatron's, or ours. Everything is float32.
+It learns to continue the bytes of this project's documentation. Attention and norms are torch's and
+alike on all ranks, each of which has its own batches; the experts, their router and their
+dispatcher are Megatron's, or ours. Everything is float32.
 """
 
 from __future__ import annotations

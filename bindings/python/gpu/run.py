@@ -1,5 +1,5 @@
 """Checks of CUDA tensors against the host's bits, in processes that share a GPU, and a table of how
-they went.
+they went, with a row for each check as it ends.
 
 The checks are those that run on stand-ins in the tests: ``tests/checks_*cuda.py``. Exit codes: 0
 all is well, 1 something is not, 2 something is missing here.
@@ -10,7 +10,11 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
+import json
+import socket
 import sys
+import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +23,7 @@ TESTS = Path(__file__).parents[1] / "tests"
 sys.path.insert(0, str(TESTS))
 
 MISSING = 2
+SAME = "same bits"
 MODULES = {
     "checks_cuda": "torch",
     "checks_serving_cuda": "torch",
@@ -65,25 +70,83 @@ def has(package: str) -> bool:
     return True
 
 
-def make(module: str, processes: int, env: dict[str, str] | None = None) -> list[Row]:
-    """All checks of a module, between so many processes."""
+class Table:
+    """Lines that are printed, and written to a file, as they come: a run that is cut off has shown
+    what it had made.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.file = path.open("w", encoding="utf-8") if path else None
+        self.lines: list[str] = []
+        self.code = 0
+
+    def add(self, line: str) -> None:
+        self.lines.append(line)
+        print(line, flush=True)
+        if self.file:
+            print(line, file=self.file, flush=True)
+
+    def add_row(self, row: Row) -> None:
+        self.add(str(row))
+        if row.result != SAME:
+            self.code = 1
+
+
+class Follower:
+    """Adds the row of each check of a module once all of its ranks have made it."""
+
+    def __init__(self, table: Table, processes: int) -> None:
+        self.table, self.processes = table, processes
+        self.said: dict[str, dict[int, str | None]] = {}
+        self.last = time.monotonic()
+
+    def follow(self, inbox: socket.socket) -> None:
+        """Reads outcomes until an empty one."""
+        while message := inbox.recv(1 << 18):
+            rank, check, trace = json.loads(message)
+            if trace is not None:
+                about = f"{check}, {self.processes} processes, rank {rank}"
+                print(f"{about}:\n{trace}", file=sys.stderr, flush=True)
+            of = self.said.setdefault(check, {})
+            of[rank] = trace
+            if len(of) == self.processes:
+                wrong = any(trace is not None for trace in of.values())
+                self.add(check, "**differs**" if wrong else SAME)
+
+    def add(self, check: str, result: str) -> None:
+        start, self.last = self.last, time.monotonic()
+        name = check.removeprefix("check_")
+        self.table.add_row(Row(name, self.processes, result, self.last - start))
+
+
+def make(table: Table, module: str, processes: int, env: dict[str, str] | None = None) -> None:
+    """Makes all checks of a module, between so many processes."""
     from checking import checks_of, make_checks
 
     import sidelane
 
-    start = time.monotonic()
-    try:
-        said = sidelane.launch(make_checks, processes, module, env=env)
-    except Exception as error:
-        return [Row(module, processes, f"**the processes ended**: {error}", time.monotonic() - start)]
-    names, seconds = checks_of(module), time.monotonic() - start
-    rows = []
-    for name in names:
-        wrong = {rank: of.get(name, "not made") for rank, of in enumerate(said) if of.get(name, "") is not None}
-        for rank, trace in wrong.items():
-            print(f"{name}, {processes} processes, rank {rank}:\n{trace}", file=sys.stderr)
-        rows.append(Row(name.removeprefix("check_"), processes, "**differs**" if wrong else "same bits", seconds / len(names)))
-    return rows
+    follower, ended = Follower(table, processes), None
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as inbox,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end,
+    ):
+        address = f"{folder}/outcomes"
+        inbox.bind(address)
+        thread = threading.Thread(target=follower.follow, args=(inbox,), daemon=True)
+        thread.start()
+        try:
+            sidelane.launch(make_checks, processes, module, address, env=env)
+        except Exception as error:
+            ended = error
+        end.sendto(b"", address)
+        thread.join()
+    if ended is not None:
+        follower.add(module, f"**the processes ended**: {ended}")
+        return
+    for check in checks_of(module):
+        if len(follower.said.get(check, {})) < processes:
+            follower.add(check, "**not made**")
 
 
 def heading() -> list[str]:
@@ -100,24 +163,24 @@ def heading() -> list[str]:
     ]
 
 
-def run(processes: list[int], modules: list[str], env: dict[str, str] | None = None) -> tuple[list[str], int]:
-    """The table, and the exit code."""
-    lines, code = heading(), 0
+def run(
+    table: Table, processes: list[int], modules: list[str], env: dict[str, str] | None = None
+) -> None:
+    """Makes the checks of modules."""
+    for line in heading():
+        table.add(line)
     for module in modules:
         needed = MODULES[module]
         if not has(needed):
-            lines.append(f"| {module} | | skipped: {needed} is not installed | |")
+            table.add(f"| {module} | | skipped: {needed} is not installed | |")
             continue
         for count in processes:
-            rows = make(module, count, env)
-            code = max(code, *(0 if row.result == "same bits" else 1 for row in rows))
-            lines += map(str, rows)
-    return lines, code
+            make(table, module, count, env)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--table", type=Path, help="also writes the table to this file")
+    parser.add_argument("--table", type=Path, help="also writes the table to this file, row by row")
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--checks", nargs="+", default=list(MODULES), choices=list(MODULES))
     given = parser.parse_args()
@@ -125,11 +188,9 @@ def main() -> int:
     if lacks:
         print("This needs:", *lacks, sep="\n  - ", file=sys.stderr)
         return MISSING
-    lines, code = run(given.processes, given.checks)
-    print(*lines, sep="\n")
-    if given.table:
-        given.table.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return code
+    table = Table(given.table)
+    run(table, given.processes, given.checks)
+    return table.code
 
 
 if __name__ == "__main__":

@@ -183,9 +183,7 @@ impl Instance {
     pub fn tokens(&self, py: Python<'_>, [x, experts, weights]: [&Bound<'_, PyAny>; 3]) -> PyResult<Tokens> {
         let look = || {
             self.follow(py)?;
-            let (rows, dtype) = self.sent(x)?;
-            let rows = if self.shape.dtype_given { rows } else { rows.fits_default(dtype)? };
-            Ok(Tokens { x: rows, chosen: self.chosen(experts, weights)?, kind: Kind::of(x) })
+            Ok(Tokens { x: self.sent(x)?, chosen: self.chosen(experts, weights)?, kind: Kind::of(x) })
         };
         look().map_err(|error| self.refuse(py, CallKind::Dispatch, None, error))
     }
@@ -216,13 +214,15 @@ impl Instance {
     }
 
     /// Checks tokens of a dispatch: as they are sent or, on a device, rows that records are made
-    /// of. With their type.
-    pub fn sent(&self, x: &Bound<'_, PyAny>) -> PyResult<(Rows, Dtype)> {
-        let Shape { place, sent, hidden, dtype, .. } = &self.shape;
+    /// of.
+    pub fn sent(&self, x: &Bound<'_, PyAny>) -> PyResult<Rows> {
+        let Shape { place, sent, hidden, dtype, dtype_given, .. } = &self.shape;
         let input = place.borrow(x, "x")?;
         let plain = place.on().is_some() && input.element() != Element::U8;
         let (columns, dtype) = if plain { (*hidden, *dtype) } else { *sent };
-        Ok((input.columns(columns)?.rows()?, dtype))
+        let rows = input.columns(columns)?.rows()?;
+        rows.check_default(dtype, *dtype_given)?;
+        Ok(rows)
     }
 
     /// Checks tokens of a call along a handle.

@@ -23,6 +23,8 @@ use crate::world::OpenWorld;
 struct Shape {
     columns: usize,
     dtype: Dtype,
+    /// Whether the caller has said it.
+    dtype_given: bool,
     place: Place,
 }
 
@@ -72,11 +74,16 @@ impl Collective {
     /// Makes a call with this rank's rows; where they cannot be used, with none of a type that the
     /// library refuses, so that the others are told.
     fn with<T>(&self, rows: &Bound<'_, PyAny>, call: impl FnOnce(Sent<'_>) -> PyResult<T>) -> PyResult<T> {
-        let checked = Input::new(rows, "rows").and_then(|rows| rows.columns(self.shape.columns)?.rows());
-        match checked {
+        let Shape { columns, dtype, dtype_given, .. } = self.shape;
+        let look = || {
+            let rows = Input::new(rows, "rows")?.columns(columns)?.rows()?;
+            rows.check_default(dtype, dtype_given)?;
+            Ok(rows)
+        };
+        match look() {
             Ok(mine) => call(mine.tensor()),
             Err(error) => {
-                let dtype = if self.shape.dtype == Dtype::F32 { Dtype::Bf16 } else { Dtype::F32 };
+                let dtype = if dtype == Dtype::F32 { Dtype::Bf16 } else { Dtype::F32 };
                 Err(first(rows.py(), call(Sent::Host { bytes: &[], dtype }), error))
             }
         }
@@ -117,6 +124,7 @@ impl Collective {
     ) -> PyResult<Self> {
         let group = group_of(group)?;
         let (open_world, members) = (group.get().open_world(), group.get().get()?);
+        let dtype_given = dtype.is_some();
         let set = || -> PyResult<(CollectiveBuilder<'_>, Dtype)> {
             let dtype = dtype.map_or(Ok(Dtype::Bf16), settings::dtype)?;
             let builder = Gathers::builder(&members).columns(columns).dtype(dtype).segments(segments);
@@ -126,7 +134,8 @@ impl Collective {
         };
         let refuse = || Gathers::builder(&members).build().map(drop);
         let (cell, dtype) = open_world.build(py, "Collective", set(), refuse, CollectiveBuilder::build)?;
-        let shape = Shape { columns, dtype, place: Place::Host(Arc::clone(open_world.world()?.pool())) };
+        let place = Place::Host(Arc::clone(open_world.world()?.pool()));
+        let shape = Shape { columns, dtype, dtype_given, place };
         Ok(Collective {
             open_world: Arc::clone(open_world),
             cell,
@@ -174,8 +183,13 @@ impl Collective {
         rows: &Bound<'py, PyAny>,
         shares: &Shares,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let Shape { columns, dtype, place } = &self.shape;
-        let brought = match Brought::look(rows, "rows", (*columns, place), (&shares.outputs, "shares")) {
+        let Shape { columns, dtype, dtype_given, place } = &self.shape;
+        let look = || {
+            let brought = Brought::look(rows, "rows", (*columns, place), (&shares.outputs, "shares"))?;
+            brought.rows.check_default(*dtype, *dtype_given)?;
+            Ok(brought)
+        };
+        let brought = match look() {
             Ok(brought) => brought,
             Err(error) => {
                 let refused = self.along(py, shares, |gathers, layout| {
@@ -204,7 +218,7 @@ impl Shares {
     /// undefined.
     fn output<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let output = self.cell.lend(|layout| layout.output().map_err(raise))?;
-        let Shape { columns, dtype, place } = &self.shape;
+        let Shape { columns, dtype, place, .. } = &self.shape;
         let memory = self.outputs.add(output, place)?;
         self.kind.give(py, Tensor::new(memory, &[self.rows as usize, *columns], (*dtype).into()))
     }

@@ -51,9 +51,9 @@ impl ExpertParallel {
     /// Collective: all ranks of the group choose alike, but for device, stream and max_blocks.
     #[new]
     #[pyo3(signature = (
-        group, *, experts=None, top_k=1, hidden, dtype=None, expert_map=None, order="expert", wire="f32",
+        group, *, experts=None, top_k=1, hidden, dtype=None, expert_map=None, sum_order="expert", partial_dtype="f32",
         layout="expert-major", route="direct", strategy="all-to-all", align=1, max_tokens=4096, weighted=false,
-        spans=false, fp8=false, budget=None, slots=None, overflow="error", graphs="off", device=None,
+        coalesce_relays=false, fp8=false, budget=None, slots=None, overflow="error", graphs="off", device=None,
         stream=None, max_in_flight=None, device_heap=None, max_blocks=None
     ))]
     #[expect(clippy::too_many_arguments, reason = "Python's keywords are its builder")]
@@ -65,15 +65,15 @@ impl ExpertParallel {
         hidden: usize,
         dtype: Option<&Bound<'_, PyAny>>,
         expert_map: Option<Vec<Vec<u32>>>,
-        order: &str,
-        wire: &str,
+        sum_order: &str,
+        partial_dtype: &str,
         layout: &str,
         route: &str,
         strategy: &str,
         align: u32,
         max_tokens: u32,
         weighted: bool,
-        spans: bool,
+        coalesce_relays: bool,
         fp8: bool,
         budget: Option<u32>,
         slots: Option<u32>,
@@ -104,15 +104,15 @@ impl ExpertParallel {
                 .top_k(top_k)
                 .hidden(hidden)
                 .dtype(dtype)
-                .sum_order(settings::word("order", order)?)
-                .partial_dtype(settings::word("wire", wire)?)
+                .sum_order(settings::word("sum_order", sum_order)?)
+                .partial_dtype(settings::word("partial_dtype", partial_dtype)?)
                 .layout(rows)
                 .route(settings::word("route", route)?)
                 .strategy(settings::word("strategy", strategy)?)
                 .align(align)
                 .max_tokens(max_tokens)
                 .weighted(weighted)
-                .coalesce_relays(spans)
+                .coalesce_relays(coalesce_relays)
                 .fp8(fp8)
                 .mode(mode)
                 .graphs(settings::word("graphs", graphs)?);
@@ -278,7 +278,7 @@ impl ExpertParallel {
     ) -> PyResult<Bound<'py, PyAny>> {
         let (sent, call) = (self.instance.shape.sent, (CallKind::CachedDispatch, handle));
         let tokens = match self.instance.follow(py).and_then(|()| self.instance.sent(x)) {
-            Ok((tokens, _)) => tokens,
+            Ok(tokens) => tokens,
             Err(error) => return Err(self.instance.refuse(py, call.0, Some(handle), error)),
         };
         let done = self
@@ -425,7 +425,7 @@ impl ExpertParallel {
     /// Makes records of tokens for a dispatch in fp8: [tokens, record] of uint8. A device needs
     /// `out`, but for tensors of torch, and the records are there for what is enqueued next.
     #[pyo3(signature = (x, out=None))]
-    fn quantise<'py>(
+    fn quantize<'py>(
         &self,
         py: Python<'py>,
         x: &Bound<'py, PyAny>,
@@ -436,14 +436,14 @@ impl ExpertParallel {
             let tokens = instance.rows(x, "x", columns)?;
             let mut records = instance.records(py, (tokens.input.len() / columns, Kind::of(x)), out)?;
             let target = records.tensor_mut();
-            instance.cell.lend(|ep| ep.quantise_into(tokens.tensor(), target).map_err(raise))?;
+            instance.cell.lend(|ep| ep.quantize_into(tokens.tensor(), target).map_err(raise))?;
             instance.shape.place.keep(records.input().into_iter().chain([&tokens.input]));
             return records.give(py);
         }
         let tokens = Input::new(x, "x")?.columns(columns)?.rows()?;
         let records = self.instance.cell.lend(|ep| {
             let mut records = Vec::new();
-            ep.quantise(tokens.tensor(), &mut records).map_err(raise)?;
+            ep.quantize(tokens.tensor(), &mut records).map_err(raise)?;
             Ok(records)
         })?;
         let rows = records.len() / self.instance.shape.sent.0;

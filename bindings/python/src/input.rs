@@ -257,11 +257,11 @@ pub struct Rows {
 }
 
 impl Rows {
-    /// An error if its elements are not those of an object that was made without a dtype: the
-    /// caller does not know that there is a default.
-    pub fn fits_default(self, dtype: Dtype) -> PyResult<Self> {
-        if self.dtype == dtype {
-            return Ok(self);
+    /// An error if its elements are not those of an object whose dtype was not `given`: the caller
+    /// does not know that there is a default.
+    pub fn check_default(&self, dtype: Dtype, given: bool) -> PyResult<()> {
+        if given || self.dtype == dtype {
+            return Ok(());
         }
         let (seen, default) = (self.input.element.name(), Element::from(dtype).name());
         let message = format!(

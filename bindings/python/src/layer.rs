@@ -88,6 +88,8 @@ pub struct MoeLayer {
     cell: Arc<LendingCell<LayerAt>>,
     place: Place,
     dtype: Dtype,
+    /// Whether the caller has said it.
+    dtype_given: bool,
     #[pyo3(get)]
     rank: u32,
     #[pyo3(get)]
@@ -133,7 +135,7 @@ impl MoeLayer {
     /// `shared` [experts, 3 * hidden * ffn].
     #[new]
     #[pyo3(signature = (
-        group, gate, *, hidden, experts, router=None, shared=None, dtype=None, expert_map=None, order="expert",
+        group, gate, *, hidden, experts, router=None, shared=None, dtype=None, expert_map=None, sum_order="expert",
         route="direct", align=1, max_tokens=4096, balance=None, z_loss=None, chunks=1, overlap=true, device=None,
         stream=None, tapes=1, products="own", device_heap=None, max_blocks=None
     ))]
@@ -148,7 +150,7 @@ impl MoeLayer {
         shared: Option<&Bound<'_, PyAny>>,
         dtype: Option<&Bound<'_, PyAny>>,
         expert_map: Option<Vec<Vec<u32>>>,
-        order: &str,
+        sum_order: &str,
         route: &str,
         align: u32,
         max_tokens: u32,
@@ -165,6 +167,7 @@ impl MoeLayer {
     ) -> PyResult<Self> {
         let group = group_of(group)?;
         let (open_world, members) = (group.get().open_world(), group.get().get()?);
+        let dtype_given = dtype.is_some();
         let set = || {
             let dtype = dtype.map_or(Ok(Dtype::Bf16), settings::dtype)?;
             let gate = config_of(gate)?;
@@ -178,8 +181,9 @@ impl MoeLayer {
             let map = expert_map.map(|held| map(Some(gate.experts), &held)).transpose()?;
             let balance = balance.map(balance_of).transpose()?;
             let builder = HostMoeLayer::builder(&members, gate, hidden, routed).dtype(dtype);
-            let builder =
-                builder.order(settings::word("order", order)?).route(settings::word("route", route)?);
+            let builder = builder
+                .sum_order(settings::word("sum_order", sum_order)?)
+                .route(settings::word("route", route)?);
             let builder = builder.align(align).max_tokens(max_tokens).chunks(chunks).overlap(overlap);
             let builder = router.into_iter().fold(builder, MoeLayerBuilder::router);
             let builder = shared.into_iter().fold(builder, |builder, (shared, _)| builder.shared(shared));
@@ -208,7 +212,8 @@ impl MoeLayer {
             Some(on) => Place::Device(Lender::new(&on)),
         };
         let (rank, size) = (members.rank(), members.size());
-        Ok(MoeLayer { open_world: Arc::clone(open_world), cell, place, dtype, rank, size, hidden, shapes })
+        let open_world = Arc::clone(open_world);
+        Ok(MoeLayer { open_world, cell, place, dtype, dtype_given, rank, size, hidden, shapes })
     }
 
     /// Where its tensors lie: "host", or "cuda:" and a number.
@@ -362,6 +367,7 @@ impl MoeLayer {
     /// Rows of this layer.
     fn rows(&self, rows: &Bound<'_, PyAny>, what: &'static str) -> PyResult<Rows> {
         let rows = self.place.borrow(rows, what)?.columns(self.hidden)?.rows()?;
+        rows.check_default(self.dtype, self.dtype_given)?;
         if rows.dtype != self.dtype {
             return Err(raise(PlanError::WrongDtype { what, seen: rows.dtype, expected: self.dtype }));
         }

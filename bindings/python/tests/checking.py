@@ -5,6 +5,8 @@ another.
 from __future__ import annotations
 
 import importlib
+import json
+import socket
 import traceback
 from pathlib import Path
 
@@ -18,9 +20,29 @@ def checks_of(module: str) -> list[str]:
     return [line[4 : line.index("(")] for line in lines if line.startswith("def check_")]
 
 
-def make_checks(module: str) -> dict[str, str | None]:
+class Outcomes:
+    """Where ranks send the outcome of each check as soon as they have it, if anybody listens there.
+
+    Datagrams of a Unix socket: the one who listens gets them in the order in which they were sent,
+    also from processes that have ended since.
+    """
+
+    def __init__(self, address: str | None) -> None:
+        self.address = address
+
+    def send(self, rank: int, check: str, said: str | None) -> None:
+        if self.address is None:
+            return
+        # A datagram has a limit, and the end of a trace says most.
+        message = json.dumps([rank, check, said and said[-20_000:]]).encode()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as outbox:
+            outbox.sendto(message, self.address)
+
+
+def make_checks(module: str, address: str | None = None) -> dict[str, str | None]:
     """What each check says at this rank: nothing, or what went wrong."""
     said: dict[str, str | None] = {}
+    outcomes = Outcomes(address)
     checks = importlib.import_module(module)
     with sidelane.init() as world:
         for name in checks_of(module):
@@ -30,5 +52,7 @@ def make_checks(module: str) -> dict[str, str | None]:
             except Exception:
                 said[name] = traceback.format_exc()
                 world.cancel()
+            outcomes.send(world.rank, name, said[name])
+            if said[name] is not None:
                 break
     return said

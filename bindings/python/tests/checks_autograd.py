@@ -24,7 +24,8 @@ def layer(ep, of, rank, x, weights):
 
 
 def by_hand(of, rank, g):
-    """Forward and gradients of that layer by the formulas, in the order of sums that is promised."""
+    """Forward and gradients of that layer by the formulas, in the order of sums that is promised.
+    """
     dtype = of.x[rank].dtype
     forward, back, home = {}, {}, torch.zeros(len(of.x[rank]), of.top_k)
     for holder in range(of.ranks):
@@ -142,7 +143,9 @@ def check_a_weighted_combine_brings_the_weights_gradients(world):
 
 
 def check_a_rank_that_computes_nothing_takes_part(world):
-    """Experts of a rank without rows are skipped, and so is whatever would have joined its two calls."""
+    """Experts of a rank without rows are skipped, and so is whatever would have joined its two
+    calls.
+    """
     of, me = case(world.size), world.rank
     ids = torch.zeros(4, 1, dtype=torch.int64)
     ep = sidelane.ExpertParallel(world, experts=world.size, top_k=1, hidden=of.hidden, dtype="float32")

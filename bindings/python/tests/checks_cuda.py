@@ -147,7 +147,7 @@ def check_memory_that_another_stream_uses_is_not_written_to(world):
 
 def check_fixed_slots_go_on_torch_s_current_stream(world):
     of, me = case(world.size, dtype=torch.bfloat16), world.rank
-    settings = {"experts": of.experts, "top_k": of.top_k, "hidden": of.hidden, "layout": "rank-major", "order": "rank"}
+    settings = {"experts": of.experts, "top_k": of.top_k, "hidden": of.hidden, "layout": "rank-major", "sum_order": "rank"}
     with gpu(me):
         slots = sidelane.ExpertParallel(world, **settings, slots=12, max_tokens=12, device="cuda")
         assert slots.executor == "constant-program"

@@ -101,11 +101,11 @@ def check_records_rows_by_rank_and_other_maps_are_those_of_the_host(world):
     for settings in ({"fp8": True}, {"layout": "rank-major"}, {"layout": "rank-major", "fp8": True, "route": "pxn"}):
         planned, host = exchanges(world, of, device, **settings)
         x, ids, weights = sent(of, me, device)
-        tokens = host.quantise(of.x[me]) if "fp8" in settings else of.x[me]
+        tokens = host.quantize(of.x[me]) if "fp8" in settings else of.x[me]
         forms = [x]
         if "fp8" in settings:
             room = device.tensor(torch.zeros_like(tokens))
-            assert planned.quantise(x, out=room) is room
+            assert planned.quantize(x, out=room) is room
             same(device.read_sums(planned, room), tokens)
             forms.append(room)
         for turned in (False, True):
@@ -194,7 +194,7 @@ def check_rows_within_a_budget_are_those_of_the_host(world):
 def check_a_budget_needs_no_sizes(world):
     of, me, device = case(world.size), world.rank, Device(world.rank)
     most = max(len(of.rows(rank)) for rank in range(world.size))
-    planned, host = exchanges(world, of, device, budget=most + 3, graphs="slots", order="rank")
+    planned, host = exchanges(world, of, device, budget=most + 3, graphs="slots", sum_order="rank")
     there, expected = host.dispatch(of.x[me], of.ids[me], of.weights[me])
     rows, handle = planned.start_dispatch(*sent(of, me, device)).unfinished()
     assert torch.from_dlpack(handle.dropped).shape == (0, of.top_k)
@@ -210,7 +210,7 @@ def check_a_budget_needs_no_sizes(world):
 
 def check_masks_are_those_of_the_host(world):
     of, me, device = case(world.size), world.rank, Device(world.rank)
-    for settings in ({}, {"budget": 100, "graphs": "slots", "order": "rank"}):
+    for settings in ({}, {"budget": 100, "graphs": "slots", "sum_order": "rank"}):
         planned, host = exchanges(world, of, device, **settings)
         for masked in [*range(world.size), None]:
             active = [rank != masked for rank in range(world.size)]
@@ -235,7 +235,7 @@ def check_a_graph_is_replayed_with_other_tokens(world):
     of, me, device = case(world.size), world.rank, Device(world.rank)
     most = max(len(of.rows(rank)) for rank in range(world.size))
     settings = {"experts": of.experts, "top_k": of.top_k, "hidden": of.hidden, "dtype": torch.float32, "max_tokens": 16}
-    settings["order"] = "rank"
+    settings["sum_order"] = "rank"
     on = {"graphs": "slots", "device": device.number, "stream": device.stream}
     planned = sidelane.ExpertParallel(world, **settings, budget=most, **on)
     host = sidelane.ExpertParallel(world, **settings)
@@ -390,7 +390,7 @@ def check_a_stream_that_is_none_is_a_buffer_error(world):
 def check_what_a_place_does_not_have_is_refused_by_name(world):
     of, me, device = case(world.size), world.rank, Device(world.rank)
     planned, host = exchanges(world, of, device)
-    within, _ = exchanges(world, of, device, budget=100, graphs="slots", order="rank")
+    within, _ = exchanges(world, of, device, budget=100, graphs="slots", sum_order="rank")
     sent_here = sent(of, me, device)
     rows, handle = planned.dispatch(*sent_here)
     host_rows, layout = host.dispatch(of.x[me], of.ids[me], of.weights[me])
@@ -502,7 +502,7 @@ def check_slots_are_what_all_ranks_sent(world):
         top_k=of.top_k,
         hidden=of.hidden,
         layout="rank-major",
-        order="rank",
+        sum_order="rank",
         slots=12,
         max_tokens=12,
         device=device.number,

@@ -142,7 +142,7 @@ def check_halves_of_two_microbatches_overlap(world):
 
 def check_rank_major_rows_say_whose_they_are(world):
     of, me = case(world.size), world.rank
-    ep = built(world, of, layout="rank-major", order="rank")
+    ep = built(world, of, layout="rank-major", sum_order="rank")
     rows, handle = ep.dispatch(of.x[me], of.ids[me], of.weights[me])
     held = of.held(me)
     expected = [
@@ -181,14 +181,14 @@ def check_records_in_fp8_are_bytes_with_values_and_scales(world):
     ep = built(world, of, fp8=True)
     hidden, scales_at, scales, size = ep.record
     assert (hidden, scales) == (128, 1)
-    sent = ep.quantise(of.x[me])
+    sent = ep.quantize(of.x[me])
     assert sent.shape == (len(of.x[me]), size) and sent.dtype == torch.uint8
     rows, handle = ep.dispatch(sent, of.ids[me], of.weights[me])
     values = rows[:, :hidden].view(torch.float8_e4m3fn).float()
     factors = rows[:, scales_at : scales_at + 4 * scales].contiguous().view(torch.float32)
     close = of.rows_of(me, of.x)
     assert ((values * factors - close).abs() <= close.abs().amax(dim=1, keepdim=True) / 16 if len(rows) else torch.ones(0)).all()
-    same(rows[:, : scales_at + 4], of.rows_of(me, [ep.quantise(x) for x in of.x])[:, : scales_at + 4])
+    same(rows[:, : scales_at + 4], of.rows_of(me, [ep.quantize(x) for x in of.x])[:, : scales_at + 4])
     ep.combine(handle.output().zero_(), handle)
 
 
@@ -261,7 +261,9 @@ def check_the_report_is_what_moved(world):
 
 
 def check_what_is_dropped_in_any_order_comes_back(world):
-    """Python's collector is of one process: rows, handles, buffers and layers go in another order on each rank."""
+    """Python's collector is of one process: rows, handles, buffers and layers go in another order
+    on each rank.
+    """
     import gc
     import random
 

@@ -33,7 +33,7 @@ def right(seen, of, me):
 
 def check_steps_have_the_numbers_of_torch(world):
     of, me = whole(world.size), world.rank
-    for settings in ({}, {"chunks": 3}, {"chunks": 2, "overlap": False, "align": 4}, {"order": "rank"}):
+    for settings in ({}, {"chunks": 3}, {"chunks": 2, "overlap": False, "align": 4}, {"sum_order": "rank"}):
         layer = built(world, of, **settings)
         assert (layer.place, layer.gate_place, layer.dtype, layer.stream) == ("host", "host", "float32", None)
         for _ in range(2):

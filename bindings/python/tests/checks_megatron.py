@@ -182,7 +182,7 @@ def check_rows_beyond_a_budget_are_dropped_and_all_ranks_know(world: sidelane.Wo
             same(one, other)
 
 
-def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
     """e4m3 values, and a scale for 128 of them."""
     blocks = x.view(x.shape[0], -1, 128)
     scales = blocks.abs().amax(dim=2) / 448
@@ -194,11 +194,11 @@ def restored(values: Tensor, scales: Tensor) -> Tensor:
     return blocks.view(values.shape)
 
 
-def check_tokens_in_fp8_come_as_quantised_and_their_sums_in_bf16(world: sidelane.World) -> None:
+def check_tokens_in_fp8_come_as_quantized_and_their_sums_in_bf16(world: sidelane.World) -> None:
     join(world)
     case, hidden = Case(1, 8, "none", False), 256
     of = [inputs(case, rank, hidden=hidden) for rank in range(world.size)]
-    pairs = [quantised(source.x.view(-1, hidden)) for source in of]
+    pairs = [quantized(source.x.view(-1, hidden)) for source in of]
     tokens = [restored(*pair) for pair in pairs]
     mine, my = held(1, world.rank), of[world.rank]
     hits = [source.chosen[:, mine] for source in of]

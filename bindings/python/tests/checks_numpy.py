@@ -26,12 +26,26 @@ def check_tokens_return_from_the_experts_that_they_chose(world):
 
 def check_first_call_without_a_dtype_says_which_to_give(world):
     ep = sidelane.ExpertParallel(world, experts=world.size, hidden=HIDDEN)
-    x, ids, weights = np.ones((1, HIDDEN), np.float32), np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32)
-    try:
-        ep.dispatch(x, ids, weights)
-        raise AssertionError("rows are bfloat16")
-    except sidelane.InputError as error:
-        assert error.kind == "Dtype" and 'dtype="float32"' in str(error), error
+    x, weights = np.ones((1, HIDDEN), np.float32), np.ones((1, 1), np.float32)
+    ids = np.zeros((1, 1), np.int32)
+    gate, expert = sidelane.preset("mixtral", world.size, 1), np.ones((1, 3 * HIDDEN * 4), np.float32)
+    layer = sidelane.MoeLayer(world, gate, hidden=HIDDEN, experts=expert)
+    gathers = sidelane.Collective(world, columns=HIDDEN)
+    shares = gathers.shares([1] * world.size)
+    handle = ep.prepare(ids, weights)
+    for name, call in (
+        ("x", lambda: ep.dispatch(x, ids, weights)),
+        ("x", lambda: ep.dispatch_cached(x, handle)),
+        ("x", lambda: layer.forward(x)),
+        ("rows", lambda: gathers.all_gather(x)),
+        ("rows", lambda: gathers.reduce_scatter(np.ones((world.size, HIDDEN), np.float32), shares)),
+    ):
+        try:
+            call()
+            raise AssertionError("rows are bfloat16")
+        except sidelane.InputError as error:
+            said = f'{name}: its elements are float32, but rows are bfloat16 where no dtype is given: make it with dtype="float32"'
+            assert error.kind == "Dtype" and str(error) == said, error
 
 
 def check_advice_names_the_library_of_the_tensor(world):

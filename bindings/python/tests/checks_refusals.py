@@ -160,14 +160,14 @@ def check_an_output_buffer_survives_a_call_that_is_never_made(world):
 
 def check_shapes_and_settings_that_differ_between_ranks(world):
     of, me = case(world.size), world.rank
-    for change, what in [({"top_k": 2}, "top_k"), ({"align": 4}, "align"), ({"order": "rank"}, "order")]:
+    for change, what in [({"top_k": 2}, "top_k"), ({"align": 4}, "align"), ({"sum_order": "rank"}, "sum_order")]:
         settings = {"experts": of.experts, "top_k": 3, "hidden": of.hidden, "dtype": "float32"}
         try:
             sidelane.ExpertParallel(world, **(settings | change if me == 0 else settings))
             raise AssertionError("ranks differ")
         except sidelane.CallError as error:
             assert (error.kind, error.rank) == ("ConfigsDiffer", me) and what in str(error), error
-    for change in [{"order": "alphabetical"}, {"dtype": "float8"}, {"experts": None}, {"budget": 1, "slots": 1}]:
+    for change in [{"sum_order": "alphabetical"}, {"dtype": "float8"}, {"experts": None}, {"budget": 1, "slots": 1}]:
         settings = {"experts": of.experts, "top_k": 3, "hidden": of.hidden, "dtype": "float32"}
         try:
             sidelane.ExpertParallel(world, **(settings | change if me == 0 else settings))

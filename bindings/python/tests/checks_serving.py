@@ -127,7 +127,7 @@ def check_what_vllm_may_ask_and_is_not_there_is_refused(world):
         kernel.prepare(of.x[me], weights, ids, of.experts, None, True, None, False)
     with pytest.raises(ValueError, match="11 experts where 10 are held"):
         kernel.prepare(of.x[me], weights, ids, 11, None, False, None, False)
-    with pytest.raises(ValueError, match="quantised by the experts"):
+    with pytest.raises(ValueError, match="quantized by the experts"):
         kernel.prepare(of.x[me], weights, ids, of.experts, None, False, SimpleNamespace(quant_dtype=torch.int8), False)
 
 

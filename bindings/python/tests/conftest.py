@@ -1,7 +1,9 @@
-"""One world per number of ranks: its processes make all checks of a module, one after another, and each is a test.
+"""One world per number of ranks: its processes make all checks of a module, one after another, and
+each is a test.
 
-A module ``test_x`` has its checks in ``checks_x``: functions ``check_*(world)`` that every rank calls, named as the test is;
-``test_x.environment()``, if there is one, is what its ranks find in theirs.
+A module ``test_x`` has its checks in ``checks_x``: functions ``check_*(world)`` that every rank
+calls, named as the test is; ``test_x.environment()``, if there is one, is what its ranks find in
+theirs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Where checks of CUDA tensors run: a GPU, if torch sees one, else devices of the stand-in driver."""
+"""Where checks of CUDA tensors run: a GPU, if torch sees one, else devices of the stand-in driver.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Cases for Megatron's dispatchers: routed tokens, experts that differ, and how far results may lie apart."""
+"""Cases for Megatron's dispatchers: routed tokens, experts that differ, and how far results may lie
+apart.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,13 @@ class Case:
     tensor_parallel: int
     top_k: int
     capacity: str
-    """``none``, ``drop``, or ``pad``: a factor of 1, rows beyond it dropped; missing ones filled up, too."""
+    """``none``, ``drop``, or ``pad``: a factor of 1, rows beyond it dropped; missing ones filled
+    up, too.
+    """
     exact: bool
-    """Small integers and linear experts, whose sums are exact in any order; else random numbers and tanh."""
+    """Small integers and linear experts, whose sums are exact in any order; else random numbers and
+    tanh.
+    """
 
     def config(self, backend: str = "hybridep") -> SimpleNamespace:
         """What Megatron's dispatchers read of a configuration."""
@@ -63,7 +69,9 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """All; a capacity that is padded for one tensor-parallel rank only, as Megatron's hybridep counts it wrongly for more."""
+    """All; a capacity that is padded for one tensor-parallel rank only, as Megatron's hybridep
+    counts it wrongly for more.
+    """
     return [
         Case(tp, top_k, capacity, exact)
         for tp in (1, 2)
@@ -83,7 +91,9 @@ class Inputs(NamedTuple):
 
 
 def inputs(case: Case, rank: int, batch: int = 0, hidden: int = HIDDEN) -> Inputs:
-    """What Megatron's own router makes of random logits; as many tokens at all ranks only where they must."""
+    """What Megatron's own router makes of random logits; as many tokens at all ranks only where
+    they must.
+    """
     from megatron.core.transformer.moe import moe_utils
 
     draw = torch.Generator().manual_seed(10000 * batch + 100 * case.top_k + rank)
@@ -131,7 +141,9 @@ def on_cuda(of: Inputs) -> Inputs:
 
 
 class Results(NamedTuple):
-    """What a layer did: rows, counts and weights as experts got them; tokens, and gradients of tokens and weights."""
+    """What a layer did: rows, counts and weights as experts got them; tokens, and gradients of
+    tokens and weights.
+    """
 
     rows: Tensor
     counts: Tensor
@@ -156,7 +168,8 @@ def layer(dispatcher: Any, case: Case, of: Inputs) -> Results:
 
 
 def ep_buffer_pass(case: Case, of: Inputs) -> Results:
-    """The same layer around an ``EPBuffer``, whose calls are made by hand; gradients come deferred."""
+    """The same layer around an ``EPBuffer``, whose calls are made by hand; gradients come deferred.
+    """
     from sidelane.megatron import EPBuffer
 
     buffer, hidden = EPBuffer(dist.group.WORLD), of.x.shape[-1]
@@ -183,7 +196,9 @@ def ep_buffer_pass(case: Case, of: Inputs) -> Results:
 
 @dataclass(frozen=True)
 class Chunks:
-    """The sizes that Megatron's ``moe_ep_chunk_overlap`` makes of a configuration, as far as transports read them."""
+    """The sizes that Megatron's ``moe_ep_chunk_overlap`` makes of a configuration, as far as
+    transports read them.
+    """
 
     largest_token_chunk_size: int
     router_topk: int
@@ -210,8 +225,10 @@ class Chunk:
 def chunked_pass(
     case: Case, of: Inputs, chunks: int, compute: Any = None, communication: Any = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same layer in chunks, in the order of Megatron's ``moe_ep_chunk_overlap``: one is computed on a stream while the
-    next one moves on the other. Tokens, and gradients of tokens and weights."""
+    """The same layer in chunks, in the order of Megatron's ``moe_ep_chunk_overlap``: one is
+    computed on a stream while the next one moves on the other. Tokens, and gradients of tokens and
+    weights.
+    """
     import sidelane.megatron
 
     x, gradient = (tensor.reshape(-1, HIDDEN).chunk(chunks) for tensor in (of.x, of.gradient))
@@ -280,7 +297,8 @@ def absolute_terms(case: Case, of: Inputs) -> list[Tensor]:
 
 
 class Apart(NamedTuple):
-    """The largest difference of a result, as it is and in last places of the sum of absolute terms."""
+    """The largest difference of a result, as it is and in last places of the sum of absolute terms.
+    """
 
     difference: float
     places: float

@@ -1,4 +1,6 @@
-"""A layer in the parts that Megatron starts apart where it overlaps microbatches, in Megatron's own nodes."""
+"""A layer in the parts that Megatron starts apart where it overlaps microbatches, in Megatron's own
+nodes.
+"""
 
 from __future__ import annotations
 

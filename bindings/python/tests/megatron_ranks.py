@@ -1,4 +1,6 @@
-"""A rank of Megatron's: patched for a CPU, what was installed under it, and every dispatcher that its layers can have."""
+"""A rank of Megatron's: patched for a CPU, what was installed under it, and every dispatcher that
+its layers can have.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def has(who: str, case: Case) -> bool:
 
 
 def limit(who: str, case: Case) -> float:
-    """How many last places results may lie apart: some where sums are made by rank, or by tensor-parallel rank, none elsewhere."""
+    """How many last places results may lie apart: some where sums are made by rank, or by
+    tensor-parallel rank, none elsewhere.
+    """
     by_rank = who == "deepep" and case.top_k > 2
     return LAST_PLACES if not case.exact and (case.tensor_parallel > 1 or by_rank) else 0.0
 

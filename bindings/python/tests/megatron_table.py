@@ -1,4 +1,5 @@
-"""Writes the table of docs/from-megatron.md: how far results lie from those of Megatron's all-to-all, on 4 and 8 ranks.
+"""Writes the table of docs/from-megatron.md: how far results lie from those of Megatron's
+all-to-all, on 4 and 8 ranks.
 
     python megatron_table.py
 """

@@ -1,7 +1,8 @@
-"""A stand-in for the manager of Megatron's ``ncclep`` backend, which 0.16.1 does not have: the same calls in the same order.
+"""A stand-in for the manager of Megatron's ``ncclep`` backend, which 0.16.1 does not have: the same
+calls in the same order.
 
-A group is named at the first dispatch, for as many tokens as there are, rounded up to 64; each dispatch has a buffer of its
-own, which lives until its combine, and longer in the graph.
+A group is named at the first dispatch, for as many tokens as there are, rounded up to 64; each
+dispatch has a buffer of its own, which lives until its combine, and longer in the graph.
 """
 
 from __future__ import annotations

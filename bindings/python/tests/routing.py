@@ -1,4 +1,6 @@
-"""What all ranks do in a check, so that each can tell what it must see: everything is drawn from the rank's number."""
+"""What all ranks do in a check, so that each can tell what it must see: everything is drawn from
+the rank's number.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ class Case:
         return torch.stack(rows) if rows else tensors[0].new_empty(0, *tensors[0].shape[1:])
 
     def summed(self, rank: int, row_of: dict[tuple[int, int, int], torch.Tensor]) -> torch.Tensor:
-        """Sums of the rows of each token of a rank: in float32 from +0, by ascending expert, rounded once."""
+        """Sums of the rows of each token of a rank: in float32 from +0, by ascending expert,
+        rounded once.
+        """
         out = torch.zeros(self.x[rank].shape[0], self.hidden)
         for token, ids in enumerate(self.ids[rank].tolist()):
             for expert in sorted(e for e in ids if e >= 0):

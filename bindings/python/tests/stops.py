@@ -37,10 +37,11 @@ def tokens(world):
 
 
 def interrupt_when_in(name: str) -> None:
-    """A thread that presses Ctrl-C while the main thread is in a function; that it runs shows that the GIL is free.
+    """A thread that presses Ctrl-C while the main thread is in a function; that it runs shows that
+    the GIL is free.
 
-    It presses until the function ends: Python drops an interrupt that is raised in a callback, such as one that takes a
-    tensor back. An interrupt that comes behind the function's end is ignored.
+    It presses until the function ends: Python drops an interrupt that is raised in a callback, such
+    as one that takes a tensor back. An interrupt that comes behind the function's end is ignored.
     """
     main = threading.main_thread().ident
     handled = threading.Event()

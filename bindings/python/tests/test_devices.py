@@ -1,4 +1,6 @@
-"""Dispatch and combine of tensors on devices, without a GPU: the driver is a stand-in that does everything late."""
+"""Dispatch and combine of tensors on devices, without a GPU: the driver is a stand-in that does
+everything late.
+"""
 
 import torch_needed  # noqa: F401
 

@@ -25,10 +25,11 @@ def test_script_has_a_line_for_each_check_between_processes_that_share_a_device(
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     import run
 
-    lines, code = run.run([2], ["checks_serving_cuda"], environment() | {"SIDELANE_TEST_GPUS": "1"})
-    checks = [line.split(" | ") for line in lines[4:]]
-    assert len(checks) == 4 and all(check[1:3] == ["2", "same bits"] for check in checks), lines
-    assert code == 0 and "the fake driver" in lines[0]
+    table = run.Table()
+    run.run(table, [2], ["checks_serving_cuda"], environment() | {"SIDELANE_TEST_GPUS": "1"})
+    checks = [line.split(" | ") for line in table.lines[4:]]
+    assert len(checks) == 4 and all(check[1:3] == ["2", "same bits"] for check in checks), table.lines
+    assert table.code == 0 and "the fake driver" in table.lines[0]
 
 
 def test_script_fails_where_a_check_does(monkeypatch):
@@ -36,5 +37,7 @@ def test_script_fails_where_a_check_does(monkeypatch):
     import run
 
     # Its ranks have no devices.
-    lines, code = run.run([2], ["checks_serving_cuda"], {"SIDELANE_CUDA_LIBRARY": "none"})
-    assert code == 1 and "**differs**" in lines[4], lines
+    table = run.Table()
+    run.run(table, [2], ["checks_serving_cuda"], {"SIDELANE_CUDA_LIBRARY": "none"})
+    assert table.code == 1 and "**differs**" in table.lines[4], table.lines
+    assert all("**not made**" in line for line in table.lines[5:]), table.lines

@@ -1,4 +1,6 @@
-"""Losses of routers, and gradients through their weights: against the same in torch's own operations."""
+"""Losses of routers, and gradients through their weights: against the same in torch's own
+operations.
+"""
 
 import torch_needed  # noqa: F401
 

@@ -43,7 +43,7 @@ def test_install_is_refused_where_it_would_come_too_late(monkeypatch, module, ki
     assert refused.value.kind == kind
 
 
-def test_a_dispatcher_refuses_rows_that_are_padded_for_quantisation():
+def test_a_dispatcher_refuses_rows_that_are_padded_for_quantization():
     import sidelane.megatron
 
     config = SimpleNamespace(moe_router_padding_for_quantization=True)

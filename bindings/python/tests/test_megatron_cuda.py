@@ -1,4 +1,6 @@
-"""Megatron-core 0.16.1, its dispatchers unchanged, on tensors that stand for CUDA's: forward and all gradients."""
+"""Megatron-core 0.16.1, its dispatchers unchanged, on tensors that stand for CUDA's: forward and
+all gradients.
+"""
 
 import importlib.metadata
 import os

@@ -1,4 +1,6 @@
-"""The shapes of vLLM, SGLang and FlashInfer: callers that do what these do, against what each rank can tell."""
+"""The shapes of vLLM, SGLang and FlashInfer: callers that do what these do, against what each rank
+can tell.
+"""
 
 import torch_needed  # noqa: F401
 

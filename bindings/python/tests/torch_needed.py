@@ -1,4 +1,6 @@
-"""For modules whose tests use torch. Without torch pytest skips them; it fails where ``SIDELANE_NEED_TORCH`` is set."""
+"""For modules whose tests use torch. Without torch pytest skips them; it fails where
+``SIDELANE_NEED_TORCH`` is set.
+"""
 
 import importlib.util
 import os

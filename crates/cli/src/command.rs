@@ -16,6 +16,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
 use crate::error::{CliError, failed, usage};
+use crate::table;
 
 pub trait Command: clap::Args {
     const NAME: &'static str;
@@ -73,7 +74,7 @@ pub trait Report: Serialize {
 
 /// Prints a report and writes its JSON if that was asked for; the status says whether it is right.
 pub fn finish(report: &impl Report, json: &Option<PathBuf>) -> Result<ExitCode, CliError> {
-    print(&report.text())?;
+    print(&table::fitted(&report.text()))?;
     draw(json, || report.json() + "\n")?;
     Ok(if report.is_right() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

@@ -166,6 +166,7 @@ pub fn join(command: &str, task: &impl Serialize, sizes: Sizes, record: usize) -
             let differences = differences(&seen, &expected);
             usage!("rank {rank} was started with other settings than rank 0: {differences}")
         }
+        error @ Error::Bootstrap(BootstrapError::JobSizesDiffer { .. }) => usage!("{error}"),
         error => error.into(),
     })
 }

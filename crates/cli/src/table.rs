@@ -1,11 +1,35 @@
 //! The one look of all tables: a rule under the header, nothing else drawn, no blanks at line ends.
+//!
+//! ```text
+//!   wide enough          a terminal that is too narrow: figures        and words
+//!
+//!   name   a   b   c     name   a   b                                  name
+//!   ────────────────     ────────────                                    a: its words, on as many
+//!   one    1   2   3     one    1   2                                    lines as they need
+//!   two    4   5   6     two    4   5
+//!
+//!                        name   c
+//!                        ────────
+//!                        one    3
+//!                        two    6
+//! ```
 
 use std::io::stdout;
 
 use comfy_table::{CellAlignment, ContentArrangement, LineStyle, Row, Table, TableStyle};
 use rustix::termios::tcgetwinsize;
 
-const WIDTH: u16 = 110;
+/// Columns of a table where the width is not known.
+const WIDTH: usize = 110;
+/// Columns that a table of words needs: with fewer its columns have room for a word or two.
+const WORDS: usize = 80;
+
+/// Columns of the terminal, or as many as `COLUMNS` says where there is none. A pipe has no width.
+pub fn width() -> Option<usize> {
+    let terminal = tcgetwinsize(stdout()).map_or(0, |size| size.ws_col.into());
+    let said = || std::env::var("COLUMNS").ok()?.parse().ok();
+    Some(terminal).filter(|&columns| columns > 0).or_else(said).filter(|&columns| columns > 0)
+}
 
 /// An empty table with this header.
 pub fn new(header: impl Into<Row>) -> Table {
@@ -13,8 +37,7 @@ pub fn new(header: impl Into<Row>) -> Table {
     let mut table = Table::new();
     table.load_style(TableStyle::new().header_separator(rule));
     table.set_content_arrangement(ContentArrangement::Dynamic);
-    let terminal = tcgetwinsize(stdout()).map_or(0, |size| size.ws_col);
-    table.set_width(if terminal > 0 { terminal } else { WIDTH });
+    table.set_width(width().unwrap_or(WIDTH).try_into().unwrap_or(u16::MAX));
     table.set_header(header);
     table
 }
@@ -30,6 +53,104 @@ pub fn figures(header: impl Into<Row>) -> Table {
     table
 }
 
+/// The lines of a table, which fit where the width is known.
+pub fn lines(table: &Table) -> String {
+    let text = table.trim_fmt();
+    let of_figures = matches!(table.content_arrangement(), ContentArrangement::Disabled);
+    match width() {
+        Some(width) if of_figures && widest(&text) > width => panels(table, width),
+        Some(width) if !of_figures && width < WORDS => stacked(table),
+        _ => text,
+    }
+}
+
+fn widest(text: &str) -> usize {
+    text.lines().map(|line| line.chars().count()).max().unwrap_or(0)
+}
+
+fn cells(row: &Row) -> Vec<String> {
+    row.cell_iter().map(|cell| cell.content()).collect()
+}
+
+/// Several tables below each other, of as many columns as fit. Each begins with the first column.
+fn panels(table: &Table, width: usize) -> String {
+    let header = table.header().map(cells).unwrap_or_default();
+    let rows: Vec<_> = table.row_iter().map(cells).collect();
+    let panel = |columns: &[usize]| {
+        let of = |cells: &[String]| {
+            let places = [0].into_iter().chain(columns.iter().copied());
+            places.map(|place| cells.get(place).cloned().unwrap_or_default()).collect::<Vec<_>>()
+        };
+        let mut table = figures(of(&header));
+        table.add_rows(rows.iter().map(|row| of(row)));
+        table.trim_fmt()
+    };
+    let mut parts: Vec<Vec<usize>> = Vec::new();
+    for column in 1..header.len() {
+        match parts.last_mut() {
+            Some(part) if widest(&panel(&[part.as_slice(), &[column]].concat())) <= width => {
+                part.push(column)
+            }
+            _ => parts.push(vec![column]),
+        }
+    }
+    parts.iter().map(|part| panel(part)).collect::<Vec<_>>().join("\n\n")
+}
+
+/// Each row below the other: its name, which ends with the first column that has a header, and a
+/// line for each further cell.
+fn stacked(table: &Table) -> String {
+    let header = table.header().map(cells).unwrap_or_default();
+    let named = header.iter().position(|name| !name.is_empty()).map_or(1, |first| first + 1);
+    let mut blocks = Vec::new();
+    for row in table.row_iter().map(cells) {
+        let name: Vec<_> = row.iter().take(named).filter(|cell| !cell.is_empty()).cloned().collect();
+        let mut block = vec![name.join("  ")];
+        for (cell, header) in row.iter().zip(&header).skip(named).filter(|(cell, _)| !cell.is_empty()) {
+            let said = if header.is_empty() { cell.clone() } else { format!("{header}: {cell}") };
+            block.extend(said.lines().map(|line| format!("  {line}")));
+        }
+        blocks.push(block.join("\n"));
+    }
+    blocks.join("\n")
+}
+
+/// Text whose lines are broken at blanks where the width is known. What a line goes on with stands
+/// below its value, if the line begins with a key.
+pub fn fitted(text: &str) -> String {
+    let Some(width) = width() else { return text.to_owned() };
+    text.lines().map(|line| broken(line, width)).collect::<Vec<_>>().join("\n")
+}
+
+fn broken(line: &str, width: usize) -> String {
+    if line.chars().count() <= width {
+        return line.to_owned();
+    }
+    let blanks = line.chars().take_while(|&char| char == ' ').count();
+    let key = line.split(' ').next().is_some_and(|first| {
+        first.len() < KEY
+            && line[first.len()..].chars().take_while(|&char| char == ' ').count() == KEY - first.len()
+    });
+    let hang = " ".repeat(if blanks == 0 && key { KEY } else { blanks }.min(width / 2));
+    let (mut lines, mut last, mut room) = (Vec::new(), String::new(), width);
+    for word in line.split_inclusive(' ') {
+        let mut word = word;
+        if !last.is_empty() && last.chars().count() + word.trim_end().chars().count() > room {
+            lines.push(std::mem::take(&mut last));
+            room = width - hang.len();
+        }
+        // A path may be longer than any line.
+        while last.is_empty() && word.trim_end().chars().count() > room {
+            let at = word.char_indices().nth(room).map_or(word.len(), |(at, _)| at);
+            lines.push(word[..at].to_owned());
+            (word, room) = (&word[at..], width - hang.len());
+        }
+        last += word;
+    }
+    lines.push(last);
+    lines.iter().map(|line| line.trim_end()).collect::<Vec<_>>().join(&format!("\n{hang}"))
+}
+
 /// A column: its header, and the cell of a row.
 pub type Column<'c, R> = (&'c str, &'c dyn Fn(&R) -> String);
 
@@ -39,11 +160,14 @@ pub fn of<R>(rows: impl IntoIterator<Item = R>, columns: &[Column<'_, R>]) -> St
     for row in rows {
         table.add_row(columns.iter().map(|(_, cell)| cell(&row)));
     }
-    table.trim_fmt()
+    self::lines(&table)
 }
 
+/// Columns of a key in front of its value.
+const KEY: usize = 10;
+
 pub fn head(lines: &[(&str, String)]) -> String {
-    lines.iter().map(|(key, value)| format!("{key:<10}{value}\n")).collect()
+    lines.iter().map(|(key, value)| format!("{key:<KEY$}{value}\n")).collect()
 }
 
 /// Why a lane is that one, in brackets.
@@ -92,6 +216,39 @@ pub fn bytes(count: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn figures_that_are_too_wide_become_panels_that_begin_with_their_names() {
+        let mut table = figures(["name", "first", "second", "third"]);
+        table.add_row(["one", "1.00", "22.00", "333.00"]).add_row(["two", "4.00", "5.00", "6.00"]);
+        let text = panels(&table, 24);
+        assert!(widest(&text) <= 24 && widest(&table.trim_fmt()) > 24, "{text}");
+        let tables: Vec<_> = text.split("\n\n").collect();
+        let words = |table: &str, line: usize| {
+            table.lines().nth(line).unwrap().split_whitespace().map(str::to_owned).collect::<Vec<_>>()
+        };
+        assert_eq!(tables.len(), 2, "{text}");
+        assert_eq!(words(tables[0], 2), ["one", "1.00", "22.00"]);
+        assert_eq!(words(tables[1], 0), ["name", "third"]);
+        assert_eq!(words(tables[1], 3), ["two", "6.00"]);
+    }
+
+    #[test]
+    fn words_that_are_too_wide_stand_below_their_names() {
+        let mut table = new(["", "what", "found", "means"]);
+        table.add_row(["ok", "memory", "2 GiB", "Enough.\n→ Nothing to do."]);
+        let expected = "ok  memory\n  found: 2 GiB\n  means: Enough.\n  → Nothing to do.";
+        assert_eq!(stacked(&table), expected);
+    }
+
+    #[test]
+    fn long_lines_are_broken_at_blanks_and_go_on_below_their_value() {
+        let line = "ranks     4 on 2 nodes (2 + 2), 1 machine";
+        assert_eq!(broken(line, 31), "ranks     4 on 2 nodes (2 + 2),\n          1 machine");
+        assert_eq!(broken("  two words", 9), "  two\n  words");
+        assert_eq!(broken("/a/path/that/is/long", 8), "/a/path/\nthat/is/\nlong");
+        assert_eq!(broken("short", 8), "short");
+    }
 
     #[test]
     fn times_have_three_digits() {

@@ -51,7 +51,7 @@ impl Settings {
         let shape = Fp8RowShape::new(self.case.hidden as u32);
         let mut records = vec![0; x.len() / shape.hidden() * shape.bytes()];
         let loops = RowKernels::new(Simd::named("portable").unwrap_or_else(|_| Simd::best()));
-        loops.quantise(Arithmetic::try_from(E::DTYPE)?, shape, bytes, &mut records)?;
+        loops.quantize(Arithmetic::try_from(E::DTYPE)?, shape, bytes, &mut records)?;
         Ok(records)
     }
 }

@@ -306,6 +306,7 @@ pub(super) fn explain(
         JoinRefusal::Version(seen) => BootstrapError::Version { peer, seen, expected: PROTOCOL },
         JoinRefusal::WrongSecret => BootstrapError::WrongSecret { peer },
         JoinRefusal::Rank => BootstrapError::RankRefused { rank, size },
+        JoinRefusal::Size(expected) => BootstrapError::JobSizesDiffer { rank, seen: size, expected },
         JoinRefusal::Evicted(epoch) => BootstrapError::World(Cause::Evicted { rank, epoch }),
         JoinRefusal::Missing { ranks: missing, refused } => {
             let (step, waited) = ("rendezvous".to_owned(), start.elapsed());

@@ -154,6 +154,9 @@ impl PeerAuth {
             JoinRefusal::WrongSecret => BootstrapError::WrongSecret { peer },
             JoinRefusal::Evicted(epoch) => BootstrapError::World(Cause::Evicted { rank, epoch }),
             JoinRefusal::Rank => BootstrapError::RankRefused { rank, size: self.rendezvous.size },
+            JoinRefusal::Size(expected) => {
+                BootstrapError::JobSizesDiffer { rank, seen: self.rendezvous.size, expected }
+            }
             JoinRefusal::OtherJob | JoinRefusal::Missing { .. } | JoinRefusal::Malformed => {
                 BootstrapError::Malformed { peer }
             }

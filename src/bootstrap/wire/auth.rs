@@ -145,7 +145,10 @@ impl Authenticated {
         if hello.epoch != self.rendezvous.epoch {
             return Err(JoinRefusal::Evicted(self.rendezvous.epoch));
         }
-        if hello.size != self.rendezvous.size || hello.rank >= hello.size {
+        if hello.size != self.rendezvous.size {
+            return Err(JoinRefusal::Size(self.rendezvous.size));
+        }
+        if hello.rank >= hello.size {
             return Err(JoinRefusal::Rank);
         }
         Ok(hello)
@@ -274,7 +277,7 @@ mod tests {
         assert_eq!(told(|hello| hello.job[0] ^= 1), Err(JoinRefusal::OtherJob));
         assert_eq!(told(|hello| hello.host = 1), Err(JoinRefusal::OtherJob));
         assert_eq!(told(|hello| hello.epoch = 6), Err(JoinRefusal::Evicted(7)));
-        assert_eq!(told(|hello| hello.size = 5), Err(JoinRefusal::Rank));
+        assert_eq!(told(|hello| hello.size = 5), Err(JoinRefusal::Size(4)));
         assert_eq!(told(|hello| hello.rank = 4), Err(JoinRefusal::Rank));
         let future = Message::Challenge { version: PROTOCOL + 1, nonce: [0; 32] };
         assert_eq!(guest("s", 1).answer(future), Err(JoinRefusal::Version(PROTOCOL + 1)));

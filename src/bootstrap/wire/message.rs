@@ -310,8 +310,10 @@ pub enum JoinRefusal {
     OtherJob,
     /// The proof is wrong.
     WrongSecret,
-    /// The rank is out of range or taken, or sizes differ.
+    /// The rank is out of range or taken.
     Rank,
+    /// The job of the host has this many ranks.
+    Size(u32),
     /// The world went on without this rank and is in this epoch.
     Evicted(u16),
     /// The meeting was given up: these ranks did not come. Others came with another secret.
@@ -404,6 +406,10 @@ fn write_refusal(w: &mut Writer, refusal: &JoinRefusal) {
             write_refused(w, refused);
         }
         JoinRefusal::Malformed => w.u8(6),
+        JoinRefusal::Size(size) => {
+            w.u8(7);
+            w.u32(*size);
+        }
     }
 }
 
@@ -416,6 +422,7 @@ fn read_refusal(r: &mut Reader) -> Result<JoinRefusal, Malformed> {
         4 => JoinRefusal::Evicted(r.u16()?),
         5 => JoinRefusal::Missing { ranks: r.list(Reader::u32)?, refused: read_refused(r)? },
         6 => JoinRefusal::Malformed,
+        7 => JoinRefusal::Size(r.u32()?),
         _ => return Err(Malformed),
     })
 }
@@ -581,6 +588,7 @@ mod tests {
                 JoinRefusal::Missing { ranks, refused }
             }),
             Just(JoinRefusal::Malformed),
+            any::<u32>().prop_map(JoinRefusal::Size),
         ]
     }
 

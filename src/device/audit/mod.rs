@@ -135,6 +135,7 @@ impl SmHold {
     /// [`DeviceError::NoAccess`] for a stream of another device, [`DeviceError::Call`].
     pub fn take(&self, stream: &Stream) -> Result<(), DeviceError> {
         for place in 0..=self.blocks as usize {
+            // The launch, below, orders these stores before the first look of the blocks.
             self.words.word(place * 8)?.store(0, Ordering::Release);
         }
         let memory = self.words.range();

@@ -212,6 +212,8 @@ impl Blas {
             let shape = MatmulShape::Depth { rows, depth: 0, columns, apart: 0 };
             kernels.matmul(&self.stream, &MatmulArgs { out, shape, segments: None, ..*matmul })?;
         }
+        // For the whole call: a handle serves one thread at a time, and the table of addresses is
+        // written anew for each.
         let mut owned = self.owned.lock().unwrap_or_else(PoisonError::into_inner);
         let grouped = self.grouped.filter(|_| (2..=pointers::MOST).contains(&all.len()));
         let table = match grouped {

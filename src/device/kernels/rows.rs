@@ -103,7 +103,7 @@ impl Kernels {
     }
 
     /// As [`pack`](Self::pack), but a row of a slot is the [record](Fp8RowShape) of one: e4m3, with
-    /// a scale for each block of 128 values, as `Rows::quantise` makes it. `x` is
+    /// a scale for each block of 128 values, as `Rows::quantize` makes it. `x` is
     /// `bf16 [tokens, hidden]`.
     ///
     /// # Errors
@@ -399,7 +399,7 @@ impl Kernels {
     }
 
     /// Enqueues that rows become [records](Fp8RowShape), as
-    /// [`RowKernels::quantise`](crate::rows::RowKernels::quantise) makes them: `out[i]` of
+    /// [`RowKernels::quantize`](crate::rows::RowKernels::quantize) makes them: `out[i]` of
     /// `from[index[i]]`.
     ///
     /// # Errors

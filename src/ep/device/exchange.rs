@@ -444,8 +444,8 @@ impl EnqueuedExchange {
     /// Enqueues that tokens of this type become records.
     ///
     /// # Errors
-    /// As [`ExpertParallel::quantise_into`](crate::ExpertParallel::quantise_into).
-    pub fn quantise(
+    /// As [`ExpertParallel::quantize_into`](crate::ExpertParallel::quantize_into).
+    pub fn quantize(
         &self,
         (tokens, dtype): (&DeviceRange, Dtype),
         records: &DeviceRange,
@@ -797,7 +797,7 @@ impl EnqueuedExchange {
                 top_k,
                 columns: spec.hidden as u32,
                 dtype: spec.dtype,
-                wire: spec.wire,
+                wire: spec.partial_dtype,
                 n_rows,
                 rows,
                 own,
@@ -805,7 +805,7 @@ impl EnqueuedExchange {
                 n_experts: common.fixed.bins.count(),
                 experts: Some(common.span(shape.sums(context))?),
                 weights: (spec.weighted && kind == CallKind::Combine).then_some(weights),
-                group_of: spec.order.has_partials().then_some(groups),
+                group_of: spec.sum_order.has_partials().then_some(groups),
                 status,
                 out,
             },

@@ -637,7 +637,7 @@ impl HostCall<'_, '_> {
         inner.dropped.clone_from(&sorted.dropped);
         inner.dropped_weight = sorted.dropped_weight(weights);
         let frame = fixed.frame();
-        if fixed.spec.spans {
+        if fixed.spec.coalesce_relays {
             spans.arrange(&frame, (sorted, crossing), counts, sizes);
         }
         inner.layout.fill(&frame, (sorted, crossing), top_k, counts, sizes);

@@ -133,7 +133,7 @@ pub(in crate::ep) struct Inner {
     /// Routing weights `[tokens, top_k]`; empty unless combines are weighted.
     pub weights: Vec<f32>,
     pub row_bytes: u64,
-    pub wire: PartialDtype,
+    pub partial_dtype: PartialDtype,
     pub instance: u64,
     /// The number of the call that made it.
     pub number: u64,
@@ -202,7 +202,7 @@ impl Inner {
     /// `weighted`.
     pub fn sum<'a>(&'a self, bases: &'a [u64], weighted: bool) -> SumOperands<'a> {
         let weights = if weighted { &self.weights[..] } else { &[] };
-        SumOperands { wire: self.wire, weights, ..SumOperands::of_layout(&self.layout, bases) }
+        SumOperands { wire: self.partial_dtype, weights, ..SumOperands::of_layout(&self.layout, bases) }
     }
 
     /// Whether a buffer is one of this handle's.
@@ -238,7 +238,7 @@ impl Inner {
 
     /// Makes this layout that of a handle: of which instance, and by which of its calls.
     pub fn name(&mut self, spec: &Spec, (instance, number): (u64, u64)) {
-        (self.wire, self.row_bytes) = (spec.wire, spec.row_bytes());
+        (self.partial_dtype, self.row_bytes) = (spec.partial_dtype, spec.row_bytes());
         (self.instance, self.number) = (instance, number);
         self.copied.store(0);
         self.returned.store(TransferCounts::default());

@@ -283,6 +283,8 @@ impl NetConnection for LoopbackConnection {
             let out = self.out.lock();
             (out.ring, out.head)
         };
+        // Without the lock: other threads of this rank send while this one waits, and the peer may
+        // need what they send before it reads on.
         let reached = if self.emulated.is_some() { ring.done() } else { ring.tail() };
         wait::until(reached, awaited, limits, || {
             self.progress(limits.health);
@@ -313,6 +315,7 @@ impl NetConnection for LoopbackConnection {
                 },
             }
             *tail = next;
+            // Gives the room back to the sender, behind the last read of the payload.
             ring.tail().raise(next, None);
         }
         if let Some(held) = held {
@@ -332,6 +335,7 @@ impl NetConnection for LoopbackConnection {
     /// Asks the peer to wake this rank's progress thread with its next record.
     fn arm(&self, _: &Health) -> bool {
         let inbound = self.inbound.lock();
+        // Before the look at the ring: a record in between wakes this thread.
         inbound.ring.wake_request().arm();
         inbound.ring.head().value() != inbound.tail
             || inbound.held.as_ref().is_some_and(DelayedSignals::is_due)
@@ -538,6 +542,8 @@ impl LinkEmulator {
         let took = u128::from(bytes) * u128::from(SECOND) / u128::from(self.link.bytes_per_second.get());
         let took = u64::try_from(took).unwrap_or(u64::MAX);
         let later = |free: u64| Some(free.max(now()).saturating_add(took));
+        // Connections send at once, and each byte must count. The time orders no memory: what was
+        // sent is published by the ring's flag.
         let _ = self.free.fetch_update(Ordering::Relaxed, Ordering::Relaxed, later);
     }
 

@@ -123,6 +123,7 @@ impl ProgressThread {
     /// signals one: from now on the NIC interrupts.
     pub fn progress(&self) {
         if wait::is_beside_compute() {
+            // A wish about time alone: the progress thread may see it a round later.
             self.shared.beside_compute.store(true, Ordering::Relaxed);
         }
         self.shared.progress();
@@ -146,6 +147,7 @@ impl ProgressThread {
 
 impl Drop for ProgressThread {
     fn drop(&mut self) {
+        // Before the wake-up, or the thread would sleep one more slice.
         self.shared.stop.store(true, Ordering::Release);
         self.shared.wake();
         // This thread itself may be the last to drop a world, when it has found a fault.

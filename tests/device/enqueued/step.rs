@@ -171,7 +171,7 @@ where
         let routing = Routing::new(top_k, input.ids.as_slice(), input.weights.as_slice()).unwrap();
         let mut records = [Vec::new(), Vec::new()];
         for (records, x) in records.iter_mut().zip([&input.x, &again]) {
-            self.host.quantise(x, records).unwrap();
+            self.host.quantize(x, records).unwrap();
         }
         let (rows, handle) = self.host.dispatch(&records[0], &routing).unwrap();
         let rows_again: Vec<u8> = self.host.dispatch_cached(&records[1], &handle).unwrap().to_vec().unwrap();
@@ -191,7 +191,7 @@ where
         assert_eq!(self.seen::<u8>(&packed(&landed)), rows, "records that packing made");
         assert_eq!(self.seen::<f32>(&landed.weights().unwrap()), handle.row_weights());
         let made = self.room(&records[0]).part(0, records[0].len() as u64).unwrap();
-        self.planned.quantise_into(x, TensorMut::device(&made, Dtype::Bytes)).unwrap();
+        self.planned.quantize_into(x, TensorMut::device(&made, Dtype::Bytes)).unwrap();
         assert_eq!(self.seen::<u8>(&made), records[0], "records that were asked for");
         let (landed, handle) = self.planned.dispatch(Tensor::device(&made, Dtype::Bytes), choices).unwrap();
         assert_eq!(self.seen::<u8>(&packed(&landed)), rows, "records that were made before");

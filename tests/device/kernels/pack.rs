@@ -172,7 +172,7 @@ fn records_are_those_that_the_loops_of_the_host_make_to_the_bit() {
             let rows: Vec<u8> =
                 (0..tokens).flat_map(|_| any_row(&mut random, Arithmetic::Bf16, hidden as usize)).collect();
             let mut records = vec![0; tokens as usize * record.bytes()];
-            RowKernels::new(Simd::best()).quantise(Arithmetic::Bf16, record, &rows, &mut records).unwrap();
+            RowKernels::new(Simd::best()).quantize(Arithmetic::Bf16, record, &rows, &mut records).unwrap();
             input.x = rows;
             let packed =
                 packed(device, &input, 41, |pack| device.kernels.pack_fp8(&device.stream, pack, hidden));
@@ -200,7 +200,7 @@ fn every_bf16_has_the_code_of_the_hosts_loops_beside_every_scale() {
         let mut input = Input::any(&mut Random(10), shape, (1, 1), 0, 1024);
         input.experts = vec![0; 1024];
         let mut records = vec![0; 1024 * record.bytes()];
-        RowKernels::new(Simd::PORTABLE).quantise(Arithmetic::Bf16, record, &rows, &mut records).unwrap();
+        RowKernels::new(Simd::PORTABLE).quantize(Arithmetic::Bf16, record, &rows, &mut records).unwrap();
         input.x = rows;
         let packed = packed(device, &input, 41, |pack| device.kernels.pack_fp8(&device.stream, pack, hidden));
         input.x = records;

@@ -45,7 +45,7 @@ fn records(
 fn of_host((dtype, hidden): (Arithmetic, usize), from: &[u8], index: &[i32]) -> Vec<u8> {
     let shape = Fp8RowShape::new(hidden as u32);
     let mut all = vec![0; from.len() / (hidden * dtype.size()) * shape.bytes()];
-    RowKernels::new(Simd::best()).quantise(dtype, shape, from, &mut all).unwrap();
+    RowKernels::new(Simd::best()).quantize(dtype, shape, from, &mut all).unwrap();
     let one = |row: usize| all[row * shape.bytes()..][..shape.bytes()].to_vec();
     index.iter().flat_map(|&row| usize::try_from(row).map_or(vec![0; shape.bytes()], one)).collect()
 }

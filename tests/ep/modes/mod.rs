@@ -140,7 +140,7 @@ fn records_go_out_and_rows_come_home_in_every_mode() {
                     let mut records: Vec<Tokens<u8>> = Vec::new();
                     for Tokens { x, ids, weights } in rows.all.clone() {
                         let mut of_x = Vec::new();
-                        ep.quantise(&x, &mut of_x).unwrap();
+                        ep.quantize(&x, &mut of_x).unwrap();
                         records.push(Tokens { x: of_x, ids, weights });
                     }
                     let records = Expected::of(&Case { hidden: record, ..case.clone() }, records);

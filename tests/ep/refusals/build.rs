@@ -24,7 +24,7 @@ const QUIRKS: [Quirk; 9] = [
     (|b| b.top_k(2), "top_k"),
     (|b| b.hidden(2 * HIDDEN), "hidden"),
     (|b| b.dtype(Dtype::F16), "dtype"),
-    (|b| b.sum_order(SumOrder::Rank), "order"),
+    (|b| b.sum_order(SumOrder::Rank), "sum_order"),
     (|b| b.align(8), "align"),
     (|b| b.max_tokens(63), "max_tokens"),
     (|b| b.weighted(true), "weighted"),
@@ -60,8 +60,8 @@ fn every_rank_hears_what_differs_and_where() {
 #[test]
 fn a_rank_with_unusable_settings_says_which_and_the_others_hear_of_it() {
     let unusable: [Quirk; 10] = [
-        (|b| b.coalesce_relays(true).route(Route::Pxn), "spans"),
-        (|b| b.coalesce_relays(true).layout(RowLayout::RankMajor).route(Route::Direct), "spans"),
+        (|b| b.coalesce_relays(true).route(Route::Pxn), "coalesce_relays"),
+        (|b| b.coalesce_relays(true).layout(RowLayout::RankMajor).route(Route::Direct), "coalesce_relays"),
         (|b| b.top_k(0), "top_k"),
         (|b| b.top_k(EXPERTS + 1), "top_k"),
         (|b| b.experts(0), "experts"),

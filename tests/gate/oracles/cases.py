@@ -1,7 +1,8 @@
 """What is asked of the judges: cases drawn from a seed, and what is known of each system.
 
-A case is JSON. It names its preset and what differs from it in the words of the system that is judged by; which formula
-the system follows stands in `recipe`, for the judges alone: the library has its own presets, and those are judged too.
+A case is JSON. It names its preset and what differs from it in the words of the system that is
+judged by; which formula the system follows stands in `recipe`, for the judges alone: the library
+has its own presets, and those are judged too.
 """
 
 import random
@@ -15,7 +16,9 @@ MEGATRON_KINDS = ("plain", "plain", "groups", "capacity", "capacity", "capacity"
 
 
 def recipe(case):
-    """The formula of a case: score, normalisation, rule of capacity, whether the order of choices matters."""
+    """The formula of a case: score, normalisation, rule of capacity, whether the order of choices
+    matters.
+    """
     preset, k = case["preset"], case["top_k"]
     every = {"score": "softmax", "normalise": "never", "rule": "ceil_f64", "ordered": False}
     if preset in ("megatron", "deepseek_v3"):

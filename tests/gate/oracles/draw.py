@@ -1,6 +1,7 @@
 """Numbers that both sides draw, bit for bit, so that no file has to hold them.
 
-Everything comes from splitmix64, whose arithmetic is on whole numbers; what is made of it is exact in float32.
+Everything comes from splitmix64, whose arithmetic is on whole numbers; what is made of it is exact
+in float32.
 """
 
 import numpy as np
@@ -32,7 +33,9 @@ def unit(seed, stream, count):
 
 
 def logits(case, stream=LOGITS):
-    """Near-normal numbers, and a tilt of each expert towards or away from being chosen: one addition in float32."""
+    """Near-normal numbers, and a tilt of each expert towards or away from being chosen: one
+    addition in float32.
+    """
     seed, tokens, experts = case["seed"], case["tokens"], case["experts"]
     own = near_normal(seed, stream, tokens * experts, case["spread"]).reshape(tokens, experts)
     return own + near_normal(seed, TILT, experts, case["tilt"])

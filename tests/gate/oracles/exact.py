@@ -45,7 +45,9 @@ def sinkhorn(x, tolerance=1e-4):
 
 
 def best(values, unit, k):
-    """Columns of the k largest by falling value, the first of equal ones, and how far they are from the next, in ulps."""
+    """Columns of the k largest by falling value, the first of equal ones, and how far they are from
+    the next, in ulps.
+    """
     order = np.argsort(-values, axis=1, kind="stable")
     columns = order[:, :k]
     if k == values.shape[1] or not len(values):
@@ -57,7 +59,9 @@ def best(values, unit, k):
 
 
 def choose(case, x, recipe):
-    """Choices [T,K] by falling score, the scores [T,E] they are weighted by, and the gap of each row in ulps."""
+    """Choices [T,K] by falling score, the scores [T,E] they are weighted by, and the gap of each
+    row in ulps.
+    """
     tokens, experts, k = case["tokens"], case["experts"], case["top_k"]
     by_logits = recipe["score"] == "softmax_of_chosen"
     scores = x if by_logits else score(recipe["score"], x)

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Asks Megatron-core and DeepSpeed, and plain float64 formulas, what a router decides. README.md tells what is written.
+"""Asks Megatron-core and DeepSpeed, and plain float64 formulas, what a router decides. README.md
+tells what is written.
 
     judge.py --cases 2200 --seed 1 --out cases.jsonl [--golden golden.jsonl]
 """
@@ -92,7 +93,9 @@ def judged(case):
 
 
 def grid():
-    """Capacities of both systems: 360 points, on some of which a ceiling in float32 and one in float64 differ."""
+    """Capacities of both systems: 360 points, on some of which a ceiling in float32 and one in
+    float64 differ.
+    """
     import torch
     from deepspeed.moe import sharded_moe
     from megatron.core.transformer.moe import moe_utils

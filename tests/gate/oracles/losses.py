@@ -1,7 +1,8 @@
 """The losses as plain formulas in float64, and their gradients to the logits, worked out by hand.
 
-A load-balancing loss is `factor * sum over e of (sum over t of s[t, e]) * count[e]`: the counts are constants, so its
-gradient to the scores is `factor * count[e]`, and what is left is how scores follow logits.
+A load-balancing loss is `factor * sum over e of (sum over t of s[t, e]) * count[e]`: the counts are
+constants, so its gradient to the scores is `factor * count[e]`, and what is left is how scores
+follow logits.
 """
 
 import numpy as np
@@ -11,7 +12,9 @@ import exact
 
 
 def to_logits(kind, s, raw, gradient):
-    """From the gradient to scores to that to logits; `raw`: scores before they were divided by their sum."""
+    """From the gradient to scores to that to logits; `raw`: scores before they were divided by
+    their sum.
+    """
     if kind == "softmax":
         return s * (gradient - (gradient * s).sum(axis=1, keepdims=True))
     total = raw.sum(axis=1, keepdims=True)
@@ -65,7 +68,9 @@ def z(case):
 
 
 def balance(case, answer):
-    """DeepSpeed's, GShard's, Switch's and Tutel's: mean of the local groups of E * sum of (mean score * share chosen)."""
+    """DeepSpeed's, GShard's, Switch's and Tutel's: mean of the local groups of E * sum of (mean
+    score * share chosen).
+    """
     tokens, experts, k = case["tokens"], case["experts"], case["top_k"]
     every = case["preset"] == "deepspeed_topk"
     parts = case["capacity"].get("local_groups", 1)

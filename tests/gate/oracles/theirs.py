@@ -1,4 +1,6 @@
-"""The systems themselves: Megatron-core's `TopKRouter` and DeepSpeed's gates, as installed, on a CPU."""
+"""The systems themselves: Megatron-core's `TopKRouter` and DeepSpeed's gates, as installed, on a
+CPU.
+"""
 
 import os
 import warnings
@@ -123,7 +125,9 @@ def megatron(case):
 
 
 def deepspeed_call(case, part, logits, rows=None):
-    """One call of a gate: on a local group, as on a rank. `rows`: a capacity by another system's formula, or by the need."""
+    """One call of a gate: on a local group, as on a rank. `rows`: a capacity by another system's
+    formula, or by the need.
+    """
     room, k = case["capacity"], case["top_k"]
     own = slice(part * len(logits), (part + 1) * len(logits))
     cpu = torch.device("cpu")
@@ -149,7 +153,9 @@ def deepspeed_call(case, part, logits, rows=None):
 
 
 def deepspeed_gate(case, recipe):
-    """What DeepSpeed's gates decide; for other systems of the same algorithm, with the capacity of their formula."""
+    """What DeepSpeed's gates decide; for other systems of the same algorithm, with the capacity of
+    their formula.
+    """
     room, experts, k = case["capacity"], case["experts"], case["top_k"]
     parts = room.get("local_groups", 1)
     logits = torch.from_numpy(draw.logits(case)).view(parts, case["tokens"] // parts, experts)

@@ -349,7 +349,7 @@ pub unsafe extern "C" fn sidelane_ep_quantize(
         // SAFETY: as the caller promised.
         let mut records = unsafe { Target::read(context, "records", records, (rows as u64, layer.sent)) }?;
         apart(("tokens", tokens.addresses()), ("records", records.addresses()))?;
-        layer.cell.lend(|ep| Ok(ep.quantise_into(tokens.lend(), records.lend())?))
+        layer.cell.lend(|ep| Ok(ep.quantize_into(tokens.lend(), records.lend())?))
     })
 }
 

@@ -163,7 +163,7 @@ impl MoeOptions {
     fn apply<'g>(&self, builder: MoeLayerBuilder<'g>) -> Result<MoeLayerBuilder<'g>, Fault> {
         let mut builder = builder
             .dtype(words::dtype(self.dtype)?)
-            .order(words::sum_order(self.sum_order)?)
+            .sum_order(words::sum_order(self.sum_order)?)
             .route(words::route(self.route)?)
             .overlap(!words::switch("sequential", self.sequential)?);
         if self.align > 0 {

@@ -1,7 +1,7 @@
 """Sidelane: MoE expert-parallel dispatch and combine that run beside the compute.
 
-Tensors (torch, numpy, anything that speaks DLPack) go in and out without a copy, in memory of the host or of a GPU.
-See docs/from-python.md.
+Tensors (torch, numpy, anything that speaks DLPack) go in and out without a copy, in memory of the
+host or of a GPU. See docs/from-python.md.
 """
 
 import atexit as _atexit

@@ -43,7 +43,9 @@ __all__ = [
 
 @final
 class Tensor:
-    """Memory of the library with a shape; ``torch.from_dlpack`` and ``numpy.from_dlpack`` copy nothing."""
+    """Memory of the library with a shape; ``torch.from_dlpack`` and ``numpy.from_dlpack`` copy
+    nothing.
+    """
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -104,7 +106,9 @@ class Group:
 
 @final
 class Window:
-    """A tensor at every member of a group, which the others write to, and a signal word for each pair."""
+    """A tensor at every member of a group, which the others write to, and a signal word for each
+    pair.
+    """
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -123,7 +127,8 @@ class Window:
 class Handle:
     """The placement of one dispatch.
 
-    On a device what came with the rows is there as long as ``rows`` are, and sizes are empty after ``unfinished``.
+    On a device what came with the rows is there as long as ``rows`` are, and sizes are empty after
+    ``unfinished``.
     """
 
     @property
@@ -177,10 +182,12 @@ class PendingCombine:
 
 @final
 class ExpertParallel:
-    """MoE dispatch and combine over a group of ranks. Calls are collective, and come in one order on all ranks.
+    """MoE dispatch and combine over a group of ranks. Calls are collective, and come in one order
+    on all ranks.
 
-    Tensors lie on the host or, with ``device`` or ``stream`` (its handle), on a GPU: calls are enqueued there. Without
-    ``stream`` each goes on torch's current one; without ``device`` it is torch's current one.
+    Tensors lie on the host or, with ``device`` or ``stream`` (its handle), on a GPU: calls are
+    enqueued there. Without ``stream`` each goes on torch's current one; without ``device`` it is
+    torch's current one.
     """
 
     def __new__(
@@ -192,15 +199,15 @@ class ExpertParallel:
         top_k: int = 1,
         dtype: Any = None,
         expert_map: list[list[int]] | None = None,
-        order: Literal["expert", "rank", "node"] = "expert",
-        wire: Literal["f32", "bf16"] = "f32",
+        sum_order: Literal["expert", "rank", "node"] = "expert",
+        partial_dtype: Literal["f32", "bf16"] = "f32",
         layout: Literal["expert-major", "rank-major"] = "expert-major",
         route: Literal["direct", "pxn"] = "direct",
         strategy: Literal["all-to-all", "all-gather"] = "all-to-all",
         align: int = 1,
         max_tokens: int = 4096,
         weighted: bool = False,
-        spans: bool = False,
+        coalesce_relays: bool = False,
         fp8: bool = False,
         budget: int | None = None,
         slots: int | None = None,
@@ -270,11 +277,13 @@ class ExpertParallel:
         self, row_gradients: _SupportsDLPack, handle: Handle, *, out: _T
     ) -> tuple[_T, None]: ...
     def combine_backward(self, gradients: _T, handle: Handle, weights_out: _T | None = None) -> tuple[_T, _T | None]: ...
-    def quantise(self, x: _T, out: _T | None = None) -> _T: ...
+    def quantize(self, x: _T, out: _T | None = None) -> _T: ...
 
 @final
 class Tape:
-    """One forward pass of a layer, kept for its gradients. Several may be alive; ranks bring them in one order."""
+    """One forward pass of a layer, kept for its gradients. Several may be alive; ranks bring them
+    in one order.
+    """
 
     @property
     def decision(self) -> Decision: ...
@@ -285,13 +294,13 @@ class Tape:
 
 @final
 class MoeLayer:
-    """Gate, dispatch, SwiGLU experts and combine, and their gradients. Calls are collective, and come in one order on
-    all ranks.
+    """Gate, dispatch, SwiGLU experts and combine, and their gradients. Calls are collective, and
+    come in one order on all ranks.
 
-    Tensors lie on the host or, with ``device`` or ``stream`` (its handle), on a GPU, where they are torch's: what it is
-    given is enqueued on the stream that was torch's current one, and ordered with the current one of each call.
-    Weights are float32: ``router`` [hidden, experts], of each local expert w1 and w3 [hidden, ffn] and w2 [ffn, hidden],
-    in one row.
+    Tensors lie on the host or, with ``device`` or ``stream`` (its handle), on a GPU, where they are
+    torch's: what it is given is enqueued on the stream that was torch's current one, and ordered
+    with the current one of each call. Weights are float32: ``router`` [hidden, experts], of each
+    local expert w1 and w3 [hidden, ffn] and w2 [ffn, hidden], in one row.
     """
 
     def __new__(
@@ -305,7 +314,7 @@ class MoeLayer:
         shared: _SupportsDLPack | None = None,
         dtype: Any = None,
         expert_map: list[list[int]] | None = None,
-        order: Literal["expert", "rank", "node"] = "expert",
+        sum_order: Literal["expert", "rank", "node"] = "expert",
         route: Literal["direct", "pxn"] = "direct",
         align: int = 1,
         max_tokens: int = 4096,
@@ -370,7 +379,9 @@ class Shares:
 
 @final
 class Collective:
-    """All-gather and reduce-scatter of rows over a group. Calls are collective, and come in one order on all ranks."""
+    """All-gather and reduce-scatter of rows over a group. Calls are collective, and come in one
+    order on all ranks.
+    """
 
     def __new__(
         cls,
@@ -394,10 +405,11 @@ class Collective:
 
 @final
 class Communicator:
-    """Collectives and messages of a group, on tensors of the host. Collective calls come in one order on all ranks.
+    """Collectives and messages of a group, on tensors of the host. Collective calls come in one
+    order on all ranks.
 
-    Sums are of float32, bfloat16 or float16; what is moved may have any type. Results have the library of the tensor
-    that was sent, or are ``out``.
+    Sums are of float32, bfloat16 or float16; what is moved may have any type. Results have the
+    library of the tensor that was sent, or are ``out``.
     """
 
     def __new__(

@@ -7,14 +7,16 @@
     out.addmm_(routed.rows, w, beta=0)              # experts write into it
     tokens = combine(ep, out, routed)               # [.., hidden]
 
-Gradients of tokens and weights are those of the library: sums in its order, so the same bits everywhere. A backward pass is
-made of collective calls, in the reverse order of the forward pass; as graphs are alike on all ranks, so are the orders. A
-rank whose experts got no row takes part like any other: its combine hangs on its dispatch by a *ticket*, an empty tensor
-that goes from one to the other, so that no gradient is left out because nothing was computed in between.
+Gradients of tokens and weights are those of the library: sums in its order, so the same bits
+everywhere. A backward pass is made of collective calls, in the reverse order of the forward pass;
+as graphs are alike on all ranks, so are the orders. A rank whose experts got no row takes part like
+any other: its combine hangs on its dispatch by a *ticket*, an empty tensor that goes from one to
+the other, so that no gradient is left out because nothing was computed in between.
 
-Tensors lie where the instance has its rows: on the host, or on a GPU with exact sizes, where all calls of both passes are
-enqueued, and torch's streams wait for them as they do for each other's tensors. ``torch.compile`` breaks graphs at these functions;
-:mod:`sidelane.operators` has the same for a graph that is whole.
+Tensors lie where the instance has its rows: on the host, or on a GPU with exact sizes, where all
+calls of both passes are enqueued, and torch's streams wait for them as they do for each other's
+tensors. ``torch.compile`` breaks graphs at these functions; :mod:`sidelane.operators` has the same
+for a graph that is whole.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ class Routed:
     """Rows of this rank's experts, [rows, hidden]."""
 
     weights: Tensor
-    """Routing weight of each row: [rows], rank-major [rows, top_k]. Gradients of it go home to those of dispatch."""
+    """Routing weight of each row: [rows], rank-major [rows, top_k]. Gradients of it go home to
+    those of dispatch.
+    """
 
     handle: Handle
     """The placement; several may be alive."""
@@ -57,19 +61,24 @@ class Routed:
     def output(self) -> Tensor:
         """A buffer [rows, hidden] that combine takes without a copy; its contents are undefined.
 
-        Write into it by operations in place that do not read it (``addmm_`` with ``beta=0``, ``copy_``), and do nothing with
-        it after combine: the memory is others' then, and a backward pass that had saved it is told so.
+        Write into it by operations in place that do not read it (``addmm_`` with ``beta=0``,
+        ``copy_``), and do nothing with it after combine: the memory is others' then, and a backward
+        pass that had saved it is told so.
         """
         output: Tensor = self.handle.output()
         return output
 
     def detach(self) -> Routed:
-        """The same for a combine whose backward pass is started apart from that of the dispatch, and does not go on to it."""
+        """The same for a combine whose backward pass is started apart from that of the dispatch,
+        and does not go on to it.
+        """
         return replace(self, ticket=self.ticket.detach(), routing_weights=self.routing_weights.detach())
 
 
 def dispatch(ep: ExpertParallel, x: Tensor, experts: Tensor, weights: Tensor) -> Routed:
-    """Sends every token to the ranks of its experts. Collective. See :meth:`ExpertParallel.dispatch`."""
+    """Sends every token to the ranks of its experts. Collective. See
+    :meth:`ExpertParallel.dispatch`.
+    """
     if ep.record is not None:
         raise ValueError("dispatch in fp8 has no gradient: use ExpertParallel.dispatch")
     weights = weights.float()

@@ -1,7 +1,7 @@
 """What can go wrong, as exceptions.
 
-Each carries what the library knows: ``kind``, the name of the fault, and its fields as attributes of the same names
-(``rank``, ``peer``, ``waited`` ...)::
+Each carries what the library knows: ``kind``, the name of the fault, and its fields as attributes
+of the same names (``rank``, ``peer``, ``waited`` ...)::
 
     try:
         rows, handle = ep.dispatch(x, experts, weights)
@@ -69,15 +69,21 @@ class PlanError(Error, ValueError):
 
 
 class CallError(Error):
-    """Ranks disagree about a call, or another rank's input was refused. Nothing moved; the next call works."""
+    """Ranks disagree about a call, or another rank's input was refused. Nothing moved; the next
+    call works.
+    """
 
 
 class LayerError(Error):
-    """Experts of a layer failed or took too long, or a layer on a GPU does not have what was asked for."""
+    """Experts of a layer failed or took too long, or a layer on a GPU does not have what was asked
+    for.
+    """
 
 
 class InputError(Error, ValueError):
-    """A tensor or a setting cannot be used: ``tensor`` or ``setting`` says which, the message what to do."""
+    """A tensor or a setting cannot be used: ``tensor`` or ``setting`` says which, the message what
+    to do.
+    """
 
 
 class ClosedError(Error):
@@ -93,4 +99,6 @@ class BusyError(Error):
 
 
 class RankError(Error):
-    """A process of :func:`sidelane.launch` ended without a result; ``rank`` is its rank, ``exitcode`` how it ended."""
+    """A process of :func:`sidelane.launch` ended without a result; ``rank`` is its rank,
+    ``exitcode`` how it ended.
+    """

@@ -1,7 +1,7 @@
 """Joining a world: from a launcher's variables, or from a process group of torch.
 
-A process group brings what a launcher would have said: who everybody is, where they meet, and a secret. It is asked for that
-once; afterwards the two know nothing of each other.
+A process group brings what a launcher would have said: who everybody is, where they meet, and a
+secret. It is asked for that once; afterwards the two know nothing of each other.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 def init(group: ProcessGroup | None = None, *, heap: int | str | None = None, symmetric: int | str | None = None) -> World:
     """Joins the world of this job. Collective.
 
-    Without ``group``, of the job that the environment describes: ``sidelane launch``, torchrun, srun, mpirun. With one, of
-    its members; their ranks in it are those of the world. ``heap`` and ``symmetric`` are the sizes of this rank's memory and
-    of the part of it for windows' signals and control, in bytes or as ``"512M"``; all ranks choose alike. Everything else is
-    set by the ``SIDELANE_*`` variables.
+    Without ``group``, of the job that the environment describes: ``sidelane launch``, torchrun,
+    srun, mpirun. With one, of its members; their ranks in it are those of the world. ``heap`` and
+    ``symmetric`` are the sizes of this rank's memory and of the part of it for windows' signals and
+    control, in bytes or as ``"512M"``; all ranks choose alike. Everything else is set by the
+    ``SIDELANE_*`` variables.
     """
     variables = {} if group is None else _ask(group)
     if heap is not None:

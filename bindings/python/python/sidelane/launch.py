@@ -1,4 +1,6 @@
-"""Ranks as processes of this machine, for notebooks, tests and small jobs. Larger ones: ``sidelane launch``, torchrun."""
+"""Ranks as processes of this machine, for notebooks, tests and small jobs. Larger ones: ``sidelane
+launch``, torchrun.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +32,19 @@ def launch(
     env: dict[str, str] | None = None,
     start: Literal["spawn", "forkserver"] = "spawn",
 ) -> list[T]:
-    """Calls ``function(*args)`` in ``ranks`` new processes, as ranks of one job; returns the results by rank.
+    """Calls ``function(*args)`` in ``ranks`` new processes, as ranks of one job; returns the
+    results by rank.
 
-    ``sidelane.init()`` in them finds that job. With ``nodes``, equal parts of the ranks act as nodes of their own,
-    joined by the loopback lane. ``env`` has further variables. The function may be one of a notebook: what cannot be
-    imported travels by value. Processes are spawned; ``start="forkserver"`` forks them from multiprocessing's server,
-    which never joins a world. That is faster where ``multiprocessing.set_forkserver_preload`` names modules that take
-    seconds to import.
+    ``sidelane.init()`` in them finds that job. With ``nodes``, equal parts of the ranks act as
+    nodes of their own, joined by the loopback lane. ``env`` has further variables. The function may
+    be one of a notebook: what cannot be imported travels by value. Processes are spawned;
+    ``start="forkserver"`` forks them from multiprocessing's server, which never joins a world. That
+    is faster where ``multiprocessing.set_forkserver_preload`` names modules that take seconds to
+    import.
 
-    If ranks fail, the first that failed by itself is raised, with its traceback as a note. A process that ended
-    without a result gives a :class:`RankError`, which has the results of the others as ``results``.
+    If ranks fail, the first that failed by itself is raised, with its traceback as a note. A
+    process that ended without a result gives a :class:`RankError`, which has the results of the
+    others as ``results``.
     """
     ranks, nodes = _count("ranks", ranks), _count("nodes", nodes)
     if ranks % nodes:
@@ -97,7 +102,9 @@ def launch(
 
 @contextmanager
 def _without_missing_file() -> Iterator[None]:
-    """Hides the file of ``__main__`` from multiprocessing where it is none, as of a program on standard input."""
+    """Hides the file of ``__main__`` from multiprocessing where it is none, as of a program on
+    standard input.
+    """
     main = sys.modules["__main__"]
     path = getattr(main, "__file__", None)
     if path is None or os.path.exists(path):

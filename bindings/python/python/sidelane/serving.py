@@ -198,7 +198,7 @@ class PrepareFinalize:
     ) -> PendingDispatch:
         """The first half of a dispatch, if it is one that can be."""
         if getattr(quant_config, "quant_dtype", None) is not None:
-            raise ValueError("tokens are quantised by the experts: an ExpertParallel of fp8 records has no vLLM scales")
+            raise ValueError("tokens are quantized by the experts: an ExpertParallel of fp8 records has no vLLM scales")
         held = len({expert for of in layer.ep.expert_map for expert in of})
         if held < num_experts:
             raise ValueError(f"{num_experts} experts where {held} are held")
@@ -462,7 +462,7 @@ class Communication:
             hidden=params.hidden_size,
             dtype=params.token_dtype,
             layout="rank-major",
-            order="rank",
+            sum_order="rank",
             slots=params.max_tokens_per_rank,
             max_tokens=params.max_tokens_per_rank,
             device=config.device,

@@ -74,7 +74,7 @@ impl Command for PlanBenchArgs {
     fn run(self) -> Result<ExitCode, CliError> {
         command::claim(&self.svg)?;
         let rows = rows(&self)?;
-        command::print(&text(&self, &rows))?;
+        command::print(&table::fitted(&text(&self, &rows)))?;
         command::draw(&self.svg, || draw(&self, &rows))?;
         Ok(ExitCode::SUCCESS)
     }

@@ -222,6 +222,7 @@ impl std::fmt::Debug for Cupti {
 /// Words of a buffer: a mebibyte, thousands of records. Records begin at multiples of eight.
 const WORDS: usize = 1 << 17;
 
+/// CUPTI hands buffers back on a thread of its own, to a function that has no argument of ours.
 static FILLED: Mutex<Vec<Filled>> = Mutex::new(Vec::new());
 
 /// A buffer with records.

@@ -209,7 +209,7 @@ impl Expansion {
 
     /// Type of the partial rows that return.
     pub fn home(&self) -> Dtype {
-        self.spec.wire.dtype()
+        self.spec.partial_dtype.dtype()
     }
 
     /// The rows, `[budget, hidden]`.
@@ -343,7 +343,7 @@ impl Expansion {
             top_k: self.shape.top_k(),
             columns: spec.hidden as u32,
             dtype: spec.dtype,
-            wire: spec.wire,
+            wire: spec.partial_dtype,
             n_rows: self.budget,
             rows: self.span(Piece::Outputs)?,
             own: None,

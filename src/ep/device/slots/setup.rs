@@ -69,7 +69,7 @@ impl SlotExchange {
         let (me, ranks, nodes) = (group.rank(), group.size(), group.nodes());
         let far: Vec<u32> = (0..ranks).filter(|&peer| !nodes.same_node(me, peer)).collect();
         let several = nodes.nodes() > 1;
-        let home = if expansion.is_some() { spec.wire.dtype() } else { spec.dtype };
+        let home = if expansion.is_some() { spec.partial_dtype.dtype() } else { spec.dtype };
         let home_row = (spec.hidden * home.size()) as u64;
         let more = expansion.map_or(0, |(_, layout)| layout.bytes());
         let places = WindowLayout::new(ranks, map.experts(), shape, (home_row, several), more)?;
@@ -139,7 +139,7 @@ impl SlotExchange {
         let partials = memory.part(slots.partial(0), u64::from(ranks) * slots.home_bytes())?;
         let expansion = expansion.map(|(budget, layout)| {
             let memory = WindowLayout::part(&memory, places.expansion())?;
-            let bins = Bins::of_layout(spec.layout, map, spec.order, &nodes);
+            let bins = Bins::of_layout(spec.layout, map, spec.sum_order, &nodes);
             Expansion::new(&memory, &layout, (spec, shape, budget), (me, &bins), &stream)
         });
         let expansion = expansion.transpose()?;

@@ -665,10 +665,12 @@ impl Poller {
 
     /// Whether a socket has news. Polls all of them, if no thread has since its owner last asked.
     pub fn is_ready(&self, polled: &PolledSocket) -> bool {
+        // Relaxed counts: of two threads that look at once both may poll, or one a turn later.
         if polled.seen.load(Ordering::Relaxed) == self.polls.load(Ordering::Relaxed) {
             self.poll();
         }
         polled.seen.store(self.polls.load(Ordering::Relaxed), Ordering::Relaxed);
+        // The mark comes off before the socket is read: bytes that arrive later set it again.
         polled.ready.load(Ordering::Relaxed) && polled.ready.swap(false, Ordering::Acquire)
     }
 

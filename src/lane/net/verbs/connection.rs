@@ -461,6 +461,8 @@ impl NetConnection for Connection {
     }
 
     fn progress(&self, health: &Health) -> bool {
+        // A holder that waits polls the completions itself, and any other is done soon: what it
+        // leaves lying is for the next round.
         let Some(mut state) = self.state.try_lock() else { return false };
         if state.end.is_some() {
             // The requests in flight are over: they are counted, and have no effect.

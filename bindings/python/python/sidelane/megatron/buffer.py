@@ -27,7 +27,9 @@ class EventHandle:
 
 
 class EventOverlap:
-    """What a call ends with: on the host it is over, on a GPU the stream that it went on is at this point."""
+    """What a call ends with: on the host it is over, on a GPU the stream that it went on is at this
+    point.
+    """
 
     def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[Tensor, ...] | None = None) -> None:
         self.event = event
@@ -60,7 +62,9 @@ def _behind(previous_event: EventOverlap | None) -> None:
 
 
 class Config:
-    """Sizes of DeepEP's buffers. Ours are in the world's heap, as large as rows are (``SIDELANE_HEAP``)."""
+    """Sizes of DeepEP's buffers. Ours are in the world's heap, as large as rows are
+    (``SIDELANE_HEAP``).
+    """
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, ranks: int) -> int:
         return 0
@@ -129,9 +133,11 @@ class Buffer:
         previous_event: EventOverlap | None = None,
         **_: Any,
     ) -> tuple[Any, Tensor | None, Tensor | None, list[int] | None, _Placed | None, EventOverlap]:
-        """Sends tokens, or a pair of e4m3 values and scales; along a handle, by the layout of its dispatch.
+        """Sends tokens, or a pair of e4m3 values and scales; along a handle, by the layout of its
+        dispatch.
 
-        Rows lie in memory of torch, not in the pool: Megatron frees their storage itself when it overlaps microbatches.
+        Rows lie in memory of torch, not in the pool: Megatron frees their storage itself when it
+        overlaps microbatches.
         """
         _behind(previous_event)
         values, scales = x if isinstance(x, tuple) else (x, None)

@@ -15,7 +15,8 @@ OF_UTILS = (EventHandle, EventOverlap)
 
 
 def install() -> None:
-    """Puts :class:`Buffer`, :class:`EPBuffer` and :class:`HybridEPBuffer` where Megatron looks for DeepEP's.
+    """Puts :class:`Buffer`, :class:`EPBuffer` and :class:`HybridEPBuffer` where Megatron looks for
+    DeepEP's.
 
     Refused once a real ``deep_ep`` is loaded, or Megatron has looked for one and found none.
     """

@@ -14,10 +14,11 @@ from .layers import layer, limits
 
 
 def enable(*, max_tokens: int | None = None, device_heap: int | None = None) -> None:
-    """Makes :class:`TokenDispatcher` that of all MoE layers that are built from now on, of types ``alltoall`` and ``flex``.
+    """Makes :class:`TokenDispatcher` that of all MoE layers that are built from now on, of types
+    ``alltoall`` and ``flex``.
 
-    ``max_tokens`` is the most tokens of a rank, ``device_heap`` the bytes of a GPU for the rows of a layer: see
-    :class:`sidelane.megatron.Limits`.
+    ``max_tokens`` is the most tokens of a rank, ``device_heap`` the bytes of a GPU for the rows of
+    a layer: see :class:`sidelane.megatron.Limits`.
     """
     from megatron.core.transformer.moe import moe_layer
 
@@ -29,14 +30,15 @@ def enable(*, max_tokens: int | None = None, device_heap: int | None = None) -> 
 class TokenDispatcher:
     """A dispatcher of Megatron's, expert-major: `MoETokenDispatcher`'s calls, and nothing permuted.
 
-    Tensor-parallel ranks are treated as the flex dispatcher does: each gets all tokens of its experts and returns a partial
-    sum, which combine adds up. What combine does hangs on what experts return, not on the dispatch: Megatron starts backward
-    passes of the two apart when it overlaps microbatches.
+    Tensor-parallel ranks are treated as the flex dispatcher does: each gets all tokens of its
+    experts and returns a partial sum, which combine adds up. What combine does hangs on what
+    experts return, not on the dispatch: Megatron starts backward passes of the two apart when it
+    overlaps microbatches.
     """
 
     def __init__(self, num_local_experts: int, local_expert_indices: list[int], config: Any, pg_collection: Any) -> None:
         if config.moe_router_padding_for_quantization:
-            raise ValueError("rows are not padded for quantisation yet: set moe_router_padding_for_quantization=False")
+            raise ValueError("rows are not padded for quantization yet: set moe_router_padding_for_quantization=False")
         self.config = config
         self.shared_experts: Any = None
         self.ep_group, self.tp_group, self.tp_ep_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.tp_ep
@@ -56,10 +58,11 @@ class TokenDispatcher:
         self.routed: autograd.Routed | None = None
 
     def set_shared_experts(self, shared_experts: Any) -> None:
-        """Computes shared experts between the calls of this dispatcher (``--moe-shared-expert-overlap``).
+        """Computes shared experts between the calls of this dispatcher
+        (``--moe-shared-expert-overlap``).
 
-        Their parts are called where Megatron's all-to-all calls them, on Megatron's stream for them. On the host, calls
-        return when rows have moved, so nothing overlaps.
+        Their parts are called where Megatron's all-to-all calls them, on Megatron's stream for
+        them. On the host, calls return when rows have moved, so nothing overlaps.
         """
         self.shared_experts = shared_experts
         if shared_experts.use_shared_expert_gate:

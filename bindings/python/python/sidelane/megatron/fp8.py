@@ -1,4 +1,6 @@
-"""Tokens in fp8 that come as a pair, values [tokens, hidden] and scales [tokens, hidden / 128], and cross as one record."""
+"""Tokens in fp8 that come as a pair, values [tokens, hidden] and scales [tokens, hidden / 128], and
+cross as one record.
+"""
 
 from __future__ import annotations
 

@@ -17,12 +17,14 @@ from .placed import Placed
 class HybridEPBuffer:
     """Expert-major rows, permuted for nobody: Megatron hands them on to its experts as they come.
 
-    ``num_permuted_tokens`` is a budget: as many rows come at every rank, those behind the last are zero, and what does not
-    fit is dropped; the handle's last part, a tensor of one bool, is true at all ranks if that happened anywhere. Each budget
-    is a layer of its own, so ranks give the same one. Without it, sizes are exact.
+    ``num_permuted_tokens`` is a budget: as many rows come at every rank, those behind the last are
+    zero, and what does not fit is dropped; the handle's last part, a tensor of one bool, is true at
+    all ranks if that happened anywhere. Each budget is a layer of its own, so ranks give the same
+    one. Without it, sizes are exact.
 
-    Choices come as a map, [tokens, experts], of which any number in a row may be true, or as many as
-    :attr:`Limits.choices <sidelane.megatron.Limits>` says: a layer on a GPU takes memory for all that there may be.
+    Choices come as a map, [tokens, experts], of which any number in a row may be true, or as many
+    as :attr:`Limits.choices <sidelane.megatron.Limits>` says: a layer on a GPU takes memory for all
+    that there may be.
     """
 
     def __init__(
@@ -42,7 +44,9 @@ class HybridEPBuffer:
         handle: Placed | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Placed]:
-        """Rows, their weights, their scales, rows per expert, a handle; along a handle, rows and scales alone."""
+        """Rows, their weights, their scales, rows per expert, a handle; along a handle, rows and
+        scales alone.
+        """
         if handle is not None:
             if scaling_factor is None:
                 return handle.spread(hidden), None, None, None, handle
@@ -83,7 +87,9 @@ class HybridEPBuffer:
     def combine_with_unpermute(
         self, *, hidden: Tensor, handle: Placed, probs: Tensor | None = None, **_: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Sums the rows of each token, by ascending expert; weights, as gradients, go home: [tokens, experts]."""
+        """Sums the rows of each token, by ascending expert; weights, as gradients, go home:
+        [tokens, experts].
+        """
         if probs is None:
             return handle.ep.combine(handle.landed(hidden), handle.handle), None
         tokens, weights = handle.ep.dispatch_backward(handle.landed(hidden), handle.handle, handle.landed(probs))

@@ -61,7 +61,8 @@ _joined: weakref.WeakKeyDictionary[ProcessGroup, _Joined] = weakref.WeakKeyDicti
 
 
 def layer(group: ProcessGroup, x: Tensor, *, max_tokens: int = 0, **settings: Any) -> ExpertParallel:
-    """The layer of a group with these settings, where these tokens lie. Collective the first time."""
+    """The layer of a group with these settings, where these tokens lie. Collective the first time.
+    """
     if group not in _joined:
         _release_destroyed()
         world = init(group)
@@ -81,8 +82,8 @@ def layer(group: ProcessGroup, x: Tensor, *, max_tokens: int = 0, **settings: An
 
 
 def _most(world: World, tokens: int) -> int:
-    """The most tokens that a rank has now, in whole blocks: a rank does not know those of the others.
-    Collective.
+    """The most tokens that a rank has now, in whole blocks: a rank does not know those of the
+    others. Collective.
     """
     most = max(int.from_bytes(said, "little") for said in world.all().gather(tokens.to_bytes(8, "little")))
     return max(-(-most // _BLOCK) * _BLOCK, _BLOCK)

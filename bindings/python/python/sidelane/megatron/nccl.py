@@ -5,8 +5,9 @@ Their dispatcher takes these from its own module, where :func:`install` puts our
     from megatron.core.transformer.moe import token_dispatcher
     sidelane.megatron.nccl.install(token_dispatcher)
 
-A receive capacity is a budget: as many rows come at every rank, those behind the last are zero. ``None``: sizes are exact.
-Payloads lie in host memory, so there is no zero-copy mode and no multiprocessor to set aside.
+A receive capacity is a budget: as many rows come at every rank, those behind the last are zero.
+``None``: sizes are exact. Payloads lie in host memory, so there is no zero-copy mode and no
+multiprocessor to set aside.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ def ensure_nccl_ep_bootstrapped(
     zero_copy: bool = False,
     drop_on_overflow: bool = False,
 ) -> None:
-    """Names the group of the buffers that follow, and what becomes of rows beyond their capacity: an error, if not dropped."""
+    """Names the group of the buffers that follow, and what becomes of rows beyond their capacity:
+    an error, if not dropped.
+    """
     global _group, _drops
     if zero_copy:
         raise ValueError("zero_copy needs memory of a GPU, which is not open to Megatron yet")
@@ -85,7 +88,8 @@ def nccl_ep_finalize() -> None:
 
 
 class EpBuffer:
-    """What one dispatch leaves to the combine and the gradients that follow it. Many may be alive."""
+    """What one dispatch leaves to the combine and the gradients that follow it. Many may be alive.
+    """
 
     tokens_per_expert: Tensor
     """Rows of each local expert, pads counted, that have come: int64 [experts]."""
@@ -137,7 +141,8 @@ def nccl_ep_dispatch(
     recv_tokens: None = None,
     recv_topk_weights: None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sends tokens: rows by local expert, rows per expert, a weight for each row. Differentiable."""
+    """Sends tokens: rows by local expert, rows per expert, a weight for each row. Differentiable.
+    """
     if recv_tokens is not None or recv_topk_weights is not None:
         raise ValueError("buffers of the caller's belong to zero_copy, which is not open to Megatron yet")
     buffer.ep = layer(buffer.group, tokens, dtype=tokens.dtype, **buffer.settings)

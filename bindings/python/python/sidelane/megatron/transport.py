@@ -1,13 +1,13 @@
 """The transport of Megatron's ``moe_ep_chunk_overlap``, which newer ones than 0.16 have.
 
-A layer of theirs cuts its tokens into chunks and computes one while others move. Its runtime takes four collectives of a
-chunk from ``make_ep_transport``, where :func:`install` puts ours::
+A layer of theirs cuts its tokens into chunks and computes one while others move. Its runtime takes
+four collectives of a chunk from ``make_ep_transport``, where :func:`install` puts ours::
 
     from megatron.core.transformer.moe.moe_ep_chunk_overlap import ep_chunk_overlap
     sidelane.megatron.transport.install(ep_chunk_overlap)
 
-A dispatch sends exactly the rows that the routing has. Zeros fill them up to the number that Megatron compiles its products
-for, and are not sent back.
+A dispatch sends exactly the rows that the routing has. Zeros fill them up to the number that
+Megatron compiles its products for, and are not sent back.
 """
 
 from __future__ import annotations
@@ -69,10 +69,12 @@ class ChunkHandle:
 
 
 class Transport:
-    """The collectives of one layer. ``chunk`` makes what a dispatch returns: rows, their weights, a :class:`ChunkHandle`.
+    """The collectives of one layer. ``chunk`` makes what a dispatch returns: rows, their weights, a
+    :class:`ChunkHandle`.
 
-    Calls go on the stream that they are given, and nothing waits for it: a dispatch waits until all ranks have said how many
-    rows they have. Ranks make their calls in one order, as Megatron's runtime does.
+    Calls go on the stream that they are given, and nothing waits for it: a dispatch waits until all
+    ranks have said how many rows they have. Ranks make their calls in one order, as Megatron's
+    runtime does.
     """
 
     def __init__(self, config: ChunkSizes, group: ProcessGroup, chunk: Callable[..., Any]) -> None:
@@ -81,7 +83,9 @@ class Transport:
     def dispatch_forward(
         self, hidden_states: Tensor, topk_indices: Tensor, topk_weights: Tensor, stream: torch.cuda.Stream | None
     ) -> Any:
-        """Sends the tokens of a chunk to their experts: rows by local expert, as many at every rank."""
+        """Sends the tokens of a chunk to their experts: rows by local expert, as many at every
+        rank.
+        """
         config = self.config
         with torch.cuda.stream(stream):
             ep = layer(
@@ -140,7 +144,9 @@ class Transport:
 
     @staticmethod
     def record_handle_stream(handle: ChunkHandle, stream: torch.cuda.Stream) -> None:
-        """Keeps a handle's tensors until this stream is done with them. The library orders its own memory."""
+        """Keeps a handle's tensors until this stream is done with them. The library orders its own
+        memory.
+        """
         handle.psum_num_recv_tokens_per_expert.record_stream(stream)
 
     def destroy_buffers(self) -> None:

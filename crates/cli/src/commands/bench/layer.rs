@@ -70,7 +70,7 @@ impl<E: Real> Tokens<E> {
             return Ok(Tokens { buffer, tokens: None });
         }
         let mut records = Vec::new();
-        ep.quantise(&x, &mut records)?;
+        ep.quantize(&x, &mut records)?;
         buffer.rows_mut::<u8>()?.copy_from_slice(&records);
         Ok(Tokens { buffer, tokens: Some(x) })
     }

@@ -297,7 +297,7 @@ impl InterNode {
         for column in table.column_iter_mut().skip(2).take(1) {
             column.set_cell_alignment(CellAlignment::Right);
         }
-        Some(text + &table.trim_fmt())
+        Some(text + &table::lines(&table))
     }
 }
 

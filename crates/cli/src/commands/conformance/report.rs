@@ -228,7 +228,7 @@ impl command::Report for Report {
             true => "All bits are the reference's, and what the table lacks is refused by name.",
             false => "NOT RIGHT: see the lines that say WRONG.",
         };
-        format!("{}\n{}\n\n{wrong}{verdict}", self.head(), table.trim_fmt())
+        format!("{}\n{}\n\n{wrong}{verdict}", self.head(), table::lines(&table))
     }
 
     fn is_right(&self) -> bool {

@@ -62,7 +62,7 @@ impl Command for DoctorArgs {
     fn run(self) -> Result<ExitCode, CliError> {
         let findings = examine(&Root::new("/"), &Facts::of_this_process());
         let diagnosis = Diagnosis { program: Program::HERE, findings };
-        command::print(&if self.json { diagnosis.json() } else { diagnosis.text() })?;
+        command::print(&if self.json { diagnosis.json() } else { table::fitted(&diagnosis.text()) })?;
         Ok(ExitCode::SUCCESS)
     }
 }
@@ -129,7 +129,7 @@ fn rows(findings: &[Finding]) -> String {
         ColumnConstraint::UpperBoundary(Width::Percentage(20)),
         ColumnConstraint::UpperBoundary(Width::Percentage(25)),
     ]);
-    table.trim_fmt()
+    table::lines(&table)
 }
 
 fn summary(findings: &[Finding]) -> &'static str {

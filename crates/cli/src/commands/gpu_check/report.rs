@@ -181,7 +181,7 @@ fn of(rows: &[&Row]) -> String {
         let open = row.open.as_ref().map_or(String::new(), |open| format!("\nopen: {open}"));
         table.add_row([row.state.name(), &row.what, &found.join("\n"), &format!("{}{open}", row.shows)]);
     }
-    table.trim_fmt()
+    table::lines(&table)
 }
 
 fn verdict(report: &Report) -> &'static str {

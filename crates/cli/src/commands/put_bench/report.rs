@@ -246,7 +246,7 @@ fn matrix(report: &Report, nth: usize) -> String {
         };
         table.add_row([vec![name(from)], nodes.clone().map(cell).collect()].concat());
     }
-    table.trim_fmt()
+    table::lines(&table)
 }
 
 fn typical(run: &RunReport) -> f64 {

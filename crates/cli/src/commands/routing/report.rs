@@ -78,7 +78,7 @@ impl Report {
             let shares = tokens.iter().map(|&tokens| percent(tokens as f64 / all));
             table.add_row([name.to_owned(), format!("{mean:.2}")].into_iter().chain(shares));
         }
-        table.trim_fmt()
+        table::lines(&table)
     }
 
     fn drops(&self) -> String {
@@ -102,7 +102,7 @@ impl Report {
             };
             table.add_row(cells.into_iter().chain(weights).chain([emptied]));
         }
-        table.trim_fmt()
+        table::lines(&table)
     }
 }
 
@@ -125,30 +125,35 @@ fn percent(share: f64) -> String {
 impl command::Report for Report {
     fn text(&self) -> String {
         let [routing, ranks] = self.config.words();
-        let (head, bars) =
-            (table::head(&[("routing", routing), ("ranks", ranks)]), bar_lines(&self.load.experts.choices));
+        let head = table::head(&[("routing", routing), ("ranks", ranks)]);
+        let bars = bar_lines(&self.load.experts.choices, table::width().unwrap_or(usize::MAX));
         let [loads, spreads, drops] = [self.loads(), self.spreads(), self.drops()];
         format!("{head}\nchoices per expert, by their mean\n\n{bars}\n{loads}\n\n{spreads}\n\n{drops}")
     }
 }
 
+/// Experts of a band, at most.
 const BAND: usize = 64;
+/// Columns of the label and the axis in front of the bars.
+const AXIS: usize = 9;
 const LINES: usize = 6;
 /// From nothing to a full character.
 const EIGHTHS: [char; 9] = [' ', '▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
 
-fn bar_lines(choices: &[u64]) -> String {
+fn bar_lines(choices: &[u64], width: usize) -> String {
+    // A ruler's mark has eight columns.
+    let band = (width.saturating_sub(AXIS) / 8 * 8).clamp(8, BAND);
     let most = choices.iter().copied().max().unwrap_or(0);
     let mean = choices.iter().sum::<u64>() as f64 / choices.len() as f64;
     let mut text = String::new();
-    for (band, loads) in choices.chunks(BAND).enumerate() {
+    for (nth, loads) in choices.chunks(band).enumerate() {
         for line in (0..LINES).rev() {
             let label = if most == 0 { 0.0 } else { (line + 1) as f64 / LINES as f64 * most as f64 / mean };
             let bars: String = loads.iter().map(|&load| piece(load, most, line)).collect();
             let _ = writeln!(text, "{label:>6.2}x │{}", bars.trim_end());
         }
         let _ = writeln!(text, "      0 └{}", "─".repeat(loads.len()));
-        let _ = writeln!(text, "         {}", ruler(band * BAND, loads.len()));
+        let _ = writeln!(text, "         {}", ruler(nth * band, loads.len()));
     }
     text
 }
@@ -301,7 +306,7 @@ pub mod tests {
 
     #[test]
     fn the_busiest_expert_fills_its_column_and_the_least_is_seen() {
-        let text = bar_lines(&[6000, 3000, 1, 0]);
+        let text = bar_lines(&[6000, 3000, 1, 0], 80);
         let lines: Vec<&str> = text.lines().collect();
         assert_eq!(lines[0], "  2.67x │█");
         assert_eq!(lines[LINES - 1], "  0.44x │██▁");
@@ -311,14 +316,21 @@ pub mod tests {
 
     #[test]
     fn more_experts_than_columns_get_another_band() {
-        let text = bar_lines(&[1; 72]);
+        let text = bar_lines(&[1; 72], 80);
         assert_eq!(text.lines().count(), 2 * (LINES + 2));
         assert!(text.lines().last().unwrap().ends_with(" 64"), "{text}");
     }
 
     #[test]
+    fn bands_of_a_narrow_terminal_fit() {
+        let text = bar_lines(&[1; 72], 40);
+        assert!(text.lines().all(|line| line.chars().count() <= 40), "{text}");
+        assert!(text.lines().last().unwrap().ends_with(" 48      56      64"), "{text}");
+    }
+
+    #[test]
     fn no_choices_are_no_bars() {
-        assert!(!bar_lines(&[0; 5]).contains('█'));
+        assert!(!bar_lines(&[0; 5], 80).contains('█'));
     }
 
     #[test]

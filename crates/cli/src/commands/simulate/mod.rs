@@ -31,6 +31,7 @@ use crate::commands::bench::RowType;
 use crate::error::{CliError, usage};
 use crate::options::{at_most, one_of};
 use crate::routing_source::{Routed, Router, Share, Source};
+use crate::table;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -165,7 +166,7 @@ impl Command for SimulateArgs {
             let hardware = calibrate::measure()?;
             let figures = serde_json::to_string_pretty(&hardware).expect("numbers and names are always JSON");
             command::draw(&self.calibrate, || figures + "\n")?;
-            command::print(calibrate::words_of(&hardware).trim_end())?;
+            command::print(&table::fitted(calibrate::words_of(&hardware).trim_end()))?;
             return Ok(ExitCode::SUCCESS);
         }
         let report = Report::new(&Task::resolve(&self)?)?;

@@ -168,7 +168,7 @@ impl Group {
             let lap = |lap: &PhaseTime| format!("{} {}", lap.phase.name(), time_ns(lap.ns));
             table.add_row(std::iter::once(name).chain(timing.phases.iter().map(lap)));
         }
-        table.trim_fmt()
+        table::lines(&table)
     }
 }
 

@@ -161,7 +161,7 @@ impl Report {
             row.push(volume(rank.bytes(&[OpKind::Reduce])));
             table.add_row(row);
         }
-        table.trim_fmt()
+        table::lines(&table)
     }
 }
 

@@ -1,0 +1,64 @@
+//! Reports of all commands fit into the terminal, however narrow it is.
+
+use std::process::{Command, Output};
+
+/// A command line for each command that reports. Those that need a GPU have no driver here.
+const COMMANDS: [&str; 12] = [
+    "bench --nodes 2 --ranks-per-node 1 --tokens 16 --hidden 64 --rounds 2 --sum-order node",
+    "collectives --ranks-per-node 2 --sizes 48 --rounds 2",
+    "conformance --place host --only gradients",
+    "copy-engines --nodes 2 --ranks-per-node 2 --tokens 64",
+    "doctor",
+    "layer --tokens 48 --hidden 64 --ffn 32 --experts 6 --top-k 2 --token-chunks 5 --rounds 2 --backward",
+    "plan-bench --ranks 8,16 --tokens 64 --rounds 3",
+    "put-bench put-lat --sizes 8,4K --iterations 20",
+    "put-bench put-bw --nodes 3 --pairs all --sizes 8 --iterations 20",
+    "routing",
+    "simulate --nodes 2 --ranks-per-node 4",
+    "trace --ranks-per-node 2,1 --tokens 8 --hidden 64 --experts 6 --top-k 2 --routing uniform",
+];
+
+fn sidelane(line: &str, columns: Option<u32>) -> Output {
+    let folder = tempfile::tempdir().unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_sidelane"));
+    command.args(line.split(' ')).current_dir(folder.path()).env_remove("COLUMNS");
+    if line.starts_with("trace") {
+        command.args(["--out", "t.json"]);
+    }
+    command.envs(columns.map(|columns| ("COLUMNS", columns.to_string()))).output().unwrap()
+}
+
+fn lines(output: &Output) -> Vec<String> {
+    String::from_utf8_lossy(&output.stdout).lines().map(str::to_owned).collect()
+}
+
+#[test]
+fn no_line_of_a_report_is_wider_than_the_terminal() {
+    for line in COMMANDS {
+        for columns in [60, 40] {
+            let output = sidelane(line, Some(columns));
+            let told = lines(&output);
+            assert!(output.status.success() && told.len() > 3, "{line}: {output:?}");
+            let wide = told.iter().filter(|told| told.chars().count() > columns as usize);
+            assert_eq!(wide.count(), 0, "{line}, {columns} columns:\n{}", told.join("\n"));
+        }
+    }
+}
+
+#[test]
+fn every_figure_of_a_wide_table_is_in_a_narrow_one() {
+    let line = "simulate --nodes 2 --ranks-per-node 4";
+    let words = |columns| {
+        let told = lines(&sidelane(line, columns)).join(" ");
+        told.split_whitespace().map(str::to_owned).collect::<std::collections::BTreeSet<_>>()
+    };
+    let (wide, narrow) = (words(None), words(Some(60)));
+    let lost: Vec<_> = wide.difference(&narrow).filter(|word| !word.contains('─')).collect();
+    assert!(lost.is_empty(), "{lost:?}");
+}
+
+#[test]
+fn report_in_a_pipe_has_the_lines_of_a_wide_terminal() {
+    let line = "copy-engines --nodes 2 --ranks-per-node 2 --tokens 64";
+    assert_eq!(lines(&sidelane(line, None)), lines(&sidelane(line, Some(300))));
+}
