@@ -596,22 +596,22 @@ mod tests {
         }
         // Group, map and stream are those of the caller; `fp8` is what the record is made of.
         let ExpertParallelBuilder { group: _, map: _, stream: _, experts, fp8, spec, device } = builder;
-        let DeviceSettings { graphs, max_in_flight, device_heap, priority } = device;
+        let DeviceSettings { graphs, max_in_flight, device_heap, heap_load, priority } = device;
         let Spec {
             top_k,
             hidden,
             dtype,
-            order,
+            sum_order,
             align,
             max_tokens,
             weighted,
             map: _,
             route,
-            wire,
+            partial_dtype,
             layout,
             mode,
             record: _,
-            spans,
+            coalesce_relays,
             strategy,
             gathers: _,
             max_blocks,
@@ -622,19 +622,20 @@ mod tests {
             ("graphs", text(graphs)),
             ("max_in_flight", text(max_in_flight)),
             ("device_heap", text(device_heap)),
+            ("heap_load", text(heap_load)),
             ("priority", text(priority)),
             ("top_k", text(top_k)),
             ("hidden", text(hidden)),
             ("dtype", text(dtype)),
-            ("order", text(order)),
+            ("sum_order", text(sum_order)),
             ("align", text(align)),
             ("max_tokens", text(max_tokens)),
             ("weighted", text(weighted)),
             ("route", text(route)),
-            ("wire", text(wire)),
+            ("partial_dtype", text(partial_dtype)),
             ("layout", text(layout)),
             ("mode", text(mode)),
-            ("spans", text(spans)),
+            ("coalesce_relays", text(coalesce_relays)),
             ("strategy", text(strategy)),
             ("max_blocks", text(max_blocks)),
         ]
@@ -660,7 +661,8 @@ mod tests {
         let partial = plain().experts(6).hidden(8).sum_order(SumOrder::Node);
         let hosts = [sums, records, spans, partial.partial_dtype(PartialDtype::Bf16)];
         let of_device = plain().experts(6).graphs(Graphs::Slots).max_in_flight(3).device_heap(1 << 20);
-        let of_device = of_device.priority(Priority::Normal).max_blocks(5);
+        let load = HeapLoad { landings: 5, outputs: 4 };
+        let of_device = of_device.priority(Priority::Normal).max_blocks(5).heap_load(load);
         let mut set = differences(&of_device, &plain());
         for asked in hosts {
             set.extend(differences(&asked, &plain()));

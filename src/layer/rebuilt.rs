@@ -128,7 +128,7 @@ mod tests {
             dtype,
             max_tokens,
             route,
-            order,
+            sum_order,
             align,
             router,
             experts,
@@ -145,7 +145,7 @@ mod tests {
             ("dtype", text(dtype)),
             ("max_tokens", text(max_tokens)),
             ("route", text(route)),
-            ("order", text(order)),
+            ("sum_order", text(sum_order)),
             ("align", text(align)),
             ("router", text(router)),
             ("experts", text(&experts.as_ref().map(|experts| experts.weights().to_vec()))),
@@ -177,7 +177,8 @@ mod tests {
             let builder = MoeLayer::builder(&group, gate(2), 16, experts(4, 16, 0.25)).dtype(Dtype::F32);
             let builder =
                 builder.router(vec![0.125; 64]).shared(experts(1, 16, 0.75)).align(4).max_tokens(32);
-            let builder = builder.route(Route::Pxn).order(SumOrder::Node).z_loss(0.5).chunks(4).transfers(3);
+            let builder =
+                builder.route(Route::Pxn).sum_order(SumOrder::Node).z_loss(0.5).chunks(4).transfers(3);
             let builder = builder.balance(BalanceLoss::of(Preset::Mixtral)).overlap(false).expert_groups(2);
             builder.streams(2, 2).deadline(Duration::from_secs(77))
         };

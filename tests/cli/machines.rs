@@ -93,20 +93,14 @@ fn stop(launcher: Child) {
 #[test]
 fn node_with_another_number_of_ranks_is_refused_at_once_and_the_option_is_named() {
     let master = master();
-    let start = |node: &str, ranks: &str| {
-        let mut sidelane = sidelane(&["bench", "--nodes", "2", "--ranks-per-node", ranks]);
-        sidelane.args(["--node-rank", node, "--master", &master]);
-        sidelane.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    let start = |node: u32, ranks: u32| {
+        let line = format!("bench --nodes 2 --ranks-per-node {ranks} --node-rank {node} --master {master}");
+        spawn(&mut sidelane(&line))
     };
-    let [a, b] = [start("0", "1"), start("1", "2")];
-    let refused = b.wait_with_output().unwrap();
-    let complaints = text(&refused.stderr);
-    assert_eq!((refused.status.code(), text(&refused.stdout).as_str()), (Some(2), ""), "{complaints}");
+    let [a, b] = [start(0, 1), start(1, 2)];
     let differs = "was started in a job of 4 ranks, but rank 0 in one of 2";
-    assert!(complaints.contains(differs) && complaints.contains("--ranks-per-node"), "{complaints}");
-    rustix::process::kill_process(rustix::process::Pid::from_child(&a), rustix::process::Signal::TERM)
-        .unwrap();
-    assert_eq!(a.wait_with_output().unwrap().status.code(), Some(128 + 15));
+    end(b).refused(&[differs, "--ranks-per-node"]);
+    stop(a);
 }
 
 #[test]

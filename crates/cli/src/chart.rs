@@ -253,24 +253,39 @@ pub fn legend<'a>(svg: &mut Svg, y: f64, kinds: impl Iterator<Item = (String, &'
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use proptest::prelude::*;
 
+    /// The value of an attribute of an element.
+    pub fn value<'t>(tag: &'t str, name: &str) -> &'t str {
+        tag.split_once(&format!(" {name}=\"")).unwrap().1.split('"').next().unwrap()
+    }
+
+    pub fn number(tag: &str, name: &str) -> f64 {
+        value(tag, name).parse().unwrap()
+    }
+
+    /// The places of a curve.
+    pub fn points(tag: &str) -> Vec<(f64, f64)> {
+        let places = value(tag, "points").split(' ').map(|place| place.split_once(',').unwrap());
+        places.map(|(x, y)| (x.parse().unwrap(), y.parse().unwrap())).collect()
+    }
+
     use super::*;
-    use crate::svg::tests::{elements, points as points_of};
+    use crate::svg::tests::elements;
 
     #[test]
     fn points_lie_between_the_axes_and_larger_ones_above_to_the_right() {
-        let points = [(8.0, 0.5), (1e6, 700.0), (4096.0, 3.0)];
-        for count in 1..=points.len() {
-            let points = points[..count].iter().map(|&at| Point { at, said: "here".to_owned() });
-            let curve = Curve { name: "curve".to_owned(), points: points.collect() };
+        let given = [(8.0, 0.5), (1e6, 700.0), (4096.0, 3.0)];
+        for count in 1..=given.len() {
+            let shown = given[..count].iter().map(|&at| Point { at, said: "here".to_owned() });
+            let curve = Curve { name: "curve".to_owned(), points: shown.collect() };
             let (numbers, figures) = (&|number: u64| number.to_string(), &|figure: f64| figure.to_string());
             let panel = Panel { title: "", curves: vec![curve], numbers, figures };
             let chart = Chart { title: "title", conditions: vec![], panels: vec![panel], alike: false };
             let tags = elements(&chart.draw());
             let line = tags.iter().find(|tag| tag.starts_with("polyline")).unwrap();
-            let at = points_of(line);
+            let at = points(line);
             let between = |&(x, y): &(f64, f64)| {
                 (LABELS..=WIDTH - 16.0).contains(&x) && (62.0..=62.0 + HEIGHT).contains(&y)
             };

@@ -137,21 +137,6 @@ pub mod tests {
         seen
     }
 
-    /// The value of an attribute of an element.
-    pub fn value<'t>(tag: &'t str, name: &str) -> &'t str {
-        tag.split_once(&format!(" {name}=\"")).unwrap().1.split('"').next().unwrap()
-    }
-
-    pub fn number(tag: &str, name: &str) -> f64 {
-        value(tag, name).parse().unwrap()
-    }
-
-    /// The places of a curve.
-    pub fn points(tag: &str) -> Vec<(f64, f64)> {
-        let places = value(tag, "points").split(' ').map(|place| place.split_once(',').unwrap());
-        places.map(|(x, y)| (x.parse().unwrap(), y.parse().unwrap())).collect()
-    }
-
     fn assert_attributes(attributes: &str) {
         let mut parts = attributes.split('"');
         while let Some(name) = parts.next().filter(|name| !name.trim().is_empty()) {

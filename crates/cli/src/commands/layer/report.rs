@@ -217,10 +217,11 @@ fn draw_span(svg: &mut Svg, scale: &Times, y: f64, span: &NodeSpan) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::chart::tests::number;
     use crate::command::Report as _;
     use crate::command::tests::{assert_page, assert_words};
     use crate::commands::layer::sample as shape;
-    use crate::svg::tests::{elements, number};
+    use crate::svg::tests::elements;
 
     fn sample() -> Report {
         let shape = shape();

@@ -277,9 +277,10 @@ fn lines(svg: &mut Svg, curves: &[Dropped]) {
 #[cfg(test)]
 pub mod tests {
     use super::*;
+    use crate::chart::tests::points;
     use crate::command::tests::{assert_page, parsed};
     use crate::commands::routing::{RoutingArgs, curve_factors};
-    use crate::svg::tests::{elements, points};
+    use crate::svg::tests::elements;
 
     fn resolve(words: &str) -> (Decided, Report) {
         let args: RoutingArgs = parsed(words).unwrap();

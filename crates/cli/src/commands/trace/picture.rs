@@ -213,8 +213,9 @@ mod tests {
     use sidelane_core::schedule::Flag;
 
     use super::*;
+    use crate::chart::tests::number;
     use crate::commands::trace::tests::config;
-    use crate::svg::tests::{elements, number};
+    use crate::svg::tests::elements;
 
     /// One millisecond of a rank: operation, start and duration, in microseconds.
     fn timeline(events: &[(OpKind, u64, u64)]) -> Timeline {
