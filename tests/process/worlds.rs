@@ -117,6 +117,22 @@ fn a_world_is_rebuilt_again_and_again() {
 }
 
 #[test]
+fn spare_takes_the_place_of_a_lost_rank_and_all_rows_are_right() {
+    let mut job = Setup::new(3).spare().join();
+    let survivors = lose_and_rebuild(&mut job, &[0, 1, 2], 1, 1);
+    job.tell(survivors, Command::Grow);
+    let processes = [0, 2, 3];
+    for (expected, (process, heard)) in (0..).zip(job.hear(processes)) {
+        let Report::Joined { rank, size: 3, epoch: 2.., previous } = heard.said else {
+            panic!("process {process}: {:?}", heard.said)
+        };
+        assert_eq!((rank, previous), (expected, vec![0, 1]), "process {process}");
+    }
+    job.verify(processes, 5);
+    job.end(processes);
+}
+
+#[test]
 fn rank_killed_while_the_next_world_is_built_is_left_out_by_another_rebuild() {
     for (first, second) in cases([(0, 1), (3, 0), (5, 6), (1, 7)], 0) {
         let mut job = Setup::on(&TWO_BY_FOUR).join();

@@ -115,6 +115,8 @@ fn main() -> ExitCode {
         Some(Command::Soak(soak)) => soak.run(),
         None => run(&matrix),
     };
+    // What a signal breaks is no result: whoever removes its leftovers ends the program.
+    let _making = leftovers::making();
     match right {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,

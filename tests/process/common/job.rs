@@ -15,7 +15,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use sidelane::plan::Strategy;
 use sidelane::topology::Route;
 
-use super::rank::{MARK, ROUTE, STRATEGY};
+use super::rank::{MARK, ROUTE, SPARE, STRATEGY};
 use super::{Command, LONG, Report};
 use crate::support::network::Network;
 use crate::support::processes::master_port;
@@ -78,6 +78,14 @@ impl Setup {
     /// Starts these ranks only.
     pub fn only(self, ranks: &[u32]) -> Setup {
         Setup { ranks: ranks.to_vec(), ..self }
+    }
+
+    /// One process more, which waits as a spare until the world takes it in.
+    pub fn spare(mut self) -> Setup {
+        let process = self.nodes.len() as u32;
+        self.nodes.push(0);
+        self.ranks.push(process);
+        self.var_of(process, SPARE, 1).var_of(process, "RANK", 0).var_of(process, "LOCAL_RANK", 0)
     }
 
     /// Sets a variable for all ranks.

@@ -75,6 +75,8 @@ pub enum Command {
     AwaitDeath,
     /// Meets the survivors again.
     Rebuild,
+    /// Takes spares in.
+    Grow,
     /// Says what memory of other ranks is mapped.
     ListMemory,
     /// Says which lane joins the nodes.

@@ -8,11 +8,11 @@ use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::sync::mpsc;
 
-use sidelane::bootstrap::panic_in;
+use sidelane::bootstrap::{Identity, Secret, panic_in};
 use sidelane::collective::Communicator;
 use sidelane::plan::Strategy;
 use sidelane::topology::Route;
-use sidelane::{Error, ExpertParallel, World};
+use sidelane::{Error, ExpertParallel, Options, World};
 
 use super::reference::Round;
 use super::{Command, Failure, LONG, Memory, Report};
@@ -23,16 +23,26 @@ pub const MARK: &str = "SIDELANE_TEST_RANK";
 pub const ROUTE: &str = "SIDELANE_TEST_ROUTE";
 /// Names the strategy of a rank's layers; exchange if it is not set.
 pub const STRATEGY: &str = "SIDELANE_TEST_STRATEGY";
+/// Set in a process that is no rank before a world takes it in.
+pub const SPARE: &str = "SIDELANE_TEST_SPARE";
 /// Rounds after which a looping rank says that it runs.
 const WARM: u64 = 3;
 
 /// Serves the job that started this process.
 pub fn serve() {
     let mut talk = Talk::new();
-    match World::from_env() {
+    let joined = match std::env::var_os(SPARE) {
+        None => World::from_env(),
+        Some(_) => spare(),
+    };
+    match joined {
         Ok(world) => Rank { talk, world, ep: None, rounds: 0, way: (route(), strategy()) }.obey(),
         Err(error) => talk.say(&Report::Failed(error.into())),
     }
+}
+
+fn spare() -> Result<World, Error> {
+    World::spare(&Identity::from_env()?, Secret::from_env()?, Options::from_env()?, LONG)
 }
 
 fn route() -> Route {
@@ -97,7 +107,8 @@ impl Rank {
                 Command::FinishRound => Err(Failure::Other("no round was started".into())),
                 Command::LastRound => return self.end_with_a_round(),
                 Command::AwaitDeath => Err(self.await_death()),
-                Command::Rebuild => self.rebuild().map_err(Failure::from),
+                Command::Rebuild => self.go_on_in(|world| world.rebuild(LONG, 1)).map_err(Failure::from),
+                Command::Grow => self.go_on_in(|world| world.grow(LONG)).map_err(Failure::from),
                 Command::ListMemory => Ok(Report::Memory(memory())),
                 Command::NameRail => Ok(self.name_rail()),
                 Command::ResetWires => Ok(Report::Reset(reset_wires())),
@@ -221,8 +232,8 @@ impl Rank {
         heard.recv().expect("the world keeps its watchers").into()
     }
 
-    fn rebuild(&mut self) -> Result<Report, Error> {
-        let next = self.world.rebuild(LONG, 1)?;
+    fn go_on_in(&mut self, next: impl FnOnce(&World) -> Result<World, Error>) -> Result<Report, Error> {
+        let next = next(&self.world)?;
         self.ep = None;
         self.rounds = 0;
         self.world = next;
