@@ -400,7 +400,7 @@ impl<'g> ExpertParallelBuilder<'g> {
     /// place does not have, [`CallError::ConfigsDiffer`](crate::error::CallError::ConfigsDiffer) if
     /// ranks chose differently, [`MemoryError::OutOfSpace`](crate::error::MemoryError) if a rank
     /// has no room for the control window, [`MemoryError::DeviceFull`](crate::error::MemoryError)
-    /// if a device has not so many bytes free. [`DeviceError`](crate::error::DeviceError) where the
+    /// if a device lacks so much free memory. [`DeviceError`](crate::error::DeviceError) where the
     /// device lacks something; [`LaneError::PeerUnsupported`](crate::error::LaneError) or
     /// [`MemoryError::NotUsable`](crate::error::MemoryError) on the other ranks.
     pub fn build(mut self) -> Result<ExpertParallel, Error> {

@@ -101,7 +101,7 @@ pub enum BootstrapError {
     },
     /// Ranks were started for one job with different numbers of ranks.
     #[error(
-        "rank {rank} was started in a job of {seen} ranks, but rank 0 in one of {expected}: give all machines the same --nodes and --ranks-per-node (WORLD_SIZE)"
+        "rank {rank} was started in a job of {seen} ranks, but rank 0 in one of {expected}: give all machines the same --nodes and --ranks-per-node (WORLD_SIZE), and each job a name of its own (SIDELANE_JOB)"
     )]
     JobSizesDiffer {
         /// The rank that was refused.
@@ -241,7 +241,7 @@ pub enum BootstrapError {
         waited: Duration,
     },
     /// No world took a spare in.
-    #[error("no world of this job took this spare in within {} ms at {address}: its ranks call World::grow", waited.as_millis())]
+    #[error("no world of this job took this spare in within {} ms at {address}: do its ranks call World::grow?", waited.as_millis())]
     NotTakenIn {
         /// Where it asked.
         address: String,

@@ -60,7 +60,7 @@ impl Options {
 #[derive(Debug)]
 pub struct World {
     shared: Arc<WorldState>,
-    /// For each rank its rank in the world before, but spares; identity in a first world.
+    /// For each rank its rank in the world before; spares have none. Identity in a first world.
     previous: Vec<u32>,
 }
 
@@ -119,8 +119,11 @@ impl World {
 
     /// Waits as a spare until a world of the job takes this process in ([`World::grow`]). Returns
     /// that world. The identity tells the job, and where its ranks meet: the address is that of the
-    /// machine of the world's rank 0. A rank and a number of ranks count for nothing, but whether
-    /// all ranks are on one machine does. Options must be those of the ranks.
+    /// machine of the world's rank 0. Its rank and size are ignored; whether all ranks are on one
+    /// machine is not. Options must be those of the ranks.
+    ///
+    /// A spare does not watch rank 0: one that is cut off from it after it has been greeted waits
+    /// until the deadline. Choose one after which to ask again.
     ///
     /// # Errors
     /// [`BootstrapError::NotTakenIn`] if no world does until the deadline; as [`World::from_env`]
@@ -327,8 +330,10 @@ impl World {
     /// in all that come within half a second. Without one this world stays as it is.
     ///
     /// The larger world begins with all ranks and all spares, or not at all. Should one of them be
-    /// lost meanwhile, this fails after this world has ended. The survivors then call
-    /// [`World::rebuild`], and the spares wait on.
+    /// lost meanwhile, or a spare have other options than the ranks, this fails after this world
+    /// has ended, within ten times the liveness limit. The survivors then call [`World::rebuild`],
+    /// and spares [`World::spare`] again. After a growth that failed, more than half of the
+    /// *larger* world is what excludes two worlds: count the spares in `at_least`.
     ///
     /// # Errors
     /// [`BootstrapError::NoSpare`] if none comes; [`BootstrapError::NoPort`] if rank 0 cannot

@@ -5,7 +5,7 @@ use std::process::{Command, Output};
 /// A command line for each command that reports. Those that need a GPU have no driver here.
 const COMMANDS: [&str; 12] = [
     "bench --nodes 2 --ranks-per-node 1 --tokens 16 --hidden 64 --rounds 2 --sum-order node",
-    "collectives --ranks-per-node 2 --sizes 48 --rounds 2",
+    "collectives --ranks-per-node 2 --sizes 64 --rounds 2",
     "conformance --place host --only gradients",
     "copy-engines --nodes 2 --ranks-per-node 2 --tokens 64",
     "doctor",

@@ -14,6 +14,7 @@
 //!                        two    6
 //! ```
 
+use std::collections::BTreeSet;
 use std::io::stdout;
 
 use comfy_table::{CellAlignment, ContentArrangement, LineStyle, Row, Table, TableStyle};
@@ -72,29 +73,42 @@ fn cells(row: &Row) -> Vec<String> {
     row.cell_iter().map(|cell| cell.content()).collect()
 }
 
-/// Several tables below each other, of as many columns as fit. Each begins with the first column.
+/// Columns that tell the rows apart: the first ones, as many as that takes.
+fn keys(rows: &[Vec<String>], columns: usize) -> usize {
+    let distinct = |keys: &usize| {
+        let mut seen = BTreeSet::new();
+        rows.iter().all(|row| seen.insert(&row[..(*keys).min(row.len())]))
+    };
+    (1..columns).find(distinct).unwrap_or(1)
+}
+
+/// Several tables below each other, of as many columns as fit. Each begins with the columns that
+/// tell the rows apart, or with the first one where these leave no room.
 fn panels(table: &Table, width: usize) -> String {
     let header = table.header().map(cells).unwrap_or_default();
     let rows: Vec<_> = table.row_iter().map(cells).collect();
-    let panel = |columns: &[usize]| {
+    let panel = |keys: usize, columns: &[usize]| {
         let of = |cells: &[String]| {
-            let places = [0].into_iter().chain(columns.iter().copied());
+            let places = (0..keys).chain(columns.iter().copied());
             places.map(|place| cells.get(place).cloned().unwrap_or_default()).collect::<Vec<_>>()
         };
         let mut table = figures(of(&header));
         table.add_rows(rows.iter().map(|row| of(row)));
         table.trim_fmt()
     };
+    let keys = keys(&rows, header.len());
+    let fits = |columns: &[usize]| widest(&panel(keys, columns)) <= width;
+    let keys = if (keys..header.len()).all(|column| fits(&[column])) { keys } else { 1 };
     let mut parts: Vec<Vec<usize>> = Vec::new();
-    for column in 1..header.len() {
+    for column in keys..header.len() {
         match parts.last_mut() {
-            Some(part) if widest(&panel(&[part.as_slice(), &[column]].concat())) <= width => {
+            Some(part) if widest(&panel(keys, &[part.as_slice(), &[column]].concat())) <= width => {
                 part.push(column)
             }
             _ => parts.push(vec![column]),
         }
     }
-    parts.iter().map(|part| panel(part)).collect::<Vec<_>>().join("\n\n")
+    parts.iter().map(|part| panel(keys, part)).collect::<Vec<_>>().join("\n\n")
 }
 
 /// Each row below the other: its name, which ends with the first column that has a header, and a

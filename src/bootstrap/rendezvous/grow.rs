@@ -38,12 +38,15 @@ use crate::bootstrap::wire::{
 };
 use crate::error::BootstrapError;
 
-/// Rank 0 listens so long after the first spare has come: a spare that waits asks far more often.
+/// Rank 0 keeps listening this long after the first spare has come: one that waits asks again
+/// within this time, unless a port that it tries is silent.
 const MORE: Duration = Duration::from_millis(500);
 /// Longest sleep: the world may fail meanwhile.
 const SLICE: Duration = Duration::from_millis(50);
 /// Bound of one attempt to connect.
 const CONNECT: Duration = Duration::from_secs(1);
+/// Longest deadline: longer ones end there.
+const YEAR: Duration = Duration::from_secs(365 * 24 * 3600);
 
 /// Bound of the rebuild that takes spares in.
 fn limit(timeouts: &Timeouts) -> Duration {
@@ -61,7 +64,7 @@ pub fn grow(old: &TcpHub, deadline: Duration) -> Result<Rebuilt, BootstrapError>
     let start = Instant::now();
     old.health().check()?;
     let came = match old.rank {
-        HOST => gather(old, start + deadline),
+        HOST => gather(old, start + deadline.min(YEAR)),
         _ => Ok(Vec::new()),
     };
     // A host that fails still tells the others, who would wait for it.
@@ -76,8 +79,16 @@ pub fn grow(old: &TcpHub, deadline: Duration) -> Result<Rebuilt, BootstrapError>
         return Err(BootstrapError::NoSpare { waited: start.elapsed() });
     }
     let addresses: Vec<SocketAddr> = addresses.iter().map(|address| resolve(address, host)).collect();
-    let first = old.lineage.ranks();
-    let roster = old.lineage.admit(&old.roster, &addresses);
+    // A rank that did not hear of spares in a growth that failed knows fewer numbers than others.
+    let known = old.lineage.ranks().to_le_bytes();
+    let known = old.gather("grow/numbers", rank, size, &known, old.job.timeouts.deadline)?;
+    let number = |(from, bytes): (u32, &Vec<u8>)| match bytes.as_slice().try_into() {
+        Ok(bytes) => Ok(u32::from_le_bytes(bytes)),
+        Err(_) => Err(BootstrapError::Malformed { peer: format!("rank {from}") }),
+    };
+    let known = (0..).zip(&known).map(number).collect::<Result<Vec<u32>, _>>()?;
+    let first = known.into_iter().max().unwrap_or_default();
+    let roster = old.lineage.admit(&old.roster, first, &addresses);
     let admission =
         |number| Admission { rank: number, members: size, roster: roster.clone(), addresses: all(old) };
     // Nobody rebuilds before all know the spares.
@@ -154,7 +165,7 @@ pub fn spare(
     timeouts: Timeouts,
     deadline: Duration,
 ) -> Result<Rebuilt, BootstrapError> {
-    let (start, until) = (Instant::now(), Instant::now() + deadline);
+    let (start, until) = (Instant::now(), Instant::now() + deadline.min(YEAR));
     let job = job_of(identity, secret, timeouts)?;
     let interrupt = Interrupt::default();
     let mut foreign = None;

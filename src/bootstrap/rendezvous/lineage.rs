@@ -9,18 +9,21 @@
 //! ```
 
 use std::collections::BTreeSet;
-use std::net::{SocketAddr, TcpListener};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 use std::sync::Mutex;
 
 use crate::bootstrap::health::lock;
 use crate::bootstrap::wire::Roster;
 
+/// No address.
+const NOWHERE: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), 0);
+
 /// The worlds of a rank, one after the other.
 #[derive(Debug)]
 pub struct Lineage {
-    /// This rank in the first world.
+    /// The number of this rank among all that the job has had.
     pub rank: u32,
-    /// Where this rank does. It lives as long as this rank has a world, so a refused connection
+    /// Where this rank listens for survivors. It lives as long as this rank has a world, so a refused connection
     /// says that a rank is gone.
     pub listener: TcpListener,
     /// Where each rank that the job has had listens for survivors.
@@ -57,11 +60,12 @@ impl Lineage {
         lock(&self.addresses)[rank as usize]
     }
 
-    /// Takes spares into a world, each with the next number: worlds that follow may have them.
-    /// Returns the world with them.
-    pub fn admit(&self, world: &Roster, spares: &[SocketAddr]) -> Roster {
+    /// Takes spares into a world, with the numbers from `first` on: worlds that follow may have
+    /// them. No rank of this job has one of these numbers. Returns the world with them.
+    pub fn admit(&self, world: &Roster, first: u32, spares: &[SocketAddr]) -> Roster {
         let mut addresses = lock(&self.addresses);
-        let first = addresses.len() as u32;
+        // Spares that other ranks know of, and that no world has.
+        addresses.resize(first as usize, NOWHERE);
         addresses.extend(spares);
         let mut roster = world.clone();
         roster.members.extend(first..addresses.len() as u32);

@@ -129,7 +129,7 @@ struct Words {
 
 impl SmHold {
     /// Enqueues it. It runs when [`running`](Self::running) returns as many as
-    /// [`blocks`](Self::blocks).
+    /// [`blocks`](Self::blocks). A hold that was taken before must have ended: its words are reset.
     ///
     /// # Errors
     /// [`DeviceError::NoAccess`] for a stream of another device, [`DeviceError::Call`].

@@ -121,6 +121,15 @@ pub(super) struct Gemm {
     pub pitches: [c_int; 3],
 }
 
+impl Gemm {
+    /// Whether all columns begin at multiples of 16 bytes. Grouped products in TF32 may need that;
+    /// single ones choose an algorithm by their addresses.
+    fn is_in_vectors(&self) -> bool {
+        let at = self.at.iter().all(|at| at.is_multiple_of(16));
+        at && self.pitches.iter().all(|&pitch| pitch % 4 == 0)
+    }
+}
+
 impl Blas {
     /// cuBLAS for products on this stream: the library that `SIDELANE_CUBLAS_LIBRARY` names, else
     /// the one that the loader finds, else the first that loads of the wheels in these folders.
@@ -189,6 +198,7 @@ impl Blas {
 
     /// As [`matmul`](Self::matmul), by tensor cores in TF32: each factor keeps 10 bits behind its
     /// leading one. Numbers of bf16 and f16 have no more, so they lose nothing. Sums are in f32.
+    /// Groups whose matrices do not lie at multiples of 16 bytes are a call each.
     ///
     /// # Errors
     /// As [`matmul`](Self::matmul).
@@ -215,7 +225,8 @@ impl Blas {
         // For the whole call: a handle serves one thread at a time, and the table of addresses is
         // written anew for each.
         let mut owned = self.owned.lock().unwrap_or_else(PoisonError::into_inner);
-        let grouped = self.grouped.filter(|_| (2..=pointers::MOST).contains(&all.len()));
+        let fits = factors == Factors::Whole || all.iter().all(Gemm::is_in_vectors);
+        let grouped = self.grouped.filter(|_| fits && (2..=pointers::MOST).contains(&all.len()));
         let table = match grouped {
             // A graph would read the addresses again that its capture saw.
             Some(grouped) if !self.stream.is_capturing()? => {

@@ -112,6 +112,7 @@ impl<'g> DeviceMoeLayerBuilder<'g> {
         let settings = [
             ("whether their settings can be used (1: yes)", prepared.is_ok().into()),
             ("chunks", plan.chunks.into()),
+            ("tapes", self.tapes.into()),
             ("the digest of the gate's settings and of the losses", self.settings.digest()),
             ("whether there is a shared expert (1: yes)", self.settings.shared.is_some().into()),
             ("the maker of products (0: own, 1: cuBLAS, 2: cuBLAS in TF32)", self.products as u64),

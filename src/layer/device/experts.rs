@@ -245,6 +245,9 @@ impl Gathered {
             rows += count;
         }
         let in_place = runs.iter().all(|run| run.matrix == 0 && run.first == run.to);
+        if in_place {
+            runs.clear();
+        }
         let counts: Vec<i64> = (0..experts as usize).map(|expert| order.rows(expert) as i64).collect();
         let of_runs = on.memory.take(size_of_val(runs.as_slice()) as u64)?;
         let table_of_counts = on.memory.take(16 * u64::from(experts))?;

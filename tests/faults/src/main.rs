@@ -85,8 +85,8 @@ struct Matrix {
     /// Strike this rank [default: drawn by the seed]
     #[arg(long, value_name = "RANK", value_parser = clap::value_parser!(u32).range(..judge::SIZE as i64))]
     victim: Option<u32>,
-    /// A rank is lost that is silent for so long. On a machine with much other work more than the
-    /// default keeps ranks apart that only lack a core
+    /// Silence after which a rank counts as lost. On a busy machine, raise it, so that a rank that
+    /// only waits for a core is not taken for dead
     #[arg(long, value_name = "MILLISECONDS", default_value_t = LIVENESS.as_millis() as u64,
           value_parser = clap::value_parser!(u64).range(1000..=LONGEST_LIVENESS.as_millis() as u64))]
     liveness_ms: u64,
