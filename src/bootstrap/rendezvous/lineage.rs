@@ -23,8 +23,8 @@ const NOWHERE: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), 0
 pub struct Lineage {
     /// The number of this rank among all that the job has had.
     pub rank: u32,
-    /// Where this rank listens for survivors. It lives as long as this rank has a world, so a refused connection
-    /// says that a rank is gone.
+    /// Where this rank listens for survivors. It lives as long as this rank has a world, so a
+    /// refused connection says that a rank is gone.
     pub listener: TcpListener,
     /// Where each rank that the job has had listens for survivors.
     addresses: Mutex<Vec<SocketAddr>>,
@@ -145,11 +145,19 @@ mod tests {
         assert!(lineage.accept(&roster(1, &[0, 2])));
         let spare = lineage.address(0);
         assert!(!lineage.accept(&roster(2, &[0, 2, 3])), "rank 3 is a stranger");
-        assert_eq!(lineage.admit(&roster(1, &[0, 2]), &[spare]), roster(1, &[0, 2, 3]));
+        assert_eq!(lineage.admit(&roster(1, &[0, 2]), 3, &[spare]), roster(1, &[0, 2, 3]));
         assert_eq!((lineage.ranks(), lineage.accepted()), (4, roster(1, &[0, 2, 3])));
         assert!(lineage.accept(&roster(2, &[0, 2])), "the spare did not come");
-        assert_eq!(lineage.admit(&roster(2, &[0, 2]), &[spare]), roster(2, &[0, 2, 4]), "no number twice");
+        assert_eq!(lineage.admit(&roster(2, &[0, 2]), 4, &[spare]), roster(2, &[0, 2, 4]), "no number twice");
         assert!(lineage.accept(&roster(3, &[0, 2, 4])));
+    }
+
+    #[test]
+    fn rank_that_missed_a_growth_numbers_spares_as_the_others_do() {
+        let lineage = lineage(0, 3);
+        let spare = lineage.address(0);
+        assert_eq!(lineage.admit(&roster(0, &[0, 1, 2]), 4, &[spare]), roster(0, &[0, 1, 2, 4]));
+        assert_eq!((lineage.ranks(), lineage.address(4)), (5, spare));
     }
 
     #[test]
