@@ -169,7 +169,7 @@ impl PeerMapping {
                 for step in (0..end - start).step_by(page as usize) {
                     // SAFETY: inside the range checked above. A peer may write this byte meanwhile:
                     // a load and a store would undo that, an atomic add of 0 does not. It needs no
-                    // order, since nobody reads anything into it.
+                    // order: no thread takes it as a signal.
                     unsafe { std::sync::atomic::AtomicU8::from_ptr(at.as_ptr().add(step as usize)) }
                         .fetch_add(0, std::sync::atomic::Ordering::Relaxed);
                 }

@@ -32,7 +32,7 @@ impl<C> Failure<C> {
     /// The word of the first cause; 0 while healthy.
     #[inline]
     pub fn status(&self) -> u32 {
-        // With the release in `fail`: whoever loads a word finds its cause set.
+        // With the release in `fail`: a thread that loads a word finds its cause set.
         self.status.load(Ordering::Acquire)
     }
 

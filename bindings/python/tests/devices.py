@@ -1,8 +1,8 @@
 """Tensors on devices of the stand-in driver, which lend and borrow by DLPack as torch's do: each on
 a stream of its own.
 
-Copies of the stand-in come as late as CUDA's rules allow. So whoever uses a tensor without its
-stream's leave reads poison.
+Copies of the stand-in come as late as CUDA's rules allow. So a test that uses a tensor without
+waiting for its stream reads poison.
 """
 
 from __future__ import annotations

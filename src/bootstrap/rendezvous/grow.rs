@@ -91,7 +91,7 @@ pub fn grow(old: &TcpHub, deadline: Duration) -> Result<Rebuilt, BootstrapError>
     let roster = old.lineage.admit(&old.roster, first, &addresses);
     let admission =
         |number| Admission { rank: number, members: size, roster: roster.clone(), addresses: all(old) };
-    // Nobody rebuilds before all know the spares.
+    // No rank rebuilds before all ranks know the spares.
     old.barrier("grow/admitted", rank, size, old.job.timeouts.deadline)?;
     for (number, mut spare) in (first..).zip(spares) {
         spare.connection.send(&Message::Admit(admission(number)));

@@ -16,7 +16,8 @@
 use super::memory::MemoryShape;
 use crate::ep::builder::Spec;
 
-/// What is alive in the pool at once, in dispatches of the most tokens.
+/// Number of receive and output buffers alive in the device heap at once, each of a dispatch of
+/// `max_tokens`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct HeapLoad {
     /// Rows of a dispatch, or incoming gradients.

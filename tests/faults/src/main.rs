@@ -115,7 +115,7 @@ fn main() -> ExitCode {
         Some(Command::Soak(soak)) => soak.run(),
         None => run(&matrix),
     };
-    // What a signal breaks is no result: whoever removes its leftovers ends the program.
+    // A run that a signal interrupts has no result: the thread that cleans up ends the program.
     let _making = leftovers::making();
     match right {
         Ok(true) => ExitCode::SUCCESS,

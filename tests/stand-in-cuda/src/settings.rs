@@ -7,8 +7,8 @@ use std::str::FromStr;
 /// The hardware queues of a device where nothing is said, as on real devices.
 const QUEUES: usize = 8;
 
-/// What sizes and addresses of mapped memory are multiples of: as on small devices, and for one
-/// seed in eight as on the servers of today. No caller may count on either. Most tests take many
+/// Granularity of mapped memory: that of small devices, and for one seed in eight that of today's
+/// servers. No caller may count on either. Most tests take many
 /// small buffers, and all of a buffer's granules are poisoned.
 const GRANULARITIES: [u64; 8] = {
     let mut all = [64 << 10; 8];

@@ -63,7 +63,7 @@ class Routed:
 
         Write into it by operations in place that do not read it (``addmm_`` with ``beta=0``,
         ``copy_``), and do nothing with it after combine: the memory is others' then, and a backward
-        pass that had saved it is told so.
+        pass that had saved it raises.
         """
         output: Tensor = self.handle.output()
         return output
