@@ -269,11 +269,8 @@ const LAUNCHES: u64 = 4000;
 const COPIES: u64 = 8;
 const COPY: u64 = 16 << 10;
 
-/// Rounds that must pass at least.
+/// Rounds that must pass then.
 const ROUNDS: u64 = 10;
-
-/// The part of a case's bound in which rounds must go on, since the call may begin late.
-const WINDOW: u32 = 4;
 
 const DONE: u64 = TOLD[0];
 const TOUCHED: u64 = TOLD[1];
@@ -351,13 +348,12 @@ fn lock_case(task: &Task, call: Call) -> Result<(), CliError> {
         let (bound, start, mut behind) = (task.case_bound(), Instant::now(), None);
         let answer = watch(bound, || {
             let now = rounds.load(Ordering::Acquire);
-            if returned.load(Ordering::Acquire) {
+            // Rounds must go on behind the call's return, or behind the bound. Nothing tells when the
+            // caller's thread comes to the driver's lock: earlier rounds show nothing.
+            if returned.load(Ordering::Acquire) || start.elapsed() > bound {
                 behind.get_or_insert(now);
             }
-            // Either the call came back, and rounds went on; or it did not, and they did for a good
-            // while.
-            let window = now > ROUNDS && start.elapsed() > bound / WINDOW;
-            let enough = behind.map_or(window, |then| now >= then + ROUNDS);
+            let enough = behind.is_some_and(|then| now >= then + ROUNDS);
             Ok((enough || !copying.is_finished()).then_some((now, enough)))
         })?;
         if let Some(answer) = answer {
