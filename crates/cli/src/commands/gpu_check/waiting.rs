@@ -348,8 +348,8 @@ fn lock_case(task: &Task, call: Call) -> Result<(), CliError> {
         let (bound, start, mut behind) = (task.case_bound(), Instant::now(), None);
         let answer = watch(bound, || {
             let now = rounds.load(Ordering::Acquire);
-            // Rounds must go on behind the call's return, or behind the bound. Nothing tells when the
-            // caller's thread comes to the driver's lock: earlier rounds show nothing.
+            // Rounds must go on behind the call's return, or behind the bound. Nothing tells when
+            // the caller's thread comes to the driver's lock: earlier rounds show nothing.
             if returned.load(Ordering::Acquire) || start.elapsed() > bound {
                 behind.get_or_insert(now);
             }
