@@ -236,11 +236,13 @@ fn ranks_as_processes_are_left_out_where_the_gpu_takes_one_process() {
 fn a_part_that_dies_costs_its_own_rows_alone() {
     // Without kernels nothing that needs one can run; the driver's own rows do.
     let without = [("SIDELANE_FAKE_CUDA_KERNELS", "")];
-    let (ended, report) = run_with_report(&mut gpu_check("--quick --size 128", &without));
+    let parts = ["driver", "kernels", "audit", "interference", "blocks"];
+    let arguments = format!("--quick --size 128 --part {}", parts.join(" --part "));
+    let (ended, report) = run_with_report(&mut gpu_check(&arguments, &without));
     assert_eq!((ended.code, &report["correct"]), (Some(1), &Value::Bool(false)));
     assert_eq!(state(&rows(&report, "driver"), "modules"), "wrong");
     assert_eq!(state(&rows(&report, "driver"), "batches"), "right");
-    for part in ["kernels", "audit", "interference", "blocks"] {
+    for part in &parts[1..] {
         assert_eq!(state(&rows(&report, part), "to its end"), "wrong", "{part}");
     }
     assert_words(&ended.out, &["NOT RIGHT"]);

@@ -14,7 +14,7 @@ const COMMANDS: [&str; 12] = [
     "put-bench put-lat --sizes 8,4K --iterations 20",
     "put-bench put-bw --nodes 3 --pairs all --sizes 8 --iterations 20",
     "routing",
-    "simulate --nodes 2 --ranks-per-node 4",
+    "simulate --nodes 2 --ranks-per-node 4 --tokens 64",
     "trace --ranks-per-node 2,1 --tokens 8 --hidden 64 --experts 6 --top-k 2 --routing uniform",
 ];
 
@@ -47,7 +47,7 @@ fn no_line_of_a_report_is_wider_than_the_terminal() {
 
 #[test]
 fn every_figure_of_a_wide_table_is_in_a_narrow_one() {
-    let line = "simulate --nodes 2 --ranks-per-node 4";
+    let line = "simulate --nodes 2 --ranks-per-node 4 --tokens 64";
     let words = |columns| {
         let told = lines(&sidelane(line, columns)).join(" ");
         told.split_whitespace().map(str::to_owned).collect::<std::collections::BTreeSet<_>>()

@@ -205,7 +205,7 @@ enum Flaw {
 }
 
 proptest! {
-    #![proptest_config(crate::random_cases(8000))]
+    #![proptest_config(crate::random_cases(3000))]
 
     #[test]
     fn placement_is_the_sorted_list(case in cases()) {
