@@ -26,7 +26,7 @@
 //!   descriptors   ranks of one machine, and how they pass descriptors to each other
 //!   rendezvous    first contact and rebuild: from processes to the members of a world
 //!   hub           a world while it lives: store, coordinator, client; or threads
-//!   supervised    threads of the library, the deaths of which end the world
+//!   threads       threads of the library, the deaths of which end the world
 //!   wait          what blocks a thread: bounded sleeps, the network, ends of threads
 //!   health        silent ranks, the launcher's life, the health of the world, timeouts
 //!   connection          proofs, messages, frames, a connection that never blocks
@@ -40,7 +40,7 @@ mod hub;
 mod identity;
 mod rendezvous;
 mod secret;
-mod supervised;
+mod threads;
 pub(crate) mod wait;
 mod wire;
 
@@ -53,7 +53,7 @@ pub(crate) use health::interrupted;
 pub use health::{Timeouts, interruptible};
 pub use identity::Identity;
 pub use secret::Secret;
-pub(crate) use supervised::{FatalGuard, FatalLock, Thread, caught, spawn_scoped, turn};
+pub(crate) use threads::{FatalGuard, FatalLock, Thread, caught, spawn_scoped, turn};
 
 use crate::error::BootstrapError;
 
@@ -69,7 +69,7 @@ pub use identity::{Launcher, LauncherPipe};
 #[doc(hidden)]
 pub use rendezvous::{PeerAuth, PeerListener, connect, spare};
 #[doc(hidden)]
-pub use supervised::fault::panic_in;
+pub use threads::fault::panic_in;
 
 /// The error of a system call.
 fn system(call: &'static str, errno: Errno) -> BootstrapError {

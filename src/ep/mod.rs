@@ -40,9 +40,8 @@
 
 mod agreement;
 mod builder;
-mod calls;
-mod collective;
 mod device;
+mod expert_parallel;
 mod features;
 mod floor_bench;
 mod handle;
@@ -50,15 +49,16 @@ mod host;
 mod metadata;
 mod relay;
 mod report;
+mod row_collective;
 mod rows;
 mod state;
 mod tensor;
 
 pub use builder::{ExpertParallelBuilder, Graphs};
-pub use calls::ExpertParallel;
-pub use collective::{CollectiveBuilder, RowCollective, RowPartition, TokenSlices};
 pub(crate) use device::HeapLoad;
+pub use expert_parallel::ExpertParallel;
 pub use features::Feature;
+pub use row_collective::{CollectiveBuilder, RowCollective, RowPartition, TokenSlices};
 // For the program and the tests of this repository: no promises are made about it.
 #[doc(hidden)]
 pub use floor_bench::FloorBench;

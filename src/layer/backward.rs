@@ -8,7 +8,7 @@ use super::f32_rows::{F32Rows, round_into, widened};
 use super::forward::weigh_into;
 use super::groups::Outgoing;
 use super::moe::Plan;
-use super::pipeline::{self, BackwardOps};
+use super::pass_order::{self, BackwardOps};
 use super::router::Routed;
 use super::tape::{ChunkTape, GroupOutputs, ReceivedChunk, SavedShared};
 use super::{GradientOrder, MoeLayer, Saved, Segments, Tape, row_counts};
@@ -92,7 +92,7 @@ impl MoeLayer {
         let plan = self.plan;
         let (context, world) = self.context();
         let step = Step::new(&context, of_out, &routed, (chunks, shared), &plan)?;
-        plan.run(pipeline::backward(&step, plan.cut(), plan.turns()), &world)?;
+        plan.run(pass_order::backward(&step, plan.cut(), plan.turns()), &world)?;
         let made = step.made()?;
         self.gradients(&routed, made)
     }

@@ -8,7 +8,7 @@ use super::f32_rows::{F32Rows, round_into, widened};
 use super::groups::Outgoing;
 use super::input::Input;
 use super::moe::{Plan, routing_of};
-use super::pipeline::{self, ForwardOps};
+use super::pass_order::{self, ForwardOps};
 use super::router::Routed;
 use super::tape::{ChunkTape, GroupOutputs, ReceivedChunk, SavedShared};
 use super::{MoeLayer, Saved, Segments, Tape};
@@ -62,7 +62,7 @@ impl MoeLayer {
         let mut out = vec![E::zeroed(); input.x.len()];
         let (context, world) = self.context();
         let step = Step::new(&context, input, &routed, &mut out, &plan);
-        plan.run(pipeline::forward(&step, plan.cut(), plan.turns()), &world)?;
+        plan.run(pass_order::forward(&step, plan.cut(), plan.turns()), &world)?;
         let (chunks, shared) = step.kept()?;
         Ok((out, Tape { instance, routed, chunks, shared }))
     }

@@ -4,7 +4,7 @@ use super::backward::{self, Gradients};
 use super::forward;
 use super::input::Input;
 use super::moe::Plan;
-use super::pipeline::{BackwardOps, ChunkCounts, ForwardOps};
+use super::pass_order::{BackwardOps, ChunkCounts, ForwardOps};
 use super::{MoeLayer, Tape};
 use crate::dtype::Element;
 use crate::error::{Error, NodeLabel, StreamId};

@@ -67,7 +67,7 @@ mod gradient_order;
 mod groups;
 mod input;
 mod moe;
-mod pipeline;
+mod pass_order;
 mod rebuilt;
 mod router;
 mod row_counts;

@@ -4,7 +4,7 @@ use std::ops::{ControlFlow, Range};
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::pipeline::ChunkCounts;
+use super::pass_order::ChunkCounts;
 use super::router::Losses;
 use super::{Experts, MoeLayerBuilder};
 use crate::dtype::Dtype;

@@ -1,6 +1,6 @@
 //! How long a pass would take: the graph of a step, with nothing carried out.
 
-use super::pipeline::{self, BackwardOps, ChunkCounts, ForwardOps};
+use super::pass_order::{self, BackwardOps, ChunkCounts, ForwardOps};
 use crate::error::{Error, NodeInfo};
 use crate::overlap::{Graph, GraphTimer, RoundRobin};
 
@@ -32,7 +32,7 @@ pub struct Times {
 /// assert_eq!(times.in_turn, 16 * (5 + 10 + 5));
 /// ```
 pub fn forward_times(chunks: u32, cost: impl Fn(NodeInfo) -> u64) -> Times {
-    timed(pipeline::forward(&Timed, whole(chunks), RoundRobin::new(1, 1)), cost)
+    timed(pass_order::forward(&Timed, whole(chunks), RoundRobin::new(1, 1)), cost)
 }
 
 /// The same of a backward pass: `gradient of combine`, `gradient of rows` and
@@ -54,7 +54,7 @@ pub fn forward_times(chunks: u32, cost: impl Fn(NodeInfo) -> u64) -> Times {
 /// assert_eq!(times.in_turn, 3 * 4 * 10 + 40);
 /// ```
 pub fn backward_times(chunks: u32, cost: impl Fn(NodeInfo) -> u64) -> Times {
-    timed(pipeline::backward(&Timed, whole(chunks), RoundRobin::new(1, 1)), cost)
+    timed(pass_order::backward(&Timed, whole(chunks), RoundRobin::new(1, 1)), cost)
 }
 
 /// All experts of a chunk at once, and one transfer after another, since the given times assume

@@ -55,7 +55,7 @@ const ALLOWED: [(&str, &str, &str); 19] = [
     ("ep/device/setup.rs", "synchronize", "a new instance: the stream has its copies alone"),
     ("ep/device/slots/expand.rs", "synchronize", "as above"),
     ("ep/device/slots/layout.rs", "synchronize", "as above"),
-    ("ep/calls.rs", "synchronize", "the instance's own, which polls"),
+    ("ep/expert_parallel.rs", "synchronize", "the instance's own, which polls"),
     ("device/blas/pointers.rs", "synchronize", "copies of addresses, behind calls that the guard ends"),
     ("layer/device/memory.rs", "synchronize", "copies of weights, behind calls that the guard ends"),
     ("layer/device/moe.rs", "synchronize", "behind the instance's own, which has seen the end"),

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use crate::bootstrap::health::{Liveness, Timeouts};
 use crate::bootstrap::rendezvous::{AuthenticatedPeer, Gathering, HandshakeQueue, JoinBarrier, Search, Step};
-use crate::bootstrap::supervised::turn;
+use crate::bootstrap::threads::turn;
 use crate::bootstrap::wait::poll_until;
 use crate::bootstrap::wire::{JoinRefusal, ListenAddress, Message, MessageConnection, Roster};
 use crate::error::{BootstrapError, Cause};

@@ -23,7 +23,7 @@ use crate::bootstrap::Secret;
 use crate::bootstrap::health::{Health, LauncherWatch, Liveness, Timeouts, lock};
 use crate::bootstrap::identity::Identity;
 use crate::bootstrap::rendezvous::{Hosted, Lineage, Membership, PeerAuth, grow, rebuild};
-use crate::bootstrap::supervised::{Thread, turn};
+use crate::bootstrap::threads::{Thread, turn};
 use crate::bootstrap::wait::{self, poll_until};
 use crate::bootstrap::wire::{Answer, MAX_FRAME, Message, MessageConnection, Roster};
 use crate::bootstrap::{failed, interrupted, system};

@@ -20,7 +20,7 @@ use super::admission::{Assembled, Assembly, HubConfig, flush};
 use super::kv_store::{Delivery, Requester, Store};
 use crate::bootstrap::health::{Liveness, Timeouts};
 use crate::bootstrap::rendezvous::HandshakeQueue;
-use crate::bootstrap::supervised::{Thread, turn};
+use crate::bootstrap::threads::{Thread, turn};
 use crate::bootstrap::wait::poll_until;
 use crate::bootstrap::wire::{JoinRefusal, Message, MessageConnection};
 use crate::error::{BootstrapError, Cause, LostReason};

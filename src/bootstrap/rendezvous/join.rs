@@ -26,7 +26,7 @@ use crate::bootstrap::health::{Health, Timeouts};
 use crate::bootstrap::hub::{HOST, Hub, HubConfig, Job, Meeting, TcpHub, coordinate};
 use crate::bootstrap::identity::Identity;
 use crate::bootstrap::secret::{Secret, random};
-use crate::bootstrap::supervised::Thread;
+use crate::bootstrap::threads::Thread;
 use crate::bootstrap::wire::{
     Hello, Initiator, JoinRefusal, ListenAddress, Message, MessageConnection, PROTOCOL, RendezvousId, Roster,
     job_digest,

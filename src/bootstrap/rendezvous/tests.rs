@@ -19,7 +19,7 @@ use crate::{
         identity::Identity,
         panic_in,
         secret::Secret,
-        supervised::Thread,
+        threads::Thread,
         wire::{Hello, Initiator, Message, MessageConnection, PROTOCOL, RendezvousId, job_digest},
     },
     error::{Cause, LostReason},

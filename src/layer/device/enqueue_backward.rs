@@ -13,7 +13,7 @@ use crate::device::{AccumulateArgs, DeviceRange, DotScale, MatmulArgs, MatmulSha
 use crate::dtype::Dtype;
 use crate::ep::{ExpertOutput, ExpertParallel, ExpertRows, RowCollective, RowPartition, Tensor, TensorMut};
 use crate::error::{CallKind, DeviceError, Error, LayerError, PlanError};
-use crate::layer::pipeline::{self, BackwardOps};
+use crate::layer::pass_order::{self, BackwardOps};
 use crate::layer::router::Gated;
 use crate::layer::{GradientOrder, row_counts};
 use crate::overlap::Handoff;
@@ -139,9 +139,9 @@ impl DeviceMoeLayer {
             saved: shared.map_or_else(Handoff::empty, Handoff::new),
             beside: Handoff::empty(),
         };
-        let (cut, turns) = (pipeline::ChunkCounts { transfers: 1, ..plan.cut() }, plan.turns());
+        let (cut, turns) = (pass_order::ChunkCounts { transfers: 1, ..plan.cut() }, plan.turns());
         let on = (&*pool, &placed.compute.stream, plan.overlap);
-        Self::run(on, pipeline::backward(&step, cut, turns), world)?;
+        Self::run(on, pass_order::backward(&step, cut, turns), world)?;
         let chunks: Vec<_> = step.chunks.into_iter().map(|places| places.home).collect();
         let beside = step.beside.into_inner().map(|beside| beside.of_x);
         let passed = self

@@ -14,7 +14,7 @@ use crate::error::{CallKind, DeviceError, Error, OverlapError, PlanError};
 use crate::gate::ScoreFunction;
 use crate::layer::Input;
 use crate::layer::moe::Plan;
-use crate::layer::pipeline::{self, ForwardOps};
+use crate::layer::pass_order::{self, ForwardOps};
 use crate::layer::router::{GateOptions, Gated};
 use crate::overlap::Handoff;
 
@@ -84,9 +84,9 @@ impl DeviceMoeLayer {
         };
         let DeviceMoeLayer { mover, placed, pool, plan, world, instance, .. } = self;
         let step = Step::new(placed, mover, (*input, out), &routed, plan);
-        let (cut, turns) = (pipeline::ChunkCounts { transfers: 1, ..plan.cut() }, plan.turns());
+        let (cut, turns) = (pass_order::ChunkCounts { transfers: 1, ..plan.cut() }, plan.turns());
         let on = (&*pool, &placed.compute.stream, plan.overlap);
-        Self::run(on, pipeline::forward(&step, cut, turns), world)?;
+        Self::run(on, pass_order::forward(&step, cut, turns), world)?;
         let (chunks, shared) = step.kept()?;
         let Routed { x, gated, logits, .. } = routed;
         Ok(DeviceTape { instance: *instance, x, gated, logits, chunks, shared })
