@@ -521,6 +521,35 @@ fn heads_that_do_not_make_equal_parts_are_refused() {
     });
 }
 
+#[test]
+fn ranks_send_the_bytes_that_the_page_states() {
+    on_ranks(&[0, 1, 2, 3], &tiny(), |world| {
+        let (ranks, tokens) = (4u64, 8u64);
+        let mut group = communicator(&world);
+        for (query_heads, kv_heads) in [(8, 8), (8, 4), (8, 2), (4, 1)] {
+            let shape = shape(query_heads, kv_heads, true);
+            let zeros = |heads: usize| vec![0.0; tokens as usize * heads * DIM];
+            let (query, key) = (zeros(query_heads), zeros(kv_heads));
+            let (query_bytes, kv_bytes) = (4 * tokens * (query_heads * DIM) as u64, 4 * tokens * DIM as u64);
+            group.take_counts();
+
+            let attention = UlyssesAttention::new(&group, shape).unwrap();
+            let of_all = 2 * query_bytes + 2 * kv_bytes * ranks.max(kv_heads as u64);
+            let (_, tape) = attention.forward(&mut group, &query, &key, &key).unwrap();
+            assert_eq!(group.take_counts().inter_node_bytes, of_all * (ranks - 1) / ranks);
+            tape.backward(&mut group, &query).unwrap();
+            assert_eq!(group.take_counts().inter_node_bytes, of_all * (ranks - 1) / ranks);
+
+            let attention = RingAttention::new(&group, shape).unwrap();
+            let (block, agreed) = (2 * kv_bytes * kv_heads as u64, 8 * (ranks - 1));
+            let (_, tape) = attention.forward(&mut group, &query, &key, &key).unwrap();
+            assert_eq!(group.take_counts().inter_node_bytes, agreed + (ranks - 1) * block);
+            tape.backward(&mut group, &query).unwrap();
+            assert_eq!(group.take_counts().inter_node_bytes, agreed + (ranks - 1) * 2 * block + block);
+        }
+    });
+}
+
 /// This rank is wrong, or another one refused.
 fn refused(error: &Error, wrong: bool, tensor: &str, len: usize) -> bool {
     match error {
