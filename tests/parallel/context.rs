@@ -3,8 +3,8 @@
 //! # Bound of ring attention
 //!
 //! The reference takes the scores as they are in `f32`, since all orders compute the same ones, and
-//! all else in `f64`. Let `u` be half of `f32::EPSILON`, `B` the blocks, `n` the keys, `R` the range
-//! of a query's scores, and let `p` be the softmax.
+//! all else in `f64`. Let `u` be half of `f32::EPSILON`, `B` the blocks, `n` the keys, `R` the
+//! range of a query's scores, and `p` the softmax.
 //!
 //! ```text
 //!   exponents        a key's own and those of corrections have one sign and add up to at most R     u R
@@ -16,10 +16,10 @@
 //!   p, backward      exponent, power, sum, division                  (2 R + 3 B + n + 2) u          (p)
 //! ```
 //!
-//! A gradient of a score is `p (a - b) scale`, `a` and `b` sums of `head_dim` products: it is off by
-//! `(p) + 3 u` of `p (|a| + |b|) scale`, and by the errors of `a` and `b`, of which `b` has that of
-//! the output. Sums of N products are off by `N + 1` roundings of the sum of their sizes. Products
-//! of two such errors are less than a hundredth of them.
+//! A gradient of a score is `p (a - b) scale`, where `a` and `b` are sums of `head_dim` products. It
+//! is off by `(p) + 3 u` of `p (|a| + |b|) scale`, and by the errors of `a` and `b`; that of `b`
+//! includes the output's. A sum of N products is off by `N + 1` roundings of the sum of their sizes.
+//! Products of two such errors are less than a hundredth of them.
 
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -352,7 +352,7 @@ fn exact(whole: &Whole, blocks: usize) -> [Vec<Near>; 4] {
     let of = |of: &[f32], at: usize| f64::from(of[at]);
     let rows = [&whole.query, &whole.query, &whole.key, &whole.value];
     let mut results = rows.map(|of| vec![Near::default(); of.len()]);
-    // By query, head and key: the softmax with its error, and the gradient of the score with its error.
+    // By query, head and key: the softmax and the gradient of the score, each with its bound.
     let mut scores = Vec::new();
     for (query, head) in all_rows(tokens, heads) {
         let seen: Vec<usize> = (0..tokens).filter(|key| whole.sees(query, *key)).collect();

@@ -1,4 +1,4 @@
-//! The other parallel strategies: meshes, pipeline schedules, tensor parallel layers, context parallelism.
+//! The other parallel strategies: meshes, pipeline schedules, tensor and context parallel layers.
 
 mod context;
 mod embedding;
