@@ -16,10 +16,10 @@
 //!   p, backward      exponent, power, sum, division                  (2 R + 3 B + n + 2) u          (p)
 //! ```
 //!
-//! A gradient of a score is `p (a - b) scale`, where `a` and `b` are sums of `head_dim` products. It
-//! is off by `(p) + 3 u` of `p (|a| + |b|) scale`, and by the errors of `a` and `b`; that of `b`
-//! includes the output's. A sum of N products is off by `N + 1` roundings of the sum of their sizes.
-//! Products of two such errors are less than a hundredth of them.
+//! A gradient of a score is `p (a - b) scale`, where `a` and `b` are sums of `head_dim` products.
+//! It is off by `(p) + 3 u` of `p (|a| + |b|) scale`, and by the errors of `a` and `b`; that of `b`
+//! includes the output's. A sum of N products is off by `N + 1` roundings of the sum of their
+//! sizes. Products of two such errors are less than a hundredth of them.
 
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
