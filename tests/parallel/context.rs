@@ -516,6 +516,7 @@ fn heads_that_do_not_make_equal_parts_are_refused() {
         assert_eq!(ring(6, 4), bad("query heads", 6, "a multiple of the KV heads"));
         assert_eq!(ring(0, 1), bad("query heads", 0, "at least 1"));
         assert_eq!(ring(1, 0), bad("KV heads", 0, "at least 1"));
+        assert_eq!(ring(1 << 31, 1), bad("query heads", 1 << 31, "less than 2^32 elements of all heads"));
         let empty = AttentionShape { head_dim: 0, ..shape(1, 1, true) };
         assert_eq!(RingAttention::new(&group, empty).map(drop), bad("elements of a head", 0, "at least 1"));
     });

@@ -36,11 +36,17 @@ impl AttentionShape {
         query_head * self.kv_heads / self.query_heads
     }
 
-    /// Checks that heads have elements, and that each KV head serves as many query heads.
+    /// Checks that heads have elements, that sizes can be multiplied, and that each KV head serves
+    /// as many query heads.
     pub(super) fn check(&self) -> Result<(), PlanError> {
         at_least_one("query heads", self.query_heads)?;
         at_least_one("KV heads", self.kv_heads)?;
         at_least_one("elements of a head", self.head_dim)?;
+        let most = u32::MAX as usize / self.head_dim;
+        if self.query_heads > most {
+            let (parameter, expected) = ("query heads", "less than 2^32 elements of all heads");
+            return Err(PlanError::BadParameter { parameter, seen: self.query_heads as u64, expected });
+        }
         if self.query_heads.is_multiple_of(self.kv_heads) {
             return Ok(());
         }
