@@ -1,5 +1,6 @@
-//! The other parallel strategies: meshes, pipeline schedules, tensor parallel layers.
+//! The other parallel strategies: meshes, pipeline schedules, tensor and context parallel layers.
 
+mod context;
 mod embedding;
 mod linear;
 mod mesh;

@@ -94,31 +94,3 @@ pub(super) fn refuse(group: &mut Communicator, call: Option<CallKind>, error: Pl
         None => error.into(),
     }
 }
-
-/// The rows of a tensor of so many columns.
-pub(super) fn rows_of(what: &'static str, seen: usize, columns: usize) -> Result<usize, PlanError> {
-    let rows = seen / columns;
-    if rows * columns == seen { Ok(rows) } else { Err(PlanError::WrongShape { what, seen, rows, columns }) }
-}
-
-/// Checks that a tensor has this shape.
-pub(super) fn has_shape(
-    what: &'static str,
-    seen: usize,
-    rows: usize,
-    columns: usize,
-) -> Result<(), PlanError> {
-    if rows.checked_mul(columns) == Some(seen) {
-        return Ok(());
-    }
-    Err(PlanError::WrongShape { what, seen, rows, columns })
-}
-
-/// Checks that a call comes with a group of the layer's size.
-pub(super) fn has_ranks(group: &Communicator, ranks: usize) -> Result<(), PlanError> {
-    if group.size() as usize == ranks {
-        return Ok(());
-    }
-    let (parameter, expected) = ("ranks of the group", "as many as the layer was cut for");
-    Err(PlanError::BadParameter { parameter, seen: group.size().into(), expected })
-}

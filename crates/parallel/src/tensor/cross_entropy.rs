@@ -15,8 +15,8 @@ use sidelane::Error;
 use sidelane::collective::Communicator;
 use sidelane::error::{CallKind, PlanError};
 
-use super::activations::{has_shape, refuse};
-use super::cut::{at_least_one, part_of};
+use super::activations::refuse;
+use crate::check::{at_least_one, has_shape, part_of};
 
 /// Cross-entropy of logits of which each rank has a part of the vocabulary.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

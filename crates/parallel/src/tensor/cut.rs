@@ -2,7 +2,7 @@
 
 use sidelane::error::PlanError;
 
-use super::activations::rows_of;
+use crate::check::{at_least_one, part_of, rows_of};
 
 /// Part `part` of `parts` of the rows of a matrix, where it lies. So column parallel layers,
 /// embeddings and biases are cut.
@@ -35,29 +35,4 @@ pub fn cut_columns(whole: &[f32], columns: usize, (part, parts): (u32, u32)) -> 
     let each = part_of("columns", columns, (part, parts))?;
     let rows = whole.chunks_exact(columns);
     Ok(rows.flat_map(|row| &row[part as usize * each..][..each]).copied().collect())
-}
-
-/// Size of a part, of `count` in all.
-pub(super) fn part_of(
-    parameter: &'static str,
-    count: usize,
-    (part, parts): (u32, u32),
-) -> Result<usize, PlanError> {
-    if part >= parts {
-        let expected = "below the number of parts";
-        return Err(PlanError::BadParameter { parameter: "part", seen: part.into(), expected });
-    }
-    if !count.is_multiple_of(parts as usize) {
-        let expected = "a multiple of the ranks of the group";
-        return Err(PlanError::BadParameter { parameter, seen: count as u64, expected });
-    }
-    Ok(count / parts as usize)
-}
-
-/// Checks a size to divide by.
-pub(super) fn at_least_one(parameter: &'static str, seen: usize) -> Result<(), PlanError> {
-    if seen > 0 {
-        return Ok(());
-    }
-    Err(PlanError::BadParameter { parameter, seen: 0, expected: "at least 1" })
 }

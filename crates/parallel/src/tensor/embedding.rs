@@ -13,8 +13,8 @@ use sidelane::Error;
 use sidelane::collective::Communicator;
 use sidelane::error::PlanError;
 
-use super::activations::{Activations, has_ranks, has_shape, refuse};
-use super::cut::{at_least_one, part_of};
+use super::activations::{Activations, refuse};
+use crate::check::{at_least_one, has_ranks, has_shape, part_of};
 
 /// An embedding of which each rank holds the rows of a part of the vocabulary.
 #[derive(Clone, Debug)]

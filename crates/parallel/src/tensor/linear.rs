@@ -16,8 +16,8 @@ use sidelane::collective::Communicator;
 use sidelane::error::PlanError;
 use sidelane::rows::{Matrix, product};
 
-use super::activations::{Activations, has_ranks, has_shape, refuse, rows_of};
-use super::cut::{at_least_one, part_of};
+use super::activations::{Activations, refuse};
+use crate::check::{at_least_one, has_ranks, has_shape, part_of, rows_of};
 
 /// Sizes of a whole linear layer, before it is cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
