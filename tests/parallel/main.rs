@@ -1,5 +1,6 @@
 //! The other parallel strategies: meshes, pipeline schedules, tensor parallel layers.
 
+mod data;
 mod embedding;
 mod linear;
 mod mesh;
