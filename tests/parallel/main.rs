@@ -1,4 +1,5 @@
-//! The other parallel strategies: meshes, pipeline schedules, tensor parallel layers.
+//! The other parallel strategies: meshes, data parallelism, pipeline schedules, tensor parallel
+//! layers.
 
 mod data;
 mod embedding;

@@ -226,8 +226,8 @@ impl DataParallel {
         }
     }
 
-    /// Writes this rank's shard of a checkpoint: parameters and optimizer states, not gradients. All
-    /// ranks' shards make the checkpoint.
+    /// Writes this rank's shard of a checkpoint: parameters and optimizer states, not gradients.
+    /// The shards of all ranks make the checkpoint.
     ///
     /// # Errors
     /// [`CheckpointError::Io`](super::CheckpointError::Io).

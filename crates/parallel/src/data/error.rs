@@ -1,8 +1,8 @@
 //! Errors of data parallelism, with data in fields.
 
-use sidelane::Error;
+use std::io;
 
-use super::checkpoint::CheckpointError;
+use sidelane::Error;
 
 /// Why a layout, a pass or a checkpoint was refused.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -89,4 +89,84 @@ pub enum DataError {
     /// [`ConfigsDiffer`](sidelane::error::CallError::ConfigsDiffer).
     #[error(transparent)]
     Call(#[from] Error),
+}
+
+/// Why a checkpoint cannot be written or read.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum CheckpointError {
+    /// The writer failed, or a reader did, for example because a shard ends early.
+    #[error("shard {shard}: {message}")]
+    Io {
+        /// Rank that writes, or position of the reader.
+        shard: usize,
+        /// Kind of the failure.
+        kind: io::ErrorKind,
+        /// Its message.
+        message: String,
+    },
+    /// The bytes do not begin as a shard does.
+    #[error("reader {reader} is not of a shard")]
+    NotAShard {
+        /// Position of the reader.
+        reader: usize,
+    },
+    /// A shard of another model.
+    #[error("reader {reader} is of a model of {seen} elements, this one has {expected}")]
+    OtherModel {
+        /// Position of the reader.
+        reader: usize,
+        /// Elements of its model.
+        seen: u64,
+        /// Elements of this model.
+        expected: u64,
+    },
+    /// Shards of different checkpoints.
+    #[error("reader {reader} is of another checkpoint than the first: {what} = {seen}, not {expected}")]
+    OtherCheckpoint {
+        /// Position of the reader.
+        reader: usize,
+        /// Which number differs.
+        what: &'static str,
+        /// Its value.
+        seen: u64,
+        /// Its value in the first shard.
+        expected: u64,
+    },
+    /// A run that lies outside the parameters, or not behind the one before it.
+    #[error("reader {reader}: a run of {len} elements from {first} is out of order or out of range")]
+    BadRun {
+        /// Position of the reader.
+        reader: usize,
+        /// First element.
+        first: u64,
+        /// Elements.
+        len: u64,
+    },
+    /// A digest that differs.
+    #[error("reader {reader}: the digest is {seen:#x}, that of the bytes is {expected:#x}")]
+    Damaged {
+        /// Position of the reader.
+        reader: usize,
+        /// The digest in the shard.
+        seen: u64,
+        /// The digest of its bytes.
+        expected: u64,
+    },
+    /// Another number of shards than ranks wrote.
+    #[error("{seen} shards of a checkpoint of {ranks}")]
+    Shards {
+        /// Shards that were given.
+        seen: usize,
+        /// Ranks that wrote the checkpoint.
+        ranks: u64,
+    },
+    /// An element that two shards have, or none.
+    #[error("element {element} is in {} shards", if *.twice { "two" } else { "no" })]
+    NotOnce {
+        /// The element.
+        element: usize,
+        /// Whether it comes twice.
+        twice: bool,
+    },
 }

@@ -224,7 +224,8 @@ impl FullySharded {
         Ok(())
     }
 
-    /// Writes this rank's shard of a checkpoint, as [`DataParallel::save`](super::DataParallel::save).
+    /// Writes this rank's shard of a checkpoint, as
+    /// [`DataParallel::save`](super::DataParallel::save).
     ///
     /// # Errors
     /// As there.

@@ -191,7 +191,8 @@ impl Cut {
         shard
     }
 
-    /// Places of this rank's parts in the row of all parameters, and where each begins in the shard.
+    /// Places of this rank's parts in the row of all parameters, and where each begins in the
+    /// shard.
     pub fn places(&self, layout: &Layout) -> Vec<(Range<usize>, usize)> {
         (0..layout.len()).map(|bucket| (self.place(layout, bucket), self.firsts[bucket])).collect()
     }

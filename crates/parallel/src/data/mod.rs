@@ -36,9 +36,8 @@ mod memory;
 mod pass;
 
 pub use adam::Adam;
-pub use checkpoint::CheckpointError;
 pub use data_parallel::{Backward, DataParallel, Sharding};
-pub use error::DataError;
+pub use error::{CheckpointError, DataError};
 pub use fully_sharded::FullySharded;
 pub use layout::Layout;
 pub use memory::MemoryUsage;
