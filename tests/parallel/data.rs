@@ -367,7 +367,7 @@ fn overlap_holds_no_more_layers_than_prefetch_allows() {
     for prefetch in [0, 1, 2, 9] {
         on_ranks(&[0, 0], &tiny(), |world| {
             let mut group = communicator(&world);
-            let model = fully_sharded(&mut group, prefetch, seed);
+            let mut model = fully_sharded(&mut group, prefetch, seed);
             let seen = AtomicUsize::new(0);
             model
                 .forward(&mut group, &HostExecutor::new(), |layer, _| {
@@ -379,6 +379,8 @@ fn overlap_holds_no_more_layers_than_prefetch_allows() {
             // A layer of 15 elements is padded to 16.
             let most = 64 * LAYERS.min(1 + prefetch) as u64;
             assert!((64..=most).contains(&model.memory_usage().buffers_peak_bytes));
+            model.backward(&mut group, &HostExecutor::new(), |_, _, _| Ok(())).unwrap();
+            assert!((128..=2 * most).contains(&model.memory_usage().buffers_peak_bytes));
         });
     }
 }
@@ -520,6 +522,36 @@ fn layer_that_fails_on_a_rank_ends_the_pass_on_all() {
                 assert_eq!(bits(&model.parameters(&mut group)), bits(&right));
             });
         }
+    }
+}
+
+#[test]
+fn panic_of_a_rank_ends_the_pass_on_all_and_the_next_works() {
+    let seed = random_seed();
+    for way in 0..4 {
+        on_ranks(&[0, 0], &tiny(), |world| {
+            let mut group = communicator(&world);
+            let (executor, panics) = (HostExecutor::new(), world.rank() == 0);
+            let mut model = Model::new(&mut group, way, seed);
+            let result = match &mut model {
+                Model::Whole(model, layout) => model.backward(&mut group, &executor, |pass| {
+                    assert!(!panics, "as the test asks");
+                    give(pass, layout, sample(seed, 1, 0), (0..12).rev())
+                }),
+                Model::Sharded(model) => model.backward(&mut group, &executor, |_, _, _| {
+                    assert!(!panics, "as the test asks");
+                    Ok(())
+                }),
+            };
+            let error = result.unwrap_err();
+            match panics {
+                true => assert!(error.to_string().contains("as the test asks"), "{error}"),
+                false => assert!(is_refused_by(&error, 0), "{error}"),
+            }
+            model.train(&mut group, &executor, seed, 0);
+            let right = Reference::after(seed, 2, 1).parameters;
+            assert_eq!(bits(&model.parameters(&mut group)), bits(&right));
+        });
     }
 }
 
