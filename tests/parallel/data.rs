@@ -706,6 +706,13 @@ fn damaged_checkpoints_are_refused_and_change_nothing() {
                 changed[8 * number..][..8].fill(0xff);
                 refused(&[first.clone(), changed]);
             }
+            // A run before the one before it; words are the magic, four numbers, and the runs.
+            let mut changed = second.clone();
+            changed[8 * 7..][..8].fill(0);
+            let back = refused(&[first.clone(), changed]);
+            assert_eq!(back, CheckpointError::BadRun { reader: 1, first: 0, len: 7 });
+            let other = refused(&[vec![7; 64]]);
+            assert_eq!(other, CheckpointError::NotAShard { reader: 0 });
             assert_eq!((bits(&model.parameters(&mut group)), model.save()), before);
             model.load(&shards).unwrap();
         }
