@@ -1,6 +1,8 @@
-//! The other parallel strategies: meshes, pipeline schedules, tensor and context parallel layers.
+//! The other parallel strategies: meshes, data parallelism, pipeline schedules, tensor and context
+//! parallel layers.
 
 mod context;
+mod data;
 mod embedding;
 mod linear;
 mod mesh;

@@ -2,17 +2,19 @@
 //!
 //! | module | what is in it |
 //! |---|---|
+//! | [`data`] | gradients and optimizer states over ranks: buckets, ZeRO-1, 2 and 3, checkpoints |
 //! | [`mesh`] | which ranks form the groups of each dimension, experts folded as Megatron folds them |
 //! | [`pipeline`] | schedules as plans: passes and messages of each stage, proof, time, activations |
 //! | [`tensor`] | linear layers, embedding and cross-entropy, cut over the ranks of a group |
 //! | [`context`] | attention over the tokens of all ranks of a group: Ulysses and ring |
 //!
-//! The first two are pure: they compute with numbers of ranks, stages and microbatches. Layers run
-//! on a [`Communicator`](sidelane::collective::Communicator). There is no tensor type: layers take
-//! slices and check their lengths.
+//! Meshes and pipelines are pure: they compute with numbers of ranks, stages and microbatches. The
+//! others run on a [`Communicator`](sidelane::collective::Communicator). There is no tensor type:
+//! they take slices and check their lengths.
 
 mod check;
 pub mod context;
+pub mod data;
 pub mod error;
 pub mod mesh;
 pub mod pipeline;

@@ -1,0 +1,235 @@
+//! Sharded checkpoints: any number of ranks reads what any other number wrote.
+//!
+//! A shard names the places of its values in the row of all parameters, so a reader needs to know
+//! neither buckets nor strategy of the writers. Numbers are little-endian, of eight bytes:
+//!
+//! ```text
+//!   SLSHARD1 | ranks | elements | steps | runs | first, length | first, length | ...
+//!   of each run: parameters | means of gradients | means of squares          f32
+//!   digest of all that is before it
+//! ```
+//!
+//! A reader takes memory for its own part alone, whatever a shard says. It changes nothing before
+//! all shards are read, their digests are right, and each element has come once.
+
+use std::io::{self, Read, Write};
+use std::ops::Range;
+
+use super::agree::{Digest, Member};
+use super::error::CheckpointError;
+
+const MAGIC: [u8; 8] = *b"SLSHARD1";
+/// Elements that are read or written at once.
+const CHUNK: usize = 4096;
+
+/// Values that lie together, with their states.
+pub(super) struct Run<'a> {
+    /// Place in the row of all parameters.
+    pub first: usize,
+    pub parameters: &'a [f32],
+    pub states: [&'a [f32]; 2],
+}
+
+/// A shard to be written.
+pub(super) struct Shard {
+    pub member: Member,
+    pub elements: usize,
+    pub steps: u64,
+}
+
+impl Shard {
+    pub fn write(self, mut runs: Vec<Run<'_>>, writer: &mut impl Write) -> Result<(), CheckpointError> {
+        runs.retain(|run| !run.parameters.is_empty());
+        let Shard { member, elements, steps } = self;
+        let mut out = Writer { inner: writer, digest: Digest::default() };
+        let mut write = || {
+            out.bytes(&MAGIC)?;
+            for number in [member.ranks.into(), elements as u64, steps, runs.len() as u64] {
+                out.number(number)?;
+            }
+            for run in &runs {
+                out.number(run.first as u64)?;
+                out.number(run.parameters.len() as u64)?;
+            }
+            for run in &runs {
+                out.values(run.parameters)?;
+                run.states.iter().try_for_each(|values| out.values(values))?;
+            }
+            out.number(out.digest.0)?;
+            out.inner.flush()
+        };
+        write().map_err(|error| io_error(member.rank as usize, &error))
+    }
+}
+
+fn io_error(shard: usize, error: &io::Error) -> CheckpointError {
+    CheckpointError::Io { shard, kind: error.kind(), message: error.to_string() }
+}
+
+struct Writer<'w, W> {
+    inner: &'w mut W,
+    digest: Digest,
+}
+
+impl<W: Write> Writer<'_, W> {
+    fn bytes(&mut self, bytes: &[u8]) -> io::Result<()> {
+        self.digest.add(bytes);
+        self.inner.write_all(bytes)
+    }
+
+    fn number(&mut self, number: u64) -> io::Result<()> {
+        self.bytes(&number.to_le_bytes())
+    }
+
+    fn values(&mut self, values: &[f32]) -> io::Result<()> {
+        for values in values.chunks(CHUNK) {
+            let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+            self.bytes(&bytes)?;
+        }
+        Ok(())
+    }
+}
+
+/// Memory for the values that a reader keeps.
+pub(super) struct Wanted {
+    /// Places in the row of all parameters, and where each begins in `values`.
+    places: Vec<(Range<usize>, usize)>,
+    pub values: Vec<f32>,
+}
+
+impl Wanted {
+    pub fn new(places: Vec<(Range<usize>, usize)>, len: usize) -> Wanted {
+        Wanted { places, values: vec![0.0; len] }
+    }
+
+    /// Keeps what is wanted of values that begin at `first`.
+    fn put(&mut self, first: usize, values: &[f32]) {
+        // Places ascend, so those before the values are skipped at once.
+        let from = self.places.partition_point(|(place, _)| place.end <= first);
+        for (place, at) in &self.places[from..] {
+            let (start, end) = (place.start.max(first), place.end.min(first + values.len()));
+            if start >= first + values.len() {
+                return;
+            }
+            if start < end {
+                let to = at + (start - place.start);
+                self.values[to..to + (end - start)].copy_from_slice(&values[start - first..end - first]);
+            }
+        }
+    }
+}
+
+/// Reads all shards of a model of so many elements into memory for its parameters and two states.
+/// Returns the steps of the optimizer.
+pub(super) fn read(
+    elements: usize,
+    shards: impl IntoIterator<Item = impl Read>,
+    wanted: &mut [Wanted; 3],
+) -> Result<u64, CheckpointError> {
+    let (mut of_first, mut covered, mut seen) = (None, Vec::new(), 0);
+    for (nth, shard) in shards.into_iter().enumerate() {
+        let mut reader = Reader { inner: shard, nth, digest: Digest::default() };
+        let header = reader.shard(elements, &mut covered, wanted)?;
+        let first = *of_first.get_or_insert(header);
+        for (what, seen, expected) in
+            [("ranks", header.ranks, first.ranks), ("steps", header.steps, first.steps)]
+        {
+            if seen != expected {
+                return Err(CheckpointError::OtherCheckpoint { reader: nth, what, seen, expected });
+            }
+        }
+        seen = nth + 1;
+    }
+    let Header { ranks, steps } = of_first.unwrap_or(Header { ranks: 0, steps: 0 });
+    if seen == 0 || seen as u64 != ranks {
+        return Err(CheckpointError::Shards { seen, ranks });
+    }
+    covered.sort_by_key(|run| run.start);
+    let mut end = 0;
+    let behind = elements..elements;
+    for run in covered.iter().chain([&behind]) {
+        if run.start != end {
+            let twice = run.start < end;
+            return Err(CheckpointError::NotOnce { element: run.start.min(end), twice });
+        }
+        end = run.end;
+    }
+    Ok(steps)
+}
+
+#[derive(Clone, Copy)]
+struct Header {
+    ranks: u64,
+    steps: u64,
+}
+
+struct Reader<R> {
+    inner: R,
+    nth: usize,
+    digest: Digest,
+}
+
+impl<R: Read> Reader<R> {
+    fn shard(
+        &mut self,
+        elements: usize,
+        covered: &mut Vec<Range<usize>>,
+        wanted: &mut [Wanted; 3],
+    ) -> Result<Header, CheckpointError> {
+        let reader = self.nth;
+        let mut magic = [0; 8];
+        self.bytes(&mut magic)?;
+        if magic != MAGIC {
+            return Err(CheckpointError::NotAShard { reader });
+        }
+        let [ranks, seen, steps, runs] = [self.number()?, self.number()?, self.number()?, self.number()?];
+        if seen != elements as u64 {
+            return Err(CheckpointError::OtherModel { reader, seen, expected: elements as u64 });
+        }
+        let from = covered.len();
+        let mut end = 0;
+        for _ in 0..runs {
+            let (first, len) = (self.number()?, self.number()?);
+            let behind = first.checked_add(len).filter(|&behind| behind <= elements as u64);
+            let Some(behind) = behind.filter(|_| first >= end && len > 0) else {
+                return Err(CheckpointError::BadRun { reader, first, len });
+            };
+            covered.push(first as usize..behind as usize);
+            end = behind;
+        }
+        for run in &covered[from..] {
+            for wanted in &mut *wanted {
+                self.values(run.clone(), wanted)?;
+            }
+        }
+        let expected = self.digest.0;
+        let seen = self.number()?;
+        if seen != expected {
+            return Err(CheckpointError::Damaged { reader, seen, expected });
+        }
+        Ok(Header { ranks, steps })
+    }
+
+    fn bytes(&mut self, bytes: &mut [u8]) -> Result<(), CheckpointError> {
+        self.inner.read_exact(bytes).map_err(|error| io_error(self.nth, &error))?;
+        self.digest.add(bytes);
+        Ok(())
+    }
+
+    fn number(&mut self) -> Result<u64, CheckpointError> {
+        let mut bytes = [0; 8];
+        self.bytes(&mut bytes)?;
+        Ok(u64::from_le_bytes(bytes))
+    }
+
+    fn values(&mut self, run: Range<usize>, wanted: &mut Wanted) -> Result<(), CheckpointError> {
+        let mut bytes = [0; 4 * CHUNK];
+        for first in run.clone().step_by(CHUNK) {
+            let bytes = &mut bytes[..4 * CHUNK.min(run.end - first)];
+            self.bytes(bytes)?;
+            let values: Vec<_> = bytes.as_chunks::<4>().0.iter().map(|of| f32::from_le_bytes(*of)).collect();
+            wanted.put(first, &values);
+        }
+        Ok(())
+    }
+}

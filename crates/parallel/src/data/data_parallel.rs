@@ -1,0 +1,331 @@
+//! Data parallelism with whole parameters on each rank: plain, ZeRO-1 and ZeRO-2.
+//!
+//! ```text
+//!   compute 0     gradients 5  4  3  2  1  0               the caller's backward pass
+//!   transfer 0            [5 4]    [3]   [2 1 0]           a bucket, when its last gradient has come
+//! ```
+
+use std::io::{Read, Write};
+use std::sync::{Arc, mpsc};
+
+use sidelane::Error;
+use sidelane::collective::Communicator;
+use sidelane::error::CallKind;
+use sidelane::overlap::{Graph, HostExecutor, NodeLabel, StreamId};
+
+use super::adam::{Adam, States};
+use super::agree::{Digest, Member, agree};
+use super::checkpoint::{Run, Shard, Wanted, read};
+use super::error::DataError;
+use super::layout::{Cut, Layout};
+use super::memory::{Buffer, Gauge, MemoryUsage, bytes};
+use super::pass::{Pass, keep, mean, reason};
+
+/// What ranks of a group share out, if parameters are whole on each.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Sharding {
+    /// Nothing: each rank has all gradients and optimizer states. Plain data parallelism.
+    #[default]
+    None,
+    /// Optimizer states: ZeRO-1.
+    OptimizerStates,
+    /// Optimizer states and gradients: ZeRO-2.
+    Gradients,
+}
+
+/// A model of which each rank trains a copy on its part of the batch.
+#[derive(Debug)]
+pub struct DataParallel {
+    layout: Layout,
+    sharding: Sharding,
+    adam: Adam,
+    member: Member,
+    /// What this rank updates: its part of each bucket, or the whole bucket.
+    owned: Cut,
+    parameters: Vec<f32>,
+    /// By bucket: means, of what this rank has. Empty without a complete backward pass.
+    gradients: Vec<Vec<f32>>,
+    states: States,
+    gauge: Arc<Gauge>,
+}
+
+impl DataParallel {
+    /// A copy with these parameters, in the order of the layout and the same on all ranks.
+    /// Collective: ranks compare all that they give.
+    ///
+    /// # Errors
+    /// [`DataError::WrongLength`] and [`DataError::BadSetting`], with
+    /// [`PeerRefused`](sidelane::error::CallError::PeerRefused) on the other ranks;
+    /// [`ConfigsDiffer`](sidelane::error::CallError::ConfigsDiffer).
+    pub fn new(
+        group: &mut Communicator,
+        layout: Layout,
+        sharding: Sharding,
+        parameters: Vec<f32>,
+        adam: Adam,
+    ) -> Result<Self, DataError> {
+        let settings = layout.check(&parameters).and_then(|()| adam.check()).map(|()| {
+            let of_parameters = parameters.iter().map(|value| value.to_bits().into());
+            vec![
+                ("sharding", sharding as u64),
+                ("number of parameters", layout.parameters() as u64),
+                ("digest of sizes and buckets", Digest::of(layout.numbers())),
+                ("digest of Adam's settings", Digest::of(adam.numbers())),
+                ("digest of the parameters", Digest::of(of_parameters)),
+            ]
+        });
+        agree(group, settings)?;
+        let member = Member::of(group);
+        let owned = match sharding {
+            Sharding::None => Cut::new(&layout, 0, 1),
+            Sharding::OptimizerStates | Sharding::Gradients => member.cut(&layout),
+        };
+        let states = States::new(owned.shard_len());
+        let (gradients, gauge) = (Vec::new(), Arc::default());
+        Ok(DataParallel { layout, sharding, adam, member, owned, parameters, gradients, states, gauge })
+    }
+
+    /// The parameters, in the order of the layout.
+    pub fn parameters(&self) -> &[f32] {
+        &self.parameters
+    }
+
+    /// Bytes that this rank holds.
+    pub fn memory_usage(&self) -> MemoryUsage {
+        MemoryUsage {
+            parameters_bytes: bytes(&self.parameters),
+            gradients_bytes: self.gradients.iter().map(|of| bytes(of)).sum(),
+            states_bytes: bytes(&self.states.first) + bytes(&self.states.second),
+            buffers_peak_bytes: self.gauge.peak(),
+        }
+    }
+
+    /// Runs a backward pass and makes the means of its gradients. `body` gives the gradient of each
+    /// parameter once, from the last parameter on, or in another order with less overlap. A bucket
+    /// is reduced when its last gradient has come and all buckets behind it are under way, next to
+    /// the rest of `body` if the executor overlaps. Collective.
+    ///
+    /// A mean is the sum by ascending rank from +0, divided by the number of ranks. If the
+    /// communicator sums on a ring, it is so with ZeRO-2 alone.
+    ///
+    /// # Errors
+    /// Errors of `body`, [`DataError::GradientMissing`] after it, [`DataError::OtherGroup`]: the
+    /// other ranks get [`PeerRefused`](sidelane::error::CallError::PeerRefused) if a bucket is
+    /// left, no parameter changes, and the next backward pass begins anew. If no bucket is left,
+    /// the means are complete on all ranks, and a step may follow. As [`Communicator::all_reduce`]
+    /// and [`Communicator::reduce_scatter`].
+    pub fn backward(
+        &mut self,
+        group: &mut Communicator,
+        executor: &HostExecutor<'_>,
+        body: impl FnOnce(&mut Backward<'_>) -> Result<(), DataError> + Send,
+    ) -> Result<(), DataError> {
+        self.gradients.clear();
+        let (call, buckets) = (self.reduction(), self.layout.len());
+        let member = self.member.check(group);
+        let mut pass = Pass::new(group, vec![call; buckets]);
+        member.map_err(|error| pass.refuse(error))?;
+
+        let (ready, arrivals) = mpsc::channel();
+        let mut backward = Backward::new(self, ready);
+        let (mut said, mut means) = (None, Vec::with_capacity(buckets));
+        let mut graph = Graph::new();
+        graph.add(StreamId::Compute(0), NodeLabel { name: "backward", chunk: 0 }, &[], |_| {
+            keep(&mut said, body(&mut backward).and_then(|()| backward.is_complete()))?;
+            // The other node ends when no bucket can come any more.
+            drop(backward);
+            Ok(())
+        });
+        graph.add(StreamId::Transfer(0), NodeLabel { name: "reduce", chunk: 0 }, &[], |_| {
+            for bucket in arrivals {
+                pass.call(|group| {
+                    means.push(self.reduce(group, bucket)?);
+                    Ok(())
+                })?;
+            }
+            Ok(())
+        });
+        let run = graph.run(executor).map_err(|run| reason(said, run));
+        if !pass.is_unfinished() && means.len() == buckets {
+            means.reverse();
+            self.gradients = means;
+        }
+        run.map_err(|error| pass.refuse(error))
+    }
+
+    /// Changes the parameters by the means of the last backward pass, and forgets those. With
+    /// shards, each rank changes its own and all ranks gather the others'. Collective.
+    ///
+    /// # Errors
+    /// [`DataError::NoGradients`] and [`DataError::OtherGroup`], with
+    /// [`PeerRefused`](sidelane::error::CallError::PeerRefused) on the other ranks if there are
+    /// shards: then nothing has changed on any rank. As [`Communicator::all_gather`]; if the world
+    /// fails, load a checkpoint.
+    pub fn step(&mut self, group: &mut Communicator) -> Result<(), DataError> {
+        let calls = if self.sharding == Sharding::None { 0 } else { self.layout.len() };
+        let given = if self.gradients.is_empty() { Err(DataError::NoGradients) } else { Ok(()) };
+        let checked = self.member.check(group).and(given);
+        let mut pass = Pass::new(group, vec![CallKind::AllGather; calls]);
+        checked.map_err(|error| pass.refuse(error))?;
+        for (bucket, gradients) in self.gradients.iter().enumerate().rev() {
+            let (part, place) = (self.owned.part(bucket), self.owned.place(&self.layout, bucket));
+            let whole = self.layout.bucket(bucket);
+            // ZeRO-1 has the means of the whole bucket.
+            let means = match self.sharding {
+                Sharding::None | Sharding::Gradients => gradients,
+                Sharding::OptimizerStates => &gradients[place.start - whole.start..][..place.len()],
+            };
+            // Another rank may refuse the first call: until then nothing changes here.
+            let mut states = self.states.next(part.clone());
+            let mut own = Buffer::zeros(&self.gauge, part.len());
+            own[..place.len()].copy_from_slice(&self.parameters[place]);
+            states.update(&self.adam, &mut own, means);
+            if self.sharding == Sharding::None {
+                self.parameters[whole].copy_from_slice(&own);
+            } else {
+                let mut all = Buffer::zeros(&self.gauge, self.owned.padded_len(bucket));
+                pass.call(|group| group.all_gather(&own, &mut all))?;
+                self.parameters[whole.clone()].copy_from_slice(&all[..whole.len()]);
+            }
+            self.states.put(part, &states);
+        }
+        self.states.steps += 1;
+        self.gradients.clear();
+        Ok(())
+    }
+
+    fn reduction(&self) -> CallKind {
+        match self.sharding {
+            Sharding::None | Sharding::OptimizerStates => CallKind::AllReduce,
+            Sharding::Gradients => CallKind::ReduceScatter,
+        }
+    }
+
+    /// The means of a bucket that this rank keeps.
+    fn reduce(&self, group: &mut Communicator, mut bucket: Buffer) -> Result<Vec<f32>, Error> {
+        let mut means = match self.sharding {
+            Sharding::None | Sharding::OptimizerStates => {
+                group.all_reduce(&mut bucket)?;
+                bucket.keep()
+            }
+            Sharding::Gradients => {
+                let mut part = vec![0.0; bucket.len() / group.size() as usize];
+                group.reduce_scatter(&bucket, &mut part)?;
+                part
+            }
+        };
+        mean(&mut means, self.member.ranks);
+        Ok(means)
+    }
+
+    /// Elements of a bucket that is reduced.
+    fn reduced_len(&self, bucket: usize) -> usize {
+        match self.sharding {
+            Sharding::None | Sharding::OptimizerStates => self.layout.bucket(bucket).len(),
+            Sharding::Gradients => self.owned.padded_len(bucket),
+        }
+    }
+
+    /// Writes this rank's shard of a checkpoint: parameters and optimizer states, not gradients.
+    /// The shards of all ranks make the checkpoint.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Io`](super::CheckpointError::Io).
+    pub fn save(&self, writer: &mut impl Write) -> Result<(), DataError> {
+        let cut = self.member.cut(&self.layout);
+        let runs = (0..self.layout.len()).map(|bucket| {
+            let place = cut.place(&self.layout, bucket);
+            let owned = self.owned.place(&self.layout, bucket).start;
+            let state = self.owned.part(bucket).start + place.start.saturating_sub(owned);
+            Run {
+                first: place.start,
+                parameters: &self.parameters[place.clone()],
+                states: [&self.states.first, &self.states.second].map(|of| &of[state..][..place.len()]),
+            }
+        });
+        let shard = Shard { member: self.member, elements: self.layout.elements(), steps: self.states.steps };
+        Ok(shard.write(runs.collect(), writer)?)
+    }
+
+    /// Reads a checkpoint: the shards of all ranks that wrote it, in any order. Their number, their
+    /// strategy and their buckets may be others than here. Each rank reads for itself.
+    ///
+    /// # Errors
+    /// [`CheckpointError`](super::CheckpointError). Then nothing has changed.
+    pub fn load(&mut self, shards: impl IntoIterator<Item = impl Read>) -> Result<(), DataError> {
+        let everything = Wanted::new(vec![(0..self.layout.elements(), 0)], self.layout.elements());
+        let states = || Wanted::new(self.owned.places(&self.layout), self.owned.shard_len());
+        let mut wanted = [everything, states(), states()];
+        let steps = read(self.layout.elements(), shards, &mut wanted)?;
+        let [parameters, first, second] = wanted.map(|wanted| wanted.values);
+        (self.parameters, self.states) = (parameters, States { steps, first, second });
+        self.gradients.clear();
+        Ok(())
+    }
+}
+
+/// A backward pass that is under way: it takes gradients, and sends each bucket that they complete.
+#[derive(Debug)]
+pub struct Backward<'a> {
+    model: &'a DataParallel,
+    /// By parameter: whether its gradient has come.
+    arrived: Vec<bool>,
+    /// By bucket: gradients that have not come, and those that have.
+    awaited: Vec<usize>,
+    filling: Vec<Option<Buffer>>,
+    ready: mpsc::Sender<Buffer>,
+}
+
+impl<'a> Backward<'a> {
+    fn new(model: &'a DataParallel, ready: mpsc::Sender<Buffer>) -> Self {
+        let awaited: Vec<_> = model.layout.bucket_parameters().iter().map(|bucket| bucket.len()).collect();
+        let filling = awaited.iter().map(|_| None).collect();
+        Backward { model, arrived: vec![false; model.layout.parameters()], awaited, filling, ready }
+    }
+
+    /// A parameter.
+    ///
+    /// # Errors
+    /// [`DataError::UnknownParameter`].
+    pub fn parameter(&self, parameter: usize) -> Result<&'a [f32], DataError> {
+        Ok(&self.model.parameters[self.model.layout.place(parameter)?])
+    }
+
+    /// Gives this rank's gradient of a parameter.
+    ///
+    /// # Errors
+    /// [`DataError::UnknownParameter`], [`DataError::WrongLength`], [`DataError::GradientTwice`].
+    /// Then this gradient is not taken.
+    pub fn gradient(&mut self, parameter: usize, gradient: &[f32]) -> Result<(), DataError> {
+        let layout = &self.model.layout;
+        let place = layout.place(parameter)?;
+        if gradient.len() != place.len() {
+            let (what, seen) = (format!("gradient of parameter {parameter}"), gradient.len());
+            return Err(DataError::WrongLength { what, seen, expected: place.len() });
+        }
+        if std::mem::replace(&mut self.arrived[parameter], true) {
+            return Err(DataError::GradientTwice { parameter });
+        }
+        let bucket = layout.bucket_of(parameter);
+        let zeros = || Buffer::zeros(&self.model.gauge, self.model.reduced_len(bucket));
+        let buffer = self.filling[bucket].get_or_insert_with(zeros);
+        buffer[place.start - layout.bucket(bucket).start..][..place.len()].copy_from_slice(gradient);
+        self.awaited[bucket] -= 1;
+        // All ranks reduce the buckets in one order, whatever the order of gradients.
+        while self.awaited.last() == Some(&0) {
+            self.awaited.pop();
+            if let Some(Some(buffer)) = self.filling.pop() {
+                // After a failed reduction nobody takes it, and the pass reports that failure.
+                let _ = self.ready.send(buffer);
+            }
+        }
+        Ok(())
+    }
+
+    fn is_complete(&self) -> Result<(), DataError> {
+        match self.arrived.iter().position(|arrived| !arrived) {
+            Some(parameter) => Err(DataError::GradientMissing { parameter }),
+            None => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,293 @@
+//! ZeRO-3: each rank has its part of everything, and gathers a layer when it is needed.
+//!
+//! ```text
+//!   forward, one layer ahead       compute 0         0     1     2
+//!                                  transfer 0     g0 g1    g2                g gather of parameters
+//!   backward                       compute 0         2     1     0
+//!                                  transfer 0     g2 g1 r2   g0 r1    r0     r reduce-scatter of gradients
+//! ```
+
+use std::io::{Read, Write};
+use std::sync::Arc;
+
+use sidelane::collective::Communicator;
+use sidelane::error::CallKind;
+use sidelane::overlap::{Graph, Handoff, HostExecutor, Node, NodeLabel, Run as NodeRun, StreamId};
+
+use super::adam::{Adam, States};
+use super::agree::{Digest, Member, agree};
+use super::checkpoint::{Run, Shard, Wanted, read};
+use super::error::DataError;
+use super::layout::{Cut, Layout};
+use super::memory::{Buffer, Gauge, MemoryUsage, bytes};
+use super::pass::{Pass, keep, mean, reason};
+
+/// A model whose parameters, gradients and optimizer states are cut over the ranks of a group:
+/// ZeRO-3, or FSDP's full shard. A layer is a bucket of the layout.
+#[derive(Debug)]
+pub struct FullySharded {
+    layout: Layout,
+    adam: Adam,
+    prefetch: usize,
+    member: Member,
+    cut: Cut,
+    /// This rank's parts of all layers, padded.
+    parameters: Vec<f32>,
+    /// Means in the shape of the parameters. Empty without a complete backward pass.
+    gradients: Vec<f32>,
+    states: States,
+    gauge: Arc<Gauge>,
+}
+
+/// What the nodes of a pass use in turn.
+struct Turns<'a, 'g, B> {
+    pass: Handoff<&'a mut Pass<'g>>,
+    body: Handoff<(B, &'a mut Option<DataError>)>,
+    /// By layer: what was gathered.
+    gathered: Vec<Handoff<Buffer>>,
+}
+
+impl<'a, 'g, B> Turns<'a, 'g, B> {
+    fn new(layers: usize, pass: &'a mut Pass<'g>, body: B, said: &'a mut Option<DataError>) -> Self {
+        let gathered = (0..layers).map(|_| Handoff::empty()).collect();
+        Turns { pass: Handoff::new(pass), body: Handoff::new((body, said)), gathered }
+    }
+}
+
+impl FullySharded {
+    /// This rank's part of a model with these parameters, in the order of the layout and the same
+    /// on all ranks. Up to `prefetch` layers are gathered next to the compute of another; 0 gathers
+    /// each when the one before is done. Collective: ranks compare all that they give.
+    ///
+    /// # Errors
+    /// As [`DataParallel::new`](super::DataParallel::new).
+    pub fn new(
+        group: &mut Communicator,
+        layout: Layout,
+        prefetch: usize,
+        parameters: &[f32],
+        adam: Adam,
+    ) -> Result<Self, DataError> {
+        let settings = layout.check(parameters).and_then(|()| adam.check()).map(|()| {
+            let of_parameters = parameters.iter().map(|value| value.to_bits().into());
+            vec![
+                ("prefetch", prefetch as u64),
+                ("number of parameters", layout.parameters() as u64),
+                ("digest of sizes and layers", Digest::of(layout.numbers())),
+                ("digest of Adam's settings", Digest::of(adam.numbers())),
+                ("digest of the parameters", Digest::of(of_parameters)),
+            ]
+        });
+        agree(group, settings)?;
+        let member = Member::of(group);
+        let cut = member.cut(&layout);
+        let parameters = cut.shard(&layout, parameters);
+        let (states, prefetch) = (States::new(cut.shard_len()), prefetch.min(layout.len()));
+        let (gradients, gauge) = (Vec::new(), Arc::default());
+        Ok(FullySharded { layout, adam, prefetch, member, cut, parameters, gradients, states, gauge })
+    }
+
+    /// Bytes that this rank holds.
+    pub fn memory_usage(&self) -> MemoryUsage {
+        MemoryUsage {
+            parameters_bytes: bytes(&self.parameters),
+            gradients_bytes: bytes(&self.gradients),
+            states_bytes: bytes(&self.states.first) + bytes(&self.states.second),
+            buffers_peak_bytes: self.gauge.peak(),
+        }
+    }
+
+    /// All parameters, in the order of the layout, for those that need them whole. Collective.
+    ///
+    /// # Errors
+    /// [`DataError::OtherGroup`]; as [`Communicator::all_gather`].
+    pub fn gather(&self, group: &mut Communicator) -> Result<Vec<f32>, DataError> {
+        let member = self.member.check(group);
+        let mut pass = Pass::new(group, vec![CallKind::AllGather; self.layout.len()]);
+        member.map_err(|error| pass.refuse(error))?;
+        let mut whole = vec![0.0; self.layout.elements()];
+        for layer in 0..self.layout.len() {
+            let place = self.layout.bucket(layer);
+            let all = self.gather_layer(layer, &mut pass)?;
+            whole[place.clone()].copy_from_slice(&all[..place.len()]);
+        }
+        Ok(whole)
+    }
+
+    /// Runs a forward pass: `body` gets each layer and its parameters, ascending. They are dropped
+    /// behind it. Collective.
+    ///
+    /// # Errors
+    /// Errors of `body` and [`DataError::OtherGroup`], with
+    /// [`PeerRefused`](sidelane::error::CallError::PeerRefused) on the other ranks if a call is
+    /// left; as [`Communicator::all_gather`]. The next pass begins anew.
+    pub fn forward(
+        &self,
+        group: &mut Communicator,
+        executor: &HostExecutor<'_>,
+        body: impl FnMut(usize, &[f32]) -> Result<(), DataError> + Send,
+    ) -> Result<(), DataError> {
+        let layers = self.layout.len();
+        let member = self.member.check(group);
+        let mut pass = Pass::new(group, vec![CallKind::AllGather; layers]);
+        member.map_err(|error| pass.refuse(error))?;
+        let mut said = None;
+        let turns = Turns::new(layers, &mut pass, body, &mut said);
+        let (mut graph, mut computed) = (Graph::new(), Vec::new());
+        let mut gathers = Vec::new();
+        for step in 0..layers + self.prefetch {
+            if step < layers {
+                gathers.push(self.add_gather(&mut graph, step, step, &computed, &turns));
+            }
+            let Some(layer) = step.checked_sub(self.prefetch) else { continue };
+            let (turns, label) = (&turns, NodeLabel { name: "forward", chunk: layer as u32 });
+            let node = graph.add(StreamId::Compute(0), label, &[gathers[layer]], move |_| {
+                let all = turns.gathered[layer].take()?;
+                turns
+                    .body
+                    .with(|(body, said)| keep(said, body(layer, &all[..self.layout.bucket(layer).len()])))
+            });
+            computed.push(node);
+        }
+        let run = graph.run(executor);
+        drop(turns);
+        run.map_err(|run| pass.refuse(reason(said, run)))
+    }
+
+    /// Runs a backward pass: `body` gets each layer from the last on, its parameters, and zeros in
+    /// their shape, to which it adds this rank's gradients. Parameters are gathered again and
+    /// dropped again. The means of the gradients are reduce-scattered, layer by layer. Collective.
+    ///
+    /// # Errors
+    /// As [`FullySharded::forward`] and [`Communicator::reduce_scatter`].
+    pub fn backward(
+        &mut self,
+        group: &mut Communicator,
+        executor: &HostExecutor<'_>,
+        body: impl FnMut(usize, &[f32], &mut [f32]) -> Result<(), DataError> + Send,
+    ) -> Result<(), DataError> {
+        self.gradients = Vec::new();
+        let (layers, prefetch) = (self.layout.len(), self.prefetch);
+        let member = self.member.check(group);
+        let mut pass = Pass::new(group, self.backward_calls());
+        member.map_err(|error| pass.refuse(error))?;
+        let (mut said, means) = (None, Handoff::new(vec![0.0; self.cut.shard_len()]));
+        let turns = Turns::new(layers, &mut pass, body, &mut said);
+        let of_layers: Vec<Handoff<Buffer>> = (0..layers).map(|_| Handoff::empty()).collect();
+        let (mut graph, mut computed, mut gathers) = (Graph::new(), Vec::new(), Vec::new());
+        for step in 0..layers + prefetch {
+            if step < layers {
+                gathers.push(self.add_gather(&mut graph, step, layers - 1 - step, &computed, &turns));
+            }
+            let Some(nth) = step.checked_sub(prefetch) else { continue };
+            let layer = layers - 1 - nth;
+            let (model, turns, means, gradients) = (&*self, &turns, &means, &of_layers[layer]);
+            let label = |name| NodeLabel { name, chunk: layer as u32 };
+            let node = graph.add(StreamId::Compute(0), label("backward"), &[gathers[nth]], move |_| {
+                let all = turns.gathered[layer].take()?;
+                let len = model.layout.bucket(layer).len();
+                let mut gradient = Buffer::zeros(&model.gauge, all.len());
+                turns.body.with(|(body, said)| keep(said, body(layer, &all[..len], &mut gradient[..len])))?;
+                gradients.put(gradient)
+            });
+            computed.push(node);
+            graph.add(StreamId::Transfer(0), label("reduce"), &[node], move |_| {
+                let gradient = gradients.take()?;
+                means.with(|means| {
+                    let means = &mut means[model.cut.part(layer)];
+                    turns.pass.with(|pass| pass.call(|group| group.reduce_scatter(&gradient, means)))?;
+                    mean(means, model.member.ranks);
+                    Ok(())
+                })
+            });
+        }
+        let run = graph.run(executor);
+        drop(turns);
+        if !pass.is_unfinished() && run.is_ok() {
+            self.gradients = means.into_inner().unwrap_or_default();
+        }
+        run.map_err(|run| pass.refuse(reason(said, run)))
+    }
+
+    /// Changes this rank's part of the parameters by the means of the last backward pass, and
+    /// forgets those. No rank sends anything.
+    ///
+    /// # Errors
+    /// [`DataError::NoGradients`].
+    pub fn step(&mut self) -> Result<(), DataError> {
+        let gradients = std::mem::take(&mut self.gradients);
+        if gradients.is_empty() {
+            return Err(DataError::NoGradients);
+        }
+        self.states.steps += 1;
+        self.states.update(&self.adam, &mut self.parameters, &gradients);
+        Ok(())
+    }
+
+    /// Writes this rank's shard of a checkpoint, as
+    /// [`DataParallel::save`](super::DataParallel::save).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn save(&self, writer: &mut impl Write) -> Result<(), DataError> {
+        let runs = self.cut.places(&self.layout).into_iter().map(|(place, at)| Run {
+            first: place.start,
+            parameters: &self.parameters[at..][..place.len()],
+            states: [&self.states.first, &self.states.second].map(|of| &of[at..][..place.len()]),
+        });
+        let shard = Shard { member: self.member, elements: self.layout.elements(), steps: self.states.steps };
+        Ok(shard.write(runs.collect(), writer)?)
+    }
+
+    /// Reads a checkpoint, as [`DataParallel::load`](super::DataParallel::load).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn load(&mut self, shards: impl IntoIterator<Item = impl Read>) -> Result<(), DataError> {
+        let part = || Wanted::new(self.cut.places(&self.layout), self.cut.shard_len());
+        let mut wanted = [part(), part(), part()];
+        let steps = read(self.layout.elements(), shards, &mut wanted)?;
+        let [parameters, first, second] = wanted.map(|wanted| wanted.values);
+        (self.parameters, self.states) = (parameters, States { steps, first, second });
+        self.gradients = Vec::new();
+        Ok(())
+    }
+
+    /// Adds the gather of a layer, the `nth` of a pass. It waits until no more layers are in memory
+    /// than may be.
+    fn add_gather<'a, B: Send>(
+        &'a self,
+        graph: &mut Graph<'a, NodeRun>,
+        nth: usize,
+        layer: usize,
+        computed: &[Node],
+        turns: &'a Turns<'_, '_, B>,
+    ) -> Node {
+        let dropped = nth.checked_sub(1 + self.prefetch).map(|before| computed[before]);
+        let label = NodeLabel { name: "gather", chunk: layer as u32 };
+        graph.add(StreamId::Transfer(0), label, dropped.as_slice(), move |_| {
+            let all = turns.pass.with(|pass| self.gather_layer(layer, pass))?;
+            turns.gathered[layer].put(all)
+        })
+    }
+
+    fn gather_layer(&self, layer: usize, pass: &mut Pass<'_>) -> Result<Buffer, sidelane::Error> {
+        let mut all = Buffer::zeros(&self.gauge, self.cut.padded_len(layer));
+        pass.call(|group| group.all_gather(&self.parameters[self.cut.part(layer)], &mut all))?;
+        Ok(all)
+    }
+
+    /// In launch order, as the graph of a backward pass adds them.
+    fn backward_calls(&self) -> Vec<CallKind> {
+        let (layers, mut calls) = (self.layout.len(), Vec::new());
+        for step in 0..layers + self.prefetch {
+            if step < layers {
+                calls.push(CallKind::AllGather);
+            }
+            if step >= self.prefetch {
+                calls.push(CallKind::ReduceScatter);
+            }
+        }
+        calls
+    }
+}

@@ -1,0 +1,77 @@
+//! Memory that a rank holds, counted.
+
+use std::ops::{Deref, DerefMut};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Bytes that this rank holds, padding included.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MemoryUsage {
+    /// Of parameters.
+    pub parameters_bytes: u64,
+    /// Of gradients, from a backward pass to the step.
+    pub gradients_bytes: u64,
+    /// Of the optimizer's states.
+    pub states_bytes: u64,
+    /// Of buckets and layers in flight, the most at once since this was built.
+    pub buffers_peak_bytes: u64,
+}
+
+pub(super) fn bytes(values: &[f32]) -> u64 {
+    size_of_val(values) as u64
+}
+
+/// Bytes of the buffers of an instance.
+#[derive(Debug, Default)]
+pub(super) struct Gauge {
+    now: AtomicU64,
+    peak: AtomicU64,
+}
+
+impl Gauge {
+    pub fn peak(&self) -> u64 {
+        self.peak.load(Ordering::Relaxed)
+    }
+}
+
+/// A buffer of zeros at first, counted while it lives.
+#[derive(Debug)]
+pub(super) struct Buffer {
+    values: Vec<f32>,
+    counted: u64,
+    gauge: Arc<Gauge>,
+}
+
+impl Buffer {
+    pub fn zeros(gauge: &Arc<Gauge>, len: usize) -> Buffer {
+        let values = vec![0.0; len];
+        let counted = bytes(&values);
+        let now = gauge.now.fetch_add(counted, Ordering::Relaxed) + counted;
+        gauge.peak.fetch_max(now, Ordering::Relaxed);
+        Buffer { values, counted, gauge: Arc::clone(gauge) }
+    }
+
+    /// The values, to be kept and counted elsewhere.
+    pub fn keep(mut self) -> Vec<f32> {
+        std::mem::take(&mut self.values)
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        self.gauge.now.fetch_sub(self.counted, Ordering::Relaxed);
+    }
+}
+
+impl Deref for Buffer {
+    type Target = [f32];
+    fn deref(&self) -> &[f32] {
+        &self.values
+    }
+}
+
+impl DerefMut for Buffer {
+    fn deref_mut(&mut self) -> &mut [f32] {
+        &mut self.values
+    }
+}
