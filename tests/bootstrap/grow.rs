@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use crate::common::{LONG, Place, each, identity, place, timeouts};
+use crate::common::{LONG, Place, Signal, each, identity, place, timeouts};
 use sidelane::{
-    bootstrap::{Hub, Secret, connect, spare},
-    error::{BootstrapError, Cause},
+    bootstrap::{self, Hub, Secret, Setting, connect},
+    error::{BootstrapError, Cause, Error},
 };
 
 /// Ranks of a test, each with its part: a place in the first world, or that of a spare.
@@ -13,6 +13,8 @@ use sidelane::{
 enum Part {
     Rank(u32),
     Spare,
+    /// Another spare.
+    Other,
 }
 
 fn parts(ranks: u32, spares: usize) -> Vec<Part> {
@@ -26,6 +28,22 @@ fn narrow() -> Place {
     place
 }
 
+/// Settings with a heap of this size.
+fn heap(bytes: u64) -> Vec<Setting> {
+    let setting = |name: &str, value: String| Setting { name: name.to_owned(), value };
+    vec![setting("SIDELANE_HEAP", bytes.to_string()), setting("SIDELANE_NET", "auto".to_owned())]
+}
+
+type Grown = (Box<dyn Hub>, Vec<u32>);
+
+fn spare(place: &Place, secret: &Secret, deadline: Duration) -> Result<Grown, BootstrapError> {
+    bootstrap::spare(&identity(0, 1, place), Some(secret.clone()), timeouts(), &heap(1), deadline)
+}
+
+fn grow(hub: &dyn Hub, deadline: Duration) -> Result<Grown, Error> {
+    hub.grow(deadline, &heap(1))?.complete(Ok)
+}
+
 /// Blobs of all ranks, in their order.
 fn gathered(hub: &dyn Hub, key: &str, own: u8) -> Vec<u8> {
     hub.gather(key, hub.rank(), hub.size(), &[own], LONG).unwrap().concat()
@@ -36,13 +54,12 @@ fn spares_are_behind_the_old_ranks_in_a_later_epoch() {
     for place in [place(), narrow()] {
         let secret = Secret::random().unwrap();
         let seen = each(parts(3, 1), |part| {
-            let secret = Some(secret.clone());
             let (next, old) = match part {
-                Part::Spare => spare(&identity(0, 1, &place), secret, timeouts(), LONG).unwrap(),
+                Part::Spare | Part::Other => spare(&place, &secret, LONG).unwrap(),
                 Part::Rank(rank) => {
-                    let hub = connect(&identity(rank, 3, &place), secret, timeouts()).unwrap();
+                    let hub = connect(&identity(rank, 3, &place), Some(secret.clone()), timeouts()).unwrap();
                     hub.barrier("start", rank, 3, LONG).unwrap();
-                    hub.grow(LONG).unwrap()
+                    grow(&*hub, LONG).unwrap()
                 }
             };
             let own = if let Part::Rank(rank) = part { rank as u8 } else { 9 };
@@ -59,11 +76,10 @@ fn spares_are_behind_the_old_ranks_in_a_later_epoch() {
 fn world_that_lost_a_rank_grows_and_loses_its_host_and_goes_on() {
     let (place, secret) = (place(), Secret::random().unwrap());
     let seen = each(parts(3, 1), |part| {
-        let secret = Some(secret.clone());
         let hub = match part {
-            Part::Spare => spare(&identity(0, 1, &place), secret, timeouts(), 3 * LONG).unwrap().0,
+            Part::Spare | Part::Other => spare(&place, &secret, 3 * LONG).unwrap().0,
             Part::Rank(rank) => {
-                let hub = connect(&identity(rank, 3, &place), secret, timeouts()).unwrap();
+                let hub = connect(&identity(rank, 3, &place), Some(secret.clone()), timeouts()).unwrap();
                 hub.barrier("start", rank, 3, LONG).unwrap();
                 if rank == 1 {
                     hub.abandon();
@@ -71,7 +87,7 @@ fn world_that_lost_a_rank_grows_and_loses_its_host_and_goes_on() {
                 }
                 let (two, _) = hub.rebuild(LONG, 2).unwrap();
                 drop(hub);
-                let (three, old) = two.grow(LONG).unwrap();
+                let (three, old) = grow(&*two, LONG).unwrap();
                 assert_eq!((three.size(), old), (3, vec![0, 1]));
                 three
             }
@@ -98,8 +114,8 @@ fn world_without_a_spare_stays_as_it_is() {
         let Part::Rank(rank) = part else { unreachable!("there is no spare") };
         let hub = connect(&identity(rank, 2, &place), Some(secret.clone()), timeouts()).unwrap();
         hub.barrier("start", rank, 2, LONG).unwrap();
-        let error = hub.grow(Duration::from_millis(100)).map(drop).unwrap_err();
-        assert!(matches!(error, BootstrapError::NoSpare { .. }), "{error}");
+        let error = grow(&*hub, Duration::from_millis(100)).map(drop).unwrap_err();
+        assert!(matches!(error, Error::Bootstrap(BootstrapError::NoSpare { .. })), "{error}");
         assert_eq!(hub.health().cause(), None::<Cause>);
         hub.barrier("end", rank, 2, LONG).unwrap();
     });
@@ -108,8 +124,7 @@ fn world_without_a_spare_stays_as_it_is() {
 #[test]
 fn spare_that_no_world_takes_in_says_where_it_asked() {
     let place = place();
-    let secret = Some(Secret::random().unwrap());
-    let error = spare(&identity(0, 1, &place), secret, timeouts(), Duration::from_millis(200)).map(drop);
+    let error = spare(&place, &Secret::random().unwrap(), Duration::from_millis(200)).map(drop);
     let Err(BootstrapError::NotTakenIn { address, .. }) = error else { panic!("{error:?}") };
     assert!(address.contains(&place.ports[0].to_string()), "{address}");
 }
@@ -122,18 +137,119 @@ fn spares_of_another_job_or_with_another_secret_are_refused() {
         0 | 1 => {
             let hub = connect(&identity(nth, 2, &place), Some(secret.clone()), timeouts()).unwrap();
             hub.barrier("start", nth, 2, LONG).unwrap();
-            let grown = hub.grow(Duration::from_secs(5)).map(drop);
+            let grown = grow(&*hub, Duration::from_secs(5)).map(drop);
             hub.barrier("end", nth, 2, LONG).unwrap();
             grown
         }
-        2 => spare(&identity(0, 1, &place), Some(Secret::random().unwrap()), timeouts(), LONG).map(drop),
+        2 => spare(&place, &Secret::random().unwrap(), LONG).map(drop).map_err(Error::from),
         _ => {
             let limit = Duration::from_secs(2);
-            spare(&identity(0, 1, &other_job), Some(secret.clone()), timeouts(), limit).map(drop)
+            spare(&other_job, &secret, limit).map(drop).map_err(Error::from)
         }
     });
-    assert!(matches!(seen[0], Err(BootstrapError::NoSpare { .. })), "{seen:?}");
-    assert!(matches!(seen[1], Err(BootstrapError::NoSpare { .. })), "{seen:?}");
-    assert!(matches!(seen[2], Err(BootstrapError::WrongSecret { .. })), "{seen:?}");
-    assert!(matches!(seen[3], Err(BootstrapError::NotTakenIn { .. })), "{seen:?}");
+    let seen: Vec<_> = seen.into_iter().map(|seen| bootstrap_error(seen.unwrap_err())).collect();
+    assert!(matches!(seen[0], BootstrapError::NoSpare { .. }), "{seen:?}");
+    assert!(matches!(seen[1], BootstrapError::NoSpare { .. }), "{seen:?}");
+    assert!(matches!(seen[2], BootstrapError::WrongSecret { .. }), "{seen:?}");
+    assert!(matches!(seen[3], BootstrapError::NotTakenIn { .. }), "{seen:?}");
+}
+
+fn bootstrap_error(error: Error) -> BootstrapError {
+    match error {
+        Error::Bootstrap(error) => error,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn spare_with_another_setting_is_refused_by_name_and_another_one_is_taken_in() {
+    let (place, secret) = (place(), Secret::random().unwrap());
+    let refused = Signal::default();
+    let seen = each(vec![Part::Rank(0), Part::Rank(1), Part::Spare, Part::Other], |part| {
+        let (next, _) = match part {
+            Part::Rank(rank) => {
+                let hub = connect(&identity(rank, 2, &place), Some(secret.clone()), timeouts()).unwrap();
+                hub.barrier("start", rank, 2, LONG).unwrap();
+                grow(&*hub, LONG).unwrap()
+            }
+            Part::Spare => {
+                refused.wait_for(1);
+                spare(&place, &secret, LONG).unwrap()
+            }
+            Part::Other => {
+                let (identity, secret) = (identity(0, 1, &place), Some(secret.clone()));
+                let error = bootstrap::spare(&identity, secret, timeouts(), &heap(2), LONG).map(drop);
+                refused.raise();
+                return Err(error.unwrap_err());
+            }
+        };
+        Ok(gathered(&*next, "grown", next.rank() as u8))
+    });
+    let setting = "SIDELANE_HEAP".to_owned();
+    let (other, ours) = ("2".to_owned(), "1".to_owned());
+    let refusal = BootstrapError::SettingsDiffer { setting, seen: other, expected: ours };
+    assert_eq!(seen, [Ok(vec![0, 1, 2]), Ok(vec![0, 1, 2]), Ok(vec![0, 1, 2]), Err(refusal)]);
+}
+
+#[test]
+fn world_lives_on_without_a_spare_of_other_settings() {
+    let (place, secret) = (place(), Secret::random().unwrap());
+    let seen = each(vec![Part::Rank(0), Part::Rank(1), Part::Other], |part| match part {
+        Part::Rank(rank) => {
+            let hub = connect(&identity(rank, 2, &place), Some(secret.clone()), timeouts()).unwrap();
+            hub.barrier("start", rank, 2, LONG).unwrap();
+            let error = grow(&*hub, Duration::from_secs(2)).map(drop).unwrap_err();
+            assert_eq!(gathered(&*hub, "end", rank as u8), [0, 1]);
+            bootstrap_error(error)
+        }
+        _ => {
+            let (identity, secret) = (identity(0, 1, &place), Some(secret.clone()));
+            bootstrap::spare(&identity, secret, timeouts(), &heap(2), LONG).map(drop).unwrap_err()
+        }
+    });
+    assert!(matches!(seen[0], BootstrapError::NoSpare { .. }), "{seen:?}");
+    assert!(matches!(seen[1], BootstrapError::NoSpare { .. }), "{seen:?}");
+    assert!(matches!(&seen[2], BootstrapError::SettingsDiffer { setting, .. } if setting == "SIDELANE_HEAP"));
+}
+
+#[test]
+fn spare_lost_while_parts_are_built_is_named_and_the_old_world_grows_and_shrinks_on() {
+    let (place, secret) = (place(), Secret::random().unwrap());
+    let lost = Signal::default();
+    let seen = each(vec![Part::Rank(0), Part::Rank(1), Part::Rank(2), Part::Spare, Part::Other], |part| {
+        let hub = match part {
+            Part::Rank(rank) => {
+                let hub = connect(&identity(rank, 3, &place), Some(secret.clone()), timeouts()).unwrap();
+                hub.barrier("start", rank, 3, LONG).unwrap();
+                let growth = hub.grow(LONG, &heap(1)).unwrap();
+                // The spare never comes to this step.
+                let build = |(next, _): Grown| Ok(next.barrier("built", rank, 4, LONG)?);
+                let error = bootstrap_error(growth.complete(build).unwrap_err());
+                assert!(matches!(error, BootstrapError::SpareLost { rank: 3, .. }), "{error}");
+                assert_eq!(gathered(&*hub, "old", rank as u8), [0, 1, 2]);
+                if rank == 0 {
+                    lost.raise();
+                }
+                hub
+            }
+            Part::Spare => {
+                spare(&place, &secret, LONG).unwrap().0.abandon();
+                return None;
+            }
+            Part::Other => {
+                lost.wait_for(1);
+                let (four, old) = spare(&place, &secret, LONG).unwrap();
+                four.barrier("grown", 3, 4, LONG).unwrap();
+                assert_eq!(old, [0, 1, 2]);
+                return Some((four.epoch(), gathered(&*four, "last", 9)));
+            }
+        };
+        let (four, _) = grow(&*hub, LONG).unwrap();
+        four.barrier("grown", four.rank(), 4, LONG).unwrap();
+        Some((four.epoch(), gathered(&*four, "last", four.rank() as u8)))
+    });
+    let (epoch, _) = seen[0].clone().unwrap();
+    assert!(epoch > 1, "epoch {epoch}");
+    let last = Some((epoch, vec![0, 1, 2, 9]));
+    assert_eq!(seen, [last.clone(), last.clone(), last.clone(), None, last]);
 }
