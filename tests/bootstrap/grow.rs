@@ -1,5 +1,9 @@
 //! Worlds that take spares in.
 
+use std::io::{self, Read, Write};
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::sync::Mutex;
+use std::thread;
 use std::time::Duration;
 
 use crate::common::{LONG, Place, Signal, each, identity, place, timeouts};
@@ -213,7 +217,7 @@ fn world_lives_on_without_a_spare_of_other_settings() {
 }
 
 #[test]
-fn spare_lost_while_parts_are_built_is_named_and_the_old_world_grows_and_shrinks_on() {
+fn spare_lost_while_parts_are_built_is_named_and_the_old_world_grows_again() {
     let (place, secret) = (place(), Secret::random().unwrap());
     let lost = Signal::default();
     let seen = each(vec![Part::Rank(0), Part::Rank(1), Part::Rank(2), Part::Spare, Part::Other], |part| {
@@ -252,4 +256,100 @@ fn spare_lost_while_parts_are_built_is_named_and_the_old_world_grows_and_shrinks
     assert!(epoch > 1, "epoch {epoch}");
     let last = Some((epoch, vec![0, 1, 2, 9]));
     assert_eq!(seen, [last.clone(), last.clone(), last.clone(), None, last]);
+}
+
+#[test]
+fn rebuilt_world_that_did_not_grow_counts_its_majority_without_the_spare() {
+    let (place, secret) = (place(), Secret::random().unwrap());
+    let seen = each(parts(4, 1), |part| {
+        let Part::Rank(rank) = part else {
+            spare(&place, &secret, 3 * LONG).unwrap().0.abandon();
+            return None;
+        };
+        let first = connect(&identity(rank, 4, &place), Some(secret.clone()), timeouts()).unwrap();
+        first.barrier("start", rank, 4, LONG).unwrap();
+        if rank == 0 {
+            first.abandon();
+            return None;
+        }
+        let (three, _) = first.rebuild(LONG, 3).unwrap();
+        drop(first);
+        let growth = three.grow(LONG, &heap(1)).unwrap();
+        let build = |(next, _): Grown| Ok(next.barrier("built", next.rank(), 4, LONG)?);
+        let error = bootstrap_error(growth.complete(build).unwrap_err());
+        assert!(matches!(error, BootstrapError::SpareLost { rank: 3, .. }), "{error}");
+        assert_eq!(gathered(&*three, "old", rank as u8), [1, 2, 3]);
+        if rank == 2 {
+            three.abandon();
+            return None;
+        }
+        // Two of three, and two of four would be none.
+        let (two, old) = three.rebuild(LONG, 2).unwrap();
+        drop(three);
+        Some((old, gathered(&*two, "last", rank as u8)))
+    });
+    let last = Some((vec![0, 2], vec![1, 3]));
+    assert_eq!(seen, [None, last.clone(), None, last, None]);
+}
+
+/// Tag of a proof in a message of the rendezvous: rank 0 has greeted a spare.
+const PROOF: u8 = 2;
+
+/// Forwards connections to a port, until a proof has come back: from then on that connection stays
+/// open, and its spare hears nothing more. Later connections are forwarded in both directions.
+fn cutting_relay(port: u16) -> u16 {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let relay = listener.local_addr().unwrap().port();
+    let cut = &*Box::leak(Box::new(Mutex::new(false)));
+    thread::spawn(move || {
+        for guest in listener.incoming() {
+            let guest = guest.unwrap();
+            let Ok(host) = TcpStream::connect((Ipv4Addr::LOCALHOST, port)) else { continue };
+            let (mut from, mut to) = (guest.try_clone().unwrap(), host.try_clone().unwrap());
+            thread::spawn(move || {
+                // Either side may go away.
+                let _ = io::copy(&mut from, &mut to);
+                let _ = to.shutdown(std::net::Shutdown::Write);
+            });
+            thread::spawn(move || forward_until_greeted(host, guest, cut));
+        }
+    });
+    relay
+}
+
+/// Ends with the stream of the host.
+fn forward_until_greeted(mut host: TcpStream, mut guest: TcpStream, cut: &Mutex<bool>) -> io::Result<()> {
+    let mut is_cut = false;
+    loop {
+        let mut length = [0; 4];
+        host.read_exact(&mut length)?;
+        let mut body = vec![0; u32::from_le_bytes(length) as usize];
+        host.read_exact(&mut body)?;
+        if !is_cut {
+            guest.write_all(&[&length[..], &body].concat())?;
+        }
+        if body.first() == Some(&PROOF) {
+            is_cut = !std::mem::replace(&mut *cut.lock().unwrap(), true);
+        }
+    }
+}
+
+#[test]
+fn spare_that_is_cut_off_from_rank_0_asks_again_and_is_taken_in() {
+    let (place, secret) = (narrow(), Secret::random().unwrap());
+    let behind = Place { ports: vec![cutting_relay(place.ports[0])], ..place.clone() };
+    let seen = each(parts(2, 1), |part| {
+        let (next, old) = match part {
+            Part::Spare | Part::Other => spare(&behind, &secret, 10 * LONG).unwrap(),
+            Part::Rank(rank) => {
+                let hub = connect(&identity(rank, 2, &place), Some(secret.clone()), timeouts()).unwrap();
+                hub.barrier("start", rank, 2, LONG).unwrap();
+                let error = bootstrap_error(grow(&*hub, LONG).map(drop).unwrap_err());
+                assert!(matches!(error, BootstrapError::SpareLost { rank: 2, .. }), "{error}");
+                grow(&*hub, LONG).unwrap()
+            }
+        };
+        (old, gathered(&*next, "grown", next.rank() as u8))
+    });
+    assert_eq!(seen, vec![(vec![0, 1], vec![0, 1, 2]); 3]);
 }
