@@ -140,7 +140,9 @@ impl World {
         let settings = shared_settings(&options);
         let (hub, previous) = bootstrap::spare(identity, secret, options.timeouts, &settings, deadline)?;
         let world = Self::build(hub, options, &Location::here()?, Some(previous))?;
-        world.begin_grown()?;
+        world.meet("world/built")?;
+        // Old ranks come to this step once all of them are in.
+        world.meet("world/grown")?;
         Ok(world)
     }
 
@@ -334,16 +336,17 @@ impl World {
 
     /// A larger world, with the [spares](World::spare) that ask for it: new segments, new
     /// connections, a later epoch, and spares behind the ranks of this world. Collective among all
-    /// ranks, between two steps. Rank 0 waits for a first spare until the deadline, and then takes
-    /// in all that come within half a second. Without one this world stays as it is.
+    /// ranks, between two steps. Once all are here, rank 0 waits for a first spare until the
+    /// deadline, and then takes in all that come within half a second. Without one this world stays
+    /// as it is.
     ///
     /// The larger world begins with all ranks and all spares, or not at all. This world lives until
-    /// then, and ends with a growth that succeeds. Should a spare be lost meanwhile, all ranks get
-    /// [`BootstrapError::SpareLost`] within ten times the liveness limit and use this world on; the
-    /// other spares ask again. A spare with other options than the ranks is refused when it asks.
-    /// Should a rank of this world be lost, the world has failed, and the survivors call
-    /// [`World::rebuild`]. The majority that excludes two worlds is that of the world that a call
-    /// of theirs is made on: spares count in it once a growth has returned it.
+    /// all have built their parts of it, and ends then. Should a spare be lost before, all ranks get
+    /// [`BootstrapError::SpareLost`] within ten times the liveness limit, and this world lives on;
+    /// the other spares ask again. A spare with other options than the ranks is refused when it
+    /// asks. Should a rank of this world be lost, this world has failed, and the survivors call
+    /// [`World::rebuild`]. The majority that excludes two worlds is that of the world on which they
+    /// call it: spares count once a growth has returned the larger one.
     ///
     /// # Errors
     /// [`BootstrapError::NoSpare`] if none comes; [`BootstrapError::NoPort`] if rank 0 cannot
@@ -353,19 +356,24 @@ impl World {
     pub fn grow(&self, deadline: Duration) -> Result<World, Error> {
         let settings = shared_settings(&self.shared.options);
         let growth = self.shared.hub.grow(deadline, &settings)?;
-        let world = growth.complete(|next| self.followed_by(next))?;
+        let world = growth.complete(|next| {
+            let world = self.followed_by(next)?;
+            world.meet("world/built")?;
+            Ok(world)
+        })?;
         self.stop_net();
-        match world.begin_grown() {
+        match world.meet("world/grown") {
             Err(error @ BootstrapError::Interrupted { .. }) => Err(error.into()),
             // The larger world is the one that counts, even if it has failed already.
             Ok(()) | Err(_) => Ok(world),
         }
     }
 
-    /// The first step of a larger world. Spares that have taken it know that all old ranks are in.
-    fn begin_grown(&self) -> Result<(), BootstrapError> {
+    /// A step of all ranks of a larger world.
+    fn meet(&self, step: &str) -> Result<(), BootstrapError> {
         let (hub, timeouts) = (&self.shared.hub, &self.shared.options.timeouts);
-        hub.barrier("world/grown", hub.rank(), hub.size(), timeouts.rendezvous + timeouts.deadline)
+        let met = hub.barrier(step, hub.rank(), hub.size(), timeouts.rendezvous + timeouts.deadline);
+        met.inspect_err(|error| tell_of_failed_build(hub.as_ref(), &error.clone().into()))
     }
 
     /// The world of this hub, which follows this one.

@@ -151,7 +151,7 @@ fn rendezvous(job: &Job, host: u32) -> RendezvousId {
     RendezvousId { job: job.into(), size: u32::MAX, epoch: 0, host }
 }
 
-/// A rank that looks for the others: a survivor, or a spare that was admitted.
+/// A rank that looks for the others: a survivor, or a rank or spare of a world that grows.
 pub struct Rebuild<'a> {
     job: &'a Job,
     lineage: &'a Arc<Lineage>,
