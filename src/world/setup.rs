@@ -120,8 +120,8 @@ impl World {
     /// Waits as a spare until a world of the job takes this process in ([`World::grow`]). Returns
     /// that world. The identity tells the job, and where its ranks meet: the address is that of the
     /// machine of the world's rank 0. Its rank and size are ignored; whether all ranks are on one
-    /// machine is not. Sizes of memory, the lane, the emulated link and the fingerprint must be those
-    /// of the ranks.
+    /// machine is not. Sizes of memory, the lane, the emulated link and the fingerprint must be
+    /// those of the ranks.
     ///
     /// A spare that is cut off from rank 0 asks again as soon as rank 0 has been silent for longer
     /// than the liveness limit.
@@ -341,9 +341,9 @@ impl World {
     /// as it is.
     ///
     /// The larger world begins with all ranks and all spares, or not at all. This world lives until
-    /// all have built their parts of it, and ends then. Should a spare be lost before, all ranks get
-    /// [`BootstrapError::SpareLost`] within ten times the liveness limit, and this world lives on;
-    /// the other spares ask again. A spare with other options than the ranks is refused when it
+    /// all have built their parts of it, and ends then. Should a spare be lost before, all ranks
+    /// get [`BootstrapError::SpareLost`] within ten times the liveness limit, and this world lives
+    /// on; the other spares ask again. A spare with other options than the ranks is refused when it
     /// asks. Should a rank of this world be lost, this world has failed, and the survivors call
     /// [`World::rebuild`]. The majority that excludes two worlds is that of the world on which they
     /// call it: spares count once a growth has returned the larger one.
