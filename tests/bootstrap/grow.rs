@@ -311,27 +311,39 @@ fn cutting_relay(port: u16) -> u16 {
                 let _ = io::copy(&mut from, &mut to);
                 let _ = to.shutdown(std::net::Shutdown::Write);
             });
-            thread::spawn(move || forward_until_greeted(host, guest, cut));
+            thread::spawn(move || {
+                if forward_until_greeted(host, &guest, cut) {
+                    // Not even the end of the host's stream reaches the spare.
+                    std::mem::forget(guest);
+                }
+            });
         }
     });
     relay
 }
 
-/// Ends with the stream of the host.
-fn forward_until_greeted(mut host: TcpStream, mut guest: TcpStream, cut: &Mutex<bool>) -> io::Result<()> {
+/// Returns at the end of the host's stream, or the guest's: whether the guest was cut off.
+fn forward_until_greeted(mut host: TcpStream, mut guest: &TcpStream, cut: &Mutex<bool>) -> bool {
     let mut is_cut = false;
-    loop {
-        let mut length = [0; 4];
-        host.read_exact(&mut length)?;
-        let mut body = vec![0; u32::from_le_bytes(length) as usize];
-        host.read_exact(&mut body)?;
-        if !is_cut {
-            guest.write_all(&[&length[..], &body].concat())?;
+    while let Ok(frame) = read_frame(&mut host) {
+        if !is_cut && guest.write_all(&frame).is_err() {
+            break;
         }
-        if body.first() == Some(&PROOF) {
+        if frame.get(4) == Some(&PROOF) {
             is_cut = !std::mem::replace(&mut *cut.lock().unwrap(), true);
         }
     }
+    is_cut
+}
+
+/// A message with its length before it.
+fn read_frame(stream: &mut TcpStream) -> io::Result<Vec<u8>> {
+    let mut length = [0; 4];
+    stream.read_exact(&mut length)?;
+    let mut frame = length.to_vec();
+    frame.resize(4 + u32::from_le_bytes(length) as usize, 0);
+    stream.read_exact(&mut frame[4..])?;
+    Ok(frame)
 }
 
 #[test]
