@@ -67,9 +67,11 @@ pub use hub::{Hub, threads};
 #[doc(hidden)]
 pub use identity::{Launcher, LauncherPipe};
 #[doc(hidden)]
-pub use rendezvous::{PeerAuth, PeerListener, connect, spare};
+pub use rendezvous::{Growth, PeerAuth, PeerListener, connect, spare};
 #[doc(hidden)]
 pub use threads::fault::panic_in;
+#[doc(hidden)]
+pub use wire::Setting;
 
 /// The error of a system call.
 fn system(call: &'static str, errno: Errno) -> BootstrapError {

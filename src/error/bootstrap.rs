@@ -1,6 +1,6 @@
 //! Errors of the rendezvous and the hub, and the cause that ends a world.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 /// Meeting the other ranks of the job failed.
@@ -239,6 +239,33 @@ pub enum BootstrapError {
     NoSpare {
         /// How long they were waited for.
         waited: Duration,
+    },
+    /// A spare has other settings than the world that it asked to join. That world goes on without
+    /// it.
+    #[error("this spare has another {setting} than the ranks: {seen:?}, not {expected:?}")]
+    SettingsDiffer {
+        /// The first setting that differs: the name of its variable, or of its field in
+        /// [`Options`](crate::Options).
+        setting: String,
+        /// The spare's value.
+        seen: String,
+        /// That of the ranks.
+        expected: String,
+    },
+    /// A spare was lost, or could not build its part, while a world took it in. The world lives,
+    /// without it.
+    #[error("spare at {address} was lost while it was taken in as rank {rank}: the world stays as it was")]
+    SpareLost {
+        /// The rank that it was to have in the larger world.
+        rank: u32,
+        /// Where it listened.
+        address: SocketAddr,
+    },
+    /// A rank could not go on to the larger world. This world lives.
+    #[error("rank {rank} did not get into the larger world: the world stays as it was")]
+    NotGrown {
+        /// The first such rank.
+        rank: u32,
     },
     /// No world took a spare in.
     #[error("no world of this job took this spare in within {} ms at {address}: do its ranks call World::grow?", waited.as_millis())]

@@ -9,7 +9,7 @@ use sha2::{Digest, Sha256};
 
 use super::net::{NetReport, NetSelection, NetState};
 use super::{Group, NicCounters};
-use crate::bootstrap::{self, Health, Hub, Identity, Location, Secret, Timeouts};
+use crate::bootstrap::{self, Health, Hub, Identity, Location, Secret, Setting, Timeouts};
 use crate::config::{Config, EmulatedLink, NetChoice, TcpAddress};
 use crate::error::{BootstrapError, CallError, Cause, Error, LaneError, LostReason, MemoryError};
 use crate::exec::Recorder;
@@ -120,22 +120,30 @@ impl World {
     /// Waits as a spare until a world of the job takes this process in ([`World::grow`]). Returns
     /// that world. The identity tells the job, and where its ranks meet: the address is that of the
     /// machine of the world's rank 0. Its rank and size are ignored; whether all ranks are on one
-    /// machine is not. Options must be those of the ranks.
+    /// machine is not. Sizes of memory, the lane, the emulated link and the fingerprint must be
+    /// those of the ranks.
     ///
-    /// A spare does not watch rank 0: one that is cut off from it after it has been greeted waits
-    /// until the deadline. Choose one after which to ask again.
+    /// A spare that is cut off from rank 0 asks again as soon as rank 0 has been silent for longer
+    /// than the liveness limit.
     ///
     /// # Errors
-    /// [`BootstrapError::NotTakenIn`] if no world does until the deadline; as [`World::from_env`]
-    /// otherwise, for example with another secret.
+    /// [`BootstrapError::NotTakenIn`] if no world does until the deadline;
+    /// [`BootstrapError::SettingsDiffer`] with other options than the ranks. As
+    /// [`World::from_env`] otherwise, for example with another secret, or if the growth fails while
+    /// this spare builds its part: then ask again.
     pub fn spare(
         identity: &Identity,
         secret: Option<Secret>,
         options: Options,
         deadline: Duration,
     ) -> Result<Self, Error> {
-        let (hub, previous) = bootstrap::spare(identity, secret, options.timeouts, deadline)?;
-        Self::build(hub, options, &Location::here()?, Some(previous))
+        let settings = shared_settings(&options);
+        let (hub, previous) = bootstrap::spare(identity, secret, options.timeouts, &settings, deadline)?;
+        let world = Self::build(hub, options, &Location::here()?, Some(previous))?;
+        world.meet("world/built")?;
+        // Old ranks come to this step once all of them are in.
+        world.meet("world/grown")?;
+        Ok(world)
     }
 
     /// A world of `n` ranks that are threads of this process, all on one node. Give each to its
@@ -321,35 +329,64 @@ impl World {
             let (epoch, waited) = (self.epoch(), Duration::ZERO);
             return Err(BootstrapError::RebuildFailed { epoch, at_least, waited }.into());
         }
-        self.followed_by(self.shared.hub.rebuild(deadline, at_least)?)
+        let next = self.shared.hub.rebuild(deadline, at_least)?;
+        self.stop_net();
+        self.followed_by(next)
     }
 
     /// A larger world, with the [spares](World::spare) that ask for it: new segments, new
     /// connections, a later epoch, and spares behind the ranks of this world. Collective among all
-    /// ranks, between two steps. Rank 0 waits for a first spare until the deadline, and then takes
-    /// in all that come within half a second. Without one this world stays as it is.
+    /// ranks, between two steps. Once all are here, rank 0 waits for a first spare until the
+    /// deadline, and then takes in all that come within half a second. Without one this world stays
+    /// as it is.
     ///
-    /// The larger world begins with all ranks and all spares, or not at all. Should one of them be
-    /// lost meanwhile, or a spare have other options than the ranks, this fails after this world
-    /// has ended, within ten times the liveness limit. The survivors then call [`World::rebuild`],
-    /// and spares [`World::spare`] again. After a growth that failed, more than half of the
-    /// *larger* world is what excludes two worlds: count the spares in `at_least`.
+    /// The larger world begins with all ranks and all spares, or not at all. This world lives until
+    /// all have built their parts of it, and ends then. Should a spare be lost before, all ranks
+    /// get [`BootstrapError::SpareLost`] within ten times the liveness limit, and this world lives
+    /// on; the other spares ask again. A spare with other options than the ranks is refused when it
+    /// asks. Should a rank of this world be lost, this world has failed, and the survivors call
+    /// [`World::rebuild`]. The majority that excludes two worlds is that of the world on which they
+    /// call it: spares count once a growth has returned the larger one.
     ///
     /// # Errors
     /// [`BootstrapError::NoSpare`] if none comes; [`BootstrapError::NoPort`] if rank 0 cannot
-    /// listen at the job's ports; as [`World::rebuild`] otherwise.
+    /// listen at the job's ports; [`BootstrapError::SpareLost`]; if a rank cannot build its part,
+    /// its reason there and [`BootstrapError::NotGrown`] on ranks that could. This world lives on
+    /// after these. The cause of its failure otherwise.
     pub fn grow(&self, deadline: Duration) -> Result<World, Error> {
-        self.followed_by(self.shared.hub.grow(deadline)?)
+        let settings = shared_settings(&self.shared.options);
+        let growth = self.shared.hub.grow(deadline, &settings)?;
+        let world = growth.complete(|next| {
+            let world = self.followed_by(next)?;
+            world.meet("world/built")?;
+            Ok(world)
+        })?;
+        self.stop_net();
+        match world.meet("world/grown") {
+            Err(error @ BootstrapError::Interrupted { .. }) => Err(error.into()),
+            // The larger world is the one that counts, even if it has failed already.
+            Ok(()) | Err(_) => Ok(world),
+        }
+    }
+
+    /// A step of all ranks of a larger world.
+    fn meet(&self, step: &str) -> Result<(), BootstrapError> {
+        let (hub, timeouts) = (&self.shared.hub, &self.shared.options.timeouts);
+        let met = hub.barrier(step, hub.rank(), hub.size(), timeouts.rendezvous + timeouts.deadline);
+        met.inspect_err(|error| tell_of_failed_build(hub.as_ref(), &error.clone().into()))
     }
 
     /// The world of this hub, which follows this one.
     fn followed_by(&self, (hub, previous): (Box<dyn Hub>, Vec<u32>)) -> Result<World, Error> {
-        if let (Some(net), Err(cause)) = (&self.shared.net, self.shared.hub.health().check()) {
-            // The old world may be kept; its bytes in flight must not reach the next one.
-            net.thread.stop(&cause);
-        }
         let place = &self.shared.machines[self.rank() as usize];
         Self::build(hub, self.shared.options.clone(), place, Some(previous))
+    }
+
+    /// A world that has failed may be kept: its bytes in flight must not reach the next one.
+    fn stop_net(&self) {
+        if let (Some(net), Err(cause)) = (&self.shared.net, self.shared.hub.health().check()) {
+            net.thread.stop(&cause);
+        }
     }
 }
 
@@ -478,6 +515,20 @@ impl WorldState {
 pub(super) fn oversubscribed(machines: &[Location], rank: u32, threads: usize) -> bool {
     let here = machines.iter().filter(|place| place.same_machine(&machines[rank as usize])).count();
     std::thread::available_parallelism().is_ok_and(|cores| cores.get() < here * threads)
+}
+
+/// The settings that all ranks must share, for a spare that asks to join them.
+fn shared_settings(options: &Options) -> Vec<Setting> {
+    let Options { config, net, emulated_link, job_fingerprint, .. } = options;
+    let link = emulated_link.map(|link| format!("{}/{}", link.bytes_per_second, link.latency.as_nanos()));
+    let settings = [
+        ("SIDELANE_HEAP", config.heap.to_string()),
+        ("SIDELANE_SYMMETRIC", config.symmetric.to_string()),
+        ("SIDELANE_EMULATED_LINK", link.unwrap_or_default()),
+        ("SIDELANE_NET", net.name().to_owned()),
+        ("job_fingerprint", job_fingerprint.clone()),
+    ];
+    settings.map(|(name, value)| Setting { name: name.to_owned(), value }).to_vec()
 }
 
 /// Compares the fingerprints of all ranks. Digests go round; the words themselves only if these

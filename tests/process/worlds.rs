@@ -133,6 +133,41 @@ fn spare_takes_the_place_of_a_lost_rank_and_all_rows_are_right() {
 }
 
 #[test]
+fn spare_that_dies_while_it_is_taken_in_is_named_and_the_old_world_goes_on() {
+    let mut job = Setup::on(&[0, 1, 1]).dying_spare().join();
+    job.verify(0..3, 2);
+    job.tell(0..3, Command::Grow);
+    let lost = Report::Failed(Failure::SpareLost { rank: 3 });
+    for (process, heard) in job.hear(0..3) {
+        assert_eq!(heard.said, lost, "process {process}");
+    }
+    job.verify(0..3, 5);
+    // Two of three are the majority still.
+    let survivors = lose_and_rebuild(&mut job, &[0, 1, 2], 0, 1);
+    job.end(survivors);
+}
+
+#[test]
+fn spare_with_another_heap_is_refused_by_name_and_the_ranks_take_the_next_one_in() {
+    let mut job = Setup::new(2).spare().spare().var_of(2, "SIDELANE_HEAP", "16M").join();
+    // It asks once the other one was refused.
+    job.stop(3);
+    job.tell(0..2, Command::Grow);
+    let refusal = Failure::SettingsDiffer { setting: "SIDELANE_HEAP".to_owned() };
+    assert_eq!(job.hear([2])[&2].said, Report::Failed(refusal));
+    job.wake(3);
+    let processes = [0, 1, 3];
+    for (expected, (process, heard)) in (0..).zip(job.hear(processes)) {
+        let Report::Joined { rank, size: 3, .. } = heard.said else {
+            panic!("process {process}: {:?}", heard.said)
+        };
+        assert_eq!(rank, expected, "process {process}");
+    }
+    job.verify(processes, 5);
+    job.end(processes);
+}
+
+#[test]
 fn rank_killed_while_the_next_world_is_built_is_left_out_by_another_rebuild() {
     for (first, second) in cases([(0, 1), (3, 0), (5, 6), (1, 7)], 0) {
         let mut job = Setup::on(&TWO_BY_FOUR).join();

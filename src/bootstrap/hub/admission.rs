@@ -44,7 +44,7 @@ pub struct HubConfig {
     pub until: Instant,
     /// Where the own rank finds the reason if the coordinator cannot gather the ranks.
     pub failure: Arc<OnceLock<BootstrapError>>,
-    /// Set when the own rank needs the port of the first rendezvous.
+    /// Set while the own rank needs the listener.
     pub released: Arc<AtomicBool>,
 }
 

@@ -22,10 +22,10 @@ use super::Hub;
 use crate::bootstrap::Secret;
 use crate::bootstrap::health::{Health, LauncherWatch, Liveness, Timeouts, lock};
 use crate::bootstrap::identity::Identity;
-use crate::bootstrap::rendezvous::{Hosted, Lineage, Membership, PeerAuth, grow, rebuild};
+use crate::bootstrap::rendezvous::{Growth, Hosted, Lineage, Membership, PeerAuth, grow, rebuild};
 use crate::bootstrap::threads::{Thread, turn};
 use crate::bootstrap::wait::{self, poll_until};
-use crate::bootstrap::wire::{Answer, MAX_FRAME, Message, MessageConnection, Roster};
+use crate::bootstrap::wire::{Answer, MAX_FRAME, Message, MessageConnection, Roster, Setting};
 use crate::bootstrap::{failed, interrupted, system};
 use crate::error::{BootstrapError, Cause, LostReason};
 
@@ -48,7 +48,7 @@ pub struct TcpHub {
     pub lineage: Arc<Lineage>,
     shared: Arc<Shared>,
     tickets: AtomicU64,
-    /// Asks the coordinator for the job's port; none at ranks that have no coordinator.
+    /// Asks the coordinator for the listener; none at ranks that have no coordinator.
     released: Option<Arc<AtomicBool>>,
     link: Option<JoinHandle<()>>,
     coordinator: Option<JoinHandle<()>>,
@@ -150,10 +150,12 @@ impl TcpHub {
         }
     }
 
-    /// Frees the job's port, at which the coordinator of the first world refuses late ranks.
-    pub fn release_port(&self) {
-        if let Some(released) = &self.released {
-            released.store(true, Ordering::Relaxed);
+    /// Whether the own coordinator, if there is one, leaves the listener to this rank. It refuses
+    /// late ranks there: in the first world at the job's port, which it then frees for ever, and in
+    /// later ones where this rank would host survivors.
+    pub fn release_listener(&self, released: bool) {
+        if let Some(flag) = &self.released {
+            flag.store(released, Ordering::Relaxed);
         }
     }
 
@@ -250,8 +252,8 @@ impl Hub for TcpHub {
         rebuild(self, deadline, at_least)
     }
 
-    fn grow(&self, deadline: Duration) -> Result<(Box<dyn Hub>, Vec<u32>), BootstrapError> {
-        grow(self, deadline)
+    fn grow(&self, deadline: Duration, settings: &[Setting]) -> Result<Growth<'_>, BootstrapError> {
+        grow(self, deadline, settings)
     }
 
     fn pass(&self) -> Result<PeerAuth, BootstrapError> {

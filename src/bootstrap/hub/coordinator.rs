@@ -70,7 +70,7 @@ struct Member {
 struct Coordinator {
     /// Late ranks come here. None once the world is over: the next one needs the listener.
     queue: Option<HandshakeQueue>,
-    /// Set when the own rank needs the port of the first rendezvous.
+    /// Set while the own rank needs the listener.
     released: Arc<AtomicBool>,
     timeouts: Timeouts,
     epoch: u16,
@@ -116,8 +116,8 @@ impl Coordinator {
         loop {
             turn();
             let ready = self.wait()?;
-            // In later epochs the listener is the rank's own.
-            if self.epoch == 0 && self.released.load(Ordering::Relaxed) {
+            // In later epochs the listener is the rank's own, which gives it back.
+            if self.epoch == 0 && self.is_released() {
                 self.queue = None;
             }
             let now = Instant::now();
@@ -138,7 +138,9 @@ impl Coordinator {
                 self.beat = now + self.timeouts.heartbeat;
                 self.broadcast(&Message::Heartbeat, None);
             }
-            for arrival in self.queue.as_mut().map(|queue| queue.turn(now)).unwrap_or_default() {
+            let released = self.is_released();
+            let queue = self.queue.as_mut().filter(|_| !released);
+            for arrival in queue.map(|queue| queue.turn(now)).unwrap_or_default() {
                 let taken = self.members.iter().any(|member| member.first == arrival.hello.rank);
                 arrival.refuse(if taken { JoinRefusal::Rank } else { JoinRefusal::Evicted(self.epoch) });
             }
@@ -157,7 +159,7 @@ impl Coordinator {
 
     /// Waits for an event. Returns the members whose connection has a message.
     fn wait(&self) -> Result<Vec<usize>, BootstrapError> {
-        let queue = self.queue.as_ref();
+        let queue = self.queue.as_ref().filter(|_| !self.is_released());
         let next = [self.liveness.next(), queue.and_then(HandshakeQueue::next), self.lingers_until];
         let next = next.into_iter().flatten().fold(self.beat, Instant::min);
         let open = |(_, member): &(usize, &Member)| !member.connection.is_closed();
@@ -167,6 +169,11 @@ impl Coordinator {
             connections.chain(queue.into_iter().flat_map(HandshakeQueue::poll_fds)).collect();
         poll_until(&mut fds, next)?;
         Ok(ranks.iter().zip(&fds).filter(|(_, fd)| !fd.revents().is_empty()).map(|(&rank, _)| rank).collect())
+    }
+
+    /// Whether the own rank uses the listener.
+    fn is_released(&self) -> bool {
+        self.released.load(Ordering::Relaxed)
     }
 
     fn read(&mut self, rank: usize, now: Instant) {

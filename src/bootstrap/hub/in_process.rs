@@ -16,10 +16,10 @@ use super::client::refused;
 use super::kv_store::{Delivery, Requester, Store};
 use crate::bootstrap::health::{Health, Timeouts, lock};
 use crate::bootstrap::interrupted;
-use crate::bootstrap::rendezvous::{Gathering, PeerAuth, Step, window};
+use crate::bootstrap::rendezvous::{Gathering, Growth, PeerAuth, Step, window};
 use crate::bootstrap::secret::Secret;
 use crate::bootstrap::wait;
-use crate::bootstrap::wire::{Answer, Roster, Survivor, job_digest};
+use crate::bootstrap::wire::{Answer, Roster, Setting, Survivor, job_digest};
 use crate::error::{BootstrapError, Cause, LostReason};
 
 /// The hubs of a world whose `n` ranks are threads of this process, in order of rank.
@@ -290,7 +290,7 @@ impl Hub for ThreadHub {
         }
     }
 
-    fn grow(&self, _: Duration) -> Result<(Box<dyn Hub>, Vec<u32>), BootstrapError> {
+    fn grow(&self, _: Duration, _: &[Setting]) -> Result<Growth<'_>, BootstrapError> {
         // No process joins the threads of another.
         Err(BootstrapError::NoSpare { waited: Duration::ZERO })
     }

@@ -23,7 +23,8 @@ pub(super) use coordinator::coordinate;
 pub use in_process::threads;
 
 use crate::bootstrap::health::Health;
-use crate::bootstrap::rendezvous::PeerAuth;
+use crate::bootstrap::rendezvous::{Growth, PeerAuth};
+use crate::bootstrap::wire::Setting;
 use crate::error::{BootstrapError, Cause};
 
 /// A rank's connection to its world.
@@ -75,14 +76,13 @@ pub trait Hub: Send + Sync {
     /// behind. If ranks are lost before the new world is of use, call it again.
     fn rebuild(&self, deadline: Duration, at_least: u32) -> Result<(Box<dyn Hub>, Vec<u32>), BootstrapError>;
 
-    /// Meets the spares that ask within a deadline, in a later epoch. Returns its hub and, for each
-    /// rank of this world, the rank in this one; those of spares are behind them. All ranks must
-    /// call it. Without a spare this world stays as it is.
+    /// Meets the spares that ask within a deadline and have these settings, in a later epoch. All
+    /// ranks must call it, and complete the growth. Without a spare this world stays as it is.
     ///
     /// # Errors
-    /// [`BootstrapError::NoSpare`]; those of [`Hub::rebuild`], if a rank or a spare is lost
-    /// meanwhile.
-    fn grow(&self, deadline: Duration) -> Result<(Box<dyn Hub>, Vec<u32>), BootstrapError>;
+    /// [`BootstrapError::NoSpare`]; [`BootstrapError::NoPort`] at rank 0; the cause that ends this
+    /// world.
+    fn grow(&self, deadline: Duration, settings: &[Setting]) -> Result<Growth<'_>, BootstrapError>;
 
     /// Credentials that this rank shows to others of its world on streams of their own.
     ///

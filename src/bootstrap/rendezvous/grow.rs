@@ -1,18 +1,21 @@
 //! From the members of a world and its spares to the members of the next one.
 //!
 //! ```text
-//!   spare     asks at the job's ports, again and again ──► Admit { number, roster, addresses }
-//!   rank 0    listens there ──► addresses of the spares ──► all members take them into their roster
+//!   all       come ──► rank 0 listens at the job's ports: a spare with other settings is refused
+//!   rank 0    addresses of the spares ──► all members take them into their roster
 //!   all       rebuild: the roster of old members and spares is that of the next world
+//!   all       build their parts of it ──► agree in the old world: all are in, or none
 //! ```
 //!
 //! **Numbers.** A spare that is admitted gets the next number after those of all ranks that the job
 //! has had. So its place in the next world is behind the old ranks, and no number names two ranks.
 //!
-//! **All or none.** The next world begins only with every member and every spare. If one is
-//! missing, the attempt fails. The spare then waits for another world to take it in, and the
-//! members rebuild without it. So a spare never counts in a world of survivors that it was not a
-//! member of.
+//! **All or none.** The old world lives until all of its ranks have built their parts of the next
+//! one, with every spare. Its own hub carries their verdicts, so either all go on to the larger
+//! world, or all stay. If one part is missing, members dismiss the spares, which ask again.
+//!
+//! **Majorities.** A spare counts in no world of survivors before all old ranks have agreed on the
+//! larger world. Until then the majority that excludes two worlds is that of the old world.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -20,86 +23,152 @@ use std::time::{Duration, Instant};
 
 use sha2::{Digest, Sha256};
 
-use super::join::{
-    ANSWER, GREETING, Interrupt, JoinError, PAUSE, bind, candidates, explain, fail, job_of, list, listen_at,
-    miss, resolve, shake_hands,
-};
-use super::lineage::Lineage;
+use super::join::{Interrupt, PAUSE, bind, resolve};
 use super::listener::{AuthenticatedPeer, HandshakeQueue};
-use super::rebuild::{Rebuild, Rebuilt, may_rebuild, window};
-use crate::bootstrap::health::Timeouts;
+use super::rebuild::{Rebuild, Rebuilt, window};
+use crate::bootstrap::health::{Health, Liveness, Timeouts};
 use crate::bootstrap::hub::{HOST, Hub, Job, TcpHub};
-use crate::bootstrap::identity::Identity;
-use crate::bootstrap::secret::{Secret, random};
 use crate::bootstrap::wait::{self, poll_until};
-use crate::bootstrap::wire::{
-    Admission, Hello, Initiator, JoinRefusal, ListenAddress, Message, MessageConnection, PROTOCOL,
-    RendezvousId, Roster,
-};
-use crate::error::BootstrapError;
+use crate::bootstrap::wire::{Admission, JoinRefusal, ListenAddress, Message, RendezvousId, Setting};
+use crate::error::{BootstrapError, Cause, Error};
 
 /// Rank 0 keeps listening this long after the first spare has come: one that waits asks again
 /// within this time, unless a port that it tries is silent.
 const MORE: Duration = Duration::from_millis(500);
 /// Longest sleep: the world may fail meanwhile.
 const SLICE: Duration = Duration::from_millis(50);
-/// Bound of one attempt to connect.
-const CONNECT: Duration = Duration::from_secs(1);
 /// Longest deadline: longer ones end there.
-const YEAR: Duration = Duration::from_secs(365 * 24 * 3600);
+pub(super) const YEAR: Duration = Duration::from_secs(365 * 24 * 3600);
 
 /// Bound of the rebuild that takes spares in.
-fn limit(timeouts: &Timeouts) -> Duration {
+pub(super) fn limit(timeouts: &Timeouts) -> Duration {
     window(timeouts) * 2
 }
 
 /// The rendezvous of spares with rank 0 of a world. Its name is no other rendezvous's.
-fn rendezvous(job: &Job) -> RendezvousId {
+pub(super) fn rendezvous(job: &Job) -> RendezvousId {
     let job = Sha256::new().chain_update(b"sidelane spares ").chain_update(job.digest).finalize();
     RendezvousId { job: job.into(), size: u32::MAX, epoch: 0, host: HOST }
 }
 
+/// A growth that is under way: the larger world has begun, or has not, and the old one lives.
+#[must_use = "the other ranks wait for it"]
+pub struct Growth<'a> {
+    old: &'a TcpHub,
+    /// Number of the first spare.
+    first: u32,
+    /// Where the spares listen.
+    spares: Vec<SocketAddr>,
+    /// The larger world, if it has begun for this rank.
+    begun: Result<Rebuilt, BootstrapError>,
+    /// A member of the larger world that did not come to it: its rank there.
+    absent: Option<u32>,
+}
+
 /// Takes in the spares that ask. Collective among all ranks of a world that lives.
-pub fn grow(old: &TcpHub, deadline: Duration) -> Result<Rebuilt, BootstrapError> {
-    let start = Instant::now();
+pub fn grow<'a>(
+    old: &'a TcpHub,
+    deadline: Duration,
+    settings: &[Setting],
+) -> Result<Growth<'a>, BootstrapError> {
+    let (rank, size, timeouts) = (old.rank, old.size(), &old.job.timeouts);
     old.health().check()?;
-    let came = match old.rank {
-        HOST => gather(old, start + deadline.min(YEAR)),
+    // From here on no rank keeps the spares waiting.
+    old.barrier("grow/here", rank, size, timeouts.deadline)?;
+    let start = Instant::now();
+    let came = match rank {
+        HOST => gather(old, settings, start + deadline.min(YEAR)),
         _ => Ok(Vec::new()),
     };
     // A host that fails still tells the others, who would wait for it.
     let addresses: Vec<ListenAddress> = came.iter().flatten().map(listens_at).collect();
-    let (rank, size, patience) = (old.rank, old.size(), deadline.saturating_add(old.job.timeouts.deadline));
+    let patience = deadline.saturating_add(timeouts.deadline);
     let said = old.gather("grow/spares", rank, size, &ListenAddress::to_bytes(&addresses), patience)?;
     let spares = came?;
     let host = old.lineage.address(old.roster.members[HOST as usize]).ip();
-    let malformed = || BootstrapError::Malformed { peer: format!("rank {HOST}") };
-    let addresses = ListenAddress::from_bytes(&said[HOST as usize]).map_err(|_| malformed())?;
+    let malformed = |rank| BootstrapError::Malformed { peer: format!("rank {rank}") };
+    let addresses = ListenAddress::from_bytes(&said[HOST as usize]).map_err(|_| malformed(HOST))?;
     if addresses.is_empty() {
         return Err(BootstrapError::NoSpare { waited: start.elapsed() });
     }
     let addresses: Vec<SocketAddr> = addresses.iter().map(|address| resolve(address, host)).collect();
     // A rank that did not hear of spares in a growth that failed knows fewer numbers than others.
     let known = old.lineage.ranks().to_le_bytes();
-    let known = old.gather("grow/numbers", rank, size, &known, old.job.timeouts.deadline)?;
+    let known = old.gather("grow/numbers", rank, size, &known, timeouts.deadline)?;
     let number = |(from, bytes): (u32, &Vec<u8>)| match bytes.as_slice().try_into() {
         Ok(bytes) => Ok(u32::from_le_bytes(bytes)),
-        Err(_) => Err(BootstrapError::Malformed { peer: format!("rank {from}") }),
+        Err(_) => Err(malformed(from)),
     };
     let known = (0..).zip(&known).map(number).collect::<Result<Vec<u32>, _>>()?;
     let first = known.into_iter().max().unwrap_or_default();
-    let roster = old.lineage.admit(&old.roster, first, &addresses);
-    let admission =
-        |number| Admission { rank: number, members: size, roster: roster.clone(), addresses: all(old) };
+    let roster = old.lineage.admit(&old.roster.members, first, &addresses);
+    // The coordinator lets go of the listener before it completes the next step.
+    old.release_listener(true);
     // No rank rebuilds before all ranks know the spares.
-    old.barrier("grow/admitted", rank, size, old.job.timeouts.deadline)?;
+    old.barrier("grow/admitted", rank, size, timeouts.deadline)?;
     for (number, mut spare) in (first..).zip(spares) {
-        spare.connection.send(&Message::Admit(admission(number)));
+        let (roster, addresses) = (roster.clone(), all(old));
+        let admission = Admission { rank: number, members: size, roster, addresses };
+        spare.connection.send(&Message::Admit(admission));
         spare.connection.flush();
     }
-    let at_least = roster.members.len() as u32;
-    may_rebuild(old)?;
-    Rebuild::of_member(old, Instant::now() + limit(&old.job.timeouts), at_least).run(start)
+    let until = Instant::now() + limit(timeouts);
+    let rebuild = Rebuild::with_all(&old.job, &old.lineage, (&old.roster, rank), until);
+    let begun = rebuild.attempt().and_then(|begun| begun.ok_or(BootstrapError::NotGrown { rank }));
+    let absent = rebuild.absent().and_then(|absent| roster.members.binary_search(&absent).ok());
+    Ok(Growth { old, first, spares: addresses, begun, absent: absent.map(|place| place as u32) })
+}
+
+impl Growth<'_> {
+    /// Builds this rank's part of the larger world, and returns it once all old ranks have theirs.
+    /// That ends the old world. Otherwise it lives, without the spares.
+    ///
+    /// # Errors
+    /// [`BootstrapError::SpareLost`] on all ranks if a spare is the reason; this rank's own reason,
+    /// or [`BootstrapError::NotGrown`], if a rank is; the cause that ends the old world.
+    pub fn complete<T>(self, build: impl FnOnce(Rebuilt) -> Result<T, Error>) -> Result<T, Error> {
+        let Growth { old, first, spares, begun, absent } = self;
+        let (rank, size, timeouts) = (old.rank, old.size(), &old.job.timeouts);
+        let health = begun.as_ref().ok().map(|(next, _)| Arc::clone(next.health()));
+        let built = begun.map_err(Error::from).and_then(build);
+        let reason = || absent.or_else(|| culprit(health.as_deref()?)).unwrap_or(u32::MAX);
+        let said = built.as_ref().map_or_else(|_| reason().to_le_bytes().to_vec(), |_| Vec::new());
+        let patience = limit(timeouts) + timeouts.rendezvous + timeouts.deadline;
+        let verdicts = old.gather("grow/built", rank, size, &said, patience);
+        let is_out = |verdicts: &Vec<Vec<u8>>| verdicts.iter().position(|said| !said.is_empty());
+        let error = match (verdicts.map(|verdicts| (is_out(&verdicts), verdicts)), built) {
+            (Ok((None, _)), built) => {
+                old.cancel(Cause::Cancelled { by: rank });
+                return built;
+            }
+            (Ok((Some(out), verdicts)), built) => {
+                let named = verdicts.iter().filter_map(|said| said.as_slice().try_into().ok());
+                let named = named.map(u32::from_le_bytes).filter(|&named| named >= size);
+                let lost = named.filter_map(|rank| Some((rank, *spares.get((rank - size) as usize)?))).next();
+                match (lost, built.err()) {
+                    (Some((rank, address)), _) => BootstrapError::SpareLost { rank, address }.into(),
+                    (None, Some(own)) => own,
+                    (None, None) => BootstrapError::NotGrown { rank: out as u32 }.into(),
+                }
+            }
+            (Err(error), _) => error.into(),
+        };
+        // The coordinator of the larger world has ended: the old one has the listener again.
+        old.lineage.dismiss(first);
+        old.release_listener(false);
+        Err(error)
+    }
+}
+
+/// The rank that ended a world.
+fn culprit(health: &Health) -> Option<u32> {
+    match health.cause()? {
+        Cause::Lost { rank, .. } | Cause::Stalled { rank, .. } | Cause::Protocol { rank } => Some(rank),
+        Cause::Cancelled { by } | Cause::Nic { by } | Cause::Panicked { by, .. } => Some(by),
+        // Of both ends the one that is behind: a spare, if one is.
+        Cause::Connection { rank, by } => Some(rank.max(by)),
+        Cause::LauncherGone { .. } | Cause::Evicted { .. } => None,
+    }
 }
 
 /// Where a spare listens.
@@ -108,42 +177,95 @@ fn listens_at(spare: &AuthenticatedPeer) -> ListenAddress {
     ListenAddress { ip, port: spare.hello.port }
 }
 
+/// A spare that asks.
+struct Candidate {
+    peer: AuthenticatedPeer,
+    liveness: Liveness,
+    /// It has the settings of the ranks.
+    fits: bool,
+}
+
+impl Candidate {
+    fn new(peer: AuthenticatedPeer, timeouts: &Timeouts, now: Instant) -> Self {
+        Candidate {
+            peer,
+            liveness: Liveness::new(1, timeouts.heartbeat, timeouts.liveness, now),
+            fits: false,
+        }
+    }
+
+    /// Serves its connection. None if it goes away, or is refused.
+    fn turn(mut self, settings: &[Setting], now: Instant) -> Option<Self> {
+        self.peer.connection.flush();
+        self.peer.connection.fill();
+        while let Some(message) = self.peer.connection.next() {
+            self.liveness.heard(0, now);
+            match message {
+                Message::Heartbeat => {}
+                Message::Settings(theirs) => match difference(settings, &theirs) {
+                    None => self.fits = true,
+                    Some(refusal) => {
+                        tracing::warn!(?refusal, "a spare with other settings is refused");
+                        self.peer.refuse(refusal);
+                        return None;
+                    }
+                },
+                _ => return None,
+            }
+        }
+        let stays = !self.peer.connection.is_closed() && self.liveness.expired(now).is_empty();
+        stays.then_some(self)
+    }
+}
+
+/// The first setting of the ranks that a spare has otherwise, or not at all.
+fn difference(ours: &[Setting], theirs: &[Setting]) -> Option<JoinRefusal> {
+    ours.iter().find(|setting| !theirs.contains(setting)).map(|Setting { name, value }| {
+        let seen = theirs.iter().find(|other| other.name == *name);
+        let seen = seen.map(|other| other.value.clone()).unwrap_or_default();
+        JoinRefusal::Setting { name: name.clone(), seen, expected: value.clone() }
+    })
+}
+
 /// The spares that ask until a point in time: none, or those of a short while.
-fn gather(old: &TcpHub, until: Instant) -> Result<Vec<AuthenticatedPeer>, BootstrapError> {
-    let interrupt = Interrupt::default();
+fn gather(
+    old: &TcpHub,
+    settings: &[Setting],
+    until: Instant,
+) -> Result<Vec<AuthenticatedPeer>, BootstrapError> {
+    let (interrupt, timeouts) = (Interrupt::default(), &old.job.timeouts);
     let listener = loop {
         match bind(&old.job.identity) {
             Ok(listener) => break listener,
             Err(error) if Instant::now() >= until => return Err(error),
             // The coordinator of the first world holds the job's only port.
-            Err(_) => old.release_port(),
+            Err(_) => old.release_listener(true),
         }
         interrupt.check("grow")?;
         old.health().check()?;
         wait::nap(PAUSE);
     };
     let mut queue = HandshakeQueue::new(listener, old.job.secret.clone(), rendezvous(&old.job));
-    let (mut spares, mut until) = (Vec::<AuthenticatedPeer>::new(), until);
+    let (mut spares, mut until, mut beat) = (Vec::<Candidate>::new(), until, Instant::now());
     loop {
         interrupt.check("grow")?;
         old.health().check()?;
         let now = Instant::now();
-        for spare in queue.turn(now) {
-            if spares.is_empty() {
-                until = now + MORE;
-            }
-            spares.push(spare);
+        spares.extend(queue.turn(now).into_iter().map(|peer| Candidate::new(peer, timeouts, now)));
+        if now >= beat {
+            beat = now + timeouts.heartbeat;
+            spares.iter_mut().for_each(|spare| spare.peer.connection.send(&Message::Heartbeat));
         }
-        for spare in &mut spares {
-            spare.connection.flush();
-            spare.connection.fill();
+        let waited = spares.iter().any(|spare| spare.fits);
+        spares = spares.into_iter().filter_map(|spare| spare.turn(settings, now)).collect();
+        if !waited && spares.iter().any(|spare| spare.fits) {
+            until = now + MORE;
         }
-        spares.retain(|spare| !spare.connection.is_closed());
         if now >= until {
-            return Ok(spares);
+            return Ok(spares.into_iter().filter(|spare| spare.fits).map(|spare| spare.peer).collect());
         }
         let next = queue.next().into_iter().fold(until.min(now + SLICE), Instant::min);
-        let connections = spares.iter().map(|spare| spare.connection.poll_fd());
+        let connections = spares.iter().map(|spare| spare.peer.connection.poll_fd());
         poll_until(&mut queue.poll_fds().chain(connections).collect::<Vec<_>>(), next)?;
     }
 }
@@ -156,91 +278,4 @@ fn all(old: &TcpHub) -> Vec<ListenAddress> {
         port: address.port(),
     };
     addresses.map(listens).collect()
-}
-
-/// Waits as a spare until a world of the job takes this process in.
-pub fn spare(
-    identity: &Identity,
-    secret: Option<Secret>,
-    timeouts: Timeouts,
-    deadline: Duration,
-) -> Result<Rebuilt, BootstrapError> {
-    let (start, until) = (Instant::now(), Instant::now() + deadline.min(YEAR));
-    let job = job_of(identity, secret, timeouts)?;
-    let interrupt = Interrupt::default();
-    let mut foreign = None;
-    loop {
-        for address in candidates(identity, until) {
-            interrupt.check("spare")?;
-            match ask(&job, address, until, &interrupt) {
-                Ok((lineage, before)) => {
-                    if let Some(rebuilt) = enter(&job, lineage, &before)? {
-                        return Ok(rebuilt);
-                    }
-                }
-                Err(JoinError::Unreachable | JoinError::Refused(JoinRefusal::OtherJob)) => {}
-                Err(JoinError::Failed(error)) => return Err(error),
-                Err(JoinError::Refused(JoinRefusal::WrongSecret)) => {
-                    foreign.get_or_insert((Instant::now(), address));
-                }
-                Err(JoinError::Refused(refusal)) => return Err(explain(refusal, identity, address, start)),
-            }
-        }
-        interrupt.check("spare")?;
-        let over = Instant::now() + PAUSE >= until;
-        if let Some((since, address)) = foreign
-            && (over || since.elapsed() > GREETING)
-        {
-            return Err(explain(JoinRefusal::WrongSecret, identity, address, start));
-        }
-        if over {
-            let address = format!("{} (ports {})", identity.master_addr, list(&identity.ports));
-            return Err(BootstrapError::NotTakenIn { address, waited: start.elapsed() });
-        }
-        wait::nap(PAUSE);
-    }
-}
-
-/// Asks at an address, and waits there to be admitted.
-fn ask(
-    job: &Job,
-    address: SocketAddr,
-    until: Instant,
-    interrupt: &Interrupt,
-) -> Result<(Lineage, Roster), JoinError> {
-    let left = until.saturating_duration_since(Instant::now()).min(CONNECT).max(Duration::from_millis(1));
-    let stream = wait::connect(address, left).map_err(|_| JoinError::Unreachable)?;
-    let local = stream.local_addr().map_err(|_| JoinError::Unreachable)?.ip();
-    let mut connection = MessageConnection::new(stream).map_err(|_| JoinError::Unreachable)?;
-    let listener = listen_at(local, !job.identity.is_local())?;
-    let port = listener.local_addr().map_err(fail("getsockname"))?.port();
-    let RendezvousId { job: digest, size, epoch, host } = rendezvous(job);
-    let nonce = random().map_err(JoinError::Failed)?;
-    let hello = Hello { version: PROTOCOL, job: digest, rank: 0, size, epoch, host, port, nonce };
-    let initiator = Initiator::new(job.secret.clone(), hello);
-    let (stop, greeted_until) = (|| interrupt.came(), until.min(Instant::now() + GREETING));
-    let greeted = shake_hands(&mut connection, initiator, greeted_until, ANSWER, &stop);
-    greeted.ok_or(JoinError::Unreachable)?.map_err(miss)?;
-    match connection.await_message(until, &stop).ok_or(JoinError::Unreachable)? {
-        Message::Admit(Admission { rank, members, roster, addresses })
-            if roster.has(rank)
-                && (members as usize) < roster.members.len()
-                && roster.members.iter().all(|&member| (member as usize) < addresses.len()) =>
-        {
-            let before = roster.members[..members as usize].to_vec();
-            let before = Roster { epoch: roster.epoch, members: before };
-            let addresses = addresses.iter().map(|listens| resolve(listens, address.ip())).collect();
-            Ok((Lineage::admitted(rank, addresses, listener, roster), before))
-        }
-        Message::Refused(refusal) => Err(miss(refusal)),
-        _ => Err(JoinError::Unreachable),
-    }
-}
-
-/// One attempt to get into the next world with the members of the one before it. None if it does
-/// not begin.
-fn enter(job: &Job, lineage: Lineage, before: &Roster) -> Result<Option<Rebuilt>, BootstrapError> {
-    let (until, at_least) = (Instant::now() + limit(&job.timeouts), lineage.accepted().members.len());
-    let (rank, lineage) = (lineage.rank, Arc::new(lineage));
-    Rebuild::new(job, &lineage, (before, rank), until, at_least as u32).attempt()
 }

@@ -96,7 +96,7 @@ pub struct Hosted {
     pub(super) address: SocketAddr,
     /// The health of this rank, which the coordinator ends if it dies.
     pub health: Arc<Health>,
-    /// Set when the job's port is needed for something else.
+    /// Set while the own rank needs the listener.
     pub released: Arc<AtomicBool>,
     /// Why the coordinator could not gather the ranks.
     failure: Arc<OnceLock<BootstrapError>>,
@@ -307,6 +307,9 @@ pub(super) fn explain(
         JoinRefusal::WrongSecret => BootstrapError::WrongSecret { peer },
         JoinRefusal::Rank => BootstrapError::RankRefused { rank, size },
         JoinRefusal::Size(expected) => BootstrapError::JobSizesDiffer { rank, seen: size, expected },
+        JoinRefusal::Setting { name, seen, expected } => {
+            BootstrapError::SettingsDiffer { setting: name, seen, expected }
+        }
         JoinRefusal::Evicted(epoch) => BootstrapError::World(Cause::Evicted { rank, epoch }),
         JoinRefusal::Missing { ranks: missing, refused } => {
             let (step, waited) = ("rendezvous".to_owned(), start.elapsed());

@@ -6,6 +6,7 @@
 //!   epoch 1    members 0   2 3 4      accepted: from here on this rank joins no world with 1 in it
 //!   epoch 3    members     2 3        epoch 2 was offered, and did not begin
 //!              members     2 3 5      a spare was admitted as rank 5: worlds with it may follow
+//!              members     2 3        it was dismissed: the larger world did not begin
 //! ```
 
 use std::collections::BTreeSet;
@@ -61,19 +62,22 @@ impl Lineage {
     }
 
     /// Takes spares into a world, with the numbers from `first` on: worlds that follow may have
-    /// them. No rank of this job has one of these numbers. Returns the world with them.
-    pub fn admit(&self, world: &Roster, first: u32, spares: &[SocketAddr]) -> Roster {
+    /// them. No rank of this job has one of these numbers. Returns the world with them, under the
+    /// newest epoch that this rank has agreed to: growths that failed may have used some.
+    pub fn admit(&self, members: &[u32], first: u32, spares: &[SocketAddr]) -> Roster {
         let mut addresses = lock(&self.addresses);
         // Spares that other ranks know of, and that no world has.
         addresses.resize(first as usize, NOWHERE);
         addresses.extend(spares);
-        let mut roster = world.clone();
-        roster.members.extend(first..addresses.len() as u32);
         let mut newest = lock(&self.newest);
-        if newest.roster.epoch == roster.epoch {
-            newest.roster.clone_from(&roster);
-        }
-        roster
+        newest.roster.members = members.iter().copied().chain(first..addresses.len() as u32).collect();
+        newest.roster.clone()
+    }
+
+    /// The world with the spares from this number on did not begin. No later one has them, and they
+    /// count for nothing among the survivors.
+    pub fn dismiss(&self, first: u32) {
+        lock(&self.newest).roster.members.retain(|&member| member < first);
     }
 
     /// The newest world that this rank has agreed to. Others may have begun it.
@@ -145,18 +149,31 @@ mod tests {
         assert!(lineage.accept(&roster(1, &[0, 2])));
         let spare = lineage.address(0);
         assert!(!lineage.accept(&roster(2, &[0, 2, 3])), "rank 3 is a stranger");
-        assert_eq!(lineage.admit(&roster(1, &[0, 2]), 3, &[spare]), roster(1, &[0, 2, 3]));
+        assert_eq!(lineage.admit(&[0, 2], 3, &[spare]), roster(1, &[0, 2, 3]));
         assert_eq!((lineage.ranks(), lineage.accepted()), (4, roster(1, &[0, 2, 3])));
         assert!(lineage.accept(&roster(2, &[0, 2])), "the spare did not come");
-        assert_eq!(lineage.admit(&roster(2, &[0, 2]), 4, &[spare]), roster(2, &[0, 2, 4]), "no number twice");
+        assert_eq!(lineage.admit(&[0, 2], 4, &[spare]), roster(2, &[0, 2, 4]), "no number twice");
         assert!(lineage.accept(&roster(3, &[0, 2, 4])));
+    }
+
+    #[test]
+    fn spares_of_a_growth_that_failed_are_strangers_again() {
+        let lineage = lineage(0, 3);
+        let spare = lineage.address(0);
+        assert_eq!(lineage.admit(&[0, 1, 2], 3, &[spare, spare]), roster(0, &[0, 1, 2, 3, 4]));
+        assert!(lineage.accept(&roster(1, &[0, 1, 2, 3, 4])));
+        lineage.dismiss(3);
+        assert_eq!((lineage.ranks(), lineage.accepted()), (5, roster(1, &[0, 1, 2])));
+        assert!(!lineage.accept(&roster(2, &[0, 3, 4])), "two spares and one rank are no majority");
+        assert_eq!(lineage.admit(&[0, 1, 2], 5, &[spare]), roster(1, &[0, 1, 2, 5]), "the next growth");
+        assert!(lineage.accept(&roster(2, &[0, 1, 2, 5])));
     }
 
     #[test]
     fn rank_that_missed_a_growth_numbers_spares_as_the_others_do() {
         let lineage = lineage(0, 3);
         let spare = lineage.address(0);
-        assert_eq!(lineage.admit(&roster(0, &[0, 1, 2]), 4, &[spare]), roster(0, &[0, 1, 2, 4]));
+        assert_eq!(lineage.admit(&[0, 1, 2], 4, &[spare]), roster(0, &[0, 1, 2, 4]));
         assert_eq!((lineage.ranks(), lineage.address(4)), (5, spare));
     }
 

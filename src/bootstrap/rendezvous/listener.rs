@@ -157,9 +157,10 @@ impl PeerAuth {
             JoinRefusal::Size(expected) => {
                 BootstrapError::JobSizesDiffer { rank, seen: self.rendezvous.size, expected }
             }
-            JoinRefusal::OtherJob | JoinRefusal::Missing { .. } | JoinRefusal::Malformed => {
-                BootstrapError::Malformed { peer }
-            }
+            JoinRefusal::OtherJob
+            | JoinRefusal::Missing { .. }
+            | JoinRefusal::Setting { .. }
+            | JoinRefusal::Malformed => BootstrapError::Malformed { peer },
         }
     }
 }

@@ -3,7 +3,8 @@
 //! ```text
 //!   connect    first: rank 0 hosts, and the world begins when all ranks are here      JoinBarrier
 //!   rebuild    again: the lowest survivor that answers hosts, and all agree first     Gathering
-//!   grow       later: rank 0 admits spares, and all agree as in a rebuild
+//!   grow       later: rank 0 admits spares, all agree as in a rebuild, and the ranks once more
+//!   spare      the other side: asks, and comes to the next world
 //!   Lineage    what a rank keeps from world to world: its listener, the newest world that it agreed to
 //!   HandshakeQueue   the host's side of a connection: pending, authenticated
 //!   PeerAuth   ranks that have met, on streams of their own
@@ -17,15 +18,17 @@ mod join;
 mod lineage;
 mod listener;
 mod rebuild;
+mod spare;
 #[cfg(test)]
 mod tests;
 
 pub(super) use gathering::{Gathering, Step};
+pub use grow::Growth;
 pub(super) use grow::grow;
-pub use grow::spare;
 pub use join::connect;
 pub(super) use join::{Hosted, JoinBarrier, Membership};
 pub(super) use lineage::Lineage;
 pub(super) use listener::{AuthenticatedPeer, HandshakeQueue};
 pub use listener::{PeerAuth, PeerListener};
 pub(super) use rebuild::{Search, rebuild, window};
+pub use spare::spare;

@@ -28,7 +28,7 @@
 //! comes after the look breaks the next world while it is built. The next rebuild then looks at
 //! all ranks.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::{BTreeSet, VecDeque};
 use std::io::ErrorKind;
 use std::net::{SocketAddr, TcpStream};
@@ -127,13 +127,13 @@ pub type Rebuilt = (Box<dyn Hub>, Vec<u32>);
 pub fn rebuild(old: &TcpHub, deadline: Duration, at_least: u32) -> Result<Rebuilt, BootstrapError> {
     let (start, at_least) = (Instant::now(), at_least.max(1));
     may_rebuild(old)?;
-    let rebuild = Rebuild::of_member(old, start + deadline, at_least);
+    let rebuild = Rebuild::of_survivor(old, start + deadline, at_least);
     rebuild.cut_off.replace(rebuild.unreached(old.health().cause()));
     rebuild.run(start)
 }
 
 /// Some worlds are not rebuilt. One that lives is ended first, so that the others come too.
-pub fn may_rebuild(old: &TcpHub) -> Result<(), BootstrapError> {
+fn may_rebuild(old: &TcpHub) -> Result<(), BootstrapError> {
     match old.health().check() {
         Err(cause @ (Cause::LauncherGone { .. } | Cause::Evicted { .. })) => Err(cause.into()),
         Err(_) => Ok(()),
@@ -151,7 +151,7 @@ fn rendezvous(job: &Job, host: u32) -> RendezvousId {
     RendezvousId { job: job.into(), size: u32::MAX, epoch: 0, host }
 }
 
-/// A rank that looks for the others: a survivor, or a spare that was admitted.
+/// A rank that looks for the others: a survivor, or a rank or spare of a world that grows.
 pub struct Rebuild<'a> {
     job: &'a Job,
     lineage: &'a Arc<Lineage>,
@@ -162,6 +162,10 @@ pub struct Rebuild<'a> {
     timeouts: &'a Timeouts,
     until: Instant,
     at_least: u32,
+    /// The next world begins with all ranks or not at all: it grows.
+    with_all: bool,
+    /// A rank without which the world that this one hosted could not begin.
+    absent: Cell<Option<u32>>,
     /// Ranks that this one does not reach.
     cut_off: RefCell<Vec<u32>>,
     /// Hosts that fell silent. They may only have been slow.
@@ -170,14 +174,25 @@ pub struct Rebuild<'a> {
 }
 
 impl<'a> Rebuild<'a> {
-    /// That of a rank of a world.
-    pub fn of_member(old: &'a TcpHub, until: Instant, at_least: u32) -> Self {
+    /// That of a survivor of a world.
+    fn of_survivor(old: &'a TcpHub, until: Instant, at_least: u32) -> Self {
         let before = (&old.roster, old.rank);
         Rebuild::new(&old.job, &old.lineage, before, until, at_least)
     }
 
+    /// That of a rank of a world that takes spares in, or of one of the spares.
+    pub fn with_all(
+        job: &'a Job,
+        lineage: &'a Arc<Lineage>,
+        before: (&'a Roster, u32),
+        until: Instant,
+    ) -> Self {
+        let all = lineage.accepted().members.len() as u32;
+        Rebuild { with_all: true, ..Rebuild::new(job, lineage, before, until, all) }
+    }
+
     /// That of a rank with this name which comes from a world, or to one.
-    pub fn new(
+    fn new(
         job: &'a Job,
         lineage: &'a Arc<Lineage>,
         (before, rank): (&'a Roster, u32),
@@ -192,6 +207,8 @@ impl<'a> Rebuild<'a> {
             timeouts: &job.timeouts,
             until,
             at_least,
+            with_all: false,
+            absent: Cell::default(),
             cut_off: RefCell::default(),
             suspects: RefCell::default(),
             interrupt: Interrupt::default(),
@@ -199,7 +216,7 @@ impl<'a> Rebuild<'a> {
     }
 
     /// Tries again until the deadline.
-    pub fn run(&self, start: Instant) -> Result<Rebuilt, BootstrapError> {
+    fn run(&self, start: Instant) -> Result<Rebuilt, BootstrapError> {
         let (at_least, rank) = (self.at_least, self.rank);
         loop {
             self.interrupt.check("rebuild")?;
@@ -227,6 +244,11 @@ impl<'a> Rebuild<'a> {
                 self.interrupt.check("rebuild").map(|()| None)
             }
         }
+    }
+
+    /// A rank that did not come to this one, after an attempt that failed.
+    pub fn absent(&self) -> Option<u32> {
+        self.absent.get()
     }
 
     /// Tries the ranks below this one in turn, then hosts.
@@ -297,6 +319,14 @@ impl<'a> Rebuild<'a> {
                 // The listener is needed again.
                 search.over.store(true, Ordering::Relaxed);
                 wait::join(hosted.coordinator);
+                let (here, gone) = (lock(&search.here).clone(), search.gone());
+                let absent = |is_absent: &dyn Fn(u32) -> bool| {
+                    roster.members.iter().copied().find(|&rank| rank != own && is_absent(rank))
+                };
+                if !self.interrupt.came() {
+                    let lost = absent(&|rank| gone.contains(&rank));
+                    self.absent.set(lost.or_else(|| absent(&|rank| !here.contains(&rank))));
+                }
                 Err(miss)
             }
         }
@@ -323,6 +353,11 @@ impl<'a> Rebuild<'a> {
                 quiet.iter().for_each(|&rank| search.give_up(rank));
             }
             let gone = search.gone();
+            let lacks = |rank: &u32| gone.contains(rank) && !here.contains(rank);
+            let all_known = || others.iter().all(|rank| here.contains(rank) || gone.contains(rank));
+            if self.with_all && all_known() && roster.members.iter().any(lacks) {
+                return Err(Miss::Again);
+            }
             let is_due = |rank: &u32| !here.contains(rank) && !gone.contains(rank) && self.is_suspect(*rank);
             let due = others.iter().position(is_due);
             let pause = if due.is_some() { Duration::ZERO } else { PAUSE };

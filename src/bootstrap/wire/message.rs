@@ -7,7 +7,7 @@
 //!           ◄────────── Proof | Refused
 //!           ◄────────── Welcome | Refused               the first world, or a stream
 //!           Survivor ──► ◄── Offer   Accept ──► ◄── Begin  | Refused    a rebuild
-//!           ◄────────── Admit                           a spare is taken in, and comes to a rebuild
+//!           Settings ──► ◄── Admit | Refused    Heartbeat both ways      a spare, until it is taken in
 //!   rank    Set Get Gather Withdraw  Heartbeat  Dead  Bye ──►  coordinator
 //!           ◄──  Answer              Heartbeat  Dead  Left
 //! ```
@@ -20,7 +20,7 @@ use super::frame::{Malformed, Reader, Writer};
 use crate::error::{Cause, LostReason, RefusedJoins};
 
 /// Version of everything in this file.
-pub const PROTOCOL: u32 = 5;
+pub const PROTOCOL: u32 = 6;
 
 /// The joining rank, its purpose, and its own listening address.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -52,6 +52,7 @@ pub enum Message {
     Offer(Roster),
     Accept { epoch: u16 },
     Begin { epoch: u16 },
+    Settings(Vec<Setting>),
     Admit(Admission),
     Heartbeat,
     Set { ticket: u64, key: String, value: Vec<u8> },
@@ -160,6 +161,14 @@ impl Message {
                 write_roster(&mut w, roster);
                 write_addresses(&mut w, addresses);
             }
+            Message::Settings(settings) => {
+                w.u8(19);
+                w.u32(settings.len() as u32);
+                settings.iter().for_each(|Setting { name, value }| {
+                    w.bytes(name.as_bytes());
+                    w.bytes(value.as_bytes());
+                });
+            }
         }
         w.finish()
     }
@@ -212,6 +221,7 @@ impl Message {
                 roster: read_roster(r)?,
                 addresses: r.list(read_address)?,
             }),
+            19 => Message::Settings(r.list(|r| Ok(Setting { name: r.text()?, value: r.text()? }))?),
             _ => return Err(Malformed),
         };
         reader.end()?;
@@ -288,6 +298,15 @@ impl ListenAddress {
     }
 }
 
+/// A setting that all ranks of a world share.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Setting {
+    /// Its variable, or its field in the options.
+    pub name: String,
+    /// Its value in words.
+    pub value: String,
+}
+
 /// A spare's place among the ranks of a job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Admission {
@@ -314,6 +333,8 @@ pub enum JoinRefusal {
     Rank,
     /// The job of the host has this many ranks.
     Size(u32),
+    /// A spare has another value of this setting than the ranks.
+    Setting { name: String, seen: String, expected: String },
     /// The world went on without this rank and is in this epoch.
     Evicted(u16),
     /// The meeting was given up: these ranks did not come. Others came with another secret.
@@ -410,6 +431,10 @@ fn write_refusal(w: &mut Writer, refusal: &JoinRefusal) {
             w.u8(7);
             w.u32(*size);
         }
+        JoinRefusal::Setting { name, seen, expected } => {
+            w.u8(8);
+            [name, seen, expected].into_iter().for_each(|text| w.bytes(text.as_bytes()));
+        }
     }
 }
 
@@ -423,6 +448,7 @@ fn read_refusal(r: &mut Reader) -> Result<JoinRefusal, Malformed> {
         5 => JoinRefusal::Missing { ranks: r.list(Reader::u32)?, refused: read_refused(r)? },
         6 => JoinRefusal::Malformed,
         7 => JoinRefusal::Size(r.u32()?),
+        8 => JoinRefusal::Setting { name: r.text()?, seen: r.text()?, expected: r.text()? },
         _ => return Err(Malformed),
     })
 }
@@ -589,6 +615,11 @@ mod tests {
             }),
             Just(JoinRefusal::Malformed),
             any::<u32>().prop_map(JoinRefusal::Size),
+            (".{0,9}", ".{0,9}", ".{0,9}").prop_map(|(name, seen, expected)| JoinRefusal::Setting {
+                name,
+                seen,
+                expected
+            }),
         ]
     }
 
@@ -651,6 +682,10 @@ mod tests {
                     Message::Admit(Admission { rank, members, roster, addresses })
                 }
             ),
+            prop::collection::vec((".{0,9}", ".{0,9}"), 0..5).prop_map(|settings| {
+                let setting = |(name, value)| Setting { name, value };
+                Message::Settings(settings.into_iter().map(setting).collect())
+            }),
             Just(Message::Heartbeat),
             (any::<u64>(), ".{0,9}", any::<Vec<u8>>()).prop_map(|(ticket, key, value)| Message::Set {
                 ticket,

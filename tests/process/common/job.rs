@@ -15,7 +15,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use sidelane::plan::Strategy;
 use sidelane::topology::Route;
 
-use super::rank::{MARK, ROUTE, SPARE, STRATEGY};
+use super::rank::{DIES_AS, MARK, ROUTE, SPARE, STRATEGY};
 use super::{Command, LONG, Report};
 use crate::support::network::Network;
 use crate::support::processes::master_port;
@@ -86,6 +86,13 @@ impl Setup {
         self.nodes.push(0);
         self.ranks.push(process);
         self.var_of(process, SPARE, 1).var_of(process, "RANK", 0).var_of(process, "LOCAL_RANK", 0)
+    }
+
+    /// One that dies as soon as a world takes it in, before the world is built.
+    pub fn dying_spare(self) -> Setup {
+        let process = self.nodes.len() as u32;
+        let rank = self.size;
+        self.spare().var_of(process, DIES_AS, rank)
     }
 
     /// Sets a variable for all ranks.

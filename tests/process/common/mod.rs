@@ -179,6 +179,14 @@ pub enum Failure {
     },
     NoRendezvous,
     WrongSecret,
+    /// A spare died while a world took it in.
+    SpareLost {
+        rank: u32,
+    },
+    /// A spare has another value of this setting.
+    SettingsDiffer {
+        setting: String,
+    },
     Missing(Vec<u32>),
     Other(String),
 }
@@ -193,6 +201,10 @@ impl From<Error> for Failure {
             }
             Error::Bootstrap(BootstrapError::NoRendezvous { .. }) => Failure::NoRendezvous,
             Error::Bootstrap(BootstrapError::WrongSecret { .. }) => Failure::WrongSecret,
+            Error::Bootstrap(BootstrapError::SpareLost { rank, .. }) => Failure::SpareLost { rank },
+            Error::Bootstrap(BootstrapError::SettingsDiffer { setting, .. }) => {
+                Failure::SettingsDiffer { setting }
+            }
             Error::Bootstrap(BootstrapError::Deadline { missing, .. }) => Failure::Missing(missing),
             other => Failure::Other(other.to_string()),
         }

@@ -15,7 +15,7 @@ use sidelane::topology::Route;
 use sidelane::{Error, ExpertParallel, Options, World};
 
 use super::reference::Round;
-use super::{Command, Failure, LONG, Memory, Report};
+use super::{Command, Failure, LONG, Memory, Report, Thread};
 
 /// Set in processes that a [`Job`](super::job::Job) started.
 pub const MARK: &str = "SIDELANE_TEST_RANK";
@@ -25,6 +25,8 @@ pub const ROUTE: &str = "SIDELANE_TEST_ROUTE";
 pub const STRATEGY: &str = "SIDELANE_TEST_STRATEGY";
 /// Set in a process that is no rank before a world takes it in.
 pub const SPARE: &str = "SIDELANE_TEST_SPARE";
+/// Set in a spare that dies as soon as it is in a world as this rank, before the world is built.
+pub const DIES_AS: &str = "SIDELANE_TEST_DIES_AS";
 /// Rounds after which a looping rank says that it runs.
 const WARM: u64 = 3;
 
@@ -42,6 +44,10 @@ pub fn serve() {
 }
 
 fn spare() -> Result<World, Error> {
+    if let Some(rank) = std::env::var(DIES_AS).ok().and_then(|rank| rank.parse().ok()) {
+        std::panic::set_hook(Box::new(|_| std::process::abort()));
+        panic_in(&Thread::Link.of(rank));
+    }
     World::spare(&Identity::from_env()?, Secret::from_env()?, Options::from_env()?, LONG)
 }
 
