@@ -335,6 +335,26 @@ impl Enqueuer {
     }
 }
 
+/// Enqueues that own rows of a call go to where they land, this rank's `landing`. The caller's
+/// stream does that while the stream of copies serves the other ranks: neither touches what the
+/// other writes.
+fn place_own_rows(
+    (common, caller): (&Session, &CallerStream),
+    landing: u64,
+    Kept { layout, own: (runs, rows), .. }: &Kept,
+    call: (CallKind, u32),
+    tokens: (u32, &DeviceRange, Dtype),
+) -> Result<(), Error> {
+    if *rows == 0 {
+        return Ok(());
+    }
+    let chunk = common.shape.landing(call.0, layout.landed);
+    let behind = if common.shape.arrives() { chunk.bytes() } else { 0 };
+    let places = (*rows, runs.end - runs.start, landing + behind, layout.landed);
+    let CallerStream { stream, kernels, .. } = caller;
+    common.place_own_rows(stream, kernels, call, tokens, places)
+}
+
 /// A call amid its steps.
 pub(super) struct DeviceCall<'p> {
     pub enqueuer: &'p mut Enqueuer,
@@ -412,13 +432,14 @@ impl<'p> DeviceCall<'p> {
 
     fn stage(&mut self, stage: StageId, part: Part) -> Result<(), Error> {
         let in_place = self.in_place();
-        let Enqueuer { engine, tables, kept, common, calls, scratch, .. } = &mut *self.enqueuer;
+        let kind = self.tag.kind;
+        let Enqueuer { engine, tables, kept, common, caller, calls, scratch, .. } = &mut *self.enqueuer;
         let items = self.programs.stages.items(stage, part);
-        let layout: &DispatchLayout = &kept[self.context as usize].layout;
+        let kept = &kept[self.context as usize];
         let rows = stage == StageId::Rows;
         let operands = Operands {
-            runs: if rows { &layout.runs } else { &[] },
-            ..tables.operands(*calls, common.shape.row_bytes(self.tag.kind))
+            runs: if rows { &kept.layout.runs } else { &[] },
+            ..tables.operands(*calls, common.shape.row_bytes(kind))
         };
         if !rows || part == Part::Finish {
             return engine.run(items, &operands, None);
@@ -431,23 +452,14 @@ impl<'p> DeviceCall<'p> {
             _ => (&packed, staging.0),
         };
         let packed = Packed { rows, at, notes: &notes, notes_of_host: words };
-        engine.run(items, &operands, Some(packed))?;
-        self.place_own_rows()
-    }
-
-    /// Enqueues that own rows go to where they land. The caller's stream does that while the stream
-    /// of copies serves the other ranks: neither touches what the other writes.
-    fn place_own_rows(&self) -> Result<(), Error> {
-        let (context, kind) = (self.context, self.tag.kind);
-        let Enqueuer { common, caller, tables, kept, .. } = &*self.enqueuer;
-        let Kept { layout, own: (runs, rows), .. } = &kept[context as usize];
-        let Some((x, dtype)) = self.x.as_ref().filter(|_| *rows > 0) else { return Ok(()) };
-        let landing = common.shape.landing(kind, layout.landed);
-        let behind = if common.shape.arrives() { landing.bytes() } else { 0 };
-        let base = tables.landing[common.fixed.lanes.rank as usize] + behind;
-        let CallerStream { stream, kernels, .. } = caller;
-        let places = (*rows, runs.end - runs.start, base, layout.landed);
-        common.place_own_rows(stream, kernels, (kind, context), (self.tokens, x, *dtype), places)
+        engine.collect(items, &operands, Some(packed))?;
+        // Before the net is served: that keeps this thread until the stream has packed what crosses.
+        if let Some((x, dtype)) = &self.x {
+            let landing = tables.landing[common.fixed.lanes.rank as usize];
+            let (call, tokens) = ((kind, self.context), (self.tokens, x, *dtype));
+            place_own_rows((common, caller), landing, kept, call, tokens)?;
+        }
+        engine.drain(Some(packed))
     }
 
     /// Has the relay perform a step.

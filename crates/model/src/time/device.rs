@@ -67,6 +67,12 @@ enum PieceSource {
 impl Lines<'_> {
     /// The operations of a stage.
     pub(super) fn enqueue_stage(&mut self, items: &[TrackOp], operands: &Operands) {
+        self.collect(items, operands);
+        self.flush();
+    }
+
+    /// The same, but for what stays queued for the NIC.
+    pub(super) fn collect(&mut self, items: &[TrackOp], operands: &Operands) {
         for &TrackOp { op, .. } in items {
             match op {
                 Op::Put { to, operand } | Op::PutRows { to, operand } => {
@@ -83,7 +89,7 @@ impl Lines<'_> {
                 Op::Reduce { operand } => self.reduce(operands, operand),
             }
         }
-        self.flush();
+        self.enqueue();
     }
 
     fn move_pieces(&mut self, operands: &Operands, to: u32, operand: OperandId) {

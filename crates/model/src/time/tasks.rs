@@ -206,9 +206,14 @@ impl<'a> Lowering<'a> {
                         ) => &operands.relayed,
                         _ => &operands.messages,
                     };
-                    lines.stage(programs.stages.items(stage, part), filled);
-                    if executed && role == Role::Own && (stage, part) == (StageId::Rows, Part::Start) {
-                        self.place_own_rows(lines);
+                    let items = programs.stages.items(stage, part);
+                    match (role, stage, part) {
+                        (Role::Own, StageId::Rows, Part::Start) if executed => {
+                            lines.collect(items, filled);
+                            self.place_own_rows(lines);
+                            lines.flush();
+                        }
+                        _ => lines.stage(items, filled),
                     }
                     if stage == StageId::Home && self.paths.is_multi_node() {
                         lines.mark(Phase::Home);
