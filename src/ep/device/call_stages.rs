@@ -235,7 +235,8 @@ impl Enqueuer {
         Ok(())
     }
 
-    /// The call is enqueued: the caller's stream goes on behind it.
+    /// The call is enqueued: the caller's stream goes on behind it, and finds why it was refused.
+    /// Otherwise the word keeps what kernels of the call have reported.
     pub fn answer(&mut self, context: u32, status: Status) -> Result<(), Error> {
         // Of a world that died meanwhile the guard says so, again and again.
         self.common.fixed.shared.hub.health().check()?;
@@ -243,8 +244,10 @@ impl Enqueuer {
         let (mark, awaited) = self.engine.awaited();
         watch.expect(mark, awaited);
         self.engine.precede(stream, done)?;
-        // Kernels of earlier calls may have yet to read the word.
-        stream.write(self.common.word(context, StreamFlag::Status)?, status.0)?;
+        if status != Status::OK {
+            // Kernels of earlier calls may have yet to read the word.
+            stream.write(self.common.word(context, StreamFlag::Status)?, status.0)?;
+        }
         Ok(())
     }
 

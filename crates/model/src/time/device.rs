@@ -344,9 +344,8 @@ impl Lines<'_> {
         self.hand(Line::Caller, Task::Hear(OwnWord::Done, done));
     }
 
-    /// The call is enqueued: the caller's stream goes on, and finds how it ended.
-    pub(super) fn answer(&mut self) {
-        self.precede();
+    /// The caller's stream writes that the call goes well so far.
+    pub(super) fn clear_status(&mut self) {
         self.operate(Line::Caller, Task::Busy(self.hardware.engines.per_word));
     }
 
