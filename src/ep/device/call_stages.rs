@@ -456,7 +456,7 @@ impl<'p> DeviceCall<'p> {
         };
         let packed = Packed { rows, at, notes: &notes, notes_of_host: words };
         engine.collect(items, &operands, Some(packed))?;
-        // Before the net is served: that keeps this thread until the stream has packed what crosses.
+        // Before the net is served, where this thread waits until rows that cross are packed.
         if let Some((x, dtype)) = &self.x {
             let landing = tables.landing[common.fixed.lanes.rank as usize];
             let (call, tokens) = ((kind, self.context), (self.tokens, x, *dtype));
