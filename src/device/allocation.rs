@@ -59,6 +59,11 @@ impl Allocation {
         Ok((bytes as u64).max(1))
     }
 
+    /// What an allocation of so many bytes takes, if a number holds that.
+    pub(crate) fn whole(bytes: u64, granularity: u64) -> Option<u64> {
+        bytes.max(1).checked_next_multiple_of(granularity)
+    }
+
     /// Memory of the context's device: at least `bytes`, rounded up to its granularity. It can be
     /// exported, and NICs can reach it where the device supports that.
     ///
@@ -69,7 +74,7 @@ impl Allocation {
         let granularity = Self::granularity(context)?;
         const CALL: &str = "cuMemCreate";
         let too_much = DeviceError::OutOfMemory { device: context.device(), call: CALL, bytes };
-        let bytes = bytes.max(1).checked_next_multiple_of(granularity).ok_or(too_much)?;
+        let bytes = Self::whole(bytes, granularity).ok_or(too_much)?;
         let properties = properties(context);
         let _entered = context.enter()?;
         let mut handle = 0;

@@ -134,8 +134,9 @@ impl LaneUse {
 /// | 4 | ranks make different calls |
 /// | 65536 | the world has failed |
 ///
-/// In slots, each other value than 0 and 65536 is a [`KernelFault`](crate::error::KernelFault) that
-/// a kernel has found: with a budget that graphs hold, also that a rank is over it.
+/// Each other value is a [`KernelFault`](crate::error::KernelFault) that a kernel has found: rows
+/// or sums of the call are wrong. In slots that holds for 1 to 4, too: with a budget that graphs
+/// hold, a fault is also that a rank is over it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Status(pub u32);

@@ -30,7 +30,7 @@ pub enum MemoryError {
     DeviceFull {
         /// The first rank of such a device.
         rank: u32,
-        /// Bytes that all ranks of the group on this device need.
+        /// Bytes that all ranks of the group on this device need, each in whole granules.
         needed: u64,
         /// Bytes that are free there.
         free: u64,

@@ -107,18 +107,18 @@ struct FreeInfo {
 }
 
 impl DeviceWindow {
-    /// Whether the devices of all members have as many bytes free as each member `needed`. Members
-    /// may share a device. Collective.
+    /// Whether the devices of all members have as many bytes free as allocations of what each
+    /// member `needed` take. Members may share a device. Collective.
     ///
     /// # Errors
     /// [`MemoryError::DeviceFull`], the same on every rank; [`DeviceError`] at a rank whose driver
     /// does not say, and [`MemoryError::NotUsable`] at the others.
     pub(crate) fn check_free(group: &Group, context: &Context, needed: u64) -> Result<(), Error> {
-        let free = context.free_memory();
-        let known = free.is_ok().into();
-        let said = FreeInfo { known, free: free.as_ref().copied().unwrap_or(0), needed };
-        let heard = tell(group, context, said)?;
-        free?;
+        let known = context.free_memory().and_then(|free| Ok((free, Allocation::granularity(context)?)));
+        let (free, granularity) = known.as_ref().copied().unwrap_or((0, 1));
+        let needed = Allocation::whole(needed, granularity).unwrap_or(u64::MAX);
+        let heard = tell(group, context, FreeInfo { known: known.is_ok().into(), free, needed })?;
+        known?;
         if let Some((_, rank)) = heard.iter().zip(0..).find(|(peer, _)| peer.said.known != 1) {
             return Err(MemoryError::NotUsable { rank }.into());
         }

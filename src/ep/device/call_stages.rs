@@ -235,7 +235,8 @@ impl Enqueuer {
         Ok(())
     }
 
-    /// The call is enqueued: the caller's stream goes on behind it.
+    /// The call is enqueued: the caller's stream goes on behind it, and finds why it was refused.
+    /// Otherwise the word keeps what kernels of the call have reported.
     pub fn answer(&mut self, context: u32, status: Status) -> Result<(), Error> {
         // Of a world that died meanwhile the guard says so, again and again.
         self.common.fixed.shared.hub.health().check()?;
@@ -243,8 +244,10 @@ impl Enqueuer {
         let (mark, awaited) = self.engine.awaited();
         watch.expect(mark, awaited);
         self.engine.precede(stream, done)?;
-        // Kernels of earlier calls may have yet to read the word.
-        stream.write(self.common.word(context, StreamFlag::Status)?, status.0)?;
+        if status != Status::OK {
+            // Kernels of earlier calls may have yet to read the word.
+            stream.write(self.common.word(context, StreamFlag::Status)?, status.0)?;
+        }
         Ok(())
     }
 
@@ -335,6 +338,26 @@ impl Enqueuer {
     }
 }
 
+/// Enqueues that own rows of a call go to where they land, this rank's `landing`. The caller's
+/// stream does that while the stream of copies serves the other ranks: neither touches what the
+/// other writes.
+fn place_own_rows(
+    (common, caller): (&Session, &CallerStream),
+    landing: u64,
+    Kept { layout, own: (runs, rows), .. }: &Kept,
+    call: (CallKind, u32),
+    tokens: (u32, &DeviceRange, Dtype),
+) -> Result<(), Error> {
+    if *rows == 0 {
+        return Ok(());
+    }
+    let chunk = common.shape.landing(call.0, layout.landed);
+    let behind = if common.shape.arrives() { chunk.bytes() } else { 0 };
+    let places = (*rows, runs.end - runs.start, landing + behind, layout.landed);
+    let CallerStream { stream, kernels, .. } = caller;
+    common.place_own_rows(stream, kernels, call, tokens, places)
+}
+
 /// A call amid its steps.
 pub(super) struct DeviceCall<'p> {
     pub enqueuer: &'p mut Enqueuer,
@@ -412,13 +435,14 @@ impl<'p> DeviceCall<'p> {
 
     fn stage(&mut self, stage: StageId, part: Part) -> Result<(), Error> {
         let in_place = self.in_place();
-        let Enqueuer { engine, tables, kept, common, calls, scratch, .. } = &mut *self.enqueuer;
+        let kind = self.tag.kind;
+        let Enqueuer { engine, tables, kept, common, caller, calls, scratch, .. } = &mut *self.enqueuer;
         let items = self.programs.stages.items(stage, part);
-        let layout: &DispatchLayout = &kept[self.context as usize].layout;
+        let kept = &kept[self.context as usize];
         let rows = stage == StageId::Rows;
         let operands = Operands {
-            runs: if rows { &layout.runs } else { &[] },
-            ..tables.operands(*calls, common.shape.row_bytes(self.tag.kind))
+            runs: if rows { &kept.layout.runs } else { &[] },
+            ..tables.operands(*calls, common.shape.row_bytes(kind))
         };
         if !rows || part == Part::Finish {
             return engine.run(items, &operands, None);
@@ -431,23 +455,14 @@ impl<'p> DeviceCall<'p> {
             _ => (&packed, staging.0),
         };
         let packed = Packed { rows, at, notes: &notes, notes_of_host: words };
-        engine.run(items, &operands, Some(packed))?;
-        self.place_own_rows()
-    }
-
-    /// Enqueues that own rows go to where they land. The caller's stream does that while the stream
-    /// of copies serves the other ranks: neither touches what the other writes.
-    fn place_own_rows(&self) -> Result<(), Error> {
-        let (context, kind) = (self.context, self.tag.kind);
-        let Enqueuer { common, caller, tables, kept, .. } = &*self.enqueuer;
-        let Kept { layout, own: (runs, rows), .. } = &kept[context as usize];
-        let Some((x, dtype)) = self.x.as_ref().filter(|_| *rows > 0) else { return Ok(()) };
-        let landing = common.shape.landing(kind, layout.landed);
-        let behind = if common.shape.arrives() { landing.bytes() } else { 0 };
-        let base = tables.landing[common.fixed.lanes.rank as usize] + behind;
-        let CallerStream { stream, kernels, .. } = caller;
-        let places = (*rows, runs.end - runs.start, base, layout.landed);
-        common.place_own_rows(stream, kernels, (kind, context), (self.tokens, x, *dtype), places)
+        engine.collect(items, &operands, Some(packed))?;
+        // Before the net is served, where this thread waits until rows that cross are packed.
+        if let Some((x, dtype)) = &self.x {
+            let landing = tables.landing[common.fixed.lanes.rank as usize];
+            let (call, tokens) = ((kind, self.context), (self.tokens, x, *dtype));
+            place_own_rows((common, caller), landing, kept, call, tokens)?;
+        }
+        engine.drain(Some(packed))
     }
 
     /// Has the relay perform a step.

@@ -538,7 +538,13 @@ impl EnqueuedExchange {
     /// Enqueues the first half of a return.
     fn enqueue_return(&mut self, kind: CallKind, context: u32, steps: u32) -> Result<CallMachine, Error> {
         self.enqueue_reached(context, steps).map_err(|error| self.common.fixed.fail(error))?;
-        self.start(kind, context)
+        let machine = self.start(kind, context)?;
+        // Weight gradients return behind a call that is the caller's as well, with its faults.
+        if kind != CallKind::ReturnWeights {
+            let cleared = self.common.clear_status(&self.stream, context);
+            cleared.map_err(|error| self.common.fixed.fail(error.into()))?;
+        }
+        Ok(machine)
     }
 
     /// Enqueues that rows go along the layout of a handle, and that they come. Collective.
@@ -580,6 +586,7 @@ impl EnqueuedExchange {
         let fail = |error| self.common.fixed.fail(error);
         let x = x.filter(|_| tokens > 0);
         let lies = x.is_some_and(|x| self.common.lie_here(kind, x).is_some() && self.may_lie(context));
+        self.common.clear_status(&self.stream, context).map_err(|error| fail(error.into()))?;
         if let (Some((x, dtype)), false) = (x, lies) {
             let packed = self.common.pack(&self.stream, &self.kernels, (kind, context), (tokens, x, dtype));
             packed.map_err(fail)?;
@@ -726,6 +733,7 @@ impl EnqueuedExchange {
             common.word(context, StreamFlag::Dispatch)?,
             brought.map_or(REFUSED, |(chosen, _)| chosen.tokens) + 1,
         )?;
+        common.clear_status(stream, context)?;
         let packs = brought.filter(|(chosen, _)| chosen.tokens > 0);
         if let Some((Chosen { tokens, experts, .. }, x)) = packs {
             // Where engines relay, the second half finds the order.

@@ -32,6 +32,7 @@ use crate::device::{
     SortArgs, Stream, Word,
 };
 use crate::dtype::{Dtype, Fp8RowShape};
+use crate::ep::Status;
 use crate::ep::state::EpState;
 use crate::error::{CallKind, DeviceError, Error, PlanError};
 use crate::exec::{CopyEngineStepper, EnqueueCounts};
@@ -73,6 +74,12 @@ impl Session {
     /// A flag, as streams see it.
     pub fn word(&self, context: u32, flag: StreamFlag) -> Result<Word<'_, u32>, DeviceError> {
         self.host.range().word(self.shape.flag(context, flag))
+    }
+
+    /// Enqueues that a call along a context goes well so far. Kernels of the call that are enqueued
+    /// behind it report their faults, and only a refusal overwrites these.
+    pub fn clear_status(&self, stream: &Stream, context: u32) -> Result<(), DeviceError> {
+        stream.write(self.word(context, StreamFlag::Status)?, Status::OK.0)
     }
 
     /// A piece of the device's memory.

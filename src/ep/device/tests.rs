@@ -23,6 +23,7 @@ use crate::world::{NicCounters, NoDmaBuf, NoGpuDirect, Registration};
 use crate::{Group, Options, World};
 
 mod counts;
+mod kernel_faults;
 
 #[path = "../../../tests/device/apart.rs"]
 pub(in crate::ep) mod apart;

@@ -167,8 +167,25 @@ impl CopyEngineStepper {
         operands: &Operands<'_>,
         packed: Option<Packed<'_>>,
     ) -> Result<(), Error> {
+        self.collect(items, operands, packed)?;
+        self.drain(packed)
+    }
+
+    /// The first part of [`CopyEngineStepper::run`]: enqueues what these operations ask of the
+    /// stream. What crosses may still be queued for [`CopyEngineStepper::drain`], which waits for
+    /// the stream and the net.
+    ///
+    /// # Errors
+    /// As [`CopyEngineStepper::run`].
+    pub fn collect(
+        &mut self,
+        items: &[TrackOp],
+        operands: &Operands<'_>,
+        packed: Option<Packed<'_>>,
+    ) -> Result<(), Error> {
         items.iter().try_for_each(|item| self.step(&item.op, operands, packed))?;
-        self.flush(packed)
+        self.cut()?;
+        Ok(self.enqueue()?)
     }
 
     fn step(&mut self, op: &Op, operands: &Operands<'_>, packed: Option<Packed<'_>>) -> Result<(), Error> {

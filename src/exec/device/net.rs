@@ -254,7 +254,10 @@ impl CopyEngineStepper {
 
     /// Puts and signals all that is to cross, as soon as it is in the outbox, which is empty
     /// afterwards.
-    pub(super) fn drain(&mut self, packed: Option<Packed<'_>>) -> Result<(), Error> {
+    ///
+    /// # Errors
+    /// As [`CopyEngineStepper::run`].
+    pub fn drain(&mut self, packed: Option<Packed<'_>>) -> Result<(), Error> {
         self.cut()?;
         while let Some(QueuedOp { behind, step }) = self.outbox.queue.pop_front() {
             self.reached(behind)?;

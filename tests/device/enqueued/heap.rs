@@ -118,6 +118,26 @@ fn ranks_of_one_device_are_refused_what_they_need_together() {
     });
 }
 
+/// What a device takes for memory is whole granules, which may not fit where the bytes do.
+#[test]
+fn heap_that_fits_in_bytes_alone_is_refused_on_all_ranks() {
+    let test = "enqueued::heap::heap_that_fits_in_bytes_alone_is_refused_on_all_ranks";
+    // Of this seed, granules have 2 MiB.
+    on_settings(test, &[&[("SIDELANE_FAKE_CUDA_MEMORY", "52428800")]], (8, 67), || {
+        on_ranks(&[0, 0], &small(), |world| {
+            let (group, stream) = (world.all().unwrap(), stream(0));
+            assert_eq!(Allocation::granularity(stream.context()), Ok(2 << 20));
+            let case = Case::new(2, 4, 2);
+            let heap = |bytes| case.settings::<bf16>(&group).on(&stream).device_heap(bytes);
+            // With the rest of an instance, less than half of the memory.
+            let refused = heap(24 << 20).build().map(drop).unwrap_err();
+            let full = MemoryError::DeviceFull { rank: 0, needed: 2 * (26 << 20), free: 50 << 20 };
+            assert_eq!(refused, full.into());
+            heap(22 << 20).build().unwrap();
+        });
+    });
+}
+
 #[test]
 fn heap_that_is_too_small_says_what_to_raise() {
     on_devices("enqueued::heap::heap_that_is_too_small_says_what_to_raise", 8, 65, || {

@@ -1,6 +1,11 @@
 //! Calls across nodes: rows cross by memory of the host, and come out as on the host, to the bit.
 
+use std::sync::Barrier;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
 use half::bf16;
+use sidelane::device::PinnedMemory;
 use sidelane::exec::EnqueueCounts;
 use sidelane::plan::{ExpertMap, Overflow, ReceiveMode};
 use sidelane::topology::Route;
@@ -8,10 +13,15 @@ use sidelane::world::NoGpuDirect;
 use stand_in_cuda::StandIn;
 
 use super::calls::{on_each, rounds, some, three};
-use super::rank::{Case, Input};
+use super::rank::{Case, Input, Rank};
 use super::{on_devices, on_drivers};
 use crate::devices::stream;
-use crate::support::tokens;
+use crate::support::{on_ranks, small, tokens};
+
+/// Hardware queues of a device.
+const QUEUES: usize = 8;
+/// Longer than anything takes that works.
+const LONG: Duration = Duration::from_secs(20);
 
 /// Two and two, three and five, and nodes whose ranks are anywhere.
 const SHAPES: [&[u32]; 3] = [&[0, 0, 1, 1], &[0, 0, 0, 1, 1, 1, 1, 1], &[0, 1, 2, 0, 1]];
@@ -148,6 +158,47 @@ fn a_report_says_how_rows_crossed_and_by_how_many_copies() {
         });
         let counters = StandIn::loaded().unwrap().counters();
         assert_eq!((counters.copies_by_sms, counters.fills), (0, 0));
+    });
+}
+
+/// Where rows cross, the caller's thread waits for the stream of copies before it serves the net.
+#[test]
+fn own_rows_are_placed_while_the_stream_of_copies_holds_up_the_net() {
+    let test = "enqueued::nodes::own_rows_are_placed_while_the_stream_of_copies_holds_up_the_net";
+    on_devices(test, QUEUES as u32, 11, || {
+        let (case, counted) = (Case::across(&[0, 1], 4, 2), Barrier::new(2));
+        on_ranks(&case.nodes, &small(), |world| {
+            let (group, all) = (world.all().unwrap(), || StandIn::loaded().unwrap().counters().kernels);
+            let mut rank = Rank::<bf16>::new(&group, &case);
+            rank.round(&three());
+            counted.wait();
+            let before = all();
+            counted.wait();
+            if world.rank() == 1 {
+                rank.dispatch(&three()).map(drop).unwrap();
+                return rank.round(&three());
+            }
+            // Streams take hardware queues in turn: the last of these has that of the stream of
+            // copies, which was made behind the caller's.
+            let streams = [(); QUEUES].map(|()| stream(0));
+            let gate = PinnedMemory::new(rank.stream.context(), 8).unwrap();
+            streams[QUEUES - 1].wait(gate.range().word::<u32>(0).unwrap(), 1).unwrap();
+            let seen = std::thread::scope(|scope| {
+                let looks = scope.spawn(|| {
+                    let since = Instant::now();
+                    while all() - before < 6 && since.elapsed() < LONG {
+                        std::thread::yield_now();
+                    }
+                    let seen = all() - before;
+                    gate.word(0).unwrap().store(1, Ordering::Release);
+                    seen
+                });
+                rank.dispatch(&three()).map(drop).unwrap();
+                looks.join().unwrap()
+            });
+            assert_eq!(seen, 6, "each rank sorts, packs, and places own rows");
+            rank.round(&three());
+        });
     });
 }
 

@@ -67,6 +67,12 @@ enum PieceSource {
 impl Lines<'_> {
     /// The operations of a stage.
     pub(super) fn enqueue_stage(&mut self, items: &[TrackOp], operands: &Operands) {
+        self.collect(items, operands);
+        self.flush();
+    }
+
+    /// The same, but for what stays queued for the NIC.
+    pub(super) fn collect(&mut self, items: &[TrackOp], operands: &Operands) {
         for &TrackOp { op, .. } in items {
             match op {
                 Op::Put { to, operand } | Op::PutRows { to, operand } => {
@@ -83,7 +89,7 @@ impl Lines<'_> {
                 Op::Reduce { operand } => self.reduce(operands, operand),
             }
         }
-        self.flush();
+        self.enqueue();
     }
 
     fn move_pieces(&mut self, operands: &Operands, to: u32, operand: OperandId) {
@@ -338,9 +344,8 @@ impl Lines<'_> {
         self.hand(Line::Caller, Task::Hear(OwnWord::Done, done));
     }
 
-    /// The call is enqueued: the caller's stream goes on, and finds how it ended.
-    pub(super) fn answer(&mut self) {
-        self.precede();
+    /// The caller's stream writes that the call goes well so far.
+    pub(super) fn clear_status(&mut self) {
         self.operate(Line::Caller, Task::Busy(self.hardware.engines.per_word));
     }
 

@@ -4,9 +4,10 @@
 //! that enqueues for a device performs it, too. Between stages a device has work of its own:
 //!
 //! ```text
-//!   caller's stream   dispatch   choices -> host, called | sort, pack | reached | own rows | done | status, choices apart
-//!                     pxn        choices -> host, called | list | done | pack | reached | own rows | done | status, regroup
-//!                     combine    called (several nodes) | reached .......................... done | status, sum
+//!   caller's stream   dispatch   choices -> host, called | status, sort, pack | reached | own rows | done | choices apart
+//!                     pxn        choices -> host, called | status, list | done | pack | reached | own rows | done | regroup
+//!                     gradient   status, pack | called (several nodes) | reached | own rows ....... done | regroup (pxn)
+//!                     combine    called (several nodes) | reached, status ......................... done | sum
 //!   stream of copies             reached | mark | tables, rows, metadata, words | awaited words | done
 //! ```
 
@@ -99,7 +100,7 @@ impl<'a> Lowering<'a> {
             lines.mark(Phase::Move);
             return lines.program();
         }
-        lines.answer();
+        lines.precede();
         lines.push(Task::Join(Line::Stream));
         lines.mark(Phase::Move);
         if noted && placed.per_rank {
@@ -119,6 +120,7 @@ impl<'a> Lowering<'a> {
         if kind.places() {
             (0..2).for_each(|_| lines.copy_of_caller(self.choices() * 4));
             lines.tell_called();
+            lines.clear_status();
             if !arrive {
                 if self.choices() > 0 {
                     lines.sort(self.choices());
@@ -128,6 +130,7 @@ impl<'a> Lowering<'a> {
             }
             return;
         }
+        lines.clear_status();
         self.pack(lines);
         self.reach(lines);
     }
@@ -165,11 +168,12 @@ impl<'a> Lowering<'a> {
         let mut lines = self.lines();
         if self.pulls() {
             self.reach(&mut lines);
+            lines.clear_status();
         }
         lines.relay_sums = lines.is_device() && !self.pulls();
         self.walk(&mut lines, CallKind::Combine, &operands);
         if self.pulls() {
-            lines.answer();
+            lines.precede();
             lines.push(Task::Join(Line::Stream));
             lines.mark(Phase::Pull);
             if rank.layout.tokens > 0 {
@@ -206,9 +210,14 @@ impl<'a> Lowering<'a> {
                         ) => &operands.relayed,
                         _ => &operands.messages,
                     };
-                    lines.stage(programs.stages.items(stage, part), filled);
-                    if executed && role == Role::Own && (stage, part) == (StageId::Rows, Part::Start) {
-                        self.place_own_rows(lines);
+                    let items = programs.stages.items(stage, part);
+                    match (role, stage, part) {
+                        (Role::Own, StageId::Rows, Part::Start) if executed => {
+                            lines.collect(items, filled);
+                            self.place_own_rows(lines);
+                            lines.flush();
+                        }
+                        _ => lines.stage(items, filled),
                     }
                     if stage == StageId::Home && self.paths.is_multi_node() {
                         lines.mark(Phase::Home);
