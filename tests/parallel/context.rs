@@ -23,6 +23,7 @@
 
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+use sidelane::collective::Communicator;
 use sidelane::error::{CallError, PlanError};
 use sidelane::{Error, World};
 use sidelane_parallel::context::{
@@ -232,7 +233,7 @@ fn ulysses(world: &World, whole: &Whole) -> Results {
     let own = |of, width| cut_rows(of, width, (world.rank(), world.size())).unwrap();
     let (query_width, key_width) = (whole.query_width(), whole.key_width());
     let (key, value) = (own(&whole.key, key_width), own(&whole.value, key_width));
-    let attention = UlyssesAttention::new(&group, whole.shape).unwrap();
+    let attention = UlyssesAttention::new(&mut group, whole.shape).unwrap();
     let (output, tape) = attention.forward(&mut group, own(&whole.query, query_width), key, value).unwrap();
     Results::new(output, tape.backward(&mut group, own(&whole.of_output, query_width)).unwrap())
 }
@@ -246,7 +247,7 @@ fn ring(world: &World, whole: &Whole) -> Results {
     };
     let (query_width, key_width) = (whole.query_width(), whole.key_width());
     let (query, key) = (own(&whole.query, query_width), own(&whole.key, key_width));
-    let attention = RingAttention::new(&group, whole.shape).unwrap();
+    let attention = RingAttention::new(&mut group, whole.shape).unwrap();
     let (output, tape) = attention.forward(&mut group, &query, &key, &own(&whole.value, key_width)).unwrap();
     Results::new(output, tape.backward(&mut group, &own(&whole.of_output, query_width)).unwrap())
 }
@@ -502,23 +503,28 @@ fn zig_zag_of_four_ranks_pairs_pieces_from_both_ends() {
 #[test]
 fn heads_that_do_not_make_equal_parts_are_refused() {
     on_ranks(&[0, 0, 0, 0], &tiny(), |world| {
-        let group = communicator(&world);
-        let ulysses = |query, kv| UlyssesAttention::new(&group, shape(query, kv, true)).map(drop);
-        let bad = |parameter, seen, expected| Err(PlanError::BadParameter { parameter, seen, expected });
+        let mut group = communicator(&world);
+        let mut ulysses = |query, kv| UlyssesAttention::new(&mut group, shape(query, kv, true)).map(drop);
+        let bad = |parameter, seen, expected| {
+            Err(Error::from(PlanError::BadParameter { parameter, seen, expected }))
+        };
         assert_eq!(ulysses(8, 2), Ok(()));
         assert_eq!(ulysses(6, 2), bad("query heads", 6, "a multiple of the ranks of the group"));
         assert_eq!(ulysses(8, 3), bad("query heads", 8, "a multiple of the KV heads"));
         let replicas = "a multiple of the ranks of the group, or a divisor of them";
         assert_eq!(ulysses(12, 3), bad("KV heads", 3, replicas));
         assert_eq!(ulysses(12, 6), bad("KV heads", 6, replicas));
-        let ring = |query, kv| RingAttention::new(&group, shape(query, kv, true)).map(drop);
+        let mut ring = |query, kv| RingAttention::new(&mut group, shape(query, kv, true)).map(drop);
         assert_eq!(ring(6, 3), Ok(()));
         assert_eq!(ring(6, 4), bad("query heads", 6, "a multiple of the KV heads"));
         assert_eq!(ring(0, 1), bad("query heads", 0, "at least 1"));
         assert_eq!(ring(1, 0), bad("KV heads", 0, "at least 1"));
         assert_eq!(ring(1 << 31, 1), bad("query heads", 1 << 31, "less than 2^32 elements of all heads"));
         let empty = AttentionShape { head_dim: 0, ..shape(1, 1, true) };
-        assert_eq!(RingAttention::new(&group, empty).map(drop), bad("elements of a head", 0, "at least 1"));
+        assert_eq!(
+            RingAttention::new(&mut group, empty).map(drop),
+            bad("elements of a head", 0, "at least 1")
+        );
     });
 }
 
@@ -532,16 +538,16 @@ fn ranks_send_the_bytes_that_the_page_states() {
             let zeros = |heads: usize| vec![0.0; tokens as usize * heads * DIM];
             let (query, key) = (zeros(query_heads), zeros(kv_heads));
             let (query_bytes, kv_bytes) = (4 * tokens * (query_heads * DIM) as u64, 4 * tokens * DIM as u64);
+            let attention = UlyssesAttention::new(&mut group, shape).unwrap();
             group.take_counts();
-
-            let attention = UlyssesAttention::new(&group, shape).unwrap();
             let of_all = 2 * query_bytes + 2 * kv_bytes * ranks.max(kv_heads as u64);
             let (_, tape) = attention.forward(&mut group, &query, &key, &key).unwrap();
             assert_eq!(group.take_counts().inter_node_bytes, of_all * (ranks - 1) / ranks);
             tape.backward(&mut group, &query).unwrap();
             assert_eq!(group.take_counts().inter_node_bytes, of_all * (ranks - 1) / ranks);
 
-            let attention = RingAttention::new(&group, shape).unwrap();
+            let attention = RingAttention::new(&mut group, shape).unwrap();
+            group.take_counts();
             let (block, agreed) = (2 * kv_bytes * kv_heads as u64, 8 * (ranks - 1));
             let (_, tape) = attention.forward(&mut group, &query, &key, &key).unwrap();
             assert_eq!(group.take_counts().inter_node_bytes, agreed + (ranks - 1) * block);
@@ -572,7 +578,7 @@ fn wrong_lengths_are_refused_on_all_ranks_and_the_next_call_works() {
         let none = [[0.0; 12], [1.0; 12]];
         let bad_of_output: &[f32] = if wrong { &key } else { &none[0] };
 
-        let attention = UlyssesAttention::new(&group, shape).unwrap();
+        let attention = UlyssesAttention::new(&mut group, shape).unwrap();
         let error = attention.forward(&mut group, &query, bad, &key).unwrap_err();
         assert!(refused(&error, wrong, "keys", 6), "{error}");
         let (output, tape) = attention.forward(&mut group, &query, &key, &key).unwrap();
@@ -581,7 +587,7 @@ fn wrong_lengths_are_refused_on_all_ranks_and_the_next_call_works() {
         assert!(refused(&error, wrong, "gradients of outputs", 4), "{error}");
         assert_eq!(tape.backward(&mut group, &none[0]).unwrap().query, none[0]);
 
-        let attention = RingAttention::new(&group, shape).unwrap();
+        let attention = RingAttention::new(&mut group, shape).unwrap();
         let error = attention.forward(&mut group, &query, &key, bad).unwrap_err();
         assert!(refused(&error, wrong, "values", 6), "{error}");
         let (output, tape) = attention.forward(&mut group, &query, &key, &key).unwrap();
@@ -600,19 +606,71 @@ fn different_numbers_of_tokens_are_refused_on_all_ranks() {
         let tokens = if world.rank() == 2 { 4 } else { 2 };
         let rows = vec![1.0; tokens * 3];
 
-        let attention = UlyssesAttention::new(&group, shape).unwrap();
+        let attention = UlyssesAttention::new(&mut group, shape).unwrap();
         let error = attention.forward(&mut group, &rows, &rows, &rows).unwrap_err();
         assert!(matches!(error, Error::Call(CallError::Disagree { .. })), "{error}");
         assert_eq!(attention.forward(&mut group, &[1.0; 6], &[1.0; 6], &[1.0; 6]).unwrap().0, [1.0; 6]);
 
-        let attention = RingAttention::new(&group, shape).unwrap();
+        let attention = RingAttention::new(&mut group, shape).unwrap();
         let error = attention.forward(&mut group, &rows, &rows, &rows).unwrap_err();
-        let (parameter, expected) = ("tokens of another rank", "as many as this rank has");
-        let seen = if world.rank() == 2 { 2 } else { 4 };
-        assert_eq!(error, Error::Plan(PlanError::BadParameter { parameter, seen, expected }));
+        let (rank, peer, mine, theirs) =
+            if world.rank() == 2 { (2, 0, 4, 2) } else { (world.rank(), 2, 2, 4) };
+        assert_eq!(error, CallError::ConfigsDiffer { what: "tokens", rank, peer, mine, theirs }.into());
         let error = attention.forward(&mut group, &[1.0; 9], &[1.0; 9], &[1.0; 9]).unwrap_err();
         let (parameter, expected) = ("tokens of a rank", "an even number: it has two pieces");
         assert_eq!(error, Error::Plan(PlanError::BadParameter { parameter, seen: 3, expected }));
         assert_eq!(attention.forward(&mut group, &[1.0; 6], &[1.0; 6], &[1.0; 6]).unwrap().0, [1.0; 6]);
+    });
+}
+
+#[test]
+fn ranks_of_different_shapes_are_told_what_differs() {
+    on_ranks(&[0, 0], &tiny(), |world| {
+        let mut group = communicator(&world);
+        let (rank, peer) = (world.rank(), 1 - world.rank());
+        // As many elements on both ranks.
+        let (kv_heads, head_dim) = [(1, 4), (2, 2)][rank as usize];
+        let shape = AttentionShape { query_heads: 4, kv_heads, head_dim, causal: false };
+        let (mine, theirs) = (kv_heads as u64, 3 - kv_heads as u64);
+        let differ = CallError::ConfigsDiffer { what: "KV heads", rank, peer, mine, theirs };
+        assert_eq!(RingAttention::new(&mut group, shape).unwrap_err(), differ.clone().into());
+        assert_eq!(UlyssesAttention::new(&mut group, shape).unwrap_err(), differ.into());
+
+        let shape = AttentionShape { query_heads: 2, kv_heads: 2, head_dim: 1, causal: rank == 0 };
+        let (mine, theirs) = (u64::from(rank == 0), u64::from(rank == 1));
+        let differ = CallError::ConfigsDiffer { what: "causal attention", rank, peer, mine, theirs };
+        assert_eq!(UlyssesAttention::new(&mut group, shape).unwrap_err(), differ.into());
+    });
+}
+
+#[test]
+fn groups_in_which_a_rank_has_another_place_are_refused() {
+    on_ranks(&[0, 0], &tiny(), |world| {
+        let mut group = communicator(&world);
+        let mut turned = Communicator::builder(&world.group(&[1, 0]).unwrap()).chunk(2048).build().unwrap();
+        let shape = AttentionShape { query_heads: 2, kv_heads: 2, head_dim: 1, causal: true };
+        let bad = PlanError::BadParameter {
+            parameter: "rank in the group",
+            seen: u64::from(1 - world.rank()),
+            expected: "the rank that this was made for",
+        };
+        let rows = [1.0; 4];
+        let ring = RingAttention::new(&mut group, shape).unwrap();
+        assert_eq!(ring.forward(&mut turned, &rows, &rows, &rows).unwrap_err(), bad.clone().into());
+        let ulysses = UlyssesAttention::new(&mut group, shape).unwrap();
+        assert_eq!(ulysses.forward(&mut turned, &rows, &rows, &rows).unwrap_err(), bad.into());
+        assert_eq!(ring.forward(&mut group, &rows, &rows, &rows).unwrap().0, rows);
+    });
+}
+
+#[test]
+fn keys_of_infinite_distance_have_no_weight_whichever_block_comes_first() {
+    on_ranks(&[0, 0], &tiny(), |world| {
+        let mut group = communicator(&world);
+        let shape = AttentionShape { query_heads: 1, kv_heads: 1, head_dim: 1, causal: false };
+        let attention = RingAttention::new(&mut group, shape).unwrap();
+        let key = [f32::NEG_INFINITY, 1.0][world.rank() as usize];
+        let (output, _) = attention.forward(&mut group, &[1.0], &[key], &[key.max(-7.0)]).unwrap();
+        assert_eq!(output, [1.0]);
     });
 }

@@ -609,8 +609,8 @@ fn settings_that_differ_are_named_and_wrong_ones_refused() {
         let alone = world.group(&[world.rank()]).unwrap();
         let mut alone = Communicator::builder(&alone).chunk(2048).build().unwrap();
         let error = model.backward(&mut alone, &HostExecutor::new(), |_, _, _| Ok(())).unwrap_err();
-        let rank = world.rank();
-        assert_eq!(error, DataError::OtherGroup { rank, ranks: 2, seen_rank: 0, seen_ranks: 1 });
+        let (parameter, expected) = ("ranks of the group", "as many as this was made for");
+        assert_eq!(error, DataError::Call(PlanError::BadParameter { parameter, seen: 1, expected }.into()));
     });
 }
 

@@ -1,7 +1,9 @@
-//! Checks of arguments: sizes that make equal parts, and tensors of the right length.
+//! Checks of arguments: sizes that make equal parts, tensors of the right length, groups, and
+//! settings that ranks must have alike.
 
+use sidelane::Error;
 use sidelane::collective::Communicator;
-use sidelane::error::PlanError;
+use sidelane::error::{CallError, PlanError};
 
 /// Size of a part, of `count` in all.
 pub(crate) fn part_of(
@@ -52,6 +54,51 @@ pub(crate) fn has_ranks(group: &Communicator, ranks: usize) -> Result<(), PlanEr
     if group.size() as usize == ranks {
         return Ok(());
     }
-    let (parameter, expected) = ("ranks of the group", "as many as the layer was cut for");
+    let (parameter, expected) = ("ranks of the group", "as many as this was made for");
     Err(PlanError::BadParameter { parameter, seen: group.size().into(), expected })
+}
+
+/// The rank and the size of a group, which later calls must come with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Member {
+    pub rank: u32,
+    pub ranks: u32,
+}
+
+impl Member {
+    pub fn of(group: &Communicator) -> Member {
+        Member { rank: group.rank(), ranks: group.size() }
+    }
+
+    /// Checks that a call comes with a group of this size, in which this rank has the same place.
+    pub fn check(self, group: &Communicator) -> Result<(), PlanError> {
+        has_ranks(group, self.ranks as usize)?;
+        if group.rank() == self.rank {
+            return Ok(());
+        }
+        let (parameter, expected) = ("rank in the group", "the rank that this was made for");
+        Err(PlanError::BadParameter { parameter, seen: group.rank().into(), expected })
+    }
+
+    /// This rank and the number of ranks, to find its part by.
+    pub fn part(self) -> (u32, u32) {
+        (self.rank, self.ranks)
+    }
+}
+
+/// Compares settings between all ranks of a group. Collective.
+pub(crate) fn alike(group: &mut Communicator, settings: &[(&'static str, u64)]) -> Result<(), Error> {
+    let mine: Vec<u8> = settings.iter().flat_map(|(_, value)| value.to_le_bytes()).collect();
+    let mut all = vec![0; mine.len() * group.size() as usize];
+    group.all_gather(&mine, &mut all)?;
+    let rank = group.rank();
+    for (peer, theirs) in (0..).zip(all.chunks_exact(mine.len())) {
+        for (&(what, mine), theirs) in settings.iter().zip(theirs.as_chunks::<8>().0) {
+            let theirs = u64::from_le_bytes(*theirs);
+            if mine != theirs {
+                return Err(CallError::ConfigsDiffer { what, rank, peer, mine, theirs }.into());
+            }
+        }
+    }
+    Ok(())
 }

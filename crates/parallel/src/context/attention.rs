@@ -15,7 +15,7 @@
 //! ```
 //!
 //! The first block's correction is `e^-inf`, which is 0. So attention over one block is a plain
-//! softmax.
+//! softmax. While all scores are `-inf`, 0 stands for the largest: such keys have no weight.
 
 use super::shape::AttentionShape;
 
@@ -88,11 +88,13 @@ impl Attended {
             }
             let before = self.largest[row];
             let largest = scores.iter().copied().fold(before, f32::max);
-            let correction = libm::expf(before - largest);
+            // Keys of score -inf have no weight: only a finite score can be subtracted from them.
+            let base = if largest == f32::NEG_INFINITY { 0.0 } else { largest };
+            let correction = libm::expf(before - base);
             let mut sum = self.sum[row] * correction;
             output.iter_mut().for_each(|output| *output *= correction);
             for (score, value) in scores.iter().zip(head_rows(shape, head, block.value)) {
-                let power = libm::expf(score - largest);
+                let power = libm::expf(score - base);
                 sum += power;
                 add_scaled(output, power, value);
             }

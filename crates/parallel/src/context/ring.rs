@@ -17,7 +17,7 @@ use sidelane::error::{CallKind, PlanError};
 use super::attention::{Attended, Block};
 use super::shape::{AttentionGradients, AttentionShape};
 use super::zig_zag;
-use crate::check::{has_ranks, has_shape};
+use crate::check::{Member, alike, has_shape};
 
 /// Ranks whose blocks a rank sees, in this order: its own, then those of the ranks before it.
 ///
@@ -46,7 +46,7 @@ pub fn ring_order((rank, ranks): (u32, u32)) -> impl Iterator<Item = u32> {
 ///     std::thread::spawn(move || -> sidelane::Result<()> {
 ///         let mut group = Communicator::builder(&world.all()?).build()?;
 ///         let shape = AttentionShape { query_heads: 1, kv_heads: 1, head_dim: 1, causal: true };
-///         let attention = RingAttention::new(&group, shape)?;
+///         let attention = RingAttention::new(&mut group, shape)?;
 ///         let value = [[0.0, 6.0], [2.0, 4.0]][world.rank() as usize];            // tokens 0 and 3, 1 and 2
 ///         let (output, tape) = attention.forward(&mut group, &[0.0; 2], &[0.0; 2], &value)?;
 ///         assert_eq!(output, [[0.0, 3.0], [1.0, 2.0]][world.rank() as usize]);    // a mean of the values so far
@@ -64,8 +64,7 @@ pub fn ring_order((rank, ranks): (u32, u32)) -> impl Iterator<Item = u32> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RingAttention {
     shape: AttentionShape,
-    rank: u32,
-    ranks: u32,
+    member: Member,
 }
 
 /// This rank's tokens, as a forward pass leaves them for the backward pass.
@@ -78,22 +77,24 @@ pub struct RingTape {
 }
 
 impl RingAttention {
-    /// Attention of this shape over the ranks of a group.
+    /// Attention of this shape over the ranks of a group. Collective: ranks compare their shapes.
     ///
     /// # Errors
-    /// [`PlanError::BadParameter`] if query heads are not a multiple of the KV heads.
-    pub fn new(group: &Communicator, shape: AttentionShape) -> Result<Self, PlanError> {
-        shape.check()?;
-        Ok(RingAttention { shape, rank: group.rank(), ranks: group.size() })
+    /// [`PlanError::BadParameter`] if query heads are not a multiple of the KV heads;
+    /// [`ConfigsDiffer`](sidelane::error::CallError::ConfigsDiffer) if ranks have different shapes.
+    pub fn new(group: &mut Communicator, shape: AttentionShape) -> Result<Self, Error> {
+        shape.agree(group, shape.check())?;
+        Ok(RingAttention { shape, member: Member::of(group) })
     }
 
     /// Outputs of this rank's tokens, `[T / ranks, query_heads, head_dim]`. Queries have the same
     /// shape, keys and values are `[T / ranks, kv_heads, head_dim]`. Collective.
     ///
     /// # Errors
-    /// On every rank, before a block moves: [`PlanError`] for arguments that do not fit, for an odd
-    /// number of tokens if attention is causal, and if ranks have different numbers of tokens; as
-    /// [`Communicator::all_gather`]. Later as [`Communicator::send`] and [`Communicator::receive`].
+    /// On every rank, before a block moves: [`PlanError`] for arguments that do not fit, and for an
+    /// odd number of tokens if attention is causal;
+    /// [`ConfigsDiffer`](sidelane::error::CallError::ConfigsDiffer) if ranks have different numbers
+    /// of tokens; as [`Communicator::all_gather`]. Later as [`Communicator::send`] and [`Communicator::receive`].
     pub fn forward(
         &self,
         group: &mut Communicator,
@@ -121,33 +122,25 @@ impl RingAttention {
     /// Messages have no entry that a rank could refuse, so all ranks gather their numbers of tokens
     /// first.
     fn agree(&self, group: &mut Communicator, checked: Result<usize, PlanError>) -> Result<usize, Error> {
-        let checked = has_ranks(group, self.ranks as usize).and(checked);
+        let checked = self.member.check(group).and(checked);
         let tokens = checked.map_err(|error| group.refuse(CallKind::AllGather, error.into()))?;
-        let own = (tokens as u64).to_le_bytes();
-        let mut all = vec![0; own.len() * self.ranks as usize];
-        group.all_gather(&own, &mut all)?;
-        match all.chunks_exact(own.len()).find(|theirs| *theirs != own) {
-            None => Ok(tokens),
-            Some(theirs) => {
-                let seen = theirs.iter().rev().fold(0, |seen, byte| seen << 8 | u64::from(*byte));
-                let (parameter, expected) = ("tokens of another rank", "as many as this rank has");
-                Err(PlanError::BadParameter { parameter, seen, expected }.into())
-            }
-        }
+        alike(group, &[("tokens", tokens as u64)])?;
+        Ok(tokens)
     }
 
     fn order(&self) -> impl Iterator<Item = u32> + use<> {
-        ring_order((self.rank, self.ranks))
+        ring_order(self.member.part())
     }
 
     /// Gives a block to the next rank, and takes that of the rank before.
     fn pass_on(&self, group: &mut Communicator, block: &mut Vec<f32>) -> Result<(), Error> {
-        if self.ranks == 1 {
+        let (rank, ranks) = self.member.part();
+        if ranks == 1 {
             return Ok(());
         }
-        let (next, before) = ((self.rank + 1) % self.ranks, (self.rank + self.ranks - 1) % self.ranks);
+        let (next, before) = ((rank + 1) % ranks, (rank + ranks - 1) % ranks);
         let mut received = vec![0.0; block.len()];
-        if self.rank.is_multiple_of(2) {
+        if rank.is_multiple_of(2) {
             group.send(next, block)?;
             group.receive(before, &mut received)?;
         } else {
@@ -160,7 +153,7 @@ impl RingAttention {
 
     /// Keys of a block that a token of this rank sees.
     fn visible(&self, tokens: usize, from: u32) -> impl Fn(usize) -> usize + use<> {
-        let RingAttention { shape, rank, ranks } = *self;
+        let RingAttention { shape, member: Member { rank, ranks } } = *self;
         move |token| match shape.causal {
             true => zig_zag::visible(tokens, ranks as usize, (rank as usize, token), from as usize),
             false => tokens,

@@ -1,8 +1,10 @@
 //! Sizes of attention, and its tensors.
 
-use sidelane::error::PlanError;
+use sidelane::Error;
+use sidelane::collective::Communicator;
+use sidelane::error::{CallKind, PlanError};
 
-use crate::check::{at_least_one, has_shape, rows_of};
+use crate::check::{alike, at_least_one, has_shape, rows_of};
 
 /// Sizes of attention, of all ranks together.
 ///
@@ -52,6 +54,15 @@ impl AttentionShape {
         }
         let (parameter, expected) = ("query heads", "a multiple of the KV heads");
         Err(PlanError::BadParameter { parameter, seen: self.query_heads as u64, expected })
+    }
+
+    /// Refuses a shape that was found wrong on this rank, and compares it with those of the others.
+    pub(super) fn agree(self, group: &mut Communicator, found: Result<(), PlanError>) -> Result<(), Error> {
+        found.map_err(|error| group.refuse(CallKind::AllGather, error.into()))?;
+        let AttentionShape { query_heads, kv_heads, head_dim, causal } = self;
+        let heads = [("query heads", query_heads), ("KV heads", kv_heads), ("elements of a head", head_dim)];
+        let [query_heads, kv_heads, head_dim] = heads.map(|(what, count)| (what, count as u64));
+        alike(group, &[query_heads, kv_heads, head_dim, ("causal attention", causal.into())])
     }
 
     /// Tokens of a rank's tensors, which must have as many each.

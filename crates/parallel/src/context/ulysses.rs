@@ -18,7 +18,7 @@ use sidelane::error::{CallKind, PlanError};
 
 use super::attention::{Attended, Block};
 use super::shape::{AttentionGradients, AttentionShape};
-use crate::check::{has_ranks, has_shape, part_of};
+use crate::check::{Member, has_shape, part_of};
 
 /// Attention of which each rank has a part of the tokens outside, and a part of the heads inside.
 ///
@@ -30,7 +30,7 @@ use crate::check::{has_ranks, has_shape, part_of};
 ///     std::thread::spawn(move || -> sidelane::Result<()> {
 ///         let mut group = Communicator::builder(&world.all()?).build()?;
 ///         let shape = AttentionShape { query_heads: 2, kv_heads: 1, head_dim: 1, causal: true };
-///         let attention = UlyssesAttention::new(&group, shape)?;
+///         let attention = UlyssesAttention::new(&mut group, shape)?;
 ///         let (query, key, value) = ([0.0; 2], [0.0], [world.rank() as f32]);     // one token of each rank
 ///         let (output, tape) = attention.forward(&mut group, &query, &key, &value)?;
 ///         assert_eq!(output, [[0.0; 2], [0.5; 2]][world.rank() as usize]);        // a mean of the values so far
@@ -49,7 +49,7 @@ pub struct UlyssesAttention {
     shape: AttentionShape,
     /// Attention over the heads of a rank.
     local: AttentionShape,
-    ranks: usize,
+    member: Member,
 }
 
 /// This rank's heads of all tokens, as a forward pass leaves them for the backward pass.
@@ -62,21 +62,33 @@ pub struct UlyssesTape {
 
 impl UlyssesAttention {
     /// Attention of this shape over the ranks of a group. Where KV heads are fewer than ranks,
-    /// several ranks hold a replica of each.
+    /// several ranks hold a replica of each. Collective: ranks compare their shapes.
     ///
     /// # Errors
     /// [`PlanError::BadParameter`] if query heads are not a multiple of the ranks and of the KV
-    /// heads, or KV heads neither a multiple of the ranks nor a divisor of them.
-    pub fn new(group: &Communicator, shape: AttentionShape) -> Result<Self, PlanError> {
+    /// heads, or KV heads neither a multiple of the ranks nor a divisor of them;
+    /// [`ConfigsDiffer`](sidelane::error::CallError::ConfigsDiffer) if ranks have different shapes.
+    pub fn new(group: &mut Communicator, shape: AttentionShape) -> Result<Self, Error> {
+        let member = Member::of(group);
+        let cut = Self::cut(shape, member);
+        shape.agree(group, cut.as_ref().map(drop).map_err(Clone::clone))?;
+        Ok(UlyssesAttention { shape, local: cut?, member })
+    }
+
+    /// The heads of each rank.
+    fn cut(shape: AttentionShape, member: Member) -> Result<AttentionShape, PlanError> {
         shape.check()?;
-        let (ranks, kv_heads) = (group.size() as usize, shape.kv_heads);
-        let query_heads = part_of("query heads", shape.query_heads, (group.rank(), group.size()))?;
+        let (ranks, kv_heads) = (member.ranks as usize, shape.kv_heads);
+        let query_heads = part_of("query heads", shape.query_heads, member.part())?;
         if !kv_heads.is_multiple_of(ranks) && !ranks.is_multiple_of(kv_heads) {
             let expected = "a multiple of the ranks of the group, or a divisor of them";
             return Err(PlanError::BadParameter { parameter: "KV heads", seen: kv_heads as u64, expected });
         }
-        let local = AttentionShape { query_heads, kv_heads: (kv_heads / ranks).max(1), ..shape };
-        Ok(UlyssesAttention { shape, local, ranks })
+        Ok(AttentionShape { query_heads, kv_heads: (kv_heads / ranks).max(1), ..shape })
+    }
+
+    fn ranks(&self) -> usize {
+        self.member.ranks as usize
     }
 
     /// Outputs of this rank's tokens, `[T / ranks, query_heads, head_dim]`. Queries have the same
@@ -93,9 +105,9 @@ impl UlyssesAttention {
         key: &[f32],
         value: &[f32],
     ) -> Result<(Vec<f32>, UlyssesTape), Error> {
-        let checked = has_ranks(group, self.ranks).and_then(|()| self.shape.tokens(query, key, value));
+        let checked = self.member.check(group).and_then(|()| self.shape.tokens(query, key, value));
         let tokens = checked.map_err(|error| group.refuse(CallKind::AllToAll, error.into()))?;
-        let mut sent = Vec::with_capacity(self.ranks * tokens * self.local_width());
+        let mut sent = Vec::with_capacity(self.ranks() * tokens * self.local_width());
         for (rank, token) in self.places(tokens) {
             sent.extend_from_slice(&query[self.query_heads(token, rank)]);
             sent.extend_from_slice(&key[self.kv_heads(token, rank)]);
@@ -124,7 +136,7 @@ impl UlyssesAttention {
 
     /// Ranks, and for each the tokens of a rank: the order of rows in an all-to-all.
     fn places(&self, tokens: usize) -> impl Iterator<Item = (usize, usize)> + use<> {
-        (0..self.ranks).flat_map(move |rank| (0..tokens).map(move |token| (rank, token)))
+        (0..self.ranks()).flat_map(move |rank| (0..tokens).map(move |token| (rank, token)))
     }
 
     /// Query heads of a rank, in the row of a token.
@@ -136,7 +148,7 @@ impl UlyssesAttention {
 
     /// KV heads of a rank, in the row of a token. Ranks with replicas of a head have the same.
     fn kv_heads(&self, token: usize, rank: usize) -> Range<usize> {
-        let head = rank * self.shape.kv_heads / self.ranks;
+        let head = rank * self.shape.kv_heads / self.ranks();
         let first = token * self.shape.kv_width() + head * self.shape.head_dim;
         first..first + self.local.kv_width()
     }
@@ -148,7 +160,7 @@ impl UlyssesAttention {
 
     /// Keys that a token of all sees.
     fn visible(&self, tokens: usize) -> impl Fn(usize) -> usize + use<> {
-        let (causal, all) = (self.shape.causal, tokens * self.ranks);
+        let (causal, all) = (self.shape.causal, tokens * self.ranks());
         move |token| if causal { token + 1 } else { all }
     }
 }
@@ -163,7 +175,9 @@ impl UlyssesTape {
         let attention = &self.attention;
         let (shape, local) = (&attention.shape, &attention.local);
         let tokens = self.attended.len() / shape.query_width();
-        let checked = has_ranks(group, attention.ranks)
+        let checked = attention
+            .member
+            .check(group)
             .and_then(|()| has_shape("gradients of outputs", of_output.len(), tokens, shape.query_width()));
         checked.map_err(|error| group.refuse(CallKind::AllToAll, error.into()))?;
         let mut sent = Vec::with_capacity(of_output.len());
@@ -178,7 +192,7 @@ impl UlyssesTape {
         let visible = attention.visible(tokens);
         let (block, of) = (self.block.as_slices(), of_block.as_mut_slices());
         self.attended.add_gradients(block, &of_output, visible, &mut of_query, of);
-        let mut sent = Vec::with_capacity(tokens * attention.ranks * attention.local_width());
+        let mut sent = Vec::with_capacity(tokens * attention.ranks() * attention.local_width());
         let of_rows =
             of_block.key.chunks_exact(local.kv_width()).zip(of_block.value.chunks_exact(local.kv_width()));
         for (of_query, (of_key, of_value)) in of_query.chunks_exact(local.query_width()).zip(of_rows) {

@@ -74,7 +74,7 @@ impl States {
     /// A copy of some states, for the step that follows.
     pub fn next(&self, part: Range<usize>) -> States {
         let [first, second] = [&self.first, &self.second].map(|of| of[part.clone()].to_vec());
-        States { steps: self.steps + 1, first, second }
+        States { steps: self.steps.saturating_add(1), first, second }
     }
 
     /// Takes states back that [`next`](States::next) gave and a step changed.

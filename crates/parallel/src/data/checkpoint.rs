@@ -9,14 +9,16 @@
 //!   digest of all that is before it
 //! ```
 //!
-//! A reader takes memory for its own part alone, whatever a shard says. It changes nothing before
-//! all shards are read, their digests are right, and each element has come once.
+//! A reader takes memory for its own part and for places of runs, which are never more than twice
+//! the elements, whatever shards say. It changes nothing before all shards are read, their digests
+//! are right, and each element has come once.
 
 use std::io::{self, Read, Write};
 use std::ops::Range;
 
-use super::agree::{Digest, Member};
+use super::agree::Digest;
 use super::error::CheckpointError;
+use crate::check::Member;
 
 const MAGIC: [u8; 8] = *b"SLSHARD1";
 /// Elements that are read or written at once.
@@ -126,7 +128,7 @@ pub(super) fn read(
     shards: impl IntoIterator<Item = impl Read>,
     wanted: &mut [Wanted; 3],
 ) -> Result<u64, CheckpointError> {
-    let (mut of_first, mut covered, mut seen) = (None, Vec::new(), 0);
+    let (mut of_first, mut covered, mut seen) = (None, Vec::<Range<usize>>::new(), 0);
     for (nth, shard) in shards.into_iter().enumerate() {
         let mut reader = Reader { inner: shard, nth, digest: Digest::default() };
         let header = reader.shard(elements, &mut covered, wanted)?;
@@ -139,11 +141,21 @@ pub(super) fn read(
             }
         }
         seen = nth + 1;
+        let elements_so_far: usize = covered.iter().map(ExactSizeIterator::len).sum();
+        if elements_so_far > elements {
+            once(&mut covered, elements)?;
+        }
     }
     let Header { ranks, steps } = of_first.unwrap_or(Header { ranks: 0, steps: 0 });
     if seen == 0 || seen as u64 != ranks {
         return Err(CheckpointError::Shards { seen, ranks });
     }
+    once(&mut covered, elements)?;
+    Ok(steps)
+}
+
+/// Checks that each element is in one of the runs.
+fn once(covered: &mut [Range<usize>], elements: usize) -> Result<(), CheckpointError> {
     covered.sort_by_key(|run| run.start);
     let mut end = 0;
     let behind = elements..elements;
@@ -154,7 +166,7 @@ pub(super) fn read(
         }
         end = run.end;
     }
-    Ok(steps)
+    Ok(())
 }
 
 #[derive(Clone, Copy)]

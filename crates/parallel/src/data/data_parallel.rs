@@ -14,12 +14,13 @@ use sidelane::error::CallKind;
 use sidelane::overlap::{Graph, HostExecutor, NodeLabel, StreamId};
 
 use super::adam::{Adam, States};
-use super::agree::{Digest, Member, agree};
+use super::agree::{Digest, agree};
 use super::checkpoint::{Run, Shard, Wanted, read};
 use super::error::DataError;
 use super::layout::{Cut, Layout};
 use super::memory::{Buffer, Gauge, MemoryUsage, bytes};
 use super::pass::{Pass, keep, mean, reason};
+use crate::check::Member;
 
 /// What ranks of a group share out, if parameters are whole on each.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -77,8 +78,8 @@ impl DataParallel {
         agree(group, settings)?;
         let member = Member::of(group);
         let owned = match sharding {
-            Sharding::None => Cut::new(&layout, 0, 1),
-            Sharding::OptimizerStates | Sharding::Gradients => member.cut(&layout),
+            Sharding::None => Cut::new(&layout, (0, 1)),
+            Sharding::OptimizerStates | Sharding::Gradients => Cut::new(&layout, member.part()),
         };
         let states = States::new(owned.shard_len());
         let (gradients, gauge) = (Vec::new(), Arc::default());
@@ -105,11 +106,13 @@ impl DataParallel {
     /// is reduced when its last gradient has come and all buckets behind it are under way, next to
     /// the rest of `body` if the executor overlaps. Collective.
     ///
-    /// A mean is the sum by ascending rank from +0, divided by the number of ranks. If the
-    /// communicator sums on a ring, it is so with ZeRO-2 alone.
+    /// A mean is the sum by ascending rank from +0, divided by the number of ranks. With
+    /// [`AllReduceAlgorithm::Ring`](sidelane::collective::AllReduceAlgorithm), only ZeRO-2 keeps
+    /// this order.
     ///
     /// # Errors
-    /// Errors of `body`, [`DataError::GradientMissing`] after it, [`DataError::OtherGroup`]: the
+    /// Errors of `body`, [`DataError::GradientMissing`] after it,
+    /// [`BadParameter`](sidelane::error::PlanError::BadParameter) for another group than before: the
     /// other ranks get [`PeerRefused`](sidelane::error::CallError::PeerRefused) if a bucket is
     /// left, no parameter changes, and the next backward pass begins anew. If no bucket is left,
     /// the means are complete on all ranks, and a step may follow. As [`Communicator::all_reduce`]
@@ -124,7 +127,7 @@ impl DataParallel {
         let (call, buckets) = (self.reduction(), self.layout.len());
         let member = self.member.check(group);
         let mut pass = Pass::new(group, vec![call; buckets]);
-        member.map_err(|error| pass.refuse(error))?;
+        member.map_err(|error| pass.refuse(Error::from(error).into()))?;
 
         let (ready, arrivals) = mpsc::channel();
         let mut backward = Backward::new(self, ready);
@@ -157,14 +160,16 @@ impl DataParallel {
     /// shards, each rank changes its own and all ranks gather the others'. Collective.
     ///
     /// # Errors
-    /// [`DataError::NoGradients`] and [`DataError::OtherGroup`], with
+    /// [`DataError::NoGradients`], and
+    /// [`BadParameter`](sidelane::error::PlanError::BadParameter) for another group than before, with
     /// [`PeerRefused`](sidelane::error::CallError::PeerRefused) on the other ranks if there are
     /// shards: then nothing has changed on any rank. As [`Communicator::all_gather`]; if the world
     /// fails, load a checkpoint.
     pub fn step(&mut self, group: &mut Communicator) -> Result<(), DataError> {
         let calls = if self.sharding == Sharding::None { 0 } else { self.layout.len() };
         let given = if self.gradients.is_empty() { Err(DataError::NoGradients) } else { Ok(()) };
-        let checked = self.member.check(group).and(given);
+        let member = self.member.check(group).map_err(|error| Error::from(error).into());
+        let checked = member.and(given);
         let mut pass = Pass::new(group, vec![CallKind::AllGather; calls]);
         checked.map_err(|error| pass.refuse(error))?;
         for (bucket, gradients) in self.gradients.iter().enumerate().rev() {
@@ -189,7 +194,7 @@ impl DataParallel {
             }
             self.states.put(part, &states);
         }
-        self.states.steps += 1;
+        self.states.steps = self.states.steps.saturating_add(1);
         self.gradients.clear();
         Ok(())
     }
@@ -232,7 +237,7 @@ impl DataParallel {
     /// # Errors
     /// [`CheckpointError::Io`](super::CheckpointError::Io).
     pub fn save(&self, writer: &mut impl Write) -> Result<(), DataError> {
-        let cut = self.member.cut(&self.layout);
+        let cut = Cut::new(&self.layout, self.member.part());
         let runs = (0..self.layout.len()).map(|bucket| {
             let place = cut.place(&self.layout, bucket);
             let owned = self.owned.place(&self.layout, bucket).start;
@@ -251,7 +256,8 @@ impl DataParallel {
     /// strategy and their buckets may be others than here. Each rank reads for itself.
     ///
     /// # Errors
-    /// [`CheckpointError`](super::CheckpointError). Then nothing has changed.
+    /// [`CheckpointError`](super::CheckpointError). Then nothing has changed on this rank. Other
+    /// ranks do not hear of it, so train on only when all have read the checkpoint.
     pub fn load(&mut self, shards: impl IntoIterator<Item = impl Read>) -> Result<(), DataError> {
         let everything = Wanted::new(vec![(0..self.layout.elements(), 0)], self.layout.elements());
         let states = || Wanted::new(self.owned.places(&self.layout), self.owned.shard_len());

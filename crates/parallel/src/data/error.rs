@@ -46,8 +46,8 @@ pub enum DataError {
         /// Elements expected.
         expected: usize,
     },
-    /// A gradient of a parameter that the layout does not have.
-    #[error("a gradient of parameter {parameter}: the layout has {parameters} parameters")]
+    /// A parameter that the layout does not have.
+    #[error("no parameter {parameter}: the layout has {parameters} parameters")]
     UnknownParameter {
         /// The parameter.
         parameter: usize,
@@ -69,18 +69,6 @@ pub enum DataError {
     /// A step of the optimizer without a backward pass before it.
     #[error("there are no gradients: a complete backward pass comes before each step")]
     NoGradients,
-    /// A communicator of another group than the one that this was built for.
-    #[error("built for rank {rank} of {ranks}, but the communicator is of rank {seen_rank} of {seen_ranks}")]
-    OtherGroup {
-        /// This rank.
-        rank: u32,
-        /// Ranks of the group.
-        ranks: u32,
-        /// Rank of the communicator.
-        seen_rank: u32,
-        /// Ranks of the communicator.
-        seen_ranks: u32,
-    },
     /// A checkpoint that cannot be written or read.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),

@@ -10,17 +10,19 @@
 use std::io::{Read, Write};
 use std::sync::Arc;
 
+use sidelane::Error;
 use sidelane::collective::Communicator;
 use sidelane::error::CallKind;
 use sidelane::overlap::{Graph, Handoff, HostExecutor, Node, NodeLabel, Run as NodeRun, StreamId};
 
 use super::adam::{Adam, States};
-use super::agree::{Digest, Member, agree};
+use super::agree::{Digest, agree};
 use super::checkpoint::{Run, Shard, Wanted, read};
 use super::error::DataError;
 use super::layout::{Cut, Layout};
 use super::memory::{Buffer, Gauge, MemoryUsage, bytes};
 use super::pass::{Pass, keep, mean, reason};
+use crate::check::Member;
 
 /// A model whose parameters, gradients and optimizer states are cut over the ranks of a group:
 /// ZeRO-3, or FSDP's full shard. A layer is a bucket of the layout.
@@ -80,7 +82,7 @@ impl FullySharded {
         });
         agree(group, settings)?;
         let member = Member::of(group);
-        let cut = member.cut(&layout);
+        let cut = Cut::new(&layout, member.part());
         let parameters = cut.shard(&layout, parameters);
         let (states, prefetch) = (States::new(cut.shard_len()), prefetch.min(layout.len()));
         let (gradients, gauge) = (Vec::new(), Arc::default());
@@ -100,11 +102,12 @@ impl FullySharded {
     /// All parameters, in the order of the layout, for those that need them whole. Collective.
     ///
     /// # Errors
-    /// [`DataError::OtherGroup`]; as [`Communicator::all_gather`].
+    /// [`BadParameter`](sidelane::error::PlanError::BadParameter) for another group than before; as
+    /// [`Communicator::all_gather`].
     pub fn gather(&self, group: &mut Communicator) -> Result<Vec<f32>, DataError> {
         let member = self.member.check(group);
         let mut pass = Pass::new(group, vec![CallKind::AllGather; self.layout.len()]);
-        member.map_err(|error| pass.refuse(error))?;
+        member.map_err(|error| pass.refuse(Error::from(error).into()))?;
         let mut whole = vec![0.0; self.layout.elements()];
         for layer in 0..self.layout.len() {
             let place = self.layout.bucket(layer);
@@ -118,7 +121,8 @@ impl FullySharded {
     /// behind it. Collective.
     ///
     /// # Errors
-    /// Errors of `body` and [`DataError::OtherGroup`], with
+    /// Errors of `body`, and
+    /// [`BadParameter`](sidelane::error::PlanError::BadParameter) for another group than before, with
     /// [`PeerRefused`](sidelane::error::CallError::PeerRefused) on the other ranks if a call is
     /// left; as [`Communicator::all_gather`]. The next pass begins anew.
     pub fn forward(
@@ -130,7 +134,7 @@ impl FullySharded {
         let layers = self.layout.len();
         let member = self.member.check(group);
         let mut pass = Pass::new(group, vec![CallKind::AllGather; layers]);
-        member.map_err(|error| pass.refuse(error))?;
+        member.map_err(|error| pass.refuse(Error::from(error).into()))?;
         let mut said = None;
         let turns = Turns::new(layers, &mut pass, body, &mut said);
         let (mut graph, mut computed) = (Graph::new(), Vec::new());
@@ -170,7 +174,7 @@ impl FullySharded {
         let (layers, prefetch) = (self.layout.len(), self.prefetch);
         let member = self.member.check(group);
         let mut pass = Pass::new(group, self.backward_calls());
-        member.map_err(|error| pass.refuse(error))?;
+        member.map_err(|error| pass.refuse(Error::from(error).into()))?;
         let (mut said, means) = (None, Handoff::new(vec![0.0; self.cut.shard_len()]));
         let turns = Turns::new(layers, &mut pass, body, &mut said);
         let of_layers: Vec<Handoff<Buffer>> = (0..layers).map(|_| Handoff::empty()).collect();
@@ -213,13 +217,13 @@ impl FullySharded {
     /// forgets those. No rank sends anything.
     ///
     /// # Errors
-    /// [`DataError::NoGradients`].
+    /// [`DataError::NoGradients`]: on this rank alone, so the others change their parts.
     pub fn step(&mut self) -> Result<(), DataError> {
         let gradients = std::mem::take(&mut self.gradients);
         if gradients.is_empty() {
             return Err(DataError::NoGradients);
         }
-        self.states.steps += 1;
+        self.states.steps = self.states.steps.saturating_add(1);
         self.states.update(&self.adam, &mut self.parameters, &gradients);
         Ok(())
     }

@@ -151,7 +151,7 @@ pub(super) struct Cut {
 }
 
 impl Cut {
-    pub fn new(layout: &Layout, rank: u32, ranks: u32) -> Cut {
+    pub fn new(layout: &Layout, (rank, ranks): (u32, u32)) -> Cut {
         let mut firsts = vec![0];
         for bucket in 0..layout.len() {
             firsts.push(firsts[bucket] + layout.bucket(bucket).len().div_ceil(ranks as usize));

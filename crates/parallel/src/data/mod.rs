@@ -21,9 +21,9 @@
 //! compute of the caller. Without overlap, the same graph runs on the caller's thread, to the same
 //! bits.
 //!
-//! **Errors.** A rank that is refused, or whose code fails, refuses the next call of the pass: the
-//! others get [`PeerRefused`](sidelane::error::CallError::PeerRefused), no parameter changes, and
-//! the next pass works.
+//! **Errors.** A rank that is refused, or whose code fails, refuses the next call of the pass, if
+//! one is left: the others get [`PeerRefused`](sidelane::error::CallError::PeerRefused), no
+//! parameter changes, and the next pass works.
 
 mod adam;
 mod agree;
