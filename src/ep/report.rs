@@ -122,8 +122,8 @@ impl LaneUse {
     }
 }
 
-/// How the last call of a dispatch or its combines ended at this rank. Not 0: nothing moved, and
-/// sums are zeros. A combine of a dispatch that was refused ends as that did.
+/// How the last call of a dispatch or its combines ended at this rank. A combine of a dispatch that
+/// was refused ends as that did.
 ///
 /// | value | |
 /// |---|---|
@@ -134,9 +134,10 @@ impl LaneUse {
 /// | 4 | ranks make different calls |
 /// | 65536 | the world has failed |
 ///
-/// Each other value is a [`KernelFault`](crate::error::KernelFault) that a kernel has found: rows
-/// or sums of the call are wrong. In slots that holds for 1 to 4, too: with a budget that graphs
-/// hold, a fault is also that a rank is over it.
+/// From 1 to 4 and of 65536: nothing moved, and sums are zeros. Each other value is a
+/// [`KernelFault`](crate::error::KernelFault) that a kernel has found: rows or sums of the call are
+/// wrong. In slots that holds for 1 to 4, too: with a budget that graphs hold, a fault is also that
+/// a rank is over it. The fault of a kernel about token 0 or rank 0 may be one of 1 to 4 as well.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Status(pub u32);

@@ -121,7 +121,7 @@ impl World {
     /// that world. The identity tells the job, and where its ranks meet: the address is that of the
     /// machine of the world's rank 0. Its rank and size are ignored; whether all ranks are on one
     /// machine is not. Sizes of memory, the lane, the emulated link and the fingerprint must be
-    /// those of the ranks.
+    /// those of the ranks. So must the timeouts, which no rank compares.
     ///
     /// A spare that is cut off from rank 0 asks again as soon as rank 0 has been silent for longer
     /// than the liveness limit.
@@ -341,18 +341,24 @@ impl World {
     /// as it is.
     ///
     /// The larger world begins with all ranks and all spares, or not at all. This world lives until
-    /// all have built their parts of it, and ends then. Should a spare be lost before, all ranks
-    /// get [`BootstrapError::SpareLost`] within ten times the liveness limit, and this world lives
-    /// on; the other spares ask again. A spare with other options than the ranks is refused when it
-    /// asks. Should a rank of this world be lost, this world has failed, and the survivors call
-    /// [`World::rebuild`]. The majority that excludes two worlds is that of the world on which they
-    /// call it: spares count once a growth has returned the larger one.
+    /// all have built their parts of it, and ends then. Should rank 0 be lost while it tells the
+    /// others so, some get the larger world, which fails at once, and the others the error of this
+    /// one, which has failed too: each calls [`World::rebuild`] on the world that it has.
+    ///
+    /// Should a spare be lost before that, all ranks get [`BootstrapError::SpareLost`] within ten
+    /// times the liveness limit, and this world lives on; the other spares ask again. A spare with
+    /// other options than the ranks is refused when it asks. Should a rank of this world be lost,
+    /// this world has failed, and the survivors call [`World::rebuild`]. The majority that excludes
+    /// two worlds is that of the world on which they call it: spares count once a growth has
+    /// returned the larger one.
     ///
     /// # Errors
     /// [`BootstrapError::NoSpare`] if none comes; [`BootstrapError::NoPort`] if rank 0 cannot
     /// listen at the job's ports; [`BootstrapError::SpareLost`]; if a rank cannot build its part,
-    /// its reason there and [`BootstrapError::NotGrown`] on ranks that could. This world lives on
-    /// after these. The cause of its failure otherwise.
+    /// its reason there and [`BootstrapError::NotGrown`], which names it, on the others. A spare
+    /// that is alive and does not build its part ends in [`BootstrapError::Deadline`] on the ranks
+    /// that waited for it ([`Timeouts::rendezvous`]). This world lives on after these. The cause of
+    /// its failure otherwise.
     pub fn grow(&self, deadline: Duration) -> Result<World, Error> {
         let settings = shared_settings(&self.shared.options);
         let growth = self.shared.hub.grow(deadline, &settings)?;

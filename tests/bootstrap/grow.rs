@@ -3,6 +3,7 @@
 use std::io::{self, Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
@@ -198,17 +199,25 @@ fn spare_with_another_setting_is_refused_by_name_and_another_one_is_taken_in() {
 #[test]
 fn world_lives_on_without_a_spare_of_other_settings() {
     let (place, secret) = (place(), Secret::random().unwrap());
+    let ended = AtomicBool::new(false);
     let seen = each(vec![Part::Rank(0), Part::Rank(1), Part::Other], |part| match part {
         Part::Rank(rank) => {
             let hub = connect(&identity(rank, 2, &place), Some(secret.clone()), timeouts()).unwrap();
             hub.barrier("start", rank, 2, LONG).unwrap();
-            let error = grow(&*hub, Duration::from_secs(2)).map(drop).unwrap_err();
-            assert_eq!(gathered(&*hub, "end", rank as u8), [0, 1]);
-            bootstrap_error(error)
+            // A machine that does other work may need more than one growth to refuse it.
+            loop {
+                let error = bootstrap_error(grow(&*hub, Duration::from_secs(1)).map(drop).unwrap_err());
+                let ended = gathered(&*hub, "ended", u8::from(ended.load(Ordering::SeqCst)));
+                if ended == [1, 1] || !matches!(error, BootstrapError::NoSpare { .. }) {
+                    return error;
+                }
+            }
         }
         _ => {
             let (identity, secret) = (identity(0, 1, &place), Some(secret.clone()));
-            bootstrap::spare(&identity, secret, timeouts(), &heap(2), LONG).map(drop).unwrap_err()
+            let error = bootstrap::spare(&identity, secret, timeouts(), &heap(2), LONG).map(drop);
+            ended.store(true, Ordering::SeqCst);
+            error.unwrap_err()
         }
     });
     assert!(matches!(seen[0], BootstrapError::NoSpare { .. }), "{seen:?}");
@@ -256,6 +265,43 @@ fn spare_lost_while_parts_are_built_is_named_and_the_old_world_grows_again() {
     assert!(epoch > 1, "epoch {epoch}");
     let last = Some((epoch, vec![0, 1, 2, 9]));
     assert_eq!(seen, [last.clone(), last.clone(), last.clone(), None, last]);
+}
+
+#[test]
+fn rank_that_cannot_build_its_part_is_named_and_the_old_world_grows_again() {
+    let own = BootstrapError::System { call: "mmap", errno: 12 };
+    for tells in [true, false] {
+        let (place, secret) = (place(), Secret::random().unwrap());
+        let seen = each(parts(3, 1), |part| {
+            let Part::Rank(rank) = part else {
+                let (next, _) = spare(&place, &secret, LONG).unwrap();
+                next.barrier("built", 3, 4, LONG).unwrap_err();
+                drop(next);
+                let (four, _) = spare(&place, &secret, LONG).unwrap();
+                return (None, gathered(&*four, "last", 9));
+            };
+            let hub = connect(&identity(rank, 3, &place), Some(secret.clone()), timeouts()).unwrap();
+            hub.barrier("start", rank, 3, LONG).unwrap();
+            let build = |(next, _): Grown| {
+                if rank != 1 {
+                    return Ok(next.barrier("built", rank, 4, LONG)?);
+                }
+                if tells {
+                    next.cancel(Cause::Cancelled { by: 1 });
+                }
+                Err(own.clone().into())
+            };
+            let growth = hub.grow(LONG, &heap(1)).unwrap();
+            let error = bootstrap_error(growth.complete(build).unwrap_err());
+            assert_eq!(hub.health().cause(), None::<Cause>);
+            assert_eq!(gathered(&*hub, "old", rank as u8), [0, 1, 2]);
+            let (four, _) = grow(&*hub, LONG).unwrap();
+            (Some(error), gathered(&*four, "last", rank as u8))
+        });
+        let expected = |error: Option<&BootstrapError>| (error.cloned(), vec![0, 1, 2, 9]);
+        let not_grown = expected(Some(&BootstrapError::NotGrown { rank: 1 }));
+        assert_eq!(seen, [not_grown.clone(), expected(Some(&own)), not_grown, expected(None)]);
+    }
 }
 
 #[test]

@@ -150,9 +150,10 @@ impl TcpHub {
         }
     }
 
-    /// Whether the own coordinator, if there is one, leaves the listener to this rank. It refuses
-    /// late ranks there: in the first world at the job's port, which it then frees for ever, and in
-    /// later ones where this rank would host survivors.
+    /// Tells the coordinator of this process, if it has one, to leave its listener to this rank, or
+    /// to use it again. The coordinator refuses late ranks there. In the first world the listener
+    /// is at a port of the job, and the coordinator closes it for ever to free that port. In later
+    /// worlds it is the listener where this rank would host survivors.
     pub fn release_listener(&self, released: bool) {
         if let Some(flag) = &self.released {
             flag.store(released, Ordering::Relaxed);

@@ -1,7 +1,7 @@
 //! From the members of a world and its spares to the members of the next one.
 //!
 //! ```text
-//!   all       come ──► rank 0 listens at the job's ports: a spare with other settings is refused
+//!   all       come ──► rank 0 listens at the job's ports: one whose settings differ is refused
 //!   rank 0    addresses of the spares ──► all members take them into their roster
 //!   all       rebuild: the roster of old members and spares is that of the next world
 //!   all       build their parts of it ──► agree in the old world: all are in, or none
@@ -11,8 +11,10 @@
 //! has had. So its place in the next world is behind the old ranks, and no number names two ranks.
 //!
 //! **All or none.** The old world lives until all of its ranks have built their parts of the next
-//! one, with every spare. Its own hub carries their verdicts, so either all go on to the larger
-//! world, or all stay. If one part is missing, members dismiss the spares, which ask again.
+//! one, with every spare. Its own hub carries their verdicts, so all go on to the larger world, or
+//! all stay. If one part is missing, members dismiss the spares, which ask again. One case is
+//! neither: rank 0 dies while it delivers the verdicts. Some ranks then have the larger world,
+//! which fails at once, and the others their old one, which has failed too. All of them rebuild.
 //!
 //! **Majorities.** A spare counts in no world of survivors before all old ranks have agreed on the
 //! larger world. Until then the majority that excludes two worlds is that of the old world.
@@ -54,15 +56,41 @@ pub(super) fn rendezvous(job: &Job) -> RendezvousId {
 /// A growth that is under way: the larger world has begun, or has not, and the old one lives.
 #[must_use = "the other ranks wait for it"]
 pub struct Growth<'a> {
-    old: &'a TcpHub,
-    /// Number of the first spare.
-    first: u32,
     /// Where the spares listen.
     spares: Vec<SocketAddr>,
     /// The larger world, if it has begun for this rank.
     begun: Result<Rebuilt, BootstrapError>,
     /// A member of the larger world that did not come to it: its rank there.
     absent: Option<u32>,
+    /// The last field: the larger world ends before the old one has its listener again.
+    attempt: Attempt<'a>,
+}
+
+/// An attempt of the old world to grow. One that is dropped leaves that world as it was: no later
+/// one has the spares, and the coordinator has the listener again.
+struct Attempt<'a> {
+    old: &'a TcpHub,
+    /// Number of ranks that the job had before. Spares of this attempt have higher numbers.
+    ranks: u32,
+}
+
+impl<'a> Attempt<'a> {
+    fn of(old: &'a TcpHub) -> Self {
+        Attempt { old, ranks: old.lineage.ranks() }
+    }
+
+    /// The larger world has begun with all its members.
+    fn succeed(self) {
+        self.old.cancel(Cause::Cancelled { by: self.old.rank });
+        std::mem::forget(self);
+    }
+}
+
+impl Drop for Attempt<'_> {
+    fn drop(&mut self) {
+        self.old.lineage.dismiss(self.ranks);
+        self.old.release_listener(false);
+    }
 }
 
 /// Takes in the spares that ask. Collective among all ranks of a world that lives.
@@ -75,7 +103,7 @@ pub fn grow<'a>(
     old.health().check()?;
     // From here on no rank keeps the spares waiting.
     old.barrier("grow/here", rank, size, timeouts.deadline)?;
-    let start = Instant::now();
+    let (start, attempt) = (Instant::now(), Attempt::of(old));
     let came = match rank {
         HOST => gather(old, settings, start + deadline.min(YEAR)),
         _ => Ok(Vec::new()),
@@ -116,7 +144,7 @@ pub fn grow<'a>(
     let rebuild = Rebuild::with_all(&old.job, &old.lineage, (&old.roster, rank), until);
     let begun = rebuild.attempt().and_then(|begun| begun.ok_or(BootstrapError::NotGrown { rank }));
     let absent = rebuild.absent().and_then(|absent| roster.members.binary_search(&absent).ok());
-    Ok(Growth { old, first, spares: addresses, begun, absent: absent.map(|place| place as u32) })
+    Ok(Growth { spares: addresses, begun, absent: absent.map(|place| place as u32), attempt })
 }
 
 impl Growth<'_> {
@@ -124,40 +152,57 @@ impl Growth<'_> {
     /// That ends the old world. Otherwise it lives, without the spares.
     ///
     /// # Errors
-    /// [`BootstrapError::SpareLost`] on all ranks if a spare is the reason; this rank's own reason,
-    /// or [`BootstrapError::NotGrown`], if a rank is; the cause that ends the old world.
+    /// [`BootstrapError::SpareLost`] on all ranks if a spare is the reason. If a rank is, its own
+    /// reason there, and [`BootstrapError::NotGrown`], which names it, on the others. The cause
+    /// that ends the old world, if it has failed.
     pub fn complete<T>(self, build: impl FnOnce(Rebuilt) -> Result<T, Error>) -> Result<T, Error> {
-        let Growth { old, first, spares, begun, absent } = self;
+        let Growth { spares, begun, absent, attempt } = self;
+        let old = attempt.old;
         let (rank, size, timeouts) = (old.rank, old.size(), &old.job.timeouts);
         let health = begun.as_ref().ok().map(|(next, _)| Arc::clone(next.health()));
         let built = begun.map_err(Error::from).and_then(build);
-        let reason = || absent.or_else(|| culprit(health.as_deref()?)).unwrap_or(u32::MAX);
-        let said = built.as_ref().map_or_else(|_| reason().to_le_bytes().to_vec(), |_| Vec::new());
-        let patience = limit(timeouts) + timeouts.rendezvous + timeouts.deadline;
-        let verdicts = old.gather("grow/built", rank, size, &said, patience);
-        let is_out = |verdicts: &Vec<Vec<u8>>| verdicts.iter().position(|said| !said.is_empty());
-        let error = match (verdicts.map(|verdicts| (is_out(&verdicts), verdicts)), built) {
-            (Ok((None, _)), built) => {
-                old.cancel(Cause::Cancelled { by: rank });
-                return built;
-            }
-            (Ok((Some(out), verdicts)), built) => {
-                let named = verdicts.iter().filter_map(|said| said.as_slice().try_into().ok());
-                let named = named.map(u32::from_le_bytes).filter(|&named| named >= size);
-                let lost = named.filter_map(|rank| Some((rank, *spares.get((rank - size) as usize)?))).next();
-                match (lost, built.err()) {
-                    (Some((rank, address)), _) => BootstrapError::SpareLost { rank, address }.into(),
-                    (None, Some(own)) => own,
-                    (None, None) => BootstrapError::NotGrown { rank: out as u32 }.into(),
-                }
-            }
-            (Err(error), _) => error.into(),
+        let named = |error| {
+            let known = absent.or_else(|| culprit(health.as_deref()?));
+            known.unwrap_or(if is_of_others(error) { u32::MAX } else { rank })
         };
-        // The coordinator of the larger world has ended: the old one has the listener again.
-        old.lineage.dismiss(first);
-        old.release_listener(false);
-        Err(error)
+        let said = built.as_ref().err().map_or_else(Vec::new, |error| named(error).to_le_bytes().to_vec());
+        let patience = limit(timeouts) + timeouts.rendezvous + timeouts.deadline;
+        let verdicts = old.gather("grow/built", rank, size, &said, patience)?;
+        let Some(out) = reason(&verdicts, size + spares.len() as u32) else {
+            attempt.succeed();
+            return built;
+        };
+        if let Some(&address) = out.checked_sub(size).and_then(|spare| spares.get(spare as usize)) {
+            return Err(BootstrapError::SpareLost { rank: out, address }.into());
+        }
+        // A larger world that is abandoned has ended, too. What it died of is not the old one's.
+        old.health().check()?;
+        match built {
+            Err(own) if !is_of_others(&own) => Err(own),
+            _ => Err(BootstrapError::NotGrown { rank: out }.into()),
+        }
     }
+}
+
+/// Whether a rank that did not get its part of the larger world only heard of another's reason.
+fn is_of_others(error: &Error) -> bool {
+    use BootstrapError::{Left, NotGrown};
+    matches!(error, Error::World(_) | Error::Bootstrap(Left { .. } | NotGrown { .. }))
+}
+
+/// The member that is the reason why a larger world does not begin: a spare, if an old rank names
+/// one, else an old rank that names itself, else one that others name, else the first that is out.
+/// None if all are in.
+fn reason(verdicts: &[Vec<u8>], members: u32) -> Option<u32> {
+    let size = verdicts.len() as u32;
+    let named = |said: &[u8]| said.try_into().map_or(u32::MAX, u32::from_le_bytes);
+    let out = (0..).zip(verdicts).filter(|(_, said)| !said.is_empty());
+    let out: Vec<(u32, u32)> = out.map(|(from, said)| (from, named(said))).collect();
+    let spare = out.iter().find(|(_, named)| (size..members).contains(named));
+    let own = || out.iter().find(|(from, named)| from == named);
+    let rank = || out.iter().find(|(_, named)| *named < size);
+    let named = spare.or_else(own).or_else(rank).map(|&(_, named)| named);
+    named.or_else(|| out.first().map(|&(from, _)| from))
 }
 
 /// The rank that ended a world.

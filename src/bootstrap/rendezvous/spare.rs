@@ -2,12 +2,13 @@
 //!
 //! ```text
 //!   each port of the job, again and again ──► the handshake proves that this is the job
-//!   Settings ──► Refused: this spare has others │ Admit { number, roster, addresses }
+//!   Settings ──► Refused: settings differ │ Admit { number, roster, addresses }
 //!   comes to the rebuild of the old ranks, once ──► the larger world, or asks again
 //! ```
 //!
-//! **Liveness.** Spare and rank 0 send heartbeats to each other while the spare waits. One that is
-//! cut off asks again as soon as rank 0 has been silent for longer than liveness allows.
+//! **Liveness.** Spare and rank 0 send heartbeats to each other while rank 0 gathers spares. Then
+//! rank 0 sends none: a spare is admitted within the liveness limit, or not by this growth. One
+//! that has heard nothing for so long, for example because it is cut off, asks again.
 
 use std::net::SocketAddr;
 use std::sync::Arc;

@@ -173,7 +173,7 @@ impl CopyEngineStepper {
 
     /// The first part of [`CopyEngineStepper::run`]: enqueues what these operations ask of the
     /// stream. What crosses may still be queued for [`CopyEngineStepper::drain`], which waits for
-    /// the stream and the net.
+    /// the stream and the net. It waits for them here only if the host's staging memory is full.
     ///
     /// # Errors
     /// As [`CopyEngineStepper::run`].

@@ -94,7 +94,8 @@ impl RingAttention {
     /// On every rank, before a block moves: [`PlanError`] for arguments that do not fit, and for an
     /// odd number of tokens if attention is causal;
     /// [`ConfigsDiffer`](sidelane::error::CallError::ConfigsDiffer) if ranks have different numbers
-    /// of tokens; as [`Communicator::all_gather`]. Later as [`Communicator::send`] and [`Communicator::receive`].
+    /// of tokens; as [`Communicator::all_gather`]. Later as [`Communicator::send`] and
+    /// [`Communicator::receive`].
     pub fn forward(
         &self,
         group: &mut Communicator,

@@ -112,8 +112,8 @@ impl DataParallel {
     ///
     /// # Errors
     /// Errors of `body`, [`DataError::GradientMissing`] after it,
-    /// [`BadParameter`](sidelane::error::PlanError::BadParameter) for another group than before: the
-    /// other ranks get [`PeerRefused`](sidelane::error::CallError::PeerRefused) if a bucket is
+    /// [`BadParameter`](sidelane::error::PlanError::BadParameter) for another group than before:
+    /// the other ranks get [`PeerRefused`](sidelane::error::CallError::PeerRefused) if a bucket is
     /// left, no parameter changes, and the next backward pass begins anew. If no bucket is left,
     /// the means are complete on all ranks, and a step may follow. As [`Communicator::all_reduce`]
     /// and [`Communicator::reduce_scatter`].
@@ -160,11 +160,10 @@ impl DataParallel {
     /// shards, each rank changes its own and all ranks gather the others'. Collective.
     ///
     /// # Errors
-    /// [`DataError::NoGradients`], and
-    /// [`BadParameter`](sidelane::error::PlanError::BadParameter) for another group than before, with
-    /// [`PeerRefused`](sidelane::error::CallError::PeerRefused) on the other ranks if there are
-    /// shards: then nothing has changed on any rank. As [`Communicator::all_gather`]; if the world
-    /// fails, load a checkpoint.
+    /// [`DataError::NoGradients`], and [`BadParameter`](sidelane::error::PlanError::BadParameter)
+    /// for another group than before, with [`PeerRefused`](sidelane::error::CallError::PeerRefused)
+    /// on the other ranks if there are shards: then nothing has changed on any rank. As
+    /// [`Communicator::all_gather`]; if the world fails, load a checkpoint.
     pub fn step(&mut self, group: &mut Communicator) -> Result<(), DataError> {
         let calls = if self.sharding == Sharding::None { 0 } else { self.layout.len() };
         let given = if self.gradients.is_empty() { Err(DataError::NoGradients) } else { Ok(()) };

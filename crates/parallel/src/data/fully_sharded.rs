@@ -121,10 +121,9 @@ impl FullySharded {
     /// behind it. Collective.
     ///
     /// # Errors
-    /// Errors of `body`, and
-    /// [`BadParameter`](sidelane::error::PlanError::BadParameter) for another group than before, with
-    /// [`PeerRefused`](sidelane::error::CallError::PeerRefused) on the other ranks if a call is
-    /// left; as [`Communicator::all_gather`]. The next pass begins anew.
+    /// Errors of `body`, and [`BadParameter`](sidelane::error::PlanError::BadParameter) for another
+    /// group than before, with [`PeerRefused`](sidelane::error::CallError::PeerRefused) on the
+    /// other ranks if a call is left; as [`Communicator::all_gather`]. The next pass begins anew.
     pub fn forward(
         &self,
         group: &mut Communicator,
