@@ -59,7 +59,7 @@ impl Allocation {
         Ok((bytes as u64).max(1))
     }
 
-    /// What an allocation of so many bytes takes, if a number holds that.
+    /// Bytes that an allocation of `bytes` takes, in whole granules. None if they exceed a `u64`.
     pub(crate) fn whole(bytes: u64, granularity: u64) -> Option<u64> {
         bytes.max(1).checked_next_multiple_of(granularity)
     }

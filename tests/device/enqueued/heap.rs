@@ -118,7 +118,7 @@ fn ranks_of_one_device_are_refused_what_they_need_together() {
     });
 }
 
-/// What a device takes for memory is whole granules, which may not fit where the bytes do.
+/// A device allocates whole granules, which may not fit where the bytes do.
 #[test]
 fn heap_that_fits_in_bytes_alone_is_refused_on_all_ranks() {
     let test = "enqueued::heap::heap_that_fits_in_bytes_alone_is_refused_on_all_ranks";

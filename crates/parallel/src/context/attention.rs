@@ -110,7 +110,7 @@ impl Attended {
         self.output.clone()
     }
 
-    /// What all blocks need of the gradients of outputs.
+    /// The gradients of outputs in the form that all blocks use.
     pub fn output_gradients<'a>(&self, of_output: &'a [f32]) -> OutputGradients<'a> {
         let rows = |of: &'a [f32]| of.chunks_exact(self.shape.head_dim);
         let outputs = self.output.chunks_exact(self.shape.head_dim);

@@ -22,7 +22,7 @@ use super::memory::{Buffer, Gauge, MemoryUsage, bytes};
 use super::pass::{Pass, keep, mean, reason};
 use crate::check::Member;
 
-/// What ranks of a group share out, if parameters are whole on each.
+/// State that is cut over the ranks of a group, where each rank has all parameters.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Sharding {
     /// Nothing: each rank has all gradients and optimizer states. Plain data parallelism.
@@ -41,7 +41,7 @@ pub struct DataParallel {
     sharding: Sharding,
     adam: Adam,
     member: Member,
-    /// What this rank updates: its part of each bucket, or the whole bucket.
+    /// Elements that this rank updates: its part of each bucket, or the whole bucket.
     owned: Cut,
     parameters: Vec<f32>,
     /// By bucket: means, of what this rank has. Empty without a complete backward pass.
@@ -320,7 +320,7 @@ impl<'a> Backward<'a> {
         while self.awaited.last() == Some(&0) {
             self.awaited.pop();
             if let Some(Some(buffer)) = self.filling.pop() {
-                // After a failed reduction nobody takes it, and the pass reports that failure.
+                // After a failed reduction no node takes it, and the pass reports that failure.
                 let _ = self.ready.send(buffer);
             }
         }

@@ -41,7 +41,7 @@ pub struct FullySharded {
     gauge: Arc<Gauge>,
 }
 
-/// What the nodes of a pass use in turn.
+/// The state that nodes of a pass use in turn.
 struct Turns<'a, 'g, B> {
     pass: Handoff<&'a mut Pass<'g>>,
     body: Handoff<(B, &'a mut Option<DataError>)>,

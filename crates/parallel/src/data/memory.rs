@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Bytes that this rank holds, padding included.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct MemoryUsage {
     /// Of parameters.
     pub parameters_bytes: u64,
@@ -13,7 +14,8 @@ pub struct MemoryUsage {
     pub gradients_bytes: u64,
     /// Of the optimizer's states.
     pub states_bytes: u64,
-    /// Of buckets and layers in flight, the most at once since this was built.
+    /// Of buckets and layers in flight, the most at once since this was built. Copies of optimizer
+    /// states in a step are not counted.
     pub buffers_peak_bytes: u64,
 }
 
