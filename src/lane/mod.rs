@@ -27,7 +27,7 @@
 #![allow(unsafe_code, reason = "stores into memory that other processes map cannot be said in safe Rust")]
 
 mod flag;
-mod floor;
+mod floor_copies;
 mod lanes;
 mod net;
 mod port;
@@ -37,7 +37,7 @@ mod tests;
 mod wait;
 
 pub use flag::FlagLine;
-pub use floor::{Floor, Moves, RAW};
+pub use floor_copies::{Floor, Moves, RAW};
 pub use lanes::{COPY_ENGINE, Lanes, PeerLane};
 pub use net::{
     ConnectionEnd, ConnectionOffer, Counters as NicCounters, DeviceMemory, LOOPBACK, LinkEmulator,

@@ -6,6 +6,7 @@ mod data;
 mod embedding;
 mod linear;
 mod mesh;
+mod messages;
 mod mutants;
 mod naive_pipeline;
 #[path = "../support/ranks.rs"]

@@ -1,16 +1,13 @@
-//! Collectives and the messages of a pipeline are proved: every rank, every program, one after the
-//! other; seeded bugs are found, or listed with the reason why they are harmless.
+//! Collectives are proved: every rank, every program, one after the other; seeded bugs are found,
+//! or listed with the reason why they are harmless.
 
-use sidelane_core::plan::{Pipeline, PipelineStep};
 use sidelane_core::schedule::collective::{Program, RankView, Shape, Staging};
 use sidelane_core::schedule::{Flag, FlagValue, Op};
 use sidelane_core::topology::NodeMap;
 use sidelane_verify::mutate::{Change, Mutation, mutations};
 use sidelane_verify::prove::{AccessKind, MutantProver, ProofFailure, prove};
 use sidelane_verify::random_check::check;
-use sidelane_verify::unroll::{
-    CollectiveBug, CollectiveCall, CollectiveScenario, PipelineBug, PipelineScenario, UnrolledProgram,
-};
+use sidelane_verify::unroll::{CollectiveBug, CollectiveCall, CollectiveScenario, UnrolledProgram};
 
 /// Ranks by node.
 const SHAPES: [&[u32]; 8] = [
@@ -289,124 +286,6 @@ fn every_mutant_of_a_collective_is_found() {
             println!("{labels:?} {program:?}: {found} found");
             assert_eq!(wrong, Vec::<String>::new(), "{labels:?} {program:?}");
             assert!(found > 20, "{labels:?} {program:?}");
-        }
-    }
-}
-
-fn unroll_pipeline(pipeline: &Pipeline, parts: u64, seeded: Option<PipelineBug>) -> UnrolledProgram {
-    let staging = staging(pipeline.stages() as usize);
-    let len = parts * staging.slot();
-    UnrolledProgram::of_pipeline(&PipelineScenario { pipeline, staging, len, seeded }).unwrap()
-}
-
-fn one_forward_one_backward(stages: u32, microbatches: u32) -> Pipeline {
-    Pipeline::one_forward_one_backward(stages, microbatches).unwrap()
-}
-
-#[test]
-fn a_pipeline_ends_for_any_stages_and_microbatches_and_messages_of_any_length() {
-    for (stages, microbatches) in (1..=8).flat_map(|stages| (0..=9).map(move |of| (stages, of))) {
-        let pipeline = one_forward_one_backward(stages, microbatches);
-        for parts in [1, 2, 3, 5] {
-            let proof = prove(&unroll_pipeline(&pipeline, parts, None)).unwrap_or_else(|fault| {
-                panic!("{stages} stages, {microbatches} microbatches, {parts} parts: {fault}")
-            });
-            // Of each message and part a put, a word and its wait, an answer; and waits for slots.
-            let messages = 2 * u64::from(stages - 1) * u64::from(microbatches);
-            assert!(proof.operations as u64 >= 4 * messages * parts);
-        }
-    }
-    let deep = one_forward_one_backward(64, 70);
-    prove(&unroll_pipeline(&deep, 1, None)).unwrap_or_else(|fault| panic!("64 stages: {fault}"));
-}
-
-#[test]
-fn pipelines_run_at_random() {
-    for (stages, microbatches) in [(2, 3), (4, 2), (4, 6)] {
-        check(&unroll_pipeline(&one_forward_one_backward(stages, microbatches), 3, None), 0..5).unwrap();
-    }
-}
-
-#[test]
-fn every_broken_rule_of_a_pipeline_is_found() {
-    let pipeline = one_forward_one_backward(4, 6);
-    for (seeded, parts) in
-        PipelineBug::ALL.into_iter().flat_map(|seeded| [1, 2, 3, 4].map(|parts| (seeded, parts)))
-    {
-        let seen = prove(&unroll_pipeline(&pipeline, parts, Some(seeded)));
-        match seeded {
-            // Parts that fit the two slots of a pair may be sent first: that is their purpose.
-            PipelineBug::SendFirst if parts <= 2 => assert!(seen.is_ok(), "{parts}: {seen:?}"),
-            // A rank that first waits for the other's later message waits forever.
-            PipelineBug::SendFirst | PipelineBug::ReceiveFirst => {
-                assert!(matches!(seen, Err(ProofFailure::Deadlock { .. })), "{seeded:?} {parts}: {seen:?}");
-            }
-            PipelineBug::Ungranted | PipelineBug::CopyLate => assert!(seen.is_err(), "{seeded:?} {parts}"),
-        }
-    }
-}
-
-/// Reason why a mutant of a message is unobservable; `None` if it must be found. The wait for a
-/// slot, which the first parts do not have, is not among them: [`PipelineBug::Ungranted`] leaves
-/// it out.
-fn harmless_in_a_message(mutation: &Mutation) -> Option<&'static str> {
-    match (mutation.change, mutation.item.op) {
-        (Change::Lower, Op::Signal { flag: Flag::Read, .. }) => Some("the sender waits for one part more"),
-        (Change::Retrack, Op::Signal { flag: Flag::Read, .. }) => {
-            Some("it is alone in its stage, behind the copy")
-        }
-        _ => None,
-    }
-}
-
-#[test]
-fn every_mutant_of_a_message_is_found() {
-    for (stages, microbatches, parts) in [(2, 3, 3), (4, 6, 3), (3, 4, 5)] {
-        let unrolled = unroll_pipeline(&one_forward_one_backward(stages, microbatches), parts, None);
-        let prover = MutantProver::new(&unrolled);
-        let (mut found, mut wrong) = (0, Vec::new());
-        for mutation in mutations(&unrolled) {
-            let mutant = mutation.plant(&unrolled);
-            let seen = prover.prove(&mutant);
-            // The number of a part decides where its tag lies: some mutants access other bytes.
-            assert_eq!(seen, prove(&mutant), "{mutation:?}");
-            match (seen, harmless_in_a_message(&mutation)) {
-                (Err(_), None) => found += 1,
-                (Ok(_), Some(_)) => {}
-                (seen, why) => wrong.push(format!("{why:?}: {seen:?}: {mutation:?}")),
-            }
-        }
-        println!("{stages} stages: {found} found");
-        assert_eq!(wrong, Vec::<String>::new(), "{stages} stages");
-        assert!(found >= 10 * stages as usize, "{stages} stages: {found}");
-    }
-}
-
-/// The first gradient cannot come before the first output has gone.
-#[test]
-fn a_gradient_that_is_awaited_before_its_output_is_sent_is_a_deadlock() {
-    for (stages, microbatches) in [(2, 1), (3, 4), (5, 5)] {
-        let right = one_forward_one_backward(stages, microbatches);
-        for stage in 0..stages - 1 {
-            let mut orders: Vec<Vec<PipelineStep>> =
-                (0..stages).map(|stage| right.stage(stage).to_vec()).collect();
-            let order = &mut orders[stage as usize];
-            let sent = order.iter().position(|step| *step == PipelineStep::SendForward(0)).unwrap();
-            let answer = order.iter().position(|step| {
-                matches!(
-                    step,
-                    PipelineStep::ReceiveBackward(0) | PipelineStep::ExchangeNext { receive: 0, .. }
-                )
-            });
-            match order[answer.unwrap()] {
-                PipelineStep::ExchangeNext { send, .. } => {
-                    order[answer.unwrap()] = PipelineStep::SendForward(send)
-                }
-                _ => drop(order.remove(answer.unwrap())),
-            }
-            order.insert(sent, PipelineStep::ReceiveBackward(0));
-            let fault = prove(&unroll_pipeline(&Pipeline::of(orders), 1, None)).unwrap_err();
-            assert!(matches!(fault, ProofFailure::Deadlock { .. }), "{stages} stages, {stage}: {fault}");
         }
     }
 }

@@ -9,8 +9,8 @@ use sidelane::ep::{CollectiveBuilder, RowCollective as Gathers, RowPartition as 
 
 use crate::calls::{Brought, Sums, first, unusable};
 use crate::device::Place;
-use crate::ep::group_of;
 use crate::errors::raise;
+use crate::expert_parallel::group_of;
 use crate::handle::tensor_of;
 use crate::input::Input;
 use crate::lending::LendingCell;

@@ -15,8 +15,8 @@ use sidelane::dtype::PartialDtype;
 use sidelane::error::{CallKind, Error, PlanError};
 
 use crate::calls::first;
-use crate::ep::group_of;
 use crate::errors::Wrong;
+use crate::expert_parallel::group_of;
 use crate::input::Input;
 use crate::lending::LendingCell;
 use crate::settings;

@@ -20,8 +20,8 @@ use sidelane::layer::{
 
 use crate::calls::first;
 use crate::device::{Lender, OnStream, Place};
-use crate::ep::{group_of, map};
 use crate::errors::raise;
+use crate::expert_parallel::{group_of, map};
 use crate::gate::{Decision, config_of};
 use crate::input::{Input, Rows};
 use crate::lending::{Close, LendingCell};

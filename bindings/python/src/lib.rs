@@ -28,8 +28,8 @@ mod collective;
 mod communicator;
 mod device;
 mod dlpack;
-mod ep;
 mod errors;
+mod expert_parallel;
 mod gate;
 mod handle;
 mod input;
@@ -50,7 +50,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<world::World>()?;
     module.add_class::<world::Group>()?;
     module.add_class::<window::Window>()?;
-    module.add_class::<ep::ExpertParallel>()?;
+    module.add_class::<expert_parallel::ExpertParallel>()?;
     module.add_class::<pending::PendingDispatch>()?;
     module.add_class::<pending::PendingCombine>()?;
     module.add_class::<handle::Handle>()?;

@@ -3,7 +3,6 @@
 use half::bf16;
 use sidelane::collective::AllReduceAlgorithm;
 use sidelane::error::{CallError, CallKind, Error, PlanError};
-use sidelane::plan::{Pipeline, PipelineStep};
 
 use super::case::{communicator, reduces, tensor};
 use crate::support::{on_ranks, tiny};
@@ -115,44 +114,4 @@ fn all_of_more_refusals_than_a_byte_counts_are_told() {
             assert_eq!(refused, MESSAGES);
         }
     });
-}
-
-/// A pipeline that multiplies, on the real lanes: every stage follows its order.
-#[test]
-fn a_pipeline_in_its_order_ends_with_messages_longer_than_their_slots() {
-    const LEN: usize = 3000;
-    for nodes in [&[0; 4][..], &[0, 0, 1, 1]] {
-        on_ranks(nodes, &tiny(), |world| {
-            let mut communicator = communicator(&world, AllReduceAlgorithm::Direct);
-            let me = world.rank();
-            let pipeline = Pipeline::one_forward_one_backward(4, 6).unwrap();
-            let (mut input, mut gradient) = (vec![0.0f32; LEN], vec![0.0f32; LEN]);
-            let mut done = Vec::new();
-            for &step in pipeline.stage(me) {
-                match step {
-                    PipelineStep::ReceiveForward(_) => communicator.receive(me - 1, &mut input).unwrap(),
-                    PipelineStep::Forward(of) if me == 0 => input.fill(1.0 + of as f32),
-                    PipelineStep::Forward(_) => input.iter_mut().for_each(|x| *x *= 2.0),
-                    PipelineStep::SendForward(_) => communicator.send(me + 1, &input).unwrap(),
-                    PipelineStep::ReceiveBackward(_) => communicator.receive(me + 1, &mut gradient).unwrap(),
-                    PipelineStep::Backward(_) => {
-                        match me {
-                            3 => gradient.clone_from(&input),
-                            _ => gradient.iter_mut().for_each(|g| *g *= 3.0),
-                        }
-                        done.push(gradient[LEN - 1]);
-                    }
-                    PipelineStep::SendBackward(_) => communicator.send(me - 1, &gradient).unwrap(),
-                    PipelineStep::ExchangeNext { .. } => {
-                        communicator.send_receive(me + 1, &input, &mut gradient).unwrap();
-                    }
-                    PipelineStep::ExchangePrevious { .. } => {
-                        communicator.send_receive(me - 1, &gradient, &mut input).unwrap();
-                    }
-                }
-            }
-            let factor = 8.0 * 3.0f32.powi(3 - me as i32);
-            assert_eq!(done, (0..6).map(|of| (1.0 + of as f32) * factor).collect::<Vec<_>>());
-        });
-    }
 }

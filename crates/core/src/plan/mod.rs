@@ -19,11 +19,13 @@ mod expert_map;
 mod group;
 mod inter_node_rows;
 mod layout;
-mod options;
-mod pipeline;
+mod receive_mode;
 mod relay_order;
 mod relay_plan;
+mod row_layout;
 mod sorted_routing;
+mod strategy;
+mod sum_order;
 mod traffic;
 
 pub use bins::Bins;
@@ -33,11 +35,13 @@ pub use expert_map::ExpertMap;
 pub use group::{GroupRouting, LocalPermutation, RankRouting};
 pub use inter_node_rows::InterNodeRows;
 pub use layout::{DispatchLayout, PlanContext, RowRun, Summand};
-pub use options::{Overflow, ReceiveMode, RowLayout, RowMetadata, Strategy, SumOrder};
-pub use pipeline::{Pipeline, PipelineStep};
+pub use receive_mode::{Overflow, ReceiveMode};
 pub use relay_order::{RankSets, RelayOrder, RelayPermutation, RelaySorter, first_of};
 pub use relay_plan::{Block, Partials, RelayPlan, Segment};
+pub use row_layout::{RowLayout, RowMetadata};
 pub use sorted_routing::SortedRouting;
+pub use strategy::Strategy;
+pub use sum_order::SumOrder;
 pub use traffic::{RowsByDistance, Traffic};
 
 /// Bytes that a table has taken from the allocator.

@@ -1,25 +1,18 @@
-//! Unrolls rounds of collectives, and the messages of a pipeline.
+//! Unrolls rounds of collectives.
 //!
 //! ```text
 //!   round     | enter | read tags | stage | ... | copy to the caller
 //!   landed    | enter | read tags | land | the caller reads ... until the next round | enter
-//!   message   | (wait for the slot) put, signal | wait for the part | copy to the caller | answer
 //! ```
 
-use std::collections::HashMap;
 use std::ops::Range;
 use std::rc::Rc;
 
 use sidelane_core::dtype::{Dtype, PartialDtype};
-use sidelane_core::error::{CallKind, PlanError};
-use sidelane_core::plan::{Pipeline, PipelineStep};
+use sidelane_core::error::PlanError;
 use sidelane_core::schedule::call_program::{Action, Work};
-use sidelane_core::schedule::collective::{
-    self, Copied, MessageChannel, MessagePart, Program, RankView, Round, Rounds, Staging,
-};
-use sidelane_core::schedule::{
-    Calls, ControlLayout, Flag, Op, Operand, Operands, SpanCopy, TrackOp, WindowId,
-};
+use sidelane_core::schedule::collective::{self, Copied, Program, RankView, Round, Rounds, Staging};
+use sidelane_core::schedule::{Calls, ControlLayout, Flag, Op, Operands, TrackOp, WindowId};
 use sidelane_core::topology::NodeMap;
 
 use super::{
@@ -118,7 +111,7 @@ impl Effects for RoundOperands {
 }
 
 /// Epoch of all unrolled programs.
-const EPOCH: u16 = 1;
+pub(super) const EPOCH: u16 = 1;
 /// Type of all elements.
 const DTYPE: Dtype = Dtype::Bf16;
 
@@ -283,7 +276,8 @@ fn put_first(steps: &mut [collective::Step]) {
     }
 }
 
-fn read(copied: &Copied, of: usize) -> HostAccess {
+/// The caller reads a copy.
+pub(super) fn read(copied: &Copied, of: usize) -> HostAccess {
     let Copied { owner, offset, len, .. } = *copied;
     HostAccess {
         what: "what has come",
@@ -294,181 +288,6 @@ fn read(copied: &Copied, of: usize) -> HostAccess {
 }
 
 /// An operation in a call of this value.
-fn in_call(item: &TrackOp, call: u64) -> UnrolledOp {
+pub(super) fn in_call(item: &TrackOp, call: u64) -> UnrolledOp {
     UnrolledOp::of(item, &Operands { call, ..Operands::default() })
-}
-
-fn part(rank: u32, call: usize, kind: CallKind, scenes: Vec<StageRun>) -> ActorCall {
-    ActorCall { rank, role: Role::Own, call, kind, scenes }
-}
-
-/// Which pipeline, and what passes between its stages.
-#[derive(Clone, Debug)]
-pub struct PipelineScenario<'a> {
-    /// The order of each stage.
-    pub pipeline: &'a Pipeline,
-    /// Where parts land.
-    pub staging: Staging,
-    /// Bytes of each message.
-    pub len: u64,
-    /// A rule that is broken: `None`, except to see that `prove` notices.
-    pub seeded: Option<PipelineBug>,
-}
-
-/// Rules that could be broken.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PipelineBug {
-    /// Concurrent send and receive, run as a send and then a receive.
-    SendFirst,
-    /// It is received and then sent.
-    ReceiveFirst,
-    /// A sender does not wait for a free slot.
-    Ungranted,
-    /// A part is copied to the caller when it has been answered.
-    CopyLate,
-}
-
-impl PipelineBug {
-    /// All of them.
-    pub const ALL: [PipelineBug; 4] =
-        [PipelineBug::SendFirst, PipelineBug::ReceiveFirst, PipelineBug::Ungranted, PipelineBug::CopyLate];
-}
-
-/// One part of a message that a rank sends or receives.
-#[derive(Clone, Copy)]
-struct Passed {
-    sends: bool,
-    peer: u32,
-    nth: u64,
-}
-
-#[derive(Debug)]
-struct MessageOperands {
-    span: Option<SpanCopy>,
-    ranks: u32,
-}
-
-impl Effects for MessageOperands {
-    fn effects(&self, step: &UnrolledOp) -> Vec<Effect> {
-        let table = [Operand::Spans { first: 0, count: 1 }];
-        match (step.op, self.span) {
-            (Op::Put { to, operand }, Some(span)) => {
-                Operands { table: &table, spans: &[span], ..Operands::default() }.puts(to, operand)
-            }
-            (Op::Signal { to, of, flag: flag @ Flag::Block, .. }, _) => {
-                let at = ControlLayout::tag(of, flag, self.ranks, Calls::parity_of(step.value));
-                vec![Effect::Tag(Bytes::new(to, WindowId::CONTROL, at, ControlLayout::TAG_BYTES))]
-            }
-            _ => Vec::new(),
-        }
-    }
-}
-
-pub(super) fn unroll_pipeline(scenario: &PipelineScenario) -> Result<UnrolledProgram, PlanError> {
-    let ranks = scenario.pipeline.stages();
-    if scenario.staging.ranks() != ranks {
-        let (parameter, expected) = ("stages", "as many as there are places for");
-        return Err(PlanError::BadParameter { parameter, seen: ranks.into(), expected });
-    }
-    let nodes = NodeMap::from_labels(&vec![0; ranks as usize]);
-    let views: Vec<RankView> =
-        (0..ranks).map(|me| RankView { nodes: nodes.clone(), me, staging: scenario.staging }).collect();
-    let orders: Vec<Vec<Passed>> = views.iter().map(|view| order(scenario, view)).collect();
-    let sent = sent(&orders);
-    let most = orders.iter().map(Vec::len).max().unwrap_or(0);
-    let mut all: Vec<Vec<ActorCall>> =
-        orders.iter().zip(&views).map(|(order, view)| rank(scenario, view, order, &sent)).collect();
-    for (parts, rank) in all.iter_mut().zip(0..) {
-        parts.extend((parts.len()..most).map(|call| part(rank, call, CallKind::Unknown, Vec::new())));
-    }
-    let calls = (0..most).map(|call| all.iter().map(|parts| parts[call].clone()).collect());
-    let calls = numbered(calls.collect());
-    let control_bytes = ControlLayout::flag_bytes(ranks);
-    let pool_bytes = scenario.staging.bytes();
-    Ok(UnrolledProgram { ranks, actors: ranks, control_bytes, pool_bytes, calls, assumed: Vec::new() })
-}
-
-/// The parts that a stage sends and receives, in order.
-fn order(scenario: &PipelineScenario, view: &RankView) -> Vec<Passed> {
-    let (me, parts) = (view.me, MessageChannel::parts(view, scenario.len));
-    let all = |sends, peer| (0..parts).map(move |nth| Passed { sends, peer, nth }).collect::<Vec<_>>();
-    let both = |peer| match scenario.seeded {
-        Some(PipelineBug::SendFirst) => [all(true, peer), all(false, peer)].concat(),
-        Some(PipelineBug::ReceiveFirst) => [all(false, peer), all(true, peer)].concat(),
-        _ => MessagePart::both(parts, parts)
-            .map(|passing| Passed { sends: passing.sends, peer, nth: passing.nth })
-            .collect(),
-    };
-    let of = |step: &PipelineStep| match *step {
-        PipelineStep::ReceiveForward(_) => all(false, me - 1),
-        PipelineStep::SendForward(_) => all(true, me + 1),
-        PipelineStep::ReceiveBackward(_) => all(false, me + 1),
-        PipelineStep::SendBackward(_) => all(true, me - 1),
-        PipelineStep::ExchangeNext { .. } => both(me + 1),
-        PipelineStep::ExchangePrevious { .. } => both(me - 1),
-        PipelineStep::Forward(_) | PipelineStep::Backward(_) => Vec::new(),
-    };
-    scenario.pipeline.stage(me).iter().flat_map(of).collect()
-}
-
-/// Per sender and receiver: in which of its calls the sender puts each part.
-type Sent = HashMap<(u32, u32), Vec<usize>>;
-
-fn sent(orders: &[Vec<Passed>]) -> Sent {
-    let mut sent = Sent::new();
-    for (order, me) in orders.iter().zip(0..) {
-        for (call, passed) in order.iter().enumerate().filter(|(_, passed)| passed.sends) {
-            sent.entry((me, passed.peer)).or_default().push(call);
-        }
-    }
-    sent
-}
-
-/// One rank's parts: each of a message is a call.
-fn rank(scenario: &PipelineScenario, view: &RankView, order: &[Passed], sent: &Sent) -> Vec<ActorCall> {
-    let me = view.me;
-    let mut pairs: HashMap<(bool, u32), (MessageChannel, usize)> = HashMap::new();
-    let mut late: Vec<HostAccess> = Vec::new();
-    let mut parts = Vec::new();
-    for (call, &Passed { sends, peer, nth }) in order.iter().enumerate() {
-        let (pair, count) =
-            pairs.entry((sends, peer)).or_insert_with(|| (MessageChannel::new(peer, EPOCH), 0));
-        pair.advance();
-        let range = MessageChannel::part(view, scenario.len, nth);
-        let scene = |name, touches, steps, span| {
-            let filled = Rc::new(MessageOperands { span, ranks: view.nodes.ranks() });
-            StageRun { name, first: 0, touches, steps, filled }
-        };
-        if sends {
-            let granted = pair.freed().filter(|_| scenario.seeded != Some(PipelineBug::Ungranted));
-            let free = granted.map(|value| in_call(&pair.free(), value));
-            let send = pair.send(view).map(|item| in_call(&item, pair.value()));
-            let span = Some(pair.sent(view, range));
-            let scenes = vec![
-                scene("free", std::mem::take(&mut late), free.into_iter().collect(), None),
-                scene("send", Vec::new(), send.to_vec(), span),
-            ];
-            parts.push(part(me, call, CallKind::Send, scenes));
-        } else {
-            let of = sent.get(&(peer, me)).and_then(|calls| calls.get(*count)).copied().unwrap_or(call);
-            *count += 1;
-            let wait = vec![in_call(&pair.receive(), pair.value())];
-            let answer = vec![in_call(&pair.answer(view, 0), pair.value())];
-            let mut touches = came(pair, view, range, of);
-            let before = std::mem::take(&mut late);
-            if scenario.seeded == Some(PipelineBug::CopyLate) {
-                late.append(&mut touches);
-            }
-            let scenes = vec![scene("receive", before, wait, None), scene("answer", touches, answer, None)];
-            parts.push(part(me, call, CallKind::Receive, scenes));
-        }
-    }
-    parts
-}
-
-/// Reads of a receiver.
-fn came(pair: &MessageChannel, view: &RankView, range: Range<u64>, of: usize) -> Vec<HostAccess> {
-    let at = ControlLayout::tag(pair.peer, Flag::Block, view.nodes.ranks(), Calls::parity_of(pair.value()));
-    let tag = Bytes::new(view.me, WindowId::CONTROL, at, ControlLayout::TAG_BYTES);
-    vec![HostAccess { what: "tag", bytes: tag, write: false, of }, read(&pair.received(view, range), of)]
 }

@@ -24,6 +24,7 @@ mod call_sequence;
 mod collective;
 mod dispatch_actor;
 mod host_access;
+mod messages;
 mod return_actor;
 mod slot_streams;
 mod stage_runs;
@@ -41,7 +42,8 @@ use sidelane_core::topology::{NodeMap, Route};
 
 use crate::mutate::{CallMutation, ProgramId};
 
-pub use collective::{CollectiveBug, CollectiveCall, CollectiveScenario, PipelineBug, PipelineScenario};
+pub use collective::{CollectiveBug, CollectiveCall, CollectiveScenario};
+pub use messages::{MessageBug, MessageCall, MessageScenario};
 pub use sidelane_core::schedule::call_program::Relays;
 pub use sidelane_core::schedule::{Bytes, Effect};
 pub use slot_streams::{StreamBug, StreamCall, StreamScenario, Streams};
@@ -386,12 +388,12 @@ impl UnrolledProgram {
         collective::unroll(scenario)
     }
 
-    /// Unrolls the messages between the stages of a pipeline.
+    /// Unrolls messages between ranks.
     ///
     /// # Errors
-    /// [`PlanError::BadParameter`] for places of another number of ranks than there are stages.
-    pub fn of_pipeline(scenario: &PipelineScenario) -> Result<UnrolledProgram, PlanError> {
-        collective::unroll_pipeline(scenario)
+    /// [`PlanError::BadParameter`] unless there is a list of calls for each rank that has places.
+    pub fn of_messages(scenario: &MessageScenario) -> Result<UnrolledProgram, PlanError> {
+        messages::unroll(scenario)
     }
 
     /// Operations that ranks enqueue on streams, each in an order of its own, one stream for each

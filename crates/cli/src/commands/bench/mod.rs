@@ -28,9 +28,9 @@ use clap::Args;
 use serde::{Deserialize, Serialize};
 
 use crate::baselines::Folder;
-use crate::command::Command;
 use crate::commands::launch::MachineArgs;
 use crate::error::CliError;
+use crate::frame::Command;
 use crate::ranks::{self, Assignment, Files, RankMemory, Sizes};
 
 pub use config::{ConditionArgs, Config, RowType};

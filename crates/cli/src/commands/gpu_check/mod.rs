@@ -56,8 +56,8 @@ use sidelane::device::{Driver, Version};
 use sidelane::error::DeviceError;
 use waiting::Case;
 
-use crate::command::{self, Command as _};
 use crate::error::CliError;
+use crate::frame::{self, Command as _};
 use crate::options::{up_to, word};
 use crate::ranks::{self, VARIABLES, missing};
 
@@ -121,11 +121,11 @@ pub struct GpuCheckArgs {
     pub calibrate: Option<PathBuf>,
 }
 
-impl command::Command for GpuCheckArgs {
+impl frame::Command for GpuCheckArgs {
     const NAME: &'static str = "gpu-check";
 
     fn run(self) -> Result<ExitCode, CliError> {
-        command::claim(self.json.iter().chain(&self.calibrate))?;
+        frame::claim(self.json.iter().chain(&self.calibrate))?;
         let probe = probe(self.device)?;
         let asked = |part: &Part| self.parts.is_empty() || self.parts.contains(part);
         let chosen: Vec<Part> = Part::value_variants().iter().copied().filter(asked).collect();
@@ -134,10 +134,10 @@ impl command::Command for GpuCheckArgs {
         }
         let rows = run_parts(&Task::of(&self), &chosen, self.minutes)?;
         let report = Report::new(&self, &probe, rows);
-        let status = command::finish(&report, &self.json)?;
+        let status = frame::finish(&report, &self.json)?;
         if self.calibrate.is_some() {
             let hardware = calibrate::hardware(&report)?;
-            command::draw(&self.calibrate, || calibrate::text(&hardware))?;
+            frame::draw(&self.calibrate, || calibrate::text(&hardware))?;
         }
         Ok(status)
     }
@@ -247,7 +247,7 @@ impl Task {
 const SILENCE: Duration = Duration::from_secs(300);
 
 fn run_parts(task: &Task, parts: &[Part], minutes: Option<f64>) -> Result<Vec<Row>, CliError> {
-    let bar = command::progress(0, parts.len() as u64);
+    let bar = frame::progress(0, parts.len() as u64);
     let end = minutes.map(|minutes| Instant::now() + Duration::from_secs_f64(minutes * 60.0));
     let mut rows = Vec::new();
     for &part in parts {

@@ -22,9 +22,9 @@ use std::str::FromStr;
 use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
 
-use crate::command::Command;
 use crate::commands::launch::{MachineArgs, places};
 use crate::error::{CliError, usage};
+use crate::frame::Command;
 use crate::options::{NodeArgs, at_least_one};
 use crate::ranks::{self, Assignment, Files, RankMemory};
 
@@ -313,7 +313,7 @@ fn usual(test: Test, bytes: u64) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::command::tests::parsed;
+    use crate::frame::tests::parsed;
 
     #[test]
     fn a_range_is_every_power_of_two_in_it() {
