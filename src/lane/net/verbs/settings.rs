@@ -258,6 +258,7 @@ mod tests {
         let settings = read(&[
             ("SIDELANE_IBVERBS_LIBRARY", "/opt/libibverbs.so"),
             ("SIDELANE_VERBS_NICS", "mlx5_1, mlx5_0"),
+            ("CUDA_VISIBLE_DEVICES", "1,0"),
             ("SIDELANE_VERBS_PORT", "2"),
             ("SIDELANE_VERBS_GID_INDEX", "3"),
             ("SIDELANE_VERBS_PKEY_INDEX", "300"),
@@ -275,6 +276,7 @@ mod tests {
         let expected = Settings {
             library: Some("/opt/libibverbs.so".into()),
             nics: vec!["mlx5_1".into(), "mlx5_0".into()],
+            visible_gpus: Some("1,0".into()),
             port: Some(2),
             gid_index: Some(3),
             pkey_index: 300,
