@@ -12,11 +12,13 @@
 //! | [`topology`] | ranks that share memory, and paths between those that do not |
 //! | [`gate`] | router decisions: [`Routing`](gate::Routing), losses, synthetic and recorded routing |
 //! | [`plan`] | from routing and counts to placement |
+//! | [`nic_choice`] | the NIC of a rank, by the places of NICs and GPUs in the machine |
 //! | [`schedule`] | programs of puts, signals, waits and sums; calls as steps; operands |
 
 pub mod dtype;
 pub mod error;
 pub mod gate;
+pub mod nic_choice;
 pub mod plan;
 pub mod schedule;
 pub mod topology;

@@ -59,7 +59,7 @@ pub use library::{Context, Library};
 pub use memory::{Access, MemoryRegion, ProtectionDomain, Remote, Sge};
 pub use nic::Sysfs;
 #[cfg(test)]
-pub use nic::{LinkLayer, Mtu, Nic};
+pub use nic::{Mtu, Nic};
 pub use queue_pair::{Caps, Endpoint, Path, QueuePair, Queues};
 pub use settings::{Settings, SignalMode};
 pub use transport::{Setup, VerbsEnvironment, VerbsTransport};

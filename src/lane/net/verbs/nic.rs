@@ -4,15 +4,11 @@
 //!   Context::names --> usable: a port is active, a GID can route --> choose --> Nic: context, path
 //!
 //!   named in the settings   all of them, in the order given: NIC 0, NIC 1, ...
-//!   else                    the nearest by NUMA distance; among equally near ones, the nth rank takes the nth, in turn
-//!
-//!   node 0: NICs a b, ranks 0 1 2       0 -> a, 1 -> b, 2 -> a       several ranks on a NIC
-//!   node 1: NICs c d, ranks 3 4         3 -> d, 4 -> c
+//!   else                    one, by the places of NICs and GPUs in the machine (sidelane_core::nic_choice)
 //! ```
 //!
-//! The choice is a pure function, so tests can run it for machines that do not exist. A RoCE port
-//! has each GID twice: for RoCE v1, which no router passes, and for RoCE v2, which travels in UDP
-//! over IP. Switches are most often set up for those made of an IPv4 address.
+//! A RoCE port has each GID twice: for RoCE v1, which no router passes, and for RoCE v2, which
+//! travels in UDP over IP. Switches are most often set up for those made of an IPv4 address.
 //!
 //! The kernel's files ([`Sysfs`]) have the addresses of ports, and the place of NICs in the
 //! machine:
@@ -20,8 +16,10 @@
 //! ```text
 //!   class/infiniband/<nic>/device                           link into the PCI tree; none for a soft NIC
 //!   class/infiniband/<nic>/device/numa_node                 -1: unknown
+//!   class/infiniband/<nic>/ports/<p>/rate                   "400 Gb/sec (4X NDR)"
 //!   class/infiniband/<nic>/ports/<p>/gids/<i>               an address; all zero: empty
 //!   class/infiniband/<nic>/ports/<p>/gid_attrs/types/<i>    "IB/RoCE v1" or "RoCE v2"; unreadable: empty
+//!   bus/pci/devices/<address>                               link into the PCI tree: {vendor, class, numa_node}
 //!   devices/system/node/node<n>/{cpulist, distance}         processors of a NUMA node, and its distances
 //! ```
 
@@ -31,6 +29,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use rustix::thread::{CpuSet, sched_getaffinity};
+use sidelane_core::nic_choice::{self, GpuPlace, LinkLayer, Nearness, NicPlace, PciPath, RankPlace};
 
 use super::ffi::{
     IBV_LINK_LAYER_ETHERNET, IBV_LINK_LAYER_INFINIBAND, IBV_MTU_256, IBV_MTU_512, IBV_MTU_1024, IBV_MTU_2048,
@@ -48,10 +47,18 @@ pub struct Nic {
     pub context: Arc<Context>,
     /// How its queue pairs go out.
     pub path: Path,
-    /// The NUMA node it is near to.
-    numa_node: Option<u32>,
-    /// Its path in the PCI tree; none for a soft NIC.
-    pci_path: Option<PathBuf>,
+    /// Its place in the machine.
+    place: NicPlace,
+    /// Why this rank took it; none if the settings name it.
+    reason: Option<Reason>,
+}
+
+/// How near a NIC is, and to what.
+#[derive(Clone, Debug)]
+struct Reason {
+    nearness: Nearness,
+    /// Address of the GPU that the rank is taken to use.
+    gpu: Option<String>,
 }
 
 impl std::fmt::Display for Nic {
@@ -61,11 +68,16 @@ impl std::fmt::Display for Nic {
         let Path { port, gid, gid_index, mtu, .. } = self.path;
         let address = gid.to_ipv4_mapped().map_or_else(|| gid.to_string(), |address| address.to_string());
         write!(f, "{} port {port}, {address} (GID {gid_index}), MTU {}", self.context.name(), mtu.bytes())?;
-        if let Some(node) = self.numa_node {
+        if let Some(node) = self.place.numa_node {
             write!(f, ", NUMA node {node}")?;
         }
-        if let Some(place) = self.pci_path.as_deref().and_then(std::path::Path::file_name) {
-            write!(f, ", PCI {}", place.display())?;
+        if let Some(address) = self.place.pci.address() {
+            write!(f, ", PCI {address}")?;
+        }
+        match &self.reason {
+            Some(Reason { nearness, gpu: Some(gpu) }) => write!(f, ", {nearness} as GPU {gpu}")?,
+            Some(Reason { nearness, gpu: None }) => write!(f, ", {nearness}")?,
+            None => {}
         }
         match self.context.attributes().order {
             PlacementOrder::Kept(why) => write!(f, ", writes in order: {why}"),
@@ -89,13 +101,10 @@ impl Nic {
         settings: &Settings,
         nth: u32,
     ) -> Result<Vec<Nic>, VerbsError> {
-        let (names, own) = (Context::names(library)?, sysfs.own_node());
-        let distance = |name: &str| sysfs.numa_distance(own?, sysfs.numa_node(name)?);
-        let candidate = |name: &str| Candidate { name: name.to_owned(), distance: distance(name) };
+        let names = Context::names(library)?;
         if !settings.nics.is_empty() {
-            let nics: Vec<Candidate> = names.iter().map(|name| candidate(name)).collect();
-            let chosen = choose(&nics, nth, &settings.nics)?;
-            return chosen.iter().map(|&at| Self::of(library, sysfs, settings, &names[at])).collect();
+            let named = named(&names, &settings.nics)?;
+            return named.into_iter().map(|name| Self::of(library, sysfs, settings, name)).collect();
         }
         let (mut usable, mut refused) = (Vec::new(), None);
         for name in &names {
@@ -107,12 +116,17 @@ impl Nic {
                 }
             }
         }
-        let nics: Vec<Candidate> = usable.iter().map(|nic| candidate(nic.context.name())).collect();
-        match (choose(&nics, nth, &[]), refused) {
-            (Ok(chosen), _) => Ok(chosen.iter().map(|&at| usable[at].clone()).collect()),
-            (Err(_), Some(why)) => Err(why),
-            (Err(why), None) => Err(why),
-        }
+        let gpus = sysfs.gpus();
+        let gpu = GpuPlace::of_rank(&gpus, settings.visible_gpus.as_deref(), nth).map(|at| &gpus[at]);
+        let rank = RankPlace { nth, gpu, numa_node: sysfs.own_node() };
+        let places: Vec<NicPlace> = usable.iter().map(|nic| nic.place.clone()).collect();
+        let Some((at, nearness)) =
+            nic_choice::choose(&places, rank, |from, to| sysfs.numa_distance(from, to))
+        else {
+            return Err(refused.unwrap_or(VerbsError::NoNic));
+        };
+        let gpu = gpu.and_then(|gpu| gpu.pci.address()).map(str::to_owned);
+        Ok(vec![Nic { reason: Some(Reason { nearness, gpu }), ..usable.swap_remove(at) }])
     }
 
     /// Opens one NIC, if it is usable.
@@ -140,7 +154,7 @@ impl Nic {
             retries: settings.retries,
             rnr_retries: settings.rnr_retries,
         };
-        Ok(Nic { context, path, numa_node: sysfs.numa_node(nic), pci_path: sysfs.pci_path(nic) })
+        Ok(Nic { context, path, place: sysfs.nic(nic, port.number, link), reason: None })
     }
 }
 
@@ -160,35 +174,16 @@ fn active_port(context: &Context, wanted: Option<u8>) -> Result<(Port, LinkLayer
     Err(VerbsError::PortDown { nic: context.name().to_owned(), port, state })
 }
 
-/// A usable NIC.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Candidate {
-    /// Its name.
-    name: String,
-    /// Its NUMA distance from this process; none where either place is unknown: farther than any
-    /// that is known.
-    distance: Option<u32>,
-}
-
-/// Indices in `nics` of the NICs that a rank uses, in order. `nth` is its rank on its node:
-/// ranks that are bound to NUMA nodes in blocks of equal size, or not at all, then spread evenly.
+/// The NICs that the settings name, in that order.
 ///
 /// # Errors
-/// [`VerbsError::NoNic`], [`VerbsError::NoSuchNic`].
-fn choose(nics: &[Candidate], nth: u32, named: &[String]) -> Result<Vec<usize>, VerbsError> {
-    if !named.is_empty() {
-        let place = |name: &String| {
-            nics.iter().position(|nic| nic.name == *name).ok_or_else(|| VerbsError::NoSuchNic {
-                nic: name.clone(),
-                present: nics.iter().map(|nic| nic.name.clone()).collect(),
-            })
-        };
-        return named.iter().map(place).collect();
-    }
-    let farness = |nic: &Candidate| nic.distance.unwrap_or(u32::MAX);
-    let least = nics.iter().map(farness).min().ok_or(VerbsError::NoNic)?;
-    let near: Vec<usize> = (0..nics.len()).filter(|&at| farness(&nics[at]) == least).collect();
-    Ok(vec![near[nth as usize % near.len()]])
+/// [`VerbsError::NoSuchNic`].
+fn named<'a>(present: &'a [String], names: &[String]) -> Result<Vec<&'a str>, VerbsError> {
+    let find = |name: &String| {
+        let missing = || VerbsError::NoSuchNic { nic: name.clone(), present: present.to_vec() };
+        present.iter().find(|nic| *nic == name).map(String::as_str).ok_or_else(missing)
+    };
+    names.iter().map(find).collect()
 }
 
 /// A port of a NIC, as of the query.
@@ -234,26 +229,17 @@ impl PortState {
     }
 }
 
-/// The network under a port.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LinkLayer {
-    /// InfiniBand.
-    InfiniBand,
-    /// Ethernet: RoCE.
-    Ethernet,
+/// A network's number, of the specification.
+pub(super) fn link_code(link: LinkLayer) -> u8 {
+    match link {
+        LinkLayer::InfiniBand => IBV_LINK_LAYER_INFINIBAND,
+        LinkLayer::Ethernet => IBV_LINK_LAYER_ETHERNET,
+    }
 }
 
-impl LinkLayer {
-    pub(super) fn code(self) -> u8 {
-        match self {
-            LinkLayer::InfiniBand => IBV_LINK_LAYER_INFINIBAND,
-            LinkLayer::Ethernet => IBV_LINK_LAYER_ETHERNET,
-        }
-    }
-
-    pub(super) fn from_code(code: u8) -> Option<Self> {
-        [LinkLayer::InfiniBand, LinkLayer::Ethernet].into_iter().find(|link| link.code() == code)
-    }
+/// The network of a number.
+pub(super) fn link_of(code: u8) -> Option<LinkLayer> {
+    [LinkLayer::InfiniBand, LinkLayer::Ethernet].into_iter().find(|link| link_code(*link) == code)
 }
 
 /// The largest packet on a path.
@@ -304,7 +290,7 @@ impl Port {
             IBV_PORT_ACTIVE => PortState::Active,
             other => PortState::Other(other),
         };
-        let link = LinkLayer::from_code(attr.link_layer);
+        let link = link_of(attr.link_layer);
         // A code that is not known is larger than any that is.
         let mtu = Mtu::from_code(attr.active_mtu).unwrap_or(Mtu::B4096);
         Port { number, state, link, lid: attr.lid, mtu }
@@ -401,14 +387,33 @@ impl Sysfs {
         numbered(&dir.join("gids"), "").into_iter().filter_map(gid).collect()
     }
 
-    /// The nearest NUMA node of a NIC.
-    fn numa_node(&self, nic: &str) -> Option<u32> {
-        read(&self.folder(nic).join("device/numa_node"))?.parse().ok()
+    /// The place of a NIC.
+    fn nic(&self, name: &str, port: u8, link: LinkLayer) -> NicPlace {
+        let (pci, numa_node) = place(&self.folder(name).join("device"));
+        let rate = read(&self.folder(name).join(format!("ports/{port}/rate")));
+        let rate = rate.and_then(|rate| rate.split([' ', '.']).next()?.parse().ok()).unwrap_or(0);
+        NicPlace { name: name.to_owned(), pci, numa_node, link: Some(link), rate }
     }
 
-    /// A NIC's path in the PCI tree: bridges, then its own address.
-    fn pci_path(&self, nic: &str) -> Option<PathBuf> {
-        self.folder(nic).join("device").canonicalize().ok()
+    /// NVIDIA's GPUs, by address.
+    fn gpus(&self) -> Vec<GpuPlace> {
+        let mut devices: Vec<PathBuf> = fs::read_dir(self.root.join("bus/pci/devices"))
+            .into_iter()
+            .flatten()
+            .flatten()
+            .map(|device| device.path())
+            .collect();
+        devices.sort_unstable();
+        // Class 3 are display controllers, those without a display among them.
+        let is_gpu = |device: &PathBuf| {
+            read(&device.join("vendor")).is_some_and(|vendor| vendor == "0x10de")
+                && read(&device.join("class")).is_some_and(|class| class.starts_with("0x03"))
+        };
+        let gpu = |device: PathBuf| {
+            let (pci, numa_node) = place(&device);
+            GpuPlace { pci, numa_node }
+        };
+        devices.into_iter().filter(is_gpu).map(gpu).collect()
     }
 
     /// How far a NUMA node is from another, in the firmware's measure: 10 is the node itself.
@@ -435,6 +440,13 @@ impl Sysfs {
     }
 }
 
+/// Where a device is in the PCI tree, and near to which NUMA node.
+fn place(device: &std::path::Path) -> (PciPath, Option<u32>) {
+    let path = device.canonicalize().ok();
+    let pci = path.as_deref().and_then(std::path::Path::to_str).map_or_else(PciPath::default, PciPath::of);
+    (pci, read(&device.join("numa_node")).and_then(|node| node.parse().ok()))
+}
+
 fn read(path: &std::path::Path) -> Option<String> {
     fs::read_to_string(path).ok().map(|text| text.trim().to_owned())
 }
@@ -450,58 +462,16 @@ fn numbered<N: std::str::FromStr + Ord>(dir: &std::path::Path, prefix: &str) -> 
 
 #[cfg(test)]
 mod tests {
-    use proptest::prelude::*;
-
     use super::*;
     use crate::lane::net::verbs::fake::Tree;
 
-    fn machine() -> impl Strategy<Value = Vec<Candidate>> {
-        let distances = prop::collection::vec(prop::option::of(10..13u32), 1..10);
-        distances.prop_map(|distances| {
-            let nic = |(at, distance)| Candidate { name: format!("nic{at}"), distance };
-            distances.into_iter().enumerate().map(nic).collect()
-        })
-    }
-
-    proptest! {
-        #[test]
-        fn a_rank_takes_one_nic_and_none_is_nearer(nics in machine(), nth in any::<u32>()) {
-            let chosen = choose(&nics, nth, &[]).unwrap();
-            prop_assert_eq!(chosen.len(), 1);
-            let distance = |nic: &Candidate| nic.distance.unwrap_or(u32::MAX);
-            prop_assert!(nics.iter().all(|nic| distance(nic) >= distance(&nics[chosen[0]])));
-        }
-
-        #[test]
-        fn ranks_spread_evenly_over_the_nearest_nics(nics in machine(), ranks in 1..40u32) {
-            let mut load = vec![0u32; nics.len()];
-            for nth in 0..ranks {
-                load[choose(&nics, nth, &[]).unwrap()[0]] += 1;
-            }
-            let least = nics.iter().map(|nic| nic.distance.unwrap_or(u32::MAX)).min();
-            let near = |at: &usize| Some(nics[*at].distance.unwrap_or(u32::MAX)) == least;
-            let loads: Vec<u32> = (0..nics.len()).filter(near).map(|at| load[at]).collect();
-            prop_assert_eq!(loads.iter().sum::<u32>(), ranks);
-            prop_assert!(loads.iter().max().unwrap() - loads.iter().min().unwrap() <= 1);
-        }
-
-        #[test]
-        fn named_nics_are_the_rails_in_their_order(nics in machine(), nth in any::<u32>(), order in any::<prop::sample::Index>()) {
-            let mut named: Vec<String> = nics.iter().map(|nic| nic.name.clone()).collect();
-            let turn = order.index(named.len());
-            named.rotate_left(turn);
-            let chosen = choose(&nics, nth, &named).unwrap();
-            let names: Vec<String> = chosen.iter().map(|&at| nics[at].name.clone()).collect();
-            prop_assert_eq!(names, named);
-        }
-    }
-
     #[test]
-    fn a_name_that_is_not_there_and_a_machine_without_nics_are_errors() {
-        let nics = [Candidate { name: "mlx5_0".into(), distance: None }];
-        let missing = VerbsError::NoSuchNic { nic: "mlx5_7".into(), present: vec!["mlx5_0".into()] };
-        assert_eq!(choose(&nics, 0, &["mlx5_0".into(), "mlx5_7".into()]), Err(missing));
-        assert_eq!(choose(&[], 0, &[]), Err(VerbsError::NoNic));
+    fn named_nics_are_taken_in_their_order_and_a_missing_name_is_an_error() {
+        let present = ["mlx5_0", "mlx5_1", "mlx5_2"].map(str::to_owned);
+        let names = ["mlx5_2".to_owned(), "mlx5_0".to_owned()];
+        assert_eq!(named(&present, &names), Ok(vec!["mlx5_2", "mlx5_0"]));
+        let missing = VerbsError::NoSuchNic { nic: "mlx5_7".into(), present: present.to_vec() };
+        assert_eq!(named(&present, &["mlx5_0".into(), "mlx5_7".into()]), Err(missing));
     }
 
     fn table(entries: &[(u8, &str, GidType)]) -> Vec<Gid> {
@@ -569,16 +539,42 @@ mod tests {
     }
 
     #[test]
-    fn a_nic_s_place_is_read_or_unknown() {
+    fn a_nic_s_place_and_rate_are_read_or_unknown() {
         let tree = Tree::new();
         tree.write("devices/pci0000:16/0000:17:00.0/numa_node", "1");
         tree.link("class/infiniband/mlx5_0/device", "devices/pci0000:16/0000:17:00.0");
+        tree.write("class/infiniband/mlx5_0/ports/1/rate", "400 Gb/sec (4X NDR)");
         tree.write("class/infiniband/mlx5_1/device/numa_node", "-1");
-        let sysfs = tree.sysfs();
-        assert_eq!(sysfs.numa_node("mlx5_0"), Some(1));
-        assert!(sysfs.pci_path("mlx5_0").unwrap().ends_with("devices/pci0000:16/0000:17:00.0"));
-        assert_eq!(sysfs.numa_node("mlx5_1"), None);
-        assert_eq!((sysfs.numa_node("rxe0"), sysfs.pci_path("rxe0")), (None, None));
+        tree.write("class/infiniband/mlx5_1/ports/1/rate", "2.5 Gb/sec (1X SDR)");
+        let place = |nic| tree.sysfs().nic(nic, 1, LinkLayer::Ethernet);
+        let mlx5_0 = place("mlx5_0");
+        assert_eq!((mlx5_0.numa_node, mlx5_0.rate), (Some(1), 400));
+        assert_eq!(mlx5_0.pci.address(), Some("0000:17:00.0"));
+        assert_eq!((place("mlx5_1").numa_node, place("mlx5_1").rate), (None, 2));
+        assert_eq!(
+            (place("rxe0").numa_node, place("rxe0").pci, place("rxe0").rate),
+            (None, PciPath::default(), 0)
+        );
+    }
+
+    #[test]
+    fn gpus_are_nvidia_s_display_controllers_by_address() {
+        let tree = Tree::new();
+        for (device, vendor, class) in [
+            ("0000:9b:00.0", "0x10de", "0x030200"),
+            ("0000:1b:00.0", "0x10de", "0x030200"),
+            ("0000:1c:00.0", "0x10de", "0x068000"),
+            ("0000:02:00.0", "0x1a03", "0x030000"),
+        ] {
+            let at = format!("devices/pci0000:00/{device}");
+            tree.write(&format!("{at}/vendor"), vendor);
+            tree.write(&format!("{at}/class"), class);
+            tree.write(&format!("{at}/numa_node"), "0");
+            tree.link(&format!("bus/pci/devices/{device}"), &at);
+        }
+        let gpus = tree.sysfs().gpus();
+        let addresses: Vec<_> = gpus.iter().map(|gpu| (gpu.pci.address(), gpu.numa_node)).collect();
+        assert_eq!(addresses, [(Some("0000:1b:00.0"), Some(0)), (Some("0000:9b:00.0"), Some(0))]);
     }
 
     #[test]

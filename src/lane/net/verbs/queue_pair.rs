@@ -21,13 +21,14 @@ use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
 use rustix::io::Errno;
+use sidelane_core::nic_choice::LinkLayer;
 
 use super::completion::{CompletionQueue, Failed};
 use super::ffi::{
     self, ibv_ah_attr, ibv_gid, ibv_global_route, ibv_qp, ibv_qp_attr, ibv_qp_cap, ibv_qp_init_attr,
 };
 use super::library::{check_object, check_status, trace_failure};
-use super::nic::{LinkLayer, Mtu};
+use super::nic::{Mtu, link_code, link_of};
 use super::work::{Chain, Request};
 use super::{Context, ProtectionDomain, ReceiveChain, SendChain};
 use crate::error::{Operation, VerbsError};
@@ -391,7 +392,7 @@ impl Endpoint {
     pub fn to_bytes(self) -> [u8; Self::BYTES] {
         let mut bytes = [0; Self::BYTES];
         bytes[0] = VERSION;
-        bytes[1] = self.link.code();
+        bytes[1] = link_code(self.link);
         bytes[2] = self.mtu.code() as u8;
         bytes[3] = self.atomics_in;
         bytes[4..8].copy_from_slice(&self.queue_pair.to_le_bytes());
@@ -416,7 +417,7 @@ impl Endpoint {
         let wrong = |field, value| VerbsError::EndpointField { peer, field, value };
         let word = |at: usize| u32::from_le_bytes(std::array::from_fn(|i| bytes[at + i]));
         let number = |field, at| Some(word(at)).filter(|&n| n <= MASK_24).ok_or(wrong(field, word(at)));
-        let link = LinkLayer::from_code(bytes[1]).ok_or(wrong("network", bytes[1].into()))?;
+        let link = link_of(bytes[1]).ok_or(wrong("network", bytes[1].into()))?;
         let mtu = Mtu::from_code(bytes[2].into()).ok_or(wrong("mtu", bytes[2].into()))?;
         let (queue_pair, first_packet) = (number("queue pair", 4)?, number("first packet number", 8)?);
         let gid: [u8; 16] = std::array::from_fn(|i| bytes[16 + i]);

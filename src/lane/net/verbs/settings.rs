@@ -52,6 +52,8 @@ pub struct Settings {
     pub library: Option<PathBuf>,
     /// The NICs to use, in order; empty: the nearest.
     pub nics: Vec<String>,
+    /// The GPUs that CUDA shows this process, as `CUDA_VISIBLE_DEVICES` lists them; none: all.
+    pub visible_gpus: Option<String>,
     /// The port of each NIC; none: the first active one.
     pub port: Option<u8>,
     /// Place of the address in the port's table.
@@ -85,6 +87,7 @@ impl Default for Settings {
         Settings {
             library: None,
             nics: Vec::new(),
+            visible_gpus: None,
             port: None,
             gid_index: None,
             pkey_index: 0,
@@ -119,6 +122,8 @@ impl Settings {
         Ok(Settings {
             library: vars.text("SIDELANE_IBVERBS_LIBRARY").map(PathBuf::from),
             nics: vars.nics()?,
+            // Set to nothing, it hides all GPUs.
+            visible_gpus: lookup("CUDA_VISIBLE_DEVICES"),
             port: vars.number("SIDELANE_VERBS_PORT", 1..=254, "a port, from 1")?,
             gid_index: vars.number(
                 "SIDELANE_VERBS_GID_INDEX",
@@ -253,6 +258,7 @@ mod tests {
         let settings = read(&[
             ("SIDELANE_IBVERBS_LIBRARY", "/opt/libibverbs.so"),
             ("SIDELANE_VERBS_NICS", "mlx5_1, mlx5_0"),
+            ("CUDA_VISIBLE_DEVICES", "1,0"),
             ("SIDELANE_VERBS_PORT", "2"),
             ("SIDELANE_VERBS_GID_INDEX", "3"),
             ("SIDELANE_VERBS_PKEY_INDEX", "300"),
@@ -270,6 +276,7 @@ mod tests {
         let expected = Settings {
             library: Some("/opt/libibverbs.so".into()),
             nics: vec!["mlx5_1".into(), "mlx5_0".into()],
+            visible_gpus: Some("1,0".into()),
             port: Some(2),
             gid_index: Some(3),
             pkey_index: 300,

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
+use sidelane_core::nic_choice::LinkLayer;
 
 use super::fake::{Fabric, Tree};
 use super::library::Functions;

@@ -1,7 +1,7 @@
 //! Kernel, cores, vector units, memory, NUMA nodes.
 
 use super::finding::{Finding, seen};
-use super::machine::{Facts, Root, find_library};
+use super::machine::{Facts, Root};
 use crate::table::bytes;
 
 pub fn kernel(root: &Root) -> Finding {
@@ -163,96 +163,6 @@ pub fn locked_memory(facts: &Facts, has_nics: bool) -> Finding {
             .means("Registering memory with a NIC locks it: a heap larger than this fails.")
             .warn("ulimit -l unlimited, memlock in limits.conf, or --ulimit memlock=-1 for a container."),
         Some(limit) => seen(bytes(limit)).means("Matters only to NICs, which lock registered memory."),
-    }
-}
-
-const CLASS: &str = "/sys/class/infiniband";
-
-#[derive(Debug, PartialEq, Eq)]
-pub struct Port {
-    nic: String,
-    port: String,
-    state: String,
-    link_layer: String,
-    rate: String,
-}
-
-pub fn ports(root: &Root) -> Vec<Port> {
-    let nics = root.list(CLASS).into_iter();
-    nics.flat_map(|nic| {
-        let dir = format!("{CLASS}/{nic}/ports");
-        root.list(&dir).into_iter().map(move |port| {
-            let value = |name| root.read(format!("{dir}/{port}/{name}")).unwrap_or_else(|| "unknown".into());
-            // "4: ACTIVE"
-            let state = value("state");
-            let state = state.rsplit_once(": ").map_or(state.as_str(), |(_, name)| name).to_owned();
-            let (link_layer, rate) = (value("link_layer"), value("rate"));
-            Port { nic: nic.clone(), port, state, link_layer, rate }
-        })
-    })
-    .collect()
-}
-
-pub fn nics(root: &Root, facts: &Facts, ports: &[Port]) -> Vec<Finding> {
-    let mut findings = vec![library(root, facts, !ports.is_empty()).named("libibverbs")];
-    if ports.is_empty() {
-        findings.push(
-            Finding::new("NICs", "none")
-                .means("No RDMA NIC. Jobs on one machine need none.")
-                .note("If there should be one: lspci, then the driver (mlx5_ib, rdma_rxe for a soft one)."),
-        );
-    } else if root.numbered("/dev/infiniband", "uverbs") == 0 {
-        findings.push(
-            Finding::new("/dev/infiniband", "no uverbs device")
-                .means("The kernel has NICs, but this process cannot open them.")
-                .warn("modprobe ib_uverbs; in a container pass --device=/dev/infiniband."),
-        );
-    }
-    findings.extend(ports.iter().map(describe));
-    if !ports.is_empty() {
-        findings.push(signals(facts).named("signals over NICs"));
-    }
-    findings
-}
-
-fn signals(facts: &Facts) -> Finding {
-    match facts.verbs_signal.as_deref().map(str::trim) {
-        None | Some("" | "auto") => seen("auto").means(
-            "By write between NICs that are known to place writes in order, else by immediate. \
-             Reports say which.",
-        ),
-        Some("write") => seen("write")
-            .means("Flags pass rows if NICs or switches change the order of writes: wrong rows, silently.")
-            .note("Unset SIDELANE_VERBS_SIGNAL, unless NICs and switches are known to keep the order."),
-        Some(other @ ("fetch-add" | "immediate")) => seen(other).means("No write passes such a signal."),
-        Some(other) => seen(other)
-            .means("The library refuses it.")
-            .warn("Unset SIDELANE_VERBS_SIGNAL, or set auto, write, fetch-add or immediate."),
-    }
-}
-
-fn library(root: &Root, facts: &Facts, has_nics: bool) -> Finding {
-    const ADVICE: &str = "Install libibverbs1 and ibverbs-providers (Debian), rdma-core elsewhere.";
-    match find_library(root, facts, &["libibverbs.so.1"]) {
-        Some(path) => seen(path.display().to_string()).means("NICs can be driven."),
-        None if has_nics => seen("not found")
-            .means("There are NICs, but the library that drives them is missing.")
-            .warn(ADVICE),
-        None => seen("not found").means("Needed only to drive NICs.").note(ADVICE),
-    }
-}
-
-fn describe(port: &Port) -> Finding {
-    let Port { nic, port, state, link_layer, rate } = port;
-    let (what, found) = (format!("NIC {nic}, port {port}"), format!("{state}, {link_layer}, {rate}"));
-    match (state.as_str(), link_layer.as_str()) {
-        ("ACTIVE", "Ethernet") => {
-            Finding::new(what, found).means("RoCE: loss is rare only with flow control on the switch.")
-        }
-        ("ACTIVE", _) => Finding::new(what, found).means("Ready."),
-        _ => Finding::new(what, found)
-            .means("The port carries no traffic.")
-            .warn("Check the cable, the switch and, for InfiniBand, that a subnet manager runs."),
     }
 }
 

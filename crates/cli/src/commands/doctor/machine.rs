@@ -15,6 +15,10 @@ pub struct Facts {
     /// it.
     pub huge_pages: Option<bool>,
     pub verbs_signal: Option<String>,
+    /// NICs that are named for every rank.
+    pub verbs_nics: Option<String>,
+    /// GPUs that CUDA shows this process; `None`: all.
+    pub visible_gpus: Option<String>,
     pub library_path: Vec<PathBuf>,
     pub cuda: Result<Probe, DeviceError>,
 }
@@ -28,6 +32,8 @@ impl Facts {
             open_files: getrlimit(Resource::Nofile).current,
             huge_pages: sidelane::memory::huge_pages_granted(),
             verbs_signal: std::env::var("SIDELANE_VERBS_SIGNAL").ok(),
+            verbs_nics: std::env::var("SIDELANE_VERBS_NICS").ok().filter(|names| !names.trim().is_empty()),
+            visible_gpus: std::env::var("CUDA_VISIBLE_DEVICES").ok(),
             library_path: std::env::split_paths(&path).filter(|dir| !dir.as_os_str().is_empty()).collect(),
             cuda: Driver::open().and_then(|driver| driver.probe()),
         }

@@ -14,6 +14,7 @@ mod cuda;
 mod finding;
 mod host;
 mod machine;
+mod nics;
 
 use std::process::ExitCode;
 
@@ -96,7 +97,7 @@ impl DriverReport {
 
 /// Every finding, from what all jobs need to what few have.
 fn examine(root: &Root, facts: &Facts) -> Vec<Finding> {
-    let ports = host::ports(root);
+    let ports = nics::ports(root);
     let mut findings = vec![
         host::kernel(root).named("kernel"),
         host::cores(root, facts).named("cores"),
@@ -108,7 +109,7 @@ fn examine(root: &Root, facts: &Facts) -> Vec<Finding> {
         host::open_files(facts).named("open files"),
         host::locked_memory(facts, !ports.is_empty()).named("locked memory"),
     ];
-    findings.extend(host::nics(root, facts, &ports));
+    findings.extend(nics::findings(root, facts, &ports));
     findings.extend(cuda::findings(root, facts));
     findings
 }

@@ -33,6 +33,8 @@ impl Machine {
             open_files: Some(1024),
             huge_pages: None,
             verbs_signal: None,
+            verbs_nics: None,
+            visible_gpus: None,
             library_path: Vec::new(),
             cuda: Err(DeviceError::NoLibrary {
                 library: "libcuda.so.1".into(),
@@ -158,6 +160,50 @@ fn writes_as_signals_are_noted_where_there_are_nics() {
     }
     let findings = Machine::new().examine();
     assert!(findings.iter().all(|finding| finding.what != "signals over NICs"));
+}
+
+#[test]
+fn each_rank_s_nic_is_named_with_the_reason() {
+    let device = |machine: Machine, link: &str, below: &str, files: &[(&str, &str)]| {
+        let at = format!("sys/devices/{below}");
+        let machine =
+            files.iter().fold(machine, |machine, (file, text)| machine.with(&format!("{at}/{file}"), text));
+        let (link, target) = (machine.0.path().join(link), machine.0.path().join(at));
+        std::fs::create_dir_all(link.parent().unwrap()).unwrap();
+        std::os::unix::fs::symlink(target, link).unwrap();
+        machine
+    };
+    let mut machine = Machine::new();
+    for (complex, gpu, nic) in [("10", "0000:1b:00.0", "mlx5_1"), ("50", "0000:5b:00.0", "mlx5_0")] {
+        let below = |address| format!("pci0000:{complex}/0000:{complex}:01.0/0000:{complex}:02.0/{address}");
+        let files = [("vendor", "0x10de"), ("class", "0x030200"), ("numa_node", "0")];
+        machine = device(machine, &format!("sys/bus/pci/devices/{gpu}"), &below(gpu), &files);
+        let class = format!("sys/class/infiniband/{nic}");
+        machine =
+            device(machine, &format!("{class}/device"), &below(&format!("{nic}-pci")), &[("numa_node", "0")]);
+        for (file, text) in [("state", "4: ACTIVE"), ("link_layer", "InfiniBand"), ("rate", "400 Gb/sec")] {
+            machine = machine.with(&format!("{class}/ports/1/{file}"), text);
+        }
+    }
+    let slow = "sys/class/infiniband/mlx5_2/ports/1";
+    let machine = machine
+        .with(&format!("{slow}/state"), "4: ACTIVE")
+        .with(&format!("{slow}/link_layer"), "InfiniBand")
+        .with(&format!("{slow}/rate"), "100 Gb/sec");
+    let findings = machine.examine();
+    let found = |what| finding(&findings, what).found.as_str();
+    assert_eq!(found("NIC of rank 0"), "mlx5_1, same PCI switch as GPU 0000:1b:00.0");
+    assert_eq!(found("NIC of rank 1"), "mlx5_0, same PCI switch as GPU 0000:5b:00.0");
+    assert_eq!(found("NIC mlx5_2, choice"), "less than half of 400 Gb/s");
+    let facts = Facts { visible_gpus: Some("1".into()), ..machine.facts() };
+    let findings = machine.examine_with(facts);
+    assert_eq!(finding(&findings, "NIC of rank 0").found, "mlx5_0, same PCI switch as GPU 0000:5b:00.0");
+    assert!(findings.iter().all(|finding| finding.what != "NIC of rank 1"));
+    let facts = Facts { visible_gpus: Some(String::new()), ..machine.facts() };
+    let findings = machine.examine_with(facts);
+    assert_eq!(finding(&findings, "NIC of each rank").found, "by NUMA distance");
+    let facts = Facts { verbs_nics: Some("mlx5_2".into()), ..machine.facts() };
+    assert_eq!(finding(&machine.examine_with(facts), "NICs of each rank").found, "mlx5_2");
 }
 
 #[test]
