@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 const MODULES: [&[&str]; 15] = [
     &["sync"],
     &["dtype"],
-    &["error", "topology"],
+    &["error", "nic_choice", "topology"],
     &["config"],
     &["gate"],
     &["plan"],
