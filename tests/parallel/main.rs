@@ -5,9 +5,11 @@ mod context;
 mod data;
 mod embedding;
 mod linear;
+mod linear_in_chunks;
 mod mesh;
 mod mutants;
 mod naive_pipeline;
+mod overlap_plans;
 #[path = "../support/ranks.rs"]
 mod ranks;
 mod schedules;

@@ -4,7 +4,7 @@ use sidelane::collective::Communicator;
 use sidelane::error::CallKind;
 
 use super::error::DataError;
-use super::pass::Pass;
+use crate::calls::Calls;
 use crate::check::alike;
 
 /// FNV-1a, for values that ranks and readers compare.
@@ -38,7 +38,7 @@ pub(super) fn agree(
 ) -> Result<(), DataError> {
     let settings = match settings {
         Ok(settings) => settings,
-        Err(error) => return Err(Pass::new(group, vec![CallKind::AllGather]).refuse(error)),
+        Err(error) => return Err(Calls::new(group, vec![CallKind::AllGather]).refuse(error)),
     };
     Ok(alike(group, &settings)?)
 }

@@ -19,7 +19,8 @@ use super::checkpoint::{Run, Shard, Wanted, read};
 use super::error::DataError;
 use super::layout::{Cut, Layout};
 use super::memory::{Buffer, Gauge, MemoryUsage, bytes};
-use super::pass::{Pass, keep, mean, reason};
+use super::pass::{keep, mean, reason};
+use crate::calls::Calls;
 use crate::check::Member;
 
 /// State that is cut over the ranks of a group, where each rank has all parameters.
@@ -126,8 +127,8 @@ impl DataParallel {
         self.gradients.clear();
         let (call, buckets) = (self.reduction(), self.layout.len());
         let member = self.member.check(group);
-        let mut pass = Pass::new(group, vec![call; buckets]);
-        member.map_err(|error| pass.refuse(Error::from(error).into()))?;
+        let mut pass = Calls::new(group, vec![call; buckets]);
+        member.map_err(|error| pass.refuse(Error::from(error)))?;
 
         let (ready, arrivals) = mpsc::channel();
         let mut backward = Backward::new(self, ready);
@@ -169,7 +170,7 @@ impl DataParallel {
         let given = if self.gradients.is_empty() { Err(DataError::NoGradients) } else { Ok(()) };
         let member = self.member.check(group).map_err(|error| Error::from(error).into());
         let checked = member.and(given);
-        let mut pass = Pass::new(group, vec![CallKind::AllGather; calls]);
+        let mut pass = Calls::new(group, vec![CallKind::AllGather; calls]);
         checked.map_err(|error| pass.refuse(error))?;
         for (bucket, gradients) in self.gradients.iter().enumerate().rev() {
             let (part, place) = (self.owned.part(bucket), self.owned.place(&self.layout, bucket));

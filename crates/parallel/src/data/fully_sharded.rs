@@ -21,7 +21,8 @@ use super::checkpoint::{Run, Shard, Wanted, read};
 use super::error::DataError;
 use super::layout::{Cut, Layout};
 use super::memory::{Buffer, Gauge, MemoryUsage, bytes};
-use super::pass::{Pass, keep, mean, reason};
+use super::pass::{keep, mean, reason};
+use crate::calls::Calls;
 use crate::check::Member;
 
 /// A model whose parameters, gradients and optimizer states are cut over the ranks of a group:
@@ -43,14 +44,14 @@ pub struct FullySharded {
 
 /// The state that nodes of a pass use in turn.
 struct Turns<'a, 'g, B> {
-    pass: Handoff<&'a mut Pass<'g>>,
+    pass: Handoff<&'a mut Calls<'g>>,
     body: Handoff<(B, &'a mut Option<DataError>)>,
     /// By layer: what was gathered.
     gathered: Vec<Handoff<Buffer>>,
 }
 
 impl<'a, 'g, B> Turns<'a, 'g, B> {
-    fn new(layers: usize, pass: &'a mut Pass<'g>, body: B, said: &'a mut Option<DataError>) -> Self {
+    fn new(layers: usize, pass: &'a mut Calls<'g>, body: B, said: &'a mut Option<DataError>) -> Self {
         let gathered = (0..layers).map(|_| Handoff::empty()).collect();
         Turns { pass: Handoff::new(pass), body: Handoff::new((body, said)), gathered }
     }
@@ -106,8 +107,8 @@ impl FullySharded {
     /// [`Communicator::all_gather`].
     pub fn gather(&self, group: &mut Communicator) -> Result<Vec<f32>, DataError> {
         let member = self.member.check(group);
-        let mut pass = Pass::new(group, vec![CallKind::AllGather; self.layout.len()]);
-        member.map_err(|error| pass.refuse(Error::from(error).into()))?;
+        let mut pass = Calls::new(group, vec![CallKind::AllGather; self.layout.len()]);
+        member.map_err(|error| pass.refuse(Error::from(error)))?;
         let mut whole = vec![0.0; self.layout.elements()];
         for layer in 0..self.layout.len() {
             let place = self.layout.bucket(layer);
@@ -132,8 +133,8 @@ impl FullySharded {
     ) -> Result<(), DataError> {
         let layers = self.layout.len();
         let member = self.member.check(group);
-        let mut pass = Pass::new(group, vec![CallKind::AllGather; layers]);
-        member.map_err(|error| pass.refuse(Error::from(error).into()))?;
+        let mut pass = Calls::new(group, vec![CallKind::AllGather; layers]);
+        member.map_err(|error| pass.refuse(Error::from(error)))?;
         let mut said = None;
         let turns = Turns::new(layers, &mut pass, body, &mut said);
         let (mut graph, mut computed) = (Graph::new(), Vec::new());
@@ -172,8 +173,8 @@ impl FullySharded {
         self.gradients = Vec::new();
         let (layers, prefetch) = (self.layout.len(), self.prefetch);
         let member = self.member.check(group);
-        let mut pass = Pass::new(group, self.backward_calls());
-        member.map_err(|error| pass.refuse(Error::from(error).into()))?;
+        let mut pass = Calls::new(group, self.backward_calls());
+        member.map_err(|error| pass.refuse(Error::from(error)))?;
         let (mut said, means) = (None, Handoff::new(vec![0.0; self.cut.shard_len()]));
         let turns = Turns::new(layers, &mut pass, body, &mut said);
         let of_layers: Vec<Handoff<Buffer>> = (0..layers).map(|_| Handoff::empty()).collect();
@@ -274,7 +275,7 @@ impl FullySharded {
         })
     }
 
-    fn gather_layer(&self, layer: usize, pass: &mut Pass<'_>) -> Result<Buffer, sidelane::Error> {
+    fn gather_layer(&self, layer: usize, pass: &mut Calls<'_>) -> Result<Buffer, sidelane::Error> {
         let mut all = Buffer::zeros(&self.gauge, self.cut.padded_len(layer));
         pass.call(|group| group.all_gather(&self.parameters[self.cut.part(layer)], &mut all))?;
         Ok(all)
