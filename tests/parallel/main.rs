@@ -1,6 +1,7 @@
 //! The other parallel strategies: meshes, data parallelism, pipeline schedules, tensor and context
 //! parallel layers.
 
+mod buckets;
 mod context;
 mod data;
 mod embedding;

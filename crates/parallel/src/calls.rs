@@ -26,11 +26,6 @@ impl<'g> Calls<'g> {
         made
     }
 
-    /// Whether calls are left.
-    pub fn is_unfinished(&self) -> bool {
-        self.left.len() > 0
-    }
-
     /// Refuses the next call, if other ranks wait for this one in it. Returns the error to report.
     pub fn refuse<E: From<Error>>(&mut self, error: E) -> E {
         if let Some(kind) = self.left.next()
