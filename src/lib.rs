@@ -46,6 +46,9 @@ pub mod rows;
 mod sync;
 pub mod world;
 
+// For the crates of this repository: no promises are made about it.
+#[doc(hidden)]
+pub use sidelane_core::digest;
 pub(crate) use sidelane_core::schedule;
 
 /// Element types of rows and of partial sums.

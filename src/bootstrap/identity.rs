@@ -14,6 +14,7 @@
 
 use std::net::{IpAddr, Ipv4Addr};
 
+use crate::digest::Digest;
 use crate::error::BootstrapError;
 
 /// Launcher of this process.
@@ -280,19 +281,12 @@ impl Vars<'_> {
         let before = match self.port("MASTER_PORT")? {
             Some(port) => port,
             // Below the range from which Linux takes ports for outgoing connections.
-            None => 20_000 + (fnv1a(job) % 12_000) as u16,
+            None => 20_000 + (Digest::of(job.bytes()) % 12_000) as u16,
         };
         // At the upper end of the range the candidates begin again below it.
         let first = if before > u16::MAX - CANDIDATES { before - 2 * CANDIDATES } else { before + 1 };
         Ok((first..=first + (CANDIDATES - 1)).collect())
     }
-}
-
-/// A hash that is the same in every build.
-fn fnv1a(text: &str) -> u64 {
-    text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
-    })
 }
 
 /// The first host of a list. None if the list is empty or its brackets are broken.

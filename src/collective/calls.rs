@@ -4,9 +4,9 @@
 //! bytes as a place of the window has room for:
 //!
 //! ```text
-//!   all_reduce, reduce_scatter, broadcast, all_gather    | len | len | rest |   at, at + len, ...: one round each
-//!   all_to_all                                           a slot of each part in each round
-//!   all_to_all_zero_copy                                 one round: each part to its final place
+//!   all_reduce, reduce_scatter, reduce, broadcast, all_gather   | len | len | rest |   at, at + len, ...: one round each
+//!   all_to_all                                                  a slot of each part in each round
+//!   all_to_all_zero_copy                                        one round: each part to its final place
 //! ```
 
 use std::ops::Range;
@@ -104,6 +104,44 @@ impl Communicator {
             self.round(call, &Round { program, at, len, ..Self::empty(dtype) }, &mut tensors)?;
             at += len;
             if at == part {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Sums `data` over all ranks on rank `root`, in place: by ascending rank, rounded once, with
+    /// the bits of an [`all_reduce`](Self::all_reduce) by [`AllReduceAlgorithm::Direct`]. The data
+    /// of the other ranks stays. Collective, with the same number of elements on all ranks.
+    ///
+    /// It is a [`reduce_scatter`](Self::reduce_scatter) with one part: each rank sends its elements
+    /// once, and the root adds them. Ranks meet once for each `chunk / ranks` bytes.
+    ///
+    /// # Errors
+    /// As [`Communicator::all_reduce`]; [`PlanError::BadParameter`] for a root that does not exist.
+    pub fn reduce<E: Element>(&mut self, root: u32, data: &mut [E]) -> Result<(), Error> {
+        let (total, program, dtype) = (size_of_val(data) as u64, Program::ReduceScatter, E::DTYPE);
+        let call = CallSpec { kind: CallKind::Reduce, dtype, option: root, bytes: Some(total) };
+        let checked = if root < self.size() {
+            Arithmetic::try_from(dtype).map(drop)
+        } else {
+            let (parameter, expected) = ("root", "a rank of the group");
+            Err(PlanError::BadParameter { parameter, seen: root.into(), expected })
+        };
+        if let Err(error) = checked {
+            return Err(self.enter_refused(call, program, error.into()));
+        }
+        let (ranks, most) = (self.size(), self.view.most(program));
+        let output = bytemuck::cast_slice_mut(data);
+        let mut tensors = Tensors { input: None, output, stores: Stores::Cached };
+        let mut at = 0;
+        loop {
+            let len = most.min(total - at);
+            self.rounds.sends.clear();
+            let part = |rank| if rank == root { at..at + len } else { 0..0 };
+            self.rounds.sends.extend((0..ranks).map(part));
+            self.round(call, &Round { program, at, len, ..Self::empty(dtype) }, &mut tensors)?;
+            at += len;
+            if at == total {
                 return Ok(());
             }
         }

@@ -1,8 +1,10 @@
-//! All-reduce, reduce-scatter, broadcast, all-to-all, all-gather, and messages between two ranks.
+//! All-reduce, reduce-scatter, reduce, broadcast, all-to-all, all-gather, and messages between two
+//! ranks.
 //!
 //! ```text
 //!   all_reduce     [n]                       ->  [n]                 sums over the ranks, on all of them
 //!   reduce_scatter [ranks, n]                ->  [n]                 part r, summed over the ranks, on rank r
+//!   reduce         [n]                       ->  [n] of the root     sums over the ranks
 //!   broadcast      [n] of the root           ->  [n]                 on all
 //!   all_to_all     [ranks, n]                ->  [ranks, n]          part r of rank s becomes part s of rank r
 //!   all_to_all_zero_copy                                             the same, read where it lands

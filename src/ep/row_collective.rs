@@ -25,6 +25,7 @@ use super::handle::HandleAt;
 use super::host::{Flight, HostExchange, HostRows, Inner, Lent, check_tensor};
 use super::rows::RowsAt;
 use super::{CombineInput, ExpertOutput, ExpertRows, Handle, Tensor, TensorMut};
+use crate::digest::Digest;
 use crate::dtype::{Dtype, Element, PartialDtype};
 use crate::error::{CallKind, Error, PlanError};
 use crate::lane::Io;
@@ -402,11 +403,7 @@ fn gathered(ep: &HostExchange, extent: crate::memory::Extent, mut inner: Inner) 
 
 /// Number of shares that were not exchanged: above all numbers of calls.
 fn digest(counts: &[u32]) -> u64 {
-    let hash =
-        counts.iter().flat_map(|count| count.to_le_bytes()).fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
-            (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
-        });
-    hash | 1 << 63
+    Digest::of(counts.iter().flat_map(|count| count.to_le_bytes())) | 1 << 63
 }
 
 /// Slices of a buffer `[experts, capacity, columns]` along its second dimension, over a group.

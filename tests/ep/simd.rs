@@ -5,6 +5,7 @@ use std::process::Command;
 
 use crate::support::{on_ranks, small, tokens};
 use half::bf16;
+use sidelane::digest::Digest;
 use sidelane::gate::Routing;
 use sidelane::plan::SumOrder;
 use sidelane::{Dtype, ExpertParallel, World};
@@ -33,9 +34,7 @@ fn digest() -> u64 {
         let tensors = [&rows, &out, &x].map(|tensor| bytemuck::cast_slice::<bf16, u8>(tensor));
         [&tensors.concat(), bytemuck::cast_slice::<f32, u8>(&weights.unwrap())].concat()
     });
-    shares.concat().iter().fold(0xcbf2_9ce4_8422_2325, |hash, &byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
-    })
+    Digest::of(shares.concat())
 }
 
 /// Output of a process that is told to use this set; `None` if the CPU lacks it.

@@ -159,33 +159,56 @@ impl Model {
     }
 
     fn train(&mut self, group: &mut Communicator, executor: &HostExecutor<'_>, seed: u64, step: usize) {
+        self.backward(group, executor, seed, step).unwrap();
+        self.step(group).unwrap();
+    }
+
+    /// Gradients of a rank's sample of a step.
+    fn backward(
+        &mut self,
+        group: &mut Communicator,
+        executor: &HostExecutor<'_>,
+        seed: u64,
+        step: usize,
+    ) -> Result<(), DataError> {
         let sample = sample(seed, group.rank() as usize, step);
         match self {
             Model::Whole(model, layout) => {
                 let order = (0..layout.parameters()).rev();
-                model.backward(group, executor, |pass| give(pass, layout, sample, order)).unwrap();
-                model.step(group).unwrap();
+                model.backward(group, executor, |pass| give(pass, layout, sample, order))
             }
             Model::Sharded(model) => {
                 let (x, target) = sample;
                 let mut values = vec![x];
-                model
-                    .forward(group, executor, |layer, weights| {
-                        values.push(forward(&values[layer], weights));
-                        Ok(())
-                    })
-                    .unwrap();
+                model.forward(group, executor, |layer, weights| {
+                    values.push(forward(&values[layer], weights));
+                    Ok(())
+                })?;
                 let mut of_y = difference(&values[LAYERS], &target);
-                model
-                    .backward(group, executor, |layer, weights, gradient| {
-                        let (of_x, of_weights) = backward(&values[layer], weights, &of_y);
-                        gradient.copy_from_slice(&of_weights);
-                        of_y = of_x;
-                        Ok(())
-                    })
-                    .unwrap();
-                model.step().unwrap();
+                model.backward(group, executor, |layer, weights, gradient| {
+                    let (of_x, of_weights) = backward(&values[layer], weights, &of_y);
+                    gradient.copy_from_slice(&of_weights);
+                    of_y = of_x;
+                    Ok(())
+                })
             }
+        }
+    }
+
+    /// Begins a backward pass in another group than before.
+    fn fail_in(&mut self, group: &mut Communicator) {
+        let executor = HostExecutor::new();
+        let error = match self {
+            Model::Whole(model, _) => model.backward(group, &executor, |_| Ok(())),
+            Model::Sharded(model) => model.backward(group, &executor, |_, _, _| Ok(())),
+        };
+        error.unwrap_err();
+    }
+
+    fn step(&mut self, group: &mut Communicator) -> Result<(), DataError> {
+        match self {
+            Model::Whole(model, _) => model.step(group),
+            Model::Sharded(model) => model.step(group),
         }
     }
 
@@ -205,11 +228,11 @@ impl Model {
         shard
     }
 
-    fn load(&mut self, shards: &[Vec<u8>]) -> Result<(), DataError> {
+    fn load(&mut self, group: &mut Communicator, shards: &[Vec<u8>]) -> Result<(), DataError> {
         let shards = shards.iter().map(Vec::as_slice);
         match self {
-            Model::Whole(model, _) => model.load(shards),
-            Model::Sharded(model) => model.load(shards),
+            Model::Whole(model, _) => model.load(group, shards),
+            Model::Sharded(model) => model.load(group, shards),
         }
     }
 }
@@ -305,6 +328,8 @@ fn ranks_send_and_hold_what_the_table_says() {
         let ranks = nodes.len() as u64;
         // Each rank is alone on its node, so all that it puts crosses to another.
         let share = whole / ranks * (ranks - 1);
+        // A step compares the steps so far, of eight bytes.
+        let compared = 8 * (ranks - 1);
         let executor = HostExecutor::new().overlap(false);
         let (before, behind) = (vec![1.0; 3 * LAYER_ELEMENTS], [1.0; LAYER_ELEMENTS]);
         for (sharding, of_backward, of_step, gradients, states) in [
@@ -328,7 +353,8 @@ fn ranks_send_and_hold_what_the_table_says() {
                 assert_eq!((held.parameters_bytes, held.gradients_bytes), (whole, gradients));
                 assert_eq!((held.states_bytes, held.buffers_peak_bytes), (states, whole));
                 model.step(&mut group).unwrap();
-                assert_eq!(group.take_counts().inter_node_bytes, of_step, "{sharding:?} {ranks}");
+                let sent = group.take_counts().inter_node_bytes;
+                assert_eq!(sent, of_step + compared, "{sharding:?} {ranks}");
                 assert_eq!(model.memory_usage().gradients_bytes, 0);
             });
         }
@@ -353,8 +379,8 @@ fn ranks_send_and_hold_what_the_table_says() {
                 assert_eq!((held.parameters_bytes, held.gradients_bytes), (whole / ranks, whole / ranks));
                 let buffers = gathered + of_layer;
                 assert_eq!((held.states_bytes, held.buffers_peak_bytes), (2 * whole / ranks, buffers));
-                model.step().unwrap();
-                assert_eq!(group.take_counts().inter_node_bytes, 0);
+                model.step(&mut group).unwrap();
+                assert_eq!(group.take_counts().inter_node_bytes, compared);
                 assert_eq!(model.memory_usage().gradients_bytes, 0);
             });
         }
@@ -451,33 +477,28 @@ fn wrong_gradients_are_refused_on_all_ranks_and_the_next_pass_works() {
 #[test]
 fn step_without_gradients_on_a_rank_changes_nothing_on_any() {
     let seed = random_seed();
-    let start = checkpoint(seed, 2, 0, 0);
     let right = Reference::after(seed, 3, 1).parameters;
-    for sharding in [Sharding::OptimizerStates, Sharding::Gradients] {
+    for way in 0..4 {
         on_ranks(&[0, 0, 1], &tiny(), |world| {
             let mut group = communicator(&world);
-            let (layout, executor) = (layers(), HostExecutor::new());
-            let mut model = data_parallel(&mut group, layout.clone(), sharding, seed);
-            let mine = sample(seed, world.rank() as usize, 0);
-            let pass = |pass: &mut Backward<'_>| give(pass, &layout, mine.clone(), (0..12).rev());
-            model.backward(&mut group, &executor, pass).unwrap();
-            let mut before = Vec::new();
-            model.save(&mut before).unwrap();
-            if world.rank() == 1 {
-                // Gradients are of the parameters that were there.
-                model.load(start.iter().map(Vec::as_slice)).unwrap();
+            let alone = world.group(&[world.rank()]).unwrap();
+            let mut alone = Communicator::builder(&alone).chunk(2048).build().unwrap();
+            let (odd, executor) = (world.rank() == 1, HostExecutor::new());
+            let mut model = Model::new(&mut group, way, seed);
+            let before = (bits(&model.parameters(&mut group)), model.save());
+            model.backward(&mut group, &executor, seed, 0).unwrap();
+            if odd {
+                // A pass in a wrong group forgets the gradients.
+                model.fail_in(&mut alone);
             }
             let error = model.step(&mut group).unwrap_err();
-            match world.rank() {
-                1 => assert_eq!(error, DataError::NoGradients),
-                _ => assert!(is_refused_by(&error, 1)),
+            match odd {
+                true => assert_eq!(error, DataError::NoGradients),
+                false => assert!(is_refused_by(&error, 1), "{error}"),
             }
-            let mut after = Vec::new();
-            model.save(&mut after).unwrap();
-            assert_eq!((bits(model.parameters()), after), (bits(&tensor(seed, 0, ELEMENTS)), before));
-            model.backward(&mut group, &executor, pass).unwrap();
-            model.step(&mut group).unwrap();
-            assert_eq!(bits(model.parameters()), bits(&right));
+            assert_eq!((bits(&model.parameters(&mut group)), model.save()), before);
+            model.train(&mut group, &executor, seed, 0);
+            assert_eq!(bits(&model.parameters(&mut group)), bits(&right));
         });
     }
 }
@@ -493,7 +514,7 @@ fn layer_that_fails_on_a_rank_ends_the_pass_on_all() {
                 let executor = HostExecutor::new().overlap(overlap);
                 let mut model = Model::Sharded(fully_sharded(&mut group, prefetch, seed));
                 let Model::Sharded(sharded) = &mut model else { return };
-                assert_eq!(sharded.step(), Err(DataError::NoGradients));
+                assert_eq!(sharded.step(&mut group), Err(DataError::NoGradients));
                 let fails = |layer: usize| world.rank() == 2 && layer == 1;
                 // Calls are left behind this layer in both passes.
                 let result =
@@ -516,7 +537,7 @@ fn layer_that_fails_on_a_rank_ends_the_pass_on_all() {
                         },
                     );
                 check(result);
-                assert_eq!(sharded.step(), Err(DataError::NoGradients));
+                assert_eq!(sharded.step(&mut group), Err(DataError::NoGradients));
                 (0..2).for_each(|step| model.train(&mut group, &executor, seed, step));
                 let right = Reference::after(seed, 3, 2).parameters;
                 assert_eq!(bits(&model.parameters(&mut group)), bits(&right));
@@ -659,7 +680,7 @@ fn checkpoint_of_any_ranks_and_strategy_is_read_by_any_other() {
                     let mut group = communicator(&world);
                     // Another start, which the checkpoint replaces.
                     let mut model = Model::new(&mut group, other, seed.wrapping_add(1));
-                    model.load(&shards).unwrap();
+                    model.load(&mut group, &shards).unwrap();
                     assert_eq!(bits(&model.parameters(&mut group)), bits(&half.parameters));
                     // States and steps are there, too.
                     model.train(&mut group, &HostExecutor::new(), seed, 2);
@@ -681,7 +702,7 @@ fn damaged_checkpoints_are_refused_and_change_nothing() {
         for way in 0..4 {
             let mut model = Model::new(&mut group, way, seed);
             let before = (bits(&model.parameters(&mut group)), model.save());
-            let mut refused = |shards: &[Vec<u8>]| match model.load(shards) {
+            let mut refused = |shards: &[Vec<u8>]| match model.load(&mut group, shards) {
                 Err(DataError::Checkpoint(error)) => error,
                 other => panic!("{other:?}"),
             };
@@ -714,7 +735,7 @@ fn damaged_checkpoints_are_refused_and_change_nothing() {
             let other = refused(&[vec![7; 64]]);
             assert_eq!(other, CheckpointError::NotAShard { reader: 0 });
             assert_eq!((bits(&model.parameters(&mut group)), model.save()), before);
-            model.load(&shards).unwrap();
+            model.load(&mut group, &shards).unwrap();
         }
     });
 }

@@ -1,14 +1,17 @@
 //! The other parallel strategies: meshes, data parallelism, pipeline schedules, tensor and context
 //! parallel layers.
 
+mod buckets;
 mod context;
 mod data;
 mod embedding;
 mod linear;
+mod linear_in_chunks;
 mod mesh;
 mod messages;
 mod mutants;
 mod naive_pipeline;
+mod overlap_plans;
 #[path = "../support/ranks.rs"]
 mod ranks;
 mod schedules;

@@ -36,6 +36,8 @@ pub enum CallKind {
     AllGather = 14,
     /// Sum over all ranks, a part for each.
     ReduceScatter = 15,
+    /// Sum over all ranks, for one.
+    Reduce = 16,
     /// Something no call of this version says.
     Unknown = 0,
 }
@@ -59,6 +61,7 @@ impl CallKind {
             CallKind::Receive,
             CallKind::AllGather,
             CallKind::ReduceScatter,
+            CallKind::Reduce,
         ]
         .into_iter()
         .find(|&kind| kind as u8 == code)

@@ -7,6 +7,7 @@
 //!
 //! | module | contents |
 //! |---|---|
+//! | [`digest`] | digests by which ranks compare what they hold |
 //! | [`dtype`] | element types of rows and of partial sums |
 //! | [`error`] | errors of routers, plans and calls |
 //! | [`topology`] | ranks that share memory, and paths between those that do not |
@@ -15,6 +16,7 @@
 //! | [`nic_choice`] | the NIC of a rank, by the places of NICs and GPUs in the machine |
 //! | [`schedule`] | programs of puts, signals, waits and sums; calls as steps; operands |
 
+pub mod digest;
 pub mod dtype;
 pub mod error;
 pub mod gate;

@@ -1,7 +1,8 @@
-//! Errors of meshes and of pipelines, with data in fields. Layers raise those of `sidelane`, so
+//! Errors of meshes and of plans, with data in fields. Layers raise those of `sidelane`, so
 //! that a rank can tell the other ranks of a call why it refuses it.
 
 use crate::pipeline::{Compute, Transfer};
+use crate::tensor::overlap::{Cell, Work};
 
 /// A mesh cannot be made, or a question about it has no answer.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -259,4 +260,62 @@ pub enum PipelineError {
 fn waits(waiting: &[(u32, Transfer)]) -> String {
     let each = waiting.iter().map(|(stage, transfer)| format!("stage {stage} waits in {transfer}"));
     each.collect::<Vec<_>>().join(", ")
+}
+
+/// A plan of products next to transfers does not prove.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum OverlapPlanError {
+    /// A step that waits for itself or for a later one.
+    #[error("step {step}, {work}, waits for step {needs}, which does not come before it")]
+    Ahead {
+        /// Position of the step.
+        step: usize,
+        /// Its work.
+        work: Work,
+        /// Position of the step that it waits for.
+        needs: usize,
+    },
+    /// A step that the pass does not have, or of a chunk that does not exist.
+    #[error("step {step}: the pass has no {work}")]
+    Stray {
+        /// Position of the step.
+        step: usize,
+        /// Its work.
+        work: Work,
+    },
+    /// Ranks compare their chunks in the first call, and only there.
+    #[error("step {step}, {work}: the first call compares the chunks of all ranks, and no other does")]
+    Uncompared {
+        /// Position of the step.
+        step: usize,
+        /// Its work.
+        work: Work,
+    },
+    /// A step that may begin before what it reads is there.
+    #[error("step {step}, {work}, is not ordered behind {needs}")]
+    Early {
+        /// Position of the step.
+        step: usize,
+        /// Its work.
+        work: Work,
+        /// Rows that it reads.
+        needs: Cell,
+    },
+    /// Rows that two steps write.
+    #[error("step {step}, {work}: {cell} are made twice")]
+    Twice {
+        /// Position of the second step.
+        step: usize,
+        /// Its work.
+        work: Work,
+        /// The rows.
+        cell: Cell,
+    },
+    /// A result that no step makes.
+    #[error("no step makes {cell}")]
+    Missing {
+        /// The result.
+        cell: Cell,
+    },
 }

@@ -12,6 +12,7 @@
 //! others run on a [`Communicator`](sidelane::collective::Communicator). There is no tensor type:
 //! they take slices and check their lengths.
 
+mod calls;
 mod check;
 pub mod context;
 pub mod data;
@@ -20,7 +21,7 @@ pub mod mesh;
 pub mod pipeline;
 pub mod tensor;
 
-pub use error::{MeshError, PipelineError};
+pub use error::{MeshError, OverlapPlanError, PipelineError};
 pub use mesh::Mesh;
 
 /// The code of the page runs.

@@ -94,6 +94,33 @@ fn reduce_scatter_has_the_bits_of_its_part_of_an_all_reduce() {
     }
 }
 
+#[test]
+fn root_has_the_bits_of_an_all_reduce_and_the_others_what_they_had() {
+    for nodes in SHAPES {
+        on_ranks(nodes, &tiny(), |world| {
+            let (me, ranks) = (world.rank() as usize, world.size() as usize);
+            let mut communicator = communicator(&world, AllReduceAlgorithm::Direct);
+            for (root, len) in (0..ranks).flat_map(|root| LENGTHS.map(|len| (root, len))) {
+                let mut data = tensor::<bf16>(me, len, 8);
+                communicator.reduce(root as u32, &mut data).unwrap();
+                let right = if me == root { summed::<bf16>(ranks, len, 8) } else { tensor(me, len, 8) };
+                assert!(bits(&data) == bits(&right), "{nodes:?} {root} {len}");
+            }
+        });
+    }
+}
+
+#[test]
+fn each_rank_but_the_root_sends_its_elements_once() {
+    on_ranks(&[0, 1, 2, 3], &tiny(), |world| {
+        let mut communicator = communicator(&world, AllReduceAlgorithm::Direct);
+        communicator.take_counts();
+        communicator.reduce(2, &mut vec![1.0f32; 4096]).unwrap();
+        let sent = if world.rank() == 2 { 0 } else { 4 * 4096 };
+        assert_eq!(communicator.take_counts().inter_node_bytes, sent);
+    });
+}
+
 /// Without a cache all is staged and written past it.
 #[test]
 fn what_passes_the_cache_has_the_same_bits() {

@@ -66,6 +66,11 @@ fn ranks_that_differ_are_told_on_all_ranks_and_the_next_call_works() {
         );
         odd_one_out(
             nodes,
+            |c| c.reduce(1, &mut [1.0f32; 500]).unwrap_err(),
+            |_, error| assert!(matches!(error, Error::Call(CallError::KindsDiffer { .. })), "{error}"),
+        );
+        odd_one_out(
+            nodes,
             |c| c.all_to_all_v(&[1.0f32; 8], &[2, 2, 2, 2], &mut Vec::new()).unwrap_err(),
             |_, error| assert!(matches!(error, Error::Call(CallError::KindsDiffer { .. })), "{error}"),
         );
@@ -94,6 +99,14 @@ fn wrong_input_is_refused_where_it_is_and_told_to_the_others() {
             Error::Plan(PlanError::BadParameter { parameter: "root", seen: 3, .. }) if wrong => {}
             error => told(error),
         }
+        let mut data = [5.0f32; 6];
+        match communicator.reduce(if wrong { 3 } else { 0 }, &mut data).unwrap_err() {
+            Error::Plan(PlanError::BadParameter { parameter: "root", seen: 3, .. }) if wrong => {}
+            error => told(error),
+        }
+        let error = communicator.reduce(u32::from(wrong), &mut data).unwrap_err();
+        assert!(matches!(error, Error::Call(CallError::Disagree { what: "options", .. })), "{error}");
+        assert_eq!(data, [5.0; 6], "nothing is visible");
         let mut receive = vec![5.0f32; if wrong { 8 } else { 9 }];
         match communicator.all_gather(&[1.0f32; 3], &mut receive).unwrap_err() {
             Error::Plan(PlanError::WrongShape { what: "elements to receive", seen: 8, .. }) if wrong => {}
@@ -162,6 +175,7 @@ fn rank_without_usable_input_refuses_every_kind_of_call() {
             CallKind::AllToAll,
             CallKind::AllGather,
             CallKind::ReduceScatter,
+            CallKind::Reduce,
         ] {
             let error = match kind {
                 _ if refuses => refused(&mut communicator, kind),
@@ -169,6 +183,7 @@ fn rank_without_usable_input_refuses_every_kind_of_call() {
                 CallKind::Broadcast => communicator.broadcast(1, &mut data).unwrap_err(),
                 CallKind::AllToAll => communicator.all_to_all(&[1.0f32; 999], &mut data).unwrap_err(),
                 CallKind::AllGather => communicator.all_gather(&[1.0f32; 333], &mut data).unwrap_err(),
+                CallKind::Reduce => communicator.reduce(0, &mut data).unwrap_err(),
                 _ => communicator.reduce_scatter(&[1.0f32; 999], &mut data[..333]).unwrap_err(),
             };
             match error {

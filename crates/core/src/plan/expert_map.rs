@@ -1,5 +1,6 @@
 //! Ranks and slots of experts: which rank holds an expert, and which of its replicas a rank uses.
 
+use crate::digest::Digest;
 use crate::error::PlanError;
 
 /// Experts of a map, at most, as of a gate.
@@ -190,17 +191,14 @@ impl ExpertMap {
         self.active[source as usize].then(|| self.replicas[first as usize + turn as usize])
     }
 
-    /// Digest by which ranks find out whether they hold the same map, with the same ranks active
-    /// (FNV-1a over its numbers).
+    /// Digest by which ranks find out whether they hold the same map, with the same ranks active.
     pub fn digest(&self) -> u64 {
         let numbers = [self.experts]
             .into_iter()
             .chain(self.rank_starts.iter().copied())
             .chain(self.expert_of.iter().copied())
             .chain(self.active.iter().map(|&active| u32::from(active)));
-        numbers.flat_map(u32::to_le_bytes).fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
-            (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
-        })
+        Digest::of(numbers.flat_map(u32::to_le_bytes))
     }
 }
 

@@ -1,34 +1,16 @@
-//! What ranks must have alike: compared when an instance is built.
+//! What ranks must have alike, and verdicts of all of them.
 
 use sidelane::collective::Communicator;
+use sidelane::digest::Digest;
 use sidelane::error::CallKind;
 
 use super::error::DataError;
-use super::pass::Pass;
+use crate::calls::Calls;
 use crate::check::alike;
 
-/// FNV-1a, for values that ranks and readers compare.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Digest(pub u64);
-
-impl Default for Digest {
-    fn default() -> Self {
-        Digest(0xcbf2_9ce4_8422_2325)
-    }
-}
-
-impl Digest {
-    pub fn add(&mut self, bytes: &[u8]) {
-        for &byte in bytes {
-            self.0 = (self.0 ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
-        }
-    }
-
-    pub fn of(numbers: impl IntoIterator<Item = u64>) -> u64 {
-        let mut digest = Digest::default();
-        numbers.into_iter().for_each(|number| digest.add(&number.to_le_bytes()));
-        digest.0
-    }
+/// A digest of numbers, which ranks compare.
+pub(super) fn digest(numbers: impl IntoIterator<Item = u64>) -> u64 {
+    Digest::of(numbers.into_iter().flat_map(u64::to_le_bytes))
 }
 
 /// Compares settings between all ranks. A rank whose own cannot be used says so to the others.
@@ -36,9 +18,8 @@ pub(super) fn agree(
     group: &mut Communicator,
     settings: Result<Vec<(&'static str, u64)>, DataError>,
 ) -> Result<(), DataError> {
-    let settings = match settings {
-        Ok(settings) => settings,
-        Err(error) => return Err(Pass::new(group, vec![CallKind::AllGather]).refuse(error)),
-    };
-    Ok(alike(group, &settings)?)
+    match settings {
+        Ok(settings) => Ok(alike(group, &settings)?),
+        Err(error) => Err(Calls::new(group, vec![CallKind::AllGather]).refuse(error)),
+    }
 }

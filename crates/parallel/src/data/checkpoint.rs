@@ -16,8 +16,12 @@
 use std::io::{self, Read, Write};
 use std::ops::Range;
 
-use super::agree::Digest;
-use super::error::CheckpointError;
+use sidelane::Error;
+use sidelane::collective::Communicator;
+use sidelane::digest::Digest;
+
+use super::agree::agree;
+use super::error::{CheckpointError, DataError};
 use crate::check::Member;
 
 const MAGIC: [u8; 8] = *b"SLSHARD1";
@@ -57,7 +61,7 @@ impl Shard {
                 out.values(run.parameters)?;
                 run.states.iter().try_for_each(|values| out.values(values))?;
             }
-            out.number(out.digest.0)?;
+            out.number(out.digest.value())?;
             out.inner.flush()
         };
         write().map_err(|error| io_error(member.rank as usize, &error))
@@ -121,17 +125,26 @@ impl Wanted {
     }
 }
 
+/// A checkpoint that was read.
+struct Found {
+    /// Steps of the optimizer.
+    steps: u64,
+    /// The same for the same shards in any order.
+    digest: u64,
+}
+
 /// Reads all shards of a model of so many elements into memory for its parameters and two states.
-/// Returns the steps of the optimizer.
-pub(super) fn read(
+fn read(
     elements: usize,
     shards: impl IntoIterator<Item = impl Read>,
     wanted: &mut [Wanted; 3],
-) -> Result<u64, CheckpointError> {
+) -> Result<Found, CheckpointError> {
     let (mut of_first, mut covered, mut seen) = (None, Vec::<Range<usize>>::new(), 0);
+    let mut digest = 0u64;
     for (nth, shard) in shards.into_iter().enumerate() {
         let mut reader = Reader { inner: shard, nth, digest: Digest::default() };
         let header = reader.shard(elements, &mut covered, wanted)?;
+        digest = digest.wrapping_add(reader.digest.value());
         let first = *of_first.get_or_insert(header);
         for (what, seen, expected) in
             [("ranks", header.ranks, first.ranks), ("steps", header.steps, first.steps)]
@@ -151,6 +164,24 @@ pub(super) fn read(
         return Err(CheckpointError::Shards { seen, ranks });
     }
     once(&mut covered, elements)?;
+    Ok(Found { steps, digest })
+}
+
+/// As [`read`] on all ranks of a group, which compare what they have read. Returns the steps.
+pub(super) fn load(
+    group: &mut Communicator,
+    member: Member,
+    elements: usize,
+    shards: impl IntoIterator<Item = impl Read>,
+    wanted: &mut [Wanted; 3],
+) -> Result<u64, DataError> {
+    let member = member.check(group).map_err(|error| DataError::from(Error::from(error)));
+    let mut steps = 0;
+    let found = member.and_then(|()| Ok(read(elements, shards, wanted)?)).map(|found| {
+        steps = found.steps;
+        vec![("steps of the checkpoint", found.steps), ("digest of the checkpoint", found.digest)]
+    });
+    agree(group, found)?;
     Ok(steps)
 }
 
@@ -214,7 +245,7 @@ impl<R: Read> Reader<R> {
                 self.values(run.clone(), wanted)?;
             }
         }
-        let expected = self.digest.0;
+        let expected = self.digest.value();
         let seen = self.number()?;
         if seen != expected {
             return Err(CheckpointError::Damaged { reader, seen, expected });

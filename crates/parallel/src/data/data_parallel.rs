@@ -14,12 +14,13 @@ use sidelane::error::CallKind;
 use sidelane::overlap::{Graph, HostExecutor, NodeLabel, StreamId};
 
 use super::adam::{Adam, States};
-use super::agree::{Digest, agree};
-use super::checkpoint::{Run, Shard, Wanted, read};
+use super::agree::{agree, digest};
+use super::checkpoint::{Run, Shard, Wanted, load};
 use super::error::DataError;
 use super::layout::{Cut, Layout};
-use super::memory::{Buffer, Gauge, MemoryUsage, bytes};
-use super::pass::{Pass, keep, mean, reason};
+use super::memory::{Buffer, Counted, Gauge, MemoryUsage, bytes};
+use super::pass::{keep, mean, reason};
+use crate::calls::Calls;
 use crate::check::Member;
 
 /// State that is cut over the ranks of a group, where each rank has all parameters.
@@ -70,9 +71,9 @@ impl DataParallel {
             vec![
                 ("sharding", sharding as u64),
                 ("number of parameters", layout.parameters() as u64),
-                ("digest of sizes and buckets", Digest::of(layout.numbers())),
-                ("digest of Adam's settings", Digest::of(adam.numbers())),
-                ("digest of the parameters", Digest::of(of_parameters)),
+                ("digest of sizes and buckets", digest(layout.numbers())),
+                ("digest of Adam's settings", digest(adam.numbers())),
+                ("digest of the parameters", digest(of_parameters)),
             ]
         });
         agree(group, settings)?;
@@ -110,6 +111,9 @@ impl DataParallel {
     /// [`AllReduceAlgorithm::Ring`](sidelane::collective::AllReduceAlgorithm), only ZeRO-2 keeps
     /// this order.
     ///
+    /// All of `body` is one node of the executor, and all reductions are another, so a limit of the
+    /// executor is one for the whole pass.
+    ///
     /// # Errors
     /// Errors of `body`, [`DataError::GradientMissing`] after it,
     /// [`BadParameter`](sidelane::error::PlanError::BadParameter) for another group than before:
@@ -126,8 +130,8 @@ impl DataParallel {
         self.gradients.clear();
         let (call, buckets) = (self.reduction(), self.layout.len());
         let member = self.member.check(group);
-        let mut pass = Pass::new(group, vec![call; buckets]);
-        member.map_err(|error| pass.refuse(Error::from(error).into()))?;
+        let mut pass = Calls::new(group, vec![call; buckets]);
+        member.map_err(|error| pass.refuse(Error::from(error)))?;
 
         let (ready, arrivals) = mpsc::channel();
         let mut backward = Backward::new(self, ready);
@@ -149,7 +153,7 @@ impl DataParallel {
             Ok(())
         });
         let run = graph.run(executor).map_err(|run| reason(said, run));
-        if !pass.is_unfinished() && means.len() == buckets {
+        if means.len() == buckets {
             means.reverse();
             self.gradients = means;
         }
@@ -157,20 +161,19 @@ impl DataParallel {
     }
 
     /// Changes the parameters by the means of the last backward pass, and forgets those. With
-    /// shards, each rank changes its own and all ranks gather the others'. Collective.
+    /// shards, each rank changes its own and all ranks gather the others'. Collective: ranks
+    /// compare their numbers of steps.
     ///
     /// # Errors
     /// [`DataError::NoGradients`], and [`BadParameter`](sidelane::error::PlanError::BadParameter)
     /// for another group than before, with [`PeerRefused`](sidelane::error::CallError::PeerRefused)
-    /// on the other ranks if there are shards: then nothing has changed on any rank. As
-    /// [`Communicator::all_gather`]; if the world fails, load a checkpoint.
+    /// on the other ranks; [`ConfigsDiffer`](sidelane::error::CallError::ConfigsDiffer). Then
+    /// nothing has changed on any rank. As [`Communicator::all_gather`]; if the world fails, load a
+    /// checkpoint.
     pub fn step(&mut self, group: &mut Communicator) -> Result<(), DataError> {
-        let calls = if self.sharding == Sharding::None { 0 } else { self.layout.len() };
         let given = if self.gradients.is_empty() { Err(DataError::NoGradients) } else { Ok(()) };
         let member = self.member.check(group).map_err(|error| Error::from(error).into());
-        let checked = member.and(given);
-        let mut pass = Pass::new(group, vec![CallKind::AllGather; calls]);
-        checked.map_err(|error| pass.refuse(error))?;
+        agree(group, member.and(given).map(|()| vec![("steps so far", self.states.steps)]))?;
         for (bucket, gradients) in self.gradients.iter().enumerate().rev() {
             let (part, place) = (self.owned.part(bucket), self.owned.place(&self.layout, bucket));
             let whole = self.layout.bucket(bucket);
@@ -179,8 +182,9 @@ impl DataParallel {
                 Sharding::None | Sharding::Gradients => gradients,
                 Sharding::OptimizerStates => &gradients[place.start - whole.start..][..place.len()],
             };
-            // Another rank may refuse the first call: until then nothing changes here.
+            // If the world fails in the call, the states of this bucket stay as they are.
             let mut states = self.states.next(part.clone());
+            let _copies = Counted::new(&self.gauge, bytes(&states.first) + bytes(&states.second));
             let mut own = Buffer::zeros(&self.gauge, part.len());
             own[..place.len()].copy_from_slice(&self.parameters[place]);
             states.update(&self.adam, &mut own, means);
@@ -188,7 +192,7 @@ impl DataParallel {
                 self.parameters[whole].copy_from_slice(&own);
             } else {
                 let mut all = Buffer::zeros(&self.gauge, self.owned.padded_len(bucket));
-                pass.call(|group| group.all_gather(&own, &mut all))?;
+                group.all_gather(&own, &mut all)?;
                 self.parameters[whole.clone()].copy_from_slice(&all[..whole.len()]);
             }
             self.states.put(part, &states);
@@ -252,16 +256,24 @@ impl DataParallel {
     }
 
     /// Reads a checkpoint: the shards of all ranks that wrote it, in any order. Their number, their
-    /// strategy and their buckets may be others than here. Each rank reads for itself.
+    /// strategy and their buckets may be others than here. Each rank reads for itself. Collective:
+    /// ranks compare what they have read.
     ///
     /// # Errors
-    /// [`CheckpointError`](super::CheckpointError). Then nothing has changed on this rank. Other
-    /// ranks do not hear of it, so train on only when all have read the checkpoint.
-    pub fn load(&mut self, shards: impl IntoIterator<Item = impl Read>) -> Result<(), DataError> {
+    /// [`CheckpointError`](super::CheckpointError), and
+    /// [`BadParameter`](sidelane::error::PlanError::BadParameter) for another group than before,
+    /// with [`PeerRefused`](sidelane::error::CallError::PeerRefused) on the other ranks;
+    /// [`ConfigsDiffer`](sidelane::error::CallError::ConfigsDiffer) if ranks have read different
+    /// checkpoints. Then nothing has changed on any rank.
+    pub fn load(
+        &mut self,
+        group: &mut Communicator,
+        shards: impl IntoIterator<Item = impl Read>,
+    ) -> Result<(), DataError> {
         let everything = Wanted::new(vec![(0..self.layout.elements(), 0)], self.layout.elements());
         let states = || Wanted::new(self.owned.places(&self.layout), self.owned.shard_len());
         let mut wanted = [everything, states(), states()];
-        let steps = read(self.layout.elements(), shards, &mut wanted)?;
+        let steps = load(group, self.member, self.layout.elements(), shards, &mut wanted)?;
         let [parameters, first, second] = wanted.map(|wanted| wanted.values);
         (self.parameters, self.states) = (parameters, States { steps, first, second });
         self.gradients.clear();

@@ -16,12 +16,13 @@ use sidelane::error::CallKind;
 use sidelane::overlap::{Graph, Handoff, HostExecutor, Node, NodeLabel, Run as NodeRun, StreamId};
 
 use super::adam::{Adam, States};
-use super::agree::{Digest, agree};
-use super::checkpoint::{Run, Shard, Wanted, read};
+use super::agree::{agree, digest};
+use super::checkpoint::{Run, Shard, Wanted, load};
 use super::error::DataError;
 use super::layout::{Cut, Layout};
 use super::memory::{Buffer, Gauge, MemoryUsage, bytes};
-use super::pass::{Pass, keep, mean, reason};
+use super::pass::{keep, mean, reason};
+use crate::calls::Calls;
 use crate::check::Member;
 
 /// A model whose parameters, gradients and optimizer states are cut over the ranks of a group:
@@ -43,14 +44,14 @@ pub struct FullySharded {
 
 /// The state that nodes of a pass use in turn.
 struct Turns<'a, 'g, B> {
-    pass: Handoff<&'a mut Pass<'g>>,
+    pass: Handoff<&'a mut Calls<'g>>,
     body: Handoff<(B, &'a mut Option<DataError>)>,
     /// By layer: what was gathered.
     gathered: Vec<Handoff<Buffer>>,
 }
 
 impl<'a, 'g, B> Turns<'a, 'g, B> {
-    fn new(layers: usize, pass: &'a mut Pass<'g>, body: B, said: &'a mut Option<DataError>) -> Self {
+    fn new(layers: usize, pass: &'a mut Calls<'g>, body: B, said: &'a mut Option<DataError>) -> Self {
         let gathered = (0..layers).map(|_| Handoff::empty()).collect();
         Turns { pass: Handoff::new(pass), body: Handoff::new((body, said)), gathered }
     }
@@ -75,9 +76,9 @@ impl FullySharded {
             vec![
                 ("prefetch", prefetch as u64),
                 ("number of parameters", layout.parameters() as u64),
-                ("digest of sizes and layers", Digest::of(layout.numbers())),
-                ("digest of Adam's settings", Digest::of(adam.numbers())),
-                ("digest of the parameters", Digest::of(of_parameters)),
+                ("digest of sizes and layers", digest(layout.numbers())),
+                ("digest of Adam's settings", digest(adam.numbers())),
+                ("digest of the parameters", digest(of_parameters)),
             ]
         });
         agree(group, settings)?;
@@ -106,8 +107,8 @@ impl FullySharded {
     /// [`Communicator::all_gather`].
     pub fn gather(&self, group: &mut Communicator) -> Result<Vec<f32>, DataError> {
         let member = self.member.check(group);
-        let mut pass = Pass::new(group, vec![CallKind::AllGather; self.layout.len()]);
-        member.map_err(|error| pass.refuse(Error::from(error).into()))?;
+        let mut pass = Calls::new(group, vec![CallKind::AllGather; self.layout.len()]);
+        member.map_err(|error| pass.refuse(Error::from(error)))?;
         let mut whole = vec![0.0; self.layout.elements()];
         for layer in 0..self.layout.len() {
             let place = self.layout.bucket(layer);
@@ -132,8 +133,8 @@ impl FullySharded {
     ) -> Result<(), DataError> {
         let layers = self.layout.len();
         let member = self.member.check(group);
-        let mut pass = Pass::new(group, vec![CallKind::AllGather; layers]);
-        member.map_err(|error| pass.refuse(Error::from(error).into()))?;
+        let mut pass = Calls::new(group, vec![CallKind::AllGather; layers]);
+        member.map_err(|error| pass.refuse(Error::from(error)))?;
         let mut said = None;
         let turns = Turns::new(layers, &mut pass, body, &mut said);
         let (mut graph, mut computed) = (Graph::new(), Vec::new());
@@ -162,7 +163,9 @@ impl FullySharded {
     /// dropped again. The means of the gradients are reduce-scattered, layer by layer. Collective.
     ///
     /// # Errors
-    /// As [`FullySharded::forward`] and [`Communicator::reduce_scatter`].
+    /// As [`FullySharded::forward`] and [`Communicator::reduce_scatter`]. If all calls were made,
+    /// for example when the last one overran a limit of the executor, the means are complete on all
+    /// ranks, and a step may follow.
     pub fn backward(
         &mut self,
         group: &mut Communicator,
@@ -172,9 +175,10 @@ impl FullySharded {
         self.gradients = Vec::new();
         let (layers, prefetch) = (self.layout.len(), self.prefetch);
         let member = self.member.check(group);
-        let mut pass = Pass::new(group, self.backward_calls());
-        member.map_err(|error| pass.refuse(Error::from(error).into()))?;
-        let (mut said, means) = (None, Handoff::new(vec![0.0; self.cut.shard_len()]));
+        let mut pass = Calls::new(group, self.backward_calls());
+        member.map_err(|error| pass.refuse(Error::from(error)))?;
+        // Means, and how many layers have them.
+        let (mut said, means) = (None, Handoff::new((vec![0.0; self.cut.shard_len()], 0)));
         let turns = Turns::new(layers, &mut pass, body, &mut said);
         let of_layers: Vec<Handoff<Buffer>> = (0..layers).map(|_| Handoff::empty()).collect();
         let (mut graph, mut computed, mut gathers) = (Graph::new(), Vec::new(), Vec::new());
@@ -196,32 +200,35 @@ impl FullySharded {
             computed.push(node);
             graph.add(StreamId::Transfer(0), label("reduce"), &[node], move |_| {
                 let gradient = gradients.take()?;
-                means.with(|means| {
+                means.with(|(means, reduced)| {
                     let means = &mut means[model.cut.part(layer)];
                     turns.pass.with(|pass| pass.call(|group| group.reduce_scatter(&gradient, means)))?;
                     mean(means, model.member.ranks);
+                    *reduced += 1;
                     Ok(())
                 })
             });
         }
         let run = graph.run(executor);
         drop(turns);
-        if !pass.is_unfinished() && run.is_ok() {
-            self.gradients = means.into_inner().unwrap_or_default();
+        // Also if the last call overran a limit: it was made, and the other ranks have their means.
+        let (means, reduced) = means.into_inner().unwrap_or_default();
+        if reduced == layers {
+            self.gradients = means;
         }
         run.map_err(|run| pass.refuse(reason(said, run)))
     }
 
     /// Changes this rank's part of the parameters by the means of the last backward pass, and
-    /// forgets those. No rank sends anything.
+    /// forgets those. Collective: ranks compare their numbers of steps, and nothing else moves.
     ///
     /// # Errors
-    /// [`DataError::NoGradients`]: on this rank alone, so the others change their parts.
-    pub fn step(&mut self) -> Result<(), DataError> {
+    /// As [`DataParallel::step`](super::DataParallel::step). Then nothing has changed on any rank.
+    pub fn step(&mut self, group: &mut Communicator) -> Result<(), DataError> {
+        let given = if self.gradients.is_empty() { Err(DataError::NoGradients) } else { Ok(()) };
+        let member = self.member.check(group).map_err(|error| Error::from(error).into());
+        agree(group, member.and(given).map(|()| vec![("steps so far", self.states.steps)]))?;
         let gradients = std::mem::take(&mut self.gradients);
-        if gradients.is_empty() {
-            return Err(DataError::NoGradients);
-        }
         self.states.steps = self.states.steps.saturating_add(1);
         self.states.update(&self.adam, &mut self.parameters, &gradients);
         Ok(())
@@ -246,10 +253,14 @@ impl FullySharded {
     ///
     /// # Errors
     /// As there.
-    pub fn load(&mut self, shards: impl IntoIterator<Item = impl Read>) -> Result<(), DataError> {
+    pub fn load(
+        &mut self,
+        group: &mut Communicator,
+        shards: impl IntoIterator<Item = impl Read>,
+    ) -> Result<(), DataError> {
         let part = || Wanted::new(self.cut.places(&self.layout), self.cut.shard_len());
         let mut wanted = [part(), part(), part()];
-        let steps = read(self.layout.elements(), shards, &mut wanted)?;
+        let steps = load(group, self.member, self.layout.elements(), shards, &mut wanted)?;
         let [parameters, first, second] = wanted.map(|wanted| wanted.values);
         (self.parameters, self.states) = (parameters, States { steps, first, second });
         self.gradients = Vec::new();
@@ -274,7 +285,7 @@ impl FullySharded {
         })
     }
 
-    fn gather_layer(&self, layer: usize, pass: &mut Pass<'_>) -> Result<Buffer, sidelane::Error> {
+    fn gather_layer(&self, layer: usize, pass: &mut Calls<'_>) -> Result<Buffer, sidelane::Error> {
         let mut all = Buffer::zeros(&self.gauge, self.cut.padded_len(layer));
         pass.call(|group| group.all_gather(&self.parameters[self.cut.part(layer)], &mut all))?;
         Ok(all)

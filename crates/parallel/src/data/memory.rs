@@ -14,8 +14,8 @@ pub struct MemoryUsage {
     pub gradients_bytes: u64,
     /// Of the optimizer's states.
     pub states_bytes: u64,
-    /// Of buckets and layers in flight, the most at once since this was built. Copies of optimizer
-    /// states in a step are not counted.
+    /// Of buckets and layers in flight, and of the copies that a step makes, the most at once since
+    /// this was built.
     pub buffers_peak_bytes: u64,
 }
 
@@ -36,32 +36,43 @@ impl Gauge {
     }
 }
 
+/// Bytes that are counted while this lives.
+#[derive(Debug)]
+pub(super) struct Counted {
+    bytes: u64,
+    gauge: Arc<Gauge>,
+}
+
+impl Counted {
+    pub fn new(gauge: &Arc<Gauge>, bytes: u64) -> Counted {
+        let now = gauge.now.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        gauge.peak.fetch_max(now, Ordering::Relaxed);
+        Counted { bytes, gauge: Arc::clone(gauge) }
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.gauge.now.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
+}
+
 /// A buffer of zeros at first, counted while it lives.
 #[derive(Debug)]
 pub(super) struct Buffer {
     values: Vec<f32>,
-    counted: u64,
-    gauge: Arc<Gauge>,
+    _counted: Counted,
 }
 
 impl Buffer {
     pub fn zeros(gauge: &Arc<Gauge>, len: usize) -> Buffer {
         let values = vec![0.0; len];
-        let counted = bytes(&values);
-        let now = gauge.now.fetch_add(counted, Ordering::Relaxed) + counted;
-        gauge.peak.fetch_max(now, Ordering::Relaxed);
-        Buffer { values, counted, gauge: Arc::clone(gauge) }
+        Buffer { _counted: Counted::new(gauge, bytes(&values)), values }
     }
 
     /// The values, to be kept and counted elsewhere.
     pub fn keep(mut self) -> Vec<f32> {
         std::mem::take(&mut self.values)
-    }
-}
-
-impl Drop for Buffer {
-    fn drop(&mut self) {
-        self.gauge.now.fetch_sub(self.counted, Ordering::Relaxed);
     }
 }
 

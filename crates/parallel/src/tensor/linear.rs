@@ -8,15 +8,21 @@
 //!                                                            dx = dy W             dW = dy' x     db = sum of dy
 //! ```
 //!
+//! With sequence parallel activations a pass may go in token chunks, so that products compute next
+//! to transfers ([`overlap`](super::overlap)). `forward` and `backward` take one chunk, and overlap
+//! nothing. Replicated activations are computed and summed whole.
+//!
 //! The bias of a row parallel layer is not cut: it is added once, after the sum. Its gradient is
 //! made of the gradients of all tokens, so all ranks have the same and no rank sends it.
 
 use sidelane::Error;
 use sidelane::collective::Communicator;
-use sidelane::error::PlanError;
+use sidelane::error::{CallKind, PlanError};
+use sidelane::overlap::{HostExecutor, TokenChunks};
 use sidelane::rows::{Matrix, product};
 
 use super::activations::{Activations, refuse};
+use super::overlap::{LinearPass, Pass, Rows, first_call};
 use crate::check::{at_least_one, has_ranks, has_shape, part_of, rows_of};
 
 /// Sizes of a whole linear layer, before it is cut.
@@ -38,6 +44,9 @@ pub struct LinearGradients {
     /// Of the bias, if there is one: this rank's part if the layer is column parallel.
     pub bias: Option<Vec<f32>>,
 }
+
+/// Gradients of a rank's weights and bias.
+type OfWeights = (Vec<f32>, Option<Vec<f32>>);
 
 /// The part of a layer that a rank holds, and its products.
 #[derive(Clone, Debug)]
@@ -62,12 +71,10 @@ impl Part {
         Matrix::new(&self.weight, self.outputs, self.inputs)
     }
 
-    /// `x W'`
-    fn outputs(&self, x: &[f32]) -> Vec<f32> {
-        let rows = x.len() / self.inputs;
-        let mut y = vec![0.0; rows * self.outputs];
-        product(&mut y, Matrix::new(x, rows, self.inputs), self.weight().transposed(), false);
-        y
+    /// `y = x W'`
+    fn outputs(&self, x: &[f32], y: &mut [f32]) {
+        let x = Matrix::new(x, x.len() / self.inputs, self.inputs);
+        product(y, x, self.weight().transposed(), false);
     }
 
     /// `y + b`
@@ -80,16 +87,14 @@ impl Part {
         y
     }
 
-    /// `dy W`
-    fn of_input(&self, of_output: &[f32]) -> Vec<f32> {
-        let rows = of_output.len() / self.outputs;
-        let mut of_input = vec![0.0; rows * self.inputs];
-        product(&mut of_input, Matrix::new(of_output, rows, self.outputs), self.weight(), false);
-        of_input
+    /// `dx = dy W`
+    fn of_input(&self, of_output: &[f32], of_input: &mut [f32]) {
+        let of_output = Matrix::new(of_output, of_output.len() / self.outputs, self.outputs);
+        product(of_input, of_output, self.weight(), false);
     }
 
     /// `dy' x`, and the sum of the rows of `dy`, by ascending token.
-    fn of_weights(&self, x: &[f32], of_output: &[f32]) -> (Vec<f32>, Option<Vec<f32>>) {
+    fn of_weights(&self, x: &[f32], of_output: &[f32]) -> OfWeights {
         let rows = x.len() / self.inputs;
         let mut weight = vec![0.0; self.weight.len()];
         let transposed = Matrix::new(of_output, rows, self.outputs).transposed();
@@ -103,6 +108,19 @@ impl Part {
         });
         (weight, bias)
     }
+
+    /// The call that a pass begins with, if any.
+    fn first_call(&self, pass: LinearPass, chunks: TokenChunks) -> Option<CallKind> {
+        match self.activations {
+            Activations::Replicated => pass.reduces().then_some(CallKind::AllReduce),
+            Activations::SequenceParallel => first_call(pass, chunks),
+        }
+    }
+}
+
+/// One chunk, and nothing next to anything.
+fn whole() -> (TokenChunks, HostExecutor<'static>) {
+    (TokenChunks::new(1), HostExecutor::new().overlap(false))
 }
 
 /// A linear layer of which each rank makes a part of the outputs.
@@ -164,13 +182,49 @@ impl ColumnParallelLinear {
     /// # Errors
     /// [`PlanError`] for arguments that do not fit; as [`Communicator::all_gather`].
     pub fn forward(&self, group: &mut Communicator, x: &[f32]) -> Result<Vec<f32>, Error> {
-        let part = &self.0;
+        let (chunks, executor) = whole();
+        self.forward_in_chunks(group, x, chunks, &executor)
+    }
+
+    /// As [`forward`](Self::forward), to the same bits: gathers token chunks next to the products
+    /// of others, if activations are sequence parallel. All ranks give the same number of chunks.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward);
+    /// [`ConfigsDiffer`](sidelane::error::CallError::ConfigsDiffer) if ranks have different numbers
+    /// of tokens or chunks; [`OverlapError`](sidelane::error::OverlapError).
+    pub fn forward_in_chunks(
+        &self,
+        group: &mut Communicator,
+        x: &[f32],
+        chunks: TokenChunks,
+        executor: &HostExecutor<'_>,
+    ) -> Result<Vec<f32>, Error> {
+        let (part, pass) = (&self.0, LinearPass::ColumnForward);
         let checked = has_ranks(group, part.ranks).and_then(|()| rows_of("inputs", x.len(), part.inputs));
-        if let Err(error) = checked {
-            return Err(refuse(group, part.activations.gather_call(), error));
-        }
-        let x = part.activations.gather(group, x)?;
-        Ok(part.biased(part.outputs(&x)))
+        let tokens = match checked {
+            Ok(tokens) => tokens,
+            Err(error) => return Err(refuse(group, part.first_call(pass, chunks), error)),
+        };
+        let y = match part.activations {
+            Activations::Replicated => {
+                let mut y = vec![0.0; tokens * part.outputs];
+                part.outputs(x, &mut y);
+                y
+            }
+            Activations::SequenceParallel => {
+                let pass = Pass {
+                    pass,
+                    own: Rows { values: x, width: part.inputs },
+                    all: Rows::NONE,
+                    width: part.outputs,
+                    multiply: &|x, y| part.outputs(x, y),
+                    weights: &|_| (),
+                };
+                pass.run(group, tokens, chunks, executor)?.0
+            }
+        };
+        Ok(part.biased(y))
     }
 
     /// Gradients from those of the outputs, `[T, outputs / ranks]`, and the same `x` as before. The
@@ -185,19 +239,55 @@ impl ColumnParallelLinear {
         x: &[f32],
         of_output: &[f32],
     ) -> Result<LinearGradients, Error> {
-        let part = &self.0;
-        let first = part.activations.gather_call().or(part.activations.reduce_call());
+        let (chunks, executor) = whole();
+        self.backward_in_chunks(group, x, of_output, chunks, &executor)
+    }
+
+    /// As [`backward`](Self::backward), to the same bits: inputs are gathered next to the gradients
+    /// of inputs, and these are reduced next to the gradients of weights.
+    ///
+    /// # Errors
+    /// As [`backward`](Self::backward) and [`forward_in_chunks`](Self::forward_in_chunks).
+    pub fn backward_in_chunks(
+        &self,
+        group: &mut Communicator,
+        x: &[f32],
+        of_output: &[f32],
+        chunks: TokenChunks,
+        executor: &HostExecutor<'_>,
+    ) -> Result<LinearGradients, Error> {
+        let (part, pass) = (&self.0, LinearPass::ColumnBackward);
         let checked = has_ranks(group, part.ranks).and_then(|()| {
-            let rows = part.activations.inside(rows_of("inputs", x.len(), part.inputs)?, part.ranks);
-            has_shape("gradients of outputs", of_output.len(), rows, part.outputs)
+            let tokens = rows_of("inputs", x.len(), part.inputs)?;
+            let rows = part.activations.inside(tokens, part.ranks);
+            has_shape("gradients of outputs", of_output.len(), rows, part.outputs).map(|()| tokens)
         });
-        if let Err(error) = checked {
-            return Err(refuse(group, first, error));
+        let tokens = match checked {
+            Ok(tokens) => tokens,
+            Err(error) => return Err(refuse(group, part.first_call(pass, chunks), error)),
+        };
+        match part.activations {
+            Activations::Replicated => {
+                let mut of_input = vec![0.0; x.len()];
+                part.of_input(of_output, &mut of_input);
+                group.all_reduce(&mut of_input)?;
+                let (weight, bias) = part.of_weights(x, of_output);
+                Ok(LinearGradients { input: of_input, weight, bias })
+            }
+            Activations::SequenceParallel => {
+                let pass = Pass {
+                    pass,
+                    own: Rows { values: x, width: part.inputs },
+                    all: Rows { values: of_output, width: part.outputs },
+                    width: part.inputs,
+                    multiply: &|of_output, of_input| part.of_input(of_output, of_input),
+                    weights: &|x| part.of_weights(x, of_output),
+                };
+                let (input, weights) = pass.run(group, tokens, chunks, executor)?;
+                let (weight, bias) = weights.take()?;
+                Ok(LinearGradients { input, weight, bias })
+            }
         }
-        let x = part.activations.gather(group, x)?;
-        let input = part.activations.reduce(group, part.of_input(of_output))?;
-        let (weight, bias) = part.of_weights(&x, of_output);
-        Ok(LinearGradients { input, weight, bias })
     }
 
     /// This rank's weights, `[outputs / ranks, inputs]`.
@@ -244,13 +334,52 @@ impl RowParallelLinear {
     /// [`PlanError`] for arguments that do not fit; as [`Communicator::all_reduce`] and
     /// [`Communicator::reduce_scatter`].
     pub fn forward(&self, group: &mut Communicator, x: &[f32]) -> Result<Vec<f32>, Error> {
-        let part = &self.0;
+        let (chunks, executor) = whole();
+        self.forward_in_chunks(group, x, chunks, &executor)
+    }
+
+    /// As [`forward`](Self::forward), to the same bits: products of token chunks are summed over
+    /// the ranks next to the products of others, if activations are sequence parallel. All ranks
+    /// give the same number of chunks.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward);
+    /// [`ConfigsDiffer`](sidelane::error::CallError::ConfigsDiffer) if ranks have different numbers
+    /// of tokens or chunks; [`OverlapError`](sidelane::error::OverlapError).
+    pub fn forward_in_chunks(
+        &self,
+        group: &mut Communicator,
+        x: &[f32],
+        chunks: TokenChunks,
+        executor: &HostExecutor<'_>,
+    ) -> Result<Vec<f32>, Error> {
+        let (part, pass) = (&self.0, LinearPass::RowForward);
         let checked = has_ranks(group, part.ranks)
             .and_then(|()| part.activations.outside(rows_of("inputs", x.len(), part.inputs)?, part.ranks));
-        if let Err(error) = checked {
-            return Err(refuse(group, part.activations.reduce_call(), error));
-        }
-        Ok(part.biased(part.activations.reduce(group, part.outputs(x))?))
+        let tokens = match checked {
+            Ok(tokens) => tokens,
+            Err(error) => return Err(refuse(group, part.first_call(pass, chunks), error)),
+        };
+        let y = match part.activations {
+            Activations::Replicated => {
+                let mut y = vec![0.0; tokens * part.outputs];
+                part.outputs(x, &mut y);
+                group.all_reduce(&mut y)?;
+                y
+            }
+            Activations::SequenceParallel => {
+                let pass = Pass {
+                    pass,
+                    own: Rows::NONE,
+                    all: Rows { values: x, width: part.inputs },
+                    width: part.outputs,
+                    multiply: &|x, y| part.outputs(x, y),
+                    weights: &|_| (),
+                };
+                pass.run(group, tokens, chunks, executor)?.0
+            }
+        };
+        Ok(part.biased(y))
     }
 
     /// Gradients from those of the outputs, in their shape, and the same `x` as before. Collective
@@ -264,17 +393,53 @@ impl RowParallelLinear {
         x: &[f32],
         of_output: &[f32],
     ) -> Result<LinearGradients, Error> {
-        let part = &self.0;
+        let (chunks, executor) = whole();
+        self.backward_in_chunks(group, x, of_output, chunks, &executor)
+    }
+
+    /// As [`backward`](Self::backward), to the same bits: gradients of outputs are gathered next to
+    /// the gradients of inputs of other chunks.
+    ///
+    /// # Errors
+    /// As [`backward`](Self::backward) and [`forward_in_chunks`](Self::forward_in_chunks).
+    pub fn backward_in_chunks(
+        &self,
+        group: &mut Communicator,
+        x: &[f32],
+        of_output: &[f32],
+        chunks: TokenChunks,
+        executor: &HostExecutor<'_>,
+    ) -> Result<LinearGradients, Error> {
+        let (part, pass) = (&self.0, LinearPass::RowBackward);
         let checked = has_ranks(group, part.ranks).and_then(|()| {
-            let rows = part.activations.outside(rows_of("inputs", x.len(), part.inputs)?, part.ranks)?;
-            has_shape("gradients of outputs", of_output.len(), rows, part.outputs)
+            let tokens = part.activations.outside(rows_of("inputs", x.len(), part.inputs)?, part.ranks)?;
+            has_shape("gradients of outputs", of_output.len(), tokens, part.outputs).map(|()| tokens)
         });
-        if let Err(error) = checked {
-            return Err(refuse(group, part.activations.gather_call(), error));
+        let tokens = match checked {
+            Ok(tokens) => tokens,
+            Err(error) => return Err(refuse(group, part.first_call(pass, chunks), error)),
+        };
+        match part.activations {
+            Activations::Replicated => {
+                let mut input = vec![0.0; x.len()];
+                part.of_input(of_output, &mut input);
+                let (weight, bias) = part.of_weights(x, of_output);
+                Ok(LinearGradients { input, weight, bias })
+            }
+            Activations::SequenceParallel => {
+                let pass = Pass {
+                    pass,
+                    own: Rows { values: of_output, width: part.outputs },
+                    all: Rows::NONE,
+                    width: part.inputs,
+                    multiply: &|of_output, of_input| part.of_input(of_output, of_input),
+                    weights: &|of_output| part.of_weights(x, of_output),
+                };
+                let (input, weights) = pass.run(group, tokens, chunks, executor)?;
+                let (weight, bias) = weights.take()?;
+                Ok(LinearGradients { input, weight, bias })
+            }
         }
-        let of_output = part.activations.gather(group, of_output)?;
-        let (weight, bias) = part.of_weights(x, &of_output);
-        Ok(LinearGradients { input: part.of_input(&of_output), weight, bias })
     }
 
     /// This rank's weights, `[outputs, inputs / ranks]`.

@@ -24,6 +24,8 @@
 //! With sequence parallelism a rank holds `T / ranks` tokens between blocks. Backward it gathers
 //! the inputs of a column parallel layer once more, so that no rank keeps them.
 //!
+//! [`overlap`] has the plans by which sequence parallel layers compute next to their transfers.
+//!
 //! **Bits.** Sums over ranks are by ascending rank from +0
 //! ([`AllReduceAlgorithm::Direct`](sidelane::collective::AllReduceAlgorithm)), and products sum by
 //! ascending depth. So a column parallel layer has the bits of the whole layer, from two columns of
@@ -40,6 +42,7 @@ mod cross_entropy;
 mod cut;
 mod embedding;
 mod linear;
+pub mod overlap;
 
 pub use activations::Activations;
 pub use cross_entropy::{CrossEntropyTape, VocabularyParallelCrossEntropy};
