@@ -1,22 +1,23 @@
 // SwiGLU between products of bf16. Gate and up of a row lie side by side, as do their weights, so
 // that one product makes both. Each result is computed in f32 and rounded once.
 //
-//     narrow_weights          of each expert: w1, w3 [hidden, ffn] --> rows of w1 | w3;  w2 [ffn, hidden] as it lies
+//     narrow_weights          of each expert: w1, w3 [hidden, ffn] --> rows of w1 | w3; w2 as it lies
 //     swiglu_bf16             act = weight * silu(gate) * up
-//     swiglu_backward_bf16    of_weight = <of_act, silu(gate) * up>, in f32: each lane by rising column, lanes
-//                             folded by halves; with d = weight * of_act
-//                             gate = d * up * (s + silu(gate) * (1 - s)),   up = d * silu(gate),   act as above
+//     swiglu_backward_bf16    of_weight = <of_act, silu(gate) * up>, in f32: each lane by rising
+//                             column, lanes folded by halves
+//                             d = weight * of_act, up = d * silu(gate), act as above
+//                             gate = d * up * (s + silu(gate) * (1 - s))
 //
-// The routing weight is a factor of act, not of the output: the down projection then makes rows that
-// are weighted, where peers read them, and no pass over them is left.
+// The routing weight is a factor of act, not of the output: the down projection then makes weighted
+// rows, where peers read them, and no pass over them is left.
 #include "rows.h"
 #include "sigmoid.h"
 
 // Elements that a thread has at a time.
 enum { HALVES = 8 };
 
-// Halves from an address on, of which `count` are there. Where it is a multiple of 16 bytes they are
-// one vector.
+// Halves from an address on, of which `count` are there: one vector, where the address is a multiple
+// of 16 bytes.
 DEVICE void fetch_halves(float *values, u64 from, u32 count) {
     if (count == HALVES && from % 16 == 0) {
         unpack(values, *AT(const uint4, from), BF16);

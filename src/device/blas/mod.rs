@@ -262,9 +262,9 @@ impl Blas {
         self.products(kernels, matmul, (TF32, None))
     }
 
-    /// As [`matmul`](Self::matmul), of factors in bf16 by tensor cores: products are exact, sums are
-    /// in f32, and a result of bf16 is rounded once. Groups are one call if the result is bf16 and
-    /// their matrices lie at multiples of 16 bytes, and otherwise a call each.
+    /// As [`matmul`](Self::matmul), of factors in bf16 by tensor cores: products are exact, sums
+    /// are in f32, and a result of bf16 is rounded once. Groups are one call if the result is bf16
+    /// and their matrices lie at multiples of 16 bytes, and otherwise a call each.
     ///
     /// # Errors
     /// As [`matmul`](Self::matmul); [`DeviceError::NoSum`] for a result of another type,

@@ -17,7 +17,7 @@
 //! are kernels of ours with the host's order (`cuda/layer.cu`), where the host has fused
 //! multiply-adds and there is more than one expert. With [`Products::Cublas`] and
 //! [`Products::CublasTf32`] products are those of cuBLAS, and have its order. With
-//! [`Products::CublasBf16`] their factors are bf16, too, and kernels between them read and write that.
+//! [`Products::CublasBf16`] their factors are bf16, too, and so is what lies between them.
 //!
 //! **The gate** chooses on the device where a kernel has all its settings and there are no losses
 //! ([`gate_place`](DeviceMoeLayer::gate_place)), otherwise on the host. A forward pass waits until

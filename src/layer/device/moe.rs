@@ -174,7 +174,7 @@ impl DeviceMoeLayer {
     /// [`GroupedSwiGlu`](crate::layer::GroupedSwiGlu), to be changed likewise.
     ///
     /// With [`Products::CublasBf16`](super::Products::CublasBf16) the next pass makes their copy in
-    /// bf16 anew, and so does each one while a clone or a part of this range lives, and the one that
+    /// bf16 anew. So does each one in which a clone or a part of this range lives, and the one that
     /// follows. An address alone says nothing to the layer: ask for the range before each change.
     pub fn experts(&self) -> &DeviceRange {
         self.placed.experts.weights().hand_out()

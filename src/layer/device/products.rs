@@ -12,7 +12,8 @@ use super::memory::DeviceMemory;
 ///
 /// The default promises bits and needs no library. A layer that is to be fast says so:
 /// [`CublasBf16`](Self::CublasBf16), or [`CublasTf32`](Self::CublasTf32) and
-/// [`Cublas`](Self::Cublas) where rows are f32 or factors must stay so. They are no default, because results would then depend on what a machine has installed.
+/// [`Cublas`](Self::Cublas) where rows are f32 or factors must stay so. They are no default,
+/// because results would then depend on what a machine has installed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Products {
@@ -36,13 +37,13 @@ pub enum Products {
     /// numbers below `2^24`, of factors up to `2^11`, are equal.
     CublasTf32,
     /// cuBLAS on tensor cores, with factors in bf16: the fastest. The experts' rows, weights,
-    /// activations and gradients of outputs are rounded to bf16, and products add up in f32. Weights
-    /// stay f32 with a copy in bf16, which a pass makes anew where they may have changed
-    /// ([`experts`](super::DeviceMoeLayer::experts)). Their gradients are f32, and so is the router.
-    /// Rows must be bf16. They are the factors as they come, and what is kept for gradients takes
-    /// half the memory.
+    /// activations and gradients of outputs are bf16, and products add up in f32. Weights stay f32
+    /// with a copy in bf16, which a pass makes anew where they may have changed
+    /// ([`experts`](super::DeviceMoeLayer::experts)). Their gradients are f32, and so is the
+    /// router. Rows must be bf16. They are the factors as they come, and what is kept for gradients
+    /// takes about a third of the memory.
     ///
-    /// Each rounding loses at most `2^-9` of a number. A sum of `k` products differs from that of
+    /// Each rounding loses at most `2^-8` of a number. A sum of `k` products differs from that of
     /// the same factors in another order by at most `2 * k * 2^-24` times the sum of their absolute
     /// values, to first order, and by that rounding.
     CublasBf16,

@@ -1,10 +1,11 @@
 //! SwiGLU with factors of bf16: products on tensor cores, everything between two roundings in f32.
 //!
 //! ```text
-//!   g|u = x w1|w3 ->      a = weight * silu(g) u ->      y = a w2 ->                                   -> : rounded to bf16
+//!   g|u = x w1|w3 ->    a = weight * silu(g) u ->    y = a w2 ->       -> : rounded to bf16
 //!
-//!   da = dy w2' ->        of weight = <da, silu(g) u>    dg|du, a -> (by weight * da)                  rows_backward
-//!   dx = dg|du (w1|w3)' ->                               dw1, dw3 = x' dg, x' du     dw2 = a' dy       f32: weights_backward
+//!   da = dy w2' ->      of the weight = <da, silu(g) u>
+//!   d = weight * da     dg, du as in f32, by d ->    a again ->        dx = dg|du (w1|w3)' ->
+//!   dw1 = x' dg         dw3 = x' du                  dw2 = a' dy       all three in f32
 //! ```
 //!
 //! Gate and up of a row lie side by side, and so do their weights: one product makes both, and one

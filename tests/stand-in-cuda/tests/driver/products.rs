@@ -252,7 +252,7 @@ fn results_of_another_type_than_the_factors_are_single_products() {
         start(0);
         let (blas, stream) = (Blas::new(), stream());
         assert_eq!(blas.set_stream(stream), 0);
-        let (a, b, out) = (halves(&[1.0; 16], stream), halves(&[2.0; 16], stream), device_words(16));
+        let (a, b, out) = (halves(&[1.0; 128], stream), halves(&[2.0; 16], stream), device_words(16));
         let tables = [a, b, out].map(|at| table(at, stream));
         for (kinds, compute, single, grouped) in [
             ([F32; 3], SUMS_IN_F32, 0, 0),

@@ -98,7 +98,7 @@ impl<'a> ExpertProducts<'a> {
         let of_matrices = u64::from(sizes.experts) * u64::from(sizes.depth) * u64::from(sizes.columns);
         let both = |seed, count: u64| -> Result<[DeviceRange; 2], CliError> {
             let both = [gpu.memory(count * 4)?, gpu.memory(count * 2)?];
-            // The same numbers again and again: more take long to draw, and no rate depends on them.
+            // The same numbers again and again: more take long to draw, and change no rate.
             let narrow = random_elements(seed, count.min(1 << 22));
             let wide: Vec<u8> = narrow.chunks_exact(2).flat_map(|half| [0, 0, half[0], half[1]]).collect();
             for (range, bytes) in both.iter().zip([&wide, &narrow]) {
@@ -189,7 +189,7 @@ impl<'a> ExpertProducts<'a> {
 
     /// The largest error of a product of rows, as a part of the sum of its terms' sizes, if all are
     /// within their bounds: with `u = 2^-24`, that of `2 k` roundings for a sum of `k` terms, since
-    /// tensor cores may cut off what they add, and `2^-9` of a result that is rounded to bf16.
+    /// tensor cores may cut off what they add, and `2^-8` of a result that is rounded to bf16.
     pub fn check(&self, way: Way) -> Result<String, CliError> {
         self.rows(way)?;
         let [a, b] = self.factors[0].each_ref().map(|range| self.gpu.read(&self.stream, range));
@@ -201,7 +201,7 @@ impl<'a> ExpertProducts<'a> {
         let Sizes { experts, rows, depth, columns } = self.sizes;
         let [experts, rows, depth, columns] = [experts, rows, depth, columns].map(|size| size as usize);
         let n = 2.0 * depth as f64 * f64::powi(2.0, -24);
-        let rounded = if way.out() == Dtype::F32 { 0.0 } else { f64::powi(2.0, -9) };
+        let rounded = if way.out() == Dtype::F32 { 0.0 } else { f64::powi(2.0, -8) };
         let (mut largest, mut count) = (0.0_f64, 0);
         for expert in 0..experts {
             for row in expert * rows..expert * rows + self.segments[expert] as usize {

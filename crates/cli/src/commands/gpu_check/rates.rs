@@ -3,7 +3,7 @@
 //! ```text
 //!   slots         x --pack--> slots .. --regroup--> rows .. --sum--> out
 //!   exact sizes   ids --counts, sort--> order     x --permute--> rows .. --sum of choices--> out
-//!   experts       rows of each --product of cuBLAS--> rows       in f32, in TF32, with factors of bf16
+//!   experts       rows --product of cuBLAS--> rows      in f32, in TF32, with factors of bf16
 //! ```
 //!
 //! The rate of a kernel that moves rows says how far it is from the memory's. Kernels that read
