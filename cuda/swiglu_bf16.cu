@@ -1,7 +1,7 @@
 // SwiGLU between products of bf16. Gate and up of a row lie side by side, as do their weights, so
 // that one product makes both. Each result is computed in f32 and rounded once.
 //
-//     narrow_weights          of each expert: w1, w3 [hidden, ffn] --> rows of w1 | w3; w2 as it lies
+//     narrow_weights          w1, w3 [hidden, ffn] of each expert --> rows of w1, w3; w2 as it is
 //     swiglu_bf16             act = weight * silu(gate) * up
 //     swiglu_backward_bf16    of_weight = <of_act, silu(gate) * up>, in f32: each lane by rising
 //                             column, lanes folded by halves
@@ -16,7 +16,7 @@
 // Elements that a thread has at a time.
 enum { HALVES = 8 };
 
-// Halves from an address on, of which `count` are there: one vector, where the address is a multiple
+// Halves from an address on, of which `count` are there: one vector, where that is a multiple
 // of 16 bytes.
 DEVICE void fetch_halves(float *values, u64 from, u32 count) {
     if (count == HALVES && from % 16 == 0) {

@@ -281,16 +281,13 @@ impl Blas {
             Err(DeviceError::Shape { kernel: KERNEL, what, given: given.into(), expected })
         };
         match (matmul.shape, b_columns) {
-            (MatmulShape::Rows { depth: 0, .. }, _) if out == Element::Bf16 => {
-                return shape("elements of a row of a", 0, "at least one");
-            }
             (MatmulShape::Rows { .. }, Some(of)) => {
-                return shape("columns of b", of.row, "all of them, unless along the depth");
+                shape("columns of b", of.row, "all of them, unless along the depth")
             }
             (MatmulShape::Depth { columns, .. }, Some(of))
                 if of.row.checked_sub(of.first) < Some(columns) =>
             {
-                return shape("columns of b", columns, "columns of a row");
+                shape("columns of b", columns, "columns of a row")
             }
             _ => self.products(kernels, matmul, (Types { out, ..BF16 }, *b_columns)),
         }
@@ -303,6 +300,10 @@ impl Blas {
         (types, b_columns): (Types, Option<Columns>),
     ) -> Result<(), DeviceError> {
         let Gemms { all, empty } = Gemms::of(matmul, types, b_columns)?;
+        if types.out != Element::F32 && !empty.is_empty() {
+            let (what, expected) = ("terms of a sum", "at least one, for a result of bf16");
+            return Err(DeviceError::Shape { kernel: KERNEL, what, given: 0, expected });
+        }
         for (offset, [rows, columns]) in empty {
             let out = ByteSpan {
                 address: matmul.out.address + offset,

@@ -1,6 +1,7 @@
 //! Tape of a forward pass on a device.
 
-use super::experts::{DeviceSegments, RoutedSaved, SharedSaved};
+use super::chunk::DeviceSegments;
+use super::experts::{RoutedSaved, SharedSaved};
 use super::memory::{DeviceTensor, span};
 use crate::device::{ByteSpan, DeviceRange, GroupSegments};
 use crate::ep::{ExpertRows, Handle};

@@ -3,8 +3,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::chunk::{DeviceChunk, Differentials};
 use super::device_tape::{ChunkTape, FactorRows, Made};
-use super::experts::{DeviceChunk, Differentials, RoutedSaved, SharedSaved};
+use super::experts::{RoutedSaved, SharedSaved};
 use super::memory::{DeviceTensor, HostStaging, span};
 use super::moe::Placed;
 use super::{DeviceMoeLayer, DeviceTape};

@@ -3,13 +3,14 @@
 //! Rows of all experts lie one expert after another, with pads behind each. What the kernels make
 //! of pads is undefined, and nothing reads it.
 
+use super::chunk::{DeviceChunk, DeviceSegments, Differentials};
 use super::gathered::{Gathered, Rows};
 use super::memory::{DeviceTensor, HostStaging, from};
 use super::products::Compute;
 use super::swiglu_bf16::Bf16Saved;
 use super::swiglu_f32::{F32Saved, F32Weights, Which};
 use super::weights::{Sizes, Weights};
-use crate::device::{ByteSpan, Columns, DeviceRange, DotScale, GroupSegments, MatmulArgs, MatmulShape};
+use crate::device::{ByteSpan, Columns, DeviceRange, DotScale, MatmulArgs, MatmulShape};
 use crate::dtype::Dtype;
 use crate::error::{DeviceError, Error};
 use crate::layer::{GradientOrder, GroupedSwiGlu};
@@ -19,15 +20,6 @@ use crate::layer::{GradientOrder, GroupedSwiGlu};
 pub(super) struct DeviceSwiGlu {
     sizes: Sizes,
     weights: Weights,
-}
-
-/// Rows of all experts, `[rows, hidden]`, in the type of the products' factors.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct DeviceSegments<'a> {
-    pub rows: u32,
-    pub values: ByteSpan<'a>,
-    /// Rows of each expert; without them one expert has them all.
-    pub counts: Option<GroupSegments<'a>>,
 }
 
 /// Rows in the layer's element type, where peers read them. Without memory for them the transfer
@@ -51,30 +43,6 @@ pub(super) enum RoutedSaved {
 pub(super) enum SharedSaved {
     F32(F32Saved),
     Bf16(Bf16Saved),
-}
-
-/// Gradients of gate and up.
-#[derive(Debug)]
-pub(super) enum Inner {
-    /// `[rows, ffn]` each.
-    Apart([DeviceTensor; 2]),
-    /// Side by side, `[rows, 2 * ffn]`.
-    Joined(DeviceTensor),
-}
-
-/// What the gradients of weights need of a chunk besides its rows.
-#[derive(Debug)]
-pub(super) struct Differentials {
-    pub inner: Inner,
-    pub act: DeviceTensor,
-}
-
-/// A chunk for the gradients of weights: its rows, the gradients of its outputs, and what was kept.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct DeviceChunk<'a> {
-    pub rows: ByteSpan<'a>,
-    pub of_outputs: ByteSpan<'a>,
-    pub kept: &'a Differentials,
 }
 
 impl DeviceSwiGlu {
@@ -265,17 +233,3 @@ impl DeviceSwiGlu {
 
 /// The right matrix of a gradient of weights: its rows, how many columns, and which, if not all.
 type Right<'a> = (&'a Rows<'a>, u32, Option<Columns>);
-
-impl Inner {
-    fn gate(&self) -> &DeviceTensor {
-        match self {
-            Inner::Apart([gate, _]) | Inner::Joined(gate) => gate,
-        }
-    }
-
-    fn up(&self) -> &DeviceTensor {
-        match self {
-            Inner::Apart([_, up]) | Inner::Joined(up) => up,
-        }
-    }
-}

@@ -32,6 +32,7 @@
 //! ends the world.
 
 mod builder;
+mod chunk;
 mod device_tape;
 mod enqueue_backward;
 mod enqueue_forward;

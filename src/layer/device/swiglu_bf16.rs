@@ -20,7 +20,7 @@
 
 use std::sync::Arc;
 
-use super::experts::{DeviceSegments, Differentials, Inner};
+use super::chunk::{DeviceSegments, Differentials, Inner};
 use super::memory::{DeviceTensor, from};
 use super::products::Compute;
 use super::weights::Sizes;
