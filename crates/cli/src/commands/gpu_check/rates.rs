@@ -88,6 +88,10 @@ fn products(gpu: &Gpu, checks: &mut Checks) -> Result<(), CliError> {
                 continue;
             }
             let enqueue = || if gradient { products.gradient(way) } else { products.rows(way) };
+            // Where kernels are loaded lazily the first product waits for the device, which would
+            // wait for the timer's gate.
+            enqueue()?;
+            gpu.finish(products.stream(), "the first product")?;
             let samples = timer.time(gpu, products.stream(), rounds, enqueue)?.device;
             let tflops = sizes.operations() / summary(&samples).p50_us.max(1e-6) / 1e6;
             let found = format!("{tflops:.0} TFLOP/s; {}, by {}", sizes.told(), products.name());
