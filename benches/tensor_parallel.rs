@@ -56,12 +56,15 @@ fn median(mut times: Vec<Duration>) -> Duration {
     times[times.len() / 2]
 }
 
+/// A call's name, and when it began and ended in each round.
+type Timed = (&'static str, Vec<(Instant, Instant)>);
+
 /// Names of calls, and the median of each over rounds in which all take turns.
 fn measure(link: EmulatedLink, chunks: u32) -> Result<Vec<(&'static str, Duration)>, Error> {
     let options = Options { emulated_link: Some(link), ..Options::default() };
     let worlds = World::threads_with(&[0, 1], &options)?;
     let barrier = Barrier::new(RANKS);
-    let ranks: Vec<Vec<(&'static str, Vec<(Instant, Instant)>)>> = std::thread::scope(|scope| {
+    let ranks: Vec<Vec<Timed>> = std::thread::scope(|scope| {
         let ranks: Vec<_> =
             worlds.iter().map(|world| scope.spawn(|| rank(world, chunks, &barrier))).collect();
         ranks.into_iter().map(|rank| rank.join().expect("a rank panicked")).collect::<Result<_, Error>>()
@@ -78,11 +81,7 @@ fn measure(link: EmulatedLink, chunks: u32) -> Result<Vec<(&'static str, Duratio
     Ok((0..ranks[0].len()).map(of_call).collect())
 }
 
-fn rank(
-    world: &World,
-    chunks: u32,
-    barrier: &Barrier,
-) -> Result<Vec<(&'static str, Vec<(Instant, Instant)>)>, Error> {
+fn rank(world: &World, chunks: u32, barrier: &Barrier) -> Result<Vec<Timed>, Error> {
     let mut group = Communicator::builder(&world.all()?).build()?;
     let (way, up) = (Activations::SequenceParallel, LinearShape { inputs: HIDDEN, outputs: FFN });
     let down = LinearShape { inputs: FFN, outputs: HIDDEN };

@@ -16,6 +16,7 @@
 #include <string.h>
 
 typedef int32_t i32;
+typedef uint16_t u16;
 typedef uint32_t u32;
 typedef unsigned long long u64;
 

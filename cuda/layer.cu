@@ -3,4 +3,5 @@
 #include "gate.cu"
 #include "matmul.cu"
 #include "swiglu.cu"
+#include "swiglu_bf16.cu"
 #include "tokens.cu"

@@ -22,6 +22,7 @@
 #ifdef __CUDACC__
 
 typedef int i32;
+typedef unsigned short u16;
 typedef unsigned u32;
 typedef unsigned long long u64;
 

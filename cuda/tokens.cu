@@ -87,10 +87,11 @@ struct Run {
 };
 
 struct Gather {
-    u64 out;      // f32 [rows, columns]
-    u64 matrices; // u64 [matrices]: addresses, f32 [rows, columns] each
+    u64 out;      // [rows, row_bytes]
+    u64 matrices; // u64 [matrices]: addresses, [rows, row_bytes] each
     u64 runs;     // struct Run [n_runs]
-    u32 n_runs, columns;
+    u64 row_bytes;
+    u32 n_runs, unused;
 };
 
 // Several vectors of a thread are on their way at a time.
@@ -108,13 +109,21 @@ DEVICE void move_vectors(u64 to, u64 from, u64 vectors) {
     }
 }
 
+// What vectors leave over is moved by words or, where rows of two-byte elements are of odd length,
+// by elements.
 KERNEL(gather, struct Gather, p) {
     for (u32 i = blockIdx.x; i < p.n_runs; i += gridDim.x) {
         struct Run run = AT(const struct Run, p.runs)[i];
-        u64 from = AT(const u64, p.matrices)[run.matrix] + 4ull * run.first * p.columns;
-        u64 to = p.out + 4ull * run.to * p.columns, words = (u64)run.rows * p.columns, vectors = 0;
-        if ((from | to) % 16 == 0) move_vectors(to, from, vectors = words / 4);
-        for (u64 at = 4 * vectors + threadIdx.x; at < words; at += THREADS)
-            AT(u32, to)[at] = AT(const u32, from)[at];
+        u64 from = AT(const u64, p.matrices)[run.matrix] + run.first * p.row_bytes;
+        u64 to = p.out + run.to * p.row_bytes, bytes = run.rows * p.row_bytes, vectors = 0;
+        if ((from | to) % 16 == 0) move_vectors(to, from, vectors = bytes / 16);
+        u64 at = 16 * vectors;
+        if ((from | to | bytes) % 4 == 0) {
+            for (u64 word = at / 4 + threadIdx.x; word < bytes / 4; word += THREADS)
+                AT(u32, to)[word] = AT(const u32, from)[word];
+        } else {
+            for (u64 half = at / 2 + threadIdx.x; half < bytes / 2; half += THREADS)
+                AT(u16, to)[half] = AT(const u16, from)[half];
+        }
     }
 }

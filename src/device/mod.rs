@@ -64,12 +64,13 @@ pub use allocation::{Allocation, DmaBuf, Reservation};
 #[doc(hidden)]
 pub use audit::{Activity, ActivityKind, AuditKernels, Channel, Cupti, PlainMemory, Product, SmHold, TILE};
 #[doc(hidden)]
-pub use blas::Blas;
+pub use blas::{Bf16Product, Blas, Columns};
 #[doc(hidden)]
 pub use copies::CopyBatch;
 #[doc(hidden)]
 pub use kernels::{
     AccumulateArgs, GateArgs, GatherRun, GatherRuns, GroupSegments, LayerKernels, MatmulArgs, MatmulShape,
+    SwigluRows,
 };
 #[doc(hidden)]
 pub use kernels::{

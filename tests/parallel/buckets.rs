@@ -32,20 +32,23 @@ fn impatient() -> Options {
 }
 
 /// An end of a channel for each of two ranks.
-struct Ends(Mutex<(Option<Sender<usize>>, Option<Receiver<usize>>)>);
+struct Ends {
+    sender: Mutex<Option<Sender<usize>>>,
+    receiver: Mutex<Option<Receiver<usize>>>,
+}
 
 impl Ends {
     fn new() -> Ends {
         let (sender, receiver) = mpsc::channel();
-        Ends(Mutex::new((Some(sender), Some(receiver))))
+        Ends { sender: Mutex::new(Some(sender)), receiver: Mutex::new(Some(receiver)) }
     }
 
     fn sender(&self) -> Sender<usize> {
-        self.0.lock().unwrap().0.take().unwrap()
+        self.sender.lock().unwrap().take().unwrap()
     }
 
     fn receiver(&self) -> Receiver<usize> {
-        self.0.lock().unwrap().1.take().unwrap()
+        self.receiver.lock().unwrap().take().unwrap()
     }
 }
 

@@ -238,6 +238,9 @@
 // cuBLAS makes them by tensor cores, with the experts' factors rounded to TF32.
 #define SIDELANE_PRODUCTS_CUBLAS_TF32 2
 
+// cuBLAS makes them by tensor cores, with the experts' factors in bf16: of layers of bf16 alone.
+#define SIDELANE_PRODUCTS_CUBLAS_BF16 3
+
 // The call succeeded.
 #define SIDELANE_CALL_OK 0
 

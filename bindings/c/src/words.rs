@@ -74,6 +74,8 @@ pub const SIDELANE_PRODUCTS_OWN: u32 = 0;
 pub const SIDELANE_PRODUCTS_CUBLAS: u32 = 1;
 /// cuBLAS makes them by tensor cores, with the experts' factors rounded to TF32.
 pub const SIDELANE_PRODUCTS_CUBLAS_TF32: u32 = 2;
+/// cuBLAS makes them by tensor cores, with the experts' factors in bf16: of layers of bf16 alone.
+pub const SIDELANE_PRODUCTS_CUBLAS_BF16: u32 = 3;
 
 /// The call succeeded.
 pub const SIDELANE_CALL_OK: u32 = 0;
@@ -138,8 +140,9 @@ pub(crate) fn products(seen: u32) -> Result<Products, ArgumentError> {
         (SIDELANE_PRODUCTS_OWN, Products::Own),
         (SIDELANE_PRODUCTS_CUBLAS, Products::Cublas),
         (SIDELANE_PRODUCTS_CUBLAS_TF32, Products::CublasTf32),
+        (SIDELANE_PRODUCTS_CUBLAS_BF16, Products::CublasBf16),
     ];
-    choice("products", seen, &all, "SIDELANE_PRODUCTS_OWN, _CUBLAS or _CUBLAS_TF32")
+    choice("products", seen, &all, "SIDELANE_PRODUCTS_OWN, _CUBLAS, _CUBLAS_TF32 or _CUBLAS_BF16")
 }
 
 pub(crate) fn route(seen: u32) -> Result<Route, ArgumentError> {

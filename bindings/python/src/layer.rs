@@ -585,7 +585,11 @@ fn products_of(name: &str) -> PyResult<Products> {
         "own" => Ok(Products::Own),
         "cublas" => Ok(Products::Cublas),
         "cublas-tf32" => Ok(Products::CublasTf32),
-        other => Err(settings::wrong("products", &format!("`{other}` is not own, cublas or cublas-tf32"))),
+        "cublas-bf16" => Ok(Products::CublasBf16),
+        other => {
+            let found = format!("`{other}` is not own, cublas, cublas-tf32 or cublas-bf16");
+            Err(settings::wrong("products", &found))
+        }
     }
 }
 

@@ -123,3 +123,28 @@ def check_input_of_one_rank_is_refused_by_all_and_the_next_step_works(world):
             _, tape = layer.forward(x)
             assert refused(lambda: layer.backward(tape, wrong if me == 0 else of_out)) == (said if me == 0 else peer)
         equal(step(layer, *sent), expected)
+
+
+def near(seen, expected):
+    apart = (seen.cpu().float() - expected.float()).abs()
+    assert seen.dtype == expected.dtype and apart.numel() > 0
+    assert apart.max() <= 2.0**-4 * expected.float().abs().max()
+
+
+def check_products_in_bf16_are_near_those_of_the_host(world):
+    of, me = case(world.size, dtype=torch.bfloat16), world.rank
+    given = weights(of, me)
+    expected = step(built(world, of, given), *tensors(of, me))
+    with gpu(me):
+        layer = on_gpu(world, of, {name: torch.zeros_like(one) for name, one in given.items()}, products="cublas-bf16", chunks=2)
+        sent = [one.to("cuda") for one in tensors(of, me)]
+        layer.forward(sent[0])
+        # The copy in bf16 follows the weights.
+        layer.set_weights(**{name: one.to("cuda") for name, one in given.items()})
+        out, gradients, _ = step(layer, *sent)
+        near(out, expected[0])
+        for name, gradient in expected[1].items():
+            near(gradients[name], gradient)
+        # Rows of another type are no factors.
+        f32 = weights(of, me) | {"dtype": torch.float32}
+        assert refused(lambda: on_gpu(world, of, f32, products="cublas-bf16")) == ("LayerError", "NotOnDevice")

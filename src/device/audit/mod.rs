@@ -26,7 +26,7 @@ use cudarc::driver::sys;
 pub use cupti::{Activity, ActivityKind, Channel, Cupti};
 
 use super::allocation::{Allocation, Reservation};
-use super::blas::{Blas, Element, Gemm};
+use super::blas::{Blas, Gemm};
 use super::call;
 use super::context::Context;
 use super::module::{Function, Grid, Module, Parameters};
@@ -287,7 +287,7 @@ impl Blas {
             pitches: [size; 3],
         };
         // SAFETY: the stream holds the matrices, of `size * size` elements, which were checked.
-        unsafe { self.gemm(&gemm, Element::Bf16) }
+        unsafe { self.gemm_bf16(&gemm) }
     }
 }
 

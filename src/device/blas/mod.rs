@@ -12,8 +12,8 @@
 //! and wait with the driver's lock.
 //!
 //! **Bits** are those of the library: the same for one release and one kind of device, but of no
-//! known order. Atomics are off, and products in f32 are made in f32, unless the caller asks for
-//! TF32.
+//! known order. Atomics are off. Products in f32 are made in f32, unless the caller asks for TF32,
+//! and sums of products in bf16 are rounded to bf16 once or not at all.
 //!
 //! **Layout.** cuBLAS counts along columns, where everything here lies along rows. A matrix along
 //! rows is its transpose along columns. So each product is made as `out' = b' * a'`.
@@ -32,13 +32,15 @@ use pointers::Pointers;
 
 use super::allocation::{Allocation, Reservation};
 use super::context::Context;
-use super::kernels::{LayerKernels, MatmulArgs, MatmulShape, Operands, WORD};
+use super::kernels::{LayerKernels, MatmulArgs, MatmulShape, Operands, VECTOR};
 use super::range::{ByteSpan, DeviceRange};
 use super::stream::Stream;
+use crate::dtype::Dtype;
 use crate::error::DeviceError;
 
 // Numbers of the header.
-const DEFAULT_MATH: c_int = 0;
+/// `CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION`: parts of a sum in bf16 are added in f32.
+const SUMS_IN_F32: c_int = 16;
 const NO_ATOMICS: c_int = 0;
 const FACTORS_ON_HOST: c_int = 0;
 const ANY_ALGORITHM: c_int = -1;
@@ -90,12 +92,21 @@ impl Drop for RawHandle {
     }
 }
 
-/// Element types that products take.
+/// Element types that products take, by the header's numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(i32)]
-pub(super) enum Element {
+enum Element {
     F32 = 0,
     Bf16 = 14,
+}
+
+impl Element {
+    fn size(self) -> u64 {
+        match self {
+            Element::F32 => 4,
+            Element::Bf16 => 2,
+        }
+    }
 }
 
 /// How factors enter a product whose sums are in f32, by the header's numbers of compute types.
@@ -106,6 +117,52 @@ enum Factors {
     Whole = 68,
     /// f32 factors lose all but 10 bits behind the leading one, and tensor cores multiply them.
     Tf32 = 77,
+}
+
+/// Types of a product's matrices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Types {
+    element: Element,
+    out: Element,
+    factors: Factors,
+}
+
+const F32: Types = Types { element: Element::F32, out: Element::F32, factors: Factors::Whole };
+const TF32: Types = Types { factors: Factors::Tf32, ..F32 };
+const BF16: Types = Types { element: Element::Bf16, out: Element::Bf16, factors: Factors::Whole };
+
+impl Types {
+    /// Whether one call takes several shapes: cuBLAS lists no grouped product whose result is of
+    /// another type than its factors.
+    fn can_group(self) -> bool {
+        self.element == self.out
+    }
+
+    /// Whether tensor cores multiply. Their grouped products may need columns at multiples of 16
+    /// bytes; single ones choose an algorithm by their addresses.
+    fn need_vectors(self) -> bool {
+        self.factors == Factors::Tf32 || self.element == Element::Bf16
+    }
+}
+
+/// A product of groups with factors of bf16, added up in f32.
+#[derive(Clone, Copy, Debug)]
+pub struct Bf16Product<'a> {
+    /// The matrices, in elements.
+    pub matmul: MatmulArgs<'a>,
+    /// Which columns of `b` a [`MatmulShape::Depth`] multiplies; without them all.
+    pub b_columns: Option<Columns>,
+    /// Type of the result: bf16, or f32 for what is added up further.
+    pub out: Dtype,
+}
+
+/// Some columns of a matrix, as many as a shape says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Columns {
+    /// The first of them.
+    pub first: u32,
+    /// Elements of a row of the matrix.
+    pub row: u32,
 }
 
 /// One product along columns: `c [m, n] = op(a) [m, k] * op(b) [k, n]`, perhaps added to `c`.
@@ -122,11 +179,10 @@ pub(super) struct Gemm {
 }
 
 impl Gemm {
-    /// Whether all columns begin at multiples of 16 bytes. Grouped products in TF32 may need that;
-    /// single ones choose an algorithm by their addresses.
-    fn is_in_vectors(&self) -> bool {
-        let at = self.at.iter().all(|at| at.is_multiple_of(16));
-        at && self.pitches.iter().all(|&pitch| pitch % 4 == 0)
+    /// Whether all columns begin at multiples of 16 bytes, of matrices of one type.
+    fn is_in_vectors(&self, element: Element) -> bool {
+        let at = self.at.iter().all(|at| at.is_multiple_of(VECTOR));
+        at && self.pitches.iter().all(|&pitch| (pitch as u64 * element.size()).is_multiple_of(VECTOR))
     }
 }
 
@@ -159,7 +215,7 @@ impl Blas {
             check("cublasSetStream", (functions.cublasSetStream_v2)(raw, stream.handle()))?;
             let (at, bytes) = (workspace.address(), workspace.len() as usize);
             check("cublasSetWorkspace", (functions.cublasSetWorkspace_v2)(raw, at, bytes))?;
-            check("cublasSetMathMode", (functions.cublasSetMathMode)(raw, DEFAULT_MATH))?;
+            check("cublasSetMathMode", (functions.cublasSetMathMode)(raw, SUMS_IN_F32))?;
             check("cublasSetAtomicsMode", (functions.cublasSetAtomicsMode)(raw, NO_ATOMICS))?;
             check("cublasSetPointerMode", (functions.cublasSetPointerMode_v2)(raw, FACTORS_ON_HOST))?;
         }
@@ -193,7 +249,7 @@ impl Blas {
     /// [`DeviceError::Shape`], [`DeviceError::OtherDevice`], [`DeviceError::Call`] with cuBLAS's
     /// status.
     pub fn matmul(&self, kernels: &LayerKernels, matmul: &MatmulArgs<'_>) -> Result<(), DeviceError> {
-        self.products(kernels, matmul, Factors::Whole)
+        self.products(kernels, matmul, (F32, None))
     }
 
     /// As [`matmul`](Self::matmul), by tensor cores in TF32: each factor keeps 10 bits behind its
@@ -203,16 +259,51 @@ impl Blas {
     /// # Errors
     /// As [`matmul`](Self::matmul).
     pub fn matmul_tf32(&self, kernels: &LayerKernels, matmul: &MatmulArgs<'_>) -> Result<(), DeviceError> {
-        self.products(kernels, matmul, Factors::Tf32)
+        self.products(kernels, matmul, (TF32, None))
+    }
+
+    /// As [`matmul`](Self::matmul), of factors in bf16 by tensor cores: products are exact, sums
+    /// are in f32, and a result of bf16 is rounded once. Groups are one call if the result is bf16
+    /// and their matrices lie at multiples of 16 bytes, and otherwise a call each.
+    ///
+    /// # Errors
+    /// As [`matmul`](Self::matmul); [`DeviceError::NoSum`] for a result of another type,
+    /// [`DeviceError::Shape`] for a result of bf16 that is an empty sum, and for columns that a row
+    /// does not have, or of another shape.
+    pub fn matmul_bf16(&self, kernels: &LayerKernels, product: &Bf16Product<'_>) -> Result<(), DeviceError> {
+        let Bf16Product { matmul, b_columns, out } = product;
+        let out = match out {
+            Dtype::Bf16 => Element::Bf16,
+            Dtype::F32 => Element::F32,
+            &out => return Err(DeviceError::NoSum { rows: Dtype::Bf16, out }),
+        };
+        let shape = |what, given: u32, expected| {
+            Err(DeviceError::Shape { kernel: KERNEL, what, given: given.into(), expected })
+        };
+        match (matmul.shape, b_columns) {
+            (MatmulShape::Rows { .. }, Some(of)) => {
+                shape("columns of b", of.row, "all of them, unless along the depth")
+            }
+            (MatmulShape::Depth { columns, .. }, Some(of))
+                if of.row.checked_sub(of.first) < Some(columns) =>
+            {
+                shape("columns of b", columns, "columns of a row")
+            }
+            _ => self.products(kernels, matmul, (Types { out, ..BF16 }, *b_columns)),
+        }
     }
 
     fn products(
         &self,
         kernels: &LayerKernels,
         matmul: &MatmulArgs<'_>,
-        factors: Factors,
+        (types, b_columns): (Types, Option<Columns>),
     ) -> Result<(), DeviceError> {
-        let Gemms { all, empty } = Gemms::of(matmul)?;
+        let Gemms { all, empty } = Gemms::of(matmul, types, b_columns)?;
+        if types.out != Element::F32 && !empty.is_empty() {
+            let (what, expected) = ("terms of a sum", "at least one, for a result of bf16");
+            return Err(DeviceError::Shape { kernel: KERNEL, what, given: 0, expected });
+        }
         for (offset, [rows, columns]) in empty {
             let out = ByteSpan {
                 address: matmul.out.address + offset,
@@ -220,12 +311,14 @@ impl Blas {
                 ..matmul.out
             };
             let shape = MatmulShape::Depth { rows, depth: 0, columns, apart: 0 };
-            kernels.matmul(&self.stream, &MatmulArgs { out, shape, segments: None, ..*matmul })?;
+            let (a, b) = (out, out);
+            kernels.matmul(&self.stream, &MatmulArgs { a, b, out, shape, segments: None, add: false })?;
         }
         // For the whole call: a handle serves one thread at a time, and the table of addresses is
         // written anew for each.
         let mut owned = self.owned.lock().unwrap_or_else(PoisonError::into_inner);
-        let fits = factors == Factors::Whole || all.iter().all(Gemm::is_in_vectors);
+        let in_vectors = || all.iter().all(|gemm| gemm.is_in_vectors(types.element));
+        let fits = types.can_group() && (!types.need_vectors() || in_vectors());
         let grouped = self.grouped.filter(|_| fits && (2..=pointers::MOST).contains(&all.len()));
         let table = match grouped {
             // A graph would read the addresses again that its capture saw.
@@ -234,42 +327,32 @@ impl Blas {
             }
             _ => None,
         };
-        let [a, b, out] = matmul.needed();
+        let [a, b, out] = gemms::needed(matmul, types, b_columns);
         let mut operands = Operands::of(KERNEL, &self.stream);
-        operands.span("a", matmul.a, a, WORD)?;
-        operands.span("b", matmul.b, b, WORD)?;
-        operands.span("out", matmul.out, out, WORD)?;
-        operands.span("workspace", self.workspace.span(0, self.workspace.len())?, Some(0), WORD)?;
+        operands.span("a", matmul.a, a, types.element.size())?;
+        operands.span("b", matmul.b, b, types.element.size())?;
+        operands.span("out", matmul.out, out, types.out.size())?;
+        operands.span("workspace", self.workspace.span(0, self.workspace.len())?, Some(0), VECTOR)?;
         let _held = operands.held();
         match table {
-            Some((grouped, table)) => {
-                self.grouped(&owned.handle, grouped, &all, table, (factors, matmul.add))
-            }
-            None => {
-                let of = (Element::F32, factors, matmul.add);
-                all.iter().try_for_each(|gemm| self.call(&owned.handle, gemm, of))
-            }
+            Some((grouped, table)) => self.grouped(&owned.handle, grouped, &all, table, (types, matmul.add)),
+            None => all.iter().try_for_each(|gemm| self.call(&owned.handle, gemm, (types, matmul.add))),
         }
     }
 
-    /// Enqueues one product.
+    /// Enqueues one product of matrices in bf16.
     ///
     /// # Safety
     /// The stream holds the memory of the matrices.
-    pub(super) unsafe fn gemm(&self, gemm: &Gemm, element: Element) -> Result<(), DeviceError> {
+    pub(super) unsafe fn gemm_bf16(&self, gemm: &Gemm) -> Result<(), DeviceError> {
         let owned = self.owned.lock().unwrap_or_else(PoisonError::into_inner);
-        self.call(&owned.handle, gemm, (element, Factors::Whole, false))
+        self.call(&owned.handle, gemm, (BF16, false))
     }
 
     /// One product, whose memory is held.
-    fn call(
-        &self,
-        handle: &RawHandle,
-        gemm: &Gemm,
-        (element, factors, add): (Element, Factors, bool),
-    ) -> Result<(), DeviceError> {
+    fn call(&self, handle: &RawHandle, gemm: &Gemm, (types, add): (Types, bool)) -> Result<(), DeviceError> {
         let Gemm { transposed: [op_a, op_b], sides: [m, n, k], at: [a, b, c], pitches } = *gemm;
-        let ([lda, ldb, ldc], kind) = (pitches, element as c_int);
+        let ([lda, ldb, ldc], kind) = (pitches, types.element as c_int);
         let (one, beta) = (1.0_f32, if add { 1.0_f32 } else { 0.0 });
         let _entered = handle.context.enter()?;
         // SAFETY: the handle lives. The matrices were checked and stay until the stream is done.
@@ -291,9 +374,9 @@ impl Blas {
                 ldb,
                 &raw const beta,
                 c,
-                kind,
+                types.out as c_int,
                 ldc,
-                factors as c_int,
+                types.factors as c_int,
                 ANY_ALGORITHM,
             )
         };
@@ -307,7 +390,7 @@ impl Blas {
         grouped: Grouped,
         all: &[Gemm],
         table: u64,
-        (factors, add): (Factors, bool),
+        (types, add): (Types, bool),
     ) -> Result<(), DeviceError> {
         let of = |value: fn(&Gemm) -> c_int| all.iter().map(value).collect::<Vec<c_int>>();
         let (op_a, op_b) = (of(|gemm| gemm.transposed[0].into()), of(|gemm| gemm.transposed[1].into()));
@@ -316,7 +399,7 @@ impl Blas {
             (of(|gemm| gemm.pitches[0]), of(|gemm| gemm.pitches[1]), of(|gemm| gemm.pitches[2]));
         let (ones, members) = (vec![1.0_f32; all.len()], vec![1; all.len()]);
         let betas = vec![if add { 1.0_f32 } else { 0.0 }; all.len()];
-        let (list, kind) = (8 * all.len() as u64, Element::F32 as c_int);
+        let (list, kind) = (8 * all.len() as u64, types.element as c_int);
         let _entered = handle.context.enter()?;
         // SAFETY: as for one product. The lists have an entry for each group and are read during
         // the call; the addresses are read when the stream comes to it.
@@ -337,11 +420,11 @@ impl Blas {
                 ldb.as_ptr(),
                 betas.as_ptr(),
                 table + 2 * list,
-                kind,
+                types.out as c_int,
                 ldc.as_ptr(),
                 all.len() as c_int,
                 members.as_ptr(),
-                factors as c_int,
+                types.factors as c_int,
             )
         };
         self.library.check("cublasGemmGroupedBatchedEx", self.stream.device(), status)

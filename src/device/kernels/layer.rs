@@ -32,6 +32,9 @@ pub struct LayerKernels {
     accumulate: [Function; 3],
     gather: Function,
     pub(super) gate: Function,
+    pub(super) narrow_weights: Function,
+    pub(super) swiglu_bf16: Function,
+    pub(super) swiglu_backward_bf16: Function,
     pub(super) limit: BlockLimit,
 }
 
@@ -136,15 +139,14 @@ impl<'a> MatmulArgs<'a> {
         })
     }
 
-    /// Bytes that a, b and the result must have, if they can be counted.
-    pub fn needed(&self) -> [Option<u64>; 3] {
+    /// Elements that a, b and the result must have, if they can be counted.
+    pub fn elements(&self) -> [Option<u64>; 3] {
         let groups = self.n_groups();
-        // Elements of as many matrices.
         let matrices = |rows: u32, columns: u32, apart: u64| {
             let before = u64::from(groups.saturating_sub(1)).checked_mul(apart)?;
-            before.checked_add(bytes([rows.into(), columns.into()])?)?.checked_mul(WORD)
+            before.checked_add(bytes([rows.into(), columns.into()])?)
         };
-        let one = |rows: u32, columns: u32| bytes([rows.into(), columns.into(), WORD]);
+        let one = |rows: u32, columns: u32| bytes([rows.into(), columns.into()]);
         match self.shape {
             MatmulShape::Rows { rows, depth, columns, apart, .. } => {
                 [one(rows, depth), matrices(depth, columns, apart), one(rows, columns)]
@@ -255,8 +257,9 @@ struct GatherParameters {
     out: u64,
     matrices: u64,
     runs: u64,
+    row_bytes: u64,
     n_runs: u32,
-    columns: u32,
+    unused: u32,
 }
 
 /// `struct Weigh` of the source.
@@ -293,6 +296,9 @@ impl LayerKernels {
             accumulate: each([c"accumulate_f32", c"accumulate_bf16", c"accumulate_f16"])?,
             gather: module.function(c"gather")?,
             gate: module.function(c"gate")?,
+            narrow_weights: module.function(c"narrow_weights")?,
+            swiglu_bf16: module.function(c"swiglu_bf16")?,
+            swiglu_backward_bf16: module.function(c"swiglu_backward_bf16")?,
             limit: BlockLimit::default(),
         })
     }
@@ -324,7 +330,8 @@ impl LayerKernels {
             return Ok(());
         }
         let mut operands = Operands::of("matmul", stream);
-        let [of_a, of_b, of_out] = matmul.needed();
+        let words = |elements: Option<u64>| elements?.checked_mul(WORD);
+        let [of_a, of_b, of_out] = matmul.elements().map(words);
         let table = segments.map(|segments| segments.table);
         let (out, a, b, segments) = (
             operands.span("out", out, of_out, WORD)?,
@@ -501,15 +508,16 @@ impl LayerKernels {
         unsafe { function.launch_struct(stream, operands.held(), grid, &parameters) }
     }
 
-    /// Enqueues the copy of runs of rows, f32, from several matrices of as many columns into one.
+    /// Enqueues the copy of runs of rows, of so many bytes each, from several matrices into one.
     /// `table` has room for the addresses of the matrices, eight bytes each.
     ///
     /// # Errors
-    /// As [`matmul`](Self::matmul); [`Addresses::new`].
+    /// As [`matmul`](Self::matmul); [`Addresses::new`]; [`DeviceError::Shape`] for rows of an odd
+    /// number of bytes.
     pub fn gather(
         &self,
         stream: &Stream,
-        (runs, columns): (&GatherRuns, u32),
+        (runs, row_bytes): (&GatherRuns, u64),
         matrices: &[ByteSpan<'_>],
         table: &DeviceRange,
         out: ByteSpan<'_>,
@@ -518,7 +526,11 @@ impl LayerKernels {
         if runs.count == 0 {
             return Ok(());
         }
-        let of_rows = |rows: u32| bytes([rows.into(), columns.into(), WORD]);
+        if !row_bytes.is_multiple_of(2) {
+            let (what, expected) = ("bytes of a row", "whole elements of two bytes");
+            return Err(DeviceError::Shape { kernel: KERNEL, what, given: row_bytes, expected });
+        }
+        let of_rows = |rows: u32| bytes([rows.into(), row_bytes]);
         for (nth, &rows) in runs.needed.iter().enumerate() {
             let given = matrices.get(nth).map_or(0, |matrix| matrix.len);
             if of_rows(rows).is_none_or(|needed| needed > given) {
@@ -530,11 +542,12 @@ impl LayerKernels {
         let mut operands = Operands::of(KERNEL, stream);
         let listed = runs.table.span(0, runs.table.len())?;
         let parameters = GatherParameters {
-            out: operands.span("out", out, of_rows(runs.rows), WORD)?,
+            out: operands.span("out", out, of_rows(runs.rows), 2)?,
             matrices: operands.addresses("matrices", &addresses, Some(0))?,
             runs: operands.span("runs", listed, bytes([runs.count.into(), RUN]), WORD)?,
+            row_bytes,
             n_runs: runs.count,
-            columns,
+            unused: 0,
         };
         let grid = self.limit.line(stream, runs.count.into(), AT_WORK);
         // SAFETY: the struct is the one of the source. The kernel stays inside the checked memory:

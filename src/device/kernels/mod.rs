@@ -23,6 +23,7 @@ mod layer;
 mod routing;
 mod rows;
 mod sum;
+mod swiglu_bf16;
 
 use std::ffi::CStr;
 use std::sync::{Arc, MutexGuard};
@@ -38,6 +39,7 @@ use rows::RecordFunctions;
 pub use rows::{Pack, PermuteArgs, RecordArgs, RunArgs};
 pub use sum::{DotScale, FetchWeights, OwnRows, SumArgs, SumChoices};
 use sum::{GradientFunctions, SumChoicesFunctions, SumFunctions};
+pub use swiglu_bf16::SwigluRows;
 
 use super::context::Context;
 use super::memory_operations::MemOpBatch;
@@ -140,9 +142,9 @@ impl Kernels {
 }
 
 /// Vectors that kernels read and write.
-const VECTOR: u64 = 16;
+pub(super) const VECTOR: u64 = 16;
 /// Words that kernels read and write.
-pub(super) const WORD: u64 = 4;
+const WORD: u64 = 4;
 
 /// Checks the operands of one launch, one after the other, and gives the addresses.
 pub(super) struct Operands<'a> {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::DeviceMoeLayer;
 use super::experts::DeviceSwiGlu;
-use super::memory::{DeviceMemory, HostStaging};
+use super::memory::HostStaging;
 use super::moe::Placed;
 use super::products::{Compute, Products};
 use crate::device::{DeviceRange, Kernels, LayerKernels, Priority, Stream};
@@ -66,7 +66,8 @@ impl<'g> DeviceMoeLayerBuilder<'g> {
     /// and outputs of two passes of `max_tokens`, cut into chunks, by the formula of
     /// [`ExpertParallelBuilder::device_heap`](crate::ep::ExpertParallelBuilder::device_heap). One
     /// pass may so bring a rank three times its even share. Rows of f32 lie there as long as their
-    /// tape, so each of the [`tapes`](Self::tapes) adds those of a pass.
+    /// tape, and so do those of bf16 with [`Products::CublasBf16`]: each of the
+    /// [`tapes`](Self::tapes) then adds those of a pass.
     pub fn device_heap(mut self, bytes: u64) -> Self {
         self.device_heap = Some(bytes);
         self
@@ -90,8 +91,7 @@ impl<'g> DeviceMoeLayerBuilder<'g> {
     }
 
     /// Maker of the layer's products. The same on all ranks. Default: [`Products::Own`], a kernel
-    /// of ours with the host's bits. [`Products::CublasTf32`] and [`Products::Cublas`] are for
-    /// speed.
+    /// of ours with the host's bits. Those of cuBLAS are for speed.
     pub fn products(mut self, products: Products) -> Self {
         self.products = products;
         self
@@ -102,7 +102,8 @@ impl<'g> DeviceMoeLayerBuilder<'g> {
     ///
     /// # Errors
     /// As [`MoeLayerBuilder::build`]; [`LayerError::NotOnDevice`] for experts that are no
-    /// [`GroupedSwiGlu`], for groups of experts, for several compute streams and for a deadline;
+    /// [`GroupedSwiGlu`], for groups of experts, for several compute streams, for a deadline, and
+    /// for [`Products::CublasBf16`] of rows that are not bf16;
     /// [`DeviceError`](crate::error::DeviceError) where the device lacks something, such as
     /// [`NoCublas`](crate::error::DeviceError::NoCublas).
     pub fn build(mut self) -> Result<DeviceMoeLayer, Error> {
@@ -115,7 +116,7 @@ impl<'g> DeviceMoeLayerBuilder<'g> {
             ("tapes", self.tapes.into()),
             ("the digest of the gate's settings and of the losses", self.settings.digest()),
             ("whether there is a shared expert (1: yes)", self.settings.shared.is_some().into()),
-            ("the maker of products (0: own, 1: cuBLAS, 2: cuBLAS in TF32)", self.products as u64),
+            ("the maker of products (0: own, 1 to 3: cuBLAS, in f32, TF32, bf16)", self.products as u64),
         ];
         let told = group.alike(&settings);
         let Prepared { pool, exchange, placed, router, staging, gate } = prepared?;
@@ -154,8 +155,8 @@ impl<'g> DeviceMoeLayerBuilder<'g> {
         let exchange = self.device_heap.into_iter().fold(exchange, ExpertParallelBuilder::device_heap);
         let exchange = self.max_blocks.into_iter().fold(exchange, ExpertParallelBuilder::max_blocks);
         let kernels = LayerKernels::load(context)?.max_blocks(self.max_blocks);
-        let memory = DeviceMemory::new(context);
-        let compute = Compute::new(&self.stream, kernels, memory, self.products)?;
+        let exchange_kernels = Kernels::load(context)?.max_blocks(self.max_blocks);
+        let compute = Compute::new(&self.stream, (kernels, exchange_kernels), self.products)?;
         let mut staging = HostStaging::new(context)?;
         let experts = DeviceSwiGlu::new(&compute, swiglu(settings.experts()?)?, &mut staging)?;
         let shared = match &settings.shared {
@@ -167,17 +168,16 @@ impl<'g> DeviceMoeLayerBuilder<'g> {
             Some(weights) => staging.send(&compute.stream, &router, weights)?,
             None => staging.send(&compute.stream, &router, &vec![0.0_f32; router.len() as usize / 4])?,
         }
-        let ep_kernels = Kernels::load(context)?.max_blocks(self.max_blocks);
         let (hidden, dtype) = (settings.hidden, settings.dtype);
-        let placed = Placed { experts, shared, hidden, dtype, compute, ep_kernels };
+        let placed = Placed { experts, shared, hidden, dtype, compute };
         Ok(Prepared { pool, exchange, placed, router, staging, gate: Gate::new(settings.gate.clone())? })
     }
 
-    /// Rows and outputs of two passes; all chunks of a pass are alive at its end. Rows that are f32
-    /// already stay there with their tapes.
+    /// Rows and outputs of two passes; all chunks of a pass are alive at its end. Rows that are
+    /// factors of products as they come stay there with their tapes.
     fn heap_load(&self) -> HeapLoad {
         let chunks = self.settings.plan.chunks;
-        let tapes = if self.settings.dtype == Dtype::F32 { self.tapes } else { 0 };
+        let tapes = if self.settings.dtype == self.products.factors() { self.tapes } else { 0 };
         let landings = chunks.saturating_mul(tapes.saturating_add(2));
         HeapLoad { landings, outputs: chunks.saturating_mul(2) }
     }
@@ -202,6 +202,13 @@ impl<'g> DeviceMoeLayerBuilder<'g> {
         refuse(settings.plan.deadline.is_some(), "a deadline of its own")?;
         let row = settings.hidden * settings.dtype.size();
         refuse(!row.is_multiple_of(16) || settings.dtype == Dtype::Bytes, "rows of no whole 16 bytes")?;
+        if self.products == Products::CublasBf16 {
+            refuse(settings.dtype != Dtype::Bf16, "products in bf16 of rows that are not bf16")?;
+            let shared = settings.shared.as_ref().map(|shared| swiglu(&**shared)).transpose()?;
+            let empty =
+                [Some(swiglu(settings.experts()?)?), shared].into_iter().flatten().any(|of| of.ffn == 0);
+            refuse(empty, "products in bf16 of experts of width 0")?;
+        }
         let own = settings.map.as_ref().map(ExpertMap::slots).unwrap_or(settings.gate.experts);
         Ok(refuse(own < 2, "a single expert")?)
     }

@@ -1,6 +1,7 @@
 //! Tape of a forward pass on a device.
 
-use super::experts::{DeviceSaved, DeviceSegments};
+use super::chunk::DeviceSegments;
+use super::experts::{RoutedSaved, SharedSaved};
 use super::memory::{DeviceTensor, span};
 use crate::device::{ByteSpan, DeviceRange, GroupSegments};
 use crate::ep::{ExpertRows, Handle};
@@ -12,19 +13,21 @@ use crate::layer::router::Gated;
 /// may be alive ([`tapes`](super::DeviceMoeLayerBuilder::tapes)), and go backward in any order, the
 /// same on all ranks.
 ///
-/// Rows of f32 stay in the receive pool until the tape is consumed or dropped; others are kept
-/// widened, in memory of the layer.
+/// Rows that are factors of products as they come stay in the receive pool until the tape is
+/// consumed or dropped; others are kept widened, in memory of the layer.
 #[derive(Debug)]
 pub struct DeviceTape {
     pub(super) instance: u64,
     /// The tokens, f32 `[tokens, hidden]`.
     pub(super) x: DeviceTensor,
+    /// The same as factors for the shared expert, if there is one and these are not f32.
+    pub(super) x_factors: Option<DeviceTensor>,
     pub(super) gated: Gated,
     /// By which the device chose, f32 `[tokens, experts]`. None where the host did.
     pub(super) logits: Option<DeviceTensor>,
     pub(super) chunks: Vec<ChunkTape>,
     /// By the shared expert.
-    pub(super) shared: Option<DeviceSaved>,
+    pub(super) shared: Option<SharedSaved>,
 }
 
 /// A chunk that experts have gone through.
@@ -44,34 +47,33 @@ pub(super) struct Received {
     pub counts: DeviceRange,
 }
 
-/// What experts took and gave for a chunk.
+/// What experts took and kept for a chunk.
 #[derive(Debug)]
 pub(super) struct Made {
-    pub rows: WideRows,
-    /// f32 `[rows, hidden]`, before they were weighted.
-    pub outputs: DeviceTensor,
-    pub saved: DeviceSaved,
+    pub rows: FactorRows,
+    pub saved: RoutedSaved,
 }
 
-/// Rows as f32: where they lie if they are, else a copy.
+/// Rows as factors of products: where they lie if they are, else a copy.
 #[derive(Debug)]
-pub(super) enum WideRows {
-    Landed(DeviceRange, #[expect(dead_code, reason = "held, not read")] ExpertRows),
+pub(super) enum FactorRows {
+    /// Received ones hold their memory.
+    InPlace(DeviceRange, #[expect(dead_code, reason = "held, not read")] Option<ExpertRows>),
     Widened(DeviceTensor),
 }
 
-impl WideRows {
+impl FactorRows {
     pub fn span(&self) -> Result<ByteSpan<'_>, DeviceError> {
         match self {
-            WideRows::Landed(range, _) => span(range),
-            WideRows::Widened(buffer) => buffer.span(),
+            FactorRows::InPlace(range, _) => span(range),
+            FactorRows::Widened(buffer) => buffer.span(),
         }
     }
 }
 
 impl Received {
     /// Rows of these experts, as they take them.
-    pub fn segments<'a>(&'a self, rows: &'a WideRows) -> Result<DeviceSegments<'a>, DeviceError> {
+    pub fn segments<'a>(&'a self, rows: &'a FactorRows) -> Result<DeviceSegments<'a>, DeviceError> {
         let counts = GroupSegments {
             table: span(&self.counts)?,
             rows: self.handle.tokens_per_expert(),

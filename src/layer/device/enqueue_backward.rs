@@ -3,13 +3,13 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::device_tape::{ChunkTape, Made, WideRows};
-use super::enqueue_forward::weigh;
-use super::experts::{DeviceChunk, DeviceSaved, Differentials};
+use super::chunk::{DeviceChunk, Differentials};
+use super::device_tape::{ChunkTape, FactorRows, Made};
+use super::experts::{RoutedSaved, SharedSaved};
 use super::memory::{DeviceTensor, HostStaging, span};
 use super::moe::Placed;
 use super::{DeviceMoeLayer, DeviceTape};
-use crate::device::{AccumulateArgs, DeviceRange, DotScale, MatmulArgs, MatmulShape, Stream};
+use crate::device::{AccumulateArgs, ByteSpan, DeviceRange, MatmulArgs, MatmulShape, Stream};
 use crate::dtype::Dtype;
 use crate::ep::{ExpertOutput, ExpertParallel, ExpertRows, RowCollective, RowPartition, Tensor, TensorMut};
 use crate::error::{CallKind, DeviceError, Error, LayerError, PlanError};
@@ -42,11 +42,12 @@ struct Step<'s> {
     of_out: &'s DeviceRange,
     into: DeviceGradients<'s>,
     x: &'s DeviceTensor,
+    x_factors: Option<DeviceTensor>,
     counted: Counted,
     order: Handoff<GradientOrder>,
     chunks: Vec<Places>,
     /// By the shared expert, with the gradients of its outputs and through it.
-    saved: Handoff<DeviceSaved>,
+    saved: Handoff<SharedSaved>,
     beside: Handoff<Beside>,
 }
 
@@ -60,7 +61,7 @@ struct Counted {
 /// What the shared expert leaves.
 struct Beside {
     of_x: DeviceTensor,
-    of_outputs: DeviceTensor,
+    of_outputs: FactorRows,
     kept: Differentials,
 }
 
@@ -69,7 +70,7 @@ struct Places {
     tape: ChunkPlace,
     /// Gradients of the combined rows, as they came, until all is joined.
     came: Handoff<ExpertRows>,
-    differentials: Handoff<(WideRows, Differentials)>,
+    differentials: Handoff<(FactorRows, Differentials)>,
     of_weights: Handoff<DeviceTensor>,
     of_rows: Handoff<Result<ExpertOutput, Error>>,
     home: Home,
@@ -93,8 +94,8 @@ struct Home {
 /// What the tape has of a chunk.
 struct ChunkPlace {
     received: super::device_tape::Received,
-    rows: WideRows,
-    made: Handoff<(DeviceTensor, DeviceSaved)>,
+    rows: FactorRows,
+    saved: Handoff<RoutedSaved>,
 }
 
 impl DeviceMoeLayer {
@@ -110,12 +111,15 @@ impl DeviceMoeLayer {
         of_out: &DeviceRange,
         into: DeviceGradients<'_>,
     ) -> Result<(), Error> {
-        let prepared = self.check_backward(&tape, of_out, into).and_then(|()| self.homes(&tape));
+        let prepared = self.check_backward(&tape, of_out, into).and_then(|()| {
+            self.placed.refresh()?;
+            self.homes(&tape)
+        });
         let Homes { chunks: homes, of_choices } = match prepared {
             Ok(homes) => homes,
             Err(error) => return Err(self.refuse_backward(&tape, error)),
         };
-        let DeviceTape { x, mut gated, logits, chunks, shared, .. } = tape;
+        let DeviceTape { x, x_factors, mut gated, logits, chunks, shared, .. } = tape;
         let DeviceMoeLayer { mover, sources, one_each, placed, staging, pool, plan, world, .. } = self;
         let slices: Vec<_> = homes.iter().map(|home| home.tokens.clone()).collect();
         let map = mover.expert_map();
@@ -133,6 +137,7 @@ impl DeviceMoeLayer {
             of_out,
             into,
             x: &x,
+            x_factors,
             counted,
             order: Handoff::empty(),
             chunks: chunks.into_iter().zip(homes).map(Places::new).collect(),
@@ -249,9 +254,10 @@ impl DeviceMoeLayer {
         let tokens = tape.gated.tokens() as u64;
         self.check_rows("gradients of the output", of_out, tokens)?;
         self.check_rows("gradients of tokens", into.x, tokens)?;
-        self.check_words("gradients of the router", into.router, self.router())?;
-        self.check_words("gradients of experts", into.experts, self.experts())?;
-        match (self.shared(), into.shared) {
+        self.check_words("gradients of the router", into.router, &self.router)?;
+        let Placed { experts, shared, .. } = &self.placed;
+        self.check_words("gradients of experts", into.experts, experts.weights().values())?;
+        match (shared.as_ref().map(|shared| shared.weights().values()), into.shared) {
             (Some(weights), Some(shared)) => {
                 self.check_words("gradients of the shared expert", shared, weights)
             }
@@ -267,15 +273,26 @@ impl DeviceMoeLayer {
 
 impl Places {
     fn new((tape, home): (ChunkTape, Home)) -> Self {
-        let ChunkTape { received, made: Made { rows, outputs, saved } } = tape;
+        let ChunkTape { received, made: Made { rows, saved } } = tape;
         Places {
-            tape: ChunkPlace { received, rows, made: Handoff::new((outputs, saved)) },
+            tape: ChunkPlace { received, rows, saved: Handoff::new(saved) },
             came: Handoff::empty(),
             differentials: Handoff::empty(),
             of_weights: Handoff::empty(),
             of_rows: Handoff::empty(),
             home,
         }
+    }
+}
+
+impl Step<'_> {
+    /// The tokens, as the shared expert takes them.
+    fn x_factors(&self) -> Result<ByteSpan<'_>, DeviceError> {
+        self.x_factors.as_ref().unwrap_or(self.x).span()
+    }
+
+    fn tokens(&self) -> usize {
+        (self.of_out.len() / self.placed.row_bytes()) as usize
     }
 }
 
@@ -308,29 +325,17 @@ impl BackwardOps<Arc<Stream>> for Step<'_> {
 
     fn experts(&self, chunk: usize, _: usize) -> Result<(), Error> {
         let (places, placed) = (&self.chunks[chunk], self.placed);
-        let Placed { compute, hidden, .. } = placed;
         let (received, rows) = (&places.tape.received, &places.tape.rows);
-        let (outputs, saved) = places.tape.made.take()?;
-        let (incoming, held) = placed.wide(places.came.take()?)?;
+        let (incoming, held) = placed.received(places.came.take()?)?;
         held.map_or(Ok(()), |held| places.came.put(held))?;
-        let n_rows = received.handle.rows();
-        let of_weights = compute.memory.words(n_rows as usize)?;
-        let dot = DotScale {
-            rows: n_rows,
-            columns: *hidden as u32,
-            dtype: Dtype::F32,
-            y: outputs.span()?,
-            gradients: incoming.span()?,
-            weights: span(&received.weights)?,
-            products: of_weights.span()?,
-        };
-        placed.ep_kernels.dot_scale(&compute.stream, &dot)?;
-        let segments = received.segments(rows)?;
-        let (of_rows, kept) = placed.experts.rows_backward(compute, segments, saved, incoming.span()?)?;
         let output = received.handle.output();
-        if let Ok(output) = &output {
-            weigh(placed, (&of_rows, n_rows), output, None)?;
-        }
+        let (of_weights, kept) = placed.experts.rows_backward(
+            &placed.compute,
+            received.segments(rows)?,
+            places.tape.saved.take()?,
+            (incoming.span()?, span(&received.weights)?),
+            placed.returned(&output)?,
+        )?;
         places.of_rows.put(output)?;
         places.of_weights.put(of_weights)?;
         places.differentials.put((incoming, kept))
@@ -363,24 +368,24 @@ impl BackwardOps<Arc<Stream>> for Step<'_> {
         self.staging.with(|staging| {
             placed.experts.weights_backward(&placed.compute, &parts, &order, (staging, self.into.experts))
         })?;
-        // Rows that are f32 themselves stay until the stream of transfers is behind this.
+        // Rows that are factors as they came stay until the stream of transfers is behind this.
         self.chunks.iter().zip(held).try_for_each(|(places, held)| places.differentials.put(held))
     }
 
     fn shared(&self) -> Result<(), Error> {
         let Some(shared) = &self.placed.shared else { return Ok(()) };
-        let (all, of_outputs) = (self.placed.all(self.x)?, self.placed.widened(self.of_out)?);
-        let saved = self.saved.take()?;
-        let (of_x, kept) = shared.rows_backward(&self.placed.compute, all, saved, of_outputs.span()?)?;
+        let rows = self.placed.all(self.x_factors()?, self.tokens());
+        let (saved, of_outputs) = (self.saved.take()?, self.placed.factors(self.of_out)?);
+        let (of_x, kept) =
+            shared.rows_backward_shared(&self.placed.compute, rows, saved, of_outputs.span()?)?;
         self.beside.put(Beside { of_x, of_outputs, kept })
     }
 
     fn shared_weights(&self) -> Result<(), Error> {
         let (Some(shared), Some(into)) = (&self.placed.shared, self.into.shared) else { return Ok(()) };
         self.beside.with(|Beside { of_outputs, kept, .. }| {
-            let rows = self.placed.all(self.x)?;
-            let chunk = DeviceChunk { rows: rows.values, of_outputs: of_outputs.span()?, kept };
-            let order = GradientOrder::whole(rows.rows as usize);
+            let chunk = DeviceChunk { rows: self.x_factors()?, of_outputs: of_outputs.span()?, kept };
+            let order = GradientOrder::whole(self.tokens());
             self.staging.with(|staging| {
                 shared.weights_backward(&self.placed.compute, &[chunk], &order, (staging, into))
             })

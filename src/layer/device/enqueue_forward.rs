@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
 use super::device_tape::{ChunkTape, Made, Received};
-use super::experts::DeviceSaved;
+use super::experts::SharedSaved;
 use super::memory::{DeviceTensor, span};
 use super::moe::Placed;
 use super::{DeviceMoeLayer, DeviceTape};
@@ -21,6 +21,9 @@ use crate::overlap::Handoff;
 /// The tokens as f32, their choices, and these on the device.
 struct Routed {
     x: DeviceTensor,
+    /// The tokens as factors of the shared expert's products, where these are not f32: the caller's
+    /// may be gone when gradients are made.
+    x_factors: Option<DeviceTensor>,
     gated: Gated,
     /// Experts, then weights, then whether a kernel found a logit that is not finite.
     choices: DeviceTensor,
@@ -48,7 +51,7 @@ struct Step<'s> {
     input: Input<'s, DeviceRange>,
     out: &'s DeviceRange,
     routed: &'s Routed,
-    beside: Handoff<(DeviceTensor, DeviceSaved)>,
+    beside: Handoff<(DeviceTensor, SharedSaved)>,
     chunks: Vec<Places>,
 }
 
@@ -78,7 +81,12 @@ impl DeviceMoeLayer {
         input: &Input<'_, DeviceRange>,
         out: &DeviceRange,
     ) -> Result<DeviceTape, Error> {
-        let routed = match self.route(input, out) {
+        // Behind the wait for the choices: the stream has let go of what changed the weights.
+        let routed = self.route(input, out).and_then(|routed| {
+            self.placed.refresh()?;
+            Ok(routed)
+        });
+        let routed = match routed {
             Ok(routed) => routed,
             Err(error) => return Err(self.refuse(CallKind::Dispatch, None, error)),
         };
@@ -88,8 +96,8 @@ impl DeviceMoeLayer {
         let on = (&*pool, &placed.compute.stream, plan.overlap);
         Self::run(on, pass_order::forward(&step, cut, turns), world)?;
         let (chunks, shared) = step.kept()?;
-        let Routed { x, gated, logits, .. } = routed;
-        Ok(DeviceTape { instance: *instance, x, gated, logits, chunks, shared })
+        let Routed { x, x_factors, gated, logits, .. } = routed;
+        Ok(DeviceTape { instance: *instance, x, x_factors, gated, logits, chunks, shared })
     }
 
     /// Chooses experts: waits for the stream, which makes the logits or, by them, the choices.
@@ -103,7 +111,7 @@ impl DeviceMoeLayer {
         self.check_rows("output", out, tokens)?;
         input.residual.map_or(Ok(()), |residual| self.check_rows("residual", residual, tokens))?;
         let (placed, compute) = (&self.placed, &self.placed.compute);
-        let x = placed.widened(input.x)?;
+        let (x, x_factors) = (placed.widened(input.x)?, placed.kept_factors(input.x)?);
         let experts = self.gate.config().experts;
         let logits = compute.memory.words(tokens as usize * experts as usize)?;
         let (rows, depth) = (tokens as u32, placed.hidden as u32);
@@ -119,7 +127,7 @@ impl DeviceMoeLayer {
         let count = tokens as usize * self.gate.config().top_k as usize;
         let choices = compute.memory.words(2 * count + 1)?;
         if let Some(gated) = self.choose_there(input, &logits, (&choices, count))? {
-            return Ok(Routed { x, gated, choices, logits: Some(logits) });
+            return Ok(Routed { x, x_factors, gated, choices, logits: Some(logits) });
         }
         let compute = &self.placed.compute;
         let logits = self.staging.receive(&compute.stream, logits.range())?;
@@ -131,7 +139,7 @@ impl DeviceMoeLayer {
         let [experts, weights] = halves(choices.range(), count)?;
         self.staging.send(&compute.stream, &experts, gated.decision.experts())?;
         self.staging.send(&compute.stream, &weights, gated.decision.weights())?;
-        Ok(Routed { x, gated, choices, logits: None })
+        Ok(Routed { x, x_factors, gated, choices, logits: None })
     }
 
     /// Has the device choose experts, if it can, and waits for what it chose. None where it cannot
@@ -201,7 +209,7 @@ impl<'s> Step<'s> {
     }
 
     /// The values for the gradients, once all is enqueued and streams are joined.
-    fn kept(self) -> Result<(Vec<ChunkTape>, Option<DeviceSaved>), Error> {
+    fn kept(self) -> Result<(Vec<ChunkTape>, Option<SharedSaved>), Error> {
         let kept = |places: Places| {
             Some(ChunkTape { received: places.received.into_inner()?, made: places.made.into_inner()? })
         };
@@ -235,22 +243,21 @@ impl ForwardOps<Arc<Stream>> for Step<'_> {
 
     fn shared(&self) -> Result<(), Error> {
         let Some(shared) = &self.placed.shared else { return Ok(()) };
-        self.beside.put(shared.forward(&self.placed.compute, self.placed.all(&self.routed.x)?)?)
+        let Routed { x, x_factors, gated, .. } = self.routed;
+        let rows = self.placed.all(x_factors.as_ref().unwrap_or(x).span()?, gated.tokens());
+        self.beside.put(shared.forward_shared(&self.placed.compute, rows)?)
     }
 
     fn experts(&self, chunk: usize, _: usize) -> Result<(), Error> {
         let (places, placed) = (&self.chunks[chunk], self.placed);
         let received = places.received()?;
-        let (rows, held) = placed.wide(places.rows.take()?)?;
+        let (rows, held) = placed.received(places.rows.take()?)?;
         held.map_or(Ok(()), |held| places.rows.put(held))?;
-        let (outputs, saved) = placed.experts.forward(&placed.compute, received.segments(&rows)?)?;
-        let output = received.handle.output();
-        if let Ok(output) = &output {
-            let weights = Some(span(&received.weights)?);
-            weigh(placed, (&outputs, received.handle.rows()), output, weights)?;
-        }
+        let (output, weights) = (received.handle.output(), span(&received.weights)?);
+        let (segments, returned) = (received.segments(&rows)?, placed.returned(&output)?);
+        let saved = placed.experts.forward(&placed.compute, segments, weights, returned)?;
         places.output.put(output)?;
-        places.made.put(Made { rows, outputs, saved })
+        places.made.put(Made { rows, saved })
     }
 
     fn combine(&self, chunk: usize, _: &Arc<Stream>) -> Result<(), Error> {
@@ -287,16 +294,4 @@ impl ForwardOps<Arc<Stream>> for Step<'_> {
             (None, None) => Ok(()),
         }
     }
-}
-
-/// Rows to where peers read them, perhaps times their weights, as elements.
-pub(super) fn weigh(
-    placed: &Placed,
-    (rows, n_rows): (&DeviceTensor, u32),
-    output: &ExpertOutput,
-    weights: Option<crate::device::ByteSpan<'_>>,
-) -> Result<(), Error> {
-    let shape = ([n_rows, placed.hidden as u32], placed.dtype);
-    let to = [rows.span()?, span(output.range()?)?];
-    Ok(placed.compute.kernels.weigh(&placed.compute.stream, shape, to, weights)?)
 }

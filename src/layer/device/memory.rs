@@ -121,6 +121,12 @@ pub(super) fn span(range: &DeviceRange) -> Result<ByteSpan<'_>, DeviceError> {
     range.span(0, range.len())
 }
 
+/// What lies from an offset on; nothing where that is behind the end.
+pub(super) fn from(range: &DeviceRange, offset: u64) -> Result<ByteSpan<'_>, DeviceError> {
+    let offset = offset.min(range.len());
+    range.span(offset, range.len() - offset)
+}
+
 /// Pinned memory of the host, used from front to end and again once the stream is idle.
 ///
 /// It never grows: the driver waits for its context when pinned memory is freed, and another stream

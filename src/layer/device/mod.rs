@@ -16,7 +16,8 @@
 //! **Bits** are those of the host's layer for the same input: products, SwiGLU, sums and roundings
 //! are kernels of ours with the host's order (`cuda/layer.cu`), where the host has fused
 //! multiply-adds and there is more than one expert. With [`Products::Cublas`] and
-//! [`Products::CublasTf32`] products are those of cuBLAS, and have its order.
+//! [`Products::CublasTf32`] products are those of cuBLAS, and have its order. With
+//! [`Products::CublasBf16`] their factors are bf16, too, and so is what lies between them.
 //!
 //! **The gate** chooses on the device where a kernel has all its settings and there are no losses
 //! ([`gate_place`](DeviceMoeLayer::gate_place)), otherwise on the host. A forward pass waits until
@@ -31,13 +32,18 @@
 //! ends the world.
 
 mod builder;
+mod chunk;
 mod device_tape;
 mod enqueue_backward;
 mod enqueue_forward;
 mod experts;
+mod gathered;
 mod memory;
 mod moe;
 mod products;
+mod swiglu_bf16;
+mod swiglu_f32;
+mod weights;
 
 pub use builder::DeviceMoeLayerBuilder;
 pub use device_tape::DeviceTape;

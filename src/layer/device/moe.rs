@@ -3,13 +3,14 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::device_tape::WideRows;
-use super::experts::{DeviceSegments, DeviceSwiGlu};
+use super::chunk::DeviceSegments;
+use super::device_tape::FactorRows;
+use super::experts::{DeviceSwiGlu, Returned};
 use super::memory::{DeviceTensor, HostStaging, span};
 use super::products::Compute;
-use crate::device::{DeviceRange, Kernels, Stream};
+use crate::device::{ByteSpan, DeviceRange, Stream};
 use crate::dtype::Dtype;
-use crate::ep::{ExpertParallel, ExpertRows, Handle, Place, RowCollective, RowPartition};
+use crate::ep::{ExpertOutput, ExpertParallel, ExpertRows, Handle, Place, RowCollective, RowPartition};
 use crate::error::{CallKind, DeviceError, Error, PlanError};
 use crate::gate::{Gate, GateConfig};
 use crate::layer::moe::{Plan, cause_of, refused_alike};
@@ -70,8 +71,6 @@ pub(super) struct Placed {
     pub hidden: usize,
     pub dtype: Dtype,
     pub compute: Compute,
-    /// Those of dispatch and combine, for gradients of routing weights.
-    pub ep_kernels: Kernels,
 }
 
 impl Placed {
@@ -97,20 +96,53 @@ impl Placed {
         Ok(wide)
     }
 
-    /// Received rows as f32. Rows that are not are returned: they must live until the stream of
-    /// transfers is behind what reads them.
-    pub fn wide(&self, rows: ExpertRows) -> Result<(WideRows, Option<ExpertRows>), Error> {
+    /// Rows as factors of the experts' products: where they lie, if they are of that type.
+    pub fn factors(&self, tensor: &DeviceRange) -> Result<FactorRows, DeviceError> {
+        match self.dtype == self.compute.factors() {
+            true => Ok(FactorRows::InPlace(tensor.clone(), None)),
+            false => Ok(FactorRows::Widened(self.widened(tensor)?)),
+        }
+    }
+
+    /// A copy of tokens for the shared expert, if there is one and takes them as they are: for
+    /// gradients, when the caller's may be gone. In f32 there is one already, for the router.
+    pub fn kept_factors(&self, tokens: &DeviceRange) -> Result<Option<DeviceTensor>, DeviceError> {
+        if self.shared.is_none() || self.compute.factors() == Dtype::F32 {
+            return Ok(None);
+        }
+        let copy = self.compute.memory.take(tokens.len())?;
+        self.compute.stream.copy(copy.span()?, span(tokens)?)?;
+        Ok(Some(copy))
+    }
+
+    /// Received rows as such factors. Rows of another type are returned: they must live until
+    /// the stream of transfers is behind what reads them.
+    pub fn received(&self, rows: ExpertRows) -> Result<(FactorRows, Option<ExpertRows>), Error> {
         let range = rows.range()?.part(0, u64::from(rows.len()) * self.row_bytes())?;
-        Ok(match self.dtype {
-            Dtype::F32 => (WideRows::Landed(range, rows), None),
-            _ => (WideRows::Widened(self.widened(&range)?), Some(rows)),
+        Ok(match self.factors(&range)? {
+            FactorRows::InPlace(range, _) => (FactorRows::InPlace(range, Some(rows)), None),
+            widened => (widened, Some(rows)),
         })
     }
 
-    /// All tokens, as the shared expert takes them.
-    pub fn all<'a>(&self, x: &'a DeviceTensor) -> Result<DeviceSegments<'a>, DeviceError> {
-        let rows = (x.range().len() / (self.hidden as u64 * 4)) as u32;
-        Ok(DeviceSegments { rows, values: x.span()?, counts: None })
+    /// So many tokens, as the shared expert takes them.
+    pub fn all<'a>(&self, values: ByteSpan<'a>, tokens: usize) -> DeviceSegments<'a> {
+        DeviceSegments { rows: tokens as u32, values, counts: None }
+    }
+
+    /// Rows of experts for peers, if there is memory for them.
+    pub fn returned<'a>(&self, output: &'a Result<ExpertOutput, Error>) -> Result<Returned<'a>, Error> {
+        let to = match output {
+            Ok(output) => Some(span(output.range()?)?),
+            Err(_) => None,
+        };
+        Ok(Returned { to, dtype: self.dtype })
+    }
+
+    /// Makes ready for a pass with the weights as they are.
+    pub fn refresh(&mut self) -> Result<(), DeviceError> {
+        self.experts.refresh(&self.compute)?;
+        self.shared.as_mut().map_or(Ok(()), |shared| shared.refresh(&self.compute))
     }
 }
 
@@ -141,13 +173,17 @@ impl DeviceMoeLayer {
 
     /// Weights of this rank's experts, f32, in the order of
     /// [`GroupedSwiGlu`](crate::layer::GroupedSwiGlu), to be changed likewise.
+    ///
+    /// With [`Products::CublasBf16`](super::Products::CublasBf16) the next pass makes their copy in
+    /// bf16 anew. So does each one in which a clone or a part of this range lives, and the one that
+    /// follows. An address alone says nothing to the layer: ask for the range before each change.
     pub fn experts(&self) -> &DeviceRange {
-        self.placed.experts.weights()
+        self.placed.experts.weights().hand_out()
     }
 
     /// Weights of the expert that all tokens pass, if there is one, likewise.
     pub fn shared(&self) -> Option<&DeviceRange> {
-        self.placed.shared.as_ref().map(DeviceSwiGlu::weights)
+        self.placed.shared.as_ref().map(|shared| shared.weights().hand_out())
     }
 
     /// Memory for a tensor of the caller's, such as an output; its contents are undefined. Work on

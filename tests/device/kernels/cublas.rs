@@ -8,7 +8,11 @@
 
 use std::time::Duration;
 
-use sidelane::device::{Blas, CudaGraph, GroupSegments, LayerKernels, MatmulArgs, MatmulShape, wheels};
+use half::bf16;
+use sidelane::Dtype;
+use sidelane::device::{
+    Bf16Product, Blas, Columns, CudaGraph, GroupSegments, LayerKernels, MatmulArgs, MatmulShape, wheels,
+};
 use sidelane::error::DeviceError;
 use stand_in_cuda::StandIn;
 
@@ -190,6 +194,105 @@ fn products_of_whole_numbers_are_to_the_bit_those_of_our_kernel() {
             let expected: Vec<f32> = case.device[2].read();
             assert!(made.iter().all(|made| *made == expected), "{:?} {:?}", case.shape, case.rows);
         }
+    });
+}
+
+/// Values of bf16, in a type.
+fn stored(device: &Device, dtype: Dtype, values: &[f32]) -> Buffer {
+    match dtype {
+        Dtype::Bf16 => {
+            let halves: Vec<u16> = values.iter().map(|&x| bf16::from_f32(x).to_bits()).collect();
+            Buffer::words(&device.context, &halves)
+        }
+        _ => Buffer::words(&device.context, values),
+    }
+}
+
+#[test]
+fn products_in_bf16_are_within_the_bound_of_their_sums() {
+    let test = "kernels::cublas::products_in_bf16_are_within_the_bound_of_their_sums";
+    with_kernels_each(test, &RUNS, |device| {
+        let ((blas, kernels), mut random, unit) = (load(device), Random(17), f64::powi(2.0, -24));
+        let some = |random: &mut Random| {
+            bf16::from_f32((random.next() >> 40) as f32 / (1 << 23) as f32 - 1.0).to_f32()
+        };
+        for out in [Dtype::Bf16, Dtype::F32].into_iter().cycle().take(60) {
+            let case = Case::new(device, &mut random, some);
+            // Sums without a term are f32.
+            let out = if matches!(case.shape, MatmulShape::Depth { .. }) { Dtype::F32 } else { out };
+            let [a, b, start] = &case.host;
+            let [a, b] = [a, b].map(|values| stored(device, Dtype::Bf16, values));
+            let made = stored(device, out, start);
+            let matmul = MatmulArgs { a: a.span(), b: b.span(), out: made.span(), ..case.args() };
+            blas.matmul_bf16(&kernels, &Bf16Product { matmul, b_columns: None, out }).unwrap();
+            device.stream.synchronize().unwrap();
+            let seen: Vec<f32> = match out {
+                Dtype::Bf16 => made.read::<u16>().into_iter().map(|x| bf16::from_bits(x).to_f32()).collect(),
+                _ => made.read(),
+            };
+            let mut expected = start.clone();
+            for (at, count, sum, size) in case.elements() {
+                let n = (count + 1) as f64 * unit;
+                let sums = n / (1.0 - n) * size;
+                let rounded = if out == Dtype::Bf16 { f64::powi(2.0, -8) } else { 0.0 };
+                let most = sums + rounded * (sum.abs() + sums);
+                let value = f64::from(seen[at]);
+                assert!((value - sum).abs() <= most, "{:?}: {value}, not {sum} +- {most}", case.shape);
+                expected[at] = seen[at];
+            }
+            assert!(seen == expected, "what is no element of the result stays");
+        }
+    });
+}
+
+#[test]
+fn gradients_take_some_columns_of_a_matrix() {
+    let test = "kernels::cublas::gradients_take_some_columns_of_a_matrix";
+    with_kernels_each(test, &RUNS, |device| {
+        let (blas, kernels) = load(device);
+        let (rows, wide, columns, first) = ([3_i64, 0, 2], 7, 4, 3);
+        let a = stored(device, Dtype::Bf16, &[2.0; 5 * 8]);
+        let values: Vec<f32> = (0..5 * wide).map(|at| at as f32).collect();
+        let b = stored(device, Dtype::Bf16, &values);
+        let out = Buffer::words(&device.context, &[1.0_f32; 3 * 8 * 4]);
+        let table = Buffer::words(&device.context, &[rows, rows].concat());
+        let segments = GroupSegments { table: table.span(), rows: &rows, padded: &rows };
+        let shape = MatmulShape::Depth { rows: 8, depth: 5, columns, apart: 8 * 4 };
+        let (a, to) = (a.span(), out.span());
+        let matmul = MatmulArgs { a, b: b.span(), out: to, shape, segments: Some(segments), add: false };
+        let some = |first| Some(Columns { first, row: wide });
+        let product = Bf16Product { matmul, b_columns: some(first), out: Dtype::F32 };
+        blas.matmul_bf16(&kernels, &product).unwrap();
+        device.stream.synchronize().unwrap();
+        let sum = |rows: std::ops::Range<u32>, column: u32| -> f32 {
+            rows.map(|row| 2.0 * (row * wide + first + column) as f32).sum()
+        };
+        let expected = |at: u32| match at / 32 {
+            0 => sum(0..3, at % 4),
+            1 => 0.0,
+            _ => sum(3..5, at % 4),
+        };
+        assert_eq!(out.read::<f32>(), (0..96).map(expected).collect::<Vec<f32>>());
+        let refused = |product: Bf16Product<'_>| blas.matmul_bf16(&kernels, &product).unwrap_err();
+        for error in [
+            refused(Bf16Product { b_columns: some(4), ..product }),
+            refused(Bf16Product { b_columns: Some(Columns { first: 9, row: wide }), ..product }),
+        ] {
+            assert!(matches!(error, DeviceError::Shape { what: "columns of b", given: 4, .. }), "{error}");
+        }
+        let short = MatmulArgs { b: b.part(0, 69), ..matmul };
+        let error = refused(Bf16Product { matmul: short, ..product });
+        assert!(matches!(error, DeviceError::TooSmall { what: "b", given: 69, needed: 70, .. }), "{error}");
+        let error = refused(Bf16Product { out: Dtype::F16, ..product });
+        assert!(matches!(error, DeviceError::NoSum { out: Dtype::F16, .. }), "{error}");
+        let shape = MatmulShape::Rows { rows: 5, depth: 0, columns, transposed: false, apart: 0 };
+        let matmul = MatmulArgs { shape, segments: None, ..matmul };
+        let error = refused(Bf16Product { matmul, b_columns: None, out: Dtype::Bf16 });
+        assert!(matches!(error, DeviceError::Shape { what: "terms of a sum", given: 0, .. }), "{error}");
+        let shape = MatmulShape::Rows { rows: 5, depth: 8, columns, transposed: false, apart: 0 };
+        let matmul = MatmulArgs { shape, ..matmul };
+        let error = refused(Bf16Product { matmul, b_columns: some(0), out: Dtype::F32 });
+        assert!(matches!(error, DeviceError::Shape { what: "columns of b", given: 7, .. }), "{error}");
     });
 }
 

@@ -272,36 +272,41 @@ fn runs_are_gathered_from_all_matrices() {
     let test = "kernels::layer::runs_are_gathered_from_all_matrices";
     with_kernels(test, |Device { context, stream, .. }| {
         let kernels = LayerKernels::load(context).unwrap();
-        // Runs at multiples of 16 bytes, which move in vectors, and others.
-        for columns in [5, 4, 260] {
-            let matrices = [some(&mut Random(7), 300 * columns), some(&mut Random(8), 40 * columns)];
-            let of_matrices = matrices.each_ref().map(|values| Buffer::words(context, values));
+        // Runs at multiples of 16 bytes, which move in vectors, and others: words, and halves.
+        for row in [20, 16, 1040, 10, 26] {
+            let bytes = |seed, rows| -> Vec<u8> {
+                let mut random = Random(seed);
+                (0..rows * row).map(|_| random.next() as u8).collect()
+            };
+            let matrices = [bytes(7, 300), bytes(8, 40)];
+            let of_matrices = matrices.each_ref().map(|values| Buffer::of(context, values));
             let spans: Vec<ByteSpan<'_>> = of_matrices.iter().map(Buffer::span).collect();
             let table = Buffer::new(context, 16);
             let run = |matrix, first, rows, to| GatherRun { matrix, first, rows, to };
             let runs = [run(0, 0, 2, 3), run(1, 39, 1, 0), run(0, 17, 283, 5), run(1, 0, 2, 1)];
             let of_runs = Buffer::words(context, &runs);
-            let out = Buffer::new(context, 290 * columns as u64 * 4);
+            let out = Buffer::new(context, 290 * row as u64);
             let listed = GatherRuns::new(&runs, of_runs.range());
-            let gather = |columns: u32, matrices: &[ByteSpan<'_>], out| {
-                kernels.gather(stream, (&listed, columns), matrices, table.range(), out)
+            let gather = |row: u64, matrices: &[ByteSpan<'_>], out| {
+                kernels.gather(stream, (&listed, row), matrices, table.range(), out)
             };
-            gather(columns as u32, &spans, out.span()).unwrap();
-            for (matrices, out, what) in [
-                (&spans[..1], out.span(), "matrices"),
-                (&spans, out.part(0, 288 * 4 * columns as u64 - 1), "out"),
-            ] {
-                let refused = gather(columns as u32, matrices, out).unwrap_err();
+            gather(row as u64, &spans, out.span()).unwrap();
+            for (matrices, out, what) in
+                [(&spans[..1], out.span(), "matrices"), (&spans, out.part(0, 288 * row as u64 - 1), "out")]
+            {
+                let refused = gather(row as u64, matrices, out).unwrap_err();
                 assert!(matches!(refused, DeviceError::TooSmall { what: seen, .. } if seen == what));
             }
+            let refused = gather(9, &spans, out.span()).unwrap_err();
+            assert!(matches!(refused, DeviceError::Shape { what: "bytes of a row", given: 9, .. }));
             stream.synchronize().unwrap();
-            let mut expected = vec![f32::from_ne_bytes([POISON; 4]).to_bits(); 290 * columns];
+            let mut expected = vec![POISON; 290 * row];
             for GatherRun { matrix, first, rows, to } in runs {
-                let [first, rows, to] = [first, rows, to].map(|number| number as usize * columns);
+                let [first, rows, to] = [first, rows, to].map(|number| number as usize * row);
                 let from = &matrices[matrix as usize][first..first + rows];
-                expected[to..to + rows].copy_from_slice(&bits(from));
+                expected[to..to + rows].copy_from_slice(from);
             }
-            assert!(out.read::<u32>() == expected, "{columns} columns");
+            assert!(out.content() == expected, "rows of {row} bytes");
         }
     });
 }

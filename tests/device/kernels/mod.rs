@@ -19,6 +19,7 @@ mod regroup;
 mod sort_choices;
 mod sum;
 mod sum_choices;
+mod swiglu_bf16;
 pub mod world;
 
 use std::path::Path;

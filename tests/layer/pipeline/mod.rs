@@ -1,6 +1,8 @@
 //! The MoE layer: against its formula, against finite differences, and against itself in other
 //! chunks; and its behavior when a part fails.
 
+mod bf16;
+mod bf16_reference;
 mod bits;
 mod case;
 mod cublas;

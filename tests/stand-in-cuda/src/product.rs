@@ -2,7 +2,10 @@
 //!
 //! By the seed sums go from the last term to the first, each rounded, or are exact to the last
 //! rounding. Real libraries have other orders again, and no caller may count on one. Factors in
-//! TF32 lose their last 13 bits, by the seed cut off or rounded: no manual says which.
+//! TF32 lose their last 13 bits, by the seed cut off or rounded: no manual says which. A sum for a
+//! result of two bytes is made in halves, each rounded to that type, unless the caller forbids it.
+
+use std::ops::Range;
 
 use crate::code::Result;
 use crate::memory::Engine;
@@ -39,7 +42,12 @@ pub struct Product {
     pub order: Order,
     /// Whether factors are those of TF32.
     pub tf32: bool,
+    /// Whether parts of a sum may be rounded to the type of the result.
+    pub reduced: bool,
 }
+
+/// Where columns of matrices begin that tensor cores multiply in grouped calls.
+const VECTOR: u64 = 16;
 
 impl Kind {
     pub fn of(number: i32) -> Option<Kind> {
@@ -61,6 +69,14 @@ impl Kind {
                 f32::from_bits(u32::from(bits) << 16)
             }
         }
+    }
+
+    /// As it is read again.
+    fn rounded(self, value: f32) -> f32 {
+        let mut bytes = [0; 4];
+        let bytes = &mut bytes[..self.size()];
+        self.write(value, bytes);
+        self.read(bytes)
     }
 
     /// Ties to even. Values are no NaN that rounding could turn into another number.
@@ -105,6 +121,24 @@ impl Matrix {
 }
 
 impl Product {
+    pub fn is_empty(&self) -> bool {
+        self.sides.contains(&0)
+    }
+
+    /// With addresses, if these are multiples of their elements.
+    pub fn placed(self, at: [u64; 3]) -> Option<Product> {
+        let straight = |(&at, kind): (&u64, &Kind)| at != 0 && at.is_multiple_of(kind.size() as u64);
+        at.iter().zip(&self.kinds).all(straight).then_some(Product { at, ..self })
+    }
+
+    /// The same for a grouped call: there tensor cores take columns in vectors alone.
+    pub fn placed_in_group(self, at: [u64; 3]) -> Option<Product> {
+        let placed = self.placed(at)?;
+        let pitches = self.pitches.iter().zip(self.kinds).map(|(&pitch, kind)| (pitch * kind.size()) as u64);
+        let vectors = at.into_iter().chain(pitches).all(|at| at.is_multiple_of(VECTOR));
+        (vectors || !(self.tf32 || self.kinds[0] == Kind::Bf16)).then_some(placed)
+    }
+
     /// Reads, multiplies and writes. All sides are at least 1.
     pub fn run(&self, engine: &Engine) -> Result<()> {
         let Product { transposed: [op_a, op_b], sides: [m, n, k], alpha, beta, .. } = *self;
@@ -122,12 +156,18 @@ impl Product {
         let mut made = vec![0; m * kind.size()];
         for column in 0..n {
             for (row, bytes) in made.chunks_exact_mut(kind.size()).enumerate() {
-                let terms = (0..k).rev().map(|depth| term(row, column, depth));
-                let sum = match self.order {
-                    Order::Backward => terms.fold(0.0_f32, |sum, (left, right)| sum + left * right),
-                    Order::Exact => {
-                        terms.map(|(left, right)| f64::from(left) * f64::from(right)).sum::<f64>() as f32
+                let sum_of = |depths: Range<usize>| {
+                    let terms = depths.rev().map(|depth| term(row, column, depth));
+                    match self.order {
+                        Order::Backward => terms.fold(0.0_f32, |sum, (left, right)| sum + left * right),
+                        Order::Exact => {
+                            terms.map(|(left, right)| f64::from(left) * f64::from(right)).sum::<f64>() as f32
+                        }
                     }
+                };
+                let sum = match self.reduced && kind == Kind::Bf16 {
+                    true => kind.rounded(sum_of(k / 2..k)) + kind.rounded(sum_of(0..k / 2)),
+                    false => sum_of(0..k),
                 };
                 let more = before.as_ref().map_or(0.0, |before| beta * before.at(row, column));
                 kind.write(alpha * sum + more, bytes);

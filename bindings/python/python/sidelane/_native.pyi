@@ -325,7 +325,7 @@ class MoeLayer:
         device: Any = None,
         stream: int | None = None,
         tapes: int = 1,
-        products: Literal["own", "cublas", "cublas-tf32"] = "own",
+        products: Literal["own", "cublas", "cublas-tf32", "cublas-bf16"] = "own",
         device_heap: int | None = None,
         max_blocks: int | None = None,
     ) -> Self: ...

@@ -59,6 +59,10 @@ const GROUPED_SINCE: c_int = 120_500;
 const SUMS_IN_F32: c_int = 68;
 const FACTORS_IN_TF32: c_int = 77;
 
+/// `CUBLAS_DEFAULT_MATH` and `CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION`.
+const REDUCED_SUMS: c_int = 0;
+const NO_REDUCED_SUMS: c_int = 16;
+
 /// Alignment of a workspace, and bytes that a product writes there.
 const ALIGNMENT: u64 = 256;
 const SCRATCH: u64 = 4096;
@@ -68,6 +72,8 @@ struct Handle {
     device: usize,
     stream: Mutex<Option<Arc<Stream>>>,
     workspace: Mutex<Option<(u64, u64)>>,
+    /// Whether parts of sums may be rounded to the type of their result.
+    reduced: AtomicBool,
     loaded: AtomicBool,
 }
 
@@ -101,6 +107,7 @@ extern "C" fn cublasCreate_v2(out: Out<usize>) -> c_int {
             device: context.device,
             stream: Mutex::default(),
             workspace: Mutex::default(),
+            reduced: AtomicBool::new(true),
             loaded: AtomicBool::new(settings()?.eager),
         };
         Ok(out.put(HANDLES.insert(Arc::new(handle)))?)
@@ -170,7 +177,14 @@ fn set(number: usize, mode: c_int) -> c_int {
 
 #[unsafe(no_mangle)]
 extern "C" fn cublasSetMathMode(number: usize, mode: c_int) -> c_int {
-    set(number, mode)
+    answer(|| {
+        let handle = handle(number)?;
+        if ![REDUCED_SUMS, NO_REDUCED_SUMS].contains(&mode) {
+            return Err(Status::NOT_SUPPORTED);
+        }
+        handle.reduced.store(mode == REDUCED_SUMS, Ordering::Release);
+        Ok(())
+    })
 }
 
 #[unsafe(no_mangle)]
@@ -186,9 +200,17 @@ extern "C" fn cublasSetPointerMode_v2(number: usize, mode: c_int) -> c_int {
 /// A matrix of a product as callers describe it: type and pitch.
 type Described = (c_int, c_int);
 
+/// The calls that take a product: a grouped one lists no result of another type than its factors.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Call {
+    One,
+    Grouped,
+}
+
 /// The product without its addresses, if all of it makes sense. Nobody promises sums without a
 /// term.
 fn product(
+    (handle, call): (&Handle, Call),
     ops: [c_int; 2],
     sides: [c_int; 3],
     matrices: [Described; 3],
@@ -199,7 +221,8 @@ fn product(
     let [Some(a), Some(b), Some(c)] = kinds else { return Err(Status::NOT_SUPPORTED) };
     let tf32 = compute == FACTORS_IN_TF32;
     let known = compute == SUMS_IN_F32 || (tf32 && a == Kind::F32);
-    if !known || a != b || (c != a && c != Kind::F32) {
+    let result = c == a || (c == Kind::F32 && call == Call::One);
+    if !known || a != b || !result {
         return Err(Status::NOT_SUPPORTED);
     }
     let [m, n, k] = sides;
@@ -219,20 +242,9 @@ fn product(
         alpha: alpha?,
         beta: beta?,
         tf32,
+        reduced: handle.reduced.load(Ordering::Acquire),
         order: if settings()?.seed.is_multiple_of(2) { Order::Backward } else { Order::Exact },
     })
-}
-
-impl Product {
-    fn is_empty(&self) -> bool {
-        self.sides.contains(&0)
-    }
-
-    /// With addresses, if these are multiples of their elements.
-    fn placed(self, at: [u64; 3]) -> Option<Product> {
-        let straight = |(&at, kind): (&u64, &Kind)| at != 0 && at.is_multiple_of(kind.size() as u64);
-        at.iter().zip(&self.kinds).all(straight).then_some(Product { at, ..self })
-    }
 }
 
 impl Handle {
@@ -291,7 +303,8 @@ extern "C" fn cublasGemmEx(
     answer(|| {
         let handle = handle(number)?;
         let matrices = [(a_kind, a_pitch), (b_kind, b_pitch), (c_kind, c_pitch)];
-        let product = product([op_a, op_b], [m, n, k], matrices, [alpha, beta], compute)?;
+        let product =
+            product((&handle, Call::One), [op_a, op_b], [m, n, k], matrices, [alpha, beta], compute)?;
         if product.is_empty() {
             return Ok(());
         }
@@ -341,7 +354,8 @@ extern "C" fn cublasGemmGroupedBatchedEx(
             let matrices = [(a_kind, a_pitch[group]), (b_kind, b_pitch[group]), (c_kind, c_pitch[group])];
             let factors = [In::of(&alphas[group]), In::of(&betas[group])];
             let sides = [m[group], n[group], k[group]];
-            let one = product([op_a[group], op_b[group]], sides, matrices, factors, compute)?;
+            let ops = [op_a[group], op_b[group]];
+            let one = product((&handle, Call::Grouped), ops, sides, matrices, factors, compute)?;
             let count = usize::try_from(members[group]).map_err(|_| Status::INVALID_VALUE)?;
             products.extend(std::iter::repeat_n(one, count));
         }
@@ -359,7 +373,7 @@ extern "C" fn cublasGemmGroupedBatchedEx(
             let (a, b, c) = (read(a)?, read(b)?, read(c)?);
             // Groups go in no order; the last first is one.
             for (nth, product) in products.iter().enumerate().rev().filter(|(_, one)| !one.is_empty()) {
-                let placed = product.placed([a[nth], b[nth], c[nth]]);
+                let placed = product.placed_in_group([a[nth], b[nth], c[nth]]);
                 placed.ok_or(Code::ILLEGAL_ADDRESS)?.run(engine)?;
             }
             Ok(())

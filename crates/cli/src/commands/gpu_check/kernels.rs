@@ -1,5 +1,5 @@
 //! Kernels against their definitions, on random and special values: sums and gates to the bit,
-//! products of whole numbers exactly.
+//! products of whole numbers exactly, those of experts within the bounds of their roundings.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -17,6 +17,7 @@ use sidelane_verify::reference::Real;
 
 use super::Task;
 use super::bench::{Gpu, equal, random, random_bytes, same};
+use super::expert_products::{ExpertProducts, Sizes, WAYS};
 use super::report::{About, Checks, State};
 use super::wheels;
 use crate::error::CliError;
@@ -29,6 +30,9 @@ const SPECIAL: [u32; 16] = [
 
 const RANKS: u32 = 8;
 const TOKENS: u32 = 96;
+
+/// Products of experts, some of which have fewer rows.
+const SIZES: Sizes = Sizes { experts: 8, rows: 64, depth: 512, columns: 256 };
 
 const GATES: [(Preset, u32, u32); 3] =
     [(Preset::Mixtral, 8, 2), (Preset::Qwen3, 128, 8), (Preset::DeepseekV3, 256, 8)];
@@ -57,6 +61,16 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
             checks.check(about, || bench.product(blas.name(), |product| blas.product(product)))?;
         }
         Err(error) => checks.tell(about, State::Skipped, format!("{error}: our own product is used"))?,
+    }
+    let sizes = bench.gpu.task.few(SIZES, Sizes { rows: 24, depth: 64, columns: 48, ..SIZES });
+    let products = ExpertProducts::new(&bench.gpu, sizes)?;
+    for way in WAYS {
+        let what = format!("products of experts, {}", way.name());
+        let about = About::new(&what, "cuBLAS's are within the bound of their roundings");
+        match &products {
+            Some(products) => checks.check(about, || products.check(way)).map(drop)?,
+            None => checks.tell(about, State::Skipped, "no cuBLAS was found".to_owned())?,
+        }
     }
     Ok(())
 }

@@ -34,6 +34,7 @@ mod calibrate;
 mod costs;
 mod driver;
 mod exchange;
+mod expert_products;
 mod interference;
 mod kernels;
 mod products;

@@ -3,6 +3,7 @@
 //! ```text
 //!   slots         x --pack--> slots .. --regroup--> rows .. --sum--> out
 //!   exact sizes   ids --counts, sort--> order     x --permute--> rows .. --sum of choices--> out
+//!   experts       rows --product of cuBLAS--> rows      in f32, in TF32, with factors of bf16
 //! ```
 //!
 //! The rate of a kernel that moves rows says how far it is from the memory's. Kernels that read
@@ -18,7 +19,8 @@ use sidelane_testkit::device::whole;
 use super::Task;
 use super::bench::{self, Gpu, Timer};
 use super::blocks::{RANKS, Rows, TOP_K, expert_of, ranks_of};
-use super::report::{About, Checks};
+use super::expert_products::{ExpertProducts, Sizes, WAYS, Way};
+use super::report::{About, Checks, State};
 use crate::error::CliError;
 use crate::stats::summary;
 
@@ -28,6 +30,9 @@ pub const SORTED_CHOICE: &str = "a choice of many, sorted by expert";
 pub const SMALL_KERNEL: &str = "a kernel of one row, in a row of 64";
 /// Kernels of one row, one behind the other.
 const SMALL: usize = 64;
+
+/// Those of 4,096 tokens and top-8 of OLMoE's sizes.
+const EXPERT_SIZES: Sizes = Sizes { experts: 64, rows: 512, depth: 2048, columns: 1024 };
 
 /// Experts of all ranks where sizes are exact.
 const EXPERTS: u32 = 256;
@@ -62,7 +67,39 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     rates.rate("sum of choices", Some(choices + all), || exact.sum(&rows))?;
     // After a fault kernels move nothing, and look fast.
     let status = gpu.read(stream, &rows.words)?[8..12].iter().map(|&byte| u64::from(byte)).sum();
-    bench::equal("the status of all kernels", status, 0)
+    bench::equal("the status of all kernels", status, 0)?;
+    drop((exact, rows));
+    products(&gpu, checks)
+}
+
+/// Rows of a layer's experts times their matrices, and the gradient of these.
+fn products(gpu: &Gpu, checks: &mut Checks) -> Result<(), CliError> {
+    let shows = "how long the experts of a layer take";
+    let sizes = gpu.task.few(EXPERT_SIZES, Sizes { experts: 4, rows: 16, depth: 64, columns: 32 });
+    let Some(products) = ExpertProducts::new(gpu, sizes)? else {
+        let about = About::new("products of experts", shows);
+        return checks.tell(about, State::Skipped, "no cuBLAS was found".to_owned());
+    };
+    let (mut timer, rounds) = (Timer::new(gpu)?, (gpu.task.few(20, 3), 1));
+    for way in WAYS {
+        for (what, gradient) in [("products of experts", false), ("gradients of experts", true)] {
+            // Gradients are added up further, so they are f32.
+            if gradient && way == Way::Bf16(Dtype::Bf16) {
+                continue;
+            }
+            let enqueue = || if gradient { products.gradient(way) } else { products.rows(way) };
+            // Where kernels are loaded lazily the first product waits for the device, which would
+            // wait for the timer's gate.
+            enqueue()?;
+            gpu.finish(products.stream(), "the first product")?;
+            let samples = timer.time(gpu, products.stream(), rounds, enqueue)?.device;
+            let tflops = sizes.operations() / summary(&samples).p50_us.max(1e-6) / 1e6;
+            let found = format!("{tflops:.0} TFLOP/s; {}, by {}", sizes.told(), products.name());
+            let what = format!("{what}, {}", way.name());
+            checks.measured(About::new(&what, shows), &samples, found)?;
+        }
+    }
+    Ok(())
 }
 
 struct Rates<'a> {
