@@ -120,8 +120,8 @@ impl World {
     /// Waits as a spare until a world of the job takes this process in ([`World::grow`]). Returns
     /// that world. The identity tells the job, and where its ranks meet: the address is that of the
     /// machine of the world's rank 0. Its rank and size are ignored; whether all ranks are on one
-    /// machine is not. Sizes of memory, the lane, the emulated link and the fingerprint must be
-    /// those of the ranks. So must the timeouts, which no rank compares.
+    /// machine is not. Sizes of memory, the lane, the emulated link, the liveness limit and the
+    /// fingerprint must be those of the ranks. So must the other timeouts, which no rank compares.
     ///
     /// A spare that is cut off from rank 0 asks again as soon as rank 0 has been silent for longer
     /// than the liveness limit.
@@ -525,13 +525,14 @@ pub(super) fn oversubscribed(machines: &[Location], rank: u32, threads: usize) -
 
 /// The settings that all ranks must share, for a spare that asks to join them.
 fn shared_settings(options: &Options) -> Vec<Setting> {
-    let Options { config, net, emulated_link, job_fingerprint, .. } = options;
+    let Options { config, timeouts, net, emulated_link, job_fingerprint, .. } = options;
     let link = emulated_link.map(|link| format!("{}/{}", link.bytes_per_second, link.latency.as_nanos()));
     let settings = [
         ("SIDELANE_HEAP", config.heap.to_string()),
         ("SIDELANE_SYMMETRIC", config.symmetric.to_string()),
         ("SIDELANE_EMULATED_LINK", link.unwrap_or_default()),
         ("SIDELANE_NET", net.name().to_owned()),
+        ("SIDELANE_LIVENESS_MS", timeouts.liveness.as_millis().to_string()),
         ("job_fingerprint", job_fingerprint.clone()),
     ];
     settings.map(|(name, value)| Setting { name: name.to_owned(), value }).to_vec()

@@ -148,23 +148,25 @@ fn spare_that_dies_while_it_is_taken_in_is_named_and_the_old_world_goes_on() {
 }
 
 #[test]
-fn spare_with_another_heap_is_refused_by_name_and_the_ranks_take_the_next_one_in() {
-    let mut job = Setup::new(2).spare().spare().var_of(2, "SIDELANE_HEAP", "16M").join();
-    // It asks once the other one was refused.
-    job.stop(3);
-    job.tell(0..2, Command::Grow);
-    let refusal = Failure::SettingsDiffer { setting: "SIDELANE_HEAP".to_owned() };
-    assert_eq!(job.hear([2])[&2].said, Report::Failed(refusal));
-    job.wake(3);
-    let processes = [0, 1, 3];
-    for (expected, (process, heard)) in (0..).zip(job.hear(processes)) {
-        let Report::Joined { rank, size: 3, .. } = heard.said else {
-            panic!("process {process}: {:?}", heard.said)
-        };
-        assert_eq!(rank, expected, "process {process}");
+fn spare_with_another_setting_is_refused_by_name_and_the_ranks_take_the_next_one_in() {
+    for (setting, other) in [("SIDELANE_HEAP", "16M"), ("SIDELANE_LIVENESS_MS", "9000")] {
+        let mut job = Setup::new(2).spare().spare().var_of(2, setting, other).join();
+        // It asks once the other one was refused.
+        job.stop(3);
+        job.tell(0..2, Command::Grow);
+        let refusal = Failure::SettingsDiffer { setting: setting.to_owned() };
+        assert_eq!(job.hear([2])[&2].said, Report::Failed(refusal));
+        job.wake(3);
+        let processes = [0, 1, 3];
+        for (expected, (process, heard)) in (0..).zip(job.hear(processes)) {
+            let Report::Joined { rank, size: 3, .. } = heard.said else {
+                panic!("process {process}: {:?}", heard.said)
+            };
+            assert_eq!(rank, expected, "process {process}");
+        }
+        job.verify(processes, 5);
+        job.end(processes);
     }
-    job.verify(processes, 5);
-    job.end(processes);
 }
 
 #[test]

@@ -301,6 +301,14 @@ enum sidelane_status_t
     // Experts of a whole layer failed or took too long, or a layer on a device does not have what
     // was asked for.
     SIDELANE_ERROR_LAYER = 25,
+    // No spare asked while the world waited to grow. The world lives.
+    SIDELANE_ERROR_NO_SPARE = 26,
+    // A spare was lost while the world took it in; the message names its rank. The world lives.
+    SIDELANE_ERROR_SPARE_LOST = 27,
+    // Another rank could not go on to the larger world; the message names it. The world lives.
+    SIDELANE_ERROR_NOT_GROWN = 28,
+    // This spare has other settings than the ranks; the message names the first.
+    SIDELANE_ERROR_SETTINGS_DIFFER = 29,
 };
 #ifndef __cplusplus
 #if __STDC_VERSION__ >= 202311L
@@ -1172,6 +1180,16 @@ const char *sidelane_last_message(void);
 // The caller guarantees: pointers are NULL or valid; `options` is as large as its size says.
 sidelane_status_t sidelane_world_from_env(const sidelane_world_options_t *options, sidelane_world_t **world);
 
+// Waits as a spare until a world of the job that the environment describes takes this process in
+// (sidelane_world_grow), at most for `deadline_ms`. The environment is that of a rank, whichever.
+// Options must be those of the ranks, or this fails with SIDELANE_ERROR_SETTINGS_DIFFER. After an
+// error of a growth that failed, call it again.
+//
+// The caller guarantees: pointers are NULL or valid; `options` is as large as its size says.
+sidelane_status_t sidelane_world_spare(const sidelane_world_options_t *options,
+                                       uint64_t deadline_ms,
+                                       sidelane_world_t **world);
+
 // Describes a world.
 //
 // The caller guarantees: `info` is NULL, or as large as its size says.
@@ -1195,7 +1213,20 @@ sidelane_status_t sidelane_world_rebuild(sidelane_world_t *world,
                                          uint32_t at_least,
                                          sidelane_world_t **rebuilt);
 
-// For each of `ranks` ranks, its rank in the world before the rebuild.
+// A larger world, with the spares that ask for it, behind the ranks of this one. Collective among
+// all ranks, between two steps. Rank 0 waits for a first spare at most for `deadline_ms`. The
+// larger world begins with all ranks and all spares, and ends this one, or it does not begin: this
+// one lives on after SIDELANE_ERROR_NO_SPARE, SIDELANE_ERROR_SPARE_LOST, SIDELANE_ERROR_NOT_GROWN,
+// and the error of a rank that could not build its part. The old world and its objects stay
+// readable until they are closed.
+//
+// The caller guarantees: `grown` is NULL or valid.
+sidelane_status_t sidelane_world_grow(sidelane_world_t *world,
+                                      uint64_t deadline_ms,
+                                      sidelane_world_t **grown);
+
+// For each of `ranks` ranks, its rank in the world before, and UINT32_MAX for a spare that joined
+// this world.
 //
 // The caller guarantees: `previous` is NULL, or `ranks` numbers may be written there.
 sidelane_status_t sidelane_world_previous_ranks(sidelane_world_t *world, uint32_t *previous, uint32_t ranks);

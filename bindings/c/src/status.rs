@@ -1,6 +1,7 @@
 //! Outcome of a call, as a number.
 
 use sidelane::Error;
+use sidelane::error::BootstrapError::{NoSpare, NotGrown, SettingsDiffer, SpareLost};
 use sidelane::error::OverlapError;
 
 use crate::fault::Fault;
@@ -46,10 +47,18 @@ pub enum Status {
     /// Experts of a whole layer failed or took too long, or a layer on a device does not have what
     /// was asked for.
     SIDELANE_ERROR_LAYER = 25,
+    /// No spare asked while the world waited to grow. The world lives.
+    SIDELANE_ERROR_NO_SPARE = 26,
+    /// A spare was lost while the world took it in; the message names its rank. The world lives.
+    SIDELANE_ERROR_SPARE_LOST = 27,
+    /// Another rank could not go on to the larger world; the message names it. The world lives.
+    SIDELANE_ERROR_NOT_GROWN = 28,
+    /// This spare has other settings than the ranks; the message names the first.
+    SIDELANE_ERROR_SETTINGS_DIFFER = 29,
 }
 
 impl Status {
-    const ALL: [Status; 16] = [
+    const ALL: [Status; 20] = [
         Status::SIDELANE_OK,
         Status::SIDELANE_ERROR_ARGUMENT,
         Status::SIDELANE_ERROR_HANDLE,
@@ -66,6 +75,10 @@ impl Status {
         Status::SIDELANE_ERROR_PLAN,
         Status::SIDELANE_ERROR_CALL,
         Status::SIDELANE_ERROR_LAYER,
+        Status::SIDELANE_ERROR_NO_SPARE,
+        Status::SIDELANE_ERROR_SPARE_LOST,
+        Status::SIDELANE_ERROR_NOT_GROWN,
+        Status::SIDELANE_ERROR_SETTINGS_DIFFER,
     ];
 
     /// The status with this number.
@@ -91,6 +104,10 @@ impl Status {
             Status::SIDELANE_ERROR_PLAN => c"SIDELANE_ERROR_PLAN",
             Status::SIDELANE_ERROR_CALL => c"SIDELANE_ERROR_CALL",
             Status::SIDELANE_ERROR_LAYER => c"SIDELANE_ERROR_LAYER",
+            Status::SIDELANE_ERROR_NO_SPARE => c"SIDELANE_ERROR_NO_SPARE",
+            Status::SIDELANE_ERROR_SPARE_LOST => c"SIDELANE_ERROR_SPARE_LOST",
+            Status::SIDELANE_ERROR_NOT_GROWN => c"SIDELANE_ERROR_NOT_GROWN",
+            Status::SIDELANE_ERROR_SETTINGS_DIFFER => c"SIDELANE_ERROR_SETTINGS_DIFFER",
         }
     }
 }
@@ -111,6 +128,10 @@ impl From<&Fault> for Status {
 impl From<&Error> for Status {
     fn from(error: &Error) -> Status {
         match error {
+            Error::Bootstrap(NoSpare { .. }) => Status::SIDELANE_ERROR_NO_SPARE,
+            Error::Bootstrap(SpareLost { .. }) => Status::SIDELANE_ERROR_SPARE_LOST,
+            Error::Bootstrap(NotGrown { .. }) => Status::SIDELANE_ERROR_NOT_GROWN,
+            Error::Bootstrap(SettingsDiffer { .. }) => Status::SIDELANE_ERROR_SETTINGS_DIFFER,
             Error::Bootstrap(_) => Status::SIDELANE_ERROR_BOOTSTRAP,
             Error::World(_) => Status::SIDELANE_ERROR_WORLD,
             Error::Memory(_) => Status::SIDELANE_ERROR_MEMORY,

@@ -24,6 +24,13 @@ fn a_lost_rank_is_named_and_the_survivors_go_on() {
 }
 
 #[test]
+fn a_world_takes_a_spare_in_after_growths_that_failed() {
+    let program = compiled(&Path::new(PACKAGE).join("tests/growth.c"), "growth", Linked::Shared);
+    let out = succeeded(&launch(1, 3).arg(program).output().expect("it starts"), "growth");
+    assert_eq!(out.matches("of 3 is in").count(), 3, "{out}");
+}
+
+#[test]
 fn every_mistake_with_devices_is_named_on_both_ranks_and_the_next_call_works() {
     let source = Path::new(PACKAGE).join("tests/gpu_refusals.c");
     let program = compiled(&source, "gpu_refusals", Linked::WithDriver);

@@ -134,6 +134,33 @@ pub fn close_all(py: Python<'_>) {
     py.detach(|| open.iter().filter_map(Weak::upgrade).for_each(|open_world| open_world.close()));
 }
 
+/// A job, as variables describe it, those of the environment behind them.
+struct Described {
+    identity: Identity,
+    secret: Option<Secret>,
+    options: Options,
+}
+
+impl Described {
+    fn by(variables: HashMap<String, String>) -> Result<Self, sidelane::Error> {
+        let lookup = move |name: &str| variables.get(name).cloned().or_else(|| std::env::var(name).ok());
+        let (config, timeouts) = (Config::from_vars(&lookup)?, Timeouts::from_vars(&lookup)?);
+        let options = Options { config, timeouts, ..Options::from_env()? };
+        Ok(Described {
+            identity: Identity::from_vars(&lookup)?,
+            secret: Secret::from_vars(&lookup)?,
+            options,
+        })
+    }
+}
+
+/// A deadline of so many seconds.
+fn limit(deadline: f64) -> PyResult<Duration> {
+    Duration::try_from_secs_f64(deadline).map_err(|error| {
+        Wrong::Input.error("Setting", &format!("deadline: {error}"), &[("setting", "deadline".into())])
+    })
+}
+
 /// All ranks of a job, as one of them sees it.
 #[pyclass(frozen, module = "sidelane")]
 pub struct World {
@@ -146,11 +173,21 @@ impl World {
     #[staticmethod]
     fn join(py: Python<'_>, variables: HashMap<String, String>) -> PyResult<Self> {
         check_fork()?;
-        let lookup = move |name: &str| variables.get(name).cloned().or_else(|| std::env::var(name).ok());
         let world = wait::joining(py, move || {
-            let timeouts = Timeouts::from_vars(&lookup)?;
-            let options = Options { config: Config::from_vars(&lookup)?, timeouts, ..Options::from_env()? };
-            sidelane::World::join(&Identity::from_vars(&lookup)?, Secret::from_vars(&lookup)?, options)
+            let Described { identity, secret, options } = Described::by(variables)?;
+            sidelane::World::join(&identity, secret, options)
+        })?;
+        Ok(World { open_world: OpenWorld::new(world) })
+    }
+
+    /// Waits as a spare until a world of that job takes this process in, for so many seconds.
+    #[staticmethod]
+    fn spare(py: Python<'_>, variables: HashMap<String, String>, deadline: f64) -> PyResult<Self> {
+        check_fork()?;
+        let deadline = limit(deadline)?;
+        let world = wait::joining(py, move || {
+            let Described { identity, secret, options } = Described::by(variables)?;
+            sidelane::World::spare(&identity, secret, options, deadline)
         })?;
         Ok(World { open_world: OpenWorld::new(world) })
     }
@@ -177,7 +214,8 @@ impl World {
         Ok((0..world.size()).map(|rank| world.nodes().node_of(rank)).collect())
     }
 
-    /// For each rank, its rank in the world before the rebuild.
+    /// For each rank, its rank in the world before. Spares that joined this world are behind those,
+    /// and have none.
     #[getter]
     fn previous_ranks(&self) -> PyResult<Vec<u32>> {
         Ok(self.open_world.world()?.previous_ranks().to_vec())
@@ -210,10 +248,19 @@ impl World {
     fn rebuild(&self, py: Python<'_>, deadline: f64, at_least: Option<u32>) -> PyResult<World> {
         let world = self.open_world.world()?;
         let at_least = at_least.unwrap_or(world.size() / 2 + 1);
-        let deadline = Duration::try_from_secs_f64(deadline).map_err(|error| {
-            Wrong::Input.error("Setting", &format!("deadline: {error}"), &[("setting", "deadline".into())])
-        })?;
+        let deadline = limit(deadline)?;
         let next = wait::joining(py, move || world.rebuild(deadline, at_least))?;
+        Ok(World { open_world: OpenWorld::new(next) })
+    }
+
+    /// A larger world, with the spares that ask for it; rank 0 waits for so many seconds for a
+    /// first one. All ranks call it, between two steps. Where it raises no `WorldError`, this world
+    /// lives on.
+    #[pyo3(signature = (deadline=60.0))]
+    fn grow(&self, py: Python<'_>, deadline: f64) -> PyResult<World> {
+        let world = self.open_world.world()?;
+        let deadline = limit(deadline)?;
+        let next = wait::joining(py, move || world.grow(deadline))?;
         Ok(World { open_world: OpenWorld::new(next) })
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import threading
@@ -306,6 +307,42 @@ def ended():
     next_ = world.rebuild(at_least=2)
     rows, _ = layer(next_).dispatch(*tokens(next_))
     return said, (next_.size, next_.epoch, next_.previous_ranks), rows.tolist()
+
+
+def grown():
+    """Two ranks take the third process in, after growths that fail: of a spare, and of a rank."""
+    place = int(os.environ["RANK"])
+    os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+
+    def without_heaps(call):
+        # With a limit of a byte no file can grow, and a heap is one.
+        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1, most))
+        try:
+            return outcome(call)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+
+    if place == 2:
+        # Any rank of the job will do.
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0"}
+        said = [
+            outcome(lambda: sidelane.spare(120, heap="32M")),
+            without_heaps(lambda: sidelane.spare(120)),
+            # The growth that fails because of rank 1.
+            outcome(lambda: sidelane.spare(120)),
+        ]
+        world = sidelane.spare(120)
+    else:
+        old = sidelane.init()
+        said = [outcome(lambda: old.grow(120))]
+        said += [without_heaps(lambda: old.grow(120)) if place == 1 else outcome(lambda: old.grow(120))]
+        old.check()
+        world = old.grow(120)
+        said += [outcome(old.check)]
+    lonely = outcome(lambda: world.grow(0.001))
+    rows, _ = layer(world).dispatch(*tokens(world))
+    return said, lonely, (world.rank, world.size, world.previous_ranks), rows.tolist()
 
 
 def raised():

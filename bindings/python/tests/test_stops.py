@@ -68,6 +68,22 @@ def test_a_rank_that_ends_is_named_and_the_others_go_on():
     assert len(gone.value.results) == 2
 
 
+def test_a_world_takes_a_spare_in_after_growths_that_failed():
+    env = {"SIDELANE_HEAP": "16M", "SIDELANE_SYMMETRIC": "4M"}
+    said = sidelane.launch(stops.grown, 3, env=env)
+    kinds = [[(class_, kind) for class_, kind, _ in errors] for errors, *_ in said]
+    failed = ("HeapError", "System")
+    assert kinds[0] == [("BootstrapError", "SpareLost"), ("BootstrapError", "NotGrown"), ("WorldError", "Cancelled")]
+    assert kinds[1] == [("BootstrapError", "SpareLost"), failed, ("WorldError", "Cancelled")]
+    assert kinds[2][:2] == [("BootstrapError", "SettingsDiffer"), failed] and kinds[2][2][0]
+    assert said[0][0][0][2]["rank"] == 2 and said[0][0][1][2] == {"rank": 1}
+    differs = {"setting": "SIDELANE_HEAP", "seen": str(32 << 20), "expected": str(16 << 20)}
+    assert said[2][0][0][2] == differs
+    for rank, (_, lonely, world, rows) in enumerate(said):
+        assert lonely[:2] == ("BootstrapError", "NoSpare") and lonely[2]["waited"] < 60
+        assert world == (rank, 3, [0, 1]) and rows == [[1.0] * 4] * 3
+
+
 def test_the_error_that_came_first_is_raised():
     with pytest.raises(LookupError, match="had enough") as raised:
         sidelane.launch(stops.raised, 2)

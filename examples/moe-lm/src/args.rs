@@ -40,7 +40,7 @@ pub struct Arguments {
         long,
         value_name = "RANKS[,RANKS@STEP..]",
         value_parser = schedule,
-        conflicts_with_all = ["overlap", "token_chunks", "device", "products", "survive", "kill"]
+        conflicts_with_all = ["overlap", "token_chunks", "device", "products", "survive", "kill", "grow_every", "spare"]
     )]
     pub reference: Option<Schedule>,
     /// Whether transfers overlap with compute: the same bits.
@@ -61,6 +61,13 @@ pub struct Arguments {
     /// that all others have made. Each rank keeps a copy of another one's experts for that.
     #[arg(long)]
     pub survive: bool,
+    /// While ranks are missing that were lost, takes spares in before every so many steps.
+    #[arg(long, value_name = "STEPS", requires = "survive")]
+    pub grow_every: Option<NonZero<usize>>,
+    /// Waits so long for a place in a run that grows, and takes it. All else is as the ranks of the
+    /// run have it, the launcher's variables too.
+    #[arg(long, value_name = "SECONDS", requires = "grow_every")]
+    pub spare: Option<u64>,
     /// For tests: this rank kills itself in the middle of this step. May be given several times.
     #[arg(long, value_name = "RANK@STEP", value_parser = at_step)]
     pub kill: Vec<(usize, usize)>,
@@ -223,6 +230,7 @@ impl Arguments {
             "device": format!("{:?}", self.device),
             "products": format!("{:?}", self.products),
             "survive": self.survive,
+            "grow_every": self.grow_every,
             "checkpoint_every": self.checkpoint_every,
             "resume": self.resume,
         })

@@ -9,13 +9,14 @@ use std::time::{Duration, Instant};
 
 use moe_lm::batches::Batches;
 use moe_lm::error::{Error, Result};
+use moe_lm::growth::Spare;
 use moe_lm::parallel::Parallel;
 use moe_lm::record::Decisions;
 use moe_lm::reference::Reference;
 use moe_lm::trainer::{History, Ranks, Trainer};
 use moe_lm::{checkpoint, plot, text, tokens};
 use sidelane::bootstrap::{Identity, Secret, Timeouts};
-use sidelane::error::BootstrapError;
+use sidelane::error::BootstrapError::NoEnvironment;
 use sidelane::{Options, World};
 
 use crate::args::Arguments;
@@ -42,7 +43,18 @@ fn run(arguments: &Arguments) -> Result<()> {
     settings.check()?;
     let page = arguments.text.clone().map_or_else(text::book, Ok)?;
     let batches = Batches::new(&tokens::tokenize(&text::read(&page)?, settings.shape.vocabulary), &settings)?;
-    let world = world(identity, arguments.conditions(&settings, &batches))?;
+    let options = Options::from_env().map_err(sidelane::Error::from)?;
+    let options = Options { job_fingerprint: arguments.conditions(&settings, &batches), ..options };
+    if let Some(patience) = arguments.spare {
+        let Some(identity) = identity else { return Err(sidelane::Error::from(NoEnvironment).into()) };
+        let secret = Secret::from_env().map_err(sidelane::Error::from)?;
+        let spare = Spare { identity, secret, options, patience: Duration::from_secs(patience) };
+        let trainer = spare.join(&settings, |rank| arguments.plan(rank as usize, local_rank), &batches)?;
+        let beside = arguments.beside.as_deref().map(losses_of).transpose()?;
+        let report = Report::new(trainer.ranks.writes_dense(), arguments.json, &trainer, None);
+        return go_on(arguments, trainer, report, (false, beside));
+    }
+    let world = world(identity, options)?;
     match &arguments.reference {
         Some(played) => {
             let ranks = Reference::new(world, &settings)?.changing(&played.changes)?;
@@ -58,14 +70,12 @@ fn run(arguments: &Arguments) -> Result<()> {
 /// As a launcher's variables say; none if alone.
 fn identity() -> Result<Option<Identity>> {
     match Identity::from_env() {
-        Err(BootstrapError::NoEnvironment) => Ok(None),
+        Err(NoEnvironment) => Ok(None),
         identity => Ok(Some(identity.map_err(sidelane::Error::from)?)),
     }
 }
 
-fn world(identity: Option<Identity>, conditions: String) -> Result<World> {
-    let options = Options::from_env().map_err(sidelane::Error::from)?;
-    let options = Options { job_fingerprint: conditions, ..options };
+fn world(identity: Option<Identity>, options: Options) -> Result<World> {
     Ok(match identity {
         Some(identity) => {
             let secret = Secret::from_env().map_err(sidelane::Error::from)?;
@@ -84,15 +94,26 @@ fn train<R: Ranks>(arguments: &Arguments, mut trainer: Trainer<R>) -> Result<()>
     let beside = trainer.ranks.agree(beside.map(losses_of).transpose())?;
     let resumed = arguments.resume.then(|| checkpoint::resume(&mut trainer, out)).transpose()?;
     checkpoint::prepare(&trainer, out)?;
-    let mut report = Report::new(trainer.ranks.writes_dense(), arguments.json, &trainer, resumed.as_deref());
+    let report = Report::new(trainer.ranks.writes_dense(), arguments.json, &trainer, resumed.as_deref());
     let whole = resumed.is_some() && trainer.steps() == trainer.settings.steps;
+    go_on(arguments, trainer, report, (whole, beside))
+}
+
+/// All that is left of a run. The last checkpoint may be there already.
+fn go_on<R: Ranks>(
+    arguments: &Arguments,
+    mut trainer: Trainer<R>,
+    mut report: Report,
+    (whole, beside): (bool, Option<(String, History)>),
+) -> Result<()> {
+    let out = &arguments.out;
     let decisions = loop {
         match finish(arguments, &mut trainer, &mut report, whole) {
             Ok(decisions) => break decisions,
             Err(error) => {
                 let failed = Instant::now();
                 R::recover(&mut trainer, error)?;
-                report.goes_on(trainer.ranks.writes_dense(), &trainer.settings, failed);
+                report.goes_on(&trainer, Some(failed));
             }
         }
     };
@@ -109,8 +130,8 @@ fn train<R: Ranks>(arguments: &Arguments, mut trainer: Trainer<R>) -> Result<()>
     Ok(())
 }
 
-/// Steps up to the last, and the last look at held-out tokens. The last checkpoint may be there
-/// already.
+/// Steps up to the last, and the last look at held-out tokens. Spares come between two steps, until
+/// no rank is missing or no spare asks.
 fn finish<R: Ranks>(
     arguments: &Arguments,
     trainer: &mut Trainer<R>,
@@ -119,6 +140,11 @@ fn finish<R: Ranks>(
 ) -> Result<Decisions> {
     let (out, all, first) = (&arguments.out, trainer.settings.steps, trainer.steps());
     while trainer.steps() < all {
+        let grows = arguments.grow_every.is_some_and(|every| trainer.steps().is_multiple_of(every.get()));
+        if grows && R::grow(trainer)? {
+            report.goes_on(trainer, None);
+            continue;
+        }
         if trainer.steps().is_multiple_of((all / 6).max(1)) {
             trainer.judge()?;
             report.held(&trainer.history);

@@ -23,6 +23,7 @@ use sidelane::{Dtype, Group, World};
 
 use crate::batches::Batches;
 use crate::error::{Error, Result};
+use crate::growth;
 use crate::layer::{Layer, Limits};
 use crate::model::{Model, Pass};
 use crate::moe::Moe;
@@ -105,6 +106,8 @@ pub struct Parallel {
     settings: Settings,
     model: Model,
     killed_in: Option<usize>,
+    /// Number of ranks that the run began with.
+    pub(crate) full: usize,
     pub(crate) groups: Groups,
     /// What the others go on by if a rank is lost; none where the run does not survive that.
     pub(crate) backup: Option<Backup>,
@@ -116,12 +119,20 @@ impl Parallel {
     /// # Errors
     /// Those of the layers and of the sums.
     pub fn new(world: World, settings: &Settings, plan: Plan) -> Result<Parallel> {
-        let groups = Groups::new(world, settings)?;
+        Parallel::of(Groups::new(world, settings)?, settings, plan, settings.ranks)
+    }
+
+    /// A rank with these groups, of a run that began with `full` ranks. Collective.
+    ///
+    /// # Errors
+    /// Those of the layers.
+    pub(crate) fn of(groups: Groups, settings: &Settings, plan: Plan, full: usize) -> Result<Parallel> {
         let layers = layers(&groups.sharing, settings, plan, settings.own_experts(), |experts| experts)?;
         Ok(Parallel {
             settings: *settings,
             model: Model::new(settings.shape, layers)?,
             killed_in: plan.killed_in,
+            full,
             groups,
             backup: plan.survives.then(Backup::default),
         })
@@ -141,7 +152,23 @@ impl Parallel {
         };
         let layers = self.model.layers().iter().enumerate().map(layer).collect::<Result<_>>()?;
         let (model, backup) = (Model::new(settings.shape, layers)?, Some(Backup::default()));
-        Ok(Parallel { settings: *settings, model, killed_in: self.killed_in, groups, backup })
+        let Parallel { killed_in, full, .. } = *self;
+        Ok(Parallel { settings: *settings, model, killed_in, full, groups, backup })
+    }
+
+    /// The last step of all ranks before they go on in another world: copies of the experts there.
+    /// Collective.
+    ///
+    /// # Errors
+    /// Those of the exchange.
+    pub(crate) fn begin(&mut self, settings: &Settings, own: (&Learned, usize)) -> Result<()> {
+        // At once: a rank that is lost before the next step takes no experts along.
+        if let Some(backup) = &mut self.backup {
+            backup.renew(&mut self.groups.sums, settings, own)?;
+        }
+        // A rank that is lost before all are here costs another try, by the state of before.
+        self.groups.all.gather(&[])?;
+        Ok(())
     }
 
     fn windows(&self, batch: usize) -> Range<usize> {
@@ -209,6 +236,10 @@ impl Ranks for Parallel {
 
     fn recover(trainer: &mut Trainer<Parallel>, error: Error) -> Result<()> {
         survival::recover(trainer, error)
+    }
+
+    fn grow(trainer: &mut Trainer<Parallel>) -> Result<bool> {
+        growth::grow(trainer)
     }
 }
 

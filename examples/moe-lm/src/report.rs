@@ -45,11 +45,13 @@ impl Report {
         report
     }
 
-    /// The run goes on without ranks that were lost. This rank may be the first now.
-    pub fn goes_on(&mut self, speaks: bool, settings: &Settings, failed: Instant) {
-        (self.speaks, self.failed) = (speaks, Some(failed));
-        let data = json!({"ranks": settings.ranks, "expert_parallel": settings.expert_parallel});
-        self.say(data, || format!("\n{} ranks are left\n", settings.ranks));
+    /// The run goes on with other ranks: without some that were lost, which was noticed when a step
+    /// failed, or with spares. This rank may be the first now.
+    pub fn goes_on<R: Ranks>(&mut self, trainer: &Trainer<R>, failed: Option<Instant>) {
+        (self.speaks, self.failed) = (trainer.ranks.writes_dense(), failed);
+        let (Settings { ranks, expert_parallel, .. }, step) = (trainer.settings, trainer.steps());
+        let data = json!({"ranks": ranks, "expert_parallel": expert_parallel, "from_step": step});
+        self.say(data, || format!("\n{ranks} ranks from step {step} on\n"));
     }
 
     /// A step was made.

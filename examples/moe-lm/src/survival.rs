@@ -25,7 +25,8 @@ use sidelane::collective::Communicator;
 use sidelane::error::{BootstrapError, Cause, OverlapError};
 
 use crate::error::{Error, Result};
-use crate::parallel::{Groups, Parallel};
+use crate::members;
+use crate::parallel::Parallel;
 use crate::settings::Settings;
 use crate::trainer::{Learned, State, Trainer};
 use crate::weights::Weights;
@@ -89,7 +90,20 @@ impl Backup {
         Ok(())
     }
 
-    fn is_at(&self, step: usize) -> bool {
+    /// The copy.
+    pub(crate) fn copy(&self) -> Option<&Learned> {
+        self.copy.as_ref().map(|(_, copy)| copy)
+    }
+
+    /// State of one step ago, after so many steps. The copy goes back to it.
+    pub(crate) fn go_back(&mut self, steps: usize) -> Option<State> {
+        let (state, copy) = self.before.take()?;
+        self.copy = Some((steps, copy));
+        Some(state)
+    }
+
+    /// Whether the copy has learned from so many steps.
+    pub(crate) fn is_at(&self, step: usize) -> bool {
         self.copy.as_ref().is_some_and(|&(steps, _)| steps == step)
     }
 }
@@ -111,14 +125,23 @@ fn shift(sums: &mut Communicator, values: &[f32]) -> Result<Vec<f32>> {
 /// The error itself, if no rank was lost or the run does not survive losses; [`Error::NoCopy`] if
 /// nobody has some expert; [`Error::NotMultiple`] for sizes that do not go with fewer ranks;
 /// [`Error::WorldsDiffer`]; those of the rebuild.
-pub fn recover(trainer: &mut Trainer<Parallel>, mut error: Error) -> Result<()> {
+pub fn recover(trainer: &mut Trainer<Parallel>, error: Error) -> Result<()> {
+    let ranks = trainer.ranks.groups.world.size();
+    recover_from(trainer, error, ranks)
+}
+
+/// The same where the world that failed had so many ranks.
+///
+/// # Errors
+/// As [`recover`].
+pub(crate) fn recover_from(trainer: &mut Trainer<Parallel>, mut error: Error, ranks: u32) -> Result<()> {
     // Each try but the last loses a rank at least, or what fails is no loss.
-    for _ in 0..trainer.ranks.groups.world.size() {
+    for _ in 0..ranks {
         if trainer.ranks.backup.is_none() || !is_loss(&error) {
             break;
         }
         // After an error the trainer still has its failed world, and the survivors meet again.
-        match regroup(trainer) {
+        match regroup(trainer, ranks) {
             Ok(true) => return Ok(()),
             Ok(false) => break,
             Err(next) => error = next,
@@ -128,127 +151,17 @@ pub fn recover(trainer: &mut Trainer<Parallel>, mut error: Error) -> Result<()> 
 }
 
 /// One try: whether there are fewer ranks than before.
-fn regroup(trainer: &mut Trainer<Parallel>) -> Result<bool> {
+fn regroup(trainer: &mut Trainer<Parallel>, ranks: u32) -> Result<bool> {
     let old = &trainer.ranks.groups.world;
     let world = old.rebuild(DEADLINE, old.size() / 2 + 1)?;
-    if world.size() == old.size() {
+    if world.size() == ranks {
         return Ok(false);
     }
-    let settings = trainer.settings.on(world.size() as usize);
-    settings.check()?;
-    let survivors = Survivors::meet(trainer, world.previous_ranks(), &world.all()?)?;
-    go_back(trainer, survivors.steps);
-    let mut groups = Groups::new(world, &settings)?;
-    let copy = trainer.ranks.backup.as_ref().and_then(|backup| backup.copy.as_ref()).map(|(_, copy)| copy);
-    let experts = survivors.spread(&mut groups.sums, &settings, (&trainer.state.experts, copy))?;
-    let mut ranks = trainer.ranks.rebuilt(groups, &settings, &experts)?;
-    // At once: a rank that is lost before the next step takes no experts along.
-    if let Some(backup) = &mut ranks.backup {
-        backup.renew(&mut ranks.groups.sums, &settings, (&experts, survivors.steps))?;
-    }
-    // A rank that is lost before all are here costs another try, by the state of before.
-    ranks.groups.all.gather(&[])?;
-    trainer.ranks = ranks;
-    trainer.state.experts = experts;
-    trainer.settings = settings;
-    Ok(true)
-}
-
-/// Goes back by a step that another rank has not made.
-fn go_back(trainer: &mut Trainer<Parallel>, steps: usize) {
-    if trainer.steps() == steps {
-        return;
-    }
-    let Some(backup) = &mut trainer.ranks.backup else { return };
-    if let Some((state, copy)) = backup.before.take() {
-        trainer.state = state;
-        backup.copy = Some((steps, copy));
-        trainer.history.losses.truncate(steps);
-        trainer.history.held.retain(|&(seen, _)| seen <= steps);
-    }
-}
-
-/// The ranks that are left of a world, and what they have.
-struct Survivors {
-    /// Settings in that world.
-    settings: Settings,
-    /// Ranks in that world.
-    ranks: Vec<usize>,
-    /// Whether each has its copy.
-    copies: Vec<bool>,
-    /// Steps that all have made.
-    steps: usize,
-}
-
-impl Survivors {
-    /// What all of them say. Collective.
-    fn meet(trainer: &Trainer<Parallel>, ranks: &[u32], all: &sidelane::Group) -> Result<Survivors> {
-        let (epoch, steps) = (trainer.ranks.groups.world.epoch(), trainer.steps());
-        let has_copy = trainer.ranks.backup.as_ref().is_some_and(|backup| backup.is_at(steps));
-        let own = [u64::from(epoch), steps as u64, u64::from(has_copy)];
-        let said = all.gather(&own.map(u64::to_le_bytes).concat())?;
-        let words = |bytes: &Vec<u8>| -> [u64; 3] {
-            let (words, _) = bytes.as_chunks::<8>();
-            std::array::from_fn(|nth| words.get(nth).map_or(0, |&word| u64::from_le_bytes(word)))
-        };
-        let said: Vec<[u64; 3]> = said.iter().map(words).collect();
-        if said.iter().any(|&[from, ..]| from != u64::from(epoch)) {
-            return Err(Error::WorldsDiffer);
-        }
-        Ok(Survivors {
-            settings: trainer.settings,
-            ranks: ranks.iter().map(|&rank| rank as usize).collect(),
-            copies: said.iter().map(|&[.., has_copy]| has_copy == 1).collect(),
-            steps: said.iter().map(|&[_, steps, _]| steps as usize).min().unwrap_or_default(),
-        })
-    }
-
-    /// The first survivor that has an expert, and whether it has a copy.
-    fn place(&self, expert: usize) -> Result<(usize, bool)> {
-        let (all, has) = (self.settings.ranks, |rank| self.settings.experts_of(rank).contains(&expert));
-        let own = self.ranks.iter().position(|&rank| has(rank));
-        let copy = || {
-            let mut copies = self.ranks.iter().zip(&self.copies);
-            copies.position(|(&rank, &is_there)| is_there && has((rank + all - 1) % all))
-        };
-        let place = own.map(|place| (place, false)).or_else(|| Some((copy()?, true)));
-        place.ok_or(Error::NoCopy { expert })
-    }
-
-    /// Spreads the experts as the new settings have it: gives those of this rank. Collective.
-    fn spread(
-        &self,
-        sums: &mut Communicator,
-        settings: &Settings,
-        (own, copy): (&Learned, Option<&Learned>),
-    ) -> Result<Learned> {
-        let (ranks, me) = (sums.size() as usize, sums.rank() as usize);
-        let (mut send, mut counts) = (Vec::new(), Vec::new());
-        for rank in 0..ranks {
-            let before = send.len();
-            for expert in settings.experts_of(rank) {
-                let (place, is_copy) = self.place(expert)?;
-                if place == me {
-                    let from = if is_copy { copy.ok_or(Error::NoCopy { expert })? } else { own };
-                    send.extend(from.of_expert(expert));
-                }
-            }
-            counts.push(send.len() - before);
-        }
-        let mut came = Vec::new();
-        let from = sums.all_to_all_v(&send, &counts, &mut came)?;
-        let mut next: Vec<usize> = (0..ranks).map(|rank| from[..rank].iter().sum()).collect();
-        let mut experts = Learned::new(Weights::no_experts(settings, settings.experts_of(me)));
-        for expert in settings.experts_of(me) {
-            let first = &mut next[self.place(expert)?.0];
-            *first += experts.set_expert(expert, &came[*first..]);
-        }
-        Ok(experts)
-    }
+    members::move_to(trainer, world).map(|()| true)
 }
 
 /// Whether the error may be that of a lost rank.
-fn is_loss(error: &Error) -> bool {
+pub(crate) fn is_loss(error: &Error) -> bool {
     fn of_library(error: &sidelane::Error) -> bool {
         match error {
             sidelane::Error::Overlap(OverlapError::Failed { error, .. }) => of_library(error),

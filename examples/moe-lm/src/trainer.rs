@@ -56,6 +56,19 @@ pub trait Ranks {
         Err(error)
     }
 
+    /// Has spares take the places of ranks that are missing: whether the ranks are others now.
+    /// Collective, between two steps.
+    ///
+    /// # Errors
+    /// Those of a world that fails meanwhile.
+    fn grow(trainer: &mut Trainer<Self>) -> Result<bool>
+    where
+        Self: Sized,
+    {
+        let _ = trainer;
+        Ok(false)
+    }
+
     /// What each rank says, by rank. Collective.
     ///
     /// # Errors

@@ -36,7 +36,7 @@ pub fn coordinate(config: HubConfig, life: &Thread) {
     let mut assembly = Assembly::new(config);
     let served = match life.attempt(|| assembly.assemble()) {
         Ok(Ok(Some(assembled))) => {
-            let mut coordinator = Coordinator::new(timeouts, assembly.queue, released, assembled);
+            let mut coordinator = Coordinator::new(timeouts, Some(assembly.queue), released, assembled);
             life.attempt(|| coordinator.serve()).unwrap_or_else(|cause| coordinator.part(cause))
         }
         Ok(Err(error)) => {
@@ -88,7 +88,7 @@ const OWN: usize = HOST as usize;
 impl Coordinator {
     fn new(
         timeouts: Timeouts,
-        queue: HandshakeQueue,
+        queue: Option<HandshakeQueue>,
         released: Arc<AtomicBool>,
         assembled: Assembled,
     ) -> Self {
@@ -99,7 +99,7 @@ impl Coordinator {
             .map(|(first, connection)| Member { first, connection, state: MemberState::Here })
             .collect();
         Coordinator {
-            queue: Some(queue),
+            queue,
             released,
             timeouts,
             epoch,
@@ -262,5 +262,106 @@ impl Coordinator {
             MemberState::Lost => true,
             MemberState::Left => alone || self.lingers_until.is_some_and(|until| now >= until),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+    use std::io::Read;
+    use std::net::{TcpListener, TcpStream};
+
+    use super::*;
+    use crate::bootstrap::wire::Reader;
+
+    /// Ranks of the world.
+    const RANKS: usize = 3;
+
+    /// What ranks say: of each message its sender, and its frame.
+    fn script(messages: &[(u8, Message)]) -> Vec<u8> {
+        messages.iter().flat_map(|(rank, message)| [&[*rank][..], &message.encode()].concat()).collect()
+    }
+
+    fn spoken(bytes: &[u8]) -> Vec<(usize, Message)> {
+        let (mut reader, mut messages) = (Reader::new(bytes), Vec::new());
+        while let (Ok(rank), Ok(body)) = (reader.u8(), reader.bytes()) {
+            messages.extend(Message::decode(body).map(|message| (usize::from(rank) % RANKS, message)));
+        }
+        messages
+    }
+
+    /// The number of a request.
+    fn ticket(message: &Message) -> Option<u64> {
+        match message {
+            Message::Set { ticket, .. } | Message::Get { ticket, .. } | Message::Gather { ticket, .. } => {
+                Some(*ticket)
+            }
+            _ => None,
+        }
+    }
+
+    fn stream() -> [TcpStream; 2] {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let theirs = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        theirs.set_nonblocking(true).unwrap();
+        [listener.accept().unwrap().0, theirs]
+    }
+
+    /// All that has come.
+    fn drain(mut stream: &TcpStream) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        // Ends as soon as nothing is there.
+        let _ = stream.read_to_end(&mut bytes);
+        bytes
+    }
+
+    #[test]
+    fn each_request_is_answered_once_whatever_ranks_say() {
+        let (key, blob) = ("a".to_owned(), vec![1, 2]);
+        let set = |ticket| Message::Set { ticket, key: key.clone(), value: blob.clone() };
+        let get = |ticket| Message::Get { ticket, key: key.clone() };
+        let gather = |ticket, index, count| Message::Gather {
+            ticket,
+            key: key.clone(),
+            index,
+            count,
+            blob: blob.clone(),
+        };
+        let dead = Message::Dead(Cause::Cancelled { by: 1 });
+        let seeds = [
+            script(&[(0, get(1)), (1, set(1)), (2, get(1)), (0, Message::Heartbeat)]),
+            script(&[(0, gather(1, 0, 3)), (1, gather(1, 1, 3)), (2, gather(1, 2, 3))]),
+            script(&[(0, gather(1, 0, 3)), (1, gather(1, 1, 2)), (0, Message::Withdraw { ticket: 1 })]),
+            script(&[(0, gather(1, 0, 2)), (1, Message::Bye), (2, Message::Bye), (0, Message::Bye)]),
+            script(&[(0, get(1)), (1, dead), (2, Message::Accept { epoch: 1 })]),
+        ];
+        let streams = [(); RANKS].map(|()| stream());
+        fuzz::run("coordinator", &seeds, |bytes| {
+            let members = streams.iter().map(|[ours, _]| MessageConnection::new(ours.try_clone().unwrap()));
+            let members =
+                (0..).zip(members).map(|(first, connection)| (first, connection.unwrap())).collect();
+            let assembled = Assembled { epoch: 0, members };
+            let mut coordinator = Coordinator::new(Timeouts::default(), None, Arc::default(), assembled);
+            let mut asked = HashMap::<(usize, u64), i32>::new();
+            for (rank, message) in spoken(bytes) {
+                if coordinator.members[rank].state == MemberState::Here {
+                    ticket(&message).map(|ticket| *asked.entry((rank, ticket)).or_default() += 1);
+                    coordinator.handle(rank, message);
+                }
+            }
+            coordinator.members.iter_mut().for_each(|member| member.connection.flush());
+            let all_sent = coordinator.members.iter().all(|member| member.connection.is_flushed());
+            for (rank, [_, theirs]) in streams.iter().enumerate() {
+                let came = drain(theirs);
+                let mut reader = Reader::new(&came);
+                while let (true, Ok(body)) = (all_sent, reader.bytes()) {
+                    if let Message::Answer { ticket, .. } = Message::decode(body).unwrap() {
+                        let left = asked.entry((rank, ticket)).or_default();
+                        *left -= 1;
+                        assert!(*left >= 0, "rank {rank} has two answers to {ticket}");
+                    }
+                }
+            }
+        });
     }
 }

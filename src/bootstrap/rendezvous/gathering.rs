@@ -343,4 +343,61 @@ mod tests {
         gathering.join(0, survivor(roster(u16::MAX, [0])), now);
         assert_eq!(gathering.step(&gone(&[]), now), Step::Wait);
     }
+
+    /// What happens at a host: a byte says what, one whose, and a third one more.
+    const EVENTS: [&[u8]; 3] = [
+        &[0, 0, 0, 0, 1, 0, 0, 2, 0, 3, 0, 0, 2, 0, 1, 2, 1, 1, 2, 2, 1, 3, 0, 0],
+        &[0, 0, 0, 0, 2, 0, 4, 0, 0, 3, 0, 0, 2, 0, 1, 1, 2, 0, 3, 0, 0, 0, 2, 1, 3, 0, 0],
+        &[0, 1, 0, 0, 0, 3, 0, 2, 7, 3, 0, 0, 5, 3, 0, 3, 0, 0],
+    ];
+
+    #[test]
+    fn world_begins_in_a_later_epoch_and_when_all_have_agreed() {
+        let seeds = EVENTS.map(<[u8]>::to_vec);
+        fuzz::run("gathering", &seeds, |bytes| {
+            let (start, mut gathering, mut gone) =
+                (Instant::now(), Gathering::new(Some(0), WINDOW), BTreeSet::new());
+            // Of each rank the newest world that it has agreed to, and of the offer who has agreed.
+            let mut newest: BTreeMap<u32, Roster> = BTreeMap::new();
+            let (mut offered, mut agreed) = (None::<Roster>, BTreeSet::new());
+            let mut now = start;
+            for &[kind, rank, more] in bytes.as_chunks::<3>().0 {
+                let rank = u32::from(rank % 5);
+                match kind {
+                    0 => {
+                        // A rank comes with what it has agreed to, in a first world of five.
+                        let newest = newest.entry(rank).or_insert_with(|| roster(0, 0..5));
+                        let cut_off = if more & 4 == 0 { Vec::new() } else { vec![u32::from(more & 3)] };
+                        let survivor =
+                            Survivor { roster: newest.clone(), at_least: u32::from(more & 1), cut_off };
+                        gathering.join(rank, survivor, now);
+                    }
+                    1 => gathering.part(rank, now),
+                    2 => {
+                        let Some(offer) = offered.as_ref().filter(|offer| offer.has(rank)) else { continue };
+                        newest.insert(rank, offer.clone());
+                        agreed.insert(rank);
+                        gathering.accept(rank, offer.epoch);
+                    }
+                    4 => now += WINDOW,
+                    5 => drop(gone.insert(rank)),
+                    _ => match gathering.step(&gone, now) {
+                        Step::Wait => {}
+                        Step::Offer(offer) => {
+                            assert!(offer.has(0) && offer.members.is_sorted_by(|a, b| a < b));
+                            for rank in &offer.members {
+                                let older = newest.get(rank).is_some_and(|seen| seen.epoch < offer.epoch);
+                                assert!(older && gathering.here().any(|here| here == *rank), "{offer:?}");
+                            }
+                            (offered, agreed) = (Some(offer), BTreeSet::new());
+                        }
+                        Step::Begin(begun) => {
+                            assert_eq!(offered.as_ref(), Some(&begun));
+                            assert!(begun.members.iter().all(|rank| agreed.contains(rank)), "{begun:?}");
+                        }
+                    },
+                }
+            }
+        });
+    }
 }

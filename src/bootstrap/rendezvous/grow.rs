@@ -88,7 +88,7 @@ impl<'a> Attempt<'a> {
 
 impl Drop for Attempt<'_> {
     fn drop(&mut self) {
-        self.old.lineage.dismiss(self.ranks);
+        self.old.lineage.dismiss(self.ranks, self.old.roster.epoch);
         self.old.release_listener(false);
     }
 }

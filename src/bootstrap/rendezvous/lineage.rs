@@ -35,8 +35,17 @@ pub struct Lineage {
 #[derive(Debug)]
 struct Newest {
     roster: Roster,
-    /// Its members that are known to be lost. One that has left may come to a rebuild.
-    lost: BTreeSet<u32>,
+    /// Epoch of the world that goes on: an older one after a growth that failed.
+    world: u16,
+    /// Ranks that are known to be lost, with the epochs of the worlds that have lost them. One that
+    /// has left may come to a rebuild.
+    lost: BTreeSet<(u16, u32)>,
+}
+
+impl Newest {
+    fn new(roster: Roster) -> Self {
+        Newest { world: roster.epoch, roster, lost: BTreeSet::new() }
+    }
 }
 
 impl Lineage {
@@ -47,7 +56,7 @@ impl Lineage {
 
     /// That of a spare, which is to be in a world that follows this one.
     pub fn admitted(rank: u32, addresses: Vec<SocketAddr>, listener: TcpListener, roster: Roster) -> Self {
-        let newest = Mutex::new(Newest { roster, lost: BTreeSet::new() });
+        let newest = Mutex::new(Newest::new(roster));
         Lineage { rank, listener, addresses: Mutex::new(addresses), newest }
     }
 
@@ -74,10 +83,12 @@ impl Lineage {
         newest.roster.clone()
     }
 
-    /// The world with the spares from this number on did not begin. No later one has them, and they
-    /// count for nothing among the survivors.
-    pub fn dismiss(&self, first: u32) {
-        lock(&self.newest).roster.members.retain(|&member| member < first);
+    /// The world with the spares from this number on did not begin: that of this epoch goes on. No
+    /// later one has the spares, and they count for nothing among the survivors.
+    pub fn dismiss(&self, first: u32, epoch: u16) {
+        let mut newest = lock(&self.newest);
+        newest.roster.members.retain(|&member| member < first);
+        newest.world = epoch;
     }
 
     /// The newest world that this rank has agreed to. Others may have begun it.
@@ -92,27 +103,28 @@ impl Lineage {
         let known = next.members.iter().all(|&rank| newest.roster.has(rank));
         let may = known && next.has(self.rank) && next.epoch > newest.roster.epoch;
         if may {
-            *newest = Newest { roster: next.clone(), lost: BTreeSet::new() };
+            // The next world may not begin, and then the one that goes on has lost these still.
+            let mut lost = std::mem::take(&mut newest.lost);
+            lost.retain(|&(epoch, _)| epoch == newest.world);
+            *newest = Newest { lost, ..Newest::new(next.clone()) };
         }
         may
     }
 
-    /// Whether a member of the newest world is known to be lost.
+    /// Whether the world that goes on is known to have lost a rank.
     pub fn is_lost(&self, rank: u32) -> bool {
-        lock(&self.newest).lost.contains(&rank)
+        let newest = lock(&self.newest);
+        newest.lost.contains(&(newest.world, rank))
     }
 
     /// A member that was lost, or taken for lost behind a cut, answers.
     pub fn note_found(&self, rank: u32) {
-        lock(&self.newest).lost.remove(&rank);
+        lock(&self.newest).lost.retain(|&(_, lost)| lost != rank);
     }
 
-    /// A member of the world of an epoch is lost. What is heard of older worlds is no news.
+    /// A member of the world of an epoch is lost.
     pub fn note_lost(&self, epoch: u16, rank: u32) {
-        let mut newest = lock(&self.newest);
-        if newest.roster.epoch == epoch {
-            newest.lost.insert(rank);
-        }
+        lock(&self.newest).lost.insert((epoch, rank));
     }
 }
 
@@ -162,7 +174,7 @@ mod tests {
         let spare = lineage.address(0);
         assert_eq!(lineage.admit(&[0, 1, 2], 3, &[spare, spare]), roster(0, &[0, 1, 2, 3, 4]));
         assert!(lineage.accept(&roster(1, &[0, 1, 2, 3, 4])));
-        lineage.dismiss(3);
+        lineage.dismiss(3, 0);
         assert_eq!((lineage.ranks(), lineage.accepted()), (5, roster(1, &[0, 1, 2])));
         assert!(!lineage.accept(&roster(2, &[0, 3, 4])), "two spares and one rank are no majority");
         assert_eq!(lineage.admit(&[0, 1, 2], 5, &[spare]), roster(1, &[0, 1, 2, 5]), "the next growth");
@@ -175,6 +187,24 @@ mod tests {
         let spare = lineage.address(0);
         assert_eq!(lineage.admit(&[0, 1, 2], 4, &[spare]), roster(0, &[0, 1, 2, 4]));
         assert_eq!((lineage.ranks(), lineage.address(4)), (5, spare));
+    }
+
+    #[test]
+    fn losses_are_those_of_the_world_that_goes_on_after_a_growth_that_failed() {
+        let lineage = lineage(0, 4);
+        let spare = lineage.address(0);
+        lineage.admit(&[0, 1, 2, 3], 4, &[spare]);
+        assert!(lineage.accept(&roster(1, &[0, 1, 2, 3, 4])));
+        lineage.note_lost(1, 2);
+        lineage.note_lost(0, 3);
+        assert!(lineage.is_lost(2) && !lineage.is_lost(3));
+        lineage.dismiss(4, 0);
+        assert!(!lineage.is_lost(2), "it left the larger world, and is in the old one");
+        assert!(lineage.is_lost(3), "while the larger world was built");
+        lineage.note_lost(0, 1);
+        assert!(lineage.is_lost(1), "later");
+        assert!(lineage.accept(&roster(2, &[0, 2])));
+        assert!(!lineage.is_lost(1) && !lineage.is_lost(3));
     }
 
     #[test]

@@ -174,7 +174,7 @@ impl Message {
     }
 
     /// The message of a frame's body.
-    pub(super) fn decode(body: &[u8]) -> Result<Message, Malformed> {
+    pub fn decode(body: &[u8]) -> Result<Message, Malformed> {
         let mut reader = Reader::new(body);
         let r = &mut reader;
         let message = match r.u8()? {
@@ -574,7 +574,10 @@ fn millis(time: Duration) -> u64 {
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
+    use proptest::strategy::ValueTree;
+    use proptest::test_runner::TestRunner;
 
+    use super::super::frame::{Inbox, MAX_GREETING};
     use super::*;
 
     fn causes() -> impl Strategy<Value = Cause> {
@@ -702,6 +705,32 @@ mod tests {
             any::<u32>().prop_map(|rank| Message::Left { rank }),
             Just(Message::Bye),
         ]
+    }
+
+    #[test]
+    fn bytes_of_strangers_are_messages_or_refused() {
+        let mut runner = TestRunner::deterministic();
+        let frames: Vec<Vec<u8>> = (0..64)
+            .map(|_| messages().new_tree(&mut runner).unwrap().current().encode())
+            .filter(|frame| frame.len() < 200)
+            .collect();
+        fuzz::run("frames", &frames, |bytes| {
+            let mut inbox = Inbox::new(MAX_GREETING);
+            for piece in bytes.chunks(7) {
+                inbox.push(piece);
+                loop {
+                    match inbox.next() {
+                        // A message that decodes must encode to the same bytes.
+                        Ok(Some(body)) => {
+                            let message = Message::decode(body).map(|message| message.encode());
+                            assert!(message.is_err() || message.is_ok_and(|frame| frame[4..] == *body));
+                        }
+                        Ok(None) => break,
+                        Err(Malformed) => return,
+                    }
+                }
+            }
+        });
     }
 
     proptest! {

@@ -4,13 +4,14 @@ use std::ffi::c_char;
 use std::time::Duration;
 
 use sidelane::Options;
+use sidelane::bootstrap::{Identity, Secret};
 
 use super::memory::{Out, short_name, slice_mut};
 use super::objects::World;
 use super::versioned::{OutStruct, read, versioned};
 use super::{border, close, get, give};
 use crate::Status;
-use crate::fault::ArgumentError;
+use crate::fault::{ArgumentError, Fault};
 
 /// Options of joining a world. A 0 is replaced by the environment's value or the default. heap and
 /// symmetric must be equal on all ranks.
@@ -57,6 +58,30 @@ versioned!(WorldInfo, "sidelane_world_info_t", simd: [c_char; 16]);
 
 const DAY_MS: u64 = 24 * 3600 * 1000;
 
+/// A deadline that must be said.
+fn deadline(deadline_ms: u64) -> Result<Duration, ArgumentError> {
+    match deadline_ms {
+        1..=DAY_MS => Ok(Duration::from_millis(deadline_ms)),
+        _ => {
+            let (what, expected) = ("deadline_ms", "1 to 86400000");
+            Err(ArgumentError::Value { what, seen: deadline_ms, expected })
+        }
+    }
+}
+
+/// Options of the environment, with those of the caller.
+///
+/// # Safety
+/// `options` is NULL, or as large as its size says.
+unsafe fn with_environment(options: *const WorldOptions) -> Result<Options, Fault> {
+    let mut all = Options::from_env().map_err(sidelane::Error::from)?;
+    if !options.is_null() {
+        // SAFETY: as the caller promised.
+        unsafe { read(options) }?.apply(&mut all)?;
+    }
+    Ok(all)
+}
+
 impl WorldOptions {
     fn apply(&self, options: &mut Options) -> Result<(), ArgumentError> {
         let timeouts = &mut options.timeouts;
@@ -99,12 +124,33 @@ pub unsafe extern "C" fn sidelane_world_from_env(
     border(|| {
         // SAFETY: as the caller promised.
         let out = unsafe { Out::new("world", world) }?;
-        let mut all = Options::from_env().map_err(sidelane::Error::from)?;
-        if !options.is_null() {
-            // SAFETY: as the caller promised.
-            unsafe { read(options) }?.apply(&mut all)?;
-        }
-        give(sidelane::World::from_env_with(all)?, out)
+        // SAFETY: as the caller promised.
+        let options = unsafe { with_environment(options) }?;
+        give(sidelane::World::from_env_with(options)?, out)
+    })
+}
+
+/// Waits as a spare until a world of the job that the environment describes takes this process in
+/// (sidelane_world_grow), at most for `deadline_ms`. The environment is that of a rank, whichever.
+/// Options must be those of the ranks, or this fails with SIDELANE_ERROR_SETTINGS_DIFFER. After an
+/// error of a growth that failed, call it again.
+///
+/// The caller guarantees: pointers are NULL or valid; `options` is as large as its size says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sidelane_world_spare(
+    options: *const WorldOptions,
+    deadline_ms: u64,
+    world: *mut *mut World,
+) -> Status {
+    border(|| {
+        // SAFETY: as the caller promised.
+        let out = unsafe { Out::new("world", world) }?;
+        let deadline = deadline(deadline_ms)?;
+        // SAFETY: as the caller promised.
+        let options = unsafe { with_environment(options) }?;
+        let identity = Identity::from_env().map_err(sidelane::Error::from)?;
+        let secret = Secret::from_env().map_err(sidelane::Error::from)?;
+        give(sidelane::World::spare(&identity, secret, options, deadline)?, out)
     })
 }
 
@@ -166,15 +212,35 @@ pub unsafe extern "C" fn sidelane_world_rebuild(
     border(|| {
         // SAFETY: as the caller promised.
         let out = unsafe { Out::new("rebuilt", rebuilt) }?;
-        if !(1..=DAY_MS).contains(&deadline_ms) {
-            let (what, expected) = ("deadline_ms", "1 to 86400000");
-            return Err(ArgumentError::Value { what, seen: deadline_ms, expected }.into());
-        }
-        give(get(world)?.rebuild(Duration::from_millis(deadline_ms), at_least)?, out)
+        let deadline = deadline(deadline_ms)?;
+        give(get(world)?.rebuild(deadline, at_least)?, out)
     })
 }
 
-/// For each of `ranks` ranks, its rank in the world before the rebuild.
+/// A larger world, with the spares that ask for it, behind the ranks of this one. Collective among
+/// all ranks, between two steps. Rank 0 waits for a first spare at most for `deadline_ms`. The
+/// larger world begins with all ranks and all spares, and ends this one, or it does not begin: this
+/// one lives on after SIDELANE_ERROR_NO_SPARE, SIDELANE_ERROR_SPARE_LOST, SIDELANE_ERROR_NOT_GROWN,
+/// and the error of a rank that could not build its part. The old world and its objects stay
+/// readable until they are closed.
+///
+/// The caller guarantees: `grown` is NULL or valid.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sidelane_world_grow(
+    world: *mut World,
+    deadline_ms: u64,
+    grown: *mut *mut World,
+) -> Status {
+    border(|| {
+        // SAFETY: as the caller promised.
+        let out = unsafe { Out::new("grown", grown) }?;
+        let deadline = deadline(deadline_ms)?;
+        give(get(world)?.grow(deadline)?, out)
+    })
+}
+
+/// For each of `ranks` ranks, its rank in the world before, and UINT32_MAX for a spare that joined
+/// this world.
 ///
 /// The caller guarantees: `previous` is NULL, or `ranks` numbers may be written there.
 #[unsafe(no_mangle)]
@@ -187,12 +253,12 @@ pub unsafe extern "C" fn sidelane_world_previous_ranks(
         // SAFETY: as the caller promised.
         let out = unsafe { slice_mut("previous", previous, ranks.into()) }?;
         let world = get(world)?;
-        let (what, expected) = ("ranks", "the number of ranks of the world");
-        let wrong = ArgumentError::Value { what, seen: ranks.into(), expected };
-        if out.len() != world.previous_ranks().len() {
-            return Err(wrong.into());
+        if ranks != world.size() {
+            let (what, expected) = ("ranks", "the number of ranks of the world");
+            return Err(ArgumentError::Value { what, seen: ranks.into(), expected }.into());
         }
-        out.copy_from_slice(world.previous_ranks());
+        let previous = world.previous_ranks().iter().copied();
+        out.iter_mut().zip(previous.chain(std::iter::repeat(u32::MAX))).for_each(|(out, rank)| *out = rank);
         Ok(())
     })
 }

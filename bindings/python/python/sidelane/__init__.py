@@ -49,7 +49,7 @@ from .errors import (
     SimdError,
     WorldError,
 )
-from .join import init
+from .join import init, spare
 from .launch import launch
 
 __all__ = [
@@ -92,6 +92,7 @@ __all__ = [
     "launch",
     "preset",
     "presets",
+    "spare",
     "z_loss",
 ]
 

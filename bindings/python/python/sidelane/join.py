@@ -27,11 +27,23 @@ def init(group: ProcessGroup | None = None, *, heap: int | str | None = None, sy
     ``SIDELANE_*`` variables.
     """
     variables = {} if group is None else _ask(group)
-    if heap is not None:
-        variables["SIDELANE_HEAP"] = str(heap)
-    if symmetric is not None:
-        variables["SIDELANE_SYMMETRIC"] = str(symmetric)
-    return World.join(variables)
+    return World.join(variables | _sizes(heap, symmetric))
+
+
+def spare(deadline: float = 60.0, *, heap: int | str | None = None, symmetric: int | str | None = None) -> World:
+    """Waits as a spare until a world of this job takes this process in (:meth:`World.grow`), for at
+    most ``deadline`` seconds.
+
+    The environment is that of a rank, whichever, as of :func:`init`. Sizes and all other settings
+    must be those of the ranks, or this raises :class:`BootstrapError` (``SettingsDiffer``). After
+    an error of a growth that failed, call it again.
+    """
+    return World.spare(_sizes(heap, symmetric), deadline)
+
+
+def _sizes(heap: int | str | None, symmetric: int | str | None) -> dict[str, str]:
+    said = {"SIDELANE_HEAP": heap, "SIDELANE_SYMMETRIC": symmetric}
+    return {name: str(size) for name, size in said.items() if size is not None}
 
 
 def _machine() -> str:

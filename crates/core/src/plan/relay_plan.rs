@@ -104,7 +104,8 @@ impl Block {
     }
 
     /// Whether the header of a source is valid: it has `entries` entries, each names an existing
-    /// row, and those of a bin follow the order of the block if `ordered`.
+    /// row, those of a bin follow the order of the block if `ordered`, and the rows of a bin have
+    /// numbers.
     pub fn is_sound(&self, entries: u32, ordered: bool) -> bool {
         let counted: u64 = self.segments.iter().map(|segment| u64::from(segment.count)).sum();
         if counted != u64::from(entries) || self.index.len() != entries as usize {
@@ -115,7 +116,9 @@ impl Block {
             let listed = &self.index[first..][..segment.count as usize];
             first += listed.len();
             let in_order = !ordered || listed.is_sorted_by(|a, b| a < b);
-            in_order && listed.iter().all(|&row| row < self.rows)
+            let behind = segment.to_row.checked_add(segment.count);
+            let is_numbered = behind.is_some_and(|behind| behind.checked_add(segment.pad).is_some());
+            in_order && is_numbered && listed.iter().all(|&row| row < self.rows)
         })
     }
 }

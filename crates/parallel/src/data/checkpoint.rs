@@ -276,3 +276,58 @@ impl<R: Read> Reader<R> {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Elements of the model.
+    const ELEMENTS: usize = 8;
+
+    /// A shard of one of two ranks.
+    fn shard(rank: u32, first: usize, parameters: &[f32]) -> Vec<u8> {
+        let (member, mut bytes) = (Member { rank, ranks: 2 }, Vec::new());
+        let runs = vec![Run { first, parameters, states: [parameters, parameters] }];
+        Shard { member, elements: ELEMENTS, steps: 7 }.write(runs, &mut bytes).unwrap();
+        bytes
+    }
+
+    /// Shards one after another, each behind its length.
+    fn joined(shards: &[Vec<u8>]) -> Vec<u8> {
+        shards.iter().flat_map(|shard| [&(shard.len() as u16).to_le_bytes(), &shard[..]].concat()).collect()
+    }
+
+    fn split(mut bytes: &[u8]) -> Vec<Vec<u8>> {
+        let mut shards = Vec::new();
+        while let Some((len, rest)) = bytes.split_first_chunk() {
+            let (shard, rest) = rest.split_at(usize::from(u16::from_le_bytes(*len)).min(rest.len()));
+            shards.push(shard.to_vec());
+            bytes = rest;
+        }
+        shards
+    }
+
+    #[test]
+    fn bytes_are_a_checkpoint_in_which_each_element_comes_once_or_are_refused() {
+        let (whole, part) = ([1.5, -2.0, 0.25, 8.0, 3.0], [9.0, -0.5, 1e-9]);
+        let both = [shard(0, 0, &whole), shard(1, 5, &part)];
+        let seeds = [joined(&both), joined(&both[..1]), joined(&[shard(0, 0, &whole), shard(1, 0, &whole)])];
+        fuzz::run("checkpoints", &seeds, |bytes| {
+            let mut shards = split(bytes);
+            // No mutant has the digest of its bytes.
+            for shard in &mut shards {
+                if let Some((bytes, digest)) = shard.split_last_chunk_mut::<8>() {
+                    let mut right = Digest::default();
+                    right.add(bytes);
+                    *digest = right.0.to_le_bytes();
+                }
+            }
+            let wanted = || Wanted::new(vec![(0..ELEMENTS, 0)], ELEMENTS);
+            let mut wanted = [wanted(), wanted(), wanted()];
+            let read = read(ELEMENTS, shards.iter().map(|shard| &shard[..]), &mut wanted);
+            // Three values of each element, and at least a header of each shard.
+            let least = 12 * ELEMENTS + 48 * shards.len();
+            assert!(read.is_err() || shards.iter().map(Vec::len).sum::<usize>() >= least);
+        });
+    }
+}

@@ -2,6 +2,7 @@
 
 mod case;
 mod checkpoints;
+mod growths;
 mod program;
 mod references;
 mod survivals;

@@ -17,10 +17,10 @@ use sidelane::error::Cause;
 use crate::case::{OVERLAPPED, Outcome, TEXT, assert_same_bits, batches, finish, on_each_rank};
 use crate::program::{lines, ranks_of, said};
 
-const SURVIVING: Plan = Plan { survives: true, ..OVERLAPPED };
+pub const SURVIVING: Plan = Plan { survives: true, ..OVERLAPPED };
 
 /// A run whose windows and experts go with 5, 4, 3 and 2 ranks where they must.
-fn settings(ranks: usize, expert_parallel: usize) -> Settings {
+pub fn settings(ranks: usize, expert_parallel: usize) -> Settings {
     let small = crate::case::settings(ranks, expert_parallel);
     let each = if ranks == 5 { 15 } else { 12 };
     let shape = Shape { experts: each, ..small.shape };
@@ -28,7 +28,7 @@ fn settings(ranks: usize, expert_parallel: usize) -> Settings {
 }
 
 /// One process that plays so many ranks from these steps on.
-fn changing(settings: &Settings, changes: &[(usize, usize)]) -> Outcome {
+pub fn changing(settings: &Settings, changes: &[(usize, usize)]) -> Outcome {
     let world = World::threads(1).unwrap().remove(0);
     let ranks = Reference::new(world, settings).unwrap().changing(changes).unwrap();
     finish(Trainer::new(*settings, ranks, batches(settings)))
@@ -36,7 +36,7 @@ fn changing(settings: &Settings, changes: &[(usize, usize)]) -> Outcome {
 
 /// Steps up to this one, without ranks that are lost. Ranks leave after some of them. All meet
 /// before: a step that has ended on one rank may still go on at another.
-fn go_on(trainer: &mut Trainer<Parallel>, last: usize, leaves: &[Option<usize>]) {
+pub fn go_on(trainer: &mut Trainer<Parallel>, last: usize, leaves: &[Option<usize>]) {
     while trainer.steps() < last {
         match trainer.step() {
             Ok(_) if leaves.contains(&Some(trainer.steps())) => drop(trainer.ranks.gather(&[]).unwrap()),
@@ -140,7 +140,7 @@ fn error_that_is_no_loss_stays_the_error() {
 }
 
 /// The command of a run that goes with 4, 3 and 2 ranks.
-fn program(out: &Path, text: &Path) -> Command {
+pub fn program(out: &Path, text: &Path) -> Command {
     let sizes = "--vocabulary 256 --window 16 --layers 2 --width 32 --heads 2 --experts 12 --top-k 2 --expert-width 16";
     let run = "--batch 12 --warm-up 2 --checkpoint-every 2 --steps 6 --json";
     let mut command = Command::new(env!("CARGO_BIN_EXE_moe-lm"));

@@ -695,3 +695,83 @@ impl AsFd for Poller {
         self.set.as_fd()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+    use crate::lane::net::Region;
+    use crate::memory::{PeerMapping, Segment};
+
+    /// Bytes of region 0.
+    const REGION: u64 = 4096;
+
+    /// What the records of a stream do to an empty region, and why the stream ends.
+    fn expected(mut stream: &[u8]) -> (Vec<u8>, Vec<Record>, Option<End>) {
+        let (mut region, mut others) = (vec![0; REGION as usize], Vec::new());
+        while let Some((header, rest)) = stream.split_first_chunk::<HEADER>() {
+            match Record::from_bytes(*header) {
+                Some(Record::Put { region: 0, offset, len }) if fits(offset, len) => {
+                    let (payload, behind) = rest.split_at(rest.len().min(len as usize));
+                    region[offset as usize..][..payload.len()].copy_from_slice(payload);
+                    stream = behind;
+                }
+                None | Some(Record::Put { .. }) => return (region, others, Some(End::Nonsense)),
+                Some(other) => {
+                    others.push(other);
+                    stream = rest;
+                }
+            }
+        }
+        (region, others, None)
+    }
+
+    fn fits(offset: u64, len: u64) -> bool {
+        len <= LONGEST as u64 && offset.checked_add(len).is_some_and(|end| end <= REGION)
+    }
+
+    #[test]
+    fn records_write_what_they_say_and_nothing_else() {
+        let put = |offset, payload: &[u8]| {
+            let header = Record::Put { region: 0, offset, len: payload.len() as u64 }.to_bytes();
+            [&header[..], payload].concat()
+        };
+        let signal = Record::Signal { region: 0, offset: 64, value: 3, tag: Some(Tag::default()) }.to_bytes();
+        let seeds = [
+            [put(8, &[7; 40]), signal.to_vec(), put(4000, &[9; 96])].concat(),
+            [Record::Ask { mark: 1 }.to_bytes(), Record::Answer { mark: 1 }.to_bytes()].concat(),
+            put(4090, &[1; 7]),
+        ];
+        let (theirs, ours) = UnixStream::pair().unwrap();
+        ours.set_nonblocking(true).unwrap();
+        fuzz::run("records", &seeds, |bytes| {
+            let regions = Regions::default();
+            let segment = Segment::create("sidelane-test", REGION).unwrap();
+            let mapped = Arc::new(PeerMapping::new(&[Some(&segment)]).unwrap());
+            regions.add(Region { mapped: Arc::clone(&mapped), member: 0 });
+            let (mut inbound, mut others, mut end) = (Inbound::default(), Vec::new(), None);
+            // In two pieces, cut by the first byte.
+            let cut = bytes.first().map_or(0, |&first| bytes.len() * usize::from(first) / 256);
+            for piece in [&bytes[..cut], &bytes[cut..]] {
+                (&theirs).write_all(piece).unwrap();
+                let taken = inbound.take(&ours, &regions, |record| {
+                    others.push(record);
+                    Ok(())
+                });
+                end = end.or(taken.err());
+                if end.is_some() {
+                    break;
+                }
+            }
+            // What came behind nonsense is for no one.
+            let _ = (&ours).read_to_end(&mut Vec::new());
+            let mut region = vec![0u8; REGION as usize];
+            mapped.read(0, 0, &mut region).unwrap();
+            let (of_region, of_others, of_end) = expected(bytes);
+            assert_eq!((others, end), (of_others, of_end));
+            assert!(region == of_region);
+        });
+    }
+}
