@@ -132,7 +132,7 @@ has_testbed() {
 step_conformance() {
     step "two machines with RDMA NICs: the contract of a lane"
     if has_testbed; then
-        cargo run -p testbed -- --only conformance
+        cargo run -p testbed -- --all-packages --only conformance
     fi
 }
 
@@ -145,7 +145,7 @@ part_worlds() {
 part_testbed() {
     step "test bed: two machines with RDMA NICs, all steps"
     if has_testbed; then
-        cargo run -p testbed -- --rounds 2
+        cargo run -p testbed -- --all-packages --rounds 2
     fi
 }
 

@@ -169,8 +169,18 @@ pub unsafe fn symbol<T: Copy>(
     name: &str,
     symbol: &'static str,
 ) -> Result<T, DeviceError> {
-    // SAFETY: by the contract.
-    let found = unsafe { library.get::<T>(symbol) };
+    const { assert!(size_of::<T>() == size_of::<Address>()) };
+    let found = address(library, name, symbol)?;
+    // SAFETY: by the contract; both are pointers.
+    Ok(unsafe { std::mem::transmute_copy(&found) })
+}
+
+type Address = unsafe extern "C" fn();
+
+/// Finds a symbol. Not generic: each table would compile it for each of its functions.
+fn address(library: &libloading::Library, name: &str, symbol: &'static str) -> Result<Address, DeviceError> {
+    // SAFETY: nothing is called, and whoever calls it casts the pointer to its type.
+    let found = unsafe { library.get::<Address>(symbol) };
     found.map(|found| *found).map_err(|_| DeviceError::MissingSymbol { library: name.to_owned(), symbol })
 }
 
@@ -223,13 +233,9 @@ macro_rules! functions {
             /// # Safety
             /// The library is libcuda, or something with the same symbols of the same types.
             unsafe fn from(library: &libloading::Library, name: &str) -> Result<Self, DeviceError> {
-                let missing = |symbol| DeviceError::MissingSymbol { library: name.to_owned(), symbol };
                 Ok(Functions {
-                    $( $name: {
-                        const SYMBOL: &str = stringify!($name);
-                        // SAFETY: by the contract above the symbol is a function of this type.
-                        *unsafe { library.get(SYMBOL) }.map_err(|_| missing(SYMBOL))?
-                    }, )*
+                    // SAFETY: by the contract above each symbol is a function of its type.
+                    $( $name: unsafe { symbol(library, name, stringify!($name)) }?, )*
                 })
             }
         }

@@ -86,12 +86,14 @@ impl Kernel for GroupedSum<'_> {
     }
 }
 
-/// The types of a sum are `F` for its rows, `W` for the wire, `O` for the result.
+/// The types of a sum are `F` for its rows and `W` for the wire.
 ///
 /// Each function has its caller's requirements: the CPU has the set of `V`; `columns` elements are
 /// readable at every row and writable at `out`; the groups cover the rows; there is a weight for
 /// every row.
 impl GroupedSum<'_> {
+    /// Takes the choice that the innermost loop depends on out of it.
+    ///
     /// # Safety
     ///
     /// See the block.
@@ -99,28 +101,9 @@ impl GroupedSum<'_> {
     unsafe fn with_wire<V: Vector, F: Format, W: WireFormat>(&self) {
         // SAFETY: as the caller's.
         unsafe {
-            match self.out {
-                SumOutput::Total(out) => self.with_types::<V, F, W, F>(out),
-                SumOutput::Partial(out) => self.with_types::<V, F, W, W>(out),
-            }
-        }
-    }
-
-    /// Takes the choices that hold for the whole row out of the loops.
-    ///
-    /// # Safety
-    ///
-    /// See the block.
-    #[inline(always)]
-    unsafe fn with_types<V: Vector, F: Format, W: WireFormat, O: Format>(&self, out: *mut u8) {
-        let streams = self.stores == Stores::Streaming && out.addr().is_multiple_of(LINE);
-        // SAFETY: as the caller's; streaming is for aligned targets.
-        unsafe {
-            match (self.weights.is_some(), streams) {
-                (false, false) => self.walk::<V, F, W, O, false, false>(out),
-                (false, true) => self.walk::<V, F, W, O, false, true>(out),
-                (true, false) => self.walk::<V, F, W, O, true, false>(out),
-                (true, true) => self.walk::<V, F, W, O, true, true>(out),
+            match self.weights.is_some() {
+                false => self.walk::<V, F, W, false>(),
+                true => self.walk::<V, F, W, true>(),
             }
         }
     }
@@ -131,26 +114,47 @@ impl GroupedSum<'_> {
     ///
     /// See the block.
     #[inline(always)]
-    unsafe fn walk<V, F, W, O, const WEIGHTED: bool, const STREAM: bool>(&self, out: *mut u8)
-    where
-        V: Vector,
-        F: Format,
-        W: WireFormat,
-        O: Format,
-    {
+    unsafe fn walk<V: Vector, F: Format, W: WireFormat, const WEIGHTED: bool>(&self) {
+        let (SumOutput::Total(out) | SumOutput::Partial(out)) = self.out;
+        let streams = self.stores == Stores::Streaming && out.addr().is_multiple_of(LINE);
         let mut column = 0;
         // SAFETY: each step stays within `columns`.
         unsafe {
             while self.columns - column >= BLOCK * LANES {
                 let total = self.block::<V, F, W, WEIGHTED, BLOCK>(column, LANES);
-                write::<V, O, STREAM, BLOCK>(total, out.add(column * O::BYTES), LANES);
+                self.write::<V, F, W, BLOCK>(total, column, LANES, streams);
                 column += BLOCK * LANES;
             }
             while column < self.columns {
                 let lanes = LANES.min(self.columns - column);
                 let total = self.block::<V, F, W, WEIGHTED, 1>(column, lanes);
-                write::<V, O, STREAM, 1>(total, out.add(column * O::BYTES), lanes);
+                self.write::<V, F, W, 1>(total, column, lanes, streams);
                 column += lanes;
+            }
+        }
+    }
+
+    /// Writes `N` vectors of columns. A branch for each block costs nothing beside its rows, and a
+    /// walk for each kind of target would be compiled four times.
+    ///
+    /// # Safety
+    ///
+    /// See the block. The target is aligned to a line if it `streams`.
+    #[inline(always)]
+    unsafe fn write<V: Vector, F: Format, W: WireFormat, const N: usize>(
+        &self,
+        total: [V; N],
+        column: usize,
+        lanes: usize,
+        streams: bool,
+    ) {
+        // SAFETY: as the caller's; streaming is for aligned targets.
+        unsafe {
+            match (self.out, streams) {
+                (SumOutput::Total(out), false) => write::<V, F, false, N>(total, out, column, lanes),
+                (SumOutput::Total(out), true) => write::<V, F, true, N>(total, out, column, lanes),
+                (SumOutput::Partial(out), false) => write::<V, W, false, N>(total, out, column, lanes),
+                (SumOutput::Partial(out), true) => write::<V, W, true, N>(total, out, column, lanes),
             }
         }
     }
@@ -236,7 +240,7 @@ unsafe fn read<V: Vector, F: Format, const N: usize>(row: *const u8, n: usize, l
     }
 }
 
-/// Writes a block.
+/// Writes a block, from `column` of the target on.
 ///
 /// # Safety
 ///
@@ -246,11 +250,12 @@ unsafe fn read<V: Vector, F: Format, const N: usize>(row: *const u8, n: usize, l
 unsafe fn write<V: Vector, O: Format, const STREAM: bool, const N: usize>(
     block: [V; N],
     out: *mut u8,
+    column: usize,
     lanes: usize,
 ) {
     for (n, lanes_of) in block.into_iter().enumerate() {
         // SAFETY: as the caller's.
-        unsafe { O::store_some::<V, STREAM>(lanes_of, out.add(n * LANES * O::BYTES), lanes) }
+        unsafe { O::store_some::<V, STREAM>(lanes_of, out.add((column + n * LANES) * O::BYTES), lanes) }
     }
 }
 

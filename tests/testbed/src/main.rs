@@ -69,6 +69,9 @@ struct Options {
     /// Cargo's profile for the programs under test
     #[arg(long, default_value = "test")]
     profile: String,
+    /// Build with all packages but the trainer: where their tests are built, nothing is built again
+    #[arg(long)]
+    all_packages: bool,
     /// Write the report as JSON
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,

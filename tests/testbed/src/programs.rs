@@ -31,6 +31,7 @@ pub struct Programs {
 #[derive(Deserialize)]
 struct Message {
     target: Option<Target>,
+    profile: Option<Profile>,
     executable: Option<PathBuf>,
 }
 
@@ -38,6 +39,11 @@ struct Message {
 struct Target {
     name: String,
     kind: Vec<String>,
+}
+
+#[derive(Deserialize)]
+struct Profile {
+    test: bool,
 }
 
 #[derive(Deserialize)]
@@ -58,27 +64,20 @@ pub fn target_directory() -> Result<PathBuf> {
         .map_err(|_| Error::Unreadable { program: "cargo", what: "target_directory", output: answer })
 }
 
-/// Builds in the given profile of cargo.
-pub fn build(profile: &str) -> Result<Programs> {
+/// Builds in the given profile of cargo. The features of libraries are those that the packages of
+/// one build ask for together, so builds share libraries only if they name the same packages.
+pub fn build(profile: &str, all_packages: bool) -> Result<Programs> {
     let agent = env::current_exe().map_err(|source| Error::Start { program: "testbed".into(), source })?;
     // Tests of the program make cargo build it, too, and from the libraries that the other tests
     // have.
-    let what = [
-        "test",
-        "--no-run",
-        "-p",
-        "sidelane",
-        "-p",
-        "sidelane-cli",
-        "--lib",
-        "--test",
-        "cli",
-        "--profile",
-        profile,
-    ];
-    let messages = output(cargo().args(what).args(["--message-format", "json"]))?;
-    let sidelane = built(&messages, "bin")?;
-    let library_tests = built(&messages, "lib")?;
+    let what: &[&str] = match all_packages {
+        true => &["--workspace", "--exclude=moe-lm"],
+        false => &["--package=sidelane", "--package=sidelane-cli", "--lib", "--test=cli"],
+    };
+    let how = ["--profile", profile, "--message-format=json"];
+    let messages = output(cargo().args(["test", "--no-run"]).args(what).args(how))?;
+    let sidelane = built(&messages, "bin", false)?;
+    let library_tests = built(&messages, "lib", true)?;
     // Tests find it next to themselves.
     let driver = library_tests.with_file_name(DRIVER);
     let source = repository().join("cuda/exchange.cu");
@@ -86,13 +85,14 @@ pub fn build(profile: &str) -> Result<Programs> {
     Ok(Programs { sidelane, library_tests, driver, kernels, agent })
 }
 
-/// Finds what cargo built of this kind in its messages.
-fn built(messages: &str, kind: &'static str) -> Result<PathBuf> {
+/// Finds what cargo built of this kind in its messages: the program itself, or its unit tests.
+fn built(messages: &str, kind: &'static str, tests: bool) -> Result<PathBuf> {
     let ours = |target: &Target| target.name == "sidelane" && target.kind.iter().any(|k| k == kind);
     messages
         .lines()
         .filter_map(|line| serde_json::from_str::<Message>(line).ok())
         .filter(|message| message.target.as_ref().is_some_and(ours))
+        .filter(|message| message.profile.as_ref().is_some_and(|profile| profile.test == tests))
         .find_map(|message| message.executable)
         .ok_or(Error::NotBuilt { target: kind })
 }

@@ -29,7 +29,7 @@ pub fn run(options: &Options) -> Result<bool> {
     fetch::packages()?;
     let kernel = fetch::kernel(&cache)?;
     say("building the programs under test");
-    let programs = programs::build(&options.profile)?;
+    let programs = programs::build(&options.profile, options.all_packages)?;
     say("building the image");
     let image = image::build(&cache, &kernel.modules, &programs)?;
     say("booting two machines");
