@@ -319,7 +319,7 @@ mod tests {
                 if let Some((bytes, digest)) = shard.split_last_chunk_mut::<8>() {
                     let mut right = Digest::default();
                     right.add(bytes);
-                    *digest = right.0.to_le_bytes();
+                    *digest = right.value().to_le_bytes();
                 }
             }
             let wanted = || Wanted::new(vec![(0..ELEMENTS, 0)], ELEMENTS);
