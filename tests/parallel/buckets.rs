@@ -163,7 +163,7 @@ fn complete_gradients_stay_if_the_last_reduction_overran_a_limit() {
                 let _ = late.lock().unwrap().send(0);
                 ControlFlow::Continue(())
             };
-            let executor = HostExecutor::new().limit(Duration::from_secs(1)).on_error(&tell);
+            let executor = HostExecutor::new().limit(Duration::from_secs(5)).on_error(&tell);
             let body = |_: usize, _: &[f32], gradient: &mut [f32]| {
                 give(gradient);
                 Ok(())

@@ -1181,7 +1181,7 @@ const char *sidelane_last_message(void);
 sidelane_status_t sidelane_world_from_env(const sidelane_world_options_t *options, sidelane_world_t **world);
 
 // Waits as a spare until a world of the job that the environment describes takes this process in
-// (sidelane_world_grow), at most for `deadline_ms`. The environment is that of a rank, whichever.
+// (sidelane_world_grow), at most for `deadline_ms`. The environment names any rank of the job.
 // Options must be those of the ranks, or this fails with SIDELANE_ERROR_SETTINGS_DIFFER. After an
 // error of a growth that failed, call it again.
 //

@@ -66,7 +66,7 @@ int main(void) {
     setenv("WORLD_SIZE", "2", 1);
     setenv("LOCAL_WORLD_SIZE", "2", 1);
     if (place == SPARE) {
-        // Any rank of the job will do.
+        // The number of any rank of the job.
         setenv("RANK", "0", 1);
         setenv("LOCAL_RANK", "0", 1);
     }

@@ -324,7 +324,7 @@ def grown():
             resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
 
     if place == 2:
-        # Any rank of the job will do.
+        # The number of any rank of the job.
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0"}
         said = [
             outcome(lambda: sidelane.spare(120, heap="32M")),

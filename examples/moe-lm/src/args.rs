@@ -66,7 +66,8 @@ pub struct Arguments {
     pub grow_every: Option<NonZero<usize>>,
     /// Waits so long for a place in a run that grows, and takes it. All else is as the ranks of the
     /// run have it, the launcher's variables too.
-    #[arg(long, value_name = "SECONDS", requires = "grow_every")]
+    #[arg(long, value_name = "SECONDS", requires = "grow_every",
+          value_parser = clap::value_parser!(u64).range(..=31_536_000))]
     pub spare: Option<u64>,
     /// For tests: this rank kills itself in the middle of this step. May be given several times.
     #[arg(long, value_name = "RANK@STEP", value_parser = at_step)]

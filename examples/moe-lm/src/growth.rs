@@ -11,11 +11,10 @@
 use std::time::{Duration, Instant};
 
 use sidelane::bootstrap::{Identity, Secret};
-use sidelane::error::BootstrapError;
 use sidelane::{Options, World};
 
 use crate::batches::Batches;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::members;
 use crate::parallel::{Parallel, Plan};
 use crate::settings::Settings;
@@ -35,13 +34,12 @@ pub fn grow(trainer: &mut Trainer<Parallel>) -> Result<bool> {
     if trainer.settings.ranks >= trainer.ranks.full {
         return Ok(false);
     }
-    let world = match trainer.ranks.groups.world.grow(WAIT) {
-        Err(sidelane::Error::Bootstrap(
-            BootstrapError::NoSpare { .. }
-            | BootstrapError::SpareLost { .. }
-            | BootstrapError::NotGrown { .. },
-        )) => return Ok(false),
-        grown => grown?,
+    let old = &trainer.ranks.groups.world;
+    let world = match old.grow(WAIT) {
+        Ok(world) => world,
+        // Whatever kept the larger world from being built, the old one goes on.
+        Err(_) if old.health().check().is_ok() => return Ok(false),
+        Err(error) => return Err(error.into()),
     };
     let ranks = world.size();
     members::move_to(trainer, world).or_else(|error| recover_from(trainer, error, ranks))?;
@@ -75,10 +73,14 @@ impl Spare {
         let until = Instant::now() + self.patience;
         loop {
             let left = until.saturating_duration_since(Instant::now());
-            let world = World::spare(&self.identity, self.secret.clone(), self.options.clone(), left)?;
-            let plan = plan(world.rank());
-            match members::join(world, settings, plan, batches.clone()) {
-                // The others go on without the rank that was lost, and without this one.
+            let joined = World::spare(&self.identity, self.secret.clone(), self.options.clone(), left)
+                .map_err(Error::from)
+                .and_then(|world| {
+                    let plan = plan(world.rank());
+                    members::join(world, settings, plan, batches.clone())
+                });
+            match joined {
+                // The others go on without a rank that was lost, and without this one.
                 Err(error) if is_loss(&error) && Instant::now() < until => {}
                 joined => return joined,
             }

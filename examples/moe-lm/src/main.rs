@@ -48,9 +48,9 @@ fn run(arguments: &Arguments) -> Result<()> {
     if let Some(patience) = arguments.spare {
         let Some(identity) = identity else { return Err(sidelane::Error::from(NoEnvironment).into()) };
         let secret = Secret::from_env().map_err(sidelane::Error::from)?;
+        let beside = arguments.beside.as_deref().map(losses_of).transpose()?;
         let spare = Spare { identity, secret, options, patience: Duration::from_secs(patience) };
         let trainer = spare.join(&settings, |rank| arguments.plan(rank as usize, local_rank), &batches)?;
-        let beside = arguments.beside.as_deref().map(losses_of).transpose()?;
         let report = Report::new(trainer.ranks.writes_dense(), arguments.json, &trainer, None);
         return go_on(arguments, trainer, report, (false, beside));
     }

@@ -81,7 +81,7 @@ fn go_back(trainer: &mut Trainer<Parallel>, steps: usize) {
     }
 }
 
-/// What an old rank says of itself.
+/// Report of an old rank about itself.
 #[derive(Serialize, Deserialize)]
 struct Said {
     /// The world that it comes from, and its settings there.

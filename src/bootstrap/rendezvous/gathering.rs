@@ -344,7 +344,7 @@ mod tests {
         assert_eq!(gathering.step(&gone(&[]), now), Step::Wait);
     }
 
-    /// What happens at a host: a byte says what, one whose, and a third one more.
+    /// Events at a host, of three bytes each: kind, rank, argument.
     const EVENTS: [&[u8]; 3] = [
         &[0, 0, 0, 0, 1, 0, 0, 2, 0, 3, 0, 0, 2, 0, 1, 2, 1, 1, 2, 2, 1, 3, 0, 0],
         &[0, 0, 0, 0, 2, 0, 4, 0, 0, 3, 0, 0, 2, 0, 1, 1, 2, 0, 3, 0, 0, 0, 2, 1, 3, 0, 0],

@@ -100,12 +100,13 @@ pub fn grow<'a>(
     settings: &[Setting],
 ) -> Result<Growth<'a>, BootstrapError> {
     let (rank, size, timeouts) = (old.rank, old.size(), &old.job.timeouts);
+    let deadline = deadline.min(YEAR);
     old.health().check()?;
     // From here on no rank keeps the spares waiting.
     old.barrier("grow/here", rank, size, timeouts.deadline)?;
     let (start, attempt) = (Instant::now(), Attempt::of(old));
     let came = match rank {
-        HOST => gather(old, settings, start + deadline.min(YEAR)),
+        HOST => gather(old, settings, start + deadline),
         _ => Ok(Vec::new()),
     };
     // A host that fails still tells the others, who would wait for it.

@@ -16,7 +16,7 @@ struct Counters(&'static [AtomicU8]);
 
 static ALL: Mutex<Vec<Counters>> = Mutex::new(Vec::new());
 
-/// What instrumented code calls.
+/// Instrumented code calls this as it is loaded.
 ///
 /// # Safety
 /// The compiler's: from `start` to `end` are counters that live as long as the program.

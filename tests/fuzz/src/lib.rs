@@ -131,9 +131,14 @@ impl Fuzzer<'_> {
         counters::taken()
     }
 
-    /// Writes the smallest inputs that reach all edges, in place of the corpus.
+    /// Writes the smallest inputs that reach all edges, in place of those of earlier campaigns.
+    /// Inputs at which the target once panicked stay.
     fn keep(&mut self) {
-        let _ = fs::remove_dir_all(&self.folder);
+        for path in paths(&self.folder) {
+            if path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("input-")) {
+                fs::remove_file(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+            }
+        }
         self.corpus.sort_by_key(|kept| kept.input.len());
         let mut first = BTreeMap::new();
         for (nth, kept) in self.corpus.iter().enumerate() {
@@ -147,12 +152,17 @@ impl Fuzzer<'_> {
     }
 }
 
-/// All inputs of a folder, which may not be there, in the order of their names.
-fn read(folder: &Path) -> Vec<Vec<u8>> {
+/// Files of a folder, which may not be there, in the order of their names.
+fn paths(folder: &Path) -> Vec<PathBuf> {
     let mut paths: Vec<PathBuf> =
         fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()).collect();
     paths.sort();
     paths
+}
+
+/// All inputs of a folder.
+fn read(folder: &Path) -> Vec<Vec<u8>> {
+    paths(folder)
         .iter()
         .map(|path| fs::read(path).unwrap_or_else(|error| panic!("{}: {error}", path.display())))
         .collect()

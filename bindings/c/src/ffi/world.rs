@@ -131,7 +131,7 @@ pub unsafe extern "C" fn sidelane_world_from_env(
 }
 
 /// Waits as a spare until a world of the job that the environment describes takes this process in
-/// (sidelane_world_grow), at most for `deadline_ms`. The environment is that of a rank, whichever.
+/// (sidelane_world_grow), at most for `deadline_ms`. The environment names any rank of the job.
 /// Options must be those of the ranks, or this fails with SIDELANE_ERROR_SETTINGS_DIFFER. After an
 /// error of a growth that failed, call it again.
 ///

@@ -34,7 +34,7 @@ def spare(deadline: float = 60.0, *, heap: int | str | None = None, symmetric: i
     """Waits as a spare until a world of this job takes this process in (:meth:`World.grow`), for at
     most ``deadline`` seconds.
 
-    The environment is that of a rank, whichever, as of :func:`init`. Sizes and all other settings
+    Its environment names any rank of the job, as for :func:`init`. Sizes and all other settings
     must be those of the ranks, or this raises :class:`BootstrapError` (``SettingsDiffer``). After
     an error of a growth that failed, call it again.
     """

@@ -283,6 +283,8 @@ mod tests {
 
     /// Elements of the model.
     const ELEMENTS: usize = 8;
+    /// No valid input has it: a NaN.
+    const UNWRITTEN: f32 = f32::from_bits(0x7fc5_a5a5);
 
     /// A shard of one of two ranks.
     fn shard(rank: u32, first: usize, parameters: &[f32]) -> Vec<u8> {
@@ -322,10 +324,13 @@ mod tests {
                     *digest = right.value().to_le_bytes();
                 }
             }
-            let wanted = || Wanted::new(vec![(0..ELEMENTS, 0)], ELEMENTS);
-            let mut wanted = [wanted(), wanted(), wanted()];
+            let mut wanted = [(); 3].map(|()| Wanted::new(vec![(0..ELEMENTS, 0)], ELEMENTS));
+            wanted.iter_mut().for_each(|wanted| wanted.values.fill(UNWRITTEN));
             let read = read(ELEMENTS, shards.iter().map(|shard| &shard[..]), &mut wanted);
-            // Three values of each element, and at least a header of each shard.
+            let values = wanted.iter().flat_map(|wanted| &wanted.values);
+            let missing = values.filter(|value| value.to_bits() == UNWRITTEN.to_bits()).count();
+            assert!(read.is_err() || missing == 0, "{missing} values did not come");
+            // Three values of each element once, and at least a header of each shard.
             let least = 12 * ELEMENTS + 48 * shards.len();
             assert!(read.is_err() || shards.iter().map(Vec::len).sum::<usize>() >= least);
         });

@@ -140,11 +140,12 @@ fn error_that_is_no_loss_stays_the_error() {
 }
 
 /// The command of a run that goes with 4, 3 and 2 ranks.
-pub fn program(out: &Path, text: &Path) -> Command {
+pub fn program(steps: u32, out: &Path, text: &Path) -> Command {
     let sizes = "--vocabulary 256 --window 16 --layers 2 --width 32 --heads 2 --experts 12 --top-k 2 --expert-width 16";
-    let run = "--batch 12 --warm-up 2 --checkpoint-every 2 --steps 6 --json";
+    let run = "--batch 12 --warm-up 2 --checkpoint-every 2 --json";
     let mut command = Command::new(env!("CARGO_BIN_EXE_moe-lm"));
-    command.args(sizes.split(' ')).args(run.split(' ')).arg("--out").args([out, text]);
+    command.args(sizes.split(' ')).args(run.split(' ')).args(["--steps", &steps.to_string()]);
+    command.arg("--out").args([out, text]);
     // A rank that a busy machine leaves without a core for long is not lost.
     command.env("SIDELANE_LIVENESS_MS", "20000").env("SIDELANE_HEAP", "96M");
     command.env("RAYON_NUM_THREADS", "1").stdout(Stdio::piped());
@@ -167,7 +168,7 @@ fn killed_ranks_leave_processes_that_learn_what_one_that_plays_them_learns() {
         let options: Vec<&str> = options.iter().map(String::as_str).collect();
         let mut spoken = Vec::new();
         let job = format!("{}-killed", killed.len());
-        let ranks = ranks_of(|| program(&out, &text), &job, |_| &options[..]);
+        let ranks = ranks_of(|| program(6, &out, &text), &job, |_| &options[..]);
         for (rank, child) in ranks.into_iter().enumerate() {
             let output = child.wait_with_output().unwrap();
             let errors = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -186,7 +187,7 @@ fn killed_ranks_leave_processes_that_learn_what_one_that_plays_them_learns() {
             let seconds = at("recovered", step + 1) - at("killed_in_step", step);
             println!("{seconds:.3} s from SIGKILL in step {step} to the end of that step on fewer ranks");
         }
-        let mut alone = program(&beside, &text);
+        let mut alone = program(6, &beside, &text);
         alone.args(spread.split(' ')).args(["--reference", schedule]);
         said(vec![alone.spawn().unwrap()]);
         for name in ["losses.json", "routing.jsonl"] {
