@@ -6,7 +6,7 @@
 //!     at least half as fast as the fastest              leaves out NICs of storage and management
 //!     nearest to the rank's GPU, else to its cores      bridges below one root port, root complex, NUMA distance
 //!     fastest of these
-//!   among several that are left, the nth rank of the machine takes the nth, in turn
+//!   among several that are left, the nth GPU of the machine takes the nth, in turn; else the nth rank
 //!
 //!   pci0000:15 -- root port -- switch --+-- GPU 0, NIC a          rank 0 -> a
 //!              '- root port -- switch --+-- GPU 1, NIC b          rank 1 -> b
@@ -14,7 +14,8 @@
 //! ```
 //!
 //! Which GPU is the rank's is not known before it makes a context. The nth rank of a machine is
-//! taken to use the nth of the GPUs that it may see, as under torchrun.
+//! taken to use the nth of the GPUs that it may see, as under torchrun. A scheduler that gives each
+//! rank one GPU may call all of them 0. So a list of GPU 0 alone says nothing of a later rank.
 
 /// Kind of a network.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,7 +27,7 @@ pub enum LinkLayer {
 }
 
 /// Place in a machine's PCI tree: the root complex, bridges, and the device itself.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct PciPath(Vec<String>);
 
 impl PciPath {
@@ -47,12 +48,13 @@ impl PciPath {
         self.0.last().map(String::as_str)
     }
 
-    /// How near another device is in the tree; none if they share no root complex.
-    fn nearness(&self, other: &PciPath) -> Option<Nearness> {
+    /// How near another device is in the tree; none if they share no root complex. `numa_distance`
+    /// is that between their NUMA nodes.
+    fn nearness(&self, other: &PciPath, numa_distance: Option<u32>) -> Option<Nearness> {
         let shared = self.0.iter().zip(&other.0).take_while(|(one, other)| one == other).count();
         match shared {
             0 => None,
-            1 => Some(Nearness::RootComplex),
+            1 => Some(Nearness::RootComplex { numa_distance: numa_distance.unwrap_or(u32::MAX) }),
             _ => Some(Nearness::RootPort { bridges: (self.0.len() + other.0.len() - 2 * shared) as u32 }),
         }
     }
@@ -80,29 +82,33 @@ pub struct GpuPlace {
     pub pci: PciPath,
     /// The NUMA node that it is near to.
     pub numa_node: Option<u32>,
+    /// Whether the driver hides it from this process, as in a container that was given others.
+    pub hidden: bool,
 }
 
 impl GpuPlace {
     /// The GPU of the nth rank of a machine, among its GPUs by address. `visible` is the value of
-    /// `CUDA_VISIBLE_DEVICES`, if it is set. None if there is no GPU, or if they are named by
-    /// anything but numbers.
+    /// `CUDA_VISIBLE_DEVICES`, if it is set. None if there is no GPU, if they are named by anything
+    /// but numbers, or if the list is GPU 0 alone and the rank is not the first.
     pub fn of_rank(gpus: &[GpuPlace], visible: Option<&str>, nth: u32) -> Option<usize> {
-        let seen: Vec<usize> = match visible {
-            None => (0..gpus.len()).collect(),
+        let shown: Vec<usize> = (0..gpus.len()).filter(|&at| !gpus[at].hidden).collect();
+        let listed: Vec<usize> = match visible {
+            None => shown,
             Some(list) => list
                 .split(',')
-                .map_while(|number| number.trim().parse().ok().filter(|&at| at < gpus.len()))
+                .map_while(|number| shown.get(number.trim().parse::<usize>().ok()?).copied())
                 .collect(),
         };
-        (!seen.is_empty()).then(|| seen[nth as usize % seen.len()])
+        let renumbered = nth > 0 && visible.is_some_and(|list| list.trim() == "0");
+        (!listed.is_empty() && !renumbered).then(|| listed[nth as usize % listed.len()])
     }
 }
 
 /// A rank that takes a NIC.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct RankPlace<'a> {
-    /// Its number on its machine.
-    pub nth: u32,
+    /// Its turn among equal NICs: the number of its GPU, or else its own on the machine.
+    pub turn: u32,
     /// Its GPU.
     pub gpu: Option<&'a GpuPlace>,
     /// The NUMA node that it is bound to.
@@ -117,8 +123,11 @@ pub enum Nearness {
         /// Steps between them in the tree.
         bridges: u32,
     },
-    /// On the root complex of its GPU.
-    RootComplex,
+    /// On the root complex of its GPU. Virtual machines may have one for all devices.
+    RootComplex {
+        /// Distance of their NUMA nodes; the largest number if unknown.
+        numa_distance: u32,
+    },
     /// By the firmware's measure; 10 is the node itself.
     NumaDistance(u32),
     /// One place is unknown.
@@ -129,7 +138,7 @@ impl std::fmt::Display for Nearness {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Nearness::RootPort { .. } => write!(f, "same PCI switch"),
-            Nearness::RootComplex => write!(f, "same root complex"),
+            Nearness::RootComplex { .. } => write!(f, "same root complex"),
             Nearness::NumaDistance(10) => write!(f, "same NUMA node"),
             Nearness::NumaDistance(distance) => write!(f, "NUMA distance {distance}"),
             Nearness::Unknown => write!(f, "unknown distance"),
@@ -185,17 +194,19 @@ pub fn choose(
     numa_distance: impl Fn(u32, u32) -> Option<u32>,
 ) -> Option<(usize, Nearness)> {
     let nearness = |nic: &NicPlace| {
-        let in_tree = rank.gpu.and_then(|gpu| gpu.pci.nearness(&nic.pci));
         let node = rank.gpu.and_then(|gpu| gpu.numa_node).or(rank.numa_node);
-        let by_node = || numa_distance(node?, nic.numa_node?).map(Nearness::NumaDistance);
-        in_tree.or_else(by_node).unwrap_or(Nearness::Unknown)
+        let distance = node.zip(nic.numa_node).and_then(|(from, to)| numa_distance(from, to));
+        let in_tree = rank.gpu.and_then(|gpu| gpu.pci.nearness(&nic.pci, distance));
+        in_tree.or(distance.map(Nearness::NumaDistance)).unwrap_or(Nearness::Unknown)
     };
     let left_out = left_out(nics);
     let considered = || (0..nics.len()).filter(|&at| left_out[at].is_none());
     let rank_of = |at: usize| (nearness(&nics[at]), std::cmp::Reverse(nics[at].rate));
     let best = considered().map(rank_of).min()?;
-    let equal: Vec<usize> = considered().filter(|&at| rank_of(at) == best).collect();
-    Some((equal[rank.nth as usize % equal.len()], best.0))
+    let mut equal: Vec<usize> = considered().filter(|&at| rank_of(at) == best).collect();
+    // A caller that lists NICs in another order sees the same turns.
+    equal.sort_by_key(|&at| (&nics[at].pci, &nics[at].name));
+    Some((equal[rank.turn as usize % equal.len()], best.0))
 }
 
 #[cfg(test)]
@@ -221,7 +232,7 @@ mod tests {
     }
 
     fn gpu(numa_node: u32, pci: PciPath) -> GpuPlace {
-        GpuPlace { pci, numa_node: Some(numa_node) }
+        GpuPlace { pci, numa_node: Some(numa_node), hidden: false }
     }
 
     fn nic(name: &str, (link, rate): (LinkLayer, u32), numa_node: u32, pci: PciPath) -> NicPlace {
@@ -236,8 +247,9 @@ mod tests {
         /// Names of the NICs that ranks with a GPU each take.
         fn names(&self, visible: Option<&str>, ranks: u32) -> Vec<&str> {
             let of = |nth| {
-                let gpu = GpuPlace::of_rank(&self.gpus, visible, nth).map(|at| &self.gpus[at]);
-                let rank = RankPlace { nth, gpu, numa_node: None };
+                let own = GpuPlace::of_rank(&self.gpus, visible, nth);
+                let (turn, gpu) = (own.map_or(nth, |at| at as u32), own.map(|at| &self.gpus[at]));
+                let rank = RankPlace { turn, gpu, numa_node: None };
                 self.nics[choose(&self.nics, rank, distance).unwrap().0].name.as_str()
             };
             (0..ranks).map(of).collect()
@@ -284,6 +296,9 @@ mod tests {
         });
         let machine = Machine { gpus, nics: nics.collect() };
         assert_eq!(machine.names(None, 8), (0..8).map(|nth| format!("mlx5_{nth}")).collect::<Vec<_>>());
+        let order = [0, 2, 4, 6, 1, 3, 5, 7];
+        let names = order.map(|nth| format!("mlx5_{nth}"));
+        assert_eq!(machine.names(Some("0,2,4,6,1,3,5,7"), 8), names);
     }
 
     #[test]
@@ -293,8 +308,8 @@ mod tests {
             .zip(0..)
             .map(|(name, nth)| nic(name, (InfiniBand, 200), nth / 2, behind(0x20 * nth, 1, 0)))
             .collect();
-        let of = |nth, numa_node| {
-            let rank = RankPlace { nth, gpu: None, numa_node };
+        let of = |turn, numa_node| {
+            let rank = RankPlace { turn, gpu: None, numa_node };
             let (at, nearness) = choose(&nics, rank, distance).unwrap();
             (nics[at].name.as_str(), nearness)
         };
@@ -336,9 +351,21 @@ mod tests {
             "/sys/devices/pci0000:50/0000:50:01.0/0000:51:00.0/0000:52:00.2/infiniband/mlx5_9/device",
         );
         let nics = [nic("mlx5_9", (Ethernet, 400), 1, virtual_function)];
-        let rank = RankPlace { nth: 0, gpu: Some(&own), numa_node: None };
+        let rank = RankPlace { turn: 0, gpu: Some(&own), numa_node: None };
         let (at, nearness) = choose(&nics, rank, distance).unwrap();
         assert_eq!((at, nearness.to_string().as_str()), (0, "same PCI switch"));
+    }
+
+    #[test]
+    fn in_a_flat_tree_numa_nodes_decide() {
+        let flat = |at: u32| PciPath::of(&format!("/sys/devices/pci0000:00/0000:00:{at:02x}.0"));
+        let nics = [0, 1].map(|node| nic(&format!("mlx5_{node}"), (Ethernet, 100), node, flat(node)));
+        let at = |numa_node, turn| {
+            let own = GpuPlace { numa_node, ..gpu(0, flat(9)) };
+            choose(&nics, RankPlace { turn, gpu: Some(&own), numa_node: None }, distance).unwrap().0
+        };
+        assert_eq!([0, 1].map(|turn| at(Some(1), turn)), [1, 1]);
+        assert_eq!([0, 1, 2].map(|turn| at(None, turn)), [0, 1, 0]);
     }
 
     #[test]
@@ -354,6 +381,16 @@ mod tests {
         let of = |visible, nth| GpuPlace::of_rank(&gpus, visible, nth);
         assert_eq!([0, 1, 5].map(|nth| of(None, nth)), [Some(0), Some(1), Some(1)]);
         assert_eq!([0, 1, 2].map(|nth| of(Some("3, 1,-1,0"), nth)), [Some(3), Some(1), Some(3)]);
+        assert_eq!(
+            [0, 1].map(|nth| of(Some("0"), nth)),
+            [Some(0), None],
+            "each rank may see its own GPU as 0"
+        );
+        assert_eq!([0, 1].map(|nth| of(Some("1"), nth)), [Some(1), Some(1)]);
+        let in_a_container: Vec<GpuPlace> =
+            (0..4).map(|at| GpuPlace { hidden: at != 2, ..GpuPlace::default() }).collect();
+        assert_eq!(GpuPlace::of_rank(&in_a_container, None, 0), Some(2));
+        assert_eq!(GpuPlace::of_rank(&in_a_container, Some("0"), 0), Some(2));
         assert_eq!([Some(""), Some("4"), Some("GPU-7e5f"), Some("-1")].map(|list| of(list, 0)), [None; 4]);
         assert_eq!(GpuPlace::of_rank(&[], None, 0), None);
     }
@@ -376,11 +413,11 @@ mod tests {
         #[test]
         fn a_rank_takes_a_nic_that_is_considered_and_none_of_these_is_nearer(
             nics in prop::collection::vec(any_nic(), 1..10),
-            nth in any::<u32>(),
+            turn in any::<u32>(),
             with_gpu in any::<bool>(),
         ) {
             let own = gpu(0, behind(0x20, 1, 2));
-            let rank = RankPlace { nth, gpu: with_gpu.then_some(&own), numa_node: Some(1) };
+            let rank = RankPlace { turn, gpu: with_gpu.then_some(&own), numa_node: Some(1) };
             let (at, nearness) = choose(&nics, rank, distance).unwrap();
             let left_out = left_out(&nics);
             prop_assert_eq!(left_out[at], None);
@@ -394,8 +431,8 @@ mod tests {
         fn ranks_spread_evenly_over_equal_nics(nics in 1..10usize, ranks in 1..40u32) {
             let nics = vec![nic("nic", (InfiniBand, 400), 0, behind(0x20, 1, 0)); nics];
             let mut load = vec![0u32; nics.len()];
-            for nth in 0..ranks {
-                load[choose(&nics, RankPlace { nth, ..RankPlace::default() }, distance).unwrap().0] += 1;
+            for turn in 0..ranks {
+                load[choose(&nics, RankPlace { turn, ..RankPlace::default() }, distance).unwrap().0] += 1;
             }
             prop_assert_eq!(load.iter().sum::<u32>(), ranks);
             prop_assert!(load.iter().max().unwrap() - load.iter().min().unwrap() <= 1);

@@ -1,7 +1,7 @@
 //! From the machine's NICs to a rank's: discovered, chosen, opened.
 //!
 //! ```text
-//!   Context::names --> usable: a port is active, a GID can route --> choose --> Nic: context, path
+//!   Context::names --> usable: a port is active and has a GID --> choose --> Nic: context, path
 //!
 //!   named in the settings   all of them, in the order given: NIC 0, NIC 1, ...
 //!   else                    one, by the places of NICs and GPUs in the machine (sidelane_core::nic_choice)
@@ -117,8 +117,9 @@ impl Nic {
             }
         }
         let gpus = sysfs.gpus();
-        let gpu = GpuPlace::of_rank(&gpus, settings.visible_gpus.as_deref(), nth).map(|at| &gpus[at]);
-        let rank = RankPlace { nth, gpu, numa_node: sysfs.own_node() };
+        let own = GpuPlace::of_rank(&gpus, settings.visible_gpus.as_deref(), nth);
+        let (turn, gpu) = (own.map_or(nth, |at| at as u32), own.map(|at| &gpus[at]));
+        let rank = RankPlace { turn, gpu, numa_node: sysfs.own_node() };
         let places: Vec<NicPlace> = usable.iter().map(|nic| nic.place.clone()).collect();
         let Some((at, nearness)) =
             nic_choice::choose(&places, rank, |from, to| sysfs.numa_distance(from, to))
@@ -358,18 +359,22 @@ impl Gid {
 #[derive(Clone, Debug)]
 pub struct Sysfs {
     root: PathBuf,
+    /// NVIDIA's driver has a folder for each GPU here, named by its address.
+    driver: PathBuf,
 }
 
 impl Default for Sysfs {
     fn default() -> Self {
-        Sysfs::below("/sys")
+        Sysfs { root: "/sys".into(), driver: "/proc/driver/nvidia/gpus".into() }
     }
 }
 
 impl Sysfs {
-    /// The tree below this directory.
+    /// The tree below this directory, and that of the driver's GPUs in `gpus` there.
+    #[cfg(test)]
     pub fn below(root: impl Into<PathBuf>) -> Self {
-        Sysfs { root: root.into() }
+        let root = root.into();
+        Sysfs { driver: root.join("gpus"), root }
     }
 
     /// The addresses of a port, in the order of its table; empty entries are left out.
@@ -409,9 +414,14 @@ impl Sysfs {
             read(&device.join("vendor")).is_some_and(|vendor| vendor == "0x10de")
                 && read(&device.join("class")).is_some_and(|class| class.starts_with("0x03"))
         };
+        // In a container the driver lists only GPUs that it was given; the kernel lists all.
+        let shown: Vec<_> = fs::read_dir(&self.driver).into_iter().flatten().flatten().collect();
+        let hidden = |device: &PathBuf| {
+            !shown.is_empty() && !shown.iter().any(|gpu| Some(&*gpu.file_name()) == device.file_name())
+        };
         let gpu = |device: PathBuf| {
             let (pci, numa_node) = place(&device);
-            GpuPlace { pci, numa_node }
+            GpuPlace { pci, numa_node, hidden: hidden(&device) }
         };
         devices.into_iter().filter(is_gpu).map(gpu).collect()
     }
@@ -575,6 +585,8 @@ mod tests {
         let gpus = tree.sysfs().gpus();
         let addresses: Vec<_> = gpus.iter().map(|gpu| (gpu.pci.address(), gpu.numa_node)).collect();
         assert_eq!(addresses, [(Some("0000:1b:00.0"), Some(0)), (Some("0000:9b:00.0"), Some(0))]);
+        tree.write("gpus/0000:9b:00.0/information", "Device Minor: 1");
+        assert_eq!(tree.sysfs().gpus().iter().map(|gpu| gpu.hidden).collect::<Vec<_>>(), [true, false]);
     }
 
     #[test]

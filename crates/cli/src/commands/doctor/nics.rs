@@ -74,8 +74,13 @@ fn choice(root: &Root, facts: &Facts, ports: &[Port]) -> Vec<Finding> {
         let finding = Finding::new("NICs of each rank", named);
         return vec![finding.means("SIDELANE_VERBS_NICS names them.")];
     }
-    let nics: Vec<NicPlace> =
-        ports.iter().filter(|port| port.state == "ACTIVE").map(|port| port.place(root)).collect();
+    let mut nics: Vec<NicPlace> = Vec::new();
+    for port in ports.iter().filter(|port| port.state == "ACTIVE") {
+        // Ranks use the first active port of a NIC.
+        if nics.iter().all(|nic| nic.name != port.nic) {
+            nics.push(port.place(root));
+        }
+    }
     let left_out = nic_choice::left_out(&nics);
     let reasons = nics.iter().zip(&left_out).filter_map(|(nic, reason)| Some((nic, reason.as_ref()?)));
     let mut findings: Vec<Finding> = reasons
@@ -93,7 +98,7 @@ fn choice(root: &Root, facts: &Facts, ports: &[Port]) -> Vec<Finding> {
             break;
         }
         seen.push(at);
-        let rank = RankPlace { nth, gpu: Some(&gpus[at]), numa_node: None };
+        let rank = RankPlace { turn: at as u32, gpu: Some(&gpus[at]), numa_node: None };
         let Some((nic, nearness)) = nic_choice::choose(&nics, rank, |from, to| distance(root, from, to))
         else {
             break;
@@ -104,7 +109,7 @@ fn choice(root: &Root, facts: &Facts, ports: &[Port]) -> Vec<Finding> {
                 format!("NIC of rank {nth}"),
                 format!("{}, {nearness} as GPU {gpu}", nics[nic].name),
             )
-            .means("Rank of this machine, if ranks use GPUs in their order."),
+            .means("If ranks use GPUs in this order, and if the NIC opens and has an address."),
         );
     }
     if seen.is_empty() && !nics.is_empty() {
@@ -130,9 +135,12 @@ fn gpus(root: &Root) -> Vec<GpuPlace> {
     let is = |device: &str, file, prefix| {
         root.read(format!("{device}/{file}")).is_some_and(|value| value.starts_with(prefix))
     };
+    // In a container the driver lists only GPUs that it was given; the kernel lists all.
+    let shown = root.list("/proc/driver/nvidia/gpus");
     let gpu = |device: String| {
         let (pci, numa_node) = place(root, &device);
-        GpuPlace { pci, numa_node }
+        let hidden = !shown.is_empty() && !shown.iter().any(|address| device.ends_with(address.as_str()));
+        GpuPlace { pci, numa_node, hidden }
     };
     devices.filter(|device| is(device, "vendor", "0x10de") && is(device, "class", "0x03")).map(gpu).collect()
 }

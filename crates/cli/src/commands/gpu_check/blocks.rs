@@ -47,7 +47,7 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     let samples = |rounds: &[Round]| rounds.iter().map(|round| round.product_us).collect::<Vec<f64>>();
     let without = middle(&rounds[0], |round| round.product_us);
     let about = About::new("products alone", "what the next rows are compared with");
-    checks.measured(about, &samples(&rounds[0]), products.told(without))?;
+    checks.measured(about, &samples(&rounds[0]), products.describe(without))?;
     for (blocks, rounds) in limits.into_iter().zip(&rounds[1..]) {
         // A burst that does not end meanwhile takes as long at least.
         let burst = middle(rounds, |round| round.all_us / round.bursts.max(1) as f64);
@@ -59,7 +59,7 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
             About::new(&what, "what our kernels take from the compute, and what fewer blocks cost them");
         let slowdown = middle(rounds, |round| round.product_us) / without;
         let percent = (slowdown - 1.0) * 100.0;
-        let told = format!("{percent:+.1} %; the kernels take {burst:.0} us for {}", rows.told());
+        let told = format!("{percent:+.1} %; the kernels take {burst:.0} us for {}", rows.describe());
         checks.limited(about, &samples(rounds), told, Limited { blocks, slowdown })?;
     }
     Ok(())
@@ -142,7 +142,7 @@ impl Rows {
         })
     }
 
-    pub fn told(&self) -> String {
+    pub fn describe(&self) -> String {
         format!("{} tokens x {} bf16 of {RANKS} ranks", self.tokens, self.hidden)
     }
 
@@ -227,6 +227,6 @@ impl Rows {
                 same(format!("{what} of at most {limit:?} blocks"), seen, expected)?;
             }
         }
-        Ok(self.told())
+        Ok(self.describe())
     }
 }

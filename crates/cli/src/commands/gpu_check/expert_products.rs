@@ -83,7 +83,7 @@ impl Sizes {
         2.0 * f64::from(self.all_rows()) * f64::from(self.depth) * f64::from(self.columns)
     }
 
-    pub fn told(self) -> String {
+    pub fn describe(self) -> String {
         let Sizes { experts, rows, depth, columns } = self;
         format!("{experts} x [{rows}, {depth}] [{depth}, {columns}]")
     }
@@ -226,7 +226,7 @@ impl<'a> ExpertProducts<'a> {
                 }
             }
         }
-        let (told, by) = (self.sizes.told(), self.name());
+        let (told, by) = (self.sizes.describe(), self.name());
         Ok(format!("{count} sums of {depth}, off by {largest:.1e} of their terms at most; {told}, by {by}"))
     }
 }

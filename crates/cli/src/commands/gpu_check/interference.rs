@@ -50,7 +50,7 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
         let moved = if beside { format!("; {slower:+.1} % beside {rate:.1} GB/s") } else { String::new() };
         let open = beside.then_some("transfers over NVLink, which are several times faster");
         let samples: Vec<f64> = rounds.iter().map(|round| round.product_us).collect();
-        checks.measured(About::new(what, shows).open(open), &samples, products.told(product) + &moved)
+        checks.measured(About::new(what, shows).open(open), &samples, products.describe(product) + &moved)
     };
     tell(checks, "products alone", "what the next rows are compared with", &rounds[0], false)?;
     let shows = "what transfers without SMs cost the compute: memory and power";

@@ -69,7 +69,7 @@ impl<'a> Products<'a> {
 
     /// The products in words: type and size, what makes them, and the rate of one that takes so
     /// long.
-    pub fn told(&self, product_us: f64) -> String {
+    pub fn describe(&self, product_us: f64) -> String {
         let (size, by) =
             (self.size, self.blas.as_ref().map_or("our own kernel (no cuBLAS was found)", Blas::name));
         let tflops = 2.0 * f64::from(size).powi(3) / product_us / 1e6;

@@ -44,7 +44,7 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     let packed = row * (0..rows.tokens).map(ranks_of).sum::<u64>();
     let [all, slots] = [row * tokens, row * tokens * u64::from(RANKS)];
     let (kernels, stream) = (&rows.kernels, &rows.stream);
-    let mut rates = Rates { timer: Timer::new(&gpu)?, gpu: &gpu, stream, told: rows.told(), checks };
+    let mut rates = Rates { timer: Timer::new(&gpu)?, gpu: &gpu, stream, told: rows.describe(), checks };
     // All of a slot is written, whether it is used or not.
     rates.rate("pack into slots", Some(all + slots), || rows.pack(kernels, stream))?;
     rates.rate("regroup slots", Some(2 * slots), || rows.regroup(kernels, stream))?;
@@ -94,7 +94,7 @@ fn products(gpu: &Gpu, checks: &mut Checks) -> Result<(), CliError> {
             gpu.finish(products.stream(), "the first product")?;
             let samples = timer.time(gpu, products.stream(), rounds, enqueue)?.device;
             let tflops = sizes.operations() / summary(&samples).p50_us.max(1e-6) / 1e6;
-            let found = format!("{tflops:.0} TFLOP/s; {}, by {}", sizes.told(), products.name());
+            let found = format!("{tflops:.0} TFLOP/s; {}, by {}", sizes.describe(), products.name());
             let what = format!("{what}, {}", way.name());
             checks.measured(About::new(&what, shows), &samples, found)?;
         }
