@@ -402,7 +402,7 @@ fn a_nic_that_vanishes_is_noticed_though_a_peer_has_left_in_peace() {
         }
         let pair = world.group(&[0, 2]).unwrap();
         pair.gather(&[]).unwrap();
-        let until = Instant::now() + Duration::from_secs(5);
+        let until = Instant::now() + SHORT;
         if world.rank() == 0 {
             fabric.remove("nic0");
             while world.health().check().is_ok() && Instant::now() < until {

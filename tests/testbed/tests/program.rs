@@ -1,7 +1,7 @@
 //! The program as its callers see it. It boots nothing here.
 //!
-//! These tests also make cargo build the program with those of all other packages, so that it shares
-//! their libraries.
+//! These tests also make cargo build the program with those of all other packages, so that it
+//! shares their libraries.
 
 use std::process::{Command, Output};
 
