@@ -204,8 +204,8 @@ pub fn choose(
     let rank_of = |at: usize| (nearness(&nics[at]), std::cmp::Reverse(nics[at].rate));
     let best = considered().map(rank_of).min()?;
     let mut equal: Vec<usize> = considered().filter(|&at| rank_of(at) == best).collect();
-    // A caller that lists NICs in another order sees the same turns.
-    equal.sort_by_key(|&at| (&nics[at].pci, &nics[at].name));
+    // In the order of the tree, however they were listed. NICs without a place keep their order.
+    equal.sort_by_key(|&at| &nics[at].pci);
     Some((equal[rank.turn as usize % equal.len()], best.0))
 }
 
