@@ -179,7 +179,7 @@ type Address = unsafe extern "C" fn();
 
 /// Finds a symbol. Not generic: each table would compile it for each of its functions.
 fn address(library: &libloading::Library, name: &str, symbol: &'static str) -> Result<Address, DeviceError> {
-    // SAFETY: nothing is called, and whoever calls it casts the pointer to its type.
+    // SAFETY: nothing is called here, and callers cast the pointer to its type.
     let found = unsafe { library.get::<Address>(symbol) };
     found.map(|found| *found).map_err(|_| DeviceError::MissingSymbol { library: name.to_owned(), symbol })
 }

@@ -37,7 +37,7 @@ pub fn grow(trainer: &mut Trainer<Parallel>) -> Result<bool> {
     let old = &trainer.ranks.groups.world;
     let world = match old.grow(WAIT) {
         Ok(world) => world,
-        // Whatever kept the larger world from being built, the old one goes on.
+        // No larger world was built, for any reason: the old one goes on.
         Err(_) if old.health().check().is_ok() => return Ok(false),
         Err(error) => return Err(error.into()),
     };

@@ -4,7 +4,7 @@
 //!              meet         steps that all have made, who has which experts, or a copy; a spare has nothing
 //!   old rank   go back      by the step that another rank has not made
 //!   spare      receive      weights that all have alike, losses so far              from rank 0
-//!   all        spread       experts over the new number of ranks                    from who has them
+//!   all        spread       experts over the new number of ranks                    from ranks that have them
 //!              build        layers on the new group, copies of experts
 //!              meet         a rank that is lost before costs another try
 //! ```
@@ -25,7 +25,7 @@ use crate::weights::Weights;
 /// are spares. After an error the trainer still has its old world.
 ///
 /// # Errors
-/// [`Error::NoCopy`] if nobody has some expert; [`Error::NotMultiple`] for sizes that do not go
+/// [`Error::NoCopy`] if no rank has some expert; [`Error::NotMultiple`] for sizes that do not go
 /// with so many ranks; [`Error::WorldsDiffer`]; those of the layers and of the sums.
 pub(crate) fn move_to(trainer: &mut Trainer<Parallel>, world: World) -> Result<()> {
     let settings = trainer.settings.on(world.size() as usize);
@@ -108,7 +108,7 @@ struct Members {
 }
 
 impl Members {
-    /// What all of them say: a spare says nothing. Collective.
+    /// Reports of all ranks; a spare has none. Collective.
     fn meet(trainer: Option<&Trainer<Parallel>>, world: &World) -> Result<Members> {
         let own = trainer.map(|trainer| Said {
             epoch: trainer.ranks.groups.world.epoch(),

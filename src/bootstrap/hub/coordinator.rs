@@ -277,7 +277,7 @@ mod tests {
     /// Ranks of the world.
     const RANKS: usize = 3;
 
-    /// What ranks say: of each message its sender, and its frame.
+    /// Messages of ranks: of each its sender, and its frame.
     fn script(messages: &[(u8, Message)]) -> Vec<u8> {
         messages.iter().flat_map(|(rank, message)| [&[*rank][..], &message.encode()].concat()).collect()
     }

@@ -21,7 +21,7 @@ pub struct SwigluRows<'a> {
     pub ffn: u32,
     /// Gate and up side by side, `[rows, 2 * ffn]`.
     pub inner: ByteSpan<'a>,
-    /// What is made of them, `[rows, ffn]`.
+    /// Activations, `[rows, ffn]`.
     pub act: ByteSpan<'a>,
     /// Routing weights, `f32 [rows]`; without them all are 1.
     pub weights: Option<ByteSpan<'a>>,

@@ -21,7 +21,7 @@ pub(super) enum Inner {
     Joined(DeviceTensor),
 }
 
-/// What the gradients of weights need of a chunk besides its rows.
+/// Tensors of a chunk, besides its rows, that gradients of weights are made of.
 #[derive(Debug)]
 pub(super) struct Differentials {
     pub inner: Inner,

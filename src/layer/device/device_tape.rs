@@ -47,7 +47,7 @@ pub(super) struct Received {
     pub counts: DeviceRange,
 }
 
-/// What experts took and kept for a chunk.
+/// Rows that experts took from a chunk, and tensors that they kept for the gradients.
 #[derive(Debug)]
 pub(super) struct Made {
     pub rows: FactorRows,

@@ -30,7 +30,7 @@ pub(super) struct Returned<'a> {
     pub dtype: Dtype,
 }
 
-/// What a forward pass keeps of a chunk of rows that tokens were routed by.
+/// Tensors that a forward pass keeps of a chunk of routed rows.
 #[derive(Debug)]
 pub(super) enum RoutedSaved {
     /// With the outputs before they were weighted, f32 `[rows, hidden]`.
@@ -38,7 +38,7 @@ pub(super) enum RoutedSaved {
     Bf16(Bf16Saved),
 }
 
-/// What it keeps of the expert that all tokens pass.
+/// Tensors that it keeps of the expert that all tokens pass.
 #[derive(Debug)]
 pub(super) enum SharedSaved {
     F32(F32Saved),

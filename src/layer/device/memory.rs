@@ -121,7 +121,7 @@ pub(super) fn span(range: &DeviceRange) -> Result<ByteSpan<'_>, DeviceError> {
     range.span(0, range.len())
 }
 
-/// What lies from an offset on; nothing where that is behind the end.
+/// Bytes from an offset on; none if it is behind the end.
 pub(super) fn from(range: &DeviceRange, offset: u64) -> Result<ByteSpan<'_>, DeviceError> {
     let offset = offset.min(range.len());
     range.span(offset, range.len() - offset)

@@ -91,7 +91,7 @@ impl Compute {
         self.products.factors()
     }
 
-    /// What makes the experts' products, if their factors are bf16.
+    /// cuBLAS, if factors of the experts' products are bf16.
     pub fn bf16_products(&self) -> Option<Arc<Blas>> {
         self.blas.clone().filter(|_| self.factors() == Dtype::Bf16)
     }

@@ -39,7 +39,7 @@ pub(super) struct Bf16Weights {
     pub blas: Arc<Blas>,
 }
 
-/// What a forward pass keeps of a chunk: gate and up, `[rows, 2 * ffn]`.
+/// Tensors that a forward pass keeps of a chunk: gate and up, `[rows, 2 * ffn]`.
 #[derive(Debug)]
 pub(super) struct Bf16Saved {
     inner: DeviceTensor,

@@ -15,7 +15,7 @@ pub(super) struct F32Weights<'a> {
     pub sizes: Sizes,
 }
 
-/// What a forward pass keeps of a chunk: `[rows, ffn]` each.
+/// Tensors that a forward pass keeps of a chunk, `[rows, ffn]` each.
 #[derive(Debug)]
 pub(super) struct F32Saved {
     gate: DeviceTensor,

@@ -1,9 +1,9 @@
 //! Weights of experts on a device: f32 and, where products take that, a copy in bf16.
 //!
-//! The copy is made on the layer's stream before a pass, unless nobody can have changed the weights
-//! since the last one: they change by the range that a layer hands out. A pass so converts them
-//! after each [`hand_out`](Weights::hand_out). If a clone or a part of that range is alive then, be
-//! it in the hands of a stream, the next pass converts them again.
+//! The copy is made on the layer's stream before a pass, unless the weights are unchanged since the
+//! last one. Callers change them by the range that a layer hands out, so a pass converts them after
+//! each [`hand_out`](Weights::hand_out). If a clone or a part of that range is alive then, a
+//! stream's included, the next pass converts them again.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -50,7 +50,7 @@ pub(super) struct Weights {
     bf16: Option<Arc<Bf16Weights>>,
 }
 
-/// Claims on the values if nobody else has one: that of [`Weights`], and that of the range that it
+/// Claims on the values if no caller has one: that of [`Weights`], and that of the range that it
 /// hands out.
 const OWN_CLAIMS: usize = 2;
 
@@ -78,7 +78,7 @@ impl Weights {
         self.bf16.as_ref()
     }
 
-    /// For those who may change them.
+    /// The values, for a caller that may change them.
     pub fn hand_out(&self) -> &DeviceRange {
         self.may_have_changed.store(true, Ordering::Relaxed);
         &self.handed_out

@@ -31,7 +31,7 @@ struct Row {
 }
 
 impl Row {
-    /// What swiglu makes in f32.
+    /// SwiGLU in f32.
     fn act(&self, weight: f32) -> impl Iterator<Item = f32> + '_ {
         self.gate.iter().zip(&self.up).map(move |(&g, &u)| weight * (g * sigmoid(g) * u))
     }

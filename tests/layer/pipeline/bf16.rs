@@ -64,7 +64,7 @@ fn step_is_the_formula(case: &Case, ffn: usize) {
         let mut rank = built(case, &world, ffn, |builder| builder);
         let [x, residual, of_out] = tensors::<bf16>(me, case.tokens[me]);
         let mut last = None;
-        // What a pass leaves in memory is not what the next one needs.
+        // The second pass finds memory as the first one left it.
         for _ in 0..2 {
             let (out, tape) = rank.forward(&x, &residual).unwrap();
             let decision = tape.decision().clone();
@@ -169,8 +169,8 @@ fn changed_weights_are_never_used_as_they_were() {
 }
 
 #[test]
-fn weights_that_nobody_can_have_changed_are_converted_once() {
-    let test = "pipeline::bf16::weights_that_nobody_can_have_changed_are_converted_once";
+fn weights_that_are_certainly_unchanged_are_converted_once() {
+    let test = "pipeline::bf16::weights_that_are_certainly_unchanged_are_converted_once";
     on_devices(test, &[&[("SIDELANE_FAKE_CUDA_SEED", "26")]], || {
         on_ranks(&[0], &small(), |world| {
             let case = case(&[0], &[9], WHOLE);

@@ -55,7 +55,7 @@ pub struct Expert {
     weights: Vec<f32>,
 }
 
-/// What an expert makes of a row, and what its gradients need.
+/// Outputs of an expert for a row, and values that its gradients need.
 pub struct Made {
     x: Vec<f32>,
     weight: f32,

@@ -708,7 +708,7 @@ mod tests {
     /// Bytes of region 0.
     const REGION: u64 = 4096;
 
-    /// What the records of a stream do to an empty region, and why the stream ends.
+    /// An empty region after the records of a stream, records for others, and the end of the stream.
     fn expected(mut stream: &[u8]) -> (Vec<u8>, Vec<Record>, Option<End>) {
         let (mut region, mut others) = (vec![0; REGION as usize], Vec::new());
         while let Some((header, rest)) = stream.split_first_chunk::<HEADER>() {
@@ -765,7 +765,7 @@ mod tests {
                     break;
                 }
             }
-            // What came behind nonsense is for no one.
+            // Bytes behind a malformed record are ignored.
             let _ = (&ours).read_to_end(&mut Vec::new());
             let mut region = vec![0u8; REGION as usize];
             mapped.read(0, 0, &mut region).unwrap();
