@@ -708,7 +708,7 @@ mod tests {
     /// Bytes of region 0.
     const REGION: u64 = 4096;
 
-    /// An empty region after the records of a stream, records for others, and the end of the stream.
+    /// An empty region after the records of a stream, other records, and why the stream ends.
     fn expected(mut stream: &[u8]) -> (Vec<u8>, Vec<Record>, Option<End>) {
         let (mut region, mut others) = (vec![0; REGION as usize], Vec::new());
         while let Some((header, rest)) = stream.split_first_chunk::<HEADER>() {
