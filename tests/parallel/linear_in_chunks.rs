@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use sidelane::collective::Communicator;
-use sidelane::error::{CallError, OverlapError};
+use sidelane::error::{CallError, OverlapError, PlanError};
 use sidelane::overlap::{HostExecutor, TokenChunks};
 use sidelane::{Error, World};
 use sidelane_parallel::tensor::{
@@ -127,6 +127,13 @@ fn different_chunks_or_tokens_are_an_error_on_all_ranks() {
         let chunks = TokenChunks::new(4);
         let error = column.forward_in_chunks(&mut group, &x, chunks, &executor).unwrap_err();
         named(error, "tokens of a rank");
+        // The plan of so many chunks would need more memory than there is.
+        let chunks = TokenChunks::new(if odd { u32::MAX } else { 2 });
+        let error = column.forward_in_chunks(&mut group, &[1.0; 12], chunks, &executor).unwrap_err();
+        match odd {
+            true => assert!(matches!(error, Error::Plan(PlanError::BadParameter { .. })), "{error}"),
+            false => assert!(matches!(error, Error::Call(CallError::PeerRefused { peer: 2, .. })), "{error}"),
+        }
         // One chunk has no call to compare in, so the calls differ.
         let chunks = TokenChunks::new(if odd { 1 } else { 2 });
         let error = column.forward_in_chunks(&mut group, &[1.0; 12], chunks, &executor).unwrap_err();

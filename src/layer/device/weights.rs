@@ -84,11 +84,11 @@ impl Weights {
         &self.handed_out
     }
 
-    /// Has the stream make the copy again, if it may differ from the weights. Nobody else uses them
-    /// meanwhile: the layer is borrowed for the pass.
+    /// Has the stream make the copy again, if it may differ from the weights. No other pass uses them
+    /// meanwhile: the layer is borrowed for this one.
     pub fn refresh(&mut self, on: &Compute) -> Result<(), DeviceError> {
         let Some(bf16) = &self.bf16 else { return Ok(()) };
-        // Whoever holds a claim may write until it is dropped, also behind this pass.
+        // The holder of a claim may write until it drops it, also behind this pass.
         let is_held = Arc::strong_count(&self.values) > OWN_CLAIMS;
         if !is_held && !*self.may_have_changed.get_mut() {
             return Ok(());

@@ -25,6 +25,9 @@ use super::activations::{Activations, refuse};
 use super::overlap::{LinearPass, Pass, Rows, first_call};
 use crate::check::{at_least_one, has_ranks, has_shape, part_of, rows_of};
 
+/// A plan has a few steps for each chunk, and a chunk pays with hundreds of tokens.
+const MOST_CHUNKS: u32 = 1024;
+
 /// Sizes of a whole linear layer, before it is cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct LinearShape {
@@ -109,6 +112,17 @@ impl Part {
         (weight, bias)
     }
 
+    /// Checks that a call comes with a group of the layer's size, and with chunks that a plan can
+    /// have.
+    fn callable(&self, group: &Communicator, chunks: TokenChunks) -> Result<(), PlanError> {
+        has_ranks(group, self.ranks)?;
+        if chunks.count() > MOST_CHUNKS {
+            let (parameter, seen) = ("token chunks", chunks.count().into());
+            return Err(PlanError::BadParameter { parameter, seen, expected: "at most 1024" });
+        }
+        Ok(())
+    }
+
     /// The call that a pass begins with, if any.
     fn first_call(&self, pass: LinearPass, chunks: TokenChunks) -> Option<CallKind> {
         match self.activations {
@@ -190,7 +204,7 @@ impl ColumnParallelLinear {
     /// of others, if activations are sequence parallel. All ranks give the same number of chunks.
     ///
     /// # Errors
-    /// As [`forward`](Self::forward);
+    /// As [`forward`](Self::forward); [`PlanError::BadParameter`] for more than 1,024 chunks;
     /// [`ConfigsDiffer`](sidelane::error::CallError::ConfigsDiffer) if ranks have different numbers
     /// of tokens or chunks; [`OverlapError`](sidelane::error::OverlapError).
     pub fn forward_in_chunks(
@@ -201,7 +215,7 @@ impl ColumnParallelLinear {
         executor: &HostExecutor<'_>,
     ) -> Result<Vec<f32>, Error> {
         let (part, pass) = (&self.0, LinearPass::ColumnForward);
-        let checked = has_ranks(group, part.ranks).and_then(|()| rows_of("inputs", x.len(), part.inputs));
+        let checked = part.callable(group, chunks).and_then(|()| rows_of("inputs", x.len(), part.inputs));
         let tokens = match checked {
             Ok(tokens) => tokens,
             Err(error) => return Err(refuse(group, part.first_call(pass, chunks), error)),
@@ -228,8 +242,8 @@ impl ColumnParallelLinear {
     }
 
     /// Gradients from those of the outputs, `[T, outputs / ranks]`, and the same `x` as before. The
-    /// gradient of `x` has the shape of `x`. Sequence parallel inputs are gathered again, so that
-    /// nobody has to keep them. Collective.
+    /// gradient of `x` has the shape of `x`. Sequence parallel inputs are gathered again, so no rank
+    /// keeps them. Collective.
     ///
     /// # Errors
     /// As [`ColumnParallelLinear::forward`], and [`Communicator::reduce_scatter`].
@@ -257,7 +271,7 @@ impl ColumnParallelLinear {
         executor: &HostExecutor<'_>,
     ) -> Result<LinearGradients, Error> {
         let (part, pass) = (&self.0, LinearPass::ColumnBackward);
-        let checked = has_ranks(group, part.ranks).and_then(|()| {
+        let checked = part.callable(group, chunks).and_then(|()| {
             let tokens = rows_of("inputs", x.len(), part.inputs)?;
             let rows = part.activations.inside(tokens, part.ranks);
             has_shape("gradients of outputs", of_output.len(), rows, part.outputs).map(|()| tokens)
@@ -343,7 +357,7 @@ impl RowParallelLinear {
     /// give the same number of chunks.
     ///
     /// # Errors
-    /// As [`forward`](Self::forward);
+    /// As [`forward`](Self::forward); [`PlanError::BadParameter`] for more than 1,024 chunks;
     /// [`ConfigsDiffer`](sidelane::error::CallError::ConfigsDiffer) if ranks have different numbers
     /// of tokens or chunks; [`OverlapError`](sidelane::error::OverlapError).
     pub fn forward_in_chunks(
@@ -354,7 +368,8 @@ impl RowParallelLinear {
         executor: &HostExecutor<'_>,
     ) -> Result<Vec<f32>, Error> {
         let (part, pass) = (&self.0, LinearPass::RowForward);
-        let checked = has_ranks(group, part.ranks)
+        let checked = part
+            .callable(group, chunks)
             .and_then(|()| part.activations.outside(rows_of("inputs", x.len(), part.inputs)?, part.ranks));
         let tokens = match checked {
             Ok(tokens) => tokens,
@@ -411,7 +426,7 @@ impl RowParallelLinear {
         executor: &HostExecutor<'_>,
     ) -> Result<LinearGradients, Error> {
         let (part, pass) = (&self.0, LinearPass::RowBackward);
-        let checked = has_ranks(group, part.ranks).and_then(|()| {
+        let checked = part.callable(group, chunks).and_then(|()| {
             let tokens = part.activations.outside(rows_of("inputs", x.len(), part.inputs)?, part.ranks)?;
             has_shape("gradients of outputs", of_output.len(), tokens, part.outputs).map(|()| tokens)
         });
