@@ -84,8 +84,8 @@ impl Weights {
         &self.handed_out
     }
 
-    /// Has the stream make the copy again, if it may differ from the weights. No other pass uses them
-    /// meanwhile: the layer is borrowed for this one.
+    /// Has the stream make the copy again, if it may differ from the weights. No other pass uses
+    /// them meanwhile: the layer is borrowed for this one.
     pub fn refresh(&mut self, on: &Compute) -> Result<(), DeviceError> {
         let Some(bf16) = &self.bf16 else { return Ok(()) };
         // The holder of a claim may write until it drops it, also behind this pass.

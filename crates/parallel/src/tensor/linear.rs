@@ -242,8 +242,8 @@ impl ColumnParallelLinear {
     }
 
     /// Gradients from those of the outputs, `[T, outputs / ranks]`, and the same `x` as before. The
-    /// gradient of `x` has the shape of `x`. Sequence parallel inputs are gathered again, so no rank
-    /// keeps them. Collective.
+    /// gradient of `x` has the shape of `x`. Sequence parallel inputs are gathered again, so no
+    /// rank keeps them. Collective.
     ///
     /// # Errors
     /// As [`ColumnParallelLinear::forward`], and [`Communicator::reduce_scatter`].
