@@ -12,6 +12,7 @@ mod messages;
 mod mutants;
 mod naive_pipeline;
 mod overlap_plans;
+mod pipelines;
 #[path = "../support/ranks.rs"]
 mod ranks;
 mod schedules;

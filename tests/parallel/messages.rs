@@ -40,6 +40,18 @@ fn calls(plan: &Plan) -> Vec<Vec<MessageCall>> {
     stages.map(|(steps, stage)| steps.iter().flat_map(|step| of(stage, step)).collect()).collect()
 }
 
+/// The calls of a [`Pipeline`](sidelane_parallel::pipeline::Pipeline): messages one by one.
+fn calls_one_by_one(plan: &Plan) -> Vec<Vec<MessageCall>> {
+    let of = |step: &Step| match step {
+        Step::Transfer(group) => Some(match group[0].direction {
+            Direction::Send => MessageCall::Send(group[0].peer),
+            Direction::Receive => MessageCall::Receive(group[0].peer),
+        }),
+        Step::Compute(_) | Step::Overlap { .. } => None,
+    };
+    plan.one_by_one().stages().iter().map(|steps| steps.iter().filter_map(of).collect()).collect()
+}
+
 fn one_forward_one_backward(stages: u32, microbatches: u32) -> Vec<Vec<MessageCall>> {
     calls(&Schedule::OneFOneB.plan(stages, microbatches).unwrap())
 }
@@ -54,9 +66,12 @@ fn unroll(calls: &[Vec<MessageCall>], parts: u64, seeded: Option<MessageBug>) ->
 #[test]
 fn a_pipeline_ends_for_any_stages_and_microbatches_and_messages_of_any_length() {
     for (stages, microbatches) in (1..=8).flat_map(|stages| (1..=9).map(move |of| (stages, of))) {
-        let pipeline = one_forward_one_backward(stages, microbatches);
-        for parts in [1, 2, 3, 5] {
-            let proof = prove(&unroll(&pipeline, parts, None)).unwrap_or_else(|fault| {
+        let plan = Schedule::OneFOneB.plan(stages, microbatches).unwrap();
+        let pipelines = [calls(&plan), calls_one_by_one(&plan)];
+        for (pipeline, parts) in
+            pipelines.iter().flat_map(|pipeline| [1, 2, 3, 5].map(|parts| (pipeline, parts)))
+        {
+            let proof = prove(&unroll(pipeline, parts, None)).unwrap_or_else(|fault| {
                 panic!("{stages} stages, {microbatches} microbatches, {parts} parts: {fault}")
             });
             // Of each message and part a put, a word and its wait, an answer; and waits for slots.

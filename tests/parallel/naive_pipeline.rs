@@ -1,18 +1,16 @@
 //! A pipeline that computes: stages with queues between them, which carry values without names.
 //!
 //! It knows nothing of proofs. A stage takes the next value of a queue for the message that its
-//! plan names, so a plan in the wrong order computes wrong gradients, or gets stuck. The queues are
-//! of one process ([`run`]), or messages between ranks ([`run_rank`]).
+//! plan names, so a plan in the wrong order computes wrong gradients, or gets stuck.
 
 use std::collections::{HashMap, VecDeque};
 
-use sidelane::collective::Communicator;
 use sidelane_parallel::pipeline::{Compute, Direction, Pass, Plan, Shape, Step, Tensor, Transfer};
 
 type Key = (u32, u32);
 
 /// A number that depends on both numbers and their order.
-fn mixed(a: u64, b: u64) -> u64 {
+pub fn mixed(a: u64, b: u64) -> u64 {
     (a.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ b).rotate_left(29).wrapping_mul(0xbf58_476d_1ce4_e5b9)
 }
 
@@ -143,27 +141,4 @@ fn transfer_in(
         receive(stage, transfer, value);
     }
     Some(true)
-}
-
-/// The stage of this rank. Its channels are communicators: of activations, and of gradients.
-pub fn run_rank(plan: &Plan, channels: &mut [Communicator; 2]) -> Weights {
-    let (shape, nth) = (plan.shape(), channels[0].rank());
-    let mut stage = Stage::default();
-    for step in &plan.stages()[nth as usize] {
-        for compute in step.passes() {
-            compute_in(&mut stage, shape, nth, compute).expect("a plan that is proved");
-        }
-        let Step::Transfer(group) = step else { continue };
-        let [sends, receives] = sides(group);
-        for transfer in sends {
-            let value = sent(&stage, shape, transfer).expect("a plan that is proved");
-            channels[transfer.tensor as usize].send(transfer.peer, &value.to_le_bytes()).unwrap();
-        }
-        for transfer in receives {
-            let mut bytes = [0; 8];
-            channels[transfer.tensor as usize].receive(transfer.peer, &mut bytes).unwrap();
-            receive(&mut stage, transfer, u64::from_le_bytes(bytes));
-        }
-    }
-    stage.weights
 }

@@ -5,10 +5,6 @@ use sidelane_parallel::pipeline::{
     Costs, Direction, Pass, Peak, Plan, Route, Schedule, Shape, Step, WarmUp, dual_pipe,
 };
 
-use crate::naive_pipeline;
-use crate::ranks::{on_ranks, tiny};
-use crate::tensors::communicator;
-
 const MEGATRON: WarmUp = WarmUp::Megatron;
 const LEAST: WarmUp = WarmUp::Least;
 
@@ -189,61 +185,48 @@ fn largest_costs_end_at_the_largest_time() {
     assert_eq!(plan.time(0, most).unwrap().time(), u64::MAX);
 }
 
-/// The plan with each message a step of its own, in this order.
-fn apart(plan: &Plan, order: impl Fn(u32) -> [Direction; 2]) -> Plan {
-    let stages = (0..).zip(plan.stages()).map(|(stage, steps)| {
-        let single = |step: &Step| match step {
-            Step::Compute(_) | Step::Overlap { .. } => vec![step.clone()],
-            Step::Transfer(group) => {
-                let of = order(stage);
-                let sorted =
-                    of.iter().flat_map(|side| group.iter().filter(move |one| one.direction == *side));
-                sorted.map(|transfer| Step::Transfer(vec![*transfer])).collect()
+#[test]
+fn one_message_after_another_deadlocks_no_sooner_than_the_page_says() {
+    for (p, m) in (1..=8).flat_map(|p| (1..=20).map(move |m| (p, m))) {
+        let plans =
+            schedules(p, m).into_iter().map(|schedule| (Some(schedule), schedule.plan(p, m).unwrap()));
+        for (schedule, plan) in plans.chain(dual_pipe(p, m).ok().map(|plan| (None, plan))) {
+            let one_by_one = plan.one_by_one();
+            let single = |step: &Step| !matches!(step, Step::Transfer(group) if group.len() != 1);
+            assert!(one_by_one.stages().iter().flatten().all(single), "{schedule:?} {p} {m}");
+            let (least, grouped) = (one_by_one.least_unread().unwrap(), plan.least_unread().unwrap());
+            match schedule {
+                Some(Schedule::GPipe | Schedule::OneFOneB) => assert_eq!(least, 0, "{schedule:?} {p} {m}"),
+                _ => assert!(least <= grouped + 1, "{schedule:?} {p} {m}: {least}, {grouped}"),
             }
-        };
-        steps.iter().flat_map(single).collect()
-    });
-    Plan::new(plan.shape(), stages.collect()).unwrap()
-}
-
-#[test]
-fn send_before_receive_on_both_sides_deadlocks() {
-    use Direction::{Receive, Send};
-    let plan = Schedule::OneFOneB.plan(4, 8).unwrap();
-    let sends_first = apart(&plan, |_| [Send, Receive]);
-    let error = sends_first.prove(0).unwrap_err();
-    let PipelineError::Deadlock { waiting } = &error else { panic!("{error}") };
-    assert!(waiting.iter().any(|(_, transfer)| transfer.direction == Send), "{error}");
-    // As Megatron orders them, by the parity of the rank.
-    let parity = apart(&plan, |stage| if stage % 2 == 0 { [Send, Receive] } else { [Receive, Send] });
-    parity.prove(0).unwrap();
-    sends_first.prove(1).unwrap();
-}
-
-#[test]
-fn plans_over_communicators_give_the_gradients_of_one_process() {
-    use Direction::{Receive, Send};
-    // Calls of a communicator block one after the other, and its receivers hold two messages
-    // unread.
-    let (p, m) = (4, 8);
-    let deep = interleaved(4, LEAST);
-    let of = |schedule: Schedule| apart(&schedule.plan(p, m).unwrap(), |_| [Send, Receive]);
-    assert_eq!(of(deep).least_unread(), Ok(3));
-    let plans = schedules(p, m).into_iter().filter(|schedule| *schedule != deep).map(of);
-    let plans: Vec<_> = plans.chain([apart(&dual_pipe(p, m).unwrap(), |_| [Send, Receive])]).collect();
-    for plan in &plans {
-        plan.prove(2).unwrap();
-    }
-    let ranks = on_ranks(&[0, 0, 1, 1], &tiny(), |world| {
-        let mut channels = [communicator(&world), communicator(&world)];
-        plans.iter().map(|plan| naive_pipeline::run_rank(plan, &mut channels)).collect::<Vec<_>>()
-    });
-    for (nth, plan) in plans.iter().enumerate() {
-        let right = naive_pipeline::run(plan).unwrap();
-        for (rank, right) in ranks.iter().zip(&right) {
-            assert!(rank[nth] == *right, "{:?}", plan.shape());
         }
     }
+}
+
+/// Both stages of a step send first, or both receive first: each waits for the other.
+#[test]
+fn stages_that_have_messages_for_each_other_deadlock_in_one_order() {
+    let plan = Schedule::OneFOneB.plan(4, 8).unwrap().one_by_one();
+    let sends_first = plan.stages().iter().map(|steps| {
+        let mut steps = steps.clone();
+        for pair in 1..steps.len() {
+            let side = |step: &Step| match step {
+                Step::Transfer(group) => Some(group[0].direction),
+                Step::Compute(_) | Step::Overlap { .. } => None,
+            };
+            if (side(&steps[pair - 1]), side(&steps[pair]))
+                == (Some(Direction::Receive), Some(Direction::Send))
+            {
+                steps.swap(pair - 1, pair);
+            }
+        }
+        steps
+    });
+    let sends_first = Plan::new(plan.shape(), sends_first.collect()).unwrap();
+    let error = sends_first.prove(0).unwrap_err();
+    let PipelineError::Deadlock { waiting } = &error else { panic!("{error}") };
+    assert!(waiting.iter().any(|(_, transfer)| transfer.direction == Direction::Send), "{error}");
+    sends_first.prove(1).unwrap();
 }
 
 #[test]

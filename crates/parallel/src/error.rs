@@ -91,8 +91,8 @@ fn factors(sizes: &[(String, u32)]) -> String {
     sizes.iter().map(|(name, size)| format!("{name} {size}")).collect::<Vec<_>>().join(" x ")
 }
 
-/// A schedule cannot be made, or a plan does not prove.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+/// A schedule cannot be made, a plan does not prove, or a step of a pipeline fails.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PipelineError {
     /// A pipeline without stages, microbatches or model chunks.
@@ -255,6 +255,35 @@ pub enum PipelineError {
         /// Stages that wait, and the first transfer that each waits for.
         waiting: Vec<(u32, Transfer)>,
     },
+    /// A plan for another number of ranks.
+    #[error("the plan has {stages} stages, the group {ranks} ranks")]
+    Ranks {
+        /// Ranks of the group.
+        ranks: u32,
+        /// Stages of the plan.
+        stages: u32,
+    },
+    /// Layers made a tensor of another length than messages have.
+    #[error("stage {stage}: {compute} made {seen} elements, but a message has {expected}")]
+    Length {
+        /// The stage.
+        stage: u32,
+        /// The pass.
+        compute: Compute,
+        /// Elements that the layers made.
+        seen: usize,
+        /// Elements of a message.
+        expected: usize,
+    },
+    /// Another stage has failed, and says why.
+    #[error("stage {stage} has failed in this step")]
+    Elsewhere {
+        /// The first stage that has failed.
+        stage: u32,
+    },
+    /// The group cannot be used.
+    #[error(transparent)]
+    Sidelane(#[from] sidelane::Error),
 }
 
 fn waits(waiting: &[(u32, Transfer)]) -> String {

@@ -4,12 +4,12 @@
 //! |---|---|
 //! | [`data`] | gradients and optimizer states over ranks: buckets, ZeRO-1, 2 and 3, checkpoints |
 //! | [`mesh`] | which ranks form the groups of each dimension, experts folded as Megatron folds them |
-//! | [`pipeline`] | schedules as plans: passes and messages of each stage, proof, time, activations |
+//! | [`pipeline`] | schedules as plans: passes and messages of each stage, proof, time, and their run |
 //! | [`tensor`] | linear layers, embedding and cross-entropy, cut over the ranks of a group |
 //! | [`context`] | attention over the tokens of all ranks of a group: Ulysses and ring |
 //!
-//! Meshes and pipelines are pure: they compute with numbers of ranks, stages and microbatches. The
-//! others run on a [`Communicator`](sidelane::collective::Communicator). There is no tensor type:
+//! Meshes and plans are pure: they compute with numbers of ranks, stages and microbatches. All else
+//! runs on a [`Communicator`](sidelane::collective::Communicator). There is no tensor type:
 //! they take slices and check their lengths.
 
 mod calls;

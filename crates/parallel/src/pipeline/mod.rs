@@ -35,16 +35,21 @@
 //!
 //! GPipe, 1F1B and ZB-H1 need none. ZB-H2, DualPipe and Megatron's warm-up need one. The least
 //! warm-up needs `p / 2`, because the last stage runs ahead of the first.
+//!
+//! A [`Pipeline`] carries out a plan: it calls the layers of a rank ([`Stage`]), and sends and
+//! receives by communicators.
 
 mod dual_pipe;
 mod plan;
 mod prove;
 mod replay;
+mod run;
 mod schedule;
 mod timeline;
 
 pub use dual_pipe::dual_pipe;
 pub use plan::{Compute, Direction, Pass, Plan, Route, Shape, Step, Tensor, Transfer};
 pub use prove::{Peak, Proof};
+pub use run::{Pipeline, Stage};
 pub use schedule::{Schedule, WarmUp};
 pub use timeline::{Costs, Span, Timeline};

@@ -1,5 +1,6 @@
 //! Plans: the passes and messages of each stage, in order.
 
+use std::collections::HashMap;
 use std::fmt;
 
 use crate::error::PipelineError;
@@ -71,6 +72,17 @@ pub struct Transfer {
     pub microbatch: u32,
     /// The model chunk of the receiver, whose pass needs the message.
     pub model_chunk: u32,
+}
+
+impl Transfer {
+    /// The same message as the peer of `stage` has it.
+    fn other_side(&self, stage: u32) -> Transfer {
+        let direction = match self.direction {
+            Direction::Send => Direction::Receive,
+            Direction::Receive => Direction::Send,
+        };
+        Transfer { direction, peer: stage, ..*self }
+    }
 }
 
 impl fmt::Display for Transfer {
@@ -281,6 +293,46 @@ impl Plan {
     /// Steps of each stage.
     pub fn stages(&self) -> &[Vec<Step>] {
         &self.stages
+    }
+
+    /// The same plan with each message as a step of its own, for calls that block one after
+    /// another.
+    ///
+    /// A stage first sends the result of its pass, because the message that it receives may depend
+    /// on it. Where two stages have a message for each other in one step, the later stage receives
+    /// first. Were both to send first, each would wait for the other, unless a receiver holds
+    /// messages unread.
+    pub fn one_by_one(&self) -> Plan {
+        let steps = (0..).zip(&self.stages).flat_map(|(stage, steps)| {
+            (0..).zip(steps).flat_map(move |(nth, step)| match step {
+                Step::Transfer(group) => group.iter().map(|of| ((stage, *of), nth)).collect(),
+                Step::Compute(_) | Step::Overlap { .. } => Vec::new(),
+            })
+        });
+        let steps: HashMap<(u32, Transfer), usize> = steps.collect();
+        let of_peer = |stage, of: &Transfer| steps.get(&(of.peer, of.other_side(stage)));
+        // Whether a receive comes before the sends of its step.
+        let first = |stage, of: &Transfer, group: &[Transfer]| {
+            let mut sends =
+                group.iter().filter(|one| one.direction == Direction::Send && one.peer == of.peer);
+            let there = of_peer(stage, of);
+            stage > of.peer && there.is_some() && sends.any(|send| of_peer(stage, send) == there)
+        };
+        let apart = |stage, step: &Step| match step {
+            Step::Compute(_) | Step::Overlap { .. } => vec![step.clone()],
+            Step::Transfer(group) => {
+                let mut sorted = group.clone();
+                sorted.sort_by_key(|of| match of.direction {
+                    Direction::Receive if first(stage, of, group) => 0,
+                    Direction::Send => 1,
+                    Direction::Receive => 2,
+                });
+                sorted.into_iter().map(|of| Step::Transfer(vec![of])).collect()
+            }
+        };
+        let stages = (0..).zip(&self.stages);
+        let stages = stages.map(|(stage, steps)| steps.iter().flat_map(|step| apart(stage, step)).collect());
+        Plan { stages: stages.collect(), ..*self }
     }
 
     /// Passes of a stage in order.

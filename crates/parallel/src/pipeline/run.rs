@@ -1,0 +1,344 @@
+//! Carries out a plan: each rank of a group is a stage, and messages are those of communicators.
+//!
+//! ```text
+//!   plan                     calls of stage 1 of 3 (1F1B)
+//!   {send F0, receive B0}    send F0 to 2       on the communicator of activations
+//!                            receive B0 from 2  on the communicator of gradients
+//!   B0                       layers.backward(..)
+//!   {send B0, receive F2}    send B0 to 0, receive F2 from 0
+//! ```
+//!
+//! Calls block one after another, so messages leave their groups ([`Plan::one_by_one`]). A
+//! communicator holds two messages of a pair unread, if a message is one slot. If the plan needs
+//! more, several communicators take messages in turn. If it needs none, slots may be smaller than a
+//! message.
+//!
+//! A stage whose layers fail makes the rest of its calls with empty messages. So all stages come to
+//! the end of the step, hear there which stage has failed, and can make another step.
+
+use std::collections::HashMap;
+
+use sidelane::Group;
+use sidelane::collective::Communicator;
+use sidelane::digest::Digest;
+use sidelane::error::{CallError, CallKind, Error, PlanError};
+
+use super::plan::{Compute, Direction, Pass, Plan, Step, Tensor, Transfer};
+use crate::check::alike;
+use crate::error::PipelineError;
+
+/// Messages of a pair that a communicator holds unread, if they have one part.
+const HELD: u32 = 2;
+
+/// Bytes of the smallest slot that a communicator has.
+const LEAST_SLOT: u64 = 128;
+
+/// Bytes of a communicator chunk where slots may be smaller than a message.
+const MOST_OF_A_CHUNK: u64 = 512 << 10;
+
+/// The layers of a stage, one piece of the model for each model chunk.
+///
+/// A microbatch comes forward before it comes backward. Which microbatches come between is the
+/// schedule's choice, so what a backward pass needs is kept by microbatch and model chunk. If the
+/// plan recomputes ([`Plan::recomputes`]), a stage keeps inputs alone and repeats its forward pass.
+pub trait Stage {
+    /// Error of the layers.
+    type Error: From<PipelineError>;
+
+    /// Outputs of a model chunk. The first virtual stage of the model has no inputs. The last one
+    /// keeps its loss, and needs no outputs.
+    ///
+    /// # Errors
+    /// Those of the layers.
+    fn forward(
+        &mut self,
+        microbatch: u32,
+        model_chunk: u32,
+        inputs: Option<&[f32]>,
+    ) -> Result<Option<Vec<f32>>, Self::Error>;
+
+    /// Gradients of the inputs of a model chunk, by [`Pass::Backward`] or [`Pass::BackwardInput`];
+    /// nothing by [`Pass::BackwardWeight`], and on the first virtual stage. The last virtual stage
+    /// has the gradient of its loss from its forward pass, and gets none here.
+    ///
+    /// # Errors
+    /// Those of the layers.
+    fn backward(
+        &mut self,
+        pass: Pass,
+        microbatch: u32,
+        model_chunk: u32,
+        gradient: Option<&[f32]>,
+    ) -> Result<Option<Vec<f32>>, Self::Error>;
+}
+
+/// A pipeline over the ranks of a group: rank `s` is stage `s`.
+///
+/// ```
+/// use sidelane::World;
+/// use sidelane_parallel::PipelineError;
+/// use sidelane_parallel::pipeline::{Pass, Pipeline, Schedule, Stage};
+///
+/// /// Multiplies by a weight; the loss is the sum of the last outputs.
+/// struct Scale {
+///     weight: f32,
+///     inputs: Vec<Vec<f32>>,
+///     gradient: f32,
+/// }
+///
+/// impl Stage for Scale {
+///     type Error = PipelineError;
+///
+///     fn forward(&mut self, microbatch: u32, _: u32, inputs: Option<&[f32]>) -> Result<Option<Vec<f32>>, PipelineError> {
+///         let inputs = inputs.map_or(vec![microbatch as f32, 1.0], <[f32]>::to_vec);
+///         let outputs = inputs.iter().map(|input| input * self.weight).collect();
+///         self.inputs.push(inputs);
+///         Ok(Some(outputs))
+///     }
+///
+///     fn backward(
+///         &mut self,
+///         _: Pass,
+///         microbatch: u32,
+///         _: u32,
+///         gradient: Option<&[f32]>,
+///     ) -> Result<Option<Vec<f32>>, PipelineError> {
+///         let gradient = gradient.unwrap_or(&[1.0, 1.0]);
+///         let inputs = &self.inputs[microbatch as usize];
+///         self.gradient += inputs.iter().zip(gradient).map(|(input, of)| input * of).sum::<f32>();
+///         Ok(Some(gradient.iter().map(|of| of * self.weight).collect()))
+///     }
+/// }
+///
+/// let ranks = World::threads(2)?.into_iter().map(|world| {
+///     std::thread::spawn(move || -> Result<f32, PipelineError> {
+///         let plan = Schedule::OneFOneB.plan(2, 4)?;
+///         let mut pipeline = Pipeline::new(&world.all()?, &plan, 2)?;        // 2 values between stages
+///         let mut layers = Scale { weight: 3.0 - world.rank() as f32, inputs: Vec::new(), gradient: 0.0 };
+///         pipeline.run(&mut layers)?;
+///         Ok(layers.gradient)
+///     })
+/// });
+/// let gradients: Vec<f32> = ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap().unwrap()).collect();
+/// assert_eq!(gradients, [20.0, 30.0]);
+/// # Ok::<(), sidelane::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Pipeline {
+    /// With each message as a step of its own.
+    plan: Plan,
+    /// Elements of a message.
+    elements: usize,
+    /// One for each tensor; several times, if receivers must hold more.
+    channels: Vec<[Communicator; 2]>,
+    stage: u32,
+}
+
+impl Pipeline {
+    /// A pipeline that carries out a plan with messages of so many elements: the outputs of a
+    /// microbatch between two stages. Collective over the group, whose ranks compare plan and
+    /// elements.
+    ///
+    /// Two communicators have a chunk of a message for each rank, so their windows take about 20
+    /// messages for each rank. Where [`least_unread`](Plan::least_unread) of
+    /// [`one_by_one`](Plan::one_by_one) is 0, as for GPipe and 1F1B, a chunk is at most 512 KiB.
+    /// Where it is more than 2, there are two communicators for each two messages.
+    ///
+    /// # Errors
+    /// [`PipelineError`] if the plan does not prove, or has not a stage for each rank;
+    /// [`PipelineError::Sidelane`] with
+    /// [`ConfigsDiffer`](sidelane::error::CallError::ConfigsDiffer) if ranks differ, and if there
+    /// is no room for the windows.
+    pub fn new(group: &Group, plan: &Plan, elements: usize) -> Result<Pipeline, PipelineError> {
+        let own = Settings::of(plan, group.size(), elements);
+        // Ranks compare plans first, because the chunks of communicators follow from them.
+        let build = |chunk| Communicator::builder(group).chunk(chunk).build();
+        let mut compared = build(LEAST_SLOT * u64::from(group.size()))?;
+        let own = own.inspect_err(|_| {
+            compared.refuse(CallKind::AllGather, PlanError::RefusedHere.into());
+        })?;
+        let digest = Digest::of(format!("{plan:?}").bytes());
+        let elements_there = ("elements of a message", elements as u64);
+        alike(&mut compared, &[("plan of the pipeline", digest), elements_there])?;
+        drop(compared);
+        let set = |_| Ok([build(own.chunk)?, build(own.chunk)?]);
+        let channels = (0..own.sets).map(set).collect::<Result<_, Error>>()?;
+        Ok(Pipeline { plan: own.plan, elements, channels, stage: group.rank() })
+    }
+
+    /// Makes one step: all passes and messages of this rank's stage. Collective.
+    ///
+    /// # Errors
+    /// The first error of the layers of this stage. [`PipelineError::Length`] if they gave the next
+    /// pass another number of elements than a message has. [`PipelineError::Elsewhere`] if another
+    /// stage has failed: every stage hears of it, and the next step works.
+    /// [`PipelineError::Sidelane`] if the world fails.
+    pub fn run<S: Stage>(&mut self, layers: &mut S) -> Result<(), S::Error> {
+        let Pipeline { plan, elements, channels, stage } = self;
+        let (kept, spare, messages) = (HashMap::new(), Vec::new(), HashMap::new());
+        let own = StageRun {
+            plan,
+            elements: *elements,
+            channels,
+            stage: *stage,
+            layers,
+            kept,
+            spare,
+            messages,
+            stopped: false,
+            failed: None,
+        };
+        own.run()
+    }
+}
+
+/// What a plan asks of its communicators.
+struct Settings {
+    plan: Plan,
+    /// Pairs of communicators.
+    sets: u32,
+    /// Bytes of a communicator chunk.
+    chunk: u64,
+}
+
+impl Settings {
+    fn of(plan: &Plan, ranks: u32, elements: usize) -> Result<Settings, PipelineError> {
+        let stages = plan.shape().stages;
+        if stages != ranks {
+            return Err(PipelineError::Ranks { ranks, stages });
+        }
+        let plan = plan.one_by_one();
+        let unread = plan.least_unread()?;
+        if elements == 0 {
+            let (parameter, expected) = ("elements of a message", "at least 1");
+            return Err(Error::from(PlanError::BadParameter { parameter, seen: 0, expected }).into());
+        }
+        let bytes = (elements as u64).saturating_mul(size_of::<f32>() as u64);
+        let slot = bytes.checked_next_multiple_of(LEAST_SLOT).unwrap_or(bytes);
+        let whole = slot.saturating_mul(ranks.into());
+        let chunk = if unread == 0 { whole.min(MOST_OF_A_CHUNK) } else { whole };
+        Ok(Settings { plan, sets: unread.div_ceil(HELD).max(1), chunk })
+    }
+}
+
+/// A stage amid a step.
+struct StageRun<'p, S: Stage> {
+    plan: &'p Plan,
+    elements: usize,
+    channels: &'p mut [[Communicator; 2]],
+    stage: u32,
+    layers: &'p mut S,
+    /// Results that no message has taken yet, and tensors that have come for a pass: by side,
+    /// tensor, microbatch, and the model chunk that needs it.
+    kept: HashMap<(Direction, Tensor, u32, u32), Vec<f32>>,
+    /// Vectors of messages that were sent, for those that come.
+    spare: Vec<Vec<f32>>,
+    /// Messages so far, by side, tensor and peer.
+    messages: HashMap<(Direction, Tensor, u32), usize>,
+    /// Whether this stage or one before it has failed.
+    stopped: bool,
+    failed: Option<S::Error>,
+}
+
+impl<S: Stage> StageRun<'_, S> {
+    fn run(mut self) -> Result<(), S::Error> {
+        let verdict = self.steps().and_then(|()| self.first_failed());
+        match (self.failed, verdict) {
+            (Some(error), _) => Err(error),
+            (None, Ok(None)) => Ok(()),
+            (None, Ok(Some(stage))) => Err(PipelineError::Elsewhere { stage }.into()),
+            (None, Err(error)) => Err(PipelineError::Sidelane(error).into()),
+        }
+    }
+
+    fn steps(&mut self) -> Result<(), Error> {
+        let plan = self.plan;
+        for step in &plan.stages()[self.stage as usize] {
+            for compute in step.passes() {
+                if !self.stopped
+                    && let Err(error) = self.compute(compute)
+                {
+                    (self.stopped, self.failed) = (true, Some(error));
+                }
+            }
+            let Step::Transfer(group) = step else { continue };
+            group.iter().try_for_each(|message| self.message(message))?;
+        }
+        Ok(())
+    }
+
+    fn compute(&mut self, compute: Compute) -> Result<(), S::Error> {
+        let (shape, Compute { pass, microbatch, model_chunk }) = (self.plan.shape(), compute);
+        let (tensor, next) = match pass {
+            Pass::Forward => (Tensor::Activation, shape.after(self.stage, model_chunk)),
+            Pass::Backward | Pass::BackwardInput => (Tensor::Gradient, shape.before(self.stage, model_chunk)),
+            Pass::BackwardWeight => {
+                return self.layers.backward(pass, microbatch, model_chunk, None).map(drop);
+            }
+        };
+        let came = self.kept.remove(&(Direction::Receive, tensor, microbatch, model_chunk));
+        let made = match pass {
+            Pass::Forward => self.layers.forward(microbatch, model_chunk, came.as_deref())?,
+            _ => self.layers.backward(pass, microbatch, model_chunk, came.as_deref())?,
+        };
+        let Some((stage, chunk)) = next else { return Ok(()) };
+        let made = made.unwrap_or_default();
+        let (seen, expected) = (made.len(), self.elements);
+        if seen != expected {
+            return Err(PipelineError::Length { stage: self.stage, compute, seen, expected }.into());
+        }
+        let side = if stage == self.stage { Direction::Receive } else { Direction::Send };
+        self.kept.insert((side, tensor, microbatch, chunk), made);
+        Ok(())
+    }
+
+    /// Sends or receives a message. One without elements says that its sender has stopped.
+    fn message(&mut self, message: &Transfer) -> Result<(), Error> {
+        let Transfer { direction, tensor, peer, microbatch, model_chunk } = *message;
+        let nth = self.messages.entry((direction, tensor, peer)).or_default();
+        let channel = &mut self.channels[*nth % self.channels.len()][tensor as usize];
+        *nth += 1;
+        let key = (direction, tensor, microbatch, model_chunk);
+        match direction {
+            Direction::Send => {
+                let data = self.kept.remove(&key).filter(|_| !self.stopped).unwrap_or_default();
+                heard(channel.send(peer, &data))?;
+                self.spare.extend((!data.is_empty()).then_some(data));
+                Ok(())
+            }
+            Direction::Receive => {
+                let mut data = self.spare.pop().unwrap_or_else(|| vec![0.0; self.elements]);
+                match channel.receive(peer, &mut data) {
+                    Ok(()) => drop(self.kept.insert(key, data)),
+                    Err(Error::Call(CallError::Disagree { theirs: 0, .. })) => self.stopped = true,
+                    Err(error) => return Err(error),
+                }
+                Ok(())
+            }
+        }
+    }
+
+    /// The first stage that has failed. Takes all answers to empty messages, so that the next step
+    /// does not find them.
+    fn first_failed(&mut self) -> Result<Option<u32>, Error> {
+        if self.stopped {
+            for &(direction, tensor, peer) in self.messages.keys() {
+                if direction == Direction::Send {
+                    self.channels.iter_mut().try_for_each(|set| heard(set[tensor as usize].flush(peer)))?;
+                }
+            }
+        }
+        let channel = &mut self.channels[0][0];
+        let mut failed = vec![0; channel.size() as usize];
+        channel.all_gather(&[u8::from(self.failed.is_some())], &mut failed)?;
+        Ok((0..).zip(failed).find_map(|(stage, failed)| (failed != 0).then_some(stage)))
+    }
+}
+
+/// Without the news that a peer has refused an empty message.
+fn heard(sent: Result<(), Error>) -> Result<(), Error> {
+    match sent {
+        Err(Error::Call(CallError::MessageRefused { .. })) => Ok(()),
+        sent => sent,
+    }
+}

@@ -1,0 +1,250 @@
+//! A pipeline over ranks computes the gradients of one process, and its stages fail together.
+
+use std::collections::HashMap;
+
+use sidelane::Options;
+use sidelane::config::Config;
+use sidelane::error::{CallError, Error, MemoryError, PlanError};
+use sidelane_parallel::PipelineError;
+use sidelane_parallel::pipeline::{Compute, Pass, Pipeline, Plan, Schedule, Shape, Stage, WarmUp, dual_pipe};
+
+use crate::naive_pipeline::{self, Weights, mixed};
+use crate::ranks::on_ranks;
+
+const NODES: &[u32] = &[0, 0, 1, 1];
+
+/// The layers of the naive pipeline: a number that depends on all passes before it, in two elements
+/// of a message and copies of it behind them.
+struct Mixing {
+    shape: Shape,
+    stage: u32,
+    elements: usize,
+    inputs: HashMap<(u32, u32), u64>,
+    gradients: HashMap<(u32, u32), u64>,
+    weights: Weights,
+    /// The pass that fails, or makes a tensor of another length.
+    fails: Option<(Compute, Fault)>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Fault {
+    Error,
+    Length,
+}
+
+#[derive(Debug, PartialEq, thiserror::Error)]
+enum LayerError {
+    #[error("{0} fails")]
+    Planted(Compute),
+    #[error(transparent)]
+    Pipeline(#[from] PipelineError),
+}
+
+impl Mixing {
+    fn new(shape: Shape, stage: u32, elements: usize) -> Mixing {
+        let (inputs, gradients, weights) = Default::default();
+        Mixing { shape, stage, elements, inputs, gradients, weights, fails: None }
+    }
+
+    fn message(&self, of: u64, compute: Compute) -> Result<Option<Vec<f32>>, LayerError> {
+        let longer = match self.fails {
+            Some((fails, Fault::Error)) if fails == compute => return Err(LayerError::Planted(compute)),
+            Some((fails, Fault::Length)) if fails == compute => 1,
+            _ => 0,
+        };
+        let halves = [of as u32, (of >> 32) as u32].map(f32::from_bits);
+        Ok(Some(halves.into_iter().cycle().take(self.elements + longer).collect()))
+    }
+
+    fn value(&self, message: &[f32]) -> u64 {
+        let halves: Vec<_> = message.iter().map(|half| u64::from(half.to_bits())).collect();
+        assert!(
+            halves.len() == self.elements && halves.iter().zip(&halves[2..]).all(|(one, next)| one == next)
+        );
+        halves[0] | halves[1] << 32
+    }
+}
+
+impl Stage for Mixing {
+    type Error = LayerError;
+
+    fn forward(
+        &mut self,
+        microbatch: u32,
+        model_chunk: u32,
+        inputs: Option<&[f32]>,
+    ) -> Result<Option<Vec<f32>>, LayerError> {
+        let input = inputs.map_or(u64::from(microbatch) + 1, |inputs| self.value(inputs));
+        assert!(self.inputs.insert((microbatch, model_chunk), input).is_none());
+        let output = mixed(input, u64::from(self.stage * self.shape.model_chunks + model_chunk));
+        self.message(output, Compute { pass: Pass::Forward, microbatch, model_chunk })
+    }
+
+    fn backward(
+        &mut self,
+        pass: Pass,
+        microbatch: u32,
+        model_chunk: u32,
+        gradient: Option<&[f32]>,
+    ) -> Result<Option<Vec<f32>>, LayerError> {
+        let key = (microbatch, model_chunk);
+        let input = self.inputs[&key];
+        if pass != Pass::BackwardWeight {
+            let output = mixed(input, u64::from(self.stage * self.shape.model_chunks + model_chunk));
+            let gradient = gradient.map_or(mixed(output, 7), |gradient| self.value(gradient));
+            assert!(self.gradients.insert(key, gradient).is_none());
+        }
+        let gradient = self.gradients[&key];
+        if pass != Pass::BackwardInput {
+            self.weights.entry(key).or_default().push(mixed(input, gradient));
+        }
+        self.message(mixed(gradient, input), Compute { pass, microbatch, model_chunk })
+    }
+}
+
+fn plans(stages: u32, microbatches: u32) -> Vec<Plan> {
+    let interleaved = |model_chunks, warm_up| Schedule::Interleaved { model_chunks, warm_up };
+    let schedules = [
+        Schedule::GPipe,
+        Schedule::OneFOneB,
+        interleaved(2, WarmUp::Megatron),
+        interleaved(2, WarmUp::Least),
+        interleaved(4, WarmUp::Least),
+        Schedule::ZeroBubbleH1,
+        Schedule::ZeroBubbleH2,
+    ];
+    let plans = schedules.into_iter().map(|schedule| schedule.plan(stages, microbatches).unwrap());
+    plans.chain(dual_pipe(stages, microbatches)).collect()
+}
+
+/// Room for windows of many communicators.
+fn options() -> Options {
+    let config = Config { heap: 16 << 20, symmetric: 12 << 20, ..Config::default() };
+    Options { config, ..Options::default() }
+}
+
+/// Gradients of weights of two steps on each rank.
+fn train(nodes: &[u32], plan: &Plan, elements: usize) -> Vec<[Weights; 2]> {
+    on_ranks(nodes, &options(), |world| {
+        let mut pipeline = Pipeline::new(&world.all().unwrap(), plan, elements).unwrap();
+        [(); 2].map(|()| {
+            let mut layers = Mixing::new(plan.shape(), world.rank(), elements);
+            pipeline.run(&mut layers).unwrap();
+            layers.weights
+        })
+    })
+}
+
+#[test]
+fn every_schedule_gives_the_gradients_of_one_process() {
+    for nodes in [&[0][..], &[0, 0], NODES] {
+        let stages = nodes.len() as u32;
+        let mut cases: Vec<_> = plans(stages, 2 * stages.max(2)).into_iter().map(|plan| (plan, 2)).collect();
+        // Longer than the two slots that a receiver holds unread.
+        let long = [Schedule::GPipe, Schedule::OneFOneB].map(|schedule| schedule.plan(stages, 3).unwrap());
+        cases.extend(long.map(|plan| (plan, 100_000)));
+        for (plan, elements) in cases {
+            let right = naive_pipeline::run(&plan).unwrap();
+            for (stage, [first, second]) in train(nodes, &plan, elements).iter().enumerate() {
+                assert!(*first == right[stage] && *second == right[stage], "{:?}, {stage}", plan.shape());
+            }
+        }
+    }
+}
+
+#[test]
+fn stages_hear_which_one_has_failed_and_make_the_next_step() {
+    let plan = Schedule::ZeroBubbleH1.plan(4, 6).unwrap();
+    let right = naive_pipeline::run(&plan).unwrap();
+    on_ranks(NODES, &options(), |world| {
+        let (stage, shape) = (world.rank(), plan.shape());
+        let mut pipeline = Pipeline::new(&world.all().unwrap(), &plan, 2).unwrap();
+        for (failing, compute) in
+            (0..4).flat_map(|failing| plan.passes(failing).map(move |pass| (failing, pass)))
+        {
+            // Only a tensor that goes to another stage can have a wrong length.
+            let sent = match compute.pass {
+                Pass::Forward => shape.after(failing, 0),
+                Pass::Backward | Pass::BackwardInput => shape.before(failing, 0),
+                Pass::BackwardWeight => None,
+            };
+            let faults = [Some(Fault::Error), sent.map(|_| Fault::Length)];
+            for fault in faults.into_iter().flatten() {
+                let mut layers = Mixing::new(shape, stage, 2);
+                layers.fails = (stage == failing).then_some((compute, fault));
+                let error = pipeline.run(&mut layers).unwrap_err();
+                let expected = match fault {
+                    _ if stage != failing => PipelineError::Elsewhere { stage: failing }.into(),
+                    Fault::Error => LayerError::Planted(compute),
+                    Fault::Length => PipelineError::Length { stage, compute, seen: 3, expected: 2 }.into(),
+                };
+                assert_eq!(error, expected);
+            }
+        }
+        let mut layers = Mixing::new(shape, stage, 2);
+        pipeline.run(&mut layers).unwrap();
+        assert_eq!(layers.weights, right[stage as usize]);
+    });
+}
+
+#[test]
+fn wrong_plans_and_sizes_are_refused_on_every_rank() {
+    let plan = |microbatches| Schedule::OneFOneB.plan(4, microbatches).unwrap();
+    let refused = |of: &(dyn Fn(u32) -> (Plan, usize) + Sync)| {
+        on_ranks(NODES, &options(), |world| {
+            let (plan, elements) = of(world.rank());
+            let group = world.all().unwrap();
+            let error = Pipeline::new(&group, &plan, elements).unwrap_err();
+            Pipeline::new(&group, &Schedule::GPipe.plan(4, 2).unwrap(), 2).unwrap();
+            error
+        })
+    };
+    for (rank, error) in (0..).zip(refused(&|rank| (plan(4 + rank / 2), 2))) {
+        let PipelineError::Sidelane(Error::Call(CallError::ConfigsDiffer { what, rank: seen, .. })) = error
+        else {
+            panic!("{error}")
+        };
+        assert_eq!((what, seen), ("plan of the pipeline", rank));
+    }
+    for error in refused(&|rank| (plan(4), 2 + rank as usize / 3)) {
+        assert!(
+            matches!(&error, PipelineError::Sidelane(Error::Call(CallError::ConfigsDiffer { what, .. }))
+            if *what == "elements of a message"),
+            "{error}"
+        );
+    }
+    let other = Schedule::OneFOneB.plan(3, 4).unwrap();
+    for (rank, error) in (0..).zip(refused(&|rank| (if rank == 2 { other.clone() } else { plan(4) }, 2))) {
+        match error {
+            PipelineError::Ranks { ranks: 4, stages: 3 } => assert_eq!(rank, 2),
+            PipelineError::Sidelane(Error::Call(CallError::PeerRefused { peer: 2, .. })) => {
+                assert_ne!(rank, 2)
+            }
+            error => panic!("{rank}: {error}"),
+        }
+    }
+    for error in refused(&|_| (plan(4), 0)) {
+        let PipelineError::Sidelane(Error::Plan(PlanError::BadParameter { parameter, seen, .. })) = error
+        else {
+            panic!("{error}")
+        };
+        assert_eq!((parameter, seen), ("elements of a message", 0));
+    }
+    // Its slots must hold a message.
+    let deep = Schedule::ZeroBubbleH2.plan(4, 8).unwrap();
+    for error in refused(&|_| (deep.clone(), 1 << 24)) {
+        assert!(
+            matches!(error, PipelineError::Sidelane(Error::Memory(MemoryError::OutOfSpace { .. }))),
+            "{error}"
+        );
+    }
+    for error in refused(&|_| (deep.clone(), usize::MAX)) {
+        assert!(
+            matches!(
+                error,
+                PipelineError::Sidelane(Error::Plan(PlanError::BadParameter { parameter: "chunk", .. }))
+            ),
+            "{error}"
+        );
+    }
+}
