@@ -83,10 +83,11 @@ step_kernels() {
 }
 
 # All packages at once: each choice of packages has its own features, so another choice would build
-# the library again.
+# the library again. So tests of C take the program that this builds.
 step_tests() {
     step "tests: all packages but the trainer, one world per process test"
-    SIDELANE_NEED_VALGRIND=1 SIDELANE_NEED_CMAKE=1 SIDELANE_RANDOM_SECONDS=3 \
+    SIDELANE_PROGRAM="$(realpath -m "$TARGET")/debug/sidelane" SIDELANE_NEED_VALGRIND=1 SIDELANE_NEED_CMAKE=1 \
+        SIDELANE_RANDOM_SECONDS=3 \
         cargo test "${PACKAGES[@]}" --no-fail-fast
 }
 
