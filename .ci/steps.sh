@@ -148,7 +148,7 @@ step_conformance() {
 part_worlds() {
     step "worlds: all cases of the tests that run one case otherwise"
     SIDELANE_TEST_WORLDS=all cargo test --no-fail-fast --test process --test device --test layer --test ep \
-        --test schedule
+        --test schedule --test plan
 }
 
 part_testbed() {

@@ -10,7 +10,6 @@
 
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
-use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, Weak};
 
 use cudarc::driver::sys;
@@ -40,20 +39,19 @@ unsafe impl Send for Module {}
 // SAFETY: as above.
 unsafe impl Sync for Module {}
 
-/// Modules by the number of their context and the hash of their text.
-type Loaded = HashMap<(u64, u64), Weak<Module>>;
+/// Modules by the number of their context and their name.
+type Loaded = HashMap<(u64, &'static str), Weak<Module>>;
 
 static LOADED: LazyLock<Mutex<Loaded>> = LazyLock::new(Mutex::default);
 
 impl Module {
-    /// Compiles PTX for the device, unless that is done already; `name` is for errors.
+    /// Compiles PTX for the device, unless a module of this name is there. A name stands for one
+    /// text: to compare half a megabyte would take longer than all else that an instance loads.
     ///
     /// # Errors
     /// [`DeviceError::Module`] with the compiler's message, [`DeviceError::Call`].
-    pub fn load(context: &Arc<Context>, name: &str, ptx: &CStr) -> Result<Arc<Self>, DeviceError> {
-        let mut hasher = DefaultHasher::new();
-        ptx.hash(&mut hasher);
-        let key = (context.id(), hasher.finish());
+    pub fn load(context: &Arc<Context>, name: &'static str, ptx: &CStr) -> Result<Arc<Self>, DeviceError> {
+        let key = (context.id(), name);
         let loaded = || LOADED.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(module) = loaded().get(&key).and_then(Weak::upgrade) {
             return Ok(module);

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::support::{Tokens, on_ranks, placement, small, tokens};
+use crate::support::{Tokens, failed, on_ranks, placement, small, tokens};
 use half::bf16;
 use sidelane::bootstrap::Timeouts;
 use sidelane::error::{Cause, Error, LaneError};
@@ -150,10 +150,7 @@ fn a_silent_rank_is_named_by_its_place_in_the_group_and_by_its_rank_in_the_world
                     other => panic!("{other:?}"),
                 }
             }
-            while world.health().check().is_ok() {
-                std::thread::yield_now();
-            }
-            let cause = world.health().check().unwrap_err();
+            let cause = failed(&world);
             assert!(matches!(cause, Cause::Stalled { rank: 5, .. }), "{cause:?}");
         });
     }

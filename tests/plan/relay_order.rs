@@ -92,7 +92,7 @@ fn blocks() -> impl Strategy<Value = (u32, Vec<Set>)> {
 }
 
 proptest! {
-    #![proptest_config(crate::random_cases(2000))]
+    #![proptest_config(crate::random_cases(500))]
 
     #[test]
     fn rows_are_sorted_along_the_gray_code_and_spans_are_their_longest_runs(

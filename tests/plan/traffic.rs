@@ -176,7 +176,7 @@ fn hop<'a>(hops: &'a mut RowsByDistance, source: u32, rank: u32, nodes: &NodeMap
 }
 
 proptest! {
-    #![proptest_config(crate::random_cases(3000))]
+    #![proptest_config(crate::random_cases(1000))]
 
     #[test]
     fn traffic_is_what_a_count_of_all_pairs_says(case in cases()) {

@@ -10,7 +10,7 @@ mod ranks;
 #[allow(unused_imports, reason = "each test program uses a part of this")]
 pub use cases::cases;
 #[allow(unused_imports, reason = "each test program uses a part of this")]
-pub use ranks::{on_ranks, random_seed, tiny};
+pub use ranks::{failed, on_ranks, random_seed, tiny};
 
 use half::bf16;
 use sidelane::Options;

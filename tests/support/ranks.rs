@@ -1,8 +1,11 @@
 //! Worlds of threads, and seeds of random cases.
 
 use std::hash::{BuildHasher, RandomState};
+use std::sync::mpsc;
+use std::time::Duration;
 
 use sidelane::config::Config;
+use sidelane::error::Cause;
 use sidelane::{Options, World};
 
 /// Options for worlds that are many and hold a few rows.
@@ -19,6 +22,15 @@ pub fn on_ranks<T: Send>(nodes: &[u32], options: &Options, body: impl Fn(World) 
         let ranks: Vec<_> = worlds.into_iter().map(|world| scope.spawn(|| body(world))).collect();
         ranks.into_iter().map(|rank| rank.join().expect("a rank panicked")).collect()
     })
+}
+
+/// Waits until the world has failed: its cause. It takes no core from ranks that have a deadline to
+/// meet.
+#[allow(dead_code, reason = "not all tests end their world")]
+pub fn failed(world: &World) -> Cause {
+    let (tell, told) = mpsc::channel();
+    world.health().on_failure(move |cause| drop(tell.send(cause.clone())));
+    told.recv_timeout(Duration::from_secs(120)).expect("the world ends")
 }
 
 /// Seed of random cases, another one in each run: the test's output names the one to repeat.

@@ -5,7 +5,7 @@ use sidelane::collective::{AllReduceAlgorithm, Communicator};
 use sidelane::error::{Cause, Error, LaneError};
 
 use super::case::{communicator, reduces};
-use crate::support::{on_ranks, tiny};
+use crate::support::{failed, on_ranks, tiny};
 
 /// Rank 2 does not come to this call.
 fn is_named_when_late(call: impl Fn(&mut Communicator) -> Error + Sync) {
@@ -16,9 +16,7 @@ fn is_named_when_late(call: impl Fn(&mut Communicator) -> Error + Sync) {
         let mut communicator = communicator(&world, AllReduceAlgorithm::Direct);
         if world.rank() == 2 {
             // It stays until the others have given up.
-            while world.health().check().is_ok() {
-                std::thread::park_timeout(std::time::Duration::from_millis(10));
-            }
+            failed(&world);
             return;
         }
         match call(&mut communicator) {

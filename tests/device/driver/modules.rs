@@ -1,6 +1,6 @@
 //! Modules from PTX, and launches of a kernel that is built for the CPU.
 
-use std::ffi::{CStr, CString, c_void};
+use std::ffi::{CStr, c_void};
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Arc;
@@ -164,26 +164,29 @@ impl Drop for Current {
 }
 
 #[test]
-fn a_module_is_loaded_once_in_a_context_while_somebody_has_it() {
+fn a_module_is_loaded_once_in_a_context_while_an_instance_has_it() {
     let [first, again, elsewhere] = [0, 0, 1].map(context);
-    let load = |context: &Arc<Context>, text: &CStr| Module::load(context, "once", text).unwrap();
-    let module = load(&first, PTX);
-    assert!(Arc::ptr_eq(&module, &load(&first, PTX)));
-    assert!(Arc::ptr_eq(&module, &load(&again, PTX)), "the same context, retained again");
-    assert!(!Arc::ptr_eq(&module, &load(&elsewhere, PTX)), "another context has its own");
-    let other = CString::new([PTX.to_bytes(), b"\n"].concat()).unwrap();
-    assert!(!Arc::ptr_eq(&module, &load(&first, &other)), "another text is another module");
+    let load = |context: &Arc<Context>, name| Module::load(context, name, PTX).unwrap();
+    let module = load(&first, "once");
+    assert!(Arc::ptr_eq(&module, &load(&first, "once")));
+    assert!(Arc::ptr_eq(&module, &load(&again, "once")), "the same context, retained again");
+    assert!(!Arc::ptr_eq(&module, &load(&elsewhere, "once")), "another context has its own");
+    assert!(!Arc::ptr_eq(&module, &load(&first, "twice")), "another name is another module");
+    let before = Arc::downgrade(&module);
+    drop(module);
+    assert!(before.upgrade().is_none());
+    load(&first, "once");
 }
 
 #[test]
 fn a_module_that_does_not_compile_is_an_error_with_its_name_and_the_drivers_code() {
     let context = context(0);
     for (text, code) in [(c"this is no PTX", 218), (c".version 99.0\n.target sm_80\n", 222)] {
-        let Err(error) = Module::load(&context, "pack", text) else { panic!("{text:?} loads") };
+        let Err(error) = Module::load(&context, "broken", text) else { panic!("{text:?} loads") };
         let DeviceError::Module { device: 0, module, code: seen, name, .. } = &error else {
             panic!("{error:?}")
         };
-        assert_eq!((module.as_str(), *seen), ("pack", code));
+        assert_eq!((module.as_str(), *seen), ("broken", code));
         assert!(name.starts_with("CUDA_ERROR_"), "{name}");
     }
 }

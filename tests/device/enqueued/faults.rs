@@ -16,7 +16,7 @@ use sidelane::{Error, Options};
 use super::on_devices;
 use super::rank::{Case, Input, Rank, call, target};
 use crate::devices::{Memory, break_device, stream};
-use crate::support::{cases, on_ranks, small, tokens};
+use crate::support::{cases, failed, on_ranks, small, tokens};
 
 /// Longer than anything takes that works.
 const LONG: Duration = Duration::from_secs(60);
@@ -263,14 +263,7 @@ fn rank_whose_stream_hangs_is_named_after_the_deadline() {
                 let y = handle.output().unwrap();
                 rank.planned.combine_into(y, &handle, target::<bf16>(&out)).unwrap();
             }
-            let since = Instant::now();
-            let cause = loop {
-                match world.health().check() {
-                    Err(cause) => break cause,
-                    Ok(()) => assert!(since.elapsed() < LONG, "nobody noticed"),
-                }
-                std::thread::yield_now();
-            };
+            let cause = failed(&world);
             assert!(matches!(cause, Cause::Stalled { rank: 1, by, .. } if by != 1), "{cause}");
             gate.word(0).unwrap().store(1, Ordering::Release);
             drained(&rank);
@@ -390,11 +383,7 @@ fn ended_by(
         body(&mut rank, world.rank() == 1);
         if world.rank() == 1 {
             // Lives until the others have found out.
-            let since = Instant::now();
-            while world.health().check().is_ok() {
-                assert!(since.elapsed() < LONG, "nobody noticed");
-                std::thread::yield_now();
-            }
+            failed(&world);
         }
     });
 }
@@ -487,11 +476,7 @@ fn dropped(in_combine: bool) {
                 assert!(called.is_ok() || called.as_ref() == Err(&cause), "{called:?}");
             }
         }
-        let since = Instant::now();
-        while rank.planned.check().is_ok() {
-            assert!(since.elapsed() < LONG, "nobody noticed");
-            std::thread::yield_now();
-        }
+        failed(&world);
         assert_eq!(rank.planned.check(), Err(cause));
         drained(&rank);
     });

@@ -9,6 +9,7 @@ use sidelane::{Error, Options, World};
 
 use super::on_stand_in;
 use super::rank::{Case, Rank, Tensors, call, content, dispatch, on_nodes, on_ranks, options, until};
+use crate::support::failed;
 
 const CASE: Case = Case { ranks: 3, experts: 6, top_k: 2, hidden: 16, max_tokens: 4 };
 
@@ -58,7 +59,7 @@ pub fn silent(case: Case, culprit: u32, world: World, lane_to: impl Fn(u32) -> &
         |error: &Error| matches!(error, Error::World(Cause::Stalled { rank, .. }) if *rank == culprit);
     let me = rank.me();
     if me == culprit {
-        until(|| rank.world.health().check().is_err());
+        failed(&rank.world);
     } else {
         dispatch(&mut rank.ep, &tensors).unwrap();
         match rank.ep.synchronize().unwrap_err() {
@@ -125,7 +126,7 @@ fn dropped(in_combine: bool) {
             // The world may end before all of it is enqueued.
             _ => _ = rank.layer(&tensors),
         }
-        until(|| rank.world.health().check().is_err());
+        failed(&rank.world);
         assert_eq!(rank.ep.synchronize(), Err(Error::World(Cause::Cancelled { by: 1 })));
     });
 }
@@ -146,7 +147,7 @@ fn dead_slots_thread_is_named_on_all_ranks_and_streams_go_on() {
                 // The thread of rank 0 may die before this rank calls.
                 assert_eq!(error, died);
             }
-            until(|| rank.world.health().check().is_err());
+            failed(&rank.world);
             assert_eq!(rank.ep.synchronize(), Err(died));
         });
     });

@@ -1,9 +1,10 @@
 //! Ranks that make different calls, with handles and buffers that are not theirs.
 
 use half::bf16;
-use sidelane::error::{CallError, CallKind, Cause, Error, PlanError};
+use sidelane::error::{CallError, CallKind, Error, PlanError};
 
 use super::{BAD, HIDDEN, Rank, TOP_K, combine, dispatch, everywhere, repeated, told};
+use crate::support::failed;
 
 /// A buffer of outputs with distinguishable contents.
 fn fill(handle: &sidelane::ep::Handle) -> (sidelane::ep::ExpertOutput, Vec<bf16>) {
@@ -197,10 +198,7 @@ fn the_gradient_of_a_weighted_combine_that_was_never_made() {
 
 /// Waits until the bad rank has ended the world.
 fn ended(rank: &Rank) -> Error {
-    while rank.world.health().check().is_ok() {
-        std::thread::yield_now();
-    }
-    Error::World(Cause::Cancelled { by: BAD })
+    Error::World(failed(&rank.world))
 }
 
 #[test]

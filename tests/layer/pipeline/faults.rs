@@ -13,7 +13,7 @@ use sidelane::{Dtype, Error, World};
 use super::case::{Case, Cut, HIDDEN, Seen, WHOLE, gate, step, swiglu, tensors};
 use super::meddled::{Meddled, Meddler};
 use crate::support::processes::run_ranks;
-use crate::support::{cases, on_ranks, small};
+use crate::support::{cases, failed, on_ranks, small};
 
 const LONG: Duration = Duration::from_secs(60);
 /// How long a node of a rank with slow experts may take: longer than any transfer here, on a busy
@@ -56,9 +56,7 @@ impl Faulty {
             Fault::Fails => return Err("no luck".into()),
             Fault::Panics => panic!("bad luck"),
             Fault::Overruns => {
-                while self.world.health().check().is_ok() {
-                    std::thread::yield_now();
-                }
+                failed(&self.world);
             }
             Fault::Dies => kill_process(getpid(), Signal::KILL).unwrap(),
         }

@@ -49,7 +49,7 @@ fn holds(play: &Play) -> (Visible, Placed) {
 }
 
 proptest! {
-    #![proptest_config(random_cases(6000))]
+    #![proptest_config(random_cases(1500))]
 
     #[test]
     fn everything_is_where_everybody_looks_for_it(play in plays()) {
@@ -82,7 +82,7 @@ fn alone(play: &Play, placed: &Placed, me: usize, sorted: &SortedRouting) -> Str
 }
 
 proptest! {
-    #![proptest_config(random_cases(3000))]
+    #![proptest_config(random_cases(1000))]
 
     #[test]
     fn what_is_kept_is_sorted_as_if_the_rest_had_not_been_chosen(

@@ -205,7 +205,7 @@ enum Flaw {
 }
 
 proptest! {
-    #![proptest_config(crate::random_cases(3000))]
+    #![proptest_config(crate::random_cases(1000))]
 
     #[test]
     fn placement_is_the_sorted_list(case in cases()) {
@@ -220,7 +220,7 @@ proptest! {
 }
 
 proptest! {
-    #![proptest_config(crate::random_cases(2000))]
+    #![proptest_config(crate::random_cases(700))]
 
     #[test]
     fn the_first_flaw_is_named(

@@ -80,23 +80,29 @@ pub fn load(context: &Context, text: &str) -> Result<usize> {
     if settings.locks {
         lock::hold(|| context.synchronize())?;
     }
-    let module = ptx::read(text)?;
+    let module = ptx::contents(text)?;
     if module.version > ptx::newest(settings.version) {
         return Err(Code::UNSUPPORTED_PTX_VERSION);
     }
     let library = library()?;
     let handle = fresh();
     let mut functions = BTreeMap::new();
-    for (name, sizes) in module.entries {
+    for (name, sizes) in &module.entries {
         let symbol = format!("{name}_launch\0");
         // SAFETY: the library promises this type for this name.
         let run =
             library.and_then(|library| unsafe { library.get::<Run>(symbol.as_bytes()) }.ok().map(|run| *run));
         let loaded = AtomicBool::new(settings.eager);
         let shared = AtomicU32::new(SHARED.0);
-        let function =
-            Function { name: activity::lasting(&name), module: handle, sizes, run, loaded, shared };
-        functions.insert(name, FUNCTIONS.insert(Arc::new(function)));
+        let function = Function {
+            name: activity::lasting(name),
+            module: handle,
+            sizes: sizes.clone(),
+            run,
+            loaded,
+            shared,
+        };
+        functions.insert(name.clone(), FUNCTIONS.insert(Arc::new(function)));
     }
     MODULES.insert_at(handle, Arc::new(Module { functions }));
     Ok(handle)

@@ -1,6 +1,7 @@
 //! Contents of a PTX text: its version, its entries and the sizes of their parameters.
 
 use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
 
 use crate::code::{Code, Result};
 
@@ -25,8 +26,19 @@ pub fn newest(driver: i32) -> (u32, u32) {
     }
 }
 
-/// Reads a module.
-pub fn read(text: &str) -> Result<Ptx> {
+/// Reads a module, each text once: instances of a process load the same half megabyte many times.
+pub fn contents(text: &str) -> Result<Arc<Ptx>> {
+    static KNOWN: Mutex<Vec<(String, Arc<Ptx>)>> = Mutex::new(Vec::new());
+    let mut known = KNOWN.lock().unwrap();
+    if let Some((_, ptx)) = known.iter().find(|(of, _)| of == text) {
+        return Ok(Arc::clone(ptx));
+    }
+    let ptx = Arc::new(read(text)?);
+    known.push((text.to_owned(), Arc::clone(&ptx)));
+    Ok(ptx)
+}
+
+fn read(text: &str) -> Result<Ptx> {
     let code: String =
         text.lines().map(|line| line.split("//").next().unwrap_or("")).collect::<Vec<_>>().join("\n");
     let after = code.split(".version").nth(1).ok_or(Code::INVALID_PTX)?;
