@@ -2,8 +2,11 @@
 
 use std::collections::BTreeSet;
 
-use sidelane::World;
+use sidelane::gate::Routing;
+use sidelane::{Dtype, ExpertParallel, World};
 use sidelane_parallel::{Mesh, MeshError};
+
+use crate::ranks::{on_ranks, tiny};
 
 /// Ranks by their positions, counted in nested loops as Megatron's order of `tp-cp-ep-dp-pp` has
 /// it: tensor parallel ranks are next to each other.
@@ -132,5 +135,67 @@ fn mesh_refuses_a_world_of_another_size() {
     for world in World::threads(2).unwrap() {
         let refused = mesh.world_group(&world, &["tp"]).err();
         assert_eq!(refused, Some(MeshError::OtherWorld { ranks: 4, world: 2 }));
+    }
+}
+
+#[test]
+fn tokens_are_sliced_over_tensor_parallel_ranks_of_whole_experts_alone() {
+    let attention = Mesh::new(4, [("dp", 2), ("tp", 2)]).unwrap();
+    let (whole, cut) = (attention.experts(4, 1).unwrap(), attention.experts(2, 2).unwrap());
+    let buffer: Vec<f32> = (0..2 * 4 * 4).map(|at| at as f32).collect();
+    let slices = on_ranks(&[0, 0, 1, 1], &tiny(), |world| {
+        let refused = attention.token_slices(&world, &cut, [2, 4, 4], Dtype::F32).unwrap_err();
+        assert_eq!(refused, MeshError::CutExperts { expert_tensor: 2 });
+        assert!(matches!(
+            attention.token_slices(&world, &attention, [2, 4, 4], Dtype::F32),
+            Err(MeshError::Unknown { .. })
+        ));
+        let mut slices = attention.token_slices(&world, &whole, [2, 4, 4], Dtype::F32).unwrap();
+        let slice = slices.drop_tokens(&buffer).unwrap();
+        assert_eq!(slices.gather_tokens(&slice).unwrap().rows::<f32>().unwrap(), buffer);
+        slice
+    });
+    // Two tokens of each expert on each rank.
+    let half = |from: usize| [&buffer[from..from + 8], &buffer[from + 16..from + 24]].concat();
+    assert_eq!(slices, [half(0), half(8), half(0), half(8)]);
+}
+
+/// A pyramid as PR-MoE has it: later layers have more experts, over more ranks.
+#[test]
+fn layers_have_experts_and_groups_of_their_own() {
+    const HIDDEN: usize = 4;
+    let mesh = Mesh::new(4, [("dp", 4), ("tp", 1)]).unwrap();
+    let layers = [(4, 1), (4, 2), (8, 4)].map(|(experts, ep)| (experts, mesh.experts(ep, 1).unwrap()));
+    let input = |rank: u32| [1.0, 2.0, 3.0].map(|token| [token + 10.0 * rank as f32; HIDDEN]).concat();
+    let chosen = |experts: u32, rank: u32| [0, 1, 2].map(|token| (5 * rank + 3 * token) % experts);
+    let outputs = on_ranks(&[0, 0, 1, 1], &tiny(), |world| {
+        let mut x: Vec<f32> = input(world.rank());
+        for (experts, mesh) in &layers {
+            let group = mesh.world_group(&world, &["ep"]).unwrap();
+            let builder = ExpertParallel::builder(&group).unwrap().experts(*experts).top_k(1).hidden(HIDDEN);
+            let mut ep = builder.dtype(Dtype::F32).max_tokens(4).build().unwrap();
+            let ids = chosen(*experts, world.rank()).map(|id| id as i32);
+            let routing = Routing::new(1, &ids[..], &[1.0; 3][..]).unwrap();
+            let (rows, handle) = ep.dispatch(&x, &routing).unwrap();
+            let held = experts / group.size();
+            let mut y = rows.to_vec::<f32>().unwrap();
+            let mut rest = &mut y[..];
+            for (expert, &rows) in (group.rank() * held..).zip(handle.tokens_per_expert()) {
+                let (own, others) = rest.split_at_mut(rows as usize * HIDDEN);
+                own.iter_mut().for_each(|y| *y = *y * 2.0 + expert as f32);
+                rest = others;
+            }
+            x = ep.combine(&y, &handle).unwrap();
+        }
+        x
+    });
+    for (rank, seen) in (0..).zip(outputs) {
+        let mut right = input(rank);
+        for (experts, _) in &layers {
+            for (token, expert) in right.chunks_exact_mut(HIDDEN).zip(chosen(*experts, rank)) {
+                token.iter_mut().for_each(|x| *x = *x * 2.0 + expert as f32);
+            }
+        }
+        assert_eq!(seen, right, "rank {rank}");
     }
 }

@@ -70,6 +70,12 @@ pub enum MeshError {
         /// The dimension between.
         between: String,
     },
+    /// Tokens cannot be sliced over ranks that cut experts.
+    #[error("etp {expert_tensor}: ranks that hold parts of the same experts need the same tokens")]
+    CutExperts {
+        /// Size of expert tensor parallelism.
+        expert_tensor: u32,
+    },
     /// A world with another number of ranks.
     #[error("the mesh has {ranks} ranks, the world {world}")]
     OtherWorld {

@@ -12,7 +12,8 @@
 //! A mesh is arithmetic on rank numbers, so a planner can ask it about ranks that do not exist.
 //! [`Mesh::world_group`] makes a [`Group`] of a real world.
 
-use sidelane::{Group, World};
+use sidelane::ep::TokenSlices;
+use sidelane::{Dtype, Group, World};
 
 use crate::error::MeshError;
 
@@ -118,6 +119,27 @@ impl Mesh {
         Ok(members(&chosen, first(&chosen, rank)))
     }
 
+    /// The first and the last rank of a rank's group of a dimension: one rank alone, if it has only
+    /// one. On the ends of `pp` tied embeddings are there twice, and their gradients are added.
+    ///
+    /// ```
+    /// use sidelane_parallel::Mesh;
+    ///
+    /// let mesh = Mesh::new(6, [("pp", 3), ("tp", 2)])?;
+    /// assert_eq!(mesh.ends(3, "pp")?, [1, 5]);
+    /// # Ok::<(), sidelane_parallel::MeshError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`MeshError::NoRank`], [`MeshError::Unknown`].
+    pub fn ends(&self, rank: u32, dimension: &str) -> Result<Vec<u32>, MeshError> {
+        let mut group = self.group(rank, &[dimension])?;
+        let last = group.len() - 1;
+        group.swap(1.min(last), last);
+        group.truncate(2);
+        Ok(group)
+    }
+
     /// All groups of these dimensions, by their first rank. Every rank is in one of them.
     ///
     /// # Errors
@@ -184,6 +206,44 @@ impl Mesh {
             return Err(MeshError::OtherWorld { ranks: self.ranks, world: world.size() });
         }
         Ok(world.group(&self.group(world.rank(), of)?)?)
+    }
+
+    /// Slices of the buffer of a layer's experts, `[experts, capacity, columns]`, over this rank's
+    /// group of `tp`: each rank sends a part of the tokens, which all of them have (DeepSpeed's
+    /// `drop_tokens`). `experts` is the mesh of the layer ([`experts`](Mesh::experts)). Collective
+    /// among the group.
+    ///
+    /// ```
+    /// use sidelane::{Dtype, World};
+    /// use sidelane_parallel::{Mesh, MeshError};
+    ///
+    /// let attention = Mesh::new(1, [("dp", 1), ("tp", 1)])?;
+    /// let world = World::threads(1).map_err(MeshError::Group)?.remove(0);
+    /// let slices = attention.token_slices(&world, &attention.experts(1, 1)?, [2, 3, 4], Dtype::F32)?;
+    /// assert_eq!(slices.drop_tokens(&[1.0_f32; 24]).map_err(MeshError::Group)?, [1.0; 24]);
+    ///
+    /// let attention = Mesh::new(4, [("dp", 2), ("tp", 2)])?;
+    /// let error = attention.token_slices(&world, &attention.experts(2, 2)?, [2, 4, 4], Dtype::F32).unwrap_err();
+    /// assert_eq!(error.to_string(), "etp 2: ranks that hold parts of the same experts need the same tokens");
+    /// # Ok::<(), MeshError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`MeshError::CutExperts`] if the experts are tensor parallel, because their outputs are
+    /// partial sums of the same tokens; as [`world_group`](Mesh::world_group) and
+    /// [`TokenSlices::new`].
+    pub fn token_slices(
+        &self,
+        world: &World,
+        experts: &Mesh,
+        buffer: [u32; 3],
+        dtype: Dtype,
+    ) -> Result<TokenSlices, MeshError> {
+        let expert_tensor = experts.size(&["etp"])?;
+        if expert_tensor > 1 {
+            return Err(MeshError::CutExperts { expert_tensor });
+        }
+        Ok(TokenSlices::new(&self.world_group(world, &["tp"])?, buffer, dtype)?)
     }
 
     fn check(&self, rank: u32) -> Result<(), MeshError> {
