@@ -2,16 +2,16 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use sidelane::Error;
 use sidelane::collective::Communicator;
 use sidelane::error::{CallError, PlanError};
 use sidelane::overlap::HostExecutor;
-use sidelane::{Error, World};
 use sidelane_parallel::data::{
     Adam, Backward, CheckpointError, DataError, DataParallel, FullySharded, Layout, Sharding,
 };
 
 use crate::ranks::{on_ranks, random_seed, tiny};
-use crate::tensors::{bits, communicator, tensor};
+use crate::tensors::{bits, communicator, counting_communicator, tensor};
 
 const WIDTH: usize = 7;
 /// Scales, biases and a gain: no multiple of the ranks, so that layers are padded.
@@ -311,11 +311,6 @@ fn gradient_of_a_batch_is_the_mean_of_those_of_its_halves() {
             assert_eq!(bits(model.parameters()), bits(&right));
         });
     }
-}
-
-/// Sums of small tensors are in a share of each rank, too, as those of large ones.
-fn counting_communicator(world: &World) -> Communicator {
-    Communicator::builder(&world.all().unwrap()).chunk(8 << 10).one_shot_bytes(0).build().unwrap()
 }
 
 #[test]
