@@ -9,6 +9,7 @@ mod linear;
 mod linear_in_chunks;
 mod mesh;
 mod messages;
+mod microbatches;
 mod mutants;
 mod naive_pipeline;
 mod overlap_plans;
