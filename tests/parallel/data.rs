@@ -2,16 +2,17 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use half::bf16;
 use sidelane::Error;
 use sidelane::collective::Communicator;
 use sidelane::error::{CallError, PlanError};
 use sidelane::overlap::HostExecutor;
 use sidelane_parallel::data::{
-    Adam, Backward, CheckpointError, DataError, DataParallel, FullySharded, Layout, Sharding,
+    Adam, Backward, CheckpointError, DataError, DataParallel, FullySharded, Layout, Sharding, Wire, WireDtype,
 };
 
 use crate::ranks::{on_ranks, random_seed, tiny};
-use crate::tensors::{bits, communicator, counting_communicator, summed, tensor};
+use crate::tensors::{bits, communicator, counting_communicator, rounded, summed, tensor};
 
 const WIDTH: usize = 7;
 /// Scales, biases and a gain: no multiple of the ranks, so that layers are padded.
@@ -80,6 +81,14 @@ fn gradients(parameters: &[f32], (x, target): Sample) -> Vec<f32> {
     all
 }
 
+/// Values behind the way between ranks.
+fn moved(dtype: WireDtype, values: Vec<f32>) -> Vec<f32> {
+    match dtype {
+        WireDtype::F32 => values,
+        WireDtype::Bf16 => rounded::<bf16>(&values),
+    }
+}
+
 /// One process that trains on the samples of all ranks. The formulas are those of the pages.
 #[derive(Clone)]
 pub struct Reference {
@@ -87,27 +96,37 @@ pub struct Reference {
     first: Vec<f32>,
     second: Vec<f32>,
     steps: usize,
+    wire: Wire,
 }
 
 impl Reference {
     pub fn new(seed: u64) -> Reference {
         let parameters = tensor(seed, 0, ELEMENTS);
-        Reference { first: vec![0.0; ELEMENTS], second: vec![0.0; ELEMENTS], parameters, steps: 0 }
+        let zeros = || vec![0.0; ELEMENTS];
+        Reference { first: zeros(), second: zeros(), parameters, steps: 0, wire: Wire::default() }
     }
 
-    fn step(&mut self, seed: u64, ranks: usize) {
+    pub fn with_wire(self, wire: Wire) -> Reference {
+        Reference { wire, ..self }
+    }
+
+    /// Parameters as passes compute with them.
+    pub fn seen(&self) -> Vec<f32> {
+        moved(self.wire.parameters, self.parameters.clone())
+    }
+
+    pub fn step(&mut self, seed: u64, ranks: usize) {
         let samples = (0..ranks).map(|rank| vec![sample(seed, rank, self.steps)]);
         self.step_by(samples.collect());
     }
 
-    /// A step by samples that are first summed within each list.
+    /// A step by samples that are first summed within each list. Sums of lists travel, and so does
+    /// theirs.
     pub fn step_by(&mut self, samples: Vec<Vec<Sample>>) {
         let count = samples.iter().map(Vec::len).sum::<usize>() as f32;
-        let of_all = summed(
-            samples
-                .into_iter()
-                .map(|list| summed(list.into_iter().map(|sample| gradients(&self.parameters, sample)))),
-        );
+        let (seen, travel) = (self.seen(), |sums| moved(self.wire.gradients, sums));
+        let of_list = |list: Vec<Sample>| summed(list.into_iter().map(|sample| gradients(&seen, sample)));
+        let of_all = travel(summed(samples.into_iter().map(|list| travel(of_list(list)))));
         self.steps += 1;
         let left = |beta: f32| (1.0 - libm::pow(beta.into(), self.steps as f64)) as f32;
         for (at, sum) in of_all.into_iter().enumerate() {
@@ -171,7 +190,14 @@ impl Model {
         }
     }
 
-    fn train(&mut self, group: &mut Communicator, executor: &HostExecutor<'_>, seed: u64, step: usize) {
+    pub fn with_wire(self, wire: Wire) -> Model {
+        match self {
+            Model::Whole(model, layout) => Model::Whole(model.with_wire(wire), layout),
+            Model::Sharded(model) => Model::Sharded(model.with_wire(wire)),
+        }
+    }
+
+    pub fn train(&mut self, group: &mut Communicator, executor: &HostExecutor<'_>, seed: u64, step: usize) {
         self.backward(group, executor, seed, step).unwrap();
         self.step(group).unwrap();
     }
@@ -257,7 +283,7 @@ impl Model {
         shard
     }
 
-    fn load(&mut self, group: &mut Communicator, shards: &[Vec<u8>]) -> Result<(), DataError> {
+    pub fn load(&mut self, group: &mut Communicator, shards: &[Vec<u8>]) -> Result<(), DataError> {
         let shards = shards.iter().map(Vec::as_slice);
         match self {
             Model::Whole(model, _) => model.load(group, shards),

@@ -17,3 +17,4 @@ mod overlap_plans;
 mod ranks;
 mod schedules;
 mod tensors;
+mod wire;

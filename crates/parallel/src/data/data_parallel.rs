@@ -20,6 +20,7 @@ use super::error::DataError;
 use super::layout::{Cut, Layout};
 use super::memory::{Buffer, Counted, Gauge, MemoryUsage, bytes};
 use super::pass::{add, keep, mean, reason};
+use super::wire::{Wire, WireDtype};
 use crate::calls::Calls;
 use crate::check::Member;
 
@@ -44,7 +45,10 @@ pub struct DataParallel {
     member: Member,
     /// Elements that this rank updates: its part of each bucket, or the whole bucket.
     owned: Cut,
+    wire: Wire,
     parameters: Vec<f32>,
+    /// Parameters that this rank updates, if those that all ranks have are rounded.
+    masters: Vec<f32>,
     /// By bucket: sums over microbatches, of this rank. Empty before the first and after the last.
     sums: Vec<Vec<f32>>,
     /// By bucket: means, of what this rank has. Empty without a complete backward pass.
@@ -93,7 +97,9 @@ impl DataParallel {
             adam,
             member,
             owned,
+            wire: Wire::default(),
             parameters,
+            masters: Vec::new(),
             sums: Vec::new(),
             gradients: Vec::new(),
             microbatches: 0,
@@ -102,7 +108,36 @@ impl DataParallel {
         })
     }
 
-    /// The parameters, in the order of the layout.
+    /// The same model with other types of what travels. Call it before the first step, on all
+    /// ranks: calls of ranks that differ are errors on all of them.
+    pub fn with_wire(mut self, wire: Wire) -> Self {
+        self.wire = wire;
+        let parameters = std::mem::take(&mut self.parameters);
+        self.set_parameters(parameters);
+        self
+    }
+
+    /// Takes parameters, and keeps this rank's own of them where all ranks see rounded ones.
+    fn set_parameters(&mut self, parameters: Vec<f32>) {
+        let gathers = self.sharding != Sharding::None;
+        if gathers && self.wire.parameters == WireDtype::Bf16 {
+            self.masters = self.owned.shard(&self.layout, &parameters);
+            self.parameters = self.wire.parameters.moved(parameters);
+        } else {
+            (self.masters, self.parameters) = (Vec::new(), parameters);
+        }
+    }
+
+    /// This rank's own parameters of a bucket, of those that it updates.
+    fn own_parameters(&self, bucket: usize) -> &[f32] {
+        let place = self.owned.place(&self.layout, bucket);
+        if self.masters.is_empty() {
+            return &self.parameters[place];
+        }
+        &self.masters[self.owned.part(bucket).start..][..place.len()]
+    }
+
+    /// The parameters, in the order of the layout, as a pass computes with them.
     pub fn parameters(&self) -> &[f32] {
         &self.parameters
     }
@@ -110,7 +145,7 @@ impl DataParallel {
     /// Bytes that this rank holds.
     pub fn memory_usage(&self) -> MemoryUsage {
         MemoryUsage {
-            parameters_bytes: bytes(&self.parameters),
+            parameters_bytes: bytes(&self.parameters) + bytes(&self.masters),
             gradients_bytes: self.sums.iter().chain(&self.gradients).map(|of| bytes(of)).sum(),
             states_bytes: bytes(&self.states.first) + bytes(&self.states.second),
             buffers_peak_bytes: self.gauge.peak(),
@@ -238,14 +273,17 @@ impl DataParallel {
             let mut states = self.states.next(part.clone());
             let _copies = Counted::new(&self.gauge, bytes(&states.first) + bytes(&states.second));
             let mut own = Buffer::zeros(&self.gauge, part.len());
-            own[..place.len()].copy_from_slice(&self.parameters[place]);
+            own[..place.len()].copy_from_slice(self.own_parameters(bucket));
             states.update(&self.adam, &mut own, means);
             if self.sharding == Sharding::None {
                 self.parameters[whole].copy_from_slice(&own);
             } else {
                 let mut all = Buffer::zeros(&self.gauge, self.owned.padded_len(bucket));
-                group.all_gather(&own, &mut all)?;
+                self.wire.parameters.all_gather(group, &self.gauge, &own, &mut all)?;
                 self.parameters[whole.clone()].copy_from_slice(&all[..whole.len()]);
+            }
+            if !self.masters.is_empty() {
+                self.masters[part.clone()].copy_from_slice(&own);
             }
             self.states.put(part, &states);
         }
@@ -265,12 +303,12 @@ impl DataParallel {
     fn reduce(&self, group: &mut Communicator, mut bucket: Buffer) -> Result<Vec<f32>, Error> {
         match self.sharding {
             Sharding::None | Sharding::OptimizerStates => {
-                group.all_reduce(&mut bucket)?;
+                self.wire.gradients.all_reduce(group, &self.gauge, &mut bucket)?;
                 Ok(bucket.keep())
             }
             Sharding::Gradients => {
                 let mut part = vec![0.0; bucket.len() / group.size() as usize];
-                group.reduce_scatter(&bucket, &mut part)?;
+                self.wire.gradients.reduce_scatter(group, &self.gauge, &bucket, &mut part)?;
                 Ok(part)
             }
         }
@@ -293,11 +331,11 @@ impl DataParallel {
         let cut = Cut::new(&self.layout, self.member.part());
         let runs = (0..self.layout.len()).map(|bucket| {
             let place = cut.place(&self.layout, bucket);
-            let owned = self.owned.place(&self.layout, bucket).start;
-            let state = self.owned.part(bucket).start + place.start.saturating_sub(owned);
+            let at = place.start.saturating_sub(self.owned.place(&self.layout, bucket).start);
+            let state = self.owned.part(bucket).start + at;
             Run {
                 first: place.start,
-                parameters: &self.parameters[place.clone()],
+                parameters: &self.own_parameters(bucket)[at..][..place.len()],
                 states: [&self.states.first, &self.states.second].map(|of| &of[state..][..place.len()]),
             }
         });
@@ -325,7 +363,8 @@ impl DataParallel {
         let mut wanted = [everything, states(), states()];
         let steps = load(group, self.member, self.layout.elements(), shards, &mut wanted)?;
         let [parameters, first, second] = wanted.map(|wanted| wanted.values);
-        (self.parameters, self.states) = (parameters, States { steps, first, second });
+        self.states = States { steps, first, second };
+        self.set_parameters(parameters);
         self.begin();
         Ok(())
     }

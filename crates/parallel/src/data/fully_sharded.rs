@@ -22,6 +22,7 @@ use super::error::DataError;
 use super::layout::{Cut, Layout};
 use super::memory::{Buffer, Gauge, MemoryUsage, bytes};
 use super::pass::{add, keep, mean, reason};
+use super::wire::Wire;
 use crate::calls::Calls;
 use crate::check::Member;
 
@@ -34,6 +35,7 @@ pub struct FullySharded {
     prefetch: usize,
     member: Member,
     cut: Cut,
+    wire: Wire,
     /// This rank's parts of all layers, padded.
     parameters: Vec<f32>,
     /// Sums over ranks and microbatches, in the shape of the parameters. Empty before the first
@@ -97,6 +99,7 @@ impl FullySharded {
             prefetch,
             member,
             cut,
+            wire: Wire::default(),
             parameters,
             sums: Vec::new(),
             gradients: Vec::new(),
@@ -104,6 +107,13 @@ impl FullySharded {
             states,
             gauge: Arc::default(),
         })
+    }
+
+    /// The same model with other types of what travels, on all ranks: calls of ranks that differ
+    /// are errors on all of them.
+    pub fn with_wire(mut self, wire: Wire) -> Self {
+        self.wire = wire;
+        self
     }
 
     /// Bytes that this rank holds.
@@ -116,7 +126,7 @@ impl FullySharded {
         }
     }
 
-    /// All parameters, in the order of the layout, for those that need them whole. Collective.
+    /// All parameters, in the order of the layout, as passes compute with them. Collective.
     ///
     /// # Errors
     /// [`BadParameter`](sidelane::error::PlanError::BadParameter) for another group than before; as
@@ -273,7 +283,10 @@ impl FullySharded {
                 sums.with(|(sums, reduced)| {
                     let sums = &mut sums[model.cut.part(layer)];
                     let call = |sums: &mut [f32]| {
-                        turns.pass.with(|pass| pass.call(|group| group.reduce_scatter(&gradient, sums)))
+                        let (wire, gauge) = (model.wire.gradients, &model.gauge);
+                        turns.pass.with(|pass| {
+                            pass.call(|group| wire.reduce_scatter(group, gauge, &gradient, sums))
+                        })
                     };
                     if is_first {
                         call(sums)?;
@@ -364,7 +377,8 @@ impl FullySharded {
 
     fn gather_layer(&self, layer: usize, pass: &mut Calls<'_>) -> Result<Buffer, sidelane::Error> {
         let mut all = Buffer::zeros(&self.gauge, self.cut.padded_len(layer));
-        pass.call(|group| group.all_gather(&self.parameters[self.cut.part(layer)], &mut all))?;
+        let (wire, own) = (self.wire.parameters, &self.parameters[self.cut.part(layer)]);
+        pass.call(|group| wire.all_gather(group, &self.gauge, own, &mut all))?;
         Ok(all)
     }
 
