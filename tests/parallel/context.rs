@@ -21,6 +21,7 @@
 //! includes the output's. A sum of N products is off by `N + 1` roundings of the sum of their
 //! sizes. Products of two such errors are less than a hundredth of them.
 
+use half::bf16;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use sidelane::collective::Communicator;
@@ -33,7 +34,7 @@ use sidelane_parallel::context::{
 use sidelane_parallel::tensor::cut_rows;
 
 use crate::ranks::{on_ranks, random_seed, tiny};
-use crate::tensors::{WORLDS, bits, communicator, summed, tensor};
+use crate::tensors::{Elements, WORLDS, bits, communicator, elements, rounded, summed, tensor, values};
 
 /// Parts of equal pieces for one to four ranks.
 const TOKENS: usize = 24;
@@ -58,8 +59,9 @@ struct Results {
 }
 
 impl Results {
-    fn new(output: Vec<f32>, gradients: AttentionGradients) -> Results {
+    fn new<E: Elements>(output: &[E], gradients: &AttentionGradients<E>) -> Results {
         let AttentionGradients { query, key, value } = gradients;
+        let [output, query, key, value] = [output, query, key, value].map(values);
         Results { output, query, key, value }
     }
 
@@ -81,6 +83,13 @@ impl Whole {
         let (queries, keys) = (shape.query_heads, shape.kv_heads);
         let (query, key, value) = (random(0, queries), random(1, keys), random(2, keys));
         Whole { shape, query, key, value, of_output: random(3, queries) }
+    }
+
+    /// The same attention of the nearest elements.
+    fn rounded<E: Elements>(self) -> Whole {
+        let Whole { shape, query, key, value, of_output } = self;
+        let [query, key, value, of_output] = [query, key, value, of_output].map(|of| rounded::<E>(&of));
+        Whole { shape, query, key, value, of_output }
     }
 
     fn tokens(&self) -> usize {
@@ -121,11 +130,12 @@ impl Whole {
     }
 
     /// Every query sees the keys of `blocks(query)`, in their order. A key sums the gradients of
-    /// each of `parts(key)`, queries with their heads, and then the sums of the parts.
-    fn attended(
+    /// each of `parts(key)`, and then the sums of the parts. A part has visits, queries with their
+    /// heads, and its sum travels behind each. Tensors that travel are rounded to elements.
+    fn attended<E: Elements>(
         &self,
         blocks: impl Fn(usize) -> Vec<Vec<usize>>,
-        parts: impl Fn(usize) -> Vec<Vec<(usize, usize)>>,
+        parts: impl Fn(usize) -> Vec<Vec<Vec<(usize, usize)>>>,
     ) -> Results {
         let mut output = vec![0.0; self.query.len()];
         let mut of_query = vec![0.0; self.query.len()];
@@ -172,10 +182,13 @@ impl Whole {
         for key in 0..self.tokens() {
             let parts = parts(key).into_iter().map(|part| {
                 let (mut of_key, mut of_value) = (vec![0.0; self.key_width()], vec![0.0; self.key_width()]);
-                for (query, head) in part.into_iter().filter(|(query, _)| self.sees(*query, key)) {
-                    let ((p, of_score), own) = (of_score(query, head, key), self.key_range(0, head));
-                    add(&mut of_key[own.clone()], of_score, &self.query[self.query_range(query, head)]);
-                    add(&mut of_value[own], p, &self.of_output[self.query_range(query, head)]);
+                for visit in part {
+                    for (query, head) in visit.into_iter().filter(|(query, _)| self.sees(*query, key)) {
+                        let ((p, of_score), own) = (of_score(query, head, key), self.key_range(0, head));
+                        add(&mut of_key[own.clone()], of_score, &self.query[self.query_range(query, head)]);
+                        add(&mut of_value[own], p, &self.of_output[self.query_range(query, head)]);
+                    }
+                    (of_key, of_value) = (rounded::<E>(&of_key), rounded::<E>(&of_value));
                 }
                 (of_key, of_value)
             });
@@ -184,31 +197,33 @@ impl Whole {
             of_key[own.clone()].copy_from_slice(&summed(of_keys));
             of_value[own].copy_from_slice(&summed(of_values));
         }
-        Results { output, query: of_query, key: of_key, value: of_value }
+        let results = [output, of_query, of_key, of_value];
+        let [output, query, key, value] = results.map(|of| rounded::<E>(&of));
+        Results { output, query, key, value }
     }
 
     /// By ascending token, and parts of the query heads that are added up at last.
-    fn plain(&self, replicas: usize) -> Results {
+    fn plain<E: Elements>(&self, replicas: usize) -> Results {
         let heads = self.shape.query_heads;
         // Replica c of each KV head serves the c-th part of its query heads.
         let replica = |head: usize| head * self.shape.kv_heads * replicas / heads % replicas;
         let blocks = |_| vec![(0..self.tokens()).collect()];
         let part = |nth| all_rows(self.tokens(), heads).filter(|(_, head)| replica(*head) == nth).collect();
-        self.attended(blocks, |_| (0..replicas).map(part).collect())
+        self.attended::<E>(blocks, |_| (0..replicas).map(|nth| vec![part(nth)]).collect())
     }
 
     /// As so many ranks see it, by one thread. `owned` are the tokens of each.
-    fn ring(&self, owned: &[Vec<usize>]) -> Results {
+    fn ring<E: Elements>(&self, owned: &[Vec<usize>]) -> Results {
         let ranks = owned.len();
         let owner = |token: usize| owned.iter().position(|tokens| tokens.contains(&token)).unwrap();
         let before = |rank: usize, step: usize| (rank + ranks - step) % ranks;
         let blocks = |query| (0..ranks).map(|step| owned[before(owner(query), step)].clone()).collect();
         let visits = |key| {
-            let visited = (0..ranks).flat_map(|step| &owned[(owner(key) + step) % ranks]);
             let rows = |&query: &usize| (0..self.shape.query_heads).map(move |head| (query, head));
-            vec![visited.flat_map(rows).collect()]
+            let visit = |step: usize| owned[(owner(key) + step) % ranks].iter().flat_map(rows).collect();
+            vec![(0..ranks).map(visit).collect()]
         };
-        self.attended(blocks, visits)
+        self.attended::<E>(blocks, visits)
     }
 }
 
@@ -228,28 +243,28 @@ fn add(sums: &mut [f32], factor: f32, of: &[f32]) {
     sums.iter_mut().zip(of).for_each(|(sum, of)| *sum += factor * of);
 }
 
-fn ulysses(world: &World, whole: &Whole) -> Results {
+fn ulysses<E: Elements>(world: &World, whole: &Whole) -> Results {
     let mut group = communicator(world);
-    let own = |of, width| cut_rows(of, width, (world.rank(), world.size())).unwrap();
+    let own = |of, width| elements::<E>(cut_rows(of, width, (world.rank(), world.size())).unwrap());
     let (query_width, key_width) = (whole.query_width(), whole.key_width());
-    let (key, value) = (own(&whole.key, key_width), own(&whole.value, key_width));
-    let attention = UlyssesAttention::new(&mut group, whole.shape).unwrap();
-    let (output, tape) = attention.forward(&mut group, own(&whole.query, query_width), key, value).unwrap();
-    Results::new(output, tape.backward(&mut group, own(&whole.of_output, query_width)).unwrap())
+    let (query, key) = (own(&whole.query, query_width), own(&whole.key, key_width));
+    let attention = UlyssesAttention::new(&mut group, whole.shape).unwrap().with_rows::<E>();
+    let (output, tape) = attention.forward(&mut group, &query, &key, &own(&whole.value, key_width)).unwrap();
+    Results::new(&output, &tape.backward(&mut group, &own(&whole.of_output, query_width)).unwrap())
 }
 
-fn ring(world: &World, whole: &Whole) -> Results {
+fn ring<E: Elements>(world: &World, whole: &Whole) -> Results {
     let mut group = communicator(world);
     let part = (world.rank(), world.size());
     let own = |of: &[f32], width| match whole.shape.causal {
-        true => cut_zig_zag(of, width, part).unwrap(),
-        false => cut_rows(of, width, part).unwrap().to_vec(),
+        true => elements::<E>(&cut_zig_zag(of, width, part).unwrap()),
+        false => elements::<E>(cut_rows(of, width, part).unwrap()),
     };
     let (query_width, key_width) = (whole.query_width(), whole.key_width());
     let (query, key) = (own(&whole.query, query_width), own(&whole.key, key_width));
-    let attention = RingAttention::new(&mut group, whole.shape).unwrap();
+    let attention = RingAttention::new(&mut group, whole.shape).unwrap().with_rows::<E>();
     let (output, tape) = attention.forward(&mut group, &query, &key, &own(&whole.value, key_width)).unwrap();
-    Results::new(output, tape.backward(&mut group, &own(&whole.of_output, query_width)).unwrap())
+    Results::new(&output, &tape.backward(&mut group, &own(&whole.of_output, query_width)).unwrap())
 }
 
 /// Tokens of each rank.
@@ -288,46 +303,58 @@ fn assert_bits(got: &Results, right: &Results, case: &str) {
     }
 }
 
-#[test]
-fn ulysses_has_the_bits_of_attention_in_one_process() {
-    let seed = random_seed();
+fn check_ulysses<E: Elements>(seed: u64) {
     for nodes in WORLDS {
         let ranks = nodes.len();
         for kv_heads in [1, 2, 3, 4, 12].into_iter().filter(|kv| kv % ranks == 0 || ranks % kv == 0) {
             for causal in [false, true] {
-                let whole = Whole::new(seed, shape(12, kv_heads, causal), TOKENS, 1.0);
-                let results = on_ranks(nodes, &tiny(), |world| ulysses(&world, &whole));
+                let whole = Whole::new(seed, shape(12, kv_heads, causal), TOKENS, 1.0).rounded::<E>();
+                let results = on_ranks(nodes, &tiny(), |world| ulysses::<E>(&world, &whole));
                 let owned: Vec<Vec<usize>> = (0..TOKENS)
                     .collect::<Vec<_>>()
                     .chunks_exact(TOKENS / ranks)
                     .map(<[usize]>::to_vec)
                     .collect();
-                let plain = whole.plain((ranks / kv_heads).max(1));
-                let case = format!("{nodes:?}, {kv_heads} KV heads, causal {causal}");
+                let plain = whole.plain::<E>((ranks / kv_heads).max(1));
+                let case = format!("{}, {nodes:?}, {kv_heads} KV heads, causal {causal}", E::NAME);
                 assert_bits(&joined(&whole, &owned, &results), &plain, &case);
             }
         }
     }
 }
 
-fn ring_cases(seed: u64, check: impl Fn(&Whole, &[u32], &Results)) {
+#[test]
+fn ulysses_has_the_bits_of_attention_in_one_process() {
+    let seed = random_seed();
+    check_ulysses::<f32>(seed);
+    check_ulysses::<bf16>(seed);
+}
+
+fn ring_cases<E: Elements>(seed: u64, check: impl Fn(&Whole, &[u32], &Results)) {
     for nodes in WORLDS {
         for (query_heads, kv_heads) in [(1, 1), (6, 2), (3, 1)] {
             for causal in [false, true] {
-                let whole = Whole::new(seed, shape(query_heads, kv_heads, causal), TOKENS, 1.0);
-                let results = on_ranks(nodes, &tiny(), |world| ring(&world, &whole));
+                let whole =
+                    Whole::new(seed, shape(query_heads, kv_heads, causal), TOKENS, 1.0).rounded::<E>();
+                let results = on_ranks(nodes, &tiny(), |world| ring::<E>(&world, &whole));
                 check(&whole, nodes, &joined(&whole, &owned(&whole, nodes.len()), &results));
             }
         }
     }
 }
 
+fn check_ring<E: Elements>(seed: u64) {
+    ring_cases::<E>(seed, |whole, nodes, results| {
+        let replayed = whole.ring::<E>(&owned(whole, nodes.len()));
+        assert_bits(results, &replayed, &format!("{}, {nodes:?}, {:?}", E::NAME, whole.shape));
+    });
+}
+
 #[test]
 fn ring_has_the_bits_of_its_order_replayed_in_one_process() {
-    ring_cases(random_seed(), |whole, nodes, results| {
-        let replayed = whole.ring(&owned(whole, nodes.len()));
-        assert_bits(results, &replayed, &format!("{nodes:?}, {:?}", whole.shape));
-    });
+    let seed = random_seed();
+    check_ring::<f32>(seed);
+    check_ring::<bf16>(seed);
 }
 
 /// A value in `f64`, and how far `f32` may be off.
@@ -414,7 +441,7 @@ fn exact(whole: &Whole, blocks: usize) -> [Vec<Near>; 4] {
 
 #[test]
 fn ring_is_attention_within_the_bound_of_its_roundings() {
-    ring_cases(random_seed(), |whole, nodes, results| {
+    ring_cases::<f32>(random_seed(), |whole, nodes, results| {
         let exact = exact(whole, nodes.len());
         for ((name, got), exact) in results.named().into_iter().zip(exact) {
             for (at, (got, Near { value, bound })) in got.iter().zip(exact).enumerate() {
@@ -430,7 +457,7 @@ fn ring_is_attention_within_the_bound_of_its_roundings() {
 fn gradients_are_differences_of_outputs() {
     let seed = random_seed();
     let whole = Whole::new(seed, shape(4, 2, true), 6, 1.0);
-    let gradients = whole.plain(1);
+    let gradients = whole.plain::<f32>(1);
     let loss = |tensors: &[Vec<f64>; 3]| -> f64 {
         let [query, key, value] = tensors;
         let dot = |query_row: std::ops::Range<usize>, key_row: std::ops::Range<usize>| -> f64 {
@@ -475,8 +502,8 @@ fn twelve_tokens_of_eight_elements_on_three_ranks_are_within_a_millionth() {
     let seed = random_seed();
     // Small values, for which the bound is less than a millionth.
     let whole = Whole::new(seed, shape(1, 1, false), 12, 0.2);
-    let results = on_ranks(&[0, 0, 0], &tiny(), |world| ring(&world, &whole));
-    let (ring, plain) = (joined(&whole, &owned(&whole, 3), &results), whole.plain(1));
+    let results = on_ranks(&[0, 0, 0], &tiny(), |world| ring::<f32>(&world, &whole));
+    let (ring, plain) = (joined(&whole, &owned(&whole, 3), &results), whole.plain::<f32>(1));
     let bounds = exact(&whole, 3).into_iter().zip(exact(&whole, 1));
     let both = ring.named().into_iter().zip(plain.named());
     for (((name, ring), (_, plain)), (of_ring, of_plain)) in both.zip(bounds) {
@@ -528,32 +555,62 @@ fn heads_that_do_not_make_equal_parts_are_refused() {
     });
 }
 
+fn check_bytes<E: Elements>(world: &World) {
+    let (ranks, tokens, element) = (4u64, 8u64, size_of::<E>() as u64);
+    let mut group = communicator(world);
+    for (query_heads, kv_heads) in [(8, 8), (8, 4), (8, 2), (4, 1)] {
+        let shape = shape(query_heads, kv_heads, true);
+        let zeros = |heads: usize| vec![E::zeroed(); tokens as usize * heads * DIM];
+        let (query, key) = (zeros(query_heads), zeros(kv_heads));
+        let (query_bytes, kv_bytes) =
+            (element * tokens * (query_heads * DIM) as u64, element * tokens * DIM as u64);
+        let attention = UlyssesAttention::new(&mut group, shape).unwrap().with_rows::<E>();
+        group.take_counts();
+        let of_all = 2 * query_bytes + 2 * kv_bytes * ranks.max(kv_heads as u64);
+        let (_, tape) = attention.forward(&mut group, &query, &key, &key).unwrap();
+        assert_eq!(group.take_counts().inter_node_bytes, of_all * (ranks - 1) / ranks);
+        tape.backward(&mut group, &query).unwrap();
+        assert_eq!(group.take_counts().inter_node_bytes, of_all * (ranks - 1) / ranks);
+
+        let attention = RingAttention::new(&mut group, shape).unwrap().with_rows::<E>();
+        group.take_counts();
+        let (block, agreed) = (2 * kv_bytes * kv_heads as u64, 16 * (ranks - 1));
+        let (_, tape) = attention.forward(&mut group, &query, &key, &key).unwrap();
+        assert_eq!(group.take_counts().inter_node_bytes, agreed + (ranks - 1) * block);
+        tape.backward(&mut group, &query).unwrap();
+        assert_eq!(group.take_counts().inter_node_bytes, agreed + (ranks - 1) * 2 * block + block);
+    }
+}
+
 #[test]
 fn ranks_send_the_bytes_that_the_page_states() {
-    on_ranks(&[0, 1, 2, 3], &tiny(), |world| {
-        let (ranks, tokens) = (4u64, 8u64);
-        let mut group = communicator(&world);
-        for (query_heads, kv_heads) in [(8, 8), (8, 4), (8, 2), (4, 1)] {
-            let shape = shape(query_heads, kv_heads, true);
-            let zeros = |heads: usize| vec![0.0; tokens as usize * heads * DIM];
-            let (query, key) = (zeros(query_heads), zeros(kv_heads));
-            let (query_bytes, kv_bytes) = (4 * tokens * (query_heads * DIM) as u64, 4 * tokens * DIM as u64);
-            let attention = UlyssesAttention::new(&mut group, shape).unwrap();
-            group.take_counts();
-            let of_all = 2 * query_bytes + 2 * kv_bytes * ranks.max(kv_heads as u64);
-            let (_, tape) = attention.forward(&mut group, &query, &key, &key).unwrap();
-            assert_eq!(group.take_counts().inter_node_bytes, of_all * (ranks - 1) / ranks);
-            tape.backward(&mut group, &query).unwrap();
-            assert_eq!(group.take_counts().inter_node_bytes, of_all * (ranks - 1) / ranks);
+    on_ranks(&[0, 1, 2, 3], &tiny(), |world| check_bytes::<f32>(&world));
+    on_ranks(&[0, 1, 2, 3], &tiny(), |world| check_bytes::<bf16>(&world));
+}
 
-            let attention = RingAttention::new(&mut group, shape).unwrap();
-            group.take_counts();
-            let (block, agreed) = (2 * kv_bytes * kv_heads as u64, 8 * (ranks - 1));
-            let (_, tape) = attention.forward(&mut group, &query, &key, &key).unwrap();
-            assert_eq!(group.take_counts().inter_node_bytes, agreed + (ranks - 1) * block);
-            tape.backward(&mut group, &query).unwrap();
-            assert_eq!(group.take_counts().inter_node_bytes, agreed + (ranks - 1) * 2 * block + block);
-        }
+#[test]
+fn rows_of_different_elements_are_refused_on_all_ranks() {
+    on_ranks(&[0, 0], &tiny(), |world| {
+        let mut group = communicator(&world);
+        let (rank, peer) = (world.rank(), 1 - world.rank());
+        let shape = AttentionShape { query_heads: 2, kv_heads: 2, head_dim: 1, causal: false };
+        let (wide, narrow) = ([1.0; 4], [bf16::ONE; 4]);
+
+        let ring = RingAttention::new(&mut group, shape).unwrap();
+        let result = match rank {
+            0 => ring.forward(&mut group, &wide, &wide, &wide).map(drop),
+            _ => ring.with_rows().forward(&mut group, &narrow, &narrow, &narrow).map(drop),
+        };
+        let (what, mine, theirs) = ("bytes of an element", [4, 2][rank as usize], [2, 4][rank as usize]);
+        assert_eq!(result, Err(CallError::ConfigsDiffer { what, rank, peer, mine, theirs }.into()));
+
+        let ulysses = UlyssesAttention::new(&mut group, shape).unwrap();
+        let result = match rank {
+            0 => ulysses.forward(&mut group, &wide, &wide, &wide).map(drop),
+            _ => ulysses.with_rows().forward(&mut group, &narrow, &narrow, &narrow).map(drop),
+        };
+        assert!(matches!(result, Err(Error::Call(CallError::Disagree { .. }))), "{result:?}");
+        assert_eq!(ring.forward(&mut group, &wide, &wide, &wide).unwrap().0, wide);
     });
 }
 

@@ -2,16 +2,17 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use half::bf16;
+use sidelane::Error;
 use sidelane::collective::Communicator;
 use sidelane::error::{CallError, PlanError};
 use sidelane::overlap::HostExecutor;
-use sidelane::{Error, World};
 use sidelane_parallel::data::{
-    Adam, Backward, CheckpointError, DataError, DataParallel, FullySharded, Layout, Sharding,
+    Adam, Backward, CheckpointError, DataError, DataParallel, FullySharded, Layout, Sharding, Wire, WireDtype,
 };
 
 use crate::ranks::{on_ranks, random_seed, tiny};
-use crate::tensors::{bits, communicator, tensor};
+use crate::tensors::{bits, communicator, counting_communicator, rounded, summed, tensor};
 
 const WIDTH: usize = 7;
 /// Scales, biases and a gain: no multiple of the ranks, so that layers are padded.
@@ -19,10 +20,10 @@ const LAYER: [usize; 3] = [WIDTH, WIDTH, 1];
 const LAYERS: usize = 4;
 const ELEMENTS: usize = LAYERS * (2 * WIDTH + 1);
 const STEPS: usize = 3;
-const ADAM: Adam = Adam { learning_rate: 0.05, beta1: 0.8, beta2: 0.95, epsilon: 1e-6 };
-const SHARDINGS: [Sharding; 3] = [Sharding::None, Sharding::OptimizerStates, Sharding::Gradients];
+pub const ADAM: Adam = Adam { learning_rate: 0.05, beta1: 0.8, beta2: 0.95, epsilon: 1e-6 };
+pub const SHARDINGS: [Sharding; 3] = [Sharding::None, Sharding::OptimizerStates, Sharding::Gradients];
 /// Nodes of the ranks.
-const WORLDS: [&[u32]; 6] = [&[0], &[0, 0], &[0, 1], &[0, 0, 1], &[0, 0, 1, 1], &[0, 1, 2, 3]];
+pub const WORLDS: [&[u32]; 6] = [&[0], &[0, 0], &[0, 1], &[0, 0, 1], &[0, 0, 1, 1], &[0, 1, 2, 3]];
 
 /// `y = (scale * x + bias) * gain`
 fn forward(x: &[f32], weights: &[f32]) -> Vec<f32> {
@@ -42,8 +43,11 @@ fn backward(x: &[f32], weights: &[f32], of_y: &[f32]) -> (Vec<f32>, Vec<f32>) {
     ((0..WIDTH).map(|at| of_bias[at] * scale[at]).collect(), of_weights)
 }
 
-/// A rank's inputs and targets of a step.
-fn sample(seed: u64, rank: usize, step: usize) -> (Vec<f32>, Vec<f32>) {
+/// Inputs and targets.
+pub type Sample = (Vec<f32>, Vec<f32>);
+
+/// A rank's sample of a step.
+pub fn sample(seed: u64, rank: usize, step: usize) -> Sample {
     let values = tensor(seed, 1000 + (step * 64 + rank) as u64, 2 * WIDTH);
     (values[..WIDTH].to_vec(), values[WIDTH..].to_vec())
 }
@@ -65,7 +69,7 @@ fn difference(y: &[f32], target: &[f32]) -> Vec<f32> {
 }
 
 /// Gradients of all parameters, of one sample.
-fn gradients(parameters: &[f32], (x, target): (Vec<f32>, Vec<f32>)) -> Vec<f32> {
+fn gradients(parameters: &[f32], (x, target): Sample) -> Vec<f32> {
     let values = activations(parameters, x);
     let mut of_y = difference(&values[LAYERS], &target);
     let mut all = vec![0.0; ELEMENTS];
@@ -77,28 +81,56 @@ fn gradients(parameters: &[f32], (x, target): (Vec<f32>, Vec<f32>)) -> Vec<f32> 
     all
 }
 
+/// Values behind the way between ranks.
+fn moved(dtype: WireDtype, values: Vec<f32>) -> Vec<f32> {
+    match dtype {
+        WireDtype::F32 => values,
+        WireDtype::Bf16 => rounded::<bf16>(&values),
+    }
+}
+
 /// One process that trains on the samples of all ranks. The formulas are those of the pages.
 #[derive(Clone)]
-struct Reference {
-    parameters: Vec<f32>,
+pub struct Reference {
+    pub parameters: Vec<f32>,
     first: Vec<f32>,
     second: Vec<f32>,
     steps: usize,
+    wire: Wire,
 }
 
 impl Reference {
-    fn new(seed: u64) -> Reference {
+    pub fn new(seed: u64) -> Reference {
         let parameters = tensor(seed, 0, ELEMENTS);
-        Reference { first: vec![0.0; ELEMENTS], second: vec![0.0; ELEMENTS], parameters, steps: 0 }
+        let zeros = || vec![0.0; ELEMENTS];
+        Reference { first: zeros(), second: zeros(), parameters, steps: 0, wire: Wire::default() }
     }
 
-    fn step(&mut self, seed: u64, ranks: usize) {
-        let of_ranks: Vec<_> =
-            (0..ranks).map(|rank| gradients(&self.parameters, sample(seed, rank, self.steps))).collect();
+    pub fn with_wire(self, wire: Wire) -> Reference {
+        Reference { wire, ..self }
+    }
+
+    /// Parameters as passes compute with them.
+    pub fn seen(&self) -> Vec<f32> {
+        moved(self.wire.parameters, self.parameters.clone())
+    }
+
+    pub fn step(&mut self, seed: u64, ranks: usize) {
+        let samples = (0..ranks).map(|rank| vec![sample(seed, rank, self.steps)]);
+        self.step_by(samples.collect());
+    }
+
+    /// A step by samples that are first summed within each list. Sums of lists travel, and so does
+    /// theirs.
+    pub fn step_by(&mut self, samples: Vec<Vec<Sample>>) {
+        let count = samples.iter().map(Vec::len).sum::<usize>() as f32;
+        let (seen, travel) = (self.seen(), |sums| moved(self.wire.gradients, sums));
+        let of_list = |list: Vec<Sample>| summed(list.into_iter().map(|sample| gradients(&seen, sample)));
+        let of_all = travel(summed(samples.into_iter().map(|list| travel(of_list(list)))));
         self.steps += 1;
         let left = |beta: f32| (1.0 - libm::pow(beta.into(), self.steps as f64)) as f32;
-        for at in 0..ELEMENTS {
-            let mean = of_ranks.iter().fold(0.0, |sum, of| sum + of[at]) / ranks as f32;
+        for (at, sum) in of_all.into_iter().enumerate() {
+            let mean = sum / count;
             self.first[at] = ADAM.beta1 * self.first[at] + (1.0 - ADAM.beta1) * mean;
             self.second[at] = ADAM.beta2 * self.second[at] + (1.0 - ADAM.beta2) * (mean * mean);
             let root = (self.second[at] / left(ADAM.beta2)).sqrt();
@@ -131,7 +163,7 @@ fn fully_sharded(group: &mut Communicator, prefetch: usize, seed: u64) -> FullyS
 fn give(
     pass: &mut Backward<'_>,
     layout: &Layout,
-    sample: (Vec<f32>, Vec<f32>),
+    sample: Sample,
     order: impl Iterator<Item = usize>,
 ) -> Result<(), DataError> {
     let whole: Vec<f32> =
@@ -141,14 +173,14 @@ fn give(
 }
 
 /// A model of either kind, in training.
-enum Model {
+pub enum Model {
     Whole(DataParallel, Layout),
     Sharded(FullySharded),
 }
 
 impl Model {
     /// The `nth` way to train: three that keep parameters whole, and one that does not.
-    fn new(group: &mut Communicator, nth: usize, seed: u64) -> Model {
+    pub fn new(group: &mut Communicator, nth: usize, seed: u64) -> Model {
         match SHARDINGS.get(nth) {
             Some(&sharding) => {
                 let layout = Layout::buckets(&[LAYER; LAYERS].concat(), 4 * (10 + nth)).unwrap();
@@ -158,7 +190,14 @@ impl Model {
         }
     }
 
-    fn train(&mut self, group: &mut Communicator, executor: &HostExecutor<'_>, seed: u64, step: usize) {
+    pub fn with_wire(self, wire: Wire) -> Model {
+        match self {
+            Model::Whole(model, layout) => Model::Whole(model.with_wire(wire), layout),
+            Model::Sharded(model) => Model::Sharded(model.with_wire(wire)),
+        }
+    }
+
+    pub fn train(&mut self, group: &mut Communicator, executor: &HostExecutor<'_>, seed: u64, step: usize) {
         self.backward(group, executor, seed, step).unwrap();
         self.step(group).unwrap();
     }
@@ -172,10 +211,22 @@ impl Model {
         step: usize,
     ) -> Result<(), DataError> {
         let sample = sample(seed, group.rank() as usize, step);
+        self.microbatch(group, executor, sample, true)
+    }
+
+    /// Gradients of a sample, perhaps the last one of a step.
+    pub fn microbatch(
+        &mut self,
+        group: &mut Communicator,
+        executor: &HostExecutor<'_>,
+        sample: Sample,
+        is_last: bool,
+    ) -> Result<(), DataError> {
         match self {
             Model::Whole(model, layout) => {
                 let order = (0..layout.parameters()).rev();
-                model.backward(group, executor, |pass| give(pass, layout, sample, order))
+                let body = |pass: &mut Backward<'_>| give(pass, layout, sample, order);
+                if is_last { model.backward(group, executor, body) } else { model.accumulate(body) }
             }
             Model::Sharded(model) => {
                 let (x, target) = sample;
@@ -185,12 +236,16 @@ impl Model {
                     Ok(())
                 })?;
                 let mut of_y = difference(&values[LAYERS], &target);
-                model.backward(group, executor, |layer, weights, gradient| {
+                let body = |layer: usize, weights: &[f32], gradient: &mut [f32]| {
                     let (of_x, of_weights) = backward(&values[layer], weights, &of_y);
                     gradient.copy_from_slice(&of_weights);
                     of_y = of_x;
                     Ok(())
-                })
+                };
+                match is_last {
+                    true => model.backward(group, executor, body),
+                    false => model.accumulate(group, executor, body),
+                }
             }
         }
     }
@@ -205,21 +260,21 @@ impl Model {
         error.unwrap_err();
     }
 
-    fn step(&mut self, group: &mut Communicator) -> Result<(), DataError> {
+    pub fn step(&mut self, group: &mut Communicator) -> Result<(), DataError> {
         match self {
             Model::Whole(model, _) => model.step(group),
             Model::Sharded(model) => model.step(group),
         }
     }
 
-    fn parameters(&self, group: &mut Communicator) -> Vec<f32> {
+    pub fn parameters(&self, group: &mut Communicator) -> Vec<f32> {
         match self {
             Model::Whole(model, _) => model.parameters().to_vec(),
             Model::Sharded(model) => model.gather(group).unwrap(),
         }
     }
 
-    fn save(&self) -> Vec<u8> {
+    pub fn save(&self) -> Vec<u8> {
         let mut shard = Vec::new();
         match self {
             Model::Whole(model, _) => model.save(&mut shard).unwrap(),
@@ -228,7 +283,7 @@ impl Model {
         shard
     }
 
-    fn load(&mut self, group: &mut Communicator, shards: &[Vec<u8>]) -> Result<(), DataError> {
+    pub fn load(&mut self, group: &mut Communicator, shards: &[Vec<u8>]) -> Result<(), DataError> {
         let shards = shards.iter().map(Vec::as_slice);
         match self {
             Model::Whole(model, _) => model.load(group, shards),
@@ -313,11 +368,6 @@ fn gradient_of_a_batch_is_the_mean_of_those_of_its_halves() {
     }
 }
 
-/// Sums of small tensors are in a share of each rank, too, as those of large ones.
-fn counting_communicator(world: &World) -> Communicator {
-    Communicator::builder(&world.all().unwrap()).chunk(8 << 10).one_shot_bytes(0).build().unwrap()
-}
-
 #[test]
 fn ranks_send_and_hold_what_the_table_says() {
     const LAYER_ELEMENTS: usize = 1536;
@@ -328,8 +378,8 @@ fn ranks_send_and_hold_what_the_table_says() {
         let ranks = nodes.len() as u64;
         // Each rank is alone on its node, so all that it puts crosses to another.
         let share = whole / ranks * (ranks - 1);
-        // A step compares the steps so far, of eight bytes.
-        let compared = 8 * (ranks - 1);
+        // A step compares the steps so far and the microbatches, of eight bytes each.
+        let compared = 16 * (ranks - 1);
         let executor = HostExecutor::new().overlap(false);
         let (before, behind) = (vec![1.0; 3 * LAYER_ELEMENTS], [1.0; LAYER_ELEMENTS]);
         for (sharding, of_backward, of_step, gradients, states) in [
@@ -411,7 +461,7 @@ fn overlap_holds_no_more_layers_than_prefetch_allows() {
     }
 }
 
-fn is_refused_by(error: &DataError, peer: u32) -> bool {
+pub fn is_refused_by(error: &DataError, peer: u32) -> bool {
     matches!(error, DataError::Call(Error::Call(CallError::PeerRefused { peer: by, .. })) if *by == peer)
 }
 

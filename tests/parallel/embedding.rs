@@ -1,5 +1,6 @@
 //! Embedding and cross-entropy that are cut by vocabulary, against whole ones in one process.
 
+use half::bf16;
 use sidelane::error::{CallError, PlanError};
 use sidelane::{Error, World};
 use sidelane_parallel::tensor::{
@@ -7,7 +8,9 @@ use sidelane_parallel::tensor::{
 };
 
 use crate::ranks::{on_ranks, random_seed, tiny};
-use crate::tensors::{WORLDS, bits, columns, communicator, summed, tensor};
+use crate::tensors::{
+    Elements, WORLDS, bits, bits_of, columns, communicator, elements, rounded, summed, tensor,
+};
 
 const VOCABULARY: usize = 48;
 const HIDDEN: usize = 20;
@@ -20,15 +23,14 @@ fn ids(seed: u64) -> Vec<u32> {
         .collect()
 }
 
-#[test]
-fn embedding_has_the_bits_of_its_rows_and_sums_in_order() {
-    let seed = random_seed();
+fn check_embedding<E: Elements>(seed: u64) {
     let (ids, weight) = (ids(seed), tensor(seed, 0, VOCABULARY * HIDDEN));
-    let of_rows = tensor(seed, 1, TOKENS * HIDDEN);
+    let of_rows = rounded::<E>(&tensor(seed, 1, TOKENS * HIDDEN));
     let rows: Vec<f32> = ids
         .iter()
         .flat_map(|&id| weight[id as usize * HIDDEN..][..HIDDEN].iter().map(|value| 0.0 + value))
         .collect();
+    let rows = rounded::<E>(&rows);
     let mut of_weight = vec![0.0; VOCABULARY * HIDDEN];
     for (&id, of_row) in ids.iter().zip(of_rows.chunks_exact(HIDDEN)) {
         let sum = &mut of_weight[id as usize * HIDDEN..][..HIDDEN];
@@ -41,16 +43,30 @@ fn embedding_has_the_bits_of_its_rows_and_sums_in_order() {
                 let mut group = communicator(&world);
                 let own = cut_rows(&weight, HIDDEN, part).unwrap().to_vec();
                 let layer = VocabularyParallelEmbedding::new(&group, VOCABULARY, HIDDEN, way, own).unwrap();
+                let layer = layer.with_rows::<E>();
                 let tokens = |whole: &[f32]| match way {
                     Activations::Replicated => whole.to_vec(),
                     Activations::SequenceParallel => cut_rows(whole, HIDDEN, part).unwrap().to_vec(),
                 };
-                assert_eq!(bits(&layer.forward(&mut group, &ids).unwrap()), bits(&tokens(&rows)));
-                let gradient = layer.backward(&mut group, &ids, &tokens(&of_rows)).unwrap();
+                let got = layer.forward(&mut group, &ids).unwrap();
+                assert_eq!(bits_of(&got), bits(&tokens(&rows)), "{nodes:?} {}", E::NAME);
+                group.take_counts();
+                let gradient = layer.backward(&mut group, &ids, &elements::<E>(&tokens(&of_rows))).unwrap();
                 assert_eq!(bits(&gradient), bits(cut_rows(&of_weight, HIDDEN, part).unwrap()));
+                if way == Activations::SequenceParallel && nodes == [0, 1] {
+                    let sent = TOKENS / 2 * HIDDEN * size_of::<E>();
+                    assert_eq!(group.take_counts().inter_node_bytes, sent as u64);
+                }
             });
         }
     }
+}
+
+#[test]
+fn embedding_has_the_bits_of_its_rows_and_sums_in_order() {
+    let seed = random_seed();
+    check_embedding::<f32>(seed);
+    check_embedding::<bf16>(seed);
 }
 
 #[test]

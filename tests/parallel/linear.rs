@@ -1,5 +1,6 @@
 //! Column and row parallel layers, forward and backward, against whole layers in one process.
 
+use half::bf16;
 use sidelane::error::{CallError, PlanError};
 use sidelane::{Error, World};
 use sidelane_parallel::tensor::{
@@ -8,8 +9,8 @@ use sidelane_parallel::tensor::{
 
 use crate::ranks::{on_ranks, random_seed, tiny};
 use crate::tensors::{
-    WORLDS, bits, columns, communicator, is_product, summed, tensor, times_transposed, transposed,
-    transposed_times,
+    Elements, WORLDS, bits, bits_of, columns, communicator, counting_communicator, elements, is_product,
+    rounded, summed, tensor, times_transposed, transposed, transposed_times,
 };
 
 const TOKENS: usize = 12;
@@ -18,19 +19,22 @@ const OUTPUTS: usize = 72;
 const SHAPE: LinearShape = LinearShape { inputs: INPUTS, outputs: OUTPUTS };
 const WAYS: [Activations; 2] = [Activations::Replicated, Activations::SequenceParallel];
 
-/// A whole layer, with its inputs and the gradients of its outputs.
+/// A whole layer, with its inputs and the gradients of its outputs, which are values of elements.
 struct Whole {
     x: Vec<f32>,
     weight: Vec<f32>,
+    /// The weights as products see them.
+    factors: Vec<f32>,
     bias: Option<Vec<f32>>,
     of_y: Vec<f32>,
 }
 
 impl Whole {
-    fn new(seed: u64, with_bias: bool) -> Whole {
+    fn new<E: Elements>(seed: u64, with_bias: bool) -> Whole {
         let bias = with_bias.then(|| tensor(seed, 2, OUTPUTS));
         let (x, weight) = (tensor(seed, 0, TOKENS * INPUTS), tensor(seed, 1, OUTPUTS * INPUTS));
-        Whole { x, weight, bias, of_y: tensor(seed, 3, TOKENS * OUTPUTS) }
+        let of_y = rounded::<E>(&tensor(seed, 3, TOKENS * OUTPUTS));
+        Whole { x: rounded::<E>(&x), factors: rounded::<E>(&weight), weight, bias, of_y }
     }
 
     fn biased(&self, y: Vec<f32>) -> Vec<f32> {
@@ -52,9 +56,14 @@ fn tokens(way: Activations, world: &World, of: &[f32], width: usize) -> Vec<f32>
     }
 }
 
-fn cases(seed: u64, body: impl Fn(World, Activations, &Whole) + Sync) {
+/// Sums of partial results of ranks, as they travel: each rounded, and their sum again.
+fn reduced<E: Elements>(parts: impl Iterator<Item = Vec<f32>>) -> Vec<f32> {
+    rounded::<E>(&summed(parts.map(|part| rounded::<E>(&part))))
+}
+
+fn cases<E: Elements>(seed: u64, body: impl Fn(World, Activations, &Whole) + Sync) {
     for with_bias in [false, true] {
-        let whole = Whole::new(seed, with_bias);
+        let whole = Whole::new::<E>(seed, with_bias);
         for way in WAYS {
             for nodes in WORLDS {
                 on_ranks(nodes, &tiny(), |world| body(world, way, &whole));
@@ -63,71 +72,123 @@ fn cases(seed: u64, body: impl Fn(World, Activations, &Whole) + Sync) {
     }
 }
 
+fn check_column_parallel_layer<E: Elements>(world: &World, way: Activations, whole: &Whole) {
+    let (me, ranks) = (world.rank() as usize, world.size() as usize);
+    let (part, own) = ((world.rank(), world.size()), OUTPUTS / ranks);
+    let mut group = communicator(world);
+    let weight = cut_rows(&whole.weight, INPUTS, part).unwrap().to_vec();
+    let bias = whole.bias.as_ref().map(|bias| cut_rows(bias, 1, part).unwrap().to_vec());
+    let layer = ColumnParallelLinear::new(&group, SHAPE, way, weight, bias).unwrap().with_rows::<E>();
+    let x = elements::<E>(&tokens(way, world, &whole.x, INPUTS));
+
+    let y = layer.forward(&mut group, &x).unwrap();
+    let right = rounded::<E>(&whole.biased(times_transposed(&whole.x, &whole.factors, INPUTS)));
+    assert_eq!(bits_of(&y), bits(&columns(&right, OUTPUTS, me * own, own)));
+
+    let of_y = elements::<E>(&columns(&whole.of_y, OUTPUTS, me * own, own));
+    let gradients = layer.backward(&mut group, &x, &of_y).unwrap();
+    // Gradients of inputs: parts of the outputs, by ascending rank.
+    let parts = (0..ranks).map(|rank| {
+        let of_y = columns(&whole.of_y, OUTPUTS, rank * own, own);
+        let weight = &whole.factors[rank * own * INPUTS..][..own * INPUTS];
+        times_transposed(&of_y, &transposed(weight, INPUTS), own)
+    });
+    let of_x = reduced::<E>(parts.clone());
+    assert_eq!(bits_of(&gradients.input), bits(&tokens(way, world, &of_x, INPUTS)));
+    let across = transposed(&whole.factors, INPUTS);
+    is_product(&summed(parts), &whole.of_y, &across, OUTPUTS, |_| 0.0, OUTPUTS + ranks);
+    // Gradients of weights need no sum over ranks.
+    let of_weight = transposed_times(&whole.of_y, &whole.x, TOKENS);
+    assert_eq!(bits(&gradients.weight), bits(cut_rows(&of_weight, INPUTS, part).unwrap()));
+    let (across, along) = (transposed(&whole.of_y, OUTPUTS), transposed(&whole.x, INPUTS));
+    is_product(&of_weight, &across, &along, TOKENS, |_| 0.0, TOKENS + 1);
+    let of_bias = whole.of_bias()[me * own..][..own].to_vec();
+    assert_eq!(gradients.bias, whole.bias.as_ref().map(|_| of_bias));
+}
+
 #[test]
 fn column_parallel_layer_has_the_bits_of_the_whole_layer() {
-    cases(random_seed(), |world, way, whole| {
-        let (me, ranks) = (world.rank() as usize, world.size() as usize);
-        let (part, own) = ((world.rank(), world.size()), OUTPUTS / ranks);
-        let mut group = communicator(&world);
-        let weight = cut_rows(&whole.weight, INPUTS, part).unwrap().to_vec();
-        let bias = whole.bias.as_ref().map(|bias| cut_rows(bias, 1, part).unwrap().to_vec());
-        let layer = ColumnParallelLinear::new(&group, SHAPE, way, weight.clone(), bias).unwrap();
-        let x = tokens(way, &world, &whole.x, INPUTS);
+    let seed = random_seed();
+    cases::<f32>(seed, |world, way, whole| check_column_parallel_layer::<f32>(&world, way, whole));
+    cases::<bf16>(seed, |world, way, whole| check_column_parallel_layer::<bf16>(&world, way, whole));
+}
 
-        let y = layer.forward(&mut group, &x).unwrap();
-        let right = whole.biased(times_transposed(&whole.x, &whole.weight, INPUTS));
-        assert_eq!(bits(&y), bits(&columns(&right, OUTPUTS, me * own, own)));
+fn check_row_parallel_layer<E: Elements>(world: &World, way: Activations, whole: &Whole) {
+    let (me, ranks) = (world.rank() as usize, world.size() as usize);
+    let (part, own) = ((world.rank(), world.size()), INPUTS / ranks);
+    let mut group = communicator(world);
+    let weight = cut_columns(&whole.weight, INPUTS, part).unwrap();
+    let layer = RowParallelLinear::new(&group, SHAPE, way, weight, whole.bias.clone()).unwrap();
+    let layer = layer.with_rows::<E>();
+    let x = elements::<E>(&columns(&whole.x, INPUTS, me * own, own));
 
-        let of_y = columns(&whole.of_y, OUTPUTS, me * own, own);
-        let gradients = layer.backward(&mut group, &x, &of_y).unwrap();
-        // Gradients of inputs: parts of the outputs, by ascending rank.
-        let parts = (0..ranks).map(|rank| {
-            let of_y = columns(&whole.of_y, OUTPUTS, rank * own, own);
-            let weight = &whole.weight[rank * own * INPUTS..][..own * INPUTS];
-            times_transposed(&of_y, &transposed(weight, INPUTS), own)
-        });
-        let of_x = summed(parts);
-        assert_eq!(bits(&gradients.input), bits(&tokens(way, &world, &of_x, INPUTS)));
-        is_product(&of_x, &whole.of_y, &transposed(&whole.weight, INPUTS), OUTPUTS, |_| 0.0, OUTPUTS + ranks);
-        // Gradients of weights need no sum over ranks.
-        let of_weight = transposed_times(&whole.of_y, &whole.x, TOKENS);
-        assert_eq!(bits(&gradients.weight), bits(cut_rows(&of_weight, INPUTS, part).unwrap()));
-        let (across, along) = (transposed(&whole.of_y, OUTPUTS), transposed(&whole.x, INPUTS));
-        is_product(&of_weight, &across, &along, TOKENS, |_| 0.0, TOKENS + 1);
-        let of_bias = whole.of_bias()[me * own..][..own].to_vec();
-        assert_eq!(gradients.bias, whole.bias.as_ref().map(|_| of_bias));
+    let y = layer.forward(&mut group, &x).unwrap();
+    let parts = (0..ranks).map(|rank| {
+        let of = |whole: &[f32]| columns(whole, INPUTS, rank * own, own);
+        times_transposed(&of(&whole.x), &of(&whole.factors), own)
     });
+    let right = rounded::<E>(&whole.biased(reduced::<E>(parts.clone())));
+    assert_eq!(bits_of(&y), bits(&tokens(way, world, &right, OUTPUTS)));
+    is_product(&summed(parts), &whole.x, &whole.factors, INPUTS, |_| 0.0, INPUTS + ranks);
+
+    let of_y = elements::<E>(&tokens(way, world, &whole.of_y, OUTPUTS));
+    let gradients = layer.backward(&mut group, &x, &of_y).unwrap();
+    let of_x = times_transposed(&whole.of_y, &transposed(&whole.factors, INPUTS), OUTPUTS);
+    assert_eq!(bits_of(&gradients.input), bits(&rounded::<E>(&columns(&of_x, INPUTS, me * own, own))));
+    let of_weight = transposed_times(&whole.of_y, &whole.x, TOKENS);
+    assert_eq!(bits(&gradients.weight), bits(&cut_columns(&of_weight, INPUTS, part).unwrap()));
+    // The bias is not cut, so its gradient is that of all tokens, on every rank.
+    assert_eq!(gradients.bias, whole.bias.as_ref().map(|_| whole.of_bias()));
 }
 
 #[test]
 fn row_parallel_layer_has_the_bits_of_the_sum_by_rank() {
-    cases(random_seed(), |world, way, whole| {
-        let (me, ranks) = (world.rank() as usize, world.size() as usize);
-        let (part, own) = ((world.rank(), world.size()), INPUTS / ranks);
-        let mut group = communicator(&world);
-        let weight = cut_columns(&whole.weight, INPUTS, part).unwrap();
-        let layer = RowParallelLinear::new(&group, SHAPE, way, weight.clone(), whole.bias.clone()).unwrap();
-        let x = columns(&whole.x, INPUTS, me * own, own);
+    let seed = random_seed();
+    cases::<f32>(seed, |world, way, whole| check_row_parallel_layer::<f32>(&world, way, whole));
+    cases::<bf16>(seed, |world, way, whole| check_row_parallel_layer::<bf16>(&world, way, whole));
+}
 
-        let y = layer.forward(&mut group, &x).unwrap();
-        let parts = (0..ranks).map(|rank| {
-            let of = |whole: &[f32]| columns(whole, INPUTS, rank * own, own);
-            times_transposed(&of(&whole.x), &of(&whole.weight), own)
-        });
-        let right = whole.biased(summed(parts));
-        assert_eq!(bits(&y), bits(&tokens(way, &world, &right, OUTPUTS)));
-        let bias = |column: usize| whole.bias.as_ref().map_or(0.0, |bias| bias[column]);
-        is_product(&right, &whole.x, &whole.weight, INPUTS, bias, INPUTS + ranks + 1);
+/// Bytes that a rank alone on its node sends in each pass of both layers.
+fn sent<E: Elements>(world: &World, way: Activations) -> [u64; 4] {
+    let part = (world.rank(), world.size());
+    let mut group = counting_communicator(world);
+    let whole = Whole::new::<E>(1, false);
+    let weight = cut_rows(&whole.weight, INPUTS, part).unwrap().to_vec();
+    let column = ColumnParallelLinear::new(&group, SHAPE, way, weight, None).unwrap().with_rows::<E>();
+    let weight = cut_columns(&whole.weight, INPUTS, part).unwrap();
+    let row = RowParallelLinear::new(&group, SHAPE, way, weight, None).unwrap().with_rows::<E>();
+    let (own_inputs, own_outputs) = (INPUTS / part.1 as usize, OUTPUTS / part.1 as usize);
+    let (x, of_x) = (tokens(way, world, &whole.x, INPUTS), columns(&whole.of_y, OUTPUTS, 0, own_outputs));
+    let (h, of_h) = (columns(&whole.x, INPUTS, 0, own_inputs), tokens(way, world, &whole.of_y, OUTPUTS));
+    let [x, of_x, h, of_h] = [x, of_x, h, of_h].map(|of| elements::<E>(&of));
+    group.take_counts();
+    column.forward(&mut group, &x).unwrap();
+    let column_forward = group.take_counts().inter_node_bytes;
+    column.backward(&mut group, &x, &of_x).unwrap();
+    let column_backward = group.take_counts().inter_node_bytes;
+    row.forward(&mut group, &h).unwrap();
+    let row_forward = group.take_counts().inter_node_bytes;
+    row.backward(&mut group, &h, &of_h).unwrap();
+    [column_forward, column_backward, row_forward, group.take_counts().inter_node_bytes]
+}
 
-        let of_y = tokens(way, &world, &whole.of_y, OUTPUTS);
-        let gradients = layer.backward(&mut group, &x, &of_y).unwrap();
-        let of_x = times_transposed(&whole.of_y, &transposed(&whole.weight, INPUTS), OUTPUTS);
-        assert_eq!(bits(&gradients.input), bits(&columns(&of_x, INPUTS, me * own, own)));
-        let of_weight = transposed_times(&whole.of_y, &whole.x, TOKENS);
-        assert_eq!(bits(&gradients.weight), bits(&cut_columns(&of_weight, INPUTS, part).unwrap()));
-        // The bias is not cut, so its gradient is that of all tokens, on every rank.
-        assert_eq!(gradients.bias, whole.bias.as_ref().map(|_| whole.of_bias()));
-    });
+#[test]
+fn rows_of_bf16_send_half_the_bytes() {
+    for nodes in [&[0, 1][..], &[0, 1, 2, 3]] {
+        // Bytes of all tokens in f32, to other ranks.
+        let of_rows = |width: usize| (4 * TOKENS * width * (nodes.len() - 1)) as u64;
+        let (inputs, outputs) = (of_rows(INPUTS), of_rows(OUTPUTS));
+        for (way, right) in [
+            (Activations::Replicated, [0, 2 * inputs, 2 * outputs, 0]),
+            (Activations::SequenceParallel, [inputs, 2 * inputs, outputs, outputs]),
+        ] {
+            let of_all = |sent: Vec<[u64; 4]>| [0, 1, 2, 3].map(|pass| sent.iter().map(|of| of[pass]).sum());
+            let wide: [u64; 4] = of_all(on_ranks(nodes, &tiny(), |world| sent::<f32>(&world, way)));
+            assert_eq!(wide, right, "{nodes:?} {way:?}");
+            let narrow = of_all(on_ranks(nodes, &tiny(), |world| sent::<bf16>(&world, way)));
+            assert_eq!(narrow, right.map(|bytes| bytes / 2), "{nodes:?} {way:?}");
+        }
+    }
 }
 
 #[test]

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use half::bf16;
 use sidelane::collective::Communicator;
 use sidelane::error::{CallError, OverlapError, PlanError};
 use sidelane::overlap::{HostExecutor, TokenChunks};
@@ -11,7 +12,7 @@ use sidelane_parallel::tensor::{
 };
 
 use crate::ranks::{on_ranks, random_seed, tiny};
-use crate::tensors::{WORLDS, bits, columns, communicator, tensor};
+use crate::tensors::{Elements, WORLDS, bits, bits_of, columns, communicator, elements, tensor};
 
 const TOKENS: usize = 24;
 const INPUTS: usize = 36;
@@ -21,23 +22,23 @@ const WAY: Activations = Activations::SequenceParallel;
 /// One, some that divide the tokens of a rank, some that do not, and more than there are.
 const CHUNKS: [u32; 6] = [1, 2, 3, 4, 7, 40];
 
-fn bits_of(gradients: &LinearGradients) -> [Option<Vec<u32>>; 3] {
+fn bits_of_all<E: Elements>(gradients: &LinearGradients<E>) -> [Option<Vec<u32>>; 3] {
     let LinearGradients { input, weight, bias } = gradients;
-    [Some(bits(input)), Some(bits(weight)), bias.as_deref().map(bits)]
+    [Some(bits_of(input)), Some(bits(weight)), bias.as_deref().map(bits)]
 }
 
 /// Both layers of a rank, with inputs and gradients of outputs.
-struct Layers {
-    column: ColumnParallelLinear,
-    x: Vec<f32>,
-    of_column: Vec<f32>,
-    row: RowParallelLinear,
-    h: Vec<f32>,
-    of_row: Vec<f32>,
+struct Layers<E> {
+    column: ColumnParallelLinear<E>,
+    x: Vec<E>,
+    of_column: Vec<E>,
+    row: RowParallelLinear<E>,
+    h: Vec<E>,
+    of_row: Vec<E>,
 }
 
-impl Layers {
-    fn new(world: &World, group: &Communicator, seed: u64) -> Layers {
+impl<E: Elements> Layers<E> {
+    fn new(world: &World, group: &Communicator, seed: u64) -> Self {
         let (part, ranks) = ((world.rank(), world.size()), world.size() as usize);
         let (weight, bias) = (tensor(seed, 0, OUTPUTS * INPUTS), tensor(seed, 1, OUTPUTS));
         let rows = |of: &[f32], width| cut_rows(of, width, part).unwrap().to_vec();
@@ -50,24 +51,22 @@ impl Layers {
         let of_weight = cut_columns(&weight, INPUTS, part).unwrap();
         let row = RowParallelLinear::new(group, SHAPE, WAY, of_weight, Some(bias)).unwrap();
         Layers {
-            column,
-            x: rows(&x, INPUTS),
-            of_column: own(&of_y, OUTPUTS),
-            row,
-            h: own(&x, INPUTS),
-            of_row: rows(&of_y, OUTPUTS),
+            column: column.with_rows(),
+            x: elements(&rows(&x, INPUTS)),
+            of_column: elements(&own(&of_y, OUTPUTS)),
+            row: row.with_rows(),
+            h: elements(&own(&x, INPUTS)),
+            of_row: elements(&rows(&of_y, OUTPUTS)),
         }
     }
 }
 
-#[test]
-fn chunks_and_overlap_change_no_bit_of_any_pass() {
-    let seed = random_seed();
+fn check_chunks<E: Elements>(seed: u64) {
     for nodes in WORLDS {
         on_ranks(nodes, &tiny(), |world| {
             let mut group = communicator(&world);
             let group = &mut group;
-            let Layers { column, x, of_column, row, h, of_row } = Layers::new(&world, group, seed);
+            let Layers { column, x, of_column, row, h, of_row } = Layers::<E>::new(&world, group, seed);
             let y = column.forward(group, &x).unwrap();
             let of_x = column.backward(group, &x, &of_column).unwrap();
             let z = row.forward(group, &h).unwrap();
@@ -75,19 +74,46 @@ fn chunks_and_overlap_change_no_bit_of_any_pass() {
             for count in CHUNKS {
                 for overlap in [false, true] {
                     let (chunks, executor) = (TokenChunks::new(count), HostExecutor::new().overlap(overlap));
-                    let case = format!("{nodes:?}, {count} chunks, overlap {overlap}");
+                    let case = format!("{}, {nodes:?}, {count} chunks, overlap {overlap}", E::NAME);
                     let got = column.forward_in_chunks(group, &x, chunks, &executor).unwrap();
-                    assert_eq!(bits(&got), bits(&y), "{case}");
+                    assert_eq!(bits_of(&got), bits_of(&y), "{case}");
                     let got = column.backward_in_chunks(group, &x, &of_column, chunks, &executor).unwrap();
-                    assert_eq!(bits_of(&got), bits_of(&of_x), "{case}");
+                    assert_eq!(bits_of_all(&got), bits_of_all(&of_x), "{case}");
                     let got = row.forward_in_chunks(group, &h, chunks, &executor).unwrap();
-                    assert_eq!(bits(&got), bits(&z), "{case}");
+                    assert_eq!(bits_of(&got), bits_of(&z), "{case}");
                     let got = row.backward_in_chunks(group, &h, &of_row, chunks, &executor).unwrap();
-                    assert_eq!(bits_of(&got), bits_of(&of_h), "{case}");
+                    assert_eq!(bits_of_all(&got), bits_of_all(&of_h), "{case}");
                 }
             }
         });
     }
+}
+
+#[test]
+fn chunks_and_overlap_change_no_bit_of_any_pass() {
+    let seed = random_seed();
+    check_chunks::<f32>(seed);
+    check_chunks::<bf16>(seed);
+}
+
+#[test]
+fn rows_of_different_elements_are_an_error_on_all_ranks() {
+    on_ranks(&[0, 0, 1], &tiny(), |world| {
+        let mut group = communicator(&world);
+        let shape = LinearShape { inputs: 6, outputs: 3 };
+        let column = ColumnParallelLinear::new(&group, shape, WAY, vec![1.0; 6], None).unwrap();
+        let narrow = column.clone().with_rows::<bf16>();
+        let executor = HostExecutor::new();
+        for chunks in [1, 2].map(TokenChunks::new) {
+            let error = match world.rank() {
+                2 => narrow.forward_in_chunks(&mut group, &[bf16::ONE; 12], chunks, &executor).map(drop),
+                _ => column.forward_in_chunks(&mut group, &[1.0; 12], chunks, &executor).map(drop),
+            };
+            let error = error.unwrap_err();
+            assert!(matches!(error, Error::Call(CallError::Disagree { .. })), "{error}");
+        }
+        assert_eq!(narrow.forward(&mut group, &[bf16::ONE; 12]).unwrap(), [bf16::from_f32(6.0); 6]);
+    });
 }
 
 #[test]

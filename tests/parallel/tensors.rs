@@ -1,10 +1,12 @@
-//! Random tensors, and references in one process.
+//! Random tensors, their elements, and references in one process.
 
+use half::bf16;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use sidelane::World;
 use sidelane::collective::Communicator;
 use sidelane::rows::{Matrix, product};
+use sidelane_parallel::Float;
 
 /// Nodes of the ranks: alone, on one node, on two, and not a power of two.
 pub const WORLDS: [&[u32]; 4] = [&[0], &[0, 0, 0], &[0, 1], &[0, 0, 1, 1]];
@@ -12,6 +14,11 @@ pub const WORLDS: [&[u32]; 4] = [&[0], &[0, 0, 0], &[0, 1], &[0, 0, 1, 1]];
 /// Rounds of two kilobytes, so that tensors take many.
 pub fn communicator(world: &World) -> Communicator {
     Communicator::builder(&world.all().unwrap()).chunk(2048).one_shot_bytes(256).build().unwrap()
+}
+
+/// Sums of small tensors are in a share of each rank, too, as those of large ones.
+pub fn counting_communicator(world: &World) -> Communicator {
+    Communicator::builder(&world.all().unwrap()).chunk(8 << 10).one_shot_bytes(0).build().unwrap()
 }
 
 /// The same on all ranks: values in -1..1.
@@ -23,6 +30,61 @@ pub fn tensor(seed: u64, nth: u64, len: usize) -> Vec<f32> {
 
 pub fn bits(of: &[f32]) -> Vec<u32> {
     of.iter().map(|value| value.to_bits()).collect()
+}
+
+/// Elements of rows, and the values of them that references compute with.
+pub trait Elements: Float {
+    const NAME: &str;
+
+    /// The nearest element, the even one of two.
+    fn nearest(value: f32) -> Self;
+
+    fn value(self) -> f32;
+}
+
+impl Elements for f32 {
+    const NAME: &str = "f32";
+
+    fn nearest(value: f32) -> f32 {
+        value
+    }
+
+    fn value(self) -> f32 {
+        self
+    }
+}
+
+impl Elements for bf16 {
+    const NAME: &str = "bf16";
+
+    fn nearest(value: f32) -> bf16 {
+        let (upper, lower) = (value.to_bits() >> 16, value.to_bits() & 0xffff);
+        let up = lower > 0x8000 || (lower == 0x8000 && upper % 2 == 1);
+        bf16::from_bits((upper + u32::from(up)) as u16)
+    }
+
+    fn value(self) -> f32 {
+        f32::from_bits(u32::from(self.to_bits()) << 16)
+    }
+}
+
+/// The nearest elements.
+pub fn elements<E: Elements>(of: &[f32]) -> Vec<E> {
+    of.iter().map(|&value| E::nearest(value)).collect()
+}
+
+pub fn values<E: Elements>(of: &[E]) -> Vec<f32> {
+    of.iter().map(|element| element.value()).collect()
+}
+
+/// Values of the nearest elements.
+pub fn rounded<E: Elements>(of: &[f32]) -> Vec<f32> {
+    values(&elements::<E>(of))
+}
+
+/// Bits of the values of elements.
+pub fn bits_of<E: Elements>(of: &[E]) -> Vec<u32> {
+    bits(&values(of))
 }
 
 /// Columns of a matrix.

@@ -17,11 +17,13 @@ mod check;
 pub mod context;
 pub mod data;
 pub mod error;
+mod float;
 pub mod mesh;
 pub mod pipeline;
 pub mod tensor;
 
 pub use error::{MeshError, OverlapPlanError, PipelineError};
+pub use float::Float;
 pub use mesh::Mesh;
 
 /// The code of the page runs.

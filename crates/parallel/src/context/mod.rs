@@ -33,6 +33,10 @@
 //! differs from attention in one process by the roundings of corrections and of other orders, and
 //! always in the same way: no bit depends on nodes or lanes.
 //!
+//! **Rows.** Rows are `f32`, or bf16 where attention is made
+//! [`with_rows`](RingAttention::with_rows) of it. Then outputs and gradients are rounded before
+//! they travel. Those of a block in a ring travel behind each rank, so each rank rounds them once.
+//!
 //! **Errors.** A rank whose arguments are wrong says so to the others before anything moves: they
 //! get [`PeerRefused`](sidelane::error::CallError::PeerRefused), and the next call works.
 

@@ -10,6 +10,8 @@
 //! Messages to a rank wait for its receive once two slots are full. So ranks of even numbers send
 //! first and others receive first: ranks that all send first would wait for each other for ever.
 
+use std::marker::PhantomData;
+
 use sidelane::Error;
 use sidelane::collective::Communicator;
 use sidelane::error::{CallKind, PlanError};
@@ -18,6 +20,7 @@ use super::attention::{Attended, Block};
 use super::shape::{AttentionGradients, AttentionShape};
 use super::zig_zag;
 use crate::check::{Member, alike, has_shape};
+use crate::float::Float;
 
 /// Ranks whose blocks a rank sees, in this order: its own, then those of the ranks before it.
 ///
@@ -62,18 +65,19 @@ pub fn ring_order((rank, ranks): (u32, u32)) -> impl Iterator<Item = u32> {
 /// # Ok::<(), sidelane::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct RingAttention {
+pub struct RingAttention<E = f32> {
     shape: AttentionShape,
     member: Member,
+    elements: PhantomData<E>,
 }
 
 /// This rank's tokens, as a forward pass leaves them for the backward pass.
 #[derive(Clone, Debug)]
-pub struct RingTape {
-    attention: RingAttention,
+pub struct RingTape<E = f32> {
+    attention: RingAttention<E>,
     attended: Attended,
     /// This rank's keys, and its values behind them.
-    block: Vec<f32>,
+    block: Vec<E>,
 }
 
 impl RingAttention {
@@ -84,7 +88,15 @@ impl RingAttention {
     /// [`ConfigsDiffer`](sidelane::error::CallError::ConfigsDiffer) if ranks have different shapes.
     pub fn new(group: &mut Communicator, shape: AttentionShape) -> Result<Self, Error> {
         shape.agree(group, shape.check())?;
-        Ok(RingAttention { shape, member: Member::of(group) })
+        Ok(RingAttention { shape, member: Member::of(group), elements: PhantomData })
+    }
+}
+
+impl<E: Float> RingAttention<E> {
+    /// The same attention for rows of other elements: `with_rows::<bf16>()`.
+    pub fn with_rows<F: Float>(self) -> RingAttention<F> {
+        let RingAttention { shape, member, .. } = self;
+        RingAttention { shape, member, elements: PhantomData }
     }
 
     /// Outputs of this rank's tokens, `[T / ranks, query_heads, head_dim]`. Queries have the same
@@ -99,25 +111,26 @@ impl RingAttention {
     pub fn forward(
         &self,
         group: &mut Communicator,
-        query: &[f32],
-        key: &[f32],
-        value: &[f32],
-    ) -> Result<(Vec<f32>, RingTape), Error> {
+        query: &[E],
+        key: &[E],
+        value: &[E],
+    ) -> Result<(Vec<E>, RingTape<E>), Error> {
         let checked = self.shape.tokens(query, key, value).and_then(|tokens| {
             if self.shape.causal { zig_zag::piece_tokens(tokens).map(|_| tokens) } else { Ok(tokens) }
         });
         let tokens = self.agree(group, checked)?;
-        let mut attended = Attended::new(self.shape, query.to_vec());
+        let mut attended = Attended::new(self.shape, E::widened(query).into_owned());
         let own = [key, value].concat();
         let mut block = own.clone();
         for (step, from) in self.order().enumerate() {
             if step > 0 {
                 self.pass_on(group, &mut block)?;
             }
-            let (key, value) = block.split_at(key.len());
+            let values = E::widened(&block);
+            let (key, value) = values.split_at(key.len());
             attended.see(Block { key, value }, self.visible(tokens, from));
         }
-        Ok((attended.finish(), RingTape { attention: *self, attended, block: own }))
+        Ok((E::rounded(attended.finish()), RingTape { attention: *self, attended, block: own }))
     }
 
     /// Messages have no entry that a rank could refuse, so all ranks gather their numbers of tokens
@@ -125,22 +138,22 @@ impl RingAttention {
     fn agree(&self, group: &mut Communicator, checked: Result<usize, PlanError>) -> Result<usize, Error> {
         let checked = self.member.check(group).and(checked);
         let tokens = checked.map_err(|error| group.refuse(CallKind::AllGather, error.into()))?;
-        alike(group, &[("tokens", tokens as u64)])?;
+        alike(group, &[("tokens", tokens as u64), ("bytes of an element", size_of::<E>() as u64)])?;
         Ok(tokens)
     }
 
-    fn order(&self) -> impl Iterator<Item = u32> + use<> {
+    fn order(&self) -> impl Iterator<Item = u32> + use<E> {
         ring_order(self.member.part())
     }
 
     /// Gives a block to the next rank, and takes that of the rank before.
-    fn pass_on(&self, group: &mut Communicator, block: &mut Vec<f32>) -> Result<(), Error> {
+    fn pass_on(&self, group: &mut Communicator, block: &mut Vec<E>) -> Result<(), Error> {
         let (rank, ranks) = self.member.part();
         if ranks == 1 {
             return Ok(());
         }
         let (next, before) = ((rank + 1) % ranks, (rank + ranks - 1) % ranks);
-        let mut received = vec![0.0; block.len()];
+        let mut received = vec![E::zeroed(); block.len()];
         if rank.is_multiple_of(2) {
             group.send(next, block)?;
             group.receive(before, &mut received)?;
@@ -153,8 +166,8 @@ impl RingAttention {
     }
 
     /// Keys of a block that a token of this rank sees.
-    fn visible(&self, tokens: usize, from: u32) -> impl Fn(usize) -> usize + use<> {
-        let RingAttention { shape, member: Member { rank, ranks } } = *self;
+    fn visible(&self, tokens: usize, from: u32) -> impl Fn(usize) -> usize + use<E> {
+        let RingAttention { shape, member: Member { rank, ranks }, .. } = *self;
         move |token| match shape.causal {
             true => zig_zag::visible(tokens, ranks as usize, (rank as usize, token), from as usize),
             false => tokens,
@@ -162,38 +175,46 @@ impl RingAttention {
     }
 }
 
-impl RingTape {
+impl<E: Float> RingTape<E> {
     /// Gradients of this rank's tokens from those of their outputs,
     /// `[T / ranks, query_heads, head_dim]`. Collective.
     ///
     /// # Errors
     /// As [`RingAttention::forward`].
-    pub fn backward(&self, group: &mut Communicator, of_output: &[f32]) -> Result<AttentionGradients, Error> {
+    pub fn backward(
+        &self,
+        group: &mut Communicator,
+        of_output: &[E],
+    ) -> Result<AttentionGradients<E>, Error> {
         let (attention, shape) = (&self.attention, &self.attention.shape);
         let tokens = self.attended.len() / shape.query_width();
         let checked = has_shape("gradients of outputs", of_output.len(), tokens, shape.query_width());
         attention.agree(group, checked.map(|()| tokens))?;
-        let of_output = self.attended.output_gradients(of_output);
+        let of_output = E::widened(of_output);
+        let of_output = self.attended.output_gradients(&of_output);
         let mut query = vec![0.0; self.attended.len()];
         // Keys, values and the gradients of both.
         let mut block = self.block.clone();
-        block.resize(2 * self.block.len(), 0.0);
+        block.resize(2 * self.block.len(), E::zeroed());
         let keys = self.block.len() / 2;
         for (step, from) in attention.order().enumerate() {
             if step > 0 {
                 attention.pass_on(group, &mut block)?;
             }
             let (values, gradients) = block.split_at_mut(2 * keys);
+            let values = E::widened(values);
             let (key, value) = values.split_at(keys);
-            let (of_key, of_value) = gradients.split_at_mut(keys);
-            let (seen, of_seen) = (Block { key, value }, Block { key: of_key, value: of_value });
             let visible = attention.visible(tokens, from);
-            self.attended.add_gradients(seen, &of_output, visible, &mut query, of_seen);
+            E::in_f32(gradients, |gradients| {
+                let (of_key, of_value) = gradients.split_at_mut(keys);
+                let (seen, of_seen) = (Block { key, value }, Block { key: of_key, value: of_value });
+                self.attended.add_gradients(seen, &of_output, visible, &mut query, of_seen);
+            });
         }
         // The last rank that a block visits is the one before its own.
         let mut key = block.split_off(2 * keys);
         attention.pass_on(group, &mut key)?;
         let value = key.split_off(keys);
-        Ok(AttentionGradients { query, key, value })
+        Ok(AttentionGradients { query: E::rounded(query), key, value })
     }
 }

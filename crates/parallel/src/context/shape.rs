@@ -66,7 +66,7 @@ impl AttentionShape {
     }
 
     /// Tokens of a rank's tensors, which must have as many each.
-    pub(super) fn tokens(&self, query: &[f32], key: &[f32], value: &[f32]) -> Result<usize, PlanError> {
+    pub(super) fn tokens<E>(&self, query: &[E], key: &[E], value: &[E]) -> Result<usize, PlanError> {
         let tokens = rows_of("queries", query.len(), self.query_width())?;
         has_shape("keys", key.len(), tokens, self.kv_width())?;
         has_shape("values", value.len(), tokens, self.kv_width())?;
@@ -76,11 +76,11 @@ impl AttentionShape {
 
 /// Gradients of attention, in the shapes of what they are of.
 #[derive(Clone, Debug, PartialEq)]
-pub struct AttentionGradients {
+pub struct AttentionGradients<E = f32> {
     /// Of the queries.
-    pub query: Vec<f32>,
+    pub query: Vec<E>,
     /// Of the keys.
-    pub key: Vec<f32>,
+    pub key: Vec<E>,
     /// Of the values.
-    pub value: Vec<f32>,
+    pub value: Vec<E>,
 }

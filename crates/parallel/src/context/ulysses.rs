@@ -10,6 +10,7 @@
 //! three, and one carries their gradients back. Keys of fewer KV heads than ranks go to all ranks
 //! whose query heads need them: each of these ranks holds a replica.
 
+use std::marker::PhantomData;
 use std::ops::Range;
 
 use sidelane::Error;
@@ -19,6 +20,7 @@ use sidelane::error::{CallKind, PlanError};
 use super::attention::{Attended, Block};
 use super::shape::{AttentionGradients, AttentionShape};
 use crate::check::{Member, has_shape, part_of};
+use crate::float::Float;
 
 /// Attention of which each rank has a part of the tokens outside, and a part of the heads inside.
 ///
@@ -45,17 +47,18 @@ use crate::check::{Member, has_shape, part_of};
 /// # Ok::<(), sidelane::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct UlyssesAttention {
+pub struct UlyssesAttention<E = f32> {
     shape: AttentionShape,
     /// Attention over the heads of a rank.
     local: AttentionShape,
     member: Member,
+    elements: PhantomData<E>,
 }
 
 /// This rank's heads of all tokens, as a forward pass leaves them for the backward pass.
 #[derive(Clone, Debug)]
-pub struct UlyssesTape {
-    attention: UlyssesAttention,
+pub struct UlyssesTape<E = f32> {
+    attention: UlyssesAttention<E>,
     attended: Attended,
     block: Block<Vec<f32>>,
 }
@@ -72,7 +75,7 @@ impl UlyssesAttention {
         let member = Member::of(group);
         let cut = Self::cut(shape, member);
         shape.agree(group, cut.as_ref().map(drop).map_err(Clone::clone))?;
-        Ok(UlyssesAttention { shape, local: cut?, member })
+        Ok(UlyssesAttention { shape, local: cut?, member, elements: PhantomData })
     }
 
     /// The heads of each rank.
@@ -85,6 +88,14 @@ impl UlyssesAttention {
             return Err(PlanError::BadParameter { parameter: "KV heads", seen: kv_heads as u64, expected });
         }
         Ok(AttentionShape { query_heads, kv_heads: (kv_heads / ranks).max(1), ..shape })
+    }
+}
+
+impl<E: Float> UlyssesAttention<E> {
+    /// The same attention for rows of other elements: `with_rows::<bf16>()`.
+    pub fn with_rows<F: Float>(self) -> UlyssesAttention<F> {
+        let UlyssesAttention { shape, local, member, .. } = self;
+        UlyssesAttention { shape, local, member, elements: PhantomData }
     }
 
     fn ranks(&self) -> usize {
@@ -101,10 +112,10 @@ impl UlyssesAttention {
     pub fn forward(
         &self,
         group: &mut Communicator,
-        query: &[f32],
-        key: &[f32],
-        value: &[f32],
-    ) -> Result<(Vec<f32>, UlyssesTape), Error> {
+        query: &[E],
+        key: &[E],
+        value: &[E],
+    ) -> Result<(Vec<E>, UlyssesTape<E>), Error> {
         let checked = self.member.check(group).and_then(|()| self.shape.tokens(query, key, value));
         let tokens = checked.map_err(|error| group.refuse(CallKind::AllToAll, error.into()))?;
         let mut sent = Vec::with_capacity(self.ranks() * tokens * self.local_width());
@@ -115,6 +126,7 @@ impl UlyssesAttention {
         }
 
         let received = exchange(group, &sent)?;
+        let received = E::widened(&received);
         let (mut query, mut block) = (Vec::new(), Block { key: Vec::new(), value: Vec::new() });
         for row in received.chunks_exact(self.local_width()) {
             let (of_query, of_block) = row.split_at(self.local.query_width());
@@ -126,8 +138,8 @@ impl UlyssesAttention {
         let mut attended = Attended::new(self.local, query);
         attended.see(block.as_slices(), self.visible(tokens));
 
-        let received = exchange(group, &attended.finish())?;
-        let mut output = vec![0.0; tokens * self.shape.query_width()];
+        let received = exchange(group, &E::rounded(attended.finish()))?;
+        let mut output = vec![E::zeroed(); tokens * self.shape.query_width()];
         for ((rank, token), row) in self.places(tokens).zip(received.chunks_exact(self.local.query_width())) {
             output[self.query_heads(token, rank)].copy_from_slice(row);
         }
@@ -135,7 +147,7 @@ impl UlyssesAttention {
     }
 
     /// Ranks, and for each the tokens of a rank: the order of rows in an all-to-all.
-    fn places(&self, tokens: usize) -> impl Iterator<Item = (usize, usize)> + use<> {
+    fn places(&self, tokens: usize) -> impl Iterator<Item = (usize, usize)> + use<E> {
         (0..self.ranks()).flat_map(move |rank| (0..tokens).map(move |token| (rank, token)))
     }
 
@@ -159,19 +171,23 @@ impl UlyssesAttention {
     }
 
     /// Keys that a token of all sees.
-    fn visible(&self, tokens: usize) -> impl Fn(usize) -> usize + use<> {
+    fn visible(&self, tokens: usize) -> impl Fn(usize) -> usize + use<E> {
         let (causal, all) = (self.shape.causal, tokens * self.ranks());
         move |token| if causal { token + 1 } else { all }
     }
 }
 
-impl UlyssesTape {
+impl<E: Float> UlyssesTape<E> {
     /// Gradients of this rank's tokens from those of their outputs,
     /// `[T / ranks, query_heads, head_dim]`. Collective.
     ///
     /// # Errors
     /// As [`UlyssesAttention::forward`].
-    pub fn backward(&self, group: &mut Communicator, of_output: &[f32]) -> Result<AttentionGradients, Error> {
+    pub fn backward(
+        &self,
+        group: &mut Communicator,
+        of_output: &[E],
+    ) -> Result<AttentionGradients<E>, Error> {
         let attention = &self.attention;
         let (shape, local) = (&attention.shape, &attention.local);
         let tokens = self.attended.len() / shape.query_width();
@@ -186,6 +202,7 @@ impl UlyssesTape {
         }
 
         let received = exchange(group, &sent)?;
+        let received = E::widened(&received);
         let of_output = self.attended.output_gradients(&received);
         let mut of_query = vec![0.0; self.attended.len()];
         let mut of_block = self.block.zeros();
@@ -201,7 +218,8 @@ impl UlyssesTape {
             sent.extend_from_slice(of_value);
         }
 
-        let received = exchange(group, &sent)?;
+        let received = exchange(group, &E::rounded(sent))?;
+        let received = E::widened(&received);
         let zeros = |width: usize| vec![0.0; tokens * width];
         let (query, key) = (zeros(shape.query_width()), zeros(shape.kv_width()));
         let mut gradients = AttentionGradients { query, value: key.clone(), key };
@@ -214,13 +232,15 @@ impl UlyssesTape {
             add(&mut gradients.key[attention.kv_heads(token, rank)], of_key);
             add(&mut gradients.value[attention.kv_heads(token, rank)], of_value);
         }
-        Ok(gradients)
+        let AttentionGradients { query, key, value } = gradients;
+        let [query, key, value] = [query, key, value].map(E::rounded);
+        Ok(AttentionGradients { query, key, value })
     }
 }
 
 /// An all-to-all of equal parts.
-fn exchange(group: &mut Communicator, sent: &[f32]) -> Result<Vec<f32>, Error> {
-    let mut received = vec![0.0; sent.len()];
+fn exchange<E: Float>(group: &mut Communicator, sent: &[E]) -> Result<Vec<E>, Error> {
+    let mut received = vec![E::zeroed(); sent.len()];
     group.all_to_all(sent, &mut received)?;
     Ok(received)
 }

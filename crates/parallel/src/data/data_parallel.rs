@@ -19,7 +19,8 @@ use super::checkpoint::{Run, Shard, Wanted, load};
 use super::error::DataError;
 use super::layout::{Cut, Layout};
 use super::memory::{Buffer, Counted, Gauge, MemoryUsage, bytes};
-use super::pass::{keep, mean, reason};
+use super::pass::{add, keep, mean, reason};
+use super::wire::{Wire, WireDtype};
 use crate::calls::Calls;
 use crate::check::Member;
 
@@ -44,9 +45,16 @@ pub struct DataParallel {
     member: Member,
     /// Elements that this rank updates: its part of each bucket, or the whole bucket.
     owned: Cut,
+    wire: Wire,
     parameters: Vec<f32>,
+    /// Parameters that this rank updates, if those that all ranks have are rounded.
+    masters: Vec<f32>,
+    /// By bucket: sums over microbatches, of this rank. Empty before the first and after the last.
+    sums: Vec<Vec<f32>>,
     /// By bucket: means, of what this rank has. Empty without a complete backward pass.
     gradients: Vec<Vec<f32>>,
+    /// Microbatches of the sums, or of the means.
+    microbatches: u64,
     states: States,
     gauge: Arc<Gauge>,
 }
@@ -83,11 +91,53 @@ impl DataParallel {
             Sharding::OptimizerStates | Sharding::Gradients => Cut::new(&layout, member.part()),
         };
         let states = States::new(owned.shard_len());
-        let (gradients, gauge) = (Vec::new(), Arc::default());
-        Ok(DataParallel { layout, sharding, adam, member, owned, parameters, gradients, states, gauge })
+        Ok(DataParallel {
+            layout,
+            sharding,
+            adam,
+            member,
+            owned,
+            wire: Wire::default(),
+            parameters,
+            masters: Vec::new(),
+            sums: Vec::new(),
+            gradients: Vec::new(),
+            microbatches: 0,
+            states,
+            gauge: Arc::default(),
+        })
     }
 
-    /// The parameters, in the order of the layout.
+    /// The same model with other types of what travels. Call it before the first step, on all
+    /// ranks: calls of ranks that differ are errors on all of them.
+    pub fn with_wire(mut self, wire: Wire) -> Self {
+        self.wire = wire;
+        let parameters = std::mem::take(&mut self.parameters);
+        self.set_parameters(parameters);
+        self
+    }
+
+    /// Takes parameters, and keeps this rank's own of them where all ranks see rounded ones.
+    fn set_parameters(&mut self, parameters: Vec<f32>) {
+        let gathers = self.sharding != Sharding::None;
+        if gathers && self.wire.parameters == WireDtype::Bf16 {
+            self.masters = self.owned.shard(&self.layout, &parameters);
+            self.parameters = self.wire.parameters.moved(parameters);
+        } else {
+            (self.masters, self.parameters) = (Vec::new(), parameters);
+        }
+    }
+
+    /// This rank's own parameters of a bucket, of those that it updates.
+    fn own_parameters(&self, bucket: usize) -> &[f32] {
+        let place = self.owned.place(&self.layout, bucket);
+        if self.masters.is_empty() {
+            return &self.parameters[place];
+        }
+        &self.masters[self.owned.part(bucket).start..][..place.len()]
+    }
+
+    /// The parameters, in the order of the layout, as a pass computes with them.
     pub fn parameters(&self) -> &[f32] {
         &self.parameters
     }
@@ -95,11 +145,42 @@ impl DataParallel {
     /// Bytes that this rank holds.
     pub fn memory_usage(&self) -> MemoryUsage {
         MemoryUsage {
-            parameters_bytes: bytes(&self.parameters),
-            gradients_bytes: self.gradients.iter().map(|of| bytes(of)).sum(),
+            parameters_bytes: bytes(&self.parameters) + bytes(&self.masters),
+            gradients_bytes: self.sums.iter().chain(&self.gradients).map(|of| bytes(of)).sum(),
             states_bytes: bytes(&self.states.first) + bytes(&self.states.second),
             buffers_peak_bytes: self.gauge.peak(),
         }
+    }
+
+    /// Runs the backward pass of a microbatch that is not the last of its step, and adds its
+    /// gradients to the sums of those before it: Megatron's `no_sync`. `body` is as that of
+    /// [`backward`](Self::backward), which takes the last microbatch. Nothing moves, and this rank
+    /// holds gradients of all parameters until then.
+    ///
+    /// # Errors
+    /// Errors of `body`, and [`DataError::GradientMissing`] after it. The microbatches so far are
+    /// forgotten, and the next one is the first.
+    pub fn accumulate(
+        &mut self,
+        body: impl FnOnce(&mut Backward<'_>) -> Result<(), DataError>,
+    ) -> Result<(), DataError> {
+        let (before, sums) = self.begin();
+        let (ready, arrivals) = mpsc::channel();
+        let mut backward = Backward::new(self, sums, ready);
+        body(&mut backward).and_then(|()| backward.is_complete())?;
+        drop(backward);
+        let mut sums: Vec<_> = arrivals.into_iter().map(Buffer::keep).collect();
+        sums.reverse();
+        (self.sums, self.microbatches) = (sums, before + 1);
+        Ok(())
+    }
+
+    /// Forgets means, and takes the number of microbatches whose sums there are, and the sums.
+    fn begin(&mut self) -> (u64, Vec<Vec<f32>>) {
+        self.gradients.clear();
+        let sums = std::mem::take(&mut self.sums);
+        let microbatches = std::mem::take(&mut self.microbatches);
+        (if sums.is_empty() { 0 } else { microbatches }, sums)
     }
 
     /// Runs a backward pass and makes the means of its gradients. `body` gives the gradient of each
@@ -109,7 +190,8 @@ impl DataParallel {
     ///
     /// A mean is the sum by ascending rank from +0, divided by the number of ranks. With
     /// [`AllReduceAlgorithm::Ring`](sidelane::collective::AllReduceAlgorithm), only ZeRO-2 keeps
-    /// this order.
+    /// this order. If [`accumulate`](Self::accumulate) took microbatches before this one, each rank
+    /// first adds its own by ascending microbatch, and the division is by ranks x microbatches.
     ///
     /// All of `body` is one node of the executor, and all reductions are another, so a limit of the
     /// executor is one for the whole pass.
@@ -127,14 +209,15 @@ impl DataParallel {
         executor: &HostExecutor<'_>,
         body: impl FnOnce(&mut Backward<'_>) -> Result<(), DataError> + Send,
     ) -> Result<(), DataError> {
-        self.gradients.clear();
+        let (before, sums) = self.begin();
+        let microbatches = before + 1;
         let (call, buckets) = (self.reduction(), self.layout.len());
         let member = self.member.check(group);
         let mut pass = Calls::new(group, vec![call; buckets]);
         member.map_err(|error| pass.refuse(Error::from(error)))?;
 
         let (ready, arrivals) = mpsc::channel();
-        let mut backward = Backward::new(self, ready);
+        let mut backward = Backward::new(self, sums, ready);
         let (mut said, mut means) = (None, Vec::with_capacity(buckets));
         let mut graph = Graph::new();
         graph.add(StreamId::Compute(0), NodeLabel { name: "backward", chunk: 0 }, &[], |_| {
@@ -146,7 +229,9 @@ impl DataParallel {
         graph.add(StreamId::Transfer(0), NodeLabel { name: "reduce", chunk: 0 }, &[], |_| {
             for bucket in arrivals {
                 pass.call(|group| {
-                    means.push(self.reduce(group, bucket)?);
+                    let mut sums = self.reduce(group, bucket)?;
+                    mean(&mut sums, u64::from(self.member.ranks) * microbatches);
+                    means.push(sums);
                     Ok(())
                 })?;
             }
@@ -155,14 +240,14 @@ impl DataParallel {
         let run = graph.run(executor).map_err(|run| reason(said, run));
         if means.len() == buckets {
             means.reverse();
-            self.gradients = means;
+            (self.gradients, self.microbatches) = (means, microbatches);
         }
         run.map_err(|error| pass.refuse(error))
     }
 
     /// Changes the parameters by the means of the last backward pass, and forgets those. With
     /// shards, each rank changes its own and all ranks gather the others'. Collective: ranks
-    /// compare their numbers of steps.
+    /// compare their numbers of steps and of microbatches.
     ///
     /// # Errors
     /// [`DataError::NoGradients`], and [`BadParameter`](sidelane::error::PlanError::BadParameter)
@@ -173,7 +258,9 @@ impl DataParallel {
     pub fn step(&mut self, group: &mut Communicator) -> Result<(), DataError> {
         let given = if self.gradients.is_empty() { Err(DataError::NoGradients) } else { Ok(()) };
         let member = self.member.check(group).map_err(|error| Error::from(error).into());
-        agree(group, member.and(given).map(|()| vec![("steps so far", self.states.steps)]))?;
+        let (steps, microbatches) = (self.states.steps, self.microbatches);
+        let settings = vec![("steps so far", steps), ("microbatches", microbatches)];
+        agree(group, member.and(given).map(|()| settings))?;
         for (bucket, gradients) in self.gradients.iter().enumerate().rev() {
             let (part, place) = (self.owned.part(bucket), self.owned.place(&self.layout, bucket));
             let whole = self.layout.bucket(bucket);
@@ -186,14 +273,17 @@ impl DataParallel {
             let mut states = self.states.next(part.clone());
             let _copies = Counted::new(&self.gauge, bytes(&states.first) + bytes(&states.second));
             let mut own = Buffer::zeros(&self.gauge, part.len());
-            own[..place.len()].copy_from_slice(&self.parameters[place]);
+            own[..place.len()].copy_from_slice(self.own_parameters(bucket));
             states.update(&self.adam, &mut own, means);
             if self.sharding == Sharding::None {
                 self.parameters[whole].copy_from_slice(&own);
             } else {
                 let mut all = Buffer::zeros(&self.gauge, self.owned.padded_len(bucket));
-                group.all_gather(&own, &mut all)?;
+                self.wire.parameters.all_gather(group, &self.gauge, &own, &mut all)?;
                 self.parameters[whole.clone()].copy_from_slice(&all[..whole.len()]);
+            }
+            if !self.masters.is_empty() {
+                self.masters[part.clone()].copy_from_slice(&own);
             }
             self.states.put(part, &states);
         }
@@ -209,21 +299,19 @@ impl DataParallel {
         }
     }
 
-    /// The means of a bucket that this rank keeps.
+    /// The sums over ranks of a bucket that this rank keeps.
     fn reduce(&self, group: &mut Communicator, mut bucket: Buffer) -> Result<Vec<f32>, Error> {
-        let mut means = match self.sharding {
+        match self.sharding {
             Sharding::None | Sharding::OptimizerStates => {
-                group.all_reduce(&mut bucket)?;
-                bucket.keep()
+                self.wire.gradients.all_reduce(group, &self.gauge, &mut bucket)?;
+                Ok(bucket.keep())
             }
             Sharding::Gradients => {
                 let mut part = vec![0.0; bucket.len() / group.size() as usize];
-                group.reduce_scatter(&bucket, &mut part)?;
-                part
+                self.wire.gradients.reduce_scatter(group, &self.gauge, &bucket, &mut part)?;
+                Ok(part)
             }
-        };
-        mean(&mut means, self.member.ranks);
-        Ok(means)
+        }
     }
 
     /// Elements of a bucket that is reduced.
@@ -243,11 +331,11 @@ impl DataParallel {
         let cut = Cut::new(&self.layout, self.member.part());
         let runs = (0..self.layout.len()).map(|bucket| {
             let place = cut.place(&self.layout, bucket);
-            let owned = self.owned.place(&self.layout, bucket).start;
-            let state = self.owned.part(bucket).start + place.start.saturating_sub(owned);
+            let at = place.start.saturating_sub(self.owned.place(&self.layout, bucket).start);
+            let state = self.owned.part(bucket).start + at;
             Run {
                 first: place.start,
-                parameters: &self.parameters[place.clone()],
+                parameters: &self.own_parameters(bucket)[at..][..place.len()],
                 states: [&self.states.first, &self.states.second].map(|of| &of[state..][..place.len()]),
             }
         });
@@ -275,28 +363,32 @@ impl DataParallel {
         let mut wanted = [everything, states(), states()];
         let steps = load(group, self.member, self.layout.elements(), shards, &mut wanted)?;
         let [parameters, first, second] = wanted.map(|wanted| wanted.values);
-        (self.parameters, self.states) = (parameters, States { steps, first, second });
-        self.gradients.clear();
+        self.states = States { steps, first, second };
+        self.set_parameters(parameters);
+        self.begin();
         Ok(())
     }
 }
 
-/// A backward pass that is under way: it takes gradients, and sends each bucket that they complete.
+/// A backward pass that is under way: it takes gradients, adds them to the sums of microbatches
+/// before it, and sends each bucket that they complete.
 #[derive(Debug)]
 pub struct Backward<'a> {
     model: &'a DataParallel,
     /// By parameter: whether its gradient has come.
     arrived: Vec<bool>,
-    /// By bucket: gradients that have not come, and those that have.
+    /// By bucket: gradients that have not come, and sums with those that have.
     awaited: Vec<usize>,
     filling: Vec<Option<Buffer>>,
     ready: mpsc::Sender<Buffer>,
 }
 
 impl<'a> Backward<'a> {
-    fn new(model: &'a DataParallel, ready: mpsc::Sender<Buffer>) -> Self {
+    fn new(model: &'a DataParallel, sums: Vec<Vec<f32>>, ready: mpsc::Sender<Buffer>) -> Self {
         let awaited: Vec<_> = model.layout.bucket_parameters().iter().map(|bucket| bucket.len()).collect();
-        let filling = awaited.iter().map(|_| None).collect();
+        let mut filling: Vec<_> =
+            sums.into_iter().map(|sums| Some(Buffer::new(&model.gauge, sums))).collect();
+        filling.resize_with(awaited.len(), || None);
         Backward { model, arrived: vec![false; model.layout.parameters()], awaited, filling, ready }
     }
 
@@ -326,7 +418,7 @@ impl<'a> Backward<'a> {
         let bucket = layout.bucket_of(parameter);
         let zeros = || Buffer::zeros(&self.model.gauge, self.model.reduced_len(bucket));
         let buffer = self.filling[bucket].get_or_insert_with(zeros);
-        buffer[place.start - layout.bucket(bucket).start..][..place.len()].copy_from_slice(gradient);
+        add(&mut buffer[place.start - layout.bucket(bucket).start..][..place.len()], gradient);
         self.awaited[bucket] -= 1;
         // All ranks reduce the buckets in one order, whatever the order of gradients.
         while self.awaited.last() == Some(&0) {

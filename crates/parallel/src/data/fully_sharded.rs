@@ -21,7 +21,8 @@ use super::checkpoint::{Run, Shard, Wanted, load};
 use super::error::DataError;
 use super::layout::{Cut, Layout};
 use super::memory::{Buffer, Gauge, MemoryUsage, bytes};
-use super::pass::{keep, mean, reason};
+use super::pass::{add, keep, mean, reason};
+use super::wire::Wire;
 use crate::calls::Calls;
 use crate::check::Member;
 
@@ -34,10 +35,16 @@ pub struct FullySharded {
     prefetch: usize,
     member: Member,
     cut: Cut,
+    wire: Wire,
     /// This rank's parts of all layers, padded.
     parameters: Vec<f32>,
+    /// Sums over ranks and microbatches, in the shape of the parameters. Empty before the first
+    /// microbatch and after the last.
+    sums: Vec<f32>,
     /// Means in the shape of the parameters. Empty without a complete backward pass.
     gradients: Vec<f32>,
+    /// Microbatches of the sums, or of the means.
+    microbatches: u64,
     states: States,
     gauge: Arc<Gauge>,
 }
@@ -86,21 +93,40 @@ impl FullySharded {
         let cut = Cut::new(&layout, member.part());
         let parameters = cut.shard(&layout, parameters);
         let (states, prefetch) = (States::new(cut.shard_len()), prefetch.min(layout.len()));
-        let (gradients, gauge) = (Vec::new(), Arc::default());
-        Ok(FullySharded { layout, adam, prefetch, member, cut, parameters, gradients, states, gauge })
+        Ok(FullySharded {
+            layout,
+            adam,
+            prefetch,
+            member,
+            cut,
+            wire: Wire::default(),
+            parameters,
+            sums: Vec::new(),
+            gradients: Vec::new(),
+            microbatches: 0,
+            states,
+            gauge: Arc::default(),
+        })
+    }
+
+    /// The same model with other types of what travels, on all ranks: calls of ranks that differ
+    /// are errors on all of them.
+    pub fn with_wire(mut self, wire: Wire) -> Self {
+        self.wire = wire;
+        self
     }
 
     /// Bytes that this rank holds.
     pub fn memory_usage(&self) -> MemoryUsage {
         MemoryUsage {
             parameters_bytes: bytes(&self.parameters),
-            gradients_bytes: bytes(&self.gradients),
+            gradients_bytes: bytes(&self.sums) + bytes(&self.gradients),
             states_bytes: bytes(&self.states.first) + bytes(&self.states.second),
             buffers_peak_bytes: self.gauge.peak(),
         }
     }
 
-    /// All parameters, in the order of the layout, for those that need them whole. Collective.
+    /// All parameters, in the order of the layout, as passes compute with them. Collective.
     ///
     /// # Errors
     /// [`BadParameter`](sidelane::error::PlanError::BadParameter) for another group than before; as
@@ -158,9 +184,35 @@ impl FullySharded {
         run.map_err(|run| pass.refuse(reason(said, run)))
     }
 
+    /// Runs the backward pass of a microbatch that is not the last of its step: as
+    /// [`backward`](Self::backward), which takes the last one. The sums over the ranks are added to
+    /// those of the microbatches before it. Each microbatch moves as much as a step of one, and a
+    /// rank holds no more than its part of the sums. Collective.
+    ///
+    /// # Errors
+    /// As [`FullySharded::backward`]. The microbatches so far are forgotten, and the next one is
+    /// the first.
+    pub fn accumulate(
+        &mut self,
+        group: &mut Communicator,
+        executor: &HostExecutor<'_>,
+        body: impl FnMut(usize, &[f32], &mut [f32]) -> Result<(), DataError> + Send,
+    ) -> Result<(), DataError> {
+        let before = self.begin();
+        let (sums, run) = self.reduce(group, executor, body);
+        if let Some(sums) = sums {
+            (self.sums, self.microbatches) = (sums, before + 1);
+        }
+        run
+    }
+
     /// Runs a backward pass: `body` gets each layer from the last on, its parameters, and zeros in
     /// their shape, to which it adds this rank's gradients. Parameters are gathered again and
-    /// dropped again. The means of the gradients are reduce-scattered, layer by layer. Collective.
+    /// dropped again. Gradients are reduce-scattered, layer by layer. Collective.
+    ///
+    /// A mean is the sum by ascending rank from +0, divided by the number of ranks. If
+    /// [`accumulate`](Self::accumulate) took microbatches before this one, their sums are added by
+    /// ascending microbatch, and the division is by ranks x microbatches.
     ///
     /// # Errors
     /// As [`FullySharded::forward`] and [`Communicator::reduce_scatter`]. If all calls were made,
@@ -172,13 +224,41 @@ impl FullySharded {
         executor: &HostExecutor<'_>,
         body: impl FnMut(usize, &[f32], &mut [f32]) -> Result<(), DataError> + Send,
     ) -> Result<(), DataError> {
+        let microbatches = self.begin() + 1;
+        let (sums, run) = self.reduce(group, executor, body);
+        if let Some(mut means) = sums {
+            mean(&mut means, u64::from(self.member.ranks) * microbatches);
+            (self.gradients, self.microbatches) = (means, microbatches);
+        }
+        run
+    }
+
+    /// Forgets means. Returns the number of microbatches whose sums there are.
+    fn begin(&mut self) -> u64 {
         self.gradients = Vec::new();
+        let microbatches = std::mem::take(&mut self.microbatches);
+        if self.sums.is_empty() { 0 } else { microbatches }
+    }
+
+    /// A backward pass, and its sums over ranks and microbatches if all calls were made: also if
+    /// the last of them overran a limit, because the other ranks have their sums then.
+    fn reduce(
+        &mut self,
+        group: &mut Communicator,
+        executor: &HostExecutor<'_>,
+        body: impl FnMut(usize, &[f32], &mut [f32]) -> Result<(), DataError> + Send,
+    ) -> (Option<Vec<f32>>, Result<(), DataError>) {
+        let before = std::mem::take(&mut self.sums);
         let (layers, prefetch) = (self.layout.len(), self.prefetch);
         let member = self.member.check(group);
         let mut pass = Calls::new(group, self.backward_calls());
-        member.map_err(|error| pass.refuse(Error::from(error)))?;
-        // Means, and how many layers have them.
-        let (mut said, means) = (None, Handoff::new((vec![0.0; self.cut.shard_len()], 0)));
+        if let Err(error) = member {
+            return (None, Err(pass.refuse(Error::from(error).into())));
+        }
+        let is_first = before.is_empty();
+        let sums = if is_first { vec![0.0; self.cut.shard_len()] } else { before };
+        // Sums, and how many layers have them.
+        let (mut said, sums) = (None, Handoff::new((sums, 0)));
         let turns = Turns::new(layers, &mut pass, body, &mut said);
         let of_layers: Vec<Handoff<Buffer>> = (0..layers).map(|_| Handoff::empty()).collect();
         let (mut graph, mut computed, mut gathers) = (Graph::new(), Vec::new(), Vec::new());
@@ -188,7 +268,7 @@ impl FullySharded {
             }
             let Some(nth) = step.checked_sub(prefetch) else { continue };
             let layer = layers - 1 - nth;
-            let (model, turns, means, gradients) = (&*self, &turns, &means, &of_layers[layer]);
+            let (model, turns, sums, gradients) = (&*self, &turns, &sums, &of_layers[layer]);
             let label = |name| NodeLabel { name, chunk: layer as u32 };
             let node = graph.add(StreamId::Compute(0), label("backward"), &[gathers[nth]], move |_| {
                 let all = turns.gathered[layer].take()?;
@@ -200,10 +280,21 @@ impl FullySharded {
             computed.push(node);
             graph.add(StreamId::Transfer(0), label("reduce"), &[node], move |_| {
                 let gradient = gradients.take()?;
-                means.with(|(means, reduced)| {
-                    let means = &mut means[model.cut.part(layer)];
-                    turns.pass.with(|pass| pass.call(|group| group.reduce_scatter(&gradient, means)))?;
-                    mean(means, model.member.ranks);
+                sums.with(|(sums, reduced)| {
+                    let sums = &mut sums[model.cut.part(layer)];
+                    let call = |sums: &mut [f32]| {
+                        let (wire, gauge) = (model.wire.gradients, &model.gauge);
+                        turns.pass.with(|pass| {
+                            pass.call(|group| wire.reduce_scatter(group, gauge, &gradient, sums))
+                        })
+                    };
+                    if is_first {
+                        call(sums)?;
+                    } else {
+                        let mut of_microbatch = Buffer::zeros(&model.gauge, sums.len());
+                        call(&mut of_microbatch)?;
+                        add(sums, &of_microbatch);
+                    }
                     *reduced += 1;
                     Ok(())
                 })
@@ -211,23 +302,22 @@ impl FullySharded {
         }
         let run = graph.run(executor);
         drop(turns);
-        // Also if the last call overran a limit: it was made, and the other ranks have their means.
-        let (means, reduced) = means.into_inner().unwrap_or_default();
-        if reduced == layers {
-            self.gradients = means;
-        }
-        run.map_err(|run| pass.refuse(reason(said, run)))
+        let (sums, reduced) = sums.into_inner().unwrap_or_default();
+        ((reduced == layers).then_some(sums), run.map_err(|run| pass.refuse(reason(said, run))))
     }
 
     /// Changes this rank's part of the parameters by the means of the last backward pass, and
-    /// forgets those. Collective: ranks compare their numbers of steps, and nothing else moves.
+    /// forgets those. Collective: ranks compare their numbers of steps and of microbatches, and
+    /// nothing else moves.
     ///
     /// # Errors
     /// As [`DataParallel::step`](super::DataParallel::step). Then nothing has changed on any rank.
     pub fn step(&mut self, group: &mut Communicator) -> Result<(), DataError> {
         let given = if self.gradients.is_empty() { Err(DataError::NoGradients) } else { Ok(()) };
         let member = self.member.check(group).map_err(|error| Error::from(error).into());
-        agree(group, member.and(given).map(|()| vec![("steps so far", self.states.steps)]))?;
+        let (steps, microbatches) = (self.states.steps, self.microbatches);
+        let settings = vec![("steps so far", steps), ("microbatches", microbatches)];
+        agree(group, member.and(given).map(|()| settings))?;
         let gradients = std::mem::take(&mut self.gradients);
         self.states.steps = self.states.steps.saturating_add(1);
         self.states.update(&self.adam, &mut self.parameters, &gradients);
@@ -263,7 +353,7 @@ impl FullySharded {
         let steps = load(group, self.member, self.layout.elements(), shards, &mut wanted)?;
         let [parameters, first, second] = wanted.map(|wanted| wanted.values);
         (self.parameters, self.states) = (parameters, States { steps, first, second });
-        self.gradients = Vec::new();
+        (self.sums, self.gradients) = (Vec::new(), Vec::new());
         Ok(())
     }
 
@@ -287,7 +377,8 @@ impl FullySharded {
 
     fn gather_layer(&self, layer: usize, pass: &mut Calls<'_>) -> Result<Buffer, sidelane::Error> {
         let mut all = Buffer::zeros(&self.gauge, self.cut.padded_len(layer));
-        pass.call(|group| group.all_gather(&self.parameters[self.cut.part(layer)], &mut all))?;
+        let (wire, own) = (self.wire.parameters, &self.parameters[self.cut.part(layer)]);
+        pass.call(|group| wire.all_gather(group, &self.gauge, own, &mut all))?;
         Ok(all)
     }
 

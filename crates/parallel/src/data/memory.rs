@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 pub struct MemoryUsage {
     /// Of parameters.
     pub parameters_bytes: u64,
-    /// Of gradients, from a backward pass to the step.
+    /// Of gradients, from a backward pass to the step, and of their sums over microbatches.
     pub gradients_bytes: u64,
     /// Of the optimizer's states.
     pub states_bytes: u64,
@@ -57,7 +57,7 @@ impl Drop for Counted {
     }
 }
 
-/// A buffer of zeros at first, counted while it lives.
+/// A buffer, counted while it lives.
 #[derive(Debug)]
 pub(super) struct Buffer {
     values: Vec<f32>,
@@ -66,7 +66,10 @@ pub(super) struct Buffer {
 
 impl Buffer {
     pub fn zeros(gauge: &Arc<Gauge>, len: usize) -> Buffer {
-        let values = vec![0.0; len];
+        Buffer::new(gauge, vec![0.0; len])
+    }
+
+    pub fn new(gauge: &Arc<Gauge>, values: Vec<f32>) -> Buffer {
         Buffer { _counted: Counted::new(gauge, bytes(&values)), values }
     }
 

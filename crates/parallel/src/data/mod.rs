@@ -16,6 +16,12 @@
 //! [`Adam`] has a fixed order of operations for each element. So all strategies give the parameters
 //! of one process that does the same, to the bit, after any number of steps.
 //!
+//! **Microbatches.** `accumulate` takes those of a step that are not the last, and `backward` the
+//! last one. Sums over microbatches ascend: on each rank before they are summed over the ranks, or
+//! behind that for [`FullySharded`], which holds no more than its part.
+//!
+//! **Types.** All is `f32`. On the way parameters and gradients may be bf16 ([`Wire`]).
+//!
 //! **Overlap.** A [`Communicator`](sidelane::collective::Communicator) blocks in its calls. Passes
 //! are graphs of [`sidelane::overlap`], which makes the calls on a stream of its own, next to the
 //! compute of the caller. Without overlap, the same graph runs on the caller's thread, to the same
@@ -34,6 +40,7 @@ mod fully_sharded;
 mod layout;
 mod memory;
 mod pass;
+mod wire;
 
 pub use adam::Adam;
 pub use data_parallel::{Backward, DataParallel, Sharding};
@@ -41,3 +48,4 @@ pub use error::{CheckpointError, DataError};
 pub use fully_sharded::FullySharded;
 pub use layout::Layout;
 pub use memory::MemoryUsage;
+pub use wire::{Wire, WireDtype};

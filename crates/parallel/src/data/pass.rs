@@ -19,8 +19,13 @@ pub(super) fn keep<T>(said: &mut Option<DataError>, result: Result<T, DataError>
     })
 }
 
-/// Turns sums over the ranks into means: a division for each, rounded once.
-pub(super) fn mean(sums: &mut [f32], ranks: u32) {
-    let ranks = ranks as f32;
-    sums.iter_mut().for_each(|sum| *sum /= ranks);
+/// Turns sums of so many addends into means: a division for each, rounded once.
+pub(super) fn mean(sums: &mut [f32], addends: u64) {
+    let addends = addends as f32;
+    sums.iter_mut().for_each(|sum| *sum /= addends);
+}
+
+/// Adds element by element.
+pub(super) fn add(sums: &mut [f32], addends: &[f32]) {
+    sums.iter_mut().zip(addends).for_each(|(sum, addend)| *sum += addend);
 }

@@ -2,9 +2,9 @@
 
 use std::borrow::Cow;
 
-use sidelane::Error;
 use sidelane::collective::Communicator;
 use sidelane::error::{CallKind, PlanError};
+use sidelane::{Element, Error};
 
 /// Activations between the blocks of tensor parallel layers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -22,11 +22,15 @@ impl Activations {
     ///
     /// # Errors
     /// As [`Communicator::all_gather`].
-    pub fn gather<'a>(self, group: &mut Communicator, rows: &'a [f32]) -> Result<Cow<'a, [f32]>, Error> {
+    pub fn gather<'a, E: Element>(
+        self,
+        group: &mut Communicator,
+        rows: &'a [E],
+    ) -> Result<Cow<'a, [E]>, Error> {
         match self {
             Activations::Replicated => Ok(Cow::Borrowed(rows)),
             Activations::SequenceParallel => {
-                let mut all = vec![0.0; rows.len() * group.size() as usize];
+                let mut all = vec![E::zeroed(); rows.len() * group.size() as usize];
                 group.all_gather(rows, &mut all)?;
                 Ok(Cow::Owned(all))
             }
@@ -38,14 +42,14 @@ impl Activations {
     ///
     /// # Errors
     /// As [`Communicator::all_reduce`] and [`Communicator::reduce_scatter`].
-    pub fn reduce(self, group: &mut Communicator, mut rows: Vec<f32>) -> Result<Vec<f32>, Error> {
+    pub fn reduce<E: Element>(self, group: &mut Communicator, mut rows: Vec<E>) -> Result<Vec<E>, Error> {
         match self {
             Activations::Replicated => {
                 group.all_reduce(&mut rows)?;
                 Ok(rows)
             }
             Activations::SequenceParallel => {
-                let mut part = vec![0.0; rows.len() / group.size() as usize];
+                let mut part = vec![E::zeroed(); rows.len() / group.size() as usize];
                 group.reduce_scatter(&rows, &mut part)?;
                 Ok(part)
             }

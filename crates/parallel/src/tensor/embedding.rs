@@ -9,16 +9,19 @@
 //! All addends of an element but one are zeros, so the sum has the bits of the row. A -0 becomes
 //! +0.
 
+use std::marker::PhantomData;
+
 use sidelane::Error;
 use sidelane::collective::Communicator;
 use sidelane::error::PlanError;
 
 use super::activations::{Activations, refuse};
 use crate::check::{at_least_one, has_ranks, has_shape, part_of};
+use crate::float::Float;
 
-/// An embedding of which each rank holds the rows of a part of the vocabulary.
+/// The rows that a rank holds.
 #[derive(Clone, Debug)]
-pub struct VocabularyParallelEmbedding {
+struct Part {
     vocabulary: usize,
     hidden: usize,
     /// The first id of this rank, and how many it has.
@@ -28,6 +31,21 @@ pub struct VocabularyParallelEmbedding {
     activations: Activations,
     weight: Vec<f32>,
 }
+
+impl Part {
+    /// The row of an id, if this rank has it.
+    fn own(&self, id: u32) -> Result<Option<usize>, PlanError> {
+        if id as usize >= self.vocabulary {
+            let (parameter, expected) = ("token id", "an id of the vocabulary");
+            return Err(PlanError::BadParameter { parameter, seen: id.into(), expected });
+        }
+        Ok((id as usize).checked_sub(self.first).filter(|row| *row < self.rows))
+    }
+}
+
+/// An embedding of which each rank holds the rows of a part of the vocabulary.
+#[derive(Clone, Debug)]
+pub struct VocabularyParallelEmbedding<E = f32>(Part, PhantomData<E>);
 
 impl VocabularyParallelEmbedding {
     /// This rank's rows: `weight` is `[vocabulary / ranks, hidden]`. Pad a vocabulary that is not a
@@ -48,18 +66,29 @@ impl VocabularyParallelEmbedding {
         let rows = part_of("vocabulary", vocabulary, (rank, ranks))?;
         has_shape("rows of the embedding", weight.len(), rows, hidden)?;
         let (first, ranks) = (rank as usize * rows, ranks as usize);
-        Ok(VocabularyParallelEmbedding { vocabulary, hidden, first, rows, ranks, activations, weight })
+        let part = Part { vocabulary, hidden, first, rows, ranks, activations, weight };
+        Ok(VocabularyParallelEmbedding(part, PhantomData))
+    }
+}
+
+impl<E: Float> VocabularyParallelEmbedding<E> {
+    /// The same embedding with rows of other elements: `with_rows::<bf16>()`. The weights stay
+    /// `f32`, and are rounded where they are looked up.
+    pub fn with_rows<F: Float>(self) -> VocabularyParallelEmbedding<F> {
+        VocabularyParallelEmbedding(self.0, PhantomData)
     }
 
     /// Rows of this rank's ids, and zeros for the others: `[T, hidden]`, before the sum over ranks.
     ///
     /// # Errors
     /// [`PlanError::BadParameter`] for an id outside the vocabulary.
-    pub fn lookup(&self, ids: &[u32]) -> Result<Vec<f32>, PlanError> {
-        let mut rows = vec![0.0; ids.len() * self.hidden];
-        for (row, &id) in rows.chunks_exact_mut(self.hidden).zip(ids) {
-            if let Some(own) = self.own(id)? {
-                row.copy_from_slice(&self.weight[own * self.hidden..][..self.hidden]);
+    pub fn lookup(&self, ids: &[u32]) -> Result<Vec<E>, PlanError> {
+        let part = &self.0;
+        let mut rows = vec![E::zeroed(); ids.len() * part.hidden];
+        for (row, &id) in rows.chunks_exact_mut(part.hidden).zip(ids) {
+            if let Some(own) = part.own(id)? {
+                let weight = &part.weight[own * part.hidden..][..part.hidden];
+                E::in_f32(row, |row| row.copy_from_slice(weight));
             }
         }
         Ok(rows)
@@ -71,13 +100,14 @@ impl VocabularyParallelEmbedding {
     /// # Errors
     /// As [`lookup`](VocabularyParallelEmbedding::lookup); [`PlanError::BadParameter`] if tokens do
     /// not make equal parts; as [`Communicator::all_reduce`] and [`Communicator::reduce_scatter`].
-    pub fn forward(&self, group: &mut Communicator, ids: &[u32]) -> Result<Vec<f32>, Error> {
-        let rows = has_ranks(group, self.ranks)
-            .and_then(|()| self.activations.outside(ids.len(), self.ranks))
+    pub fn forward(&self, group: &mut Communicator, ids: &[u32]) -> Result<Vec<E>, Error> {
+        let part = &self.0;
+        let rows = has_ranks(group, part.ranks)
+            .and_then(|()| part.activations.outside(ids.len(), part.ranks))
             .and_then(|_| self.lookup(ids));
         match rows {
-            Ok(rows) => self.activations.reduce(group, rows),
-            Err(error) => Err(refuse(group, self.activations.reduce_call(), error)),
+            Ok(rows) => part.activations.reduce(group, rows),
+            Err(error) => Err(refuse(group, part.activations.reduce_call(), error)),
         }
     }
 
@@ -91,22 +121,24 @@ impl VocabularyParallelEmbedding {
         &self,
         group: &mut Communicator,
         ids: &[u32],
-        of_output: &[f32],
+        of_output: &[E],
     ) -> Result<Vec<f32>, Error> {
-        let places = has_ranks(group, self.ranks).and_then(|()| {
-            let tokens = self.activations.outside(ids.len(), self.ranks)?;
-            has_shape("gradients of rows", of_output.len(), tokens, self.hidden)?;
-            ids.iter().map(|&id| self.own(id)).collect::<Result<Vec<_>, _>>()
+        let part = &self.0;
+        let places = has_ranks(group, part.ranks).and_then(|()| {
+            let tokens = part.activations.outside(ids.len(), part.ranks)?;
+            has_shape("gradients of rows", of_output.len(), tokens, part.hidden)?;
+            ids.iter().map(|&id| part.own(id)).collect::<Result<Vec<_>, _>>()
         });
         let places = match places {
             Ok(places) => places,
-            Err(error) => return Err(refuse(group, self.activations.gather_call(), error)),
+            Err(error) => return Err(refuse(group, part.activations.gather_call(), error)),
         };
-        let of_output = self.activations.gather(group, of_output)?;
-        let mut weight = vec![0.0; self.weight.len()];
-        for (own, of_row) in places.into_iter().zip(of_output.chunks_exact(self.hidden)) {
+        let of_output = part.activations.gather(group, of_output)?;
+        let of_output = E::widened(&of_output);
+        let mut weight = vec![0.0; part.weight.len()];
+        for (own, of_row) in places.into_iter().zip(of_output.chunks_exact(part.hidden)) {
             let Some(own) = own else { continue };
-            let row = &mut weight[own * self.hidden..][..self.hidden];
+            let row = &mut weight[own * part.hidden..][..part.hidden];
             row.iter_mut().zip(of_row).for_each(|(sum, of)| *sum += of);
         }
         Ok(weight)
@@ -114,15 +146,6 @@ impl VocabularyParallelEmbedding {
 
     /// This rank's rows, `[vocabulary / ranks, hidden]`.
     pub fn weight_mut(&mut self) -> &mut [f32] {
-        &mut self.weight
-    }
-
-    /// The row of an id, if this rank has it.
-    fn own(&self, id: u32) -> Result<Option<usize>, PlanError> {
-        if id as usize >= self.vocabulary {
-            let (parameter, expected) = ("token id", "an id of the vocabulary");
-            return Err(PlanError::BadParameter { parameter, seen: id.into(), expected });
-        }
-        Ok((id as usize).checked_sub(self.first).filter(|row| *row < self.rows))
+        &mut self.0.weight
     }
 }

@@ -15,6 +15,9 @@
 //! The bias of a row parallel layer is not cut: it is added once, after the sum. Its gradient is
 //! made of the gradients of all tokens, so all ranks have the same and no rank sends it.
 
+use std::borrow::Cow;
+use std::marker::PhantomData;
+
 use sidelane::Error;
 use sidelane::collective::Communicator;
 use sidelane::error::{CallKind, PlanError};
@@ -24,6 +27,7 @@ use sidelane::rows::{Matrix, product};
 use super::activations::{Activations, refuse};
 use super::overlap::{LinearPass, Pass, Rows, first_call};
 use crate::check::{at_least_one, has_ranks, has_shape, part_of, rows_of};
+use crate::float::Float;
 
 /// A plan has a few steps for each chunk, and a chunk pays with hundreds of tokens.
 const MOST_CHUNKS: u32 = 1024;
@@ -39,9 +43,9 @@ pub struct LinearShape {
 
 /// Gradients of a linear layer, in the shapes of what they are of.
 #[derive(Clone, Debug, PartialEq)]
-pub struct LinearGradients {
+pub struct LinearGradients<E = f32> {
     /// Of the input rows.
-    pub input: Vec<f32>,
+    pub input: Vec<E>,
     /// Of this rank's weights.
     pub weight: Vec<f32>,
     /// Of the bias, if there is one: this rank's part if the layer is column parallel.
@@ -70,38 +74,46 @@ impl Part {
         self.bias.as_ref().map_or(Ok(()), |bias| has_shape("bias", bias.len(), 1, self.outputs))
     }
 
-    fn weight(&self) -> Matrix<'_> {
-        Matrix::new(&self.weight, self.outputs, self.inputs)
+    /// The weights as factors of products with rows of these elements.
+    fn weight<E: Float>(&self) -> Cow<'_, [f32]> {
+        E::factors(&self.weight)
     }
 
-    /// `y = x W'`
-    fn outputs(&self, x: &[f32], y: &mut [f32]) {
-        let x = Matrix::new(x, x.len() / self.inputs, self.inputs);
-        product(y, x, self.weight().transposed(), false);
+    /// `y = x W'`, and a bias.
+    fn outputs<E: Float>(&self, x: &[E], weight: &[f32], bias: Option<&[f32]>, y: &mut [E]) {
+        let x = E::widened(x);
+        let x = Matrix::new(&x, x.len() / self.inputs, self.inputs);
+        let weight = Matrix::new(weight, self.outputs, self.inputs);
+        E::in_f32(y, |y| {
+            product(y, x, weight.transposed(), false);
+            self.add(bias, y);
+        });
     }
 
     /// `y + b`
-    fn biased(&self, mut y: Vec<f32>) -> Vec<f32> {
-        if let Some(bias) = &self.bias {
+    fn add(&self, bias: Option<&[f32]>, y: &mut [f32]) {
+        if let Some(bias) = bias {
             for row in y.chunks_exact_mut(self.outputs) {
                 row.iter_mut().zip(bias).for_each(|(y, bias)| *y += bias);
             }
         }
-        y
     }
 
     /// `dx = dy W`
-    fn of_input(&self, of_output: &[f32], of_input: &mut [f32]) {
-        let of_output = Matrix::new(of_output, of_output.len() / self.outputs, self.outputs);
-        product(of_input, of_output, self.weight(), false);
+    fn of_input<E: Float>(&self, of_output: &[E], weight: &[f32], of_input: &mut [E]) {
+        let of_output = E::widened(of_output);
+        let of_output = Matrix::new(&of_output, of_output.len() / self.outputs, self.outputs);
+        let weight = Matrix::new(weight, self.outputs, self.inputs);
+        E::in_f32(of_input, |of_input| product(of_input, of_output, weight, false));
     }
 
     /// `dy' x`, and the sum of the rows of `dy`, by ascending token.
-    fn of_weights(&self, x: &[f32], of_output: &[f32]) -> OfWeights {
+    fn of_weights<E: Float>(&self, x: &[E], of_output: &[E]) -> OfWeights {
+        let (x, of_output) = (E::widened(x), E::widened(of_output));
         let rows = x.len() / self.inputs;
         let mut weight = vec![0.0; self.weight.len()];
-        let transposed = Matrix::new(of_output, rows, self.outputs).transposed();
-        product(&mut weight, transposed, Matrix::new(x, rows, self.inputs), false);
+        let transposed = Matrix::new(&of_output, rows, self.outputs).transposed();
+        product(&mut weight, transposed, Matrix::new(&x, rows, self.inputs), false);
         let bias = self.bias.as_ref().map(|bias| {
             let mut sum = vec![0.0; bias.len()];
             for row in of_output.chunks_exact(self.outputs) {
@@ -166,7 +178,7 @@ fn whole() -> (TokenChunks, HostExecutor<'static>) {
 /// # Ok::<(), sidelane::Error>(())
 /// ```
 #[derive(Clone, Debug)]
-pub struct ColumnParallelLinear(Part);
+pub struct ColumnParallelLinear<E = f32>(Part, PhantomData<E>);
 
 impl ColumnParallelLinear {
     /// This rank's part: `weight` is `[outputs / ranks, inputs]`, `bias` `[outputs / ranks]`. See
@@ -187,7 +199,15 @@ impl ColumnParallelLinear {
         let ranks = group.size() as usize;
         let part = Part { inputs, outputs, ranks, activations, weight, bias };
         part.check()?;
-        Ok(ColumnParallelLinear(part))
+        Ok(ColumnParallelLinear(part, PhantomData))
+    }
+}
+
+impl<E: Float> ColumnParallelLinear<E> {
+    /// The same layer for rows of other elements: `with_rows::<bf16>()`. Weights stay `f32`, and
+    /// are rounded where a product takes them.
+    pub fn with_rows<F: Float>(self) -> ColumnParallelLinear<F> {
+        ColumnParallelLinear(self.0, PhantomData)
     }
 
     /// This rank's outputs of all tokens, `[T, outputs / ranks]`. `x` is `[T, inputs]`, or this
@@ -195,7 +215,7 @@ impl ColumnParallelLinear {
     ///
     /// # Errors
     /// [`PlanError`] for arguments that do not fit; as [`Communicator::all_gather`].
-    pub fn forward(&self, group: &mut Communicator, x: &[f32]) -> Result<Vec<f32>, Error> {
+    pub fn forward(&self, group: &mut Communicator, x: &[E]) -> Result<Vec<E>, Error> {
         let (chunks, executor) = whole();
         self.forward_in_chunks(group, x, chunks, &executor)
     }
@@ -210,21 +230,22 @@ impl ColumnParallelLinear {
     pub fn forward_in_chunks(
         &self,
         group: &mut Communicator,
-        x: &[f32],
+        x: &[E],
         chunks: TokenChunks,
         executor: &HostExecutor<'_>,
-    ) -> Result<Vec<f32>, Error> {
+    ) -> Result<Vec<E>, Error> {
         let (part, pass) = (&self.0, LinearPass::ColumnForward);
         let checked = part.callable(group, chunks).and_then(|()| rows_of("inputs", x.len(), part.inputs));
         let tokens = match checked {
             Ok(tokens) => tokens,
             Err(error) => return Err(refuse(group, part.first_call(pass, chunks), error)),
         };
-        let y = match part.activations {
+        let (weight, bias) = (part.weight::<E>(), part.bias.as_deref());
+        match part.activations {
             Activations::Replicated => {
-                let mut y = vec![0.0; tokens * part.outputs];
-                part.outputs(x, &mut y);
-                y
+                let mut y = vec![E::zeroed(); tokens * part.outputs];
+                part.outputs(x, &weight, bias, &mut y);
+                Ok(y)
             }
             Activations::SequenceParallel => {
                 let pass = Pass {
@@ -232,13 +253,12 @@ impl ColumnParallelLinear {
                     own: Rows { values: x, width: part.inputs },
                     all: Rows::NONE,
                     width: part.outputs,
-                    multiply: &|x, y| part.outputs(x, y),
+                    multiply: &|x, y| part.outputs(x, &weight, bias, y),
                     weights: &|_| (),
                 };
-                pass.run(group, tokens, chunks, executor)?.0
+                Ok(pass.run(group, tokens, chunks, executor)?.0)
             }
-        };
-        Ok(part.biased(y))
+        }
     }
 
     /// Gradients from those of the outputs, `[T, outputs / ranks]`, and the same `x` as before. The
@@ -250,9 +270,9 @@ impl ColumnParallelLinear {
     pub fn backward(
         &self,
         group: &mut Communicator,
-        x: &[f32],
-        of_output: &[f32],
-    ) -> Result<LinearGradients, Error> {
+        x: &[E],
+        of_output: &[E],
+    ) -> Result<LinearGradients<E>, Error> {
         let (chunks, executor) = whole();
         self.backward_in_chunks(group, x, of_output, chunks, &executor)
     }
@@ -265,11 +285,11 @@ impl ColumnParallelLinear {
     pub fn backward_in_chunks(
         &self,
         group: &mut Communicator,
-        x: &[f32],
-        of_output: &[f32],
+        x: &[E],
+        of_output: &[E],
         chunks: TokenChunks,
         executor: &HostExecutor<'_>,
-    ) -> Result<LinearGradients, Error> {
+    ) -> Result<LinearGradients<E>, Error> {
         let (part, pass) = (&self.0, LinearPass::ColumnBackward);
         let checked = part.callable(group, chunks).and_then(|()| {
             let tokens = rows_of("inputs", x.len(), part.inputs)?;
@@ -280,10 +300,11 @@ impl ColumnParallelLinear {
             Ok(tokens) => tokens,
             Err(error) => return Err(refuse(group, part.first_call(pass, chunks), error)),
         };
+        let weight = part.weight::<E>();
         match part.activations {
             Activations::Replicated => {
-                let mut of_input = vec![0.0; x.len()];
-                part.of_input(of_output, &mut of_input);
+                let mut of_input = vec![E::zeroed(); x.len()];
+                part.of_input(of_output, &weight, &mut of_input);
                 group.all_reduce(&mut of_input)?;
                 let (weight, bias) = part.of_weights(x, of_output);
                 Ok(LinearGradients { input: of_input, weight, bias })
@@ -294,7 +315,7 @@ impl ColumnParallelLinear {
                     own: Rows { values: x, width: part.inputs },
                     all: Rows { values: of_output, width: part.outputs },
                     width: part.inputs,
-                    multiply: &|of_output, of_input| part.of_input(of_output, of_input),
+                    multiply: &|of_output, of_input| part.of_input(of_output, &weight, of_input),
                     weights: &|x| part.of_weights(x, of_output),
                 };
                 let (input, weights) = pass.run(group, tokens, chunks, executor)?;
@@ -318,7 +339,7 @@ impl ColumnParallelLinear {
 /// A linear layer of which each rank takes a part of the inputs. [`ColumnParallelLinear`] has an
 /// example of both.
 #[derive(Clone, Debug)]
-pub struct RowParallelLinear(Part);
+pub struct RowParallelLinear<E = f32>(Part, PhantomData<E>);
 
 impl RowParallelLinear {
     /// This rank's part: `weight` is `[outputs, inputs / ranks]`, see
@@ -338,7 +359,15 @@ impl RowParallelLinear {
         let ranks = group.size() as usize;
         let part = Part { inputs, outputs, ranks, activations, weight, bias };
         part.check()?;
-        Ok(RowParallelLinear(part))
+        Ok(RowParallelLinear(part, PhantomData))
+    }
+}
+
+impl<E: Float> RowParallelLinear<E> {
+    /// The same layer for rows of other elements: `with_rows::<bf16>()`. Weights stay `f32`, and
+    /// are rounded where a product takes them.
+    pub fn with_rows<F: Float>(self) -> RowParallelLinear<F> {
+        RowParallelLinear(self.0, PhantomData)
     }
 
     /// Outputs, `[T, outputs]`, or this rank's tokens of them. `x` is this rank's part of the
@@ -347,7 +376,7 @@ impl RowParallelLinear {
     /// # Errors
     /// [`PlanError`] for arguments that do not fit; as [`Communicator::all_reduce`] and
     /// [`Communicator::reduce_scatter`].
-    pub fn forward(&self, group: &mut Communicator, x: &[f32]) -> Result<Vec<f32>, Error> {
+    pub fn forward(&self, group: &mut Communicator, x: &[E]) -> Result<Vec<E>, Error> {
         let (chunks, executor) = whole();
         self.forward_in_chunks(group, x, chunks, &executor)
     }
@@ -363,10 +392,10 @@ impl RowParallelLinear {
     pub fn forward_in_chunks(
         &self,
         group: &mut Communicator,
-        x: &[f32],
+        x: &[E],
         chunks: TokenChunks,
         executor: &HostExecutor<'_>,
-    ) -> Result<Vec<f32>, Error> {
+    ) -> Result<Vec<E>, Error> {
         let (part, pass) = (&self.0, LinearPass::RowForward);
         let checked = part
             .callable(group, chunks)
@@ -375,10 +404,11 @@ impl RowParallelLinear {
             Ok(tokens) => tokens,
             Err(error) => return Err(refuse(group, part.first_call(pass, chunks), error)),
         };
-        let y = match part.activations {
+        let weight = part.weight::<E>();
+        let mut y = match part.activations {
             Activations::Replicated => {
-                let mut y = vec![0.0; tokens * part.outputs];
-                part.outputs(x, &mut y);
+                let mut y = vec![E::zeroed(); tokens * part.outputs];
+                part.outputs(x, &weight, None, &mut y);
                 group.all_reduce(&mut y)?;
                 y
             }
@@ -388,13 +418,16 @@ impl RowParallelLinear {
                     own: Rows::NONE,
                     all: Rows { values: x, width: part.inputs },
                     width: part.outputs,
-                    multiply: &|x, y| part.outputs(x, y),
+                    multiply: &|x, y| part.outputs(x, &weight, None, y),
                     weights: &|_| (),
                 };
                 pass.run(group, tokens, chunks, executor)?.0
             }
         };
-        Ok(part.biased(y))
+        if part.bias.is_some() {
+            E::in_f32(&mut y, |y| part.add(part.bias.as_deref(), y));
+        }
+        Ok(y)
     }
 
     /// Gradients from those of the outputs, in their shape, and the same `x` as before. Collective
@@ -405,9 +438,9 @@ impl RowParallelLinear {
     pub fn backward(
         &self,
         group: &mut Communicator,
-        x: &[f32],
-        of_output: &[f32],
-    ) -> Result<LinearGradients, Error> {
+        x: &[E],
+        of_output: &[E],
+    ) -> Result<LinearGradients<E>, Error> {
         let (chunks, executor) = whole();
         self.backward_in_chunks(group, x, of_output, chunks, &executor)
     }
@@ -420,11 +453,11 @@ impl RowParallelLinear {
     pub fn backward_in_chunks(
         &self,
         group: &mut Communicator,
-        x: &[f32],
-        of_output: &[f32],
+        x: &[E],
+        of_output: &[E],
         chunks: TokenChunks,
         executor: &HostExecutor<'_>,
-    ) -> Result<LinearGradients, Error> {
+    ) -> Result<LinearGradients<E>, Error> {
         let (part, pass) = (&self.0, LinearPass::RowBackward);
         let checked = part.callable(group, chunks).and_then(|()| {
             let tokens = part.activations.outside(rows_of("inputs", x.len(), part.inputs)?, part.ranks)?;
@@ -434,10 +467,11 @@ impl RowParallelLinear {
             Ok(tokens) => tokens,
             Err(error) => return Err(refuse(group, part.first_call(pass, chunks), error)),
         };
+        let weight = part.weight::<E>();
         match part.activations {
             Activations::Replicated => {
-                let mut input = vec![0.0; x.len()];
-                part.of_input(of_output, &mut input);
+                let mut input = vec![E::zeroed(); x.len()];
+                part.of_input(of_output, &weight, &mut input);
                 let (weight, bias) = part.of_weights(x, of_output);
                 Ok(LinearGradients { input, weight, bias })
             }
@@ -447,7 +481,7 @@ impl RowParallelLinear {
                     own: Rows { values: of_output, width: part.outputs },
                     all: Rows::NONE,
                     width: part.inputs,
-                    multiply: &|of_output, of_input| part.of_input(of_output, of_input),
+                    multiply: &|of_output, of_input| part.of_input(of_output, &weight, of_input),
                     weights: &|of_output| part.of_weights(x, of_output),
                 };
                 let (input, weights) = pass.run(group, tokens, chunks, executor)?;

@@ -33,6 +33,11 @@
 //! activations lie. Gradients of weights have the bits of the whole layer's, where a rank has more
 //! than 256 of them.
 //!
+//! **Rows.** Rows are `f32`, or bf16 where a layer is made
+//! [`with_rows`](ColumnParallelLinear::with_rows) of it. Then factors of products, rows and their
+//! gradients are bf16, each rounded once from sums in `f32`. Weights and their gradients stay
+//! `f32`.
+//!
 //! **Errors.** A rank whose arguments are wrong says so to the others before anything moves, if the
 //! call communicates: they get [`PeerRefused`](sidelane::error::CallError::PeerRefused), and the
 //! next call works.

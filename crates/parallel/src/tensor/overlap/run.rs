@@ -11,18 +11,19 @@ use sidelane::overlap::{Graph, Handoff, HostExecutor, Node, TokenChunks};
 use super::plan::{LinearPass, Plan, Work};
 use crate::calls::{Calls, reason};
 use crate::check::alike;
+use crate::float::Float;
 
 /// Rows of tokens.
 #[derive(Clone, Copy)]
-pub(in crate::tensor) struct Rows<'a> {
-    pub values: &'a [f32],
+pub(in crate::tensor) struct Rows<'a, E> {
+    pub values: &'a [E],
     /// Elements of a row.
     pub width: usize,
 }
 
-impl Rows<'_> {
+impl<E: Float> Rows<'_, E> {
     /// None at all.
-    pub const NONE: Rows<'static> = Rows { values: &[], width: 1 };
+    pub const NONE: Rows<'static, E> = Rows { values: &[], width: 1 };
 }
 
 /// The call that a pass begins with on every rank.
@@ -33,23 +34,23 @@ pub(in crate::tensor) fn first_call(pass: LinearPass, chunks: TokenChunks) -> Op
 
 /// Rows and products of a pass. A pass that gathers takes rows of this rank's tokens, a pass that
 /// reduces takes rows of all tokens.
-pub(in crate::tensor) struct Pass<'a, W> {
+pub(in crate::tensor) struct Pass<'a, E, W> {
     pub pass: LinearPass,
     /// Rows of this rank's tokens that all ranks gather.
-    pub own: Rows<'a>,
+    pub own: Rows<'a, E>,
     /// Rows of all tokens, whose products are reduced.
-    pub all: Rows<'a>,
+    pub all: Rows<'a, E>,
     /// Elements of a row of products.
     pub width: usize,
     /// Products of rows.
-    pub multiply: &'a (dyn Fn(&[f32], &mut [f32]) + Sync),
+    pub multiply: &'a (dyn Fn(&[E], &mut [E]) + Sync),
     /// Gradients of weights, from the gathered rows of all tokens.
-    pub weights: &'a (dyn Fn(&[f32]) -> W + Sync),
+    pub weights: &'a (dyn Fn(&[E]) -> W + Sync),
 }
 
 /// Memory of a pass on a rank, which its steps use in turn.
-struct Memory<'a, 'g, W> {
-    rows: &'a Pass<'a, W>,
+struct Memory<'a, 'g, E, W> {
+    rows: &'a Pass<'a, E, W>,
     chunks: TokenChunks,
     me: usize,
     ranks: usize,
@@ -58,13 +59,13 @@ struct Memory<'a, 'g, W> {
     pieces: Vec<Range<usize>>,
     calls: Handoff<&'a mut Calls<'g>>,
     /// By chunk: rows of all ranks, and products to reduce.
-    gathered: Vec<Handoff<Vec<f32>>>,
-    products: Vec<Handoff<Vec<f32>>>,
-    results: Handoff<Vec<f32>>,
+    gathered: Vec<Handoff<Vec<E>>>,
+    products: Vec<Handoff<Vec<E>>>,
+    results: Handoff<Vec<E>>,
     weights: Handoff<W>,
 }
 
-impl<W: Send> Pass<'_, W> {
+impl<E: Float, W: Send> Pass<'_, E, W> {
     /// Runs the pass on so many tokens of each rank. Returns products of all tokens, or their sums
     /// of this rank's, and gradients of weights if the pass has them.
     pub fn run(
@@ -73,7 +74,7 @@ impl<W: Send> Pass<'_, W> {
         tokens: usize,
         chunks: TokenChunks,
         executor: &HostExecutor<'_>,
-    ) -> Result<(Vec<f32>, Handoff<W>), Error> {
+    ) -> Result<(Vec<E>, Handoff<W>), Error> {
         let plan = Plan::new(self.pass, chunks);
         let (me, ranks) = (group.rank() as usize, group.size() as usize);
         let mut calls = Calls::new(group, plan.calls());
@@ -96,7 +97,7 @@ impl<W: Send> Pass<'_, W> {
             calls: Handoff::new(&mut calls),
             gathered,
             products,
-            results: Handoff::new(vec![0.0; results * self.width]),
+            results: Handoff::new(vec![E::zeroed(); results * self.width]),
             weights: Handoff::empty(),
         };
         let (mut graph, mut nodes) = (Graph::new(), Vec::<Node>::new());
@@ -112,7 +113,7 @@ impl<W: Send> Pass<'_, W> {
     }
 }
 
-impl<W> Memory<'_, '_, W> {
+impl<E: Float, W> Memory<'_, '_, E, W> {
     fn step(&self, work: Work) -> Result<(), Error> {
         match work {
             Work::Compare => self.call(|group| {
@@ -126,7 +127,7 @@ impl<W> Memory<'_, '_, W> {
             }),
             Work::Multiply(chunk) if self.rows.pass.reduces() => {
                 let rows = self.cut(chunk as usize);
-                let mut products = vec![0.0; rows.len() / self.rows.all.width * self.rows.width];
+                let mut products = vec![E::zeroed(); rows.len() / self.rows.all.width * self.rows.width];
                 (self.rows.multiply)(&rows, &mut products);
                 self.products[chunk as usize].put(products)
             }
@@ -144,7 +145,7 @@ impl<W> Memory<'_, '_, W> {
         let Rows { values, width } = self.rows.own;
         let piece = &self.pieces[chunk];
         let rows = &values[piece.start * width..piece.end * width];
-        let mut all = vec![0.0; self.ranks * rows.len()];
+        let mut all = vec![E::zeroed(); self.ranks * rows.len()];
         self.call(|group| group.all_gather(rows, &mut all))?;
         self.gathered[chunk].put(all)
     }
@@ -177,7 +178,7 @@ impl<W> Memory<'_, '_, W> {
     }
 
     /// Multiplies rows of these tokens of adjacent ranks, and puts the products in their place.
-    fn multiply(&self, rows: &[f32], ranks: Range<usize>, piece: Range<usize>, results: &mut [f32]) {
+    fn multiply(&self, rows: &[E], ranks: Range<usize>, piece: Range<usize>, results: &mut [E]) {
         let width = self.rows.width;
         let place = |rank: usize| (rank * self.tokens + piece.start) * width;
         let len = piece.len() * width;
@@ -185,7 +186,7 @@ impl<W> Memory<'_, '_, W> {
             let results = &mut results[place(ranks.start)..][..ranks.len() * len];
             return (self.rows.multiply)(rows, results);
         }
-        let mut products = vec![0.0; ranks.len() * len];
+        let mut products = vec![E::zeroed(); ranks.len() * len];
         (self.rows.multiply)(rows, &mut products);
         for (nth, rank) in ranks.enumerate() {
             results[place(rank)..][..len].copy_from_slice(&products[nth * len..][..len]);
@@ -193,7 +194,7 @@ impl<W> Memory<'_, '_, W> {
     }
 
     /// Rows of a chunk, of all ranks' tokens.
-    fn cut(&self, chunk: usize) -> Cow<'_, [f32]> {
+    fn cut(&self, chunk: usize) -> Cow<'_, [E]> {
         let Rows { values, width } = self.rows.all;
         let piece = &self.pieces[chunk];
         if piece.len() == self.tokens {
@@ -205,10 +206,10 @@ impl<W> Memory<'_, '_, W> {
     }
 
     /// The gathered rows of all tokens, by rank.
-    fn assemble(&self) -> Result<Vec<f32>, Error> {
+    fn assemble(&self) -> Result<Vec<E>, Error> {
         let width = self.rows.own.width;
         let chunks: Vec<_> = self.gathered.iter().map(Handoff::take).collect::<Result<_, _>>()?;
-        match <[Vec<f32>; 1]>::try_from(chunks) {
+        match <[Vec<E>; 1]>::try_from(chunks) {
             Ok([whole]) => Ok(whole),
             Err(chunks) => Ok((0..self.ranks)
                 .flat_map(|rank| chunks.iter().zip(&self.pieces).map(move |(all, piece)| (rank, all, piece)))
