@@ -1,4 +1,4 @@
-"""Steps of torch's parallel strategies over gloo: DDP, FSDP2, tensor parallel blocks.
+"""Steps of torch's parallel strategies over gloo: DDP, FSDP2, tensor parallel blocks, 1F1B.
 
 A baseline of `cargo bench --bench parallel`, which starts a process for each rank and writes the
 name of a case to its standard input for each step; README.md has the protocol.
@@ -12,10 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 LEARNING_RATE = 1e-4
+MICROBATCHES = 8
 
 
 def values(seed: int, rows: int, columns: int, size: float) -> torch.Tensor:
@@ -96,6 +98,27 @@ class Cases:
                     weight.to_local().sub_(weight.grad.to_local(), alpha=LEARNING_RATE)
                     weight.grad = None
             return loss.item()
+
+        return step
+
+    def pipeline(self):
+        blocks = self.blocks()
+        each = len(blocks) // self.ranks
+        model = nn.Sequential(*blocks[self.rank * each : (self.rank + 1) * each])
+        stage = PipelineStage(model, self.rank, self.ranks, torch.device("cpu"))
+        of_microbatch = lambda y, _target: loss_of(y, self.tokens)
+        schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=of_microbatch, scale_grads=False)
+        is_last = self.rank == self.ranks - 1
+
+        def step() -> float:
+            losses = []
+            inputs = [self.common] if self.rank == 0 else []
+            schedule.step(*inputs, target=self.common if is_last else None, losses=losses)
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight.sub_(weight.grad, alpha=LEARNING_RATE)
+                    weight.grad = None
+            return sum(loss.item() for loss in losses)
 
         return step
 

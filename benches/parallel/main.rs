@@ -1,5 +1,5 @@
-//! Steps of our parallel strategies and of torch's, in turn: DDP, FSDP2 and tensor parallel blocks
-//! over gloo on the CPU.
+//! Steps of our parallel strategies and of torch's, in turn: DDP, FSDP2, tensor parallel blocks and
+//! 1F1B over gloo on the CPU.
 //!
 //! Each side has a process for each rank, and each rank computes on one thread. Processes of the
 //! other side wait for their next line meanwhile:
@@ -25,16 +25,18 @@ const FFN: usize = 1024;
 const BLOCKS: usize = 4;
 /// Of a rank, or of all if each rank has the same.
 const TOKENS: usize = 256;
+const MICROBATCHES: usize = 8;
 const BUCKET_BYTES: usize = 2 << 20;
 const LEARNING_RATE: f32 = 1e-4;
 /// Steps of each side, and those before them that are not timed.
 const ROUNDS: usize = 20;
 const WARM_UP: usize = 3;
-const CASES: [(&str, &str); 4] = [
+const CASES: [(&str, &str); 5] = [
     ("alone", "alone"),
     ("data", "DataParallel, DDP"),
     ("fully-sharded", "FullySharded, FSDP2"),
     ("tensor", "Column and row parallel, DTensor"),
+    ("pipeline", "Pipeline, Schedule1F1B"),
 ];
 
 /// The processes of a side.
@@ -48,7 +50,7 @@ struct Answer {
     time: Duration,
     /// The most that a rank moved.
     bytes: u64,
-    /// By rank.
+    /// By rank; of a pipeline the last one alone has it.
     losses: Vec<f32>,
 }
 

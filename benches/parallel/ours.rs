@@ -8,15 +8,17 @@ use sidelane::World;
 use sidelane::collective::Communicator;
 use sidelane::overlap::HostExecutor;
 use sidelane::rows::{Matrix, product};
+use sidelane_parallel::PipelineError;
 use sidelane_parallel::data::{Adam, DataError, DataParallel, FullySharded, Layout, Sharding};
+use sidelane_parallel::pipeline::{Pass, Pipeline, Schedule, Stage};
 use sidelane_parallel::tensor::{
     Activations, ColumnParallelLinear, LinearShape, RowParallelLinear, cut_columns, cut_rows,
 };
 
-use crate::{BLOCKS, BUCKET_BYTES, FFN, HIDDEN, LEARNING_RATE, TOKENS};
+use crate::{BLOCKS, BUCKET_BYTES, FFN, HIDDEN, LEARNING_RATE, MICROBATCHES, TOKENS};
 
-/// A model, and a step of it: its loss.
-type Step = Box<dyn FnMut(&mut Communicator) -> Result<f32, Box<dyn Error>>>;
+/// A model, and a step of it: its loss, and bytes that moved elsewhere than in the communicator.
+type Step = Box<dyn FnMut(&mut Communicator) -> Result<(f32, u64), Box<dyn Error>>>;
 
 /// Elements of a weight matrix.
 const MATRIX: usize = HIDDEN * FFN;
@@ -62,10 +64,10 @@ fn of_inputs(of_y: &[f32], w: &[f32], inputs: usize, outputs: usize) -> Vec<f32>
     of_x
 }
 
-/// `dy' x`
-fn of_weights(x: &[f32], of_y: &[f32], inputs: usize, outputs: usize, of_w: &mut [f32]) {
+/// `dy' x`, or that added to a gradient.
+fn of_weights(x: &[f32], of_y: &[f32], (inputs, outputs): (usize, usize), add: bool, of_w: &mut [f32]) {
     let rows = x.len() / inputs;
-    product(of_w, Matrix::new(of_y, rows, outputs).transposed(), Matrix::new(x, rows, inputs), false);
+    product(of_w, Matrix::new(of_y, rows, outputs).transposed(), Matrix::new(x, rows, inputs), add);
 }
 
 fn relu(mut h: Vec<f32>) -> Vec<f32> {
@@ -89,11 +91,13 @@ fn loss(y: &[f32]) -> (f32, Vec<f32>) {
 struct Tape {
     x: Vec<Vec<f32>>,
     h: Vec<Vec<f32>>,
+    /// Whether inputs of the first block have gradients: those of a later stage.
+    has_stage_before: bool,
 }
 
 impl Tape {
     fn new(x: &[f32]) -> Tape {
-        Tape { x: vec![x.to_vec()], h: Vec::new() }
+        Tape { x: vec![x.to_vec()], h: Vec::new(), has_stage_before: false }
     }
 
     fn forward(&mut self, block: usize, up: &[f32], down: &[f32]) {
@@ -102,18 +106,21 @@ impl Tape {
         self.h.push(h);
     }
 
-    /// Fills the gradients of both matrices, and returns that of the inputs of all but block 0.
+    /// Fills the gradients of both matrices, or adds to them. Returns that of the inputs, if any
+    /// block needs it.
     fn backward(
         &self,
         block: usize,
         [up, down]: [&[f32]; 2],
         of_y: &[f32],
         [of_up, of_down]: [&mut [f32]; 2],
+        add: bool,
     ) -> Vec<f32> {
-        of_weights(&self.h[block], of_y, FFN, HIDDEN, of_down);
+        of_weights(&self.h[block], of_y, (FFN, HIDDEN), add, of_down);
         let of_h = of_relu(of_inputs(of_y, down, FFN, HIDDEN), &self.h[block]);
-        of_weights(&self.x[block], &of_h, HIDDEN, FFN, of_up);
-        if block == 0 { Vec::new() } else { of_inputs(&of_h, up, HIDDEN, FFN) }
+        of_weights(&self.x[block], &of_h, (HIDDEN, FFN), add, of_up);
+        let is_needed = block > 0 || self.has_stage_before;
+        if is_needed { of_inputs(&of_h, up, HIDDEN, FFN) } else { Vec::new() }
     }
 }
 
@@ -138,14 +145,14 @@ fn data_parallel(group: &mut Communicator, x: Vec<f32>) -> Result<Step, Box<dyn 
             for block in (0..BLOCKS).rev() {
                 let weights = [pass.parameter(2 * block)?, pass.parameter(2 * block + 1)?];
                 let (mut of_up, mut of_down) = (vec![0.0; MATRIX], vec![0.0; MATRIX]);
-                of_y = tape.backward(block, weights, &of_y, [&mut of_up, &mut of_down]);
+                of_y = tape.backward(block, weights, &of_y, [&mut of_up, &mut of_down], false);
                 pass.gradient(2 * block + 1, &of_down)?;
                 pass.gradient(2 * block, &of_up)?;
             }
             Ok(())
         })?;
         model.step(group)?;
-        Ok(loss_of_batch)
+        Ok((loss_of_batch, 0))
     }))
 }
 
@@ -164,11 +171,11 @@ fn fully_sharded(group: &mut Communicator, x: Vec<f32>) -> Result<Step, Box<dyn 
         let (loss, mut of_y) = loss(&tape.x[BLOCKS]);
         model.backward(group, &executor, |block, weights, gradients| {
             let ((up, down), (of_up, of_down)) = (weights.split_at(MATRIX), gradients.split_at_mut(MATRIX));
-            of_y = tape.backward(block, [up, down], &of_y, [of_up, of_down]);
+            of_y = tape.backward(block, [up, down], &of_y, [of_up, of_down], false);
             Ok(())
         })?;
         model.step(group)?;
-        Ok(loss)
+        Ok((loss, 0))
     }))
 }
 
@@ -199,12 +206,98 @@ fn tensor_parallel(group: &mut Communicator, x: Vec<f32>) -> Result<Step, Box<dy
             learn(up.weight_mut(), &of_up.weight);
             of_y = of_up.input;
         }
-        Ok(loss)
+        Ok((loss, 0))
     }))
 }
 
 fn learn(weights: &mut [f32], gradients: &[f32]) {
     weights.iter_mut().zip(gradients).for_each(|(weight, of)| *weight -= LEARNING_RATE * of);
+}
+
+/// Elements of the activations of a microbatch.
+const MICROBATCH: usize = TOKENS / MICROBATCHES * HIDDEN;
+
+/// The blocks of a rank.
+struct Blocks {
+    weights: Vec<[Vec<f32>; 2]>,
+    gradients: Vec<[Vec<f32>; 2]>,
+    /// By microbatch: tapes, and on the last stage gradients of the outputs.
+    kept: Vec<Option<(Tape, Option<Vec<f32>>)>>,
+    /// Inputs of the first stage.
+    x: Vec<f32>,
+    is_last: bool,
+    loss: f32,
+}
+
+impl Stage for Blocks {
+    type Error = PipelineError;
+
+    fn forward(
+        &mut self,
+        microbatch: u32,
+        _: u32,
+        inputs: Option<&[f32]>,
+    ) -> Result<Option<Vec<f32>>, PipelineError> {
+        let nth = microbatch as usize;
+        let mut tape = Tape::new(inputs.unwrap_or(&self.x[nth * MICROBATCH..][..MICROBATCH]));
+        tape.has_stage_before = inputs.is_some();
+        for (block, [up, down]) in self.weights.iter().enumerate() {
+            tape.forward(block, up, down);
+        }
+        let y = tape.x[self.weights.len()].clone();
+        let (loss, of_y) = loss(&y);
+        self.loss += if self.is_last { loss } else { 0.0 };
+        self.kept[nth] = Some((tape, self.is_last.then_some(of_y)));
+        Ok((!self.is_last).then_some(y))
+    }
+
+    fn backward(
+        &mut self,
+        _: Pass,
+        microbatch: u32,
+        _: u32,
+        gradient: Option<&[f32]>,
+    ) -> Result<Option<Vec<f32>>, PipelineError> {
+        let kept = self.kept[microbatch as usize].take();
+        let (tape, of_loss) = kept.ok_or(PipelineError::None { what: "forward pass" })?;
+        let mut of_y = of_loss.or(gradient.map(<[f32]>::to_vec)).unwrap_or_default();
+        let blocks = self.weights.iter().zip(&mut self.gradients).enumerate();
+        for (block, ([up, down], [of_up, of_down])) in blocks.rev() {
+            of_y = tape.backward(block, [up, down], &of_y, [of_up, of_down], true);
+        }
+        Ok((!of_y.is_empty()).then_some(of_y))
+    }
+}
+
+fn pipeline(world: &World) -> Result<Step, Box<dyn Error>> {
+    let (rank, ranks) = (world.rank(), world.size());
+    let plan = Schedule::OneFOneB.plan(ranks, MICROBATCHES as u32)?;
+    let mut pipeline = Pipeline::new(&world.all()?, &plan, MICROBATCH)?;
+    let each = BLOCKS / ranks as usize;
+    let own = rank as usize * each..(rank as usize + 1) * each;
+    let zeros = || [vec![0.0; MATRIX], vec![0.0; MATRIX]];
+    let mut blocks = Blocks {
+        weights: own.map(weights).collect(),
+        gradients: (0..each).map(|_| zeros()).collect(),
+        kept: (0..MICROBATCHES).map(|_| None).collect(),
+        x: values(1000, TOKENS * HIDDEN, 1.0),
+        is_last: rank + 1 == ranks,
+        loss: 0.0,
+    };
+    // Activations to the next stage, and gradients to the one before.
+    let messages = u64::from(rank > 0) + u64::from(rank + 1 < ranks);
+    let bytes = messages * (MICROBATCHES * MICROBATCH * size_of::<f32>()) as u64;
+    Ok(Box::new(move |_| {
+        blocks.loss = 0.0;
+        pipeline.run(&mut blocks)?;
+        for (weights, gradients) in blocks.weights.iter_mut().zip(&mut blocks.gradients) {
+            for (weight, gradient) in weights.iter_mut().zip(gradients) {
+                learn(weight, gradient);
+                gradient.fill(0.0);
+            }
+        }
+        Ok((blocks.loss, bytes))
+    }))
 }
 
 /// Runs steps until standard input ends, and answers each with bytes and the loss.
@@ -223,14 +316,15 @@ pub fn run() -> Result<(), Box<dyn Error>> {
                 "alone" | "data" => data_parallel(group, batch(world.rank()))?,
                 "fully-sharded" => fully_sharded(group, batch(world.rank()))?,
                 "tensor" => tensor_parallel(group, batch(0))?,
+                "pipeline" => pipeline(&world)?,
                 other => return Err(format!("no case {other}").into()),
             };
             models.insert(case.clone(), model);
         }
         group.take_counts();
         let step = models.get_mut(&case).ok_or("no model")?;
-        let loss = step(group)?;
-        println!("{} {loss}", group.take_counts().intra_node_bytes);
+        let (loss, bytes) = step(group)?;
+        println!("{} {loss}", bytes + group.take_counts().intra_node_bytes);
         stdout().flush()?;
     }
     Ok(())
