@@ -3,13 +3,13 @@
 # Run it on an idle machine: trace, layer and plan-bench measure. pxn.svg is drawn by hand, and
 # megatron-loss by a training that needs the Python package, torch and Megatron-core.
 #
-#   docs/pictures.sh [trace|layer|plan-bench|routing|simulate]..       these without a name
+#   docs/pictures.sh [trace|layer|plan|plan-bench|routing|simulate]..       these without a name
 #   SIDELANE_PYTHON=.venv/bin/python docs/pictures.sh megatron-loss
 set -eu
 cd "$(dirname "$0")/.."
 for name in ${*:-trace}; do
     case $name in
-    trace | layer | plan-bench | routing | simulate | megatron-loss) ;;
+    trace | layer | plan | plan-bench | routing | simulate | megatron-loss) ;;
     *) echo "docs/pictures.sh: no picture $name" >&2; exit 2 ;;
     esac
 done
@@ -18,7 +18,7 @@ megatron-loss) ;;
 *) cargo build --release --package sidelane-cli ;;
 esac
 program=${CARGO_TARGET_DIR:-target}/release/sidelane
-for name in ${*:-trace layer plan-bench routing simulate}; do
+for name in ${*:-trace layer plan plan-bench routing simulate}; do
     picture="--svg docs/$name.svg"
     case $name in
     megatron-loss)
@@ -27,6 +27,7 @@ for name in ${*:-trace layer plan-bench routing simulate}; do
         continue
         ;;
     trace) set -- --nodes 2 --ranks-per-node 2 --tokens 512 --out "$(mktemp)" ;;
+    plan) set -- --model llama-3-70b --devices 1024 --tokens 1M --overlap all ;;
     simulate) set -- --nodes 128 --ranks-per-node 8 --model deepseek_v3 --hardware h100-cx7 ;;
     *) set -- ;;
     esac

@@ -15,6 +15,8 @@ fn a_file_that_cannot_be_written_is_named_before_anything_is_measured() {
         "layer --ranks-per-node 1 --json",
         "layer --ranks-per-node 1 --trace-out",
         "layer --ranks-per-node 1 --svg",
+        "plan --json",
+        "plan --svg",
         "plan-bench --svg",
         "routing --json",
         "routing --svg",
@@ -49,6 +51,7 @@ fn one_path_for_two_files_is_refused() {
     for line in [
         "routing --json FILE --svg FILE",
         "routing --json FILE --svg ./FILE",
+        "plan --json FILE --svg FILE",
         "simulate --json FILE --svg FILE",
         "bench --json FILE --trace-out FILE",
         "layer --json FILE --svg FILE",

@@ -12,6 +12,7 @@ mod launch;
 mod layer;
 mod machines;
 mod network;
+mod plan;
 mod program;
 mod put_bench;
 mod refusals;

@@ -3,13 +3,14 @@
 use std::process::{Command, Output};
 
 /// A command line for each command that reports. Those that need a GPU have no driver here.
-const COMMANDS: [&str; 12] = [
+const COMMANDS: [&str; 13] = [
     "bench --nodes 2 --ranks-per-node 1 --tokens 16 --hidden 64 --rounds 2 --sum-order node",
     "collectives --ranks-per-node 2 --sizes 64 --rounds 2",
     "conformance --place host --only gradients",
     "copy-engines --nodes 2 --ranks-per-node 2 --tokens 64",
     "doctor",
     "layer --tokens 48 --hidden 64 --ffn 32 --experts 6 --top-k 2 --token-chunks 5 --rounds 2 --backward",
+    "plan --model olmoe-1b-7b --devices 16 --tokens 1M",
     "plan-bench --ranks 8,16 --tokens 64 --rounds 3",
     "put-bench put-lat --sizes 8,4K --iterations 20",
     "put-bench put-bw --nodes 3 --pairs all --sizes 8 --iterations 20",

@@ -13,10 +13,21 @@ pub struct Curve {
     pub points: Vec<Point>,
 }
 
+/// A region behind the curves, between two numbers across.
+pub struct Band {
+    pub from: f64,
+    pub to: f64,
+    /// Its color: that of the curve with this number.
+    pub color: usize,
+    pub name: &'static str,
+}
+
 /// Curves between logarithmic axes: powers of 2 across, powers of 10 up.
 pub struct Panel<'a> {
     pub title: &'a str,
     pub curves: Vec<Curve>,
+    /// Regions, from left to right.
+    pub bands: Vec<Band>,
     /// Words for marks across, and for those up.
     pub numbers: &'a dyn Fn(u64) -> String,
     pub figures: &'a dyn Fn(f64) -> String,
@@ -74,18 +85,28 @@ const CLASSES: [&str; 12] = ["a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "
 const CURVES: Style = Style {
     light: "\
 .curve { fill: none; stroke-width: 2; stroke-linejoin: round; }
-.a, .g { stroke: #2166c2; } .dot.a, .dot.g { fill: #2166c2; }
-.b, .h { stroke: #0f8a86; } .dot.b, .dot.h { fill: #0f8a86; }
-.c, .i { stroke: #b3541e; } .dot.c, .dot.i { fill: #b3541e; }
-.d, .j { stroke: #8250df; } .dot.d, .dot.j { fill: #8250df; }
-.e, .k { stroke: #c2185b; } .dot.e, .dot.k { fill: #c2185b; }
-.f, .l { stroke: #6b7a00; } .dot.f, .dot.l { fill: #6b7a00; }
+.a, .g { stroke: #2166c2; } .dot.a, .dot.g, .band.a { fill: #2166c2; }
+.b, .h { stroke: #0f8a86; } .dot.b, .dot.h, .band.b { fill: #0f8a86; }
+.c, .i { stroke: #b3541e; } .dot.c, .dot.i, .band.c { fill: #b3541e; }
+.d, .j { stroke: #8250df; } .dot.d, .dot.j, .band.d { fill: #8250df; }
+.e, .k { stroke: #c2185b; } .dot.e, .dot.k, .band.e { fill: #c2185b; }
+.f, .l { stroke: #6b7a00; } .dot.f, .dot.l, .band.f { fill: #6b7a00; }
 .g, .h, .i, .j, .k, .l { stroke-dasharray: 5 3; }
-circle.dot { stroke: none; }",
+circle.dot, rect.band { stroke: none; }
+.band { fill-opacity: 0.14; }",
     dark: "",
 };
 
-impl Panel<'_> {
+impl<'a> Panel<'a> {
+    /// A panel without curves.
+    pub fn new(
+        title: &'a str,
+        numbers: &'a dyn Fn(u64) -> String,
+        figures: &'a dyn Fn(f64) -> String,
+    ) -> Self {
+        Panel { title, curves: Vec::new(), bands: Vec::new(), numbers, figures }
+    }
+
     fn draw(
         &self,
         svg: &mut Svg,
@@ -96,6 +117,14 @@ impl Panel<'_> {
         let across = Scale::of(all.clone().map(|at| at.0), (left, right), f64::log2);
         let up = Scale::of(all.map(|at| at.1), (bottom, top), f64::log10);
         svg.label("", left, top - 12.0, self.title);
+        for Band { from, to, color, name } in &self.bands {
+            let [from, to] = [*from, *to].map(|number| across.at(number).clamp(left, right));
+            let class = format!("band {}", CLASSES[color % CLASSES.len()]);
+            rect(svg, &class, (from, top, to - from, bottom - top), name);
+            if to - from > 6.0 * name.len() as f64 {
+                svg.label("quiet middle", (from + to) / 2.0, top + 14.0, name);
+            }
+        }
         for power in across.powers(((right - left) / 40.0) as i32) {
             let x = across.at(2f64.powi(power));
             svg.line("line", (x, top), (x, bottom));
@@ -281,7 +310,7 @@ pub mod tests {
             let shown = given[..count].iter().map(|&at| Point { at, said: "here".to_owned() });
             let curve = Curve { name: "curve".to_owned(), points: shown.collect() };
             let (numbers, figures) = (&|number: u64| number.to_string(), &|figure: f64| figure.to_string());
-            let panel = Panel { title: "", curves: vec![curve], numbers, figures };
+            let panel = Panel { curves: vec![curve], ..Panel::new("", numbers, figures) };
             let chart = Chart { title: "title", conditions: vec![], panels: vec![panel], alike: false };
             let tags = elements(&chart.draw());
             let line = tags.iter().find(|tag| tag.starts_with("polyline")).unwrap();
@@ -293,6 +322,23 @@ pub mod tests {
             assert!(count < 2 || at[0].0 < at[1].0 && at[0].1 > at[1].1, "{at:?}");
             assert_eq!(tags.iter().filter(|tag| tag.starts_with("circle")).count(), count);
         }
+    }
+
+    #[test]
+    fn bands_lie_next_to_each_other_and_within_the_panel() {
+        let point = |x: f64| Point { at: (x, x), said: String::new() };
+        let curve = Curve { name: "curve".to_owned(), points: vec![point(2.0), point(32.0)] };
+        let band = |from, to| Band { from, to, color: 1, name: "band" };
+        let (numbers, figures) = (&|number: u64| number.to_string(), &|figure: f64| figure.to_string());
+        let bands = vec![band(1.0, 8.0), band(8.0, 45.0)];
+        let panel = Panel { curves: vec![curve], bands, ..Panel::new("", numbers, figures) };
+        let chart = Chart { title: "title", conditions: vec![], panels: vec![panel], alike: false };
+        let tags = elements(&chart.draw());
+        let bands: Vec<_> = tags.iter().filter(|tag| tag.contains("band b")).collect();
+        let ends: Vec<_> =
+            bands.iter().map(|tag| (number(tag, "x"), number(tag, "x") + number(tag, "width"))).collect();
+        assert_eq!((ends.len(), ends[0].0, ends[1].1), (2, LABELS, WIDTH - 16.0));
+        assert!((ends[0].1 - ends[1].0).abs() < 0.02, "{ends:?}");
     }
 
     #[test]

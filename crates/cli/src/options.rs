@@ -1,8 +1,12 @@
 //! Options that several commands have, each in one place: placement of ranks, decisions of a
 //! router, and values of options.
 
+use std::fmt;
+use std::str::FromStr;
+
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
+use sidelane_model::time::Hardware;
 
 use crate::commands::doctor::{Root, available_memory};
 use crate::commands::launch::node_sizes;
@@ -116,6 +120,48 @@ fn fits(what: &str, needed: u64, available: Option<u64>, options: &str) -> Resul
     Err(usage!("{what} need {needed} of memory, and {available} are available: lower {options}"))
 }
 
+/// A machine that is known, or a file that describes one.
+pub fn hardware(name: &str) -> Result<Hardware, CliError> {
+    if let Ok(known) = name.parse() {
+        return Ok(known);
+    }
+    let text = std::fs::read_to_string(name).map_err(|source| {
+        usage!(
+            "--hardware {name} is neither a machine known here ({}) nor a file that can be read: {source}",
+            Hardware::NAMES.join(", ")
+        )
+    })?;
+    serde_json::from_str(&text).map_err(|source| usage!("{name:?} describes no machine: {source}"))
+}
+
+/// A number as it is written and shown: `8`, `4K`, `1M`, `1000`. Suffixes are powers of 1024.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Scaled(pub u64);
+
+const UNITS: [(u32, &str); 3] = [(30, "G"), (20, "M"), (10, "K")];
+
+impl FromStr for Scaled {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let none = || format!("{text:?} is no number, alone or with K, M or G");
+        let upper = text.trim().to_ascii_uppercase();
+        let unit = UNITS.into_iter().find_map(|(shift, unit)| Some((shift, upper.strip_suffix(unit)?)));
+        let (shift, digits) = unit.unwrap_or((0, &upper));
+        let number = digits.parse::<u64>().ok().and_then(|number| number.checked_mul(1 << shift));
+        number.map(Scaled).ok_or_else(none)
+    }
+}
+
+impl fmt::Display for Scaled {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match UNITS.into_iter().find(|(shift, _)| self.0 > 0 && self.0.trailing_zeros() >= *shift) {
+            Some((shift, unit)) => write!(f, "{}{unit}", self.0 >> shift),
+            None => self.0.fmt(f),
+        }
+    }
+}
+
 /// A number above 0 and up to this one.
 pub fn up_to(most: f64) -> impl Fn(&str) -> Result<f64, String> + Clone {
     move |text| {
@@ -142,6 +188,17 @@ where
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn sizes_are_shown_as_they_are_written() {
+        for (number, text) in
+            [(8, "8"), (4096, "4K"), (3 << 20, "3M"), (1000, "1000"), (1 << 30, "1G"), (0, "0")]
+        {
+            assert_eq!((Scaled(number).to_string(), text.parse()), (text.to_owned(), Ok(Scaled(number))));
+        }
+        assert_eq!("4k".parse(), Ok(Scaled(4096)));
+        assert!("99999999999G".parse::<Scaled>().is_err());
+    }
 
     #[test]
     fn a_need_beyond_what_is_available_is_stated_with_both_and_what_lowers_it() {

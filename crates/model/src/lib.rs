@@ -1,9 +1,11 @@
 //! Predictions about the schedules in [`sidelane_core::schedule`]: how long they take on hardware
-//! that a file describes ([`time`]), and their requests to copy engines ([`CopyEngineWork`]). And
-//! about routers: loads by their decisions ([`Loads`]), and what a capacity drops ([`Dropped`]).
+//! that a file describes ([`time`]), and their requests to copy engines ([`CopyEngineWork`]). About
+//! routers: loads by their decisions ([`Loads`]), and what a capacity drops ([`Dropped`]). About
+//! whole models: the meshes of devices that train one fastest ([`parallel`]).
 
 mod copy_engine_work;
 mod expert_load;
+pub mod parallel;
 pub mod time;
 
 pub use copy_engine_work::{CopyEngineWork, RankDispatches};

@@ -8,6 +8,7 @@ pub mod doctor;
 mod gpu_check;
 pub mod launch;
 mod layer;
+mod plan;
 mod plan_bench;
 mod put_bench;
 mod routing;
@@ -55,11 +56,12 @@ commands! {
     PutBench: put_bench::PutBenchArgs,
     // Operations of ranks, and their times.
     Trace: trace::TraceArgs,
-    // Models: load of ranks and copy engines by routers, predicted times, cost of operands.
+    // Models: load of ranks and copy engines by routers, predicted times, cost of operands, meshes.
     Routing: routing::RoutingArgs,
     CopyEngines: copy_engines::CopyEnginesArgs,
     Simulate: simulate::SimulateArgs,
     PlanBench: plan_bench::PlanBenchArgs,
+    Plan: plan::PlanArgs,
     // Tools: ranks, the machine, the features, a GPU.
     Launch: launch::LaunchArgs,
     Doctor: doctor::DoctorArgs,

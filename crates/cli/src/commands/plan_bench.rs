@@ -251,9 +251,9 @@ fn draw(args: &PlanBenchArgs, rows: &[Row]) -> String {
     let PlanBenchArgs { tokens, top_k, layout, ranks_per_node, .. } = args;
     let conditions =
         format!("{tokens} tokens, top-{top_k}, {}, nodes of {ranks_per_node} ranks", layout.name());
-    let times = Panel { title: "time", curves: curves(Cost::together, &time), numbers, figures: &time };
+    let times = Panel { curves: curves(Cost::together, &time), ..Panel::new("time", numbers, &time) };
     let curves = curves(|cost| cost.bytes as f64, &bytes);
-    let memory = Panel { title: "memory of the tables", curves, numbers, figures: &bytes };
+    let memory = Panel { curves, ..Panel::new("memory of the tables", numbers, &bytes) };
     let title = "What a rank's operands cost, by number of ranks";
     Chart { title, conditions: vec![conditions], panels: vec![times, memory], alike: false }.draw()
 }

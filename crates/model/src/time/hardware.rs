@@ -42,6 +42,9 @@ pub struct Hardware {
     pub compute: Compute,
     /// Planning and flags.
     pub host: Host,
+    /// Limits of one device, for rooflines of whole models. A file without them times calls alone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub peaks: Option<Peaks>,
     /// Sources of the figures. One without is assumed.
     #[serde(default)]
     pub sources: Vec<Source>,
@@ -193,6 +196,16 @@ pub struct Host {
     pub per_bin: u64,
 }
 
+/// Limits of one device: published peaks, which no program exceeds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Peaks {
+    /// Products of dense bf16 matrices, in 10^12 operations a second.
+    pub tflops: u32,
+    /// Memory of the device.
+    pub memory_bytes: u64,
+}
+
 /// A name that no machine has here.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("`{seen}` is no machine known here: {}", Hardware::NAMES.join(", "))]
@@ -258,7 +271,7 @@ impl Hardware {
     /// # Errors
     /// [`PlanError::BadParameter`] with the first figure that is not so.
     pub fn check(&self) -> Result<(), PlanError> {
-        let Hardware { engines, link, nic, compute, host, .. } = self;
+        let Hardware { engines, link, nic, compute, host, peaks, .. } = self;
         let (mut divide, mut prices) = (Vec::new(), Vec::new());
         for (place, steps) in
             [("engines.peer", &engines.peer), ("engines.own", &engines.own), ("engines.host", &engines.host)]
@@ -279,6 +292,9 @@ impl Hardware {
             ("nic.message_bytes", nic.message_bytes),
             ("compute.rate", compute.rate),
         ]);
+        if let Some(Peaks { tflops, memory_bytes }) = *peaks {
+            divide.extend([("peaks.tflops", tflops.into()), ("peaks.memory_bytes", memory_bytes)]);
+        }
         prices.extend([
             ("engines.per_batch", engines.per_batch),
             ("engines.per_word", engines.per_word),

@@ -46,7 +46,8 @@ mod tasks;
 mod tests;
 
 pub use hardware::{
-    Compute, CopyCost, Engines, Executor, Hardware, Host, Link, NicModel, Place, Source, UnknownHardware,
+    Compute, CopyCost, Engines, Executor, Hardware, Host, Link, NicModel, Peaks, Place, Source,
+    UnknownHardware,
 };
 pub use placement::{Case, Placed};
 pub use slots::slots;

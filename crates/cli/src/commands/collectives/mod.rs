@@ -21,11 +21,11 @@ use sidelane::{Group, Window};
 
 use crate::baselines::{BaselinePass, BaselineReport, Field, Folder, Programs, Unavailable, compared};
 use crate::commands::launch::MachineArgs;
-use crate::commands::put_bench::{Bytes, Sizes};
+use crate::commands::put_bench::Sizes;
 use crate::error::{CliError, usage};
 use crate::frame::{self, Command};
 use crate::machines::{Hosts, Machines};
-use crate::options::{NodeArgs, at_least_one};
+use crate::options::{NodeArgs, Scaled, at_least_one};
 use crate::ranks::{self, Assignment, Files, RankMemory};
 use crate::stats::{Laps, Summary, summary};
 use crate::table::{self, time};
@@ -267,7 +267,7 @@ impl frame::Report for Report {
             rows,
             &[
                 ("operation", &|(ours, _)| ours.run.operation.name()),
-                ("size", &|(ours, _)| Bytes(ours.run.bytes).to_string()),
+                ("size", &|(ours, _)| Scaled(ours.run.bytes).to_string()),
                 ("p50", &|(ours, _)| time(ours.timing.p50_us)),
                 ("max", &|(ours, _)| time(ours.timing.max_us)),
                 ("baseline", &|(_, theirs)| of(theirs, |theirs| theirs.version.clone())),

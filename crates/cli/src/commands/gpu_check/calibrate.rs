@@ -52,6 +52,9 @@ pub fn hardware(report: &Report) -> Result<Hardware, CliError> {
     }
     let mut hardware: Hardware = REST.parse().expect("a machine that is known");
     hardware.name = report.driver.name.clone();
+    // Those of an H100: nothing here says what this GPU has.
+    hardware.peaks = None;
+    hardware.sources.retain(|known| !known.figures.iter().any(|figure| figure == "peaks"));
     let engines = &mut hardware.engines;
     (engines.host, engines.own) = (to_host, on_gpu);
     (engines.per_batch, engines.per_list) = (ns(alone - together), ns(one - listed));

@@ -5,13 +5,13 @@ use std::fmt::Write;
 use serde::{Deserialize, Serialize};
 
 use super::measure::Found;
-use super::{Bytes, Run, Test};
+use super::{Run, Test};
 use crate::baselines::Unavailable;
 use crate::chart::{Chart, Curve, Panel, Point};
 use crate::commands::launch::shape_words;
 use crate::frame;
 use crate::machines::Hosts;
-use crate::options::word;
+use crate::options::{Scaled, word};
 use crate::stats::{Ratio, Summary, ratio_of_medians, summary};
 use crate::table::{self, Column};
 
@@ -161,7 +161,7 @@ fn beside(report: &Report) -> String {
         let table = table::of(
             others,
             &[
-                ("bytes", &|(bytes, _)| Bytes(*bytes).to_string()),
+                ("bytes", &|(bytes, _)| Scaled(*bytes).to_string()),
                 ("beside", &|(_, other)| other.name.clone()),
                 ("turns", &|(_, other)| other.ours_us.len().to_string()),
                 ("theirs [us]", &|(_, other)| p50(&other.theirs_us)),
@@ -202,7 +202,7 @@ fn figures(report: &Report) -> String {
     let (latency, copied) = (report.config.test.is_latency(), runs().any(|run| memcpy(run).is_some()));
     // Whether a column is there, and the column.
     let columns: [(bool, Column<'_, &RunReport>); 12] = [
-        (true, ("bytes", &|run| Bytes(run.run.bytes).to_string())),
+        (true, ("bytes", &|run| Scaled(run.run.bytes).to_string())),
         (true, (if latency { "iterations" } else { "puts" }, &|run| run.run.iterations.to_string())),
         (latency, ("min [us]", &|run| of(run.latency.map(|seen| seen.min_us)))),
         (latency, ("typical [us]", &|run| of(run.latency.map(|seen| seen.p50_us)))),
@@ -229,7 +229,7 @@ fn matrices(report: &Report) -> String {
     let runs = report.pairs.first().map_or(0, |pair| pair.runs.len());
     let matrices = (0..runs).map(|nth| {
         let bytes = report.pairs[0].runs[nth].run.bytes;
-        let size = if bytes == 0 { String::new() } else { format!(", {} bytes", Bytes(bytes)) };
+        let size = if bytes == 0 { String::new() } else { format!(", {} bytes", Scaled(bytes)) };
         format!("{what}{size}; rows: from, columns: to\n\n{}", matrix(report, nth))
     });
     matrices.collect::<Vec<_>>().join("\n\n")
@@ -263,8 +263,8 @@ pub fn draw(report: &Report) -> String {
         let reason = table::because(lane_reason);
         format!("rank {} and rank {} · lane {lane}{reason} · {unit} by bytes of a put", from.rank, to.rank)
     }));
-    let (numbers, figures) = (&|bytes| Bytes(bytes).to_string(), &|figure| format!("{figure} {unit}"));
-    let panels = vec![Panel { title: "", curves: curves(report), numbers, figures }];
+    let (numbers, figures) = (&|bytes| Scaled(bytes).to_string(), &|figure| format!("{figure} {unit}"));
+    let panels = vec![Panel { curves: curves(report), ..Panel::new("", numbers, figures) }];
     let title = format!("{}: {}", word(test), test.title());
     Chart { title: &title, conditions, panels, alike: false }.draw()
 }
@@ -276,7 +276,7 @@ fn curves(report: &Report) -> Vec<Curve> {
         points.sort_by_key(|&(bytes, _)| bytes);
         let said = |(bytes, figure)| Point {
             at: (bytes as f64, figure),
-            said: format!("{} bytes: {name} {figure:.2}", Bytes(bytes)),
+            said: format!("{} bytes: {name} {figure:.2}", Scaled(bytes)),
         };
         Curve { name: name.to_owned(), points: points.into_iter().map(said).collect() }
     };

@@ -103,6 +103,7 @@ pub fn measure() -> Result<Hardware, CliError> {
             place: ps(place),
             per_bin: ps(per_bin),
         },
+        peaks: None,
         sources: sources(),
     })
 }

@@ -29,7 +29,7 @@ use sidelane_model::time::{Case, Executor, Hardware, Placed, Timing, slots};
 use crate::commands::bench::RowType;
 use crate::error::{CliError, usage};
 use crate::frame::{self, Command};
-use crate::options::{at_most, one_of};
+use crate::options::{at_most, hardware, one_of};
 use crate::routing_source::{Routed, Router, Share, Source};
 use crate::table;
 
@@ -404,19 +404,6 @@ fn no_option_of_slots(args: &SimulateArgs) -> Option<&'static str> {
     ];
     let slots = args.mode == ReceiveKind::Slots;
     given.into_iter().find(|&(_, given)| slots && given).map(|(option, _)| option)
-}
-
-fn hardware(name: &str) -> Result<Hardware, CliError> {
-    if let Ok(known) = name.parse() {
-        return Ok(known);
-    }
-    let text = std::fs::read_to_string(name).map_err(|source| {
-        usage!(
-            "--hardware {name} is neither a machine known here ({}) nor a file that can be read: {source}",
-            Hardware::NAMES.join(", ")
-        )
-    })?;
-    serde_json::from_str(&text).map_err(|source| usage!("{name:?} describes no machine: {source}"))
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -229,7 +229,7 @@ pub fn draw(report: &Report) -> String {
     };
     let panel = |title, ns: fn(&Timed) -> u64| {
         let curves = names.iter().map(|&of| Curve { name: of.to_owned(), points: points(of, ns) }).collect();
-        Panel { title, curves, numbers: &|ranks| ranks.to_string(), figures: &time }
+        Panel { curves, ..Panel::new(title, &|ranks| ranks.to_string(), &time) }
     };
     let Conditions { hidden, dtype, ranks_per_node, .. } = &report.config;
     let rows = format!(

@@ -1,0 +1,153 @@
+//! Times of dispatch and combine, by the time model.
+//!
+//! A search asks for many sizes of few groups. So each group is timed at two numbers of tokens, and
+//! a line goes through both: bytes and prices grow with tokens, and waits for other ranks do not.
+
+use std::collections::BTreeMap;
+
+use sidelane_core::error::PlanError;
+use sidelane_core::gate::{Pattern, synthetic};
+use sidelane_core::plan::{ExpertMap, RowLayout, SumOrder};
+use sidelane_core::topology::Route;
+
+use super::mesh::Span;
+use super::transformer::Experts;
+use crate::time::{Case, Executor, Hardware, Placed};
+
+/// Tokens of a rank at which groups are timed.
+const TIMED: [u32; 2] = [256, 1024];
+/// Parts of a block on its way to a relay, as everywhere in the library.
+const PARTS: u8 = 4;
+
+/// One layer's dispatch and combine, and their gradients.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(super) struct LayerTransfers {
+    pub forward_s: f64,
+    pub backward_s: f64,
+    /// Bytes that a rank sends to others, or pulls from them.
+    pub forward_bytes: f64,
+    pub backward_bytes: f64,
+}
+
+impl LayerTransfers {
+    fn each(of: impl Fn(fn(&LayerTransfers) -> f64) -> f64) -> Self {
+        LayerTransfers {
+            forward_s: of(|of| of.forward_s),
+            backward_s: of(|of| of.backward_s),
+            forward_bytes: of(|of| of.forward_bytes),
+            backward_bytes: of(|of| of.backward_bytes),
+        }
+    }
+
+    /// All of a number of layers and microbatches.
+    pub fn times(self, factor: f64) -> Self {
+        LayerTransfers::each(|of| of(&self) * factor)
+    }
+}
+
+/// LayerTransfers by tokens of a rank: those of both points of [`TIMED`].
+type Line = [LayerTransfers; 2];
+
+/// Times of groups that have been asked for.
+#[derive(Debug)]
+pub(super) struct DispatchTimes<'h> {
+    hardware: &'h Hardware,
+    hidden: u32,
+    lines: BTreeMap<(u32, u32), Line>,
+}
+
+impl<'h> DispatchTimes<'h> {
+    /// For rows of so many bf16 elements.
+    pub fn new(hardware: &'h Hardware, hidden: u32) -> Self {
+        DispatchTimes { hardware, hidden, lines: BTreeMap::new() }
+    }
+
+    /// A layer's transfers, each rank with so many tokens.
+    ///
+    /// # Errors
+    /// Those of [`Placed::new`].
+    pub fn of(&mut self, experts: &Experts, group: Span, tokens: f64) -> Result<LayerTransfers, PlanError> {
+        let key = (group.size, group.local);
+        let line = match self.lines.get(&key) {
+            Some(line) => *line,
+            None => {
+                let [few, many] = TIMED.map(|tokens| self.timed(experts, group, tokens));
+                let line = [few?, many?];
+                self.lines.insert(key, line);
+                line
+            }
+        };
+        let [from, to] = TIMED.map(f64::from);
+        Ok(LayerTransfers::each(|of| {
+            let [few, many] = [of(&line[0]), of(&line[1])];
+            (few + (many - few) * (tokens - from) / (to - from)).max(0.0)
+        }))
+    }
+
+    /// The route whose forward calls are faster, by rank-major rows and uniform routing.
+    fn timed(&self, experts: &Experts, group: Span, tokens: u32) -> Result<LayerTransfers, PlanError> {
+        let map = ExpertMap::contiguous(experts.count, group.size)?;
+        // One node stands for all where ranks do not share cores.
+        let drawn = if self.hardware.executor == Executor::Host { group.size } else { group.local };
+        let draw = |rank| synthetic(Pattern::Uniform, experts.count, experts.top_k, tokens, 0, rank);
+        let routings = (0..drawn).map(draw).collect::<Result<Vec<_>, _>>()?;
+        let row_bytes = u64::from(self.hidden) * 2;
+        let routes = if group.nodes() > 1 { &Route::ALL[..] } else { &[Route::Direct] };
+        let mut best: Option<LayerTransfers> = None;
+        for &route in routes {
+            let case = Case {
+                nodes: group.nodes(),
+                map: &map,
+                routings: &routings,
+                layout: RowLayout::RankMajor,
+                route,
+                order: SumOrder::Expert,
+                chunks: PARTS,
+                row_bytes,
+                home_bytes: row_bytes,
+                partial_bytes: 2 * row_bytes,
+                notes: true,
+            };
+            let placed = Placed::new(&case, self.hardware)?;
+            let calls = [placed.dispatch(), placed.combine(), placed.combine_backward()];
+            let [dispatch, combine, gradient] = calls.each_ref().map(|call| call.ns as f64 / 1e9);
+            let [sent, pulled, returned] = calls.each_ref().map(|call| {
+                let all = call.total.intra_node_bytes + call.total.loaded_bytes + call.total.inter_node_bytes;
+                all as f64 / f64::from(call.simulated_ranks)
+            });
+            let found = LayerTransfers {
+                forward_s: dispatch + combine,
+                backward_s: gradient + combine,
+                forward_bytes: sent + pulled,
+                backward_bytes: returned + pulled,
+            };
+            if best.is_none_or(|best| found.forward_s < best.forward_s) {
+                best = Some(found);
+            }
+        }
+        Ok(best.unwrap_or_default())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn line_through_two_points_meets_the_time_model_at_others() {
+        let hardware: Hardware = "h100-cx7".parse().unwrap();
+        let experts = Experts { count: 64, top_k: 8, ffn: 1024, shared_ffn: 0, dense_layers: 0 };
+        let mut times = DispatchTimes::new(&hardware, 2048);
+        for group in [Span { size: 8, local: 8 }, Span { size: 16, local: 8 }] {
+            for tokens in [600, 1024, 4096] {
+                let line = times.of(&experts, group, tokens.into()).unwrap();
+                let timed = times.timed(&experts, group, tokens).unwrap();
+                let figures = |of: LayerTransfers| [of.forward_s, of.backward_s, of.forward_bytes];
+                for (line, timed) in figures(line).into_iter().zip(figures(timed)) {
+                    assert!((line / timed - 1.0).abs() < 0.05, "{group:?}, {tokens} tokens: {line} {timed}");
+                }
+            }
+        }
+        assert_eq!(times.lines.len(), 2, "each group is timed once");
+    }
+}

@@ -1,0 +1,95 @@
+//! `sidelane plan` as a user sees it: meshes, files and refusals.
+
+use std::fs;
+
+use serde_json::Value;
+
+use crate::program::{assert_words, report, run, sidelane};
+
+const SMALL: &str = "plan --model olmoe-1b-7b --devices 16 --tokens 1M";
+
+fn meshes(report: &Value) -> &Vec<Value> {
+    report["meshes"].as_array().unwrap()
+}
+
+#[test]
+fn meshes_fill_the_devices_and_the_fastest_is_first() {
+    let report = report(&format!("{SMALL} --top 1000"));
+    let meshes = meshes(&report);
+    assert_eq!(meshes.len() as u64, report["fitting_shapes"].as_u64().unwrap());
+    let size = |mesh: &Value, name: &str| mesh[name].as_u64().unwrap();
+    for mesh in meshes {
+        let devices: u64 = ["pp", "dp", "cp", "tp"].iter().map(|name| size(mesh, name)).product();
+        assert_eq!((devices, devices / size(mesh, "pp") % size(mesh, "ep")), (16, 0), "{mesh}");
+        assert!(size(mesh, "memory_bytes") <= report["hardware"]["memory_bytes"].as_u64().unwrap());
+    }
+    let times: Vec<_> = meshes.iter().map(|mesh| mesh["step"]["step_s"].as_f64().unwrap()).collect();
+    assert!(times.len() > 20 && times.is_sorted_by(|a, b| *a <= b * (1.0 + 1e-9)), "{times:?}");
+}
+
+#[test]
+fn table_names_the_best_meshes_their_parts_and_the_rules() {
+    let told = run(&mut sidelane(&format!("{SMALL} --top 3"))).well();
+    let words =
+        ["6.9 billion parameters, 1.3 billion for a token", "binds below", "3 of ", "expert", "not measured"];
+    assert_words(&told, &words);
+    let widest = told.lines().skip_while(|line| !line.contains("zero")).take(5);
+    assert!(widest.into_iter().all(|line| line.chars().count() <= 80), "{told}");
+    let dense =
+        run(&mut sidelane("plan --model llama-2-13b --hardware tpu-v5p --devices 4096 --tokens 3M")).well();
+    assert_words(&dense, &["FSDP 1024 x tensor 4", "below 850 tokens a device", "below 235 tokens a device"]);
+}
+
+#[test]
+fn given_dimensions_are_those_of_every_mesh() {
+    let report = report(&format!("{SMALL} --tp 2 --ep 8 --recompute --precision f32"));
+    assert!(!meshes(&report).is_empty());
+    assert!(meshes(&report).iter().all(|mesh| mesh["tp"] == 2 && mesh["ep"] == 8), "{report}");
+}
+
+#[test]
+fn a_model_may_be_a_configuration_and_what_is_wrong_in_it_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("config.json");
+    let line = format!("plan --devices 8 --tokens 64K --model {}", file.display());
+    fs::write(
+        &file,
+        r#"{"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 8,
+        "vocab_size": 32000, "rope_theta": 10000.0}"#,
+    )
+    .unwrap();
+    let known = report(&line);
+    assert_eq!((&known["model"]["experts"], known["model"]["layers"].as_u64()), (&Value::Null, Some(8)));
+    fs::write(&file, r#"{"hidden_size": 512, "num_attention_heads": 0}"#).unwrap();
+    run(&mut sidelane(&line)).refused(&["config.json", "num_attention_heads = 0"]);
+    fs::write(&file, "no model").unwrap();
+    run(&mut sidelane(&line)).refused(&["describes no model: not JSON"]);
+}
+
+#[test]
+fn hardware_of_a_file_needs_peaks() {
+    let mut hardware = report("simulate --nodes 1 --ranks-per-node 2 --tokens 8")["hardware"].take();
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("machine.json");
+    let line = format!("{SMALL} --hardware {}", file.display());
+    let mut told = |change: fn(&mut Value)| {
+        change(&mut hardware);
+        fs::write(&file, hardware.to_string()).unwrap();
+        run(&mut sidelane(&line))
+    };
+    told(|hardware| hardware["peaks"]["tflops"] = 400.into()).well();
+    told(|hardware| hardware["peaks"]["tflops"] = 0.into()).refused(&["peaks.tflops = 0"]);
+    told(|hardware| hardware["peaks"] = Value::Null).refused(&["no `peaks` (tflops, memory_bytes)"]);
+}
+
+#[test]
+fn picture_has_a_region_for_each_part_that_binds() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("plan.svg");
+    let line = "plan --model llama-3-70b --devices 1024 --overlap all --svg";
+    run(sidelane(line).arg(&file)).well();
+    let picture = fs::read_to_string(&file).unwrap();
+    assert!(picture.starts_with("<svg"));
+    assert_words(&picture, &["prefers-color-scheme: dark", ">compute</title>", ">data, tensor</text>"]);
+    assert!(picture.matches("class=\"band ").count() > 1);
+}
