@@ -7,6 +7,7 @@ mod data;
 mod embedding;
 mod linear;
 mod linear_in_chunks;
+mod memory;
 mod mesh;
 mod messages;
 mod microbatches;

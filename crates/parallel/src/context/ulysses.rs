@@ -125,9 +125,25 @@ impl<E: Float> UlyssesAttention<E> {
             sent.extend_from_slice(&value[self.kv_heads(token, rank)]);
         }
 
-        let received = exchange(group, &sent)?;
+        let (query, block) = self.apart(exchange(group, sent)?);
+        let mut attended = Attended::new(self.local, query);
+        attended.see(block.as_slices(), self.visible(tokens));
+
+        let received = exchange(group, E::rounded(attended.finish()))?;
+        let mut output = vec![E::zeroed(); tokens * self.shape.query_width()];
+        for ((rank, token), row) in self.places(tokens).zip(received.chunks_exact(self.local.query_width())) {
+            output[self.query_heads(token, rank)].copy_from_slice(row);
+        }
+        Ok((output, UlyssesTape { attention: *self, attended, block }))
+    }
+
+    /// Queries, keys and values of all tokens out of the rows of an all-to-all.
+    fn apart(&self, received: Vec<E>) -> (Vec<f32>, Block<Vec<f32>>) {
         let received = E::widened(&received);
-        let (mut query, mut block) = (Vec::new(), Block { key: Vec::new(), value: Vec::new() });
+        let tokens = received.len() / self.local_width();
+        let room = |width: usize| Vec::with_capacity(tokens * width);
+        let mut query = room(self.local.query_width());
+        let mut block = Block { key: room(self.local.kv_width()), value: room(self.local.kv_width()) };
         for row in received.chunks_exact(self.local_width()) {
             let (of_query, of_block) = row.split_at(self.local.query_width());
             let (of_key, of_value) = of_block.split_at(self.local.kv_width());
@@ -135,15 +151,7 @@ impl<E: Float> UlyssesAttention<E> {
             block.key.extend_from_slice(of_key);
             block.value.extend_from_slice(of_value);
         }
-        let mut attended = Attended::new(self.local, query);
-        attended.see(block.as_slices(), self.visible(tokens));
-
-        let received = exchange(group, &E::rounded(attended.finish()))?;
-        let mut output = vec![E::zeroed(); tokens * self.shape.query_width()];
-        for ((rank, token), row) in self.places(tokens).zip(received.chunks_exact(self.local.query_width())) {
-            output[self.query_heads(token, rank)].copy_from_slice(row);
-        }
-        Ok((output, UlyssesTape { attention: *self, attended, block }))
+        (query, block)
     }
 
     /// Ranks, and for each the tokens of a rank: the order of rows in an all-to-all.
@@ -201,7 +209,7 @@ impl<E: Float> UlyssesTape<E> {
             sent.extend_from_slice(&of_output[attention.query_heads(token, rank)]);
         }
 
-        let received = exchange(group, &sent)?;
+        let received = exchange(group, sent)?;
         let received = E::widened(&received);
         let of_output = self.attended.output_gradients(&received);
         let mut of_query = vec![0.0; self.attended.len()];
@@ -218,7 +226,7 @@ impl<E: Float> UlyssesTape<E> {
             sent.extend_from_slice(of_value);
         }
 
-        let received = exchange(group, &E::rounded(sent))?;
+        let received = exchange(group, E::rounded(sent))?;
         let received = E::widened(&received);
         let zeros = |width: usize| vec![0.0; tokens * width];
         let (query, key) = (zeros(shape.query_width()), zeros(shape.kv_width()));
@@ -238,10 +246,10 @@ impl<E: Float> UlyssesTape<E> {
     }
 }
 
-/// An all-to-all of equal parts.
-fn exchange<E: Float>(group: &mut Communicator, sent: &[E]) -> Result<Vec<E>, Error> {
+/// An all-to-all of equal parts, which are not kept.
+fn exchange<E: Float>(group: &mut Communicator, sent: Vec<E>) -> Result<Vec<E>, Error> {
     let mut received = vec![E::zeroed(); sent.len()];
-    group.all_to_all(sent, &mut received)?;
+    group.all_to_all(&sent, &mut received)?;
     Ok(received)
 }
 
