@@ -22,6 +22,7 @@ pub mod error;
 pub mod growth;
 pub mod layer;
 mod members;
+pub mod mesh;
 pub mod model;
 pub mod moe;
 pub mod optimizer;

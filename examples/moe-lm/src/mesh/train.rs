@@ -1,0 +1,324 @@
+//! Steps of a rank of a mesh.
+//!
+//! ```text
+//!   step     windows of this rank's part of the batch, in microbatches
+//!            Pipeline::run     passes of its stage, in the order of the schedule
+//!            loss              from the last stage to all
+//!            Optimizer::step   of each kind of tensors, over the ranks that have the same ones
+//! ```
+//!
+//! **Scales.** A rank's loss is the mean over its own tokens of a step, and data parallelism takes
+//! means over ranks. Tensor parallel ranks share the tokens of a rank, so their gradients of whole
+//! tensors are `tp` parts of one sum. The gradient of an expert is a sum over the `ep` ranks whose
+//! rows came to it. So these two are multiplied by `tp`, and by `tp / ep`.
+//!
+//! **Reference.** One process plays a batch in parts, microbatch by microbatch and part by part. It
+//! adds the gradients of each part by themselves, and the parts by ascending number: in the order of
+//! data parallel ranks. The gradient of an expert is one product over the rows of the parts that
+//! share it ([`InTurn`](crate::reference)), as on the rank that has it.
+
+use std::collections::HashMap;
+
+use sidelane::World;
+use sidelane::collective::Communicator;
+use sidelane_parallel::pipeline::{Pipeline, Plan};
+
+use super::groups::Groups;
+use super::optimizer::Optimizer;
+use super::stage::Stage;
+use super::strategy::{Sizes, Strategy};
+use super::tensors::{Sections, Tensor, part, tensors_of};
+use crate::batches::{Batches, Windows};
+use crate::error::{Error, Result};
+use crate::settings::Settings;
+use crate::trainer::History;
+use crate::weights::Weights;
+
+/// Bytes that a rank put into memory of ranks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+pub struct Moved {
+    /// Of its node, itself included.
+    pub intra_node_bytes: u64,
+    /// Of other nodes.
+    pub inter_node_bytes: u64,
+}
+
+/// Bytes that a rank sent in a step, by the dimension of the mesh.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+pub struct Traffic {
+    /// Tensor and sequence parallelism.
+    pub tp: Moved,
+    /// Attention.
+    pub cp: Moved,
+    /// Gradients and parameters of data parallelism and ZeRO.
+    pub dp: Moved,
+    /// Activations and their gradients, to other stages.
+    pub pp_bytes: u64,
+    /// Rows of experts to other ranks, and back: four for each token and rank.
+    pub ep_bytes: u64,
+}
+
+/// A run, as a rank of its mesh has it.
+pub struct MeshTrainer {
+    /// Settings of the run.
+    pub settings: Settings,
+    /// Its strategy.
+    pub strategy: Strategy,
+    /// Losses so far.
+    pub history: History,
+    pub(super) stage: Stage,
+    pub(super) optimizers: Sections<Optimizer>,
+    pub(super) batches: Batches,
+    /// By model chunk.
+    tensors: Vec<Sections<Vec<Tensor>>>,
+    pipeline: Pipeline,
+    /// Parts of the batch that a reference plays, and those that share experts; else one and `ep`.
+    parts: usize,
+    sharing: usize,
+}
+
+impl MeshTrainer {
+    /// A rank of this world, before the first step. Collective.
+    ///
+    /// # Errors
+    /// As [`Strategy::check`], before anything moves; those of the layers and of the groups.
+    pub fn new(world: &World, settings: &Settings, strategy: &Strategy, batches: Batches) -> Result<MeshTrainer> {
+        strategy.check(settings, world.size())?;
+        MeshTrainer::playing(world, settings, (strategy, strategy.plan()?), None, batches)
+    }
+
+    /// One process that plays `dp` ranks of a mesh which has no other dimension but `ep`, in the
+    /// order of their sums.
+    ///
+    /// # Errors
+    /// As [`MeshTrainer::new`].
+    pub fn reference(
+        world: &World,
+        settings: &Settings,
+        strategy: &Strategy,
+        batches: Batches,
+    ) -> Result<MeshTrainer> {
+        let Sizes { dp, ep, .. } = strategy.sizes;
+        let played = Strategy { sizes: Sizes { dp, ep, ..Sizes::ONE }, order: None, ..*strategy };
+        played.check(settings, dp)?;
+        let own = Strategy { sizes: Sizes::ONE, ..Strategy::of(Sizes::ONE) };
+        let own = Strategy { microbatches: played.microbatches, ..own };
+        let passes = Strategy { microbatches: played.microbatches.saturating_mul(dp), ..own };
+        let parts = Some((dp as usize, ep as usize));
+        MeshTrainer::playing(world, settings, (&own, passes.plan()?), parts, batches)
+    }
+
+    fn playing(
+        world: &World,
+        settings: &Settings,
+        (strategy, plan): (&Strategy, Plan),
+        played: Option<(usize, usize)>,
+        batches: Batches,
+    ) -> Result<MeshTrainer> {
+        let groups = Groups::new(world, strategy)?;
+        let tensors = tensors_of(strategy, &settings.shape, groups.place);
+        let mut stage = Stage::new(groups, strategy, settings, &tensors, played)?;
+        let pipeline = Pipeline::new(&stage.groups.pipeline, &plan, stage.message_elements())?;
+        let first = first_values(settings, &tensors);
+        let sizes = of_chunks(&tensors).map(|of| of.iter().map(|tensor| tensor.len()).collect::<Vec<_>>());
+        let rate = settings.rate as f32;
+        let each = |((sizes, values), group): ((Vec<usize>, Vec<f32>), &mut Communicator)| {
+            Optimizer::new(group, strategy.zero, &sizes, values, rate)
+        };
+        let optimizers = sizes.zip(first).zip(stage.groups.copies.as_mut()).map(each).all()?;
+        let (parts, sharing) = played.unwrap_or((1, strategy.sizes.ep as usize));
+        let (settings, strategy, history) = (*settings, *strategy, History::default());
+        let mut trainer = MeshTrainer {
+            settings,
+            strategy,
+            history,
+            stage,
+            optimizers,
+            batches,
+            tensors,
+            pipeline,
+            parts,
+            sharing,
+        };
+        trainer.load_parameters()?;
+        Ok(trainer)
+    }
+
+    /// Steps that were made.
+    pub fn steps(&self) -> usize {
+        self.history.losses.len()
+    }
+
+    /// One step: its mean loss. Nothing is learned from one that is not finite. Collective.
+    ///
+    /// # Errors
+    /// Those of the layers, the pipeline and the optimizers; [`Error::NotFinite`].
+    pub fn step(&mut self) -> Result<f32> {
+        let steps = self.steps();
+        self.stage.begin(&self.windows(steps));
+        self.pipeline.run(&mut self.stage)?;
+        let loss = self.mean_loss()?;
+        if !loss.is_finite() {
+            return Err(Error::NotFinite { what: "the loss of the next step", loss, steps });
+        }
+        let gradients = self.gradients();
+        let (optimizers, copies) = (self.optimizers.as_mut(), self.stage.groups.copies.as_mut());
+        let each = |((optimizer, group), gradient): ((&mut Optimizer, &mut Communicator), Vec<f32>)| {
+            optimizer.step(group, &gradient)
+        };
+        optimizers.zip(copies).zip(gradients).map(each).all()?;
+        self.load_parameters()?;
+        self.history.losses.push(loss);
+        Ok(loss)
+    }
+
+    /// Bytes that this rank sent since the last call.
+    pub fn take_traffic(&mut self) -> Traffic {
+        let moved = |group: &mut Communicator| {
+            let counts = group.take_counts();
+            Moved { intra_node_bytes: counts.intra_node_bytes, inter_node_bytes: counts.inter_node_bytes }
+        };
+        let Groups { tp, cp, copies, .. } = &mut self.stage.groups;
+        let mut dp = Moved::default();
+        copies.as_mut().map(|group| {
+            let of = moved(group);
+            dp.intra_node_bytes += of.intra_node_bytes;
+            dp.inter_node_bytes += of.inter_node_bytes;
+        });
+        let (tp, cp) = (moved(tp), moved(cp));
+        Traffic { tp, cp, dp, pp_bytes: self.stage.stage_bytes, ep_bytes: self.stage.take_expert_bytes() }
+    }
+
+    /// Bytes of parameters, gradients and optimizer states that this rank holds between steps.
+    pub fn state_bytes(&self) -> u64 {
+        let mut bytes = 0;
+        self.optimizers.as_ref().map(|optimizer| {
+            let usage = optimizer.memory_usage();
+            bytes += usage.parameters_bytes + usage.gradients_bytes + usage.states_bytes;
+        });
+        bytes
+    }
+
+    /// Each of this rank's tensors, with the gradients of the last step in the places of the whole
+    /// one: those of its own tokens, before they are added over ranks.
+    pub fn local_gradients(&self) -> Vec<(&str, Vec<(usize, f32)>)> {
+        let gradients = self.gradients();
+        self.with_places(gradients.as_ref().map(|of| &of[..]))
+    }
+
+    /// Each of this rank's tensors, with its values in the places of the whole one. Collective with
+    /// ZeRO-3.
+    ///
+    /// # Errors
+    /// Those of the gather.
+    pub fn parameters(&mut self) -> Result<Vec<(&str, Vec<(usize, f32)>)>> {
+        let values = self.gathered()?;
+        Ok(self.with_places(values.as_ref().map(|of| &of[..])))
+    }
+
+    fn with_places(&self, values: Sections<&[f32]>) -> Vec<(&str, Vec<(usize, f32)>)> {
+        let mut named = Vec::new();
+        of_chunks(&self.tensors).zip(values).map(|(tensors, mut values)| {
+            for tensor in tensors {
+                let (own, rest) = values.split_at(tensor.len());
+                named.push((&tensor.name[..], tensor.places().zip(own.iter().copied()).collect()));
+                values = rest;
+            }
+        });
+        named
+    }
+
+    /// The windows of this rank's microbatches, one after another; of a reference, those of each
+    /// part of a microbatch.
+    fn windows(&self, step: usize) -> Windows {
+        let ranks = self.strategy.sizes.dp as usize * self.parts;
+        let microbatches = self.strategy.microbatches as usize;
+        let mut all = Windows { tokens: Vec::new(), following: Vec::new() };
+        let (first, parts) = (self.stage.groups.parts.0, 0..self.parts);
+        for (microbatch, of) in (0..microbatches).flat_map(|nth| parts.clone().map(move |of| (nth, of))) {
+            let own = part(self.settings.batch, first + of, ranks);
+            let windows = part(own.len(), microbatch, microbatches);
+            let range = own.start + windows.start..own.start + windows.end;
+            let Windows { tokens, following } = self.batches.of_step(&self.settings, step, range);
+            all.tokens.extend(tokens);
+            all.following.extend(following);
+        }
+        all
+    }
+
+    /// The mean over all tokens of the step. The sum is in `f64`, where sums of losses are exact,
+    /// so it does not depend on the mesh.
+    fn mean_loss(&self) -> Result<f32> {
+        let groups = &self.stage.groups;
+        let own = self.stage.loss.to_le_bytes();
+        let said = groups.all.gather(if groups.counts_losses() { &own } else { &[] })?;
+        let losses = said.iter().filter_map(|said| said.first_chunk().copied().map(f64::from_le_bytes));
+        Ok((losses.sum::<f64>() / self.settings.tokens() as f64) as f32)
+    }
+
+    /// Gradients of the step on this rank, scaled so that means over ranks are those of the loss.
+    fn gradients(&self) -> Sections<Vec<f32>> {
+        let (tp, sharing) = (self.strategy.sizes.tp as f32, self.sharing as f32);
+        let scale = Sections { cut: (1.0, 1.0), whole: (tp, 1.0), experts: (tp, sharing) };
+        let copies = Sections { cut: self.parts, whole: self.parts, experts: self.parts.div_ceil(self.sharing) };
+        let zeros = self.stage.gradients[0].as_ref().map(|of| vec![0.0f32; of.len()]);
+        let parts = self.stage.gradients.iter();
+        let sums = parts.fold(zeros, |sums, part| {
+            sums.zip(part.as_ref().zip(scale.clone())).map(|(mut sums, (part, (factor, divisor)))| {
+                sums.iter_mut().zip(part).for_each(|(sum, of)| *sum += of * factor / divisor);
+                sums
+            })
+        });
+        sums.zip(copies).map(|(mut sums, copies)| {
+            sums.iter_mut().for_each(|sum| *sum /= copies as f32);
+            sums
+        })
+    }
+
+    fn gathered(&mut self) -> Result<Sections<Vec<f32>>> {
+        let copies = self.stage.groups.copies.as_mut();
+        self.optimizers.as_ref().zip(copies).map(|(optimizer, group)| optimizer.parameters(group)).all()
+    }
+
+    /// Gives the layers the optimizers' parameters.
+    pub(super) fn load_parameters(&mut self) -> Result<()> {
+        let values = self.gathered()?;
+        self.stage.load(values.as_ref().map(|of| &of[..]));
+        Ok(())
+    }
+
+    /// The tensors of each kind.
+    pub(super) fn tensors(&self) -> Sections<Vec<&Tensor>> {
+        of_chunks(&self.tensors)
+    }
+}
+
+/// Tensors of each kind, over all model chunks.
+pub(super) fn of_chunks(chunks: &[Sections<Vec<Tensor>>]) -> Sections<Vec<&Tensor>> {
+    chunks.iter().fold(Sections::default(), |all: Sections<Vec<&Tensor>>, chunk| {
+        all.zip(chunk.as_ref()).map(|(mut all, of)| {
+            all.extend(of);
+            all
+        })
+    })
+}
+
+/// A rank's parts of the values that the plain model begins with.
+fn first_values(settings: &Settings, tensors: &[Sections<Vec<Tensor>>]) -> Sections<Vec<f32>> {
+    let (dense, mut experts) = (Weights::dense(settings), HashMap::new());
+    of_chunks(tensors).map(|tensors| {
+        let mut values = Vec::new();
+        for tensor in tensors {
+            let expert = tensor.name.split('.').nth(2).and_then(|expert| expert.parse::<usize>().ok());
+            let whole = match expert {
+                Some(expert) => {
+                    experts.entry(expert).or_insert_with(|| Weights::experts(settings, expert..expert + 1))
+                }
+                None => &dense,
+            };
+            let whole = &whole.values[whole.range(&tensor.name)];
+            values.extend(tensor.places().map(|place| whole[place]));
+        }
+        values
+    })
+}
