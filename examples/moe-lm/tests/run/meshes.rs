@@ -5,16 +5,18 @@ use std::collections::BTreeMap;
 
 use moe_lm::error::Error;
 use moe_lm::mesh::{Context, MeshTrainer, Order, Sizes, Strategy, StrategyError, Zero};
-use moe_lm::settings::Settings;
+use moe_lm::settings::{Settings, Shape};
 use moe_lm::trainer::Trainer;
 use sidelane::World;
 
 use crate::case::{batches, in_turn, settings};
 
-/// A model whose sizes go with all meshes here, and whose balance goes with none that cuts windows.
+/// A model whose sizes go with all meshes here. A balance of windows would go with none that cuts
+/// them.
 fn small() -> Settings {
     let of = settings(1, 1);
-    Settings { balance: 0.0, steps: 3, ..of }
+    let shape = Shape { layers: 4, heads: 4, ..of.shape };
+    Settings { shape, balance: 0.0, steps: 3, ..of }
 }
 
 fn strategy(sizes: &str) -> Strategy {
@@ -132,5 +134,57 @@ fn layers_of_a_mesh_have_the_loss_and_gradients_of_candles_model() {
             }
         }
         assert_eq!(seen, gradients.len());
+    }
+}
+
+#[test]
+fn data_and_expert_parallel_ranks_have_the_bits_of_one_process_that_plays_them() {
+    let small = small();
+    for (sizes, batch, experts, microbatches) in [
+        ("dp=2", 8, 16, 1),
+        ("dp=2,ep=2", 8, 16, 2),
+        ("dp=4,ep=2", 8, 16, 2),
+        ("dp=4,ep=4", 8, 16, 1),
+        ("dp=3,ep=3", 6, 12, 2),
+    ] {
+        let shape = Shape { experts, ..small.shape };
+        let settings = Settings { shape, batch, balance: 0.01, ..small };
+        let strategy = Strategy { microbatches, ..strategy(sizes) };
+        assert_eq!(run(&settings, &strategy), reference(&settings, &strategy), "{sizes}");
+    }
+}
+
+#[test]
+fn no_schedule_and_no_zero_stage_changes_a_bit() {
+    let settings = Settings { balance: 0.01, ..small() };
+    let of = |sizes, microbatches| Strategy { microbatches, ..strategy(sizes) };
+    let expected = reference(&settings, &of("dp=2,ep=2", 4));
+    let orders = [Order::GPipe, Order::OneFOneB, Order::Interleaved(2), Order::ZeroBubbleH1];
+    for order in orders {
+        let strategy = Strategy { order: Some(order), ..of("pp=2,dp=2,ep=2", 4) };
+        assert_eq!(run(&settings, &strategy), expected, "{order}");
+    }
+    for zero in [Zero::One, Zero::Two, Zero::Three] {
+        let strategy = Strategy { zero, ..of("dp=2,ep=2", 4) };
+        assert_eq!(run(&settings, &strategy), expected, "{zero:?}");
+    }
+    let all = Strategy { zero: Zero::Three, order: Some(Order::ZeroBubbleH1), ..of("pp=4,dp=2,ep=2", 4) };
+    assert_eq!(run(&settings, &all), expected);
+}
+
+#[test]
+fn show() {
+    let settings = small();
+    let one = on_ranks(&settings, &strategy("dp=1"), |trainer| first_step(trainer.unwrap())).remove(0);
+    let mut whole = Tensors::new();
+    put(&mut whole, &one.1);
+    for (sizes, context) in [("cp=2", None), ("cp=4,ep=2", None), ("cp=2", Some(Context::Ring)), ("tp=2",None), ("tp=4,ep=4",None), ("cp=2,tp=2,ep=4",None), ("cp=2,tp=2,ep=4",Some(Context::Ring)), ("pp=2,dp=2,cp=2,tp=2,ep=4",None)] {
+        let strategy = Strategy { context, ..strategy(sizes) };
+        let ranks = on_ranks(&settings, &strategy, |trainer| {
+            let mut trainer = trainer.unwrap();
+            let loss = trainer.step().unwrap();
+            (loss, owned(trainer.local_gradients()))
+        });
+        eprintln!("{sizes} {context:?} loss {} {} {}", ranks[0].0, one.0, ranks[0].0.to_bits() == one.0.to_bits());
     }
 }
