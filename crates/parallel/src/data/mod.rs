@@ -34,6 +34,7 @@ mod fully_sharded;
 mod layout;
 mod memory;
 mod pass;
+mod whole;
 
 pub use adam::Adam;
 pub use data_parallel::{Backward, DataParallel, Sharding};
@@ -41,3 +42,4 @@ pub use error::{CheckpointError, DataError};
 pub use fully_sharded::FullySharded;
 pub use layout::Layout;
 pub use memory::MemoryUsage;
+pub use whole::Checkpoint;

@@ -268,7 +268,8 @@ fn moe(
 
 /// Queries, keys and values of each token, in vectors of their own.
 fn split(qkv: &[f32], width: usize) -> [Vec<f32>; 3] {
-    [0, 1, 2].map(|of| qkv.chunks_exact(3 * width).flat_map(|row| &row[of * width..][..width]).copied().collect())
+    [0, 1, 2]
+        .map(|of| qkv.chunks_exact(3 * width).flat_map(|row| &row[of * width..][..width]).copied().collect())
 }
 
 /// Fills weights with the first values, and goes on behind them.

@@ -9,8 +9,10 @@
 //! | `stage` | embedding, blocks and loss as a stage of a pipeline |
 //! | `optimizer` | parameters of one kind, whole or cut by ZeRO |
 //! | `train` | steps, losses, counts of bytes, and the reference in one process |
+//! | [`checkpoint`] | shards of all ranks, which any other mesh reads |
 
 mod block;
+pub mod checkpoint;
 mod groups;
 mod optimizer;
 mod stage;

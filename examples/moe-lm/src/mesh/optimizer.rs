@@ -43,7 +43,8 @@ impl Optimizer {
         learning_rate: f32,
     ) -> Result<Optimizer> {
         let layout = Layout::buckets(sizes, BUCKET_BYTES)?;
-        let places = (0..sizes.len()).map(|nth| layout.place(nth)).collect::<std::result::Result<Vec<_>, _>>()?;
+        let places =
+            (0..sizes.len()).map(|nth| layout.place(nth)).collect::<std::result::Result<Vec<_>, _>>()?;
         let of_bucket = |bucket: &Range<usize>| places[bucket.start].start..places[bucket.end - 1].end;
         let buckets = layout.bucket_parameters().iter().map(of_bucket).collect();
         let adam = Adam { learning_rate, ..Adam::default() };

@@ -12,6 +12,7 @@
 //! gradients of inputs first, those of weights wait for their own pass, in which they are added.
 
 use std::collections::HashMap;
+use std::time::{Duration, Instant};
 
 use sidelane::collective::Communicator;
 use sidelane_parallel::pipeline::{Pass, Stage as PipelineStage};
@@ -62,6 +63,21 @@ struct Microbatch {
     following: Vec<u32>,
 }
 
+/// Times of passes of one kind.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Times {
+    /// Of all.
+    pub total: Duration,
+    /// How many there were.
+    pub passes: u32,
+}
+
+impl Times {
+    fn add(&mut self, began: Instant) {
+        (self.total, self.passes) = (self.total + began.elapsed(), self.passes + 1);
+    }
+}
+
 /// A rank's layers, and what a step has come to.
 pub struct Stage {
     /// The groups of the rank.
@@ -73,6 +89,8 @@ pub struct Stage {
     pub loss: f64,
     /// Bytes sent to other stages.
     pub stage_bytes: u64,
+    /// Times of its passes, forward and backward.
+    pub times: [Times; 2],
     extent: Extent,
     /// Positions of this rank's tokens in a window.
     positions: Vec<usize>,
@@ -115,7 +133,7 @@ impl Stage {
                     .transpose()?,
                 first: first.clone(),
             });
-            let len = |of: &Vec<Tensor>| of.iter().map(Tensor::len).sum::<usize>();
+            let len = |of: &Vec<Tensor>| of.iter().map(Tensor::elements).sum::<usize>();
             first = first.zip(tensors.as_ref().map(len)).map(|(first, len)| first + len);
         }
         let zeros = first.map(|len| vec![0.0; len]);
@@ -125,6 +143,7 @@ impl Stage {
             gradients: vec![zeros; parts],
             loss: 0.0,
             stage_bytes: 0,
+            times: Default::default(),
             extent,
             of_loss: 1.0 / tokens as f32,
             chunks,
@@ -169,7 +188,7 @@ impl Stage {
         self.gradients.iter_mut().for_each(|of| {
             of.as_mut().map(|values| values.fill(0.0));
         });
-        (self.loss, self.stage_bytes) = (0.0, 0);
+        (self.loss, self.stage_bytes, self.times) = (0.0, 0, Default::default());
         (self.tapes, self.waiting) = (HashMap::new(), HashMap::new());
     }
 
@@ -248,6 +267,7 @@ impl PipelineStage for Stage {
         model_chunk: u32,
         inputs: Option<&[f32]>,
     ) -> Result<Option<Vec<f32>>> {
+        let began = Instant::now();
         let Stage { groups, chunks, microbatches, positions, extent, loss, tapes, .. } = self;
         let Groups { tp, cp, .. } = groups;
         let (chunk, data) = (&mut chunks[model_chunk as usize], &microbatches[microbatch as usize]);
@@ -279,6 +299,7 @@ impl PipelineStage for Stage {
             None => (Some(x), None),
         };
         tapes.insert((microbatch, model_chunk), ChunkTape { blocks, head });
+        self.times[0].add(began);
         self.sends(outputs.as_deref().unwrap_or_default());
         Ok(outputs)
     }
@@ -296,7 +317,9 @@ impl PipelineStage for Stage {
             self.add(of, gradients);
             return Ok(None);
         }
+        let began = Instant::now();
         let (of_inputs, gradients) = self.gradients_of(of, gradient)?;
+        self.times[1].add(began);
         match pass {
             Pass::BackwardInput => drop(self.waiting.insert(of, gradients)),
             _ => self.add(of, gradients),

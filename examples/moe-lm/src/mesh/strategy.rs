@@ -263,7 +263,8 @@ impl Strategy {
         let [pp, dp, cp, tp, ep] = [pp, dp, cp, tp, ep].map(|size| size as usize);
         let (chunks, microbatches) = (self.model_chunks() as usize, self.microbatches as usize);
         let ring = self.context(&settings.shape) == Context::Ring;
-        let heads_of = ("heads of a tensor parallel rank, by cp", heads / tp.max(1), if ring { 1 } else { cp });
+        let heads_of =
+            ("heads of a tensor parallel rank, by cp", heads / tp.max(1), if ring { 1 } else { cp });
         let pieces = if ring { 2 * cp } else { cp };
         for (what, seen, of) in [
             ("windows of a step, by dp and microbatches", settings.batch, dp.saturating_mul(microbatches)),

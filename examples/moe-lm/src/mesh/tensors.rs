@@ -87,13 +87,8 @@ impl Tensor {
     }
 
     /// Number of values.
-    pub fn len(&self) -> usize {
+    pub fn elements(&self) -> usize {
         self.rows.len() * self.columns.iter().map(Range::len).sum::<usize>()
-    }
-
-    /// Whether there are none.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
     }
 
     /// The place of each value in the whole tensor.
@@ -101,9 +96,12 @@ impl Tensor {
         let columns: Vec<usize> = self.columns.iter().cloned().flatten().collect();
         let ([_, width], first) = (self.shape, self.rows.start);
         let rows = self.rows.len();
-        (0..self.len()).map(move |nth| {
-            let (row, column) =
-                if self.transposed { (nth % rows, nth / rows) } else { (nth / columns.len(), nth % columns.len()) };
+        (0..self.elements()).map(move |nth| {
+            let (row, column) = if self.transposed {
+                (nth % rows, nth / rows)
+            } else {
+                (nth / columns.len(), nth % columns.len())
+            };
             (first + row) * width + columns[column]
         })
     }
@@ -158,9 +156,11 @@ fn of_chunk(strategy: &Strategy, shape: &Shape, place: Place, chunk: usize) -> S
         sections.cut.push(Tensor { rows: own.clone(), transposed: true, ..out });
         sections.whole.push(Tensor::whole(format!("router.{layer}"), [width, experts]));
         for expert in part(experts, place.ep, ep) {
-            for (name, shape) in
-                [("gate", [width, expert_width]), ("up", [width, expert_width]), ("down", [expert_width, width])]
-            {
+            for (name, shape) in [
+                ("gate", [width, expert_width]),
+                ("up", [width, expert_width]),
+                ("down", [expert_width, width]),
+            ] {
                 sections.experts.push(Tensor::whole(format!("{name}.{layer}.{expert}"), shape));
             }
         }

@@ -18,7 +18,9 @@
 //! share it ([`InTurn`](crate::reference)), as on the rank that has it.
 
 use std::collections::HashMap;
+use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
 use sidelane::World;
 use sidelane::collective::Communicator;
 use sidelane_parallel::pipeline::{Pipeline, Plan};
@@ -31,11 +33,11 @@ use super::tensors::{Sections, Tensor, part, tensors_of};
 use crate::batches::{Batches, Windows};
 use crate::error::{Error, Result};
 use crate::settings::Settings;
-use crate::trainer::History;
+use crate::trainer::{History, agree_by};
 use crate::weights::Weights;
 
 /// Bytes that a rank put into memory of ranks.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Moved {
     /// Of its node, itself included.
     pub intra_node_bytes: u64,
@@ -44,7 +46,7 @@ pub struct Moved {
 }
 
 /// Bytes that a rank sent in a step, by the dimension of the mesh.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Traffic {
     /// Tensor and sequence parallelism.
     pub tp: Moved,
@@ -56,6 +58,8 @@ pub struct Traffic {
     pub pp_bytes: u64,
     /// Rows of experts to other ranks, and back: four for each token and rank.
     pub ep_bytes: u64,
+    /// Parameters, gradients and optimizer states that the rank holds between steps.
+    pub state_bytes: u64,
 }
 
 /// A run, as a rank of its mesh has it.
@@ -69,6 +73,8 @@ pub struct MeshTrainer {
     pub(super) stage: Stage,
     pub(super) optimizers: Sections<Optimizer>,
     pub(super) batches: Batches,
+    /// Of the last step.
+    traffic: Traffic,
     /// By model chunk.
     tensors: Vec<Sections<Vec<Tensor>>>,
     pipeline: Pipeline,
@@ -82,7 +88,12 @@ impl MeshTrainer {
     ///
     /// # Errors
     /// As [`Strategy::check`], before anything moves; those of the layers and of the groups.
-    pub fn new(world: &World, settings: &Settings, strategy: &Strategy, batches: Batches) -> Result<MeshTrainer> {
+    pub fn new(
+        world: &World,
+        settings: &Settings,
+        strategy: &Strategy,
+        batches: Batches,
+    ) -> Result<MeshTrainer> {
         strategy.check(settings, world.size())?;
         MeshTrainer::playing(world, settings, (strategy, strategy.plan()?), None, batches)
     }
@@ -120,7 +131,8 @@ impl MeshTrainer {
         let mut stage = Stage::new(groups, strategy, settings, &tensors, played)?;
         let pipeline = Pipeline::new(&stage.groups.pipeline, &plan, stage.message_elements())?;
         let first = first_values(settings, &tensors);
-        let sizes = of_chunks(&tensors).map(|of| of.iter().map(|tensor| tensor.len()).collect::<Vec<_>>());
+        let sizes =
+            of_chunks(&tensors).map(|of| of.iter().map(|tensor| tensor.elements()).collect::<Vec<_>>());
         let rate = settings.rate as f32;
         let each = |((sizes, values), group): ((Vec<usize>, Vec<f32>), &mut Communicator)| {
             Optimizer::new(group, strategy.zero, &sizes, values, rate)
@@ -135,6 +147,7 @@ impl MeshTrainer {
             stage,
             optimizers,
             batches,
+            traffic: Traffic::default(),
             tensors,
             pipeline,
             parts,
@@ -142,6 +155,20 @@ impl MeshTrainer {
         };
         trainer.load_parameters()?;
         Ok(trainer)
+    }
+
+    /// Whether this rank writes what all ranks have alike.
+    pub fn writes(&self) -> bool {
+        self.stage.groups.all.rank() == 0
+    }
+
+    /// The result of this rank, if all ranks have one, as [`Ranks::agree`](crate::trainer::Ranks).
+    /// Collective.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn agree<T>(&self, own: Result<T>) -> Result<T> {
+        agree_by(own, |said| Ok(self.stage.groups.all.gather(said)?))
     }
 
     /// Steps that were made.
@@ -155,6 +182,7 @@ impl MeshTrainer {
     /// Those of the layers, the pipeline and the optimizers; [`Error::NotFinite`].
     pub fn step(&mut self) -> Result<f32> {
         let steps = self.steps();
+        self.take_traffic();
         self.stage.begin(&self.windows(steps));
         self.pipeline.run(&mut self.stage)?;
         let loss = self.mean_loss()?;
@@ -169,11 +197,41 @@ impl MeshTrainer {
         optimizers.zip(copies).zip(gradients).map(each).all()?;
         self.load_parameters()?;
         self.history.losses.push(loss);
+        self.traffic = self.take_traffic();
         Ok(loss)
     }
 
-    /// Bytes that this rank sent since the last call.
-    pub fn take_traffic(&mut self) -> Traffic {
+    /// Bytes that each rank sent in the last step. Collective.
+    ///
+    /// # Errors
+    /// Those of the gather.
+    pub fn traffic_of_ranks(&mut self) -> Result<Vec<Traffic>> {
+        let own = serde_json::to_vec(&self.traffic).map_err(Error::malformed("the counts of a rank"))?;
+        let all = self.stage.groups.all.gather(&own)?;
+        let of_rank = |said: &Vec<u8>| serde_json::from_slice(said);
+        let all: std::result::Result<_, _> = all.iter().map(of_rank).collect();
+        all.map_err(Error::malformed("the counts of a rank"))
+    }
+
+    /// Mean times of a stage's passes over a microbatch, forward and backward: over all stages, in
+    /// the last step. Collective.
+    ///
+    /// # Errors
+    /// Those of the gather.
+    pub fn pass_times(&self) -> Result<[Duration; 2]> {
+        let chunks = self.strategy.model_chunks();
+        let own = self.stage.times.map(|of| (of.total * chunks / of.passes.max(1)).as_nanos() as u64);
+        let all = self.stage.groups.all.gather(&own.map(u64::to_le_bytes).concat())?;
+        let mean = |nth| {
+            let times = all.iter().filter_map(|said| said.as_chunks::<8>().0.get(nth).copied());
+            let times: Vec<u64> = times.map(u64::from_le_bytes).collect();
+            Duration::from_nanos(times.iter().sum::<u64>() / times.len().max(1) as u64)
+        };
+        Ok([mean(0), mean(1)])
+    }
+
+    /// Counts since the last call.
+    fn take_traffic(&mut self) -> Traffic {
         let moved = |group: &mut Communicator| {
             let counts = group.take_counts();
             Moved { intra_node_bytes: counts.intra_node_bytes, inter_node_bytes: counts.inter_node_bytes }
@@ -186,11 +244,11 @@ impl MeshTrainer {
             dp.inter_node_bytes += of.inter_node_bytes;
         });
         let (tp, cp) = (moved(tp), moved(cp));
-        Traffic { tp, cp, dp, pp_bytes: self.stage.stage_bytes, ep_bytes: self.stage.take_expert_bytes() }
+        let (pp_bytes, ep_bytes) = (self.stage.stage_bytes, self.stage.take_expert_bytes());
+        Traffic { tp, cp, dp, pp_bytes, ep_bytes, state_bytes: self.state_bytes() }
     }
 
-    /// Bytes of parameters, gradients and optimizer states that this rank holds between steps.
-    pub fn state_bytes(&self) -> u64 {
+    fn state_bytes(&self) -> u64 {
         let mut bytes = 0;
         self.optimizers.as_ref().map(|optimizer| {
             let usage = optimizer.memory_usage();
@@ -220,7 +278,7 @@ impl MeshTrainer {
         let mut named = Vec::new();
         of_chunks(&self.tensors).zip(values).map(|(tensors, mut values)| {
             for tensor in tensors {
-                let (own, rest) = values.split_at(tensor.len());
+                let (own, rest) = values.split_at(tensor.elements());
                 named.push((&tensor.name[..], tensor.places().zip(own.iter().copied()).collect()));
                 values = rest;
             }
@@ -260,7 +318,8 @@ impl MeshTrainer {
     fn gradients(&self) -> Sections<Vec<f32>> {
         let (tp, sharing) = (self.strategy.sizes.tp as f32, self.sharing as f32);
         let scale = Sections { cut: (1.0, 1.0), whole: (tp, 1.0), experts: (tp, sharing) };
-        let copies = Sections { cut: self.parts, whole: self.parts, experts: self.parts.div_ceil(self.sharing) };
+        let copies =
+            Sections { cut: self.parts, whole: self.parts, experts: self.parts.div_ceil(self.sharing) };
         let zeros = self.stage.gradients[0].as_ref().map(|of| vec![0.0f32; of.len()]);
         let parts = self.stage.gradients.iter();
         let sums = parts.fold(zeros, |sums, part| {
