@@ -2,14 +2,16 @@
 //! the roundings of their orders.
 
 use std::collections::BTreeMap;
+use std::process::{Command, Stdio};
 
 use moe_lm::error::Error;
 use moe_lm::mesh::{Context, MeshTrainer, Order, Sizes, Strategy, StrategyError, Traffic, Zero, checkpoint};
 use moe_lm::settings::{Settings, Shape};
-use moe_lm::trainer::Trainer;
+use moe_lm::trainer::{History, Trainer};
 use sidelane::{Options, World};
 
-use crate::case::{batches, in_turn, settings};
+use crate::case::{TEXT, batches, in_turn, settings};
+use crate::program::{ranks_of, said};
 
 /// A model whose sizes go with all meshes here. A balance of windows would go with none that cuts
 /// them.
@@ -461,4 +463,47 @@ fn bytes_of_a_step_are_those_that_the_tables_of_strategies_say() {
     for rank in traffic(&settings, &strategy("tp=2")) {
         assert_eq!(rank.tp.inter_node_bytes, passes * (tokens / 2 * width * 4) as u64 + 12 * tokens as u64);
     }
+}
+
+#[test]
+fn processes_of_a_mesh_write_the_losses_of_one_that_plays_them() {
+    let shape = Shape { layers: 2, heads: 2, ..small().shape };
+    let settings = Settings { shape, batch: 4, steps: 4, balance: 0.001, seed: 0, ..small() };
+    let folder = tempfile::tempdir().unwrap();
+    let [text, out] = ["text.md", "out"].map(|name| folder.path().join(name));
+    std::fs::write(&text, TEXT).unwrap();
+    let command = || {
+        let sizes = "--vocabulary 256 --window 16 --layers 2 --width 32 --heads 2 --experts 16 --top-k 2";
+        let run = "--expert-width 16 --batch 4 --steps 4 --mesh pp=2,dp=2,ep=2 --checkpoint-every 2 --json";
+        let mut command = Command::new(env!("CARGO_BIN_EXE_moe-lm"));
+        command.args(sizes.split(' ')).args(run.split(' ')).arg("--out").args([&out, &text]);
+        command.env("RAYON_NUM_THREADS", "1").env("SIDELANE_HEAP", "96M").stdout(Stdio::piped());
+        command
+    };
+    let lines = said(ranks_of(command, "mesh", |_| &["--schedule", "zb-h1", "--zero", "1"]));
+    assert!(lines[1..].iter().all(Vec::is_empty), "only the first rank speaks");
+    let traffic = lines[0].iter().find_map(|line| line["traffic"].as_array()).unwrap();
+    assert!(traffic.len() == 4 && traffic.iter().all(|rank| rank["pp_bytes"] == 2 * 16 * 32 * 4));
+    let timeline = std::fs::read_to_string(out.join("timeline.svg")).unwrap();
+    assert!(["gpipe", "1f1b", "interleaved:2", "zb-h1"].iter().all(|name| timeline.contains(name)));
+
+    let losses = std::fs::read(out.join("losses.json")).unwrap();
+    let history: History = serde_json::from_slice(&losses).unwrap();
+    let strategy = Strategy { microbatches: 2, ..strategy("dp=2,ep=2") };
+    let bits: Vec<u32> = history.losses.iter().map(|loss| loss.to_bits()).collect();
+    assert_eq!(bits, reference(&settings, &strategy).losses);
+
+    // The last two steps again, from the checkpoint before them, by another strategy.
+    std::fs::remove_dir_all(out.join("step-000004")).unwrap();
+    let lines =
+        said(ranks_of(command, "mesh-again", |_| &["--resume", "--schedule", "gpipe", "--zero", "3"]));
+    assert_eq!(lines[0].iter().filter(|line| line["loss"].is_number()).count(), 2);
+    assert!(lines[0][0]["resumed"].as_str().unwrap().ends_with("step-000002"));
+    assert_eq!(std::fs::read(out.join("losses.json")).unwrap(), losses);
+
+    let output = command().args(["--zero", "2"]).stderr(Stdio::piped()).output().unwrap();
+    assert_eq!(
+        String::from_utf8_lossy(&output.stderr),
+        "moe-lm: 1 ranks, but pp 2 x dp 2 x cp 1 x tp 1 = 4\n"
+    );
 }
