@@ -19,7 +19,7 @@ use sidelane_parallel::context::{
 use sidelane_parallel::tensor::{Activations, ColumnParallelLinear, LinearShape, RowParallelLinear};
 
 use super::strategy::{Context, Strategy};
-use super::tensors::Sections;
+use super::tensors::{Rows, Sections};
 use crate::error::{Error, Result};
 use crate::reference::InTurn;
 use crate::settings::Settings;
@@ -206,7 +206,7 @@ impl Block {
         (tp, cp): (&mut Communicator, &mut Communicator),
         tape: BlockTape,
         of_y: &[f32],
-    ) -> Result<(Vec<f32>, Sections<Vec<f32>>)> {
+    ) -> Result<(Vec<f32>, Rows)> {
         let Extent { width, own_width, piece, .. } = self.extent;
         self.expert_bytes += 2 * tape.visits * self.row_bytes();
         let moe = self.moe.backward(tape.moe, of_y)?;

@@ -21,4 +21,4 @@ mod tensors;
 mod train;
 
 pub use strategy::{Context, Order, Sizes, Strategy, StrategyError, Zero};
-pub use train::{MeshTrainer, Moved, Traffic};
+pub use train::{MeshTrainer, Moved, TensorPart, Traffic};

@@ -80,9 +80,9 @@ impl Optimizer {
         let executor = HostExecutor::new().overlap(false);
         match &mut self.model {
             Model::Whole(model) => {
-                let parameters = self.parameters.iter().enumerate().rev();
+                let mut parameters = self.parameters.iter().enumerate().rev();
                 model.backward(group, &executor, |pass| {
-                    parameters.map(|(nth, place)| pass.gradient(nth, &gradient[place.clone()])).collect()
+                    parameters.try_for_each(|(nth, place)| pass.gradient(nth, &gradient[place.clone()]))
                 })?;
                 model.step(group)?;
             }

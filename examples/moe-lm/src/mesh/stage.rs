@@ -24,7 +24,7 @@ use sidelane_parallel::tensor::{
 use super::block::{Attention, BETWEEN, Block, BlockTape, Extent, norm, norm_backward, take};
 use super::groups::Groups;
 use super::strategy::Strategy;
-use super::tensors::{Sections, Tensor, layers_of};
+use super::tensors::{Rows, Sections, Tensor, layers_of};
 use crate::batches::Windows;
 use crate::error::{Error, Result};
 use crate::settings::{Settings, Shape};
@@ -84,7 +84,7 @@ pub struct Stage {
     pub groups: Groups,
     /// Gradients of each part of the batch, summed over its microbatches. A rank has one part; a
     /// reference has all.
-    pub gradients: Vec<Sections<Vec<f32>>>,
+    pub gradients: Vec<Rows>,
     /// Sum of the losses of this rank's tokens, on the last stage.
     pub loss: f64,
     /// Bytes sent to other stages.
@@ -98,7 +98,7 @@ pub struct Stage {
     chunks: Vec<Chunk>,
     microbatches: Vec<Microbatch>,
     tapes: HashMap<(u32, u32), ChunkTape>,
-    waiting: HashMap<(u32, u32), Sections<Vec<f32>>>,
+    waiting: HashMap<(u32, u32), Rows>,
 }
 
 impl Stage {
@@ -198,7 +198,7 @@ impl Stage {
         blocks.map(|block| std::mem::take(&mut block.expert_bytes)).sum()
     }
 
-    fn add(&mut self, (microbatch, chunk): (u32, u32), gradients: Sections<Vec<f32>>) {
+    fn add(&mut self, (microbatch, chunk): (u32, u32), gradients: Rows) {
         let parts = self.gradients.len();
         let first = self.chunks[chunk as usize].first.clone();
         let sums = self.gradients[microbatch as usize % parts].as_mut();
@@ -219,7 +219,7 @@ impl Stage {
         &mut self,
         (microbatch, model_chunk): (u32, u32),
         gradient: Option<&[f32]>,
-    ) -> Result<(Option<Vec<f32>>, Sections<Vec<f32>>)> {
+    ) -> Result<(Option<Vec<f32>>, Rows)> {
         let tape = self.tapes.remove(&(microbatch, model_chunk)).ok_or(Error::NoForward { microbatch })?;
         let Stage { groups, chunks, microbatches, positions, extent, of_loss, .. } = self;
         let Groups { tp, cp, .. } = groups;
@@ -239,7 +239,7 @@ impl Stage {
             of_x = of_inputs;
             of_blocks.push(of_weights);
         }
-        let mut sections = Sections::<Vec<f32>>::default();
+        let mut sections = Rows::default();
         let first = chunk.embedding.as_ref();
         if let Some(embedding) = first {
             sections.cut = embedding.token.backward(tp, &data.tokens, &of_x)?;

@@ -31,6 +31,9 @@ pub struct Sections<T> {
     pub experts: T,
 }
 
+/// Values of each kind of tensors, one after another.
+pub type Rows = Sections<Vec<f32>>;
+
 impl<T> Sections<T> {
     /// The same of each.
     pub fn map<U>(self, mut each: impl FnMut(T) -> U) -> Sections<U> {
@@ -75,25 +78,24 @@ pub struct Tensor {
     /// Rows and columns of the whole tensor.
     pub shape: [usize; 2],
     rows: Range<usize>,
-    /// Ranges of columns.
-    columns: Vec<Range<usize>>,
+    columns: Vec<usize>,
     transposed: bool,
 }
 
 impl Tensor {
     fn whole(name: String, shape: [usize; 2]) -> Tensor {
         let [rows, columns] = shape;
-        Tensor { name, shape, rows: 0..rows, columns: vec![0..columns], transposed: false }
+        Tensor { name, shape, rows: 0..rows, columns: (0..columns).collect(), transposed: false }
     }
 
     /// Number of values.
     pub fn elements(&self) -> usize {
-        self.rows.len() * self.columns.iter().map(Range::len).sum::<usize>()
+        self.rows.len() * self.columns.len()
     }
 
     /// The place of each value in the whole tensor.
     pub fn places(&self) -> impl Iterator<Item = usize> {
-        let columns: Vec<usize> = self.columns.iter().cloned().flatten().collect();
+        let columns = &self.columns;
         let ([_, width], first) = (self.shape, self.rows.start);
         let rows = self.rows.len();
         (0..self.elements()).map(move |nth| {
@@ -149,7 +151,7 @@ fn of_chunk(strategy: &Strategy, shape: &Shape, place: Place, chunk: usize) -> S
         sections.whole.push(Tensor::whole("place".into(), [window, width]));
     }
     for layer in held.clone() {
-        let heads = (0..3).map(|of| of * width + own.start..of * width + own.end).collect();
+        let heads = (0..3).flat_map(|of| own.clone().map(move |column| of * width + column)).collect();
         let qkv = Tensor::whole(format!("qkv.{layer}"), [width, 3 * width]);
         sections.cut.push(Tensor { columns: heads, transposed: true, ..qkv });
         let out = Tensor::whole(format!("out.{layer}"), [width, width]);
@@ -167,7 +169,7 @@ fn of_chunk(strategy: &Strategy, shape: &Shape, place: Place, chunk: usize) -> S
     }
     if held.end == layers {
         let head = Tensor::whole("head".into(), [width, vocabulary]);
-        sections.cut.push(Tensor { columns: vec![vocabulary_part], transposed: true, ..head });
+        sections.cut.push(Tensor { columns: vocabulary_part.collect(), transposed: true, ..head });
     }
     sections
 }

@@ -29,7 +29,7 @@ use super::groups::Groups;
 use super::optimizer::Optimizer;
 use super::stage::Stage;
 use super::strategy::{Sizes, Strategy};
-use super::tensors::{Sections, Tensor, part, tensors_of};
+use super::tensors::{Rows, Sections, Tensor, part, tensors_of};
 use crate::batches::{Batches, Windows};
 use crate::error::{Error, Result};
 use crate::settings::Settings;
@@ -60,6 +60,15 @@ pub struct Traffic {
     pub ep_bytes: u64,
     /// Parameters, gradients and optimizer states that the rank holds between steps.
     pub state_bytes: u64,
+}
+
+/// A rank's part of a tensor.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TensorPart {
+    /// The tensor's name, as in the plain model.
+    pub name: String,
+    /// Places in the whole tensor, and the values there.
+    pub values: Vec<(usize, f32)>,
 }
 
 /// A run, as a rank of its mesh has it.
@@ -257,33 +266,32 @@ impl MeshTrainer {
         bytes
     }
 
-    /// Each of this rank's tensors, with the gradients of the last step in the places of the whole
-    /// one: those of its own tokens, before they are added over ranks.
-    pub fn local_gradients(&self) -> Vec<(&str, Vec<(usize, f32)>)> {
+    /// Gradients of the last step of this rank's own tokens, before they are added over ranks.
+    pub fn local_gradients(&self) -> Vec<TensorPart> {
         let gradients = self.gradients();
         self.with_places(gradients.as_ref().map(|of| &of[..]))
     }
 
-    /// Each of this rank's tensors, with its values in the places of the whole one. Collective with
-    /// ZeRO-3.
+    /// This rank's parameters. Collective with ZeRO-3.
     ///
     /// # Errors
     /// Those of the gather.
-    pub fn parameters(&mut self) -> Result<Vec<(&str, Vec<(usize, f32)>)>> {
+    pub fn parameters(&mut self) -> Result<Vec<TensorPart>> {
         let values = self.gathered()?;
         Ok(self.with_places(values.as_ref().map(|of| &of[..])))
     }
 
-    fn with_places(&self, values: Sections<&[f32]>) -> Vec<(&str, Vec<(usize, f32)>)> {
-        let mut named = Vec::new();
-        of_chunks(&self.tensors).zip(values).map(|(tensors, mut values)| {
+    fn with_places(&self, values: Sections<&[f32]>) -> Vec<TensorPart> {
+        let mut parts = Vec::new();
+        of_chunks(&self.tensors).zip(values).map(|(tensors, mut left)| {
             for tensor in tensors {
-                let (own, rest) = values.split_at(tensor.elements());
-                named.push((&tensor.name[..], tensor.places().zip(own.iter().copied()).collect()));
-                values = rest;
+                let (own, rest) = left.split_at(tensor.elements());
+                let values = tensor.places().zip(own.iter().copied()).collect();
+                parts.push(TensorPart { name: tensor.name.clone(), values });
+                left = rest;
             }
         });
-        named
+        parts
     }
 
     /// The windows of this rank's microbatches, one after another; of a reference, those of each
@@ -315,7 +323,7 @@ impl MeshTrainer {
     }
 
     /// Gradients of the step on this rank, scaled so that means over ranks are those of the loss.
-    fn gradients(&self) -> Sections<Vec<f32>> {
+    fn gradients(&self) -> Rows {
         let (tp, sharing) = (self.strategy.sizes.tp as f32, self.sharing as f32);
         let scale = Sections { cut: (1.0, 1.0), whole: (tp, 1.0), experts: (tp, sharing) };
         let copies =
@@ -334,7 +342,7 @@ impl MeshTrainer {
         })
     }
 
-    fn gathered(&mut self) -> Result<Sections<Vec<f32>>> {
+    fn gathered(&mut self) -> Result<Rows> {
         let copies = self.stage.groups.copies.as_mut();
         self.optimizers.as_ref().zip(copies).map(|(optimizer, group)| optimizer.parameters(group)).all()
     }
@@ -363,7 +371,7 @@ pub(super) fn of_chunks(chunks: &[Sections<Vec<Tensor>>]) -> Sections<Vec<&Tenso
 }
 
 /// A rank's parts of the values that the plain model begins with.
-fn first_values(settings: &Settings, tensors: &[Sections<Vec<Tensor>>]) -> Sections<Vec<f32>> {
+fn first_values(settings: &Settings, tensors: &[Sections<Vec<Tensor>>]) -> Rows {
     let (dense, mut experts) = (Weights::dense(settings), HashMap::new());
     of_chunks(tensors).map(|tensors| {
         let mut values = Vec::new();

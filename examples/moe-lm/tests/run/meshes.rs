@@ -5,7 +5,9 @@ use std::collections::BTreeMap;
 use std::process::{Command, Stdio};
 
 use moe_lm::error::Error;
-use moe_lm::mesh::{Context, MeshTrainer, Order, Sizes, Strategy, StrategyError, Traffic, Zero, checkpoint};
+use moe_lm::mesh::{
+    Context, MeshTrainer, Order, Sizes, Strategy, StrategyError, TensorPart, Traffic, Zero, checkpoint,
+};
 use moe_lm::settings::{Settings, Shape};
 use moe_lm::trainer::{History, Trainer};
 use sidelane::{Options, World};
@@ -25,9 +27,6 @@ fn strategy(sizes: &str) -> Strategy {
     Strategy::of(sizes.parse().unwrap())
 }
 
-/// Tensors of a rank: values by their places in the whole ones.
-type Named = Vec<(String, Vec<(usize, f32)>)>;
-
 /// Whole tensors, by name, with the values that ranks have of them.
 type Tensors = BTreeMap<String, Vec<f32>>;
 
@@ -39,8 +38,8 @@ struct Outcome {
 }
 
 /// Puts values in their places. Ranks that have the same must have the same bits.
-fn put(all: &mut Tensors, named: &Named) {
-    for (name, values) in named {
+fn put(all: &mut Tensors, named: &[TensorPart]) {
+    for TensorPart { name, values } in named {
         let tensor = all.entry(name.clone()).or_default();
         for &(place, value) in values {
             tensor.resize(tensor.len().max(place + 1), f32::NAN);
@@ -48,10 +47,6 @@ fn put(all: &mut Tensors, named: &Named) {
             assert!(seen.is_nan() || seen.to_bits() == value.to_bits(), "{name}: copies differ at {place}");
         }
     }
-}
-
-fn owned(named: Vec<(&str, Vec<(usize, f32)>)>) -> Named {
-    named.into_iter().map(|(name, values)| (name.to_owned(), values)).collect()
 }
 
 /// Does the same on each rank, with its trainer.
@@ -72,7 +67,7 @@ fn on_ranks<T: Send>(
 }
 
 /// All steps of a run.
-fn finish(mut trainer: MeshTrainer) -> (Vec<f32>, Named) {
+fn finish(mut trainer: MeshTrainer) -> (Vec<f32>, Vec<TensorPart>) {
     while trainer.steps() < trainer.settings.steps {
         trainer.step().unwrap();
     }
@@ -81,13 +76,13 @@ fn finish(mut trainer: MeshTrainer) -> (Vec<f32>, Named) {
 }
 
 /// What a run has come to after some steps.
-fn finish_at(mut trainer: MeshTrainer, steps: usize) -> (Vec<f32>, Named) {
+fn finish_at(mut trainer: MeshTrainer, steps: usize) -> (Vec<f32>, Vec<TensorPart>) {
     assert_eq!(trainer.steps(), steps);
-    let parameters = owned(trainer.parameters().unwrap());
+    let parameters = trainer.parameters().unwrap();
     (trainer.history.losses.clone(), parameters)
 }
 
-fn outcome(ranks: Vec<(Vec<f32>, Named)>) -> Outcome {
+fn outcome(ranks: Vec<(Vec<f32>, Vec<TensorPart>)>) -> Outcome {
     let mut parameters = Tensors::new();
     ranks.iter().for_each(|(_, named)| put(&mut parameters, named));
     assert!(parameters.values().flatten().all(|value| !value.is_nan()), "no rank has some value");
@@ -109,9 +104,9 @@ fn reference(settings: &Settings, strategy: &Strategy) -> Outcome {
 }
 
 /// Gradients of the first step, and its loss; on several ranks, those of a rank's tokens.
-fn first_step(mut trainer: MeshTrainer) -> (f32, Named) {
+fn first_step(mut trainer: MeshTrainer) -> (f32, Vec<TensorPart>) {
     let loss = trainer.step().unwrap();
-    (loss, owned(trainer.local_gradients()))
+    (loss, trainer.local_gradients())
 }
 
 /// The length of a difference, by that of the second.
@@ -190,7 +185,7 @@ fn no_schedule_and_no_zero_stage_changes_a_bit() {
 fn mean_gradients(settings: &Settings, strategy: &Strategy) -> (f32, Tensors) {
     let ranks = on_ranks(settings, strategy, |trainer| first_step(trainer.unwrap()));
     let mut sums = BTreeMap::<_, BTreeMap<usize, (f32, f32)>>::new();
-    for (name, values) in ranks.iter().flat_map(|(_, named)| named) {
+    for TensorPart { name, values } in ranks.iter().flat_map(|(_, parts)| parts) {
         let of_tensor = sums.entry(name.clone()).or_default();
         for &(place, value) in values {
             let (sum, count) = of_tensor.entry(place).or_default();
