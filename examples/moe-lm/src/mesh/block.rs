@@ -256,7 +256,7 @@ fn moe(
     let gate = Preset::Mixtral.config(settings.shape.experts as u32, settings.shape.top_k as u32);
     let gate = gate.map_err(sidelane::Error::from)?;
     let balance = BalanceLoss {
-        // Of each window by itself, as in the plain model, and the mean over the microbatches of a rank.
+        // Of each window by itself, as in the plain model, and the mean over a rank's microbatches.
         parts: TokenGroups::Consecutive(extent.windows as u32),
         coefficient: settings.balance / strategy.microbatches as f32,
         share: CountDivisor::OfChoices,

@@ -132,7 +132,7 @@ pub fn layers_of(strategy: &Strategy, shape: &Shape, stage: usize, chunk: usize)
     part(shape.layers, chunk * stages + stage, stages * chunks)
 }
 
-/// The tensors of a rank in the order of its rows of parameters: those of each model chunk one after
+/// The tensors of a rank in the order of its parameters: those of each model chunk, one chunk after
 /// another.
 pub fn tensors_of(strategy: &Strategy, shape: &Shape, place: Place) -> Vec<Sections<Vec<Tensor>>> {
     let chunks = strategy.model_chunks() as usize;

@@ -13,8 +13,8 @@
 //! rows came to it. So these two are multiplied by `tp`, and by `tp / ep`.
 //!
 //! **Reference.** One process plays a batch in parts, microbatch by microbatch and part by part. It
-//! adds the gradients of each part by themselves, and the parts by ascending number: in the order of
-//! data parallel ranks. The gradient of an expert is one product over the rows of the parts that
+//! adds the gradients of each part by themselves, and the parts by ascending number, as data
+//! parallel ranks do. The gradient of an expert is one product over the rows of the parts that
 //! share it ([`InTurn`](crate::reference)), as on the rank that has it.
 
 use std::collections::HashMap;

@@ -20,7 +20,7 @@ use crate::program::{ranks_of, said};
 fn small() -> Settings {
     let of = settings(1, 1);
     let shape = Shape { layers: 4, heads: 4, ..of.shape };
-    Settings { shape, balance: 0.0, steps: 3, ..of }
+    Settings { shape, balance: 0.0, steps: 2, ..of }
 }
 
 fn strategy(sizes: &str) -> Strategy {
@@ -232,8 +232,8 @@ fn tensor_and_context_parallel_ranks_differ_by_the_roundings_of_their_sums() {
     for sizes in ["cp=2", "cp=4,ep=4"] {
         assert_gradients(&settings, &ring(sizes), of_weights + 3 * layers, tokens);
     }
-    // Forward each layer has a sum over heads, and backward over the columns of q, k and v. The head
-    // has one over the vocabulary each way.
+    // Forward each layer has a sum over heads, and backward over the columns of q, k and v. The
+    // head has one over the vocabulary each way.
     let longest = tokens.max(vocabulary).max(3 * width);
     for sizes in ["tp=2", "tp=4,ep=4", "dp=2,tp=2,ep=2"] {
         assert_gradients(&settings, &strategy(sizes), of_weights + 2 * layers + 2, longest);
