@@ -143,6 +143,7 @@ fn read(trainer: &MeshTrainer, place: &Path) -> Result<(Run, Sections<Vec<u8>>)>
     if run.text != trainer.batches.digest() {
         return Err(wrong("the text"));
     }
+    strategy.check(&run.settings, strategy.sizes.ranks())?;
     let wanted = trainer.tensors();
     let mut values: HashMap<&str, Values> = HashMap::new();
     wanted.as_ref().map(|tensors| {

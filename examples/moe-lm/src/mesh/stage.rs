@@ -78,6 +78,15 @@ impl Times {
     }
 }
 
+/// Data parallel ranks that one process plays.
+#[derive(Clone, Copy, Debug)]
+pub struct Played {
+    /// Parts of the batch, one for each.
+    pub parts: usize,
+    /// Those of them that share experts.
+    pub sharing: usize,
+}
+
 /// A rank's layers, and what a step has come to.
 pub struct Stage {
     /// The groups of the rank.
@@ -102,8 +111,7 @@ pub struct Stage {
 }
 
 impl Stage {
-    /// With weights of zeros. `played` is the number of parts that a reference plays, and of those
-    /// that share experts. Collective.
+    /// With weights of zeros. A reference plays some ranks. Collective.
     ///
     /// # Errors
     /// Those of the layers.
@@ -112,9 +120,9 @@ impl Stage {
         strategy: &Strategy,
         settings: &Settings,
         tensors: &[Sections<Vec<Tensor>>],
-        played: Option<(usize, usize)>,
+        played: Option<Played>,
     ) -> Result<Stage> {
-        let parts = played.map_or(1, |(parts, _)| parts);
+        let parts = played.map_or(1, |played| played.parts);
         let extent = Extent::new(strategy, settings, parts);
         let attention = Attention::new(&mut groups.cp, strategy, settings)?;
         let mut first = Sections { cut: 0, whole: 0, experts: 0 };
@@ -122,7 +130,7 @@ impl Stage {
         for (nth, tensors) in tensors.iter().enumerate() {
             let layers = layers_of(strategy, &settings.shape, groups.place.stage, nth);
             let block = |_| {
-                let in_turn = played.map(|(_, sharing)| sharing);
+                let in_turn = played.map(|played| played.sharing);
                 Block::new(&groups.tp, &groups.ep, attention, (strategy, settings), (extent, in_turn))
             };
             chunks.push(Chunk {

@@ -112,6 +112,14 @@ pub enum StrategyError {
     /// A schedule without a pipeline.
     #[error("--schedule orders the passes of stages, and the mesh has one: name pp")]
     NoPipeline,
+    /// A reference of ranks that cut matrices or windows, whose sums it does not have.
+    #[error("one process plays ranks of dp, pp and ep, and not cp {cp} x tp {tp}")]
+    NotPlayed {
+        /// Parts of each window.
+        cp: u32,
+        /// Parts of each matrix.
+        tp: u32,
+    },
     /// A balance of windows that no rank has whole.
     #[error(
         "the balance is one of each window, and cp {cp} x tp {tp} cut windows over ranks: \
@@ -263,15 +271,13 @@ impl Strategy {
         let [pp, dp, cp, tp, ep] = [pp, dp, cp, tp, ep].map(|size| size as usize);
         let (chunks, microbatches) = (self.model_chunks() as usize, self.microbatches as usize);
         let ring = self.context(&settings.shape) == Context::Ring;
-        let heads_of =
-            ("heads of a tensor parallel rank, by cp", heads / tp.max(1), if ring { 1 } else { cp });
-        let pieces = if ring { 2 * cp } else { cp };
+        let (heads_by, pieces) = if ring { (1, 2 * cp) } else { (cp, cp) };
         for (what, seen, of) in [
             ("windows of a step, by dp and microbatches", settings.batch, dp.saturating_mul(microbatches)),
             ("tokens of a window, by the pieces of cp", window, pieces),
             ("tokens of a microbatch, by tp", settings.batch / dp / microbatches * window / cp, tp),
             ("heads, by tp", heads, tp),
-            heads_of,
+            ("heads of a tensor parallel rank, by cp", heads / tp, heads_by),
             ("different tokens, by tp", vocabulary, tp),
             ("layers, by stages and model chunks", layers, pp * chunks),
             ("experts, by ep", experts, ep),

@@ -27,8 +27,8 @@ use sidelane_parallel::pipeline::{Pipeline, Plan};
 
 use super::groups::Groups;
 use super::optimizer::Optimizer;
-use super::stage::Stage;
-use super::strategy::{Sizes, Strategy};
+use super::stage::{Played, Stage};
+use super::strategy::{Sizes, Strategy, StrategyError};
 use super::tensors::{Rows, Sections, Tensor, part, tensors_of};
 use crate::batches::{Batches, Windows};
 use crate::error::{Error, Result};
@@ -87,9 +87,8 @@ pub struct MeshTrainer {
     /// By model chunk.
     tensors: Vec<Sections<Vec<Tensor>>>,
     pipeline: Pipeline,
-    /// Parts of the batch that a reference plays, and those that share experts; else one and `ep`.
-    parts: usize,
-    sharing: usize,
+    /// The ranks that a reference plays; else one, and those that share its experts.
+    played: Played,
 }
 
 impl MeshTrainer {
@@ -107,32 +106,33 @@ impl MeshTrainer {
         MeshTrainer::playing(world, settings, (strategy, strategy.plan()?), None, batches)
     }
 
-    /// One process that plays `dp` ranks of a mesh which has no other dimension but `ep`, in the
-    /// order of their sums.
+    /// One process that plays the data parallel ranks of a mesh, in the order of their sums. Stages,
+    /// schedules and ZeRO change no bit, so it has none.
     ///
     /// # Errors
-    /// As [`MeshTrainer::new`].
+    /// [`StrategyError::NotPlayed`] for a mesh with `cp` or `tp`; as [`MeshTrainer::new`].
     pub fn reference(
         world: &World,
         settings: &Settings,
         strategy: &Strategy,
         batches: Batches,
     ) -> Result<MeshTrainer> {
-        let Sizes { dp, ep, .. } = strategy.sizes;
-        let played = Strategy { sizes: Sizes { dp, ep, ..Sizes::ONE }, order: None, ..*strategy };
-        played.check(settings, dp)?;
-        let own = Strategy { sizes: Sizes::ONE, ..Strategy::of(Sizes::ONE) };
-        let own = Strategy { microbatches: played.microbatches, ..own };
-        let passes = Strategy { microbatches: played.microbatches.saturating_mul(dp), ..own };
-        let parts = Some((dp as usize, ep as usize));
-        MeshTrainer::playing(world, settings, (&own, passes.plan()?), parts, batches)
+        let Strategy { sizes: Sizes { dp, cp, tp, ep, .. }, microbatches, .. } = *strategy;
+        if cp > 1 || tp > 1 {
+            return Err(StrategyError::NotPlayed { cp, tp }.into());
+        }
+        let of = |sizes, microbatches| Strategy { microbatches, ..Strategy::of(sizes) };
+        of(Sizes { dp, ep, ..Sizes::ONE }, microbatches).check(settings, dp)?;
+        let (own, passes) = (of(Sizes::ONE, microbatches), of(Sizes::ONE, microbatches.saturating_mul(dp)));
+        let played = Played { parts: dp as usize, sharing: ep as usize };
+        MeshTrainer::playing(world, settings, (&own, passes.plan()?), Some(played), batches)
     }
 
     fn playing(
         world: &World,
         settings: &Settings,
         (strategy, plan): (&Strategy, Plan),
-        played: Option<(usize, usize)>,
+        played: Option<Played>,
         batches: Batches,
     ) -> Result<MeshTrainer> {
         let groups = Groups::new(world, strategy)?;
@@ -147,7 +147,7 @@ impl MeshTrainer {
             Optimizer::new(group, strategy.zero, &sizes, values, rate)
         };
         let optimizers = sizes.zip(first).zip(stage.groups.copies.as_mut()).map(each).all()?;
-        let (parts, sharing) = played.unwrap_or((1, strategy.sizes.ep as usize));
+        let played = played.unwrap_or(Played { parts: 1, sharing: strategy.sizes.ep as usize });
         let (settings, strategy, history) = (*settings, *strategy, History::default());
         let mut trainer = MeshTrainer {
             settings,
@@ -159,8 +159,7 @@ impl MeshTrainer {
             traffic: Traffic::default(),
             tensors,
             pipeline,
-            parts,
-            sharing,
+            played,
         };
         trainer.load_parameters()?;
         Ok(trainer)
@@ -297,10 +296,10 @@ impl MeshTrainer {
     /// The windows of this rank's microbatches, one after another; of a reference, those of each
     /// part of a microbatch.
     fn windows(&self, step: usize) -> Windows {
-        let ranks = self.strategy.sizes.dp as usize * self.parts;
+        let ranks = self.strategy.sizes.dp as usize * self.played.parts;
         let microbatches = self.strategy.microbatches as usize;
         let mut all = Windows { tokens: Vec::new(), following: Vec::new() };
-        let (first, parts) = (self.stage.groups.parts.0, 0..self.parts);
+        let (first, parts) = (self.stage.groups.parts.0, 0..self.played.parts);
         for (microbatch, of) in (0..microbatches).flat_map(|nth| parts.clone().map(move |of| (nth, of))) {
             let own = part(self.settings.batch, first + of, ranks);
             let windows = part(own.len(), microbatch, microbatches);
@@ -324,10 +323,10 @@ impl MeshTrainer {
 
     /// Gradients of the step on this rank, scaled so that means over ranks are those of the loss.
     fn gradients(&self) -> Rows {
-        let (tp, sharing) = (self.strategy.sizes.tp as f32, self.sharing as f32);
-        let scale = Sections { cut: (1.0, 1.0), whole: (tp, 1.0), experts: (tp, sharing) };
-        let copies =
-            Sections { cut: self.parts, whole: self.parts, experts: self.parts.div_ceil(self.sharing) };
+        let Played { parts, sharing } = self.played;
+        let (tp, ep) = (self.strategy.sizes.tp as f32, sharing as f32);
+        let scale = Sections { cut: (1.0, 1.0), whole: (tp, 1.0), experts: (tp, ep) };
+        let copies = Sections { cut: parts, whole: parts, experts: parts.div_ceil(sharing) };
         let zeros = self.stage.gradients[0].as_ref().map(|of| vec![0.0f32; of.len()]);
         let parts = self.stage.gradients.iter();
         let sums = parts.fold(zeros, |sums, part| {

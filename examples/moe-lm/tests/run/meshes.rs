@@ -314,6 +314,9 @@ fn strategies_that_do_not_fit_are_refused_on_every_rank() {
     ] {
         assert_eq!(refused(settings, strategy, ranks), expected, "{}", strategy.sizes);
     }
+    let world = World::threads(1).unwrap().remove(0);
+    let played = MeshTrainer::reference(&world, &settings, &strategy("dp=2,tp=2"), batches(&settings));
+    assert!(matches!(played, Err(Error::Strategy(StrategyError::NotPlayed { cp: 1, tp: 2 }))));
     for (said, expected) in [
         ("tp=2,dp", StrategyError::Dimension { said: "dp".into() }),
         ("tp=two", StrategyError::Dimension { said: "tp=two".into() }),
