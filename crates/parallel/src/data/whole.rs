@@ -59,3 +59,42 @@ impl Checkpoint {
         Shard { member: Member { rank: 0, ranks: 1 }, elements, steps: *steps }.write(vec![run], writer)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A shard of one of two ranks: their runs lie in turn.
+    fn shard(rank: u32, of: &Checkpoint) -> Vec<u8> {
+        let run = |first: usize| Run {
+            first,
+            parameters: &of.parameters[first..first + 2],
+            states: [&of.first[first..first + 2], &of.second[first..first + 2]],
+        };
+        let runs = (0..2).map(|nth| run(4 * nth + 2 * rank as usize)).collect();
+        let mut bytes = Vec::new();
+        let shard = Shard { member: Member { rank, ranks: 2 }, elements: 8, steps: of.steps };
+        shard.write(runs, &mut bytes).unwrap();
+        bytes
+    }
+
+    #[test]
+    fn shards_of_several_ranks_are_one_checkpoint_which_is_one_shard() {
+        let values = |from: usize| (from..from + 8).map(|value| value as f32).collect();
+        let whole = Checkpoint { steps: 5, parameters: values(0), first: values(100), second: values(200) };
+        let shards = [shard(1, &whole), shard(0, &whole)];
+        let read = Checkpoint::read(8, shards.iter().map(|shard| &shard[..])).unwrap();
+        assert_eq!(read, whole);
+        let mut one = Vec::new();
+        read.write(&mut one).unwrap();
+        assert_eq!(Checkpoint::read(8, [&one[..]]), Ok(whole));
+        assert!(Checkpoint::read(8, [&shards[0][..]]).is_err());
+    }
+
+    #[test]
+    fn means_that_are_not_as_many_as_parameters_are_refused() {
+        let short = Checkpoint { steps: 1, parameters: vec![1.0; 2], first: vec![0.0; 2], second: vec![0.0] };
+        let refused = Err(CheckpointError::BadRun { reader: 0, first: 0, len: 1 });
+        assert_eq!(short.write(&mut Vec::new()), refused);
+    }
+}

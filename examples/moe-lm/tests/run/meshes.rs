@@ -238,6 +238,9 @@ fn tensor_and_context_parallel_ranks_differ_by_the_roundings_of_their_sums() {
     for sizes in ["tp=2", "tp=4,ep=4", "dp=2,tp=2,ep=2"] {
         assert_gradients(&settings, &strategy(sizes), of_weights + 2 * layers + 2, longest);
     }
+    // With a window a microbatch, a tensor parallel rank has a part of it between layers.
+    let parts_of_windows = Strategy { microbatches: 8, ..strategy("tp=2,ep=2") };
+    assert_gradients(&settings, &parts_of_windows, of_weights + 2 * layers + 2, longest);
     for strategy in [strategy("pp=2,dp=2,cp=2,tp=2,ep=4"), ring("pp=2,cp=2,tp=2,ep=4")] {
         assert_gradients(&settings, &strategy, of_weights + 5 * layers + 2, longest);
     }
