@@ -8,6 +8,8 @@
 //!   ZeRO-3, FSDP            its part     its part    its part           FullySharded
 //! ```
 //!
+//! A [`Checkpoint`] has all shards in one process, for ranks whose parameters lie in another order.
+//!
 //! Parameters lie in a row ([`Layout`]) and travel in buckets. A rank's part of a bucket is one of
 //! equal parts, so each bucket is padded for itself, and one call moves it.
 //!

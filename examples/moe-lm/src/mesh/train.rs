@@ -106,8 +106,8 @@ impl MeshTrainer {
         MeshTrainer::playing(world, settings, (strategy, strategy.plan()?), None, batches)
     }
 
-    /// One process that plays the data parallel ranks of a mesh, in the order of their sums. Stages,
-    /// schedules and ZeRO change no bit, so it has none.
+    /// One process that plays the data parallel ranks of a mesh, in the order of their sums. It has
+    /// no stages, schedule and ZeRO, which change no bit.
     ///
     /// # Errors
     /// [`StrategyError::NotPlayed`] for a mesh with `cp` or `tp`; as [`MeshTrainer::new`].
