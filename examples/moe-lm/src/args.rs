@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use clap::error::ErrorKind;
 use clap::{Args, CommandFactory, Parser, ValueEnum};
 use moe_lm::batches::Batches;
+use moe_lm::mesh::{Context, Order, Sizes, Strategy, Zero};
 use moe_lm::parallel::{Chunks, Device, Plan};
 use moe_lm::settings::{Settings, Shape};
 use serde_json::json;
@@ -43,6 +44,30 @@ pub struct Arguments {
         conflicts_with_all = ["overlap", "token_chunks", "device", "products", "survive", "kill", "grow_every", "spare"]
     )]
     pub reference: Option<Schedule>,
+    /// Sizes of the mesh of ranks. The model is then made of tensor, context and pipeline parallel
+    /// layers, all on the host. Experts are spread over ep ranks of dp x cp x tp. Needs --balance 0
+    /// where cp or tp cut windows.
+    #[arg(
+        long,
+        value_name = "pp=2,dp=2,cp=1,tp=2,ep=4",
+        conflicts_with_all = ["expert_parallel", "reference", "overlap", "token_chunks", "device", "products", "survive"]
+    )]
+    pub mesh: Option<Sizes>,
+    /// With --mesh: cuts optimizer states (1), gradients, too (2), and parameters between steps (3)
+    /// over the ranks that have the same. The same bits.
+    #[arg(long, value_name = "1|2|3", requires = "mesh", value_parser = zero)]
+    pub zero: Option<Zero>,
+    /// With --mesh: order of the passes of stages. The same bits. Default: 1f1b.
+    #[arg(long, value_name = "gpipe|1f1b|interleaved[:CHUNKS]|zb-h1", requires = "mesh")]
+    pub schedule: Option<Order>,
+    /// With --mesh: parts of a data parallel rank's windows, which pass the stages one after
+    /// another. Default: as many as there are stages.
+    #[arg(long, requires = "mesh")]
+    pub microbatches: Option<u32>,
+    /// With --mesh: attention over cp. Default: ulysses where cp divides the heads of a rank, else
+    /// ring.
+    #[arg(long, value_enum, requires = "mesh")]
+    pub attention: Option<Attention>,
     /// Whether transfers overlap with compute: the same bits.
     #[arg(long, value_enum, default_value_t = Switch::On)]
     pub overlap: Switch,
@@ -97,7 +122,14 @@ pub struct Arguments {
     #[arg(long)]
     pub json: bool,
     #[command(flatten)]
-    sizes: Sizes,
+    sizes: ModelSizes,
+}
+
+/// Attention over the ranks that cut windows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Attention {
+    Ulysses,
+    Ring,
 }
 
 /// On or off.
@@ -132,6 +164,15 @@ fn chunks(said: &str) -> Result<Chunks, String> {
         .map_err(|error| format!("neither auto nor a number: {error}"))
 }
 
+fn zero(said: &str) -> Result<Zero, String> {
+    match said {
+        "1" => Ok(Zero::One),
+        "2" => Ok(Zero::Two),
+        "3" => Ok(Zero::Three),
+        _ => Err("not 1, 2 or 3".to_owned()),
+    }
+}
+
 /// Ranks that a process plays.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Schedule {
@@ -161,7 +202,7 @@ fn at_step(said: &str) -> Result<(usize, usize), String> {
 
 /// Sizes of the model.
 #[derive(Debug, Args)]
-struct Sizes {
+struct ModelSizes {
     /// Different tokens.
     #[arg(long, default_value_t = Shape::default().vocabulary)]
     vocabulary: usize,
@@ -205,7 +246,8 @@ impl Arguments {
 
     /// The run that is asked for, on so many ranks.
     pub fn settings(&self, ranks: usize) -> Settings {
-        let Sizes { vocabulary, window, layers, width, heads, experts, top_k, expert_width } = self.sizes;
+        let ModelSizes { vocabulary, window, layers, width, heads, experts, top_k, expert_width } =
+            self.sizes;
         let shape = Shape { vocabulary, window, layers, width, heads, experts, top_k, expert_width };
         Settings {
             shape,
@@ -220,12 +262,28 @@ impl Arguments {
         }
     }
 
+    /// The strategy of a run over a mesh, if one is asked for.
+    pub fn strategy(&self) -> Option<Strategy> {
+        let context = self.attention.map(|attention| match attention {
+            Attention::Ulysses => Context::Ulysses,
+            Attention::Ring => Context::Ring,
+        });
+        self.mesh.map(|sizes| Strategy {
+            sizes,
+            zero: self.zero.unwrap_or_default(),
+            order: self.schedule,
+            microbatches: self.microbatches.unwrap_or(sizes.pp),
+            context,
+        })
+    }
+
     /// Settings that all ranks must share: model, data, and the steps of collective work. See
     /// [`Options::job_fingerprint`](sidelane::Options::job_fingerprint).
     pub fn conditions(&self, settings: &Settings, batches: &Batches) -> String {
         json!({
             "moe-lm": env!("CARGO_PKG_VERSION"),
             "settings": settings,
+            "strategy": self.strategy(),
             "text": batches.digest(),
             "token_chunks": format!("{:?}", self.token_chunks),
             "device": format!("{:?}", self.device),

@@ -24,21 +24,35 @@ use candle_core::{Device, Tensor, safetensors};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
+use crate::mesh::Strategy;
 use crate::settings::Settings;
 use crate::trainer::{History, Learned, Ranks, Trainer};
 
-const RUN: &str = "run.json";
+pub(crate) const RUN: &str = "run.json";
 const DENSE: &str = "dense.safetensors";
 
 /// What every rank of a run that goes on must agree on.
 #[derive(Serialize, Deserialize)]
-struct Run {
-    settings: Settings,
+pub(crate) struct Run {
+    pub settings: Settings,
     /// Of the text's tokens.
-    text: String,
+    pub text: String,
     /// Where the tensors are.
-    files: Vec<String>,
-    history: History,
+    pub files: Vec<String>,
+    pub history: History,
+    /// The strategy of the ranks of a mesh, whose files are shards.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub strategy: Option<Strategy>,
+}
+
+impl Run {
+    /// Writes it into the folder of a checkpoint, to the disk.
+    pub fn write(&self, part: &Path) -> Result<()> {
+        let path = part.join(RUN);
+        let text = serde_json::to_string(self).map_err(Error::malformed(&path))?;
+        fs::write(&path, text).map_err(Error::file(&path))?;
+        sync(&path)
+    }
 }
 
 /// Makes a folder, and proves that each rank can write its part of a checkpoint there. Collective.
@@ -87,11 +101,8 @@ fn write_own<R: Ranks>(trainer: &Trainer<R>, part: &Path, files: &[String]) -> R
     if ranks.writes_dense() {
         write(&trainer.state.dense, &part.join(DENSE))?;
         let (settings, text) = (trainer.settings, trainer.batches.digest());
-        let run = Run { settings, text, files: files.to_vec(), history: trainer.history.clone() };
-        let path = part.join(RUN);
-        let text = serde_json::to_string(&run).map_err(Error::malformed(&path))?;
-        fs::write(&path, text).map_err(Error::file(&path))?;
-        sync(&path)?;
+        let (files, history) = (files.to_vec(), trainer.history.clone());
+        Run { settings, text, files, history, strategy: None }.write(part)?;
     }
     if ranks.writes_experts() {
         write(&trainer.state.experts, &part.join(of_experts(ranks.own_experts().start)))?;
@@ -101,7 +112,7 @@ fn write_own<R: Ranks>(trainer: &Trainer<R>, part: &Path, files: &[String]) -> R
 
 /// Gives the written checkpoint its name. The old checkpoint of that name is deleted when the new
 /// one has it.
-fn publish(part: &Path, place: &Path) -> Result<()> {
+pub(crate) fn publish(part: &Path, place: &Path) -> Result<()> {
     let old = place.with_extension("old");
     if place.exists() {
         remove(&old)?;
@@ -138,12 +149,12 @@ fn of_experts(first: usize) -> String {
 }
 
 /// A file, or the names in a folder, to the disk.
-fn sync(path: &Path) -> Result<()> {
+pub(crate) fn sync(path: &Path) -> Result<()> {
     File::open(path).and_then(|file| file.sync_all()).map_err(Error::file(path))
 }
 
 /// A folder that may be there.
-fn remove(folder: &Path) -> Result<()> {
+pub(crate) fn remove(folder: &Path) -> Result<()> {
     match fs::remove_dir_all(folder) {
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
         removed => removed.map_err(Error::file(folder)),
@@ -156,17 +167,28 @@ fn remove(folder: &Path) -> Result<()> {
 /// [`Error::OtherCheckpoint`] if ranks find different ones, and those of [`latest`] and [`load`];
 /// [`Error::Elsewhere`] where another rank has them.
 pub fn resume<R: Ranks>(trainer: &mut Trainer<R>, out: &Path) -> Result<PathBuf> {
-    let found = latest(out);
-    let name = found.as_ref().ok().and_then(|place| place.file_name()).unwrap_or_default();
-    let names = trainer.ranks.gather(name.as_encoded_bytes())?;
-    let place = found?;
-    if let Some(rank) = names.iter().position(|name| *name != names[0]) {
-        let [seen, expected] = [rank, 0].map(|rank| String::from_utf8_lossy(&names[rank]).into_owned());
-        return Err(Error::OtherCheckpoint { rank, seen, expected });
-    }
+    let place = latest_of_all(out, |name| trainer.ranks.gather(name))?;
     let loaded = load(trainer, &place);
     trainer.ranks.agree(loaded)?;
     Ok(place)
+}
+
+/// The latest one that all ranks find.
+pub(crate) fn latest_of_all(
+    out: &Path,
+    gather: impl FnOnce(&[u8]) -> Result<Vec<Vec<u8>>>,
+) -> Result<PathBuf> {
+    let found = latest(out);
+    let name = found.as_ref().ok().and_then(|place| place.file_name()).unwrap_or_default();
+    let names = gather(name.as_encoded_bytes())?;
+    let place = found?;
+    match names.iter().position(|name| *name != names[0]) {
+        Some(rank) => {
+            let [seen, expected] = [rank, 0].map(|rank| String::from_utf8_lossy(&names[rank]).into_owned());
+            Err(Error::OtherCheckpoint { rank, seen, expected })
+        }
+        None => Ok(place),
+    }
 }
 
 /// The latest one in a folder that is whole: all files that it names are there.
@@ -194,7 +216,7 @@ fn age(place: &Path) -> Option<(usize, bool)> {
     Some((old.unwrap_or(name).parse().ok()?, old.is_none()))
 }
 
-fn run_of(place: &Path) -> Result<Run> {
+pub(crate) fn run_of(place: &Path) -> Result<Run> {
     let path = place.join(RUN);
     let text = fs::read_to_string(&path).map_err(Error::file(&path))?;
     serde_json::from_str(&text).map_err(Error::malformed(&path))
@@ -207,8 +229,11 @@ fn run_of(place: &Path) -> Result<Run> {
 /// files.
 pub fn load<R: Ranks>(trainer: &mut Trainer<R>, place: &Path) -> Result<()> {
     let run = run_of(place)?;
-    let same =
-        [("a setting", run.settings == trainer.settings), ("the text", run.text == trainer.batches.digest())];
+    let same = [
+        ("a setting", run.settings == trainer.settings),
+        ("the text", run.text == trainer.batches.digest()),
+        ("the mesh", run.strategy.is_none()),
+    ];
     if let Some((what, _)) = same.into_iter().find(|(_, same)| !same) {
         return Err(Error::OtherRun { path: place.join(RUN), what });
     }

@@ -11,6 +11,24 @@ pub enum Error {
     /// Tensors.
     #[error(transparent)]
     Tensor(#[from] candle_core::Error),
+    /// Ranks that do not make the mesh.
+    #[error(transparent)]
+    Mesh(#[from] sidelane_parallel::MeshError),
+    /// A strategy that does not fit together.
+    #[error(transparent)]
+    Strategy(#[from] crate::mesh::StrategyError),
+    /// The pipeline's plan, or a step of it.
+    #[error(transparent)]
+    Pipeline(#[from] sidelane_parallel::PipelineError),
+    /// Data parallelism.
+    #[error(transparent)]
+    Data(#[from] sidelane_parallel::data::DataError),
+    /// A backward pass before its forward pass.
+    #[error("microbatch {microbatch} comes backward before it has come forward")]
+    NoForward {
+        /// The microbatch.
+        microbatch: u32,
+    },
     /// A file cannot be read or written.
     #[error("{path}: {source}", path = path.display())]
     File {

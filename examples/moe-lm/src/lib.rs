@@ -14,6 +14,9 @@
 //! The trained weights do not depend on the execution: overlap, chunks, and ranks as processes,
 //! threads, or one process that runs them in turn ([`Reference`](reference::Reference)), give the
 //! same bits.
+//!
+//! Over a [`mesh`], the same model is made of layers that cut matrices, windows and the layers
+//! themselves over ranks, too.
 
 pub mod attention;
 pub mod batches;
@@ -22,6 +25,7 @@ pub mod error;
 pub mod growth;
 pub mod layer;
 mod members;
+pub mod mesh;
 pub mod model;
 pub mod moe;
 pub mod optimizer;

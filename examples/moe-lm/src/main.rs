@@ -1,6 +1,7 @@
 //! The trainer as a program.
 
 mod args;
+mod mesh_run;
 mod report;
 
 use std::path::Path;
@@ -10,6 +11,7 @@ use std::time::{Duration, Instant};
 use moe_lm::batches::Batches;
 use moe_lm::error::{Error, Result};
 use moe_lm::growth::Spare;
+use moe_lm::mesh::MeshTrainer;
 use moe_lm::parallel::Parallel;
 use moe_lm::record::Decisions;
 use moe_lm::reference::Reference;
@@ -39,8 +41,12 @@ fn run(arguments: &Arguments) -> Result<()> {
     if arguments.reference.is_some() && ranks > 1 {
         return Err(Error::NotAlone { ranks });
     }
-    let settings = arguments.settings(arguments.reference.as_ref().map_or(ranks, |played| played.ranks));
+    let strategy = arguments.strategy();
+    // Of a mesh, what a run learns does not depend on the number of ranks.
+    let played = arguments.reference.as_ref().map(|played| played.ranks);
+    let settings = arguments.settings(strategy.map_or(played.unwrap_or(ranks), |_| 1));
     settings.check()?;
+    strategy.map_or(Ok(()), |strategy| strategy.check(&settings, ranks as u32))?;
     let page = arguments.text.clone().map_or_else(text::book, Ok)?;
     let batches = Batches::new(&tokens::tokenize(&text::read(&page)?, settings.shape.vocabulary), &settings)?;
     let options = Options::from_env().map_err(sidelane::Error::from)?;
@@ -55,6 +61,9 @@ fn run(arguments: &Arguments) -> Result<()> {
         return go_on(arguments, trainer, report, (false, beside));
     }
     let world = world(identity, options)?;
+    if let Some(strategy) = strategy {
+        return mesh_run::train(arguments, MeshTrainer::new(&world, &settings, &strategy, batches)?);
+    }
     match &arguments.reference {
         Some(played) => {
             let ranks = Reference::new(world, &settings)?.changing(&played.changes)?;

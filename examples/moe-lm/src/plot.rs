@@ -1,4 +1,6 @@
-//! The loss curve, as a picture.
+//! The loss curve, and the timelines of a pipeline, as pictures.
+
+use sidelane_parallel::pipeline::{Pass, Span, Timeline};
 
 use crate::svg::{self, Attribute, Style, Svg, round};
 use crate::trainer::History;
@@ -112,6 +114,74 @@ fn curve(svg: &mut Svg, axes: &Axes, class: &str, run: &History) {
     svg.element("polyline", &[("class", &class), ("points", &points.join(" "))], |_| {});
 }
 
+const PASSES_LIGHT: &str =
+    ".forward { fill: #54aeff; } .backward { fill: #4ac26b; } .weight { fill: #d4a72c; }
+.pass { stroke: #ffffff; stroke-width: 0.5; }";
+const PASSES_DARK: &str = ".forward { fill: #1f6feb; } .backward { fill: #238636; } .weight { fill: #9e6a03; } .pass { stroke: #0d1117; }";
+
+/// Height of a stage's line, and of a schedule's heading.
+const LINE: f64 = 18.0;
+const HEADING: f64 = 26.0;
+
+/// Timelines of schedules one under another, each with its name. All have one scale, in
+/// microseconds.
+pub fn timelines(title: &str, drawn: &[(String, Timeline)]) -> String {
+    let stages: usize = drawn.iter().map(|(_, timeline)| timeline.stages().len()).sum();
+    let height = TOP + drawn.len() as f64 * HEADING + stages as f64 * LINE + 12.0;
+    let longest = drawn.iter().map(|(_, timeline)| timeline.time()).max().unwrap_or(0).max(1) as f64;
+    let scale = (RIGHT - LEFT) / longest;
+    let style = Style { light: PASSES_LIGHT, dark: PASSES_DARK };
+    svg::picture((SIZE.0, height), title, style, |svg| {
+        let mut x = LEFT;
+        for (class, name) in
+            [("forward", "forward"), ("backward", "backward"), ("weight", "gradients of weights alone")]
+        {
+            rectangle(svg, class, (x, 38.0), (12.0, 12.0));
+            svg.label("quiet", x + 18.0, 48.0, name);
+            x += 130.0;
+        }
+        let mut y = TOP;
+        for (name, timeline) in drawn {
+            let (time, bubble) = (timeline.time(), timeline.bubble());
+            svg.label(
+                "",
+                LEFT,
+                y + 12.0,
+                &format!("{name}: {time} us, of which a stage waits {bubble} at most"),
+            );
+            y += HEADING - 6.0;
+            for (stage, spans) in timeline.stages().iter().enumerate() {
+                svg.label("quiet end", LEFT - 8.0, y + 12.0, &stage.to_string());
+                spans.iter().for_each(|span| pass(svg, span, (scale, y)));
+                y += LINE;
+            }
+            y += 6.0;
+        }
+    })
+}
+
+fn pass(svg: &mut Svg, span: &Span, (scale, y): (f64, f64)) {
+    let class = match span.compute.pass {
+        Pass::Forward => "forward",
+        Pass::Backward | Pass::BackwardInput => "backward",
+        Pass::BackwardWeight => "weight",
+    };
+    let (from, width) = (LEFT + span.begin as f64 * scale, (span.end - span.begin) as f64 * scale);
+    rectangle(svg, class, (from, y), (width, LINE - 4.0));
+    let label = span.compute.microbatch.to_string();
+    if width > 8.0 * label.len() as f64 {
+        svg.label("middle", from + width / 2.0, y + 11.0, &label);
+    }
+}
+
+fn rectangle(svg: &mut Svg, class: &str, (x, y): (f64, f64), (width, height): (f64, f64)) {
+    let class = format!("pass {class}");
+    let [x, y, width, height] = [x, y, width, height].map(round);
+    let place: [Attribute<'_>; 5] =
+        [("class", &class), ("x", &x), ("y", &y), ("width", &width), ("height", &height)];
+    svg.element("rect", &place, |_| {});
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -132,6 +202,24 @@ mod tests {
         assert_eq!(elements.iter().filter(|element| element.starts_with("circle")).count(), 2 + 1);
         // The highest lies within the axes.
         assert_eq!(Axes::of(&[&own, &beside]).losses, (3.5, 7.5));
+    }
+
+    #[test]
+    fn every_pass_of_every_stage_has_a_rectangle() {
+        use sidelane_parallel::pipeline::{Costs, Schedule};
+        let timeline =
+            |schedule: Schedule| schedule.plan(3, 5).unwrap().time(1, Costs::new(100, 80, 80)).unwrap();
+        let drawn = [
+            ("1f1b".to_owned(), timeline(Schedule::OneFOneB)),
+            ("zb-h1".to_owned(), timeline(Schedule::ZeroBubbleH1)),
+        ];
+        let elements = svg::tests::elements(&timelines("a step", &drawn));
+        let passes = |class: &str| {
+            let class = format!("rect class=\"pass {class}\"");
+            // One of each is in the legend.
+            elements.iter().filter(|element| element.starts_with(&class)).count() - 1
+        };
+        assert_eq!((passes("forward"), passes("backward"), passes("weight")), (30, 30, 15));
     }
 
     #[test]

@@ -137,7 +137,7 @@ fn add(sum: &mut [f32], part: &[f32]) {
 
 /// Experts that serve the ranks of a group in turn. The gradient of their weights is that of all
 /// ranks' rows together: the last rank has it, the others zeros.
-struct InTurn {
+pub(crate) struct InTurn {
     experts: GroupedSwiGlu,
     ranks: usize,
     came: Mutex<Vec<Came>>,
@@ -163,7 +163,7 @@ impl Came {
 type Left = Mutex<Option<Saved>>;
 
 impl InTurn {
-    fn new(experts: GroupedSwiGlu, ranks: usize) -> InTurn {
+    pub(crate) fn new(experts: GroupedSwiGlu, ranks: usize) -> InTurn {
         InTurn { experts, ranks, came: Mutex::default() }
     }
 }

@@ -5,6 +5,7 @@ use std::path::Path;
 use std::time::Instant;
 
 use indicatif::{ProgressBar, ProgressStyle};
+use moe_lm::mesh::{MeshTrainer, Traffic};
 use moe_lm::settings::Settings;
 use moe_lm::survival;
 use moe_lm::trainer::{History, Ranks, Trainer};
@@ -24,12 +25,7 @@ pub struct Report {
 impl Report {
     /// Says what will be trained on what, and from which checkpoint on.
     pub fn new<R: Ranks>(speaks: bool, json: bool, trainer: &Trainer<R>, resumed: Option<&Path>) -> Report {
-        let shown = speaks && !json && std::io::stderr().is_terminal();
-        let bar = if shown { ProgressBar::new(trainer.settings.steps as u64) } else { ProgressBar::hidden() };
-        let style = ProgressStyle::with_template("{bar:30} {pos}/{len} steps, {elapsed}, loss {msg}");
-        bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
-        bar.set_position(trainer.steps() as u64);
-        let report = Report { speaks, json, bar, began: Instant::now(), failed: None };
+        let report = Report::begin(speaks, json, (trainer.steps(), trainer.settings.steps));
         let (train, settings) = (trainer.batches.train(), &trainer.settings);
         let own = trainer.state.experts.weights.values.len() / trainer.ranks.own_experts().len().max(1);
         let weights = trainer.state.dense.weights.values.len() + own * settings.shape.experts;
@@ -43,6 +39,47 @@ impl Report {
             )
         });
         report
+    }
+
+    /// Says what will be trained by which strategy, and from which checkpoint on.
+    pub fn of_mesh(speaks: bool, json: bool, trainer: &MeshTrainer, resumed: Option<&Path>) -> Report {
+        let report = Report::begin(speaks, json, (trainer.steps(), trainer.settings.steps));
+        let (settings, strategy) = (&trainer.settings, &trainer.strategy);
+        let data = json!({"settings": settings, "strategy": strategy, "resumed": resumed});
+        report.say(data, || {
+            let from = resumed.map(|place| format!(", from {} on", place.display())).unwrap_or_default();
+            let (ranks, sizes) = (strategy.sizes.ranks(), strategy.sizes);
+            format!("{ranks} ranks, {sizes}, {} microbatches{from}", strategy.microbatches)
+        });
+        report
+    }
+
+    /// Before the first of the steps that are left.
+    fn begin(speaks: bool, json: bool, (made, all): (usize, usize)) -> Report {
+        let shown = speaks && !json && std::io::stderr().is_terminal();
+        let bar = if shown { ProgressBar::new(all as u64) } else { ProgressBar::hidden() };
+        let style = ProgressStyle::with_template("{bar:30} {pos}/{len} steps, {elapsed}, loss {msg}");
+        bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+        bar.set_position(made as u64);
+        Report { speaks, json, bar, began: Instant::now(), failed: None }
+    }
+
+    /// Bytes of each rank of a mesh: sent in the last step, and held.
+    pub fn traffic(&self, ranks: &[Traffic]) {
+        self.say(json!({"traffic": ranks}), || {
+            let row = |(rank, of): (usize, &Traffic)| {
+                let Traffic { tp, cp, dp, pp_bytes, ep_bytes, state_bytes } = of;
+                let [tp, cp, dp] = [tp, cp, dp].map(|of| of.intra_node_bytes + of.inter_node_bytes);
+                format!("| {rank} | {tp} | {cp} | {dp} | {pp_bytes} | {ep_bytes} | {state_bytes} |")
+            };
+            let rows: Vec<String> = ranks.iter().enumerate().map(row).collect();
+            format!(
+                "\nbytes of the last step, a rank's copies to itself included in tp, cp and dp\n\n\
+                 | rank | tp | cp | dp | pp | ep | parameters, gradients, states |\n\
+                 |---|---|---|---|---|---|---|\n{}",
+                rows.join("\n")
+            )
+        });
     }
 
     /// The run goes on with other ranks: without some that were lost, which was noticed when a step

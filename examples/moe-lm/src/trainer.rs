@@ -82,15 +82,21 @@ pub trait Ranks {
     /// Its own error; [`Error::Elsewhere`] with that of the first rank that has one; and if a rank
     /// does not come.
     fn agree<T>(&self, own: Result<T>) -> Result<T> {
-        let said = own.as_ref().err().map(ToString::to_string).unwrap_or_default();
-        let all = self.gather(said.as_bytes())?;
-        let own = own?;
-        match all.iter().position(|said| !said.is_empty()) {
-            Some(rank) => {
-                Err(Error::Elsewhere { rank, said: String::from_utf8_lossy(&all[rank]).into_owned() })
-            }
-            None => Ok(own),
-        }
+        agree_by(own, |said| self.gather(said))
+    }
+}
+
+/// As [`Ranks::agree`], of ranks that gather so.
+///
+/// # Errors
+/// As there.
+pub(crate) fn agree_by<T>(own: Result<T>, gather: impl FnOnce(&[u8]) -> Result<Vec<Vec<u8>>>) -> Result<T> {
+    let said = own.as_ref().err().map(ToString::to_string).unwrap_or_default();
+    let all = gather(said.as_bytes())?;
+    let own = own?;
+    match all.iter().position(|said| !said.is_empty()) {
+        Some(rank) => Err(Error::Elsewhere { rank, said: String::from_utf8_lossy(&all[rank]).into_owned() }),
+        None => Ok(own),
     }
 }
 

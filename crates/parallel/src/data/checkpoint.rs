@@ -126,15 +126,15 @@ impl Wanted {
 }
 
 /// A checkpoint that was read.
-struct Found {
+pub(super) struct Found {
     /// Steps of the optimizer.
-    steps: u64,
+    pub steps: u64,
     /// The same for the same shards in any order.
     digest: u64,
 }
 
 /// Reads all shards of a model of so many elements into memory for its parameters and two states.
-fn read(
+pub(super) fn read(
     elements: usize,
     shards: impl IntoIterator<Item = impl Read>,
     wanted: &mut [Wanted; 3],

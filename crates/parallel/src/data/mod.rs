@@ -8,6 +8,8 @@
 //!   ZeRO-3, FSDP            its part     its part    its part           FullySharded
 //! ```
 //!
+//! A [`Checkpoint`] has all shards in one process, for ranks whose parameters lie in another order.
+//!
 //! Parameters lie in a row ([`Layout`]) and travel in buckets. A rank's part of a bucket is one of
 //! equal parts, so each bucket is padded for itself, and one call moves it.
 //!
@@ -40,6 +42,7 @@ mod fully_sharded;
 mod layout;
 mod memory;
 mod pass;
+mod whole;
 mod wire;
 
 pub use adam::Adam;
@@ -48,4 +51,5 @@ pub use error::{CheckpointError, DataError};
 pub use fully_sharded::FullySharded;
 pub use layout::Layout;
 pub use memory::MemoryUsage;
+pub use whole::Checkpoint;
 pub use wire::{Wire, WireDtype};

@@ -3,6 +3,7 @@
 mod case;
 mod checkpoints;
 mod growths;
+mod meshes;
 mod program;
 mod references;
 mod survivals;

@@ -1,0 +1,91 @@
+//! The groups of a rank in its mesh.
+//!
+//! ```text
+//!   pp=2,dp=2,tp=2,ep=4        stage 0             stage 1
+//!                           tp 0   tp 1         tp 0   tp 1
+//!                    dp 0     0      1            4      5
+//!                    dp 1     2      3            6      7
+//!
+//!   of rank 0    stages {0,4}    tp {0,1}    cp {0}    ep {0,1,2,3}
+//!   gradients    of cut tensors {0,2}    of whole ones {0,1,2,3}    of experts {0}
+//! ```
+
+use sidelane::collective::Communicator;
+use sidelane::{Group, World};
+use sidelane_parallel::context::zig_zag_pieces;
+
+use super::strategy::{Context, Strategy};
+use super::tensors::{Place, Sections, part};
+use crate::error::Result;
+use crate::settings::Settings;
+
+/// The groups of a rank, and its place in each.
+pub struct Groups {
+    /// All ranks.
+    pub all: Group,
+    /// The stages of this rank's pipeline.
+    pub pipeline: Group,
+    /// Number of them.
+    pub stages: u32,
+    /// Ranks that cut its matrices.
+    pub tp: Communicator,
+    /// Ranks that cut its windows.
+    pub cp: Communicator,
+    /// Ranks that share the experts.
+    pub ep: Group,
+    /// Ranks that have the same tensors of each kind.
+    pub copies: Sections<Communicator>,
+    /// Its place, as far as its tensors depend on it.
+    pub place: Place,
+    /// Its part of the batch, and of each window.
+    pub parts: (usize, usize),
+}
+
+impl Groups {
+    /// Those of a world. Collective.
+    ///
+    /// # Errors
+    /// Those of the mesh and of the communicators.
+    pub fn new(world: &World, strategy: &Strategy) -> Result<Groups> {
+        let mesh = strategy.sizes.mesh(world.size())?;
+        let experts = mesh.experts(strategy.sizes.ep, 1)?;
+        let position = |mesh: &sidelane_parallel::Mesh, name| mesh.position(world.rank(), name);
+        // Small chunks: the symmetric memory of worlds of threads holds all communicators.
+        let sums = |group: Group| Communicator::builder(&group).chunk(64 << 10).build();
+        let copies = Sections {
+            cut: sums(mesh.world_group(world, &["dp", "cp"])?)?,
+            whole: sums(mesh.world_group(world, &["dp", "cp", "tp"])?)?,
+            experts: sums(experts.world_group(world, &["edp"])?)?,
+        };
+        let [stage, tp] = ["pp", "tp"].map(|name| position(&mesh, name));
+        let [dp, cp] = ["dp", "cp"].map(|name| position(&mesh, name));
+        let ep = position(&experts, "ep")?;
+        Ok(Groups {
+            all: world.all()?,
+            pipeline: mesh.world_group(world, &["pp"])?,
+            stages: strategy.sizes.pp,
+            tp: sums(mesh.world_group(world, &["tp"])?)?,
+            cp: sums(mesh.world_group(world, &["cp"])?)?,
+            ep: experts.world_group(world, &["ep"])?,
+            copies,
+            place: Place { stage: stage? as usize, tp: tp? as usize, ep: ep as usize },
+            parts: (dp? as usize, cp? as usize),
+        })
+    }
+
+    /// Positions of this rank's tokens in a window: a part of it, or two pieces where attention is
+    /// a ring.
+    pub fn positions(&self, strategy: &Strategy, settings: &Settings) -> Vec<usize> {
+        let (window, (_, own), ranks) = (settings.shape.window, self.parts, strategy.sizes.cp as usize);
+        if strategy.context(&settings.shape) == Context::Ulysses {
+            return part(window, own, ranks).collect();
+        }
+        let pieces = zig_zag_pieces((own as u32, ranks as u32)).unwrap_or_default();
+        pieces.into_iter().flat_map(|piece| part(window, piece, 2 * ranks)).collect()
+    }
+
+    /// Whether this rank's losses count: it is the first tensor parallel rank of the last stage.
+    pub fn counts_losses(&self) -> bool {
+        self.place.stage + 1 == self.stages as usize && self.place.tp == 0
+    }
+}

@@ -1,0 +1,24 @@
+//! Training over a mesh: the model of [`crate::model`], made of the layers of `sidelane-parallel`.
+//!
+//! | module | what is in it |
+//! |---|---|
+//! | `strategy` | sizes of the mesh, ZeRO, schedule, attention, and their checks |
+//! | `tensors` | a rank's tensors, and where their values are in the whole ones |
+//! | `groups` | groups of a rank |
+//! | `block` | norm, attention, experts: forward and backward |
+//! | `stage` | embedding, blocks and loss as a stage of a pipeline |
+//! | `optimizer` | parameters of one kind, whole or cut by ZeRO |
+//! | `train` | steps, losses, counts of bytes, and the reference in one process |
+//! | [`checkpoint`] | shards of all ranks, which any other mesh reads |
+
+mod block;
+pub mod checkpoint;
+mod groups;
+mod optimizer;
+mod stage;
+mod strategy;
+mod tensors;
+mod train;
+
+pub use strategy::{Context, Order, Sizes, Strategy, StrategyError, Zero};
+pub use train::{MeshTrainer, Moved, TensorPart, Traffic};

@@ -1,0 +1,510 @@
+//! Ranks of a mesh learn what one process learns: to the bit where sums have one order, else within
+//! the roundings of their orders.
+
+use std::collections::BTreeMap;
+use std::process::{Command, Stdio};
+
+use moe_lm::error::Error;
+use moe_lm::mesh::{
+    Context, MeshTrainer, Order, Sizes, Strategy, StrategyError, TensorPart, Traffic, Zero, checkpoint,
+};
+use moe_lm::settings::{Settings, Shape};
+use moe_lm::trainer::{History, Trainer};
+use sidelane::{Options, World};
+
+use crate::case::{TEXT, batches, in_turn, settings};
+use crate::program::{ranks_of, said};
+
+/// A model whose sizes go with all meshes here. A balance of windows would go with none that cuts
+/// them.
+fn small() -> Settings {
+    let of = settings(1, 1);
+    let shape = Shape { layers: 4, heads: 4, ..of.shape };
+    Settings { shape, balance: 0.0, steps: 2, ..of }
+}
+
+fn strategy(sizes: &str) -> Strategy {
+    Strategy::of(sizes.parse().unwrap())
+}
+
+/// Whole tensors, by name, with the values that ranks have of them.
+type Tensors = BTreeMap<String, Vec<f32>>;
+
+/// Result of a run: losses, and the whole parameters.
+#[derive(Clone, Debug, PartialEq)]
+struct Outcome {
+    losses: Vec<u32>,
+    parameters: Tensors,
+}
+
+/// Puts values in their places. Ranks that have the same must have the same bits.
+fn put(all: &mut Tensors, named: &[TensorPart]) {
+    for TensorPart { name, values } in named {
+        let tensor = all.entry(name.clone()).or_default();
+        for &(place, value) in values {
+            tensor.resize(tensor.len().max(place + 1), f32::NAN);
+            let seen = std::mem::replace(&mut tensor[place], value);
+            assert!(seen.is_nan() || seen.to_bits() == value.to_bits(), "{name}: copies differ at {place}");
+        }
+    }
+}
+
+/// Does the same on each rank, with its trainer.
+fn on_ranks<T: Send>(
+    settings: &Settings,
+    strategy: &Strategy,
+    each: impl Fn(Result<MeshTrainer, Error>) -> T + Sync,
+) -> Vec<T> {
+    let worlds = World::threads(strategy.sizes.ranks()).unwrap();
+    std::thread::scope(|scope| {
+        let ranks = worlds.into_iter().map(|world| {
+            let each = &each;
+            scope.spawn(move || each(MeshTrainer::new(&world, settings, strategy, batches(settings))))
+        });
+        let ranks: Vec<_> = ranks.collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+/// All steps of a run.
+fn finish(mut trainer: MeshTrainer) -> (Vec<f32>, Vec<TensorPart>) {
+    while trainer.steps() < trainer.settings.steps {
+        trainer.step().unwrap();
+    }
+    let steps = trainer.settings.steps;
+    finish_at(trainer, steps)
+}
+
+/// What a run has come to after some steps.
+fn finish_at(mut trainer: MeshTrainer, steps: usize) -> (Vec<f32>, Vec<TensorPart>) {
+    assert_eq!(trainer.steps(), steps);
+    let parameters = trainer.parameters().unwrap();
+    (trainer.history.losses.clone(), parameters)
+}
+
+fn outcome(ranks: Vec<(Vec<f32>, Vec<TensorPart>)>) -> Outcome {
+    let mut parameters = Tensors::new();
+    ranks.iter().for_each(|(_, named)| put(&mut parameters, named));
+    assert!(parameters.values().flatten().all(|value| !value.is_nan()), "no rank has some value");
+    let bits = |losses: &[f32]| losses.iter().map(|loss| loss.to_bits()).collect::<Vec<_>>();
+    let losses = bits(&ranks[0].0);
+    assert!(ranks.iter().all(|(other, _)| bits(other) == losses), "ranks have other losses");
+    Outcome { losses, parameters }
+}
+
+fn run(settings: &Settings, strategy: &Strategy) -> Outcome {
+    outcome(on_ranks(settings, strategy, |trainer| finish(trainer.unwrap())))
+}
+
+/// One process that plays the data parallel ranks.
+fn reference(settings: &Settings, strategy: &Strategy) -> Outcome {
+    let world = World::threads(1).unwrap().remove(0);
+    let trainer = MeshTrainer::reference(&world, settings, strategy, batches(settings)).unwrap();
+    outcome(vec![finish(trainer)])
+}
+
+/// Gradients of the first step, and its loss; on several ranks, those of a rank's tokens.
+fn first_step(mut trainer: MeshTrainer) -> (f32, Vec<TensorPart>) {
+    let loss = trainer.step().unwrap();
+    (loss, trainer.local_gradients())
+}
+
+/// The length of a difference, by that of the second.
+fn apart(own: &[f32], other: &[f32]) -> f64 {
+    let length =
+        |values: &mut dyn Iterator<Item = f64>| values.map(|value| value * value).sum::<f64>().sqrt();
+    assert_eq!(own.len(), other.len());
+    let whole = length(&mut other.iter().map(|&value| value.into()));
+    let pairs = own.iter().zip(other);
+    let difference = length(&mut pairs.map(|(&own, &other)| f64::from(own) - f64::from(other)));
+    if difference == 0.0 { 0.0 } else { difference / whole }
+}
+
+#[test]
+fn layers_of_a_mesh_have_the_loss_and_gradients_of_candles_model() {
+    for balance in [0.0, 1.0] {
+        let settings = Settings { balance, ..small() };
+        let ranks = on_ranks(&settings, &strategy("dp=1"), |trainer| first_step(trainer.unwrap()));
+        let (loss, named) = &ranks[0];
+        let mut gradients = Tensors::new();
+        put(&mut gradients, named);
+        let mut plain: Trainer<_> = in_turn(&settings);
+        let expected = plain.step().unwrap();
+        assert!((loss - expected).abs() < 1e-5, "{loss} {expected}");
+        let mut seen = 0;
+        for learned in [&plain.state.dense, &plain.state.experts] {
+            for entry in &learned.weights.entries {
+                // After one step the first mean is a tenth of the gradient.
+                let tenth: Vec<f32> =
+                    gradients[&entry.name].iter().map(|of| of * (1.0 - 0.9f64) as f32).collect();
+                let apart = apart(&tenth, &learned.adam.first[entry.range.clone()]);
+                assert!(apart < 1e-4, "{}: {apart}", entry.name);
+                seen += 1;
+            }
+        }
+        assert_eq!(seen, gradients.len());
+    }
+}
+
+#[test]
+fn data_and_expert_parallel_ranks_have_the_bits_of_one_process_that_plays_them() {
+    let small = small();
+    for (sizes, batch, experts, microbatches) in [
+        ("dp=2", 8, 16, 1),
+        ("dp=2,ep=2", 8, 16, 2),
+        ("dp=4,ep=2", 8, 16, 2),
+        ("dp=4,ep=4", 8, 16, 1),
+        ("dp=3,ep=3", 6, 12, 2),
+    ] {
+        let shape = Shape { experts, ..small.shape };
+        let settings = Settings { shape, batch, balance: 0.01, ..small };
+        let strategy = Strategy { microbatches, ..strategy(sizes) };
+        assert_eq!(run(&settings, &strategy), reference(&settings, &strategy), "{sizes}");
+    }
+}
+
+#[test]
+fn no_schedule_and_no_zero_stage_changes_a_bit() {
+    let settings = Settings { balance: 0.01, ..small() };
+    let of = |sizes, microbatches| Strategy { microbatches, ..strategy(sizes) };
+    let expected = reference(&settings, &of("dp=2,ep=2", 4));
+    let orders = [Order::GPipe, Order::OneFOneB, Order::Interleaved(2), Order::ZeroBubbleH1];
+    for order in orders {
+        let strategy = Strategy { order: Some(order), ..of("pp=2,dp=2,ep=2", 4) };
+        assert_eq!(run(&settings, &strategy), expected, "{order}");
+    }
+    for zero in [Zero::One, Zero::Two, Zero::Three] {
+        let strategy = Strategy { zero, ..of("dp=2,ep=2", 4) };
+        assert_eq!(run(&settings, &strategy), expected, "{zero:?}");
+    }
+    let all = Strategy { zero: Zero::Three, order: Some(Order::ZeroBubbleH1), ..of("pp=4,dp=2,ep=2", 4) };
+    assert_eq!(run(&settings, &all), expected);
+}
+
+/// Means over ranks of the gradients of the first step, and its loss.
+fn mean_gradients(settings: &Settings, strategy: &Strategy) -> (f32, Tensors) {
+    let ranks = on_ranks(settings, strategy, |trainer| first_step(trainer.unwrap()));
+    let mut sums = BTreeMap::<_, BTreeMap<usize, (f32, f32)>>::new();
+    for TensorPart { name, values } in ranks.iter().flat_map(|(_, parts)| parts) {
+        let of_tensor = sums.entry(name.clone()).or_default();
+        for &(place, value) in values {
+            let (sum, count) = of_tensor.entry(place).or_default();
+            (*sum, *count) = (*sum + value, *count + 1.0);
+        }
+    }
+    let mean = |of: BTreeMap<usize, (f32, f32)>| of.values().map(|(sum, count)| sum / count).collect();
+    (ranks[0].0, sums.into_iter().map(|(name, of)| (name, mean(of))).collect())
+}
+
+/// Checks gradients of the first step against those of one process.
+///
+/// A sum of `n` terms in another order is off by at most `n` roundings of 2^-24 of the sizes of its
+/// terms. Roundings go either way, so they add up like the root of `n`. Terms have either sign, so
+/// their sizes are about as many roots of `n` as long as their sum. So the sum is off by `n` 2^-24
+/// of itself. A norm in front of each layer keeps gains at about one, so a gradient is off by as
+/// much for each of the sums on its way that have another order.
+fn assert_gradients(settings: &Settings, strategy: &Strategy, sums: usize, terms: usize) {
+    let one = Strategy::of(Sizes::ONE);
+    let ((loss, gradients), (expected, whole)) =
+        (mean_gradients(settings, strategy), mean_gradients(settings, &one));
+    let most = (sums * terms) as f64 * 2f64.powi(-24);
+    assert!(f64::from((loss - expected).abs()) <= most * f64::from(expected), "{loss}, not {expected}");
+    assert_eq!(gradients.keys().collect::<Vec<_>>(), whole.keys().collect::<Vec<_>>());
+    for (name, gradient) in &gradients {
+        let apart = apart(gradient, &whole[name]);
+        assert!(apart <= most, "{}: {name} is {apart} of itself off, {most} at most", strategy.sizes);
+    }
+    assert_ne!(gradients, whole, "{}: sums have one order", strategy.sizes);
+}
+
+#[test]
+fn tensor_and_context_parallel_ranks_differ_by_the_roundings_of_their_sums() {
+    let settings = small();
+    let Shape { vocabulary, window, layers, width, .. } = settings.shape;
+    let tokens = settings.batch * window;
+    // Gradients of weights are sums over all tokens.
+    let of_weights = 1;
+    for sizes in ["cp=2", "cp=4,ep=2", "dp=2,cp=2,ep=4"] {
+        assert_gradients(&settings, &strategy(sizes), of_weights, tokens);
+    }
+    // In each layer, attention has a sum over keys forward, and over queries backward.
+    let ring = |sizes| Strategy { context: Some(Context::Ring), ..strategy(sizes) };
+    for sizes in ["cp=2", "cp=4,ep=4"] {
+        assert_gradients(&settings, &ring(sizes), of_weights + 3 * layers, tokens);
+    }
+    // Forward each layer has a sum over heads, and backward over the columns of q, k and v. The
+    // head has one over the vocabulary each way.
+    let longest = tokens.max(vocabulary).max(3 * width);
+    for sizes in ["tp=2", "tp=4,ep=4", "dp=2,tp=2,ep=2"] {
+        assert_gradients(&settings, &strategy(sizes), of_weights + 2 * layers + 2, longest);
+    }
+    // With a window a microbatch, a tensor parallel rank has a part of it between layers.
+    let parts_of_windows = Strategy { microbatches: 8, ..strategy("tp=2,ep=2") };
+    assert_gradients(&settings, &parts_of_windows, of_weights + 2 * layers + 2, longest);
+    for strategy in [strategy("pp=2,dp=2,cp=2,tp=2,ep=4"), ring("pp=2,cp=2,tp=2,ep=4")] {
+        assert_gradients(&settings, &strategy, of_weights + 5 * layers + 2, longest);
+    }
+}
+
+#[test]
+fn the_heads_of_ulysses_give_each_token_the_bits_of_one_process() {
+    let settings = small();
+    let one = on_ranks(&settings, &Strategy::of(Sizes::ONE), |trainer| trainer.unwrap().step().unwrap());
+    for sizes in ["cp=2,ep=2", "cp=4", "pp=2,dp=2,cp=2,ep=4"] {
+        let ranks = on_ranks(&settings, &strategy(sizes), |trainer| trainer.unwrap().step().unwrap());
+        assert!(ranks.iter().all(|loss| loss.to_bits() == one[0].to_bits()), "{sizes}: {ranks:?} {one:?}");
+    }
+}
+
+#[test]
+fn strategies_that_do_not_fit_are_refused_on_every_rank() {
+    let settings = small();
+    let refused = |settings: Settings, strategy: Strategy, ranks: u32| {
+        let worlds = World::threads(ranks).unwrap();
+        let errors = worlds.into_iter().map(|world| {
+            // One after another: a rank that waited for another one would never end.
+            MeshTrainer::new(&world, &settings, &strategy, batches(&settings)).err().unwrap().to_string()
+        });
+        let errors: Vec<_> = errors.collect();
+        assert!(errors.iter().all(|error| *error == errors[0]), "{errors:?}");
+        errors[0].clone()
+    };
+    let shape = |shape| Settings { shape, ..settings };
+    let base = settings.shape;
+    for (settings, strategy, ranks, expected) in [
+        (settings, strategy("dp=2"), 3, "3 ranks, but pp 1 x dp 2 x cp 1 x tp 1 = 2"),
+        (settings, strategy("dp=3,ep=2"), 3, "ep 2 x etp 1 = 2 does not divide dp 3 x cp 1 x tp 1 = 3"),
+        (settings, strategy("tp=3"), 3, "tokens of a microbatch, by tp: 128 is not a multiple of 3"),
+        (shape(Shape { heads: 2, ..base }), strategy("tp=4"), 4, "heads, by tp: 2 is not a multiple of 4"),
+        (settings, strategy("cp=3"), 3, "tokens of a window, by the pieces of cp: 16 is not a multiple of 6"),
+        (settings, strategy("pp=3"), 3, "layers, by stages and model chunks: 4 is not a multiple of 3"),
+        (
+            shape(Shape { experts: 15, ..base }),
+            strategy("dp=2,ep=2"),
+            2,
+            "experts, by ep: 15 is not a multiple of 2",
+        ),
+        (
+            settings,
+            Strategy { microbatches: 8, ..strategy("dp=2") },
+            2,
+            "windows of a step, by dp and microbatches: 8 is not a multiple of 16",
+        ),
+        (
+            settings,
+            Strategy { zero: Zero::Two, ..strategy("tp=2") },
+            2,
+            "--zero cuts state over dp x cp ranks, and the mesh has one: name dp",
+        ),
+        (
+            settings,
+            Strategy { order: Some(Order::GPipe), ..strategy("dp=2") },
+            2,
+            "--schedule orders the passes of stages, and the mesh has one: name pp",
+        ),
+        (
+            settings,
+            Strategy { order: Some(Order::Interleaved(2)), ..strategy("pp=2") },
+            2,
+            "1 microbatches on 2 stages: 1 mod 2 = 1, but 2 model chunks need whole rounds",
+        ),
+        (
+            Settings { balance: 0.5, ..settings },
+            strategy("tp=2"),
+            2,
+            "the balance is one of each window, and cp 1 x tp 2 cut windows over ranks: give --balance 0",
+        ),
+    ] {
+        assert_eq!(refused(settings, strategy, ranks), expected, "{}", strategy.sizes);
+    }
+    let world = World::threads(1).unwrap().remove(0);
+    let played = MeshTrainer::reference(&world, &settings, &strategy("dp=2,tp=2"), batches(&settings));
+    assert!(matches!(played, Err(Error::Strategy(StrategyError::NotPlayed { cp: 1, tp: 2 }))));
+    for (said, expected) in [
+        ("tp=2,dp", StrategyError::Dimension { said: "dp".into() }),
+        ("tp=two", StrategyError::Dimension { said: "tp=two".into() }),
+        ("etp=2", StrategyError::Dimension { said: "etp=2".into() }),
+        ("tp=2,tp=2", StrategyError::Twice { name: "tp".into() }),
+    ] {
+        assert_eq!(said.parse::<Sizes>(), Err(expected));
+    }
+}
+
+#[test]
+fn a_run_goes_on_over_another_mesh_from_its_checkpoint() {
+    let settings = Settings { steps: 4, ..small() };
+    let of = |sizes, zero, order| {
+        let strategy = strategy(sizes);
+        // Windows of dp ranks and microbatches are the same, whatever the mesh.
+        Strategy { zero, order, microbatches: 4, ..strategy }
+    };
+    let meshes = [
+        of("dp=2,ep=2", Zero::None, None),
+        of("pp=2,dp=2,ep=2", Zero::Two, Some(Order::Interleaved(2))),
+        of("pp=4,dp=2,ep=2", Zero::Three, Some(Order::ZeroBubbleH1)),
+        of("dp=2,ep=2", Zero::One, None),
+    ];
+    let expected = reference(&settings, &meshes[0]);
+    let folder = tempfile::tempdir().unwrap();
+    for (nth, strategy) in meshes.iter().enumerate() {
+        let ranks = on_ranks(&settings, strategy, |trainer| {
+            let mut trainer = trainer.unwrap();
+            if nth > 0 {
+                let place = checkpoint::resume(&mut trainer, folder.path()).unwrap();
+                assert!(place.ends_with(format!("step-{nth:06}")), "{place:?}");
+            }
+            trainer.step().unwrap();
+            checkpoint::save(&trainer, folder.path()).unwrap();
+            finish_at(trainer, nth + 1)
+        });
+        if nth + 1 == settings.steps {
+            assert_eq!(outcome(ranks), expected);
+        }
+    }
+    // Ranks that cut matrices, windows and experts in other ways read the same values.
+    let moved = of("pp=2,cp=2,tp=2,ep=4", Zero::One, None);
+    let ranks = on_ranks(&settings, &moved, |trainer| {
+        let mut trainer = trainer.unwrap();
+        checkpoint::resume(&mut trainer, folder.path()).unwrap();
+        checkpoint::save(&trainer, folder.path()).unwrap();
+        finish_at(trainer, settings.steps)
+    });
+    assert_eq!(outcome(ranks), expected);
+    let back = on_ranks(&settings, &meshes[1], |trainer| {
+        let mut trainer = trainer.unwrap();
+        checkpoint::resume(&mut trainer, folder.path()).unwrap();
+        finish_at(trainer, settings.steps)
+    });
+    assert_eq!(outcome(back), expected);
+}
+
+#[test]
+fn a_rank_without_its_shard_stops_all_ranks() {
+    let settings = small();
+    let folder = tempfile::tempdir().unwrap();
+    on_ranks(&settings, &strategy("dp=2"), |trainer| {
+        let mut trainer = trainer.unwrap();
+        trainer.step().unwrap();
+        checkpoint::save(&trainer, folder.path()).unwrap();
+    });
+    let shard = folder.path().join("step-000001/cut-1.shard");
+    let mut bytes = std::fs::read(&shard).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    std::fs::write(&shard, bytes).unwrap();
+    let errors = on_ranks(&settings, &strategy("tp=2"), |trainer| {
+        let mut trainer = trainer.unwrap();
+        let error = checkpoint::resume(&mut trainer, folder.path()).unwrap_err();
+        assert_eq!(trainer.steps(), 0);
+        trainer.step().unwrap();
+        error
+    });
+    assert!(errors.iter().all(|error| matches!(error, Error::Data(_))), "{errors:?}");
+}
+
+/// Each rank a node of its own, so that bytes to other nodes are those to other ranks.
+fn traffic(settings: &Settings, strategy: &Strategy) -> Vec<Traffic> {
+    let nodes: Vec<u32> = (0..strategy.sizes.ranks()).collect();
+    let worlds = World::threads_with(&nodes, &Options::default()).unwrap();
+    std::thread::scope(|scope| {
+        let ranks = worlds.into_iter().map(|world| {
+            scope.spawn(move || {
+                let mut trainer = MeshTrainer::new(&world, settings, strategy, batches(settings)).unwrap();
+                trainer.step().unwrap();
+                trainer.step().unwrap();
+                trainer.traffic_of_ranks().unwrap()
+            })
+        });
+        let ranks: Vec<_> = ranks.collect();
+        let mut all: Vec<_> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
+        assert!(all.iter().all(|of| *of == all[0]));
+        all.remove(0)
+    })
+}
+
+#[test]
+fn bytes_of_a_step_are_those_that_the_tables_of_strategies_say() {
+    let settings = small();
+    let Shape { vocabulary, window, layers, width, experts, expert_width, .. } = settings.shape;
+    let tokens = settings.batch * window;
+    let whole = layers * width * experts + window * width;
+    let cut = layers * 4 * width * width + 2 * vocabulary * width;
+    let of_experts = layers * experts * 3 * width * expert_width;
+    let parameters = 4 * (whole + cut + of_experts) as u64;
+
+    // Half of the parameters is another rank's: the gradients there, and the means back. Each of
+    // three kinds of tensors compares its steps by 16 bytes.
+    for (zero, halves) in [(Zero::None, 2), (Zero::One, 3), (Zero::Two, 2)] {
+        let strategy = Strategy { zero, ..strategy("dp=2") };
+        for rank in traffic(&settings, &strategy) {
+            assert_eq!(rank.dp.inter_node_bytes, halves * parameters / 2 + 3 * 16, "{zero:?}");
+        }
+    }
+    // A gather for the passes, and one that the backward pass of ZeRO-3 makes.
+    let three = Strategy { zero: Zero::Three, ..strategy("dp=2") };
+    for rank in traffic(&settings, &three) {
+        assert_eq!(rank.dp.inter_node_bytes, 3 * parameters / 2 + 3 * 16);
+        assert_eq!(rank.state_bytes, 3 * parameters / 2);
+    }
+
+    // A message for each microbatch and border, each way.
+    let stages = Strategy { microbatches: 4, ..strategy("pp=4") };
+    let message = 4 * (tokens * width) as u64;
+    let sent: Vec<_> = traffic(&settings, &stages).iter().map(|rank| rank.pp_bytes).collect();
+    assert_eq!(sent, [message, 2 * message, 2 * message, message]);
+
+    // Of a rank's queries, keys and values, and of its outputs, half belongs to the other rank's
+    // heads; backward the same.
+    for rank in traffic(&settings, &strategy("cp=2")) {
+        assert_eq!(rank.cp.inter_node_bytes, (layers * tokens / 2 / 2 * 2 * 4 * width * 4) as u64);
+    }
+
+    // Blocks gather or reduce tokens twice forward and three times backward, and embedding and head
+    // five times in all. Cross-entropy has three values a token.
+    let passes = (5 * layers + 5) as u64;
+    for rank in traffic(&settings, &strategy("tp=2")) {
+        assert_eq!(rank.tp.inter_node_bytes, passes * (tokens / 2 * width * 4) as u64 + 12 * tokens as u64);
+    }
+}
+
+#[test]
+fn processes_of_a_mesh_write_the_losses_of_one_that_plays_them() {
+    let shape = Shape { layers: 2, heads: 2, ..small().shape };
+    let settings = Settings { shape, batch: 4, steps: 4, balance: 0.001, seed: 0, ..small() };
+    let folder = tempfile::tempdir().unwrap();
+    let [text, out] = ["text.md", "out"].map(|name| folder.path().join(name));
+    std::fs::write(&text, TEXT).unwrap();
+    let command = || {
+        let sizes = "--vocabulary 256 --window 16 --layers 2 --width 32 --heads 2 --experts 16 --top-k 2";
+        let run = "--expert-width 16 --batch 4 --steps 4 --mesh pp=2,dp=2,ep=2 --checkpoint-every 2 --json";
+        let mut command = Command::new(env!("CARGO_BIN_EXE_moe-lm"));
+        command.args(sizes.split(' ')).args(run.split(' ')).arg("--out").args([&out, &text]);
+        command.env("RAYON_NUM_THREADS", "1").env("SIDELANE_HEAP", "96M").stdout(Stdio::piped());
+        command
+    };
+    let lines = said(ranks_of(command, "mesh", |_| &["--schedule", "zb-h1", "--zero", "1"]));
+    assert!(lines[1..].iter().all(Vec::is_empty), "only the first rank speaks");
+    let traffic = lines[0].iter().find_map(|line| line["traffic"].as_array()).unwrap();
+    assert!(traffic.len() == 4 && traffic.iter().all(|rank| rank["pp_bytes"] == 2 * 16 * 32 * 4));
+    let timeline = std::fs::read_to_string(out.join("timeline.svg")).unwrap();
+    assert!(["gpipe", "1f1b", "interleaved:2", "zb-h1"].iter().all(|name| timeline.contains(name)));
+
+    let losses = std::fs::read(out.join("losses.json")).unwrap();
+    let history: History = serde_json::from_slice(&losses).unwrap();
+    let strategy = Strategy { microbatches: 2, ..strategy("dp=2,ep=2") };
+    let bits: Vec<u32> = history.losses.iter().map(|loss| loss.to_bits()).collect();
+    assert_eq!(bits, reference(&settings, &strategy).losses);
+
+    // The last two steps again, from the checkpoint before them, by another strategy.
+    std::fs::remove_dir_all(out.join("step-000004")).unwrap();
+    let lines =
+        said(ranks_of(command, "mesh-again", |_| &["--resume", "--schedule", "gpipe", "--zero", "3"]));
+    assert_eq!(lines[0].iter().filter(|line| line["loss"].is_number()).count(), 2);
+    assert!(lines[0][0]["resumed"].as_str().unwrap().ends_with("step-000002"));
+    assert_eq!(std::fs::read(out.join("losses.json")).unwrap(), losses);
+
+    let output = command().args(["--zero", "2"]).stderr(Stdio::piped()).output().unwrap();
+    assert_eq!(
+        String::from_utf8_lossy(&output.stderr),
+        "moe-lm: 1 ranks, but pp 2 x dp 2 x cp 1 x tp 1 = 4\n"
+    );
+}
