@@ -104,6 +104,10 @@ fn check_column_parallel_layer<E: Elements>(world: &World, way: Activations, who
     is_product(&of_weight, &across, &along, TOKENS, |_| 0.0, TOKENS + 1);
     let of_bias = whole.of_bias()[me * own..][..own].to_vec();
     assert_eq!(gradients.bias, whole.bias.as_ref().map(|_| of_bias));
+    let (input, delayed) = layer.backward_input(&mut group, &x, &of_y).unwrap();
+    let (weight, bias) = delayed.weights();
+    assert_eq!(bits_of(&input), bits_of(&gradients.input));
+    assert_eq!((bits(&weight), bias), (bits(&gradients.weight), gradients.bias));
 }
 
 #[test]
@@ -139,6 +143,10 @@ fn check_row_parallel_layer<E: Elements>(world: &World, way: Activations, whole:
     assert_eq!(bits(&gradients.weight), bits(&cut_columns(&of_weight, INPUTS, part).unwrap()));
     // The bias is not cut, so its gradient is that of all tokens, on every rank.
     assert_eq!(gradients.bias, whole.bias.as_ref().map(|_| whole.of_bias()));
+    let (input, delayed) = layer.backward_input(&mut group, &x, &of_y).unwrap();
+    let (weight, bias) = delayed.weights();
+    assert_eq!(bits_of(&input), bits_of(&gradients.input));
+    assert_eq!((bits(&weight), bias), (bits(&gradients.weight), gradients.bias));
 }
 
 #[test]
@@ -276,7 +284,10 @@ fn wrong_input_is_refused_on_all_ranks_and_the_next_call_works() {
         assert_eq!(sequence.forward(&mut group, &[1.0; 6]).unwrap(), [6.0; 2]);
         let of_y = vec![1.0; if wrong { 3 } else { 2 }];
         sequence.backward(&mut group, &[1.0; 6], &of_y).unwrap_err();
+        sequence.backward_input(&mut group, &[1.0; 6], &of_y).unwrap_err();
         assert_eq!(sequence.backward(&mut group, &[1.0; 6], &[1.0; 2]).unwrap().weight, [3.0; 4]);
+        let (_, delayed) = sequence.backward_input(&mut group, &[1.0; 6], &[1.0; 2]).unwrap();
+        assert_eq!(delayed.weights().0, [3.0; 4]);
     });
 }
 

@@ -58,18 +58,17 @@ pub fn train(arguments: &Arguments, mut trainer: MeshTrainer) -> Result<()> {
     Ok(())
 }
 
-/// A step by each schedule, with the times of the passes of this run. Gradients of inputs and of
-/// weights have as many products each, so each takes half of a backward pass.
-fn timelines(strategy: &Strategy, [forward, backward]: [Duration; 2]) -> Result<String> {
+/// A step by each schedule, with the times of the passes of this run.
+fn timelines(strategy: &Strategy, times: [Duration; 3]) -> Result<String> {
     let mut drawn = Vec::new();
     for order in [Order::GPipe, Order::OneFOneB, Order::Interleaved(2), Order::ZeroBubbleH1] {
         let of = Strategy { order: Some(order), ..*strategy };
         // Microbatches that do not make whole rounds cannot be interleaved.
         let Ok(plan) = of.plan() else { continue };
         let chunks = u64::from(of.model_chunks());
-        let [forward, half] = [forward, backward / 2].map(|time| time.as_micros() as u64 / chunks);
+        let [forward, inputs, weights] = times.map(|time| time.as_micros() as u64 / chunks);
         let unread = plan.least_unread()?.max(1);
-        drawn.push((order.to_string(), plan.time(unread, Costs::new(forward, half, half))?));
+        drawn.push((order.to_string(), plan.time(unread, Costs::new(forward, inputs, weights))?));
     }
     Ok(plot::timelines("One step by each schedule, with the times of this run's passes", &drawn))
 }

@@ -52,6 +52,44 @@ pub struct LinearGradients<E = f32> {
     pub bias: Option<Vec<f32>>,
 }
 
+/// Rows of all tokens of a block, of which the gradients of a rank's weights are made.
+///
+/// A zero bubble pipeline needs the gradients of inputs first. Those of weights wait, and move
+/// nothing when their pass comes ([`weights`](DelayedWeights::weights)).
+#[derive(Clone, Debug)]
+pub struct DelayedWeights<E = f32> {
+    x: Vec<E>,
+    of_output: Vec<E>,
+    inputs: usize,
+    outputs: usize,
+    bias: bool,
+}
+
+impl<E: Float> DelayedWeights<E> {
+    /// Gradients of the weights and of the bias, if there is one: as
+    /// [`LinearGradients`] has them, to the bit.
+    pub fn weights(&self) -> (Vec<f32>, Option<Vec<f32>>) {
+        let (x, of_output) = (E::widened(&self.x), E::widened(&self.of_output));
+        of_weights(&x, &of_output, (self.inputs, self.outputs), self.bias)
+    }
+}
+
+/// `dy' x`, and the sum of the rows of `dy`, by ascending token.
+fn of_weights(x: &[f32], of_output: &[f32], (inputs, outputs): (usize, usize), bias: bool) -> OfWeights {
+    let rows = x.len() / inputs;
+    let mut weight = vec![0.0; outputs * inputs];
+    let transposed = Matrix::new(of_output, rows, outputs).transposed();
+    product(&mut weight, transposed, Matrix::new(x, rows, inputs), false);
+    let bias = bias.then(|| {
+        let mut sum = vec![0.0; outputs];
+        for row in of_output.chunks_exact(outputs) {
+            sum.iter_mut().zip(row).for_each(|(sum, of)| *sum += of);
+        }
+        sum
+    });
+    (weight, bias)
+}
+
 /// Gradients of a rank's weights and bias.
 type OfWeights = (Vec<f32>, Option<Vec<f32>>);
 
@@ -107,21 +145,15 @@ impl Part {
         E::in_f32(of_input, |of_input| product(of_input, of_output, weight, false));
     }
 
-    /// `dy' x`, and the sum of the rows of `dy`, by ascending token.
+    /// Gradients of weights, from rows of all tokens.
     fn of_weights<E: Float>(&self, x: &[E], of_output: &[E]) -> OfWeights {
-        let (x, of_output) = (E::widened(x), E::widened(of_output));
-        let rows = x.len() / self.inputs;
-        let mut weight = vec![0.0; self.weight.len()];
-        let transposed = Matrix::new(&of_output, rows, self.outputs).transposed();
-        product(&mut weight, transposed, Matrix::new(&x, rows, self.inputs), false);
-        let bias = self.bias.as_ref().map(|bias| {
-            let mut sum = vec![0.0; bias.len()];
-            for row in of_output.chunks_exact(self.outputs) {
-                sum.iter_mut().zip(row).for_each(|(sum, of)| *sum += of);
-            }
-            sum
-        });
-        (weight, bias)
+        let sizes = (self.inputs, self.outputs);
+        of_weights(&E::widened(x), &E::widened(of_output), sizes, self.bias.is_some())
+    }
+
+    fn delayed<E: Float>(&self, x: Vec<E>, of_output: Vec<E>) -> DelayedWeights<E> {
+        let Part { inputs, outputs, .. } = *self;
+        DelayedWeights { x, of_output, inputs, outputs, bias: self.bias.is_some() }
     }
 
     /// Checks that a call comes with a group of the layer's size, and with chunks that a plan can
@@ -277,6 +309,45 @@ impl<E: Float> ColumnParallelLinear<E> {
         self.backward_in_chunks(group, x, of_output, chunks, &executor)
     }
 
+    /// The gradients of `x` alone, and what those of weights are made of, to the bits of
+    /// [`backward`](Self::backward). Collective.
+    ///
+    /// # Errors
+    /// As [`backward`](Self::backward).
+    pub fn backward_input(
+        &self,
+        group: &mut Communicator,
+        x: &[E],
+        of_output: &[E],
+    ) -> Result<(Vec<E>, DelayedWeights<E>), Error> {
+        let part = &self.0;
+        if let Err(error) = self.checked(group, x, of_output, TokenChunks::new(1)) {
+            let call = part.activations.gather_call().or(part.activations.reduce_call());
+            return Err(refuse(group, call, error));
+        }
+        let x = part.activations.gather(group, x)?.into_owned();
+        let mut of_input = vec![E::zeroed(); x.len()];
+        part.of_input(of_output, &part.weight::<E>(), &mut of_input);
+        let of_input = part.activations.reduce(group, of_input)?;
+        Ok((of_input, part.delayed(x, of_output.to_vec())))
+    }
+
+    /// Tokens of a backward pass, as `x` has them.
+    fn checked(
+        &self,
+        group: &Communicator,
+        x: &[E],
+        of_output: &[E],
+        chunks: TokenChunks,
+    ) -> Result<usize, PlanError> {
+        let part = &self.0;
+        part.callable(group, chunks)?;
+        let tokens = rows_of("inputs", x.len(), part.inputs)?;
+        let rows = part.activations.inside(tokens, part.ranks);
+        has_shape("gradients of outputs", of_output.len(), rows, part.outputs)?;
+        Ok(tokens)
+    }
+
     /// As [`backward`](Self::backward), to the same bits: inputs are gathered next to the gradients
     /// of inputs, and these are reduced next to the gradients of weights.
     ///
@@ -291,12 +362,7 @@ impl<E: Float> ColumnParallelLinear<E> {
         executor: &HostExecutor<'_>,
     ) -> Result<LinearGradients<E>, Error> {
         let (part, pass) = (&self.0, LinearPass::ColumnBackward);
-        let checked = part.callable(group, chunks).and_then(|()| {
-            let tokens = rows_of("inputs", x.len(), part.inputs)?;
-            let rows = part.activations.inside(tokens, part.ranks);
-            has_shape("gradients of outputs", of_output.len(), rows, part.outputs).map(|()| tokens)
-        });
-        let tokens = match checked {
+        let tokens = match self.checked(group, x, of_output, chunks) {
             Ok(tokens) => tokens,
             Err(error) => return Err(refuse(group, part.first_call(pass, chunks), error)),
         };
@@ -445,6 +511,42 @@ impl<E: Float> RowParallelLinear<E> {
         self.backward_in_chunks(group, x, of_output, chunks, &executor)
     }
 
+    /// The gradients of `x` alone, and what those of weights are made of, to the bits of
+    /// [`backward`](Self::backward). Collective if activations are sequence parallel.
+    ///
+    /// # Errors
+    /// As [`backward`](Self::backward).
+    pub fn backward_input(
+        &self,
+        group: &mut Communicator,
+        x: &[E],
+        of_output: &[E],
+    ) -> Result<(Vec<E>, DelayedWeights<E>), Error> {
+        let part = &self.0;
+        if let Err(error) = self.checked(group, x, of_output, TokenChunks::new(1)) {
+            return Err(refuse(group, part.activations.gather_call(), error));
+        }
+        let of_output = part.activations.gather(group, of_output)?.into_owned();
+        let mut of_input = vec![E::zeroed(); x.len()];
+        part.of_input(&of_output, &part.weight::<E>(), &mut of_input);
+        Ok((of_input, part.delayed(x.to_vec(), of_output)))
+    }
+
+    /// Tokens of a backward pass, as `of_output` has them.
+    fn checked(
+        &self,
+        group: &Communicator,
+        x: &[E],
+        of_output: &[E],
+        chunks: TokenChunks,
+    ) -> Result<usize, PlanError> {
+        let part = &self.0;
+        part.callable(group, chunks)?;
+        let tokens = part.activations.outside(rows_of("inputs", x.len(), part.inputs)?, part.ranks)?;
+        has_shape("gradients of outputs", of_output.len(), tokens, part.outputs)?;
+        Ok(tokens)
+    }
+
     /// As [`backward`](Self::backward), to the same bits: gradients of outputs are gathered next to
     /// the gradients of inputs of other chunks.
     ///
@@ -459,11 +561,7 @@ impl<E: Float> RowParallelLinear<E> {
         executor: &HostExecutor<'_>,
     ) -> Result<LinearGradients<E>, Error> {
         let (part, pass) = (&self.0, LinearPass::RowBackward);
-        let checked = part.callable(group, chunks).and_then(|()| {
-            let tokens = part.activations.outside(rows_of("inputs", x.len(), part.inputs)?, part.ranks)?;
-            has_shape("gradients of outputs", of_output.len(), tokens, part.outputs).map(|()| tokens)
-        });
-        let tokens = match checked {
+        let tokens = match self.checked(group, x, of_output, chunks) {
             Ok(tokens) => tokens,
             Err(error) => return Err(refuse(group, part.first_call(pass, chunks), error)),
         };

@@ -53,4 +53,4 @@ pub use activations::Activations;
 pub use cross_entropy::{CrossEntropyTape, VocabularyParallelCrossEntropy};
 pub use cut::{cut_columns, cut_rows};
 pub use embedding::VocabularyParallelEmbedding;
-pub use linear::{ColumnParallelLinear, LinearGradients, LinearShape, RowParallelLinear};
+pub use linear::{ColumnParallelLinear, DelayedWeights, LinearGradients, LinearShape, RowParallelLinear};

@@ -16,7 +16,9 @@ use sidelane::{Dtype, Group};
 use sidelane_parallel::context::{
     AttentionGradients, AttentionShape, RingAttention, RingTape, UlyssesAttention, UlyssesTape,
 };
-use sidelane_parallel::tensor::{Activations, ColumnParallelLinear, LinearShape, RowParallelLinear};
+use sidelane_parallel::tensor::{
+    Activations, ColumnParallelLinear, DelayedWeights, LinearShape, RowParallelLinear,
+};
 
 use super::strategy::{Context, Strategy};
 use super::tensors::{Rows, Sections};
@@ -132,6 +134,23 @@ pub struct BlockTape {
     visits: u64,
 }
 
+/// What gradients of weights are made of. Those of the router and of the experts are there already:
+/// `MoeLayer` makes them with those of its inputs.
+pub struct DelayedBlock {
+    qkv: DelayedWeights,
+    out: DelayedWeights,
+    router: Vec<f32>,
+    experts: Vec<f32>,
+}
+
+impl DelayedBlock {
+    /// The gradients of the weights of each section.
+    pub fn weights(self) -> Rows {
+        let cut = [self.qkv, self.out].map(|delayed| delayed.weights().0).concat();
+        Sections { cut, whole: self.router, experts: self.experts }
+    }
+}
+
 impl Block {
     /// With weights of zeros. `in_turn` is the number of ranks whose tokens the experts of a
     /// [reference](super::MeshTrainer::reference) get in turn.
@@ -197,7 +216,8 @@ impl Block {
         Ok((y, BlockTape { x, windows: tapes, attended, between, moe, visits }))
     }
 
-    /// Gradients of the inputs, and of the weights of each section. Collective over tp, cp and ep.
+    /// Gradients of the inputs, and what those of weights are made of. Collective over tp, cp and
+    /// ep.
     ///
     /// # Errors
     /// Those of the layers.
@@ -206,14 +226,14 @@ impl Block {
         (tp, cp): (&mut Communicator, &mut Communicator),
         tape: BlockTape,
         of_y: &[f32],
-    ) -> Result<(Vec<f32>, Rows)> {
+    ) -> Result<(Vec<f32>, DelayedBlock)> {
         let Extent { width, own_width, piece, .. } = self.extent;
         self.expert_bytes += 2 * tape.visits * self.row_bytes();
         let moe = self.moe.backward(tape.moe, of_y)?;
         let of_between = sum(of_y, &norm_backward(&tape.between, &moe.x, width));
-        let out = self.out.backward(tp, &tape.attended, &of_between)?;
-        let mut of_qkv = Vec::with_capacity(3 * out.input.len());
-        for (tape, of_out) in tape.windows.iter().zip(out.input.chunks_exact(piece * own_width)) {
+        let (of_attended, out) = self.out.backward_input(tp, &tape.attended, &of_between)?;
+        let mut of_qkv = Vec::with_capacity(3 * of_attended.len());
+        for (tape, of_out) in tape.windows.iter().zip(of_attended.chunks_exact(piece * own_width)) {
             let AttentionGradients { query, key, value } = tape.backward(cp, of_out)?;
             let rows = [&query, &key, &value].map(|of| of.chunks_exact(own_width));
             let [query, key, value] = rows;
@@ -221,10 +241,9 @@ impl Block {
                 [query, key, value].into_iter().for_each(|row| of_qkv.extend_from_slice(row));
             }
         }
-        let qkv = self.qkv.backward(tp, &norm(&tape.x, width), &of_qkv)?;
-        let of_x = sum(&of_between, &norm_backward(&tape.x, &qkv.input, width));
-        let cut = [qkv.weight, out.weight].concat();
-        Ok((of_x, Sections { cut, whole: moe.router, experts: moe.experts }))
+        let (of_normed, qkv) = self.qkv.backward_input(tp, &norm(&tape.x, width), &of_qkv)?;
+        let of_x = sum(&of_between, &norm_backward(&tape.x, &of_normed, width));
+        Ok((of_x, DelayedBlock { qkv, out, router: moe.router, experts: moe.experts }))
     }
 
     fn row_bytes(&self) -> u64 {

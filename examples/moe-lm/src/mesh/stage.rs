@@ -8,8 +8,9 @@
 //!
 //! Gradients of weights are added microbatch by microbatch, from +0. All schedules of
 //! [`Order`](super::Order) make the passes of a model chunk by ascending microbatch, so they give
-//! the same bits. The layers make both gradients of a pass at once. Where a schedule asks for the
-//! gradients of inputs first, those of weights wait for their own pass, in which they are added.
+//! the same bits. Where a schedule asks for the gradients of inputs first, the products of linear
+//! layers' weights wait for their own pass. Those of router, experts and embedding do not: they are
+//! made with the gradients of inputs.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -17,11 +18,11 @@ use std::time::{Duration, Instant};
 use sidelane::collective::Communicator;
 use sidelane_parallel::pipeline::{Pass, Stage as PipelineStage};
 use sidelane_parallel::tensor::{
-    ColumnParallelLinear, CrossEntropyTape, LinearShape, VocabularyParallelCrossEntropy,
+    ColumnParallelLinear, CrossEntropyTape, DelayedWeights, LinearShape, VocabularyParallelCrossEntropy,
     VocabularyParallelEmbedding,
 };
 
-use super::block::{Attention, BETWEEN, Block, BlockTape, Extent, norm, norm_backward, take};
+use super::block::{Attention, BETWEEN, Block, BlockTape, DelayedBlock, Extent, norm, norm_backward, take};
 use super::groups::Groups;
 use super::strategy::Strategy;
 use super::tensors::{Rows, Sections, Tensor, layers_of};
@@ -54,6 +55,27 @@ struct Chunk {
 struct ChunkTape {
     blocks: Vec<BlockTape>,
     head: Option<(Vec<f32>, CrossEntropyTape)>,
+}
+
+/// What the gradients of a model chunk's weights are made of.
+struct DelayedChunk {
+    /// Gradients of the embedding.
+    embedding: Rows,
+    /// From the first block on.
+    blocks: Vec<DelayedBlock>,
+    head: Option<DelayedWeights>,
+}
+
+impl DelayedChunk {
+    /// The gradients of the weights of each section.
+    fn weights(self) -> Rows {
+        let mut sections = self.embedding;
+        for block in self.blocks {
+            sections.as_mut().zip(block.weights()).map(|(all, of)| all.extend(of));
+        }
+        sections.cut.extend(self.head.map(|head| head.weights().0).unwrap_or_default());
+        sections
+    }
 }
 
 /// Tokens of a microbatch on this rank's context parallel part.
@@ -98,8 +120,8 @@ pub struct Stage {
     pub loss: f64,
     /// Bytes sent to other stages.
     pub stage_bytes: u64,
-    /// Times of its passes, forward and backward.
-    pub times: [Times; 2],
+    /// Times of its passes: forward, and the gradients of inputs and of weights.
+    pub times: [Times; 3],
     extent: Extent,
     /// Positions of this rank's tokens in a window.
     positions: Vec<usize>,
@@ -107,7 +129,7 @@ pub struct Stage {
     chunks: Vec<Chunk>,
     microbatches: Vec<Microbatch>,
     tapes: HashMap<(u32, u32), ChunkTape>,
-    waiting: HashMap<(u32, u32), Rows>,
+    waiting: HashMap<(u32, u32), DelayedChunk>,
 }
 
 impl Stage {
@@ -222,47 +244,53 @@ impl Stage {
         }
     }
 
-    /// The gradients of a pass: those of its inputs, and of the weights of each section.
+    /// The gradients of a pass' inputs, and what those of its weights are made of.
     fn gradients_of(
         &mut self,
         (microbatch, model_chunk): (u32, u32),
         gradient: Option<&[f32]>,
-    ) -> Result<(Option<Vec<f32>>, Rows)> {
+    ) -> Result<(Option<Vec<f32>>, DelayedChunk)> {
         let tape = self.tapes.remove(&(microbatch, model_chunk)).ok_or(Error::NoForward { microbatch })?;
         let Stage { groups, chunks, microbatches, positions, extent, of_loss, .. } = self;
         let Groups { tp, cp, .. } = groups;
         let (chunk, data) = (&mut chunks[model_chunk as usize], &microbatches[microbatch as usize]);
-        let (mut of_x, of_head) = match (&chunk.head, tape.head) {
+        let (mut of_x, head) = match (&chunk.head, tape.head) {
             (Some(head), Some((x, tape))) => {
                 let of_losses = vec![*of_loss; data.tokens.len()];
                 let of_logits = head.loss.backward(tape, &of_losses).map_err(sidelane::Error::from)?;
-                let of = head.linear.backward(tp, &norm(&x, extent.width), &of_logits)?;
-                (norm_backward(&x, &of.input, extent.width), of.weight)
+                let normed = norm(&x, extent.width);
+                let (of_normed, delayed) = head.linear.backward_input(tp, &normed, &of_logits)?;
+                (norm_backward(&x, &of_normed, extent.width), Some(delayed))
             }
-            _ => (gradient.unwrap_or_default().to_vec(), Vec::new()),
+            _ => (gradient.unwrap_or_default().to_vec(), None),
         };
-        let mut of_blocks = Vec::new();
+        let mut blocks = Vec::new();
         for (block, tape) in chunk.blocks.iter_mut().zip(tape.blocks).rev() {
-            let (of_inputs, of_weights) = block.backward((tp, cp), tape, &of_x)?;
+            let (of_inputs, delayed) = block.backward((tp, cp), tape, &of_x)?;
             of_x = of_inputs;
-            of_blocks.push(of_weights);
+            blocks.push(delayed);
         }
-        let mut sections = Rows::default();
+        blocks.reverse();
+        let mut embedding = Rows::default();
         let first = chunk.embedding.as_ref();
-        if let Some(embedding) = first {
-            sections.cut = embedding.token.backward(tp, &data.tokens, &of_x)?;
-            sections.whole = vec![0.0; embedding.place.len()];
+        if let Some(layer) = first {
+            embedding.cut = layer.token.backward(tp, &data.tokens, &of_x)?;
+            embedding.whole = vec![0.0; layer.place.len()];
             let own = own_tokens(tp, extent, positions);
             for (position, row) in own.zip(of_x.chunks_exact(extent.width)) {
-                let sum = &mut sections.whole[position * extent.width..][..extent.width];
+                let sum = &mut embedding.whole[position * extent.width..][..extent.width];
                 sum.iter_mut().zip(row).for_each(|(sum, of)| *sum += of);
             }
         }
-        for of_block in of_blocks.into_iter().rev() {
-            sections.as_mut().zip(of_block).map(|(all, of)| all.extend(of));
-        }
-        sections.cut.extend(of_head);
-        Ok((first.is_none().then_some(of_x), sections))
+        Ok((first.is_none().then_some(of_x), DelayedChunk { embedding, blocks, head }))
+    }
+
+    /// Adds the gradients of a pass' weights.
+    fn add_weights(&mut self, of: (u32, u32), delayed: DelayedChunk) {
+        let began = Instant::now();
+        let gradients = delayed.weights();
+        self.times[2].add(began);
+        self.add(of, gradients);
     }
 }
 
@@ -321,16 +349,16 @@ impl PipelineStage for Stage {
     ) -> Result<Option<Vec<f32>>> {
         let of = (microbatch, model_chunk);
         if pass == Pass::BackwardWeight {
-            let gradients = self.waiting.remove(&of).ok_or(Error::NoForward { microbatch })?;
-            self.add(of, gradients);
+            let delayed = self.waiting.remove(&of).ok_or(Error::NoForward { microbatch })?;
+            self.add_weights(of, delayed);
             return Ok(None);
         }
         let began = Instant::now();
-        let (of_inputs, gradients) = self.gradients_of(of, gradient)?;
+        let (of_inputs, delayed) = self.gradients_of(of, gradient)?;
         self.times[1].add(began);
         match pass {
-            Pass::BackwardInput => drop(self.waiting.insert(of, gradients)),
-            _ => self.add(of, gradients),
+            Pass::BackwardInput => drop(self.waiting.insert(of, delayed)),
+            _ => self.add_weights(of, delayed),
         }
         self.sends(of_inputs.as_deref().unwrap_or_default());
         Ok(of_inputs)

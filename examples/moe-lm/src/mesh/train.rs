@@ -221,12 +221,12 @@ impl MeshTrainer {
         all.map_err(Error::malformed("the counts of a rank"))
     }
 
-    /// Mean times of a stage's passes over a microbatch, forward and backward: over all stages, in
-    /// the last step. Collective.
+    /// Mean times of a stage's passes over a microbatch, over all stages, in the last step: those
+    /// forward, and of the gradients of inputs and of weights. Collective.
     ///
     /// # Errors
     /// Those of the gather.
-    pub fn pass_times(&self) -> Result<[Duration; 2]> {
+    pub fn pass_times(&self) -> Result<[Duration; 3]> {
         let chunks = self.strategy.model_chunks();
         let own = self.stage.times.map(|of| (of.total * chunks / of.passes.max(1)).as_nanos() as u64);
         let all = self.stage.groups.all.gather(&own.map(u64::to_le_bytes).concat())?;
@@ -235,7 +235,7 @@ impl MeshTrainer {
             let times: Vec<u64> = times.map(u64::from_le_bytes).collect();
             Duration::from_nanos(times.iter().sum::<u64>() / times.len().max(1) as u64)
         };
-        Ok([mean(0), mean(1)])
+        Ok([mean(0), mean(1), mean(2)])
     }
 
     /// Counts since the last call.
