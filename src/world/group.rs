@@ -72,6 +72,21 @@ impl Group {
         &self.ranks
     }
 
+    /// Some of its members, by their ranks here, in this order. Collective among those.
+    ///
+    /// # Errors
+    /// [`PlanError::BadParameter`] for a rank that the group does not have, for one that is listed
+    /// twice, and if this rank is not listed.
+    pub fn subgroup(&self, members: &[u32]) -> Result<Group, Error> {
+        let rank = |&member: &u32| {
+            let (parameter, seen, expected) = ("group rank", member.into(), "below the size of the group");
+            let rank = self.ranks.get(member as usize).copied();
+            rank.ok_or(PlanError::BadParameter { parameter, seen, expected })
+        };
+        let ranks: Vec<u32> = members.iter().map(rank).collect::<Result<_, _>>()?;
+        Group::new(Arc::clone(&self.shared), &ranks)
+    }
+
     /// Which members share memory.
     pub fn nodes(&self) -> NodeMap {
         self.shared.nodes.subset(&self.ranks)

@@ -114,7 +114,9 @@ fn plans(stages: u32, microbatches: u32) -> Vec<Plan> {
         Schedule::ZeroBubbleH2,
     ];
     let plans = schedules.into_iter().map(|schedule| schedule.plan(stages, microbatches).unwrap());
-    plans.chain(dual_pipe(stages, microbatches)).collect()
+    // It needs an even number of stages, and two microbatches for each.
+    let both_ways = stages.is_multiple_of(2).then(|| dual_pipe(stages, microbatches).unwrap());
+    plans.chain(both_ways).collect()
 }
 
 /// Room for windows of many communicators.
@@ -154,34 +156,46 @@ fn every_schedule_gives_the_gradients_of_one_process() {
 
 #[test]
 fn stages_hear_which_one_has_failed_and_make_the_next_step() {
-    let plan = Schedule::ZeroBubbleH1.plan(4, 6).unwrap();
-    let right = naive_pipeline::run(&plan).unwrap();
-    on_ranks(NODES, &options(), |world| {
-        let (stage, shape) = (world.rank(), plan.shape());
-        let mut pipeline = Pipeline::new(&world.all().unwrap(), &plan, 2).unwrap();
-        for (failing, compute) in
-            (0..4).flat_map(|failing| plan.passes(failing).map(move |pass| (failing, pass)))
-        {
-            // Only a tensor that goes to another stage can have a wrong length.
-            let sent = match compute.pass {
-                Pass::Forward => shape.after(failing, 0),
-                Pass::Backward | Pass::BackwardInput => shape.before(failing, 0),
+    let interleaved = |model_chunks| Schedule::Interleaved { model_chunks, warm_up: WarmUp::Least };
+    // All passes; one communicator of a pair, several in turn, messages of several slots, both kinds
+    // of messages in one direction.
+    failures(&[0, 0, 1, 1], &Schedule::ZeroBubbleH1.plan(4, 6).unwrap(), 2, 1);
+    failures(&[0, 0, 1, 1], &interleaved(4).plan(4, 4).unwrap(), 2, 5);
+    failures(&[0, 1, 1], &Schedule::OneFOneB.plan(3, 3).unwrap(), 100_000, 3);
+    failures(&[0, 1], &interleaved(2).plan(2, 4).unwrap(), 2, 3);
+}
+
+/// Steps that fail in every so many passes of every stage, and a good one behind them.
+fn failures(nodes: &[u32], plan: &Plan, elements: usize, every: usize) {
+    let (right, shape) = (naive_pipeline::run(plan).unwrap(), plan.shape());
+    on_ranks(nodes, &options(), |world| {
+        let stage = world.rank();
+        let mut pipeline = Pipeline::new(&world.all().unwrap(), plan, elements).unwrap();
+        let passes = (0..shape.stages).flat_map(|stage| plan.passes(stage).map(move |pass| (stage, pass)));
+        for (failing, compute) in passes.step_by(every) {
+            // Only a tensor that another pass needs can have a wrong length.
+            let made = match compute.pass {
+                Pass::Forward => shape.after(failing, compute.model_chunk),
+                Pass::Backward | Pass::BackwardInput => shape.before(failing, compute.model_chunk),
                 Pass::BackwardWeight => None,
             };
-            let faults = [Some(Fault::Error), sent.map(|_| Fault::Length)];
+            let faults = [Some(Fault::Error), made.map(|_| Fault::Length)];
             for fault in faults.into_iter().flatten() {
-                let mut layers = Mixing::new(shape, stage, 2);
+                let mut layers = Mixing::new(shape, stage, elements);
                 layers.fails = (stage == failing).then_some((compute, fault));
                 let error = pipeline.run(&mut layers).unwrap_err();
                 let expected = match fault {
                     _ if stage != failing => PipelineError::Elsewhere { stage: failing }.into(),
                     Fault::Error => LayerError::Planted(compute),
-                    Fault::Length => PipelineError::Length { stage, compute, seen: 3, expected: 2 }.into(),
+                    Fault::Length => {
+                        let (seen, expected) = (elements + 1, elements);
+                        PipelineError::Length { stage, compute, seen, expected }.into()
+                    }
                 };
                 assert_eq!(error, expected);
             }
         }
-        let mut layers = Mixing::new(shape, stage, 2);
+        let mut layers = Mixing::new(shape, stage, elements);
         pipeline.run(&mut layers).unwrap();
         assert_eq!(layers.weights, right[stage as usize]);
     });

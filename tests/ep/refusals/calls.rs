@@ -1,7 +1,7 @@
 //! Ranks that make different calls, with handles and buffers that are not theirs.
 
 use half::bf16;
-use sidelane::error::{CallError, CallKind, Error, PlanError};
+use sidelane::error::{CallError, CallKind, Cause, Error, PlanError};
 
 use super::{BAD, HIDDEN, Rank, TOP_K, combine, dispatch, everywhere, repeated, told};
 use crate::support::failed;
@@ -198,7 +198,9 @@ fn the_gradient_of_a_weighted_combine_that_was_never_made() {
 
 /// Waits until the bad rank has ended the world.
 fn ended(rank: &Rank) -> Error {
-    Error::World(failed(&rank.world))
+    let cause = Cause::Cancelled { by: BAD };
+    assert_eq!(failed(&rank.world), cause);
+    Error::World(cause)
 }
 
 #[test]

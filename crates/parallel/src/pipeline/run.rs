@@ -2,21 +2,22 @@
 //!
 //! ```text
 //!   plan                     calls of stage 1 of 3 (1F1B)
-//!   {send F0, receive B0}    send F0 to 2       on the communicator of activations
-//!                            receive B0 from 2  on the communicator of gradients
+//!   {send F0, receive B0}    send F0 to 2, receive B0 from 2
 //!   B0                       layers.backward(..)
 //!   {send B0, receive F2}    send B0 to 0, receive F2 from 0
 //! ```
 //!
-//! Calls block one after another, so messages leave their groups ([`Plan::one_by_one`]). A
-//! communicator holds two messages of a pair unread, if a message is one slot. If the plan needs
-//! more, several communicators take messages in turn. If it needs none, slots may be smaller than a
-//! message.
+//! Calls block one after another, so messages leave their groups ([`Plan::one_by_one`]). Two stages
+//! that have messages for each other share a communicator, so its window does not grow with the
+//! number of stages. It holds two messages unread in each direction, if a message is one slot. If
+//! the plan needs more, several communicators take messages in turn. If it needs none, slots may be
+//! smaller than a message. Where activations and gradients go in one direction, as between two
+//! stages with several model chunks, each kind has communicators of its own.
 //!
 //! A stage whose layers fail makes the rest of its calls with empty messages. So all stages come to
 //! the end of the step, hear there which stage has failed, and can make another step.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap, HashSet};
 
 use sidelane::Group;
 use sidelane::collective::Communicator;
@@ -33,8 +34,11 @@ const HELD: u32 = 2;
 /// Bytes of the smallest slot that a communicator has.
 const LEAST_SLOT: u64 = 128;
 
+/// Ranks of a communicator.
+const PAIR: u64 = 2;
+
 /// Bytes of a communicator chunk where slots may be smaller than a message.
-const MOST_OF_A_CHUNK: u64 = 512 << 10;
+const MOST_OF_A_CHUNK: u64 = 256 << 10;
 
 /// The layers of a stage, one piece of the model for each model chunk.
 ///
@@ -129,41 +133,56 @@ pub struct Pipeline {
     plan: Plan,
     /// Elements of a message.
     elements: usize,
-    /// One for each tensor; several times, if receivers must hold more.
-    channels: Vec<[Communicator; 2]>,
+    /// Of all stages.
+    verdicts: Communicator,
+    channels: Channels,
     stage: u32,
 }
+
+/// Communicators of a stage with each peer: by kind of messages, if they need to be told apart, and
+/// then in turn.
+type Channels = HashMap<u32, Vec<Vec<Communicator>>>;
 
 impl Pipeline {
     /// A pipeline that carries out a plan with messages of so many elements: the outputs of a
     /// microbatch between two stages. Collective over the group, whose ranks compare plan and
     /// elements.
     ///
-    /// Two communicators have a chunk of a message for each rank, so their windows take about 20
-    /// messages for each rank. Where [`least_unread`](Plan::least_unread) of
-    /// [`one_by_one`](Plan::one_by_one) is 0, as for GPipe and 1F1B, a chunk is at most 512 KiB.
-    /// Where it is more than 2, there are two communicators for each two messages.
+    /// With `u` as the [`least_unread`](Plan::least_unread) of [`one_by_one`](Plan::one_by_one),
+    /// windows take about 20 messages for each neighbour and each two of `u`. If `u` is 0, as for
+    /// GPipe and 1F1B, they take no more than 2.5 MiB for each neighbour.
     ///
     /// # Errors
     /// [`PipelineError`] if the plan does not prove, or has not a stage for each rank;
     /// [`PipelineError::Sidelane`] with
     /// [`ConfigsDiffer`](sidelane::error::CallError::ConfigsDiffer) if ranks differ, and if there
-    /// is no room for the windows.
+    /// is no room for the windows; [`PipelineError::Elsewhere`] if another rank has none.
     pub fn new(group: &Group, plan: &Plan, elements: usize) -> Result<Pipeline, PipelineError> {
-        let own = Settings::of(plan, group.size(), elements);
-        // Ranks compare plans first, because the chunks of communicators follow from them.
-        let build = |chunk| Communicator::builder(group).chunk(chunk).build();
-        let mut compared = build(LEAST_SLOT * u64::from(group.size()))?;
+        let (own, stage) = (Settings::of(plan, group.size(), elements), group.rank());
+        let chunk = LEAST_SLOT * u64::from(group.size());
+        let mut verdicts = Communicator::builder(group).chunk(chunk).build()?;
         let own = own.inspect_err(|_| {
-            compared.refuse(CallKind::AllGather, PlanError::RefusedHere.into());
+            verdicts.refuse(CallKind::AllGather, PlanError::RefusedHere.into());
         })?;
         let digest = Digest::of(format!("{plan:?}").bytes());
         let elements_there = ("elements of a message", elements as u64);
-        alike(&mut compared, &[("plan of the pipeline", digest), elements_there])?;
-        drop(compared);
-        let set = |_| Ok([build(own.chunk)?, build(own.chunk)?]);
-        let channels = (0..own.sets).map(set).collect::<Result<_, Error>>()?;
-        Ok(Pipeline { plan: own.plan, elements, channels, stage: group.rank() })
+        alike(&mut verdicts, &[("plan of the pipeline", digest), elements_there])?;
+        let (mut channels, mut failed) = (Channels::new(), None);
+        // In one order on all stages, so that none waits for a stage that waits for another. A stage
+        // that fails with one peer goes on to the next, which waits for it.
+        for &(first, second) in own.pairs.iter().filter(|of| of.0 == stage || of.1 == stage) {
+            let peer = if first == stage { second } else { first };
+            match own.channels(group, &[first, second]) {
+                Ok(of_peer) => drop(channels.insert(peer, of_peer)),
+                Err(error) => failed = failed.or(Some(error)),
+            }
+        }
+        match (first_of(&mut verdicts, failed.is_some())?, failed) {
+            (_, Some(error)) => return Err(error.into()),
+            (Some(stage), None) => return Err(PipelineError::Elsewhere { stage }),
+            (None, None) => {}
+        }
+        Ok(Pipeline { plan: own.plan, elements, verdicts, channels, stage })
     }
 
     /// Makes one step: all passes and messages of this rank's stage. Collective.
@@ -174,11 +193,12 @@ impl Pipeline {
     /// stage has failed: every stage hears of it, and the next step works.
     /// [`PipelineError::Sidelane`] if the world fails.
     pub fn run<S: Stage>(&mut self, layers: &mut S) -> Result<(), S::Error> {
-        let Pipeline { plan, elements, channels, stage } = self;
+        let Pipeline { plan, elements, verdicts, channels, stage } = self;
         let (kept, spare, messages) = (HashMap::new(), Vec::new(), HashMap::new());
         let own = StageRun {
             plan,
             elements: *elements,
+            verdicts,
             channels,
             stage: *stage,
             layers,
@@ -195,8 +215,12 @@ impl Pipeline {
 /// What a plan asks of its communicators.
 struct Settings {
     plan: Plan,
-    /// Pairs of communicators.
-    sets: u32,
+    /// Stages that have messages for each other.
+    pairs: BTreeSet<(u32, u32)>,
+    /// Kinds of messages that need communicators of their own.
+    kinds: u32,
+    /// Communicators that take the messages of a kind in turn.
+    in_turn: u32,
     /// Bytes of a communicator chunk.
     chunk: u64,
 }
@@ -207,17 +231,41 @@ impl Settings {
         if stages != ranks {
             return Err(PipelineError::Ranks { ranks, stages });
         }
-        let plan = plan.one_by_one();
-        let unread = plan.least_unread()?;
         if elements == 0 {
             let (parameter, expected) = ("elements of a message", "at least 1");
             return Err(Error::from(PlanError::BadParameter { parameter, seen: 0, expected }).into());
         }
+        let plan = plan.one_by_one();
+        let unread = plan.least_unread()?;
+        let sends = (0..).zip(plan.stages()).flat_map(|(stage, steps)| {
+            let messages = steps.iter().filter_map(|step| match step {
+                Step::Transfer(group) => group.first(),
+                Step::Compute(_) | Step::Overlap { .. } => None,
+            });
+            let sends = messages.filter(|message| message.direction == Direction::Send);
+            sends.map(move |message| (stage, message.peer, message.tensor))
+        });
+        let sends: HashSet<(u32, u32, Tensor)> = sends.collect();
+        let pairs = sends.iter().map(|&(from, to, _)| (from.min(to), from.max(to))).collect();
+        let both = |&(from, to, tensor): &(u32, u32, Tensor)| {
+            tensor == Tensor::Activation && sends.contains(&(from, to, Tensor::Gradient))
+        };
+        let kinds = if sends.iter().any(both) { 2 } else { 1 };
         let bytes = (elements as u64).saturating_mul(size_of::<f32>() as u64);
         let slot = bytes.checked_next_multiple_of(LEAST_SLOT).unwrap_or(bytes);
-        let whole = slot.saturating_mul(ranks.into());
+        let whole = slot.saturating_mul(PAIR);
         let chunk = if unread == 0 { whole.min(MOST_OF_A_CHUNK) } else { whole };
-        Ok(Settings { plan, sets: unread.div_ceil(HELD).max(1), chunk })
+        Ok(Settings { plan, pairs, kinds, in_turn: unread.div_ceil(HELD).max(1), chunk })
+    }
+}
+
+impl Settings {
+    /// Communicators of two stages. Collective among them.
+    fn channels(&self, group: &Group, pair: &[u32; 2]) -> Result<Vec<Vec<Communicator>>, Error> {
+        let pair = group.subgroup(pair)?;
+        let communicator = |_| Communicator::builder(&pair).chunk(self.chunk).build();
+        let of_kind = |_| (0..self.in_turn).map(communicator).collect();
+        (0..self.kinds).map(of_kind).collect()
     }
 }
 
@@ -225,7 +273,8 @@ impl Settings {
 struct StageRun<'p, S: Stage> {
     plan: &'p Plan,
     elements: usize,
-    channels: &'p mut [[Communicator; 2]],
+    verdicts: &'p mut Communicator,
+    channels: &'p mut Channels,
     stage: u32,
     layers: &'p mut S,
     /// Results that no message has taken yet, and tensors that have come for a pass: by side,
@@ -296,19 +345,24 @@ impl<S: Stage> StageRun<'_, S> {
     fn message(&mut self, message: &Transfer) -> Result<(), Error> {
         let Transfer { direction, tensor, peer, microbatch, model_chunk } = *message;
         let nth = self.messages.entry((direction, tensor, peer)).or_default();
-        let channel = &mut self.channels[*nth % self.channels.len()][tensor as usize];
+        let kinds = self.channels.get_mut(&peer).expect("each peer of a proved plan has channels");
+        let kind = if kinds.len() > 1 { tensor as usize } else { 0 };
+        let turn = *nth % kinds[kind].len();
+        let channel = &mut kinds[kind][turn];
         *nth += 1;
+        // The peer in a communicator of both.
+        let there = u32::from(peer > self.stage);
         let key = (direction, tensor, microbatch, model_chunk);
         match direction {
             Direction::Send => {
                 let data = self.kept.remove(&key).filter(|_| !self.stopped).unwrap_or_default();
-                heard(channel.send(peer, &data))?;
+                heard(channel.send(there, &data))?;
                 self.spare.extend((!data.is_empty()).then_some(data));
                 Ok(())
             }
             Direction::Receive => {
                 let mut data = self.spare.pop().unwrap_or_else(|| vec![0.0; self.elements]);
-                match channel.receive(peer, &mut data) {
+                match channel.receive(there, &mut data) {
                     Ok(()) => drop(self.kept.insert(key, data)),
                     Err(Error::Call(CallError::Disagree { theirs: 0, .. })) => self.stopped = true,
                     Err(error) => return Err(error),
@@ -322,17 +376,20 @@ impl<S: Stage> StageRun<'_, S> {
     /// does not find them.
     fn first_failed(&mut self) -> Result<Option<u32>, Error> {
         if self.stopped {
-            for &(direction, tensor, peer) in self.messages.keys() {
-                if direction == Direction::Send {
-                    self.channels.iter_mut().try_for_each(|set| heard(set[tensor as usize].flush(peer)))?;
-                }
+            for (&peer, channels) in self.channels.iter_mut() {
+                let there = u32::from(peer > self.stage);
+                channels.iter_mut().flatten().try_for_each(|channel| heard(channel.flush(there)))?;
             }
         }
-        let channel = &mut self.channels[0][0];
-        let mut failed = vec![0; channel.size() as usize];
-        channel.all_gather(&[u8::from(self.failed.is_some())], &mut failed)?;
-        Ok((0..).zip(failed).find_map(|(stage, failed)| (failed != 0).then_some(stage)))
+        first_of(self.verdicts, self.failed.is_some())
     }
+}
+
+/// The first stage of all that has failed. Collective.
+fn first_of(verdicts: &mut Communicator, failed: bool) -> Result<Option<u32>, Error> {
+    let mut all = vec![0; verdicts.size() as usize];
+    verdicts.all_gather(&[u8::from(failed)], &mut all)?;
+    Ok((0..).zip(all).find_map(|(stage, failed)| (failed != 0).then_some(stage)))
 }
 
 /// Without the news that a peer has refused an empty message.
