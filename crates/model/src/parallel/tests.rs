@@ -283,10 +283,57 @@ fn fields_that_are_missing_or_impossible_are_named() {
 }
 
 #[test]
+fn more_experts_or_choices_than_the_time_model_looks_at_are_refused() {
+    let out = |field: &'static str, seen: u64, most| {
+        let refused = config(field, Some(&seen.to_string()));
+        assert_eq!(refused, Err(ConfigError::OutOfRange { field, seen, least: 1, most }));
+    };
+    out("num_experts", 4_097, 4_096);
+    out("num_experts", 1 << 20, 4_096);
+    out("num_experts_per_tok", 17, 16);
+    let many = r#"{"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 100,
+        "moe_intermediate_size": 32, "num_experts": 4096, "num_experts_per_tok": 512}"#;
+    let (field, most) = ("num_experts_per_tok", 64);
+    let refused = ConfigError::OutOfRange { field, seen: 512, least: 1, most };
+    assert_eq!(Transformer::from_config("any", many), Err(refused));
+}
+
+#[test]
+fn layers_that_have_an_mlp_alone_are_counted_if_they_come_first() {
+    let dense = |value| config("mlp_only_layers", Some(value)).map(|model| model.experts.unwrap().dense_layers);
+    assert_eq!(["[]", "null", "[0]", "[0, 1, 2]"].map(|value| dense(value).unwrap()), [0, 0, 1, 3]);
+    let field = "mlp_only_layers";
+    for seen in ["[1]", "[0,2]", "[0,0]", "[0,1,2,3]", "3", "true", "[\"0\"]"] {
+        assert_eq!(dense(seen), Err(ConfigError::NotFirstLayers { field, seen: seen.to_owned() }));
+    }
+}
+
+#[test]
+fn embeddings_are_tied_as_the_configuration_or_its_architecture_says() {
+    let field = "tie_word_embeddings";
+    let tied = |value| config(field, Some(value)).map(|model| model.tied);
+    assert_eq!([tied("true"), tied("false"), tied("null")], [Ok(true), Ok(false), Ok(false)]);
+    for seen in ["1", "\"true\"", "[]"] {
+        assert_eq!(tied(seen), Err(ConfigError::NotABoolean { field, seen: seen.to_owned() }));
+    }
+    let by_type = |name| config("model_type", Some(name)).unwrap().tied;
+    let types = ["\"gemma2\"", "\"cohere\"", "\"qwen3_moe\"", "\"llama\"", "7"];
+    assert_eq!(types.map(by_type), [true, true, false, false, false]);
+}
+
+#[test]
+fn a_shared_expert_of_no_width_is_none() {
+    let shared = |value| {
+        config("shared_expert_intermediate_size", Some(value)).map(|model| model.experts.unwrap().shared_ffn)
+    };
+    assert_eq!([shared("0"), shared("48")], [Ok(0), Ok(48)]);
+}
+
+#[test]
 fn more_parameters_than_can_be_counted_are_refused() {
     let largest = r#"{"hidden_size": 1048576, "intermediate_size": 1048576, "num_hidden_layers": 1048576,
-        "num_attention_heads": 1048576, "head_dim": 1048576, "vocab_size": 1048576, "num_experts": 1048576,
-        "num_experts_per_tok": 1048576, "n_shared_experts": 256}"#;
+        "num_attention_heads": 1048576, "head_dim": 1048576, "vocab_size": 1048576, "num_experts": 4096,
+        "num_experts_per_tok": 64, "n_shared_experts": 256}"#;
     let refused = Transformer::from_config("any", largest).unwrap_err();
     assert!(matches!(refused, ConfigError::TooManyParameters { .. }), "{refused}");
 }
