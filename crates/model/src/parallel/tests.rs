@@ -211,6 +211,34 @@ fn states_of_f32_are_those_of_the_table_of_data_parallelism() {
 }
 
 #[test]
+fn microbatches_move_and_hold_what_the_table_of_data_parallelism_says() {
+    let question = Question { precision: Precision::F32, ..on_tpu("llama-2-13b", 4, 64) };
+    let weights = question.model.parameters() as f64;
+    let step = |zero, microbatches| {
+        let found = question.cost(Mesh { microbatches, ..flat(4, 1, zero) }).unwrap();
+        // Elements that a rank sends, by s W, and that it holds, by W.
+        let sent = found.step.received.data_bytes / 4.0 / (0.75 * weights);
+        (sent, found.memory.gradients_bytes as f64 / 4.0 / weights)
+    };
+    for (zero, moved, held) in [
+        (Zero::Plain, [2.0, 2.0], [1.0, 1.0]),
+        (Zero::Zero1, [3.0, 3.0], [1.0, 1.0]),
+        (Zero::Zero2, [2.0, 2.0], [0.25, 1.0]),
+        (Zero::Zero3, [3.0, 24.0], [0.25, 0.25]),
+    ] {
+        for (at, microbatches) in [1, 8].into_iter().enumerate() {
+            let (sent, kept) = step(zero, microbatches);
+            near(sent, moved[at], 1e-6);
+            near(kept, held[at], 1e-6);
+        }
+    }
+    // Sums of ZeRO-2 begin in the last microbatch, and those of ZeRO-3 in the first.
+    let window = |zero| question.cost(Mesh { microbatches: 8, ..flat(4, 1, zero) }).unwrap().step.backward;
+    near(window(Zero::Zero2).window_s, window(Zero::Zero2).compute_s / 8.0, 1e-9);
+    near(window(Zero::Zero3).window_s, window(Zero::Zero3).compute_s, 1e-9);
+}
+
+#[test]
 fn known_models_have_the_parameters_of_their_names() {
     let billions = |name: &str| {
         let model = model(name);
@@ -300,7 +328,8 @@ fn more_experts_or_choices_than_the_time_model_looks_at_are_refused() {
 
 #[test]
 fn layers_that_have_an_mlp_alone_are_counted_if_they_come_first() {
-    let dense = |value| config("mlp_only_layers", Some(value)).map(|model| model.experts.unwrap().dense_layers);
+    let dense =
+        |value| config("mlp_only_layers", Some(value)).map(|model| model.experts.unwrap().dense_layers);
     assert_eq!(["[]", "null", "[0]", "[0, 1, 2]"].map(|value| dense(value).unwrap()), [0, 0, 1, 3]);
     let field = "mlp_only_layers";
     for seen in ["[1]", "[0,2]", "[0,0]", "[0,1,2,3]", "3", "true", "[\"0\"]"] {
@@ -391,6 +420,40 @@ fn search_by_tokens_finds_what_single_searches_find() {
 }
 
 #[test]
+fn shapes_of_groups_that_cannot_be_timed_are_left_out() {
+    let narrow = Transformer { hidden: 2100, ..model("olmoe-1b-7b") };
+    let question = Question { model: narrow, ..on_gpus("olmoe-1b-7b", 16, 1 << 20) };
+    let found = question.search().unwrap();
+    assert!(found.shapes > 0 && found.smallest.is_some());
+    assert!(!found.fitting.is_empty() && found.fitting.iter().all(|one| one.mesh.shape.ep == 1));
+    let fixed = Fixed { ep: Some(8), ..Fixed::default() };
+    let refused = Question { fixed, ..question }.search().unwrap_err();
+    assert!(matches!(refused, SearchError::Dispatch(_)), "{refused}");
+}
+
+#[test]
+fn a_step_of_fewer_tokens_than_a_sequence_has_a_sequence_of_as_many() {
+    let question = |sequence| Question { sequence, ..on_gpus("llama-3-70b", 64, 1024) };
+    assert_eq!(question(4096).search().unwrap(), question(1024).search().unwrap());
+    let shape = Shape { pp: 1, dp: 1, cp: 64, tp: 1, ep: 1 };
+    assert!(question(1 << 20).shapes().contains(&shape));
+    assert!(!Question { tokens: 127, ..question(4096) }.shapes().contains(&shape));
+    let share = |sequence| {
+        let question = question(sequence);
+        question.cost(flat(8, 8, Zero::Zero3)).unwrap().step.peak_share(&question)
+    };
+    near(share(4096), share(1024), 1e-12);
+}
+
+#[test]
+fn sequences_of_no_tokens_are_refused_without_a_division() {
+    let question = Question { sequence: 0, ..on_gpus("llama-3-70b", 64, 1024) };
+    assert!(question.shapes().iter().all(|shape| shape.cp == 1));
+    let refused = question.search().unwrap_err();
+    assert!(matches!(refused, SearchError::OutOfRange { parameter: "sequence", seen: 0, .. }), "{refused}");
+}
+
+#[test]
 fn a_model_that_fits_nowhere_has_its_smallest_mesh() {
     let found = on_gpus("deepseek-v3", 8, 1 << 20).search().unwrap();
     assert!(found.fitting.is_empty() && found.shapes > 0);
@@ -430,6 +493,22 @@ fn pipelines_idle_less_with_more_microbatches() {
     near(in_turn(&few), in_turn(&many), 1e-9);
     near(few.bubble_s, 8.0 * many.bubble_s, 1e-9);
     assert!(few.bubble_s > 0.75 * in_turn(&few));
+}
+
+#[test]
+fn a_pipeline_binds_if_bubble_and_sends_take_longer_than_the_compute_of_both_passes() {
+    let question = on_gpus("llama-3-70b", 64, 1 << 22);
+    let shape = Shape { pp: 32, dp: 2, cp: 1, tp: 1, ep: 1 };
+    let mut seen = [false; 2];
+    for microbatches in [8, 16, 24, 32, 40, 64] {
+        let step = question.cost(Mesh { shape, zero: Zero::Zero1, microbatches }).unwrap().step;
+        let (forward, backward) = (step.forward, step.backward);
+        let pipeline = step.bubble_s + forward.sends_s + backward.sends_s;
+        let binds = pipeline > forward.compute_s + backward.compute_s;
+        assert_eq!(step.bound == Bound::Pipeline, binds, "{microbatches}: {step:?}");
+        seen[usize::from(binds)] = true;
+    }
+    assert_eq!(seen, [true, true]);
 }
 
 #[test]

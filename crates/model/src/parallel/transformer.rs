@@ -462,7 +462,9 @@ impl Fields<'_> {
     fn tied(&self) -> Result<bool, ConfigError> {
         let field = "tie_word_embeddings";
         if let Some(value) = self.given(field) {
-            return value.as_bool().ok_or_else(|| ConfigError::NotABoolean { field, seen: value.to_string() });
+            return value
+                .as_bool()
+                .ok_or_else(|| ConfigError::NotABoolean { field, seen: value.to_string() });
         }
         let architecture = self.given("model_type").and_then(Value::as_str).unwrap_or_default();
         Ok(TIED_BY_DEFAULT.iter().any(|tied| architecture.starts_with(tied)))
