@@ -48,6 +48,34 @@ fn given_dimensions_are_those_of_every_mesh() {
 }
 
 #[test]
+fn sizes_that_make_no_mesh_are_explained() {
+    let told = |options: &str| run(&mut sidelane(&format!("plan {options}")));
+    told("--devices 256 --tp 3")
+        .refused(&["make no mesh for deepseek-v3: tp = 3 does not divide devices = 256"]);
+    told("--devices 64 --dp 64 --pp 2").refused(&["pp x dp = 128 does not divide devices = 64"]);
+    told("--ep 8 --hardware tpu-v5p").refused(&["ep = 8", "no file of tpu-v5p"]);
+    told("--hardware nowhere").refused(&["h100-cx7", "tpu-v5p"]);
+}
+
+#[test]
+fn many_experts_are_planned_and_more_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("config.json");
+    let mut told = |experts: u32, top_k: u32, hidden: u32| {
+        let config = format!(
+            r#"{{"hidden_size": {hidden}, "moe_intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": 1000,
+            "num_attention_heads": 4, "num_experts": {experts}, "num_experts_per_tok": {top_k}}}"#
+        );
+        fs::write(&file, config).unwrap();
+        run(&mut sidelane(&format!("plan --devices 512 --tokens 2M --model {}", file.display())))
+    };
+    assert_words(&told(512, 10, 256).well(), &["the fastest first"]);
+    assert_words(&told(512, 10, 2100).well(), &["the fastest first"]);
+    told(4096, 512, 256).refused(&["num_experts_per_tok = 512", "between 1 and 64"]);
+    told(1 << 20, 8, 256).refused(&["num_experts = 1048576", "between 1 and 4096"]);
+}
+
+#[test]
 fn a_model_may_be_a_configuration_and_what_is_wrong_in_it_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("config.json");

@@ -146,29 +146,19 @@ impl Question {
     /// parallelism divides the query heads and the width of each MLP, and `ep` the experts. Each
     /// data parallel rank has a sequence, of which a context parallel rank has two pieces.
     pub fn shapes(&self) -> Vec<Shape> {
-        let Question { model, count, .. } = self;
-        let shared = model.experts.map_or(0, |experts| experts.shared_ffn);
-        let cuts = |tp: u32| {
-            [model.heads, model.ffn.unwrap_or(0), shared].iter().all(|width| width.is_multiple_of(tp))
-        };
-        let possible = |shape: &Shape| {
-            let per_stage = model.layers.div_ceil(shape.pp);
-            let is_full = u64::from(per_stage) * u64::from(shape.pp - 1) < u64::from(model.layers);
-            let is_cut = shape.cp == 1 || u64::from(shape.cp) * 2 <= self.length();
-            is_full && is_cut && cuts(shape.tp) && u64::from(shape.dp) <= self.sequences()
-        };
-        let experts = model.experts.filter(|_| self.hardware.is_some());
+        let experts = self.model.experts.filter(|_| self.hardware.is_some());
         let with_experts = |shape: Shape| {
             let ways = divisors(experts.map_or(1, |experts| experts.count));
             let divides = move |ep: &u32| shape.stage().is_multiple_of(*ep);
             ways.into_iter().filter(divides).map(move |ep| Shape { ep, ..shape })
         };
-        let shapes = Shape::all(*count).into_iter().filter(possible).flat_map(with_experts);
+        let shapes =
+            Shape::all(self.count).into_iter().filter(|shape| self.is_cut_by(shape)).flat_map(with_experts);
         shapes.filter(|shape| self.fixed.allows(shape)).collect()
     }
 
     /// Sequences of a step.
-    fn sequences(&self) -> u64 {
+    pub(super) fn sequences(&self) -> u64 {
         self.tokens.div_ceil(self.length().max(1))
     }
 

@@ -412,6 +412,38 @@ fn given_sizes_are_those_of_every_mesh_that_is_found() {
 }
 
 #[test]
+fn sizes_that_make_no_mesh_are_named_with_what_they_have_to_fit() {
+    let told = |name, count, fixed| {
+        let question = Question { fixed, ..on_gpus(name, count, 1 << 20) };
+        assert_eq!(question.search().unwrap().shapes, 0);
+        question.misfit().unwrap().to_string()
+    };
+    let any = Fixed::default();
+    let tp = |tp| Fixed { tp: Some(tp), ..any };
+    let ep = |ep| Fixed { ep: Some(ep), ..any };
+    let pp = |pp| Fixed { pp: Some(pp), ..any };
+    assert_eq!(told("olmoe-1b-7b", 16, tp(3)), "tp = 3 does not divide devices = 16");
+    assert_eq!(told("olmoe-1b-7b", 16, tp(0)), "tp = 0 does not divide devices = 16");
+    let both = Fixed { dp: Some(32), pp: Some(4), ..any };
+    assert_eq!(told("olmoe-1b-7b", 64, both), "pp x dp = 128 does not divide devices = 64");
+    assert_eq!(told("olmoe-1b-7b", 64, tp(32)), "tp = 32 does not divide query heads = 16");
+    assert_eq!(told("olmoe-1b-7b", 64, pp(32)), "pp = 32 is more than 16: each stage has a layer");
+    let empty = "pp = 32 leaves stages without a layer: of 80, each has 3";
+    assert_eq!(told("llama-3-70b", 64, pp(32)), empty);
+    let data = Fixed { dp: Some(512), ..any };
+    assert_eq!(told("olmoe-1b-7b", 512, data), "dp = 512 is more than 256: each rank has a sequence");
+    assert_eq!(told("olmoe-1b-7b", 48, ep(48)), "ep = 48 does not divide experts = 64");
+    assert_eq!(told("olmoe-1b-7b", 16, ep(64)), "ep = 64 does not divide devices of a stage = 16");
+    assert_eq!(told("llama-3-70b", 16, ep(8)), "ep = 8 is more than 1: the model has no experts");
+    let rest = "given sizes make 8 of 1016 devices, and no sizes of other dimensions make the rest";
+    let odd = Fixed { tp: Some(8), cp: Some(1), dp: Some(1), ..any };
+    assert_eq!(told("olmoe-1b-7b", 1016, odd), rest);
+    let on_tpu = Question { fixed: ep(8), ..on_tpu("olmoe-1b-7b", 16, 1 << 20) };
+    assert_eq!(on_tpu.misfit(), Some(Misfit::NoTimeModel { ep: 8, hardware: Devices::TPU_V5P.to_owned() }));
+    assert_eq!(on_gpus("olmoe-1b-7b", 16, 1 << 20).misfit(), None);
+}
+
+#[test]
 fn search_by_tokens_finds_what_single_searches_find() {
     let question = on_gpus("olmoe-1b-7b", 8, 1 << 20);
     let found = question.search_by_tokens(&[1 << 18, 1 << 20]).unwrap();
