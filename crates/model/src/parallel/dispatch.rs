@@ -129,8 +129,8 @@ impl<'h> DispatchTimes<'h> {
     }
 }
 
-/// Choices of a rank whose router prefers no expert. Each choice costs one draw, by Floyd's sampling
-/// without replacement: where the drawn expert is taken, the last of the range is free.
+/// Choices of a rank whose router prefers no expert. Each choice costs one draw, by Floyd's
+/// sampling without replacement: where the drawn expert is taken, the last of the range is free.
 fn uniform(experts: &Experts, tokens: u32, rank: u32) -> Result<Routing<'static>, PlanError> {
     let Experts { count, top_k, .. } = *experts;
     let choices = tokens as usize * top_k as usize;

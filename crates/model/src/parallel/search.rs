@@ -176,8 +176,8 @@ impl Question {
     /// powers of two. Without a pipeline a step has as few microbatches as fit.
     ///
     /// # Errors
-    /// [`SearchError::OutOfRange`] for no devices or tokens, and the time model's error if it refuses
-    /// the groups of all shapes.
+    /// [`SearchError::OutOfRange`] for no devices or tokens, and the time model's error if it
+    /// refuses the groups of all shapes.
     pub fn search(&self) -> Result<Found, SearchError> {
         self.find(&mut self.times())
     }
