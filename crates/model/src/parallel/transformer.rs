@@ -366,7 +366,7 @@ const MOST: u64 = 1 << 20;
 const MOST_EXPERTS: u64 = 4_096;
 const MOST_CHOICES: u64 = 64;
 /// Architectures that HuggingFace's library ties by default, by the beginning of `model_type`. All
-/// others that are read here override the library's common default, and have two matrices.
+/// others are taken to have two matrices, as Llama, Mixtral, OLMoE, Qwen and DeepSeek have.
 const TIED_BY_DEFAULT: [&str; 2] = ["gemma", "cohere"];
 
 impl Fields<'_> {
