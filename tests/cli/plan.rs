@@ -1,6 +1,7 @@
 //! `sidelane plan` as a user sees it: meshes, files and refusals.
 
 use std::fs;
+use std::path::Path;
 
 use serde_json::Value;
 
@@ -48,6 +49,34 @@ fn given_dimensions_are_those_of_every_mesh() {
 }
 
 #[test]
+fn sizes_that_make_no_mesh_are_explained() {
+    let told = |options: &str| run(&mut sidelane(&format!("plan {options}")));
+    told("--devices 256 --tp 3")
+        .refused(&["make no mesh for deepseek-v3: tp = 3 does not divide devices = 256"]);
+    told("--devices 64 --dp 64 --pp 2").refused(&["pp x dp = 128 does not divide devices = 64"]);
+    told("--ep 8 --hardware tpu-v5p").refused(&["ep = 8", "no file of tpu-v5p"]);
+    told("--hardware nowhere").refused(&["h100-cx7", "tpu-v5p"]);
+}
+
+#[test]
+fn many_experts_are_planned_and_more_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("config.json");
+    let told = |experts: u32, top_k: u32, hidden: u32| {
+        let config = format!(
+            r#"{{"hidden_size": {hidden}, "moe_intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": 1000,
+            "num_attention_heads": 4, "num_experts": {experts}, "num_experts_per_tok": {top_k}}}"#
+        );
+        fs::write(&file, config).unwrap();
+        run(&mut sidelane(&format!("plan --devices 512 --tokens 2M --model {}", file.display())))
+    };
+    assert_words(&told(512, 10, 256).well(), &["the fastest first"]);
+    assert_words(&told(512, 10, 2100).well(), &["the fastest first"]);
+    told(4096, 512, 256).refused(&["num_experts_per_tok = 512", "between 1 and 64"]);
+    told(1 << 20, 8, 256).refused(&["num_experts = 1048576", "between 1 and 4096"]);
+}
+
+#[test]
 fn a_model_may_be_a_configuration_and_what_is_wrong_in_it_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("config.json");
@@ -80,6 +109,22 @@ fn hardware_of_a_file_needs_peaks() {
     told(|hardware| hardware["peaks"]["tflops"] = 400.into()).well();
     told(|hardware| hardware["peaks"]["tflops"] = 0.into()).refused(&["peaks.tflops = 0"]);
     told(|hardware| hardware["peaks"] = Value::Null).refused(&["no `peaks` (tflops, memory_bytes)"]);
+}
+
+#[test]
+fn page_shows_what_the_program_prints() {
+    let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs");
+    let page = fs::read_to_string(docs.join("parallel.md")).unwrap();
+    let line = "plan --model deepseek-v3 --hardware h100-cx7 --devices 256 --tokens 4M --top 4";
+    let told = run(&mut sidelane(line)).well();
+    assert!(page.contains(&format!("sidelane {line}\n")), "{line}");
+    assert!(page.contains(&format!("```text\n{}\n```", told.trim_end())), "{told}");
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("plan.svg");
+    let line = "plan --model llama-3-70b --devices 1024 --tokens 1M --overlap all --svg";
+    assert!(page.contains(&format!("sidelane {line} plan.svg\n")), "{line}");
+    run(sidelane(line).arg(&file)).well();
+    assert_eq!(fs::read_to_string(file).unwrap(), fs::read_to_string(docs.join("plan.svg")).unwrap());
 }
 
 #[test]

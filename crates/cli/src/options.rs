@@ -122,13 +122,18 @@ fn fits(what: &str, needed: u64, available: Option<u64>, options: &str) -> Resul
 
 /// A machine that is known, or a file that describes one.
 pub fn hardware(name: &str) -> Result<Hardware, CliError> {
+    hardware_or(name, &[])
+}
+
+/// The same, for a command that knows others by name alone.
+pub fn hardware_or(name: &str, others: &[&str]) -> Result<Hardware, CliError> {
     if let Ok(known) = name.parse() {
         return Ok(known);
     }
     let text = std::fs::read_to_string(name).map_err(|source| {
         usage!(
             "--hardware {name} is neither a machine known here ({}) nor a file that can be read: {source}",
-            Hardware::NAMES.join(", ")
+            [&Hardware::NAMES[..], others].concat().join(", ")
         )
     })?;
     serde_json::from_str(&text).map_err(|source| usage!("{name:?} describes no machine: {source}"))

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 
 use sidelane_core::error::PlanError;
-use sidelane_core::gate::{Pattern, synthetic};
+use sidelane_core::gate::Routing;
 use sidelane_core::plan::{ExpertMap, RowLayout, SumOrder};
 use sidelane_core::topology::Route;
 
@@ -53,7 +53,7 @@ type Line = [LayerTransfers; 2];
 pub(super) struct DispatchTimes<'h> {
     hardware: &'h Hardware,
     hidden: u32,
-    lines: BTreeMap<(u32, u32), Line>,
+    lines: BTreeMap<(u32, u32), Result<Line, PlanError>>,
 }
 
 impl<'h> DispatchTimes<'h> {
@@ -69,12 +69,12 @@ impl<'h> DispatchTimes<'h> {
     pub fn of(&mut self, experts: &Experts, group: Span, tokens: f64) -> Result<LayerTransfers, PlanError> {
         let key = (group.size, group.local);
         let line = match self.lines.get(&key) {
-            Some(line) => *line,
+            Some(known) => known.clone()?,
             None => {
-                let [few, many] = TIMED.map(|tokens| self.timed(experts, group, tokens));
-                let line = [few?, many?];
-                self.lines.insert(key, line);
-                line
+                let timed = |tokens| self.timed(experts, group, tokens);
+                let line = timed(TIMED[0]).and_then(|few| Ok([few, timed(TIMED[1])?]));
+                self.lines.insert(key, line.clone());
+                line?
             }
         };
         let [from, to] = TIMED.map(f64::from);
@@ -89,7 +89,7 @@ impl<'h> DispatchTimes<'h> {
         let map = ExpertMap::contiguous(experts.count, group.size)?;
         // One node stands for all where ranks do not share cores.
         let drawn = if self.hardware.executor == Executor::Host { group.size } else { group.local };
-        let draw = |rank| synthetic(Pattern::Uniform, experts.count, experts.top_k, tokens, 0, rank);
+        let draw = |rank| uniform(experts, tokens, rank);
         let routings = (0..drawn).map(draw).collect::<Result<Vec<_>, _>>()?;
         let row_bytes = u64::from(self.hidden) * 2;
         let routes = if group.nodes() > 1 { &Route::ALL[..] } else { &[Route::Direct] };
@@ -129,6 +129,32 @@ impl<'h> DispatchTimes<'h> {
     }
 }
 
+/// Choices of a rank whose router prefers no expert. Each choice costs one draw, by Floyd's
+/// sampling without replacement: where the drawn expert is taken, the last of the range is free.
+fn uniform(experts: &Experts, tokens: u32, rank: u32) -> Result<Routing<'static>, PlanError> {
+    let Experts { count, top_k, .. } = *experts;
+    let choices = tokens as usize * top_k as usize;
+    let mut ids: Vec<i32> = Vec::with_capacity(choices);
+    for token in 0..tokens {
+        let first = ids.len();
+        for last in count.saturating_sub(top_k)..count {
+            let seed = u64::from(rank) << 52 | u64::from(token) << 32 | u64::from(last);
+            let expert = (scattered(seed) % (u64::from(last) + 1)) as i32;
+            let is_taken = ids[first..].contains(&expert);
+            ids.push(if is_taken { last as i32 } else { expert });
+        }
+    }
+    Routing::new(top_k, ids, vec![1.0 / top_k as f32; choices])
+}
+
+/// The output of SplitMix64 for a state: neighboring numbers come out far apart.
+fn scattered(number: u64) -> u64 {
+    let state = number.wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    let mixed = (state ^ state >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    let mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);
+    mixed ^ mixed >> 31
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -149,5 +175,32 @@ mod tests {
             }
         }
         assert_eq!(times.lines.len(), 2, "each group is timed once");
+    }
+
+    #[test]
+    fn choices_of_a_token_are_distinct_and_no_expert_is_preferred() {
+        for (count, top_k) in [(64, 8), (4096, 64), (8, 8), (1, 1)] {
+            let experts = Experts { count, top_k, ffn: 1, shared_ffn: 0, dense_layers: 0 };
+            let routing = uniform(&experts, 1024, 3).unwrap();
+            let mut load = vec![0_u32; count as usize];
+            for ids in routing.experts().chunks(top_k as usize) {
+                let distinct: std::collections::BTreeSet<_> = ids.iter().collect();
+                assert_eq!(distinct.len(), ids.len(), "{ids:?}");
+                ids.iter().for_each(|&id| load[id as usize] += 1);
+            }
+            // Six deviations of a binomial distribution.
+            let mean = 1024.0 * f64::from(top_k) / f64::from(count);
+            let far = |&&load: &&u32| (f64::from(load) - mean).abs() > 6.0 * mean.sqrt();
+            assert_eq!(load.iter().filter(far).count(), 0, "{count} experts, top-{top_k}: {load:?}");
+        }
+    }
+
+    #[test]
+    fn the_most_experts_that_a_configuration_may_have_are_timed() {
+        let hardware: Hardware = "h100-cx7".parse().unwrap();
+        let experts = Experts { count: 4096, top_k: 64, ffn: 64, shared_ffn: 0, dense_layers: 0 };
+        let mut times = DispatchTimes::new(&hardware, 256);
+        let layer = times.of(&experts, Span { size: 64, local: 8 }, 512.0).unwrap();
+        assert!(layer.forward_s > 0.0 && layer.backward_s > 0.0, "{layer:?}");
     }
 }

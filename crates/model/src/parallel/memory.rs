@@ -4,7 +4,7 @@
 //! |---|---|---|---|---|
 //! | plain | P | P | P | |
 //! | ZeRO-1 | P | P | P / R | |
-//! | ZeRO-2 | P | P / R | P / R | |
+//! | ZeRO-2 | P | P / R; P with several microbatches | P / R | |
 //! | ZeRO-3 | P / R | P / R | P / R | two layers: one, and the next one |
 //!
 //! `P` is cut by `tp`, or for experts by `ep`, and `R` is `dp x cp`, or for experts `edp`. The
@@ -158,9 +158,11 @@ impl Memory {
             }
             _ => 0,
         };
+        // ZeRO-2 adds up a device's own gradients until the last microbatch, and sends their sum.
+        let gradients_cut = if mesh.microbatches > 1 { Zero::Zero3 } else { Zero::Zero2 };
         Memory {
             parameters_bytes: all(precision.parameter_bytes, from(Zero::Zero3)),
-            gradients_bytes: all(precision.gradient_bytes, from(Zero::Zero2)),
+            gradients_bytes: all(precision.gradient_bytes, from(gradients_cut)),
             states_bytes: all(precision.state_bytes, from(Zero::Zero1)),
             in_flight_bytes: gathered,
             activations_bytes: activations(model, &stage, mesh, tokens, recompute)

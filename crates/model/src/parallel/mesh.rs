@@ -75,9 +75,22 @@ pub(super) struct Span {
 }
 
 impl Span {
-    /// Ranks that are so far apart, on nodes of this size.
-    fn new(stride: u32, size: u32, per_node: u32) -> Self {
-        let near = (per_node / stride).max(1).min(size);
+    /// Ranks that are so far apart, in a job of so many devices on nodes of this size. Where a node
+    /// ends within a group, the smaller part counts: its NICs bring most.
+    fn new(stride: u32, size: u32, (devices, per_node): (u32, u32)) -> Self {
+        let span = stride * size;
+        let part = match devices.checked_rem(per_node) {
+            _ if devices <= per_node => span,
+            Some(rest) if span == devices => {
+                if rest == 0 {
+                    per_node
+                } else {
+                    rest
+                }
+            }
+            _ => common_divisor(span, per_node),
+        };
+        let near = (part / stride).clamp(1, size);
         let divides = |local: &u32| size.is_multiple_of(*local);
         Span { size, local: (1..=near).rev().find(divides).unwrap_or(1) }
     }
@@ -110,28 +123,30 @@ impl Shape {
     }
 
     pub(super) fn tensor(&self, per_node: u32) -> Span {
-        Span::new(1, self.tp, per_node)
+        Span::new(1, self.tp, (self.devices(), per_node))
     }
 
     pub(super) fn context(&self, per_node: u32) -> Span {
-        Span::new(self.tp, self.cp, per_node)
+        Span::new(self.tp, self.cp, (self.devices(), per_node))
     }
 
     pub(super) fn data(&self, per_node: u32) -> Span {
-        Span::new(self.tp, self.copies(), per_node)
+        Span::new(self.tp, self.copies(), (self.devices(), per_node))
     }
 
     pub(super) fn experts(&self, per_node: u32) -> Span {
-        Span::new(1, self.ep, per_node)
+        Span::new(1, self.ep, (self.devices(), per_node))
     }
 
     pub(super) fn expert_data(&self, per_node: u32) -> Span {
-        Span::new(self.ep, self.expert_copies(), per_node)
+        Span::new(self.ep, self.expert_copies(), (self.devices(), per_node))
     }
 
-    /// Neighboring pipeline stages.
+    /// Neighboring pipeline stages, at the slowest of their borders: between nodes, if there are
+    /// several.
     pub(super) fn neighbors(&self, per_node: u32) -> Span {
-        Span::new(self.stage(), self.pp.min(2), per_node)
+        let size = self.pp.min(2);
+        Span { size, local: if self.devices() <= per_node { size } else { 1 } }
     }
 
     /// All shapes of so many devices, with every divisor in every dimension; `ep` is 1.
@@ -163,9 +178,48 @@ impl fmt::Display for Shape {
     }
 }
 
+/// The largest number that divides both.
+fn common_divisor(left: u32, right: u32) -> u32 {
+    if right == 0 { left } else { common_divisor(right, left % right) }
+}
+
 /// All divisors, ascending.
 pub(super) fn divisors(of: u32) -> Vec<u32> {
     let small: Vec<u32> = (1..=of.isqrt()).filter(|&by| of.is_multiple_of(by)).collect();
     let large = small.iter().rev().map(|by| of / by).filter(|&by| by > of.isqrt());
     small.iter().copied().chain(large).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shape(pp: u32, dp: u32, tp: u32) -> Shape {
+        Shape { pp, dp, cp: 1, tp, ep: 1 }
+    }
+
+    #[test]
+    fn stages_are_neighbors_within_a_node_only_if_all_are() {
+        let local = |pp, dp, tp| shape(pp, dp, tp).neighbors(8).local;
+        assert_eq!([local(2, 1, 4), local(8, 1, 1), local(2, 2, 1)], [2, 2, 2]);
+        // Two stages in each node, and every second border is between nodes.
+        assert_eq!([local(12, 1, 4), local(4, 2, 2), local(2, 1, 8)], [1, 1, 1]);
+        assert_eq!(shape(1, 2, 8).neighbors(8), Span { size: 1, local: 1 });
+    }
+
+    #[test]
+    fn groups_that_straddle_nodes_count_their_smaller_part() {
+        // Of 24 ranks in groups of 6, the second has two ranks in the first node.
+        assert_eq!(shape(1, 4, 6).tensor(8), Span { size: 6, local: 2 });
+        assert_eq!(shape(1, 8, 3).tensor(8), Span { size: 3, local: 1 });
+        assert_eq!(shape(1, 2, 8).tensor(8), Span { size: 8, local: 8 });
+        assert_eq!(shape(1, 2, 16).tensor(8), Span { size: 16, local: 8 });
+        assert_eq!(shape(1, 4, 2).data(8), Span { size: 4, local: 4 });
+        assert_eq!(shape(1, 8, 2).data(8), Span { size: 8, local: 4 });
+        // A job within a node straddles none, and one group alone begins where a node does.
+        assert_eq!(shape(1, 1, 6).tensor(8), Span { size: 6, local: 6 });
+        assert_eq!(shape(2, 1, 3).tensor(8), Span { size: 3, local: 3 });
+        assert_eq!(shape(1, 12, 1).data(8), Span { size: 12, local: 4 });
+        assert_eq!(shape(1, 4096, 4).data(8960), Span { size: 4096, local: 1024 });
+    }
 }

@@ -112,7 +112,7 @@ pub struct Found {
     pub fitting: Vec<Candidate>,
     /// The mesh with the least memory, whether it fits or not.
     pub smallest: Option<Candidate>,
-    /// Shapes that were looked at.
+    /// Shapes that were looked at. Those of groups that the time model refuses are not.
     pub shapes: u32,
 }
 
@@ -135,37 +135,36 @@ pub enum SearchError {
 }
 
 /// Devices of a job, tokens of a step, and tokens of a sequence: at most.
-const MOST: [(&str, u64); 3] = [("devices", 1 << 17), ("tokens", 1 << 40), ("sequence", 1 << 24)];
+const MOST: [(&str, u64); 3] =
+    [("devices", 1 << 17), ("tokens", Question::MOST_TOKENS), ("sequence", 1 << 24)];
 
 impl Question {
+    /// The most tokens that a step may have.
+    pub const MOST_TOKENS: u64 = 1 << 40;
+
     /// Shapes that the model can take on these devices. Each pipeline stage has a layer. Tensor
     /// parallelism divides the query heads and the width of each MLP, and `ep` the experts. Each
     /// data parallel rank has a sequence, of which a context parallel rank has two pieces.
     pub fn shapes(&self) -> Vec<Shape> {
-        let Question { model, count, sequence, .. } = self;
-        let shared = model.experts.map_or(0, |experts| experts.shared_ffn);
-        let cuts = |tp: u32| {
-            [model.heads, model.ffn.unwrap_or(0), shared].iter().all(|width| width.is_multiple_of(tp))
-        };
-        let possible = |shape: &Shape| {
-            let per_stage = model.layers.div_ceil(shape.pp);
-            let is_full = u64::from(per_stage) * u64::from(shape.pp - 1) < u64::from(model.layers);
-            let is_cut = shape.cp == 1 || u64::from(shape.cp) * 2 <= u64::from(*sequence);
-            is_full && is_cut && cuts(shape.tp) && u64::from(shape.dp) <= self.sequences()
-        };
-        let experts = model.experts.filter(|_| self.hardware.is_some());
+        let experts = self.model.experts.filter(|_| self.hardware.is_some());
         let with_experts = |shape: Shape| {
             let ways = divisors(experts.map_or(1, |experts| experts.count));
             let divides = move |ep: &u32| shape.stage().is_multiple_of(*ep);
             ways.into_iter().filter(divides).map(move |ep| Shape { ep, ..shape })
         };
-        let shapes = Shape::all(*count).into_iter().filter(possible).flat_map(with_experts);
+        let shapes =
+            Shape::all(self.count).into_iter().filter(|shape| self.is_cut_by(shape)).flat_map(with_experts);
         shapes.filter(|shape| self.fixed.allows(shape)).collect()
     }
 
     /// Sequences of a step.
-    fn sequences(&self) -> u64 {
-        self.tokens.div_ceil(self.sequence.into())
+    pub(super) fn sequences(&self) -> u64 {
+        self.tokens.div_ceil(self.length().max(1))
+    }
+
+    /// Tokens of the longest sequence: a step of fewer tokens has one of its own length.
+    pub(super) fn length(&self) -> u64 {
+        self.tokens.min(self.sequence.into())
     }
 
     /// Memory of a device on a mesh.
@@ -177,7 +176,8 @@ impl Question {
     /// powers of two. Without a pipeline a step has as few microbatches as fit.
     ///
     /// # Errors
-    /// [`SearchError::OutOfRange`] for no devices or tokens, and all errors of the time model.
+    /// [`SearchError::OutOfRange`] for no devices or tokens, and the time model's error if it
+    /// refuses the groups of all shapes.
     pub fn search(&self) -> Result<Found, SearchError> {
         self.find(&mut self.times())
     }
@@ -205,8 +205,14 @@ impl Question {
         }
         let mut best: BTreeMap<Shape, Candidate> = BTreeMap::new();
         let mut smallest: Option<(Mesh, Memory)> = None;
-        let shapes = self.shapes();
-        for &shape in &shapes {
+        let (mut shapes, mut untimed) = (0, None);
+        for shape in self.shapes() {
+            // A group that the time model refuses leaves all others.
+            if let Err(error) = self.transfers(times, &shape, 1) {
+                untimed.get_or_insert(error);
+                continue;
+            }
+            shapes += 1;
             for mesh in self.settings(shape) {
                 let memory = self.memory(&mesh);
                 if smallest.is_none_or(|(_, least)| memory.total_bytes() < least.total_bytes()) {
@@ -222,10 +228,13 @@ impl Question {
                 }
             }
         }
+        if let (0, Some(error)) = (shapes, untimed) {
+            return Err(error);
+        }
         let mut fitting: Vec<_> = best.into_values().collect();
         fitting.sort_by_key(Candidate::key);
         let smallest = smallest.map(|(mesh, memory)| self.candidate(times, mesh, memory)).transpose()?;
-        Ok(Found { fitting, smallest, shapes: shapes.len() as u32 })
+        Ok(Found { fitting, smallest, shapes })
     }
 
     /// A mesh, whether it fits or not.
@@ -233,9 +242,7 @@ impl Question {
     /// # Errors
     /// Those of the time model.
     pub fn cost(&self, mesh: Mesh) -> Result<Candidate, SearchError> {
-        let mut times =
-            self.hardware.as_ref().map(|hardware| DispatchTimes::new(hardware, self.model.hidden));
-        self.candidate(&mut times, mesh, self.memory(&mesh))
+        self.candidate(&mut self.times(), mesh, self.memory(&mesh))
     }
 
     fn candidate(
@@ -244,16 +251,22 @@ impl Question {
         mesh: Mesh,
         memory: Memory,
     ) -> Result<Candidate, SearchError> {
-        let experts = self.model.experts.filter(|_| mesh.shape.ep > 1);
-        let transfers = match (experts, times) {
-            (Some(experts), Some(times)) => {
-                let ranks = u64::from(mesh.shape.stage()) * u64::from(mesh.microbatches);
-                let group = mesh.shape.experts(self.devices.per_node);
-                times.of(&experts, group, self.tokens as f64 / ranks as f64)?
-            }
-            _ => LayerTransfers::default(),
-        };
+        let transfers = self.transfers(times, &mesh.shape, mesh.microbatches)?;
         Ok(Candidate { mesh, memory, step: Step::of(self, &mesh, transfers) })
+    }
+
+    /// Dispatch and combine in a layer of one of so many microbatches.
+    fn transfers(
+        &self,
+        times: &mut Option<DispatchTimes<'_>>,
+        shape: &Shape,
+        microbatches: u32,
+    ) -> Result<LayerTransfers, SearchError> {
+        let experts = self.model.experts.filter(|_| shape.ep > 1);
+        let (Some(experts), Some(times)) = (experts, times) else { return Ok(LayerTransfers::default()) };
+        let ranks = u64::from(shape.stage()) * u64::from(microbatches);
+        let group = shape.experts(self.devices.per_node);
+        Ok(times.of(&experts, group, self.tokens as f64 / ranks as f64)?)
     }
 
     /// Settings of a shape.

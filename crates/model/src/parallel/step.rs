@@ -10,7 +10,7 @@
 //!   once a step, or (*) in each microbatch
 //!     data       plain                                            -                      2 s W
 //!                ZeRO-1                                           s W                    2 s W
-//!                ZeRO-2                                           s W                    s W *
+//!                ZeRO-2                                           s W                    s W
 //!                ZeRO-3                                           s W *                  2 s W *
 //!     update     the optimizer reads and writes its states at the rate of the memory
 //!     bubble     (pp-1) / microbatches of all that comes in each microbatch
@@ -58,7 +58,8 @@ impl Overlap {
     }
 }
 
-/// Part that takes longer than the compute of its pass, by the largest factor.
+/// Part that takes longer than the compute of its pass, by the largest factor. A pipeline has both
+/// passes: its bubble and its sends are held against the compute of both.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Bound {
@@ -246,14 +247,13 @@ impl Pass {
     }
 
     /// Transfers by the compute of the pass.
-    fn ratios(&self) -> [(f64, Bound); 5] {
+    fn ratios(&self) -> [(f64, Bound); 4] {
         let compute = self.compute_s;
         [
             (self.data_s / compute, Bound::Data),
             (self.tensor_s / compute, Bound::Tensor),
             (self.context_s / compute, Bound::Context),
             (self.expert_s / compute, Bound::Expert),
-            (self.sends_s / compute, Bound::Pipeline),
         ]
     }
 }
@@ -303,11 +303,9 @@ impl Step {
         };
         // Data parallel transfers of every microbatch overlap with all compute. Those of a step
         // overlap with the first forward pass, and with the last backward pass.
-        let window = |every: bool, compute: f64| if every { compute } else { compute / microbatches };
-        let passes = [
-            forward.pass(compute_f, window(mesh.zero == Zero::Zero3, compute_f)),
-            backward.pass(compute_b, window(mesh.zero >= Zero::Zero2, compute_b)),
-        ];
+        let windows = if mesh.zero == Zero::Zero3 { 1.0 } else { microbatches };
+        let passes =
+            [forward.pass(compute_f, compute_f / windows), backward.pass(compute_b, compute_b / windows)];
         let idle = (f64::from(shape.pp) - 1.0) / microbatches;
         let in_turn: f64 = passes.iter().map(Pass::in_turn_s).sum();
         let (busy, bubble_s) = match overlap {
@@ -327,7 +325,9 @@ impl Step {
             }
         };
         let update_s = update_bytes(precision, &stage, mesh) / devices.memory_rate;
-        let ratios = passes.iter().flat_map(Pass::ratios).chain([(idle, Bound::Pipeline)]);
+        let sum = |of: fn(&Pass) -> f64| passes.iter().map(of).sum::<f64>();
+        let pipeline = (bubble_s + sum(|pass| pass.sends_s)) / sum(|pass| pass.compute_s);
+        let ratios = passes.iter().flat_map(Pass::ratios).chain([(pipeline, Bound::Pipeline)]);
         let most = |most: (f64, Bound), next: (f64, Bound)| if next.0 > most.0 { next } else { most };
         let (_, bound) = ratios.fold((1.0, Bound::Compute), most);
         let both = |of: fn(&Transfers) -> Wires| of(&forward).bytes + of(&backward).bytes;
@@ -357,7 +357,7 @@ impl Step {
 
 /// Scores and values of one token in a layer: causal, so half of the sequence on average.
 fn attention_flops(question: &Question) -> f64 {
-    question.model.flops_per_pair() as f64 * question.sequence as f64 / 2.0
+    question.model.flops_per_pair() as f64 * question.length() as f64 / 2.0
 }
 
 /// Operations of a forward pass for one token, in the stage that has most and its part of the
@@ -395,7 +395,7 @@ fn data(devices: &Devices, precision: &Precision, stage: &Stage, mesh: &Mesh, ax
     match mesh.zero {
         Zero::Plain => [Wires::default(), gradients.times(2.0)],
         Zero::Zero1 => [parameters, gradients.times(2.0)],
-        Zero::Zero2 => [parameters, gradients.times(every)],
+        Zero::Zero2 => [parameters, gradients],
         Zero::Zero3 => [parameters.times(every), parameters.and(gradients).times(every)],
     }
 }

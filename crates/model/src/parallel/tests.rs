@@ -211,6 +211,34 @@ fn states_of_f32_are_those_of_the_table_of_data_parallelism() {
 }
 
 #[test]
+fn microbatches_move_and_hold_what_the_table_of_data_parallelism_says() {
+    let question = Question { precision: Precision::F32, ..on_tpu("llama-2-13b", 4, 64) };
+    let weights = question.model.parameters() as f64;
+    let step = |zero, microbatches| {
+        let found = question.cost(Mesh { microbatches, ..flat(4, 1, zero) }).unwrap();
+        // Elements that a rank sends, by s W, and that it holds, by W.
+        let sent = found.step.received.data_bytes / 4.0 / (0.75 * weights);
+        (sent, found.memory.gradients_bytes as f64 / 4.0 / weights)
+    };
+    for (zero, moved, held) in [
+        (Zero::Plain, [2.0, 2.0], [1.0, 1.0]),
+        (Zero::Zero1, [3.0, 3.0], [1.0, 1.0]),
+        (Zero::Zero2, [2.0, 2.0], [0.25, 1.0]),
+        (Zero::Zero3, [3.0, 24.0], [0.25, 0.25]),
+    ] {
+        for (at, microbatches) in [1, 8].into_iter().enumerate() {
+            let (sent, kept) = step(zero, microbatches);
+            near(sent, moved[at], 1e-6);
+            near(kept, held[at], 1e-6);
+        }
+    }
+    // Sums of ZeRO-2 begin in the last microbatch, and those of ZeRO-3 in the first.
+    let window = |zero| question.cost(Mesh { microbatches: 8, ..flat(4, 1, zero) }).unwrap().step.backward;
+    near(window(Zero::Zero2).window_s, window(Zero::Zero2).compute_s / 8.0, 1e-9);
+    near(window(Zero::Zero3).window_s, window(Zero::Zero3).compute_s, 1e-9);
+}
+
+#[test]
 fn known_models_have_the_parameters_of_their_names() {
     let billions = |name: &str| {
         let model = model(name);
@@ -283,10 +311,58 @@ fn fields_that_are_missing_or_impossible_are_named() {
 }
 
 #[test]
+fn more_experts_or_choices_than_the_time_model_looks_at_are_refused() {
+    let out = |field: &'static str, seen: u64, most| {
+        let refused = config(field, Some(&seen.to_string()));
+        assert_eq!(refused, Err(ConfigError::OutOfRange { field, seen, least: 1, most }));
+    };
+    out("num_experts", 4_097, 4_096);
+    out("num_experts", 1 << 20, 4_096);
+    out("num_experts_per_tok", 17, 16);
+    let many = r#"{"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 100,
+        "moe_intermediate_size": 32, "num_experts": 4096, "num_experts_per_tok": 512}"#;
+    let (field, most) = ("num_experts_per_tok", 64);
+    let refused = ConfigError::OutOfRange { field, seen: 512, least: 1, most };
+    assert_eq!(Transformer::from_config("any", many), Err(refused));
+}
+
+#[test]
+fn layers_that_have_an_mlp_alone_are_counted_if_they_come_first() {
+    let dense =
+        |value| config("mlp_only_layers", Some(value)).map(|model| model.experts.unwrap().dense_layers);
+    assert_eq!(["[]", "null", "[0]", "[0, 1, 2]"].map(|value| dense(value).unwrap()), [0, 0, 1, 3]);
+    let field = "mlp_only_layers";
+    for seen in ["[1]", "[0,2]", "[0,0]", "[0,1,2,3]", "3", "true", "[\"0\"]"] {
+        assert_eq!(dense(seen), Err(ConfigError::NotFirstLayers { field, seen: seen.to_owned() }));
+    }
+}
+
+#[test]
+fn embeddings_are_tied_as_the_configuration_or_its_architecture_says() {
+    let field = "tie_word_embeddings";
+    let tied = |value| config(field, Some(value)).map(|model| model.tied);
+    assert_eq!([tied("true"), tied("false"), tied("null")], [Ok(true), Ok(false), Ok(false)]);
+    for seen in ["1", "\"true\"", "[]"] {
+        assert_eq!(tied(seen), Err(ConfigError::NotABoolean { field, seen: seen.to_owned() }));
+    }
+    let by_type = |name| config("model_type", Some(name)).unwrap().tied;
+    let types = ["\"gemma2\"", "\"cohere\"", "\"qwen3_moe\"", "\"llama\"", "7"];
+    assert_eq!(types.map(by_type), [true, true, false, false, false]);
+}
+
+#[test]
+fn a_shared_expert_of_no_width_is_none() {
+    let shared = |value| {
+        config("shared_expert_intermediate_size", Some(value)).map(|model| model.experts.unwrap().shared_ffn)
+    };
+    assert_eq!([shared("0"), shared("48")], [Ok(0), Ok(48)]);
+}
+
+#[test]
 fn more_parameters_than_can_be_counted_are_refused() {
     let largest = r#"{"hidden_size": 1048576, "intermediate_size": 1048576, "num_hidden_layers": 1048576,
-        "num_attention_heads": 1048576, "head_dim": 1048576, "vocab_size": 1048576, "num_experts": 1048576,
-        "num_experts_per_tok": 1048576, "n_shared_experts": 256}"#;
+        "num_attention_heads": 1048576, "head_dim": 1048576, "vocab_size": 1048576, "num_experts": 4096,
+        "num_experts_per_tok": 64, "n_shared_experts": 256}"#;
     let refused = Transformer::from_config("any", largest).unwrap_err();
     assert!(matches!(refused, ConfigError::TooManyParameters { .. }), "{refused}");
 }
@@ -336,11 +412,77 @@ fn given_sizes_are_those_of_every_mesh_that_is_found() {
 }
 
 #[test]
+fn sizes_that_make_no_mesh_are_named_with_what_they_have_to_fit() {
+    let told = |name, count, fixed| {
+        let question = Question { fixed, ..on_gpus(name, count, 1 << 20) };
+        assert_eq!(question.search().unwrap().shapes, 0);
+        question.misfit().unwrap().to_string()
+    };
+    let any = Fixed::default();
+    let tp = |tp| Fixed { tp: Some(tp), ..any };
+    let ep = |ep| Fixed { ep: Some(ep), ..any };
+    let pp = |pp| Fixed { pp: Some(pp), ..any };
+    assert_eq!(told("olmoe-1b-7b", 16, tp(3)), "tp = 3 does not divide devices = 16");
+    assert_eq!(told("olmoe-1b-7b", 16, tp(0)), "tp = 0 does not divide devices = 16");
+    let both = Fixed { dp: Some(32), pp: Some(4), ..any };
+    assert_eq!(told("olmoe-1b-7b", 64, both), "pp x dp = 128 does not divide devices = 64");
+    assert_eq!(told("olmoe-1b-7b", 64, tp(32)), "tp = 32 does not divide query heads = 16");
+    assert_eq!(told("olmoe-1b-7b", 64, pp(32)), "pp = 32 is more than 16: each stage has a layer");
+    let empty = "pp = 32 leaves stages without a layer: of 80, each has 3";
+    assert_eq!(told("llama-3-70b", 64, pp(32)), empty);
+    let data = Fixed { dp: Some(512), ..any };
+    assert_eq!(told("olmoe-1b-7b", 512, data), "dp = 512 is more than 256: each rank has a sequence");
+    assert_eq!(told("olmoe-1b-7b", 48, ep(48)), "ep = 48 does not divide experts = 64");
+    assert_eq!(told("olmoe-1b-7b", 16, ep(64)), "ep = 64 does not divide devices of a stage = 16");
+    assert_eq!(told("llama-3-70b", 16, ep(8)), "ep = 8 is more than 1: the model has no experts");
+    let rest = "given sizes make 8 of 1016 devices, and no sizes of other dimensions make the rest";
+    let odd = Fixed { tp: Some(8), cp: Some(1), dp: Some(1), ..any };
+    assert_eq!(told("olmoe-1b-7b", 1016, odd), rest);
+    let on_tpu = Question { fixed: ep(8), ..on_tpu("olmoe-1b-7b", 16, 1 << 20) };
+    assert_eq!(on_tpu.misfit(), Some(Misfit::NoTimeModel { ep: 8, hardware: Devices::TPU_V5P.to_owned() }));
+    assert_eq!(on_gpus("olmoe-1b-7b", 16, 1 << 20).misfit(), None);
+}
+
+#[test]
 fn search_by_tokens_finds_what_single_searches_find() {
     let question = on_gpus("olmoe-1b-7b", 8, 1 << 20);
     let found = question.search_by_tokens(&[1 << 18, 1 << 20]).unwrap();
     assert_eq!(found[1], question.search().unwrap());
     assert!(found[0].fitting[0].step.step_s < found[1].fitting[0].step.step_s);
+}
+
+#[test]
+fn shapes_of_groups_that_cannot_be_timed_are_left_out() {
+    let narrow = Transformer { hidden: 2100, ..model("olmoe-1b-7b") };
+    let question = Question { model: narrow, ..on_gpus("olmoe-1b-7b", 16, 1 << 20) };
+    let found = question.search().unwrap();
+    assert!(found.shapes > 0 && found.smallest.is_some());
+    assert!(!found.fitting.is_empty() && found.fitting.iter().all(|one| one.mesh.shape.ep == 1));
+    let fixed = Fixed { ep: Some(8), ..Fixed::default() };
+    let refused = Question { fixed, ..question }.search().unwrap_err();
+    assert!(matches!(refused, SearchError::Dispatch(_)), "{refused}");
+}
+
+#[test]
+fn a_step_of_fewer_tokens_than_a_sequence_has_a_sequence_of_as_many() {
+    let question = |sequence| Question { sequence, ..on_gpus("llama-3-70b", 64, 1024) };
+    assert_eq!(question(4096).search().unwrap(), question(1024).search().unwrap());
+    let shape = Shape { pp: 1, dp: 1, cp: 64, tp: 1, ep: 1 };
+    assert!(question(1 << 20).shapes().contains(&shape));
+    assert!(!Question { tokens: 127, ..question(4096) }.shapes().contains(&shape));
+    let share = |sequence| {
+        let question = question(sequence);
+        question.cost(flat(8, 8, Zero::Zero3)).unwrap().step.peak_share(&question)
+    };
+    near(share(4096), share(1024), 1e-12);
+}
+
+#[test]
+fn sequences_of_no_tokens_are_refused_without_a_division() {
+    let question = Question { sequence: 0, ..on_gpus("llama-3-70b", 64, 1024) };
+    assert!(question.shapes().iter().all(|shape| shape.cp == 1));
+    let refused = question.search().unwrap_err();
+    assert!(matches!(refused, SearchError::OutOfRange { parameter: "sequence", seen: 0, .. }), "{refused}");
 }
 
 #[test]
@@ -383,6 +525,22 @@ fn pipelines_idle_less_with_more_microbatches() {
     near(in_turn(&few), in_turn(&many), 1e-9);
     near(few.bubble_s, 8.0 * many.bubble_s, 1e-9);
     assert!(few.bubble_s > 0.75 * in_turn(&few));
+}
+
+#[test]
+fn a_pipeline_binds_if_bubble_and_sends_take_longer_than_the_compute_of_both_passes() {
+    let question = on_gpus("llama-3-70b", 64, 1 << 22);
+    let shape = Shape { pp: 32, dp: 2, cp: 1, tp: 1, ep: 1 };
+    let mut seen = [false; 2];
+    for microbatches in [8, 16, 24, 32, 40, 64] {
+        let step = question.cost(Mesh { shape, zero: Zero::Zero1, microbatches }).unwrap().step;
+        let (forward, backward) = (step.forward, step.backward);
+        let pipeline = step.bubble_s + forward.sends_s + backward.sends_s;
+        let binds = pipeline > forward.compute_s + backward.compute_s;
+        assert_eq!(step.bound == Bound::Pipeline, binds, "{microbatches}: {step:?}");
+        seen[usize::from(binds)] = true;
+    }
+    assert_eq!(seen, [true, true]);
 }
 
 #[test]

@@ -122,6 +122,22 @@ pub enum ConfigError {
         /// Its JSON.
         seen: String,
     },
+    /// A field that has to be `true` or `false`, and is not.
+    #[error("{field} = {seen} is neither true nor false")]
+    NotABoolean {
+        /// Its name.
+        field: &'static str,
+        /// Its JSON.
+        seen: String,
+    },
+    /// A list of layers without experts that others come before, or that leaves no layer.
+    #[error("{field} = {seen}, but it must list the first layers (0, 1, ..), and not all")]
+    NotFirstLayers {
+        /// Its name.
+        field: &'static str,
+        /// Its JSON.
+        seen: String,
+    },
     /// A number outside of its range.
     #[error("{field} = {seen}, but it must be between {least} and {most}")]
     OutOfRange {
@@ -207,7 +223,7 @@ impl Transformer {
             heads,
             attention: fields.attention(hidden, heads)?,
             vocabulary: fields.size(&["vocab_size"])?,
-            tied: fields.0.get("tie_word_embeddings").and_then(Value::as_bool).unwrap_or(false),
+            tied: fields.tied()?,
             ffn: if has_mlp { Some(fields.size(&["intermediate_size"])?) } else { None },
             experts,
         };
@@ -346,12 +362,23 @@ struct Fields<'a>(&'a Map<String, Value>);
 
 /// The largest size: products of three sizes and a number of experts fit 64 bits.
 const MOST: u64 = 1 << 20;
+/// The most experts of a layer, and choices of a token: the time model looks at each of them.
+const MOST_EXPERTS: u64 = 4_096;
+const MOST_CHOICES: u64 = 64;
+/// Architectures that HuggingFace's library ties by default, by the beginning of `model_type`. All
+/// others are taken to have two matrices, as Llama, Mixtral, OLMoE, Qwen and DeepSeek have.
+const TIED_BY_DEFAULT: [&str; 2] = ["gemma", "cohere"];
 
 impl Fields<'_> {
-    /// A number by the first of these names that is there and not null.
+    /// A field that is there and not null.
+    fn given(&self, name: &str) -> Option<&Value> {
+        self.0.get(name).filter(|value| !value.is_null())
+    }
+
+    /// A number by the first of these names that is given.
     fn number(&self, names: &[&'static str]) -> Result<Option<(&'static str, u64)>, ConfigError> {
-        let given = |name: &&'static str| Some((*name, self.0.get(*name).filter(|value| !value.is_null())?));
-        let Some((field, value)) = names.iter().find_map(given) else { return Ok(None) };
+        let first = |name: &&'static str| Some((*name, self.given(name)?));
+        let Some((field, value)) = names.iter().find_map(first) else { return Ok(None) };
         match value.as_u64() {
             Some(number) => Ok(Some((field, number))),
             None => Err(ConfigError::NotANumber { field, seen: value.to_string() }),
@@ -401,21 +428,45 @@ impl Fields<'_> {
     }
 
     fn experts(&self, layers: u32) -> Result<Option<Experts>, ConfigError> {
-        let Some(count) = self.optional(&["num_experts", "num_local_experts", "n_routed_experts"])? else {
-            return Ok(None);
-        };
+        let names = ["num_experts", "num_local_experts", "n_routed_experts"];
+        let Some(count) = self.within(&names, (1, MOST_EXPERTS))? else { return Ok(None) };
         // Every further layer has experts: others would be counted wrong.
         self.within(&["decoder_sparse_step"], (1, 1))?;
         self.within(&["moe_layer_freq"], (1, 1))?;
-        let top_k = self.within(&["num_experts_per_tok"], (1, count.into()))?;
+        let top_k = self.within(&["num_experts_per_tok"], (1, MOST_CHOICES.min(count.into())))?;
         let ffn = self.size(&["moe_intermediate_size", "intermediate_size"])?;
         let shared = self.within(&["n_shared_experts"], (0, 1 << 8))?.unwrap_or(0);
-        let shared_ffn = match self.optional(&["shared_expert_intermediate_size"])? {
+        let shared_ffn = match self.within(&["shared_expert_intermediate_size"], (0, MOST))? {
             Some(width) => width,
             None => shared * ffn,
         };
         let dense = self.within(&["first_k_dense_replace"], (0, u64::from(layers) - 1))?;
+        let dense_layers = dense.unwrap_or(0).max(self.mlp_layers(layers)?);
         let top_k = top_k.ok_or(ConfigError::Missing { field: "num_experts_per_tok" })?;
-        Ok(Some(Experts { count, top_k, ffn, shared_ffn, dense_layers: dense.unwrap_or(0) }))
+        Ok(Some(Experts { count, top_k, ffn, shared_ffn, dense_layers }))
+    }
+
+    /// Number of layers that Qwen's `mlp_only_layers` lists.
+    fn mlp_layers(&self, layers: u32) -> Result<u32, ConfigError> {
+        let field = "mlp_only_layers";
+        let Some(value) = self.given(field) else { return Ok(0) };
+        let refused = || ConfigError::NotFirstLayers { field, seen: value.to_string() };
+        let listed = value.as_array().ok_or_else(refused)?;
+        let are_first = (0..).zip(listed).all(|(at, layer)| layer.as_u64() == Some(at));
+        match u32::try_from(listed.len()) {
+            Ok(number) if are_first && number < layers => Ok(number),
+            _ => Err(refused()),
+        }
+    }
+
+    fn tied(&self) -> Result<bool, ConfigError> {
+        let field = "tie_word_embeddings";
+        if let Some(value) = self.given(field) {
+            return value
+                .as_bool()
+                .ok_or_else(|| ConfigError::NotABoolean { field, seen: value.to_string() });
+        }
+        let architecture = self.given("model_type").and_then(Value::as_str).unwrap_or_default();
+        Ok(TIED_BY_DEFAULT.iter().any(|tied| architecture.starts_with(tied)))
     }
 }

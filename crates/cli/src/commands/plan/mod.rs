@@ -22,7 +22,7 @@ use sidelane_model::parallel::{
 
 use crate::error::{CliError, usage};
 use crate::frame::{self, Command};
-use crate::options::{Scaled, hardware, one_of};
+use crate::options::{Scaled, hardware_or, one_of};
 use crate::table::volume;
 
 const EXAMPLES: &str = "\
@@ -138,7 +138,7 @@ impl PlanArgs {
         let (mut devices, hardware) = match self.hardware == Devices::TPU_V5P {
             true => (Devices::tpu_v5p(), None),
             false => {
-                let hardware = hardware(&self.hardware)?;
+                let hardware = hardware_or(&self.hardware, &[Devices::TPU_V5P])?;
                 hardware.check()?;
                 (Devices::of(&hardware, self.ranks_per_node.unwrap_or(PER_NODE))?, Some(hardware))
             }
@@ -183,11 +183,12 @@ impl PlanArgs {
         match smallest {
             _ if !fitting.is_empty() => Ok(fitting),
             None => Err(usage!(
-                "{} devices and {} tokens in sequences of {} make no mesh for {} with these sizes",
+                "{} devices and {} tokens in sequences of {} make no mesh for {}{}",
                 question.count,
                 self.tokens,
                 self.sequence,
-                question.model.name
+                question.model.name,
+                question.misfit().map_or(String::new(), |misfit| format!(": {misfit}"))
             )),
             Some(least) => Err(usage!(
                 "{} fits no mesh of {} devices: {} ({}) takes least, {} of {} a device; more --devices or --recompute lower that",

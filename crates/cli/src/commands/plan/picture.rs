@@ -23,8 +23,10 @@ struct Searched {
 pub fn draw(question: &Question) -> Result<String, CliError> {
     let least = u64::from(question.sequence).min(question.tokens);
     let halved = (1..=HALVINGS).rev().map(|times| question.tokens >> times);
-    let doubled = (0..=DOUBLINGS).map(|times| question.tokens << times);
-    let all: Vec<u64> = halved.filter(|&tokens| tokens >= least).chain(doubled).collect();
+    let doubled = (1..=DOUBLINGS).map_while(|times| question.tokens.checked_mul(1 << times));
+    let doubled = doubled.filter(|&tokens| tokens <= Question::MOST_TOKENS);
+    let all: Vec<u64> =
+        halved.filter(|&tokens| tokens >= least).chain([question.tokens]).chain(doubled).collect();
     let bar = frame::progress(0, all.len() as u64).with_message("numbers of tokens");
     let found = question.search_by_tokens(&all)?;
     bar.finish_and_clear();
@@ -129,6 +131,13 @@ mod tests {
     use crate::commands::plan::PlanArgs;
     use crate::frame::tests::parsed;
     use crate::svg::tests::elements;
+
+    #[test]
+    fn doublings_end_at_the_most_tokens_that_a_step_may_have() {
+        let args: PlanArgs = parsed("--model olmoe-1b-7b --devices 8 --pp 1 --tokens 512G").unwrap();
+        let picture = draw(&args.question().unwrap()).unwrap();
+        assert!(picture.contains(">1024G tokens: ") && !picture.contains(">2048G tokens: "));
+    }
 
     #[test]
     fn small_batches_are_bound_by_data_and_large_ones_by_compute() {

@@ -195,9 +195,9 @@ impl Report {
 
 const NOTES: &str = "\
 A bound from below, not measured: products at the peak, bytes at their rates, no latency.
-A part binds if it takes longer than the compute of its pass; mb: microbatches.
+A part binds if it takes longer than the compute of its pass, a pipeline than that of both.
 Pipeline: sends, and what stages idle. Expert: dispatch and combine, by the model of `simulate`.
-The lines above the table are rules of the scaling book, for transfers in bf16.";
+The lines above the table are rules of the scaling book, for transfers in bf16; mb: microbatches.";
 
 fn seconds(seconds: f64) -> String {
     if seconds == 0.0 { "-".to_owned() } else { time(seconds * 1e6) }
