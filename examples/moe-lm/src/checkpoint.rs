@@ -43,6 +43,9 @@ pub(crate) struct Run {
     /// The strategy of the ranks of a mesh, whose files are shards.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub strategy: Option<Strategy>,
+    /// Digests of these files, in the order of `files`: a shard names neither its run nor its rank.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub digests: Vec<u64>,
 }
 
 impl Run {
@@ -102,7 +105,7 @@ fn write_own<R: Ranks>(trainer: &Trainer<R>, part: &Path, files: &[String]) -> R
         write(&trainer.state.dense, &part.join(DENSE))?;
         let (settings, text) = (trainer.settings, trainer.batches.digest());
         let (files, history) = (files.to_vec(), trainer.history.clone());
-        Run { settings, text, files, history, strategy: None }.write(part)?;
+        Run { settings, text, files, history, strategy: None, digests: Vec::new() }.write(part)?;
     }
     if ranks.writes_experts() {
         write(&trainer.state.experts, &part.join(of_experts(ranks.own_experts().start)))?;

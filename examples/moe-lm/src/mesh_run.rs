@@ -29,11 +29,15 @@ pub fn train(arguments: &Arguments, mut trainer: MeshTrainer) -> Result<()> {
             report.wrote(&checkpoint::save(&trainer, out)?);
         }
     }
-    if first == all {
-        return Ok(());
+    if all == 0 && resumed.is_none() {
+        report.wrote(&checkpoint::save(&trainer, out)?);
     }
-    report.traffic(&trainer.traffic_of_ranks()?);
-    let times = trainer.pass_times()?;
+    // Of the last step, if this run has made it.
+    let stepped = first < all;
+    let times = stepped.then(|| trainer.pass_times()).transpose()?;
+    if stepped {
+        report.traffic(&trainer.traffic_of_ranks()?);
+    }
     if trainer.writes() {
         let write = |name: &str, text: String| {
             let path = out.join(name);
@@ -51,7 +55,7 @@ pub fn train(arguments: &Arguments, mut trainer: MeshTrainer) -> Result<()> {
         let beside = beside.as_ref().map(|(name, run)| (&name[..], run));
         let own = (&name[..], &trainer.history);
         write("losses.svg", plot::losses("Loss of each step, nats per token", own, beside))?;
-        if trainer.strategy.sizes.pp > 1 {
+        if let Some(times) = times.filter(|_| trainer.strategy.sizes.pp > 1) {
             write("timeline.svg", timelines(&trainer.strategy, times)?)?;
         }
     }
@@ -61,7 +65,9 @@ pub fn train(arguments: &Arguments, mut trainer: MeshTrainer) -> Result<()> {
 /// A step by each schedule, with the times of the passes of this run.
 fn timelines(strategy: &Strategy, times: [Duration; 3]) -> Result<String> {
     let mut drawn = Vec::new();
-    for order in [Order::GPipe, Order::OneFOneB, Order::Interleaved(2), Order::ZeroBubbleH1] {
+    let mut orders = vec![Order::GPipe, Order::OneFOneB, Order::Interleaved(2), Order::ZeroBubbleH1];
+    orders.extend(strategy.order.filter(|own| !orders.contains(own)));
+    for order in orders {
         let of = Strategy { order: Some(order), ..*strategy };
         // Microbatches that do not make whole rounds cannot be interleaved.
         let Ok(plan) = of.plan() else { continue };

@@ -75,7 +75,7 @@ impl Report {
             let rows: Vec<String> = ranks.iter().enumerate().map(row).collect();
             format!(
                 "\nbytes of the last step, a rank's copies to itself included in tp, cp and dp\n\n\
-                 | rank | tp | cp | dp | pp | ep | parameters, gradients, states |\n\
+                 | rank | tp | cp | dp | pp | ep | optimizer state |\n\
                  |---|---|---|---|---|---|---|\n{}",
                 rows.join("\n")
             )

@@ -1,7 +1,7 @@
 //! Checkpoints of a mesh, which ranks of any other mesh read.
 //!
 //! ```text
-//!   out/step-000300/run.json            what the run is, its strategy, and what came of it       rank 0
+//!   out/step-000300/run.json            the run, its strategy and losses, digests of shards      rank 0
 //!                   cut-5.shard         rank 5's shard of the tensors that are cut over tp
 //!                   whole-5.shard       of the whole ones
 //!                   experts-5.shard     of its experts
@@ -13,11 +13,11 @@
 //! Names, order of files and crashes are as in [`crate::checkpoint`].
 
 use std::collections::HashMap;
-use std::fs::{self, File};
-use std::io::{BufReader, BufWriter, Write};
+use std::fs;
 use std::path::{Path, PathBuf};
 
 use sidelane::collective::Communicator;
+use sidelane::digest::Digest;
 use sidelane_parallel::data::{Checkpoint, DataError};
 
 use super::optimizer::Optimizer;
@@ -26,7 +26,6 @@ use super::tensors::{Place, Sections, Tensor, tensors_of};
 use super::train::{MeshTrainer, of_chunks};
 use crate::checkpoint::{self, RUN, Run, latest_of_all, publish, run_of, sync};
 use crate::error::{Error, Result};
-use crate::settings::Shape;
 
 const KINDS: Sections<&str> = Sections { cut: "cut", whole: "whole", experts: "experts" };
 
@@ -82,31 +81,36 @@ pub fn save(trainer: &MeshTrainer, out: &Path) -> Result<PathBuf> {
     let place = out.join(format!("step-{:06}", trainer.steps()));
     let part = place.with_extension("part");
     on_first(trainer, || checkpoint::remove(&part))?;
-    trainer.agree(write_own(trainer, &part))?;
+    let digests = trainer.agree(write_own(trainer, &part))?;
+    let digests = trainer.stage.groups.all.gather(&digests.map(u64::to_le_bytes).concat())?;
     on_first(trainer, || {
-        find(&part, files(trainer.strategy.sizes.ranks()))?;
+        let files = files(trainer.strategy.sizes.ranks());
+        find(&part, files.clone())?;
+        let (settings, text, strategy) = (trainer.settings, trainer.batches.digest(), Some(trainer.strategy));
+        let digests = digests.concat().as_chunks::<8>().0.iter().copied().map(u64::from_le_bytes).collect();
+        let history = trainer.history.clone();
+        Run { settings, text, files, history, strategy, digests }.write(&part)?;
+        sync(&part)?;
         publish(&part, &place)
     })?;
     Ok(place)
 }
 
-fn write_own(trainer: &MeshTrainer, part: &Path) -> Result<()> {
+/// Writes this rank's shards. Returns their digests.
+fn write_own(trainer: &MeshTrainer, part: &Path) -> Result<[u64; 3]> {
     fs::create_dir_all(part).map_err(Error::file(part))?;
-    let all = &trainer.stage.groups.all;
-    let write = |(kind, optimizer): (&str, &Optimizer)| {
-        let path = part.join(file(kind, all.rank()));
-        let mut writer = BufWriter::new(File::create(&path).map_err(Error::file(&path))?);
-        optimizer.save(&mut writer)?;
-        writer.flush().map_err(Error::file(&path))?;
-        sync(&path)
+    let rank = trainer.stage.groups.all.rank();
+    let write = |(kind, optimizer): (&str, &Optimizer)| -> Result<u64> {
+        let path = part.join(file(kind, rank));
+        let mut shard = Vec::new();
+        optimizer.save(&mut shard)?;
+        fs::write(&path, &shard).map_err(Error::file(&path))?;
+        sync(&path)?;
+        Ok(Digest::of(shard))
     };
-    KINDS.zip(trainer.optimizers.as_ref()).map(write).all()?;
-    if all.rank() == 0 {
-        let (settings, text, strategy) = (trainer.settings, trainer.batches.digest(), Some(trainer.strategy));
-        let (files, history) = (files(all.size()), trainer.history.clone());
-        Run { settings, text, files, history, strategy }.write(part)?;
-    }
-    sync(part)
+    let Sections { cut, whole, experts } = KINDS.zip(trainer.optimizers.as_ref()).map(write).all()?;
+    sync(part)?;
+    Ok([cut, whole, experts])
 }
 
 /// Brings a trainer of any mesh to where the latest checkpoint in a folder was left. Collective.
@@ -151,7 +155,8 @@ fn read(trainer: &MeshTrainer, place: &Path) -> Result<(Run, Sections<Vec<u8>>)>
             values.insert(&tensor.name, tensor.places().map(|place| (place, [0.0; 3])).collect());
         }
     });
-    let steps = keep(place, (&strategy, &trainer.settings.shape), &mut values)?;
+    keep(place, &run, &strategy, &mut values)?;
+    let steps = run.history.losses.len() as u64;
     let shard = |tensors: Vec<&Tensor>| -> Result<Vec<u8>> {
         let mut rows = Vec::new();
         for tensor in tensors {
@@ -168,12 +173,8 @@ fn read(trainer: &MeshTrainer, place: &Path) -> Result<(Run, Sections<Vec<u8>>)>
     Ok((run, own))
 }
 
-/// Keeps the values that are wanted of all shards of a mesh. Returns the steps of the optimizers.
-fn keep(
-    place: &Path,
-    (strategy, shape): (&Strategy, &Shape),
-    values: &mut HashMap<&str, Values>,
-) -> Result<u64> {
+/// Keeps the values that are wanted of all shards of a mesh, which must be those that the run wrote.
+fn keep(place: &Path, run: &Run, strategy: &Strategy, values: &mut HashMap<&str, Values>) -> Result<()> {
     let ranks = strategy.sizes.ranks();
     let mesh = strategy.sizes.mesh(ranks)?;
     let experts = mesh.experts(strategy.sizes.ep, 1)?;
@@ -185,22 +186,31 @@ fn keep(
     type Kind = for<'a> fn(Sections<Vec<&'a Tensor>>) -> Vec<&'a Tensor>;
     let of_kind: Sections<Kind> =
         Sections { cut: |of| of.cut, whole: |of| of.whole, experts: |of| of.experts };
-    let mut steps = 0;
+    let digests: HashMap<&str, u64> =
+        run.files.iter().map(|file| &file[..]).zip(run.digests.iter().copied()).collect();
     let mut keep = |((kind, of_kind), groups): ((&str, Kind), Vec<Vec<u32>>)| -> Result<()> {
         for group in groups {
             let position = |mesh: &sidelane_parallel::Mesh, name| mesh.position(group[0], name);
             let [stage, tp] = [position(&mesh, "pp")?, position(&mesh, "tp")?].map(|of| of as usize);
             let held = Place { stage, tp, ep: position(&experts, "ep")? as usize };
-            let chunks = tensors_of(strategy, shape, held);
+            let chunks = tensors_of(strategy, &run.settings.shape, held);
             let tensors = of_kind(of_chunks(&chunks));
             let elements = tensors.iter().map(|tensor| tensor.elements()).sum();
-            let open = |rank: &u32| {
-                let path = place.join(file(kind, *rank));
-                File::open(&path).map(BufReader::new).map_err(Error::file(&path))
+            let shard = |rank: &u32| {
+                let name = file(kind, *rank);
+                let path = place.join(&name);
+                let shard = fs::read(&path).map_err(Error::file(&path))?;
+                match digests.get(&name[..]) {
+                    Some(&digest) if digest == Digest::of(shard.iter().copied()) => Ok(shard),
+                    _ => Err(Error::OtherRun { path, what: "the digest" }),
+                }
             };
-            let shards = group.iter().map(open).collect::<Result<Vec<_>>>()?;
-            let read = Checkpoint::read(elements, shards).map_err(DataError::from)?;
-            steps = read.steps;
+            let shards = group.iter().map(shard).collect::<Result<Vec<_>>>()?;
+            let read = Checkpoint::read(elements, shards.iter().map(|shard| &shard[..]));
+            let read = read.map_err(DataError::from)?;
+            if read.steps != run.history.losses.len() as u64 {
+                return Err(Error::OtherRun { path: place.join(RUN), what: "the number of steps" });
+            }
             let mut rows = read.parameters.iter().zip(&read.first).zip(&read.second);
             for tensor in tensors {
                 let mut of_tensor = values.get_mut(&tensor.name[..]);
@@ -214,5 +224,5 @@ fn keep(
         Ok(())
     };
     KINDS.zip(of_kind).zip(copies).map(&mut keep).all()?;
-    Ok(steps)
+    Ok(())
 }

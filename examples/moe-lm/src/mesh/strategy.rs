@@ -109,6 +109,9 @@ pub enum StrategyError {
     /// ZeRO without ranks that have the same weights.
     #[error("--zero cuts state over dp x cp ranks, and the mesh has one: name dp")]
     NothingToCut,
+    /// Attention over one rank.
+    #[error("--attention is over cp ranks, and the mesh has one: name cp")]
+    NoContext,
     /// A schedule without a pipeline.
     #[error("--schedule orders the passes of stages, and the mesh has one: name pp")]
     NoPipeline,
@@ -263,6 +266,9 @@ impl Strategy {
         if self.order.is_some() && pp == 1 {
             return Err(StrategyError::NoPipeline.into());
         }
+        if self.context.is_some() && cp == 1 {
+            return Err(StrategyError::NoContext.into());
+        }
         if settings.balance != 0.0 && (cp > 1 || tp > 1) {
             return Err(StrategyError::CutBalance { cp, tp }.into());
         }
@@ -275,7 +281,11 @@ impl Strategy {
         for (what, seen, of) in [
             ("windows of a step, by dp and microbatches", settings.batch, dp.saturating_mul(microbatches)),
             ("tokens of a window, by the pieces of cp", window, pieces),
-            ("tokens of a microbatch, by tp", settings.batch / dp / microbatches * window / cp, tp),
+            (
+                "tokens of a microbatch, by tp",
+                (settings.batch / dp / microbatches).saturating_mul(window) / cp,
+                tp,
+            ),
             ("heads, by tp", heads, tp),
             ("heads of a tensor parallel rank, by cp", heads / tp, heads_by),
             ("different tokens, by tp", vocabulary, tp),

@@ -311,8 +311,8 @@ impl MeshTrainer {
         all
     }
 
-    /// The mean over all tokens of the step. The sum is in `f64`, where sums of losses are exact,
-    /// so it does not depend on the mesh.
+    /// The mean over all tokens of the step. The sum is in `f64`, where sums of losses above 1e-5
+    /// are exact, so it does not depend on the mesh.
     fn mean_loss(&self) -> Result<f32> {
         let groups = &self.stage.groups;
         let own = self.stage.loss.to_le_bytes();

@@ -2,6 +2,7 @@
 //! the roundings of their orders.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::process::{Command, Stdio};
 
 use moe_lm::error::Error;
@@ -378,27 +379,88 @@ fn a_run_goes_on_over_another_mesh_from_its_checkpoint() {
     assert_eq!(outcome(back), expected);
 }
 
-#[test]
-fn a_rank_without_its_shard_stops_all_ranks() {
-    let settings = small();
+/// A checkpoint of one step by tensor parallel ranks of a seed.
+fn checkpoint_of(seed: u64) -> tempfile::TempDir {
+    let settings = Settings { seed, ..small() };
     let folder = tempfile::tempdir().unwrap();
-    on_ranks(&settings, &strategy("dp=2"), |trainer| {
+    on_ranks(&settings, &strategy("tp=2"), |trainer| {
         let mut trainer = trainer.unwrap();
         trainer.step().unwrap();
         checkpoint::save(&trainer, folder.path()).unwrap();
     });
-    let shard = folder.path().join("step-000001/cut-1.shard");
-    let mut bytes = std::fs::read(&shard).unwrap();
-    *bytes.last_mut().unwrap() ^= 1;
-    std::fs::write(&shard, bytes).unwrap();
-    let errors = on_ranks(&settings, &strategy("tp=2"), |trainer| {
-        let mut trainer = trainer.unwrap();
-        let error = checkpoint::resume(&mut trainer, folder.path()).unwrap_err();
-        assert_eq!(trainer.steps(), 0);
-        trainer.step().unwrap();
-        error
-    });
-    assert!(errors.iter().all(|error| matches!(error, Error::Data(_))), "{errors:?}");
+    folder
+}
+
+#[test]
+fn shards_that_the_run_did_not_write_stop_all_ranks() {
+    let (settings, other) = (small(), checkpoint_of(small().seed + 1));
+    let damage = |shard: &Path| {
+        let mut bytes = std::fs::read(shard).unwrap();
+        *bytes.last_mut().unwrap() ^= 1;
+        std::fs::write(shard, bytes).unwrap();
+    };
+    for case in ["damaged", "swapped", "of another run", "missing", "fewer losses"] {
+        let folder = checkpoint_of(settings.seed);
+        let step = folder.path().join("step-000001");
+        let [first, second] = ["cut-0.shard", "cut-1.shard"].map(|name| step.join(name));
+        match case {
+            "damaged" => damage(&second),
+            "swapped" => {
+                let kept = std::fs::read(&first).unwrap();
+                std::fs::copy(&second, &first).unwrap();
+                std::fs::write(&second, kept).unwrap();
+            }
+            "of another run" => {
+                let shard = std::fs::read(other.path().join("step-000001/cut-1.shard")).unwrap();
+                std::fs::write(&second, shard).unwrap();
+            }
+            "missing" => std::fs::remove_file(&second).unwrap(),
+            _ => {
+                let run = step.join("run.json");
+                let mut text: serde_json::Value =
+                    serde_json::from_slice(&std::fs::read(&run).unwrap()).unwrap();
+                text["history"]["losses"] = serde_json::json!([]);
+                std::fs::write(&run, text.to_string()).unwrap();
+            }
+        }
+        let errors = on_ranks(&settings, &strategy("tp=2"), |trainer| {
+            let mut trainer = trainer.unwrap();
+            let error = checkpoint::resume(&mut trainer, folder.path()).unwrap_err();
+            assert_eq!(trainer.steps(), 0);
+            trainer.step().unwrap();
+            error
+        });
+        for error in errors {
+            match case {
+                "missing" => {
+                    assert!(matches!(error, Error::File { .. } | Error::NoCheckpoint { .. }), "{error}")
+                }
+                _ => assert!(matches!(error, Error::OtherRun { .. }), "{case}: {error}"),
+            }
+        }
+    }
+}
+
+/// A wrong group of copies would show in the second loss, or in copies that differ.
+#[test]
+fn steps_over_cut_windows_and_matrices_stay_within_the_bound_of_one_rank() {
+    let settings = small();
+    let losses = |strategy: &Strategy| {
+        let of_ranks = on_ranks(&settings, strategy, |trainer| {
+            let mut trainer = trainer.unwrap();
+            [(); 3].map(|()| trainer.step().unwrap())
+        });
+        assert!(of_ranks.iter().all(|of| *of == of_ranks[0]));
+        of_ranks[0]
+    };
+    let one = losses(&strategy("dp=1"));
+    for zero in [Zero::None, Zero::Three] {
+        let seen = losses(&Strategy { zero, ..strategy("cp=2,tp=2,ep=2") });
+        for (seen, one) in seen.into_iter().zip(one) {
+            assert!((seen - one).abs() < 1e-5, "{zero:?}: {seen}, {one}");
+        }
+        assert!(one[2] < one[0] - 1e-3, "it learns");
+    }
 }
 
 /// Each rank a node of its own, so that bytes to other nodes are those to other ranks.
