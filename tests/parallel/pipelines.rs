@@ -157,8 +157,8 @@ fn every_schedule_gives_the_gradients_of_one_process() {
 #[test]
 fn stages_hear_which_one_has_failed_and_make_the_next_step() {
     let interleaved = |model_chunks| Schedule::Interleaved { model_chunks, warm_up: WarmUp::Least };
-    // All passes; one communicator of a pair, several in turn, messages of several slots, both kinds
-    // of messages in one direction.
+    // All passes; several communicators of a pair in turn; messages of several slots; both kinds of
+    // messages in one direction.
     failures(&[0, 0, 1, 1], &Schedule::ZeroBubbleH1.plan(4, 6).unwrap(), 2, 1);
     failures(&[0, 0, 1, 1], &interleaved(4).plan(4, 4).unwrap(), 2, 5);
     failures(&[0, 1, 1], &Schedule::OneFOneB.plan(3, 3).unwrap(), 100_000, 3);

@@ -53,8 +53,8 @@ pub struct Arguments {
         conflicts_with_all = ["expert_parallel", "reference", "overlap", "token_chunks", "device", "products", "survive", "kill", "grow_every", "spare", "warm_up"]
     )]
     pub mesh: Option<Sizes>,
-    /// With --mesh: cuts the optimizer's states (1), gradients, too (2), and parameters between steps
-    /// (3) over the ranks that have the same. Layers keep theirs whole. The same bits.
+    /// With --mesh: cuts the optimizer's states (1), gradients, too (2), and parameters between
+    /// steps (3) over the ranks that have the same. Layers keep theirs whole. The same bits.
     #[arg(long, value_name = "1|2|3", requires = "mesh", value_parser = zero)]
     pub zero: Option<Zero>,
     /// With --mesh: order of the passes of stages. The same bits. Default: 1f1b.

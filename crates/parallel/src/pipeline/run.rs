@@ -168,8 +168,8 @@ impl Pipeline {
         let elements_there = ("elements of a message", elements as u64);
         alike(&mut verdicts, &[("plan of the pipeline", digest), elements_there])?;
         let (mut channels, mut failed) = (Channels::new(), None);
-        // In one order on all stages, so that none waits for a stage that waits for another. A stage
-        // that fails with one peer goes on to the next, which waits for it.
+        // In one order on all stages, so that none waits for a stage that waits for another. A
+        // stage that fails with one peer goes on to the next, which waits for it.
         for &(first, second) in own.pairs.iter().filter(|of| of.0 == stage || of.1 == stage) {
             let peer = if first == stage { second } else { first };
             match own.channels(group, &[first, second]) {

@@ -173,7 +173,7 @@ fn read(trainer: &MeshTrainer, place: &Path) -> Result<(Run, Sections<Vec<u8>>)>
     Ok((run, own))
 }
 
-/// Keeps the values that are wanted of all shards of a mesh, which must be those that the run wrote.
+/// Keeps the values that are wanted of all shards of a mesh. They must be those that the run wrote.
 fn keep(place: &Path, run: &Run, strategy: &Strategy, values: &mut HashMap<&str, Values>) -> Result<()> {
     let ranks = strategy.sizes.ranks();
     let mesh = strategy.sizes.mesh(ranks)?;
