@@ -140,7 +140,7 @@ const REFUSED: &[(&str, &[&str])] = &[
     ("plan --tokens 4X", &["--tokens", "is no number"]),
     ("plan --sequence 0", &["sequence = 0"]),
     ("plan --overlap some", &["data"]),
-    ("plan --tp 3", &["make no mesh for deepseek-v3 with these sizes"]),
+    ("plan --tp 3", &["make no mesh for deepseek-v3: tp = 3 does not divide devices = 256"]),
     ("plan --devices 8", &["fits no mesh of 8 devices", "of 80.0 GB a device"]),
     ("plan-bench --top-k 300", &["--top-k"]),
     (
