@@ -108,7 +108,7 @@ impl DataParallel {
         })
     }
 
-    /// The same model with other types of what travels. Call it before the first step, on all
+    /// The same model with other types of what travels. Call it once, before the first step, on all
     /// ranks: calls of ranks that differ are errors on all of them.
     pub fn with_wire(mut self, wire: Wire) -> Self {
         self.wire = wire;

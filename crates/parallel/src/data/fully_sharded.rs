@@ -109,8 +109,8 @@ impl FullySharded {
         })
     }
 
-    /// The same model with other types of what travels, on all ranks: calls of ranks that differ
-    /// are errors on all of them.
+    /// The same model with other types of what travels. Call it once, on all ranks: calls of ranks
+    /// that differ are errors on all of them.
     pub fn with_wire(mut self, wire: Wire) -> Self {
         self.wire = wire;
         self
@@ -190,8 +190,8 @@ impl FullySharded {
     /// rank holds no more than its part of the sums. Collective.
     ///
     /// # Errors
-    /// As [`FullySharded::backward`]. The microbatches so far are forgotten, and the next one is
-    /// the first.
+    /// As [`FullySharded::backward`]. If all calls were made, the microbatch counts as on the other
+    /// ranks. Otherwise the microbatches so far are forgotten, and the next one is the first.
     pub fn accumulate(
         &mut self,
         group: &mut Communicator,
