@@ -360,12 +360,16 @@ mod tests {
             // Of each rank the newest world that it has agreed to, and of the offer who has agreed.
             let mut newest: BTreeMap<u32, Roster> = BTreeMap::new();
             let (mut offered, mut agreed) = (None::<Roster>, BTreeSet::new());
+            // Ranks that were asked and have not come anew: none agrees to an offer of a connection
+            // that it has given up.
+            let mut asked = BTreeSet::new();
             let mut now = start;
             for &[kind, rank, more] in bytes.as_chunks::<3>().0 {
                 let rank = u32::from(rank % 5);
                 match kind {
                     0 => {
                         // A rank comes with what it has agreed to, in a first world of five.
+                        asked.remove(&rank);
                         let newest = newest.entry(rank).or_insert_with(|| roster(0, 0..5));
                         let cut_off = if more & 4 == 0 { Vec::new() } else { vec![u32::from(more & 3)] };
                         let survivor =
@@ -374,7 +378,9 @@ mod tests {
                     }
                     1 => gathering.part(rank, now),
                     2 => {
-                        let Some(offer) = offered.as_ref().filter(|offer| offer.has(rank)) else { continue };
+                        let Some(offer) = offered.as_ref().filter(|_| asked.contains(&rank)) else {
+                            continue;
+                        };
                         newest.insert(rank, offer.clone());
                         agreed.insert(rank);
                         gathering.accept(rank, offer.epoch);
@@ -389,6 +395,7 @@ mod tests {
                                 let older = newest.get(rank).is_some_and(|seen| seen.epoch < offer.epoch);
                                 assert!(older && gathering.here().any(|here| here == *rank), "{offer:?}");
                             }
+                            asked = offer.members.iter().copied().collect();
                             (offered, agreed) = (Some(offer), BTreeSet::new());
                         }
                         Step::Begin(begun) => {
