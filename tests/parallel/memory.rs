@@ -46,7 +46,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// What a call gives, and the bytes that are left and that there were at most, beyond those before.
+/// The result of a call, the bytes that it leaves allocated, and the most that it had allocated.
 fn measured<T>(call: impl FnOnce() -> T) -> (T, [usize; 2]) {
     let before = LIVE.get().0;
     LIVE.set((before, before));

@@ -17,7 +17,7 @@ const WIRES: [Wire; 3] = [
     Wire { parameters: NARROW, gradients: NARROW },
 ];
 
-/// What a strategy makes of a wire: plain data parallelism gathers no parameters.
+/// The wire that a strategy uses: plain data parallelism gathers no parameters.
 fn of_way(wire: Wire, way: usize) -> Wire {
     if way == 0 { Wire { parameters: WireDtype::F32, ..wire } } else { wire }
 }

@@ -304,7 +304,13 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let theirs = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         theirs.set_nonblocking(true).unwrap();
-        [listener.accept().unwrap().0, theirs]
+        let both = [listener.accept().unwrap().0, theirs];
+        // Closed at once: thousands of inputs would leave as many ports that nothing can use for a
+        // minute.
+        for end in &both {
+            rustix::net::sockopt::set_socket_linger(end, Some(Duration::ZERO)).unwrap();
+        }
+        both
     }
 
     /// All that has come.

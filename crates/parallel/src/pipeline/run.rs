@@ -212,7 +212,7 @@ impl Pipeline {
     }
 }
 
-/// What a plan asks of its communicators.
+/// Number and sizes of the communicators that a plan needs.
 struct Settings {
     plan: Plan,
     /// Stages that have messages for each other.

@@ -123,7 +123,7 @@ pub struct Block {
     pub expert_bytes: u64,
 }
 
-/// What a backward pass needs of a forward pass.
+/// Tensors that a forward pass keeps for the backward pass.
 pub struct BlockTape {
     x: Vec<f32>,
     windows: Vec<AttentionTape>,
@@ -134,8 +134,8 @@ pub struct BlockTape {
     visits: u64,
 }
 
-/// What gradients of weights are made of. Those of the router and of the experts are there already:
-/// `MoeLayer` makes them with those of its inputs.
+/// Factors of the gradients of weights. The gradients of the router and of the experts are there
+/// already: `MoeLayer` makes them with those of its inputs.
 pub struct DelayedBlock {
     qkv: DelayedWeights,
     out: DelayedWeights,

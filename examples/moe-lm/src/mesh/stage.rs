@@ -51,13 +51,13 @@ struct Chunk {
     first: Sections<usize>,
 }
 
-/// What a backward pass of a model chunk needs of a forward pass.
+/// Tensors that a forward pass of a model chunk keeps for the backward pass.
 struct ChunkTape {
     blocks: Vec<BlockTape>,
     head: Option<(Vec<f32>, CrossEntropyTape)>,
 }
 
-/// What the gradients of a model chunk's weights are made of.
+/// Factors of the gradients of a model chunk's weights.
 struct DelayedChunk {
     /// Gradients of the embedding.
     embedding: Rows,

@@ -76,7 +76,7 @@ fn finish(mut trainer: MeshTrainer) -> (Vec<f32>, Vec<TensorPart>) {
     finish_at(trainer, steps)
 }
 
-/// What a run has come to after some steps.
+/// Losses and parameters of a run after some steps.
 fn finish_at(mut trainer: MeshTrainer, steps: usize) -> (Vec<f32>, Vec<TensorPart>) {
     assert_eq!(trainer.steps(), steps);
     let parameters = trainer.parameters().unwrap();
