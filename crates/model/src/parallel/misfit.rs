@@ -27,7 +27,7 @@ pub enum Misfit {
         size: u32,
         /// The largest that can be.
         most: u64,
-        /// Name of the number that it must divide.
+        /// Why there cannot be more.
         reason: &'static str,
     },
     /// Stages that get no layer, because all others have as many as the first.
