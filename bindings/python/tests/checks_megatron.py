@@ -378,19 +378,23 @@ def check_more_tokens_than_usual_are_promised_by_name(world: sidelane.World) -> 
         assert rows.shape[0] == (tokens + world.size - 1 if world.rank == 0 else 0)
 
 
+def use(group: Any) -> None:
+    """A small call over a process group."""
+    x, ranks = torch.ones(1, HIDDEN), group.size()
+    ep = sidelane.megatron.layers.layer(group, x, experts=ranks, top_k=1, hidden=HIDDEN, dtype=torch.float32)
+    rows, handle = ep.dispatch(x, torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1))
+    ep.combine(rows, handle)
+
+
+def held_here() -> int:
+    """Descriptors: connections, and memory of this rank and its peers."""
+    return len(os.listdir("/proc/self/fd"))
+
+
 def check_worlds_go_with_their_process_groups(world: sidelane.World) -> None:
     join(world)
-
-    def use(group: Any) -> None:
-        x = torch.ones(1, HIDDEN)
-        ep = sidelane.megatron.layers.layer(group, x, experts=world.size, top_k=1, hidden=HIDDEN, dtype=torch.float32)
-        rows, handle = ep.dispatch(x, torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1))
-        ep.combine(rows, handle)
-
-    def held_here() -> int:
-        """Descriptors: connections, and memory of this rank and its peers."""
-        return len(os.listdir("/proc/self/fd"))
-
+    # Groups of earlier checks have these members.
+    sidelane.megatron.release()
     members = list(range(world.size))
     group = dist.new_group(members)
     before = held_here()
@@ -413,6 +417,30 @@ def check_worlds_go_with_their_process_groups(world: sidelane.World) -> None:
     use(other)
     assert held_here() <= with_one
     sidelane.megatron.release(other)
+
+
+def check_groups_of_the_same_members_use_one_world(world: sidelane.World) -> None:
+    join(world)
+    sidelane.megatron.release()
+    members = list(range(world.size))
+    first, second, third = (dist.new_group(members) for _ in range(3))
+    without = held_here()
+    use(first)
+    with_first = held_here()
+    assert with_first > without
+    # As when Megatron makes its groups anew and keeps the old ones.
+    use(second)
+    assert held_here() == with_first
+    sidelane.megatron.release(first)
+    use(second)
+    assert held_here() == with_first
+    # Rank 0 alone has lost the world: all join a new one.
+    if world.rank == 0:
+        sidelane.megatron.release(second)
+    use(third)
+    for group in (second, third):
+        sidelane.megatron.release(group)
+    assert held_here() == without
 
 
 def check_the_page_s_code_runs(world: sidelane.World) -> None:

@@ -1,13 +1,18 @@
-"""One world for each process group, one layer for each group, place and settings.
+"""One world for the process groups of the same members, one layer for each world, place and
+settings.
 
 A layer lies where its first tensor does. On a GPU its memory grows with the most tokens that a rank
-may have, so that number is that of the first call, unless :data:`limits` names one. A world lives
-as long as its process group: it is closed when the group object is gone, when another group needs a
-world after this one was destroyed, or by :func:`release`.
+may have, so that number is that of the first call, unless :data:`limits` names one.
+
+Megatron makes several groups of the same members, and keeps them when it makes its groups anew. So
+a new group uses the world of an older one if its members are the same in the same order. A world
+lives as long as one of its groups. A group's use ends when the group object is gone, when another
+group needs a world after this one was destroyed, or by :func:`release`.
 """
 
 from __future__ import annotations
 
+import secrets
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .._native import ExpertParallel, World
+from ..errors import Error
 from ..join import init
 
 MAX_TOKENS = 1 << 16
@@ -51,13 +57,28 @@ _BLOCK = 64
 
 @dataclass
 class _Joined:
-    """What was made for a process group."""
+    """What was made for the process groups of these members."""
 
+    members: list[int]
     world: World
+    name: bytes
+    """The same at all ranks of the world, and of no other world."""
+
+    groups: int = 0
+    """How many process groups use it."""
+
     layers: dict[tuple[Any, ...], ExpertParallel] = field(default_factory=dict)
+
+    def leave(self) -> None:
+        """A group needs the world no longer."""
+        self.groups -= 1
+        if self.groups == 0:
+            self.world.close()
 
 
 _joined: weakref.WeakKeyDictionary[ProcessGroup, _Joined] = weakref.WeakKeyDictionary()
+_uses: weakref.WeakKeyDictionary[ProcessGroup, weakref.finalize[[], ProcessGroup]] = weakref.WeakKeyDictionary()
+"""What ends a group's use of its world, once."""
 
 
 def layer(group: ProcessGroup, x: Tensor, *, max_tokens: int = 0, **settings: Any) -> ExpertParallel:
@@ -65,9 +86,7 @@ def layer(group: ProcessGroup, x: Tensor, *, max_tokens: int = 0, **settings: An
     """
     if group not in _joined:
         _release_destroyed()
-        world = init(group)
-        _joined[group] = _Joined(world)
-        weakref.finalize(group, world.close)
+        _join(group)
     joined = _joined[group]
     max_tokens = max(max_tokens, limits.max_tokens or 0)
     if not x.is_cuda:
@@ -81,6 +100,32 @@ def layer(group: ProcessGroup, x: Tensor, *, max_tokens: int = 0, **settings: An
     return joined.layers[key]
 
 
+def _join(group: ProcessGroup) -> None:
+    """Finds or makes the world of a group. Collective.
+
+    Ranks lose their references to an older group at different times, so they first compare what
+    they have.
+    """
+    members = dist.get_process_group_ranks(group)
+    joined = next((one for one in _joined.values() if one.members == members and _lives(one.world)), None)
+    names: list[bytes | None] = [None] * len(members)
+    dist.all_gather_object(names, joined and joined.name, group=group)
+    if joined is None or any(name != joined.name for name in names):
+        world = init(group)
+        joined = _Joined(members, world, world.all().gather(secrets.token_bytes(16))[0])
+    joined.groups += 1
+    _joined[group] = joined
+    _uses[group] = weakref.finalize(group, joined.leave)
+
+
+def _lives(world: World) -> bool:
+    try:
+        world.check()
+    except Error:
+        return False
+    return True
+
+
 def _most(world: World, tokens: int) -> int:
     """The most tokens that a rank has now, in whole blocks: a rank does not know those of the
     others. Collective.
@@ -90,15 +135,14 @@ def _most(world: World, tokens: int) -> int:
 
 
 def release(group: ProcessGroup | None = None) -> None:
-    """Closes the world of a process group, or all worlds that were joined for groups. Local.
+    """Ends the use of a world by a process group, or by all groups. Local.
 
-    Memory, threads and descriptors of the world go. The next call that needs it joins it anew.
-    Worlds of destroyed groups are released without this.
+    When no group uses a world, its memory, threads and descriptors go. The next call that needs it
+    joins it anew. Destroyed groups need no release.
     """
     for member in list(_joined) if group is None else [group]:
-        joined = _joined.pop(member, None)
-        if joined is not None:
-            joined.world.close()
+        if _joined.pop(member, None) is not None:
+            _uses.pop(member)()
 
 
 def _release_destroyed() -> None:
