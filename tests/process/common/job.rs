@@ -5,6 +5,7 @@ use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Seek, Write};
 use std::os::unix::net::UnixStream;
 use std::process::{Child, Command as Program, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -22,8 +23,9 @@ use crate::support::processes::master_port;
 
 /// The test of this program that serves a job.
 const RANK_TEST: &str = "rank_obeys_its_job";
-/// Worlds of eight processes are enough for a small machine, one at a time.
-static TURN: Mutex<()> = Mutex::new(());
+/// Worlds of eight processes mostly wait, so a small machine runs a few of them at a time.
+static TURNS: [Mutex<()>; 3] = [const { Mutex::new(()) }; 3];
+static JOBS: AtomicUsize = AtomicUsize::new(0);
 
 /// How the ranks of a world are started.
 pub struct Setup {
@@ -120,7 +122,8 @@ impl Setup {
 
     /// Starts the ranks; their first report says whether they have joined.
     pub fn start(self) -> Job {
-        let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        let nth = JOBS.fetch_add(1, Ordering::Relaxed) % TURNS.len();
+        let turn = TURNS[nth].lock().unwrap_or_else(PoisonError::into_inner);
         let port = master_port();
         let (tell, heard) = channel();
         let ranks = self.ranks.iter().map(|&rank| (rank, self.spawn(rank, port, tell.clone()))).collect();
