@@ -12,7 +12,7 @@ readonly TORCH="$PWD/target/torch"
 # Parts of the full run, and the seconds that each takes on two cores after the quick gate.
 readonly PARTS=(worlds testbed faults trainer fuzz miri oracles python baselines packages)
 declare -rA PART_SECONDS=(
-    [worlds]=480 [testbed]=420 [faults]=420 [trainer]=420 [fuzz]=90 [miri]=480 [oracles]=330 [python]=720 [baselines]=330 [packages]=300
+    [worlds]=600 [testbed]=420 [faults]=420 [trainer]=420 [fuzz]=90 [miri]=480 [oracles]=330 [python]=720 [baselines]=330 [packages]=300
 )
 
 step() { printf '\n== %4d s: %s\n' "$SECONDS" "$*"; }

@@ -149,8 +149,8 @@ impl Pipeline {
     /// elements.
     ///
     /// With `u` as the [`least_unread`](Plan::least_unread) of [`one_by_one`](Plan::one_by_one),
-    /// windows take about 20 messages for each neighbour and each two of `u`. If `u` is 0, as for
-    /// GPipe and 1F1B, they take no more than 2.5 MiB for each neighbour.
+    /// windows take about 20 messages for each neighbor and each two of `u`. If `u` is 0, as for
+    /// GPipe and 1F1B, they take no more than 2.5 MiB for each neighbor.
     ///
     /// # Errors
     /// [`PipelineError`] if the plan does not prove, or has not a stage for each rank;
@@ -257,9 +257,7 @@ impl Settings {
         let chunk = if unread == 0 { whole.min(MOST_OF_A_CHUNK) } else { whole };
         Ok(Settings { plan, pairs, kinds, in_turn: unread.div_ceil(HELD).max(1), chunk })
     }
-}
 
-impl Settings {
     /// Communicators of two stages. Collective among them.
     fn channels(&self, group: &Group, pair: &[u32; 2]) -> Result<Vec<Vec<Communicator>>, Error> {
         let pair = group.subgroup(pair)?;
