@@ -203,6 +203,10 @@ impl CopyEngineStepper {
                 self.cut()
             }
             Op::Signal { to, of, flag: flag @ (Flag::Landed | Flag::Read | Flag::Ready), level } => {
+                if op.frees_sources() && self.outbox.unsettled {
+                    self.flush(packed)?;
+                    self.settle()?;
+                }
                 let at = ControlLayout::flag(of, flag, self.ranks());
                 let word = Self::at(&self.ground, to)?.words.range().word::<u64>(at)?;
                 Ok(self.operations.write(word, operands.value(level))?)

@@ -217,6 +217,7 @@ impl CopyEngineStepper {
         }
         if len > 0 && size - self.outbox.used < grain {
             self.drain(packed)?;
+            self.settle()?;
         }
         let at = self.outbox.used;
         let len = len.min((size - at) / grain * grain);
@@ -252,8 +253,8 @@ impl CopyEngineStepper {
         Ok(())
     }
 
-    /// Puts and signals all that is to cross, as soon as it is in the outbox, which is empty
-    /// afterwards.
+    /// Puts and signals all that is to cross, as soon as it is in the outbox or lies packed. NICs
+    /// may still read it afterwards: see [`CopyEngineStepper::settle`].
     ///
     /// # Errors
     /// As [`CopyEngineStepper::run`].
@@ -265,7 +266,15 @@ impl CopyEngineStepper {
             self.port.lanes().health.check()?;
             self.perform(step, packed)?;
         }
-        // NICs read where rows lie.
+        Ok(())
+    }
+
+    /// Waits until NICs have read all that was put: its sources may be written again, and the
+    /// outbox is empty.
+    ///
+    /// # Errors
+    /// As [`CopyEngineStepper::run`].
+    pub fn settle(&mut self) -> Result<(), Error> {
         if std::mem::take(&mut self.outbox.unsettled) {
             self.port.settle()?;
         }

@@ -210,4 +210,10 @@ impl Op {
         };
         if streams { Line::Stream } else { Line::Host }
     }
+
+    /// Whether it gives peers memory back that this rank's NIC may read: behind the puts of its
+    /// relay from there. So a rank that does not wait for its NIC behind each stage waits here.
+    pub fn frees_sources(&self) -> bool {
+        matches!(self, Op::Signal { flag: Flag::Read, .. })
+    }
 }
