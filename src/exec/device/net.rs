@@ -7,6 +7,28 @@
 //!   proxy      slots --copies--> staging | flag |    ProxyOps: lowered once, the same but for the call's number
 //!   GPUDirect  rows lie packed | mark |              no copies: the NIC reads them on the device
 //! ```
+//!
+//! **Sources.** A lane that copies what it is given (loopback, tcp), or that stages it in a ring of
+//! its own, has read a source when the put returns. A NIC reads registered memory until the lane has
+//! [settled](CopyEngineStepper::settle). The thread goes on meanwhile, and settles where a source is
+//! about to be written again, or its owner gets it back:
+//!
+//! | a NIC reads | next writer | what settles before |
+//! |---|---|---|
+//! | packed rows, tokens as they lie | the caller's stream, behind the call | the end of the call |
+//! | outputs of local peers, which a relay returns | their owners, behind this rank's "read" | that signal |
+//! | this rank's outputs, which its relay returns | the caller's stream, behind the call | the end of the call |
+//! | outbox | copies of the same call, when it is full; the next call | a full outbox; the end of the call |
+//! | headers and messages in the control window | the call after the next: they are doubled | the end of the call |
+//! | zeros | nobody | |
+//!
+//! Row metadata lies in memory that no NIC knows, so lanes copy it. What a relay passes on to its node
+//! is read by engines alone, in order of the stream. So a relay serves others before its own rows
+//! have left, and a combine pulls while those that its relay returns leave. Nothing else waits for a
+//! completion: the order of puts and signals to one peer is that of the queue, and a thread that
+//! waits for a word or for credit serves all its connections. Requests that find no room in a send
+//! queue are posted by that thread when it waits, or else by the progress thread. A proxy settles
+//! behind each call.
 
 use std::collections::VecDeque;
 

@@ -57,6 +57,8 @@ fn while_card_0_is_late<T>(
         }
         _ => {}
     }
+    // What ranks do next is none of this work.
+    meet(group);
     made
 }
 
