@@ -157,8 +157,8 @@ impl CopyEngineStepper {
         std::mem::take(&mut self.enqueued)
     }
 
-    /// Runs operations in order; what they move may still be under way afterwards, and NICs may still
-    /// read it: see [`CopyEngineStepper::settle`].
+    /// Runs operations in order; what they move may still be under way afterwards, and NICs may
+    /// still read it: see [`CopyEngineStepper::settle`].
     ///
     /// # Errors
     /// Those of the device and the lanes; the call is then incomplete and its world is to be
@@ -480,7 +480,12 @@ impl CopyEngineStepper {
     fn enqueue(&mut self) -> Result<(), DeviceError> {
         Self::operate(&self.stream, &mut self.waits, &mut self.enqueued)?;
         Self::copy_all(&self.stream, self.batched, &mut self.copies, &mut self.enqueued)?;
-        Self::operate(&self.stream, &mut self.operations, &mut self.enqueued)
+        Self::operate(&self.stream, &mut self.operations, &mut self.enqueued)?;
+        if self.outbox.unsettled {
+            // Requests that had no room in a send queue go on.
+            self.port.lanes().progress();
+        }
+        Ok(())
     }
 
     fn operate(

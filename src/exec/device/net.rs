@@ -9,9 +9,9 @@
 //! ```
 //!
 //! **Sources.** A lane that copies what it is given (loopback, tcp), or that stages it in a ring of
-//! its own, has read a source when the put returns. A NIC reads registered memory until the lane has
-//! [settled](CopyEngineStepper::settle). The thread goes on meanwhile, and settles where a source is
-//! about to be written again, or its owner gets it back:
+//! its own, has read a source when the put returns. A NIC reads registered memory until the lane
+//! has [settled](CopyEngineStepper::settle). The thread goes on meanwhile, and settles where a
+//! source is about to be written again, or its owner gets it back:
 //!
 //! | a NIC reads | next writer | what settles before |
 //! |---|---|---|
@@ -22,13 +22,12 @@
 //! | headers and messages in the control window | the call after the next: they are doubled | the end of the call |
 //! | zeros | nobody | |
 //!
-//! Row metadata lies in memory that no NIC knows, so lanes copy it. What a relay passes on to its node
-//! is read by engines alone, in order of the stream. So a relay serves others before its own rows
-//! have left, and a combine pulls while those that its relay returns leave. Nothing else waits for a
-//! completion: the order of puts and signals to one peer is that of the queue, and a thread that
-//! waits for a word or for credit serves all its connections. Requests that find no room in a send
-//! queue are posted by that thread when it waits, or else by the progress thread. A proxy settles
-//! behind each call.
+//! Row metadata lies in memory that no NIC knows, so lanes copy it. What a relay passes on to its
+//! node is read by engines alone, in order of the stream. So a relay serves others before its own
+//! rows have left, and a combine pulls while those that its relay returns leave. Nothing else waits
+//! for a completion: the order of puts and signals to one peer is that of the queue. Requests that
+//! find no room in a send queue are posted when this thread waits for anything, and between its
+//! calls of the driver, since it serves all connections there. A proxy settles behind each call.
 
 use std::collections::VecDeque;
 

@@ -71,8 +71,8 @@ pub(super) trait Actor {
 ///
 /// A stream begins an operation when it is enqueued, or later. Before each stage of the stream
 /// stands a wait for the host, which has come so far; the host waits for the stream in one step
-/// alone. Kernels on the stream do the caller's work on rows. The host waits for its NIC only before
-/// the stream gives memory back to peers, and before work that follows the call.
+/// alone. Kernels on the stream do the caller's work on rows. The host waits for its NIC only
+/// before the stream gives memory back to peers, and before work that follows the call.
 pub(super) fn walk(
     programs: &RankPrograms,
     (program, role, until): (&CallProgram, Role, Until),

@@ -25,8 +25,8 @@
 //!   Tree     a directory laid out like `/sys`, gone when dropped
 //! ```
 //!
-//! Delays: a NIC whose [completions are late](Fabric::delay_completions), though all it was asked for
-//! is done.
+//! Delays: a NIC whose [completions are late](Fabric::delay_completions), though all it was asked
+//! for is done.
 //!
 //! Faults: a NIC that falls [silent](Fabric::silence), whose peers' retries end on the test's
 //! request ([`give_up`](Fabric::give_up)), and a NIC that is [removed](Fabric::remove).
