@@ -93,7 +93,9 @@ impl<'a> Mutant<'a> {
                 Some("what it vouches for was read in an earlier stage")
             }
             (Flag::Ready, Change::Retrack) => Some("its stream has done all that was before"),
-            (Flag::Read, Change::Raise) if self.ahead => Some(ANOTHER_RELEASES),
+            (Flag::Read, Change::Raise) if self.ahead && !self.paths.is_multi_node() => {
+                Some(ANOTHER_RELEASES)
+            }
             (Flag::Landed, Change::Raise | Change::Retrack) if to == me && self.engines => {
                 Some(ITS_RELAY_SAYS_SO)
             }
@@ -399,7 +401,7 @@ fn applies(seeded: SeededBug, group: &Group) -> bool {
         SeededBug::ShareHome => any(&|paths| paths.relays().count() > 1),
         // A relay is done before its rank goes on, so one header would do.
         SeededBug::OneHeader => false,
-        SeededBug::TakeUnread | SeededBug::OwnContext => group.enqueues,
+        SeededBug::TakeUnread | SeededBug::OwnContext | SeededBug::ReadUnsettled => group.enqueues,
         _ => true,
     }
 }
@@ -435,6 +437,21 @@ fn memory_that_a_stream_has_yet_to_read_is_no_landing() {
         // Over several nodes a call awaits its stream before it takes memory.
         assert_eq!(seen.is_err(), found, "{labels:?}: {seen:?}");
         assert!(!found || matches!(seen, Err(ProofFailure::Race { .. })), "{seen:?}");
+    }
+}
+
+#[test]
+fn outputs_that_a_nic_has_yet_to_read_are_not_given_back() {
+    for (route, found) in [(Route::Pxn, true), (Route::Direct, false)] {
+        for gpu_direct in [true, false] {
+            let group = Group::new(&[0, 0, 1, 1], 4, 5).run((route, Relays::Inline)).enqueuing();
+            let group = Group { gpu_direct, ..group };
+            assert_eq!(prove(&group.unroll(&enqueued_rounds(), None)).map(drop), Ok(()), "{route:?}");
+            let seen = prove(&group.unroll(&enqueued_rounds(), Some(SeededBug::ReadUnsettled)));
+            // Without relays a rank puts no outputs but its own.
+            assert_eq!(seen.is_err(), found, "{route:?}: {seen:?}");
+            assert!(!found || matches!(seen, Err(ProofFailure::Race { .. })), "{seen:?}");
+        }
     }
 }
 

@@ -5,6 +5,7 @@
 //!
 //! ```text
 //!   put      its pieces land one by one, in any order, at any later time; its source is read as late as the stage join
+//!            or, by an actor that does not wait for its NIC there, where that waits
 //!   signal   becomes visible late, with its tag, but not before all pieces of earlier puts and all earlier signals of its
 //!            track; later puts of the track, and other tracks, may overtake it
 //!   reduce   reads piece by piece, while others go on
@@ -24,7 +25,7 @@ use sidelane_core::schedule::{Op, WindowId};
 
 use crate::prove::ProofFailure;
 use crate::prove::flat_program::Program;
-use crate::unroll::{ActorCall, Bytes, Effect, HostAccess, UnrolledProgram};
+use crate::unroll::{ActorCall, Bytes, Effect, HostAccess, StageRun, UnrolledProgram};
 
 /// Size of the run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -62,16 +63,16 @@ pub fn check(unrolled: &UnrolledProgram, seeds: Range<u64>) -> Result<Checked, P
 /// A program, and what all its runs share.
 struct Runs<'a> {
     program: &'a Program<'a>,
-    /// Per actor and scene: the call and the accesses of planner and caller.
-    touches: Vec<Vec<(usize, &'a [HostAccess])>>,
+    /// Per actor and scene: the call, and the scene.
+    scenes: Vec<Vec<(usize, &'a StageRun)>>,
     /// Per flag word: the actors that wait for it.
     waiters: Vec<Vec<u32>>,
 }
 
 impl<'a> Runs<'a> {
     fn of(program: &'a Program<'a>) -> Self {
-        let scenes = |part: &'a ActorCall| part.scenes.iter().map(|scene| (part.call, &*scene.touches));
-        let touches = |actor| program.unrolled.parts_of(actor).flat_map(scenes).collect();
+        let of_call = |part: &'a ActorCall| part.scenes.iter().map(|scene| (part.call, scene));
+        let scenes = |actor| program.unrolled.parts_of(actor).flat_map(of_call).collect();
         let mut waiters: Vec<Vec<u32>> = vec![Vec::new(); program.words as usize];
         for node in program.nodes.iter().filter(|node| matches!(node.step.op, Op::Wait { .. })) {
             let actors = &mut waiters[node.word()];
@@ -79,7 +80,7 @@ impl<'a> Runs<'a> {
                 actors.push(node.actor);
             }
         }
-        Runs { program, touches: (0..program.unrolled.actors).map(touches).collect(), waiters }
+        Runs { program, scenes: (0..program.unrolled.actors).map(scenes).collect(), waiters }
     }
 }
 
@@ -256,9 +257,11 @@ impl<'a> Machine<'a> {
         if state.left > 0 || state.next == scenes.len() {
             return false;
         }
-        self.lanes[actor].iter_mut().for_each(|lane| lane.complete(&self.memory));
         let ops = scenes[state.next].clone();
-        let (call, touches) = self.runs.touches[actor][state.next];
+        let (call, scene) = self.runs.scenes[actor][state.next];
+        if scene.settled {
+            self.lanes[actor].iter_mut().for_each(|lane| lane.complete(&self.memory));
+        }
         state.next += 1;
         state.left = ops.len() as u32;
         let queues = state.queues.len();
@@ -267,7 +270,7 @@ impl<'a> Machine<'a> {
             let track = self.program.nodes[op as usize].step.track as usize;
             state.queues[track % queues].ops.push(op);
         }
-        for (index, touch) in touches.iter().enumerate() {
+        for (index, touch) in scene.touches.iter().enumerate() {
             self.touch(actor, call, index, touch);
         }
         true

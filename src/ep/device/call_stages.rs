@@ -240,6 +240,8 @@ impl Enqueuer {
     pub fn answer(&mut self, context: u32, status: Status) -> Result<(), Error> {
         // Of a world that died meanwhile the guard says so, again and again.
         self.common.fixed.shared.hub.health().check()?;
+        // What the caller's stream does next may write where NICs read.
+        self.engine.settle()?;
         let CallerStream { stream, done, watch, .. } = &self.caller;
         let (mark, awaited) = self.engine.awaited();
         watch.expect(mark, awaited);

@@ -24,6 +24,7 @@ use crate::{Group, Options, World};
 
 mod counts;
 mod kernel_faults;
+mod late_nics;
 
 #[path = "../../../tests/device/apart.rs"]
 pub(in crate::ep) mod apart;
@@ -54,7 +55,16 @@ fn on_cards(case: &Case, signal: SignalMode, body: impl Fn(&mut Rank<bf16>, u64)
 
 /// The same, with the group of all ranks.
 fn on_cards_in_group(case: &Case, signal: SignalMode, body: impl Fn(&Group, &mut Rank<bf16>) + Sync) {
-    let fabric = Fabric::new(&["card0", "card1"]);
+    on_fabric(&Fabric::new(&["card0", "card1"]), case, signal, body);
+}
+
+/// The same, over the cards of a fabric, which ranks take in turn.
+fn on_fabric(
+    fabric: &Fabric,
+    case: &Case,
+    signal: SignalMode,
+    body: impl Fn(&Group, &mut Rank<bf16>) + Sync,
+) {
     if signal != SignalMode::Write {
         fabric.shuffle();
         fabric.hold();

@@ -31,7 +31,8 @@
 //! **What crosses** keeps its order, so no signal overtakes a put, and goes when all copies between
 //! local peers have been enqueued: those are under way while this thread serves the net. It waits
 //! for its own stream, which waits for what is enqueued already, and for credits, which the
-//! peers' NICs give: for no other thread. It drives the net meanwhile.
+//! peers' NICs give: for no other thread. It drives the net meanwhile. It does not wait until NICs
+//! have read what crosses, except before "read" and where the [net](super::net) says.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -156,7 +157,8 @@ impl CopyEngineStepper {
         std::mem::take(&mut self.enqueued)
     }
 
-    /// Runs operations in order; what they move may still be under way afterwards.
+    /// Runs operations in order; what they move may still be under way afterwards, and NICs may
+    /// still read it: see [`CopyEngineStepper::settle`].
     ///
     /// # Errors
     /// Those of the device and the lanes; the call is then incomplete and its world is to be
@@ -203,6 +205,10 @@ impl CopyEngineStepper {
                 self.cut()
             }
             Op::Signal { to, of, flag: flag @ (Flag::Landed | Flag::Read | Flag::Ready), level } => {
+                if op.frees_sources() && self.outbox.unsettled {
+                    self.flush(packed)?;
+                    self.settle()?;
+                }
                 let at = ControlLayout::flag(of, flag, self.ranks());
                 let word = Self::at(&self.ground, to)?.words.range().word::<u64>(at)?;
                 Ok(self.operations.write(word, operands.value(level))?)
@@ -474,7 +480,12 @@ impl CopyEngineStepper {
     fn enqueue(&mut self) -> Result<(), DeviceError> {
         Self::operate(&self.stream, &mut self.waits, &mut self.enqueued)?;
         Self::copy_all(&self.stream, self.batched, &mut self.copies, &mut self.enqueued)?;
-        Self::operate(&self.stream, &mut self.operations, &mut self.enqueued)
+        Self::operate(&self.stream, &mut self.operations, &mut self.enqueued)?;
+        if self.outbox.unsettled {
+            // Requests that had no room in a send queue go on.
+            self.port.lanes().progress();
+        }
+        Ok(())
     }
 
     fn operate(

@@ -7,6 +7,27 @@
 //!   proxy      slots --copies--> staging | flag |    ProxyOps: lowered once, the same but for the call's number
 //!   GPUDirect  rows lie packed | mark |              no copies: the NIC reads them on the device
 //! ```
+//!
+//! **Sources.** A lane that copies what it is given (loopback, tcp), or that stages it in a ring of
+//! its own, has read a source when the put returns. A NIC reads registered memory until the lane
+//! has [settled](CopyEngineStepper::settle). The thread goes on meanwhile, and settles where a
+//! source is about to be written again, or its owner gets it back:
+//!
+//! | a NIC reads | next writer | what settles before |
+//! |---|---|---|
+//! | packed rows, tokens as they lie | the caller's stream, behind the call | the end of the call |
+//! | outputs of local peers, which a relay returns | their owners, behind this rank's "read" | that signal |
+//! | this rank's outputs, which its relay returns | the caller's stream, behind the call | the end of the call |
+//! | outbox | copies of the same call, when it is full; the next call | a full outbox; the end of the call |
+//! | headers and messages in the control window | the call after the next: they are doubled | the end of the call |
+//! | zeros | nobody | |
+//!
+//! Row metadata lies in memory that no NIC knows, so lanes copy it. What a relay passes on to its
+//! node is read by engines alone, in order of the stream. So a relay serves others before its own
+//! rows have left, and a combine pulls while those that its relay returns leave. Nothing else waits
+//! for a completion: the order of puts and signals to one peer is that of the queue. Requests that
+//! find no room in a send queue are posted when this thread waits for anything, and between its
+//! calls of the driver, since it serves all connections there. A proxy settles behind each call.
 
 use std::collections::VecDeque;
 
@@ -217,6 +238,7 @@ impl CopyEngineStepper {
         }
         if len > 0 && size - self.outbox.used < grain {
             self.drain(packed)?;
+            self.settle()?;
         }
         let at = self.outbox.used;
         let len = len.min((size - at) / grain * grain);
@@ -252,8 +274,8 @@ impl CopyEngineStepper {
         Ok(())
     }
 
-    /// Puts and signals all that is to cross, as soon as it is in the outbox, which is empty
-    /// afterwards.
+    /// Puts and signals all that is to cross, as soon as it is in the outbox or lies packed. NICs
+    /// may still read it afterwards: see [`CopyEngineStepper::settle`].
     ///
     /// # Errors
     /// As [`CopyEngineStepper::run`].
@@ -265,7 +287,15 @@ impl CopyEngineStepper {
             self.port.lanes().health.check()?;
             self.perform(step, packed)?;
         }
-        // NICs read where rows lie.
+        Ok(())
+    }
+
+    /// Waits until NICs have read all that was put: its sources may be written again, and the
+    /// outbox is empty.
+    ///
+    /// # Errors
+    /// As [`CopyEngineStepper::run`].
+    pub fn settle(&mut self) -> Result<(), Error> {
         if std::mem::take(&mut self.outbox.unsettled) {
             self.port.settle()?;
         }

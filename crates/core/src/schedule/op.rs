@@ -210,4 +210,11 @@ impl Op {
         };
         if streams { Line::Stream } else { Line::Host }
     }
+
+    /// Whether it gives local peers memory back that this rank's NIC may be reading, because its
+    /// relay puts rows from there. A rank that does not wait for its NIC behind each stage waits
+    /// before this.
+    pub fn frees_sources(&self) -> bool {
+        matches!(self, Op::Signal { flag: Flag::Read, .. })
+    }
 }

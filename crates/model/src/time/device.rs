@@ -13,7 +13,8 @@
 //! ```
 //!
 //! What is collected is also enqueued at the end of a stage. Then the host posts what is queued for
-//! the NIC, and waits until the NIC has read it.
+//! the NIC. It waits until the NIC has read it before it gives memory back to local peers ("read"),
+//! and at the end of a call.
 
 use std::collections::VecDeque;
 
@@ -79,6 +80,10 @@ impl Lines<'_> {
                     self.move_pieces(operands, to, operand)
                 }
                 Op::Signal { to, of, flag, level } => {
+                    if op.frees_sources() && self.collected.unsettled {
+                        self.flush();
+                        self.settle();
+                    }
                     let signal = Task::Signal { to, of, flag, value: operands.value(level) };
                     self.raise(to, (flag, level), signal);
                 }
@@ -231,7 +236,7 @@ impl Lines<'_> {
         self.hand(Line::Nic, task);
     }
 
-    /// Enqueues what is collected, then posts what is queued, and waits until the NIC has read it.
+    /// Enqueues what is collected, then posts what is queued.
     pub(super) fn flush(&mut self) {
         self.enqueue();
         while let Some((behind, task)) = self.collected.queue.pop_front() {
@@ -240,6 +245,10 @@ impl Lines<'_> {
             }
             self.post(task);
         }
+    }
+
+    /// Waits until the NIC has read what was posted.
+    pub(super) fn settle(&mut self) {
         if std::mem::take(&mut self.collected.unsettled) && !self.relay_sums {
             self.push(Task::Join(Line::Nic));
         }

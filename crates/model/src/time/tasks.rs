@@ -100,6 +100,7 @@ impl<'a> Lowering<'a> {
             lines.mark(Phase::Move);
             return lines.program();
         }
+        lines.settle();
         lines.precede();
         lines.push(Task::Join(Line::Stream));
         lines.mark(Phase::Move);
@@ -173,6 +174,7 @@ impl<'a> Lowering<'a> {
         lines.relay_sums = lines.is_device() && !self.pulls();
         self.walk(&mut lines, CallKind::Combine, &operands);
         if self.pulls() {
+            lines.settle();
             lines.precede();
             lines.push(Task::Join(Line::Stream));
             lines.mark(Phase::Pull);

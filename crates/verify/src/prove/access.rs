@@ -25,7 +25,8 @@ pub(super) enum How {
     Late,
     /// By a lane, with the signal it belongs to: a tag that another rank is sent.
     Signalled,
-    /// By a lane, at any time until its stage is over: the read side of a write to another rank.
+    /// By a lane, at any time until the next scene of its actor that begins settled: the read side
+    /// of a write to another rank.
     Source,
 }
 

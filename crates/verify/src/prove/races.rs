@@ -18,6 +18,8 @@ struct Moment {
     actor: u32,
     call: u32,
     era: u32,
+    /// The last era in which lanes may read what it puts.
+    read_until: u32,
     /// Track (none for touches), its lane if it signals anything, and the position in it.
     track: Option<u32>,
     lane: Option<u32>,
@@ -25,6 +27,17 @@ struct Moment {
     /// Knowledge when it begins, and when it ends: more, if it is a wait.
     begun: u32,
     view: u32,
+}
+
+/// Per scene of an actor: the last era in which lanes may read what the scene puts.
+fn settled(program: &Program, actor: u32) -> Vec<u32> {
+    let scenes: Vec<_> = program.unrolled.parts_of(actor).flat_map(|part| &part.scenes).collect();
+    let (mut last, mut from) = (vec![u32::MAX; scenes.len()], 0);
+    for next in (0..scenes.len()).filter(|&next| scenes[next].settled) {
+        last[from..next].fill(touch_era(next as u32).saturating_sub(1));
+        from = next;
+    }
+    last
 }
 
 /// The accesses of a program, and what is known at each of them.
@@ -42,11 +55,14 @@ impl<'a> Judge<'a> {
     /// `accesses` are those of the program, or [fit](Accesses::fit) it.
     pub fn new(program: &'a Program<'a>, known: &'a Knowledge, accesses: &'a Accesses) -> Self {
         let mut moments = vec![None; accesses.ids as usize];
+        let settled: Vec<Vec<u32>> =
+            (0..program.unrolled.actors).map(|actor| settled(program, actor)).collect();
         for (op, node) in (0..).zip(&program.nodes) {
             moments[node.step.id as usize] = Some(Moment {
                 actor: node.actor,
                 call: node.call,
                 era: touch_era(node.scene) + 1,
+                read_until: settled[node.actor as usize][node.scene as usize],
                 track: Some(node.step.track),
                 lane: node.lane,
                 pos: node.pos,
@@ -61,6 +77,7 @@ impl<'a> Judge<'a> {
                 actor: touch.actor,
                 call: touch.call,
                 era: touch_era(touch.scene),
+                read_until: touch_era(touch.scene),
                 track: None,
                 lane: None,
                 pos: touch.at.1,
@@ -182,11 +199,12 @@ impl<'a> Judge<'a> {
             return true;
         }
         let one_track = (of_a.actor, of_a.track) == (of_b.actor, of_b.track) && of_a.pos < of_b.pos;
+        let last = if a.how == How::Source { of_a.read_until } else { of_a.era };
         match a.how {
             How::Late => false,
             How::Signalled => one_track && b.how == How::Signalled,
-            _ if of_a.actor != of_b.actor => of_a.era < view.era[of_a.actor as usize],
-            _ if of_a.era != of_b.era => of_a.era < of_b.era,
+            _ if of_a.actor != of_b.actor => last < view.era[of_a.actor as usize],
+            _ if last != of_b.era => last < of_b.era,
             _ => one_track && a.how == How::Here,
         }
     }

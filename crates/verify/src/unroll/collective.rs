@@ -215,7 +215,7 @@ impl RankUnroller {
                     let value = filled.rounds.operands(nth.into(), filled.call).call;
                     let (name, touches) = (stage.name, std::mem::take(&mut touches));
                     let steps = stage.items.iter().map(|item| in_call(item, value)).collect();
-                    scenes.push(StageRun { name, first: 0, touches, steps, filled });
+                    scenes.push(StageRun { name, first: 0, settled: true, touches, steps, filled });
                 }
                 Action::Agree if self.seeded == Some(CollectiveBug::TagsLate) => {
                     self.late.extend(tags.iter().cloned());
@@ -240,7 +240,8 @@ impl RankUnroller {
             touches.push(landed.clone());
             self.lent.push(landed);
         }
-        scenes.push(StageRun { name: "end", first: 0, touches, steps: Vec::new(), filled: filled(0) });
+        let (name, steps, filled) = ("end", Vec::new(), filled(0));
+        scenes.push(StageRun { name, first: 0, settled: true, touches, steps, filled });
         Ok(ActorCall { rank: me, role: Role::Own, call: number, kind: program.kind(), scenes })
     }
 

@@ -167,7 +167,7 @@ fn rank(scenario: &MessageScenario, view: &RankView, order: &[Passed], sent: &Se
         let range = MessageChannel::part(view, scenario.len, nth);
         let scene = |name, touches, steps, span| {
             let filled = Rc::new(MessageOperands { span, ranks: view.nodes.ranks() });
-            StageRun { name, first: 0, touches, steps, filled }
+            StageRun { name, first: 0, settled: true, touches, steps, filled }
         };
         if sends {
             let granted = pair.freed().filter(|_| scenario.seeded != Some(MessageBug::Ungranted));

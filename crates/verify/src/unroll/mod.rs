@@ -200,6 +200,8 @@ pub enum SeededBug {
     TakeUnread,
     /// A host that runs ahead takes its own dispatch context for that of its peers.
     OwnContext,
+    /// A host that runs ahead gives peers the outputs back that its NIC may still be reading.
+    ReadUnsettled,
     /// Room is asked for the rows that land, and not for the blocks that are taken behind them.
     StageUnasked,
     /// A relay takes the blocks of all its sources in one place.
@@ -223,11 +225,12 @@ pub enum SeededBug {
 
 impl SeededBug {
     /// All of them.
-    pub const ALL: [SeededBug; 13] = [
+    pub const ALL: [SeededBug; 14] = [
         SeededBug::FreeBeforeAck,
         SeededBug::AnnounceHeld,
         SeededBug::TakeUnread,
         SeededBug::OwnContext,
+        SeededBug::ReadUnsettled,
         SeededBug::StageUnasked,
         SeededBug::ShareStaging,
         SeededBug::ShareHome,
@@ -300,6 +303,9 @@ pub struct StageRun {
     pub name: &'static str,
     /// Position in the stage of the first operation.
     pub first: usize,
+    /// Whether lanes have read, before it begins, what was put before. Else they may read on: until
+    /// the next scene of this actor that is.
+    pub settled: bool,
     /// Accesses of planner and caller before the operations, in this order.
     pub touches: Vec<HostAccess>,
     /// The operations, in launch order.

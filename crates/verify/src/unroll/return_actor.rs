@@ -83,6 +83,9 @@ impl Unroller<'_> {
         (parts, copied): (ReturnParts, bool),
     ) -> Offer {
         let (paths, reads) = (self.paths(me), self.reads_late());
+        if self.reclaims(me) {
+            self.members[me as usize].free_offered();
+        }
         let layout = &handle.placed.layouts[me as usize];
         let offered = self.sizing.offer(layout.landed);
         let size = offered.bytes();
@@ -123,6 +126,11 @@ impl Unroller<'_> {
         let base = chunk.start + behind;
         tables.offer(&paths, self.tag(CallKind::Combine, number as u64, 0), base);
         Offer { chunk, base, staging, outbox, tags: tables.tags, bases: tables.bases }
+    }
+
+    /// Whether memory for the outputs of a return may be that of the return before.
+    fn reclaims(&self, me: u32) -> bool {
+        self.scenario.enqueues && self.paths(me).is_multi_node()
     }
 
     /// Constants of all operands of a return.
@@ -220,6 +228,14 @@ impl Actor for Returner<'_, '_> {
             }
             _ => &self.own,
         }
+    }
+
+    fn reclaims(&self) -> bool {
+        self.unroller.reclaims(self.me)
+    }
+
+    fn settles(&self) -> bool {
+        self.unroller.scenario.seeded != Some(SeededBug::ReadUnsettled)
     }
 
     fn end(&self) -> Vec<HostAccess> {

@@ -380,7 +380,8 @@ fn scene(
     steps: Vec<UnrolledOp>,
     filled: &Rc<StreamOperands>,
 ) -> StageRun {
-    StageRun { name, first: 0, touches, steps, filled: Rc::clone(filled) as Rc<dyn Effects> }
+    let filled = Rc::clone(filled) as Rc<dyn Effects>;
+    StageRun { name, first: 0, settled: true, touches, steps, filled }
 }
 
 /// An event of a rank's streams is over: a word that grows.
@@ -639,7 +640,8 @@ pub(super) fn fold(slots: Slots, orders: &[Vec<StreamCall>]) -> Result<UnrolledP
             let step = |op| UnrolledOp { id: 0, track, set: track, op, value: *turn };
             steps.extend(ops.filter(|op| !matches!(op, Op::Put { .. })).map(step).filter(|s| !s.sets_back()));
         }
-        let scene = StageRun { name: "queue", first: 0, touches: Vec::new(), steps, filled: Rc::new(Bare) };
+        let (name, touches, filled) = ("queue", Vec::new(), Rc::new(Bare));
+        let scene = StageRun { name, first: 0, settled: true, touches, steps, filled };
         Ok(ActorCall { rank, role: Role::Own, call: 0, kind: CallKind::Unknown, scenes: vec![scene] })
     });
     Ok(UnrolledProgram {

@@ -53,6 +53,17 @@ pub(super) trait Actor {
 
     /// Accesses of the caller after the call.
     fn end(&self) -> Vec<HostAccess>;
+
+    /// Whether a host that runs ahead takes memory for the caller before the call that it gave to
+    /// readers: it looks first whether they have read it.
+    fn reclaims(&self) -> bool {
+        false
+    }
+
+    /// Whether a host that runs ahead waits for its NIC before it gives peers memory back.
+    fn settles(&self) -> bool {
+        true
+    }
 }
 
 /// The scenes of one program of a rank, driven as far as `until`: those of its thread and, where
@@ -60,7 +71,8 @@ pub(super) trait Actor {
 ///
 /// A stream begins an operation when it is enqueued, or later. Before each stage of the stream
 /// stands a wait for the host, which has come so far; the host waits for the stream in one step
-/// alone. Kernels on the stream do the caller's work on rows.
+/// alone. Kernels on the stream do the caller's work on rows. The host waits for its NIC only
+/// before the stream gives memory back to peers, and before work that follows the call.
 pub(super) fn walk(
     programs: &RankPrograms,
     (program, role, until): (&CallProgram, Role, Until),
@@ -75,18 +87,24 @@ pub(super) fn walk(
     let lines = if enqueues.is_some() { 2 } else { 1 };
     let mut lines: Vec<Scenes> = (0..lines).map(|_| Scenes::default()).collect();
     let last = lines.len() - 1;
+    lines[0].defers = enqueues.is_some();
     let base = actor.filled(StageId::Release);
     let mut enqueued = 0;
     // The host has come so far: its next operations on the stream come after that.
-    let mut enqueue = |lines: &mut [Scenes], me: u32| {
+    let mut enqueue = |lines: &mut [Scenes], me: u32, settles: bool| {
         enqueued += 1;
         let (flag, level) = (Flag::Posted, FlagValue::Part(enqueued));
         lines[0].word("enqueued", base, (me, Op::Signal { to: me, of: me, flag, level }));
+        lines[0].settle(settles);
         lines[last].word("enqueued", base, (me, Op::Wait { from: me, flag, level }));
     };
     if role == Role::Own {
+        if let (Some(_), true) = (enqueues, actor.reclaims()) {
+            let read = steps(base, programs.stages.items(StageId::Release, Part::Whole));
+            lines[0].push("reclaim", 0, base, read);
+        }
         // The caller's kernels are enqueued behind the calls before.
-        enqueues.iter().for_each(|paths| enqueue(&mut lines, paths.me()));
+        enqueues.iter().for_each(|paths| enqueue(&mut lines, paths.me(), false));
         lines[last].touches.extend(actor.begin());
     }
     for step in program.line(cut) {
@@ -108,12 +126,13 @@ pub(super) fn walk(
             continue;
         };
         // One thread: it comes to each operation when it is done with those before.
-        let line = |item: &TrackOp| item.op.line(paths);
+        let line = |item: &TrackOp| (item.op.line(paths), item.op.frees_sources());
         let mut first = first;
         for run in items.chunk_by(|one, next| line(one) == line(next)) {
-            let at = if line(&run[0]) == Line::Stream { last } else { 0 };
+            let (line, frees_sources) = line(&run[0]);
+            let at = if line == Line::Stream { last } else { 0 };
             if at == last {
-                enqueue(&mut lines, paths.me());
+                enqueue(&mut lines, paths.me(), frees_sources && actor.settles());
             }
             lines[at].stage(stage, (part, first), filled, steps(filled, run));
             first += run.len();
@@ -121,7 +140,7 @@ pub(super) fn walk(
     }
     if role == Role::Own {
         // So are those that follow.
-        enqueues.iter().for_each(|paths| enqueue(&mut lines, paths.me()));
+        enqueues.iter().for_each(|paths| enqueue(&mut lines, paths.me(), true));
         lines[last].touches.extend(actor.end());
     }
     lines.into_iter().map(|line| line.end(base)).collect()
@@ -132,6 +151,8 @@ pub(super) fn walk(
 struct Scenes {
     all: Vec<StageRun>,
     touches: Vec<HostAccess>,
+    /// It does not wait for its NIC behind each scene.
+    defers: bool,
 }
 
 impl Scenes {
@@ -165,7 +186,12 @@ impl Scenes {
         steps: Vec<UnrolledOp>,
     ) {
         let (touches, filled) = (std::mem::take(&mut self.touches), Rc::clone(filled) as Rc<_>);
-        self.all.push(StageRun { name, first, touches, steps, filled });
+        self.all.push(StageRun { name, first, settled: !self.defers, touches, steps, filled });
+    }
+
+    /// Before the last scene it waits for its NIC, if it `settles`.
+    fn settle(&mut self, settles: bool) {
+        self.all.iter_mut().next_back().into_iter().for_each(|scene| scene.settled |= settles);
     }
 
     fn end(mut self, filled: &Rc<FilledOperands>) -> Vec<StageRun> {

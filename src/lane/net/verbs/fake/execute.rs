@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use rand::seq::IteratorRandom;
 
-use super::{Job, Pair, Placement, State};
+use super::{Job, Pair, Placement, Ready, State};
 use crate::lane::net::verbs::ffi::{self, ibv_sge, ibv_wc};
 
 /// Outcome of a request.
@@ -203,7 +203,7 @@ impl State {
         if status == ffi::IBV_WC_SUCCESS && job.flags & ffi::IBV_SEND_SIGNALED == 0 {
             return;
         }
-        let (queue, frees) = (pair.send, std::mem::take(&mut pair.unsignaled));
+        let (nic, queue, frees) = (pair.nic, pair.send, std::mem::take(&mut pair.unsignaled));
         let opcode = match (status, job.opcode) {
             // The other fields of a failed completion are meaningless.
             (1.., _) => u32::MAX,
@@ -213,7 +213,10 @@ impl State {
         };
         let vendor_err = if status == ffi::IBV_WC_SUCCESS { 0 } else { 0x80 + status };
         let wc = ibv_wc { wr_id: job.wr_id, status, opcode, vendor_err, qp_num: number, ..EMPTY };
-        self.complete(queue, wc, frees);
+        match &mut self.nics[nic].delayed {
+            Some(delayed) if status == ffi::IBV_WC_SUCCESS => delayed.push((queue, Ready { wc, frees })),
+            _ => self.complete(queue, wc, frees),
+        }
     }
 
     /// Leads a queue pair into its error state: all it holds is flushed.

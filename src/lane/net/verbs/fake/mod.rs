@@ -25,6 +25,9 @@
 //!   Tree     a directory laid out like `/sys`, gone when dropped
 //! ```
 //!
+//! Delays: a NIC whose [completions are late](Fabric::delay_completions), though all it was asked
+//! for is done.
+//!
 //! Faults: a NIC that falls [silent](Fabric::silence), whose peers' retries end on the test's
 //! request ([`give_up`](Fabric::give_up)), and a NIC that is [removed](Fabric::remove).
 
@@ -151,6 +154,19 @@ impl Fabric {
         state.run_all();
     }
 
+    /// From now on a NIC executes requests of its owner, and reports none of them as done.
+    pub fn delay_completions(&self, nic: &str) {
+        self.change(nic, |nic| nic.delayed = Some(Vec::new()));
+    }
+
+    /// The NIC reports all that it has done meanwhile, and from now on in time.
+    pub fn deliver_completions(&self, nic: &str) {
+        let at = self.place(nic);
+        let mut state = self.state();
+        let delayed = state.nics[at].delayed.take().unwrap_or_default();
+        delayed.into_iter().for_each(|(queue, Ready { wc, frees })| state.complete(queue, wc, frees));
+    }
+
     /// From now on no bytes go to or from this NIC; posted requests wait for answers.
     pub fn silence(&self, nic: &str) {
         let at = self.place(nic);
@@ -225,6 +241,8 @@ pub struct FakeNic {
     pub silent: bool,
     /// Its own requests wait; those of its peers reach it.
     pub mute: bool,
+    /// Completions that it keeps back, and their queues.
+    pub delayed: Option<Vec<(u32, Ready)>>,
     pub gone: bool,
     /// The state of its port.
     pub port: u32,
@@ -247,6 +265,7 @@ impl FakeNic {
             gid,
             silent: false,
             mute: false,
+            delayed: None,
             gone: false,
             port: ffi::IBV_PORT_ACTIVE,
             mtu: ffi::IBV_MTU_4096,
