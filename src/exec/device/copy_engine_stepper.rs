@@ -6,7 +6,8 @@
 //!
 //! ```text
 //!   Put, PutRows           a copy for each span or run, collected
-//!   PutRows input -> me    nothing: a kernel of the caller's stream places own rows meanwhile
+//!   PutRows input -> me    nothing: kernels of the caller's stream place own rows meanwhile, and their notes if
+//!                          these lie on the device
 //!   Signal landed, read    a write of the stream, collected; both are enqueued before the next wait, and at the end:
 //!          ready           copies in one batch, then the writes
 //!   Signal entry, posted   the host's store: what is collected is enqueued before it
@@ -97,9 +98,37 @@ pub struct Packed<'a> {
     /// Their first byte in this rank's memory.
     pub at: u64,
     /// Notes.
-    pub notes: &'a DeviceRange,
-    /// The same, as NICs read them.
-    pub notes_of_host: &'a [u8],
+    pub notes: PackedNotes<'a>,
+}
+
+/// Where the notes of one call lie.
+#[derive(Clone, Copy, Debug)]
+pub enum PackedNotes<'a> {
+    /// In memory of the host, as engines and as NICs read it.
+    Host(&'a DeviceRange, &'a [u8]),
+    /// In memory of the device, where there is one node. A kernel of the caller's stream places
+    /// those of own rows.
+    Device(&'a DeviceRange),
+}
+
+impl<'a> PackedNotes<'a> {
+    fn memory(self) -> &'a DeviceRange {
+        match self {
+            PackedNotes::Host(memory, _) | PackedNotes::Device(memory) => memory,
+        }
+    }
+
+    fn on_device(self) -> bool {
+        matches!(self, PackedNotes::Device(_))
+    }
+
+    /// Bytes that NICs read.
+    pub(super) fn of_host(self) -> &'a [u8] {
+        match self {
+            PackedNotes::Host(_, bytes) => bytes,
+            PackedNotes::Device(_) => &[],
+        }
+    }
 }
 
 /// Steps programs for one owner, on a stream of its own.
@@ -329,7 +358,7 @@ impl CopyEngineStepper {
         let me = self.port.lanes().rank;
         let source = match (from, packed, &self.ground.host_staging) {
             (PutSource::Input, Some(packed), _) => packed.rows.clone(),
-            (PutSource::Notes, Some(packed), _) => packed.notes.clone(),
+            (PutSource::Notes, Some(packed), _) => packed.notes.memory().clone(),
             (PutSource::Window { owner, window: WindowId::HOST_STAGING }, _, Some(host_staging))
                 if owner == me =>
             {
@@ -343,8 +372,11 @@ impl CopyEngineStepper {
         if index != Index::Contiguous {
             return Err(DeviceError::NoEngine { operation: "gather rows" }.into());
         }
+        let of_rows = from != PutSource::Notes;
+        let on_device = of_rows || packed.is_some_and(|packed| packed.notes.on_device());
+        let placed = matches!(from, PutSource::Input | PutSource::Notes) && on_device;
         for run in &operands.runs[first as usize..(first + count) as usize] {
-            if to == me && from == PutSource::Input {
+            if to == me && placed {
                 self.own_rows(u64::from(run.count + run.pad) * row_bytes);
                 continue;
             }
@@ -363,7 +395,6 @@ impl CopyEngineStepper {
             let memory = &Self::at(&self.ground, to)?.memory;
             let [place, len, pad] = [run.to_row, run.count, run.pad].map(|rows| u64::from(rows) * row_bytes);
             let rows = source.span(from_offset + u64::from(run.first) * row_bytes, len)?;
-            let of_rows = from != PutSource::Notes;
             let zeros = if of_rows { &self.ground.zeros } else { &self.ground.note_zeros };
             self.copies.push(memory.span(base + place, len)?, rows)?;
             self.copies.push(memory.span(base + place + len, pad)?, zeros.span(0, pad)?)?;
@@ -371,14 +402,14 @@ impl CopyEngineStepper {
                 PutSource::Window { window: WindowId::HOST_STAGING, .. } => {
                     self.enqueued.staged_in_bytes += len
                 }
-                _ => self.count(to, len, of_rows),
+                _ => self.count(to, len, on_device),
             }
             self.count(to, pad, of_rows);
         }
         Ok(())
     }
 
-    /// Own rows, pads counted, which a kernel of the caller's stream places.
+    /// Own rows or their notes, pads counted, which a kernel of the caller's stream places.
     fn own_rows(&mut self, len: u64) {
         self.enqueued.bytes += len;
         self.enqueued.own_bytes += len;

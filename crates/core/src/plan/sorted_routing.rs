@@ -107,6 +107,20 @@ impl SortedRouting {
         Ok(())
     }
 
+    /// Takes entries that were sorted elsewhere, of so many tokens with `top_k` choices each: how
+    /// many there are in each bin. Which they are is not known here, and no choice is dropped.
+    pub fn fill_counted(&mut self, bins: &Bins, (tokens, top_k): (u32, u32), counts: &[u32]) {
+        debug_assert_eq!(counts.len(), bins.count() as usize, "each bin has a count");
+        self.clear(bins);
+        let mut sum = 0_u32;
+        for ((count, start), &given) in self.counts.iter_mut().zip(&mut self.starts[1..]).zip(counts) {
+            sum = sum.saturating_add(given);
+            (*count, *start) = (given, sum);
+        }
+        self.token_starts.resize(tokens as usize + 1, 0);
+        self.dropped.resize(tokens as usize * top_k as usize, false);
+    }
+
     /// Bytes that its tables hold, used or kept for the next call.
     pub fn memory_usage(&self) -> usize {
         let words = [

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!   Put, PutRows near      copies, collected                                    stream of copies
-//!   PutRows of own rows    nothing: a kernel places them                        caller's stream
+//!   PutRows of own rows    nothing: kernels place them, and their metadata      caller's stream
 //!   Signal landed, read,   words, collected                                     stream of copies
 //!          ready
 //!   Wait landed, ready     words, collected before copies and signals           stream of copies
@@ -17,6 +17,7 @@
 
 use std::collections::VecDeque;
 
+use sidelane_core::plan::RowRun;
 use sidelane_core::schedule::{
     Flag, FlagValue, Line as OpLine, Op, Operand, OperandId, Operands, PutSource, SpanCopy, TrackOp, WindowId,
 };
@@ -93,8 +94,7 @@ impl Lines<'_> {
     }
 
     fn move_pieces(&mut self, operands: &Operands, to: u32, operand: OperandId) {
-        let rows = operands.table[operand.0 as usize];
-        if to == self.paths.me() && matches!(rows, Operand::Rows { from: PutSource::Input, .. }) {
+        if to == self.paths.me() && self.places_own(operands.table[operand.0 as usize]) {
             return;
         }
         for Piece { from, bytes, source } in self.pieces(operands, operand) {
@@ -115,6 +115,15 @@ impl Lines<'_> {
         }
     }
 
+    /// Whether kernels place this rank's own part of an operand.
+    fn places_own(&self, operand: Operand) -> bool {
+        match operand {
+            Operand::Rows { from: PutSource::Input, .. } => true,
+            Operand::Rows { from: PutSource::Notes, .. } => self.device_plans,
+            _ => false,
+        }
+    }
+
     /// Collects a copy.
     pub(super) fn copy(&mut self, place: Place, (from, to): (u32, u32), bytes: u64) {
         if bytes > 0 {
@@ -126,6 +135,7 @@ impl Lines<'_> {
     fn pieces(&self, operands: &Operands, operand: OperandId) -> Vec<Piece> {
         let me = self.paths.me();
         let piece_source = |from| match from {
+            PutSource::Notes if self.device_plans => PieceSource::Device,
             PutSource::Notes
             | PutSource::Window { window: WindowId::CONTROL | WindowId::HOST_STAGING, .. } => {
                 PieceSource::Host
@@ -147,10 +157,13 @@ impl Lines<'_> {
             Operand::Rows { first, count, from, row_bytes, .. } => {
                 let runs = &operands.runs[first as usize..][..count as usize];
                 let source = piece_source(from);
-                let piece = |rows: u32| Piece { from: me, bytes: u64::from(rows) * row_bytes, source };
-                // Zeros behind rows are copies of their own.
-                let pads = |pad: u32| (pad > 0).then(|| piece(pad));
-                runs.iter().flat_map(|run| std::iter::once(piece(run.count)).chain(pads(run.pad))).collect()
+                let piece =
+                    |rows: u32, source| Piece { from: me, bytes: u64::from(rows) * row_bytes, source };
+                // Zeros behind rows are copies of their own, those behind metadata from the host.
+                let zeros = if from == PutSource::Notes { PieceSource::Host } else { source };
+                let pads = |pad: u32| (pad > 0).then(|| piece(pad, zeros));
+                let pieces = |run: &RowRun| std::iter::once(piece(run.count, source)).chain(pads(run.pad));
+                runs.iter().flat_map(pieces).collect()
             }
             Operand::Empty | Operand::SumRows { .. } | Operand::FetchWeights => Vec::new(),
         }
@@ -300,7 +313,7 @@ impl Lines<'_> {
         self.hand(Line::Caller, Task::Busy(self.hardware.compute.launch + ns));
     }
 
-    /// A kernel that sorts so many choices.
+    /// A kernel that sorts so many choices, or plans them.
     pub(super) fn sort(&mut self, choices: u64) {
         self.launch(self.hardware.compute.sort * choices / 1000);
     }
