@@ -1,10 +1,13 @@
 //! Dispatches, as the enqueuer serves them: from choices to the places of rows.
 //!
 //! ```text
-//!   caller's stream    ids, weights -> host | flag | sort, regroup: rows packed | regroup: own rows | join |
-//!   caller's thread      sort | counts | entry, all ranks' | place | enqueue -.
-//!   stream of copies                                          rows, pads, notes | landed -> peers
+//!   caller's stream    plan choices | flag | regroup: rows packed | place choices, regroup: own rows | join |
+//!   caller's thread      counts | entry, all ranks' | place | enqueue -.
+//!   stream of copies                                 rows, pads, notes | landed -> peers
 //! ```
+//!
+//! Where the host plans ([`planning`](super::planning)), ids and weights are copied to it before the
+//! flag, and rows are sorted behind that.
 //!
 //! Rows lie packed as [`SortedRouting`](crate::plan::SortedRouting) numbers entries: by bin, then
 //! token. So all rows from here for one expert of another rank are one run, and move as one copy to
