@@ -145,6 +145,9 @@ pub struct CopyEngineStepper {
     /// Words of these waits, since the last mark.
     awaited: Vec<Awaited>,
     copies: CopyBatch,
+    /// Copies of notes, which go behind those of rows: a link that is busy with long rows would
+    /// keep the next ones from theirs.
+    notes: CopyBatch,
     operations: MemOpBatch,
     /// Copies to the outbox, collected.
     pub(super) leaving: CopyBatch,
@@ -172,6 +175,7 @@ impl CopyEngineStepper {
             waits: MemOpBatch::with_capacity(context, 0),
             awaited: Vec::new(),
             copies: CopyBatch::with_capacity(context, 0),
+            notes: CopyBatch::with_capacity(context, 0),
             operations: MemOpBatch::with_capacity(context, 0),
             leaving: CopyBatch::with_capacity(context, 0),
             outbox: NetQueue::default(),
@@ -269,7 +273,7 @@ impl CopyEngineStepper {
         packed: Option<Packed<'_>>,
     ) -> Result<(), Error> {
         // Consecutive waits are one list.
-        if !self.copies.is_empty() || !self.operations.is_empty() {
+        if !self.copies.is_empty() || !self.notes.is_empty() || !self.operations.is_empty() {
             self.flush(packed)?;
         }
         let lanes = self.port.lanes();
@@ -396,8 +400,9 @@ impl CopyEngineStepper {
             let [place, len, pad] = [run.to_row, run.count, run.pad].map(|rows| u64::from(rows) * row_bytes);
             let rows = source.span(from_offset + u64::from(run.first) * row_bytes, len)?;
             let zeros = if of_rows { &self.ground.zeros } else { &self.ground.note_zeros };
-            self.copies.push(memory.span(base + place, len)?, rows)?;
-            self.copies.push(memory.span(base + place + len, pad)?, zeros.span(0, pad)?)?;
+            let copies = if of_rows { &mut self.copies } else { &mut self.notes };
+            copies.push(memory.span(base + place, len)?, rows)?;
+            copies.push(memory.span(base + place + len, pad)?, zeros.span(0, pad)?)?;
             match from {
                 PutSource::Window { window: WindowId::HOST_STAGING, .. } => {
                     self.enqueued.staged_in_bytes += len
@@ -501,9 +506,11 @@ impl CopyEngineStepper {
         })
     }
 
-    /// Waits first; then copies, as one batch where the driver has them; then what tells of them.
+    /// Waits first; then copies, as one batch where the driver has them, those of notes last; then
+    /// what tells of them.
     fn enqueue(&mut self) -> Result<(), DeviceError> {
         Self::operate(&self.stream, &mut self.waits, &mut self.enqueued)?;
+        self.copies.append(&mut self.notes);
         Self::copy_all(&self.stream, self.batched, &mut self.copies, &mut self.enqueued)?;
         Self::operate(&self.stream, &mut self.operations, &mut self.enqueued)
     }

@@ -35,6 +35,8 @@ const AT_ONCE: usize = crate::CopyEngineWork::MAX_BATCH as usize;
 pub(super) struct Collected {
     waits: Vec<Task>,
     copies: Vec<Task>,
+    /// Copies of metadata, behind those of rows.
+    notes: Vec<Task>,
     words: Vec<Task>,
     /// Tasks of the NIC, in order, and whether they are behind the mark.
     queue: VecDeque<(bool, Task)>,
@@ -94,13 +96,17 @@ impl Lines<'_> {
     }
 
     fn move_pieces(&mut self, operands: &Operands, to: u32, operand: OperandId) {
-        if to == self.paths.me() && self.places_own(operands.table[operand.0 as usize]) {
+        let moved = operands.table[operand.0 as usize];
+        if to == self.paths.me() && self.places_own(moved) {
             return;
         }
+        let noted = matches!(moved, Operand::Rows { from: PutSource::Notes, .. });
         for Piece { from, bytes, source } in self.pieces(operands, operand) {
             if self.paths.same_node(to) {
                 let place = if source == PieceSource::Host { Place::Host } else { self.place(from, to) };
-                self.copy(place, (from, to), bytes);
+                let copy = self.copied(place, (from, to), bytes);
+                let list = if noted { &mut self.collected.notes } else { &mut self.collected.copies };
+                list.extend(copy);
                 continue;
             }
             // A run of metadata is posted even if it is empty.
@@ -125,11 +131,16 @@ impl Lines<'_> {
     }
 
     /// Collects a copy.
-    pub(super) fn copy(&mut self, place: Place, (from, to): (u32, u32), bytes: u64) {
-        if bytes > 0 {
-            self.program.work.count(place, 1, bytes);
-            self.collected.copies.push(Task::Copy { place, from, to, copies: 1, bytes });
-        }
+    pub(super) fn copy(&mut self, place: Place, ends: (u32, u32), bytes: u64) {
+        let copy = self.copied(place, ends, bytes);
+        self.collected.copies.extend(copy);
+    }
+
+    /// A copy, counted; none of no bytes.
+    fn copied(&mut self, place: Place, (from, to): (u32, u32), bytes: u64) -> Option<Task> {
+        let copies = u64::from(bytes > 0);
+        self.program.work.count(place, copies, bytes);
+        (copies > 0).then_some(Task::Copy { place, from, to, copies, bytes })
     }
 
     fn pieces(&self, operands: &Operands, operand: OperandId) -> Vec<Piece> {
@@ -188,7 +199,8 @@ impl Lines<'_> {
     fn wait(&mut self, op: Op, (from, flag, level): (u32, Flag, FlagValue), wait: Task) {
         let by_stream = matches!(flag, Flag::Landed | Flag::Ready) && op.line(self.paths) == OpLine::Stream;
         if by_stream {
-            if !self.collected.copies.is_empty() || !self.collected.words.is_empty() {
+            let Collected { copies, notes, words, .. } = &self.collected;
+            if !copies.is_empty() || !notes.is_empty() || !words.is_empty() {
                 self.flush();
             }
             self.collected.waits.push(wait);
@@ -259,7 +271,8 @@ impl Lines<'_> {
     }
 
     fn enqueue(&mut self) {
-        let Collected { waits, copies, words, .. } = &mut self.collected;
+        let Collected { waits, copies, notes, words, .. } = &mut self.collected;
+        copies.append(notes);
         let (waits, copies, words) = (std::mem::take(waits), std::mem::take(copies), std::mem::take(words));
         self.enqueue_list(&waits);
         self.enqueue_copies(&copies);
