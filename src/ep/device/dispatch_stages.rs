@@ -6,8 +6,8 @@
 //!   stream of copies                                 rows, pads, notes | landed -> peers
 //! ```
 //!
-//! Where the host plans ([`planning`](super::planning)), ids and weights are copied to it before the
-//! flag, and rows are sorted behind that.
+//! Where the host plans ([`planning`](super::planning)), ids and weights are copied to it before
+//! the flag, and rows are sorted behind that.
 //!
 //! Rows lie packed as [`SortedRouting`](crate::plan::SortedRouting) numbers entries: by bin, then
 //! token. So all rows from here for one expert of another rank are one run, and move as one copy to

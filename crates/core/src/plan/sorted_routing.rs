@@ -458,6 +458,19 @@ mod tests {
     }
 
     #[test]
+    fn entries_that_are_only_counted_have_the_starts_of_those_that_are_sorted() {
+        let (map, bins) = (ExpertMap::contiguous(6, 3).unwrap(), bins(2, 3));
+        let (mut sorted, mut counted) = (SortedRouting::default(), SortedRouting::default());
+        let routing = Routing::new(2, vec![5, 0, 3, -1, 0, 3], vec![0.5; 6]).unwrap();
+        sorted.fill(&map, &bins, RowMetadata::Weight, 0, &routing).unwrap();
+        counted.fill_gathered(&bins, 0, 4, None);
+        counted.fill_counted(&bins, (3, 2), &sorted.counts);
+        assert_eq!((&counted.counts, &counted.starts), (&sorted.counts, &sorted.starts));
+        assert_eq!((counted.tokens_here(), counted.whole), (3, false));
+        assert_eq!(counted.dropped, [false; 6]);
+    }
+
+    #[test]
     fn a_rank_without_rows_sends_none() {
         let (mut sorted, bins) = (SortedRouting::default(), bins(2, 2));
         sorted.fill_gathered(&bins, 0, 0, None);

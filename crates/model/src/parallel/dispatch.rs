@@ -1,8 +1,8 @@
 //! Times of dispatch and combine, by the time model.
 //!
-//! A search asks for many sizes of few groups. So each group is timed at three numbers of tokens, and
-//! lines go from one to the next: bytes and prices grow with tokens, and what the host enqueues for
-//! each call does not.
+//! A search asks for many sizes of few groups. So each group is timed at three numbers of tokens,
+//! and lines go from one to the next: bytes and prices grow with tokens, and what the host enqueues
+//! for each call does not.
 
 use std::collections::BTreeMap;
 
