@@ -259,10 +259,11 @@ impl Enqueuer {
             common.host.read_words(shape.host_faults().0 as usize, bytemuck::cast_slice_mut(faults))?;
         }
         // Shares of the choices follow each other.
-        match faults.iter().find_map(|fault| fault.error(spec.top_k, spec.map.experts())) {
-            Some(error) => Err(error.into()),
-            None => Ok(sorted.fill_counted(&fixed.bins, (tokens, spec.top_k), bin_counts)),
+        if let Some(error) = faults.iter().find_map(|fault| fault.error(spec.top_k, spec.map.experts())) {
+            return Err(error.into());
         }
+        sorted.fill_counted(&fixed.bins, (tokens, spec.top_k), bin_counts);
+        Ok(())
     }
 
     /// Sends where the host has found the rows of choices.
