@@ -5,6 +5,7 @@
 #include "expand.cu"
 #include "gradients.cu"
 #include "pack.cu"
+#include "place_choices.cu"
 #include "records.cu"
 #include "regroup.cu"
 #include "sort_choices.cu"

@@ -130,6 +130,15 @@ impl CopyBatch {
         }
     }
 
+    /// Takes the copies of another batch for the same device, which has none afterwards.
+    pub fn append(&mut self, other: &mut CopyBatch) {
+        self.targets.append(&mut other.targets);
+        self.sources.append(&mut other.sources);
+        self.sizes.append(&mut other.sizes);
+        self.held.add_all(&other.held);
+        other.clear();
+    }
+
     /// Adds a copy. One of no bytes is none.
     ///
     /// # Errors

@@ -74,8 +74,9 @@ pub use kernels::{
 };
 #[doc(hidden)]
 pub use kernels::{
-    Addresses, Admit, Check, ChoiceArgs, CountArgs, DotScale, Expand, FetchWeights, Kernels, OwnRows, Pack,
-    PermuteArgs, RecordArgs, RunArgs, SortArgs, SumArgs, SumChoices, Tally,
+    Addresses, Admit, Check, ChoiceArgs, ChoiceFault, CountArgs, DotScale, Expand, FetchWeights, Kernels,
+    OwnRows, Pack, PermuteArgs, PlaceArgs, PlanArgs, RecordArgs, RunArgs, SortArgs, SumArgs, SumChoices,
+    Tally,
 };
 #[doc(hidden)]
 pub use libcuda::Version;

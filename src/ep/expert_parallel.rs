@@ -268,7 +268,8 @@ impl ExpertParallel {
     }
 
     /// A buffer for rows to be dispatched, which NICs and, on a device, copy engines read in place
-    /// where they can.
+    /// where they can. While there is one on a device, the host plans dispatches: it looks whether
+    /// they can.
     ///
     /// # Errors
     /// [`MemoryError::OutOfSpace`](crate::error::MemoryError), [`PlanError::NotAvailable`].

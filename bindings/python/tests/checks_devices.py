@@ -157,7 +157,8 @@ def check_reports_say_what_was_enqueued(world):
     report = handle.report()
     # Once for other ranks, and once for rows that stay here.
     gathered = ["regroup"] * min(world.size, 2) if len(of.x[me]) else []
-    assert report["kernels"] == ["sort_choices", *gathered] and report["host_staged"] is None
+    placed = ["place_choices"] if handle.report()["enqueued"]["own_bytes"] else []
+    assert report["kernels"] == ["plan_choices", *placed, *gathered] and report["host_staged"] is None
     assert report["executor"] == "enqueuer"
     assert {used["lane"]: used["ranks"] for used in report["lanes"]} == {"own": 1, "copy engine": world.size - 1}
     assert handle.returned()["kernels"] == [], "nothing returned before"

@@ -20,6 +20,7 @@
 mod expand;
 mod gate;
 mod layer;
+mod planning;
 mod routing;
 mod rows;
 mod sum;
@@ -34,7 +35,8 @@ pub use gate::GateArgs;
 pub use layer::{
     AccumulateArgs, GatherRun, GatherRuns, GroupSegments, LayerKernels, MatmulArgs, MatmulShape,
 };
-pub use routing::{Check, ChoiceArgs, CountArgs, SortArgs};
+pub use planning::{ChoiceFault, PlaceArgs, PlanArgs, SortArgs};
+pub use routing::{Check, ChoiceArgs, CountArgs};
 use rows::RecordFunctions;
 pub use rows::{Pack, PermuteArgs, RecordArgs, RunArgs};
 pub use sum::{DotScale, FetchWeights, OwnRows, SumArgs, SumChoices};
@@ -93,6 +95,8 @@ impl BlockLimit {
 #[derive(Clone, Debug)]
 pub struct Kernels {
     sort_choices: Function,
+    plan_choices: Function,
+    place_choices: Function,
     pack: Function,
     check: Function,
     choices: Function,
@@ -119,6 +123,8 @@ impl Kernels {
         let module = Module::load(context, "sidelane", text)?;
         Ok(Kernels {
             sort_choices: module.function(c"sort_choices")?,
+            plan_choices: module.function(c"plan_choices")?,
+            place_choices: module.function(c"place_choices")?,
             pack: module.function(c"pack")?,
             check: module.function(c"check")?,
             choices: module.function(c"choices")?,

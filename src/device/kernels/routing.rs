@@ -1,9 +1,7 @@
-//! Launches of kernels that read routing: `cuda/rank_major_choices.cu`, `sort_choices.cu`,
-//! `counts.cu` and `check.cu`.
+//! Launches of kernels that read routing: `cuda/rank_major_choices.cu`, `counts.cu` and `check.cu`.
 //!
 //! ```text
 //!   choices       expert ids and weights --> metadata of the rows of each slot
-//!   sort_choices  expert ids --> rows in the order of experts
 //!   counts        expert ids --> rows for each expert, and for each rank
 //!   check         heads of received slots: are they of this call, from ranks with the same settings?
 //! ```
@@ -83,86 +81,6 @@ impl Kernels {
         // SAFETY: the struct is the one of the source. The kernel stays inside of what was checked:
         // rows below `rows`, choices below `top_k` and counts below `n_experts`.
         unsafe { self.choices.launch_struct(stream, operands.held(), grid, &parameters) }
-    }
-}
-
-/// Inputs and outputs of [`Kernels::sort_choices`]. Memory may be larger than the sizes named here.
-#[derive(Clone, Copy, Debug)]
-pub struct SortArgs<'a> {
-    /// Chosen experts, `i32 [choices]`; -1 is dropped.
-    pub experts: ByteSpan<'a>,
-    /// Number of choices: tokens times `top_k`, at least one.
-    pub choices: u32,
-    /// Choices of a token.
-    pub top_k: u32,
-    /// The bin of each expert, `i32 [n_experts]`.
-    pub bin_of: ByteSpan<'a>,
-    /// Number of experts.
-    pub n_experts: u32,
-    /// Number of bins.
-    pub bins: u32,
-    /// A token has one row in a bin, however many of its choices are there.
-    pub once: bool,
-    /// The token of each row, `i32 [choices]`: by bin, then token; -1 behind the last.
-    pub order: ByteSpan<'a>,
-}
-
-/// `struct SortChoices` of the source.
-#[derive(Clone, Copy, bytemuck::NoUninit)]
-#[repr(C)]
-struct SortParameters {
-    experts: u64,
-    bin_of: u64,
-    order: u64,
-    choices: u32,
-    top_k: u32,
-    n_experts: u32,
-    n_bins: u32,
-    once: u32,
-    unused: u32,
-}
-
-impl Kernels {
-    /// Enqueues the sorting of choices by bin, as [`SortedRouting`](crate::plan::SortedRouting)
-    /// numbers entries. Invalid experts count as dropped.
-    ///
-    /// # Errors
-    /// [`DeviceError::TooSmall`], [`DeviceError::Shape`], [`DeviceError::Misaligned`],
-    /// [`DeviceError::NoAccess`], [`DeviceError::OtherDevice`], [`DeviceError::Call`].
-    pub fn sort_choices(&self, stream: &Stream, sort: &SortArgs<'_>) -> Result<(), DeviceError> {
-        const KERNEL: &str = "sort_choices";
-        let SortArgs { choices, top_k, n_experts, bins, .. } = *sort;
-        let refuse = |what, given: u32, expected| {
-            Err(DeviceError::Shape { kernel: KERNEL, what, given: given.into(), expected })
-        };
-        // Four passes of a block's threads are added to the checked range.
-        if !(1..1 << 31).contains(&choices) {
-            return refuse("choices", choices, "between 1 and 2^31 - 1");
-        }
-        if top_k == 0 {
-            return refuse("top_k", top_k, "at least 1");
-        }
-        if !(1..=i32::MAX as u32).contains(&n_experts) {
-            return refuse("n_experts", n_experts, "between 1 and 2^31 - 1");
-        }
-        let list = bytes([choices.into(), WORD]);
-        let mut operands = Operands::of(KERNEL, stream);
-        let parameters = SortParameters {
-            experts: operands.span("experts", sort.experts, list, WORD)?,
-            bin_of: operands.span("bin_of", sort.bin_of, bytes([n_experts.into(), WORD]), WORD)?,
-            order: operands.span("order", sort.order, list, WORD)?,
-            choices,
-            top_k,
-            n_experts,
-            n_bins: bins,
-            once: sort.once.into(),
-            unused: 0,
-        };
-        let grid = self.limit.grid([bins, 1]);
-        // SAFETY: the struct is the one of the source. The kernel stays inside the checked memory:
-        // choices below `choices`, experts are compared before they are used, and no more rows are
-        // written than there are choices.
-        unsafe { self.sort_choices.launch_struct(stream, operands.held(), grid, &parameters) }
     }
 }
 

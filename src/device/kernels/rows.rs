@@ -217,7 +217,7 @@ impl RunArgs<'_> {
 /// `struct RowRuns` of the source.
 #[derive(Clone, Copy, bytemuck::NoUninit)]
 #[repr(C)]
-struct RunParameters {
+pub(super) struct RunParameters {
     runs: u64,
     count: u32,
     entries: u32,
@@ -227,7 +227,7 @@ struct RunParameters {
 
 impl RunParameters {
     /// Of a list of `rows` rows.
-    fn of(
+    pub fn of(
         operands: &mut Operands<'_>,
         kernel: &'static str,
         rows: u32,

@@ -41,9 +41,10 @@ use std::sync::atomic::Ordering;
 use super::REFUSED;
 use super::dispatch_stages::Landing;
 use super::memory::{Extent, MemoryShape, StreamFlag};
+use super::planning::Planner;
 use super::shared_state::Session;
 use super::watchdog::Watch;
-use crate::device::{DeviceRange, Event, Kernels, Stream};
+use crate::device::{ChoiceFault, DeviceRange, Event, Kernels, Stream};
 use crate::dtype::Dtype;
 use crate::ep::Status;
 use crate::ep::agreement::GroupCounts;
@@ -138,6 +139,9 @@ pub(super) struct Enqueuer {
 pub(super) struct Scratch {
     pub experts: Vec<u32>,
     pub weights: Vec<u32>,
+    /// Where the device plans: rows of each bin, and what is wrong.
+    pub bin_counts: Vec<u32>,
+    pub faults: Vec<ChoiceFault>,
     /// Per bin: its first row as rows lie packed.
     pub starts: Vec<u32>,
     /// Metadata of each packed row.
@@ -367,6 +371,8 @@ pub(super) struct DeviceCall<'p> {
     pub context: u32,
     /// Number of tokens.
     pub tokens: u32,
+    /// Who plans it, if it places rows.
+    pub planner: Planner,
     /// The tokens. Those for other ranks go as they lie, or are packed, now or when it is known
     /// how.
     pub x: Option<(DeviceRange, Dtype)>,
@@ -396,6 +402,7 @@ impl<'p> DeviceCall<'p> {
             programs,
             context,
             tokens: 0,
+            planner: Planner::default(),
             x: None,
             reached: false,
             base: 0,
@@ -437,7 +444,7 @@ impl<'p> DeviceCall<'p> {
 
     fn stage(&mut self, stage: StageId, part: Part) -> Result<(), Error> {
         let in_place = self.in_place();
-        let kind = self.tag.kind;
+        let (kind, planner) = (self.tag.kind, self.planner);
         let Enqueuer { engine, tables, kept, common, caller, calls, scratch, .. } = &mut *self.enqueuer;
         let items = self.programs.stages.items(stage, part);
         let kept = &kept[self.context as usize];
@@ -449,14 +456,13 @@ impl<'p> DeviceCall<'p> {
         if !rows || part == Part::Finish {
             return engine.run(items, &operands, None);
         }
-        let (staging, notes) = (common.shape.staging(), common.shape.host_notes());
-        let (packed, notes) = (common.piece(staging)?, common.host_piece(notes)?);
-        let words = bytemuck::cast_slice(&scratch.notes);
+        let staging = common.shape.staging();
+        let (packed, notes) = (common.piece(staging)?, planner.notes(common)?);
         let (rows, at) = match (&self.x, in_place) {
             (Some((x, _)), Some((offset, _))) => (x, offset),
             _ => (&packed, staging.0),
         };
-        let packed = Packed { rows, at, notes: &notes, notes_of_host: words };
+        let packed = Packed { rows, at, notes: planner.packed_notes(&notes, scratch) };
         engine.collect(items, &operands, Some(packed))?;
         // Before the net is served, where this thread waits until rows that cross are packed.
         if let Some((x, dtype)) = &self.x {

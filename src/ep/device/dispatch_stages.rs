@@ -1,10 +1,13 @@
 //! Dispatches, as the enqueuer serves them: from choices to the places of rows.
 //!
 //! ```text
-//!   caller's stream    ids, weights -> host | flag | sort, regroup: rows packed | regroup: own rows | join |
-//!   caller's thread      sort | counts | entry, all ranks' | place | enqueue -.
-//!   stream of copies                                          rows, pads, notes | landed -> peers
+//!   caller's stream    plan choices | flag | regroup: rows packed | place choices, regroup: own rows | join |
+//!   caller's thread      counts | entry, all ranks' | place | enqueue -.
+//!   stream of copies                                 rows, pads, notes | landed -> peers
 //! ```
+//!
+//! Where the host plans ([`planning`](super::planning)), ids and weights are copied to it before
+//! the flag, and rows are sorted behind that.
 //!
 //! Rows lie packed as [`SortedRouting`](crate::plan::SortedRouting) numbers entries: by bin, then
 //! token. So all rows from here for one expert of another rank are one run, and move as one copy to
@@ -25,16 +28,15 @@
 //! arrived rows into visible order, by an index that every enqueuer finds from what all ranks have
 //! published: the counts of its local peers, and the headers of their blocks.
 
-use super::REFUSED;
 use super::call_stages::{CallerStream, DeviceCall, Enqueuer, Header, Kept, Scratch};
 use super::memory::Extent;
+use super::planning::Planner;
 use crate::device::{DeviceRange, RunArgs};
 use crate::dtype::Dtype;
 use crate::ep::Status;
 use crate::ep::agreement::GroupCounts;
-use crate::error::{CallError, CallKind, Error, PlanError};
+use crate::error::{CallError, CallKind, Error};
 use crate::exec::Until;
-use crate::gate::Routing;
 use crate::plan::Segment;
 use crate::schedule::call_program::{CallMachine, RankPrograms};
 use crate::schedule::{Tag, WindowId};
@@ -57,10 +59,10 @@ impl Enqueuer {
         &mut self,
         programs: &RankPrograms,
         mut machine: CallMachine,
-        (kind, context): (CallKind, u32),
+        (kind, context, planner): (CallKind, u32, Planner),
         (tokens, x): (u32, Option<(DeviceRange, Dtype)>),
     ) -> Result<(), Error> {
-        let mut call = DeviceCall { x, ..DeviceCall::new(self, programs, kind, context) };
+        let mut call = DeviceCall { x, planner, ..DeviceCall::new(self, programs, kind, context) };
         call.tokens = tokens;
         let refusal = call.drive(&mut machine, Until::End)?;
         let staging = call.staging.take();
@@ -80,31 +82,8 @@ impl Enqueuer {
         Ok(())
     }
 
-    /// This rank's own routing, as its stream left it.
-    fn sort(&mut self, tokens: u32) -> Result<(), Error> {
-        let (fixed, shape) = (&self.common.fixed, &self.common.shape);
-        let (spec, count) = (&fixed.spec, tokens as usize * fixed.spec.top_k as usize);
-        if tokens == REFUSED {
-            return Err(PlanError::RefusedHere.into());
-        }
-        if tokens > spec.max_tokens {
-            return Err(PlanError::TooManyTokens { tokens, max: spec.max_tokens }.into());
-        }
-        for (words, (at, _)) in [
-            (&mut self.scratch.experts, shape.host_experts()),
-            (&mut self.scratch.weights, shape.host_weights()),
-        ] {
-            words.resize(count, 0);
-            self.common.host.read_words(at as usize, words)?;
-        }
-        let experts: &[i32] = bytemuck::cast_slice(&self.scratch.experts);
-        let weights: &[f32] = bytemuck::cast_slice(&self.scratch.weights);
-        let routing = Routing::new(spec.top_k, experts, weights)?;
-        Ok(self.sorted.fill(&spec.map, &fixed.bins, spec.notes(), fixed.lanes.rank, &routing)?)
-    }
-
     /// Says what this rank has for every bin, and keeps how its rows lie packed.
-    fn publish(&mut self) -> Result<(), Error> {
+    fn publish(&mut self, planner: Planner) -> Result<(), Error> {
         let common = &self.common;
         let (port, control) = (&common.fixed.port, &common.fixed.control);
         self.crossing.fill(&common.fixed.bins, &common.fixed.paths(), &self.sorted);
@@ -113,9 +92,7 @@ impl Enqueuer {
         self.crossing.staged(&common.fixed.paths(), numbers);
         port.write(WindowId::CONTROL, control.publication(self.calls.parity()), numbers)?;
         self.scratch.starts.clone_from(&self.sorted.starts);
-        self.scratch.notes.clone_from(&self.sorted.notes);
-        let (notes, _) = common.shape.host_notes();
-        Ok(common.host.write_words(notes as usize, &self.sorted.notes)?)
+        planner.note(self)
     }
 
     fn announce(&self, kind: CallKind, context: u32) -> Landing {
@@ -129,7 +106,7 @@ impl Enqueuer {
     }
 
     /// From the counts of all to this rank's layout.
-    fn place(&mut self, context: u32) -> Result<(), Error> {
+    fn place(&mut self, context: u32, planner: Planner) -> Result<(), Error> {
         let Enqueuer { common, tables, sorted, crossing, arrivals, numbers, kept, scratch, .. } = self;
         let (fixed, kept) = (&common.fixed, &mut kept[context as usize]);
         let (top_k, GroupCounts { counts, sizes, landing, .. }) = (fixed.spec.top_k, numbers);
@@ -183,7 +160,7 @@ impl Enqueuer {
         kept.in_place = None;
         match fixed.arrives() {
             // Rows that are dropped lie packed, too.
-            _ if dropped => {}
+            _ if dropped || !planner.knows_tokens() => {}
             true => kept.find_in_place(|row| arrivals.packed[row as usize] as u32),
             false => kept.find_in_place(|row| sorted.tokens[row as usize]),
         }
@@ -209,6 +186,7 @@ impl Enqueuer {
             placement.dropped.clone_from(&sorted.dropped);
             placement.dropped_weight = sorted.dropped_weight(bytemuck::cast_slice(&scratch.weights));
             placement.required.clone_from(&numbers.sizes.required);
+            placement.has_own = kept[context as usize].own.1 > 0;
             told.extent = extent;
             told.refused = None;
         });
@@ -217,39 +195,26 @@ impl Enqueuer {
 
     /// Collects what the caller's stream finds beside the rows: what its sums add up, and how many
     /// rows there are.
-    fn send_tables(&mut self, context: u32, tokens: u32, placed: bool) -> Result<(), Error> {
-        let Enqueuer { common, engine, kept, sorted, scratch, .. } = self;
+    fn send_tables(
+        &mut self,
+        planner: Planner,
+        (context, tokens): (u32, u32),
+        placed: bool,
+    ) -> Result<(), Error> {
+        planner.send_places(self, context, tokens, placed)?;
+        let Enqueuer { common, engine, kept, scratch: Scratch { counts, .. }, .. } = self;
         let (fixed, shape) = (&common.fixed, &common.shape);
-        let (top_k, layout) = (fixed.spec.top_k, &kept[context as usize].layout);
-        let Scratch { places, sums, counts, starts, .. } = scratch;
+        let layout = &kept[context as usize].layout;
         counts.clear();
         if placed {
-            sorted.places(&fixed.bins, top_k, starts, [places, sums]);
             counts.extend_from_slice(&layout.rows_per_bin);
             counts.extend_from_slice(&layout.padded_per_bin);
         } else {
-            let tokens = if tokens == REFUSED { 0 } else { tokens };
-            let choices = tokens.min(fixed.spec.max_tokens) as usize * top_k as usize;
-            for words in [&mut *places, sums] {
-                words.clear();
-                words.resize(choices, -1);
-            }
             counts.resize(2 * fixed.bins.of(fixed.lanes.rank).len(), 0);
         }
-        let choices = places.len() as u64 * 4;
         let counted: &[u32] = bytemuck::cast_slice(counts);
         let len = counted.len() as u64 * 4;
-        let [places, sums]: [&[u32]; 2] = [bytemuck::cast_slice(places), bytemuck::cast_slice(sums)];
-        for (words, (at, _)) in
-            [(places, shape.host_places()), (sums, shape.host_sums()), (counted, shape.host_counts())]
-        {
-            common.host.write_words(at as usize, words)?;
-        }
-        common.send(engine, (shape.host_places(), shape.places(context)), choices)?;
-        common.send(engine, (shape.host_sums(), shape.sums(context)), choices)?;
-        if fixed.spec.weighted {
-            common.send(engine, (shape.host_weights(), shape.weights(context)), choices)?;
-        }
+        common.host.write_words(shape.host_counts().0 as usize, counted)?;
         match fixed.spec.layout.is_per_rank() {
             true => Ok(()),
             false => common.send(engine, (shape.host_counts(), shape.counts(context)), len),
@@ -364,7 +329,7 @@ impl DeviceCall<'_> {
         });
         // A call without a context has no tables.
         if context != self.enqueuer.common.shape.no_context() {
-            self.enqueuer.send_tables(context, tokens, false)?;
+            self.enqueuer.send_tables(self.planner, (context, tokens), false)?;
         }
         Ok(status)
     }
@@ -393,7 +358,7 @@ impl DeviceCall<'_> {
 
     /// Sorts this rank's choices; what is wrong with them it refuses.
     pub fn sort(&mut self) {
-        if let Err(error) = self.enqueuer.sort(self.tokens) {
+        if let Err(error) = self.planner.sort(self.enqueuer, self.tokens) {
             self.enqueuer.sorted.clear(&self.enqueuer.common.fixed.bins);
             self.refused = Some(error);
         }
@@ -416,8 +381,9 @@ impl DeviceCall<'_> {
             let gathered = self.gathered();
             let tell = |landing| self.enqueuer.tell_placement((context, gathered), landing);
             self.staging = self.landing.take().and_then(tell);
-            self.enqueuer.send_tables(context, self.tokens, true)?;
+            self.enqueuer.send_tables(self.planner, (context, self.tokens), true)?;
             self.enqueuer.send_own_runs(context)?;
+            self.planner.place_own(self.enqueuer, context, self.tokens)?;
         }
         self.find_notes(noted)?;
         let in_place = self.in_place();
@@ -496,10 +462,10 @@ impl DeviceCall<'_> {
 
     /// Says what this rank has for every bin, and keeps how its rows lie packed.
     pub fn publish(&mut self) -> Result<(), Error> {
-        self.enqueuer.publish()
+        self.enqueuer.publish(self.planner)
     }
 
     pub fn place(&mut self) -> Result<(), Error> {
-        self.enqueuer.place(self.context)
+        self.enqueuer.place(self.context, self.planner)
     }
 }

@@ -2,7 +2,7 @@
 //! work that they put on the caller's stream.
 //!
 //! ```text
-//!   start_dispatch    check | ids -> host, flag, sort, pack          enqueuer: first half
+//!   start_dispatch    check | plan, flag, pack                       enqueuer: first half
 //!   finish_dispatch   enqueuer: second half, own rows | choices apart  rows, handle
 //!   combine, ..       check | flag | enqueuer: both halves | sum
 //! ```
@@ -17,6 +17,7 @@ use super::REFUSED;
 use super::call_stages::Enqueuer;
 use super::handle::{EnqueuedDispatch, EnqueuedHandle, EnqueuedOutput, EnqueuedRows, Lease};
 use super::memory::{Extent, MemoryShape, StreamFlag};
+use super::planning::Planner;
 use super::shared_state::{EnqueuedTokens, Session};
 use super::transport::RowTransport;
 use super::watchdog::WaitBreaker;
@@ -195,7 +196,7 @@ impl EnqueuedExchange {
     fn serve(&mut self, started: &mut EnqueuedDispatch) -> Result<(), Error> {
         let (common, lease) = (&self.common, &started.lease);
         let tokens = if started.refused.is_some() { REFUSED } else { lease.tokens };
-        let call = ((started.kind, lease.context), (tokens, started.x.take()));
+        let call = ((started.kind, lease.context, lease.planner), (tokens, started.x.take()));
         let served = self.enqueuer.dispatch(&self.programs, started.machine, call.0, call.1);
         served.map_err(|error| common.fixed.fail(error))?;
         common.served.fetch_add(1, Ordering::Relaxed);
@@ -247,9 +248,10 @@ impl EnqueuedExchange {
         let (call, lanes) = (self.dispatches, Arc::clone(&self.lanes));
         let dtype = brought.and_then(|(_, x)| x).map(|(_, dtype)| dtype);
         let packs = common.packs(kind, dtype.unwrap_or(Dtype::Bytes));
-        let lease = Arc::new(Lease { common, context, call, tokens: count, packs, lanes });
+        let planner = common.planner();
+        let lease = Arc::new(Lease { common, context, call, tokens: count, planner, packs, lanes });
         self.common.space.count();
-        self.enqueue_dispatch(context, brought).map_err(|error| self.common.fixed.fail(error))?;
+        self.enqueue_dispatch((context, planner), brought).map_err(|error| self.common.fixed.fail(error))?;
         let machine = self.start(kind, context)?;
         let x = brought.filter(|(chosen, _)| chosen.tokens > 0).and_then(|(_, x)| x);
         let x = x.map(|(x, dtype)| (x.clone(), dtype));
@@ -720,14 +722,14 @@ impl EnqueuedExchange {
 
     /// That choices go, with their tokens or before those, or, without any, that the call is
     /// refused; and that rows come.
-    fn enqueue_dispatch(&mut self, context: u32, brought: Option<Brought<'_>>) -> Result<(), Error> {
-        let (common, stream) = (&*self.common, &*self.stream);
-        let (shape, spec) = (&common.shape, &common.fixed.spec);
-        if let Some((Chosen { tokens, experts, weights }, _)) = brought {
-            let choices = u64::from(tokens) * u64::from(spec.top_k) * 4;
-            for (from, to) in [(experts, shape.host_experts()), (weights, shape.host_weights())] {
-                stream.copy(common.host.range().span(to.0, choices)?, from.span(0, choices)?)?;
-            }
+    fn enqueue_dispatch(
+        &mut self,
+        (context, planner): (u32, Planner),
+        brought: Option<Brought<'_>>,
+    ) -> Result<(), Error> {
+        let (common, stream, kernels) = (&*self.common, &*self.stream, &*self.kernels);
+        if let Some((chosen, _)) = brought {
+            planner.bring(common, (stream, kernels), (context, chosen))?;
         }
         stream.write(
             common.word(context, StreamFlag::Dispatch)?,
@@ -735,13 +737,10 @@ impl EnqueuedExchange {
         )?;
         common.clear_status(stream, context)?;
         let packs = brought.filter(|(chosen, _)| chosen.tokens > 0);
-        if let Some((Chosen { tokens, experts, .. }, x)) = packs {
-            // Where engines relay, the second half finds the order.
-            if !shape.arrives() {
-                common.order(stream, &self.kernels, context, (tokens, experts))?;
-            }
+        if let Some((chosen, x)) = packs {
+            planner.order(common, (stream, kernels), (context, chosen))?;
             if let Some((x, dtype)) = x.filter(|&x| !common.packs_when_placed(x)) {
-                common.pack(stream, &self.kernels, (CallKind::Dispatch, context), (tokens, x, dtype))?;
+                common.pack(stream, kernels, (CallKind::Dispatch, context), (chosen.tokens, x, dtype))?;
             }
         }
         Ok(())

@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::memory::{Extent, MemoryShape, StreamFlag};
+use super::planning::Planner;
 use super::shared_state::{Alive, ContextProgress, PlacementInfo, Session};
 use crate::device::{DeviceRange, Kernels, Stream};
 use crate::dtype::Dtype;
@@ -26,6 +27,7 @@ pub(super) struct Lease {
     /// Which dispatch of the exchange it is.
     pub call: u64,
     pub tokens: u32,
+    pub planner: Planner,
     /// The kernel that packs its rows.
     pub packs: &'static str,
     pub lanes: Arc<[LaneUse]>,
@@ -353,14 +355,14 @@ impl EnqueuedHandle {
     /// How the bytes of the dispatch went.
     pub fn report(&self) -> Result<Report, Error> {
         let enqueued = self.lease.told()?.dispatched;
-        let Lease { common, packs, .. } = &*self.lease;
+        let Lease { common, planner, packs, .. } = &*self.lease;
         let (first, last) = match common.shape.arrives() {
-            true => (None, Some("regroup")),
-            false => (Some("sort_choices"), None),
+            true => (&[][..], Some("regroup")),
+            false => (planner.kernels(self.placement.has_own), None),
         };
         let apart = common.fixed.spec.layout.is_per_rank().then_some("choices");
         let gathered = std::iter::repeat_n(*packs, self.placement.gathered);
-        let kernels: Vec<_> = first.into_iter().chain(gathered).chain(last).chain(apart).collect();
+        let kernels: Vec<_> = first.iter().copied().chain(gathered).chain(last).chain(apart).collect();
         let dropped_weight = self.placement.dropped_weight;
         Ok(Report { dropped_weight, ..self.lease.report(enqueued, &kernels) })
     }

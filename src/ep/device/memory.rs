@@ -1,12 +1,13 @@
 //! Memory of an instance on a device: its layout, the same at every rank, and the pool in it.
 //!
 //! ```text
-//!   memory of the device   | words | zeros | map | groups | staging | context 0 | context 1 | ...  |  pool: rows and outputs |
+//!   memory of the device   | words | zeros | maps | staging | packed notes | context 0 | context 1 | ...  |  pool: rows and outputs |
+//!   maps                   | bins of experts | locals | groups | places in sums |
 //!   staging                packed rows of a dispatch, rows that come home in a combine
 //!   a context              | order | places | sums | weights | counts | own runs | notes |
 //!
 //!   memory of the host     | words of context 0 | 1 | ... | words of no context | arrays |
-//!   arrays                 | experts | weights | notes | places | sums | counts | own runs | order | zeros |
+//!   arrays                 | experts | weights | notes | places | sums | counts | own runs | order | zeros | bin counts | faults |
 //!
 //!   with several nodes: words of the device that NICs write, and one of
 //!   host staging           | as memory of the device | outbox: rows on their way to other nodes |    where no NIC reaches it
@@ -34,7 +35,7 @@ use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::device::{PinnedMemory, RunArgs};
+use crate::device::{ChoiceFault, PinnedMemory, RunArgs};
 use crate::ep::builder::Spec;
 use crate::ep::state::EpState;
 use crate::error::{CallKind, DeviceError, PlanError};
@@ -221,19 +222,34 @@ impl MemoryShape {
         (behind(self.zeros()), self.ids * 4)
     }
 
+    /// The number of each expert at its rank: `i32`.
+    pub fn locals(&self) -> ByteRange {
+        (behind(self.map()), self.ids * 4)
+    }
+
     /// The partial sum of each bin, by its place in the order of the sum: `i32`.
     pub fn groups(&self) -> ByteRange {
-        (behind(self.map()), self.bins * 4)
+        (behind(self.locals()), self.bins * 4)
+    }
+
+    /// The place of each bin in the order of the sum: `i32`.
+    pub fn sum_places(&self) -> ByteRange {
+        (behind(self.groups()), self.bins * 4)
     }
 
     /// Rows that a call packs, or that come home to it. All contexts share it.
     pub fn staging(&self) -> ByteRange {
-        (behind(self.groups()), self.entries() * self.longest_row())
+        (behind(self.sum_places()), self.entries() * self.longest_row())
+    }
+
+    /// Metadata of rows that a call packs, where the device plans it. All contexts share it.
+    pub fn packed_notes(&self) -> ByteRange {
+        (behind(self.staging()), self.entries() * self.sizing.note_bytes())
     }
 
     /// First byte of a context.
     fn context(&self, context: u32) -> u64 {
-        behind(self.staging()) + u64::from(context) * self.context_bytes()
+        behind(self.packed_notes()) + u64::from(context) * self.context_bytes()
     }
 
     /// The token of each packed row, `i32`.
@@ -384,9 +400,19 @@ impl MemoryShape {
         (behind(self.host_order()), self.align * self.sizing.note_bytes())
     }
 
+    /// Where the device plans: rows of each bin, `u32`.
+    pub fn host_bin_counts(&self) -> ByteRange {
+        (behind(self.host_zeros()), self.bins * 4)
+    }
+
+    /// Where the device plans: a [`ChoiceFault`] of each share of the choices, one for each bin.
+    pub fn host_faults(&self) -> ByteRange {
+        (behind(self.host_bin_counts()), self.bins * size_of::<ChoiceFault>() as u64)
+    }
+
     /// Size of the host's memory.
     pub fn host_bytes(&self) -> u64 {
-        behind(self.host_zeros())
+        behind(self.host_faults())
     }
 
     fn context_bytes(&self) -> u64 {
@@ -615,7 +641,8 @@ mod tests {
     #[test]
     fn pieces_lie_behind_each_other() {
         let shape = shape(2, 512);
-        let mut pieces = vec![shape.zeros(), shape.map(), shape.groups(), shape.staging()];
+        let mut pieces = vec![shape.zeros(), shape.map(), shape.locals(), shape.groups()];
+        pieces.extend([shape.sum_places(), shape.staging(), shape.packed_notes()]);
         for context in 0..2 {
             pieces.extend([shape.order(context), shape.places(context), shape.sums(context)]);
             pieces.extend([shape.weights(context), shape.counts(context), shape.own_runs(context)]);
@@ -630,7 +657,7 @@ mod tests {
     #[test]
     fn host_arrays_lie_behind_the_words_of_all_contexts() {
         let shape = shape(3, 512);
-        let (at, len) = shape.host_zeros();
+        let (at, len) = shape.host_faults();
         assert!(at + len <= shape.host_bytes());
         assert!(shape.host_experts().0 >= shape.flag(shape.no_context(), StreamFlag::Status) + LINE);
         assert!(shape.flag(1, StreamFlag::Dispatch) >= shape.flag(0, StreamFlag::Status) + LINE);

@@ -2,12 +2,12 @@
 //! packed and landed rows.
 //!
 //! With exact sizes, or within a budget, the host lays out each call. The *enqueuer* hears from the
-//! caller's stream which experts its tokens chose, exchanges counts with the other ranks, places
-//! the rows and has copy engines move them. The caller's thread drives it:
+//! caller's stream how many rows its tokens have for each expert, exchanges counts with the other
+//! ranks, places the rows and has copy engines move them. The caller's thread drives it:
 //!
 //! ```text
-//!   caller's stream    ids to the host | flag | sort, pack | ........ join | experts | ready .. join | sum
-//!   caller's thread    start           finish: plan, as the host does      combine: bases
+//!   caller's stream    plan choices | flag | pack | .......... join | experts | ready .. join | sum
+//!   caller's thread    start          finish: counts, layout           combine: bases
 //!   stream of copies                                  | rows to all ranks            | rows return
 //! ```
 //!
@@ -15,6 +15,7 @@
 //! |---|---|
 //! | `exchange`, `handle` | calls of an instance that the host lays out, and their results |
 //! | `call_stages`, `dispatch_stages` | stages of these calls, by the programs of [`schedule`](crate::schedule) |
+//! | `planning` | who plans a dispatch: the device where counts are enough for the host, else the host |
 //! | `shared_state`, `memory`, `default_heap`, `setup` | what never changes, layout and pool, its default size, and how they are made |
 //! | `slots` | fixed slots, or a budget that graphs hold: every address is a constant, so the stream carries a call out alone |
 //! | `transport` | how rows cross between nodes: from device to device, or by pinned memory of the host |
@@ -57,6 +58,7 @@ mod dispatch_stages;
 mod exchange;
 mod handle;
 mod memory;
+mod planning;
 mod setup;
 mod shared_state;
 pub(super) mod slots;

@@ -109,6 +109,7 @@ impl EnqueuedExchange {
             contexts: (0..shape.word_sets()).map(|_| DispatchContext::default()).collect(),
             space: DevicePool::new(shape.pool().0, shape.pool().1),
             handles: Arc::default(),
+            buffers: Arc::default(),
             progress: Arc::new(Progress::new(&fixed, &words_here)),
             served: Arc::default(),
             no_gpu_direct: passage.no_gpu_direct(),

@@ -29,7 +29,7 @@ use super::memory::{ByteRange, DevicePool, Extent, MemoryShape, Progress, Stream
 use crate::bootstrap::wait::{Ended, Polling};
 use crate::device::{
     ByteSpan, ChoiceArgs, Context, DeviceRange, Kernels, PermuteArgs, PinnedMemory, RecordArgs, RunArgs,
-    SortArgs, Stream, Word,
+    Stream, Word,
 };
 use crate::dtype::{Dtype, Fp8RowShape};
 use crate::ep::Status;
@@ -54,6 +54,8 @@ pub(super) struct Session {
     pub contexts: Arc<[DispatchContext]>,
     /// Handles that are alive.
     pub handles: Arc<AtomicU32>,
+    /// Token buffers that are alive: tokens may lie in place.
+    pub buffers: Arc<AtomicU32>,
     pub space: Arc<DevicePool>,
     /// How far the stream has come.
     pub progress: Arc<Progress>,
@@ -197,8 +199,8 @@ impl Session {
         }
     }
 
-    /// Writes what follows from the expert map: the bin of each expert, and the partial sum of each
-    /// bin. Waits for the stream.
+    /// Writes what follows from the expert map: the bin of each expert and its number at its rank,
+    /// the partial sum of each bin and its place in the order of the sum. Waits for the stream.
     pub fn write_map(
         &self,
         context: &Arc<Context>,
@@ -207,13 +209,26 @@ impl Session {
     ) -> Result<(), Error> {
         let (shape, map) = (&self.shape, &spec.map);
         let bin = |slot| if spec.layout.is_per_rank() { map.rank_of(slot) } else { slot };
+        let local = |slot| slot - map.slots_of(map.rank_of(slot)).start;
         // An expert without a bin has no row.
-        let slots: Vec<u32> =
-            (0..map.experts()).map(|expert| map.slot_for(lanes.rank, expert).map_or(u32::MAX, bin)).collect();
+        let of_slots = |of: &dyn Fn(u32) -> u32| -> Vec<u32> {
+            (0..map.experts()).map(|expert| map.slot_for(lanes.rank, expert).map_or(u32::MAX, of)).collect()
+        };
         let partials: Vec<u32> = bins.in_order().iter().map(|&bin| bins.partial_of(bin)).collect();
-        let source = PinnedMemory::new(context, (shape.map().1 + shape.groups().1) as usize)?;
+        let mut places = vec![0; partials.len()];
+        for (place, &bin) in (0..).zip(bins.in_order()) {
+            places[bin as usize] = place;
+        }
+        let tables = [
+            (of_slots(&bin), shape.map()),
+            (of_slots(&local), shape.locals()),
+            (partials, shape.groups()),
+            (places, shape.sum_places()),
+        ];
+        let source = PinnedMemory::new(context, tables.iter().map(|(_, (_, len))| *len as usize).sum())?;
         let mut from = 0;
-        for (words, (to, len)) in [(&slots, shape.map()), (&partials, shape.groups())] {
+        for (words, (to, len)) in &tables {
+            let (to, len) = (*to, *len);
             source.write_words(from, words)?;
             stream.copy(self.memory.span(to, len)?, source.range().span(from as u64, len)?)?;
             from += len as usize;
@@ -354,7 +369,7 @@ impl Session {
         let bytes = u64::from(tokens) * self.shape.row_bytes(CallKind::Dispatch);
         let extent = self.take(bytes)?;
         let range = self.piece((extent.offset(), bytes))?;
-        Ok(EnqueuedTokens { range, _extent: extent })
+        Ok(EnqueuedTokens { range, _extent: extent, _alive: Alive::new(&self.buffers) })
     }
 
     /// Where in this rank's memory tokens of this type lie that a call of this kind may send as
@@ -370,32 +385,6 @@ impl Session {
     /// engines can read them.
     pub fn packs_when_placed(&self, x: (&DeviceRange, Dtype)) -> bool {
         self.shape.arrives() || self.lie_here(CallKind::Dispatch, x).is_some()
-    }
-
-    /// Enqueues that the order of rows is found: by bin, then by token.
-    pub fn order(
-        &self,
-        stream: &Stream,
-        kernels: &Kernels,
-        context: u32,
-        (count, experts): (u32, &DeviceRange),
-    ) -> Result<(), Error> {
-        let spec = &self.fixed.spec;
-        let (order, map) = (self.piece(self.shape.order(context))?, self.piece(self.shape.map())?);
-        let choices = count * spec.top_k;
-        Ok(kernels.sort_choices(
-            stream,
-            &SortArgs {
-                experts: experts.span(0, u64::from(choices) * 4)?,
-                choices,
-                top_k: spec.top_k,
-                bin_of: map.span(0, map.len())?,
-                n_experts: spec.map.experts(),
-                bins: self.fixed.bins.count(),
-                once: spec.layout.is_per_rank(),
-                order: order.span(0, order.len())?,
-            },
-        )?)
     }
 
     /// Writes the metadata of rows for local peers where these lie packed: from these rows of
@@ -452,6 +441,8 @@ pub(super) struct PlacementInfo {
     pub dropped: Vec<bool>,
     pub dropped_weight: f64,
     pub required: Vec<u32>,
+    /// Rows stay at this rank.
+    pub has_own: bool,
 }
 
 impl DispatchContext {
@@ -475,15 +466,15 @@ impl DispatchContext {
     }
 }
 
-/// A handle that is alive: it follows the map of its dispatch.
+/// A handle that is alive, which follows the map of its dispatch; or a token buffer.
 #[derive(Debug)]
 pub(super) struct Alive(Arc<AtomicU32>);
 
 impl Alive {
     /// One more of these.
-    pub fn new(handles: &Arc<AtomicU32>) -> Self {
-        handles.fetch_add(1, Ordering::Relaxed);
-        Alive(Arc::clone(handles))
+    pub fn new(count: &Arc<AtomicU32>) -> Self {
+        count.fetch_add(1, Ordering::Relaxed);
+        Alive(Arc::clone(count))
     }
 }
 
@@ -498,6 +489,7 @@ impl Drop for Alive {
 pub(in crate::ep) struct EnqueuedTokens {
     range: DeviceRange,
     _extent: Extent,
+    _alive: Alive,
 }
 
 impl EnqueuedTokens {

@@ -6,7 +6,8 @@
 //!
 //! ```text
 //!   Put, PutRows           a copy for each span or run, collected
-//!   PutRows input -> me    nothing: a kernel of the caller's stream places own rows meanwhile
+//!   PutRows input -> me    nothing: kernels of the caller's stream place own rows meanwhile, and their notes if
+//!                          these lie on the device
 //!   Signal landed, read    a write of the stream, collected; both are enqueued before the next wait, and at the end:
 //!          ready           copies in one batch, then the writes
 //!   Signal entry, posted   the host's store: what is collected is enqueued before it
@@ -98,9 +99,37 @@ pub struct Packed<'a> {
     /// Their first byte in this rank's memory.
     pub at: u64,
     /// Notes.
-    pub notes: &'a DeviceRange,
-    /// The same, as NICs read them.
-    pub notes_of_host: &'a [u8],
+    pub notes: PackedNotes<'a>,
+}
+
+/// Where the notes of one call lie.
+#[derive(Clone, Copy, Debug)]
+pub enum PackedNotes<'a> {
+    /// In memory of the host, as engines and as NICs read it.
+    Host(&'a DeviceRange, &'a [u8]),
+    /// In memory of the device, where there is one node. A kernel of the caller's stream places
+    /// those of own rows.
+    Device(&'a DeviceRange),
+}
+
+impl<'a> PackedNotes<'a> {
+    fn memory(self) -> &'a DeviceRange {
+        match self {
+            PackedNotes::Host(memory, _) | PackedNotes::Device(memory) => memory,
+        }
+    }
+
+    fn on_device(self) -> bool {
+        matches!(self, PackedNotes::Device(_))
+    }
+
+    /// Bytes that NICs read.
+    pub(super) fn of_host(self) -> &'a [u8] {
+        match self {
+            PackedNotes::Host(_, bytes) => bytes,
+            PackedNotes::Device(_) => &[],
+        }
+    }
 }
 
 /// Steps programs for one owner, on a stream of its own.
@@ -117,6 +146,9 @@ pub struct CopyEngineStepper {
     /// Words of these waits, since the last mark.
     awaited: Vec<Awaited>,
     copies: CopyBatch,
+    /// Copies of notes, which go behind those of rows: a link that is busy with long rows would
+    /// keep the next ones from theirs.
+    notes: CopyBatch,
     operations: MemOpBatch,
     /// Copies to the outbox, collected.
     pub(super) leaving: CopyBatch,
@@ -144,6 +176,7 @@ impl CopyEngineStepper {
             waits: MemOpBatch::with_capacity(context, 0),
             awaited: Vec::new(),
             copies: CopyBatch::with_capacity(context, 0),
+            notes: CopyBatch::with_capacity(context, 0),
             operations: MemOpBatch::with_capacity(context, 0),
             leaving: CopyBatch::with_capacity(context, 0),
             outbox: NetQueue::default(),
@@ -246,7 +279,7 @@ impl CopyEngineStepper {
         packed: Option<Packed<'_>>,
     ) -> Result<(), Error> {
         // Consecutive waits are one list.
-        if !self.copies.is_empty() || !self.operations.is_empty() {
+        if !self.copies.is_empty() || !self.notes.is_empty() || !self.operations.is_empty() {
             self.flush(packed)?;
         }
         let lanes = self.port.lanes();
@@ -335,7 +368,7 @@ impl CopyEngineStepper {
         let me = self.port.lanes().rank;
         let source = match (from, packed, &self.ground.host_staging) {
             (PutSource::Input, Some(packed), _) => packed.rows.clone(),
-            (PutSource::Notes, Some(packed), _) => packed.notes.clone(),
+            (PutSource::Notes, Some(packed), _) => packed.notes.memory().clone(),
             (PutSource::Window { owner, window: WindowId::HOST_STAGING }, _, Some(host_staging))
                 if owner == me =>
             {
@@ -349,8 +382,11 @@ impl CopyEngineStepper {
         if index != Index::Contiguous {
             return Err(DeviceError::NoEngine { operation: "gather rows" }.into());
         }
+        let of_rows = from != PutSource::Notes;
+        let on_device = of_rows || packed.is_some_and(|packed| packed.notes.on_device());
+        let placed = matches!(from, PutSource::Input | PutSource::Notes) && on_device;
         for run in &operands.runs[first as usize..(first + count) as usize] {
-            if to == me && from == PutSource::Input {
+            if to == me && placed {
                 self.own_rows(u64::from(run.count + run.pad) * row_bytes);
                 continue;
             }
@@ -369,22 +405,22 @@ impl CopyEngineStepper {
             let memory = &Self::at(&self.ground, to)?.memory;
             let [place, len, pad] = [run.to_row, run.count, run.pad].map(|rows| u64::from(rows) * row_bytes);
             let rows = source.span(from_offset + u64::from(run.first) * row_bytes, len)?;
-            let of_rows = from != PutSource::Notes;
             let zeros = if of_rows { &self.ground.zeros } else { &self.ground.note_zeros };
-            self.copies.push(memory.span(base + place, len)?, rows)?;
-            self.copies.push(memory.span(base + place + len, pad)?, zeros.span(0, pad)?)?;
+            let copies = if of_rows { &mut self.copies } else { &mut self.notes };
+            copies.push(memory.span(base + place, len)?, rows)?;
+            copies.push(memory.span(base + place + len, pad)?, zeros.span(0, pad)?)?;
             match from {
                 PutSource::Window { window: WindowId::HOST_STAGING, .. } => {
                     self.enqueued.staged_in_bytes += len
                 }
-                _ => self.count(to, len, of_rows),
+                _ => self.count(to, len, on_device),
             }
             self.count(to, pad, of_rows);
         }
         Ok(())
     }
 
-    /// Own rows, pads counted, which a kernel of the caller's stream places.
+    /// Own rows or their notes, pads counted, which a kernel of the caller's stream places.
     fn own_rows(&mut self, len: u64) {
         self.enqueued.bytes += len;
         self.enqueued.own_bytes += len;
@@ -476,9 +512,11 @@ impl CopyEngineStepper {
         })
     }
 
-    /// Waits first; then copies, as one batch where the driver has them; then what tells of them.
+    /// Waits first; then copies, as one batch where the driver has them, those of notes last; then
+    /// what tells of them.
     fn enqueue(&mut self) -> Result<(), DeviceError> {
         Self::operate(&self.stream, &mut self.waits, &mut self.enqueued)?;
+        self.copies.append(&mut self.notes);
         Self::copy_all(&self.stream, self.batched, &mut self.copies, &mut self.enqueued)?;
         Self::operate(&self.stream, &mut self.operations, &mut self.enqueued)?;
         if self.outbox.unsettled {

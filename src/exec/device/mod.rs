@@ -11,7 +11,7 @@ mod copy_engine_stepper;
 mod net;
 
 pub use constant::{Lowered, PeerWindows};
-pub(crate) use copy_engine_stepper::{Awaited, CopyEngineStepper, DeviceMap, LocalPeer, Packed};
+pub(crate) use copy_engine_stepper::{Awaited, CopyEngineStepper, DeviceMap, LocalPeer, Packed, PackedNotes};
 pub(crate) use net::ProxyOps;
 
 /// Work that was enqueued on a stream.

@@ -304,7 +304,7 @@ impl CopyEngineStepper {
     }
 
     fn perform(&mut self, step: NetOp, packed: Option<Packed<'_>>) -> Result<(), Error> {
-        let notes = packed.map_or(&[][..], |packed| packed.notes_of_host);
+        let notes = packed.map_or(&[][..], |packed| packed.notes.of_host());
         self.outbox.unsettled = true;
         step.perform(&self.port, notes, &mut self.enqueued)
     }

@@ -347,18 +347,17 @@ fn engines_move_every_row_and_a_report_says_so() {
         on_each(&case, |rank, me| {
             let (rows, handle) = rank.dispatch(&three()).unwrap();
             let report = handle.report().unwrap();
-            assert_eq!(report.kernels, ["sort_choices", "regroup", "regroup"]);
+            assert_eq!(report.kernels, ["plan_choices", "place_choices", "regroup", "regroup"]);
             let lanes: Vec<_> = report.lanes.iter().map(|used| (used.lane, used.ranks)).collect();
             assert_eq!(lanes, [("own", 1), ("copy engine", 1)]);
             // Experts 0 to 3 get 2, 1, 1 and 1 rows from each rank, of 32 bytes and a weight, which
-            // is copied apart. The last rank pads those of 1, 2 and 3, two rows each. A kernel
-            // places own rows and their pads. Beside the copies go the lists of the sums, and the
-            // counts.
+            // is copied apart. The last rank pads those of 1, 2 and 3, two rows each. Kernels
+            // place own rows, their weights and their pads. Beside the copies go the counts.
             let (pads, own) = if me == 1 { (3, 2 + 4) } else { (0, 3) };
             let pads_of_peer = if me == 1 { 1 } else { 0 };
             let expected = EnqueueCounts {
                 batches: 1,
-                copies: (4 + pads) + (2 + pads_of_peer) + 3,
+                copies: 2 * (2 + pads_of_peer) + 1,
                 bytes: (5 + 2 * pads) * 36,
                 own_bytes: own * 36,
                 single_copies: 0,
@@ -387,9 +386,9 @@ fn rank_alone_copies_no_row_within_its_device() {
             let (x, choices) = call::<bf16>(&tensors);
             let (rows, handle) = rank.planned.dispatch(x, choices).unwrap();
             let report = handle.report().unwrap();
-            assert_eq!(report.kernels, ["sort_choices", "regroup"]);
-            // Weights of four experts and as many pads come from the host, with three lists.
-            assert_eq!((report.enqueued.copies, report.enqueued.copies_by_sms), (4 + 4 + 3, 0));
+            assert_eq!(report.kernels, ["plan_choices", "place_choices", "regroup"]);
+            // Counts come from the host.
+            assert_eq!((report.enqueued.copies, report.enqueued.copies_by_sms), (1, 0));
             assert_eq!(report.enqueued.own_bytes, 4 * 4 * 36);
             let (y, out) = (handle.output().unwrap(), rank.room(&three().x));
             rank.planned.combine_into(y, &handle, target::<bf16>(&out)).unwrap();

@@ -9,7 +9,7 @@ use sidelane::device::{CudaGraph, PinnedMemory};
 use sidelane::ep::Status;
 use sidelane::error::{CallError, CallKind, Cause, DeviceError, LaneError, MemoryError, PlanError};
 use sidelane::gate::Routing;
-use sidelane::plan::{Overflow, ReceiveMode};
+use sidelane::plan::{Overflow, ReceiveMode, RowLayout};
 use sidelane::topology::Route;
 use sidelane::{Error, Options};
 
@@ -39,24 +39,39 @@ fn drained(rank: &Rank<bf16>) {
 }
 
 #[test]
-fn missing_expert_is_refused_on_all_ranks_and_streams_go_on() {
-    on_devices("enqueued::faults::missing_expert_is_refused_on_all_ranks_and_streams_go_on", 8, 1, || {
-        MODES.into_iter().for_each(missing_expert);
-    });
+fn wrong_choice_is_named_and_refused_on_all_ranks_and_streams_go_on() {
+    on_devices(
+        "enqueued::faults::wrong_choice_is_named_and_refused_on_all_ranks_and_streams_go_on",
+        8,
+        1,
+        || {
+            for (mode, nodes) in
+                MODES.into_iter().flat_map(|mode| [[0, 0, 1], [0; 3]].map(|nodes| (mode, nodes)))
+            {
+                for layout in RowLayout::ALL {
+                    wrong_choice(&Case { mode, layout, ..Case::across(&nodes, 4, 2) });
+                }
+            }
+        },
+    );
 }
 
-fn missing_expert(mode: ReceiveMode) {
-    on_ranks(&[0, 0, 1], &small(), |world| {
+fn wrong_choice(case: &Case) {
+    on_ranks(&case.nodes, &small(), |world| {
         let group = world.all().unwrap();
-        let mut rank = Rank::<bf16>::new(&group, &Case { mode, ..Case::across(&[0, 0, 1], 4, 2) });
+        let mut rank = Rank::<bf16>::new(&group, case);
         rank.round(&input(world.rank()));
-        for (id, fault) in [
-            (4, PlanError::ExpertOutOfRange { token: 2, k: 1, expert: 4, experts: 4 }),
-            (-2, PlanError::ExpertOutOfRange { token: 2, k: 1, expert: -2, experts: 4 }),
+        for (choices, weight, fault) in [
+            ([0, 4], 0.5, PlanError::ExpertOutOfRange { token: 2, k: 1, expert: 4, experts: 4 }),
+            ([0, -2], 0.5, PlanError::ExpertOutOfRange { token: 2, k: 1, expert: -2, experts: 4 }),
+            ([3, 3], 0.5, PlanError::ExpertTwice { token: 2, expert: 3 }),
+            ([3, 3], f32::NAN, PlanError::NanWeight { token: 2, k: 1 }),
         ] {
             let mut bad = input(world.rank());
             if world.rank() == 1 {
-                bad.ids[5] = id;
+                // A later one is not named.
+                bad.ids[4..6].copy_from_slice(&choices);
+                (bad.weights[5], bad.ids[8]) = (weight, 77);
             }
             let refused = rank.dispatch(&bad).map(drop).unwrap_err();
             match world.rank() {

@@ -4,6 +4,7 @@ use half::bf16;
 use sidelane::Error;
 use sidelane::ep::ExpertParallel;
 use sidelane::error::{CallError, CallKind, PlanError};
+use sidelane::gate::Routing;
 use sidelane::plan::{ExpertMap, RowLayout};
 use sidelane::topology::Route;
 
@@ -64,6 +65,30 @@ fn calls_follow_the_new_map_back_and_forth() {
                     });
                 }
             }
+        }
+    });
+}
+
+/// Choices of a masked expert are dropped, and only the host says which.
+#[test]
+fn under_a_mask_the_host_plans() {
+    on_devices("enqueued::remap::under_a_mask_the_host_plans", 8, 64, || {
+        for layout in RowLayout::ALL {
+            on_each_of::<bf16>(&case(&[0; 4], Route::Direct, layout), |rank, me| {
+                let masked = ([true, true, false, true], "sort_choices");
+                for (active, first) in [([true; 4], "plan_choices"), masked, ([true; 4], "plan_choices")] {
+                    rank.host.mask(&active).unwrap();
+                    rank.planned.mask(&active).unwrap();
+                    let input = tokens(90 + me, 7, rank.case.hidden, rank.case.top_k, 4);
+                    let routing = Routing::new(rank.case.top_k, &input.ids[..], &input.weights[..]).unwrap();
+                    let (_, expected) = rank.host.dispatch(&input.x, &routing).unwrap();
+                    let (_, handle) = rank.dispatch(&input).unwrap();
+                    assert_eq!(handle.report().unwrap().kernels[0], first);
+                    assert_eq!(handle.dropped(), expected.dropped());
+                    drop((handle, expected));
+                    rank.round(&input);
+                }
+            });
         }
     });
 }

@@ -254,6 +254,7 @@ where
         self.planned.combine_into(y, &handle, target::<E>(&out)).unwrap();
         assert_eq!(bits(&self.seen::<E>(&out)), bits(&sums), "sums");
         let report = handle.report().unwrap();
+        assert!(!report.kernels.contains(&"plan_choices"), "the host knows tokens that lie in place");
         let regroups = report.kernels.iter().filter(|&&kernel| kernel == "regroup").count();
         let relayed = usize::from(landed.arrivals().is_some());
         // Own rows are placed by a kernel, also of tokens that go to other ranks as they lie.

@@ -107,6 +107,20 @@ impl SortedRouting {
         Ok(())
     }
 
+    /// Takes entries that were sorted elsewhere, of so many tokens with `top_k` choices each: how
+    /// many there are in each bin. Which they are is not known here, and no choice is dropped.
+    pub fn fill_counted(&mut self, bins: &Bins, (tokens, top_k): (u32, u32), counts: &[u32]) {
+        debug_assert_eq!(counts.len(), bins.count() as usize, "each bin has a count");
+        self.clear(bins);
+        let mut sum = 0_u32;
+        for ((count, start), &given) in self.counts.iter_mut().zip(&mut self.starts[1..]).zip(counts) {
+            sum = sum.saturating_add(given);
+            (*count, *start) = (given, sum);
+        }
+        self.token_starts.resize(tokens as usize + 1, 0);
+        self.dropped.resize(tokens as usize * top_k as usize, false);
+    }
+
     /// Bytes that its tables hold, used or kept for the next call.
     pub fn memory_usage(&self) -> usize {
         let words = [
@@ -441,6 +455,19 @@ mod tests {
         sorted.fill_gathered(&bins, 0, 2, Some(&routing));
         let [half, quarter, one] = [0.5f32, 0.25, 1.0].map(f32::to_bits);
         assert_eq!(sorted.notes_of(bins.of(1)), [1, 4, 0, half, quarter, 1, 1, 3, one, 0]);
+    }
+
+    #[test]
+    fn entries_that_are_only_counted_have_the_starts_of_those_that_are_sorted() {
+        let (map, bins) = (ExpertMap::contiguous(6, 3).unwrap(), bins(2, 3));
+        let (mut sorted, mut counted) = (SortedRouting::default(), SortedRouting::default());
+        let routing = Routing::new(2, vec![5, 0, 3, -1, 0, 3], vec![0.5; 6]).unwrap();
+        sorted.fill(&map, &bins, RowMetadata::Weight, 0, &routing).unwrap();
+        counted.fill_gathered(&bins, 0, 4, None);
+        counted.fill_counted(&bins, (3, 2), &sorted.counts);
+        assert_eq!((&counted.counts, &counted.starts), (&sorted.counts, &sorted.starts));
+        assert_eq!((counted.tokens_here(), counted.whole), (3, false));
+        assert_eq!(counted.dropped, [false; 6]);
     }
 
     #[test]

@@ -1,7 +1,8 @@
 //! Times of dispatch and combine, by the time model.
 //!
-//! A search asks for many sizes of few groups. So each group is timed at two numbers of tokens, and
-//! a line goes through both: bytes and prices grow with tokens, and waits for other ranks do not.
+//! A search asks for many sizes of few groups. So each group is timed at three numbers of tokens,
+//! and lines go from one to the next: bytes and prices grow with tokens, and what the host enqueues
+//! for each call does not.
 
 use std::collections::BTreeMap;
 
@@ -15,7 +16,7 @@ use super::transformer::Experts;
 use crate::time::{Case, Executor, Hardware, Placed};
 
 /// Tokens of a rank at which groups are timed.
-const TIMED: [u32; 2] = [256, 1024];
+const TIMED: [u32; 3] = [256, 1024, 4096];
 /// Parts of a block on its way to a relay, as everywhere in the library.
 const PARTS: u8 = 4;
 
@@ -45,8 +46,8 @@ impl LayerTransfers {
     }
 }
 
-/// LayerTransfers by tokens of a rank: those of both points of [`TIMED`].
-type Line = [LayerTransfers; 2];
+/// LayerTransfers by tokens of a rank: those of all points of [`TIMED`].
+type Line = [LayerTransfers; TIMED.len()];
 
 /// Times of groups that have been asked for.
 #[derive(Debug)]
@@ -72,14 +73,17 @@ impl<'h> DispatchTimes<'h> {
             Some(known) => known.clone()?,
             None => {
                 let timed = |tokens| self.timed(experts, group, tokens);
-                let line = timed(TIMED[0]).and_then(|few| Ok([few, timed(TIMED[1])?]));
+                let [few, more, most] = TIMED;
+                let line = timed(few).and_then(|few| Ok([few, timed(more)?, timed(most)?]));
                 self.lines.insert(key, line.clone());
                 line?
             }
         };
-        let [from, to] = TIMED.map(f64::from);
+        // The first and the last line go on.
+        let at = usize::from(tokens > TIMED[1].into());
+        let [from, to] = [TIMED[at], TIMED[at + 1]].map(f64::from);
         Ok(LayerTransfers::each(|of| {
-            let [few, many] = [of(&line[0]), of(&line[1])];
+            let [few, many] = [of(&line[at]), of(&line[at + 1])];
             (few + (many - few) * (tokens - from) / (to - from)).max(0.0)
         }))
     }
@@ -160,12 +164,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn line_through_two_points_meets_the_time_model_at_others() {
+    fn lines_through_three_points_meet_the_time_model_at_others() {
         let hardware: Hardware = "h100-cx7".parse().unwrap();
         let experts = Experts { count: 64, top_k: 8, ffn: 1024, shared_ffn: 0, dense_layers: 0 };
         let mut times = DispatchTimes::new(&hardware, 2048);
         for group in [Span { size: 8, local: 8 }, Span { size: 16, local: 8 }] {
-            for tokens in [600, 1024, 4096] {
+            for tokens in [600, 1024, 2500, 6000] {
                 let line = times.of(&experts, group, tokens.into()).unwrap();
                 let timed = times.timed(&experts, group, tokens).unwrap();
                 let figures = |of: LayerTransfers| [of.forward_s, of.backward_s, of.forward_bytes];

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!   Put, PutRows near      copies, collected                                    stream of copies
-//!   PutRows of own rows    nothing: a kernel places them                        caller's stream
+//!   PutRows of own rows    nothing: kernels place them, and their metadata      caller's stream
 //!   Signal landed, read,   words, collected                                     stream of copies
 //!          ready
 //!   Wait landed, ready     words, collected before copies and signals           stream of copies
@@ -18,6 +18,7 @@
 
 use std::collections::VecDeque;
 
+use sidelane_core::plan::RowRun;
 use sidelane_core::schedule::{
     Flag, FlagValue, Line as OpLine, Op, Operand, OperandId, Operands, PutSource, SpanCopy, TrackOp, WindowId,
 };
@@ -35,6 +36,8 @@ const AT_ONCE: usize = crate::CopyEngineWork::MAX_BATCH as usize;
 pub(super) struct Collected {
     waits: Vec<Task>,
     copies: Vec<Task>,
+    /// Copies of metadata, behind those of rows.
+    notes: Vec<Task>,
     words: Vec<Task>,
     /// Tasks of the NIC, in order, and whether they are behind the mark.
     queue: VecDeque<(bool, Task)>,
@@ -98,14 +101,17 @@ impl Lines<'_> {
     }
 
     fn move_pieces(&mut self, operands: &Operands, to: u32, operand: OperandId) {
-        let rows = operands.table[operand.0 as usize];
-        if to == self.paths.me() && matches!(rows, Operand::Rows { from: PutSource::Input, .. }) {
+        let moved = operands.table[operand.0 as usize];
+        if to == self.paths.me() && self.places_own(moved) {
             return;
         }
+        let noted = matches!(moved, Operand::Rows { from: PutSource::Notes, .. });
         for Piece { from, bytes, source } in self.pieces(operands, operand) {
             if self.paths.same_node(to) {
                 let place = if source == PieceSource::Host { Place::Host } else { self.place(from, to) };
-                self.copy(place, (from, to), bytes);
+                let copy = self.copied(place, (from, to), bytes);
+                let list = if noted { &mut self.collected.notes } else { &mut self.collected.copies };
+                list.extend(copy);
                 continue;
             }
             // A run of metadata is posted even if it is empty.
@@ -120,17 +126,32 @@ impl Lines<'_> {
         }
     }
 
-    /// Collects a copy.
-    pub(super) fn copy(&mut self, place: Place, (from, to): (u32, u32), bytes: u64) {
-        if bytes > 0 {
-            self.program.work.count(place, 1, bytes);
-            self.collected.copies.push(Task::Copy { place, from, to, copies: 1, bytes });
+    /// Whether kernels place this rank's own part of an operand.
+    fn places_own(&self, operand: Operand) -> bool {
+        match operand {
+            Operand::Rows { from: PutSource::Input, .. } => true,
+            Operand::Rows { from: PutSource::Notes, .. } => self.device_plans,
+            _ => false,
         }
+    }
+
+    /// Collects a copy.
+    pub(super) fn copy(&mut self, place: Place, ends: (u32, u32), bytes: u64) {
+        let copy = self.copied(place, ends, bytes);
+        self.collected.copies.extend(copy);
+    }
+
+    /// A copy, counted; none of no bytes.
+    fn copied(&mut self, place: Place, (from, to): (u32, u32), bytes: u64) -> Option<Task> {
+        let copies = u64::from(bytes > 0);
+        self.program.work.count(place, copies, bytes);
+        (copies > 0).then_some(Task::Copy { place, from, to, copies, bytes })
     }
 
     fn pieces(&self, operands: &Operands, operand: OperandId) -> Vec<Piece> {
         let me = self.paths.me();
         let piece_source = |from| match from {
+            PutSource::Notes if self.device_plans => PieceSource::Device,
             PutSource::Notes
             | PutSource::Window { window: WindowId::CONTROL | WindowId::HOST_STAGING, .. } => {
                 PieceSource::Host
@@ -152,10 +173,13 @@ impl Lines<'_> {
             Operand::Rows { first, count, from, row_bytes, .. } => {
                 let runs = &operands.runs[first as usize..][..count as usize];
                 let source = piece_source(from);
-                let piece = |rows: u32| Piece { from: me, bytes: u64::from(rows) * row_bytes, source };
-                // Zeros behind rows are copies of their own.
-                let pads = |pad: u32| (pad > 0).then(|| piece(pad));
-                runs.iter().flat_map(|run| std::iter::once(piece(run.count)).chain(pads(run.pad))).collect()
+                let piece =
+                    |rows: u32, source| Piece { from: me, bytes: u64::from(rows) * row_bytes, source };
+                // Zeros behind rows are copies of their own, those behind metadata from the host.
+                let zeros = if from == PutSource::Notes { PieceSource::Host } else { source };
+                let pads = |pad: u32| (pad > 0).then(|| piece(pad, zeros));
+                let pieces = |run: &RowRun| std::iter::once(piece(run.count, source)).chain(pads(run.pad));
+                runs.iter().flat_map(pieces).collect()
             }
             Operand::Empty | Operand::SumRows { .. } | Operand::FetchWeights => Vec::new(),
         }
@@ -180,7 +204,8 @@ impl Lines<'_> {
     fn wait(&mut self, op: Op, (from, flag, level): (u32, Flag, FlagValue), wait: Task) {
         let by_stream = matches!(flag, Flag::Landed | Flag::Ready) && op.line(self.paths) == OpLine::Stream;
         if by_stream {
-            if !self.collected.copies.is_empty() || !self.collected.words.is_empty() {
+            let Collected { copies, notes, words, .. } = &self.collected;
+            if !copies.is_empty() || !notes.is_empty() || !words.is_empty() {
                 self.flush();
             }
             self.collected.waits.push(wait);
@@ -255,7 +280,8 @@ impl Lines<'_> {
     }
 
     fn enqueue(&mut self) {
-        let Collected { waits, copies, words, .. } = &mut self.collected;
+        let Collected { waits, copies, notes, words, .. } = &mut self.collected;
+        copies.append(notes);
         let (waits, copies, words) = (std::mem::take(waits), std::mem::take(copies), std::mem::take(words));
         self.enqueue_list(&waits);
         self.enqueue_copies(&copies);
@@ -309,7 +335,7 @@ impl Lines<'_> {
         self.hand(Line::Caller, Task::Busy(self.hardware.compute.launch + ns));
     }
 
-    /// A kernel that sorts so many choices.
+    /// A kernel that sorts so many choices, or plans them.
     pub(super) fn sort(&mut self, choices: u64) {
         self.launch(self.hardware.compute.sort * choices / 1000);
     }

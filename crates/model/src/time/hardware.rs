@@ -174,7 +174,7 @@ pub struct Compute {
     pub rate: u64,
     /// From one kernel's being due to its work.
     pub launch: u64,
-    /// Picoseconds for each choice that a kernel sorts.
+    /// Picoseconds for each choice that a kernel sorts or plans.
     pub sort: u64,
 }
 

@@ -31,13 +31,15 @@ pub(super) struct Lines<'a> {
     pub(super) collected: Collected,
     /// Device: relays sum what they return, as no executor does yet.
     pub(super) relay_sums: bool,
+    /// Device: it plans dispatches, and has the metadata of packed rows.
+    pub(super) device_plans: bool,
 }
 
 impl<'a> Lines<'a> {
     /// Of the rank of these paths, where rows have these sizes.
     pub fn new(hardware: &'a Hardware, paths: Paths<'a>, sizing: RowSizes) -> Self {
         let (program, collected) = (Program::default(), Collected::default());
-        Lines { hardware, paths, sizing, program, collected, relay_sums: false }
+        Lines { hardware, paths, sizing, program, collected, relay_sums: false, device_plans: false }
     }
 
     /// All that was asked for.

@@ -50,6 +50,8 @@ pub struct Placed {
     pub(super) bins: Bins,
     /// A rank has one row of a token, however many of its experts the token chose.
     pub(super) per_rank: bool,
+    /// The device plans dispatches: the host counts, and lays out bins.
+    pub(super) device_plans: bool,
     pub(super) sizing: RowSizes,
     pub(super) control: ControlLayout,
     pub(super) chunks: u8,
@@ -111,12 +113,14 @@ impl Placed {
         };
         let choices = u64::from(tokens) * u64::from(top_k);
         let control = ControlLayout::new(&paths, &bins, choices, sizing.note_bytes());
+        let all_active = case.map.active().iter().all(|&active| active);
         let mut placed = Placed {
             ring,
             nodes: nodes.clone(),
             route: case.route,
             bins,
             per_rank: case.layout.is_per_rank(),
+            device_plans: executor == Executor::Device && !paths.is_multi_node() && all_active,
             sizing,
             control,
             chunks: case.chunks,

@@ -4,7 +4,8 @@
 //! that enqueues for a device performs it, too. Between stages a device has work of its own:
 //!
 //! ```text
-//!   caller's stream   dispatch   choices -> host, called | status, sort, pack | reached | own rows | done | choices apart
+//!   caller's stream   dispatch   plan, called | status, pack | reached | own choices | own rows | done | choices apart
+//!                     by the host   choices -> host, called | status, sort, pack | reached | own rows | done | choices apart
 //!                     pxn        choices -> host, called | status, list | done | pack | reached | own rows | done | regroup
 //!                     gradient   status, pack | called (several nodes) | reached | own rows ....... done | regroup (pxn)
 //!                     combine    called (several nodes) | reached, status ......................... done | sum
@@ -119,12 +120,17 @@ impl<'a> Lowering<'a> {
     fn bring_choices(&self, lines: &mut Lines, kind: CallKind) {
         let arrive = self.rank.arrivals.is_some();
         if kind.places() {
-            (0..2).for_each(|_| lines.copy_of_caller(self.choices() * 4));
+            let (choices, by_device) = (self.choices(), self.placed.device_plans);
+            match by_device {
+                true if choices > 0 => lines.sort(choices),
+                true => {}
+                false => (0..2).for_each(|_| lines.copy_of_caller(choices * 4)),
+            }
             lines.tell_called();
             lines.clear_status();
             if !arrive {
-                if self.choices() > 0 {
-                    lines.sort(self.choices());
+                if choices > 0 && !by_device {
+                    lines.sort(choices);
                 }
                 self.pack(lines);
                 lines.record_reached();
@@ -236,10 +242,10 @@ impl<'a> Lowering<'a> {
         let (placed, host) = (self.placed, &self.placed.hardware.host);
         match work {
             Work::AwaitStream => lines.push(Task::Hear(OwnWord::Called, 1)),
-            Work::Sort => lines.busy(host.sort * self.choices() / 1000),
+            Work::Sort => lines.busy(host.sort * self.choices_of_host() / 1000),
             Work::Place => {
                 let bins = u64::from(placed.bins.count() + self.paths.ranks());
-                let place = host.place * self.choices() + host.per_bin * bins;
+                let place = host.place * self.choices_of_host() + host.per_bin * bins;
                 lines.busy(place / 1000);
             }
             Work::FillRows => {
@@ -265,7 +271,9 @@ impl<'a> Lowering<'a> {
         }
         lines.follow();
         // Where each choice's row lies, and its place in the order of the sum.
-        (0..2).for_each(|_| lines.copy(Place::Host, (me, me), choices));
+        if !self.placed.device_plans {
+            (0..2).for_each(|_| lines.copy(Place::Host, (me, me), choices));
+        }
         if !self.placed.per_rank {
             // Rows of each expert, without and with pads, in 64 bits.
             lines.copy(Place::Host, (me, me), self.placed.bins.of(me).len() as u64 * 16);
@@ -273,6 +281,11 @@ impl<'a> Lowering<'a> {
         // Where own rows go: four words for each run.
         if self.own_runs().iter().any(|run| run.count > 0) {
             lines.copy_of_caller(self.own_runs().len() as u64 * 16);
+            if self.placed.device_plans {
+                // Rows of choices are read and written, metadata of own rows is moved.
+                let rows = self.own_rows();
+                lines.kernel(2 * (choices + rows * self.sizing.note_bytes()), 0);
+            }
         }
     }
 
@@ -287,10 +300,15 @@ impl<'a> Lowering<'a> {
 
     /// A kernel places own rows, pads counted, and reads tokens likewise.
     fn place_own_rows(&self, lines: &mut Lines) {
-        let rows = self.own_runs().iter().map(|run| u64::from(run.count + run.pad)).sum::<u64>();
+        let rows = self.own_rows();
         if rows > 0 {
             lines.kernel((rows.min(self.rank.layout.tokens.into()) + rows) * self.sizing.row_bytes, 0);
         }
+    }
+
+    /// Own rows, pads counted.
+    fn own_rows(&self) -> u64 {
+        self.own_runs().iter().map(|run| u64::from(run.count + run.pad)).sum()
     }
 
     /// The runs of own rows.
@@ -320,13 +338,19 @@ impl<'a> Lowering<'a> {
         runs[..once].iter().map(|run| u64::from(run.count)).sum::<u64>() * self.sizing.row_bytes
     }
 
+    /// Choices that the host sorts and places.
+    fn choices_of_host(&self) -> u64 {
+        if self.placed.device_plans { 0 } else { self.choices() }
+    }
+
     /// Choices of the rank.
     fn choices(&self) -> u64 {
         u64::from(self.rank.layout.tokens) * u64::from(self.placed.top_k)
     }
 
     fn lines(&self) -> Lines<'a> {
-        Lines::new(&self.placed.hardware, self.paths, self.sizing)
+        let Placed { hardware, device_plans, .. } = self.placed;
+        Lines { device_plans: *device_plans, ..Lines::new(hardware, self.paths, self.sizing) }
     }
 
     fn relayed(&self) -> RelayTables {

@@ -161,6 +161,34 @@ fn on_one_node_the_model_counts_what_the_driver_carries_out() {
 }
 
 #[test]
+fn on_one_node_no_choice_is_copied_to_the_host() {
+    on_devices("counts::on_one_node_no_choice_is_copied_to_the_host", 23, "ordered", |_| {
+        let case = Case { max_tokens: 64, ..Case::new(4, 8, 3) };
+        on_ranks(&case.nodes, &small(), |world: World| {
+            let (group, tokens) = (world.all().unwrap(), case.max_tokens);
+            let mut rank = Rank::<bf16>::new(&group, &case);
+            // No choice has a row, so counts of each expert are all that is left to copy.
+            let input = Input { ids: vec![-1; (tokens * case.top_k) as usize], ..input(&case, 0) };
+            let tensors = rank.put(&input);
+            let copied = |rank: &mut Rank<bf16>| {
+                let (_, seen) = counted(&group, rank, |rank| {
+                    let (x, choices) = call::<bf16>(&tensors);
+                    drop(rank.planned.dispatch(x, choices).unwrap());
+                });
+                seen.copied_bytes
+            };
+            let counts = u64::from(case.map.experts()) * 16;
+            assert_eq!(copied(&mut rank), counts);
+            // The host plans where tokens may lie in place: ids, weights, rows and places cross.
+            let buffer = rank.planned.token_buffer(1).unwrap();
+            let lists = 4 * 4 * u64::from(tokens * case.top_k * group.size());
+            assert_eq!(copied(&mut rank), counts + lists);
+            drop(buffer);
+        });
+    });
+}
+
+#[test]
 fn between_nodes_the_model_counts_what_driver_and_net_carry_out() {
     on_devices("counts::between_nodes_the_model_counts_what_driver_and_net_carry_out", 22, "ordered", |_| {
         for (layout, route) in RowLayout::ALL.into_iter().flat_map(|l| Route::ALL.map(|r| (l, r))) {

@@ -8,10 +8,14 @@ use half::{bf16, f16};
 use rand::RngExt;
 use rand_chacha::ChaCha8Rng;
 use sidelane::device::{
-    Addresses, AuditKernels, Blas, DeviceRange, GateArgs, Kernels, LayerKernels, Product, Stream, SumArgs,
+    Addresses, AuditKernels, Blas, ChoiceFault, DeviceRange, GateArgs, Kernels, LayerKernels, PlaceArgs,
+    PlanArgs, Product, RunArgs, SortArgs, Stream, SumArgs,
 };
-use sidelane::gate::{Gate, GateInput, Preset};
-use sidelane::plan::SlotShape;
+use sidelane::gate::{Gate, GateInput, Preset, Routing};
+use sidelane::plan::{
+    Bins, ExpertMap, ReceiveMode, RowLayout, RowMetadata, RowRun, SlotShape, SortedRouting, SumOrder,
+};
+use sidelane::topology::NodeMap;
 use sidelane_testkit::device::whole;
 use sidelane_verify::reference::Real;
 
@@ -34,6 +38,9 @@ const TOKENS: u32 = 96;
 /// Products of experts, some of which have fewer rows.
 const SIZES: Sizes = Sizes { experts: 8, rows: 64, depth: 512, columns: 256 };
 
+/// Tokens, experts and choices of a plan.
+const PLANNED: (u32, u32, u32) = (4096, 256, 8);
+
 const GATES: [(Preset, u32, u32); 3] =
     [(Preset::Mixtral, 8, 2), (Preset::Qwen3, 128, 8), (Preset::DeepseekV3, 256, 8)];
 
@@ -49,6 +56,13 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     bench.check_sum::<f32, f16>(checks)?;
     let about = |what, shows| About::new(what, shows);
     checks.check(about("gate", "experts and weights are those of the host: to the bit"), || bench.gate())?;
+    checks.check(
+        about("plan of choices", "order, places and metadata are the host's: to the bit"),
+        || {
+            RowLayout::ALL.iter().try_for_each(|&layout| bench.plan(layout))?;
+            Ok(format!("both layouts, {RANKS} ranks, {} experts", PLANNED.1))
+        },
+    )?;
     checks.check(about("copy by SMs", "the copying kernel of the audit copies the right bytes"), || {
         bench.copy()
     })?;
@@ -169,6 +183,105 @@ impl Bench {
             same(of("weights"), &seen(&weights)?, bytemuck::cast_slice(expected.weights()))?;
         }
         Ok(format!("{tokens} tokens, {}", GATES.map(|(preset, ..)| preset.name()).join(", ")))
+    }
+
+    /// The plan of rank 1, and where its own rows land if rows of one rank before it land there.
+    fn plan(&self, layout: RowLayout) -> Result<(), CliError> {
+        let (tokens, experts, top_k) = PLANNED;
+        let (tokens, me, once) = (self.gpu.task.few(tokens, 64), 1, layout.is_per_rank());
+        let map = ExpertMap::contiguous(experts, RANKS)?;
+        let nodes = NodeMap::from_labels(&[0; RANKS as usize]);
+        let bins = Bins::of_layout(layout, &map, SumOrder::Expert, &nodes);
+        let mut random = random(8 + u64::from(once));
+        let ids: Vec<i32> = (0..tokens)
+            .flat_map(|_| {
+                // Odd steps through a power of two: the choices of a token differ.
+                let (first, step) = (random.random_range(0..experts), random.random_range(0..8) * 2 + 1);
+                (0..top_k).map(move |k| ((first + k * step) % experts) as i32)
+            })
+            .map(|id| if id % 11 == 5 { -1 } else { id })
+            .collect();
+        let weights: Vec<f32> = ids.iter().map(|_| random.random_range(0.0..1.0)).collect();
+        let (notes, mut sorted) =
+            (RowMetadata::of(layout, ReceiveMode::Exact, false), SortedRouting::default());
+        sorted.fill(&map, &bins, notes, me, &Routing::new(top_k, &ids[..], &weights[..])?)?;
+        let of_experts = |of: &dyn Fn(u32) -> u32| (0..experts).map(of).collect::<Vec<u32>>();
+        let bin_of = of_experts(&|expert| if once { map.rank_of(expert) } else { expert });
+        let local_of = of_experts(&|expert| expert - map.slots_of(map.rank_of(expert)).start);
+        let place_of: Vec<u32> = (0..bins.count()).collect();
+        let put = |words: &[u32]| self.put(bytemuck::cast_slice(words));
+        let [bin_of, local_of, place_of] = [put(&bin_of)?, put(&local_of)?, put(&place_of)?];
+        let [experts_there, weights_there] =
+            [self.put(bytemuck::cast_slice(&ids))?, self.put(bytemuck::cast_slice(&weights))?];
+        let (choices, words) = (ids.len() as u32, u64::from(notes.words(top_k)));
+        let list = |each: u64| self.gpu.memory(u64::from(choices) * 4 * each);
+        let [order, rows, places, noted] = [list(1)?, list(1)?, list(1)?, list(words)?];
+        let counted = |each: u64| self.gpu.memory(u64::from(bins.count()) * 4 * each);
+        let [counts, faults] = [counted(1)?, counted(ChoiceFault::WORDS as u64)?];
+        let sort = SortArgs {
+            experts: whole(&experts_there)?,
+            choices,
+            top_k,
+            bin_of: whole(&bin_of)?,
+            n_experts: experts,
+            bins: bins.count(),
+            once,
+            order: whole(&order)?,
+        };
+        let args = PlanArgs {
+            sort,
+            weights: whole(&weights_there)?,
+            local_of: whole(&local_of)?,
+            place_of: whole(&place_of)?,
+            rows: whole(&rows)?,
+            places: whole(&places)?,
+            notes: whole(&noted)?,
+            kept: None,
+            counts: whole(&counts)?,
+            faults: whole(&faults)?,
+        };
+        self.kernels.plan_choices(&self.stream, &args)?;
+        let entries = sorted.entries() * 4;
+        let seen = |range| self.gpu.read(&self.stream, range);
+        same("rows of bins", &seen(&counts)?, bytemuck::cast_slice(&sorted.counts))?;
+        same("tokens of rows", &seen(&order)?[..entries], bytemuck::cast_slice(&sorted.tokens))?;
+        let metadata = &seen(&noted)?[..entries * words as usize];
+        same("metadata of rows", metadata, bytemuck::cast_slice(&sorted.notes))?;
+        let (mut starts, mut own, mut landed) = (sorted.starts.clone(), Vec::new(), 0);
+        for bin in bins.of(me) {
+            let (first, count) = (sorted.starts[bin as usize], sorted.counts[bin as usize]);
+            starts[bin as usize] = choices + landed + 1;
+            own.push(RowRun { to_row: landed + 1, first, count, pad: 0 });
+            landed += count + 1;
+        }
+        own.retain(|run| run.count > 0);
+        let mut listed = Vec::new();
+        let count = RunArgs::lay_out(&own, &mut listed);
+        let (listed, home) = (put(&listed)?, self.gpu.memory(u64::from(landed) * words * 4)?);
+        let runs =
+            RunArgs { runs: whole(&listed)?, count: own.len() as u32, entries: choices, places: landed };
+        let place = PlaceArgs {
+            choices,
+            rows: whole(&rows)?,
+            behind: choices,
+            words: words as u32,
+            from: whole(&noted)?,
+            notes: whole(&home)?,
+            own: count,
+            runs,
+        };
+        self.kernels.place_choices(&self.stream, &place)?;
+        let (mut expected_rows, mut expected_places) = (Vec::new(), Vec::new());
+        sorted.places(&bins, top_k, &starts, [&mut expected_rows, &mut expected_places]);
+        same("rows of choices", &seen(&rows)?, bytemuck::cast_slice(&expected_rows))?;
+        same("places of choices", &seen(&places)?, bytemuck::cast_slice(&expected_places))?;
+        let home = seen(&home)?;
+        for RowRun { to_row, first, count, .. } in own {
+            let [to, from, len] = [to_row, first, count].map(|rows| rows as usize * words as usize);
+            let expected = bytemuck::cast_slice(&sorted.notes[from..from + len]);
+            same("metadata of own rows", &home[to * 4..][..len * 4], expected)?;
+        }
+        Ok(())
     }
 
     fn copy(&self) -> Result<String, CliError> {
