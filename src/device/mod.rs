@@ -75,7 +75,7 @@ pub use kernels::{
 #[doc(hidden)]
 pub use kernels::{
     Addresses, Admit, Check, ChoiceArgs, CountArgs, DotScale, Expand, FetchWeights, Kernels, OwnRows, Pack,
-    PermuteArgs, RecordArgs, RunArgs, SortArgs, SumArgs, SumChoices, Tally,
+    PermuteArgs, RankSumArgs, RecordArgs, RunArgs, SortArgs, SumArgs, SumChoices, Tally,
 };
 #[doc(hidden)]
 pub use libcuda::Version;

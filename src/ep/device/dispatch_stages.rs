@@ -130,7 +130,8 @@ impl Enqueuer {
 
     /// From the counts of all to this rank's layout.
     fn place(&mut self, context: u32) -> Result<(), Error> {
-        let Enqueuer { common, tables, sorted, crossing, arrivals, numbers, kept, scratch, .. } = self;
+        let Enqueuer { common, tables, sorted, crossing, arrivals, rank_sums, .. } = self;
+        let Enqueuer { numbers, kept, scratch, .. } = self;
         let (fixed, kept) = (&common.fixed, &mut kept[context as usize]);
         let (top_k, GroupCounts { counts, sizes, landing, .. }) = (fixed.spec.top_k, numbers);
         tables.landing.clone_from(landing);
@@ -143,10 +144,23 @@ impl Enqueuer {
         if fixed.arrives() {
             arrivals.arrange(&frame, sorted, crossing);
             arrivals.pack(&frame, sorted, crossing);
-            common.rewrite_notes(&arrivals.starts, sorted)?;
+        }
+        if fixed.spec.rank_sums {
+            rank_sums.number(&frame, sorted, top_k, (counts, sizes));
+        }
+        match fixed.arrives() {
+            true => common.rewrite_notes(&arrivals.starts, sorted)?,
+            false if fixed.spec.rank_sums => {
+                common.rewrite_notes(&scratch.starts, sorted)?;
+                sorted.copy_notes(&scratch.starts, &mut scratch.notes);
+            }
+            false => {}
         }
         let Kept { layout, first_run, numbers, .. } = kept;
         layout.fill_transfers(&frame, (sorted, crossing), top_k, counts, sizes);
+        if fixed.spec.rank_sums {
+            rank_sums.describe(&frame, layout);
+        }
         if fixed.arrives() {
             arrivals.add_runs(&frame, sorted, layout, (counts, sizes));
             scratch.starts.clone_from(&arrivals.starts);
@@ -157,7 +171,7 @@ impl Enqueuer {
             layout.pack(sorted, &scratch.starts);
             // Relays bring home rows one behind the other, without those that were dropped.
             for rank in fixed.paths().relays().filter(|_| fixed.gpu_direct()) {
-                let mut home = layout.home_of(&fixed.paths(), rank);
+                let mut home = layout.home_of(&fixed.paths(), rank, false);
                 for bin in fixed.bins.of(rank) {
                     scratch.starts[bin as usize] = home;
                     home += sorted.counts[bin as usize];
@@ -218,19 +232,22 @@ impl Enqueuer {
     /// Collects what the caller's stream finds beside the rows: what its sums add up, and how many
     /// rows there are.
     fn send_tables(&mut self, context: u32, tokens: u32, placed: bool) -> Result<(), Error> {
-        let Enqueuer { common, engine, kept, sorted, scratch, .. } = self;
+        let Enqueuer { common, engine, kept, sorted, rank_sums, scratch, .. } = self;
         let (fixed, shape) = (&common.fixed, &common.shape);
         let (top_k, layout) = (fixed.spec.top_k, &kept[context as usize].layout);
-        let Scratch { places, sums, counts, starts, .. } = scratch;
+        let Scratch { places, sums, sum_places, counts, starts, .. } = scratch;
         counts.clear();
         if placed {
             sorted.places(&fixed.bins, top_k, starts, [places, sums]);
+            if fixed.spec.rank_sums {
+                rank_sums.places(&fixed.frame(), top_k, shape.entries() as u32, sum_places);
+            }
             counts.extend_from_slice(&layout.rows_per_bin);
             counts.extend_from_slice(&layout.padded_per_bin);
         } else {
             let tokens = if tokens == REFUSED { 0 } else { tokens };
             let choices = tokens.min(fixed.spec.max_tokens) as usize * top_k as usize;
-            for words in [&mut *places, sums] {
+            for words in [&mut *places, sums, sum_places] {
                 words.clear();
                 words.resize(choices, -1);
             }
@@ -247,6 +264,11 @@ impl Enqueuer {
         }
         common.send(engine, (shape.host_places(), shape.places(context)), choices)?;
         common.send(engine, (shape.host_sums(), shape.sums(context)), choices)?;
+        if fixed.spec.rank_sums {
+            let (from, to) = (shape.host_sum_places(), shape.sum_places(context));
+            common.host.write_words(from.0 as usize, bytemuck::cast_slice(sum_places))?;
+            common.send(engine, (from, to), choices)?;
+        }
         if fixed.spec.weighted {
             common.send(engine, (shape.host_weights(), shape.weights(context)), choices)?;
         }

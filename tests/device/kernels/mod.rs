@@ -14,6 +14,7 @@ mod gate;
 mod gradients;
 mod layer;
 mod pack;
+mod rank_sums;
 mod records;
 mod regroup;
 mod sort_choices;

@@ -7,7 +7,7 @@
 //!   caller's stream   dispatch   choices -> host, called | status, sort, pack | reached | own rows | done | choices apart
 //!                     pxn        choices -> host, called | status, list | done | pack | reached | own rows | done | regroup
 //!                     gradient   status, pack | called (several nodes) | reached | own rows ....... done | regroup (pxn)
-//!                     combine    called (several nodes) | reached, status ......................... done | sum
+//!                     combine    sums by rank | called (several nodes) | reached, status .......... done | sum
 //!   stream of copies             reached | mark | tables, rows, metadata, words | awaited words | done
 //! ```
 
@@ -103,7 +103,7 @@ impl<'a> Lowering<'a> {
         lines.precede();
         lines.push(Task::Join(Line::Stream));
         lines.mark(Phase::Move);
-        if noted && placed.per_rank {
+        if noted && (placed.per_rank || sizing.rank_sums) {
             lines.lay_apart(u64::from(rank.layout.landed) * sizing.note_bytes());
         }
         if arrive && rank.layout.landed > 0 {
@@ -167,6 +167,9 @@ impl<'a> Lowering<'a> {
         };
         let mut lines = self.lines();
         if self.pulls() {
+            if self.sizing.rank_sums {
+                self.sum_by_rank(&mut lines);
+            }
             self.reach(&mut lines);
             lines.clear_status();
         }
@@ -177,7 +180,9 @@ impl<'a> Lowering<'a> {
             lines.push(Task::Join(Line::Stream));
             lines.mark(Phase::Pull);
             if rank.layout.tokens > 0 {
-                let rows = rank.layout.terms.len() as u64 + u64::from(rank.layout.tokens);
+                let sums: u32 = rank.layout.rank_sums.iter().map(|run| run.count).sum();
+                let terms = if self.sizing.rank_sums { sums as usize } else { rank.layout.terms.len() };
+                let rows = terms as u64 + u64::from(rank.layout.tokens);
                 lines.kernel(rows * self.sizing.home_bytes, 0);
             }
             lines.push(Task::Join(Line::Caller));
@@ -262,8 +267,9 @@ impl<'a> Lowering<'a> {
             lines.record_reached();
         }
         lines.follow();
-        // Where each choice's row lies, and its place in the order of the sum.
-        (0..2).for_each(|_| lines.copy(Place::Host, (me, me), choices));
+        // Where each choice's row lies, its place in the order of the sum, and the row of its sum.
+        let tables = if self.sizing.rank_sums { 3 } else { 2 };
+        (0..tables).for_each(|_| lines.copy(Place::Host, (me, me), choices));
         if !self.placed.per_rank {
             // Rows of each expert, without and with pads, in 64 bits.
             lines.copy(Place::Host, (me, me), self.placed.bins.of(me).len() as u64 * 16);
@@ -272,6 +278,13 @@ impl<'a> Lowering<'a> {
         if self.own_runs().iter().any(|run| run.count > 0) {
             lines.copy_of_caller(self.own_runs().len() as u64 * 16);
         }
+    }
+
+    /// A kernel reads the rows of this rank, and writes the sums that return from it.
+    fn sum_by_rank(&self, lines: &mut Lines) {
+        let sums = self.placed.rank_sums_at(self.paths.me());
+        let rows = u64::from(self.rank.layout.received());
+        lines.kernel((rows + sums) * self.sizing.home_bytes, 0);
     }
 
     /// On a device a kernel packs the rows to send, if there are other ranks: it reads each token
