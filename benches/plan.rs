@@ -28,8 +28,14 @@ fn plan(c: &mut Criterion, (tokens, experts, ranks): (u32, u32, u32), route: Rou
     let nodes = NodeMap::from_labels(&(0..ranks).map(|rank| rank / per_node).collect::<Vec<_>>());
     let routing = synthetic(Pattern::Zipf(1.0), experts, 8, tokens, 0, 0).unwrap();
     let (bins, paths) = (Bins::experts(&map, SumOrder::Expert, &nodes), Paths::new(&nodes, route, 0));
-    let sizing =
-        RowSizes { row_bytes: 4096, home_bytes: 4096, words_out: 1, words_home: 1, partial_bytes: None };
+    let sizing = RowSizes {
+        row_bytes: 4096,
+        home_bytes: 4096,
+        words_out: 1,
+        words_home: 1,
+        partial_bytes: None,
+        rank_sums: false,
+    };
     let frame = PlanContext { bins: &bins, paths, align: 1, chunks: 4, sizing, mode: ReceiveMode::Exact };
     let (mut sorted, mut crossing) = (SortedRouting::default(), InterNodeRows::default());
     let (mut counts, mut sizes, mut layout) =

@@ -1,6 +1,7 @@
 // Kernels of an exchange: one module, which every instance on a device loads.
 #include "check.cu"
 #include "rank_major_choices.cu"
+#include "rank_sums.cu"
 #include "counts.cu"
 #include "expand.cu"
 #include "gradients.cu"

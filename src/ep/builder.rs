@@ -35,6 +35,8 @@ pub(super) struct Spec {
     pub gathers: bool,
     /// Limit on the blocks of each kernel, if there is one. Ranks may choose differently.
     pub max_blocks: Option<u32>,
+    /// Each rank sums a token's rows before they return.
+    pub rank_sums: bool,
 }
 
 impl Spec {
@@ -42,9 +44,20 @@ impl Spec {
     pub fn notes(&self) -> RowMetadata {
         if self.gathers {
             RowMetadata::Gathered
+        } else if self.rank_sums {
+            RowMetadata::Summed
         } else {
             RowMetadata::of(self.layout, self.mode, self.coalesce_relays)
         }
+    }
+
+    /// Whether copy engines bring fewer bytes home if a kernel first sums a token's rows at each
+    /// rank. That changes no bit where sums are by rank. Partial sums of another type than rows are
+    /// longer.
+    pub fn gains_by_rank_sums(&self) -> bool {
+        let several = self.top_k > 1 && self.map.ranks() > 1 && !self.layout.is_per_rank();
+        let gains = several && self.partial_dtype.dtype() == self.dtype;
+        self.sum_order.per_partial(gains, false).unwrap_or_default()
     }
 
     /// Entries of a token at most.
@@ -71,7 +84,8 @@ impl Spec {
         let row_bytes = if kind == CallKind::Prepare { 0 } else { (columns * dtype.size()) as u64 };
         let words_home = if self.gathers { 0 } else { self.layout.words_home(self.top_k) };
         let words_out = self.notes().words(self.top_k);
-        RowSizes { row_bytes, home_bytes: self.row_bytes(), words_out, words_home, partial_bytes }
+        let (home_bytes, rank_sums) = (self.row_bytes(), self.rank_sums);
+        RowSizes { row_bytes, home_bytes, words_out, words_home, partial_bytes, rank_sums }
     }
 
     /// Bytes of a row.
@@ -155,6 +169,7 @@ impl<'g> ExpertParallelBuilder<'g> {
             strategy: Strategy::AllToAll,
             gathers: false,
             max_blocks: None,
+            rank_sums: false,
         };
         Ok(ExpertParallelBuilder {
             group,
@@ -174,7 +189,8 @@ impl<'g> ExpertParallelBuilder<'g> {
         (spec, stream, device): (&Spec, Option<&Arc<Stream>>, DeviceSettings),
     ) -> Self {
         let (experts, fp8) = (spec.map.experts(), spec.record.is_some());
-        let (spec, stream) = (spec.clone(), stream.cloned());
+        // What follows from the settings is found when the instance is built.
+        let (spec, stream) = (Spec { rank_sums: false, ..spec.clone() }, stream.cloned());
         ExpertParallelBuilder { group, experts, map: Some(map), fp8, spec, stream, device }
     }
 
@@ -217,7 +233,8 @@ impl<'g> ExpertParallelBuilder<'g> {
 
     /// Type of partial sums, where [`ExpertParallelBuilder::sum_order`] makes them: each is rounded
     /// to it, whether it travels or not. Default: `f32`, which rounds nothing. Does not apply to
-    /// [`SumOrder::Expert`].
+    /// [`SumOrder::Expert`]. On a device one sum for each token and rank returns with
+    /// [`SumOrder::Rank`] if this is the type of rows, and else all rows.
     pub fn partial_dtype(mut self, partial_dtype: PartialDtype) -> Self {
         self.spec.partial_dtype = partial_dtype;
         self
@@ -614,6 +631,7 @@ mod tests {
             coalesce_relays,
             strategy,
             gathers: _,
+            rank_sums: _,
             max_blocks,
         } = spec;
         vec![

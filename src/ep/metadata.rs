@@ -47,6 +47,10 @@ impl ReceivedMetadata {
                     *used = notes.map(|note| i64::from(note[1])).sum();
                 }
             }
+            RowMetadata::Summed => {
+                self.weights.extend(words.chunks_exact(2).map(|note| f32::from_bits(note[1])));
+                self.tokens_per_expert.extend_from_slice(&layout.rows_per_bin);
+            }
             RowMetadata::Choices | RowMetadata::Indexed => {
                 let top_k = layout.top_k as usize;
                 self.tokens_per_expert.resize(experts, 0);

@@ -143,6 +143,10 @@ impl Relay {
                 at + crate::schedule::ControlLayout::LANDED,
                 &mut block.landed,
             )?;
+            if fixed.spec.rank_sums {
+                block.rank_sums.resize(served.len(), Default::default());
+                fixed.port.read(me, WindowId::CONTROL, at + control.rank_sums(), &mut block.rank_sums)?;
+            }
             fixed.port.read(me, WindowId::CONTROL, at + control.segments(), &mut block.segments)?;
             let bound = u64::from(entries) <= control.max_entries() && rows <= entries;
             block.index.resize(if bound { entries as usize } else { 0 }, 0);

@@ -177,6 +177,7 @@ impl<'g> CollectiveBuilder<'g> {
             strategy: Strategy::AllToAll,
             gathers: true,
             max_blocks: None,
+            rank_sums: false,
         };
         Ok(RowCollective { ep: HostExchange::new(self.group, spec)?, everyone: GroupRouting::default() })
     }

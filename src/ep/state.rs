@@ -85,7 +85,8 @@ impl EpState {
             &bins,
             max_entries,
             spec.sizing(CallKind::Dispatch, None).note_bytes(),
-        );
+        )
+        .with_rank_sums(spec.rank_sums);
         let range = group.take_symmetric(control.bytes())?;
         let (pool, host_staging, far) = match ground {
             RowMemory::Near => (pool_window(group), None, WindowId::POOL),
@@ -226,6 +227,9 @@ impl EpState {
             let at = control.header_out(nth, calls.parity());
             port.write(WindowId::CONTROL, at, &[block.rows, block.entries(), block.first])?;
             port.write(WindowId::CONTROL, at + ControlLayout::LANDED, &block.landed)?;
+            if self.spec.rank_sums {
+                port.write(WindowId::CONTROL, at + control.rank_sums(), &block.rank_sums)?;
+            }
             port.write(WindowId::CONTROL, at + control.segments(), &block.segments)?;
             if paths.route() == Route::Pxn {
                 port.write(WindowId::CONTROL, at + control.index(), &block.index)?;

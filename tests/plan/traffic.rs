@@ -76,6 +76,7 @@ fn planned(case: &Case, map: &ExpertMap, nodes: &NodeMap) -> Vec<(DispatchLayout
             words_out: 1,
             words_home: 1,
             partial_bytes: sums.then_some(PARTIAL_BYTES),
+            rank_sums: false,
         },
         mode: ReceiveMode::Exact,
     };

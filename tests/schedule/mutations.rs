@@ -345,6 +345,16 @@ fn every_mutant_of_callers_that_run_ahead_is_found() {
 }
 
 #[test]
+fn every_mutant_of_sums_by_rank_is_found() {
+    let by_rank = (RowLayout::ExpertMajor, ReceiveMode::Exact, SumOrder::Rank);
+    for labels in [&[0; 4][..], &[0, 0, 1, 1]] {
+        let direct = (Route::Direct, Relays::Inline);
+        let group = Group::dense(labels, 4, 5).run(direct).enqueuing().placed(by_rank);
+        assert_eq!(survivors(&format!("{labels:?}, sums by rank"), &group), Vec::<String>::new());
+    }
+}
+
+#[test]
 fn every_mutant_of_engines_that_relay_is_found() {
     let group = Group::dense(&[0, 0, 1, 1], 4, 5).run((Route::Pxn, Relays::Inline)).pulling();
     assert_eq!(survivors("2 x 2 by engines, pxn", &group), Vec::<String>::new());
@@ -402,6 +412,7 @@ fn applies(seeded: SeededBug, group: &Group) -> bool {
         // A relay is done before its rank goes on, so one header would do.
         SeededBug::OneHeader => false,
         SeededBug::TakeUnread | SeededBug::OwnContext | SeededBug::ReadUnsettled => group.enqueues,
+        SeededBug::SumLate => group.enqueues && group.order == SumOrder::Rank,
         _ => true,
     }
 }
@@ -451,6 +462,19 @@ fn outputs_that_a_nic_has_yet_to_read_are_not_given_back() {
             // Without relays a rank puts no outputs but its own.
             assert_eq!(seen.is_err(), found, "{route:?}: {seen:?}");
             assert!(!found || matches!(seen, Err(ProofFailure::Race { .. })), "{seen:?}");
+        }
+    }
+}
+
+#[test]
+fn sums_by_rank_are_made_before_peers_pull_them() {
+    let by_rank = (RowLayout::ExpertMajor, ReceiveMode::Exact, SumOrder::Rank);
+    for (labels, route) in [(&[0; 4][..], Route::Direct), (&[0, 1, 1, 0], Route::Pxn)] {
+        let group = Group::new(labels, 4, 5).run((route, Relays::Inline)).enqueuing().placed(by_rank);
+        assert_eq!(prove(&group.unroll(&enqueued_rounds(), None)).map(drop), Ok(()), "{labels:?}");
+        for seeded in [SeededBug::SumLate, SeededBug::FreeBeforeAck] {
+            let seen = prove(&group.unroll(&enqueued_rounds(), Some(seeded)));
+            assert!(seen.is_err(), "{labels:?} {seeded:?}: {seen:?}");
         }
     }
 }

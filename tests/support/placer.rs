@@ -42,6 +42,7 @@ impl Placer {
             words_out: words,
             words_home: words,
             partial_bytes: None,
+            rank_sums: false,
         };
         let paths = Paths::new(nodes, Route::Direct, 0);
         let frame = PlanContext { bins, paths, align: 1, chunks: 4, sizing, mode: ReceiveMode::Exact };

@@ -121,7 +121,8 @@ impl CopyEngineWork {
         let bins = Bins::of_layout(layout, map, SumOrder::Expert, nodes);
         let notes = RowMetadata::of(layout, ReceiveMode::Exact, spans);
         let words_out = notes.words(top_k);
-        let sizing = RowSizes { row_bytes, home_bytes, words_out, words_home: 1, partial_bytes: None };
+        let (words_home, partial_bytes, rank_sums) = (1, None, false);
+        let sizing = RowSizes { row_bytes, home_bytes, words_out, words_home, partial_bytes, rank_sums };
         let paths = |me| Paths::new(nodes, route, me);
         let (paths_of_0, mode, chunks) = (paths(0), ReceiveMode::Exact, CHUNKS);
         let frame = PlanContext { bins: &bins, paths: paths_of_0, align: 1, chunks, sizing, mode };

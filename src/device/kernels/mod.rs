@@ -21,6 +21,7 @@ mod expand;
 mod gate;
 mod layer;
 mod planning;
+mod rank_sums;
 mod routing;
 mod rows;
 mod sum;
@@ -36,6 +37,8 @@ pub use layer::{
     AccumulateArgs, GatherRun, GatherRuns, GroupSegments, LayerKernels, MatmulArgs, MatmulShape,
 };
 pub use planning::{ChoiceFault, PlaceArgs, PlanArgs, SortArgs};
+pub use rank_sums::RankSumArgs;
+use rank_sums::RankSumFunctions;
 pub use routing::{Check, ChoiceArgs, CountArgs};
 use rows::RecordFunctions;
 pub use rows::{Pack, PermuteArgs, RecordArgs, RunArgs};
@@ -103,6 +106,7 @@ pub struct Kernels {
     pack_fp8: Function,
     sums: SumFunctions,
     sums_of_choices: SumChoicesFunctions,
+    sums_by_rank: RankSumFunctions,
     records: RecordFunctions,
     regroup: Function,
     counts: Function,
@@ -131,6 +135,7 @@ impl Kernels {
             pack_fp8: module.function(c"pack_fp8")?,
             sums: SumFunctions::of(&module)?,
             sums_of_choices: SumChoicesFunctions::of(&module)?,
+            sums_by_rank: RankSumFunctions::of(&module)?,
             records: RecordFunctions::of(&module)?,
             regroup: module.function(c"regroup")?,
             counts: module.function(c"counts")?,

@@ -16,7 +16,7 @@
 //!     caller's thread    take, entry, all ranks': landings | posted
 //!     stream of copies                     | rows to all ranks | landed -> peers
 //!   combine, gradient of dispatch, weight gradients
-//!     caller's stream    experts write | ready |                     join | sum | ...
+//!     caller's stream    experts write | sums by rank | ready |      join | sum | ...
 //!     caller's thread      entry, all ranks': bases | enqueue -.
 //!     stream of copies                                 pull runs | read -> peers
 //!   another expert map
@@ -31,8 +31,9 @@
 //!
 //! **Returns.** Copy engines cannot add. So each rank pulls the rows of its own tokens home, run by
 //! run, to where they lay packed when they went out. Then its stream adds them up, in the order of
-//! the instance; outputs of the rank itself it reads where they were made. Weight gradients return
-//! as rows of four bytes.
+//! the instance; outputs of the rank itself it reads where they were made. Where sums are by rank,
+//! the stream of the experts' rank adds up a token's rows first. It is then that sum which returns,
+//! and all sums from one rank are one run. Weight gradients return as rows of four bytes.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -53,8 +54,8 @@ use crate::ep::relay::{CallPlan, Relay, RelayCall, RelayTask};
 use crate::error::{CallError, CallKind, DeviceError, Error, MemoryError, PlanError};
 use crate::exec::{CopyEngineStepper, Executor, Packed, Until, drive};
 use crate::plan::{
-    Counts, DispatchLayout, ExpertMap, InterNodeRows, ReceiveSizes, RelayPermutation, RelayPlan, RowRun,
-    Segment, SortedRouting,
+    Counts, DispatchLayout, ExpertMap, InterNodeRows, RankSums, ReceiveSizes, RelayPermutation, RelayPlan,
+    RowRun, Segment, SortedRouting,
 };
 use crate::schedule::call_program::{CallMachine, Part, RankPrograms, Relays, Role, StageId, Work};
 use crate::schedule::{CallerTables, Calls, Operands, Refusal, ReturnParts, Tag};
@@ -127,6 +128,7 @@ pub(super) struct Enqueuer {
     pub sorted: SortedRouting,
     pub crossing: InterNodeRows,
     pub arrivals: RelayPermutation,
+    pub rank_sums: RankSums,
     pub numbers: GroupCounts,
     pub kept: Vec<Kept>,
     /// Per rank: where metadata of the call's rows lands.
@@ -149,6 +151,8 @@ pub(super) struct Scratch {
     /// Per choice: its packed row, and the place of its bin in the order of the sum.
     pub places: Vec<i32>,
     pub sums: Vec<i32>,
+    /// Per choice: the row of its rank's sum, if that is its to add.
+    pub sum_places: Vec<i32>,
     pub counts: Vec<i64>,
     /// The runs of own rows, as kernels read them.
     pub own_runs: Vec<u32>,

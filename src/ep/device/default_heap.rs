@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   dispatch of n rows   | n rows; over pxn arrivals, staged rows | n outputs |
+//!   return               | n sums, where ranks sum a token's rows: of two at once, one of them yet to be read |
 //!
 //!   any                  n = all rows that a rank can receive, or its budget
 //!   expected             n = rows if experts get equally many, and half as many more, or any
@@ -33,6 +34,8 @@ impl Default for HeapLoad {
     }
 }
 
+/// Returns whose sums by rank are in the device heap at once.
+const SUMS: u32 = 2;
 /// Memory that small instances may take beyond the expected load.
 const SMALL: u64 = 256 << 20;
 /// Pages of a device.
@@ -55,7 +58,9 @@ impl HeapLoad {
     fn bytes(self, shape: &MemoryShape, rows: u64) -> u64 {
         let rows = u32::try_from(rows).unwrap_or(u32::MAX);
         let landings = shape.landing_bytes(rows).saturating_mul(self.landings.into());
-        let outputs = shape.offer(rows).bytes().saturating_mul(self.outputs.into());
+        let sums = if shape.sums_by_rank() { self.outputs.min(SUMS) } else { 0 };
+        let outputs = self.outputs.saturating_add(sums);
+        let outputs = shape.offer(rows).bytes().saturating_mul(outputs.into());
         landings.saturating_add(outputs)
     }
 }
@@ -103,6 +108,7 @@ mod tests {
             strategy: Strategy::AllToAll,
             gathers: false,
             max_blocks: None,
+            rank_sums: false,
         }
     }
 
@@ -154,6 +160,13 @@ mod tests {
         let (two, three) = (HeapLoad { landings: 8, outputs: 8 }, HeapLoad { landings: 12, outputs: 8 });
         assert!(of(two).abs_diff(heap(&spec(1, 7168))) <= STEP, "four chunks are as long as one");
         assert_eq!(of(three) - of(two), 4 * 1024 * 8 * 14336);
+    }
+
+    #[test]
+    fn sums_by_rank_are_as_many_rows_as_two_outputs() {
+        let summed = Spec { rank_sums: true, ..spec(8, 7168) };
+        let rows = 4096 * 8 * 3 / 2;
+        assert_eq!(heap(&summed), (2 * rows * (3 * 14336 + 8_u64)).next_multiple_of(STEP));
     }
 
     /// Two dispatches with outputs, of so many rows each, one after another and trimmed.

@@ -107,7 +107,8 @@ impl Enqueuer {
 
     /// From the counts of all to this rank's layout.
     fn place(&mut self, context: u32, planner: Planner) -> Result<(), Error> {
-        let Enqueuer { common, tables, sorted, crossing, arrivals, numbers, kept, scratch, .. } = self;
+        let Enqueuer { common, tables, sorted, crossing, arrivals, rank_sums, .. } = self;
+        let Enqueuer { numbers, kept, scratch, .. } = self;
         let (fixed, kept) = (&common.fixed, &mut kept[context as usize]);
         let (top_k, GroupCounts { counts, sizes, landing, .. }) = (fixed.spec.top_k, numbers);
         tables.landing.clone_from(landing);
@@ -120,10 +121,23 @@ impl Enqueuer {
         if fixed.arrives() {
             arrivals.arrange(&frame, sorted, crossing);
             arrivals.pack(&frame, sorted, crossing);
-            common.rewrite_notes(&arrivals.starts, sorted)?;
+        }
+        if fixed.spec.rank_sums {
+            rank_sums.number(&frame, sorted, top_k, (counts, sizes));
+        }
+        match fixed.arrives() {
+            true => common.rewrite_notes(&arrivals.starts, sorted)?,
+            false if fixed.spec.rank_sums => {
+                common.rewrite_notes(&scratch.starts, sorted)?;
+                sorted.copy_notes(&scratch.starts, &mut scratch.notes);
+            }
+            false => {}
         }
         let Kept { layout, first_run, numbers, .. } = kept;
         layout.fill_transfers(&frame, (sorted, crossing), top_k, counts, sizes);
+        if fixed.spec.rank_sums {
+            rank_sums.describe(&frame, layout);
+        }
         if fixed.arrives() {
             arrivals.add_runs(&frame, sorted, layout, (counts, sizes));
             scratch.starts.clone_from(&arrivals.starts);
@@ -134,7 +148,7 @@ impl Enqueuer {
             layout.pack(sorted, &scratch.starts);
             // Relays bring home rows one behind the other, without those that were dropped.
             for rank in fixed.paths().relays().filter(|_| fixed.gpu_direct()) {
-                let mut home = layout.home_of(&fixed.paths(), rank);
+                let mut home = layout.home_of(&fixed.paths(), rank, false);
                 for bin in fixed.bins.of(rank) {
                     scratch.starts[bin as usize] = home;
                     home += sorted.counts[bin as usize];

@@ -23,7 +23,7 @@ use super::transport::RowTransport;
 use super::watchdog::WaitBreaker;
 use crate::bootstrap::wait;
 use crate::device::{DeviceRange, DotScale, FetchWeights, Kernels, OwnRows, RecordArgs, Stream, SumChoices};
-use crate::dtype::Dtype;
+use crate::dtype::{Dtype, PartialDtype};
 use crate::ep::builder::Spec;
 use crate::ep::rows::OutputAt;
 use crate::ep::tensor::{Chosen, Shape, Side, Tensor, TensorMut, Tokens, wrong_place};
@@ -63,8 +63,10 @@ struct Returning {
     options: u32,
     context: u32,
     tokens: u32,
-    /// Where the output begins, in steps.
+    /// Where what returns begins, in steps.
     steps: u32,
+    /// Sums by rank, if these return.
+    _sums: Option<Extent>,
     /// Why this rank refuses the call.
     own: Option<Error>,
 }
@@ -310,11 +312,21 @@ impl EnqueuedExchange {
         output: Result<&EnqueuedOutput, &Error>,
         unfit: Option<Error>,
     ) -> Result<Returning, Error> {
-        let (context, refused) = (handle.context(), output.err().cloned().or(unfit));
-        let steps = match output {
-            Ok(output) if refused.is_none() => output.steps(kind),
-            _ => REFUSED,
-        };
+        let (context, mut refused) = (handle.context(), output.err().cloned().or(unfit));
+        let (mut steps, mut sums) = (REFUSED, None);
+        match output {
+            Ok(output) if refused.is_none() && self.common.returns_sums(kind) => {
+                match self.sum_by_rank((kind, context), output) {
+                    Ok(extent) => {
+                        steps = (extent.offset() / MemoryShape::STEP) as u32;
+                        sums = Some(extent);
+                    }
+                    Err(error) => refused = Some(error),
+                }
+            }
+            Ok(output) if refused.is_none() => steps = output.steps(kind),
+            _ => {}
+        }
         let returns = &mut self.returns[context as usize];
         *returns += 1;
         let nth = *returns;
@@ -322,7 +334,15 @@ impl EnqueuedExchange {
         self.common.space.count();
         let machine = self.enqueue_return(kind, context, steps)?;
         handle.returns(nth, kind, refused.clone());
-        Ok(Returning { machine, kind, options, context, tokens: handle.tokens(), steps, own: refused })
+        let tokens = handle.tokens();
+        Ok(Returning { machine, kind, options, context, tokens, steps, _sums: sums, own: refused })
+    }
+
+    /// Enqueues the sums of each token's rows at this rank.
+    fn sum_by_rank(&self, call: (CallKind, u32), output: &EnqueuedOutput) -> Result<Extent, Error> {
+        let count = self.enqueuer.kept[call.1 as usize].layout.received();
+        let rows = (output.rows(), output.len());
+        self.common.sum_by_rank(&self.stream, &self.kernels, call, rows, count)
     }
 
     /// Second half of a combine: the sums of the rows that came back.
@@ -510,7 +530,8 @@ impl EnqueuedExchange {
         let context = self.common.shape.no_context();
         self.common.space.count();
         let machine = self.enqueue_return(kind, context, REFUSED)?;
-        let call = Returning { machine, kind, options: 0, context, tokens: 0, steps: REFUSED, own: None };
+        let (steps, own) = (REFUSED, None);
+        let call = Returning { machine, kind, options: 0, context, tokens: 0, steps, _sums: None, own };
         self.serve_return(call, None).map_err(|error| self.common.fixed.fail(error))?;
         Ok(())
     }
@@ -756,8 +777,8 @@ impl EnqueuedExchange {
         Ok(self.stream.write(self.common.word(context, StreamFlag::Combine)?, steps + 1)?)
     }
 
-    /// Outputs of this rank that lie so many `steps` into its memory, and how many they are: what
-    /// returns to its own tokens is read there.
+    /// Outputs of this rank, or sums of them, that lie so many `steps` into its memory, and how
+    /// many they are: what returns to its own tokens is read there.
     fn own_outputs(
         &self,
         (kind, context): (CallKind, u32),
@@ -766,7 +787,9 @@ impl EnqueuedExchange {
         if steps == REFUSED {
             return Ok(None);
         }
-        let rows = self.enqueuer.kept[context as usize].layout.landed;
+        let layout = &self.enqueuer.kept[context as usize].layout;
+        let sums = self.common.returns_sums(kind);
+        let rows = if sums { layout.received() } else { layout.landed };
         let bytes = u64::from(rows) * self.common.fixed.sizing(kind).home_bytes;
         Ok(Some((self.common.piece((u64::from(steps) * MemoryShape::STEP, bytes))?, rows)))
     }
@@ -797,6 +820,10 @@ impl EnqueuedExchange {
         }
         let weights = common.span(shape.weights(context))?;
         let groups = common.span(shape.groups())?;
+        // Sums by rank are weighted and rounded already. A token's are added one after the other.
+        let sums = common.returns_sums(kind);
+        let index = if sums { common.span(shape.sum_places(context))? } else { index };
+        let weighted = spec.weighted && kind == CallKind::Combine;
         Ok(self.kernels.sum_choices(
             stream,
             &SumChoices {
@@ -804,15 +831,15 @@ impl EnqueuedExchange {
                 top_k,
                 columns: spec.hidden as u32,
                 dtype: spec.dtype,
-                wire: spec.partial_dtype,
+                wire: if sums { PartialDtype::F32 } else { spec.partial_dtype },
                 n_rows,
                 rows,
                 own,
                 index,
                 n_experts: common.fixed.bins.count(),
                 experts: Some(common.span(shape.sums(context))?),
-                weights: (spec.weighted && kind == CallKind::Combine).then_some(weights),
-                group_of: spec.sum_order.has_partials().then_some(groups),
+                weights: (weighted && !sums).then_some(weights),
+                group_of: (spec.sum_order.has_partials() && !sums).then_some(groups),
                 status,
                 out,
             },

@@ -151,9 +151,9 @@ impl EnqueuedRows {
         let spec = &common.fixed.spec;
         let (per_rank, [experts, apart]) = (spec.layout.is_per_rank(), shape.row_choices(context));
         let choices = u64::from(landed) * u64::from(spec.top_k) * 4;
-        let weights = match per_rank {
-            true => (apart.0, choices),
-            false => (shape.notes(context).0, u64::from(landed) * 4),
+        let weights = match common.laid_apart() {
+            Some(words) => (apart.0, u64::from(landed) * u64::from(words) * 4),
+            None => (shape.notes(context).0, u64::from(landed) * 4),
         };
         let (memory, weights) = (common.piece((base, landing.bytes()))?, common.piece(weights)?);
         let experts = per_rank.then(|| common.piece((experts.0, choices))).transpose()?;
@@ -360,7 +360,7 @@ impl EnqueuedHandle {
             true => (&[][..], Some("regroup")),
             false => (planner.kernels(self.placement.has_own), None),
         };
-        let apart = common.fixed.spec.layout.is_per_rank().then_some("choices");
+        let apart = common.laid_apart().map(|_| "choices");
         let gathered = std::iter::repeat_n(*packs, self.placement.gathered);
         let kernels: Vec<_> = first.iter().copied().chain(gathered).chain(last).chain(apart).collect();
         let dropped_weight = self.placement.dropped_weight;
@@ -379,9 +379,11 @@ impl EnqueuedHandle {
             (Some(error), _) => return Err(error.clone()),
             (None, _) => told.combined,
         };
+        let spec = &self.lease.common.fixed.spec;
         let kernels = match kind {
             CallKind::ReturnWeights => &["fetch_weights"],
-            _ => Kernels::sum_choices_names(self.lease.common.fixed.spec.dtype)?,
+            _ if spec.rank_sums => Kernels::rank_sums_names(spec.dtype)?,
+            _ => Kernels::sum_choices_names(spec.dtype)?,
         };
         Ok(self.lease.report(enqueued, kernels))
     }

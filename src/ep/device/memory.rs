@@ -4,10 +4,11 @@
 //!   memory of the device   | words | zeros | maps | staging | packed notes | context 0 | context 1 | ...  |  pool: rows and outputs |
 //!   maps                   | bins of experts | locals | groups | places in sums |
 //!   staging                packed rows of a dispatch, rows that come home in a combine
-//!   a context              | order | places | sums | weights | counts | own runs | notes |
+//!   a context              | order | places | sums | sum places | weights | counts | own runs | notes |
 //!
 //!   memory of the host     | words of context 0 | 1 | ... | words of no context | arrays |
-//!   arrays                 | experts | weights | notes | places | sums | counts | own runs | order | zeros | bin counts | faults |
+//!   arrays                 | experts | weights | notes | places | sums | sum places | counts | own runs | order | zeros |
+//!                          | bin counts | faults |
 //!
 //!   with several nodes: words of the device that NICs write, and one of
 //!   host staging           | as memory of the device | outbox: rows on their way to other nodes |    where no NIC reaches it
@@ -84,6 +85,8 @@ pub(super) struct MemoryShape {
     segments: u64,
     /// A row stands for all choices of its token at a rank.
     per_rank: bool,
+    /// Ranks sum a token's rows before they return.
+    rank_sums: bool,
     /// Combines multiply rows with their weights.
     weighted: bool,
     sizing: RowSizes,
@@ -119,6 +122,7 @@ impl MemoryShape {
             experts,
             segments: if per_rank { 1 } else { experts },
             per_rank,
+            rank_sums: spec.rank_sums,
             weighted: spec.weighted,
             sizing: spec.sizing(CallKind::Dispatch, None),
             most_rows: spec.mode.budget().map_or(u64::MAX, u64::from),
@@ -198,6 +202,11 @@ impl MemoryShape {
         }
     }
 
+    /// Whether ranks sum a token's rows before they return.
+    pub fn sums_by_rank(&self) -> bool {
+        self.rank_sums
+    }
+
     /// Whether engines relay.
     pub fn arrives(&self) -> bool {
         self.staged.is_some()
@@ -233,13 +242,13 @@ impl MemoryShape {
     }
 
     /// The place of each bin in the order of the sum: `i32`.
-    pub fn sum_places(&self) -> ByteRange {
+    pub fn places_in_sums(&self) -> ByteRange {
         (behind(self.groups()), self.bins * 4)
     }
 
     /// Rows that a call packs, or that come home to it. All contexts share it.
     pub fn staging(&self) -> ByteRange {
-        (behind(self.sum_places()), self.entries() * self.longest_row())
+        (behind(self.places_in_sums()), self.entries() * self.longest_row())
     }
 
     /// Metadata of rows that a call packs, where the device plans it. All contexts share it.
@@ -268,9 +277,19 @@ impl MemoryShape {
         (behind(self.places(context)), self.entries() * 4)
     }
 
+    /// Where ranks sum a token's rows: the row of the sum of each choice, `i32 [tokens, top_k]`, if
+    /// it is the first of its token at its rank, or -1.
+    pub fn sum_places(&self, context: u32) -> ByteRange {
+        (behind(self.sums(context)), self.sum_place_bytes())
+    }
+
+    fn sum_place_bytes(&self) -> u64 {
+        if self.rank_sums { self.entries() * 4 } else { 0 }
+    }
+
     /// Where combines are weighted: routing weights, `f32 [tokens, top_k]`.
     pub fn weights(&self, context: u32) -> ByteRange {
-        (behind(self.sums(context)), self.weight_bytes())
+        (behind(self.sum_places(context)), self.weight_bytes())
     }
 
     fn weight_bytes(&self) -> u64 {
@@ -292,7 +311,7 @@ impl MemoryShape {
         self.segments * (RunArgs::WORDS * size_of::<u32>()) as u64
     }
 
-    /// The routing weight of each row that landed, `f32`.
+    /// What came with each row that landed: the routing weight, `f32`, or what is laid apart.
     pub fn notes(&self, context: u32) -> ByteRange {
         (behind(self.own_runs(context)), self.notes_bytes())
     }
@@ -301,14 +320,19 @@ impl MemoryShape {
         self.most_rows() * self.sizing.note_bytes()
     }
 
-    /// Rank-major: the local expert of each row and choice, `i32`; then their weights, `f32`.
+    /// Rank-major: the local expert of each row and choice, `i32`; then their weights, `f32`. Where
+    /// ranks sum a token's rows: the sum that each row is part of, and the weights.
     pub fn row_choices(&self, context: u32) -> [ByteRange; 2] {
         let experts = (behind(self.notes(context)), self.row_choice_bytes());
         [experts, (behind(experts), self.row_choice_bytes())]
     }
 
     fn row_choice_bytes(&self) -> u64 {
-        if self.per_rank { self.most_rows() * self.top_k * 4 } else { 0 }
+        match (self.per_rank, self.rank_sums) {
+            (true, _) => self.most_rows() * self.top_k * 4,
+            (false, true) => self.most_rows() * 4,
+            (false, false) => 0,
+        }
     }
 
     pub fn pool(&self) -> ByteRange {
@@ -382,8 +406,12 @@ impl MemoryShape {
         (behind(self.host_places()), self.entries() * 4)
     }
 
+    pub fn host_sum_places(&self) -> ByteRange {
+        (behind(self.host_sums()), self.sum_place_bytes())
+    }
+
     pub fn host_counts(&self) -> ByteRange {
-        (behind(self.host_sums()), 2 * self.experts * 8)
+        (behind(self.host_sum_places()), 2 * self.experts * 8)
     }
 
     pub fn host_own_runs(&self) -> ByteRange {
@@ -416,7 +444,8 @@ impl MemoryShape {
     }
 
     fn context_bytes(&self) -> u64 {
-        let permutations = 3 * round(self.entries() * 4) + round(self.weight_bytes());
+        let permutations = 3 * round(self.entries() * 4) + round(self.sum_place_bytes());
+        let permutations = permutations + round(self.weight_bytes());
         let beside = round(self.notes_bytes()) + 2 * round(self.row_choice_bytes());
         permutations + round(2 * self.experts * 8) + round(self.own_run_bytes()) + beside
     }
@@ -599,8 +628,8 @@ mod tests {
     use super::*;
 
     fn shape(contexts: u32, row_bytes: u64) -> MemoryShape {
-        let sizing =
-            RowSizes { row_bytes, home_bytes: row_bytes, words_out: 1, words_home: 0, partial_bytes: None };
+        let (home_bytes, words_out, words_home, partial_bytes, rank_sums) = (row_bytes, 1, 0, None, false);
+        let sizing = RowSizes { row_bytes, home_bytes, words_out, words_home, partial_bytes, rank_sums };
         MemoryShape {
             contexts,
             ids: 8,
@@ -612,6 +641,7 @@ mod tests {
             experts: 2,
             segments: 2,
             per_rank: false,
+            rank_sums: false,
             weighted: true,
             sizing,
             most_rows: u64::MAX,
@@ -642,7 +672,7 @@ mod tests {
     fn pieces_lie_behind_each_other() {
         let shape = shape(2, 512);
         let mut pieces = vec![shape.zeros(), shape.map(), shape.locals(), shape.groups()];
-        pieces.extend([shape.sum_places(), shape.staging(), shape.packed_notes()]);
+        pieces.extend([shape.places_in_sums(), shape.staging(), shape.packed_notes()]);
         for context in 0..2 {
             pieces.extend([shape.order(context), shape.places(context), shape.sums(context)]);
             pieces.extend([shape.weights(context), shape.counts(context), shape.own_runs(context)]);

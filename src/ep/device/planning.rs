@@ -10,8 +10,9 @@
 //!
 //! Ranks exchange the same counts either way, so no rank knows how another one plans. The device
 //! plans where counts are all that the host needs: sizes are exact, the ranks are one node, no rank
-//! is masked, and no tokens of a buffer may lie in place. Between nodes the host has metadata that
-//! NICs and relays read; beyond a budget and under a mask it says which choices are dropped.
+//! is masked, ranks do not sum a token's rows, and no tokens of a buffer may lie in place. Between
+//! nodes the host has metadata that NICs and relays read; beyond a budget and under a mask it says
+//! which choices are dropped; sums of ranks it numbers.
 
 use std::sync::atomic::Ordering;
 
@@ -41,7 +42,7 @@ impl Session {
     pub fn planner(&self) -> Planner {
         let (spec, paths) = (&self.fixed.spec, self.fixed.paths());
         let (one_node, exact) = (!paths.is_multi_node(), spec.mode == ReceiveMode::Exact);
-        let whole = spec.map.active().iter().all(|&active| active);
+        let whole = spec.map.active().iter().all(|&active| active) && !spec.rank_sums;
         match one_node && exact && whole && self.buffers.load(Ordering::Relaxed) == 0 {
             true => Planner::Device,
             false => Planner::Host,
@@ -76,7 +77,7 @@ impl Session {
         Ok(PlanArgs {
             weights: chosen.weights.span(0, u64::from(sort.choices) * 4)?,
             local_of: self.span(shape.locals())?,
-            place_of: self.span(shape.sum_places())?,
+            place_of: self.span(shape.places_in_sums())?,
             rows: self.span(shape.places(context))?,
             places: self.span(shape.sums(context))?,
             notes: self.span(shape.packed_notes())?,
@@ -268,15 +269,18 @@ impl Enqueuer {
 
     /// Sends where the host has found the rows of choices.
     fn send_places(&mut self, context: u32, tokens: u32, placed: bool) -> Result<(), Error> {
-        let Enqueuer { common, engine, sorted, scratch, .. } = self;
+        let Enqueuer { common, engine, sorted, rank_sums, scratch, .. } = self;
         let (fixed, shape) = (&common.fixed, &common.shape);
-        let (top_k, Scratch { places, sums, starts, .. }) = (fixed.spec.top_k, scratch);
+        let (top_k, Scratch { places, sums, sum_places, starts, .. }) = (fixed.spec.top_k, scratch);
         if placed {
             sorted.places(&fixed.bins, top_k, starts, [places, sums]);
+            if fixed.spec.rank_sums {
+                rank_sums.places(&fixed.frame(), top_k, shape.entries() as u32, sum_places);
+            }
         } else {
             let tokens = if tokens == REFUSED { 0 } else { tokens };
             let choices = tokens.min(fixed.spec.max_tokens) as usize * top_k as usize;
-            for words in [&mut *places, sums] {
+            for words in [&mut *places, sums, sum_places] {
                 words.clear();
                 words.resize(choices, -1);
             }
@@ -288,6 +292,11 @@ impl Enqueuer {
         }
         common.send(engine, (shape.host_places(), shape.places(context)), choices)?;
         common.send(engine, (shape.host_sums(), shape.sums(context)), choices)?;
+        if fixed.spec.rank_sums {
+            let (from, to) = (shape.host_sum_places(), shape.sum_places(context));
+            common.host.write_words(from.0 as usize, bytemuck::cast_slice(sum_places))?;
+            common.send(engine, (from, to), choices)?;
+        }
         match fixed.spec.weighted {
             true => common.send(engine, (shape.host_weights(), shape.weights(context)), choices),
             false => Ok(()),

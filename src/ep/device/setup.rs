@@ -18,7 +18,7 @@ use crate::ep::relay::Relay;
 use crate::ep::state::{EpState, ReceiveMemory};
 use crate::error::{Error, MemoryError, PlanError};
 use crate::exec::{CopyEngineStepper, DeviceMap, LocalPeer};
-use crate::plan::{InterNodeRows, RelayPermutation, SortedRouting};
+use crate::plan::{InterNodeRows, RankSums, RelayPermutation, SortedRouting};
 use crate::schedule::call_program::{Engines, RankPrograms};
 use crate::schedule::{CallerTables, Calls, ControlLayout, Flag};
 use crate::topology::{Paths, Route};
@@ -52,6 +52,7 @@ impl EnqueuedExchange {
     /// Allocates, and makes a stream for copies. Collective.
     pub fn new(group: &Group, spec: Spec, settings: EnqueuedSettings) -> Result<EnqueuedExchange, Error> {
         let EnqueuedSettings { stream, max_in_flight: contexts, device_heap, load, priority } = settings;
+        let spec = Spec { rank_sums: spec.gains_by_rank_sums(), ..spec };
         let context = Arc::clone(stream.context());
         let lanes = group.lanes(spec.route)?;
         let staged = most_staged(&lanes.paths(), spec.max_tokens);
@@ -219,6 +220,7 @@ fn enqueuer(common: &Arc<Session>, caller: CallerStream, engine: CopyEngineStepp
         sorted: SortedRouting::default(),
         crossing: InterNodeRows::default(),
         arrivals: RelayPermutation::default(),
+        rank_sums: RankSums::default(),
         numbers: GroupCounts::new(fixed),
         kept: (0..common.shape.word_sets()).map(|_| Kept::default()).collect(),
         notes_at: vec![0; fixed.lanes.ranks() as usize],

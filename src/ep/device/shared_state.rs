@@ -20,7 +20,8 @@
 //!
 //! **Choices.** A rank's host knows how many rank-major rows come, but not their choices: these lie
 //! next to the rows. So a kernel behind their landing lays experts and weights apart, and counts
-//! the rows of each expert.
+//! the rows of each expert. Where ranks sum a token's rows, the same kernel lays apart which sum
+//! each row is part of, and its weight.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -28,11 +29,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use super::memory::{ByteRange, DevicePool, Extent, MemoryShape, Progress, StreamFlag};
 use crate::bootstrap::wait::{Ended, Polling};
 use crate::device::{
-    ByteSpan, ChoiceArgs, Context, DeviceRange, Kernels, PermuteArgs, PinnedMemory, RecordArgs, RunArgs,
-    Stream, Word,
+    ByteSpan, ChoiceArgs, Context, DeviceRange, Kernels, PermuteArgs, PinnedMemory, RankSumArgs, RecordArgs,
+    RunArgs, Stream, Word,
 };
 use crate::dtype::{Dtype, Fp8RowShape};
 use crate::ep::Status;
+use crate::ep::builder::Spec;
 use crate::ep::state::EpState;
 use crate::error::{CallKind, DeviceError, Error, PlanError};
 use crate::exec::{CopyEngineStepper, EnqueueCounts};
@@ -223,7 +225,7 @@ impl Session {
             (of_slots(&bin), shape.map()),
             (of_slots(&local), shape.locals()),
             (partials, shape.groups()),
-            (places, shape.sum_places()),
+            (places, shape.places_in_sums()),
         ];
         let source = PinnedMemory::new(context, tables.iter().map(|(_, (_, len))| *len as usize).sum())?;
         let mut from = 0;
@@ -245,8 +247,8 @@ impl Session {
         (self.shape.counts(context).0, experts * each)
     }
 
-    /// Enqueues that the choices of `rows` rows of a context are laid apart, where a row stands for
-    /// several.
+    /// Enqueues that what came with `rows` rows of a context is laid apart, where a row stands for
+    /// several choices or is part of a sum.
     pub fn lay_choices_apart(
         &self,
         stream: &Stream,
@@ -254,20 +256,65 @@ impl Session {
         (context, rows): (u32, u32),
     ) -> Result<(), Error> {
         let spec = &self.fixed.spec;
-        if !spec.layout.is_per_rank() {
-            return Ok(());
-        }
+        let Some(top_k) = self.laid_apart() else { return Ok(()) };
         let [experts, weights] = self.shape.row_choices(context);
+        let n_experts = spec.map.slots_of(self.fixed.lanes.rank).len() as u32;
         let args = ChoiceArgs {
             rows,
-            top_k: spec.top_k,
-            n_experts: spec.map.slots_of(self.fixed.lanes.rank).len() as u32,
+            top_k,
+            // Sums are not counted.
+            n_experts: if spec.rank_sums { 0 } else { n_experts },
             notes: self.span(self.shape.notes(context))?,
             experts: self.span(experts)?,
             weights: self.span(weights)?,
             counts: self.span(self.counts(context))?,
         };
         Ok(kernels.choices(stream, &args)?)
+    }
+
+    /// Pairs of words that came with each row and are laid apart, if they are.
+    pub fn laid_apart(&self) -> Option<u32> {
+        let Spec { layout, top_k, rank_sums, .. } = self.fixed.spec;
+        match (layout.is_per_rank(), rank_sums) {
+            (true, _) => Some(top_k),
+            (false, true) => Some(1),
+            (false, false) => None,
+        }
+    }
+
+    /// Whether the rows that return in a call of this kind are sums by rank.
+    pub fn returns_sums(&self, kind: CallKind) -> bool {
+        self.fixed.sizing(kind).rank_sums
+    }
+
+    /// Enqueues that this rank sums each token's `rows`, which landed along the layout of a
+    /// context, in a return of this kind: at most `count` sums, in a piece of the pool.
+    pub fn sum_by_rank(
+        &self,
+        stream: &Stream,
+        kernels: &Kernels,
+        (kind, context): (CallKind, u32),
+        (rows, n_rows): (&DeviceRange, u32),
+        count: u32,
+    ) -> Result<Extent, Error> {
+        let (spec, [numbers, weights]) = (&self.fixed.spec, self.shape.row_choices(context));
+        let bytes = u64::from(count) * self.shape.row_bytes(kind);
+        let extent = self.take(bytes)?;
+        let weighted = spec.weighted && kind == CallKind::Combine;
+        let args = RankSumArgs {
+            sums: count,
+            columns: spec.hidden as u32,
+            dtype: spec.dtype,
+            n_rows,
+            rows: rows.span(0, rows.len())?,
+            numbers: self.span(numbers)?,
+            n_experts: spec.map.slots_of(self.fixed.lanes.rank).len() as u32,
+            counts: self.span(self.counts(context))?,
+            weights: weighted.then(|| self.span(weights)).transpose()?,
+            out: self.span((extent.offset(), bytes))?,
+        };
+        kernels.rank_sums(stream, &args).map_err(|error| self.fixed.fail(error.into()))?;
+        Ok(extent)
     }
 
     /// Enqueues that `count` tokens of this type, which a call of this kind brings, are packed in
@@ -387,12 +434,13 @@ impl Session {
         self.shape.arrives() || self.lie_here(CallKind::Dispatch, x).is_some()
     }
 
-    /// Writes the metadata of rows for local peers where these lie packed: from these rows of
-    /// bins on.
+    /// Writes the metadata of rows where these lie packed, from these rows of bins on. Where
+    /// engines relay, rows for other nodes have theirs in headers.
     pub fn rewrite_notes(&self, starts: &[u32], sorted: &SortedRouting) -> Result<(), Error> {
         let (fixed, (at, _)) = (&self.fixed, self.shape.host_notes());
         let bytes = fixed.sizing(CallKind::Dispatch).note_bytes();
-        for rank in (0..fixed.lanes.ranks()).filter(|&rank| fixed.paths().same_node(rank)) {
+        let packed = |&rank: &u32| fixed.paths().same_node(rank) || !fixed.arrives();
+        for rank in (0..fixed.lanes.ranks()).filter(packed) {
             for bin in fixed.bins.of(rank) {
                 let to = at + u64::from(starts[bin as usize]) * bytes;
                 self.host.write_words(to as usize, sorted.notes_of(bin..bin + 1))?;

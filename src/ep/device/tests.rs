@@ -11,6 +11,7 @@ use stand_in_cuda::StandIn;
 use super::EnqueuedExchange;
 use crate::config::NetChoice;
 use crate::device::Stream;
+use crate::dtype::PartialDtype;
 use crate::ep::device::tests::devices::stream;
 use crate::ep::device::tests::rank::{Case, Input, Rank};
 use crate::ep::device::tests::support::{on_ranks, small, tokens};
@@ -162,6 +163,26 @@ fn rows_by_rank_go_from_device_to_device_as_on_the_host() {
                 assert!(rounds(rank, 3, me) > 0);
                 rank.steps([(me, 7), (me + 64, 11)]);
             });
+        }
+    });
+}
+
+#[test]
+fn sums_of_ranks_go_from_device_to_device_as_on_the_host() {
+    on_devices("sums_of_ranks_go_from_device_to_device_as_on_the_host", 12, "ordered", |_| {
+        for (route, signal) in [
+            (Route::Direct, SignalMode::Write),
+            (Route::Pxn, SignalMode::Write),
+            (Route::Pxn, SignalMode::Immediate),
+        ] {
+            let (order, wire) = (SumOrder::Rank, PartialDtype::Bf16);
+            for weighted in [false, true] {
+                let case = Case { order, wire, weighted, route, ..Case::across(&[0, 1, 2, 0, 1], 11, 4) };
+                on_cards(&Case { max_in_flight: 3, ..case }, signal, |rank, me| {
+                    assert!(rounds(rank, 3, me) > 0);
+                    rank.steps([(me, 7), (me + 64, 11)]);
+                });
+            }
         }
     });
 }

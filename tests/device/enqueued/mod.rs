@@ -14,6 +14,7 @@ mod nodes;
 mod processes;
 pub mod rank;
 mod rank_major;
+mod rank_sums;
 mod rebuilt;
 mod records;
 mod remap;

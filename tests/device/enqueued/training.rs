@@ -129,6 +129,7 @@ fn orders_by_rank_and_node_are_those_of_the_host() {
         let mixed = ExpertMap::from_slots(6, &[vec![5, 0], vec![1, 4], vec![3], vec![2]]).unwrap();
         for (order, wire) in [
             (SumOrder::Rank, PartialDtype::F32),
+            (SumOrder::Rank, PartialDtype::Bf16),
             (SumOrder::Node, PartialDtype::F32),
             (SumOrder::Node, PartialDtype::Bf16),
         ] {
@@ -159,6 +160,7 @@ fn steps_within_a_budget_are_those_of_the_host() {
             for (order, wire, weighted) in [
                 (SumOrder::Expert, PartialDtype::F32, true),
                 (SumOrder::Rank, PartialDtype::F32, false),
+                (SumOrder::Rank, PartialDtype::Bf16, true),
                 (SumOrder::Node, PartialDtype::Bf16, true),
             ] {
                 steps::<bf16>(&Case { order, wire, weighted, ..case.clone() }, 1, rows.into());

@@ -15,6 +15,7 @@ mod gradients;
 mod layer;
 mod pack;
 mod plan_choices;
+mod rank_sums;
 mod records;
 mod regroup;
 mod sort_choices;

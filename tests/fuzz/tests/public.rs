@@ -36,7 +36,7 @@ fn block(bytes: &[u8]) -> Option<Block> {
     let (segments, index) = rest.split_at_checked(12)?;
     let segment = |words: &[u32; 3]| Segment { to_row: words[0], count: words[1], pad: words[2] };
     let segments = segments.as_chunks::<3>().0.iter().map(segment).collect();
-    Some(Block { rows, first: 0, landed: vec![0; 2], segments, index: index.to_vec() })
+    Some(Block { rows, landed: vec![0; 2], segments, index: index.to_vec(), ..Block::default() })
 }
 
 #[test]

@@ -89,7 +89,7 @@ fn note_of(play: &Play, notes: RowMetadata, seen: &Visible, rank: usize, at: usi
     match notes {
         RowMetadata::Weight => vec![bits(choices[0])],
         RowMetadata::Marked => vec![bits(choices[0]), 1],
-        RowMetadata::Gathered => unreachable!("nothing is gathered here"),
+        RowMetadata::Summed | RowMetadata::Gathered => unreachable!("nothing is gathered or summed here"),
         RowMetadata::Choices | RowMetadata::Indexed => {
             let experts = seen.local_experts(&play.case, &play.ids, rank, at);
             let mut words: Vec<u32> = experts.iter().map(|&expert| (expert + 1) as u32).collect();

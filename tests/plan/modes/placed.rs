@@ -51,6 +51,7 @@ impl Placed {
             words_out: notes.words(case.top_k),
             words_home: if case.layout == RowLayout::RankMajor { case.top_k } else { 1 },
             partial_bytes: sums.then_some(96),
+            rank_sums: false,
         };
         let ranks = play.ids.iter().map(|_| Rank::default()).collect();
         let mut placed = Placed { nodes, bins, notes, sizing, ranks };

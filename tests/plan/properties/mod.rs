@@ -50,6 +50,7 @@ fn placed(case: &Case) -> Placed {
         words_out: notes.words(case.top_k),
         words_home: if case.layout == RowLayout::RankMajor { case.top_k } else { 1 },
         partial_bytes: sums.then_some(64),
+        rank_sums: false,
     };
     let paths = |rank| Paths::new(&nodes, case.route, rank);
     let mut own = vec![(SortedRouting::default(), InterNodeRows::default(), Vec::new()); case.labels.len()];

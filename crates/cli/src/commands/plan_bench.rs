@@ -179,6 +179,7 @@ pub fn measure(shape: &Shape, rounds: u32) -> Result<Cost, PlanError> {
         words_out: notes.words(top_k),
         words_home: 1,
         partial_bytes: None,
+        rank_sums: false,
     };
     let frame =
         PlanContext { bins: &bins, paths, align: 1, chunks: CHUNKS, sizing, mode: ReceiveMode::Exact };

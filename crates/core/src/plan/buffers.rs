@@ -98,6 +98,8 @@ pub struct RowSizes {
     pub words_home: u32,
     /// Bytes of a partial sum, where relays sum.
     pub partial_bytes: Option<u64>,
+    /// Rows that return are [sums by rank](super::RankSums).
+    pub rank_sums: bool,
 }
 
 impl RowSizes {
@@ -119,7 +121,7 @@ impl RowSizes {
 
     /// The same in a return of weights alone by copy engines, which bring them home as rows.
     pub fn of_weights(self) -> RowSizes {
-        RowSizes { home_bytes: u64::from(self.words_home) * 4, words_home: 0, ..self }
+        RowSizes { home_bytes: u64::from(self.words_home) * 4, words_home: 0, rank_sums: false, ..self }
     }
 
     /// Bytes that go out with a row.

@@ -99,6 +99,9 @@ pub struct DispatchLayout {
     pub chunks: Vec<RowBuffer>,
     /// Rows that land at each rank, pads counted.
     pub sizes: Vec<u32>,
+    /// Where ranks sum a token's rows before they return, per rank: see
+    /// [`RankSums`](super::RankSums).
+    pub rank_sums: Vec<RowRun>,
     /// Rows that this rank stages, to hand them on.
     pub staged: u32,
     /// Rows of this rank's bins, pads counted.
@@ -216,6 +219,7 @@ impl DispatchLayout {
         ];
         let terms = [&self.terms, &self.sums, &self.fetched, &self.row_of_bin];
         let others = vec_memory_usage(&self.runs)
+            + vec_memory_usage(&self.rank_sums)
             + vec_memory_usage(&self.chunks)
             + vec_memory_usage(&self.rows_per_bin)
             + vec_memory_usage(&self.padded_per_bin);
@@ -226,6 +230,11 @@ impl DispatchLayout {
             + others
             + vec_memory_usage(&self.blocks)
             + blocks
+    }
+
+    /// Rows of this rank's bins without pads: it makes no more sums for others.
+    pub fn received(&self) -> u32 {
+        self.rows_per_bin.iter().sum::<i64>() as u32
     }
 
     /// Number of ranks.
@@ -327,10 +336,23 @@ impl DispatchLayout {
         self.run_starts[rank as usize]..self.run_starts[rank as usize + 1]
     }
 
+    /// The runs of a rank's rows in a return: as they left or, with `sums`, the sums that the rank
+    /// made of them.
+    pub fn returned(&self, rank: u32, sums: bool) -> &[RowRun] {
+        let runs = self.runs_to(rank);
+        match sums {
+            true => std::slice::from_ref(&self.rank_sums[rank as usize]),
+            false => &self.runs[runs.start as usize..runs.end as usize],
+        }
+    }
+
     /// The first of the rows that a relay returns, where rows return to the places where they lay
     /// packed. These are rows for that rank or, with blocks, which pack a token once, rows behind
-    /// those of local peers and of the blocks of relays before it.
-    pub fn home_of(&self, paths: &Paths, relay: u32) -> u32 {
+    /// those of local peers and of the blocks of relays before it. With `sums` those return.
+    pub fn home_of(&self, paths: &Paths, relay: u32, sums: bool) -> u32 {
+        if sums {
+            return paths.served_by(relay).first().map_or(0, |&rank| self.rank_sums[rank as usize].first);
+        }
         let runs = |rank| {
             let runs = self.runs_to(rank);
             &self.runs[runs.start as usize..runs.end as usize]

@@ -403,7 +403,7 @@ pub struct RelayPermutation {
 }
 
 /// Rows of a bin that are kept, from all ranks.
-fn kept(bins: &Bins, counts: &Counts, sizes: &ReceiveSizes, bin: u32) -> u32 {
+pub(super) fn kept(bins: &Bins, counts: &Counts, sizes: &ReceiveSizes, bin: u32) -> u32 {
     let end = sizes.rows[bins.rank_of(bin) as usize];
     counts.total[bin as usize].min(end.saturating_sub(sizes.begin[bin as usize]))
 }
@@ -640,8 +640,14 @@ mod tests {
             crossing.fill(&bins, &paths, &sorted);
             let counts = Counts { below: vec![0, 10, 20, 0, 0, 0], total: vec![0; 6] };
             let sizes = ReceiveSizes { begin: vec![0; 3], ..ReceiveSizes::default() };
-            let sizing =
-                RowSizes { row_bytes: 16, home_bytes: 16, words_out: 5, words_home: 2, partial_bytes: None };
+            let sizing = RowSizes {
+                row_bytes: 16,
+                home_bytes: 16,
+                words_out: 5,
+                words_home: 2,
+                partial_bytes: None,
+                rank_sums: false,
+            };
             let frame =
                 PlanContext { bins: &bins, paths, align: 1, chunks: 1, sizing, mode: ReceiveMode::Exact };
             let mut spans = RelaySorter::default();
@@ -702,8 +708,14 @@ mod tests {
             let nodes = NodeMap::from_labels(labels);
             let map = ExpertMap::contiguous(EXPERTS, nodes.ranks()).unwrap();
             let bins = &Bins::experts(&map, SumOrder::Expert, &nodes);
-            let sizing =
-                RowSizes { row_bytes: 16, home_bytes: 16, words_out: 1, words_home: 1, partial_bytes: None };
+            let sizing = RowSizes {
+                row_bytes: 16,
+                home_bytes: 16,
+                words_out: 1,
+                words_home: 1,
+                partial_bytes: None,
+                rank_sums: false,
+            };
             let paths = |rank| Paths::new(&nodes, Route::Pxn, rank);
             let frame = PlanContext { bins, paths: paths(0), align, chunks: 3, sizing, mode };
             let (mut everyone, mut counted) = (GroupRouting::default(), Vec::new());

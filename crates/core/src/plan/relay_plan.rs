@@ -38,18 +38,29 @@ pub struct Block {
     pub landed: Vec<u32>,
     /// Per bin served, rank after rank.
     pub segments: Vec<Segment>,
+    /// Where ranks sum a token's rows before they return, per rank served: the sums of the source.
+    pub rank_sums: Vec<Segment>,
     /// Per entry, segment after segment: its row.
     pub index: Vec<u32>,
 }
 
 impl Block {
     pub(super) fn memory_usage(&self) -> usize {
-        vec_memory_usage(&self.landed) + vec_memory_usage(&self.segments) + vec_memory_usage(&self.index)
+        vec_memory_usage(&self.landed)
+            + vec_memory_usage(&self.segments)
+            + vec_memory_usage(&self.rank_sums)
+            + vec_memory_usage(&self.index)
     }
 
     /// Number of entries.
     pub fn entries(&self) -> u32 {
         self.segments.iter().map(|segment| segment.count).sum()
+    }
+
+    /// Rows that return: an entry each or, with `sums`, the sums of the ranks served.
+    pub fn returned(&self, sums: bool) -> u32 {
+        let segments = if sums { &self.rank_sums } else { &self.segments };
+        segments.iter().map(|segment| segment.count).sum()
     }
 
     /// Rows of chunk `chunk` (from 1) of `chunks`.
@@ -104,11 +115,17 @@ impl Block {
     }
 
     /// Whether the header of a source is valid: it has `entries` entries, each names an existing
-    /// row, those of a bin follow the order of the block if `ordered`, and the rows of a bin have
-    /// numbers.
+    /// row, those of a bin follow the order of the block if `ordered`, the rows of a bin have
+    /// numbers, and sums lie among as many rows as landed.
     pub fn is_sound(&self, entries: u32, ordered: bool) -> bool {
         let counted: u64 = self.segments.iter().map(|segment| u64::from(segment.count)).sum();
         if counted != u64::from(entries) || self.index.len() != entries as usize {
+            return false;
+        }
+        let inside = |(sums, &landed): (&Segment, &u32)| {
+            sums.to_row.checked_add(sums.count).is_some_and(|end| end <= landed)
+        };
+        if !self.rank_sums.iter().zip(&self.landed).all(inside) {
             return false;
         }
         let mut first = 0;
@@ -330,7 +347,8 @@ mod tests {
             let bins = Bins::experts(&map, SumOrder::Expert, &NodeMap::from_labels(&[0, 0]));
             let segment = |to_row, count, pad| Segment { to_row, count, pad };
             let segments = vec![segment(10, 1, 0), segment(20, 2, 1), segment(0, 0, 0), segment(5, 2, 3)];
-            (bins, Block { rows: 3, first: 0, landed: vec![24, 16], segments, index: vec![0, 1, 2, 0, 2] })
+            let (landed, index) = (vec![24, 16], vec![0, 1, 2, 0, 2]);
+            (bins, Block { rows: 3, landed, segments, index, ..Block::default() })
         }
 
         #[test]
@@ -373,7 +391,19 @@ mod tests {
                 !Block { index: vec![0, 2, 1, 0, 2], ..block.clone() }.is_sound(5, true),
                 "rows out of order"
             );
-            assert!(!Block { index: vec![0; 4], ..block }.is_sound(5, true), "an entry without a row");
+            assert!(
+                !Block { index: vec![0; 4], ..block.clone() }.is_sound(5, true),
+                "an entry without a row"
+            );
+            let sums = |to_row| {
+                let rank_sums = vec![Segment { to_row, count: 2, pad: 0 }; 2];
+                Block { rank_sums, ..block.clone() }.is_sound(5, true)
+            };
+            assert_eq!(
+                [14, 15, u32::MAX].map(sums),
+                [true, false, false],
+                "sums behind the 16 rows of a rank"
+            );
         }
     }
 
@@ -388,10 +418,10 @@ mod tests {
             let bins = Bins::experts(&map, SumOrder::Expert, &NodeMap::from_labels(&[0, 0]));
             let block = |to_row| Block {
                 rows: 2,
-                first: 0,
                 landed: vec![8, 8],
                 segments: vec![Segment { to_row, count: 1, pad: 0 }, Segment { to_row, count: 2, pad: 0 }],
                 index: vec![1, 0, 1],
+                ..Block::default()
             };
             let mut forward = RelayPlan::default();
             forward.blocks.extend([block(0), block(4)]);
@@ -419,13 +449,13 @@ mod tests {
             // Row 0 goes to both ranks, row 1 to the second.
             let block = Block {
                 rows: 2,
-                first: 0,
                 landed: vec![8, 8],
                 segments: vec![
                     Segment { to_row: 3, count: 1, pad: 0 },
                     Segment { to_row: 5, count: 2, pad: 0 },
                 ],
                 index: vec![0, 0, 1],
+                ..Block::default()
             };
             let term = |owner, row| Summand { owner, row };
             for (order, starts, second) in

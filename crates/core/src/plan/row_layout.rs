@@ -53,6 +53,7 @@ impl RowLayout {
 /// |---|---|
 /// | `Weight` | routing weight |
 /// | `Marked` | routing weight, 1 |
+/// | `Summed` | the [sum](super::RankSums) + 1 that the row is part of; routing weight |
 /// | `Choices` | per choice the local expert + 1, or 0 where another rank has it; then per choice its weight |
 /// | `Indexed` | as `Choices`; then the row + 1 that it is in visible order |
 /// | `Gathered` | the source rank + 1; if choices are carried, per choice the expert + 1, or 0 if it was dropped; then per choice its weight |
@@ -62,6 +63,8 @@ pub enum RowMetadata {
     Weight,
     /// Expert-major in fixed slots: a mark tells a row from an unused slot.
     Marked,
+    /// Expert-major, where each rank sums a token's rows before they return.
+    Summed,
     /// Rank-major.
     Choices,
     /// Rank-major, where blocks are in relay order.
@@ -85,7 +88,7 @@ impl RowMetadata {
     pub const fn words(self, top_k: u32) -> u32 {
         match self {
             RowMetadata::Weight => 1,
-            RowMetadata::Marked => 2,
+            RowMetadata::Marked | RowMetadata::Summed => 2,
             RowMetadata::Choices => 2 * top_k,
             RowMetadata::Indexed | RowMetadata::Gathered => 2 * top_k + 1,
         }
@@ -94,7 +97,9 @@ impl RowMetadata {
     /// Which layout they go with.
     pub const fn layout(self) -> RowLayout {
         match self {
-            RowMetadata::Weight | RowMetadata::Marked | RowMetadata::Gathered => RowLayout::ExpertMajor,
+            RowMetadata::Weight | RowMetadata::Marked | RowMetadata::Summed | RowMetadata::Gathered => {
+                RowLayout::ExpertMajor
+            }
             RowMetadata::Choices | RowMetadata::Indexed => RowLayout::RankMajor,
         }
     }

@@ -100,9 +100,10 @@ impl SortedRouting {
         self.count(map, notes, routing)?;
         match notes {
             RowMetadata::Choices | RowMetadata::Indexed => self.place_ranks(routing),
-            RowMetadata::Marked => self.place::<2>(routing),
+            RowMetadata::Marked => self.place::<2, 0>(routing),
+            RowMetadata::Summed => self.place::<2, 1>(routing),
             // Gathered rows have no choices: `fill_gathered` notes their sources.
-            RowMetadata::Weight | RowMetadata::Gathered => self.place::<1>(routing),
+            RowMetadata::Weight | RowMetadata::Gathered => self.place::<1, 0>(routing),
         }
         Ok(())
     }
@@ -171,6 +172,15 @@ impl SortedRouting {
         &self.notes[at(bins.start)..at(bins.end)]
     }
 
+    /// Writes the metadata of all entries to where rows lie packed, those of bin `b` from row
+    /// `starts[b]` on.
+    pub fn copy_notes(&self, starts: &[u32], packed: &mut [u32]) {
+        for (bin, &start) in (0..self.counts.len() as u32).zip(starts) {
+            let notes = self.notes_of(bin..bin + 1);
+            packed[start as usize * self.words..][..notes.len()].copy_from_slice(notes);
+        }
+    }
+
     /// For each choice, `[tokens, top_k]`, the row of its entry, where those of bin `b` lie from
     /// row `starts[b]` on; and the place of its bin in the order of the sum. -1 where there is no
     /// entry. Rank-major, an entry stands for several choices: all have its row, and the first has
@@ -217,6 +227,16 @@ impl SortedRouting {
         let notes = self.notes[entries.start * words..entries.end * words].chunks_exact_mut(words);
         for (note, row) in notes.zip(first..) {
             note[words - 1] = row + 1;
+        }
+    }
+
+    /// Notes at each entry of a bin the sum that its choice is part of.
+    pub(super) fn note_sums(&mut self, bin: u32, sum_of: impl Fn(u32) -> u32) {
+        let words = self.words;
+        let entries = self.starts[bin as usize] as usize..self.starts[bin as usize + 1] as usize;
+        let notes = self.notes[entries.start * words..entries.end * words].chunks_exact_mut(words);
+        for (note, &choice) in notes.zip(&self.choices[entries]) {
+            note[0] = sum_of(choice) + 1;
         }
     }
 
@@ -284,10 +304,11 @@ impl SortedRouting {
         self.cursors.clone_from(&self.starts);
     }
 
-    /// A row per choice, with its weight and marks behind that. Every id was checked by `count`.
+    /// A row per choice, with its weight as word `WEIGHT` between marks. Every id was checked by
+    /// `count`.
     ///
     /// How many words that is the compiler knows: where it does not, this takes half as long again.
-    fn place<const WORDS: usize>(&mut self, routing: &Routing) {
+    fn place<const WORDS: usize, const WEIGHT: usize>(&mut self, routing: &Routing) {
         self.reserve();
         let SortedRouting { tokens, choices, notes, cursors, experts, .. } = self;
         let (notes, _) = notes.as_chunks_mut::<WORDS>();
@@ -309,7 +330,7 @@ impl SortedRouting {
                     tokens[entry] = token;
                     choices[entry] = choice;
                     notes[entry] = [1; WORDS];
-                    notes[entry][0] = weight.to_bits();
+                    notes[entry][WEIGHT] = weight.to_bits();
                 }
                 choice += 1;
             }

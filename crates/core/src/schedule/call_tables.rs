@@ -350,36 +350,36 @@ impl CallerTables {
     /// staging these are cut from `home`; where the net reaches the pool they are
     /// [those](DispatchLayout::home_of) in which rows are summed.
     pub fn stage_rows(&mut self, at: &FillContext, layout: &DispatchLayout, home: u64) {
-        let (mut next, row_bytes) = (0, at.sizing.home_bytes);
+        let (mut next, row_bytes, sums) = (0, at.sizing.home_bytes, at.sizing.rank_sums);
         for (relay, block) in at.paths.relays().zip(&layout.blocks) {
             let first = match at.far {
                 WindowId::HOST_STAGING => next,
-                _ => layout.home_of(&at.paths, relay),
+                _ => layout.home_of(&at.paths, relay, sums),
             };
             self.bases[relay as usize] = home + u64::from(first) * row_bytes;
-            next += block.entries();
+            next += block.returned(sums);
         }
     }
 
     /// Stage "pull" of a return: copies this rank's rows from where each local peer offers its
-    /// chunk (`bases`) to `home`, in the order in which they left. Those of other nodes have come
-    /// to the host staging by then, one behind the other, or have returned already. Own rows are
-    /// summed where they lie.
+    /// chunk (`bases`) to `home`, in the order in which they left, or in that of their sums. Those
+    /// of other nodes have come to the host staging by then, one behind the other, or have returned
+    /// already. Own rows are summed where they lie.
     pub fn pull(&mut self, at: &FillContext, layout: &DispatchLayout, home: u64) {
         self.clear();
         let (caller, row_bytes) = (Caller::new(at.paths, at.chunks), at.sizing.home_bytes);
+        let sums = at.sizing.rank_sums;
         let is_staged = |route| at.far == WindowId::HOST_STAGING && at.paths.route() == route;
         let direct = at.paths.relays().filter(|_| is_staged(Route::Direct));
         for peer in at.paths.local_peers().chain(direct) {
-            let (first, runs) = (self.spans.len(), layout.runs_to(peer));
+            let first = self.spans.len();
             let (base, near) = (self.bases[peer as usize], at.paths.same_node(peer));
             let from = match near {
                 true => PutSource::Window { owner: peer, window: WindowId::POOL },
                 false => PutSource::Window { owner: at.paths.me(), window: at.far },
             };
             let mut entry = 0;
-            for run in layout.runs[runs.start as usize..runs.end as usize].iter().filter(|run| run.count > 0)
-            {
+            for run in layout.returned(peer, sums).iter().filter(|run| run.count > 0) {
                 let row = if near { run.to_row } else { entry };
                 entry += run.count;
                 let span = SpanCopy {
@@ -402,8 +402,8 @@ impl CallerTables {
         for (relay, block) in blocks.filter(|_| is_staged(Route::Pxn)) {
             let (first, from_offset) = (self.spans.len() as u32, self.bases[relay as usize]);
             let (from, to) = (PutSource::Window { owner: at.paths.me(), window: at.far }, WindowId::POOL);
-            let to_offset = home + u64::from(layout.home_of(&at.paths, relay)) * row_bytes;
-            let len = u64::from(block.entries()) * row_bytes;
+            let to_offset = home + u64::from(layout.home_of(&at.paths, relay, sums)) * row_bytes;
+            let len = u64::from(block.returned(sums)) * row_bytes;
             self.spans.push(SpanCopy { from, from_offset, to, to_offset, len });
             self.table[caller.rows(relay).0 as usize] = Operand::Spans { first, count: 1 };
         }
@@ -643,10 +643,12 @@ impl RelayTables {
         parts: ReturnParts,
     ) {
         let (row_bytes, words) = (at.sizing.home_bytes, u64::from(at.sizing.words_home) * 4);
-        let (mut segments, mut entry) = (block.segments.iter(), 0);
+        let sums = at.sizing.rank_sums;
+        let segments = if sums { &block.rank_sums } else { &block.segments };
+        let (mut segments, mut entry) = (segments.iter(), 0);
         for (&owner, &landed) in at.paths.served_by(at.paths.me()).iter().zip(&block.landed) {
             let chunk = self.bases[owner as usize];
-            for segment in segments.by_ref().take(bins.of(owner).len()) {
+            for segment in segments.by_ref().take(if sums { 1 } else { bins.of(owner).len() }) {
                 let (from, to, n) = (u64::from(segment.to_row), entry, u64::from(segment.count));
                 let all = [
                     (parts.rows, from * row_bytes, to * row_bytes, n * row_bytes),

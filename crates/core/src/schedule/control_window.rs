@@ -8,8 +8,8 @@
 //!   a flag's line   | value: 8 bytes | sleepers: 8 | tag of even calls: 24 | tag of odd calls: 24 |
 //!   publication     | word per bin, and per rank that stages: u32 |
 //!   message         | tag per member of the node | below: u32 per word | total: u32 per word |
-//!   header          | rows, entries, first row: u32, 64 bytes | landed rows per rank served | segment per bin served
-//!                   | row of each entry: u32 | note of each entry |
+//!   header          | rows, entries, first row: u32, 64 bytes | landed rows per rank served | its sums per rank served
+//!                   | segment per bin served | row of each entry: u32 | note of each entry |
 //! ```
 //!
 //! A rank writes its *publication* once per dispatch, and local peers read it there. A *message*
@@ -22,7 +22,7 @@
 //! it is not the parity of the dispatch.)
 
 use super::Flag;
-use crate::plan::{Bins, LINE};
+use crate::plan::{Bins, LINE, Segment};
 use crate::topology::{Paths, Route};
 
 /// Offsets in the control window, in bytes.
@@ -40,6 +40,8 @@ pub struct ControlLayout {
     relays: u64,
     /// Most ranks that one relay serves.
     served: u64,
+    /// Bytes of a rank's sums in a header; 0 where rows return as they are.
+    sums_bytes: u64,
     /// Most bins: all there are, so that experts may move to other ranks.
     served_bins: u64,
     /// Entries of a block that is relayed; none on the direct route.
@@ -65,11 +67,17 @@ impl ControlLayout {
             sources: most(&|p| p.sources().count()),
             relays: most(&|p| p.relays().count()),
             served: most(&|p| p.served_by(p.me()).len()),
+            sums_bytes: 0,
             served_bins: bins.count().into(),
             block_entries: if paths.route() == Route::Pxn { max_entries } else { 0 },
             max_entries,
             note_bytes,
         }
+    }
+
+    /// The same where headers say which [sums by rank](crate::plan::RankSums) return.
+    pub fn with_rank_sums(self, sums: bool) -> Self {
+        ControlLayout { sums_bytes: if sums { size_of::<Segment>() as u64 } else { 0 }, ..self }
     }
 
     /// Size of the window.
@@ -147,9 +155,14 @@ impl ControlLayout {
     /// In a header: landed rows per rank served.
     pub const LANDED: u64 = LINE;
 
+    /// In a header: the sums of the ranks served, if there are any.
+    pub fn rank_sums(&self) -> u64 {
+        Self::LANDED + self.served * 4
+    }
+
     /// In a header: the segments of the bins served.
     pub fn segments(&self) -> u64 {
-        Self::LANDED + self.served * 4
+        self.rank_sums() + self.served * self.sums_bytes
     }
 
     /// In a header: the row of each entry.

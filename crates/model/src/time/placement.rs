@@ -3,8 +3,8 @@
 use sidelane_core::error::PlanError;
 use sidelane_core::gate::Routing;
 use sidelane_core::plan::{
-    Bins, Block, Counts, DispatchLayout, ExpertMap, InterNodeRows, PlanContext, ReceiveMode, ReceiveSizes,
-    RelayPermutation, RelayPlan, RowLayout, RowMetadata, RowSizes, SortedRouting, SumOrder,
+    Bins, Block, Counts, DispatchLayout, ExpertMap, InterNodeRows, PlanContext, RankSums, ReceiveMode,
+    ReceiveSizes, RelayPermutation, RelayPlan, RowLayout, RowMetadata, RowSizes, SortedRouting, SumOrder,
 };
 use sidelane_core::schedule::ControlLayout;
 use sidelane_core::topology::{NodeMap, Paths, Route};
@@ -26,7 +26,9 @@ pub struct Case<'a> {
     pub layout: RowLayout,
     /// How rows cross.
     pub route: Route,
-    /// Order of sums: under [`Route::Pxn`] relays sum, unless it is [`SumOrder::Expert`].
+    /// Order of sums: under [`Route::Pxn`] relays sum, unless it is [`SumOrder::Expert`]. Devices
+    /// that sum by [`SumOrder::Rank`] do so at the rank of the experts, if partial sums are as long
+    /// as rows.
     pub order: SumOrder,
     /// In how many parts a block goes to its relay.
     pub chunks: u8,
@@ -100,27 +102,39 @@ impl Placed {
         // Engines that relay copy runs to arrivals.
         let arrive = executor == Executor::Device && crosses;
         let bins = Bins::of_layout(case.layout, case.map, case.order, &nodes);
-        let notes = RowMetadata::of(case.layout, ReceiveMode::Exact, false);
         let top_k = case.routings.iter().map(Routing::top_k).max().unwrap_or(1);
         let tokens = case.routings.iter().map(Routing::tokens).max().unwrap_or(0);
-        let sums = crosses && case.order.has_partials();
+        // Each rank sums a token's rows first, if that makes no longer rows. Rank-major it is one
+        // row.
+        let by_rank = executor == Executor::Device
+            && case.order == SumOrder::Rank
+            && case.partial_bytes == case.home_bytes;
+        let rank_sums = by_rank && !case.layout.is_per_rank() && top_k > 1 && case.map.ranks() > 1;
+        let sums = crosses && case.order.has_partials() && !by_rank;
+        let notes = match rank_sums {
+            true => RowMetadata::Summed,
+            false => RowMetadata::of(case.layout, ReceiveMode::Exact, false),
+        };
         let sizing = RowSizes {
             row_bytes: case.row_bytes,
             home_bytes: case.home_bytes,
             words_out: notes.words(top_k),
             words_home: 1,
             partial_bytes: sums.then_some(case.partial_bytes),
+            rank_sums,
         };
         let choices = u64::from(tokens) * u64::from(top_k);
-        let control = ControlLayout::new(&paths, &bins, choices, sizing.note_bytes());
+        let control =
+            ControlLayout::new(&paths, &bins, choices, sizing.note_bytes()).with_rank_sums(rank_sums);
         let all_active = case.map.active().iter().all(|&active| active);
+        let counts_suffice = !paths.is_multi_node() && all_active && !rank_sums;
         let mut placed = Placed {
             ring,
             nodes: nodes.clone(),
             route: case.route,
             bins,
             per_rank: case.layout.is_per_rank(),
-            device_plans: executor == Executor::Device && !paths.is_multi_node() && all_active,
+            device_plans: executor == Executor::Device && counts_suffice,
             sizing,
             control,
             chunks: case.chunks,
@@ -219,7 +233,14 @@ impl Placed {
             own.arrange(&frame, sorted, crossing);
             own.pack(&frame, sorted, crossing);
         }
+        let mut rank_sums = RankSums::default();
+        if frame.sizing.rank_sums {
+            rank_sums.number(&frame, sorted, self.top_k, (counts, sizes));
+        }
         layout.fill(&frame, (&*sorted, &*crossing), self.top_k, counts, sizes);
+        if frame.sizing.rank_sums {
+            rank_sums.describe(&frame, layout);
+        }
         if arrive {
             own.add_runs(&frame, sorted, layout, (counts, sizes));
             *arrivals = Some(own.first_run);
@@ -264,6 +285,16 @@ impl Placed {
             }
         }
         landed
+    }
+
+    /// Sums of tokens' rows that a rank makes.
+    pub(super) fn rank_sums_at(&self, me: u32) -> u64 {
+        let sums = |source: u32| {
+            let (model_rank, by) = self.ring.represented_by(source);
+            let rank_sums = &self.ranks[model_rank as usize].layout.rank_sums;
+            u64::from(rank_sums[self.ring.turned_back(me, by) as usize].count)
+        };
+        (0..self.ring.ranks()).map(sums).sum()
     }
 
     /// Rows that a rank sends for a bin.

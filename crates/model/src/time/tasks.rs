@@ -8,7 +8,7 @@
 //!                     by the host   choices -> host, called | status, sort, pack | reached | own rows | done | choices apart
 //!                     pxn        choices -> host, called | status, list | done | pack | reached | own rows | done | regroup
 //!                     gradient   status, pack | called (several nodes) | reached | own rows ....... done | regroup (pxn)
-//!                     combine    called (several nodes) | reached, status ......................... done | sum
+//!                     combine    sums by rank | called (several nodes) | reached, status .......... done | sum
 //!   stream of copies             reached | mark | tables, rows, metadata, words | awaited words | done
 //! ```
 
@@ -105,7 +105,7 @@ impl<'a> Lowering<'a> {
         lines.precede();
         lines.push(Task::Join(Line::Stream));
         lines.mark(Phase::Move);
-        if noted && placed.per_rank {
+        if noted && (placed.per_rank || sizing.rank_sums) {
             lines.lay_apart(u64::from(rank.layout.landed) * sizing.note_bytes());
         }
         if arrive && rank.layout.landed > 0 {
@@ -174,6 +174,9 @@ impl<'a> Lowering<'a> {
         };
         let mut lines = self.lines();
         if self.pulls() {
+            if self.sizing.rank_sums {
+                self.sum_by_rank(&mut lines);
+            }
             self.reach(&mut lines);
             lines.clear_status();
         }
@@ -185,7 +188,9 @@ impl<'a> Lowering<'a> {
             lines.push(Task::Join(Line::Stream));
             lines.mark(Phase::Pull);
             if rank.layout.tokens > 0 {
-                let rows = rank.layout.terms.len() as u64 + u64::from(rank.layout.tokens);
+                let sums: u32 = rank.layout.rank_sums.iter().map(|run| run.count).sum();
+                let terms = if self.sizing.rank_sums { sums as usize } else { rank.layout.terms.len() };
+                let rows = terms as u64 + u64::from(rank.layout.tokens);
                 lines.kernel(rows * self.sizing.home_bytes, 0);
             }
             lines.push(Task::Join(Line::Caller));
@@ -270,9 +275,10 @@ impl<'a> Lowering<'a> {
             lines.record_reached();
         }
         lines.follow();
-        // Where each choice's row lies, and its place in the order of the sum.
+        // Where each choice's row lies, its place in the order of the sum, and the row of its sum.
+        let tables = if self.sizing.rank_sums { 3 } else { 2 };
         if !self.placed.device_plans {
-            (0..2).for_each(|_| lines.copy(Place::Host, (me, me), choices));
+            (0..tables).for_each(|_| lines.copy(Place::Host, (me, me), choices));
         }
         if !self.placed.per_rank {
             // Rows of each expert, without and with pads, in 64 bits.
@@ -287,6 +293,13 @@ impl<'a> Lowering<'a> {
                 lines.kernel(2 * (choices + rows * self.sizing.note_bytes()), 0);
             }
         }
+    }
+
+    /// A kernel reads the rows of this rank, and writes the sums that return from it.
+    fn sum_by_rank(&self, lines: &mut Lines) {
+        let sums = self.placed.rank_sums_at(self.paths.me());
+        let rows = u64::from(self.rank.layout.received());
+        lines.kernel((rows + sums) * self.sizing.home_bytes, 0);
     }
 
     /// On a device a kernel packs the rows to send, if there are other ranks: it reads each token

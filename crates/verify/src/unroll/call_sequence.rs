@@ -238,7 +238,8 @@ pub(super) fn bad(parameter: &'static str, seen: usize, expected: &'static str) 
 pub(super) fn sizing(scenario: &ProofScenario) -> RowSizes {
     let top_k = scenario.routings.iter().flatten().map(|routing| routing.top_k()).max().unwrap_or(1);
     let multi_node = Paths::new(scenario.nodes, scenario.route, 0).is_multi_node();
-    let sums = scenario.order.has_partials() && scenario.route == Route::Pxn && multi_node;
+    let rank_sums = scenario.rank_sums();
+    let sums = scenario.order.has_partials() && scenario.route == Route::Pxn && multi_node && !rank_sums;
     RowSizes {
         row_bytes: scenario.row_bytes,
         home_bytes: scenario.row_bytes,
@@ -246,6 +247,7 @@ pub(super) fn sizing(scenario: &ProofScenario) -> RowSizes {
         words_home: scenario.layout.words_home(top_k),
         // As if rows were bf16 and partials f32.
         partial_bytes: sums.then_some(2 * scenario.row_bytes),
+        rank_sums,
     }
 }
 
@@ -261,7 +263,8 @@ impl<'a> Unroller<'a> {
         let (paths, sizing) = (Paths::new(scenario.nodes, scenario.route, 0), sizing(scenario));
         Unroller {
             scenario,
-            control: ControlLayout::new(&paths, &bins, entries as u64, sizing.note_bytes()),
+            control: ControlLayout::new(&paths, &bins, entries as u64, sizing.note_bytes())
+                .with_rank_sums(sizing.rank_sums),
             bins,
             sizing,
             members: vec![Member::new(scenario.enqueues); scenario.nodes.ranks() as usize],

@@ -20,8 +20,8 @@ use std::rc::Rc;
 use sidelane_core::error::{CallKind, PlanError};
 use sidelane_core::gate::Routing;
 use sidelane_core::plan::{
-    DispatchLayout, GroupRouting, LocalPermutation, PlanContext, RankRouting, RelayPermutation, RelayPlan,
-    RelaySorter, RowBuffer,
+    DispatchLayout, GroupRouting, LocalPermutation, PlanContext, RankRouting, RankSums, RelayPermutation,
+    RelayPlan, RelaySorter, RowBuffer,
 };
 use sidelane_core::schedule::call_program::{Action, Role, StageId, Work};
 use sidelane_core::schedule::{Flag, Operand, RelayTables, ReturnParts, WindowId};
@@ -423,7 +423,14 @@ impl Unroller<'_> {
                 own.arrange(frame, sorted, crossing);
                 own.pack(frame, sorted, crossing);
             }
+            let mut sums = RankSums::default();
+            if sizing.rank_sums {
+                sums.number(frame, sorted, top_k, (counts, sizes));
+            }
             layout.fill(frame, (&*sorted, &*crossing), top_k, counts, sizes);
+            if sizing.rank_sums {
+                sums.describe(frame, &mut layout);
+            }
             if self.arrives() {
                 own.add_runs(frame, sorted, &mut layout, (counts, sizes));
             }

@@ -61,6 +61,40 @@ impl Unroller<'_> {
         reads
     }
 
+    /// The same of sums by rank: those that engines brought to `home`, and own ones where they lie.
+    pub(super) fn rank_sums_added(
+        &self,
+        me: u32,
+        layout: &DispatchLayout,
+        (home, offered): (u64, u64),
+        row_bytes: u64,
+    ) -> Vec<HostAccess> {
+        let added = |(rank, run): (u32, &RowRun)| {
+            let (what, at, first) = match rank == me {
+                true => ("own sums", offered, run.to_row),
+                false => ("sums at home", home, run.first),
+            };
+            let (first, len) = (u64::from(first) * row_bytes, u64::from(run.count) * row_bytes);
+            self.read(what, Bytes::new(me, WindowId::POOL, at + first, len))
+        };
+        let runs = (0..).zip(&layout.rank_sums).filter(|(_, run)| run.count > 0);
+        runs.map(added).collect()
+    }
+
+    /// A kernel sums each token's rows of a chunk.
+    pub(super) fn summed_by_rank(
+        &self,
+        me: u32,
+        layout: &DispatchLayout,
+        extent: &Extent,
+        sums: &Extent,
+    ) -> Vec<HostAccess> {
+        let [rows, _] = chunk(me, self.sizing.offer(layout.landed), extent);
+        let len = u64::from(layout.received()) * self.sizing.home_bytes;
+        let sums = Bytes::new(me, WindowId::POOL, sums.start, len);
+        vec![self.read("outputs", rows), self.write("sums by rank", sums)]
+    }
+
     pub(super) fn counts_written(&self, me: u32) -> Vec<HostAccess> {
         vec![self.write("counts", self.publication(me, me))]
     }

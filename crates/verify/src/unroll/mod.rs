@@ -110,7 +110,17 @@ pub struct ProofScenario<'a> {
 impl<'s> ProofScenario<'s> {
     /// Row metadata.
     fn notes(&self) -> RowMetadata {
-        if self.gathers { RowMetadata::Gathered } else { RowMetadata::of(self.layout, self.mode, self.spans) }
+        match (self.gathers, self.rank_sums()) {
+            (true, _) => RowMetadata::Gathered,
+            (_, true) => RowMetadata::Summed,
+            _ => RowMetadata::of(self.layout, self.mode, self.spans),
+        }
+    }
+
+    /// Whether streams sum a token's rows at each rank before they return.
+    fn rank_sums(&self) -> bool {
+        let rows = !self.gathers && !self.layout.is_per_rank();
+        self.enqueues && rows && self.order == SumOrder::Rank
     }
 
     /// The scenario of the instance that gathers for this one: an expert at each rank.
@@ -210,6 +220,8 @@ pub enum SeededBug {
     ShareHome,
     /// Sums wait to be sent where others return rows.
     ShareOutbox,
+    /// A kernel makes sums by rank when peers may be pulling them already.
+    SumLate,
     /// Publications are not doubled.
     OnePublication,
     /// Messages are not doubled.
@@ -225,7 +237,7 @@ pub enum SeededBug {
 
 impl SeededBug {
     /// All of them.
-    pub const ALL: [SeededBug; 14] = [
+    pub const ALL: [SeededBug; 15] = [
         SeededBug::FreeBeforeAck,
         SeededBug::AnnounceHeld,
         SeededBug::TakeUnread,
@@ -235,6 +247,7 @@ impl SeededBug {
         SeededBug::ShareStaging,
         SeededBug::ShareHome,
         SeededBug::ShareOutbox,
+        SeededBug::SumLate,
         SeededBug::OnePublication,
         SeededBug::OneMessage,
         SeededBug::OneHeader,

@@ -16,7 +16,9 @@ const STAGING: u64 = 1 << 20;
 /// Contribution of a rank to a return.
 struct Offer {
     chunk: Extent,
-    /// Where in it what returns begins.
+    /// Where a kernel leaves sums by rank, if these return.
+    sums: Option<Extent>,
+    /// Where what returns begins.
     base: u64,
     /// For rows that relays return and, behind them, for sums that are to be sent; or for rows that
     /// engines bring.
@@ -62,10 +64,9 @@ impl Unroller<'_> {
                 member.pool.give(&offer.staging);
             }
             // No rank reads the memory that a refused call offered.
-            if until < Until::End && !reads || self.scenario.seeded == Some(SeededBug::FreeBeforeAck) {
-                member.pool.give(&offer.chunk);
-            } else {
-                member.offered.push(offer.chunk);
+            let free = until < Until::End && !reads || self.scenario.seeded == Some(SeededBug::FreeBeforeAck);
+            for extent in [Some(offer.chunk), offer.sums].into_iter().flatten() {
+                if free { member.pool.give(&extent) } else { member.offered.push(extent) }
             }
             if until == Until::End {
                 member.calls.returned();
@@ -92,6 +93,8 @@ impl Unroller<'_> {
         let home = CallerTables::home_bytes(&paths, layout);
         let at = self.return_setting(me, parts);
         let wait = RelayTables::outbox_bytes(&at, &handle.placed.forwards[me as usize]);
+        let summed =
+            (at.sizing.rank_sums && parts.rows).then(|| u64::from(layout.received()) * at.sizing.home_bytes);
         let member = &mut self.members[me as usize];
         if let Some(kept) = &handle.kept {
             match reads {
@@ -100,6 +103,7 @@ impl Unroller<'_> {
             }
         }
         let early = (!copied).then(|| member.pool.take(size));
+        let sums = summed.map(|bytes| member.pool.take(bytes));
         // A host that runs ahead frees nothing here.
         if paths.is_multi_node() || !self.scenario.enqueues {
             member.free_offered();
@@ -123,9 +127,9 @@ impl Unroller<'_> {
         let outbox = staging.start + if shared { 0 } else { home };
         // Engines return weights as rows.
         let behind = if self.scenario.pulls && !parts.rows { offered.notes_at() } else { 0 };
-        let base = chunk.start + behind;
+        let base = sums.as_ref().map_or(chunk.start + behind, |sums| sums.start);
         tables.offer(&paths, self.tag(CallKind::Combine, number as u64, 0), base);
-        Offer { chunk, base, staging, outbox, tags: tables.tags, bases: tables.bases }
+        Offer { chunk, sums, base, staging, outbox, tags: tables.tags, bases: tables.bases }
     }
 
     /// Whether memory for the outputs of a return may be that of the return before.
@@ -190,6 +194,18 @@ impl Returner<'_, '_> {
         let layout = &call.handle.placed.layouts[me as usize];
         unroller.chunk_written(me, layout, &call.offers[me as usize].chunk, call.parts)
     }
+
+    /// A kernel makes the sums that return.
+    fn summed(&self) -> Vec<HostAccess> {
+        let Returner { unroller, me, call, .. } = *self;
+        let Offer { chunk, sums, .. } = &call.offers[me as usize];
+        let layout = &call.handle.placed.layouts[me as usize];
+        sums.as_ref().map_or(Vec::new(), |sums| unroller.summed_by_rank(me, layout, chunk, sums))
+    }
+
+    fn sums_late(&self) -> bool {
+        self.unroller.scenario.seeded == Some(SeededBug::SumLate)
+    }
 }
 
 impl Actor for Returner<'_, '_> {
@@ -204,6 +220,7 @@ impl Actor for Returner<'_, '_> {
         });
         // Experts write their outputs before the call; what lies elsewhere is copied amid it.
         touches.extend(if call.copied { Vec::new() } else { self.chunk_written() });
+        touches.extend(if self.sums_late() { Vec::new() } else { self.summed() });
         touches
     }
 
@@ -246,6 +263,12 @@ impl Actor for Returner<'_, '_> {
         let row_bytes = unroller.return_setting(me, call.parts).sizing.home_bytes;
         let offer = &call.offers[me as usize];
         let layout = &call.handle.placed.layouts[me as usize];
-        unroller.summed(me, layout, (offer.staging.start, offer.base), row_bytes)
+        let places = (offer.staging.start, offer.base);
+        let mut touches = if self.sums_late() { self.summed() } else { Vec::new() };
+        touches.extend(match offer.sums {
+            Some(_) => unroller.rank_sums_added(me, layout, places, row_bytes),
+            None => unroller.summed(me, layout, places, row_bytes),
+        });
+        touches
     }
 }

@@ -10,11 +10,12 @@ use stand_in_cuda::{Counters, StandIn};
 use super::rank::{Case, Input, Rank, call, target};
 use super::support::{on_ranks, small, tokens};
 use super::{on_cards_in_group, on_devices};
+use crate::dtype::PartialDtype;
 use crate::ep::{Report, Tensor};
 use crate::exec::EnqueueCounts;
 use crate::gate::Routing;
 use crate::lane::SignalMode;
-use crate::plan::RowLayout;
+use crate::plan::{RowLayout, SumOrder};
 use crate::topology::Route;
 use crate::{Dtype, Group, World};
 
@@ -45,7 +46,7 @@ fn modeled(case: &Case) -> [Timing; 3] {
         chunks: crate::ep::state::CHUNKS,
         row_bytes,
         home_bytes: row_bytes,
-        partial_bytes: 2 * row_bytes,
+        partial_bytes: (case.hidden * case.wire.size()) as u64,
         notes: true,
     };
     let hardware: Hardware = "h100-cx7".parse().unwrap();
@@ -115,7 +116,8 @@ fn messages(report: &Report) -> [u64; 2] {
 
 /// Compares a dispatch, its combine, and the gradient of that.
 fn compare(case: &Case, sent: &Sent, group: &Group, rank: &mut Rank<bf16>) {
-    let title = format!("{:?} {:?} {:?} seed {SEED:#x}", case.nodes, case.layout, case.route);
+    let Case { nodes, layout, route, order, .. } = case;
+    let title = format!("{nodes:?} {layout:?} {route:?} {order:?} seed {SEED:#x}");
     let [dispatch, combine, gradient] = modeled(case);
     let tensors = rank.put(&input(case, group.rank().into()));
     let ((rows, handle), seen) = counted(group, rank, |rank| {
@@ -194,6 +196,30 @@ fn between_nodes_the_model_counts_what_driver_and_net_carry_out() {
         for (layout, route) in RowLayout::ALL.into_iter().flat_map(|l| Route::ALL.map(|r| (l, r))) {
             for nodes in [&[0, 0, 1, 1][..], &[0, 0, 0, 1, 1, 1]] {
                 let case = Case { layout, route, ..Case::across(nodes, 12, 3) };
+                let sent = Sent::default();
+                on_cards_in_group(&case, SignalMode::Write, |group, rank| compare(&case, &sent, group, rank));
+            }
+        }
+    });
+}
+
+#[test]
+fn with_sums_by_rank_the_model_counts_what_driver_and_net_carry_out() {
+    let test = "counts::with_sums_by_rank_the_model_counts_what_driver_and_net_carry_out";
+    on_devices(test, 23, "ordered", |_| {
+        let (order, wire) = (SumOrder::Rank, PartialDtype::Bf16);
+        for layout in RowLayout::ALL {
+            // Two experts of a rank are often chosen together.
+            let case = Case { layout, order, wire, ..Case::new(4, 12, 5) };
+            let sent = Sent::default();
+            on_ranks(&case.nodes, &small(), |world: World| {
+                let group = world.all().unwrap();
+                compare(&case, &sent, &group, &mut Rank::new(&group, &case));
+            });
+            for (route, nodes) in
+                Route::ALL.into_iter().flat_map(|r| [&[0, 0, 1, 1][..], &[0, 0, 0, 1, 1, 1]].map(|n| (r, n)))
+            {
+                let case = Case { layout, route, order, wire, ..Case::across(nodes, 12, 5) };
                 let sent = Sent::default();
                 on_cards_in_group(&case, SignalMode::Write, |group, rank| compare(&case, &sent, group, rank));
             }

@@ -9,7 +9,7 @@ use rand::RngExt;
 use rand_chacha::ChaCha8Rng;
 use sidelane::device::{
     Addresses, AuditKernels, Blas, ChoiceFault, DeviceRange, GateArgs, Kernels, LayerKernels, PlaceArgs,
-    PlanArgs, Product, RunArgs, SortArgs, Stream, SumArgs,
+    PlanArgs, Product, RankSumArgs, RunArgs, SortArgs, Stream, SumArgs,
 };
 use sidelane::gate::{Gate, GateInput, Preset, Routing};
 use sidelane::plan::{
@@ -34,6 +34,8 @@ const SPECIAL: [u32; 16] = [
 
 const RANKS: u32 = 8;
 const TOKENS: u32 = 96;
+/// Of a rank that sums a token's rows.
+const EXPERTS: u32 = 32;
 
 /// Products of experts, some of which have fewer rows.
 const SIZES: Sizes = Sizes { experts: 8, rows: 64, depth: 512, columns: 256 };
@@ -54,6 +56,8 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     bench.check_sum::<f16, f16>(checks)?;
     bench.check_sum::<f32, bf16>(checks)?;
     bench.check_sum::<f32, f16>(checks)?;
+    bench.check_rank_sums::<f32>(checks)?;
+    bench.check_rank_sums::<bf16>(checks)?;
     let about = |what, shows| About::new(what, shows);
     checks.check(about("gate", "experts and weights are those of the host: to the bit"), || bench.gate())?;
     checks.check(
@@ -152,6 +156,62 @@ impl Bench {
         same("sums", &seen, bytemuck::cast_slice(&expected))?;
         equal("the status word", status.word(0)?.load(Ordering::Acquire), 0)?;
         Ok(format!("{} sums of up to {RANKS} rows, special values among them", TOKENS * columns))
+    }
+
+    fn check_rank_sums<E: Real>(&self, checks: &mut Checks) -> Result<(), CliError> {
+        let what = format!("rank sums of {}", E::DTYPE);
+        let about = About::new(&what, "in f32, experts ascending, times weights, one rounding: to the bit");
+        checks.check(about, || self.rank_sums::<E>()).map(drop)
+    }
+
+    fn rank_sums<E: Real>(&self) -> Result<String, CliError> {
+        let columns = self.gpu.task.few(7168, 520);
+        let mut random = random(64 + E::DTYPE as u64);
+        let (mut numbers, mut used, mut padded) = (Vec::new(), Vec::new(), Vec::new());
+        for _ in 0..EXPERTS {
+            let first = numbers.len();
+            // Every sum has a row of the first expert.
+            numbers.extend((0..TOKENS as i32).filter(|_| first == 0 || random.random_ratio(1, 8)));
+            used.push((numbers.len() - first) as i64);
+            numbers.resize(numbers.len().next_multiple_of(8), -1);
+            padded.push((numbers.len() - first) as i64);
+        }
+        let n_rows = numbers.len() as u32;
+        let rows: Vec<E> = (0..n_rows * columns).map(|_| any(&mut random)).collect();
+        let weights: Vec<f32> = (0..n_rows).map(|_| random.random_range(-2.0..2.0)).collect();
+        let there = self.put(bytemuck::cast_slice(&rows))?;
+        let numbers_there = self.put(bytemuck::cast_slice(&numbers))?;
+        let counts = self.put(bytemuck::cast_slice(&[used, padded].concat()))?;
+        let weights_there = self.put(bytemuck::cast_slice(&weights))?;
+        let out = self.gpu.memory(u64::from(TOKENS * columns) * E::DTYPE.size() as u64)?;
+        let args = RankSumArgs {
+            sums: TOKENS,
+            columns,
+            dtype: E::DTYPE,
+            n_rows,
+            rows: whole(&there)?,
+            numbers: whole(&numbers_there)?,
+            n_experts: EXPERTS,
+            counts: whole(&counts)?,
+            weights: Some(whole(&weights_there)?),
+            out: whole(&out)?,
+        };
+        self.kernels.rank_sums(&self.stream, &args)?;
+        let seen = self.gpu.read(&self.stream, &out)?;
+        let mut expected: Vec<E> = Vec::new();
+        for sum in 0..TOKENS as i32 {
+            let of_sum: Vec<usize> = (0..numbers.len()).filter(|&row| numbers[row] == sum).collect();
+            expected.extend((0..columns as usize).map(|column| {
+                let mut total = 0_f32;
+                for &row in &of_sum {
+                    let value: f32 = rows[row * columns as usize + column].into();
+                    total += value * weights[row];
+                }
+                E::of(if total.is_nan() { f32::NAN } else { total })
+            }));
+        }
+        same("sums by rank", &seen, bytemuck::cast_slice(&expected))?;
+        Ok(format!("{TOKENS} sums of {n_rows} rows of {EXPERTS} experts, special values among them"))
     }
 
     fn gate(&self) -> Result<String, CliError> {

@@ -100,8 +100,8 @@ pub struct SimulateArgs {
     #[arg(long, value_parser = one_of(Route::ALL, Route::name))]
     pub route: Option<Route>,
 
-    /// Order of sums; relays make partial sums of ranks or nodes [default: expert and, over pxn,
-    /// rank and node]
+    /// Order of sums; relays make partial sums of ranks or nodes, and devices those of ranks where
+    /// the experts are [default: expert and, over pxn, rank and node]
     #[arg(long, value_parser = one_of(SumOrder::ALL, SumOrder::name))]
     pub sum_order: Option<SumOrder>,
 
@@ -271,7 +271,8 @@ impl<'a> Task<'a> {
         if args.mode == ReceiveKind::Exact {
             let ways = Variant::all(args, args.nodes);
             if args.partial_dtype.is_some() && ways.iter().all(|way| way.partial_dtype.is_none()) {
-                let why = "relays sum over --route pxn, between several nodes, in --sum-order rank or node";
+                let why = "sums have parts in --sum-order rank or node, where relays make them over --route pxn \
+                           between several nodes, or ranks those of rows by expert";
                 return Err(usage!("--partial-dtype has no effect here: {why}"));
             }
             if !args.relay_parts.is_empty() && ways.iter().all(|way| way.relay_parts.is_none()) {
@@ -451,7 +452,7 @@ pub struct Variant {
     pub layout: RowLayout,
     pub route: Route,
     pub sum_order: SumOrder,
-    /// Of partial sums, where relays sum.
+    /// Of partial sums, where relays sum, or ranks of devices.
     pub partial_dtype: Option<PartialDtype>,
     /// Number of parts of blocks, where relays copy.
     pub relay_parts: Option<u8>,
@@ -493,9 +494,10 @@ impl Variant {
                 None => vec![SumOrder::Expert],
             };
             for sum_order in orders {
+                // Relays sum, or ranks do before rows return.
+                let sums = relays || sum_order == SumOrder::Rank && !layout.is_per_rank();
                 let wires = match args.partial_dtype {
-                    // Relays sum nothing.
-                    _ if !relays || sum_order == SumOrder::Expert => vec![None],
+                    _ if !sums || sum_order == SumOrder::Expert => vec![None],
                     Some(wire) => vec![Some(wire)],
                     None => PartialDtype::ALL.map(Some).to_vec(),
                 };
