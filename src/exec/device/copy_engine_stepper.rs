@@ -515,12 +515,14 @@ impl CopyEngineStepper {
     /// Waits first; then copies, as one batch where the driver has them, those of notes last; then
     /// what tells of them.
     fn enqueue(&mut self) -> Result<(), DeviceError> {
+        let copies = !self.copies.is_empty() || !self.notes.is_empty();
+        let enqueued = copies || !self.waits.is_empty() || !self.operations.is_empty();
         Self::operate(&self.stream, &mut self.waits, &mut self.enqueued)?;
         self.copies.append(&mut self.notes);
         Self::copy_all(&self.stream, self.batched, &mut self.copies, &mut self.enqueued)?;
         Self::operate(&self.stream, &mut self.operations, &mut self.enqueued)?;
-        if self.outbox.unsettled {
-            // Requests that had no room in a send queue go on.
+        if enqueued && self.outbox.unsettled {
+            // Requests that had no room in a send queue go on. A host that waits serves them itself.
             self.port.lanes().progress();
         }
         Ok(())

@@ -49,9 +49,9 @@
 //!   both       relay done    Signal home -> me
 //! ```
 //!
-//! "Done" is a stage of its own, behind the join of all tracks: it says that this relay reads no
-//! rank's memory any more. The rank then signals its local peers that the memory that they offered
-//! has been read.
+//! "Done" is a stage of its own, behind the join of all tracks: it says that this relay has put all
+//! that it reads of any rank's memory. The rank then signals its local peers that the memory that
+//! they offered has been read. On a device it first waits until its NIC has read that.
 //!
 //! The two programs of a rank interact only through flags. So they may run in one thread,
 //! interleaved in launch order (own puts and signals, then relayed operations, then own waits), or
@@ -452,7 +452,7 @@ pub enum StageId {
     RelayRows,
     /// Relay, return: sends rows of this node back.
     ReturnRows,
-    /// Relay: signals its own rank that it reads no rank's memory any more.
+    /// Relay: signals its own rank that it has put all that it reads of any rank's memory.
     RelayDone,
 }
 

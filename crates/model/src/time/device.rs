@@ -14,7 +14,7 @@
 //!
 //! What is collected is also enqueued at the end of a stage. Then the host posts what is queued for
 //! the NIC. It waits until the NIC has read it before it gives memory back to local peers ("read"),
-//! and at the end of a call.
+//! and at the end of a call. The model has GPUDirect, and so no outbox that could be full.
 
 use std::collections::VecDeque;
 
