@@ -3,10 +3,12 @@
 //     out[sum] = round(+0 + weight * row + ...)     experts ascending; a product is rounded, then added
 //
 //     numbers   i32 [n_rows]: which sum each row is part of, ascending within each expert; -1 of pads
-//     counts    i64 [2, n_experts]: rows of each expert, without and with pads
+//     counts    i64 [2, n_experts]: rows of each local expert, without and with pads
+//     order     u32 [n_experts]: local experts, by the id of their expert
 //
-//     grid (sums). Each thread of a block looks for the sum among the rows of one expert. Then all
-//     threads add up what was found. A sum without rows is left as it is: nobody reads it.
+//     grid (sums). Each thread of a block looks for the sum among the rows of one expert, the first
+//     in the order for the first thread. Then all threads add up what was found. A sum without rows
+//     is left as it is: nobody reads it.
 #include "rows.h"
 
 struct RankSums {
@@ -14,6 +16,7 @@ struct RankSums {
     u64 rows;    // [n_rows, columns]
     u64 numbers; // i32 [n_rows]
     u64 counts;  // i64 [2, n_experts]
+    u64 order;   // u32 [n_experts]
     u64 weights; // f32 [n_rows], or 0 for none
     u32 sums, columns, n_rows, n_experts;
 };
@@ -31,8 +34,9 @@ struct ExpertRows {
     u32 begin, end;
 };
 
-DEVICE struct ExpertRows rows_of_expert(const struct RankSums *p, u32 expert) {
+DEVICE struct ExpertRows rows_of_expert(const struct RankSums *p, u32 nth) {
     const u64 *rows = AT(const u64, p->counts), *padded = rows + p->n_experts;
+    u32 expert = nth < p->n_experts ? AT(const u32, p->order)[nth] : p->n_experts;
     u64 begin = 0, end = 0;
     if (expert < p->n_experts) {
         for (u32 i = 0; i < expert; i++) begin += padded[i];

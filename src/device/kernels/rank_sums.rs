@@ -29,6 +29,8 @@ pub struct RankSumArgs<'a> {
     pub n_experts: u32,
     /// Rows of each expert, then the same with pads, `i64 [2, n_experts]`.
     pub counts: ByteSpan<'a>,
+    /// Local experts in the order in which their rows are added up, `u32 [n_experts]`.
+    pub order: ByteSpan<'a>,
     /// Routing weights, `f32 [n_rows]`, for rows that have not got theirs yet.
     pub weights: Option<ByteSpan<'a>>,
     /// Sums, `[sums, columns]`, at a multiple of 16 bytes. Those without rows are not written.
@@ -43,6 +45,7 @@ struct RankSumParameters {
     rows: u64,
     numbers: u64,
     counts: u64,
+    order: u64,
     weights: u64,
     sums: u32,
     columns: u32,
@@ -79,7 +82,7 @@ impl Kernels {
         }
     }
 
-    /// Enqueues the sums of a token's rows at this rank, in `f32` from +0: by ascending expert,
+    /// Enqueues the sums of a token's rows at this rank, in `f32` from +0: in the order of experts,
     /// each row times its weight, rounded, then added; one rounding at the end.
     ///
     /// # Errors
@@ -114,6 +117,7 @@ impl Kernels {
                 bytes([2, sums.n_experts.into(), 2 * WORD]),
                 2 * WORD,
             )?,
+            order: operands.span("order", sums.order, bytes([sums.n_experts.into(), WORD]), WORD)?,
             weights: operands.optional("weights", sums.weights, words, WORD)?,
             sums: sums.sums,
             columns: sums.columns,

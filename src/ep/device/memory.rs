@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   memory of the device   | words | zeros | maps | staging | packed notes | context 0 | context 1 | ...  |  pool: rows and outputs |
-//!   maps                   | bins of experts | locals | groups | places in sums |
+//!   maps                   | bins of experts | locals | groups | places in sums | own experts |
 //!   staging                packed rows of a dispatch, rows that come home in a combine
 //!   a context              | order | places | sums | sum places | weights | counts | own runs | notes |
 //!
@@ -246,9 +246,14 @@ impl MemoryShape {
         (behind(self.groups()), self.bins * 4)
     }
 
+    /// Where ranks sum a token's rows: local experts in the order of the sum, `u32`.
+    pub fn own_experts(&self) -> ByteRange {
+        (behind(self.places_in_sums()), if self.rank_sums { self.bins * 4 } else { 0 })
+    }
+
     /// Rows that a call packs, or that come home to it. All contexts share it.
     pub fn staging(&self) -> ByteRange {
-        (behind(self.places_in_sums()), self.entries() * self.longest_row())
+        (behind(self.own_experts()), self.entries() * self.longest_row())
     }
 
     /// Metadata of rows that a call packs, where the device plans it. All contexts share it.
@@ -672,7 +677,7 @@ mod tests {
     fn pieces_lie_behind_each_other() {
         let shape = shape(2, 512);
         let mut pieces = vec![shape.zeros(), shape.map(), shape.locals(), shape.groups()];
-        pieces.extend([shape.places_in_sums(), shape.staging(), shape.packed_notes()]);
+        pieces.extend([shape.places_in_sums(), shape.own_experts(), shape.staging(), shape.packed_notes()]);
         for context in 0..2 {
             pieces.extend([shape.order(context), shape.places(context), shape.sums(context)]);
             pieces.extend([shape.weights(context), shape.counts(context), shape.own_runs(context)]);

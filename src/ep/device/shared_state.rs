@@ -221,11 +221,16 @@ impl Session {
         for (place, &bin) in (0..).zip(bins.in_order()) {
             places[bin as usize] = place;
         }
+        let own = bins.of(lanes.rank);
+        let own_in_order = bins.in_order().iter().filter(|&bin| own.contains(bin)).map(|bin| bin - own.start);
+        let mut own_experts: Vec<u32> = own_in_order.collect();
+        own_experts.resize((shape.own_experts().1 / 4) as usize, 0);
         let tables = [
             (of_slots(&bin), shape.map()),
             (of_slots(&local), shape.locals()),
             (partials, shape.groups()),
             (places, shape.places_in_sums()),
+            (own_experts, shape.own_experts()),
         ];
         let source = PinnedMemory::new(context, tables.iter().map(|(_, (_, len))| *len as usize).sum())?;
         let mut from = 0;
@@ -310,6 +315,7 @@ impl Session {
             numbers: self.span(numbers)?,
             n_experts: spec.map.slots_of(self.fixed.lanes.rank).len() as u32,
             counts: self.span(self.counts(context))?,
+            order: self.span(self.shape.own_experts())?,
             weights: weighted.then(|| self.span(weights)).transpose()?,
             out: self.span((extent.offset(), bytes))?,
         };

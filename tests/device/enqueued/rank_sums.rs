@@ -55,6 +55,14 @@ fn steps_with_sums_by_rank_are_those_of_the_host() {
             steps::<bf16>(&Case { weighted: true, align: 2, ..case.clone() }, 1, 8);
             steps::<f32>(&Case { wire: PartialDtype::F32, weighted: true, ..case }, 1, 9);
         }
+        // Slots in any order: experts are added up by their ids, whose f32 sums depend on that.
+        let unsorted = [vec![5, 1, 3], vec![4, 2, 0], vec![3, 0, 5], vec![2, 4, 1]];
+        let unsorted = ExpertMap::from_slots(6, &unsorted).unwrap();
+        for (nodes, route) in SHAPES.into_iter().take(3) {
+            let case = Case { map: unsorted.clone(), ..by_rank(nodes, route, PartialDtype::F32) };
+            steps::<f32>(&case, 1, 10);
+            steps::<f32>(&Case { weighted: true, ..case }, 1, 11);
+        }
     });
 }
 

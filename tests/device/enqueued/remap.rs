@@ -2,10 +2,12 @@
 
 use half::bf16;
 use sidelane::Error;
+use sidelane::dtype::PartialDtype;
 use sidelane::ep::ExpertParallel;
 use sidelane::error::{CallError, CallKind, PlanError};
+
 use sidelane::gate::Routing;
-use sidelane::plan::{ExpertMap, RowLayout};
+use sidelane::plan::{ExpertMap, RowLayout, SumOrder};
 use sidelane::topology::Route;
 
 use super::calls::{on_each_of, some};
@@ -49,7 +51,9 @@ fn calls_follow_the_new_map_back_and_forth() {
                 [(&[0; 4][..], Route::Direct), (&[0, 1, 1, 1], Route::Direct), (&[0, 0, 1, 1], Route::Pxn)]
             {
                 let case = case(nodes, route, layout);
-                for case in [case.clone(), case.dropping(8)] {
+                let (order, wire) = (SumOrder::Rank, PartialDtype::Bf16);
+                let by_rank = Case { order, wire, ..case.clone() };
+                for case in [case.clone(), case.dropping(8), by_rank] {
                     on_each_of::<bf16>(&case, |rank, me| {
                         for seed in (0..3).map(|round| round * 64 + me) {
                             round(rank, seed);

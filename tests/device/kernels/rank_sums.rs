@@ -19,6 +19,8 @@ struct Received {
     numbers: Vec<i32>,
     /// Of each expert, without and with pads.
     counts: Vec<i64>,
+    /// Experts as their rows are added up.
+    order: Vec<u32>,
     weights: Option<Vec<f32>>,
 }
 
@@ -40,13 +42,18 @@ impl Received {
         }
         let rows = numbers.iter().map(|_| any_row(random, dtype, columns)).collect();
         let weights = weighted.then(|| numbers.iter().map(|_| any_f32(random)).collect());
-        Received { dtype, columns, sums, rows, numbers, counts: [used, padded].concat(), weights }
+        let mut order: Vec<u32> = (0..experts as u32).collect();
+        for last in (1..experts).rev() {
+            order.swap(last, random.next() as usize % (last + 1));
+        }
+        Received { dtype, columns, sums, rows, numbers, counts: [used, padded].concat(), order, weights }
     }
 
     fn sum(&self, Device { context, stream, kernels }: &Device) -> Vec<u8> {
         let (rows, numbers) =
             (Buffer::of(context, &self.rows.concat()), Buffer::words(context, &self.numbers));
         let counts = Buffer::words(context, &self.counts);
+        let order = Buffer::words(context, &self.order);
         let weights = self.weights.as_ref().map(|weights| Buffer::words(context, weights));
         let out = Buffer::new(context, (self.sums * self.columns * self.dtype.size()) as u64);
         let sums = RankSumArgs {
@@ -58,6 +65,7 @@ impl Received {
             numbers: numbers.span(),
             n_experts: self.counts.len() as u32 / 2,
             counts: counts.span(),
+            order: order.span(),
             weights: weights.as_ref().map(Buffer::span),
             out: out.span(),
         };
@@ -69,8 +77,12 @@ impl Received {
     /// By definition; what no row is part of stays as it was.
     fn reference(&self) -> Vec<u8> {
         let row_bytes = self.columns * self.dtype.size();
+        let padded = &self.counts[self.order.len()..];
+        let begin = |expert: u32| padded[..expert as usize].iter().sum::<i64>() as usize;
+        let rows_of = |&expert: &u32| begin(expert)..begin(expert + 1);
+        let in_order: Vec<usize> = self.order.iter().flat_map(rows_of).collect();
         let of_sum = |sum| {
-            let at: Vec<usize> = (0..self.rows.len()).filter(|&row| self.numbers[row] == sum).collect();
+            let at: Vec<usize> = in_order.iter().copied().filter(|&row| self.numbers[row] == sum).collect();
             if at.is_empty() {
                 return vec![POISON; row_bytes];
             }
@@ -121,6 +133,7 @@ fn types_and_memory_that_do_not_fit_are_refused_by_name() {
             numbers: memory.part(128, 20),
             n_experts: 3,
             counts: memory.part(192, 48),
+            order: memory.part(304, 12),
             weights: Some(memory.part(256, 20)),
             out: memory.part(512, 32),
         };
@@ -128,6 +141,7 @@ fn types_and_memory_that_do_not_fit_are_refused_by_name() {
             (RankSumArgs { rows: memory.part(0, 79), ..good }, "rows", 79, 80),
             (RankSumArgs { numbers: memory.part(128, 19), ..good }, "numbers", 19, 20),
             (RankSumArgs { counts: memory.part(192, 47), ..good }, "counts", 47, 48),
+            (RankSumArgs { order: memory.part(304, 11), ..good }, "order", 11, 12),
             (RankSumArgs { weights: Some(memory.part(256, 19)), ..good }, "weights", 19, 20),
             (RankSumArgs { out: memory.part(512, 31), ..good }, "out", 31, 32),
         ] {

@@ -160,7 +160,8 @@ impl Bench {
 
     fn check_rank_sums<E: Real>(&self, checks: &mut Checks) -> Result<(), CliError> {
         let what = format!("rank sums of {}", E::DTYPE);
-        let about = About::new(&what, "in f32, experts ascending, times weights, one rounding: to the bit");
+        let about =
+            About::new(&what, "in f32, in the order of experts, times weights, one rounding: to the bit");
         checks.check(about, || self.rank_sums::<E>()).map(drop)
     }
 
@@ -176,12 +177,15 @@ impl Bench {
             numbers.resize(numbers.len().next_multiple_of(8), -1);
             padded.push((numbers.len() - first) as i64);
         }
+        // As if the experts' ids descended.
+        let order: Vec<u32> = (0..EXPERTS).rev().collect();
         let n_rows = numbers.len() as u32;
         let rows: Vec<E> = (0..n_rows * columns).map(|_| any(&mut random)).collect();
         let weights: Vec<f32> = (0..n_rows).map(|_| random.random_range(-2.0..2.0)).collect();
         let there = self.put(bytemuck::cast_slice(&rows))?;
         let numbers_there = self.put(bytemuck::cast_slice(&numbers))?;
         let counts = self.put(bytemuck::cast_slice(&[used, padded].concat()))?;
+        let order = self.put(bytemuck::cast_slice(&order))?;
         let weights_there = self.put(bytemuck::cast_slice(&weights))?;
         let out = self.gpu.memory(u64::from(TOKENS * columns) * E::DTYPE.size() as u64)?;
         let args = RankSumArgs {
@@ -193,6 +197,7 @@ impl Bench {
             numbers: whole(&numbers_there)?,
             n_experts: EXPERTS,
             counts: whole(&counts)?,
+            order: whole(&order)?,
             weights: Some(whole(&weights_there)?),
             out: whole(&out)?,
         };
@@ -200,7 +205,7 @@ impl Bench {
         let seen = self.gpu.read(&self.stream, &out)?;
         let mut expected: Vec<E> = Vec::new();
         for sum in 0..TOKENS as i32 {
-            let of_sum: Vec<usize> = (0..numbers.len()).filter(|&row| numbers[row] == sum).collect();
+            let of_sum: Vec<usize> = (0..numbers.len()).rev().filter(|&row| numbers[row] == sum).collect();
             expected.extend((0..columns as usize).map(|column| {
                 let mut total = 0_f32;
                 for &row in &of_sum {
