@@ -346,7 +346,7 @@ impl ExpertParallel {
     /// not wait. Until the second half, what this rank does for other nodes is done in a thread of
     /// its own.
     ///
-    /// On a device, choices go to the host and rows for other ranks are packed; all else is the
+    /// On a device, choices are counted and rows for other ranks are packed; all else is the
     /// second half's, so peers wait for that. It places this rank's own rows. Over
     /// [`Route::Pxn`](crate::topology::Route), and for `x` in memory of the instance (rows,
     /// outputs, a [`TokenBuffer`]), it packs, too. Until then `x` stays as it is, also for what is

@@ -56,7 +56,7 @@ const FLAGS: u64 = (StreamFlag::COUNT * LINE).next_multiple_of(GRAIN);
 /// Words that a stream shares with its caller's thread, and with nobody else.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum StreamFlag {
-    /// The stream: ids and weights are here. The number of tokens, plus one.
+    /// The stream: choices are here, or their counts. The number of tokens, plus one.
     Dispatch,
     /// The stream: outputs may be read. Where they lie, in steps of [`MemoryShape::STEP`], plus
     /// one.

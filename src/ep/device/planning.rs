@@ -42,8 +42,8 @@ impl Session {
     pub fn planner(&self) -> Planner {
         let (spec, paths) = (&self.fixed.spec, self.fixed.paths());
         let (one_node, exact) = (!paths.is_multi_node(), spec.mode == ReceiveMode::Exact);
-        let whole = spec.map.active().iter().all(|&active| active) && !spec.rank_sums;
-        match one_node && exact && whole && self.buffers.load(Ordering::Relaxed) == 0 {
+        let counts_suffice = spec.map.active().iter().all(|&active| active) && !spec.rank_sums;
+        match one_node && exact && counts_suffice && self.buffers.load(Ordering::Relaxed) == 0 {
             true => Planner::Device,
             false => Planner::Host,
         }
