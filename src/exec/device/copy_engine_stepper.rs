@@ -522,7 +522,8 @@ impl CopyEngineStepper {
         Self::copy_all(&self.stream, self.batched, &mut self.copies, &mut self.enqueued)?;
         Self::operate(&self.stream, &mut self.operations, &mut self.enqueued)?;
         if enqueued && self.outbox.unsettled {
-            // Requests that had no room in a send queue go on. A host that waits serves them itself.
+            // Requests that had no room in a send queue go on. A host that waits serves them
+            // itself.
             self.port.lanes().progress();
         }
         Ok(())

@@ -25,9 +25,9 @@
 //! Row metadata lies in memory that no NIC knows, so lanes copy it. What a relay passes on to its
 //! node is read by engines alone, in order of the stream. So a relay serves others before its own
 //! rows have left, and a combine pulls while those that its relay returns leave. Otherwise only the
-//! lane waits for completions: for room in its ring, and before a fenced word. Requests that find no
-//! room in a send queue are posted when this thread waits for anything, and between its calls of the
-//! driver, since it serves all connections there. A proxy settles behind each call.
+//! lane waits for completions: for room in its ring, and before a fenced word. Requests that find
+//! no room in a send queue are posted when this thread waits for anything, and between its calls of
+//! the driver, since it serves all connections there. A proxy settles behind each call.
 
 use std::collections::VecDeque;
 
