@@ -335,6 +335,27 @@ fn rows_are_staged_by_the_host_where_a_device_cannot_await_nics() {
     });
 }
 
+#[test]
+fn a_rank_alone_on_its_node_returns_more_rows_than_its_outbox_holds() {
+    let name = "a_rank_alone_on_its_node_returns_more_rows_than_its_outbox_holds";
+    on_devices(name, 13, "unordered", |_| {
+        for (route, signal) in
+            Route::ALL.into_iter().flat_map(|route| SignalMode::ALL.map(|signal| (route, signal)))
+        {
+            // All rows go to both experts of rank 0, whose outbox holds those of one rank.
+            let case = Case { hidden: 256, route, ..Case::across(&[0, 1, 2, 3], 8, 2) };
+            on_late_cards(&case, signal, |rank, me| {
+                for round in 0..3 {
+                    rank.round(&tokens(64 * round + me, case.max_tokens, case.hidden, case.top_k, 2));
+                    let home = &rank.reports[1].enqueued;
+                    let outbox = u64::from(case.max_tokens * case.top_k) * 2 * case.hidden as u64;
+                    assert_eq!(home.staged_out_bytes > outbox, me == 0, "{home:?}");
+                }
+            });
+        }
+    });
+}
+
 /// Rounds of each way in `tests/testbed`.
 const ROUNDS: u64 = 5;
 
