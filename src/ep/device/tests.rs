@@ -54,6 +54,14 @@ fn on_cards(case: &Case, signal: SignalMode, body: impl Fn(&mut Rank<bf16>, u64)
     on_cards_in_group(case, signal, |group, rank| body(rank, group.rank().into()));
 }
 
+/// The same, over cards that read late: what is posted goes as it lies there many polls later,
+/// unless signals are writes.
+fn on_late_cards(case: &Case, signal: SignalMode, body: impl Fn(&mut Rank<bf16>, u64) + Sync) {
+    let fabric = Fabric::new(&["card0", "card1"]);
+    fabric.read_late(32);
+    on_fabric(&fabric, case, signal, |group, rank| body(rank, group.rank().into()));
+}
+
 /// The same, with the group of all ranks.
 fn on_cards_in_group(case: &Case, signal: SignalMode, body: impl Fn(&Group, &mut Rank<bf16>) + Sync) {
     on_fabric(&Fabric::new(&["card0", "card1"]), case, signal, body);
@@ -232,11 +240,11 @@ fn beyond_a_budget_the_same_rows_are_dropped_as_on_the_host() {
 fn dispatches_are_alive_side_by_side() {
     on_devices("dispatches_are_alive_side_by_side", 4, "ordered", |_| {
         let budget = ReceiveMode::Budget { rows: 9, overflow: Overflow::Drop };
-        for (route, mode) in
-            Route::ALL.into_iter().flat_map(|route| [(route, budget), (route, ReceiveMode::Exact)])
-        {
+        let modes = [budget, ReceiveMode::Exact];
+        let ways = Route::ALL.into_iter().flat_map(|route| modes.map(|mode| (route, mode)));
+        for ((route, mode), signal) in ways.flat_map(|way| SignalMode::ALL.map(|signal| (way, signal))) {
             let case = Case { mode, route, max_in_flight: 3, ..Case::across(&[0, 0, 1, 1], 5, 3) };
-            on_cards(&case, SignalMode::Write, |rank, me| {
+            on_late_cards(&case, signal, |rank, me| {
                 let input = |seed: u64| tokens(10 * seed + me, 12, 16, 3, 5);
                 for round in 0..3 {
                     rank.all_in_flight(&[input(round), input(round + 7), input(round + 9)]);
@@ -322,6 +330,27 @@ fn rows_are_staged_by_the_host_where_a_device_cannot_await_nics() {
                 let unordered = Some(NoGpuDirect::Unordered);
                 assert_eq!((report.host_staged, report.registration), (unordered, None));
                 assert_eq!(report.enqueued.gpu_direct_bytes, 0);
+            });
+        }
+    });
+}
+
+#[test]
+fn a_rank_alone_on_its_node_returns_more_rows_than_its_outbox_holds() {
+    let name = "a_rank_alone_on_its_node_returns_more_rows_than_its_outbox_holds";
+    on_devices(name, 13, "unordered", |_| {
+        for (route, signal) in
+            Route::ALL.into_iter().flat_map(|route| SignalMode::ALL.map(|signal| (route, signal)))
+        {
+            // All rows go to both experts of rank 0, whose outbox holds those of one rank.
+            let case = Case { hidden: 256, route, ..Case::across(&[0, 1, 2, 3], 8, 2) };
+            on_late_cards(&case, signal, |rank, me| {
+                for round in 0..3 {
+                    rank.round(&tokens(64 * round + me, case.max_tokens, case.hidden, case.top_k, 2));
+                    let home = &rank.reports[1].enqueued;
+                    let outbox = u64::from(case.max_tokens * case.top_k) * 2 * case.hidden as u64;
+                    assert_eq!(home.staged_out_bytes > outbox, me == 0, "{home:?}");
+                }
             });
         }
     });

@@ -212,6 +212,9 @@ pub enum SeededBug {
     OwnContext,
     /// A host that runs ahead gives peers the outputs back that its NIC may still be reading.
     ReadUnsettled,
+    /// A host that runs ahead ends a call, behind which its caller writes where its NIC may still
+    /// be reading.
+    EndUnsettled,
     /// Room is asked for the rows that land, and not for the blocks that are taken behind them.
     StageUnasked,
     /// A relay takes the blocks of all its sources in one place.
@@ -237,12 +240,13 @@ pub enum SeededBug {
 
 impl SeededBug {
     /// All of them.
-    pub const ALL: [SeededBug; 15] = [
+    pub const ALL: [SeededBug; 16] = [
         SeededBug::FreeBeforeAck,
         SeededBug::AnnounceHeld,
         SeededBug::TakeUnread,
         SeededBug::OwnContext,
         SeededBug::ReadUnsettled,
+        SeededBug::EndUnsettled,
         SeededBug::StageUnasked,
         SeededBug::ShareStaging,
         SeededBug::ShareHome,

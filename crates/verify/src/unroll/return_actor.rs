@@ -251,10 +251,6 @@ impl Actor for Returner<'_, '_> {
         self.unroller.reclaims(self.me)
     }
 
-    fn settles(&self) -> bool {
-        self.unroller.scenario.seeded != Some(SeededBug::ReadUnsettled)
-    }
-
     fn end(&self) -> Vec<HostAccess> {
         let Returner { unroller, me, call, .. } = *self;
         if call.until < Until::End || !unroller.scenario.pulls {

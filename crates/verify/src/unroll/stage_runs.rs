@@ -35,7 +35,7 @@ use sidelane_core::schedule::{Flag, FlagValue, Line, Op, TrackOp};
 use sidelane_core::topology::Paths;
 
 use super::call_sequence::{AssumedEffects, FilledOperands, Raised, SampledCall, Unroller, Until, Word};
-use super::{Effect, HostAccess, StageRun, UnrolledOp};
+use super::{Effect, HostAccess, SeededBug, StageRun, UnrolledOp};
 use crate::mutate::{CallChange, ProgramId, programs_of};
 
 /// Accesses and operands of one rank in one call. The order comes from the program.
@@ -59,10 +59,19 @@ pub(super) trait Actor {
     fn reclaims(&self) -> bool {
         false
     }
+}
 
-    /// Whether a host that runs ahead waits for its NIC before it gives peers memory back.
-    fn settles(&self) -> bool {
-        true
+/// A host that enqueues operations on a stream, and runs ahead of it.
+#[derive(Clone, Copy)]
+pub(super) struct Enqueuer<'a> {
+    paths: Paths<'a>,
+    seeded: Option<SeededBug>,
+}
+
+impl Enqueuer<'_> {
+    /// Whether it waits for its NIC there: it does, unless this bug is seeded.
+    fn settles_unless(&self, bug: SeededBug) -> bool {
+        self.seeded != Some(bug)
     }
 }
 
@@ -76,7 +85,7 @@ pub(super) trait Actor {
 pub(super) fn walk(
     programs: &RankPrograms,
     (program, role, until): (&CallProgram, Role, Until),
-    enqueues: Option<Paths<'_>>,
+    enqueues: Option<Enqueuer<'_>>,
     actor: &impl Actor,
 ) -> Vec<Vec<StageRun>> {
     let cut = match until {
@@ -104,14 +113,14 @@ pub(super) fn walk(
             lines[0].push("reclaim", 0, base, read);
         }
         // The caller's kernels are enqueued behind the calls before.
-        enqueues.iter().for_each(|paths| enqueue(&mut lines, paths.me(), false));
+        enqueues.iter().for_each(|host| enqueue(&mut lines, host.paths.me(), false));
         lines[last].touches.extend(actor.begin());
     }
     for step in program.line(cut) {
         let Action::Run(stage, part) = step.action else {
             lines[0].touches.extend(actor.footprint(step.role, step.action));
-            if let (Action::Compute(Work::AwaitStream), Some(paths)) = (step.action, enqueues) {
-                let me = paths.me();
+            if let (Action::Compute(Work::AwaitStream), Some(host)) = (step.action, enqueues) {
+                let me = host.paths.me();
                 let (from, of, flag, level) = (me, me, Flag::Ready, FlagValue::Call);
                 lines[last].word("reached", base, (me, Op::Signal { to: me, of, flag, level }));
                 lines[0].word("reached", base, (me, Op::Wait { from, flag, level }));
@@ -121,18 +130,19 @@ pub(super) fn walk(
         let filled = actor.filled(stage);
         let (items, start) = (programs.stages.items(stage, part), programs.stages.of(stage).start().len());
         let first = if part == Part::Finish { start } else { 0 };
-        let Some(paths) = enqueues else {
+        let Some(host) = enqueues else {
             lines[0].stage(stage, (part, first), filled, steps(filled, items));
             continue;
         };
         // One thread: it comes to each operation when it is done with those before.
-        let line = |item: &TrackOp| (item.op.line(paths), item.op.frees_sources());
+        let line = |item: &TrackOp| (item.op.line(host.paths), item.op.frees_sources());
         let mut first = first;
         for run in items.chunk_by(|one, next| line(one) == line(next)) {
             let (line, frees_sources) = line(&run[0]);
             let at = if line == Line::Stream { last } else { 0 };
             if at == last {
-                enqueue(&mut lines, paths.me(), frees_sources && actor.settles());
+                let settles = frees_sources && host.settles_unless(SeededBug::ReadUnsettled);
+                enqueue(&mut lines, host.paths.me(), settles);
             }
             lines[at].stage(stage, (part, first), filled, steps(filled, run));
             first += run.len();
@@ -140,7 +150,9 @@ pub(super) fn walk(
     }
     if role == Role::Own {
         // So are those that follow.
-        enqueues.iter().for_each(|paths| enqueue(&mut lines, paths.me(), true));
+        if let Some(host) = enqueues {
+            enqueue(&mut lines, host.paths.me(), host.settles_unless(SeededBug::EndUnsettled));
+        }
         lines[last].touches.extend(actor.end());
     }
     lines.into_iter().map(|line| line.end(base)).collect()
@@ -243,10 +255,10 @@ impl Unroller<'_> {
             let goes_on = planted.is_some_and(|bug| bug.change == CallChange::GoOn { rank: me });
             let until = if goes_on { Until::End } else { until };
             let role = if matches!(id, ProgramId::Relay(_)) { Role::Relay } else { Role::Own };
-            let (paths, enqueues) = (self.paths(me), self.scenario.enqueues);
+            let host = Enqueuer { paths: self.paths(me), seeded: self.scenario.seeded };
             let planted = planted.map(|bug| bug.plant(program));
             let line = (planted.as_ref().unwrap_or(program), role, until);
-            scenes.extend(walk(programs, line, enqueues.then_some(paths), actor));
+            scenes.extend(walk(programs, line, self.scenario.enqueues.then_some(host), actor));
         }
         scenes
     }

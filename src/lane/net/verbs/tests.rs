@@ -474,6 +474,22 @@ fn a_write_outside_what_is_registered_fails_and_lands_nowhere() {
 }
 
 #[test]
+fn a_failure_is_told_behind_the_late_completions_of_its_queue_pair() {
+    let (fabric, a, b) = two();
+    fabric.delay_completions("a");
+    let mut chain = SendChain::new(CHAIN);
+    let stale = Remote { rkey: b.place(0).rkey + 1000, ..b.place(0) };
+    for (number, to) in [(1, b.place(0)), (2, stale), (3, b.place(1))] {
+        chain.write(number, [a.words(0, 1)], to, Flags::SIGNALED).unwrap();
+    }
+    a.pair.post_send(&mut chain).unwrap();
+    assert_eq!(a.poll(), []);
+    fabric.deliver_completions("a");
+    let refused = failed(CompletionStatus::RemoteAccess, 10);
+    assert_eq!(a.poll(), [(1, done(Kind::Write)), (2, refused), (3, flushed())]);
+}
+
+#[test]
 fn a_source_that_is_not_of_this_nic_is_refused() {
     let (_fabric, a, b) = two();
     let mut chain = SendChain::new(CHAIN);

@@ -196,7 +196,8 @@ impl State {
         (fits && allowed).then(|| ptr::with_exposed_provenance_mut(region.at + offset as usize))
     }
 
-    /// Says that a request is done or has failed. Failures are always said.
+    /// Says that a request is done or has failed. Failures are always said, but none overtakes a
+    /// completion of its queue pair that is kept back.
     fn finish(&mut self, number: u32, job: &Job, status: u32) {
         let pair = self.pair(number);
         pair.unsignaled += 1;
@@ -214,7 +215,12 @@ impl State {
         let vendor_err = if status == ffi::IBV_WC_SUCCESS { 0 } else { 0x80 + status };
         let wc = ibv_wc { wr_id: job.wr_id, status, opcode, vendor_err, qp_num: number, ..EMPTY };
         match &mut self.nics[nic].delayed {
-            Some(delayed) if status == ffi::IBV_WC_SUCCESS => delayed.push((queue, Ready { wc, frees })),
+            Some(delayed)
+                if status == ffi::IBV_WC_SUCCESS
+                    || delayed.iter().any(|(_, earlier)| earlier.wc.qp_num == number) =>
+            {
+                delayed.push((queue, Ready { wc, frees }));
+            }
             _ => self.complete(queue, wc, frees),
         }
     }

@@ -25,8 +25,8 @@
 //!   Tree     a directory laid out like `/sys`, gone when dropped
 //! ```
 //!
-//! Delays: a NIC whose [completions are late](Fabric::delay_completions), though all it was asked
-//! for is done.
+//! Delays: a held fabric whose NICs [read late](Fabric::read_late), and a NIC whose
+//! [completions are late](Fabric::delay_completions), though all it was asked for is done.
 //!
 //! Faults: a NIC that falls [silent](Fabric::silence), whose peers' retries end on the test's
 //! request ([`give_up`](Fabric::give_up)), and a NIC that is [removed](Fabric::remove).
@@ -131,6 +131,12 @@ impl Fabric {
     /// From now on a request is executed when its sender polls, one per queue pair and poll.
     pub fn hold(&self) {
         self.state().held = true;
+    }
+
+    /// While the fabric is [held](Fabric::hold), so many polls execute nothing between two that do.
+    /// NICs read sources long after they were posted, unless the sender waits for that.
+    pub fn read_late(&self, polls: u32) {
+        self.state().idle_polls = polls;
     }
 
     /// From now on the writes of a queue pair are placed in a random order, another one in each
@@ -302,6 +308,8 @@ pub struct State {
     pub queues: BTreeMap<u32, Queue>,
     pub pairs: BTreeMap<u32, Pair>,
     pub held: bool,
+    /// Polls of a held queue that execute nothing, between two that do.
+    pub idle_polls: u32,
     pub placement: Placement,
     pub too_early: usize,
     numbers: u32,
@@ -329,6 +337,8 @@ pub struct Queue {
     pub nic: usize,
     pub capacity: usize,
     pub ready: VecDeque<Ready>,
+    /// Polls since one that executed requests.
+    pub polls: u32,
     pub fd: i32,
     pub armed: bool,
 }
@@ -414,6 +424,13 @@ impl State {
         if std::mem::take(&mut queue.armed) {
             ring(queue.fd);
         }
+    }
+
+    /// Whether a poll of a queue executes requests, while the fabric is held.
+    pub fn executes(&mut self, queue: u32) -> bool {
+        let Some(queue) = self.queues.get_mut(&queue) else { return false };
+        queue.polls = (queue.polls + 1) % (self.idle_polls + 1);
+        queue.polls == 0
     }
 
     pub fn take(&mut self, queue: u32) -> Option<ibv_wc> {

@@ -360,7 +360,7 @@ unsafe extern "C" fn create_cq(
     let (mut state, &Open { number, nic, .. }) = (state(context), open(context));
     let handle = state.number();
     let (capacity, ready) = (entries as usize, Default::default());
-    state.queues.insert(handle, Queue { context: number, nic, capacity, ready, fd, armed: false });
+    state.queues.insert(handle, Queue { context: number, nic, capacity, ready, polls: 0, fd, armed: false });
     Box::into_raw(Box::new(ibv_cq { context, channel, cq_context: tag, handle, cqe: entries }))
 }
 
@@ -403,7 +403,7 @@ unsafe extern "C" fn poll_cq(cq: *mut ibv_cq, entries: c_int, wc: *mut ibv_wc) -
     // SAFETY: made by `create_cq`.
     let &ibv_cq { context, handle, .. } = unsafe { &*cq };
     let mut state = state(context);
-    if state.held {
+    if state.held && state.executes(handle) {
         let of = |(&number, pair): (&u32, &Pair)| (pair.send == handle).then_some(number);
         let pairs: Vec<u32> = state.pairs.iter().filter_map(of).collect();
         pairs.into_iter().for_each(|pair| _ = state.step(pair));
