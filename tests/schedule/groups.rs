@@ -254,9 +254,10 @@ pub fn enqueued_rounds() -> Vec<Call> {
         }
         other => vec![other],
     });
-    // At last rows land where a call in which nothing moves has freed those before.
-    let last = [Call::Agree, dispatch(0), Call::Agree, Call::Cached { handle: 9 }];
-    made.chain(last).collect()
+    // Then rows land where a call in which nothing moves has freed those before, and at last rows
+    // return from where those of the return before lay.
+    let landed = [Call::Agree, dispatch(0), Call::Agree, Call::Cached { handle: 9 }];
+    made.chain(landed).chain([ret(9, ROWS); 3]).collect()
 }
 
 /// The calls that a group makes in its way.

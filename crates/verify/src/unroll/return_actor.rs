@@ -248,7 +248,8 @@ impl Actor for Returner<'_, '_> {
     }
 
     fn reclaims(&self) -> bool {
-        self.unroller.reclaims(self.me)
+        let asks = self.unroller.scenario.seeded != Some(SeededBug::FreeBeforeAck);
+        asks && self.unroller.reclaims(self.me)
     }
 
     fn end(&self) -> Vec<HostAccess> {
