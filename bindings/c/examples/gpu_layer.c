@@ -113,7 +113,7 @@ static void exact(sidelane_group_t *group, sidelane_stream_t *stream, CUstream c
 
         sidelane_report_t report = {.size = sizeof report};
         CHECK(sidelane_handle_report(handle, &report));
-        REQUIRE(strcmp(report.kernels[0].name, "sort_choices") == 0 && report.max_blocks == 2);
+        REQUIRE(strcmp(report.kernels[0].name, "plan_choices") == 0 && report.max_blocks == 2);
         REQUIRE(report.copied_bytes == (round == 2 ? layout.rows * ROW : 0));
         // Before CUDA 13.1 multiprocessors copy the rows that stay on the device.
         REQUIRE(report.enqueued.copies_by_sms <= report.enqueued.copies);
