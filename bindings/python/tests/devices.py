@@ -33,7 +33,9 @@ def environment() -> dict[str, str]:
     except (OSError, subprocess.CalledProcessError) as error:
         assert "SIDELANE_NEED_DEVICES" not in os.environ, (error, getattr(error, "stderr", ""))
         pytest.skip(f"no stand-in driver: {error}")
-    return dict(line.split("=", 1) for line in said.stdout.splitlines())
+    found = dict(line.split("=", 1) for line in said.stdout.splitlines())
+    # A rank that runs already takes no folder for its loader, and would find the cuBLAS of torch.
+    return found | {"SIDELANE_CUBLAS_LIBRARY": f"{found['LD_LIBRARY_PATH']}/libcublas.so.12"}
 
 
 class Description(ctypes.Structure):
