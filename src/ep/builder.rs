@@ -189,7 +189,7 @@ impl<'g> ExpertParallelBuilder<'g> {
         (spec, stream, device): (&Spec, Option<&Arc<Stream>>, DeviceSettings),
     ) -> Self {
         let (experts, fp8) = (spec.map.experts(), spec.record.is_some());
-        // What follows from the settings is found when the instance is built.
+        // The build of the instance derives this from the settings.
         let (spec, stream) = (Spec { rank_sums: false, ..spec.clone() }, stream.cloned());
         ExpertParallelBuilder { group, experts, map: Some(map), fp8, spec, stream, device }
     }

@@ -248,7 +248,7 @@ impl Enqueuer {
     pub fn answer(&mut self, context: u32, status: Status) -> Result<(), Error> {
         // Of a world that died meanwhile the guard says so, again and again.
         self.common.fixed.shared.hub.health().check()?;
-        // What the caller's stream does next may write where NICs read.
+        // Later work of the caller's stream may write where NICs read.
         self.engine.settle()?;
         let CallerStream { stream, done, watch, .. } = &self.caller;
         let (mark, awaited) = self.engine.awaited();
@@ -375,7 +375,7 @@ pub(super) struct DeviceCall<'p> {
     pub context: u32,
     /// Number of tokens.
     pub tokens: u32,
-    /// Who plans it, if it places rows.
+    /// Planner of a call that places rows.
     pub planner: Planner,
     /// The tokens. Those for other ranks go as they lie, or are packed, now or when it is known
     /// how.

@@ -316,7 +316,7 @@ impl MemoryShape {
         self.segments * (RunArgs::WORDS * size_of::<u32>()) as u64
     }
 
-    /// What came with each row that landed: the routing weight, `f32`, or what is laid apart.
+    /// Metadata of each row that landed: the weight, `f32`, or words that a kernel lays apart.
     pub fn notes(&self, context: u32) -> ByteRange {
         (behind(self.own_runs(context)), self.notes_bytes())
     }

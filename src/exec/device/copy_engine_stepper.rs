@@ -512,8 +512,8 @@ impl CopyEngineStepper {
         })
     }
 
-    /// Waits first; then copies, as one batch where the driver has them, those of notes last; then
-    /// what tells of them.
+    /// Waits first; then copies, as one batch where the driver has them, those of metadata last;
+    /// then signals.
     fn enqueue(&mut self) -> Result<(), DeviceError> {
         let copies = !self.copies.is_empty() || !self.notes.is_empty();
         let enqueued = copies || !self.waits.is_empty() || !self.operations.is_empty();

@@ -20,7 +20,7 @@
 //! | this rank's outputs, which its relay returns | the caller's stream, behind the call | the end of the call |
 //! | outbox | copies of the same call, when it is full; the next call | a full outbox; the end of the call |
 //! | headers and messages in the control window | the call after the next: they are doubled | the end of the call |
-//! | zeros | nobody | |
+//! | zeros | none | |
 //!
 //! Row metadata lies in memory that no NIC knows, so lanes copy it. What a relay passes on to its
 //! node is read by engines alone, in order of the stream. So a relay serves others before its own

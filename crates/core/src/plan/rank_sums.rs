@@ -118,8 +118,8 @@ mod tests {
     };
     use crate::topology::{NodeMap, Paths, Route};
 
-    /// What rank 0 of two, with two experts each, knows when it places these choices, of which
-    /// `below` rows of lower ranks come before in each bin.
+    /// State of rank `me` of two, with two experts each, after it has placed these choices. `below`
+    /// rows of lower ranks come before them in each bin.
     fn placed(
         ids: &[i32],
         me: u32,

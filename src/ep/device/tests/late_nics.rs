@@ -57,7 +57,7 @@ fn while_card_0_is_late<T>(
         }
         _ => {}
     }
-    // What ranks do next is none of this work.
+    // Later work of the ranks is not counted.
     meet(group);
     made
 }
