@@ -25,6 +25,9 @@ pub fn whole(range: &DeviceRange) -> Result<ByteSpan<'_>, DeviceError> {
     range.span(0, range.len())
 }
 
+/// How long a wait looks without a pause. Later pauses are a hundredth of it.
+const AWAKE: Duration = Duration::from_millis(5);
+
 /// Waits for something, at most so long.
 pub fn until(
     what: &str,
@@ -37,7 +40,12 @@ pub fn until(
         if waited > patience {
             return Err(TestError::Stuck { what: what.to_owned(), waited });
         }
-        std::thread::yield_now();
+        // Others may need this processor. Work that is timed is seen at once, if it is short.
+        if waited < AWAKE {
+            std::thread::yield_now();
+        } else {
+            std::thread::sleep(AWAKE / 100);
+        }
     }
     Ok(())
 }

@@ -23,7 +23,7 @@ use crate::{cause, host_call, late, lock, memory_operation};
 const PATIENT: u32 = 64;
 
 /// Looks before the queue's thread sleeps between two.
-const AWAKE: u32 = 2000;
+const AWAKE: u32 = 100;
 
 /// The longest time that copies stay behind in an idle queue, in microseconds.
 const IDLE: u64 = 2000;

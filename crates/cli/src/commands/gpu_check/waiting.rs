@@ -39,7 +39,7 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
-use std::thread::{ScopedJoinHandle, yield_now};
+use std::thread::ScopedJoinHandle;
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
@@ -253,9 +253,14 @@ fn watch(
         if moved.elapsed() > bound {
             return Ok(Some(Answer::Blocks));
         }
-        yield_now();
+        nap();
     }
     Ok(None)
+}
+
+/// Between two looks: short beside a copy, and long enough to leave the processor to others.
+fn nap() {
+    std::thread::sleep(Duration::from_micros(50));
 }
 
 fn joined(thread: ScopedJoinHandle<'_, Result<(), DeviceError>>) -> Result<(), CliError> {
@@ -303,7 +308,7 @@ fn lock_case(task: &Task, call: Call) -> Result<(), CliError> {
     let mut round = |number: u64| -> Result<(), DeviceError> {
         held.copy(&other, &mut batch, DONE, number)?;
         while held.seen(DONE)? != number && !over.load(Ordering::Acquire) {
-            yield_now();
+            nap();
         }
         Ok(())
     };
@@ -336,7 +341,7 @@ fn lock_case(task: &Task, call: Call) -> Result<(), CliError> {
         });
         let copying = scope.spawn(|| {
             while !calling.load(Ordering::Acquire) {
-                yield_now();
+                nap();
             }
             while !over.load(Ordering::Acquire) {
                 let next = rounds.load(Ordering::Relaxed) + 1;
