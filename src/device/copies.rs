@@ -1,18 +1,18 @@
 //! Copies: one at a time, or a batch at once.
 //!
-//! A batch is handed over faster. From CUDA 13.1 on ([`Version::OVERLAP_HINT`]) its copies go by an
-//! engine also where source and target lie on one device; before, SMs make these. Copies of a batch
-//! run **in any order**: a flag is never one of them, but a memory operation after it. Neither a
-//! stream that is being captured nor the legacy default stream takes a batch; both take single
-//! copies.
+//! A batch is handed over faster, by calls that grow ([`copy_batches`]): engines begin early. From
+//! CUDA 13.1 on ([`Version::OVERLAP_HINT`]) its copies go by an engine also where source and target
+//! lie on one device; before, SMs make these. Copies of a batch run **in any order**: a flag is
+//! never one of them, but a memory operation after it. Neither a stream that is being captured nor
+//! the legacy default stream takes a batch; both take single copies.
 
 use super::call;
 use super::context::Context;
 use super::libcuda::{BatchCopy, Code, CopyAttributes, Version, too_old};
-use super::memory_operations::AT_ONCE;
 use super::range::{ByteSpan, Claims};
 use super::stream::Stream;
 use crate::error::DeviceError;
+use crate::schedule::copy_batches;
 
 const CALL: &str = "cuMemcpyBatchAsync";
 
@@ -58,10 +58,13 @@ impl Stream {
         let mut held = self.held();
         held.add_all(&batch.held);
         let _entered = self.context.enter()?;
-        let parts = batch.targets.chunks_mut(AT_ONCE).zip(batch.sources.chunks_mut(AT_ONCE));
-        for (part, ((to, from), sizes)) in parts.zip(batch.sizes.chunks_mut(AT_ONCE)).enumerate() {
-            let (count, mut failed) = (sizes.len(), usize::MAX);
-            let (to, from, sizes) = (to.as_mut_ptr(), from.as_mut_ptr(), sizes.as_mut_ptr());
+        let mut done = 0;
+        for count in copy_batches(batch.len()) {
+            let mut failed = usize::MAX;
+            let part = done..done + count;
+            let to = batch.targets[part.clone()].as_mut_ptr();
+            let from = batch.sources[part.clone()].as_mut_ptr();
+            let sizes = batch.sizes[part].as_mut_ptr();
             let (mut attributes, mut first) = (CopyAttributes::BESIDE_COMPUTE, 0);
             let (attributes, first) = (&raw mut attributes, &raw mut first);
             // SAFETY: lists of `count` entries of bytes that the device may use, and that stay
@@ -76,10 +79,11 @@ impl Stream {
                 }
             };
             if code != Code::SUCCESS {
-                let copy = (failed < count).then(|| part * AT_ONCE + failed);
+                let copy = (failed < count).then(|| done + failed);
                 let (device, name) = (self.device(), library.name_of(code));
                 return Err(DeviceError::Batch { call: CALL, device, copy, code: code.0, name });
             }
+            done += count;
         }
         Ok(())
     }
@@ -116,9 +120,6 @@ pub struct CopyBatch {
 }
 
 impl CopyBatch {
-    /// Copies that the driver takes in one call.
-    pub const MAX_BATCH: usize = AT_ONCE;
-
     /// An empty batch, with room for so many.
     pub fn with_capacity(context: &Context, count: usize) -> Self {
         CopyBatch {

@@ -13,6 +13,7 @@ use super::probe::WriteOrder;
 use super::range::{Claims, Value, Word};
 use super::stream::Stream;
 use crate::error::DeviceError;
+use crate::schedule::MAX_BATCH;
 
 /// `CU_STREAM_WAIT_VALUE_GEQ`.
 const AT_OR_PAST: u32 = 0;
@@ -20,8 +21,6 @@ const AT_OR_PAST: u32 = 0;
 const FLUSHED: u32 = 1 << 30;
 /// `CU_STREAM_WRITE_VALUE_DEFAULT`: behind a fence for the whole system.
 const FENCED: u32 = 0;
-/// The driver refuses more operations, or copies, than this at once.
-pub(super) const AT_ONCE: usize = 255;
 
 const WIDE: &str = "memory operations on words of 64 bits";
 
@@ -93,7 +92,7 @@ impl Stream {
         let mut held = self.held();
         held.add_all(&list.held);
         let _entered = self.context.enter()?;
-        for part in list.operations.chunks_mut(AT_ONCE) {
+        for part in list.operations.chunks_mut(MAX_BATCH) {
             let (first, count) = (part.as_mut_ptr(), part.len() as u32);
             // SAFETY: aligned words that the device may use, and that stay until the stream is
             // done; the driver reads the list during the call.

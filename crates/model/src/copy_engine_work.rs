@@ -28,7 +28,8 @@ use sidelane_core::schedule::Effect;
 use sidelane_core::schedule::call_program::{Action, Engines, RankPrograms, Relays, Role, StageId};
 use sidelane_core::schedule::stream_program::StreamProgram;
 use sidelane_core::schedule::{
-    CallerTables, Calls, ControlLayout, FillContext, Op, Operands, RelayTables, TrackOp, WindowId,
+    CallerTables, Calls, ControlLayout, FillContext, MAX_BATCH, Op, Operands, RelayTables, TrackOp, WindowId,
+    copy_batches,
 };
 use sidelane_core::topology::{NodeMap, Paths, Route};
 
@@ -39,11 +40,11 @@ pub struct CopyEngineWork {
     pub copies: u64,
     /// Bytes that these move.
     pub bytes: u64,
-    /// Calls that enqueue them, of [`MAX_BATCH`](CopyEngineWork::MAX_BATCH) copies at most.
+    /// Calls that enqueue them ([`copy_batches`]).
     pub batches: u64,
     /// Memory operations: words written and awaited.
     pub memory_ops: u64,
-    /// Calls that enqueue these, of [`MAX_BATCH`](CopyEngineWork::MAX_BATCH) at most.
+    /// Calls that enqueue these, of [`MAX_BATCH`] at most.
     pub memory_op_batches: u64,
     /// Bytes to other nodes.
     pub nic_bytes: u64,
@@ -74,9 +75,6 @@ pub struct RankDispatches<'a> {
 const CHUNKS: u8 = 4;
 
 impl CopyEngineWork {
-    /// A driver takes no more copies, or memory operations, at once.
-    pub const MAX_BATCH: u64 = 255;
-
     /// Of a dispatch, combine or release of slots.
     pub fn of_stream(program: &StreamProgram, me: u32) -> Self {
         Self::of_items(&program.stage().items, &program.operands(), me, |_| true)
@@ -208,8 +206,9 @@ impl CopyEngineWork {
 
     /// One group, with the calls that it takes.
     fn enqueued(self) -> Self {
-        let calls = |number: u64| number.div_ceil(Self::MAX_BATCH);
-        CopyEngineWork { batches: calls(self.copies), memory_op_batches: calls(self.memory_ops), ..self }
+        let batches = copy_batches(self.copies as usize).count() as u64;
+        let memory_op_batches = self.memory_ops.div_ceil(MAX_BATCH as u64);
+        CopyEngineWork { batches, memory_op_batches, ..self }
     }
 }
 

@@ -20,7 +20,7 @@ use crate::error::{DeviceError, Error, LaneError};
 use crate::exec::EnqueueCounts;
 use crate::schedule::call_program::Part;
 use crate::schedule::stream_program::{PeerCopy, Piece, StreamProgram, WordOp};
-use crate::schedule::{PutSource, WindowId};
+use crate::schedule::{PutSource, WindowId, copy_batches};
 
 /// Where the windows of a group lie, as one rank's device reaches them. Ranks are positions in the
 /// group.
@@ -122,10 +122,10 @@ impl Lowered {
         (counts.batches, counts.single_copies, counts.copies_by_sms) = (0, 0, 0);
         for step in &self.steps {
             let Step::Copies(copies) = step else { continue };
-            let count = copies.list.len() as u64;
+            let count = copies.list.len();
             match copies.singly {
-                true => counts.single_copies += count,
-                false => counts.batches += count.div_ceil(CopyBatch::MAX_BATCH as u64),
+                true => counts.single_copies += count as u64,
+                false => counts.batches += copy_batches(count).count() as u64,
             }
             counts.copies_by_sms += if copies.singly || !self.hinted { copies.within } else { 0 };
         }

@@ -48,6 +48,7 @@ use crate::exec::EnqueueCounts;
 use crate::lane::Port;
 use crate::schedule::{
     ControlLayout, Flag, Index, Line, Op, Operand, Operands, PutSource, SpanCopy, TrackOp, WindowId,
+    copy_batches,
 };
 use crate::topology::Route;
 
@@ -548,16 +549,16 @@ impl CopyEngineStepper {
         list: &mut CopyBatch,
         enqueued: &mut EnqueueCounts,
     ) -> Result<(), DeviceError> {
-        let copies = list.len() as u64;
+        let copies = list.len();
         if copies > 0 {
             if batched {
                 stream.copy_batch(list)?;
-                enqueued.batches += copies.div_ceil(CopyBatch::MAX_BATCH as u64);
+                enqueued.batches += copy_batches(copies).count() as u64;
             } else {
                 stream.copy_each(list)?;
-                enqueued.single_copies += copies;
+                enqueued.single_copies += copies as u64;
             }
-            enqueued.copies += copies;
+            enqueued.copies += copies as u64;
             list.clear();
         }
         Ok(())

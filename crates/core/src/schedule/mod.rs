@@ -25,6 +25,7 @@
 mod call_tables;
 mod call_tags;
 mod control_window;
+mod copy_batches;
 mod op;
 mod operands;
 mod skeleton;
@@ -37,6 +38,7 @@ pub use crate::plan::LINE;
 pub use call_tables::{CallerTables, FillContext, RelayTables, ReturnParts};
 pub use call_tags::{Refusal, Tag};
 pub use control_window::{Calls, ControlLayout};
+pub use copy_batches::{MAX_BATCH, copy_batches};
 pub use op::{Flag, FlagValue, Line, Op, OperandId, Stage, TrackOp};
 pub use operands::{
     Bytes, Effect, Index, Operand, Operands, PutSource, SpanCopy, SumOperands, SumTarget, WindowId,

@@ -20,16 +20,14 @@ use std::collections::VecDeque;
 
 use sidelane_core::plan::RowRun;
 use sidelane_core::schedule::{
-    Flag, FlagValue, Line as OpLine, Op, Operand, OperandId, Operands, PutSource, SpanCopy, TrackOp, WindowId,
+    Flag, FlagValue, Line as OpLine, MAX_BATCH, Op, Operand, OperandId, Operands, PutSource, SpanCopy,
+    TrackOp, WindowId, copy_batches,
 };
 use sidelane_core::topology::Route;
 
 use super::events::{Line, OwnWord, Task};
 use super::hardware::{Place, at_rate};
 use super::lines::Lines;
-
-/// Copies, or memory operations, that the driver takes at once.
-const AT_ONCE: usize = crate::CopyEngineWork::MAX_BATCH as usize;
 
 /// Work that the next calls of the driver enqueue.
 #[derive(Debug, Default)]
@@ -290,7 +288,7 @@ impl Lines<'_> {
 
     fn enqueue_list(&mut self, words: &[Task]) {
         let engines = &self.hardware.engines;
-        for list in words.chunks(AT_ONCE) {
+        for list in words.chunks(MAX_BATCH) {
             self.program.work.memory_ops += list.len() as u64;
             self.busy(engines.per_call + list.len() as u64 * engines.enqueue_word);
             self.hand(Line::Stream, Task::Busy(engines.per_list));
@@ -300,7 +298,10 @@ impl Lines<'_> {
 
     fn enqueue_copies(&mut self, copies: &[Task]) {
         let engines = &self.hardware.engines;
-        for batch in copies.chunks(AT_ONCE) {
+        let mut rest = copies;
+        for count in copy_batches(copies.len()) {
+            let (batch, behind) = rest.split_at(count);
+            rest = behind;
             self.program.work.batches += 1;
             self.busy(engines.per_call + batch.len() as u64 * engines.enqueue_copy);
             self.hand(Line::Stream, Task::Busy(engines.per_batch));
