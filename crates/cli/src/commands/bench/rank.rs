@@ -28,7 +28,7 @@ use crate::baselines::{Field, Folder};
 use crate::error::{CliError, wrong};
 use crate::frame::{self, Command as _};
 use crate::machines;
-use crate::ranks::{Assignment, Files, Sizes};
+use crate::ranks::{self, Assignment, Files, Sizes};
 use crate::routing_source::Router;
 use crate::stats::{Laps, median};
 
@@ -418,15 +418,13 @@ pub struct Nics {
 
 impl Nics {
     /// Of all ranks; none where the net has no NICs. Collective: all sent bytes have landed.
-    pub fn of<E: Real>(layer: &Layer<'_, E>) -> Result<Option<Self>, Error> {
+    pub fn of<E: Real>(layer: &Layer<'_, E>) -> Result<Option<Self>, CliError> {
         let world = &layer.world;
-        let own = [world.nic_counters(), world.nic_forecast()];
-        let blob = serde_json::to_vec(&own).expect("numbers are always JSON");
         let count = world.nodes().nodes() as usize;
         let [mut done, mut forecast] =
             [vec![NicCounters::default(); count], vec![NicCounters::default(); count]];
-        for (blob, rank) in layer.group.gather(&blob)?.iter().zip(0..) {
-            let [of_rank, told] = serde_json::from_slice::<[NicCounters; 2]>(blob).unwrap_or_default();
+        let own = [world.nic_counters(), world.nic_forecast()];
+        for ([of_rank, told], rank) in ranks::tell_all(&layer.group, &own)?.into_iter().zip(0..) {
             let node = world.nodes().node_of(rank) as usize;
             done[node] = [done[node], of_rank].into_iter().sum();
             forecast[node] = [forecast[node], told].into_iter().sum();
