@@ -47,6 +47,8 @@ pub struct Assignment<T> {
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Files {
     pub json: Option<PathBuf>,
+    /// The report as CollectiveX writes its own.
+    pub collectivex: Option<PathBuf>,
     pub svg: Option<PathBuf>,
     pub trace: Option<PathBuf>,
     /// The folder of baselines, which run on one machine alone.
@@ -57,7 +59,7 @@ impl Files {
     /// Finds out whether rank 0 can write them, before there are results to lose.
     pub fn claimed(self, machines: &MachineArgs) -> Result<Self, CliError> {
         if machines.node_rank.unwrap_or(0) == 0 {
-            frame::claim([&self.json, &self.svg, &self.trace].into_iter().flatten())?;
+            frame::claim([&self.json, &self.collectivex, &self.svg, &self.trace].into_iter().flatten())?;
         }
         Ok(self)
     }

@@ -33,6 +33,15 @@ pub struct Summary {
     pub max_us: f64,
 }
 
+/// Nearest-rank percentiles, in microseconds.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Percentiles {
+    pub p50_us: f64,
+    pub p90_us: f64,
+    pub p95_us: f64,
+    pub p99_us: f64,
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Ratio {
     pub value: f64,
@@ -51,15 +60,26 @@ impl Ratio {
 pub fn summary(samples: &[f64]) -> Summary {
     let mut sorted = samples.to_vec();
     sorted.sort_unstable_by(f64::total_cmp);
-    let rank = (sorted.len() * 99).div_ceil(100);
     Summary {
         min_us: sorted[0],
         mean_us: sorted.iter().sum::<f64>() / sorted.len() as f64,
-        p99_us: (sorted.len() >= ROUNDS_FOR_P99).then(|| sorted[rank - 1]),
+        p99_us: (sorted.len() >= ROUNDS_FOR_P99).then(|| nearest(&sorted, 99)),
         max_us: sorted[sorted.len() - 1],
         // The last, as it reorders them.
         p50_us: median(&mut sorted),
     }
+}
+
+/// Of at least one sample.
+pub fn percentiles(samples: &[f64]) -> Percentiles {
+    let mut sorted = samples.to_vec();
+    sorted.sort_unstable_by(f64::total_cmp);
+    let [p50_us, p90_us, p95_us, p99_us] = [50, 90, 95, 99].map(|percent| nearest(&sorted, percent));
+    Percentiles { p50_us, p90_us, p95_us, p99_us }
+}
+
+fn nearest(sorted: &[f64], percent: usize) -> f64 {
+    sorted[(sorted.len() * percent).div_ceil(100) - 1]
 }
 
 /// Median of `above` by median of `below`, two samples of the same rounds. The interval is drawn
@@ -107,12 +127,16 @@ impl Laps {
 
     /// Length of every round, in microseconds, from what all ranks measured. Collective.
     pub fn rounds(&self, group: &Group, machines: &Machines) -> Result<Vec<f64>, Error> {
-        Ok(Self::rounds_us(&group.gather(bytemuck::cast_slice(&self.0))?, machines))
+        Ok(Self::rounds_us(&self.of_ranks(group)?, machines))
     }
 
-    fn rounds_us(ranks: &[Vec<u8>], machines: &Machines) -> Vec<f64> {
-        let laps: Vec<Vec<[u64; 2]>> =
-            ranks.iter().map(|bytes| bytemuck::allocation::pod_collect_to_vec(bytes)).collect();
+    /// Begin and end of every lap of each rank, in nanoseconds. Collective.
+    pub fn of_ranks(&self, group: &Group) -> Result<Vec<Vec<[u64; 2]>>, Error> {
+        let all = group.gather(bytemuck::cast_slice(&self.0))?;
+        Ok(all.iter().map(|bytes| bytemuck::allocation::pod_collect_to_vec(bytes)).collect())
+    }
+
+    fn rounds_us(laps: &[Vec<[u64; 2]>], machines: &Machines) -> Vec<f64> {
         (0..laps.iter().map(Vec::len).min().unwrap_or(0))
             .map(|round| {
                 let mut spans = vec![[u64::MAX, 0]; machines.count()];
@@ -158,6 +182,13 @@ mod tests {
     }
 
     #[test]
+    fn percentiles_are_samples_of_the_nearest_rank() {
+        let of = |percentiles: Percentiles| [percentiles.p50_us, percentiles.p90_us, percentiles.p99_us];
+        assert_eq!(of(percentiles(&counted(448))), [224.0, 404.0, 444.0]);
+        assert_eq!(of(percentiles(&[3.0, 1.0])), [1.0, 3.0, 3.0]);
+    }
+
+    #[test]
     fn equal_samples_have_ratio_one_without_doubt() {
         let samples = counted(50);
         assert_eq!(ratio_of_medians(&samples, &samples), Ratio { value: 1.0, low: 1.0, high: 1.0 });
@@ -194,16 +225,12 @@ mod tests {
     #[test]
     fn a_round_spans_from_the_first_begin_to_the_last_end() {
         let (a, b) = (Laps(vec![[1000, 3000], [9000, 9500]]), Laps(vec![[2000, 6000], [8000, 9100]]));
-        let laps =
-            [a, b].map(|rank| rank.0.iter().flat_map(bytemuck::bytes_of).copied().collect::<Vec<u8>>());
-        assert_eq!(Laps::rounds_us(&laps, &vec![0, 0].into()), [5.0, 1.5]);
+        assert_eq!(Laps::rounds_us(&[a.0, b.0], &vec![0, 0].into()), [5.0, 1.5]);
     }
 
     #[test]
     fn a_round_on_two_machines_takes_as_long_as_on_the_slower_one_whatever_their_clocks_say() {
         let laps = [[1000, 3000], [2000, 6000], [900_000, 904_500], [901_000, 902_000]];
-        let laps = laps
-            .map(|lap| Laps(vec![lap]).0.iter().flat_map(bytemuck::bytes_of).copied().collect::<Vec<u8>>());
-        assert_eq!(Laps::rounds_us(&laps, &vec![0, 0, 1, 1].into()), [5.0]);
+        assert_eq!(Laps::rounds_us(&laps.map(|lap| vec![lap]), &vec![0, 0, 1, 1].into()), [5.0]);
     }
 }

@@ -11,6 +11,7 @@
 //! processes and on a GPU, and holds its measurements against the same reference.
 
 pub mod case;
+pub mod chain;
 pub mod device;
 pub mod difference;
 mod error;

@@ -32,6 +32,7 @@ pub struct Config {
     pub shape: Shape,
     pub receive: ReceiveConfig,
     pub backward: bool,
+    pub chained: bool,
     pub routing: Source,
     pub rounds: u32,
     pub seed: u64,
@@ -52,6 +53,7 @@ impl Config {
             shape: Shape { partial_dtype: args.partial_dtype.unwrap_or(PartialDtype::F32), ..args.shape },
             receive: ReceiveConfig::default(),
             backward,
+            chained: false,
             routing: routed.source.clone(),
             rounds: rounds.unwrap_or(0),
             seed: share.seed,
@@ -120,19 +122,16 @@ impl Config {
     }
 
     pub fn check_baselines(&self) -> Result<(), CliError> {
-        for (option, usual) in [
-            ("--dtype", self.shape.dtype == RowType::Bf16),
-            ("--layout", self.shape.layout == RowLayout::ExpertMajor),
-            ("--sum-order", self.shape.sum_order == SumOrder::Expert),
-            ("--mode", self.receive.mode == ReceiveKind::Exact),
-            ("--align", self.shape.align == 1),
-        ] {
-            if !usual {
-                return Err(usage!(
-                    "{option} is not for --baselines: they move bf16 rows by expert, as many as there are, and add them up by expert"
-                ));
-            }
-        }
+        usual(
+            &[
+                ("--dtype", self.shape.dtype == RowType::Bf16),
+                ("--layout", self.shape.layout == RowLayout::ExpertMajor),
+                ("--sum-order", self.shape.sum_order == SumOrder::Expert),
+                ("--mode", self.receive.mode == ReceiveKind::Exact),
+                ("--align", self.shape.align == 1),
+            ],
+            "--baselines: they move bf16 rows by expert, as many as there are, and add them up by expert",
+        )?;
         let (experts, ranks) = (self.experts, self.ranks());
         if experts.is_multiple_of(ranks) {
             Ok(())
@@ -141,6 +140,25 @@ impl Config {
                 "--baselines need a number of experts that {ranks} ranks can share evenly, not {experts}"
             ))
         }
+    }
+
+    pub fn check_chained(&self) -> Result<(), CliError> {
+        let returns = self.shape.dtype != RowType::Fp8;
+        usual(&[("--dtype fp8", returns)], "--chained: what returns is bf16, and no record to send next")
+    }
+
+    pub fn check_collectivex(&self) -> Result<(), CliError> {
+        usual(
+            &[
+                ("--dtype", self.shape.dtype == RowType::Bf16),
+                ("--on-overflow drop", self.receive.overflow != Some(Overflow::Drop)),
+                (
+                    "--ranks-per-node",
+                    self.ranks_per_node.iter().all(|ranks| *ranks == self.ranks_per_node[0]),
+                ),
+            ],
+            "--collectivex: its cases move all rows, in bf16, between nodes of equal size",
+        )
     }
 
     pub fn ranks(&self) -> u32 {
@@ -230,6 +248,12 @@ impl Config {
         let digit = 10u32.pow(rounds.ilog10());
         rounds / digit * digit
     }
+}
+
+/// Refuses the first option that is not as it usually is.
+fn usual(options: &[(&str, bool)], what: &str) -> Result<(), CliError> {
+    let unusual = options.iter().find(|(_, usual)| !usual);
+    unusual.map_or(Ok(()), |(option, _)| Err(usage!("{option} is not for {what}")))
 }
 
 /// Options that change the memory of a measurement.

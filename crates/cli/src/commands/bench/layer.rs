@@ -91,6 +91,11 @@ impl<E: Real> Tokens<E> {
     pub fn x(&self) -> Result<&[E], Error> {
         self.tokens.as_deref().map_or_else(|| self.buffer.rows::<E>(), Ok)
     }
+
+    /// Tokens that are dispatched as they are, to write to.
+    pub fn x_mut(&mut self) -> Result<&mut [E], Error> {
+        self.buffer.rows_mut::<E>()
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -186,6 +191,17 @@ impl<'c, E: Real> Layer<'c, E> {
     fn check_tokens(&mut self) {
         self.right += self.expected.right_tokens(&self.out);
         self.compared += u64::from(self.config.tokens);
+    }
+
+    /// Whether what this rank would send next is, bit by bit, this.
+    pub fn check_returned(&mut self, returned: &[E]) -> Result<bool, CliError> {
+        let hidden = self.config.shape.hidden as usize;
+        let [seen, expected] = [self.tokens.x()?, returned]
+            .map(|rows| bytemuck::cast_slice::<E, u8>(rows).chunks_exact(hidden * size_of::<E>()));
+        let right = seen.zip(expected).filter(|(seen, expected)| seen == expected).count() as u64;
+        self.right += right;
+        self.compared += u64::from(self.config.tokens);
+        Ok(right == u64::from(self.config.tokens))
     }
 
     pub fn backward_and_check(&mut self, y: &[E], handle: &Handle) -> Result<(), CliError> {

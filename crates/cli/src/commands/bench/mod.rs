@@ -7,7 +7,7 @@
 //! state of the machine ([`stats`](crate::stats)).
 //!
 //! ```text
-//!   bench --> Task --launch--> rank 0 .. n-1:  dispatch, check | combine, check | rounds: real, floor, real, ... | check
+//!   bench --> Task --launch--> rank 0 .. n-1:  dispatch, check | combine, check | rounds: real, floor, real, ... | check | chains, check
 //!                                  |
 //!                                rank 0: table, JSON, trace
 //! ```
@@ -16,6 +16,8 @@
 //! [`Layer`].
 
 mod all_to_all;
+mod chain;
+mod collectivex;
 mod config;
 mod layer;
 mod rank;
@@ -43,7 +45,8 @@ const EXAMPLES: &str = "\
 Examples:
   sidelane bench                                          # two emulated nodes of four ranks
   sidelane bench --nodes 1 --ranks-per-node 8 --baselines # with Open MPI and gloo in turn
-  sidelane bench --layout rank-major --dtype fp8 --backward";
+  sidelane bench --layout rank-major --dtype fp8 --backward
+  sidelane bench --rounds 20 --chained                    # pairs back to back, as CollectiveX times";
 
 /// Time dispatch and combine between processes of one machine or several, verified and compared
 /// with a floor
@@ -61,6 +64,11 @@ pub struct BenchArgs {
     #[arg(long, value_name = "N")]
     pub rounds: Option<u32>,
 
+    /// Time chains of pairs as well: dispatch, combine, dispatch of what it returned, and so on, as
+    /// CollectiveX does
+    #[arg(long)]
+    pub chained: bool,
+
     /// Take turns with baselines, over MPI and over torch's gloo, if they are installed: rows by
     /// expert, bf16, on one machine
     #[arg(long, conflicts_with = "master")]
@@ -69,6 +77,10 @@ pub struct BenchArgs {
     /// Write the report as JSON, on the machine of rank 0
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
+
+    /// Write the chains as a case of CollectiveX, on the machine of rank 0
+    #[arg(long, value_name = "FILE", requires = "chained")]
+    pub collectivex: Option<PathBuf>,
 
     /// Write one round as a Chrome trace, on the machine of rank 0
     #[arg(long, value_name = "FILE")]
@@ -80,13 +92,21 @@ impl Command for BenchArgs {
 
     fn run(self) -> Result<ExitCode, CliError> {
         let config = Config::resolve(&self.conditions, self.backward, self.rounds)?;
+        let config = Config { chained: self.chained, ..config };
         if self.baselines {
             config.check_baselines()?;
+        }
+        if self.chained {
+            config.check_chained()?;
+        }
+        if self.collectivex.is_some() {
+            config.check_collectivex()?;
         }
         // Ranks may be killed: the folder is held here, where Ctrl-C is waited for.
         let folder = self.baselines.then(Folder::make).transpose()?;
         let baselines = folder.as_ref().map(|folder| folder.path().to_owned());
-        let files = Files { json: self.json, trace: self.trace_out, baselines, ..Files::default() };
+        let (json, collectivex, trace) = (self.json, self.collectivex, self.trace_out);
+        let files = Files { json, collectivex, trace, baselines, ..Files::default() };
         start(Self::NAME, config, files, &self.conditions.machines)
     }
 

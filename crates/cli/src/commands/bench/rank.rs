@@ -18,6 +18,8 @@ use sidelane_testkit::with_element;
 use sidelane_verify::reference::{Real, Reference};
 
 use super::all_to_all::{self, Baselines};
+use super::chain;
+use super::collectivex;
 use super::config::{Config, Kind};
 use super::layer::{self, Layer, Verdict, write_trace};
 use super::report::{FirstCall, InterNode, Lanes, Pass, Report, RunConfig, Volume};
@@ -26,13 +28,15 @@ use crate::baselines::{Field, Folder};
 use crate::error::{CliError, wrong};
 use crate::frame::{self, Command as _};
 use crate::machines;
-use crate::ranks::{Assignment, Files, Sizes};
+use crate::ranks::{self, Assignment, Files, Sizes};
 use crate::routing_source::Router;
 use crate::stats::{Laps, median};
 
 pub fn main(Assignment { task, files }: &Assignment<Task>) -> Result<ExitCode, CliError> {
     let report = with_element!(task.config.shape.dtype.element(), run(task, files))?;
-    report.map_or(Ok(ExitCode::SUCCESS), |report| frame::finish(&report, &files.json))
+    let Some(report) = report else { return Ok(ExitCode::SUCCESS) };
+    frame::draw(&files.collectivex, || collectivex::document(&report))?;
+    frame::finish(&report, &files.json)
 }
 
 fn run<E: Real>(task: &Task, files: &Files) -> Result<Option<Report>, CliError> {
@@ -75,6 +79,12 @@ fn run<E: Real>(task: &Task, files: &Files) -> Result<Option<Report>, CliError> 
     }
     drop(output);
     layer.combine_and_check(&y, &handle)?;
+    let chains =
+        if task.config.chained { Some(chain::run(&mut layer, &mut barrier, &handle)?) } else { None };
+    if chains.is_some() {
+        let (_, handle) = layer.dispatch_and_check()?;
+        layer.combine_and_check(&y, &handle)?;
+    }
     if task.records {
         let timelines = layer::record(&mut layer, &y)?;
         if let (Some(path), 0) = (&files.trace, layer.world.rank()) {
@@ -82,7 +92,7 @@ fn run<E: Real>(task: &Task, files: &Files) -> Result<Option<Report>, CliError> 
         }
     }
     barrier.quiet()?;
-    report(&layer, &handle, &passes, &field, memcpy)
+    report(&layer, &handle, &passes, &field, memcpy, &chains)
 }
 
 fn time<E: Real>(
@@ -141,6 +151,7 @@ fn report<E: Real>(
     pairs: &[Pair],
     field: &Option<Field>,
     memcpy_gbps: f64,
+    chains: &Option<chain::Timed>,
 ) -> Result<Option<Report>, CliError> {
     let config = layer.config;
     let (dispatched, combined) = (handle.report()?, handle.returned()?);
@@ -175,6 +186,7 @@ fn report<E: Real>(
     }
     let first = |laps: &Laps| -> Result<f64, CliError> { Ok(laps.rounds(&layer.group, &layer.machines)?[0]) };
     let first = FirstCall { dispatch_us: first(&layer.dispatches)?, combine_us: first(&layer.combines)? };
+    let chain = chains.as_ref().map(|chains| chains.report(layer)).transpose()?;
     let nics = Nics::of(layer)?;
     if layer.world.rank() != 0 {
         return Ok(None);
@@ -205,6 +217,7 @@ fn report<E: Real>(
         combine: passes[1],
         dispatch_backward: passes.get(2).copied(),
         combine_backward: passes.get(3).copied(),
+        chain,
         baselines: field.as_ref().map(|field| Baselines::new(field, [&rounds[0], &rounds[1]])),
     }))
 }
@@ -405,15 +418,13 @@ pub struct Nics {
 
 impl Nics {
     /// Of all ranks; none where the net has no NICs. Collective: all sent bytes have landed.
-    pub fn of<E: Real>(layer: &Layer<'_, E>) -> Result<Option<Self>, Error> {
+    pub fn of<E: Real>(layer: &Layer<'_, E>) -> Result<Option<Self>, CliError> {
         let world = &layer.world;
-        let own = [world.nic_counters(), world.nic_forecast()];
-        let blob = serde_json::to_vec(&own).expect("numbers are always JSON");
         let count = world.nodes().nodes() as usize;
         let [mut done, mut forecast] =
             [vec![NicCounters::default(); count], vec![NicCounters::default(); count]];
-        for (blob, rank) in layer.group.gather(&blob)?.iter().zip(0..) {
-            let [of_rank, told] = serde_json::from_slice::<[NicCounters; 2]>(blob).unwrap_or_default();
+        let own = [world.nic_counters(), world.nic_forecast()];
+        for ([of_rank, told], rank) in ranks::tell_all(&layer.group, &own)?.into_iter().zip(0..) {
             let node = world.nodes().node_of(rank) as usize;
             done[node] = [done[node], of_rank].into_iter().sum();
             forecast[node] = [forecast[node], told].into_iter().sum();

@@ -9,6 +9,7 @@ use sidelane::plan::{RowLayout, RowsByDistance, SumOrder, Traffic};
 use sidelane::topology::Route;
 
 use super::all_to_all::Baselines;
+use super::chain::ChainReport;
 use super::config::{Config, ReceiveKind};
 use super::layer::Verdict;
 use super::rank::Nics;
@@ -38,6 +39,8 @@ pub struct Report {
     pub dispatch_backward: Option<Pass>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub combine_backward: Option<Pass>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub chain: Option<ChainReport>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub baselines: Option<Baselines>,
 }
@@ -141,9 +144,10 @@ impl frame::Report for Report {
         let next = "next: bench --help lists shapes, routes and modes; doctor describes this machine";
         let crossing =
             report.inter_node.text(&report.config.config).map_or(String::new(), |text| text + "\n\n");
+        let chain = report.chain.as_ref().map_or(String::new(), |chain| chain.text() + "\n\n");
         let baselines = report.baselines.as_ref().map_or(String::new(), |baselines| baselines.text() + "\n");
         format!(
-            "{}\n{verdict}{room}\n\n{}\n\n{baselines}{crossing}{memcpy}\n\n{next}",
+            "{}\n{verdict}{room}\n\n{}\n\n{chain}{baselines}{crossing}{memcpy}\n\n{next}",
             conditions(report),
             figures(report)
         )
@@ -317,6 +321,7 @@ pub mod tests {
     use super::*;
     use crate::baselines::{BaselinePass, BaselineReport, Unavailable};
     use crate::commands::bench::all_to_all::Calls;
+    use crate::commands::bench::chain;
     use crate::commands::bench::config::tests::resolve;
     use crate::commands::bench::config::{RowType, Shape};
     use crate::frame::Report as _;
@@ -375,7 +380,7 @@ pub mod tests {
 
     #[test]
     fn p99_takes_the_place_of_the_maximum_when_there_is_one() {
-        let mut report = sample();
+        let mut report = Report { chain: None, ..sample() };
         assert!(report.text().contains(" max ") && !report.text().contains("p99"));
         report.dispatch.timing.p99_us = Some(6300.0);
         assert!(report.text().contains("p99") && report.text().contains("6.30 ms"));
@@ -471,6 +476,7 @@ pub mod tests {
             combine: pass,
             dispatch_backward: Some(pass),
             combine_backward: Some(pass),
+            chain: Some(chain::tests::sample()),
             baselines: Some(baselines()),
         }
     }
@@ -495,6 +501,10 @@ pub mod tests {
         assert_page_with("bench-json.md", &[sample()], |key| {
             Some(match key.split_once('.') {
                 Some((pass, below)) if PASSES.contains(&pass) => format!("PASS.{below}"),
+                Some(("chain", below)) => match below.split_once('.') {
+                    Some((figure, percentile)) if figure != "period" => format!("CHAIN.{percentile}"),
+                    _ => key.to_owned(),
+                },
                 _ => key.to_owned(),
             })
         });
