@@ -9,7 +9,7 @@ use crate::dtype::{Dtype, Fp8RowShape, PartialDtype};
 use crate::ep::device::slots::SlotExchange;
 use crate::error::{CallKind, Error, PlanError};
 use crate::plan::{ExpertMap, ReceiveMode, RowLayout, RowMetadata, RowSizes, Strategy, SumOrder};
-use crate::topology::Route;
+use crate::topology::{Paths, Route};
 use crate::world::Group;
 
 /// Settings that are the same in every call.
@@ -37,6 +37,8 @@ pub(super) struct Spec {
     pub max_blocks: Option<u32>,
     /// Each rank sums a token's rows before they return.
     pub rank_sums: bool,
+    /// On a device, relays sum a token's rows of their node before they return.
+    pub node_sums: bool,
 }
 
 impl Spec {
@@ -58,6 +60,15 @@ impl Spec {
         let several = self.top_k > 1 && self.map.ranks() > 1 && !self.layout.is_per_rank();
         let gains = several && self.partial_dtype.dtype() == self.dtype;
         self.sum_order.per_partial(gains, false).unwrap_or_default()
+    }
+
+    /// Whether fewer bytes cross home if relays of devices, to ranks among these `paths`, sum a
+    /// token's rows of their node. That changes no bit where sums are by node. The sum at home adds
+    /// them to own rows, so they have one type.
+    pub fn gains_by_node_sums(&self, paths: &Paths<'_>) -> bool {
+        let relays = paths.route() == Route::Pxn && paths.is_multi_node();
+        let gains = relays && self.top_k > 1 && self.partial_dtype.dtype() == self.dtype;
+        self.sum_order.per_partial(false, gains).unwrap_or_default()
     }
 
     /// Entries of a token at most.
@@ -170,6 +181,7 @@ impl<'g> ExpertParallelBuilder<'g> {
             gathers: false,
             max_blocks: None,
             rank_sums: false,
+            node_sums: false,
         };
         Ok(ExpertParallelBuilder {
             group,
@@ -190,7 +202,7 @@ impl<'g> ExpertParallelBuilder<'g> {
     ) -> Self {
         let (experts, fp8) = (spec.map.experts(), spec.record.is_some());
         // The build of the instance derives this from the settings.
-        let (spec, stream) = (Spec { rank_sums: false, ..spec.clone() }, stream.cloned());
+        let (spec, stream) = (Spec { rank_sums: false, node_sums: false, ..spec.clone() }, stream.cloned());
         ExpertParallelBuilder { group, experts, map: Some(map), fp8, spec, stream, device }
     }
 
@@ -632,6 +644,7 @@ mod tests {
             strategy,
             gathers: _,
             rank_sums: _,
+            node_sums: _,
             max_blocks,
         } = spec;
         vec![

@@ -15,7 +15,7 @@ use crate::plan::{Counts, ReceiveSizes, RelayPermutation, RelayPlan, RowBuffer};
 use crate::rows::Stores;
 use crate::schedule::call_program::{Part, RankPrograms, Role, StageId, Work};
 use crate::schedule::{
-    Calls, Flag, Operands, Refusal, RelayTables, ReturnParts, SumOperands, TrackOp, WindowId,
+    Calls, Flag, Operands, Refusal, RelayTables, ReturnParts, SumMemory, SumOperands, TrackOp, WindowId,
 };
 use crate::topology::Route;
 
@@ -28,8 +28,8 @@ pub(in crate::ep) struct RelayTask {
     pub parts: ReturnParts,
     /// Return: rows are multiplied with their weights where they are summed.
     pub weighted: bool,
-    /// Return: where sums wait until they have been sent.
-    pub outbox: u64,
+    /// Return: where rows are summed until they have been sent.
+    pub memory: SumMemory,
     pub stores: Stores,
     /// Counts of moved bytes.
     pub moved: TransferCounts,
@@ -42,7 +42,7 @@ impl RelayTask {
             kind,
             parts: ReturnParts::default(),
             weighted: false,
-            outbox: 0,
+            memory: SumMemory::default(),
             stores: Stores::Cached,
             moved: TransferCounts::default(),
         }
@@ -167,8 +167,11 @@ impl Relay {
                 forward.weights.extend(notes.iter().step_by(words).map(|&word| f32::from_bits(word)));
             }
         }
-        if !fixed.arrives() {
-            forward.fill(&fixed.bins, served, fixed.chunks, setting.sizing.partial_bytes.is_some());
+        let sums = setting.sizing.partial_bytes.is_some();
+        match fixed.arrives() {
+            false => forward.fill(&fixed.bins, served, fixed.chunks, sums),
+            true if sums => forward.fill_pulled(&fixed.bins, served),
+            true => {}
         }
         Ok(())
     }
@@ -207,7 +210,7 @@ impl Relay {
                 self.chunks[rank as usize] = setting.sizing.offer(landed);
             }
         }
-        self.tables.home(&setting, plan, &fixed.bins, task.parts, task.outbox);
+        self.tables.home(&setting, plan, &fixed.bins, task.parts, task.memory);
         Ok(())
     }
 

@@ -178,6 +178,7 @@ impl<'g> CollectiveBuilder<'g> {
             gathers: true,
             max_blocks: None,
             rank_sums: false,
+            node_sums: false,
         };
         Ok(RowCollective { ep: HostExchange::new(self.group, spec)?, everyone: GroupRouting::default() })
     }

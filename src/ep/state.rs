@@ -191,12 +191,12 @@ impl EpState {
         self.extent_bytes(kind, rows, blocks.saturating_mul(tokens))
     }
 
-    /// Bytes of a partial sum, where relays sum: they do where they serve more than themselves.
-    /// Copy engines cannot.
+    /// Bytes of a partial sum, where relays sum: they do where they serve more than themselves. On
+    /// devices, only where that [pays](Spec::gains_by_node_sums).
     pub fn partial_bytes(&self) -> Option<u64> {
         let (spec, paths) = (&self.spec, self.paths());
         let relays = paths.route() == Route::Pxn && paths.is_multi_node() && !self.on_devices;
-        let sums = spec.sum_order.has_partials() && relays;
+        let sums = (spec.sum_order.has_partials() && relays) || spec.node_sums;
         sums.then(|| (spec.hidden * spec.partial_dtype.size()) as u64)
     }
 

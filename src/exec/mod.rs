@@ -18,7 +18,9 @@ mod stepper;
 #[doc(hidden)]
 pub use crate::lane::now;
 pub use device::EnqueueCounts;
-pub(crate) use device::{Awaited, CopyEngineStepper, DeviceMap, LocalPeer, Packed, PackedNotes, ProxyOps};
+pub(crate) use device::{
+    Awaited, CopyEngineStepper, DeviceMap, LocalPeer, Packed, PackedNotes, ProxyOps, RelaySums,
+};
 #[doc(hidden)]
 pub use device::{Lowered, PeerWindows};
 // For the program and the tests of this repository: no promises are made about it.

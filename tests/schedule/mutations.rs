@@ -416,7 +416,9 @@ fn applies(seeded: SeededBug, group: &Group) -> bool {
         | SeededBug::OwnContext
         | SeededBug::ReadUnsettled
         | SeededBug::EndUnsettled
-        | SeededBug::SumLate => false,
+        | SeededBug::SumLate
+        | SeededBug::SendUnsummed
+        | SeededBug::SumOverRows => false,
         _ => true,
     }
 }
@@ -481,6 +483,27 @@ fn own_outputs_that_a_nic_has_yet_to_read_are_not_written_by_the_next_call() {
         let seen = prove(&group.unroll(&calls, Some(SeededBug::EndUnsettled)));
         assert!(matches!(seen, Err(ProofFailure::Race { .. })), "{route:?}: {seen:?}");
         println!("{}: {}", route.name(), seen.unwrap_err());
+    }
+}
+
+#[test]
+fn sums_by_node_are_made_in_memory_of_their_own_before_nics_read_them() {
+    let by_node = (RowLayout::ExpertMajor, ReceiveMode::Exact, SumOrder::Node);
+    for (labels, gpu_direct) in [(&[0, 0, 1, 1][..], true), (&[0, 0, 1, 1], false), (&[0, 1, 2, 0, 1], true)]
+    {
+        let group = Group::new(labels, 4, 5).run((Route::Pxn, Relays::Inline)).enqueuing().placed(by_node);
+        let group = Group { gpu_direct, ..group };
+        assert_eq!(prove(&group.unroll(&enqueued_rounds(), None)).map(drop), Ok(()), "{labels:?}");
+        for seeded in [
+            SeededBug::SendUnsummed,
+            SeededBug::SumOverRows,
+            SeededBug::ShareOutbox,
+            SeededBug::FreeBeforeAck,
+        ] {
+            let seen = prove(&group.unroll(&enqueued_rounds(), Some(seeded)));
+            assert!(seen.is_err(), "{labels:?} {seeded:?}");
+            println!("{labels:?} {seeded:?}: {}", seen.unwrap_err());
+        }
     }
 }
 

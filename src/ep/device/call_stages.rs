@@ -54,8 +54,8 @@ use crate::ep::relay::{CallPlan, Relay, RelayCall, RelayTask};
 use crate::error::{CallError, CallKind, DeviceError, Error, MemoryError, PlanError};
 use crate::exec::{CopyEngineStepper, Executor, Packed, Until, drive};
 use crate::plan::{
-    Counts, DispatchLayout, ExpertMap, InterNodeRows, RankSums, ReceiveSizes, RelayPermutation, RelayPlan,
-    RowRun, Segment, SortedRouting,
+    Counts, DispatchLayout, ExpertMap, InterNodeRows, NodeSums, RankSums, ReceiveSizes, RelayPermutation,
+    RelayPlan, RowRun, Segment, SortedRouting,
 };
 use crate::schedule::call_program::{CallMachine, Part, RankPrograms, Relays, Role, StageId, Work};
 use crate::schedule::{CallerTables, Calls, Operands, Refusal, ReturnParts, Tag};
@@ -79,6 +79,8 @@ pub(super) struct Kept {
     pub layout: DispatchLayout,
     /// The blocks that this rank's relay copies along it.
     pub forward: RelayPlan,
+    /// In a return: memory in which the relay sums.
+    pub node_sums: Option<Extent>,
     /// If tokens may be sent without packing: the first of the layout's runs by token.
     pub in_place: Option<u32>,
     /// Runs of the layout by which own rows are placed, and their rows, pads counted.
@@ -129,6 +131,7 @@ pub(super) struct Enqueuer {
     pub crossing: InterNodeRows,
     pub arrivals: RelayPermutation,
     pub rank_sums: RankSums,
+    pub node_sums: NodeSums,
     pub numbers: GroupCounts,
     pub kept: Vec<Kept>,
     /// Per rank: where metadata of the call's rows lands.
@@ -153,6 +156,9 @@ pub(super) struct Scratch {
     pub sums: Vec<i32>,
     /// Per choice: the row of its rank's sum, if that is its to add.
     pub sum_places: Vec<i32>,
+    /// The rows of each sum of a relay, and their weights.
+    pub relay_index: Vec<i32>,
+    pub relay_weights: Vec<f32>,
     pub counts: Vec<i64>,
     /// The runs of own rows, as kernels read them.
     pub own_runs: Vec<u32>,
@@ -313,6 +319,8 @@ impl Enqueuer {
             _ => None,
         };
         let refused = call.drive(&mut machine, Until::End)?;
+        // Free for calls that are enqueued later.
+        self.kept[context as usize].node_sums = None;
         let status = match &refused {
             None => Status::OK,
             Some(_) if number == 0 => self.kept[context as usize].status,
@@ -479,13 +487,14 @@ impl<'p> DeviceCall<'p> {
 
     /// Has the relay perform a step.
     fn relay(&mut self, step: impl FnOnce(&mut RelayCall<'_, '_>) -> Result<(), Error>) -> Result<(), Error> {
+        let (memory, weighted) = (self.sum_memory(), self.weighs());
         let Enqueuer { relay, engine, kept, calls, numbers, .. } = &mut *self.enqueuer;
         let Some(relay) = relay else { return Ok(()) };
         let (kind, programs) = (self.tag.kind, self.programs);
         let Kept { forward, numbers: (counts, sizes), .. } = &mut kept[self.context as usize];
         let task = self.task.get_or_insert_with(|| {
             let parts = ReturnParts { rows: !kind.places(), weights: false };
-            RelayTask { parts, ..RelayTask::new(*calls, kind) }
+            RelayTask { parts, memory, weighted, ..RelayTask::new(*calls, kind) }
         });
         let judged = if kind.places() { (&numbers.counts, &numbers.sizes) } else { (&*counts, &*sizes) };
         let run = &mut |items: &[_], operands: &Operands<'_>| engine.run(items, operands, None);
@@ -515,7 +524,8 @@ impl Executor for DeviceCall<'_> {
 
     fn compute(&mut self, role: Role, work: Work) -> Result<(), Error> {
         if role == Role::Relay {
-            return self.relay(|relay| relay.compute(role, work));
+            self.relay(|relay| relay.compute(role, work))?;
+            return if work == Work::FillReturn { self.send_node_sums() } else { Ok(()) };
         }
         match work {
             Work::AwaitStream => {

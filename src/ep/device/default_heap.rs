@@ -3,6 +3,7 @@
 //! ```text
 //!   dispatch of n rows   | n rows; over pxn arrivals, staged rows | n outputs |
 //!   return               | n sums, where ranks sum a token's rows: of two at once, one of them yet to be read |
+//!                        | n pulled rows, a sum and its tables for each staged row, where relays sum: likewise |
 //!
 //!   any                  n = all rows that a rank can receive, or its budget
 //!   expected             n = rows if experts get equally many, and half as many more, or any
@@ -34,7 +35,7 @@ impl Default for HeapLoad {
     }
 }
 
-/// Returns whose sums by rank are in the device heap at once.
+/// Returns whose sums by rank or by node are in the device heap at once.
 const SUMS: u32 = 2;
 /// Memory that small instances may take beyond the expected load.
 const SMALL: u64 = 256 << 20;
@@ -58,10 +59,11 @@ impl HeapLoad {
     fn bytes(self, shape: &MemoryShape, rows: u64) -> u64 {
         let rows = u32::try_from(rows).unwrap_or(u32::MAX);
         let landings = shape.landing_bytes(rows).saturating_mul(self.landings.into());
-        let sums = if shape.sums_by_rank() { self.outputs.min(SUMS) } else { 0 };
-        let outputs = self.outputs.saturating_add(sums);
+        let sums = self.outputs.min(SUMS);
+        let outputs = self.outputs.saturating_add(if shape.sums_by_rank() { sums } else { 0 });
         let outputs = shape.offer(rows).bytes().saturating_mul(outputs.into());
-        landings.saturating_add(outputs)
+        let relays = shape.node_sum_bytes(rows).saturating_mul(sums.into());
+        landings.saturating_add(outputs).saturating_add(relays)
     }
 }
 
@@ -109,6 +111,7 @@ mod tests {
             gathers: false,
             max_blocks: None,
             rank_sums: false,
+            node_sums: false,
         }
     }
 
@@ -167,6 +170,16 @@ mod tests {
         let summed = Spec { rank_sums: true, ..spec(8, 7168) };
         let rows = 4096 * 8 * 3 / 2;
         assert_eq!(heap(&summed), (2 * rows * (3 * 14336 + 8_u64)).next_multiple_of(STEP));
+    }
+
+    #[test]
+    fn sums_by_node_are_pulled_rows_and_as_many_sums_as_staged_rows() {
+        let (staged, rows) = (3 << 12, 4096 * 8 * 3 / 2);
+        let of = |node_sums| {
+            heap_of(&Spec { node_sums, ..spec(8, 7168) }, (64, Some(staged)), HeapLoad::default())
+        };
+        let sums = 2 * (rows * 14336 + staged * (14336 + 2 * 8 * 4));
+        assert!((of(true) - of(false)).abs_diff(sums) <= STEP, "{} {}", of(true), of(false));
     }
 
     /// Two dispatches with outputs, of so many rows each, one after another and trimmed.

@@ -324,7 +324,10 @@ impl EnqueuedExchange {
                     Err(error) => refused = Some(error),
                 }
             }
-            Ok(output) if refused.is_none() => steps = output.steps(kind),
+            Ok(output) if refused.is_none() => match self.enqueuer.take_node_sums((kind, context)) {
+                Ok(()) => steps = output.steps(kind),
+                Err(error) => refused = Some(error),
+            },
             _ => {}
         }
         let returns = &mut self.returns[context as usize];
@@ -822,7 +825,8 @@ impl EnqueuedExchange {
         let groups = common.span(shape.groups())?;
         // Sums by rank are weighted and rounded already. A token's are added one after the other.
         let sums = common.returns_sums(kind);
-        let index = if sums { common.span(shape.sum_places(context))? } else { index };
+        let partials = sums || common.sums_by_node(kind);
+        let index = if partials { common.span(shape.sum_places(context))? } else { index };
         let weighted = spec.weighted && kind == CallKind::Combine;
         Ok(self.kernels.sum_choices(
             stream,

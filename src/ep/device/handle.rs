@@ -385,7 +385,10 @@ impl EnqueuedHandle {
             _ if spec.rank_sums => Kernels::rank_sums_names(spec.dtype)?,
             _ => Kernels::sum_choices_names(spec.dtype)?,
         };
-        Ok(self.lease.report(enqueued, kernels))
+        // Those of this rank's relay, then its own.
+        let relayed = kernels.iter().cycle().take(enqueued.relay_sums as usize);
+        let kernels: Vec<_> = relayed.chain(kernels).copied().collect();
+        Ok(self.lease.report(enqueued, &kernels))
     }
 }
 

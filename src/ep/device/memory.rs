@@ -8,7 +8,7 @@
 //!
 //!   memory of the host     | words of context 0 | 1 | ... | words of no context | arrays |
 //!   arrays                 | experts | weights | notes | places | sums | sum places | counts | own runs | order | zeros |
-//!                          | bin counts | faults |
+//!                          | bin counts | faults | sums of a relay |
 //!
 //!   with several nodes: words of the device that NICs write, and one of
 //!   host staging           | as memory of the device | outbox: rows on their way to other nodes |    where no NIC reaches it
@@ -63,10 +63,13 @@ pub(super) enum StreamFlag {
     Combine,
     /// The stream: how the last call ended; see [`Status`](crate::ep::Status).
     Status,
+    /// The stream of copies: what is wrong with sums for other nodes. Nothing ever is, since the
+    /// host has checked the headers that they follow.
+    RelaySums,
 }
 
 impl StreamFlag {
-    pub const COUNT: u64 = 3;
+    pub const COUNT: u64 = 4;
 }
 
 /// Sizes that all ranks have in common.
@@ -87,6 +90,8 @@ pub(super) struct MemoryShape {
     per_rank: bool,
     /// Ranks sum a token's rows before they return.
     rank_sums: bool,
+    /// Relays sum a token's rows of their node before they return.
+    node_sums: bool,
     /// Combines multiply rows with their weights.
     weighted: bool,
     sizing: RowSizes,
@@ -123,6 +128,7 @@ impl MemoryShape {
             segments: if per_rank { 1 } else { experts },
             per_rank,
             rank_sums: spec.rank_sums,
+            node_sums: spec.node_sums,
             weighted: spec.weighted,
             sizing: spec.sizing(CallKind::Dispatch, None),
             most_rows: spec.mode.budget().map_or(u64::MAX, u64::from),
@@ -207,6 +213,19 @@ impl MemoryShape {
         self.rank_sums
     }
 
+    /// Sums that a relay makes of the rows of its node, at most: one for each row that it stages.
+    fn most_node_sums(&self) -> u64 {
+        if self.node_sums { self.staged.unwrap_or(0) } else { 0 }
+    }
+
+    /// Bytes in which a relay sums so many rows of local peers, if relays sum.
+    pub fn node_sum_bytes(&self, rows: u32) -> u64 {
+        let pulled = if self.node_sums { u64::from(rows) } else { 0 };
+        let (row_bytes, tables) = (self.sizing.home_bytes, 2 * self.top_k * 4);
+        let sums = self.most_node_sums().saturating_mul(row_bytes.saturating_add(tables));
+        pulled.saturating_mul(row_bytes).saturating_add(sums)
+    }
+
     /// Whether engines relay.
     pub fn arrives(&self) -> bool {
         self.staged.is_some()
@@ -282,14 +301,15 @@ impl MemoryShape {
         (behind(self.places(context)), self.entries() * 4)
     }
 
-    /// Where ranks sum a token's rows: the row of the sum of each choice, `i32 [tokens, top_k]`, if
-    /// it is the first of its token at its rank, or -1.
+    /// Where ranks sum a token's rows, or relays do: the row of the sum of each choice, `i32
+    /// [tokens, top_k]`, for one choice of each token and rank or node, or -1. Choices of the
+    /// rank's own node keep their [places](MemoryShape::places) where relays sum.
     pub fn sum_places(&self, context: u32) -> ByteRange {
         (behind(self.sums(context)), self.sum_place_bytes())
     }
 
     fn sum_place_bytes(&self) -> u64 {
-        if self.rank_sums { self.entries() * 4 } else { 0 }
+        if self.rank_sums || self.node_sums { self.entries() * 4 } else { 0 }
     }
 
     /// Where combines are weighted: routing weights, `f32 [tokens, top_k]`.
@@ -443,9 +463,17 @@ impl MemoryShape {
         (behind(self.host_bin_counts()), self.bins * size_of::<ChoiceFault>() as u64)
     }
 
+    /// Where relays sum: the rows of each of their sums, `i32 [sums, top_k]`; then the weights of
+    /// these, `f32`.
+    pub fn host_relay_sums(&self) -> [ByteRange; 2] {
+        let cells = self.most_node_sums().saturating_mul(self.top_k * 4);
+        let index = (behind(self.host_faults()), cells);
+        [index, (behind(index), if self.weighted { cells } else { 0 })]
+    }
+
     /// Size of the host's memory.
     pub fn host_bytes(&self) -> u64 {
-        behind(self.host_faults())
+        behind(self.host_relay_sums()[1])
     }
 
     fn context_bytes(&self) -> u64 {
@@ -647,6 +675,7 @@ mod tests {
             segments: 2,
             per_rank: false,
             rank_sums: false,
+            node_sums: false,
             weighted: true,
             sizing,
             most_rows: u64::MAX,

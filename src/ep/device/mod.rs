@@ -15,6 +15,7 @@
 //! |---|---|
 //! | `exchange`, `handle` | calls of an instance that the host lays out, and their results |
 //! | `call_stages`, `dispatch_stages` | stages of these calls, by the programs of [`schedule`](crate::schedule) |
+//! | `node_sums` | sums that relays make of the rows of their node |
 //! | `planning` | who plans a dispatch: the device where counts are enough for the host, else the host |
 //! | `shared_state`, `memory`, `default_heap`, `setup` | what never changes, layout and pool, its default size, and how they are made |
 //! | `slots` | fixed slots, or a budget that graphs hold: every address is a constant, so the stream carries a call out alone |
@@ -58,6 +59,7 @@ mod dispatch_stages;
 mod exchange;
 mod handle;
 mod memory;
+mod node_sums;
 mod planning;
 mod setup;
 mod shared_state;

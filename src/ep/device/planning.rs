@@ -269,13 +269,22 @@ impl Enqueuer {
 
     /// Sends where the host has found the rows of choices.
     fn send_places(&mut self, context: u32, tokens: u32, placed: bool) -> Result<(), Error> {
-        let Enqueuer { common, engine, sorted, rank_sums, scratch, .. } = self;
+        let Enqueuer { common, engine, sorted, crossing, rank_sums, node_sums, kept, scratch, .. } = self;
         let (fixed, shape) = (&common.fixed, &common.shape);
-        let (top_k, Scratch { places, sums, sum_places, starts, .. }) = (fixed.spec.top_k, scratch);
+        let (top_k, Scratch { places, sums, sum_places, starts, weights, .. }) = (fixed.spec.top_k, scratch);
         if placed {
             sorted.places(&fixed.bins, top_k, starts, [places, sums]);
             if fixed.spec.rank_sums {
                 rank_sums.places(&fixed.frame(), top_k, shape.entries() as u32, sum_places);
+            }
+            if fixed.spec.node_sums {
+                sum_places.clone_from(places);
+                let (layout, sent) = (&kept[context as usize].layout, (&*sorted, &*crossing));
+                let weighted = (&mut sum_places[..], bytemuck::cast_slice_mut(weights));
+                node_sums.replace_places(&fixed.frame(), sent, layout, weighted);
+                if fixed.spec.weighted {
+                    common.host.write_words(shape.host_weights().0 as usize, weights)?;
+                }
             }
         } else {
             let tokens = if tokens == REFUSED { 0 } else { tokens };
@@ -292,7 +301,7 @@ impl Enqueuer {
         }
         common.send(engine, (shape.host_places(), shape.places(context)), choices)?;
         common.send(engine, (shape.host_sums(), shape.sums(context)), choices)?;
-        if fixed.spec.rank_sums {
+        if fixed.spec.rank_sums || fixed.spec.node_sums {
             let (from, to) = (shape.host_sum_places(), shape.sum_places(context));
             common.host.write_words(from.0 as usize, bytemuck::cast_slice(sum_places))?;
             common.send(engine, (from, to), choices)?;

@@ -16,9 +16,9 @@ use crate::ep::agreement::GroupCounts;
 use crate::ep::builder::Spec;
 use crate::ep::relay::Relay;
 use crate::ep::state::{EpState, ReceiveMemory};
-use crate::error::{Error, MemoryError, PlanError};
-use crate::exec::{CopyEngineStepper, DeviceMap, LocalPeer};
-use crate::plan::{InterNodeRows, RankSums, RelayPermutation, SortedRouting};
+use crate::error::{DeviceError, Error, MemoryError, PlanError};
+use crate::exec::{CopyEngineStepper, DeviceMap, LocalPeer, RelaySums};
+use crate::plan::{InterNodeRows, NodeSums, RankSums, RelayPermutation, SortedRouting};
 use crate::schedule::call_program::{Engines, RankPrograms};
 use crate::schedule::{CallerTables, Calls, ControlLayout, Flag};
 use crate::topology::{Paths, Route};
@@ -52,9 +52,10 @@ impl EnqueuedExchange {
     /// Allocates, and makes a stream for copies. Collective.
     pub fn new(group: &Group, spec: Spec, settings: EnqueuedSettings) -> Result<EnqueuedExchange, Error> {
         let EnqueuedSettings { stream, max_in_flight: contexts, device_heap, load, priority } = settings;
-        let spec = Spec { rank_sums: spec.gains_by_rank_sums(), ..spec };
         let context = Arc::clone(stream.context());
         let lanes = group.lanes(spec.route)?;
+        let (rank_sums, node_sums) = (spec.gains_by_rank_sums(), spec.gains_by_node_sums(&lanes.paths()));
+        let spec = Spec { rank_sums, node_sums, ..spec };
         let staged = most_staged(&lanes.paths(), spec.max_tokens);
         let flags = ControlLayout::flag(0, Flag::Entry, group.size());
         let words = flags + ControlLayout::flag_bytes(group.size());
@@ -139,8 +140,12 @@ impl EnqueuedExchange {
             passage.host_staging().map(|host_staging| (host_staging.memory.clone(), shape.outbox()));
         let words = passage.registration().map(|_| common.piece(shape.words())).transpose()?;
         let ground = DeviceMap { ranks, zeros, note_zeros, host_staging, words };
-        let engine = CopyEngineStepper::new(&context, Arc::clone(&fixed.port), ground, copies);
         let kernels = Arc::new(kernels);
+        let engine = CopyEngineStepper::new(&context, Arc::clone(&fixed.port), ground, copies);
+        let engine = match fixed.spec.node_sums {
+            true => engine.summing(relay_sums(&common, &kernels)?),
+            false => engine,
+        };
         let [reached, done] = [Event::new(&context)?, Event::new(&context)?];
         let watch = Watch::new(&fixed, &words_here)?;
         let caller =
@@ -158,6 +163,19 @@ impl EnqueuedExchange {
             control,
         }))
     }
+}
+
+/// Kernels by which engines sum for other nodes.
+fn relay_sums(common: &Session, kernels: &Arc<Kernels>) -> Result<RelaySums, DeviceError> {
+    let (spec, status) = (&common.fixed.spec, common.shape.flag(0, StreamFlag::RelaySums));
+    Ok(RelaySums {
+        kernels: Arc::clone(kernels),
+        columns: spec.hidden as u32,
+        dtype: spec.dtype,
+        top_k: spec.top_k,
+        status: common.host_piece((status, MemoryShape::STEP))?,
+        tables: (0, None),
+    })
 }
 
 /// Rows that a rank hands on at most, if there are relays.
@@ -221,6 +239,7 @@ fn enqueuer(common: &Arc<Session>, caller: CallerStream, engine: CopyEngineStepp
         crossing: InterNodeRows::default(),
         arrivals: RelayPermutation::default(),
         rank_sums: RankSums::default(),
+        node_sums: NodeSums::default(),
         numbers: GroupCounts::new(fixed),
         kept: (0..common.shape.word_sets()).map(|_| Kept::default()).collect(),
         notes_at: vec![0; fixed.lanes.ranks() as usize],

@@ -34,7 +34,8 @@ use crate::plan::{
 use crate::rows::Stores;
 use crate::schedule::call_program::{Part, RankPrograms, Role, StageId, Work};
 use crate::schedule::{
-    CallerTables, Calls, Flag, Operands, Refusal, RelayTables, ReturnParts, SumOperands, Tag, WindowId,
+    CallerTables, Calls, Flag, Operands, Refusal, RelayTables, ReturnParts, SumMemory, SumOperands, Tag,
+    WindowId,
 };
 use crate::world::SymmetricRange;
 
@@ -444,7 +445,7 @@ impl HostCall<'_, '_> {
         RelayTask {
             parts: flight.parts,
             weighted: flight.weighted && flight.parts.rows,
-            outbox,
+            memory: SumMemory { outbox, pulled: None },
             stores: flight.stores,
             ..RelayTask::new(self.space.calls, flight.kind())
         }

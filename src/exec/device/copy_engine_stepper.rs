@@ -27,7 +27,8 @@
 //! call the driver.
 //!
 //! A later signal is one behind more puts: what is collected may be enqueued together. Engines
-//! cannot gather: rows lie packed. They cannot add: a sum is refused.
+//! cannot gather: rows lie packed. They cannot add: a kernel makes the [sums](super::relay_sums)
+//! of a relay.
 //!
 //! **What crosses** keeps its order, so no signal overtakes a put, and goes when all copies between
 //! local peers have been enqueued: those are under way while this thread serves the net. It waits
@@ -39,6 +40,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::net::{NetOp, NetQueue};
+use super::relay_sums::RelaySums;
 use crate::bootstrap::wait::nap;
 use crate::device::{
     ByteSpan, Context, CopyBatch, DeviceRange, Event, MemOpBatch, PinnedMemory, Stream, Version, Word,
@@ -139,6 +141,8 @@ pub struct CopyEngineStepper {
     pub(super) port: Arc<Port>,
     pub(super) ground: DeviceMap,
     pub(super) stream: Stream,
+    /// Sums for other nodes, if it makes any.
+    pub(super) sums: Option<RelaySums>,
     pub(super) batched: bool,
     /// Engines make the copies of batches also within one device.
     hinted: bool,
@@ -173,6 +177,7 @@ impl CopyEngineStepper {
             ground,
             batched: stream.takes_batches(),
             stream,
+            sums: None,
             hinted: context.driver().version() >= Version::OVERLAP_HINT,
             waits: MemOpBatch::with_capacity(context, 0),
             awaited: Vec::new(),
@@ -268,7 +273,7 @@ impl CopyEngineStepper {
                 }
                 Ok(())
             }
-            Op::Reduce { .. } => Err(DeviceError::NoEngine { operation: "add rows" }.into()),
+            Op::Reduce { operand } => self.sum_pulled(operands.table[operand.0 as usize], operands),
         }
     }
 
@@ -515,7 +520,7 @@ impl CopyEngineStepper {
 
     /// Waits first; then copies, as one batch where the driver has them, those of metadata last;
     /// then signals.
-    fn enqueue(&mut self) -> Result<(), DeviceError> {
+    pub(super) fn enqueue(&mut self) -> Result<(), DeviceError> {
         let copies = !self.copies.is_empty() || !self.notes.is_empty();
         let enqueued = copies || !self.waits.is_empty() || !self.operations.is_empty();
         Self::operate(&self.stream, &mut self.waits, &mut self.enqueued)?;

@@ -5,14 +5,17 @@
 //! | `copy_engine_stepper` | a program with operands, put on a stream call by call |
 //! | `constant` | a stream program, lowered once: every address is a constant |
 //! | `net` | what of either crosses to other nodes, put by a thread of the host |
+//! | `relay_sums` | sums of rows that relays return |
 
 mod constant;
 mod copy_engine_stepper;
 mod net;
+mod relay_sums;
 
 pub use constant::{Lowered, PeerWindows};
 pub(crate) use copy_engine_stepper::{Awaited, CopyEngineStepper, DeviceMap, LocalPeer, Packed, PackedNotes};
 pub(crate) use net::ProxyOps;
+pub(crate) use relay_sums::RelaySums;
 
 /// Work that was enqueued on a stream.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
@@ -32,6 +35,8 @@ pub struct EnqueueCounts {
     pub copies_by_sms: u64,
     /// Memory operations: writes and waits.
     pub memory_operations: u64,
+    /// Kernels that summed rows for other nodes.
+    pub relay_sums: u64,
     /// Bytes that left the device by memory of the host, on the way to other nodes; not among
     /// `bytes`.
     pub staged_out_bytes: u64,

@@ -18,6 +18,7 @@
 //! | packed rows, tokens as they lie | the caller's stream, behind the call | the end of the call |
 //! | outputs of local peers, which a relay returns | their owners, behind this rank's "read" | that signal |
 //! | this rank's outputs, which its relay returns | the caller's stream, behind the call | the end of the call |
+//! | sums that its relay returns | streams of later calls | the end of the call |
 //! | outbox | copies of the same call, when it is full; the next call | a full outbox; the end of the call |
 //! | headers and messages in the control window | the call after the next: they are doubled | the end of the call |
 //! | zeros | none | |

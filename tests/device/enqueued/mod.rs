@@ -10,6 +10,7 @@ mod calls;
 mod cudarc;
 mod faults;
 mod heap;
+mod node_sums;
 mod nodes;
 mod processes;
 pub mod rank;

@@ -124,11 +124,16 @@ fn rows_that_copy_engines_bring_home_are_proved_and_run_at_random() {
             proved(&ahead, &unrolled);
             check(&unrolled, 0..2).unwrap_or_else(|fault| panic!("{ahead}: {fault}"));
             let budget = ReceiveMode::Budget { rows: 60, overflow: Overflow::Drop };
-            // Each rank sums a token's rows before they return.
-            for mode in [ReceiveMode::Exact, budget] {
-                let summed = group.clone().placed((RowLayout::ExpertMajor, mode, SumOrder::Rank));
+            // Each rank sums a token's rows before they return, or each relay those of its node.
+            for (mode, order) in [
+                (ReceiveMode::Exact, SumOrder::Rank),
+                (budget, SumOrder::Rank),
+                (ReceiveMode::Exact, SumOrder::Node),
+                (budget, SumOrder::Node),
+            ] {
+                let summed = group.clone().placed((RowLayout::ExpertMajor, mode, order));
                 let (unrolled, name) =
-                    (summed.unroll(&enqueued_rounds(), None), format!("{name}, sums by rank, {mode:?}"));
+                    (summed.unroll(&enqueued_rounds(), None), format!("{name}, sums {order:?}, {mode:?}"));
                 proved(&name, &unrolled);
                 check(&unrolled, 0..2).unwrap_or_else(|fault| panic!("{name}: {fault}"));
             }

@@ -121,7 +121,8 @@ impl RowSizes {
 
     /// The same in a return of weights alone by copy engines, which bring them home as rows.
     pub fn of_weights(self) -> RowSizes {
-        RowSizes { home_bytes: u64::from(self.words_home) * 4, words_home: 0, rank_sums: false, ..self }
+        let home_bytes = u64::from(self.words_home) * 4;
+        RowSizes { home_bytes, words_home: 0, partial_bytes: None, rank_sums: false, ..self }
     }
 
     /// Bytes that go out with a row.

@@ -13,7 +13,7 @@
 //! The entries lie by bin, as the source sorted them. So the relay puts each row at its final place
 //! and knows what to return later: a return brings back the entries of a block in this very order.
 
-use super::{Bins, RowRun, Summand, refill, vec_memory_usage};
+use super::{Bins, RowRun, RowSizes, Summand, refill, vec_memory_usage};
 
 /// Where the entries of one bin land.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
@@ -57,9 +57,14 @@ impl Block {
         self.segments.iter().map(|segment| segment.count).sum()
     }
 
-    /// Rows that return: an entry each or, with `sums`, the sums of the ranks served.
-    pub fn returned(&self, sums: bool) -> u32 {
-        let segments = if sums { &self.rank_sums } else { &self.segments };
+    /// Rows that return where copy engines relay: an entry each, the sums of the ranks served, or
+    /// the relay's sum of each row.
+    pub fn returned(&self, sizing: &RowSizes) -> u32 {
+        let segments = match (sizing.partial_bytes, sizing.rank_sums) {
+            (Some(_), _) => return self.rows,
+            (None, true) => &self.rank_sums,
+            (None, false) => &self.segments,
+        };
         segments.iter().map(|segment| segment.count).sum()
     }
 
@@ -218,6 +223,48 @@ impl RelayPlan {
         }
         self.starts.push(self.runs.len() as u32);
         self.partials.chunk_starts.push(self.partials.count());
+    }
+
+    /// Lays out the partial sums alone, those of a block in one part: engines pull all of its rows
+    /// first.
+    pub fn fill_pulled(&mut self, bins: &Bins, served: &[u32]) {
+        (self.served, self.chunks) = (served.len(), 1);
+        self.partials.clear();
+        let mut first = 0;
+        for block in &self.blocks {
+            self.partials.add(block, bins, served, first, 1);
+            first += block.index.len() as u32;
+        }
+        self.partials.chunk_starts.push(self.partials.count());
+    }
+
+    /// Entries of all blocks.
+    pub fn entries(&self) -> u32 {
+        self.blocks.iter().map(|block| block.index.len() as u32).sum()
+    }
+
+    /// The rows of each partial, `[partials, top_k]` and -1 behind them, as a kernel reads them:
+    /// pulled rows by their entries and, counted on behind those of all entries, rows of rank `me`
+    /// where it made them. With `weights`, also the weight of each.
+    pub fn list_pulled(&self, me: u32, top_k: u32, index: &mut Vec<i32>, weights: Option<&mut Vec<f32>>) {
+        let Partials { terms, starts, entries, .. } = &self.partials;
+        let (behind, width) = (self.entries(), top_k as usize);
+        let cells = self.partials.count() as usize * width;
+        refill(index, cells, -1);
+        let place = |term: usize| match terms[term] {
+            Summand { owner, row } if owner == me => behind.saturating_add(row) as i32,
+            _ => entries[term] as i32,
+        };
+        let of_partials = || starts.windows(2).map(|of| (of[0] as usize..of[1] as usize).take(width));
+        for (cells, of) in index.chunks_exact_mut(width).zip(of_partials()) {
+            cells.iter_mut().zip(of).for_each(|(cell, term)| *cell = place(term));
+        }
+        let Some(weights) = weights else { return };
+        refill(weights, cells, 0.0);
+        for (cells, of) in weights.chunks_exact_mut(width).zip(of_partials()) {
+            let weight = |term: usize| self.weights.get(entries[term] as usize).copied().unwrap_or(1.0);
+            cells.iter_mut().zip(of).for_each(|(cell, term)| *cell = weight(term));
+        }
     }
 
     /// In how many chunks blocks come.
@@ -379,6 +426,29 @@ mod tests {
             assert_eq!(runs(1, (1, 2)), [run(5, 103, 1, 0)]);
             assert_eq!(runs(1, (2, 2)), [run(6, 104, 1, 3)]);
             assert_eq!(runs(1, (1, 1)), [run(5, 103, 2, 3)], "all at once");
+        }
+
+        #[test]
+        fn rows_of_a_pulled_sum_are_entries_or_own_rows_in_the_order_of_the_sum() {
+            let (_, block) = block();
+            // Slots of rank 0 are experts 3 and 1, those of rank 1 experts 0 and 2. Row 2 has a
+            // slot of each rank.
+            let map = ExpertMap::from_slots(4, &[vec![3, 1], vec![0, 2]]).unwrap();
+            let bins = Bins::experts(&map, SumOrder::Node, &NodeMap::from_labels(&[0, 0]));
+            let weights = (0..10).map(|entry| entry as f32).collect();
+            let blocks = vec![block.clone(), Block { index: vec![1, 0, 2, 2, 0], ..block }];
+            let mut plan = RelayPlan { blocks, weights, ..RelayPlan::default() };
+            plan.fill_pulled(&bins, &[0, 1]);
+            assert_eq!((plan.partials_from(0), plan.partials_from(1)), (0..3, 3..6));
+            let (mut index, mut weights) = (Vec::new(), Vec::new());
+            plan.list_pulled(1, 3, &mut index, Some(&mut weights));
+            // Ten entries come before own rows.
+            let first = [[0, 15, -1], [1, -1, -1], [2, 16, -1]];
+            let second = [[6, 16, -1], [5, -1, -1], [7, 15, -1]];
+            assert_eq!(index, [first, second].concat().concat());
+            let first = [[0.0, 3.0, 0.0], [1.0, 0.0, 0.0], [2.0, 4.0, 0.0]];
+            let second = [[6.0, 9.0, 0.0], [5.0, 0.0, 0.0], [7.0, 8.0, 0.0]];
+            assert_eq!(weights, [first, second].concat().concat());
         }
 
         #[test]

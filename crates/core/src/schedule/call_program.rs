@@ -33,6 +33,7 @@ use std::fmt;
 
 pub use super::call_tags::Agreement;
 pub use super::op::Part;
+use super::skeleton::RelaySums;
 pub use super::skeleton::{StageId, Stages};
 use crate::error::CallKind;
 use crate::topology::Paths;
@@ -590,8 +591,13 @@ impl RankPrograms {
     /// `sums`.
     pub fn new(paths: Paths<'_>, chunks: u8, sums: bool, engines: Engines) -> Self {
         let shape = |relays| CallShape { multi_node: paths.is_multi_node(), relays, engines };
+        let relay_sums = match (sums, engines.pulls) {
+            (false, _) => RelaySums::None,
+            (true, false) => RelaySums::InPlace,
+            (true, true) => RelaySums::Pulled,
+        };
         RankPrograms {
-            stages: Stages::new(paths, chunks, sums),
+            stages: Stages::new(paths, chunks, relay_sums),
             relay: CallPrograms::relay(),
             inline: CallPrograms::own(shape(Relays::Inline)),
             offloaded: CallPrograms::own(shape(Relays::Thread)),

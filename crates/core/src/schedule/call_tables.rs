@@ -357,7 +357,7 @@ impl CallerTables {
                 _ => layout.home_of(&at.paths, relay, sums),
             };
             self.bases[relay as usize] = home + u64::from(first) * row_bytes;
-            next += block.returned(sums);
+            next += block.returned(&at.sizing);
         }
     }
 
@@ -403,7 +403,7 @@ impl CallerTables {
             let (first, from_offset) = (self.spans.len() as u32, self.bases[relay as usize]);
             let (from, to) = (PutSource::Window { owner: at.paths.me(), window: at.far }, WindowId::POOL);
             let to_offset = home + u64::from(layout.home_of(&at.paths, relay, sums)) * row_bytes;
-            let len = u64::from(block.returned(sums)) * row_bytes;
+            let len = u64::from(block.returned(&at.sizing)) * row_bytes;
             self.spans.push(SpanCopy { from, from_offset, to, to_offset, len });
             self.table[caller.rows(relay).0 as usize] = Operand::Spans { first, count: 1 };
         }
@@ -423,6 +423,15 @@ impl CallerTables {
     pub fn home_bytes(paths: &Paths, layout: &DispatchLayout) -> u64 {
         paths.relays().map(|relay| layout.chunks[relay as usize].bytes()).sum()
     }
+}
+
+/// Memory of a relay's pool in which it makes sums.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SumMemory {
+    /// Where sums wait until they have been sent: [`outbox_bytes`](RelayTables::outbox_bytes).
+    pub outbox: u64,
+    /// Where engines pull rows to, if these do: [`pulled_bytes`](RelayTables::pulled_bytes).
+    pub pulled: Option<u64>,
 }
 
 /// Operand tables of one rank's relay, used again by all calls.
@@ -577,19 +586,18 @@ impl RelayTables {
     }
 
     /// Stage "bring home": the rows of every source, from where they lie on this node, to the place
-    /// that the source named; or their partial sums, through `outbox`, which takes
-    /// [`outbox_bytes`](RelayTables::outbox_bytes).
+    /// that the source named; or their partial sums, through [memory](SumMemory) of this rank.
     pub fn home(
         &mut self,
         at: &FillContext,
         forward: &RelayPlan,
         bins: &Bins,
         parts: ReturnParts,
-        outbox: u64,
+        memory: SumMemory,
     ) {
         self.clear();
         let relay = Relay::new(at.paths, at.chunks);
-        let mut wait_at = outbox;
+        let (mut wait_at, mut first_entry) = (memory.outbox, 0);
         for ((nth, source), block) in (0..).zip(at.paths.sources()).zip(&forward.blocks) {
             let offer = self.offers[source as usize];
             let summed = at.sizing.partial_bytes.filter(|_| parts.rows);
@@ -598,6 +606,14 @@ impl RelayTables {
                 None => block.entries(),
             };
             let rows = at.sizing.home(rows, block.entries());
+            let pulled = memory.pulled.filter(|_| summed.is_some());
+            if let Some(pulled) = pulled {
+                let first = self.spans.len() as u32;
+                self.pull_for_sums(at, block, bins, pulled + first_entry * at.sizing.home_bytes);
+                let count = self.spans.len() as u32 - first;
+                self.table[relay.pulled(nth).0 as usize] = Operand::Spans { first, count };
+            }
+            first_entry += u64::from(block.entries());
             let first = self.spans.len() as u32;
             self.home_of(
                 at,
@@ -606,21 +622,32 @@ impl RelayTables {
                 (offer, rows),
                 ReturnParts { rows: parts.rows && summed.is_none(), ..parts },
             );
-            let chunks = if summed.is_some() { at.chunks } else { 1 };
+            let chunks = if summed.is_some() && pulled.is_none() { at.chunks } else { 1 };
             let mut to_offset = offer;
             for chunk in 1..=chunks {
                 let first = if chunk == 1 { first } else { self.spans.len() as u32 };
                 if let Some(bytes) = summed {
                     let partials = forward.partials_of(nth as usize, chunk);
                     let len = partials.len() as u64 * bytes;
-                    self.table[relay.partials(nth, chunk).0 as usize] = Operand::SumRows {
-                        first: partials.start,
-                        count: partials.len() as u32,
-                        to: SumTarget::Partials { window: WindowId::POOL, offset: wait_at },
+                    let (first, count) = (partials.start, partials.len() as u32);
+                    let to = SumTarget::Partials { window: WindowId::POOL, offset: wait_at };
+                    let sum = match pulled {
+                        Some(_) if count == 0 => Operand::Empty,
+                        Some(pulled) => Operand::SumPulled {
+                            first,
+                            count,
+                            pulled,
+                            entries: forward.entries(),
+                            to: wait_at,
+                        },
+                        None => Operand::SumRows { first, count, to },
                     };
+                    self.table[relay.partials(nth, chunk).0 as usize] = sum;
                     let from = PutSource::Window { owner: at.paths.me(), window: WindowId::POOL };
                     let to = at.far;
-                    self.spans.push(SpanCopy { from, from_offset: wait_at, to, to_offset, len });
+                    if pulled.is_none() || len > 0 {
+                        self.spans.push(SpanCopy { from, from_offset: wait_at, to, to_offset, len });
+                    }
                     (to_offset, wait_at) = (to_offset + len, wait_at + len);
                 }
                 let count = self.spans.len() as u32 - first;
@@ -632,6 +659,32 @@ impl RelayTables {
     /// Bytes in which sums wait until they have been sent.
     pub fn outbox_bytes(at: &FillContext, forward: &RelayPlan) -> u64 {
         at.sizing.partial_bytes.map_or(0, |bytes| u64::from(forward.partials.count()) * bytes)
+    }
+
+    /// Bytes of rows that engines pull before a kernel sums them, those of this rank counted.
+    pub fn pulled_bytes(at: &FillContext, forward: &RelayPlan) -> u64 {
+        at.sizing.partial_bytes.map_or(0, |_| u64::from(forward.entries()) * at.sizing.home_bytes)
+    }
+
+    /// The rows of a block that other ranks of this node have, to this rank's pool from byte `to`
+    /// on, each to the place of its entry.
+    fn pull_for_sums(&mut self, at: &FillContext, block: &Block, bins: &Bins, to: u64) {
+        let (me, row_bytes) = (at.paths.me(), at.sizing.home_bytes);
+        let (mut segments, mut entry) = (block.segments.iter(), 0);
+        for &owner in at.paths.served_by(me) {
+            for segment in segments.by_ref().take(bins.of(owner).len()) {
+                if owner != me && segment.count > 0 {
+                    self.spans.push(SpanCopy {
+                        from: PutSource::Window { owner, window: WindowId::POOL },
+                        from_offset: self.bases[owner as usize] + u64::from(segment.to_row) * row_bytes,
+                        to: WindowId::POOL,
+                        to_offset: to + entry * row_bytes,
+                        len: u64::from(segment.count) * row_bytes,
+                    });
+                }
+                entry += u64::from(segment.count);
+            }
+        }
     }
 
     fn home_of(

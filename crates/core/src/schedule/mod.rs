@@ -35,7 +35,7 @@ pub mod collective;
 pub mod stream_program;
 
 pub use crate::plan::LINE;
-pub use call_tables::{CallerTables, FillContext, RelayTables, ReturnParts};
+pub use call_tables::{CallerTables, FillContext, RelayTables, ReturnParts, SumMemory};
 pub use call_tags::{Refusal, Tag};
 pub use control_window::{Calls, ControlLayout};
 pub use copy_batches::{MAX_BATCH, copy_batches};
@@ -43,4 +43,4 @@ pub use op::{Flag, FlagValue, Line, Op, OperandId, Stage, TrackOp};
 pub use operands::{
     Bytes, Effect, Index, Operand, Operands, PutSource, SpanCopy, SumOperands, SumTarget, WindowId,
 };
-pub use skeleton::{Caller, Relay};
+pub use skeleton::{Caller, Relay, RelaySums};

@@ -134,6 +134,21 @@ pub enum Operand {
         /// Where they go, one after another.
         to: SumTarget,
     },
+    /// Sums outputs `first..first + count` of [`Operands::sum`] on a device. Rows of other ranks
+    /// have been pulled to this rank's pool, each to the place of its entry. Those of this rank are
+    /// read where they lie.
+    SumPulled {
+        /// First output row.
+        first: u32,
+        /// Number of output rows.
+        count: u32,
+        /// Where the row of entry 0 lies in this rank's pool.
+        pulled: u64,
+        /// Entries of all output rows.
+        entries: u32,
+        /// Where output row `first` goes in it.
+        to: u64,
+    },
     /// Fetches one `f32` per term from behind the chunks of [`Operands::sum`] into the call's
     /// weights.
     FetchWeights,
@@ -340,7 +355,9 @@ impl Operands<'_> {
                 let runs = &self.runs[first as usize..][..count as usize];
                 runs.iter().flat_map(|run| stretches(self.rows, run, from, index)).map(copy).collect()
             }
-            Operand::Empty | Operand::SumRows { .. } | Operand::FetchWeights => Vec::new(),
+            Operand::Empty | Operand::SumRows { .. } | Operand::SumPulled { .. } | Operand::FetchWeights => {
+                Vec::new()
+            }
         }
     }
 
@@ -361,6 +378,21 @@ impl Operands<'_> {
                         u64::from(count) * partial_bytes,
                     )));
                 }
+                effects
+            }
+            Operand::SumPulled { first, count, pulled, to, .. } => {
+                let at = |output: u32| sum.starts[output as usize] as usize;
+                let pool = |start, len| Bytes::new(me, WindowId::POOL, start, len);
+                let read = |term: usize| {
+                    let Summand { owner, row } = sum.terms[term];
+                    let (start, row) = match owner == me {
+                        true => (sum.bases[me as usize], row),
+                        false => (pulled, sum.choices[term]),
+                    };
+                    Effect::Read(pool(start + u64::from(row) * partial_bytes, partial_bytes))
+                };
+                let mut effects: Vec<Effect> = (at(first)..at(first + count)).map(read).collect();
+                effects.push(Effect::Sums(pool(to, u64::from(count) * partial_bytes)));
                 effects
             }
             Operand::FetchWeights => {

@@ -44,6 +44,7 @@
 //!
 //!   return     headers       Wait block(s)                                 its tag says where s takes its rows
 //!              return rows   Reduce chunk c of s , Put sums -> s            where relays sum; else Put rows of s -> s
+//!                            Put l -> me , Reduce all of s , Put sums -> s   where relays sum by copy engines and a kernel
 //!                            Signal home -> s
 //!
 //!   both       relay done    Signal home -> me
@@ -264,17 +265,30 @@ fn wait(from: u32, flag: Flag, level: FlagValue) -> Op {
 pub struct Relay<'a> {
     paths: Paths<'a>,
     chunks: u8,
-    sums: bool,
+    sums: RelaySums,
+}
+
+/// How relays make what they return.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum RelaySums {
+    /// They return rows as they are.
+    #[default]
+    None,
+    /// They read the rows of each sum where they lie, chunk by chunk.
+    InPlace,
+    /// Copy engines pull the rows for a source here, then a kernel sums them.
+    Pulled,
 }
 
 impl<'a> Relay<'a> {
     /// For the rank of these paths; blocks come in `chunks` parts.
     pub fn new(paths: Paths<'a>, chunks: u8) -> Self {
-        Relay { paths, chunks, sums: false }
+        Relay { paths, chunks, sums: RelaySums::None }
     }
 
-    /// One that sums the rows that it returns: partials go in `chunks` parts, too.
-    pub fn summing(self, sums: bool) -> Self {
+    /// One that sums the rows that it returns. Partials of rows that lie in place go in `chunks`
+    /// parts, too.
+    pub fn summing(self, sums: RelaySums) -> Self {
         Relay { sums, ..self }
     }
 
@@ -298,6 +312,11 @@ impl<'a> Relay<'a> {
     /// Operand of the sums that go with it.
     pub fn partials(&self, nth: u32, chunk: u8) -> OperandId {
         OperandId(self.home(nth, chunk).0 + 1)
+    }
+
+    /// Operand of the rows that engines pull before they are summed for the `nth` source.
+    pub fn pulled(&self, nth: u32) -> OperandId {
+        self.home(nth, 0)
     }
 
     /// Operand of chunk `chunk` (from 1) of the `nth` source for the `member`th rank served; chunk
@@ -370,9 +389,12 @@ impl<'a> Relay<'a> {
     fn return_rows(&self) -> Vec<TrackOp> {
         let (paths, me) = (self.paths, self.paths.me());
         let mut items = Vec::new();
-        for chunk in 1..=if self.sums { self.chunks } else { 1 } {
+        for chunk in 1..=if self.sums == RelaySums::InPlace { self.chunks } else { 1 } {
             for (nth, source) in (0..).zip(paths.sources()) {
-                if self.sums {
+                if self.sums == RelaySums::Pulled {
+                    items.push(self.on(source, Op::Put { to: me, operand: self.pulled(nth) }));
+                }
+                if self.sums != RelaySums::None {
                     items.push(self.on(source, Op::Reduce { operand: self.partials(nth, chunk) }));
                 }
                 items.push(self.on(source, Op::Put { to: source, operand: self.home(nth, chunk) }));
@@ -515,9 +537,8 @@ pub struct Stages {
 }
 
 impl Stages {
-    /// Of the rank of these paths. Blocks come in `chunks` parts; relays sum what they return if
-    /// `sums`.
-    pub fn new(paths: Paths<'_>, chunks: u8, sums: bool) -> Self {
+    /// Of the rank of these paths. Blocks come in `chunks` parts.
+    pub fn new(paths: Paths<'_>, chunks: u8, sums: RelaySums) -> Self {
         let (caller, relay) = (Caller::new(paths, chunks), Relay::new(paths, chunks).summing(sums));
         let items = |id| match id {
             StageId::Release => caller.read(),

@@ -7,8 +7,9 @@
 //!   Signal landed, read,   words, collected                                     stream of copies
 //!          ready
 //!   Wait landed, ready     words, collected before copies and signals           stream of copies
+//!   Reduce                 what is collected is enqueued, a kernel, a mark      stream of copies
 //!   other Signal, Wait     what is collected is enqueued: waits, copies, words  host
-//!   PutRows far            queued behind the mark that rows lie packed          NIC
+//!   PutRows far            queued behind the last mark: rows lie packed, or summed  NIC
 //!   other Put, Signal far  behind what is queued, else at once                  NIC
 //! ```
 //!
@@ -37,14 +38,14 @@ pub(super) struct Collected {
     /// Copies of metadata, behind those of rows.
     notes: Vec<Task>,
     words: Vec<Task>,
-    /// Tasks of the NIC, in order, and whether they are behind the mark.
-    queue: VecDeque<(bool, Task)>,
+    /// Tasks of the NIC, in order, and the mark that each is behind.
+    queue: VecDeque<(u64, Task)>,
     /// Times that the caller's stream was told to go on behind the stream of copies.
     done: u64,
-    /// The stream of copies has been told to leave its mark.
-    marks: bool,
-    /// The host has seen the mark.
-    seen: bool,
+    /// Marks that the stream of copies has been told to leave.
+    marks: u64,
+    /// The last mark that the host has seen.
+    seen: u64,
     /// Something was posted since the host last waited for the NIC.
     unsettled: bool,
 }
@@ -92,7 +93,7 @@ impl Lines<'_> {
                     let wait = Task::Wait { of: from, flag, value: operands.value(level) };
                     self.wait(op, (from, flag, level), wait);
                 }
-                Op::Reduce { operand } => self.reduce(operands, operand),
+                Op::Reduce { operand } => self.sum_pulled(operands, operand),
             }
         }
         self.enqueue();
@@ -179,7 +180,9 @@ impl Lines<'_> {
                 let pieces = |run: &RowRun| std::iter::once(piece(run.count, source)).chain(pads(run.pad));
                 runs.iter().flat_map(pieces).collect()
             }
-            Operand::Empty | Operand::SumRows { .. } | Operand::FetchWeights => Vec::new(),
+            Operand::Empty | Operand::SumRows { .. } | Operand::SumPulled { .. } | Operand::FetchWeights => {
+                Vec::new()
+            }
         }
     }
 
@@ -237,13 +240,9 @@ impl Lines<'_> {
         }
     }
 
-    /// Queues a task of the NIC behind the mark. Relays that sum have no executor, and post at
-    /// once.
+    /// Queues a task of the NIC behind the last mark.
     fn leave_later(&mut self, task: Task) {
-        match self.relay_sums {
-            true => self.post(task),
-            false => self.collected.queue.push_back((self.collected.marks, task)),
-        }
+        self.collected.queue.push_back((self.collected.marks, task));
     }
 
     fn post(&mut self, task: Task) {
@@ -263,8 +262,9 @@ impl Lines<'_> {
     pub(super) fn flush(&mut self) {
         self.enqueue();
         while let Some((behind, task)) = self.collected.queue.pop_front() {
-            if behind && !std::mem::replace(&mut self.collected.seen, true) {
-                self.push(Task::Hear(OwnWord::Marked, 1));
+            if behind > self.collected.seen {
+                self.collected.seen = behind;
+                self.push(Task::Hear(OwnWord::Marked, behind));
             }
             self.post(task);
         }
@@ -272,7 +272,7 @@ impl Lines<'_> {
 
     /// Waits until the NIC has read what was posted.
     pub(super) fn settle(&mut self) {
-        if std::mem::take(&mut self.collected.unsettled) && !self.relay_sums {
+        if std::mem::take(&mut self.collected.unsettled) {
             self.push(Task::Join(Line::Nic));
         }
     }
@@ -331,9 +331,30 @@ impl Lines<'_> {
 
     /// A kernel on the caller's stream, which works for so long.
     pub(super) fn launch(&mut self, ns: u64) {
+        self.launch_on(Line::Caller, ns);
+    }
+
+    fn launch_on(&mut self, line: Line, ns: u64) {
         self.program.work.kernels += 1;
         self.busy(self.hardware.engines.per_call);
-        self.hand(Line::Caller, Task::Busy(self.hardware.compute.launch + ns));
+        self.hand(line, Task::Busy(self.hardware.compute.launch + ns));
+    }
+
+    /// A kernel that sums pulled rows and own ones, and a mark behind it.
+    fn sum_pulled(&mut self, operands: &Operands, operand: OperandId) {
+        let Operand::SumPulled { first, count, .. } = operands.table[operand.0 as usize] else { return };
+        let terms = |output: u32| u64::from(operands.sum.starts[output as usize]);
+        let rows = terms(first + count) - terms(first) + u64::from(count);
+        let bytes = rows * self.sizing.home_bytes;
+        self.enqueue();
+        self.program.work.kernel_bytes += bytes;
+        self.launch_on(Line::Stream, at_rate(bytes, self.hardware.compute.rate));
+        self.leave_mark();
+    }
+
+    fn leave_mark(&mut self) {
+        self.collected.marks += 1;
+        self.operate(Line::Stream, Task::Tell(OwnWord::Marked, self.collected.marks));
     }
 
     /// A kernel that sorts so many choices, or plans them.
@@ -367,8 +388,7 @@ impl Lines<'_> {
     pub(super) fn follow(&mut self) {
         self.enqueue();
         self.hand(Line::Stream, Task::Hear(OwnWord::Reached, 1));
-        self.collected.marks = true;
-        self.operate(Line::Stream, Task::Tell(OwnWord::Marked, 1));
+        self.leave_mark();
     }
 
     /// The caller's stream goes on behind what is enqueued.

@@ -29,8 +29,6 @@ pub(super) struct Lines<'a> {
     pub(super) program: Program,
     /// Device: work that the next call of the driver enqueues.
     pub(super) collected: Collected,
-    /// Device: relays sum what they return, as no executor does yet.
-    pub(super) relay_sums: bool,
     /// Device: it plans dispatches, and has the metadata of packed rows.
     pub(super) device_plans: bool,
 }
@@ -39,7 +37,7 @@ impl<'a> Lines<'a> {
     /// Of the rank of these paths, where rows have these sizes.
     pub fn new(hardware: &'a Hardware, paths: Paths<'a>, sizing: RowSizes) -> Self {
         let (program, collected) = (Program::default(), Collected::default());
-        Lines { hardware, paths, sizing, program, collected, relay_sums: false, device_plans: false }
+        Lines { hardware, paths, sizing, program, collected, device_plans: false }
     }
 
     /// All that was asked for.
@@ -111,9 +109,6 @@ impl<'a> Lines<'a> {
             SumTarget::Partials { .. } => self.sizing.partial_bytes.unwrap_or(home),
         };
         self.kernel(own + u64::from(count) * written, near);
-        if self.is_device() {
-            self.push(Task::Join(Line::Caller));
-        }
     }
 
     /// A kernel that reads and writes this many bytes of its own memory, and reads this many of
@@ -164,7 +159,9 @@ impl<'a> Lines<'a> {
                 }
                 vec![load]
             }
-            Operand::Empty | Operand::SumRows { .. } | Operand::FetchWeights => Vec::new(),
+            Operand::Empty | Operand::SumRows { .. } | Operand::SumPulled { .. } | Operand::FetchWeights => {
+                Vec::new()
+            }
         }
     }
 

@@ -104,13 +104,14 @@ impl Placed {
         let bins = Bins::of_layout(case.layout, case.map, case.order, &nodes);
         let top_k = case.routings.iter().map(Routing::top_k).max().unwrap_or(1);
         let tokens = case.routings.iter().map(Routing::tokens).max().unwrap_or(0);
-        // Each rank sums a token's rows first, if that makes no longer rows. Rank-major it is one
-        // row.
-        let by_rank = executor == Executor::Device
-            && case.order == SumOrder::Rank
-            && case.partial_bytes == case.home_bytes;
-        let rank_sums = by_rank && !case.layout.is_per_rank() && top_k > 1 && case.map.ranks() > 1;
-        let sums = crosses && case.order.has_partials() && !by_rank;
+        // On a device each rank sums a token's rows first, or each relay those of its node, if that
+        // makes no longer rows. Rank-major a rank has one row.
+        let device = executor == Executor::Device;
+        let summed = device && case.partial_bytes == case.home_bytes && top_k > 1;
+        let by_rank = summed && case.order == SumOrder::Rank;
+        let rank_sums = by_rank && !case.layout.is_per_rank() && case.map.ranks() > 1;
+        let by_node = summed && case.order == SumOrder::Node;
+        let sums = crosses && if device { by_node } else { case.order.has_partials() };
         let notes = match rank_sums {
             true => RowMetadata::Summed,
             false => RowMetadata::of(case.layout, ReceiveMode::Exact, false),
@@ -258,10 +259,13 @@ impl Placed {
             self.ranks[model_rank as usize].layout.blocks[nth].clone()
         };
         let mut forward = RelayPlan::default();
-        if arrive && !sums {
+        if arrive {
             let paths = self.paths(me);
             let nth = |source| paths.of(source).relays().take_while(|&relay| relay != me).count();
             forward.blocks = paths.sources().map(|source| block(source, nth(source))).collect();
+            if sums {
+                forward.fill_pulled(&self.bins, paths.served_by(me));
+            }
         } else {
             forward.know(&self.frame(me), sums, block);
         }

@@ -18,7 +18,7 @@ use sidelane_core::schedule::call_program::{
     Action, CallStep, Engines, Part, RankPrograms, Relays, Role, StageId, Work,
 };
 use sidelane_core::schedule::{
-    CallerTables, Calls, FillContext, Operands, RelayTables, ReturnParts, SumOperands, WindowId,
+    CallerTables, Calls, FillContext, Operands, RelayTables, ReturnParts, SumMemory, SumOperands, WindowId,
 };
 use sidelane_core::topology::Paths;
 
@@ -156,13 +156,15 @@ impl<'a> Lowering<'a> {
         let (placed, rank, at) = (self.placed, self.rank, self.setting());
         let parts = ReturnParts { rows: true, weights: false };
         let mut tables = CallerTables::new(self.paths, placed.chunks);
-        match self.pulls() {
+        let pulls = self.lines().is_device();
+        match pulls {
             true => tables.pull(&at, &rank.layout, 0),
             false => tables.sum(&at, &rank.layout, parts),
         }
         let (mut messages, mut returned) = (self.relayed(), self.relayed());
         messages.messages(&at, false);
-        returned.home(&at, &rank.forward, &placed.bins, parts, 0);
+        let memory = SumMemory { outbox: 0, pulled: pulls.then_some(0) };
+        returned.home(&at, &rank.forward, &placed.bins, parts, memory);
         // Each rank's chunk lies in its own memory.
         let offers = vec![self.sizing.offer(0); self.paths.ranks() as usize];
         let holders: Vec<u32> = (0..self.paths.ranks()).collect();
@@ -173,23 +175,23 @@ impl<'a> Lowering<'a> {
             relayed: others(&returned, &rank.forward, (&holders, &offers), self.calls),
         };
         let mut lines = self.lines();
-        if self.pulls() {
+        if pulls {
             if self.sizing.rank_sums {
                 self.sum_by_rank(&mut lines);
             }
             self.reach(&mut lines);
             lines.clear_status();
         }
-        lines.relay_sums = lines.is_device() && !self.pulls();
         self.walk(&mut lines, CallKind::Combine, &operands);
-        if self.pulls() {
+        if pulls {
             lines.settle();
             lines.precede();
             lines.push(Task::Join(Line::Stream));
             lines.mark(Phase::Pull);
             if rank.layout.tokens > 0 {
                 let sums: u32 = rank.layout.rank_sums.iter().map(|run| run.count).sum();
-                let terms = if self.sizing.rank_sums { sums as usize } else { rank.layout.terms.len() };
+                let (terms, ..) = rank.layout.summands();
+                let terms = if self.sizing.rank_sums { sums as usize } else { terms.len() };
                 let rows = terms as u64 + u64::from(rank.layout.tokens);
                 lines.kernel(rows * self.sizing.home_bytes, 0);
             }
@@ -202,12 +204,9 @@ impl<'a> Lowering<'a> {
     /// The steps of a call's program, in its order.
     fn walk(&self, lines: &mut Lines<'a>, kind: CallKind, operands: &Filled) {
         let sums = self.sizing.partial_bytes.is_some();
-        let executed = lines.is_device() && !lines.relay_sums;
-        let engines = Engines {
-            pulls: executed,
-            brings_in: executed && self.rank.arrivals.is_some(),
-            enqueues: executed,
-        };
+        let device = lines.is_device();
+        let brings_in = device && self.rank.arrivals.is_some();
+        let engines = Engines { pulls: device, brings_in, enqueues: device };
         let programs = RankPrograms::new(self.paths, self.placed.chunks, sums, engines);
         for CallStep { role, action } in programs.own(kind, Relays::Inline).line(None) {
             match action {
@@ -225,7 +224,7 @@ impl<'a> Lowering<'a> {
                     };
                     let items = programs.stages.items(stage, part);
                     match (role, stage, part) {
-                        (Role::Own, StageId::Rows, Part::Start) if executed => {
+                        (Role::Own, StageId::Rows, Part::Start) if device => {
                             lines.collect(items, filled);
                             self.place_own_rows(lines);
                             lines.flush();
@@ -237,6 +236,7 @@ impl<'a> Lowering<'a> {
                     }
                 }
                 Action::Compute(work) if role == Role::Own => self.plan(lines, work, kind),
+                Action::Compute(Work::FillReturn) if device => self.send_node_sums(lines),
                 Action::Round(_) | Action::Compute(_) | Action::Agree | Action::Admit => {}
             }
         }
@@ -276,7 +276,8 @@ impl<'a> Lowering<'a> {
         }
         lines.follow();
         // Where each choice's row lies, its place in the order of the sum, and the row of its sum.
-        let tables = if self.sizing.rank_sums { 3 } else { 2 };
+        let sums = self.sizing.rank_sums || self.sizing.partial_bytes.is_some();
+        let tables = if sums { 3 } else { 2 };
         if !self.placed.device_plans {
             (0..tables).for_each(|_| lines.copy(Place::Host, (me, me), choices));
         }
@@ -300,6 +301,14 @@ impl<'a> Lowering<'a> {
         let sums = self.placed.rank_sums_at(self.paths.me());
         let rows = u64::from(self.rank.layout.received());
         lines.kernel((rows + sums) * self.sizing.home_bytes, 0);
+    }
+
+    /// The rows of each sum that this rank's relay makes, where it makes any.
+    fn send_node_sums(&self, lines: &mut Lines) {
+        if self.sizing.partial_bytes.is_some() {
+            let (me, sums) = (self.paths.me(), u64::from(self.rank.forward.partials.count()));
+            lines.copy(Place::Host, (me, me), sums * u64::from(self.placed.top_k) * 4);
+        }
     }
 
     /// On a device a kernel packs the rows to send, if there are other ranks: it reads each token
@@ -335,12 +344,6 @@ impl<'a> Lowering<'a> {
             None => layout.runs_to(me),
         };
         &layout.runs[runs.start as usize..runs.end as usize]
-    }
-
-    /// Copy engines pull rows to where a kernel sums them. Where relays sum, kernels read the rows
-    /// where they lie; no executor does.
-    fn pulls(&self) -> bool {
-        self.lines().is_device() && self.sizing.partial_bytes.is_none()
     }
 
     /// Bytes that a kernel packs, to leave.

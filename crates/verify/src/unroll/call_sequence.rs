@@ -239,14 +239,16 @@ pub(super) fn sizing(scenario: &ProofScenario) -> RowSizes {
     let top_k = scenario.routings.iter().flatten().map(|routing| routing.top_k()).max().unwrap_or(1);
     let multi_node = Paths::new(scenario.nodes, scenario.route, 0).is_multi_node();
     let rank_sums = scenario.rank_sums();
-    let sums = scenario.order.has_partials() && scenario.route == Route::Pxn && multi_node && !rank_sums;
+    let summed = if scenario.pulls { scenario.node_sums() } else { scenario.order.has_partials() };
+    let sums = summed && scenario.route == Route::Pxn && multi_node;
+    // As if rows were bf16 and partials f32; those of devices have the type of rows.
+    let partial_bytes = if scenario.enqueues { scenario.row_bytes } else { 2 * scenario.row_bytes };
     RowSizes {
         row_bytes: scenario.row_bytes,
         home_bytes: scenario.row_bytes,
         words_out: scenario.notes().words(top_k),
         words_home: scenario.layout.words_home(top_k),
-        // As if rows were bf16 and partials f32.
-        partial_bytes: sums.then_some(2 * scenario.row_bytes),
+        partial_bytes: sums.then_some(partial_bytes),
         rank_sums,
     }
 }

@@ -464,6 +464,9 @@ impl Unroller<'_> {
         if self.arrives() {
             let of = |source| &layouts[source as usize].blocks[self.nth_relay(source, me)];
             forward.blocks = paths.sources().map(|source| of(source).clone()).collect();
+            if sums {
+                forward.fill_pulled(bins, paths.served_by(me));
+            }
             return forward;
         }
         forward.know(&frame, sums, |source, nth| layouts[source as usize].blocks[nth].clone());

@@ -39,7 +39,7 @@ impl Unroller<'_> {
         &self,
         me: u32,
         layout: &DispatchLayout,
-        (home, offered): (u64, u64),
+        ((home, offered), count): ((u64, u64), u32),
         row_bytes: u64,
     ) -> Vec<HostAccess> {
         let rows = |what, at: u64, first: u32, count: u32| {
@@ -56,7 +56,30 @@ impl Unroller<'_> {
             reads.push(rows("own outputs", offered, run.to_row, run.count));
             next = run.first + run.count;
         }
-        reads.push(rows("rows at home", home, next, layout.terms.len() as u32 - next));
+        reads.push(rows("rows at home", home, next, count - next));
+        reads.retain(|read| !read.bytes.range.is_empty());
+        reads
+    }
+
+    /// The same where relays sum: rows of this node, and the sums of each relay.
+    pub(super) fn node_sums_added(
+        &self,
+        me: u32,
+        layout: &DispatchLayout,
+        places: (u64, u64),
+        row_bytes: u64,
+    ) -> Vec<HostAccess> {
+        let paths = self.paths(me);
+        let near = paths
+            .relays()
+            .next()
+            .map_or(layout.terms.len() as u32, |relay| layout.home_of(&paths, relay, false));
+        let mut reads = self.summed(me, layout, (places, near), row_bytes);
+        reads.extend(paths.relays().zip(&layout.blocks).map(|(relay, block)| {
+            let first = u64::from(layout.home_of(&paths, relay, false)) * row_bytes;
+            let len = u64::from(block.rows) * row_bytes;
+            self.read("sums at home", Bytes::new(me, WindowId::POOL, places.0 + first, len))
+        }));
         reads.retain(|read| !read.bytes.range.is_empty());
         reads
     }

@@ -123,6 +123,11 @@ impl<'s> ProofScenario<'s> {
         self.enqueues && rows && self.order == SumOrder::Rank
     }
 
+    /// Whether relays sum by kernels what engines have pulled to them.
+    fn node_sums(&self) -> bool {
+        self.enqueues && !self.gathers && self.order == SumOrder::Node
+    }
+
     /// The scenario of the instance that gathers for this one: an expert at each rank.
     fn gathering(&self, map: &'s ExpertMap) -> ProofScenario<'s> {
         ProofScenario {
@@ -225,6 +230,10 @@ pub enum SeededBug {
     ShareOutbox,
     /// A kernel makes sums by rank when peers may be pulling them already.
     SumLate,
+    /// A host that runs ahead has its NIC read sums that a kernel has yet to make.
+    SendUnsummed,
+    /// A kernel makes sums for other nodes over the rows that it adds up.
+    SumOverRows,
     /// Publications are not doubled.
     OnePublication,
     /// Messages are not doubled.
@@ -240,7 +249,7 @@ pub enum SeededBug {
 
 impl SeededBug {
     /// All of them.
-    pub const ALL: [SeededBug; 16] = [
+    pub const ALL: [SeededBug; 18] = [
         SeededBug::FreeBeforeAck,
         SeededBug::AnnounceHeld,
         SeededBug::TakeUnread,
@@ -252,6 +261,8 @@ impl SeededBug {
         SeededBug::ShareHome,
         SeededBug::ShareOutbox,
         SeededBug::SumLate,
+        SeededBug::SendUnsummed,
+        SeededBug::SumOverRows,
         SeededBug::OnePublication,
         SeededBug::OneMessage,
         SeededBug::OneHeader,

@@ -4,7 +4,7 @@ use std::rc::Rc;
 
 use sidelane_core::error::{CallKind, PlanError};
 use sidelane_core::schedule::call_program::{Action, Role, StageId, Work};
-use sidelane_core::schedule::{CallerTables, FillContext, Flag, RelayTables, ReturnParts, Tag};
+use sidelane_core::schedule::{CallerTables, FillContext, Flag, RelayTables, ReturnParts, SumMemory, Tag};
 
 use super::call_sequence::{Extent, FilledOperands, Handle, SampledCall, Tables, Unroller, Until};
 use super::stage_runs::Actor;
@@ -23,8 +23,10 @@ struct Offer {
     /// For rows that relays return and, behind them, for sums that are to be sent; or for rows that
     /// engines bring.
     staging: Extent,
-    /// Where sums wait.
-    outbox: u64,
+    /// Where a relay's kernels sum, if they do.
+    node_sums: Option<Extent>,
+    /// Where sums are made and wait.
+    memory: SumMemory,
     tags: Vec<Tag>,
     /// Where what each relay brings has its place.
     bases: Vec<u64>,
@@ -65,7 +67,7 @@ impl Unroller<'_> {
             }
             // No rank reads the memory that a refused call offered.
             let free = until < Until::End && !reads || self.scenario.seeded == Some(SeededBug::FreeBeforeAck);
-            for extent in [Some(offer.chunk), offer.sums].into_iter().flatten() {
+            for extent in [Some(offer.chunk), offer.sums, offer.node_sums].into_iter().flatten() {
                 if free { member.pool.give(&extent) } else { member.offered.push(extent) }
             }
             if until == Until::End {
@@ -93,6 +95,8 @@ impl Unroller<'_> {
         let home = CallerTables::home_bytes(&paths, layout);
         let at = self.return_setting(me, parts);
         let wait = RelayTables::outbox_bytes(&at, &handle.placed.forwards[me as usize]);
+        let partial_bytes = at.sizing.partial_bytes;
+        let pulled = RelayTables::pulled_bytes(&at, &handle.placed.forwards[me as usize]);
         let summed =
             (at.sizing.rank_sums && parts.rows).then(|| u64::from(layout.received()) * at.sizing.home_bytes);
         let member = &mut self.members[me as usize];
@@ -104,16 +108,19 @@ impl Unroller<'_> {
         }
         let early = (!copied).then(|| member.pool.take(size));
         let sums = summed.map(|bytes| member.pool.take(bytes));
+        let by_node = self.scenario.pulls && partial_bytes.is_some();
+        let node_sums = by_node.then(|| member.pool.take(pulled + wait));
         // A host that runs ahead frees nothing here.
         if paths.is_multi_node() || !self.scenario.enqueues {
             member.free_offered();
         }
         let chunk = early.unwrap_or_else(|| member.pool.take(size));
-        let pulled = if self.scenario.pulls { layout.terms.len() as u64 * self.sizing.home_bytes } else { 0 };
+        let brought =
+            if self.scenario.pulls { layout.terms.len() as u64 * self.sizing.home_bytes } else { 0 };
         let staging = match self.scenario.enqueues {
             // All calls return rows to one place.
             true => member.staging.get_or_insert_with(|| member.pool.take(STAGING)).clone(),
-            false => member.pool.take(home + wait + pulled),
+            false => member.pool.take(home + wait + brought),
         };
         let (at, (mut tables, _)) = (self.return_setting(me, parts), self.tables(me));
         match self.scenario.pulls {
@@ -124,12 +131,20 @@ impl Unroller<'_> {
             paths.relays().for_each(|relay| tables.bases[relay as usize] = staging.start);
         }
         let shared = self.scenario.seeded == Some(SeededBug::ShareOutbox);
-        let outbox = staging.start + if shared { 0 } else { home };
+        let in_staging = staging.start + if shared { 0 } else { home };
+        let over_rows = self.scenario.seeded == Some(SeededBug::SumOverRows);
+        let memory = match &node_sums {
+            Some(sums) if !shared => {
+                let outbox = sums.start + if over_rows { 0 } else { pulled };
+                SumMemory { outbox, pulled: Some(sums.start) }
+            }
+            sums => SumMemory { outbox: in_staging, pulled: sums.as_ref().map(|sums| sums.start) },
+        };
         // Engines return weights as rows.
         let behind = if self.scenario.pulls && !parts.rows { offered.notes_at() } else { 0 };
         let base = sums.as_ref().map_or(chunk.start + behind, |sums| sums.start);
         tables.offer(&paths, self.tag(CallKind::Combine, number as u64, 0), base);
-        Offer { chunk, sums, base, staging, outbox, tags: tables.tags, bases: tables.bases }
+        Offer { chunk, sums, base, staging, node_sums, memory, tags: tables.tags, bases: tables.bases }
     }
 
     /// Whether memory for the outputs of a return may be that of the return before.
@@ -148,7 +163,7 @@ impl Unroller<'_> {
 
     fn returner<'s>(&'s self, me: u32, call: &'s Returning<'s>) -> Returner<'s, 's> {
         let (paths, layout) = (self.paths(me), &call.handle.placed.layouts[me as usize]);
-        let Offer { staging, tags, bases, outbox, .. } = &call.offers[me as usize];
+        let Offer { staging, tags, bases, memory, .. } = &call.offers[me as usize];
         let (mut tables, _) = self.tables(me);
         tables.tags.clone_from(tags);
         tables.bases.clone_from(bases);
@@ -170,7 +185,7 @@ impl Unroller<'_> {
             tables.offers = call.offers.iter().map(|offer| offer.tags[me as usize].base).collect();
             let parts =
                 if self.scenario.pulls { ReturnParts { rows: true, weights: false } } else { call.parts };
-            tables.home(&setting, forward, &self.bins, parts, *outbox);
+            tables.home(&setting, forward, &self.bins, parts, *memory);
             self.filled(me, self.relayed(me, tables, forward))
         });
         Returner { unroller: self, me, call, own, messages: self.messages(me, false), returned }
@@ -264,7 +279,10 @@ impl Actor for Returner<'_, '_> {
         let mut touches = if self.sums_late() { self.summed() } else { Vec::new() };
         touches.extend(match offer.sums {
             Some(_) => unroller.rank_sums_added(me, layout, places, row_bytes),
-            None => unroller.summed(me, layout, places, row_bytes),
+            None if unroller.return_setting(me, call.parts).sizing.partial_bytes.is_some() => {
+                unroller.node_sums_added(me, layout, places, row_bytes)
+            }
+            None => unroller.summed(me, layout, (places, layout.terms.len() as u32), row_bytes),
         });
         touches
     }

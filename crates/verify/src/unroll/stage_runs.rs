@@ -80,8 +80,9 @@ impl Enqueuer<'_> {
 ///
 /// A stream begins an operation when it is enqueued, or later. Before each stage of the stream
 /// stands a wait for the host, which has come so far; the host waits for the stream in one step
-/// alone. Kernels on the stream do the caller's work on rows. The host waits for its NIC only
-/// before the stream gives memory back to peers, and before work that follows the call.
+/// alone, and for the sums that its NIC reads. Kernels on the stream do the caller's work on rows.
+/// The host waits for its NIC only before the stream gives memory back to peers, and before work
+/// that follows the call.
 pub(super) fn walk(
     programs: &RankPrograms,
     (program, role, until): (&CallProgram, Role, Until),
@@ -98,7 +99,7 @@ pub(super) fn walk(
     let last = lines.len() - 1;
     lines[0].defers = enqueues.is_some();
     let base = actor.filled(StageId::Release);
-    let mut enqueued = 0;
+    let (mut enqueued, mut marks) = (0, 0);
     // The host has come so far: its next operations on the stream come after that.
     let mut enqueue = |lines: &mut [Scenes], me: u32, settles: bool| {
         enqueued += 1;
@@ -146,6 +147,13 @@ pub(super) fn walk(
             }
             lines[at].stage(stage, (part, first), filled, steps(filled, run));
             first += run.len();
+            let sums = at == last && run.iter().any(|item| matches!(item.op, Op::Reduce { .. }));
+            if sums && host.seeded != Some(SeededBug::SendUnsummed) {
+                marks += 1;
+                let (me, flag, level) = (host.paths.me(), Flag::Ready, FlagValue::Part(marks));
+                lines[last].word("summed", base, (me, Op::Signal { to: me, of: me, flag, level }));
+                lines[0].word("summed", base, (me, Op::Wait { from: me, flag, level }));
+            }
         }
     }
     if role == Role::Own {

@@ -226,3 +226,23 @@ fn with_sums_by_rank_the_model_counts_what_driver_and_net_carry_out() {
         }
     });
 }
+
+#[test]
+fn with_sums_by_node_the_model_counts_what_driver_and_net_carry_out() {
+    let test = "counts::with_sums_by_node_the_model_counts_what_driver_and_net_carry_out";
+    on_devices(test, 24, "ordered", |_| {
+        let order = SumOrder::Node;
+        // Partials in f32 are longer than rows, so relays return these.
+        for (wire, layout) in
+            [PartialDtype::Bf16, PartialDtype::F32].into_iter().flat_map(|w| RowLayout::ALL.map(|l| (w, l)))
+        {
+            for (route, nodes) in
+                Route::ALL.into_iter().flat_map(|r| [&[0, 0, 1, 1][..], &[0, 0, 1, 1, 2, 2]].map(|n| (r, n)))
+            {
+                let case = Case { layout, route, order, wire, ..Case::across(nodes, 12, 5) };
+                let sent = Sent::default();
+                on_cards_in_group(&case, SignalMode::Write, |group, rank| compare(&case, &sent, group, rank));
+            }
+        }
+    });
+}

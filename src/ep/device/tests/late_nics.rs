@@ -16,15 +16,19 @@ use super::rank::{Case, Rank, call, target};
 use super::support::{repeated, tokens};
 use super::{on_devices, on_fabric};
 use crate::Group;
+use crate::dtype::PartialDtype;
 use crate::ep::device::EnqueuedExchange;
 use crate::ep::{ExpertOutput, Handle};
 use crate::lane::{Fabric, SignalMode};
+use crate::plan::SumOrder;
 use crate::topology::Route;
 
-/// Two nodes of two ranks, each rank with the card of its number.
-fn across() -> (Case, std::sync::Arc<Fabric>) {
-    let case = Case { route: Route::Pxn, ..Case::across(&[0, 0, 1, 1], 8, 4) };
-    (case, Fabric::new(&["card0", "card1", "card2", "card3"]))
+/// Two nodes of two ranks, each rank with the card of its number. Rows return, or sums of relays:
+/// of two equal rows at most, which bf16 holds.
+fn across() -> [(Case, std::sync::Arc<Fabric>); 2] {
+    let rows = Case { route: Route::Pxn, ..Case::across(&[0, 0, 1, 1], 8, 4) };
+    let sums = Case { order: SumOrder::Node, wire: PartialDtype::Bf16, top_k: 2, ..rows.clone() };
+    [rows, sums].map(|case| (case, Fabric::new(&["card0", "card1", "card2", "card3"])))
 }
 
 /// All ranks have come here.
@@ -74,28 +78,30 @@ fn outputs(rank: &Rank<bf16>, rows: &crate::ep::ExpertRows, handle: &Handle) -> 
 fn a_relay_serves_other_nodes_before_its_own_rows_have_left() {
     let name = "late_nics::a_relay_serves_other_nodes_before_its_own_rows_have_left";
     on_devices(name, 31, "ordered", |_| {
-        let ((case, fabric), returned) = (across(), AtomicBool::new(false));
-        on_fabric(&fabric, &case, SignalMode::Write, |group, rank| {
-            for round in 0..3 {
-                let input = tokens(64 * round + u64::from(group.rank()), 9, case.hidden, case.top_k, 8);
-                let tensors = rank.put(&input);
-                let (rows, handle) = while_card_0_is_late(
-                    (&fabric, &returned),
-                    (group, rank),
-                    |rank| {
-                        let (x, choices) = call::<bf16>(&tensors);
-                        rank.planned.dispatch(x, choices).unwrap()
-                    },
-                    // Rows of rank 2 come over rank 0.
-                    |rank| rank.stream.synchronize().unwrap(),
-                );
-                let y = outputs(rank, &rows, &handle);
-                let out = rank.out.part(tensors[0].len());
-                rank.planned.combine_into(y, &handle, target::<bf16>(&out)).unwrap();
-                let sums = rank.out.read::<bf16>(&rank.stream, &out);
-                assert_eq!(sums, repeated(&input, case.top_k, case.hidden));
-            }
-        });
+        for (case, fabric) in across() {
+            let returned = AtomicBool::new(false);
+            on_fabric(&fabric, &case, SignalMode::Write, |group, rank| {
+                for round in 0..3 {
+                    let input = tokens(64 * round + u64::from(group.rank()), 9, case.hidden, case.top_k, 8);
+                    let tensors = rank.put(&input);
+                    let (rows, handle) = while_card_0_is_late(
+                        (&fabric, &returned),
+                        (group, rank),
+                        |rank| {
+                            let (x, choices) = call::<bf16>(&tensors);
+                            rank.planned.dispatch(x, choices).unwrap()
+                        },
+                        // Rows of rank 2 come over rank 0.
+                        |rank| rank.stream.synchronize().unwrap(),
+                    );
+                    let y = outputs(rank, &rows, &handle);
+                    let out = rank.out.part(tensors[0].len());
+                    rank.planned.combine_into(y, &handle, target::<bf16>(&out)).unwrap();
+                    let sums = rank.out.read::<bf16>(&rank.stream, &out);
+                    assert_eq!(sums, repeated(&input, case.top_k, case.hidden));
+                }
+            });
+        }
     });
 }
 
@@ -104,51 +110,53 @@ fn a_combine_pulls_rows_before_those_that_its_relay_returns_have_left_and_gives_
     let name =
         "late_nics::a_combine_pulls_rows_before_those_that_its_relay_returns_have_left_and_gives_none_back";
     on_devices(name, 32, "ordered", |_| {
-        let ((case, fabric), returned) = (across(), AtomicBool::new(false));
-        on_fabric(&fabric, &case, SignalMode::Write, |group, rank| {
-            let input = tokens(group.rank().into(), 9, case.hidden, case.top_k, 8);
-            let (rows, handle) = rank.dispatch(&input).unwrap();
-            let out = rank.out.part((input.x.len() * size_of::<bf16>()) as u64);
-            let copies = || StandIn::loaded().unwrap().counters().copies;
-            let combine = |rank: &mut Rank<bf16>, y: ExpertOutput| {
-                rank.planned.combine_into(y, &handle, target::<bf16>(&out)).unwrap();
-            };
-            // Its copies, when nothing is late.
-            let y = outputs(rank, &rows, &handle);
-            rank.stream.synchronize().unwrap();
-            meet(group);
-            let before = copies();
-            meet(group);
-            combine(rank, y);
-            rank.stream.synchronize().unwrap();
-            meet(group);
-            let all = copies() - before;
-            meet(group);
-            let y = outputs(rank, &rows, &handle);
-            rank.stream.synchronize().unwrap();
-            meet(group);
-            let before = copies();
-            while_card_0_is_late(
-                (&fabric, &returned),
-                (group, rank),
-                |rank| combine(rank, y),
-                |rank| {
-                    let Some(EnqueuedExchange { common, .. }) = rank.planned.enqueued() else {
-                        panic!("exact sizes are the enqueuer's")
-                    };
-                    while copies() - before < all {
-                        common.fixed.shared.hub.health().check().unwrap();
-                        std::thread::yield_now();
-                    }
-                    assert_eq!(
-                        common.progress.seen().unwrap(),
-                        (None, false),
-                        "rank 0 has given outputs back"
-                    );
-                },
-            );
-            let sums = rank.out.read::<bf16>(&rank.stream, &out);
-            assert_eq!(sums, repeated(&input, case.top_k, case.hidden));
-        });
+        for (case, fabric) in across() {
+            let returned = AtomicBool::new(false);
+            on_fabric(&fabric, &case, SignalMode::Write, |group, rank| {
+                let input = tokens(group.rank().into(), 9, case.hidden, case.top_k, 8);
+                let (rows, handle) = rank.dispatch(&input).unwrap();
+                let out = rank.out.part((input.x.len() * size_of::<bf16>()) as u64);
+                let copies = || StandIn::loaded().unwrap().counters().copies;
+                let combine = |rank: &mut Rank<bf16>, y: ExpertOutput| {
+                    rank.planned.combine_into(y, &handle, target::<bf16>(&out)).unwrap();
+                };
+                // Its copies, when nothing is late.
+                let y = outputs(rank, &rows, &handle);
+                rank.stream.synchronize().unwrap();
+                meet(group);
+                let before = copies();
+                meet(group);
+                combine(rank, y);
+                rank.stream.synchronize().unwrap();
+                meet(group);
+                let all = copies() - before;
+                meet(group);
+                let y = outputs(rank, &rows, &handle);
+                rank.stream.synchronize().unwrap();
+                meet(group);
+                let before = copies();
+                while_card_0_is_late(
+                    (&fabric, &returned),
+                    (group, rank),
+                    |rank| combine(rank, y),
+                    |rank| {
+                        let Some(EnqueuedExchange { common, .. }) = rank.planned.enqueued() else {
+                            panic!("exact sizes are the enqueuer's")
+                        };
+                        while copies() - before < all {
+                            common.fixed.shared.hub.health().check().unwrap();
+                            std::thread::yield_now();
+                        }
+                        assert_eq!(
+                            common.progress.seen().unwrap(),
+                            (None, false),
+                            "rank 0 has given outputs back"
+                        );
+                    },
+                );
+                let sums = rank.out.read::<bf16>(&rank.stream, &out);
+                assert_eq!(sums, repeated(&input, case.top_k, case.hidden));
+            });
+        }
     });
 }
