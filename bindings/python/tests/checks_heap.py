@@ -1,12 +1,14 @@
 """The allocator over a device heap, called as torch calls it: by the addresses of two functions."""
 
+import contextlib
 import ctypes
+import sys
 
 import numpy as np
 from stand_in import CUDA, LENT, NAME, Description, Managed, call, driver, give_back
 
 import sidelane
-from sidelane import _native
+from sidelane import _native, mem_pool
 
 EXPERTS, TOP_K, HIDDEN, TOKENS = 4, 2, 16, 12
 HEAP = 1 << 20
@@ -137,6 +139,51 @@ def check_freed_memory_comes_again(world):
         at = gpu.alloc(half)
         assert at is not None, heap.refused
         gpu.free(at, half)
+
+
+class FakeTorch:
+    """The part of torch that makes pools: a pool has the two functions, by their names."""
+
+    def __init__(self):
+        self.cuda, self.memory, self.devices = self, self, []
+
+    @contextlib.contextmanager
+    def device(self, number):
+        self.devices.append(number)
+        yield
+
+    class CUDAPluggableAllocator:
+        def __init__(self, library, alloc, free):
+            functions = ctypes.CDLL(library)
+            self.functions = (getattr(functions, alloc), getattr(functions, free))
+
+        def allocator(self):
+            return self.functions
+
+    class MemPool:
+        def __init__(self, functions):
+            self.functions = functions
+
+
+def check_a_pool_of_torch_s_calls_the_functions_and_keeps_the_allocator(world):
+    gpu, torch = Gpu(world.rank), FakeTorch()
+    ep = built(world, gpu)
+    before = sys.modules.get("torch")
+    sys.modules["torch"] = torch
+    try:
+        pool = ep.mem_pool()
+    finally:
+        del sys.modules["torch"]
+        if before is not None:
+            sys.modules["torch"] = before
+        mem_pool._functions.cache_clear()
+    addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in (*pool.functions, ALLOC, FREE)]
+    assert addresses[:2] == addresses[2:] and torch.devices == [gpu.number]
+    at = gpu.alloc(64)
+    assert at is not None, pool.heap.refused
+    del pool
+    assert gpu.alloc(64) is None
+    gpu.free(at, 64)
 
 
 def memory_outlives_its_world():

@@ -87,8 +87,8 @@ fn freed_memory_is_used_again_behind_its_stream() {
             let (user, gate) = gated(0);
             HeapAllocator::free(first.address(), &user).unwrap();
             let beside = allocator.alloc(1000).unwrap();
-            assert!(!overlap(&first, &beside), "the stream still uses it");
             gate.word(0).unwrap().store(1, Ordering::Release);
+            assert!(!overlap(&first, &beside), "the stream still used it");
             user.synchronize().unwrap();
             let again = allocator.alloc(1000).unwrap();
             assert_eq!(again.address(), first.address(), "no call used it, and the stream is done");
