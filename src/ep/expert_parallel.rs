@@ -9,8 +9,8 @@ use super::host::HostExchange;
 use super::rows::{ExpertRows, RowsAt, TokensAt};
 use super::tensor::{Choices, Place, Shape, Side, Tensor, TensorMut, wrong_place};
 use super::{
-    CallExecutor, CombineInput, ExpertParallelBuilder, Feature, Handle, LaneUse, PendingCombine,
-    PendingDispatch, TokenBuffer,
+    CallExecutor, CombineInput, ExpertParallelBuilder, Feature, Handle, HeapAllocator, LaneUse,
+    PendingCombine, PendingDispatch, TokenBuffer,
 };
 use crate::device::Stream;
 use crate::dtype::{Dtype, Element, Fp8RowShape};
@@ -284,6 +284,20 @@ impl ExpertParallel {
             }
         };
         Ok(TokenBuffer { at, tokens, row_bytes })
+    }
+
+    /// An allocator over the device heap, for tokens and other tensors of a library that takes an
+    /// allocator, as torch does. One at a time serves a device in a process.
+    ///
+    /// # Errors
+    /// [`MemoryError::AllocatorTaken`](crate::error::MemoryError) while another one serves the
+    /// device, [`PlanError::WrongPlace`] on the host, [`PlanError::NotAvailable`] in slots.
+    pub fn heap_allocator(&self) -> Result<HeapAllocator, Error> {
+        Feature::TokenBuffers.require(self.executor())?;
+        match &self.at {
+            InstanceAt::Enqueued(ep) => ep.heap_allocator(),
+            _ => Err(wrong_place("a heap allocator", Side::Device)),
+        }
     }
 
     /// The receive pool of this rank's host memory.

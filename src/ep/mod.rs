@@ -55,6 +55,7 @@ mod state;
 mod tensor;
 
 pub use builder::{ExpertParallelBuilder, Graphs};
+pub use device::HeapAllocator;
 pub(crate) use device::HeapLoad;
 pub use expert_parallel::ExpertParallel;
 pub use features::Feature;

@@ -95,6 +95,27 @@ pub enum MemoryError {
         /// The alignment asked for.
         align: usize,
     },
+    /// A second heap allocator for a device: one at a time serves it in a process.
+    #[error("a heap allocator serves device {device} already: drop it before you make another")]
+    AllocatorTaken {
+        /// The device.
+        device: u32,
+    },
+    /// No heap allocator serves a device: none was made, or it was dropped, or closed with its
+    /// world.
+    #[error(
+        "no heap allocator serves device {device}: it was not made, or was dropped or closed with its world"
+    )]
+    NoAllocator {
+        /// The device.
+        device: u32,
+    },
+    /// Memory that no heap allocator gave out, or that was freed before.
+    #[error("no heap allocator gave out memory at {address:#x}, or it was freed before")]
+    NotAllocated {
+        /// Its address.
+        address: u64,
+    },
     /// A system call failed.
     #[error("{call} of {bytes} bytes failed: {}", std::io::Error::from_raw_os_error(*errno))]
     System {

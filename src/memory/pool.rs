@@ -349,19 +349,26 @@ impl Extents {
 
     /// Takes `len` bytes, rounded up; the offset, or the largest length that could have been had.
     pub fn alloc(&mut self, len: u64) -> Result<u64, u64> {
+        self.alloc_aligned(len, (GRAIN, 0))
+    }
+
+    /// The same in a space that begins at address `start`: at an address that is a multiple of
+    /// `align`, which is a power of two from the grain on. `start` is a multiple of the grain.
+    pub fn alloc_aligned(&mut self, len: u64, (align, start): (u64, u64)) -> Result<u64, u64> {
         let len = Self::round(len);
         if len == 0 {
             return Ok(0);
         }
-        let Some(index) = self.free.iter().position(|&(_, free)| free >= len) else {
+        let gap = |offset: u64| (start + offset).wrapping_neg() & (align - 1);
+        let fits =
+            |&(offset, free): &(u64, u64)| free.checked_sub(gap(offset)).is_some_and(|rest| rest >= len);
+        let Some(index) = self.free.iter().position(fits) else {
             return Err(self.largest());
         };
-        let (offset, free) = self.free[index];
-        if free == len {
-            self.free.remove(index);
-        } else {
-            self.free[index] = (offset + len, free - len);
-        }
+        let (before, free) = self.free[index];
+        let offset = before + gap(before);
+        let pieces = [(before, gap(before)), (offset + len, free - gap(before) - len)];
+        self.free.splice(index..=index, pieces.into_iter().filter(|&(_, left)| left > 0));
         self.count(len);
         Ok(offset)
     }
@@ -476,5 +483,18 @@ mod tests {
         assert_eq!(space.take_largest(u64::MAX), (576, 448));
         space.free(b, 64);
         assert_eq!(space.alloc(65), Err(64), "only the hole of 64 is left");
+    }
+
+    #[test]
+    fn aligned_extents_leave_what_lies_before_them_free() {
+        let mut space = Extents::new(2048);
+        // Addresses from 192 on: the first multiple of 512 is 320 bytes behind.
+        assert_eq!(space.alloc_aligned(100, (512, 192)), Ok(320));
+        assert_eq!(space.alloc_aligned(512, (512, 192)), Ok(832));
+        assert_eq!(space.alloc_aligned(512, (512, 192)), Ok(1344));
+        assert_eq!(space.alloc_aligned(512, (512, 192)), Err(384), "none is large enough");
+        assert_eq!((space.alloc(320), space.alloc(384), space.used()), (Ok(0), Ok(448), 2048 - 192));
+        space.free(320, 100);
+        assert_eq!(space.alloc_aligned(128, (512, 192)), Ok(320));
     }
 }

@@ -288,7 +288,11 @@ fn called(
             error
         }
         Feature::ExpertMaps => ep.set_expert_map(ExpertMap::contiguous(4, ep.size()).unwrap()).unwrap_err(),
-        Feature::TokenBuffers => ep.token_buffer(1).map(drop).unwrap_err(),
+        Feature::TokenBuffers => {
+            let error = ep.token_buffer(1).map(drop).unwrap_err();
+            assert_eq!(ep.heap_allocator().map(drop).unwrap_err(), error);
+            error
+        }
         Feature::Capture => {
             let started = match ep.place() {
                 Place::Host => ep.start_dispatch(&x, &routing),

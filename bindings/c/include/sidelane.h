@@ -336,6 +336,9 @@ typedef struct sidelane_group_t sidelane_group_t;
 // The layout of one dispatch: combine, cached dispatch and the gradients follow it.
 typedef struct sidelane_handle_t sidelane_handle_t;
 
+// Allocates from the device heap of a layer for another library.
+typedef struct sidelane_heap_allocator_t sidelane_heap_allocator_t;
+
 // A whole layer: gate, dispatch, experts, combine.
 typedef struct sidelane_moe_t sidelane_moe_t;
 
@@ -1587,6 +1590,33 @@ sidelane_status_t sidelane_tokens_info(sidelane_tokens_t *tokens, sidelane_token
 
 // Closes a buffer of tokens. NULL is nothing.
 sidelane_status_t sidelane_tokens_close(sidelane_tokens_t *tokens);
+
+// Exact sizes and budgets on a device: serves sidelane_heap_alloc() on the layer's device from its
+// device heap, until the handle is closed. One at a time serves a device in a process. Tokens in
+// such memory are sent as they lie where those of sidelane_ep_tokens() would; outputs of experts
+// there are copied once, as from elsewhere. Local.
+//
+// The caller guarantees: `allocator` is NULL or valid.
+sidelane_status_t sidelane_ep_heap_allocator(sidelane_ep_t *ep, sidelane_heap_allocator_t **allocator);
+
+// Closes the handle: nothing more is allocated. Allocated memory stays until it is freed, also
+// behind the end of its layer and its world. NULL is a no-op.
+sidelane_status_t sidelane_heap_allocator_close(sidelane_heap_allocator_t *allocator);
+
+// Allocates bytes of the device heap that serves a device, at a multiple of 512, for any stream.
+// NULL if it cannot: sidelane_last_message() of this thread says why, and which setting to raise.
+// Where only memory that streams have yet to leave is large enough, waits for these. Its type is
+// that of a pluggable allocator of torch: createCustomAllocator(sidelane_heap_alloc,
+// sidelane_heap_free).
+void *sidelane_heap_alloc(ptrdiff_t bytes, int device, void *stream);
+
+// Frees what sidelane_heap_alloc() gave. The memory is used again once the stream, a cudaStream_t
+// or CUstream of the device, has done all that it was given so far. Work of other streams must be
+// done, or the stream must wait for it. If that cannot be marked, the memory stays taken, and
+// sidelane_last_message() of this thread says why. NULL is a no-op.
+//
+// The caller guarantees: `stream` is NULL or a stream.
+void sidelane_heap_free(void *address, ptrdiff_t bytes, int device, void *stream);
 
 // Returns expert outputs to their tokens and sums them into `out`, [tokens, hidden]. Collective.
 //

@@ -42,6 +42,14 @@ fn a_layer_in_a_graph_is_replayed_with_other_tokens() {
 }
 
 #[test]
+fn tokens_of_the_heap_allocator_are_right_and_their_memory_outlives_the_world() {
+    let program = compiled(&Path::new(PACKAGE).join("tests/gpu_heap.c"), "gpu_heap", Linked::WithDriver);
+    let mut job = launch(1, 2);
+    let out = succeeded(&with_devices(&mut job).arg(program).output().expect("it starts"), "gpu_heap");
+    assert_eq!(out.matches("tokens of the heap right").count(), 2, "{out}");
+}
+
+#[test]
 fn a_whole_layer_has_the_numbers_that_can_be_told_by_hand_on_the_host_and_on_devices() {
     let program = compiled(&Path::new(PACKAGE).join("tests/moe.c"), "moe", Linked::WithDriver);
     let mut job = launch(1, 2);

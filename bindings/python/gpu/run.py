@@ -1,8 +1,9 @@
 """Checks of CUDA tensors against the host's bits, in processes that share a GPU, and a table of how
 they went, with a row for each check as it ends.
 
-The checks are those that run on stand-ins in the tests: ``tests/checks_*cuda.py``. Exit codes: 0
-all is well, 1 something is not, 2 something is missing here.
+The checks are those that run on stand-ins in the tests, and those of torch's memory pools, which
+need its allocator: ``tests/checks_*cuda.py``. Exit codes: 0 all is well, 1 something is not, 2
+something is missing here.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ MODULES = {
     "checks_cuda": "torch",
     "checks_serving_cuda": "torch",
     "checks_layer_cuda": "torch",
+    "checks_mem_pool_cuda": "torch",
     "checks_megatron_cuda": "megatron-core",
 }
 """Which checks there are, and the package that they need."""

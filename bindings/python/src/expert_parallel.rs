@@ -12,6 +12,7 @@ use crate::calls::{Instance, Sums};
 use crate::device::{Lender, OnStream, Place};
 use crate::errors::raise;
 use crate::handle::{Handle, Shape};
+use crate::heap::HeapAllocator;
 use crate::input::{Input, Rows};
 use crate::pending::{PendingCombine, PendingDispatch};
 use crate::settings;
@@ -448,6 +449,18 @@ impl ExpertParallel {
         })?;
         let rows = records.len() / self.instance.shape.sent.0;
         Kind::of(x).give(py, Tensor::of(records, &[rows, self.instance.shape.sent.0], Element::U8))
+    }
+
+    /// An allocator over the device heap, for libraries that take its functions. One at a time
+    /// serves a device in a process.
+    fn heap_allocator(&self) -> PyResult<HeapAllocator> {
+        HeapAllocator::of(&self.instance)
+    }
+
+    /// A pool of torch's over the device heap: what torch allocates in it lies in memory that NICs
+    /// and copy engines know.
+    fn mem_pool<'py>(this: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        this.py().import("sidelane.mem_pool")?.call_method1("mem_pool", (this,))
     }
 
     /// The lanes of the group, and how many ranks each reaches.

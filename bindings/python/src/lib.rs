@@ -12,8 +12,9 @@
 //!
 //! | module | what is in it |
 //! |---|---|
-//! | [`dlpack`] | the capsules of DLPack; unsafe code is here and in [`device`] alone |
+//! | [`dlpack`] | the capsules of DLPack; unsafe code is here, in [`device`] and in [`heap`] alone |
 //! | [`device`] | streams of the caller's, and what is lent on their devices |
+//! | [`heap`] | allocators over device heaps, and the functions by which torch calls them |
 //! | [`tensor`] | memory that is handed out, and to which library |
 //! | [`input`] | tensors that are handed in |
 //! | [`errors`] | the library's errors as exceptions with their fields |
@@ -32,6 +33,7 @@ mod errors;
 mod expert_parallel;
 mod gate;
 mod handle;
+mod heap;
 mod input;
 mod layer;
 mod lending;
@@ -57,6 +59,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<collective::Collective>()?;
     module.add_class::<collective::Shares>()?;
     module.add_class::<communicator::Communicator>()?;
+    module.add_class::<heap::HeapAllocator>()?;
     module.add_class::<layer::MoeLayer>()?;
     module.add_class::<layer::Tape>()?;
     module.add_class::<tensor::Tensor>()?;

@@ -192,7 +192,9 @@ mod tests {
                 return false;
             }
             landing.trim(shape.landing_bytes(rows));
-            let Ok(output) = pool.take(shape.offer(rows).bytes()) else { return false };
+            let Ok(output) = pool.take(shape.offer(rows).bytes(), (MemoryShape::STEP, 0)) else {
+                return false;
+            };
             taken.extend([landing, output]);
         }
         true

@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 use super::REFUSED;
 use super::call_stages::Enqueuer;
 use super::handle::{EnqueuedDispatch, EnqueuedHandle, EnqueuedOutput, EnqueuedRows, Lease};
+use super::heap_allocator::HeapAllocator;
 use super::memory::{Extent, MemoryShape, StreamFlag};
 use super::planning::Planner;
 use super::shared_state::{EnqueuedTokens, Session};
@@ -248,9 +249,9 @@ impl EnqueuedExchange {
         let count = brought.map_or(0, |(chosen, _)| chosen.tokens);
         self.dispatches += 1;
         let (call, lanes) = (self.dispatches, Arc::clone(&self.lanes));
-        let dtype = brought.and_then(|(_, x)| x).map(|(_, dtype)| dtype);
-        let packs = common.packs(kind, dtype.unwrap_or(Dtype::Bytes));
-        let planner = common.planner();
+        let tokens = brought.and_then(|(_, x)| x);
+        let packs = common.packs(kind, tokens.map_or(Dtype::Bytes, |(_, dtype)| dtype));
+        let planner = common.planner(tokens.is_some_and(|tokens| common.lie_here(kind, tokens).is_some()));
         let lease = Arc::new(Lease { common, context, call, tokens: count, planner, packs, lanes });
         self.common.space.count();
         self.enqueue_dispatch((context, planner), brought).map_err(|error| self.common.fixed.fail(error))?;
@@ -464,6 +465,14 @@ impl EnqueuedExchange {
     /// As [`Session::take`].
     pub fn token_buffer(&self, tokens: u32) -> Result<EnqueuedTokens, Error> {
         self.common.token_buffer(tokens)
+    }
+
+    /// An allocator over its device heap.
+    ///
+    /// # Errors
+    /// [`MemoryError::AllocatorTaken`](crate::error::MemoryError).
+    pub fn heap_allocator(&self) -> Result<HeapAllocator, Error> {
+        HeapAllocator::serve(&self.common, self.stream.device())
     }
 
     /// Enqueues that tokens of this type become records.

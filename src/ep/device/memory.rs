@@ -28,6 +28,9 @@
 //!   pool               free: -          free: -                              free: rows of 1
 //! ```
 //!
+//! A piece of [`HeapAllocator`](super::HeapAllocator) is given back behind an event of a stream. It
+//! is free when that is reached. If a call was between its halves, the rule above comes on top.
+//!
 //! Peers read what a combine offered. It is dropped with the combine, and free when they say that
 //! they have read it. The caller's thread waits for that where it awaits its stream. Where it runs
 //! ahead, it looks ([`Progress`]).
@@ -36,7 +39,7 @@ use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::device::{ChoiceFault, PinnedMemory, RunArgs};
+use crate::device::{ChoiceFault, DeviceRange, Event, PinnedMemory, RunArgs};
 use crate::ep::builder::Spec;
 use crate::ep::state::EpState;
 use crate::error::{CallKind, DeviceError, PlanError};
@@ -505,12 +508,39 @@ struct State {
     extents: Extents,
     /// Given back after so many calls had been enqueued.
     given: Vec<(u64, u64, u64)>,
+    /// Given back behind work of other streams.
+    behind: Vec<Behind>,
     enqueued: u64,
+}
+
+/// A piece that a stream may use until it has come to an event.
+#[derive(Debug)]
+struct Behind {
+    event: Event,
+    range: DeviceRange,
+    offset: u64,
+    len: u64,
+    /// The calls that had been enqueued, if one of them was between its halves.
+    before: Option<u64>,
+}
+
+impl Drop for Behind {
+    /// Waits for the stream where the pool goes first: memory stays mapped as long as it is used.
+    fn drop(&mut self) {
+        if self.event.is_done() != Ok(true) && self.event.synchronize().is_err() {
+            std::mem::forget(self.range.clone());
+        }
+    }
 }
 
 impl DevicePool {
     pub fn new(start: u64, len: u64) -> Arc<Self> {
-        let state = State { extents: Extents::new(len), given: Vec::with_capacity(64), enqueued: 0 };
+        let state = State {
+            extents: Extents::new(len),
+            given: Vec::with_capacity(64),
+            behind: Vec::new(),
+            enqueued: 0,
+        };
         Arc::new(DevicePool { start, state: Mutex::new(state) })
     }
 
@@ -531,15 +561,34 @@ impl DevicePool {
         });
     }
 
+    /// Frees pieces whose streams have come by. Whether no other can be waited for.
+    pub fn settle(&self) -> bool {
+        let State { extents, given, behind, .. } = &mut *self.state();
+        let mut awaited = false;
+        behind.retain(|piece| {
+            let done = piece.event.is_done();
+            awaited |= done == Ok(false);
+            match (done, piece.before) {
+                (Ok(true), None) => extents.free(piece.offset, piece.len),
+                (Ok(true), Some(before)) => given.push((before, piece.offset, piece.len)),
+                // A broken device says nothing any more: its memory stays taken.
+                (Ok(false) | Err(_), _) => return true,
+            }
+            false
+        });
+        !awaited
+    }
+
     /// The largest free piece, or `most` bytes of it if that is less.
     pub fn announce(self: &Arc<Self>, most: u64) -> Extent {
         let (offset, len) = self.state().extents.take_largest(most);
         Extent { space: Arc::clone(self), offset, len }
     }
 
-    /// A piece of `len` bytes; else the largest length that could have been had.
-    pub fn take(self: &Arc<Self>, len: u64) -> Result<Extent, u64> {
-        let offset = self.state().extents.alloc(len)?;
+    /// A piece of `len` bytes, in a window at address `base` and at a multiple of `align`; else the
+    /// largest length that could have been had.
+    pub fn take(self: &Arc<Self>, len: u64, (align, base): (u64, u64)) -> Result<Extent, u64> {
+        let offset = self.state().extents.alloc_aligned(len, (align, base + self.start))?;
         Ok(Extent { space: Arc::clone(self), offset, len: Extents::round(len) })
     }
 
@@ -638,6 +687,15 @@ impl Extent {
         self.len = keep;
     }
 
+    /// Gives it back behind the work of another stream, which `event` marks, and which uses `range`
+    /// of it. So many calls of those enqueued were `served`.
+    pub fn give_behind(mut self, event: Event, range: DeviceRange, served: u64) {
+        let (offset, len) = (self.offset, std::mem::take(&mut self.len));
+        let mut state = self.space.state();
+        let before = (state.enqueued != served).then_some(state.enqueued);
+        state.behind.push(Behind { event, range, offset, len, before });
+    }
+
     /// Everything behind the first `len` bytes, as a piece of its own.
     pub fn split(&mut self, len: u64) -> Extent {
         let keep = Extents::round(len).min(self.len);
@@ -731,12 +789,12 @@ mod tests {
     fn what_is_given_back_is_free_for_calls_that_were_enqueued_later() {
         let space = DevicePool::new(4096, 256);
         space.count();
-        let rows = space.take(256).unwrap();
+        let rows = space.take(256, (MemoryShape::STEP, 0)).unwrap();
         assert_eq!((rows.offset(), rows.len()), (4096, 256));
         space.count();
         drop(rows);
         space.reach(2);
-        assert_eq!(space.take(64).unwrap_err(), 0, "call 2 was enqueued before");
+        assert_eq!(space.take(64, (MemoryShape::STEP, 0)).unwrap_err(), 0, "call 2 was enqueued before");
         space.count();
         space.reach(3);
         assert_eq!(space.announce(100).len(), 128);
@@ -747,6 +805,6 @@ mod tests {
         let space = DevicePool::new(0, 256);
         let mut announced = space.announce(u64::MAX);
         announced.trim(65);
-        assert_eq!(space.take(128).unwrap().offset(), 128);
+        assert_eq!(space.take(128, (MemoryShape::STEP, 0)).unwrap().offset(), 128);
     }
 }

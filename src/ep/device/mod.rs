@@ -18,6 +18,7 @@
 //! | `node_sums` | sums that relays make of the rows of their node |
 //! | `planning` | who plans a dispatch: the device where counts are enough for the host, else the host |
 //! | `shared_state`, `memory`, `default_heap`, `setup` | what never changes, layout and pool, its default size, and how they are made |
+//! | `heap_allocator` | memory of the pool for allocators of other libraries |
 //! | `slots` | fixed slots, or a budget that graphs hold: every address is a constant, so the stream carries a call out alone |
 //! | `transport` | how rows cross between nodes: from device to device, or by pinned memory of the host |
 //! | `guard` | what ends the waits of streams |
@@ -58,6 +59,7 @@ mod default_heap;
 mod dispatch_stages;
 mod exchange;
 mod handle;
+mod heap_allocator;
 mod memory;
 mod node_sums;
 mod planning;
@@ -74,6 +76,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 pub(crate) use default_heap::HeapLoad;
 pub(super) use exchange::{EnqueuedCombine, EnqueuedExchange};
 pub(super) use handle::{EnqueuedDispatch, EnqueuedHandle, EnqueuedOutput, EnqueuedRows};
+pub use heap_allocator::HeapAllocator;
 pub(super) use setup::EnqueuedSettings;
 pub(super) use shared_state::EnqueuedTokens;
 

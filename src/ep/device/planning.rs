@@ -10,9 +10,10 @@
 //!
 //! Ranks exchange the same counts either way, so no rank knows how another one plans. The device
 //! plans where counts are all that the host needs: sizes are exact, the ranks are one node, no rank
-//! is masked, ranks do not sum a token's rows, and no tokens of a buffer may lie in place. Between
-//! nodes the host has metadata that NICs and relays read; beyond a budget and under a mask it says
-//! which choices are dropped; sums of ranks it numbers.
+//! is masked, ranks do not sum a token's rows, and tokens are packed. Those in the device heap may
+//! go as they lie; while there is a token buffer, so may those that come later. Between nodes the
+//! host has metadata that NICs and relays read; beyond a budget and under a mask it says which
+//! choices are dropped; sums of ranks it numbers.
 
 use std::sync::atomic::Ordering;
 
@@ -38,12 +39,13 @@ pub(super) enum Planner {
 }
 
 impl Session {
-    /// Planner of the next dispatch.
-    pub fn planner(&self) -> Planner {
+    /// Planner of the next dispatch, whose tokens may lie in this rank's memory.
+    pub fn planner(&self, lies_here: bool) -> Planner {
         let (spec, paths) = (&self.fixed.spec, self.fixed.paths());
         let (one_node, exact) = (!paths.is_multi_node(), spec.mode == ReceiveMode::Exact);
         let counts_suffice = spec.map.active().iter().all(|&active| active) && !spec.rank_sums;
-        match one_node && exact && counts_suffice && self.buffers.load(Ordering::Relaxed) == 0 {
+        let packs = !lies_here && self.buffers.load(Ordering::Relaxed) == 0;
+        match one_node && exact && counts_suffice && packs {
             true => Planner::Device,
             false => Planner::Host,
         }

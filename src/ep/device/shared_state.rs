@@ -170,11 +170,12 @@ impl Session {
         self.progress.started(mark, call);
     }
 
-    /// Frees what the stream and all peers have read by now. Whether nothing is left to wait for.
+    /// Frees what streams and all peers have read by now. Whether nothing is left to wait for.
     pub fn reclaim(&self) -> bool {
-        let Ok((call, all)) = self.progress.seen() else { return true };
+        let settled = self.space.settle();
+        let Ok((call, all)) = self.progress.seen() else { return settled };
         call.into_iter().for_each(|call| self.space.reach(call));
-        all
+        all && settled
     }
 
     /// A piece of the pool. If there is none, and the stream has yet to read what was given back,
@@ -184,10 +185,18 @@ impl Session {
     /// [`MemoryError::OutOfSpace`](crate::error::MemoryError), the cause of a dead world,
     /// [`PlanError::Interrupted`].
     pub fn take(&self, bytes: u64) -> Result<Extent, Error> {
+        self.take_aligned(bytes, MemoryShape::STEP)
+    }
+
+    /// The same at an address that is a multiple of `align`.
+    ///
+    /// # Errors
+    /// As [`Session::take`].
+    pub fn take_aligned(&self, bytes: u64, align: u64) -> Result<Extent, Error> {
         let mut polling = Polling::new(self.fixed.shared.hub.health());
         loop {
             let all = self.reclaim();
-            match self.space.take(bytes) {
+            match self.space.take(bytes, (align, self.memory.address())) {
                 Ok(extent) => return Ok(extent),
                 Err(free) if all => {
                     return Err(self.fixed.room.lacks(self.fixed.lanes.rank, bytes, free));

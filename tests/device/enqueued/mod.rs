@@ -4,6 +4,7 @@
 //! The driver and its kernels are the process's: each test is one of its own.
 #![allow(unsafe_code, reason = "memory of a caller's own is named by contract")]
 
+mod allocator;
 pub mod blocks;
 mod buffers;
 mod calls;

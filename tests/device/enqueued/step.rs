@@ -1,8 +1,10 @@
 //! A step of training of one rank, made on the host, and compared on the device in everything that
 //! is seen of it.
 
+use std::sync::Arc;
+
 use sidelane::device::DeviceRange;
-use sidelane::ep::{Choices, ExpertOutput, ExpertRows, Handle, Tensor, TensorMut};
+use sidelane::ep::{Choices, ExpertOutput, ExpertRows, Handle, HeapAllocator, Tensor, TensorMut};
 use sidelane::gate::Routing;
 use sidelane::plan::RowLayout;
 use sidelane::{Dtype, Element};
@@ -222,9 +224,26 @@ where
         assert_eq!(made, !input.x.is_empty(), "{kernels:?}");
     }
 
-    /// Tokens in a buffer of the instance's, which go as they lie or are packed, twice along one
-    /// layout; then tokens elsewhere. Where some are dropped, the rank's are packed.
+    /// Tokens in a buffer of the instance's: see [`Rank::go_from`].
     pub fn go_from_a_buffer(&mut self, input: &Input<E>, in_place: bool) {
+        let buffer = self.planned.token_buffer((input.x.len() / self.case.hidden) as u32).unwrap();
+        let range = buffer.range().unwrap().clone();
+        self.go_from(input, in_place, &range, || drop(buffer));
+    }
+
+    /// Tokens amid memory of a heap allocator: see [`Rank::go_from`].
+    pub fn go_from_an_allocation(&mut self, input: &Input<E>, in_place: bool) {
+        let (allocator, stream) = (self.planned.heap_allocator().unwrap(), Arc::clone(&self.stream));
+        let bytes = bits(&input.x).len() as u64;
+        let range = allocator.alloc(192 + bytes + 64).unwrap();
+        let address = range.address();
+        let free = || HeapAllocator::free(address, &stream).unwrap();
+        self.go_from(input, in_place, &range.part(192, bytes).unwrap(), free);
+    }
+
+    /// Tokens in memory of the instance's, which go as they lie or are packed, twice along one
+    /// layout; then tokens elsewhere. Where some are dropped, the rank's are packed.
+    fn go_from(&mut self, input: &Input<E>, in_place: bool, range: &DeviceRange, give_back: impl FnOnce()) {
         let top_k = self.case.top_k;
         let again: Vec<E> = input.x.iter().rev().copied().collect();
         let routing = Routing::new(top_k, input.ids.as_slice(), input.weights.as_slice()).unwrap();
@@ -234,8 +253,6 @@ where
         let sums: Vec<E> = self.host.combine(&rows, &handle).unwrap();
         let in_place = in_place && !handle.dropped().contains(&true);
 
-        let buffer = self.planned.token_buffer(routing.tokens()).unwrap();
-        let range = buffer.range().unwrap();
         let [ids, weights] = [bits(&input.ids), bits(&input.weights)].map(|bytes| self.lent(bytes));
         let (x, choices) =
             (Tensor::device(range, E::DTYPE), Choices::Device { experts: &ids, weights: &weights });
@@ -243,9 +260,9 @@ where
         let (landed, handle) = self.planned.start_dispatch(x, choices).unwrap().finish().unwrap();
         // What is written next comes behind the call, and so does what is given back.
         self.rows.send(&self.stream, range, bits(&again));
-        assert_eq!(bits(&self.seen::<E>(&landed.range().unwrap())), bits(&rows), "rows of a token buffer");
+        assert_eq!(bits(&self.seen::<E>(&landed.range().unwrap())), bits(&rows), "rows of tokens in place");
         let landed = self.planned.dispatch_cached(x, &handle).unwrap();
-        drop(buffer);
+        give_back();
         assert_eq!(bits(&self.seen::<E>(&landed.range().unwrap())), bits(&rows_again), "along a layout");
         let elsewhere = self.lent(&input.x);
         let landed = self.planned.dispatch_cached(Tensor::device(&elsewhere, E::DTYPE), &handle).unwrap();

@@ -6,8 +6,8 @@ use super::collective::CollectiveLayer;
 use super::ep::Layer;
 use super::moe::{TapeAt, Whole};
 use super::objects::{
-    Collective, Communicator, Ep, Gate, Group, Handle, Moe, Opaque, Output, PendingCombine, PendingDispatch,
-    Rows, Shares, Stream, Tape, Tokens, Window, World,
+    Collective, Communicator, Ep, Gate, Group, Handle, HeapAllocator, Moe, Opaque, Output, PendingCombine,
+    PendingDispatch, Rows, Shares, Stream, Tape, Tokens, Window, World,
 };
 use super::start_finish::{CombineUnderway, DispatchUnderway};
 use crate::handles::{ExclusiveCell, Kind, Object};
@@ -42,4 +42,5 @@ objects! {
     Communicator = ExclusiveCell<sidelane::collective::Communicator>, Communicator;
     Moe = Whole, Moe;
     Tape = ExclusiveCell<TapeAt>, Tape;
+    HeapAllocator = sidelane::ep::HeapAllocator, HeapAllocator;
 }

@@ -34,6 +34,8 @@ mod handle;
 
 mod buffers;
 
+mod heap;
+
 mod combine;
 
 mod backward;
@@ -69,6 +71,7 @@ pub use gate::*;
 pub use gate_config::*;
 pub use group::*;
 pub use handle::*;
+pub use heap::*;
 pub use library::*;
 pub use losses::{
     ImportanceInput, WeightsInput, sidelane_gate_weights_backward, sidelane_importance_loss, sidelane_z_loss,
@@ -76,8 +79,8 @@ pub use losses::{
 pub use moe::{MoeOptions, sidelane_moe_build, sidelane_moe_close, sidelane_moe_set_weights};
 pub use moe_pass::*;
 pub use objects::{
-    Collective, Communicator, Ep, Gate, Group, Handle, Moe, Output, PendingCombine, PendingDispatch, Rows,
-    Shares, Stream, Tape, Tokens, Window, World,
+    Collective, Communicator, Ep, Gate, Group, Handle, HeapAllocator, Moe, Output, PendingCombine,
+    PendingDispatch, Rows, Shares, Stream, Tape, Tokens, Window, World,
 };
 pub use report::*;
 pub use start_finish::*;

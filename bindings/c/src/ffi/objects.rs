@@ -48,6 +48,11 @@ pub struct Tokens {
     _opaque: [u8; 0],
 }
 
+/// Allocates from the device heap of a layer for another library.
+pub struct HeapAllocator {
+    _opaque: [u8; 0],
+}
+
 /// A dispatch that was started.
 pub struct PendingDispatch {
     _opaque: [u8; 0],

@@ -40,10 +40,12 @@ pub enum Kind {
     Moe,
     /// A forward pass of one.
     Tape,
+    /// An allocator over the device heap of a layer.
+    HeapAllocator,
 }
 
 impl Kind {
-    const ALL: [Kind; 17] = [
+    const ALL: [Kind; 18] = [
         Kind::World,
         Kind::Group,
         Kind::Window,
@@ -61,6 +63,7 @@ impl Kind {
         Kind::Communicator,
         Kind::Moe,
         Kind::Tape,
+        Kind::HeapAllocator,
     ];
 
     /// The kind with this number.
@@ -89,6 +92,7 @@ impl fmt::Display for Kind {
             Kind::Communicator => "sidelane_communicator_t",
             Kind::Moe => "sidelane_moe_t",
             Kind::Tape => "sidelane_tape_t",
+            Kind::HeapAllocator => "sidelane_heap_allocator_t",
         })
     }
 }

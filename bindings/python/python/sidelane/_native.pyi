@@ -23,6 +23,7 @@ __all__ = [
     "Gate",
     "Group",
     "Handle",
+    "HeapAllocator",
     "MoeLayer",
     "PendingCombine",
     "PendingDispatch",
@@ -184,6 +185,18 @@ class PendingCombine:
     def finish(self, out: _T) -> _T: ...
 
 @final
+class HeapAllocator:
+    """Serves allocations on a device from the device heap of an instance, through functions of
+    this library: ``sidelane_heap_alloc`` and ``sidelane_heap_free``, of the types that torch's
+    ``CUDAPluggableAllocator`` takes.
+    """
+
+    @property
+    def device(self) -> int: ...
+    @property
+    def refused(self) -> str | None: ...
+
+@final
 class ExpertParallel:
     """MoE dispatch and combine over a group of ranks. Calls are collective, and come in one order
     on all ranks.
@@ -250,6 +263,8 @@ class ExpertParallel:
     def expert_map(self) -> list[list[int]]: ...
     @property
     def active(self) -> list[bool]: ...
+    def heap_allocator(self) -> HeapAllocator: ...
+    def mem_pool(self) -> Any: ...
     @property
     def lanes(self) -> list[tuple[str, int]]: ...
     def set_stream(self, stream: int) -> None: ...
