@@ -23,7 +23,7 @@ use super::shared_state::{EnqueuedTokens, Session};
 use super::transport::RowTransport;
 use super::watchdog::WaitBreaker;
 use crate::bootstrap::wait;
-use crate::device::{DeviceRange, DotScale, FetchWeights, Kernels, OwnRows, RecordArgs, Stream, SumChoices};
+use crate::device::{DeviceRange, FetchWeights, Kernels, OwnRows, RecordArgs, Stream, SumChoices};
 use crate::dtype::{Dtype, PartialDtype};
 use crate::ep::builder::Spec;
 use crate::ep::rows::OutputAt;
@@ -57,7 +57,7 @@ pub(in crate::ep) struct EnqueuedExchange {
 
 /// A return between its halves.
 #[derive(Debug)]
-struct Returning {
+pub(super) struct Returning {
     machine: CallMachine,
     kind: CallKind,
     /// All ranks must choose alike.
@@ -306,7 +306,7 @@ impl EnqueuedExchange {
 
     /// First half of a return of this kind and these options, unless something `unfit` refuses it.
     /// Its caller has the output for as long as something needs it behind the call.
-    fn offer(
+    pub(super) fn offer(
         &mut self,
         (kind, options): (CallKind, u32),
         handle: &EnqueuedHandle,
@@ -371,7 +371,11 @@ impl EnqueuedExchange {
     ///
     /// # Errors
     /// As [`EnqueuedExchange::finish_combine`].
-    fn finish_return(&mut self, mut call: Returning, out: Option<&DeviceRange>) -> Result<(), Error> {
+    pub(super) fn finish_return(
+        &mut self,
+        mut call: Returning,
+        out: Option<&DeviceRange>,
+    ) -> Result<(), Error> {
         let own = call.own.take();
         let refused = self.serve_return(call, out).map_err(|error| self.common.fixed.fail(error))?;
         match (refused, own) {
@@ -391,7 +395,7 @@ impl EnqueuedExchange {
 
     /// Calls are not captured: a graph would replay them with the words of this call. A query that
     /// fails reports earlier work of the device: then the call cannot be entered.
-    fn refuse_capture(&self) -> Result<(), Error> {
+    pub(super) fn refuse_capture(&self) -> Result<(), Error> {
         match self.stream.is_capturing().map_err(|error| self.common.fixed.fail(error.into()))? {
             true => Ok(Feature::Capture.require(CallExecutor::Enqueuer)?),
             false => Ok(()),
@@ -399,7 +403,11 @@ impl EnqueuedExchange {
     }
 
     /// The output that a caller brings, or one that its rows are copied to.
-    fn output(&self, y: CombineInput<'_>, handle: &EnqueuedHandle) -> Result<EnqueuedOutput, Error> {
+    pub(super) fn output(
+        &self,
+        y: CombineInput<'_>,
+        handle: &EnqueuedHandle,
+    ) -> Result<EnqueuedOutput, Error> {
         let tensor = match y {
             CombineInput::Output(ExpertOutput(OutputAt::Enqueued(output))) => {
                 let (seen, expected) = (output.lease.call, handle.call());
@@ -561,7 +569,7 @@ impl EnqueuedExchange {
     }
 
     /// Whether a handle is one of this exchange.
-    fn own(&self, handle: &EnqueuedHandle) -> Result<(), Error> {
+    pub(super) fn own(&self, handle: &EnqueuedHandle) -> Result<(), Error> {
         self.common.fixed.shared.hub.health().check()?;
         let (seen, expected) = (handle.instance(), self.instance());
         if seen != expected {
@@ -637,120 +645,6 @@ impl EnqueuedExchange {
     /// Whether tokens may be sent along the layout of a context as they lie.
     fn may_lie(&self, context: u32) -> bool {
         self.enqueuer.kept[context as usize].in_place.is_some()
-    }
-
-    /// Enqueues that gradients of rows return and their sums go to `tokens`; with `of_rows`, one
-    /// gradient for the weight of each row, those return, too, to `weights`. Collective.
-    ///
-    /// # Errors
-    /// As
-    /// [`ExpertParallel::dispatch_backward_into`](crate::ExpertParallel::dispatch_backward_into).
-    pub fn dispatch_backward(
-        &mut self,
-        (rows, of_rows): (CombineInput<'_>, Option<Tensor<'_>>),
-        handle: &EnqueuedHandle,
-        (tokens, weights): (TensorMut<'_>, Option<TensorMut<'_>>),
-    ) -> Result<(), Error> {
-        self.refuse_capture()?;
-        if let Err(foreign) = self.own(handle) {
-            return Err(self.refuse(CallKind::DispatchBackward, None, foreign));
-        }
-        let sums =
-            tokens.on_device("token gradients", self.tokens_shape(handle.tokens()), self.stream.device());
-        let keeps = of_rows.is_some();
-        let checked = self.weights(of_rows, handle, weights.as_ref());
-        let output = Kernels::sum_choices_names(self.common.fixed.spec.dtype)
-            .map_err(Error::from)
-            .and_then(|_| self.output(rows, handle));
-        let unfit = sums.as_ref().err().or(checked.as_ref().err()).cloned();
-        let (sums, (of_rows, home)) = (sums.ok(), checked.unwrap_or_default());
-        if let (Some(from), Ok(output), None) = (of_rows, &output, &unfit) {
-            let copied = self.copy_behind(output, from);
-            copied.map_err(|error| self.common.fixed.fail(error))?;
-        }
-        let options = if keeps { WITH_WEIGHTS } else { 0 };
-        let call = self.offer((CallKind::DispatchBackward, options), handle, output.as_ref(), unfit)?;
-        self.finish_return(call, sums)?;
-        if keeps { self.weights_home(handle, output.as_ref(), home) } else { Ok(()) }
-    }
-
-    /// Enqueues that weight gradients of rows lie behind the rows of an output.
-    fn copy_behind(&self, output: &EnqueuedOutput, from: &DeviceRange) -> Result<(), Error> {
-        let (behind, len) = (output.weights()?, from.len());
-        Ok(self.stream.copy(behind.span(0, len)?, from.span(0, len)?)?)
-    }
-
-    /// Tensors of weight gradients, of rows and of choices: both or none, unless there are no
-    /// choices.
-    fn weights<'t>(
-        &self,
-        of_rows: Option<Tensor<'t>>,
-        handle: &EnqueuedHandle,
-        of_choices: Option<&'t TensorMut<'_>>,
-    ) -> Result<(Option<&'t DeviceRange>, Option<&'t DeviceRange>), Error> {
-        let device = self.stream.device();
-        let words = |rows: u64| Shape { rows, columns: 1, dtype: Dtype::F32 };
-        let of_row = u64::from(self.common.fixed.sizing(CallKind::Combine).words_home);
-        let of_all = words(u64::from(handle.rows()) * of_row);
-        let rows = of_rows.map(|given| given.on_device("row weight gradients", of_all, device));
-        let all = u64::from(handle.tokens()) * u64::from(self.common.fixed.spec.top_k);
-        let expected = if of_rows.is_some() { all } else { 0 };
-        let choices = of_choices.map(|out| out.on_device("weight gradients", words(expected), device));
-        let (rows, choices) = (rows.transpose()?, choices.transpose()?);
-        if expected > 0 && choices.is_none() {
-            let (what, rows) = ("weight gradients", expected as usize);
-            return Err(PlanError::WrongShape { what, seen: 0, rows, columns: 1 }.into());
-        }
-        Ok((rows, choices))
-    }
-
-    /// Enqueues that gradients of token sums go to the rows that were summed. Those of a weighted
-    /// combine are multiplied with the weights of the rows, and weight gradients return to
-    /// `weights`. Collective.
-    ///
-    /// # Errors
-    /// As [`ExpertParallel::combine_backward_into`](crate::ExpertParallel::combine_backward_into).
-    pub fn combine_backward(
-        &mut self,
-        gradients: Tensor<'_>,
-        handle: &EnqueuedHandle,
-        weights: Option<TensorMut<'_>>,
-    ) -> Result<EnqueuedRows, Error> {
-        if !self.common.fixed.spec.weighted {
-            return self.cached(CallKind::CombineBackward, gradients, handle);
-        }
-        let choices = u64::from(handle.tokens()) * u64::from(self.common.fixed.spec.top_k);
-        let words = Shape { rows: choices, columns: 1, dtype: Dtype::F32 };
-        let home = weights
-            .as_ref()
-            .map(|weights| weights.on_device("weight gradients", words, self.stream.device()))
-            .transpose();
-        // Refused before the first of two calls, so the output of the combine is still there.
-        let home = match home {
-            Ok(home) => home,
-            Err(unfit) => return Err(self.refuse(CallKind::CombineBackward, Some(handle), unfit)),
-        };
-        let rows = self.cached(CallKind::CombineBackward, gradients, handle)?;
-        // It stays in the handle: the gradient may be asked for again.
-        let (kept, missing) = (handle.kept(), "the output of a weighted combine");
-        let lacking = CallError::NotKept { missing }.into();
-        let output = kept.as_ref().ok_or(&lacking);
-        if let Ok(output) = output {
-            self.enqueue_products(output, &rows).map_err(|error| self.common.fixed.fail(error))?;
-        }
-        self.weights_home(handle, output, home)?;
-        Ok(rows)
-    }
-
-    /// Enqueues that what lies behind the rows of an output returns to the choices.
-    fn weights_home(
-        &mut self,
-        handle: &EnqueuedHandle,
-        output: Result<&EnqueuedOutput, &Error>,
-        home: Option<&DeviceRange>,
-    ) -> Result<(), Error> {
-        let call = self.offer((CallKind::ReturnWeights, 0), handle, output, None)?;
-        self.finish_return(call, home)
     }
 
     /// That choices go, with their tokens or before those, or, without any, that the call is
@@ -858,28 +752,6 @@ impl EnqueuedExchange {
             },
         )?)
     }
-
-    /// That gradients of a weighted combine are multiplied with the weights of their rows, after
-    /// `<y, g>` was taken of each.
-    fn enqueue_products(&self, y: &EnqueuedOutput, gradients: &EnqueuedRows) -> Result<(), Error> {
-        let (spec, rows) = (&self.common.fixed.spec, gradients.len());
-        if rows == 0 {
-            return Ok(());
-        }
-        let (g, weights, products) = (gradients.rows()?, gradients.weights()?, y.weights()?);
-        Ok(self.kernels.dot_scale(
-            &self.stream,
-            &DotScale {
-                rows,
-                columns: spec.hidden as u32,
-                dtype: spec.dtype,
-                y: y.rows().span(0, y.rows().len())?,
-                gradients: g.span(0, g.len())?,
-                weights: weights.span(0, weights.len())?,
-                products: products.span(0, products.len())?,
-            },
-        )?)
-    }
 }
 
 impl Drop for EnqueuedExchange {
@@ -903,6 +775,3 @@ impl std::fmt::Debug for EnqueuedExchange {
         f.debug_struct("EnqueuedExchange").field("spec", &self.common.fixed.spec).finish_non_exhaustive()
     }
 }
-
-/// Option of a gradient of dispatch: weight gradients return behind it.
-const WITH_WEIGHTS: u32 = 1;

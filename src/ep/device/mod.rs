@@ -13,7 +13,7 @@
 //!
 //! | module | subject |
 //! |---|---|
-//! | `exchange`, `handle` | calls of an instance that the host lays out, and their results |
+//! | `exchange`, `backward`, `handle` | calls of an instance that the host lays out, and their results |
 //! | `call_stages`, `dispatch_stages` | stages of these calls, by the programs of [`schedule`](crate::schedule) |
 //! | `node_sums` | sums that relays make of the rows of their node |
 //! | `planning` | who plans a dispatch: the device where counts are enough for the host, else the host |
@@ -21,7 +21,7 @@
 //! | `heap_allocator` | memory of the pool for allocators of other libraries |
 //! | `slots` | fixed slots, or a budget that graphs hold: every address is a constant, so the stream carries a call out alone |
 //! | `transport` | how rows cross between nodes: from device to device, or by pinned memory of the host |
-//! | `guard` | what ends the waits of streams |
+//! | `watchdog` | what ends the waits of streams |
 //!
 //! The caller's thread enqueues in the second half of a call, and whatever a stream waits for is
 //! enqueued by then. So no stream waits for a thread that has yet to call the driver.
@@ -54,6 +54,7 @@
 //! order, and a kernel puts what arrived into visible order.
 //! [`EnqueueCounts`](crate::exec::EnqueueCounts) counts all of them.
 
+mod backward;
 mod call_stages;
 mod default_heap;
 mod dispatch_stages;
