@@ -36,8 +36,8 @@ impl Stream {
         self.library().batch.is_some() && !self.is_legacy()
     }
 
-    /// Enqueues a batch of copies, with one call for each 255. The driver refuses it for the legacy
-    /// default stream: see [`takes_batches`](Self::takes_batches).
+    /// Enqueues a batch of copies, by a call for each of [`copy_batches`]. The driver refuses it
+    /// for the legacy default stream: see [`takes_batches`](Self::takes_batches).
     ///
     /// # Errors
     /// [`DeviceError::TooOld`], [`DeviceError::Capturing`], [`DeviceError::OtherDevice`] for a

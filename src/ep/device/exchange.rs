@@ -480,7 +480,7 @@ impl EnqueuedExchange {
     /// # Errors
     /// [`MemoryError::AllocatorTaken`](crate::error::MemoryError).
     pub fn heap_allocator(&self) -> Result<HeapAllocator, Error> {
-        HeapAllocator::serve(&self.common, self.stream.device())
+        HeapAllocator::serve(&self.common, self.stream.context())
     }
 
     /// Enqueues that tokens of this type become records.

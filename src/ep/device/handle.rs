@@ -385,8 +385,8 @@ impl EnqueuedHandle {
             _ if spec.rank_sums => Kernels::rank_sums_names(spec.dtype)?,
             _ => Kernels::sum_choices_names(spec.dtype)?,
         };
-        // Those of this rank's relay, then its own.
-        let relayed = kernels.iter().cycle().take(enqueued.relay_sums as usize);
+        // That of this rank's relay, which runs once for each sum, then its own.
+        let relayed = kernels.iter().take(usize::from(enqueued.relay_sums > 0));
         let kernels: Vec<_> = relayed.chain(kernels).copied().collect();
         Ok(self.lease.report(enqueued, &kernels))
     }

@@ -20,16 +20,16 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use super::memory::Extent;
 use super::shared_state::Session;
-use crate::device::{DeviceRange, Event, Stream};
+use crate::device::{Context, DeviceRange, Event, Stream};
 use crate::ep::{CallExecutor, Feature};
-use crate::error::{Error, MemoryError};
+use crate::error::{DeviceError, Error, MemoryError};
 
 /// Addresses are multiples of this: a library that asks for large pieces cuts them into blocks that
 /// are, as those of `cudaMalloc`.
 const ALIGN: u64 = 512;
 
 /// Allocators, by device: one each.
-static SERVING: Mutex<Vec<Weak<Serving>>> = Mutex::new(Vec::new());
+static SERVING: Mutex<Vec<(u32, Weak<Serving>)>> = Mutex::new(Vec::new());
 /// Pieces that are allocated, by address.
 static LIVE: Mutex<BTreeMap<u64, Piece>> = Mutex::new(BTreeMap::new());
 
@@ -52,7 +52,7 @@ pub struct HeapAllocator(Arc<Serving>);
 #[derive(Debug)]
 struct Serving {
     session: Arc<Session>,
-    device: u32,
+    context: Arc<Context>,
     /// Why an allocation was refused last.
     refused: Mutex<Option<Error>>,
 }
@@ -60,6 +60,7 @@ struct Serving {
 /// Memory that is allocated.
 #[derive(Debug)]
 struct Piece {
+    device: u32,
     range: DeviceRange,
     extent: Extent,
     /// Calls of the instance that are enqueued.
@@ -71,20 +72,22 @@ impl HeapAllocator {
     ///
     /// # Errors
     /// [`MemoryError::AllocatorTaken`].
-    pub(super) fn serve(session: &Arc<Session>, device: u32) -> Result<Self, Error> {
+    pub(super) fn serve(session: &Arc<Session>, context: &Arc<Context>) -> Result<Self, Error> {
+        let device = context.device();
         let mut serving = lock(&SERVING);
-        serving.retain(|other| other.strong_count() > 0);
-        if find(&serving, device).is_some() {
+        serving.retain(|(_, other)| other.strong_count() > 0);
+        if serving.iter().any(|&(other, _)| other == device) {
             return Err(MemoryError::AllocatorTaken { device }.into());
         }
-        let made = Arc::new(Serving { session: Arc::clone(session), device, refused: Mutex::default() });
-        serving.push(Arc::downgrade(&made));
+        let (session, context) = (Arc::clone(session), Arc::clone(context));
+        let made = Arc::new(Serving { session, context, refused: Mutex::default() });
+        serving.push((device, Arc::downgrade(&made)));
         Ok(HeapAllocator(made))
     }
 
     /// The number of its device.
     pub fn device(&self) -> u32 {
-        self.0.device
+        self.0.context.device()
     }
 
     /// Why it refused an allocation last, if it did: libraries that allocate by it may not say.
@@ -93,8 +96,8 @@ impl HeapAllocator {
     }
 
     /// Allocates `bytes` bytes at a multiple of 512. Their contents are undefined. They are the
-    /// caller's until [`HeapAllocator::free`]. Where only memory that streams have yet to leave is
-    /// large enough, waits for these.
+    /// caller's until [`HeapAllocator::free`]. Where only memory that streams and peers have yet to
+    /// leave is large enough, waits for these as long as the world's deadline.
     ///
     /// # Errors
     /// [`MemoryError::OutOfSpace`], which says to raise `device_heap`; the cause of a dead world.
@@ -111,44 +114,51 @@ impl HeapAllocator {
     /// # Errors
     /// As [`HeapAllocator::alloc`]; [`MemoryError::NoAllocator`].
     pub fn alloc_on(device: u32, bytes: u64) -> Result<DeviceRange, Error> {
-        let serving = find(&lock(&SERVING), device);
+        let serving = {
+            let all = lock(&SERVING);
+            all.iter().find(|&&(other, _)| other == device).and_then(|(_, serving)| serving.upgrade())
+        };
         serving.map(HeapAllocator).ok_or(MemoryError::NoAllocator { device })?.alloc(bytes)
     }
 
     /// Frees memory by its first address, whether or not its allocator and its world are still
-    /// there. It is used again once `stream` has done all that it was given so far; a call between
-    /// its halves keeps it, too. Work of other streams must be done, or `stream` must wait for it.
+    /// there. It is used again once `stream` has done all that it was given so far; a call of its
+    /// instance that is between its halves keeps it, too. Work of other streams must be done, or
+    /// `stream` must wait for it.
     ///
     /// # Errors
-    /// [`MemoryError::NotAllocated`]. Where no event can mark the stream, since it is captured or
-    /// broken, the memory stays taken: [`PlanError::NotAvailable`](crate::error::PlanError),
-    /// [`DeviceError`](crate::error::DeviceError).
+    /// The memory stays as it is, and may be freed again:
+    /// [`MemoryError::NotAllocated`]; [`DeviceError::OtherDevice`] for a stream of another device;
+    /// where no event can mark the stream, since it is captured or broken,
+    /// [`PlanError::NotAvailable`](crate::error::PlanError) or another [`DeviceError`].
     pub fn free(address: u64, stream: &Stream) -> Result<(), Error> {
-        let piece = lock(&LIVE).remove(&address);
-        let Piece { range, extent, served } = piece.ok_or(MemoryError::NotAllocated { address })?;
-        match mark(stream) {
-            Ok(event) => {
-                extent.give_behind(event, range, served.load(Ordering::Relaxed));
-                Ok(())
-            }
-            Err(error) => {
-                // Its users cannot be known any more.
-                std::mem::forget((extent, range));
-                Err(error)
-            }
+        let unknown = MemoryError::NotAllocated { address };
+        let expected = lock(&LIVE).get(&address).map(|piece| piece.device).ok_or_else(|| unknown.clone())?;
+        let found = stream.device();
+        if found != expected {
+            let what = "stream behind which memory is freed";
+            return Err(DeviceError::OtherDevice { what, found, expected }.into());
         }
+        // Not under the lock: calls of the driver may wait for other threads, which allocate.
+        let event = stream.context().driver().beside_captures(|| mark(stream))?;
+        let Piece { range, extent, served, .. } = lock(&LIVE).remove(&address).ok_or(unknown)?;
+        extent.give_behind(event, range, served.load(Ordering::Relaxed));
+        Ok(())
     }
 }
 
 impl Serving {
     fn alloc(&self, bytes: u64) -> Result<DeviceRange, Error> {
-        let Serving { session, .. } = self;
+        let Serving { session, context, .. } = self;
         session.fixed.shared.hub.health().check()?;
         let bytes = bytes.max(1);
-        let extent = session.take_aligned(bytes, ALIGN)?;
+        let patience = Some(session.fixed.lanes.deadline);
+        // It asks events, which a capture in this thread must not see.
+        let extent = context.driver().beside_captures(|| session.take_within(bytes, ALIGN, patience))?;
         let range = session.piece((extent.offset(), bytes))?;
         let served = Arc::clone(&session.served);
-        lock(&LIVE).insert(range.address(), Piece { range: range.clone(), extent, served });
+        let piece = Piece { device: context.device(), range: range.clone(), extent, served };
+        lock(&LIVE).insert(range.address(), piece);
         Ok(range)
     }
 }
@@ -161,10 +171,6 @@ fn mark(stream: &Stream) -> Result<Event, Error> {
     let event = Event::new(stream.context())?;
     event.record(stream)?;
     Ok(event)
-}
-
-fn find(serving: &[Weak<Serving>], device: u32) -> Option<Arc<Serving>> {
-    serving.iter().filter_map(Weak::upgrade).find(|other| other.device == device)
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -585,6 +585,11 @@ impl DevicePool {
         Extent { space: Arc::clone(self), offset, len }
     }
 
+    /// Bytes of all pieces together, free or taken.
+    pub fn total(&self) -> u64 {
+        self.state().extents.total()
+    }
+
     /// A piece of `len` bytes, in a window at address `base` and at a multiple of `align`; else the
     /// largest length that could have been had.
     pub fn take(self: &Arc<Self>, len: u64, (align, base): (u64, u64)) -> Result<Extent, u64> {

@@ -25,6 +25,7 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use super::memory::{ByteRange, DevicePool, Extent, MemoryShape, Progress, StreamFlag};
 use crate::bootstrap::wait::{Ended, Polling};
@@ -185,27 +186,30 @@ impl Session {
     /// [`MemoryError::OutOfSpace`](crate::error::MemoryError), the cause of a dead world,
     /// [`PlanError::Interrupted`].
     pub fn take(&self, bytes: u64) -> Result<Extent, Error> {
-        self.take_aligned(bytes, MemoryShape::STEP)
+        self.take_within(bytes, MemoryShape::STEP, None)
     }
 
-    /// The same at an address that is a multiple of `align`.
+    /// The same at an address that is a multiple of `align`, with a wait of at most `patience`.
     ///
     /// # Errors
-    /// As [`Session::take`].
-    pub fn take_aligned(&self, bytes: u64, align: u64) -> Result<Extent, Error> {
-        let mut polling = Polling::new(self.fixed.shared.hub.health());
+    /// As [`Session::take`]; out of space where the wait takes longer, too.
+    pub fn take_within(&self, bytes: u64, align: u64, patience: Option<Duration>) -> Result<Extent, Error> {
+        let health = self.fixed.shared.hub.health();
+        let mut polling = patience.map_or(Polling::new(health), |most| Polling::within(health, most));
         loop {
             let all = self.reclaim();
-            match self.space.take(bytes, (align, self.memory.address())) {
+            let free = match self.space.take(bytes, (align, self.memory.address())) {
                 Ok(extent) => return Ok(extent),
-                Err(free) if all => {
-                    return Err(self.fixed.room.lacks(self.fixed.lanes.rank, bytes, free));
-                }
-                Err(_) => {}
+                Err(free) => free,
+            };
+            let lacks = || self.fixed.room.lacks(self.fixed.lanes.rank, bytes, free);
+            if all || bytes > self.space.total() {
+                return Err(lacks());
             }
             polling.turn().map_err(|why| match why {
                 Ended::Failed(cause) => Error::from(cause),
-                Ended::Late | Ended::Asked => PlanError::Interrupted.into(),
+                Ended::Late => lacks(),
+                Ended::Asked => PlanError::Interrupted.into(),
             })?;
         }
     }

@@ -9,7 +9,7 @@
 //!   PutRows input -> me    nothing: kernels of the caller's stream place own rows meanwhile, and their notes if
 //!                          these lie on the device
 //!   Signal landed, read    a write of the stream, collected; both are enqueued before the next wait, and at the end:
-//!          ready           copies in one batch, then the writes
+//!          ready           copies in batches, then the writes
 //!   Signal entry, posted   the host's store: what is collected is enqueued before it
 //!   Wait read              the host looks at the word
 //!   Wait landed, ready     the stream waits
@@ -518,7 +518,7 @@ impl CopyEngineStepper {
         })
     }
 
-    /// Waits first; then copies, as one batch where the driver has them, those of metadata last;
+    /// Waits first; then copies, in batches where the driver has them, those of metadata last;
     /// then signals.
     pub(super) fn enqueue(&mut self) -> Result<(), DeviceError> {
         let copies = !self.copies.is_empty() || !self.notes.is_empty();

@@ -8,7 +8,7 @@ use half::bf16;
 use sidelane::Error;
 use sidelane::device::{DeviceRange, PinnedMemory, Stream};
 use sidelane::ep::{Choices, HeapAllocator, Tensor};
-use sidelane::error::{MemoryError, PlanError};
+use sidelane::error::{DeviceError, MemoryError, PlanError};
 use sidelane::plan::RowLayout;
 use sidelane::topology::Route;
 use sidelane::{Dtype, Element};
@@ -110,6 +110,8 @@ fn allocation_waits_for_the_stream_that_freed_all_the_rest() {
             let all = allocator.alloc(bytes).unwrap();
             let (user, gate) = gated(0);
             HeapAllocator::free(all.address(), &user).unwrap();
+            let never = allocator.alloc(1 << 40).unwrap_err();
+            assert!(never.to_string().contains("raise device_heap"), "not awaited: {never}");
             std::thread::scope(|threads| {
                 let waiting = threads.spawn(|| allocator.alloc(bytes).unwrap());
                 gate.word(0).unwrap().store(1, Ordering::Release);
@@ -153,8 +155,8 @@ fn refused_allocations_name_the_setting_and_the_mistake() {
     on_devices(test, 8, 86, || {
         alone(|rank| {
             let stream = Arc::clone(&rank.stream);
-            let nobody = MemoryError::NoAllocator { device: 0 };
-            assert_eq!(HeapAllocator::alloc_on(0, 64).unwrap_err(), nobody.clone().into());
+            let none_serves = MemoryError::NoAllocator { device: 0 };
+            assert_eq!(HeapAllocator::alloc_on(0, 64).unwrap_err(), none_serves.clone().into());
             let allocator = rank.planned.heap_allocator().unwrap();
             let taken = MemoryError::AllocatorTaken { device: 0 };
             assert_eq!(rank.planned.heap_allocator().unwrap_err(), taken.into());
@@ -169,12 +171,16 @@ fn refused_allocations_name_the_setting_and_the_mistake() {
             let at = HeapAllocator::alloc_on(0, 64).unwrap().address();
             let missing = MemoryError::NotAllocated { address: at + 512 };
             assert_eq!(HeapAllocator::free(at + 512, &stream).unwrap_err(), missing.into());
+            let elsewhere = HeapAllocator::free(at, &crate::devices::stream(1)).unwrap_err();
+            let of_other =
+                matches!(elsewhere, Error::Device(DeviceError::OtherDevice { found: 1, expected: 0, .. }));
+            assert!(of_other, "{elsewhere}");
             HeapAllocator::free(at, &stream).unwrap();
             let again = MemoryError::NotAllocated { address: at };
             assert_eq!(HeapAllocator::free(at, &stream).unwrap_err(), again.into());
 
             drop(allocator);
-            assert_eq!(HeapAllocator::alloc_on(0, 64).unwrap_err(), nobody.into());
+            assert_eq!(HeapAllocator::alloc_on(0, 64).unwrap_err(), none_serves.into());
             rank.planned.heap_allocator().unwrap();
         });
     });

@@ -397,7 +397,7 @@ impl CallerTables {
             let (first, count) = (first as u32, (self.spans.len() - first) as u32);
             self.table[caller.rows(peer).0 as usize] = Operand::Spans { first, count };
         }
-        // Blocks return unchanged, behind the rows of local peers.
+        // Blocks return behind the rows of local peers, unchanged or as sums.
         let blocks = at.paths.relays().zip(&layout.blocks);
         for (relay, block) in blocks.filter(|_| is_staged(Route::Pxn)) {
             let (first, from_offset) = (self.spans.len() as u32, self.bases[relay as usize]);
