@@ -273,10 +273,10 @@ mod tests {
     }
 
     #[test]
-    fn a_driver_takes_255_at_once() {
+    fn batches_of_copies_grow_and_a_list_holds_255_words() {
         let ops: Vec<Op> = (0..256).map(put).chain((0..255).map(signal)).collect();
         let CopyEngineWork { copies, batches, memory_ops, memory_op_batches, .. } = work(&ops, |_| true);
-        assert_eq!((copies, batches, memory_ops, memory_op_batches), (256, 2, 255, 1));
+        assert_eq!((copies, batches, memory_ops, memory_op_batches), (256, 5, 255, 1));
     }
 
     #[test]
@@ -284,7 +284,7 @@ mod tests {
         // The largest group that one list serves.
         let slots = Slots::new(86, 256, 256).unwrap();
         let work = CopyEngineWork::of_stream(&StreamProgram::new(SlotCall::Dispatch, slots, 3).unwrap(), 3);
-        assert_eq!((work.copies, work.batches, work.bytes), (85, 1, 85 * 256));
+        assert_eq!((work.copies, work.batches, work.bytes), (85, 3, 85 * 256));
         assert_eq!((work.memory_ops, work.memory_op_batches), (3 * 85, 1));
         let release = CopyEngineWork::of_stream(&StreamProgram::new(SlotCall::Release, slots, 3).unwrap(), 3);
         assert_eq!((release.copies, release.batches, release.memory_ops), (0, 0, 3 * 85));

@@ -4,7 +4,7 @@ use sidelane_core::error::PlanError;
 use sidelane_core::plan::SlotShape;
 use sidelane_core::schedule::call_program::{Action, Part, SlotCall, Work};
 use sidelane_core::schedule::stream_program::{PeerCopy, Slots, StreamProgram};
-use sidelane_core::schedule::{FlagValue, Op, TrackOp};
+use sidelane_core::schedule::{FlagValue, Op, TrackOp, copy_batches};
 
 use super::events::{Line, Machine, Program, Ring, Task};
 use super::hardware::{Place, at_rate};
@@ -92,12 +92,21 @@ enum Piece {
 /// stream has done all of it.
 fn move_part(program: &mut Program, stream: &StreamProgram, part: Part, me: u32, hardware: &Hardware) {
     let (engines, mut under_way) = (&hardware.engines, None);
+    // Sizes of the batches to come, and copies that the one under way still takes.
+    let (mut sizes, mut room) = (copy_batches(usize::MAX), 0);
     let mut hand = |program: &mut Program, piece, task| {
-        if under_way.replace(piece) != Some(piece) {
-            program.work.batches += u64::from(piece == Piece::Batch);
-            let begins = if piece == Piece::Batch { engines.per_batch } else { engines.per_list };
+        let is_batch = piece == Piece::Batch;
+        let is_new = under_way.replace(piece) != Some(piece);
+        if is_batch && is_new {
+            (sizes, room) = (copy_batches(usize::MAX), 0);
+        }
+        if is_new || is_batch && room == 0 {
+            room = if is_batch { sizes.next().unwrap_or(0) } else { 0 };
+            program.work.batches += u64::from(is_batch);
+            let begins = if is_batch { engines.per_batch } else { engines.per_list };
             program.tasks.push_back(Task::Hand(Line::Stream, Box::new(Task::Busy(begins))));
         }
+        room = room.saturating_sub(1);
         program.tasks.push_back(Task::Hand(Line::Stream, Box::new(task)));
     };
     for TrackOp { op, .. } in stream.stage().part(part) {
