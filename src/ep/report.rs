@@ -62,8 +62,8 @@ pub struct Report {
     /// Device: what the stream was asked to do.
     pub enqueued: EnqueueCounts,
     /// GPU kernels that ran before rows were packed or after they had landed. In between, SMs make
-    /// what [`EnqueueCounts::copies_by_sms`] counts and [sums](EnqueueCounts::relay_sums) of
-    /// relays, and nothing else.
+    /// the copies of [`EnqueueCounts::copies_by_sms`] and the [sums](EnqueueCounts::relay_sums)
+    /// of relays, and nothing else.
     pub kernels: Vec<&'static str>,
     /// Device: limit on the blocks of each of them, if there is one
     /// ([`ExpertParallelBuilder::max_blocks`](super::ExpertParallelBuilder::max_blocks)).

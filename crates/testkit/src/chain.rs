@@ -12,7 +12,7 @@
 use sidelane::dtype::Element;
 use sidelane::gate::Routing;
 
-/// What the experts of a rank return, and what its tokens become.
+/// Outputs of a rank's experts, and the tokens that come out of the pairs of a chain.
 #[derive(Clone, Debug)]
 pub struct Chain {
     hidden: usize,
