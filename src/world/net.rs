@@ -245,6 +245,8 @@ fn is_mistake(error: &Error) -> bool {
             V::NoSuchNic { .. }
                 | V::NoSuchPort { .. }
                 | V::NoSuchGid { .. }
+                | V::NoGidInSubnets { .. }
+                | V::NoSuchPkey { .. }
                 | V::MtuTooLarge { .. }
                 | V::NoAtomics { .. }
         ),

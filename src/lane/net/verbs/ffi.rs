@@ -142,6 +142,9 @@ pub const IBV_PORT_ACTIVE: c_uint = 4;
 pub const IBV_LINK_LAYER_INFINIBAND: u8 = 1;
 pub const IBV_LINK_LAYER_ETHERNET: u8 = 2;
 
+/// Packets from and to the port need the global header.
+pub const IBV_QPF_GRH_REQUIRED: u8 = 1;
+
 pub const IBV_MTU_256: c_uint = 1;
 pub const IBV_MTU_512: c_uint = 2;
 pub const IBV_MTU_1024: c_uint = 3;

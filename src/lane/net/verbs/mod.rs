@@ -30,6 +30,7 @@
 //!
 //! The module `library` gives the reason for own declarations instead of a crate for verbs.
 
+mod address;
 mod completion;
 mod connection;
 #[cfg(test)]
@@ -57,9 +58,9 @@ pub use completion::{Done, Failed, Kind};
 pub use fake::Fabric;
 pub use library::{Context, Library};
 pub use memory::{Access, MemoryRegion, ProtectionDomain, Remote, Sge};
-pub use nic::Sysfs;
 #[cfg(test)]
 pub use nic::{Mtu, Nic};
+pub use nic::{NicSurvey, Sysfs};
 pub use queue_pair::{Caps, Endpoint, Path, QueuePair, Queues};
 pub use settings::{Settings, SignalMode};
 pub use transport::{Setup, VerbsEnvironment, VerbsTransport};

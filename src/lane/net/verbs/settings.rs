@@ -5,6 +5,7 @@ use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::str::FromStr;
 
+use super::address::Subnet;
 use super::nic::Mtu;
 use crate::config::parse_bytes;
 use crate::error::BootstrapError;
@@ -58,8 +59,10 @@ pub struct Settings {
     pub port: Option<u8>,
     /// Place of the address in the port's table.
     pub gid_index: Option<u8>,
-    /// Place of the partition key.
-    pub pkey_index: u16,
+    /// Subnets of which the address is, the best first; empty: any.
+    pub subnets: Vec<Subnet>,
+    /// Place of the partition key; none: the first of a full member.
+    pub pkey_index: Option<u16>,
     /// Lane of InfiniBand switches, priority on Ethernet.
     pub service_level: u8,
     /// DSCP and ECN of RoCE v2.
@@ -90,7 +93,8 @@ impl Default for Settings {
             visible_gpus: None,
             port: None,
             gid_index: None,
-            pkey_index: 0,
+            subnets: Vec::new(),
+            pkey_index: None,
             service_level: 0,
             traffic_class: 0,
             timeout: 14,
@@ -130,9 +134,12 @@ impl Settings {
                 0..=255,
                 "a place in the port's table, 0 to 255",
             )?,
-            pkey_index: vars
-                .number("SIDELANE_VERBS_PKEY_INDEX", 0..=u16::MAX, "a place in the port's table, 0 to 65535")?
-                .unwrap_or(usual.pkey_index),
+            subnets: vars.subnets()?,
+            pkey_index: vars.number(
+                "SIDELANE_VERBS_PKEY_INDEX",
+                0..=u16::MAX,
+                "a place in the port's table, 0 to 65535",
+            )?,
             service_level: vars
                 .number("SIDELANE_VERBS_SERVICE_LEVEL", 0..=15, "0 to 15")?
                 .unwrap_or(usual.service_level),
@@ -210,6 +217,12 @@ impl Vars<'_> {
         Ok(self.read("SIDELANE_VERBS_NICS", expected, list)?.unwrap_or_default())
     }
 
+    fn subnets(&self) -> Result<Vec<Subnet>, BootstrapError> {
+        let list = |value: &str| value.split(',').map(|subnet| subnet.parse().ok()).collect();
+        let expected = "subnets with commas between, such as 10.1.0.0/16";
+        Ok(self.read("SIDELANE_VERBS_SUBNETS", expected, list)?.unwrap_or_default())
+    }
+
     fn mtu(&self) -> Result<Option<Mtu>, BootstrapError> {
         let expected = "256, 512, 1024, 2048 or 4096";
         self.read("SIDELANE_VERBS_MTU", expected, |value| {
@@ -261,6 +274,7 @@ mod tests {
             ("CUDA_VISIBLE_DEVICES", "1,0"),
             ("SIDELANE_VERBS_PORT", "2"),
             ("SIDELANE_VERBS_GID_INDEX", "3"),
+            ("SIDELANE_VERBS_SUBNETS", "10.1.0.0/16, fd00::/8"),
             ("SIDELANE_VERBS_PKEY_INDEX", "300"),
             ("SIDELANE_VERBS_SERVICE_LEVEL", "5"),
             ("SIDELANE_VERBS_TRAFFIC_CLASS", "106"),
@@ -279,7 +293,8 @@ mod tests {
             visible_gpus: Some("1,0".into()),
             port: Some(2),
             gid_index: Some(3),
-            pkey_index: 300,
+            subnets: vec!["10.1.0.0/16".parse().unwrap(), "fd00::/8".parse().unwrap()],
+            pkey_index: Some(300),
             service_level: 5,
             traffic_class: 106,
             timeout: 18,
@@ -303,6 +318,8 @@ mod tests {
             ("SIDELANE_VERBS_NICS", "mlx5_0,mlx5_0"),
             ("SIDELANE_VERBS_PORT", "0"),
             ("SIDELANE_VERBS_GID_INDEX", "256"),
+            ("SIDELANE_VERBS_SUBNETS", "10.1.0.0"),
+            ("SIDELANE_VERBS_SUBNETS", "10.1.0.0/33"),
             ("SIDELANE_VERBS_PKEY_INDEX", "-1"),
             ("SIDELANE_VERBS_SERVICE_LEVEL", "16"),
             ("SIDELANE_VERBS_TRAFFIC_CLASS", "0x6a"),

@@ -1,6 +1,8 @@
 //! The typed API over fake NICs (`fake`): NICs that are present, missing or chosen, requests that
 //! succeed, and requests that fail.
 
+mod addresses;
+
 use std::os::fd::AsFd;
 use std::path::Path;
 use std::ptr::NonNull;

@@ -25,6 +25,11 @@
 //!   Tree     a directory laid out like `/sys`, gone when dropped
 //! ```
 //!
+//! **Addresses.** A queue pair is refused an entry of the tables of addresses and partition keys
+//! that is empty, and on Ethernet a path without the global header. InfiniBand drops
+//! packets without an answer: for another LID or subnet, without the global header where a port
+//! requires it, and of another partition.
+//!
 //! Delays: a held fabric whose NICs [read late](Fabric::read_late), and a NIC whose
 //! [completions are late](Fabric::delay_completions), though all it was asked for is done.
 //!
@@ -60,7 +65,7 @@ pub struct Fabric {
     state: Mutex<State>,
     devices: Vec<Device>,
     sysfs: Sysfs,
-    _tree: Tree,
+    tree: Tree,
     /// The table's functions that list this fabric's NICs.
     slot: usize,
 }
@@ -79,10 +84,10 @@ impl Fabric {
         let mut state = State::default();
         for (at, name) in (1u16..).zip(nics) {
             let gid: Ipv6Addr = std::net::Ipv4Addr::new(10, 0, (at >> 8) as u8, at as u8).to_ipv6_mapped();
-            let port = format!("class/infiniband/{name}/ports/1");
-            tree.write(&format!("{port}/gids/1"), &gid.to_string());
-            tree.write(&format!("{port}/gid_attrs/types/1"), "RoCE v2");
-            state.nics.push(FakeNic::new(gid));
+            let mut nic = FakeNic::default();
+            nic.gids.insert(1, tree.gid(name, 1, gid, "RoCE v2"));
+            nic.pkeys.insert(0, tree.pkey(name, 0, u16::MAX));
+            state.nics.push(nic);
         }
         Arc::new_cyclic(|fabric: &Weak<Fabric>| {
             let device = |(nic, name): (usize, &&str)| Device {
@@ -95,7 +100,7 @@ impl Fabric {
                 state: Mutex::new(state),
                 devices,
                 sysfs: tree.sysfs(),
-                _tree: tree,
+                tree,
                 slot: table::enrol(fabric),
             }
         })
@@ -197,6 +202,28 @@ impl Fabric {
         change(&mut self.state().nics[at]);
     }
 
+    /// Puts a RoCE v2 address of a network device into a NIC's table.
+    pub fn address(&self, nic: &str, index: u8, gid: &str, device: &str) {
+        let gid = self.tree.gid(nic, index, gid.parse().unwrap(), "RoCE v2");
+        self.tree.write(&format!("class/infiniband/{nic}/ports/1/gid_attrs/ndevs/{index}"), device);
+        self.change(nic, |nic| _ = nic.gids.insert(index, gid));
+    }
+
+    /// Puts a partition key into a NIC's table.
+    pub fn partition(&self, nic: &str, index: u16, key: u16) {
+        let key = self.tree.pkey(nic, index, key);
+        self.change(nic, |nic| _ = nic.pkeys.insert(index, key));
+    }
+
+    /// Makes a NIC's port one of InfiniBand, of this LID and this GID alone.
+    pub fn infiniband(&self, nic: &str, lid: u16, gid: &str) {
+        self.tree.gid(nic, 1, Ipv6Addr::UNSPECIFIED, "IB/RoCE v1");
+        let gid = self.tree.gid(nic, 0, gid.parse().unwrap(), "IB/RoCE v1");
+        self.change(nic, |nic| {
+            (nic.link, nic.lid, nic.gids) = (ffi::IBV_LINK_LAYER_INFINIBAND, lid, BTreeMap::from([(0, gid)]));
+        });
+    }
+
     /// Counts of a NIC so far.
     pub fn statistics(&self, nic: &str) -> Statistics {
         let at = self.place(nic);
@@ -243,7 +270,15 @@ pub struct Statistics {
 }
 
 pub struct FakeNic {
-    pub gid: Ipv6Addr,
+    /// The network of its port.
+    pub link: u8,
+    pub lid: u16,
+    /// Whether packets from and to its port need the global header.
+    pub needs_global_header: bool,
+    /// The table of addresses.
+    pub gids: BTreeMap<u8, Ipv6Addr>,
+    /// The table of partition keys.
+    pub pkeys: BTreeMap<u16, u16>,
     pub silent: bool,
     /// Its own requests wait; those of its peers reach it.
     pub mute: bool,
@@ -265,10 +300,15 @@ pub struct FakeNic {
     pub statistics: Statistics,
 }
 
-impl FakeNic {
-    pub fn new(gid: Ipv6Addr) -> Self {
+impl Default for FakeNic {
+    /// Of RoCE, without addresses and partitions.
+    fn default() -> Self {
         FakeNic {
-            gid,
+            link: ffi::IBV_LINK_LAYER_ETHERNET,
+            lid: 0,
+            needs_global_header: false,
+            gids: BTreeMap::new(),
+            pkeys: BTreeMap::new(),
             silent: false,
             mute: false,
             delayed: None,
@@ -357,7 +397,9 @@ pub struct Pair {
     pub cap: ibv_qp_cap,
     pub state: u32,
     pub peer: u32,
-    pub peer_nic: usize,
+    /// None if packets get lost on the way.
+    pub peer_nic: Option<usize>,
+    pub pkey: u16,
     pub rnr_retries: u8,
     pub jobs: VecDeque<Job>,
     pub receives: VecDeque<(u64, Vec<ibv_sge>)>,
@@ -475,6 +517,22 @@ impl Tree {
 
     pub fn write(&self, path: &str, text: &str) {
         fs::write(self.place(path), format!("{text}\n")).unwrap();
+    }
+
+    /// Writes an entry of a port's table of addresses.
+    pub fn gid(&self, nic: &str, index: u8, gid: Ipv6Addr, kind: &str) -> Ipv6Addr {
+        let port = format!("class/infiniband/{nic}/ports/1");
+        // As the kernel writes it, without compression.
+        let text = gid.segments().map(|segment| format!("{segment:04x}")).join(":");
+        self.write(&format!("{port}/gids/{index}"), &text);
+        self.write(&format!("{port}/gid_attrs/types/{index}"), kind);
+        gid
+    }
+
+    /// Writes an entry of a port's table of partition keys.
+    pub fn pkey(&self, nic: &str, index: u16, key: u16) -> u16 {
+        self.write(&format!("class/infiniband/{nic}/ports/1/pkeys/{index}"), &format!("{key:#06x}"));
+        key
     }
 
     pub fn link(&self, path: &str, target: &str) {
