@@ -324,12 +324,14 @@ pub enum VerbsError {
         vendor: u32,
     },
     /// A queue pair went into its error state without a work request of this side.
-    #[error("NIC {nic}, queue pair {queue_pair}: {event}")]
+    #[error("NIC {nic}, queue pair {queue_pair} to rank {peer}: {event}")]
     QueuePairLost {
         /// The NIC.
         nic: String,
         /// Its queue pair.
         queue_pair: u32,
+        /// The peer (in the world).
+        peer: u32,
         /// Event that the NIC reported.
         event: &'static str,
     },

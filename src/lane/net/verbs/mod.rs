@@ -19,6 +19,7 @@
 //!
 //! ```text
 //!   VerbsTransport --+--> NicMemory    a NIC and the memory registered with it: keys for peers
+//!                    +--> EventThread  ports that go down, queue pairs that are lost
 //!                    +--> Connection
 //!                           +--> Sender     requests: gathered, queued, posted, done; staging
 //!                           +--> Receiver   signals that come as messages
@@ -33,6 +34,7 @@
 mod address;
 mod completion;
 mod connection;
+mod events;
 #[cfg(test)]
 mod fake;
 mod ffi;

@@ -4,6 +4,7 @@
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::str::FromStr;
+use std::time::Duration;
 
 use super::address::Subnet;
 use super::nic::Mtu;
@@ -71,6 +72,8 @@ pub struct Settings {
     pub timeout: u8,
     /// Number of retries of unanswered requests.
     pub retries: u8,
+    /// How long a port may be down.
+    pub grace: Duration,
     /// How often what meets no receive is sent again; 7 is for ever.
     pub rnr_retries: u8,
     /// The largest packet; none: the port's.
@@ -97,8 +100,9 @@ impl Default for Settings {
             pkey_index: None,
             service_level: 0,
             traffic_class: 0,
-            timeout: 14,
+            timeout: 18,
             retries: 6,
+            grace: Duration::from_secs(5),
             rnr_retries: 7,
             mtu: None,
             chunk: 256 << 10,
@@ -148,6 +152,9 @@ impl Settings {
                 .unwrap_or(usual.traffic_class),
             timeout: vars.number("SIDELANE_VERBS_TIMEOUT", 0..=31, "0 to 31")?.unwrap_or(usual.timeout),
             retries: vars.number("SIDELANE_VERBS_RETRIES", 0..=7, "0 to 7")?.unwrap_or(usual.retries),
+            grace: vars
+                .number("SIDELANE_VERBS_GRACE_MS", 0..=3_600_000, "milliseconds, up to an hour")?
+                .map_or(usual.grace, Duration::from_millis),
             rnr_retries: vars
                 .number("SIDELANE_VERBS_RNR_RETRIES", 0..=7, "0 to 7")?
                 .unwrap_or(usual.rnr_retries),
@@ -278,8 +285,9 @@ mod tests {
             ("SIDELANE_VERBS_PKEY_INDEX", "300"),
             ("SIDELANE_VERBS_SERVICE_LEVEL", "5"),
             ("SIDELANE_VERBS_TRAFFIC_CLASS", "106"),
-            ("SIDELANE_VERBS_TIMEOUT", "18"),
-            ("SIDELANE_VERBS_RETRIES", "6"),
+            ("SIDELANE_VERBS_TIMEOUT", "17"),
+            ("SIDELANE_VERBS_RETRIES", "5"),
+            ("SIDELANE_VERBS_GRACE_MS", "1500"),
             ("SIDELANE_VERBS_RNR_RETRIES", "1"),
             ("SIDELANE_VERBS_MTU", "1024"),
             ("SIDELANE_VERBS_CHUNK", "64K"),
@@ -297,8 +305,9 @@ mod tests {
             pkey_index: Some(300),
             service_level: 5,
             traffic_class: 106,
-            timeout: 18,
-            retries: 6,
+            timeout: 17,
+            retries: 5,
+            grace: Duration::from_millis(1500),
             rnr_retries: 1,
             mtu: Some(Mtu::B1024),
             chunk: 64 << 10,
@@ -325,6 +334,7 @@ mod tests {
             ("SIDELANE_VERBS_TRAFFIC_CLASS", "0x6a"),
             ("SIDELANE_VERBS_TIMEOUT", "32"),
             ("SIDELANE_VERBS_RETRIES", "8"),
+            ("SIDELANE_VERBS_GRACE_MS", "5s"),
             ("SIDELANE_VERBS_RNR_RETRIES", "8"),
             ("SIDELANE_VERBS_MTU", "1500"),
             ("SIDELANE_VERBS_CHUNK", "1K"),
@@ -337,6 +347,13 @@ mod tests {
             let right = matches!(&seen, Err(BootstrapError::BadVariable { name: n, value: v, .. }) if *n == name && v == value);
             assert!(right, "{name}={value}: {seen:?}");
         }
+    }
+
+    #[test]
+    fn nics_send_again_for_longer_than_a_port_may_be_down() {
+        let Settings { timeout, retries, grace, .. } = Settings::default();
+        let answer = Duration::from_nanos(4096 << timeout);
+        assert!(answer * u32::from(retries + 1) > grace);
     }
 
     #[test]

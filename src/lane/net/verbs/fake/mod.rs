@@ -34,7 +34,9 @@
 //! [completions are late](Fabric::delay_completions), though all it was asked for is done.
 //!
 //! Faults: a NIC that falls [silent](Fabric::silence), whose peers' retries end on the test's
-//! request ([`give_up`](Fabric::give_up)), and a NIC that is [removed](Fabric::remove).
+//! request ([`give_up`](Fabric::give_up)), a port that is [down](Fabric::port_down) until it is
+//! [up](Fabric::port_up) again, a [lost queue pair](Fabric::lose_queue_pair), and a NIC that is
+//! [removed](Fabric::remove).
 
 mod execute;
 mod table;
@@ -187,6 +189,41 @@ impl Fabric {
     /// The retries of all requests that wait for a silent NIC have ended.
     pub fn give_up(&self) {
         self.state().give_up();
+    }
+
+    /// The port of a NIC goes down: no bytes go to or from it, and its owner is told.
+    pub fn port_down(&self, nic: &str) {
+        let at = self.place(nic);
+        let mut state = self.state();
+        (state.nics[at].silent, state.nics[at].port) = (true, ffi::IBV_PORT_DOWN);
+        state.tell(at, ffi::IBV_EVENT_PORT_ERR, 1);
+    }
+
+    /// It is up again before retries end: what waits is sent again.
+    pub fn port_up(&self, nic: &str) {
+        let at = self.place(nic);
+        let mut state = self.state();
+        (state.nics[at].silent, state.nics[at].port) = (false, ffi::IBV_PORT_ACTIVE);
+        state.tell(at, ffi::IBV_EVENT_PORT_ACTIVE, 1);
+        if !state.held {
+            state.run_all();
+        }
+    }
+
+    /// A NIC finds a fault in its queue pair to another NIC, and tells its owner.
+    pub fn lose_queue_pair(&self, nic: &str, peer: &str) {
+        let (at, object) = (self.place(nic), self.fail_queue_pair(nic, peer));
+        self.state().tell(at, ffi::IBV_EVENT_QP_FATAL, object);
+    }
+
+    /// A NIC's queue pair to another NIC fails, and its owner is not told yet. Returns its object.
+    pub fn fail_queue_pair(&self, nic: &str, peer: &str) -> usize {
+        let (at, peer) = (self.place(nic), self.place(peer));
+        let mut state = self.state();
+        let lost = state.pairs.iter().find(|(_, pair)| pair.nic == at && pair.peer_nic == Some(peer));
+        let (number, object) = lost.map(|(&number, pair)| (number, pair.object)).unwrap();
+        state.fail(number);
+        object
     }
 
     /// Removes a NIC from the machine: its peers see it silent, its owner sees a fatal event and

@@ -209,6 +209,9 @@ unsafe extern "C" fn query_port(context: *mut ibv_context, port: u8, attr: *mut 
     // SAFETY: the caller's structure.
     let attr = unsafe { &mut *attr };
     let nic = &state(context).nics[open(context).nic];
+    if nic.gone {
+        return Errno::IO.raw_os_error();
+    }
     (attr.state, attr.active_mtu) = (nic.port, nic.mtu);
     (attr.max_mtu, attr.link_layer, attr.lid) = (IBV_MTU_4096, nic.link, nic.lid);
     attr.flags = if nic.needs_global_header { IBV_QPF_GRH_REQUIRED } else { 0 };
