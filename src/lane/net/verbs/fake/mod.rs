@@ -332,6 +332,8 @@ pub struct FakeNic {
     pub atomics: bool,
     /// Its vendor, and the vendor's number of the part.
     pub vendor: (u32, u32),
+    /// Bytes that its owners may lock for it.
+    pub lockable: u64,
     /// It refuses the next so many regions.
     pub refuses: u32,
     pub statistics: Statistics,
@@ -356,6 +358,7 @@ impl Default for FakeNic {
             sges: 8,
             atomics: true,
             vendor: (0, 0),
+            lockable: u64::MAX,
             refuses: 0,
             statistics: Statistics::default(),
         }

@@ -267,6 +267,11 @@ fn register(pd: *mut ibv_pd, at: usize, len: usize, base: u64, access: u32, mapp
         *refuses -= 1;
         return null(Errno::FAULT);
     }
+    let nic_of = |region: &Region| state.contexts[&state.domains[&region.domain]].nic;
+    let locked: u64 = state.regions.values().filter(|region| nic_of(region) == nic).map(|r| r.len).sum();
+    if locked.saturating_add(len as u64) > state.nics[nic].lockable {
+        return null(Errno::NOMEM);
+    }
     let key = state.number();
     state.regions.insert(key, Region { domain, base, at, len: len as u64, access, mapped });
     let addr = ptr::with_exposed_provenance_mut(at);
