@@ -46,6 +46,10 @@ pub mod rows;
 mod sync;
 pub mod world;
 
+// For the program of this repository: no promises are made about it.
+#[doc(hidden)]
+pub use lane::NicSurvey;
+
 // For the crates of this repository: no promises are made about it.
 #[doc(hidden)]
 pub use sidelane_core::digest;

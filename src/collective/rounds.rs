@@ -189,7 +189,7 @@ impl Communicator {
     }
 
     fn begin(&mut self, entry: Entry<'_>) -> Result<CallMachine, Error> {
-        self.lanes.health.check()?;
+        self.lanes.check()?;
         if entry.round.at == 0 {
             // A call that failed may have left some.
             self.rounds.due.clear();

@@ -81,7 +81,7 @@ impl Communicator {
         mut receive: Option<&mut [u8]>,
     ) -> Result<(), Error> {
         self.check_peer(peer)?;
-        self.lanes.health.check()?;
+        self.lanes.check()?;
         let parts = |bytes: usize| MessageChannel::parts(&self.view, bytes as u64);
         let sends = send.map_or(0, |data| parts(data.len()));
         let mut receives = receive.as_ref().map_or(0, |data| parts(data.len()));

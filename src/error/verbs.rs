@@ -102,6 +102,48 @@ pub enum VerbsError {
         /// Its place in the table.
         index: u8,
     },
+    /// No GID lies in the subnets that were asked for.
+    #[error("NIC {nic}, port {port} has no GID in a subnet of SIDELANE_VERBS_SUBNETS")]
+    NoGidInSubnets {
+        /// The NIC.
+        nic: String,
+        /// The port.
+        port: u8,
+    },
+    /// The partition key that was asked for is empty.
+    #[error("NIC {nic}, port {port} has no partition key of index {index} (SIDELANE_VERBS_PKEY_INDEX)")]
+    NoSuchPkey {
+        /// The NIC.
+        nic: String,
+        /// The port.
+        port: u8,
+        /// Its place in the table.
+        index: u16,
+    },
+    /// A port is a full member of no partition.
+    #[error(
+        "NIC {nic}, port {port} is a full member of no partition, and limited members do not hear each other: let the subnet manager make it one"
+    )]
+    NoFullMember {
+        /// The NIC.
+        nic: String,
+        /// The port.
+        port: u8,
+    },
+    /// Two ranks are in different partitions, or both are limited members.
+    #[error(
+        "NIC {nic} has partition key {mine:#06x}, the NIC of rank {peer} {theirs:#06x}: packets do not pass (choose an entry of the same partition with SIDELANE_VERBS_PKEY_INDEX, one of them with the first bit set)"
+    )]
+    PartitionsDiffer {
+        /// This rank's NIC.
+        nic: String,
+        /// The peer (in the world).
+        peer: u32,
+        /// Our key.
+        mine: u16,
+        /// The peer's key.
+        theirs: u16,
+    },
     /// Packets were asked for that are larger than the port sends now.
     #[error(
         "NIC {nic}, port {port} sends packets of {active} bytes now, SIDELANE_VERBS_MTU asks for {asked}"
@@ -282,12 +324,14 @@ pub enum VerbsError {
         vendor: u32,
     },
     /// A queue pair went into its error state without a work request of this side.
-    #[error("NIC {nic}, queue pair {queue_pair}: {event}")]
+    #[error("NIC {nic}, queue pair {queue_pair} to rank {peer}: {event}")]
     QueuePairLost {
         /// The NIC.
         nic: String,
         /// Its queue pair.
         queue_pair: u32,
+        /// The peer (in the world).
+        peer: u32,
         /// Event that the NIC reported.
         event: &'static str,
     },

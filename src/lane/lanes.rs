@@ -125,6 +125,16 @@ impl Lanes {
         }
     }
 
+    /// Whether the world is alive. One load while it is.
+    ///
+    /// # Errors
+    /// The fault of a connection of this rank, or else the world's
+    /// [`Cause`](crate::error::Cause).
+    #[inline]
+    pub fn check(&self) -> Result<(), Error> {
+        self.health.check().map_err(|cause| self.fault().map_or(cause.into(), Error::from))
+    }
+
     /// The health of the world, as a connection of this rank sees it.
     pub fn fault(&self) -> Option<LaneError> {
         self.connections().find_map(|(_, connection)| connection.fault())

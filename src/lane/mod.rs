@@ -41,7 +41,7 @@ pub use floor_copies::{Floor, Moves, RAW};
 pub use lanes::{COPY_ENGINE, Lanes, PeerLane};
 pub use net::{
     ConnectionEnd, ConnectionOffer, Counters as NicCounters, DeviceMemory, LOOPBACK, LinkEmulator,
-    LoopbackTransport, NetConnection, NetTransport, NoDmaBuf, NoGpuDirect, ProgressThread, Region,
+    LoopbackTransport, NetConnection, NetTransport, NicSurvey, NoDmaBuf, NoGpuDirect, ProgressThread, Region,
     Registration, RemoteAddress, Setup, TcpTransport, VerbsEnvironment, VerbsTransport, is_copied,
 };
 #[cfg(test)]

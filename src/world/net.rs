@@ -1,8 +1,9 @@
 //! The net of a world: the lane between nodes, which all ranks choose together, and its
 //! connections.
 //!
-//! The lane is chosen once per world. Every pair of members that the route of a group connects, and
-//! that has no connection yet, gets one:
+//! The lane is chosen once per world, when all ranks have opened it and registered their heaps.
+//! Every pair of members that the route of a group connects, and that has no connection yet, gets
+//! one:
 //!
 //! ```text
 //!   open      each rank opens its ends; a rank that cannot open one offers none
@@ -68,6 +69,9 @@ const REQUESTED: &str = "requested";
 const ONE_MACHINE: &str = "all nodes on one machine";
 const ALL_HAVE_NICS: &str = "the nodes are on several machines, and all ranks have NICs";
 
+/// Number of the heap among regions: the first.
+const HEAP: u32 = 0;
+
 /// Facts that the choice depends on.
 pub(super) struct NetSelection<'a> {
     /// The meeting point.
@@ -90,13 +94,14 @@ impl NetState {
     /// [`BootstrapError::Unreachable`] if the lane does not reach all of them; the error of this
     /// rank's part of a requested lane, [`LaneError::PeerUnsupported`] on the others.
     pub(super) fn open(place: &NetSelection<'_>) -> Result<Self, Error> {
-        let NetSelection { hub, machines, heap, options, .. } = *place;
+        let NetSelection { hub, machines, options, .. } = *place;
         let (rank, choice) = (hub.rank(), options.net);
         place.compare()?;
         let here = &machines[rank as usize];
         let stranger = (0..).zip(machines).find(|(_, other)| !other.same_machine(here));
         let thread =
             ProgressThread::start(rank, Arc::clone(hub.health()), oversubscribed(machines, rank, 2))?;
+        thread.regions().add(place.heap_region());
         let (transport, why) = match (choice, stranger) {
             (NetChoice::Loopback, Some((rank, _))) => {
                 return Err(BootstrapError::Unreachable { me: hub.rank(), rank }.into());
@@ -112,17 +117,16 @@ impl NetState {
                 Err(lacking) if lacking.mistake => return Err(lacking.into()),
                 Err(lacking) => {
                     let (rank, reason) = (lacking.rank, &lacking.reason);
-                    let why =
-                        format!("the nodes are on several machines, and rank {rank} has no NIC: {reason}");
+                    let why = format!(
+                        "the nodes are on several machines, and rank {rank} has no usable NIC: {reason}"
+                    );
                     (place.open(&TCP_NET, &thread)??, why)
                 }
             },
         };
         let reason = [Some(why), transport.signals()].into_iter().flatten().collect::<Vec<_>>().join("; ");
         let report = NetReport { lane: transport.lane(), reason, nics: transport.describe() };
-        let net = NetState { thread, transport, report };
-        net.register(Region { mapped: Arc::clone(heap.mapped()), member: rank })?;
-        Ok(net)
+        Ok(NetState { thread, transport, report })
     }
 
     /// Lets peers write to a region. Returns its number, and the description that peers need.
@@ -178,6 +182,11 @@ impl NetSelection<'_> {
         }
     }
 
+    /// The region that peers write to first. Its number is that of the heap in every lane.
+    fn heap_region(&self) -> Region {
+        Region { mapped: Arc::clone(self.heap.mapped()), member: self.hub.rank() }
+    }
+
     /// This rank's segments.
     fn segments(&self, thread: &ProgressThread) -> Opened {
         let egress =
@@ -216,14 +225,18 @@ impl NetSelection<'_> {
         Ok(Box::new(VerbsTransport::open(&VerbsEnvironment::here()?, setup)?))
     }
 
-    /// The lane that this rank has opened, if all ranks could. A rank that could not reports it,
-    /// and no rank waits for it.
+    /// The lane that this rank has opened, and registered its heap with, if all ranks could. A rank
+    /// that could not reports it, and no rank waits for it.
     fn open(
         &self,
         net: &Net,
         thread: &ProgressThread,
     ) -> Result<Result<Box<dyn NetTransport>, Lacking>, Error> {
-        let (opened, lane) = ((net.open)(self, thread), net.lane);
+        let opened = (net.open)(self, thread).and_then(|transport| {
+            transport.register(HEAP, &self.heap_region())?;
+            Ok(transport)
+        });
+        let lane = net.lane;
         let (hub, deadline) = (self.hub, self.options.timeouts.rendezvous);
         let (key, said) = (format!("world/net/{lane}"), Failure::answer(&opened, is_mistake));
         let answers = hub.gather(&key, hub.rank(), hub.size(), &said, deadline)?;
@@ -245,6 +258,8 @@ fn is_mistake(error: &Error) -> bool {
             V::NoSuchNic { .. }
                 | V::NoSuchPort { .. }
                 | V::NoSuchGid { .. }
+                | V::NoGidInSubnets { .. }
+                | V::NoSuchPkey { .. }
                 | V::MtuTooLarge { .. }
                 | V::NoAtomics { .. }
         ),
@@ -431,7 +446,8 @@ impl Failure {
 mod tests {
     use super::*;
     use crate::config::Config;
-    use crate::lane::LOOPBACK;
+    use crate::lane::{Fabric, LOOPBACK, Settings};
+    use crate::memory::{HeapSizes, Segment};
     use crate::topology::Route;
     use crate::{Options, World};
     use std::collections::HashSet;
@@ -518,6 +534,56 @@ mod tests {
             ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
         });
         (errors, segments.into_inner().unwrap())
+    }
+
+    /// The lane that two ranks on two machines choose. Rank 1 may lock so many bytes for its NIC.
+    fn chosen(lockable: u64) -> Vec<NetReport> {
+        let fabric = Fabric::new(&["nic0", "nic1"]);
+        fabric.change("nic1", |nic| nic.lockable = lockable);
+        let machines: Vec<Location> = (0..2)
+            .map(|rank| {
+                let mut label = Location::in_node("").unwrap().to_bytes();
+                // Another boot: behind its length.
+                label[10] = b'0' + rank as u8;
+                Location::from_bytes(rank, &label).unwrap()
+            })
+            .collect();
+        let nodes = NodeMap::from_labels(&machines);
+        let choose = |hub: Box<dyn Hub>| {
+            let rank = hub.rank();
+            let settings = Settings { nics: vec![format!("nic{rank}")], ..Settings::default() };
+            let stand_in = Some(fabric.ground(settings));
+            let options = Options { net: NetChoice::Auto, stand_in, ..Options::default() };
+            let sizes = HeapSizes { symmetric: 1 << 20, total: 4 << 20 };
+            let mut segments = [None, None];
+            segments[rank as usize] = Some(Segment::create("heap", sizes.total).unwrap());
+            let heap = Heap::new(rank, sizes, &segments, hub.health(), options.timeouts.deadline).unwrap();
+            let place = NetSelection {
+                hub: &*hub,
+                machines: &machines,
+                nodes: &nodes,
+                heap: &heap,
+                options: &options,
+            };
+            NetState::open(&place).unwrap().report
+        };
+        std::thread::scope(|scope| {
+            let hubs = crate::bootstrap::threads(2, Default::default());
+            let ranks: Vec<_> = hubs.into_iter().map(|hub| scope.spawn(|| choose(hub))).collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        })
+    }
+
+    #[test]
+    fn heap_that_a_nic_cannot_register_leaves_tcp_to_all_ranks_with_the_reason() {
+        let lanes = |reports: &[NetReport]| reports.iter().map(|report| report.lane).collect::<Vec<_>>();
+        assert_eq!(lanes(&chosen(u64::MAX)), ["verbs", "verbs"]);
+        let reports = chosen(2 << 20);
+        assert_eq!(lanes(&reports), ["tcp", "tcp"]);
+        for report in reports {
+            let why = "rank 1 has no usable NIC: NIC nic1 cannot register 3145728 bytes";
+            assert!(report.reason.contains(why) && report.reason.contains("memlock"), "{report:?}");
+        }
     }
 
     #[test]

@@ -295,7 +295,7 @@ impl Window {
 
     #[inline(always)]
     fn step(&mut self, track: u32, op: Op, operands: &Operands<'_>, src: &[u8]) -> Result<(), Error> {
-        self.lanes.health.check()?;
+        self.lanes.check()?;
         let mut io = Io { input: src, ..Io::default() };
         self.host.step(&self.port, TrackOp { track, op }, operands, &mut io, Stores::Cached)
     }

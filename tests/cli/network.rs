@@ -84,7 +84,7 @@ fn bench_runs_between_machines_and_every_row_is_right() {
     assert!(well && well_too, "{complaints}{more}");
     for words in [
         "2 machines",
-        "between nodes tcp (the nodes are on several machines, and rank 0 has no NIC: ",
+        "between nodes tcp (the nodes are on several machines, and rank 0 has no usable NIC: ",
         "bit-exact",
     ] {
         assert!(told.contains(words), "{words:?} in\n{told}");

@@ -132,7 +132,8 @@ fn machines_without_anything_better_are_joined_by_tcp() {
         let setup = across(&network).var("SIDELANE_IBVERBS_LIBRARY", "/nowhere/libibverbs.so.1");
         let mut job = setup.route(route).join();
         job.tell(0..4, Command::NameRail);
-        let why = "tcp (the nodes are on several machines, and rank 0 has no NIC: cannot load /nowhere/";
+        let why =
+            "tcp (the nodes are on several machines, and rank 0 has no usable NIC: cannot load /nowhere/";
         for (rank, heard) in job.hear(0..4) {
             let Report::Net(net) = heard.said else { panic!("rank {rank}: {:?}", heard.said) };
             assert!(net.starts_with(why), "rank {rank}: {net}");

@@ -285,7 +285,7 @@ impl CopyEngineStepper {
         while let Some(QueuedOp { behind, step }) = self.outbox.queue.pop_front() {
             self.reached(behind)?;
             // Of a dead world's stream marks say nothing: whoever ends its waits lets it pass.
-            self.port.lanes().health.check()?;
+            self.port.lanes().check()?;
             self.perform(step, packed)?;
         }
         Ok(())

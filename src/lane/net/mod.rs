@@ -45,7 +45,7 @@ pub use regions::{Region, Regions};
 pub use tcp::TcpTransport;
 #[cfg(test)]
 pub use verbs::{Fabric, Settings, SignalMode};
-pub use verbs::{Setup, VerbsEnvironment, VerbsTransport};
+pub use verbs::{NicSurvey, Setup, VerbsEnvironment, VerbsTransport};
 
 use super::RowSource;
 use super::wait::{WaitError, WaitLimits};

@@ -180,12 +180,13 @@ fn a_nic_that_falls_silent_ends_the_world_and_is_named_with_its_queue_pair_and_s
 fn a_nic_that_vanishes_is_an_error_of_its_rank_and_ends_the_world_for_all() {
     let fabric = Fabric::new(&["nic0", "nic1"]);
     let errors = on_ranks(&[0, 1], &options(&fabric, SignalMode::Write), |world| {
-        round_trip(&world, Route::Direct, SumOrder::Expert).unwrap();
+        let mut window = world.all().unwrap().window(64).unwrap();
+        window.barrier().unwrap();
         world.all().unwrap().gather(&[]).unwrap();
         if world.rank() == 0 {
             fabric.remove("nic0");
         }
-        round_trip(&world, Route::Direct, SumOrder::Expert).unwrap_err()
+        window.barrier().unwrap_err()
     });
     let own = matches!(
         &errors[0],
@@ -201,6 +202,103 @@ fn a_nic_that_vanishes_is_an_error_of_its_rank_and_ends_the_world_for_all() {
         matches!(&errors[1], Error::World(Cause::Nic { by: 0 } | Cause::Connection { rank: 0, .. })),
         "{errors:?}"
     );
+}
+
+#[test]
+fn a_port_that_is_down_for_a_moment_changes_no_bit() {
+    for signal in SignalMode::ALL {
+        let expected = on_ranks(&[0, 1], &options(&Fabric::new(&["nic0", "nic1"]), signal), |world| {
+            round_trip(&world, Route::Direct, SumOrder::Expert).unwrap()
+        });
+        let fabric = Fabric::new(&["nic0", "nic1"]);
+        let seen = on_ranks(&[0, 1], &options(&fabric, signal), |world| {
+            round_trip(&world, Route::Direct, SumOrder::Expert).unwrap();
+            world.all().unwrap().gather(&[]).unwrap();
+            if world.rank() == 0 {
+                fabric.port_down("nic0");
+            }
+            world.all().unwrap().gather(&[]).unwrap();
+            let before = fabric.statistics("nic1").requests;
+            world.all().unwrap().gather(&[]).unwrap();
+            std::thread::scope(|scope| {
+                if world.rank() == 1 {
+                    // Up again once something waits for it.
+                    scope.spawn(|| {
+                        while fabric.statistics("nic1").requests == before && world.health().check().is_ok() {
+                            std::thread::yield_now();
+                        }
+                        fabric.port_up("nic0");
+                    });
+                }
+                round_trip(&world, Route::Direct, SumOrder::Expert).unwrap()
+            })
+        });
+        assert!(seen == expected, "{signal:?}");
+    }
+}
+
+#[test]
+fn a_port_that_stays_down_is_blamed_on_its_rank_by_all() {
+    let fabric = Fabric::new(&["nic0", "nic1"]);
+    let options = options(&fabric, SignalMode::Write);
+    let settings = Settings { grace: Duration::ZERO, signal: Some(SignalMode::Write), ..Settings::default() };
+    let options = Options { stand_in: Some(fabric.ground(settings)), ..options };
+    let errors = on_ranks(&[0, 1], &options, |world| {
+        let mut window = world.all().unwrap().window(64).unwrap();
+        window.barrier().unwrap();
+        world.all().unwrap().gather(&[]).unwrap();
+        if world.rank() == 0 {
+            fabric.port_down("nic0");
+        }
+        // The event alone tells.
+        while world.health().check().is_ok() {
+            std::thread::yield_now();
+        }
+        window.barrier().unwrap_err()
+    });
+    let own = VerbsError::PortDown { nic: "nic0".into(), port: 1, state: "down" };
+    assert!(matches!(&errors[0], Error::Lane(LaneError::Verbs(error)) if *error == own), "{errors:?}");
+    assert!(matches!(&errors[1], Error::World(Cause::Nic { by: 0 })), "{errors:?}");
+}
+
+#[test]
+fn a_lost_queue_pair_is_blamed_on_its_own_peer() {
+    let fabric = Fabric::new(&["nic0", "nic1", "nic2"]);
+    let errors = on_ranks(&[0, 1, 2], &options(&fabric, SignalMode::Write), |world| {
+        let mut window = world.all().unwrap().window(64).unwrap();
+        window.barrier().unwrap();
+        world.all().unwrap().gather(&[]).unwrap();
+        if world.rank() == 0 {
+            fabric.lose_queue_pair("nic0", "nic2");
+            // Nothing is asked of the queue pair, so the event alone tells.
+            while world.health().check().is_ok() {
+                std::thread::yield_now();
+            }
+        }
+        window.barrier().unwrap_err()
+    });
+    let own = matches!(
+        &errors[0],
+        Error::Lane(LaneError::Verbs(VerbsError::QueuePairLost { nic, peer: 2, .. })) if nic == "nic0"
+    );
+    assert!(own, "{errors:?}");
+    assert!(matches!(&errors[1], Error::World(Cause::Connection { rank: 2, by: 0 })), "{errors:?}");
+}
+
+#[test]
+fn requests_of_a_lost_queue_pair_blame_its_peer_before_the_event_is_read() {
+    let fabric = Fabric::new(&["nic0", "nic1", "nic2"]);
+    let errors = on_ranks(&[0, 1, 2], &options(&fabric, SignalMode::Write), |world| {
+        let mut window = world.all().unwrap().window(64).unwrap();
+        window.barrier().unwrap();
+        world.all().unwrap().gather(&[]).unwrap();
+        if world.rank() == 0 {
+            fabric.fail_queue_pair("nic0", "nic2");
+        }
+        // What the peer sent before lets one barrier pass.
+        (0..).find_map(|_| window.barrier().err()).unwrap()
+    });
+    assert!(matches!(&errors[1], Error::World(Cause::Connection { rank: 2, by: 0 })), "{errors:?}");
 }
 
 #[test]
@@ -608,6 +706,7 @@ fn one_grant_is_in_flight_at_a_time_so_that_no_older_one_is_placed_behind_it() {
         let mut window = group.window(64).unwrap();
         let last = 3 * RECEIVES;
         if world.rank() == 0 {
+            group.gather(&[]).unwrap();
             (1..=RECEIVES).for_each(|value| window.signal(1, value).unwrap());
             group.gather(&[]).unwrap();
             // All but the first need credit.
@@ -616,6 +715,7 @@ fn one_grant_is_in_flight_at_a_time_so_that_no_older_one_is_placed_behind_it() {
             let posted = || fabric.statistics("nic1").requests;
             let before = posted();
             fabric.change("nic1", |nic| nic.mute = true);
+            group.gather(&[]).unwrap();
             window.wait_until(0, RECEIVES).unwrap();
             let until = Instant::now() + SHORT;
             while posted() == before {

@@ -120,10 +120,11 @@ fn structures(rows: &mut Vec<Row>) {
 fn constants(rows: &mut Vec<Row>) {
     constants!(rows, in ibv_atomic_cap { IBV_ATOMIC_NONE });
     constants!(rows, in ibv_port_state { IBV_PORT_DOWN, IBV_PORT_INIT, IBV_PORT_ARMED, IBV_PORT_ACTIVE });
-    constants!(rows, unknown { IBV_LINK_LAYER_INFINIBAND, IBV_LINK_LAYER_ETHERNET });
+    constants!(rows, unknown { IBV_LINK_LAYER_INFINIBAND, IBV_LINK_LAYER_ETHERNET, IBV_QPF_GRH_REQUIRED });
     constants!(rows, in ibv_mtu { IBV_MTU_256, IBV_MTU_512, IBV_MTU_1024, IBV_MTU_2048, IBV_MTU_4096 });
     constants!(rows, in ibv_event_type {
         IBV_EVENT_CQ_ERR, IBV_EVENT_QP_FATAL, IBV_EVENT_QP_REQ_ERR, IBV_EVENT_QP_ACCESS_ERR, IBV_EVENT_DEVICE_FATAL,
+        IBV_EVENT_PORT_ACTIVE, IBV_EVENT_PORT_ERR,
     });
     constants!(rows, flags ibv_access_flags {
         IBV_ACCESS_LOCAL_WRITE, IBV_ACCESS_REMOTE_WRITE, IBV_ACCESS_REMOTE_ATOMIC, IBV_ACCESS_RELAXED_ORDERING,

@@ -142,7 +142,7 @@ impl Work {
         let mut idle = 0;
         loop {
             turn();
-            self.port.lanes().health.check()?;
+            self.port.lanes().check()?;
             // Asked before the requests are looked at: a stream requests last, and is done then.
             let done = !streams.is_needed(|| self.words.is_claimed());
             if self.hear(&mut sent)? | self.tell(&mut heard)? {

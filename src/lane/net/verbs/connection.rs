@@ -27,7 +27,7 @@
 //! peer's memory ends, and each part travels with that write or begins the next.
 
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 use super::completion::Failed;
@@ -65,6 +65,10 @@ pub struct Connection {
     completions: Arc<CompletionQueue>,
     theirs: RwLock<RemoteRegions>,
     state: FatalLock<State>,
+    /// Number of its queue pair.
+    queue_pair: u32,
+    /// Error that the NIC reported beside its requests, before the world failed.
+    reported: OnceLock<VerbsError>,
     health: Arc<Health>,
 }
 
@@ -120,9 +124,39 @@ impl Connection {
         let Parts { me, peer, signal, chunk, memory, completions, theirs, health, .. } = parts;
         let (sender, receiver, forecast) = (parts.sender, parts.receiver, parts.forecast);
         let state = State { sender, receiver, sent: SignalSender::default(), forecast, end: None };
-        let state = FatalLock::new(state, me, &health);
+        let queue_pair = state.sender.qp.endpoint().queue_pair;
+        let (state, reported) = (FatalLock::new(state, me, &health), OnceLock::new());
         let theirs = RwLock::new(theirs);
-        Connection { me, peer, signal, chunk, memory, completions, theirs, state, health }
+        Connection {
+            me,
+            peer,
+            signal,
+            chunk,
+            memory,
+            completions,
+            theirs,
+            state,
+            queue_pair,
+            reported,
+            health,
+        }
+    }
+
+    /// Number of its queue pair.
+    pub fn queue_pair(&self) -> u32 {
+        self.queue_pair
+    }
+
+    /// The peer (in the world).
+    pub fn peer_rank(&self) -> u32 {
+        self.peer
+    }
+
+    /// Takes note of an error that the NIC reported beside the requests, for
+    /// [`fault`](NetConnection::fault). The first one stays. The world fails next, and its end is
+    /// that of the connection.
+    pub fn report(&self, error: VerbsError) {
+        let _ = self.reported.set(error);
     }
 
     /// Target address of bytes, as the NIC knows it, and how many of them lie together there.
@@ -179,7 +213,7 @@ impl Connection {
             return;
         }
         let cause = match &error {
-            VerbsError::Completion { status, .. } if status.is_remote() => {
+            VerbsError::Completion { status, .. } if status.is_remote() || self.is_lost(*status) => {
                 Cause::Connection { rank: self.peer, by: self.me }
             }
             VerbsError::Message { .. } => Cause::Protocol { rank: self.peer },
@@ -196,6 +230,13 @@ impl Connection {
         let cause = health.check().err().unwrap_or(cause);
         self.end(state, End::Failed(error, cause.clone()));
         health.fail(cause);
+    }
+
+    /// Whether the queue pair is lost, by the peer's doing or on the way: requests are flushed
+    /// although none failed before them, and the NIC still answers.
+    fn is_lost(&self, status: CompletionStatus) -> bool {
+        let nic = &self.memory.nic;
+        status == CompletionStatus::Flushed && nic.context.port(nic.path.port).is_ok()
     }
 
     /// Takes completions and posts what can be posted. Returns whether there was anything.
@@ -479,10 +520,10 @@ impl NetConnection for Connection {
     }
 
     fn arm(&self, health: &Health) -> bool {
-        let armed = self.memory.check().and_then(|()| match self.signal {
+        let armed = match self.signal {
             SignalMode::Immediate => self.completions.woken().and_then(|_| self.completions.arm()),
             SignalMode::Write | SignalMode::FetchAdd => Ok(()),
-        });
+        };
         if let Err(error) = armed {
             self.fail(&mut self.state.lock(), error, health);
             return false;
@@ -539,6 +580,9 @@ impl NetConnection for Connection {
     }
 
     fn fault(&self) -> Option<LaneError> {
+        if let Some(error) = self.reported.get() {
+            return Some(error.clone().into());
+        }
         match &self.state.lock().end {
             Some(End::Failed(error, _)) => Some(error.clone().into()),
             _ => None,

@@ -142,6 +142,9 @@ pub const IBV_PORT_ACTIVE: c_uint = 4;
 pub const IBV_LINK_LAYER_INFINIBAND: u8 = 1;
 pub const IBV_LINK_LAYER_ETHERNET: u8 = 2;
 
+/// Packets from and to the port need the global header.
+pub const IBV_QPF_GRH_REQUIRED: u8 = 1;
+
 pub const IBV_MTU_256: c_uint = 1;
 pub const IBV_MTU_512: c_uint = 2;
 pub const IBV_MTU_1024: c_uint = 3;
@@ -177,6 +180,8 @@ pub const IBV_EVENT_QP_FATAL: c_uint = 1;
 pub const IBV_EVENT_QP_REQ_ERR: c_uint = 2;
 pub const IBV_EVENT_QP_ACCESS_ERR: c_uint = 3;
 pub const IBV_EVENT_DEVICE_FATAL: c_uint = 8;
+pub const IBV_EVENT_PORT_ACTIVE: c_uint = 9;
+pub const IBV_EVENT_PORT_ERR: c_uint = 10;
 
 const _: () = assert!(size_of::<ibv_context_ops>() == 32 * size_of::<Unused>());
 const _: () = assert!(size_of::<ibv_device_attr>() == 232);

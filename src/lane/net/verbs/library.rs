@@ -31,9 +31,8 @@ use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::io::Errno;
 
 use super::ffi::{
-    IBV_ATOMIC_NONE, IBV_EVENT_CQ_ERR, IBV_EVENT_DEVICE_FATAL, IBV_EVENT_QP_ACCESS_ERR, IBV_EVENT_QP_FATAL,
-    IBV_EVENT_QP_REQ_ERR, ibv_async_element, ibv_async_event, ibv_comp_channel, ibv_context, ibv_cq,
-    ibv_device, ibv_device_attr, ibv_mr, ibv_pd, ibv_port_attr, ibv_qp, ibv_qp_attr, ibv_qp_init_attr,
+    IBV_ATOMIC_NONE, ibv_async_event, ibv_comp_channel, ibv_context, ibv_cq, ibv_device, ibv_device_attr,
+    ibv_mr, ibv_pd, ibv_port_attr, ibv_qp, ibv_qp_attr, ibv_qp_init_attr,
 };
 use super::nic::Port;
 use super::order::PlacementOrder;
@@ -249,50 +248,6 @@ impl Context {
         let answer = unsafe { (self.functions().query_port)(self.raw.as_ptr(), number, &mut attr) };
         check_status(answer).map_err(|errno| self.failed("ibv_query_port", errno))?;
         Ok(Port::of(number, &attr))
-    }
-
-    /// Reads the NIC's events; to be called now and then, or when [`as_fd`](AsFd::as_fd) is
-    /// readable.
-    ///
-    /// # Errors
-    /// [`VerbsError::NicLost`], [`VerbsError::QueuePairLost`], [`VerbsError::QueueOverflow`]. A
-    /// port that goes down is traced only: it may come back before retries end, and if not, work
-    /// requests fail.
-    pub fn check(&self) -> Result<(), VerbsError> {
-        loop {
-            let mut event = ibv_async_event { element: ibv_async_element { port_num: 0 }, event_type: 0 };
-            // SAFETY: the context is open; the structure is as the call expects it.
-            let answer = unsafe { (self.functions().get_async_event)(self.raw.as_ptr(), &mut event) };
-            if let Err(errno) = check_status(answer) {
-                let nothing = [Errno::AGAIN, Errno::INTR].map(Errno::raw_os_error).contains(&errno);
-                return if nothing { Ok(()) } else { Err(self.failed("ibv_get_async_event", errno)) };
-            }
-            let news = self.explain(&event);
-            // SAFETY: the event just came; its object cannot be destroyed before this.
-            unsafe { (self.functions().ack_async_event)(&mut event) };
-            news?;
-        }
-    }
-
-    fn explain(&self, event: &ibv_async_event) -> Result<(), VerbsError> {
-        let nic = self.nic.clone();
-        let lost = |event_of: &ibv_async_event, event| {
-            // SAFETY: this kind of event is about a queue pair, which lives until the event is
-            // acknowledged.
-            let queue_pair = unsafe { (*event_of.element.qp).qp_num };
-            VerbsError::QueuePairLost { nic: nic.clone(), queue_pair, event }
-        };
-        Err(match event.event_type {
-            IBV_EVENT_DEVICE_FATAL => VerbsError::NicLost { nic },
-            IBV_EVENT_CQ_ERR => VerbsError::QueueOverflow { nic },
-            IBV_EVENT_QP_FATAL => lost(event, "the NIC reports a fatal error of it"),
-            IBV_EVENT_QP_REQ_ERR => lost(event, "the peer sent an invalid request"),
-            IBV_EVENT_QP_ACCESS_ERR => lost(event, "the peer aimed outside what is registered"),
-            kind => {
-                tracing::warn!(nic, event = kind, "event of a NIC");
-                return Ok(());
-            }
-        })
     }
 
     fn query(&self) -> Result<Attributes, VerbsError> {

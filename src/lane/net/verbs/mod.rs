@@ -19,6 +19,7 @@
 //!
 //! ```text
 //!   VerbsTransport --+--> NicMemory    a NIC and the memory registered with it: keys for peers
+//!                    +--> EventThread  ports that go down, queue pairs that are lost
 //!                    +--> Connection
 //!                           +--> Sender     requests: gathered, queued, posted, done; staging
 //!                           +--> Receiver   signals that come as messages
@@ -30,8 +31,10 @@
 //!
 //! The module `library` gives the reason for own declarations instead of a crate for verbs.
 
+mod address;
 mod completion;
 mod connection;
+mod events;
 #[cfg(test)]
 mod fake;
 mod ffi;
@@ -57,9 +60,9 @@ pub use completion::{Done, Failed, Kind};
 pub use fake::Fabric;
 pub use library::{Context, Library};
 pub use memory::{Access, MemoryRegion, ProtectionDomain, Remote, Sge};
-pub use nic::Sysfs;
 #[cfg(test)]
 pub use nic::{Mtu, Nic};
+pub use nic::{NicSurvey, Sysfs};
 pub use queue_pair::{Caps, Endpoint, Path, QueuePair, Queues};
 pub use settings::{Settings, SignalMode};
 pub use transport::{Setup, VerbsEnvironment, VerbsTransport};

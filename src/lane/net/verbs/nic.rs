@@ -1,17 +1,14 @@
 //! From the machine's NICs to a rank's: discovered, chosen, opened.
 //!
 //! ```text
-//!   Context::names --> usable: a port is active and has a GID --> choose --> Nic: context, path
+//!   Context::names --> usable: a port is active, has a GID and a partition --> choose --> Nic: context, path
 //!
 //!   named in the settings   all of them, in the order given: NIC 0, NIC 1, ...
 //!   else                    one, by the places of NICs and GPUs in the machine (sidelane_core::nic_choice)
 //! ```
 //!
-//! A RoCE port has each GID twice: for RoCE v1, which no router passes, and for RoCE v2, which
-//! travels in UDP over IP. Switches are most often set up for those made of an IPv4 address.
-//!
-//! The kernel's files ([`Sysfs`]) have the addresses of ports, and the place of NICs in the
-//! machine:
+//! `address` says which entries of a port's tables a connection uses. The kernel's files
+//! ([`Sysfs`]) have these tables, and the place of NICs in the machine:
 //!
 //! ```text
 //!   class/infiniband/<nic>/device                           link into the PCI tree; none for a soft NIC
@@ -19,25 +16,30 @@
 //!   class/infiniband/<nic>/ports/<p>/rate                   "400 Gb/sec (4X NDR)"
 //!   class/infiniband/<nic>/ports/<p>/gids/<i>               an address; all zero: empty
 //!   class/infiniband/<nic>/ports/<p>/gid_attrs/types/<i>    "IB/RoCE v1" or "RoCE v2"; unreadable: empty
+//!   class/infiniband/<nic>/ports/<p>/gid_attrs/ndevs/<i>    the network device that has the address
+//!   class/infiniband/<nic>/ports/<p>/pkeys/<i>              a partition key; 0: empty
+//!   class/net/<device>/uevent                               says whether the device is a VLAN
 //!   bus/pci/devices/<address>                               link into the PCI tree: {vendor, class, numa_node}
 //!   devices/system/node/node<n>/{cpulist, distance}         processors of a NUMA node, and its distances
 //! ```
 
 use std::fs;
 use std::net::Ipv6Addr;
-use std::path::PathBuf;
+use std::path::{self, PathBuf};
 use std::sync::Arc;
 
 use rustix::thread::{CpuSet, sched_getaffinity};
 use sidelane_core::nic_choice::{self, GpuPlace, LinkLayer, Nearness, NicPlace, PciPath, RankPlace};
 
+use super::address::{Gid, Pkey, own_addresses};
 use super::ffi::{
     IBV_LINK_LAYER_ETHERNET, IBV_LINK_LAYER_INFINIBAND, IBV_MTU_256, IBV_MTU_512, IBV_MTU_1024, IBV_MTU_2048,
-    IBV_MTU_4096, IBV_PORT_ACTIVE, IBV_PORT_ARMED, IBV_PORT_DOWN, IBV_PORT_INIT, ibv_port_attr,
+    IBV_MTU_4096, IBV_PORT_ACTIVE, IBV_PORT_ARMED, IBV_PORT_DOWN, IBV_PORT_INIT, IBV_QPF_GRH_REQUIRED,
+    ibv_port_attr,
 };
 use super::order::PlacementOrder;
-use super::{Context, Library, Path, Settings};
-use crate::error::VerbsError;
+use super::{Context, Library, Path, Settings, VerbsEnvironment};
+use crate::error::{Error, VerbsError};
 use crate::memory::Numa;
 
 /// A NIC that a rank uses, open and ready to connect.
@@ -47,6 +49,8 @@ pub struct Nic {
     pub context: Arc<Context>,
     /// How its queue pairs go out.
     pub path: Path,
+    /// The network device that has its address.
+    device: Option<String>,
     /// Its place in the machine.
     place: NicPlace,
     /// Why this rank took it; none if the settings name it.
@@ -65,9 +69,13 @@ impl std::fmt::Display for Nic {
     /// For reports: the NIC, its address, its place, and what is known about the order of its
     /// writes.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Path { port, gid, gid_index, mtu, .. } = self.path;
+        let Path { port, gid, gid_index, pkey, pkey_index, mtu, .. } = self.path;
         let address = gid.to_ipv4_mapped().map_or_else(|| gid.to_string(), |address| address.to_string());
-        write!(f, "{} port {port}, {address} (GID {gid_index}), MTU {}", self.context.name(), mtu.bytes())?;
+        write!(f, "{} port {port}, {address} (GID {gid_index}", self.context.name())?;
+        if let Some(device) = &self.device {
+            write!(f, " of {device}")?;
+        }
+        write!(f, "), partition {pkey:#06x} (index {pkey_index}), MTU {}", mtu.bytes())?;
         if let Some(node) = self.place.numa_node {
             write!(f, ", NUMA node {node}")?;
         }
@@ -94,6 +102,7 @@ impl Nic {
     /// [`VerbsError::NoNic`], [`VerbsError::NoSuchNic`]; the error of a named NIC or, if none is
     /// usable, of the first: [`VerbsError::Open`], [`VerbsError::PortDown`],
     /// [`VerbsError::NoSuchPort`], [`VerbsError::NoGid`], [`VerbsError::NoSuchGid`],
+    /// [`VerbsError::NoGidInSubnets`], [`VerbsError::NoSuchPkey`], [`VerbsError::NoFullMember`],
     /// [`VerbsError::MtuTooLarge`].
     pub fn open(
         library: &Arc<Library>,
@@ -101,33 +110,16 @@ impl Nic {
         settings: &Settings,
         nth: u32,
     ) -> Result<Vec<Nic>, VerbsError> {
-        let names = Context::names(library)?;
         if !settings.nics.is_empty() {
+            let names = Context::names(library)?;
             let named = named(&names, &settings.nics)?;
             return named.into_iter().map(|name| Self::of(library, sysfs, settings, name)).collect();
         }
-        let (mut usable, mut refused) = (Vec::new(), None);
-        for name in &names {
-            match Self::of(library, sysfs, settings, name) {
-                Ok(nic) => usable.push(nic),
-                Err(why) => {
-                    tracing::info!(nic = name, %why, "a NIC is left out");
-                    refused.get_or_insert(why);
-                }
-            }
+        let mut present = Present::of(library, sysfs, settings)?;
+        match present.choose(sysfs, settings, nth) {
+            Some((at, reason)) => Ok(vec![Nic { reason, ..present.usable.swap_remove(at) }]),
+            None => Err(present.refused.into_iter().next().map_or(VerbsError::NoNic, |(_, why)| why)),
         }
-        let gpus = sysfs.gpus();
-        let own = GpuPlace::of_rank(&gpus, settings.visible_gpus.as_deref(), nth);
-        let (turn, gpu) = (own.map_or(nth, |at| at as u32), own.map(|at| &gpus[at]));
-        let rank = RankPlace { turn, gpu, numa_node: sysfs.own_node() };
-        let places: Vec<NicPlace> = usable.iter().map(|nic| nic.place.clone()).collect();
-        let Some((at, nearness)) =
-            nic_choice::choose(&places, rank, |from, to| sysfs.numa_distance(from, to))
-        else {
-            return Err(refused.unwrap_or(VerbsError::NoNic));
-        };
-        let gpu = gpu.and_then(|gpu| gpu.pci.address()).map(str::to_owned);
-        Ok(vec![Nic { reason: Some(Reason { nearness, gpu }), ..usable.swap_remove(at) }])
     }
 
     /// Opens one NIC, if it is usable.
@@ -135,7 +127,8 @@ impl Nic {
         let context = Context::open(library, nic)?;
         let (port, link) = active_port(&context, settings.port)?;
         let at = (nic, port.number);
-        let gid = Gid::choose(&sysfs.gids(nic, port.number), link, settings.gid_index, at)?;
+        let gid = Gid::choose(&sysfs.gids(nic, port.number), link, settings, at)?;
+        let pkey = Pkey::choose(&sysfs.pkeys(nic, port.number), link, settings.pkey_index, at)?;
         let mtu = settings.mtu.unwrap_or(port.mtu);
         if mtu > port.mtu {
             let (asked, active) = (mtu.bytes(), port.mtu.bytes());
@@ -145,17 +138,103 @@ impl Nic {
             port: port.number,
             link,
             lid: port.lid,
+            needs_global_header: port.needs_global_header,
             gid_index: gid.index,
             gid: gid.gid,
             mtu,
-            pkey_index: settings.pkey_index,
+            pkey: pkey.key,
+            pkey_index: pkey.index,
             service_level: settings.service_level,
             traffic_class: settings.traffic_class,
             timeout: settings.timeout,
             retries: settings.retries,
             rnr_retries: settings.rnr_retries,
         };
-        Ok(Nic { context, path, place: sysfs.nic(nic, port.number, link), reason: None })
+        let (device, place) = (gid.device, sysfs.nic(nic, port.number, link));
+        Ok(Nic { context, path, device, place, reason: None })
+    }
+}
+
+/// The NICs of this machine, for a rank that names none.
+struct Present {
+    usable: Vec<Nic>,
+    /// Those that cannot be used, by name.
+    refused: Vec<(String, VerbsError)>,
+}
+
+impl Present {
+    fn of(library: &Arc<Library>, sysfs: &Sysfs, settings: &Settings) -> Result<Self, VerbsError> {
+        let mut present = Present { usable: Vec::new(), refused: Vec::new() };
+        for name in Context::names(library)? {
+            match Nic::of(library, sysfs, settings, &name) {
+                Ok(nic) => present.usable.push(nic),
+                Err(why) => {
+                    tracing::info!(nic = name, %why, "a NIC is left out");
+                    present.refused.push((name, why));
+                }
+            }
+        }
+        Ok(present)
+    }
+
+    fn places(&self) -> Vec<NicPlace> {
+        self.usable.iter().map(|nic| nic.place.clone()).collect()
+    }
+
+    /// The usable NIC that the `nth` rank of the machine takes, and why.
+    fn choose(&self, sysfs: &Sysfs, settings: &Settings, nth: u32) -> Option<(usize, Option<Reason>)> {
+        let gpus = sysfs.gpus();
+        let own = GpuPlace::of_rank(&gpus, settings.visible_gpus.as_deref(), nth);
+        let (turn, gpu) = (own.map_or(nth, |at| at as u32), own.map(|at| &gpus[at]));
+        let rank = RankPlace { turn, gpu, numa_node: sysfs.own_node() };
+        let distance = |from, to| sysfs.numa_distance(from, to);
+        let (at, nearness) = nic_choice::choose(&self.places(), rank, distance)?;
+        let gpu = gpu.and_then(|gpu| gpu.pci.address()).map(str::to_owned);
+        Some((at, Some(Reason { nearness, gpu })))
+    }
+}
+
+/// Which NICs the ranks of this machine take, as the verbs lane chooses them.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct NicSurvey {
+    /// The NICs of each rank with a GPU of its own; of the first rank where no GPU is visible, or
+    /// where settings name the NICs of all.
+    pub ranks: Vec<Vec<String>>,
+    /// NICs that no rank takes unless it names them, and why.
+    pub left_out: Vec<(String, String)>,
+}
+
+impl NicSurvey {
+    /// Of this machine, with the environment's settings.
+    ///
+    /// # Errors
+    /// As those of a rank that opens its NICs.
+    pub fn here() -> Result<Self, Error> {
+        Ok(Self::of(&VerbsEnvironment::here()?)?)
+    }
+
+    pub(super) fn of(environment: &VerbsEnvironment) -> Result<Self, VerbsError> {
+        let VerbsEnvironment { library, sysfs, settings } = environment;
+        if !settings.nics.is_empty() {
+            let nics = Nic::open(library, sysfs, settings, 0)?;
+            let ranks = vec![nics.iter().map(ToString::to_string).collect()];
+            return Ok(NicSurvey { ranks, left_out: Vec::new() });
+        }
+        let present = Present::of(library, sysfs, settings)?;
+        let gpus = sysfs.gpus();
+        let gpu_of = |nth| GpuPlace::of_rank(&gpus, settings.visible_gpus.as_deref(), nth);
+        let more =
+            (1..gpus.len() as u32).take_while(|&nth| gpu_of(nth).is_some_and(|at| Some(at) != gpu_of(0)));
+        let of_rank = |nth| {
+            let (at, reason) = present.choose(sysfs, settings, nth)?;
+            Some(vec![Nic { reason, ..present.usable[at].clone() }.to_string()])
+        };
+        let ranks = std::iter::once(0).chain(more).filter_map(of_rank).collect();
+        let places = present.places();
+        let slow = places.iter().zip(nic_choice::left_out(&places));
+        let slow = slow.filter_map(|(nic, reason)| Some((nic.name.clone(), reason?.to_string())));
+        let refused = present.refused.iter().map(|(nic, why)| (nic.clone(), why.to_string()));
+        Ok(NicSurvey { ranks, left_out: refused.chain(slow).collect() })
     }
 }
 
@@ -200,6 +279,8 @@ pub struct Port {
     lid: u16,
     /// The largest packet it sends now.
     mtu: Mtu,
+    /// Whether all packets from and to it need the global header, in its own subnet, too.
+    needs_global_header: bool,
 }
 
 /// Whether a port carries traffic.
@@ -294,63 +375,8 @@ impl Port {
         let link = link_of(attr.link_layer);
         // A code that is not known is larger than any that is.
         let mtu = Mtu::from_code(attr.active_mtu).unwrap_or(Mtu::B4096);
-        Port { number, state, link, lid: attr.lid, mtu }
-    }
-}
-
-/// An entry of a port's table of addresses.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Gid {
-    /// Its place in the table.
-    index: u8,
-    /// The address.
-    gid: Ipv6Addr,
-    /// Kind of the address.
-    kind: GidType,
-}
-
-/// Kind of an address.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum GidType {
-    /// InfiniBand; on Ethernet, RoCE v1.
-    IbOrRoceV1,
-    /// RoCE v2.
-    RoceV2,
-}
-
-impl Gid {
-    /// The one that a connection uses: that of index `wanted`; on Ethernet RoCE v2 with an IPv4
-    /// address, else one with an IPv6 address, else the one of the link; on InfiniBand the first.
-    ///
-    /// # Errors
-    /// [`VerbsError::NoGid`], [`VerbsError::NoSuchGid`].
-    fn choose(
-        gids: &[Gid],
-        link: LinkLayer,
-        wanted: Option<u8>,
-        (nic, port): (&str, u8),
-    ) -> Result<Gid, VerbsError> {
-        let nic = nic.to_owned();
-        if let Some(index) = wanted {
-            let found = gids.iter().find(|gid| gid.index == index).copied();
-            return found.ok_or(VerbsError::NoSuchGid { nic, port, index });
-        }
-        let kind = match link {
-            LinkLayer::InfiniBand => GidType::IbOrRoceV1,
-            LinkLayer::Ethernet => GidType::RoceV2,
-        };
-        let usable = gids.iter().filter(|gid| gid.kind == kind);
-        usable.min_by_key(|gid| (gid.reach(), gid.index)).copied().ok_or(VerbsError::NoGid { nic, port })
-    }
-
-    /// How well routers know it: 0 is best.
-    fn reach(&self) -> u32 {
-        match self.kind {
-            GidType::IbOrRoceV1 => 0,
-            GidType::RoceV2 if self.gid.to_ipv4_mapped().is_some() => 0,
-            GidType::RoceV2 if !self.gid.is_unicast_link_local() => 1,
-            GidType::RoceV2 => 2,
-        }
+        let needs_global_header = attr.flags & IBV_QPF_GRH_REQUIRED != 0;
+        Port { number, state, link, lid: attr.lid, mtu, needs_global_header }
     }
 }
 
@@ -358,14 +384,17 @@ impl Gid {
 /// as unknown.
 #[derive(Clone, Debug)]
 pub struct Sysfs {
-    root: PathBuf,
+    pub(super) root: PathBuf,
     /// NVIDIA's driver has a folder for each GPU here, named by its address.
     driver: PathBuf,
+    /// Addresses of this network namespace, and their devices; none if they are unknown.
+    pub(super) addresses: Option<Vec<(String, Ipv6Addr)>>,
 }
 
 impl Default for Sysfs {
     fn default() -> Self {
-        Sysfs { root: "/sys".into(), driver: "/proc/driver/nvidia/gpus".into() }
+        let (root, driver) = ("/sys".into(), "/proc/driver/nvidia/gpus".into());
+        Sysfs { root, driver, addresses: own_addresses() }
     }
 }
 
@@ -374,22 +403,7 @@ impl Sysfs {
     #[cfg(test)]
     pub fn below(root: impl Into<PathBuf>) -> Self {
         let root = root.into();
-        Sysfs { driver: root.join("gpus"), root }
-    }
-
-    /// The addresses of a port, in the order of its table; empty entries are left out.
-    fn gids(&self, nic: &str, port: u8) -> Vec<Gid> {
-        let dir = self.folder(nic).join("ports").join(port.to_string());
-        let gid = |index: u8| {
-            let gid: Ipv6Addr = read(&dir.join("gids").join(index.to_string()))?.parse().ok()?;
-            let kind = match read(&dir.join("gid_attrs/types").join(index.to_string()))?.as_str() {
-                "IB/RoCE v1" => GidType::IbOrRoceV1,
-                "RoCE v2" => GidType::RoceV2,
-                _ => return None,
-            };
-            (!gid.is_unspecified()).then_some(Gid { index, gid, kind })
-        };
-        numbered(&dir.join("gids"), "").into_iter().filter_map(gid).collect()
+        Sysfs { driver: root.join("gpus"), root, addresses: None }
     }
 
     /// The place of a NIC.
@@ -445,24 +459,28 @@ impl Sysfs {
         self.root.join("class/infiniband").join(nic)
     }
 
+    pub(super) fn port(&self, nic: &str, port: u8) -> PathBuf {
+        self.folder(nic).join("ports").join(port.to_string())
+    }
+
     fn nodes(&self) -> PathBuf {
         self.root.join("devices/system/node")
     }
 }
 
 /// Where a device is in the PCI tree, and near to which NUMA node.
-fn place(device: &std::path::Path) -> (PciPath, Option<u32>) {
+fn place(device: &path::Path) -> (PciPath, Option<u32>) {
     let path = device.canonicalize().ok();
-    let pci = path.as_deref().and_then(std::path::Path::to_str).map_or_else(PciPath::default, PciPath::of);
+    let pci = path.as_deref().and_then(path::Path::to_str).map_or_else(PciPath::default, PciPath::of);
     (pci, read(&device.join("numa_node")).and_then(|node| node.parse().ok()))
 }
 
-fn read(path: &std::path::Path) -> Option<String> {
+pub(super) fn read(path: &path::Path) -> Option<String> {
     fs::read_to_string(path).ok().map(|text| text.trim().to_owned())
 }
 
 /// The numbers of entries that are `prefix` and a number, ascending.
-fn numbered<N: std::str::FromStr + Ord>(dir: &std::path::Path, prefix: &str) -> Vec<N> {
+pub(super) fn numbered<N: std::str::FromStr + Ord>(dir: &path::Path, prefix: &str) -> Vec<N> {
     let entries = fs::read_dir(dir).into_iter().flatten().flatten();
     let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
     let mut numbers: Vec<N> = names.filter_map(|name| name.strip_prefix(prefix)?.parse().ok()).collect();
@@ -482,70 +500,6 @@ mod tests {
         assert_eq!(named(&present, &names), Ok(vec!["mlx5_2", "mlx5_0"]));
         let missing = VerbsError::NoSuchNic { nic: "mlx5_7".into(), present: present.to_vec() };
         assert_eq!(named(&present, &["mlx5_0".into(), "mlx5_7".into()]), Err(missing));
-    }
-
-    fn table(entries: &[(u8, &str, GidType)]) -> Vec<Gid> {
-        let gid = |&(index, gid, kind): &(u8, &str, GidType)| Gid { index, gid: gid.parse().unwrap(), kind };
-        entries.iter().map(gid).collect()
-    }
-
-    fn chosen(gids: &[Gid], link: LinkLayer, wanted: Option<u8>) -> Result<u8, VerbsError> {
-        Gid::choose(gids, link, wanted, ("nic", 1)).map(|gid| gid.index)
-    }
-
-    #[test]
-    fn roce_v2_with_ipv4_comes_first_then_ipv6_then_the_link_s_own() {
-        use GidType::{IbOrRoceV1, RoceV2};
-        let all = table(&[
-            (0, "fe80::1", IbOrRoceV1),
-            (1, "fe80::1", RoceV2),
-            (2, "::ffff:10.0.0.1", IbOrRoceV1),
-            (3, "2001:db8::1", RoceV2),
-            (4, "::ffff:10.0.0.1", RoceV2),
-            (5, "::ffff:10.0.0.9", RoceV2),
-        ]);
-        assert_eq!(chosen(&all, LinkLayer::Ethernet, None), Ok(4));
-        assert_eq!(chosen(&all[..4], LinkLayer::Ethernet, None), Ok(3));
-        assert_eq!(chosen(&all[..3], LinkLayer::Ethernet, None), Ok(1));
-        let none = VerbsError::NoGid { nic: "nic".into(), port: 1 };
-        assert_eq!(chosen(&all[..1], LinkLayer::Ethernet, None), Err(none.clone()));
-        assert_eq!(chosen(&all, LinkLayer::InfiniBand, None), Ok(0));
-        assert_eq!(chosen(&[], LinkLayer::InfiniBand, None), Err(none));
-    }
-
-    #[test]
-    fn an_index_that_was_asked_for_is_taken_or_refused() {
-        let gids = table(&[(0, "fe80::1", GidType::IbOrRoceV1)]);
-        assert_eq!(chosen(&gids, LinkLayer::Ethernet, Some(0)), Ok(0));
-        let missing = VerbsError::NoSuchGid { nic: "nic".into(), port: 1, index: 7 };
-        assert_eq!(chosen(&gids, LinkLayer::Ethernet, Some(7)), Err(missing));
-    }
-
-    #[test]
-    fn addresses_are_read_with_their_kinds_and_empty_ones_left_out() {
-        let tree = Tree::new();
-        let port = "class/infiniband/mlx5_0/ports/1";
-        for (index, gid, kind) in [
-            (0, "fe80:0000:0000:0000:0000:0000:0000:0001", "IB/RoCE v1"),
-            (1, "fe80:0000:0000:0000:0000:0000:0000:0001", "RoCE v2"),
-            (2, "0000:0000:0000:0000:0000:0000:0000:0000", "RoCE v2"),
-            (10, "0000:0000:0000:0000:0000:ffff:0a00:0002", "RoCE v2"),
-            (3, "fe80:0000:0000:0000:0000:0000:0000:0002", "RoCE v9"),
-        ] {
-            tree.write(&format!("{port}/gids/{index}"), gid);
-            tree.write(&format!("{port}/gid_attrs/types/{index}"), kind);
-        }
-        tree.write(&format!("{port}/gids/4"), "fe80:0000:0000:0000:0000:0000:0000:0004");
-        let gids = tree.sysfs().gids("mlx5_0", 1);
-        let local: Ipv6Addr = "fe80::1".parse().unwrap();
-        let mapped: Ipv6Addr = "::ffff:10.0.0.2".parse().unwrap();
-        let expected = [
-            Gid { index: 0, gid: local, kind: GidType::IbOrRoceV1 },
-            Gid { index: 1, gid: local, kind: GidType::RoceV2 },
-            Gid { index: 10, gid: mapped, kind: GidType::RoceV2 },
-        ];
-        assert_eq!(gids, expected);
-        assert_eq!(tree.sysfs().gids("mlx5_1", 1), []);
     }
 
     #[test]

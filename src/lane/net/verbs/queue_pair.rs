@@ -9,11 +9,12 @@
 //! An [`Endpoint`] describes a queue pair to its peer. It goes through the rendezvous.
 //!
 //! ```text
-//!   byte 0        1        2     3          4           8                    12   14   16
-//!        version  network  mtu   atomics    queue pair  first packet number  lid  0    gid (16 bytes)
+//!   byte 0        1        2     3          4           8                    12   14    16    32
+//!        version  network  mtu   atomics    queue pair  first packet number  lid  pkey  gid   global header
 //! ```
 //!
-//! Numbers are little-endian. The whole is 32 bytes. The version comes first, so another build is
+//! Numbers are little-endian. The last byte is 1 if packets to this end need the global header. The
+//! whole is 33 bytes. The version comes first, so another build is
 //! recognized before any other byte is trusted.
 
 use std::net::Ipv6Addr;
@@ -23,6 +24,7 @@ use std::sync::Arc;
 use rustix::io::Errno;
 use sidelane_core::nic_choice::LinkLayer;
 
+use super::address::{flid, same_subnet, share_partition};
 use super::completion::{CompletionQueue, Failed};
 use super::ffi::{
     self, ibv_ah_attr, ibv_gid, ibv_global_route, ibv_qp, ibv_qp_attr, ibv_qp_cap, ibv_qp_init_attr,
@@ -171,7 +173,9 @@ impl QueuePair {
             queue_pair: self.number,
             first_packet: self.first_packet,
             lid: self.path.lid,
+            pkey: self.path.pkey,
             gid: self.path.gid,
+            needs_global_header: self.path.needs_global_header,
         }
     }
 
@@ -183,11 +187,21 @@ impl QueuePair {
     /// connected too, or will soon: until then requests are sent again and again, as retries allow.
     ///
     /// # Errors
-    /// [`VerbsError::NoRoute`], [`VerbsError::LinkLayers`], [`VerbsError::Call`].
+    /// [`VerbsError::NoRoute`], [`VerbsError::LinkLayers`], [`VerbsError::PartitionsDiffer`],
+    /// [`VerbsError::Call`].
     pub fn connect(&self, remote: &Endpoint) -> Result<(), VerbsError> {
         if remote.link != self.path.link {
             let nic = self.context().name().to_owned();
             return Err(VerbsError::LinkLayers { nic, peer: self.peer });
+        }
+        if !share_partition(self.path.pkey, remote.pkey) {
+            let (nic, peer) = (self.context().name().to_owned(), self.peer);
+            return Err(VerbsError::PartitionsDiffer {
+                nic,
+                peer,
+                mine: self.path.pkey,
+                theirs: remote.pkey,
+            });
         }
         self.ready_to_receive(remote).map_err(|errno| self.no_route(remote.gid, errno))?;
         self.ready_to_send(remote).map_err(|errno| self.context().failed("ibv_modify_qp to RTS", errno))
@@ -208,11 +222,11 @@ impl QueuePair {
                 hop_limit: HOPS,
                 traffic_class: self.path.traffic_class,
             },
-            dlid: remote.lid,
+            dlid: self.path.lid_towards(remote),
             sl: self.path.service_level,
             src_path_bits: 0,
             static_rate: 0,
-            is_global: self.path.is_global(remote.gid).into(),
+            is_global: self.path.is_global(remote).into(),
             port_num: self.path.port,
         };
         let mask = ffi::IBV_QP_AV | ffi::IBV_QP_PATH_MTU | ffi::IBV_QP_DEST_QPN | ffi::IBV_QP_RQ_PSN;
@@ -360,7 +374,7 @@ fn blank(state: u32) -> ibv_qp_attr {
 }
 
 /// Version of the verbs lane's protocol, the description included.
-const VERSION: u8 = 2;
+const VERSION: u8 = 3;
 
 /// Queue pair and packet numbers have so many bits.
 const MASK_24: u32 = (1 << 24) - 1;
@@ -380,13 +394,17 @@ pub struct Endpoint {
     pub first_packet: u32,
     /// Address of the port within an InfiniBand subnet; 0 on Ethernet.
     pub lid: u16,
+    /// Its partition key.
+    pub pkey: u16,
     /// Address of the port.
     pub gid: Ipv6Addr,
+    /// Whether packets to it need the global header.
+    pub needs_global_header: bool,
 }
 
 impl Endpoint {
     /// Bytes of a description.
-    pub const BYTES: usize = 32;
+    pub const BYTES: usize = 33;
 
     /// The description.
     pub fn to_bytes(self) -> [u8; Self::BYTES] {
@@ -398,7 +416,9 @@ impl Endpoint {
         bytes[4..8].copy_from_slice(&self.queue_pair.to_le_bytes());
         bytes[8..12].copy_from_slice(&self.first_packet.to_le_bytes());
         bytes[12..14].copy_from_slice(&self.lid.to_le_bytes());
-        bytes[16..].copy_from_slice(&self.gid.octets());
+        bytes[14..16].copy_from_slice(&self.pkey.to_le_bytes());
+        bytes[16..32].copy_from_slice(&self.gid.octets());
+        bytes[32] = self.needs_global_header.into();
         bytes
     }
 
@@ -421,12 +441,13 @@ impl Endpoint {
         let mtu = Mtu::from_code(bytes[2].into()).ok_or(wrong("mtu", bytes[2].into()))?;
         let (queue_pair, first_packet) = (number("queue pair", 4)?, number("first packet number", 8)?);
         let gid: [u8; 16] = std::array::from_fn(|i| bytes[16 + i]);
-        let (lid, pad) = (word(12) as u16, word(12) >> 16);
-        if pad != 0 {
-            return Err(wrong("bytes 14 and 15", pad));
-        }
+        let (lid, pkey) = (word(12) as u16, (word(12) >> 16) as u16);
+        let needs_global_header = match bytes[32] {
+            flag @ (0 | 1) => flag == 1,
+            flag => return Err(wrong("global header", flag.into())),
+        };
         let (atomics_in, gid) = (bytes[3], Ipv6Addr::from(gid));
-        Ok(Endpoint { link, mtu, atomics_in, queue_pair, first_packet, lid, gid })
+        Ok(Endpoint { link, mtu, atomics_in, queue_pair, first_packet, lid, pkey, gid, needs_global_header })
     }
 
     /// A number for a first packet: not guessable, so that late packets of an older connection do
@@ -448,13 +469,17 @@ pub struct Path {
     pub link: LinkLayer,
     /// Its address within an InfiniBand subnet.
     pub lid: u16,
+    /// Whether all packets from and to it need the global header.
+    pub needs_global_header: bool,
     /// Place of its GID in the port's table.
     pub gid_index: u8,
     /// That GID.
     pub gid: Ipv6Addr,
     /// The largest packet; a connection uses the smaller of both ends.
     pub mtu: Mtu,
-    /// Place of the partition key in the port's table.
+    /// The partition key.
+    pub pkey: u16,
+    /// Its place in the port's table.
     pub pkey_index: u16,
     /// InfiniBand's service level; the priority on Ethernet.
     pub service_level: u8,
@@ -469,11 +494,17 @@ pub struct Path {
 }
 
 impl Path {
-    /// Whether packets to this GID need the global header: always on Ethernet; on InfiniBand only
-    /// beyond the subnet.
-    fn is_global(&self, remote: Ipv6Addr) -> bool {
-        let network = |gid: Ipv6Addr| gid.to_bits() >> 64;
-        self.link == LinkLayer::Ethernet || network(self.gid) != network(remote)
+    /// Whether packets to the peer need the global header: always on Ethernet; on InfiniBand beyond
+    /// the subnet, and where the port of either end requires it.
+    fn is_global(&self, remote: &Endpoint) -> bool {
+        let required = self.needs_global_header || remote.needs_global_header;
+        self.link == LinkLayer::Ethernet || required || !same_subnet(self.gid, remote.gid)
+    }
+
+    /// The LID to which packets for the peer go: its own, or that by which routers know its switch.
+    fn lid_towards(&self, remote: &Endpoint) -> u16 {
+        let router = flid(remote.gid).filter(|_| !same_subnet(self.gid, remote.gid));
+        router.unwrap_or(remote.lid)
     }
 }
 
@@ -487,12 +518,14 @@ mod tests {
         fn any_endpoint()(
             ethernet in any::<bool>(),
             mtu in prop::sample::select(&Mtu::ALL[..]),
-            numbers in (any::<u8>(), 0..=MASK_24, 0..=MASK_24, any::<u16>()),
+            numbers in (any::<u8>(), 0..=MASK_24, 0..=MASK_24, any::<u16>(), any::<u16>()),
             gid in any::<u128>(),
+            needs_global_header in any::<bool>(),
         ) -> Endpoint {
             let link = if ethernet { LinkLayer::Ethernet } else { LinkLayer::InfiniBand };
-            let (atomics_in, queue_pair, first_packet, lid) = numbers;
-            Endpoint { link, mtu, atomics_in, queue_pair, first_packet, lid, gid: gid.into() }
+            let (atomics_in, queue_pair, first_packet, lid, pkey) = numbers;
+            let gid = gid.into();
+            Endpoint { link, mtu, atomics_in, queue_pair, first_packet, lid, pkey, gid, needs_global_header }
         }
     }
 
@@ -511,7 +544,7 @@ mod tests {
         }
 
         #[test]
-        fn a_wrong_byte_is_never_read_as_the_same_endpoint(endpoint in any_endpoint(), at in 0..32usize, flip in 1..=255u8) {
+        fn a_wrong_byte_is_never_read_as_the_same_endpoint(endpoint in any_endpoint(), at in 0..Endpoint::BYTES, flip in 1..=255u8) {
             let mut bytes = endpoint.to_bytes();
             bytes[at] ^= flip;
             prop_assert_ne!(Endpoint::from_bytes(0, &bytes), Ok(endpoint));
@@ -522,11 +555,11 @@ mod tests {
     fn another_version_and_a_wrong_length_are_told_apart() {
         let mut bytes = vec![1; 50];
         let seen = Endpoint::from_bytes(7, &bytes);
-        assert_eq!(seen, Err(VerbsError::EndpointVersion { peer: 7, seen: 1, expected: 2 }));
-        bytes[0] = 2;
+        assert_eq!(seen, Err(VerbsError::EndpointVersion { peer: 7, seen: 1, expected: 3 }));
+        bytes[0] = 3;
         let seen = Endpoint::from_bytes(7, &bytes);
-        assert_eq!(seen, Err(VerbsError::EndpointLength { peer: 7, seen: 50, expected: 32 }));
+        assert_eq!(seen, Err(VerbsError::EndpointLength { peer: 7, seen: 50, expected: 33 }));
         let seen = Endpoint::from_bytes(7, &[]);
-        assert_eq!(seen, Err(VerbsError::EndpointLength { peer: 7, seen: 0, expected: 32 }));
+        assert_eq!(seen, Err(VerbsError::EndpointLength { peer: 7, seen: 0, expected: 33 }));
     }
 }

@@ -183,14 +183,6 @@ impl NicMemory {
         (0..whole).filter_map(move |nth| self.zeros.sge(0, (len - nth * ZEROS).min(ZEROS) as u32).ok())
     }
 
-    /// Whether the NIC works.
-    ///
-    /// # Errors
-    /// [`VerbsError::NicLost`] and its like.
-    pub fn check(&self) -> Result<(), VerbsError> {
-        self.nic.context.check()
-    }
-
     /// Registers memory of devices under a number. Returns this rank's part, for
     /// [`describe_region`].
     ///

@@ -4,7 +4,9 @@
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::str::FromStr;
+use std::time::Duration;
 
+use super::address::Subnet;
 use super::nic::Mtu;
 use crate::config::parse_bytes;
 use crate::error::BootstrapError;
@@ -58,8 +60,10 @@ pub struct Settings {
     pub port: Option<u8>,
     /// Place of the address in the port's table.
     pub gid_index: Option<u8>,
-    /// Place of the partition key.
-    pub pkey_index: u16,
+    /// Subnets of which the address is, the best first; empty: any.
+    pub subnets: Vec<Subnet>,
+    /// Place of the partition key; none: the first of a full member.
+    pub pkey_index: Option<u16>,
     /// Lane of InfiniBand switches, priority on Ethernet.
     pub service_level: u8,
     /// DSCP and ECN of RoCE v2.
@@ -68,6 +72,8 @@ pub struct Settings {
     pub timeout: u8,
     /// Number of retries of unanswered requests.
     pub retries: u8,
+    /// How long a port may be down.
+    pub grace: Duration,
     /// How often what meets no receive is sent again; 7 is for ever.
     pub rnr_retries: u8,
     /// The largest packet; none: the port's.
@@ -90,11 +96,13 @@ impl Default for Settings {
             visible_gpus: None,
             port: None,
             gid_index: None,
-            pkey_index: 0,
+            subnets: Vec::new(),
+            pkey_index: None,
             service_level: 0,
             traffic_class: 0,
-            timeout: 14,
+            timeout: 18,
             retries: 6,
+            grace: Duration::from_secs(5),
             rnr_retries: 7,
             mtu: None,
             chunk: 256 << 10,
@@ -130,9 +138,12 @@ impl Settings {
                 0..=255,
                 "a place in the port's table, 0 to 255",
             )?,
-            pkey_index: vars
-                .number("SIDELANE_VERBS_PKEY_INDEX", 0..=u16::MAX, "a place in the port's table, 0 to 65535")?
-                .unwrap_or(usual.pkey_index),
+            subnets: vars.subnets()?,
+            pkey_index: vars.number(
+                "SIDELANE_VERBS_PKEY_INDEX",
+                0..=u16::MAX,
+                "a place in the port's table, 0 to 65535",
+            )?,
             service_level: vars
                 .number("SIDELANE_VERBS_SERVICE_LEVEL", 0..=15, "0 to 15")?
                 .unwrap_or(usual.service_level),
@@ -141,6 +152,9 @@ impl Settings {
                 .unwrap_or(usual.traffic_class),
             timeout: vars.number("SIDELANE_VERBS_TIMEOUT", 0..=31, "0 to 31")?.unwrap_or(usual.timeout),
             retries: vars.number("SIDELANE_VERBS_RETRIES", 0..=7, "0 to 7")?.unwrap_or(usual.retries),
+            grace: vars
+                .number("SIDELANE_VERBS_GRACE_MS", 0..=3_600_000, "milliseconds, up to an hour")?
+                .map_or(usual.grace, Duration::from_millis),
             rnr_retries: vars
                 .number("SIDELANE_VERBS_RNR_RETRIES", 0..=7, "0 to 7")?
                 .unwrap_or(usual.rnr_retries),
@@ -210,6 +224,12 @@ impl Vars<'_> {
         Ok(self.read("SIDELANE_VERBS_NICS", expected, list)?.unwrap_or_default())
     }
 
+    fn subnets(&self) -> Result<Vec<Subnet>, BootstrapError> {
+        let list = |value: &str| value.split(',').map(|subnet| subnet.parse().ok()).collect();
+        let expected = "subnets with commas between, such as 10.1.0.0/16";
+        Ok(self.read("SIDELANE_VERBS_SUBNETS", expected, list)?.unwrap_or_default())
+    }
+
     fn mtu(&self) -> Result<Option<Mtu>, BootstrapError> {
         let expected = "256, 512, 1024, 2048 or 4096";
         self.read("SIDELANE_VERBS_MTU", expected, |value| {
@@ -261,11 +281,13 @@ mod tests {
             ("CUDA_VISIBLE_DEVICES", "1,0"),
             ("SIDELANE_VERBS_PORT", "2"),
             ("SIDELANE_VERBS_GID_INDEX", "3"),
+            ("SIDELANE_VERBS_SUBNETS", "10.1.0.0/16, fd00::/8"),
             ("SIDELANE_VERBS_PKEY_INDEX", "300"),
             ("SIDELANE_VERBS_SERVICE_LEVEL", "5"),
             ("SIDELANE_VERBS_TRAFFIC_CLASS", "106"),
-            ("SIDELANE_VERBS_TIMEOUT", "18"),
-            ("SIDELANE_VERBS_RETRIES", "6"),
+            ("SIDELANE_VERBS_TIMEOUT", "17"),
+            ("SIDELANE_VERBS_RETRIES", "5"),
+            ("SIDELANE_VERBS_GRACE_MS", "1500"),
             ("SIDELANE_VERBS_RNR_RETRIES", "1"),
             ("SIDELANE_VERBS_MTU", "1024"),
             ("SIDELANE_VERBS_CHUNK", "64K"),
@@ -279,11 +301,13 @@ mod tests {
             visible_gpus: Some("1,0".into()),
             port: Some(2),
             gid_index: Some(3),
-            pkey_index: 300,
+            subnets: vec!["10.1.0.0/16".parse().unwrap(), "fd00::/8".parse().unwrap()],
+            pkey_index: Some(300),
             service_level: 5,
             traffic_class: 106,
-            timeout: 18,
-            retries: 6,
+            timeout: 17,
+            retries: 5,
+            grace: Duration::from_millis(1500),
             rnr_retries: 1,
             mtu: Some(Mtu::B1024),
             chunk: 64 << 10,
@@ -303,11 +327,14 @@ mod tests {
             ("SIDELANE_VERBS_NICS", "mlx5_0,mlx5_0"),
             ("SIDELANE_VERBS_PORT", "0"),
             ("SIDELANE_VERBS_GID_INDEX", "256"),
+            ("SIDELANE_VERBS_SUBNETS", "10.1.0.0"),
+            ("SIDELANE_VERBS_SUBNETS", "10.1.0.0/33"),
             ("SIDELANE_VERBS_PKEY_INDEX", "-1"),
             ("SIDELANE_VERBS_SERVICE_LEVEL", "16"),
             ("SIDELANE_VERBS_TRAFFIC_CLASS", "0x6a"),
             ("SIDELANE_VERBS_TIMEOUT", "32"),
             ("SIDELANE_VERBS_RETRIES", "8"),
+            ("SIDELANE_VERBS_GRACE_MS", "5s"),
             ("SIDELANE_VERBS_RNR_RETRIES", "8"),
             ("SIDELANE_VERBS_MTU", "1500"),
             ("SIDELANE_VERBS_CHUNK", "1K"),
@@ -320,6 +347,13 @@ mod tests {
             let right = matches!(&seen, Err(BootstrapError::BadVariable { name: n, value: v, .. }) if *n == name && v == value);
             assert!(right, "{name}={value}: {seen:?}");
         }
+    }
+
+    #[test]
+    fn nics_send_again_for_longer_than_a_port_may_be_down() {
+        let Settings { timeout, retries, grace, .. } = Settings::default();
+        let answer = Duration::from_nanos(4096 << timeout);
+        assert!(answer * u32::from(retries + 1) > grace);
     }
 
     #[test]

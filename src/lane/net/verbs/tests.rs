@@ -1,6 +1,8 @@
 //! The typed API over fake NICs (`fake`): NICs that are present, missing or chosen, requests that
 //! succeed, and requests that fail.
 
+mod addresses;
+
 use std::os::fd::AsFd;
 use std::path::Path;
 use std::ptr::NonNull;
@@ -14,6 +16,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use sidelane_core::nic_choice::LinkLayer;
 
+use super::events::News;
 use super::fake::{Fabric, Tree};
 use super::library::Functions;
 use super::*;
@@ -462,12 +465,9 @@ fn a_write_outside_what_is_registered_fails_and_lands_nowhere() {
         assert_eq!(write(&a, aim(&b)), [(1, failed(CompletionStatus::RemoteAccess, 10))]);
         assert_eq!(b.memory.words(), vec![0; WORDS]);
         // The peer gets the error, and both ends are done: later requests are flushed.
-        let lost = VerbsError::QueuePairLost {
-            nic: "b".into(),
-            queue_pair: b.pair.endpoint().queue_pair,
-            event: "the peer aimed outside what is registered",
-        };
-        assert_eq!((b.nic.context.check(), b.nic.context.check()), (Err(lost), Ok(())));
+        let number = b.pair.endpoint().queue_pair;
+        let lost = News::QueuePair(number, "the peer aimed outside what is registered");
+        assert_eq!((b.nic.context.news(), b.nic.context.news()), (Ok(Some(lost)), Ok(None)));
         assert_eq!(write(&a, b.place(0)), [(1, flushed())]);
         assert_eq!(write(&b, a.place(0)), [(1, flushed())]);
     }
@@ -602,7 +602,8 @@ fn a_nic_that_disappears_is_named_by_its_news_its_posts_and_its_completions() {
     receives.receive(5, []).unwrap();
     a.pair.post_receive(&mut receives).unwrap();
     fabric.remove("a");
-    assert_eq!(a.nic.context.check(), Err(VerbsError::NicLost { nic: "a".into() }));
+    let lost = News::Nic(VerbsError::NicLost { nic: "a".into() });
+    assert_eq!(a.nic.context.news(), Ok(Some(lost)));
     assert_eq!(a.poll().iter().map(|(id, outcome)| (*id, outcome.is_err())).collect::<Vec<_>>(), [(5, true)]);
     let mut chain = SendChain::new(CHAIN);
     chain.write(1, [a.words(0, 1)], b.place(0), Flags::empty()).unwrap();
@@ -646,7 +647,8 @@ fn a_completion_queue_that_overflows_is_told() {
         chain.write(at, [a.words(0, 1)], b.place(0), Flags::SIGNALED).unwrap();
     }
     pair.post_send(&mut chain).unwrap();
-    assert_eq!(a.nic.context.check(), Err(VerbsError::QueueOverflow { nic: "a".into() }));
+    let overflow = News::Nic(VerbsError::QueueOverflow { nic: "a".into() });
+    assert_eq!(a.nic.context.news(), Ok(Some(overflow)));
 }
 
 #[test]

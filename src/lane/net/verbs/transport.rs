@@ -8,6 +8,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::connection::{Connection, Parts, SMALL};
+use super::events::EventThread;
 use super::forecast::{Forecast, Rules};
 use super::nic::Nic;
 use super::order::Signaling;
@@ -87,6 +88,7 @@ pub struct VerbsTransport {
     nodes: NodeMap,
     settings: Settings,
     memories: Vec<Arc<NicMemory>>,
+    events: EventThread,
     strict: u64,
     relaxed: bool,
     regions: Arc<Regions>,
@@ -118,14 +120,16 @@ impl VerbsTransport {
             }
         }
         let can_relax = nics.iter().all(|nic| MemoryRegion::can_relax(&nic.context));
+        let Setup { rank, nodes, strict, regions, health, forecast, .. } = setup;
+        let events = EventThread::start(rank, nics.iter(), settings.grace, &health)?;
         let memories =
             nics.into_iter().map(|nic| NicMemory::new(nic).map(Arc::new)).collect::<Result<_, _>>()?;
-        let Setup { rank, nodes, strict, regions, health, forecast, .. } = setup;
         Ok(VerbsTransport {
             rank,
             nodes,
             settings: settings.clone(),
             memories,
+            events,
             strict,
             relaxed: settings.relaxed.unwrap_or(can_relax),
             regions,
@@ -242,7 +246,9 @@ impl ConnectionEnd for VerbsEnd<'_> {
     fn connect(self: Box<Self>, offered: ConnectionOffer) -> Result<Arc<dyn NetConnection>, Error> {
         let VerbsEnd { transport, peer, half } = *self;
         let theirs = ConnectionInfo::from_bytes(peer, &offered.bytes)?;
-        Ok(Arc::new(transport.connect(peer, &theirs, half)?))
+        let connection = Arc::new(transport.connect(peer, &theirs, half)?);
+        transport.events.attach(transport.nic_for(peer), &connection);
+        Ok(connection)
     }
 }
 

@@ -160,7 +160,7 @@ pub fn locked_memory(facts: &Facts, has_nics: bool) -> Finding {
     match facts.locked_memory {
         None => seen("unlimited").means("NICs can register any heap."),
         Some(limit) if has_nics => seen(bytes(limit))
-            .means("Registering memory with a NIC locks it: a heap larger than this fails.")
+            .means("Registering memory locks it, once for each NIC: heaps of a node that are larger fail.")
             .warn("ulimit -l unlimited, memlock in limits.conf, or --ulimit memlock=-1 for a container."),
         Some(limit) => seen(bytes(limit)).means("Matters only to NICs, which lock registered memory."),
     }

@@ -3,8 +3,9 @@
 use std::path::{Path, PathBuf};
 
 use rustix::process::{Resource, getrlimit};
+use sidelane::NicSurvey;
 use sidelane::device::{Driver, Probe};
-use sidelane::error::DeviceError;
+use sidelane::error::{DeviceError, Error};
 
 /// Facts about this process. A limit of `None` is no limit.
 pub struct Facts {
@@ -15,10 +16,8 @@ pub struct Facts {
     /// it.
     pub huge_pages: Option<bool>,
     pub verbs_signal: Option<String>,
-    /// NICs that are named for every rank.
-    pub verbs_nics: Option<String>,
-    /// GPUs that CUDA shows this process; `None`: all.
-    pub visible_gpus: Option<String>,
+    /// NICs that ranks of this machine take.
+    pub nics: Result<NicSurvey, Error>,
     pub library_path: Vec<PathBuf>,
     pub cuda: Result<Probe, DeviceError>,
 }
@@ -32,8 +31,7 @@ impl Facts {
             open_files: getrlimit(Resource::Nofile).current,
             huge_pages: sidelane::memory::huge_pages_granted(),
             verbs_signal: std::env::var("SIDELANE_VERBS_SIGNAL").ok(),
-            verbs_nics: std::env::var("SIDELANE_VERBS_NICS").ok().filter(|names| !names.trim().is_empty()),
-            visible_gpus: std::env::var("CUDA_VISIBLE_DEVICES").ok(),
+            nics: NicSurvey::here(),
             library_path: std::env::split_paths(&path).filter(|dir| !dir.as_os_str().is_empty()).collect(),
             cuda: Driver::open().and_then(|driver| driver.probe()),
         }

@@ -1,10 +1,11 @@
 //! `sidelane doctor`: properties of this machine, their effect on Sidelane, and what to do about
 //! them.
 //!
-//! It changes nothing: a report must be safe to run anywhere. It loads only the CUDA driver, if
-//! there is one, since no other source knows the driver's abilities; it makes no context and
-//! allocates no GPU memory. Detection reads files below a [`Root`] and facts about the process
-//! ([`Facts`]), so that tests can lay out a machine of their own.
+//! It changes nothing: a report must be safe to run anywhere. It loads the CUDA driver, if there is
+//! one, since no other source knows the driver's abilities; it makes no context and allocates no
+//! GPU memory. It opens NICs by libibverbs, as a rank does that chooses one, and registers nothing.
+//! Detection reads files below a [`Root`] and facts about the process ([`Facts`]), so that tests
+//! can lay out a machine of their own.
 //!
 //! ```text
 //!   Root, Facts --host, cuda--> Finding: what, level, meaning, advice --> table, JSON

@@ -1,6 +1,8 @@
-//! RDMA NICs: libibverbs, ports, signals, and which rank takes which NIC.
-
-use sidelane_core::nic_choice::{self, GpuPlace, LinkLayer, NicPlace, PciPath, RankPlace};
+//! RDMA NICs: libibverbs, ports and their losses, PCIe links, signals, and which rank takes which
+//! NIC.
+//!
+//! Files tell what the machine has. What a rank takes of it, the verbs lane itself says
+//! ([`NicSurvey`](sidelane::NicSurvey)), by the code that a rank runs.
 
 use super::finding::{Finding, seen};
 use super::machine::{Facts, Root, find_library};
@@ -14,19 +16,6 @@ pub struct Port {
     state: String,
     link_layer: String,
     rate: String,
-}
-
-impl Port {
-    fn place(&self, root: &Root) -> NicPlace {
-        let (pci, numa_node) = place(root, &format!("{CLASS}/{}/device", self.nic));
-        let link = match self.link_layer.as_str() {
-            "InfiniBand" => Some(LinkLayer::InfiniBand),
-            "Ethernet" => Some(LinkLayer::Ethernet),
-            _ => None,
-        };
-        let rate = self.rate.split([' ', '.']).next().and_then(|rate| rate.parse().ok()).unwrap_or(0);
-        NicPlace { name: self.nic.clone(), pci, numa_node, link, rate }
-    }
 }
 
 pub fn ports(root: &Root) -> Vec<Port> {
@@ -60,102 +49,74 @@ pub fn findings(root: &Root, facts: &Facts, ports: &[Port]) -> Vec<Finding> {
                 .warn("modprobe ib_uverbs; in a container pass --device=/dev/infiniband."),
         );
     }
-    findings.extend(ports.iter().map(describe));
+    for port in ports {
+        findings.push(describe(port));
+        findings.extend(losses(root, port));
+    }
+    findings.extend(root.list(CLASS).iter().filter_map(|nic| pcie(root, nic)));
     if !ports.is_empty() {
         findings.push(signals(facts).named("signals over NICs"));
-        findings.extend(choice(root, facts, ports));
+        findings.extend(choice(facts));
     }
     findings
 }
 
-/// Which NIC each rank takes, and which NICs none takes. Ranks have a GPU each, if there are GPUs.
-fn choice(root: &Root, facts: &Facts, ports: &[Port]) -> Vec<Finding> {
-    if let Some(named) = &facts.verbs_nics {
-        let finding = Finding::new("NICs of each rank", named);
-        return vec![finding.means("SIDELANE_VERBS_NICS names them.")];
-    }
-    let mut nics: Vec<NicPlace> = Vec::new();
-    for port in ports.iter().filter(|port| port.state == "ACTIVE") {
-        // Ranks use the first active port of a NIC.
-        if nics.iter().all(|nic| nic.name != port.nic) {
-            nics.push(port.place(root));
-        }
-    }
-    let left_out = nic_choice::left_out(&nics);
-    let reasons = nics.iter().zip(&left_out).filter_map(|(nic, reason)| Some((nic, reason.as_ref()?)));
-    let mut findings: Vec<Finding> = reasons
-        .map(|(nic, reason)| {
-            Finding::new(format!("NIC {}, choice", nic.name), reason.to_string())
-                .means("No rank takes it unless SIDELANE_VERBS_NICS names it.")
-        })
-        .collect();
-    let gpus = gpus(root);
-    let visible = facts.visible_gpus.as_deref();
-    let ranks = (0..gpus.len() as u32).map_while(|nth| Some((nth, GpuPlace::of_rank(&gpus, visible, nth)?)));
-    let mut seen = Vec::new();
-    for (nth, at) in ranks {
-        if seen.contains(&at) {
-            break;
-        }
-        seen.push(at);
-        let rank = RankPlace { turn: at as u32, gpu: Some(&gpus[at]), numa_node: None };
-        let Some((nic, nearness)) = nic_choice::choose(&nics, rank, |from, to| distance(root, from, to))
-        else {
-            break;
-        };
-        let gpu = gpus[at].pci.address().unwrap_or("unknown");
-        findings.push(
-            Finding::new(
-                format!("NIC of rank {nth}"),
-                format!("{}, {nearness} as GPU {gpu}", nics[nic].name),
-            )
-            .means("If ranks use GPUs in this order, and if the NIC opens and has an address."),
-        );
-    }
-    if seen.is_empty() && !nics.is_empty() {
-        findings.push(
-            Finding::new("NIC of each rank", "by NUMA distance")
-                .means("No GPU is visible: ranks take the nearest NICs to their cores, in turn."),
-        );
-    }
-    findings
-}
-
-/// Where a device of sysfs is in the PCI tree, and near to which NUMA node.
-fn place(root: &Root, device: &str) -> (PciPath, Option<u32>) {
-    let path = root.join(device).canonicalize().unwrap_or_default();
-    let node = root.read(format!("{device}/numa_node")).and_then(|node| node.parse().ok());
-    (PciPath::of(&path.to_string_lossy()), node)
-}
-
-/// NVIDIA's GPUs, by address. Class 3 are display controllers, those without a display among them.
-fn gpus(root: &Root) -> Vec<GpuPlace> {
-    const DEVICES: &str = "/sys/bus/pci/devices";
-    let devices = root.list(DEVICES).into_iter().map(|address| format!("{DEVICES}/{address}"));
-    let is = |device: &str, file, prefix| {
-        root.read(format!("{device}/{file}")).is_some_and(|value| value.starts_with(prefix))
+/// Packets that a port sent again since its driver was loaded, where the driver counts them. Those
+/// that came out of sequence are not counted: adaptive routing makes them, too.
+fn losses(root: &Root, Port { nic, port, .. }: &Port) -> Option<Finding> {
+    let count = |name| -> Option<u64> {
+        root.read(format!("{CLASS}/{nic}/ports/{port}/hw_counters/{name}"))?.parse().ok()
     };
-    // In a container the driver lists only GPUs that it was given; the kernel lists all.
-    let shown = root.list("/proc/driver/nvidia/gpus");
-    let gpu = |device: String| {
-        let (pci, numa_node) = place(root, &device);
-        let hidden = !shown.is_empty() && !shown.iter().any(|address| device.ends_with(address.as_str()));
-        GpuPlace { pci, numa_node, hidden }
-    };
-    devices.filter(|device| is(device, "vendor", "0x10de") && is(device, "class", "0x03")).map(gpu).collect()
+    let (gaps, timeouts) = (count("packet_seq_err")?, count("local_ack_timeout_err")?);
+    let finding = Finding::new(
+        format!("NIC {nic}, port {port}, losses"),
+        format!("{gaps} sequence errors, {timeouts} timeouts"),
+    );
+    Some(match gaps + timeouts {
+        0 => finding.means("No packet was sent again since the driver was loaded."),
+        _ => finding
+            .means("Packets were lost since the driver was loaded: each costs a resend, the last of a message a whole timeout.")
+            .note("Set PFC or ECN on NICs and all switches for the priority of SIDELANE_VERBS_TRAFFIC_CLASS; on InfiniBand check the cables."),
+    })
 }
 
-/// The firmware's measure of the distance between two NUMA nodes.
-fn distance(root: &Root, from: u32, to: u32) -> Option<u32> {
-    const NODES: &str = "/sys/devices/system/node";
-    let distances = root.read(format!("{NODES}/node{from}/distance"))?;
-    // One number for each node that is online, in ascending order.
-    let listed = root.list(NODES);
-    let mut nodes: Vec<u32> =
-        listed.iter().filter_map(|name| name.strip_prefix("node")?.parse().ok()).collect();
-    nodes.sort_unstable();
-    let at = nodes.iter().position(|&node| node == to)?;
-    distances.split_ascii_whitespace().nth(at)?.parse().ok()
+/// Whether a NIC has all lanes and the rate that it can have.
+fn pcie(root: &Root, nic: &str) -> Option<Finding> {
+    let value = |name| root.read(format!("{CLASS}/{nic}/device/{name}"));
+    // "32.0 GT/s PCIe"
+    let rate = |name| value(name).and_then(|rate| Some(rate.split_once(' ')?.0.to_owned()));
+    let link = |speed, width| Some(format!("{} GT/s x {}", rate(speed)?, value(width)?));
+    let now = link("current_link_speed", "current_link_width")?;
+    let most = link("max_link_speed", "max_link_width")?;
+    let what = format!("NIC {nic}, PCIe");
+    Some(match now == most {
+        true => Finding::new(what, now).means("The link is as wide and as fast as the NIC can use."),
+        false => Finding::new(what, format!("{now} of {most}"))
+            .means("The NIC gets fewer lanes, or slower ones, than it can use.")
+            .note("Use a slot that has as many, and look for a loose riser: lspci -vv, LnkSta."),
+    })
+}
+
+/// Which NIC each rank takes, with its port, address and partition, and which NICs none takes.
+fn choice(facts: &Facts) -> Vec<Finding> {
+    const ADVICE: &str = "Mend what it says. Until then --net auto takes tcp, or ends if a setting is wrong.";
+    let none = |why: String| {
+        Finding::new("NIC of rank 0", why).means("No rank of this machine has a NIC.").warn(ADVICE)
+    };
+    let survey = match &facts.nics {
+        Ok(survey) => survey,
+        Err(error) => return vec![none(error.to_string())],
+    };
+    let left_out = survey.left_out.iter().map(|(nic, why)| {
+        Finding::new(format!("NIC {nic}, choice"), why)
+            .means("No rank takes it unless SIDELANE_VERBS_NICS names it.")
+    });
+    let taken = survey.ranks.iter().enumerate().map(|(nth, nics)| {
+        Finding::new(format!("NIC of rank {nth}"), nics.join("; "))
+            .means("If ranks use GPUs in this order. Ranks without a GPU take NICs by their cores, in turn.")
+    });
+    let none = survey.ranks.is_empty().then(|| none("none is usable".to_owned()));
+    left_out.chain(taken).chain(none).collect()
 }
 
 fn signals(facts: &Facts) -> Finding {

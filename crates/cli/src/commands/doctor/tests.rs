@@ -1,7 +1,8 @@
 //! Machines laid out in a temporary directory.
 
+use sidelane::NicSurvey;
 use sidelane::device::{BatchedCopies, DeviceProperties, ModuleLoading, Probe, Version, WriteOrder};
-use sidelane::error::DeviceError;
+use sidelane::error::{DeviceError, LaneError, VerbsError};
 use tempfile::TempDir;
 
 use super::*;
@@ -33,8 +34,7 @@ impl Machine {
             open_files: Some(1024),
             huge_pages: None,
             verbs_signal: None,
-            verbs_nics: None,
-            visible_gpus: None,
+            nics: Ok(NicSurvey { ranks: vec![vec!["mlx5_0 port 1".into()]], left_out: Vec::new() }),
             library_path: Vec::new(),
             cuda: Err(DeviceError::NoLibrary {
                 library: "libcuda.so.1".into(),
@@ -163,47 +163,60 @@ fn writes_as_signals_are_noted_where_there_are_nics() {
 }
 
 #[test]
-fn each_rank_s_nic_is_named_with_the_reason() {
-    let device = |machine: Machine, link: &str, below: &str, files: &[(&str, &str)]| {
-        let at = format!("sys/devices/{below}");
-        let machine =
-            files.iter().fold(machine, |machine, (file, text)| machine.with(&format!("{at}/{file}"), text));
-        let (link, target) = (machine.0.path().join(link), machine.0.path().join(at));
-        std::fs::create_dir_all(link.parent().unwrap()).unwrap();
-        std::os::unix::fs::symlink(target, link).unwrap();
-        machine
+fn the_lane_s_own_choice_is_shown_or_why_there_is_none() {
+    let machine = Machine::new().with_card("4: ACTIVE\n");
+    let examined = |nics| machine.examine_with(Facts { nics, ..machine.facts() });
+    let ranks = vec![vec!["mlx5_1 port 2, 10.0.0.1 (GID 3)".to_owned()], vec!["mlx5_0".to_owned()]];
+    let left_out = vec![("mlx5_2".to_owned(), "less than half of 400 Gb/s".to_owned())];
+    let findings = examined(Ok(NicSurvey { ranks, left_out }));
+    let seen = |findings: &[Finding], what| {
+        let finding = finding(findings, what);
+        (finding.level, finding.found.clone())
     };
-    let mut machine = Machine::new();
-    for (complex, gpu, nic) in [("10", "0000:1b:00.0", "mlx5_1"), ("50", "0000:5b:00.0", "mlx5_0")] {
-        let below = |address| format!("pci0000:{complex}/0000:{complex}:01.0/0000:{complex}:02.0/{address}");
-        let files = [("vendor", "0x10de"), ("class", "0x030200"), ("numa_node", "0")];
-        machine = device(machine, &format!("sys/bus/pci/devices/{gpu}"), &below(gpu), &files);
-        let class = format!("sys/class/infiniband/{nic}");
-        machine =
-            device(machine, &format!("{class}/device"), &below(&format!("{nic}-pci")), &[("numa_node", "0")]);
-        for (file, text) in [("state", "4: ACTIVE"), ("link_layer", "InfiniBand"), ("rate", "400 Gb/sec")] {
-            machine = machine.with(&format!("{class}/ports/1/{file}"), text);
-        }
+    let first = (Level::Ok, "mlx5_1 port 2, 10.0.0.1 (GID 3)".to_owned());
+    assert_eq!(seen(&findings, "NIC of rank 0"), first);
+    assert_eq!(seen(&findings, "NIC of rank 1"), (Level::Ok, "mlx5_0".to_owned()));
+    assert_eq!(seen(&findings, "NIC mlx5_2, choice"), (Level::Ok, "less than half of 400 Gb/s".to_owned()));
+    let error = VerbsError::NoFullMember { nic: "mlx5_0".into(), port: 1 };
+    let findings = examined(Err(LaneError::from(error.clone()).into()));
+    assert_eq!(seen(&findings, "NIC of rank 0"), (Level::Warn, error.to_string()));
+    let findings = examined(Ok(NicSurvey::default()));
+    assert_eq!(seen(&findings, "NIC of rank 0"), (Level::Warn, "none is usable".to_owned()));
+    let findings = Machine::new().examine();
+    assert!(findings.iter().all(|finding| !finding.what.starts_with("NIC of rank")), "without NICs");
+}
+
+#[test]
+fn packets_that_were_sent_again_are_noted_where_the_driver_counts_them() {
+    const COUNTERS: &str = "sys/class/infiniband/mlx5_0/ports/1/hw_counters";
+    for (gaps, timeouts, level) in [("0", "0", Level::Ok), ("3", "0", Level::Note), ("0", "2", Level::Note)] {
+        let machine = Machine::new().with_card("4: ACTIVE\n");
+        let machine = machine.with(&format!("{COUNTERS}/packet_seq_err"), gaps);
+        let findings = machine.with(&format!("{COUNTERS}/local_ack_timeout_err"), timeouts).examine();
+        let losses = finding(&findings, "NIC mlx5_0, port 1, losses");
+        assert_eq!(losses.level, level, "{losses:?}");
+        assert_eq!(losses.found, format!("{gaps} sequence errors, {timeouts} timeouts"));
     }
-    let slow = "sys/class/infiniband/mlx5_2/ports/1";
-    let machine = machine
-        .with(&format!("{slow}/state"), "4: ACTIVE")
-        .with(&format!("{slow}/link_layer"), "InfiniBand")
-        .with(&format!("{slow}/rate"), "100 Gb/sec");
-    let findings = machine.examine();
-    let found = |what| finding(&findings, what).found.as_str();
-    assert_eq!(found("NIC of rank 0"), "mlx5_1, same PCI switch as GPU 0000:1b:00.0");
-    assert_eq!(found("NIC of rank 1"), "mlx5_0, same PCI switch as GPU 0000:5b:00.0");
-    assert_eq!(found("NIC mlx5_2, choice"), "less than half of 400 Gb/s");
-    let facts = Facts { visible_gpus: Some("1".into()), ..machine.facts() };
-    let findings = machine.examine_with(facts);
-    assert_eq!(finding(&findings, "NIC of rank 0").found, "mlx5_0, same PCI switch as GPU 0000:5b:00.0");
-    assert!(findings.iter().all(|finding| finding.what != "NIC of rank 1"));
-    let facts = Facts { visible_gpus: Some(String::new()), ..machine.facts() };
-    let findings = machine.examine_with(facts);
-    assert_eq!(finding(&findings, "NIC of each rank").found, "by NUMA distance");
-    let facts = Facts { verbs_nics: Some("mlx5_2".into()), ..machine.facts() };
-    assert_eq!(finding(&machine.examine_with(facts), "NICs of each rank").found, "mlx5_2");
+    let findings = Machine::new().with_card("4: ACTIVE\n").examine();
+    assert!(findings.iter().all(|finding| !finding.what.ends_with("losses")));
+}
+
+#[test]
+fn a_nic_with_fewer_or_slower_lanes_than_it_can_use_is_noted() {
+    const DEVICE: &str = "sys/class/infiniband/mlx5_0/device";
+    for (speed, width, level, found) in [
+        ("32.0 GT/s PCIe", "16", Level::Ok, "32.0 GT/s x 16"),
+        ("32.0 GT/s PCIe", "8", Level::Note, "32.0 GT/s x 8 of 32.0 GT/s x 16"),
+        ("16.0 GT/s PCIe", "16", Level::Note, "16.0 GT/s x 16 of 32.0 GT/s x 16"),
+    ] {
+        let machine = Machine::new().with_card("4: ACTIVE\n");
+        let machine = machine.with(&format!("{DEVICE}/current_link_speed"), speed);
+        let machine = machine.with(&format!("{DEVICE}/current_link_width"), width);
+        let machine = machine.with(&format!("{DEVICE}/max_link_speed"), "32.0 GT/s PCIe");
+        let findings = machine.with(&format!("{DEVICE}/max_link_width"), "16").examine();
+        let pcie = finding(&findings, "NIC mlx5_0, PCIe");
+        assert_eq!((pcie.level, pcie.found.as_str()), (level, found));
+    }
 }
 
 #[test]

@@ -1,12 +1,14 @@
 //! Execution of a request by a NIC.
 
+use std::net::Ipv6Addr;
 use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use rand::seq::IteratorRandom;
+use rustix::io::Errno;
 
-use super::{Job, Pair, Placement, Ready, State};
-use crate::lane::net::verbs::ffi::{self, ibv_sge, ibv_wc};
+use super::{FakeNic, Job, Pair, Placement, Ready, State};
+use crate::lane::net::verbs::ffi::{self, ibv_ah_attr, ibv_sge, ibv_wc};
 
 /// Outcome of a request.
 enum Outcome {
@@ -73,14 +75,42 @@ impl State {
         }
     }
 
+    /// The NIC that packets with this address reach; none if they get lost.
+    pub fn destination(&self, from: usize, to: &ibv_ah_attr) -> Result<Option<usize>, Errno> {
+        let (own, global) = (&self.nics[from], to.is_global == 1);
+        let ethernet = own.link == ffi::IBV_LINK_LAYER_ETHERNET;
+        if (ethernet && !global) || (global && !own.gids.contains_key(&to.grh.sgid_index)) {
+            return Err(Errno::INVAL);
+        }
+        // SAFETY: a GID is its bytes.
+        let gid = Ipv6Addr::from(unsafe { to.grh.dgid.raw });
+        let named = |nic: &FakeNic| nic.link == own.link && nic.gids.values().any(|&known| known == gid);
+        if ethernet {
+            return self.nics.iter().position(named).map(Some).ok_or(Errno::NETUNREACH);
+        }
+        // The subnet is the last 16 bits of the network part; the 16 before are the FLID.
+        let subnet = |nic: &FakeNic| nic.gids.values().next().map(|gid| gid.segments()[3]);
+        Ok(self.nics.iter().position(|there| {
+            let inside = there.link == own.link && subnet(there) == subnet(own);
+            let at_home = inside && there.lid == to.dlid;
+            match global {
+                true => named(there) && (at_home || (!inside && gid.segments()[2] == to.dlid)),
+                false => at_home && !there.needs_global_header && !own.needs_global_header,
+            }
+        }))
+    }
+
     fn execute(&mut self, number: u32, job: &mut Job) -> Outcome {
         let pair = &self.pairs[&number];
-        let (nic, peer) = (pair.nic, pair.peer);
+        let (nic, peer, key) = (pair.nic, pair.peer, pair.pkey);
         let dumb = |at: usize| self.nics[at].silent || self.nics[at].gone;
-        let listens = |there: &Pair| matches!(there.state, ffi::IBV_QPS_RTR | ffi::IBV_QPS_RTS);
+        // Of one partition, and one of them a full member.
+        let heard = |there: &Pair| (there.pkey ^ key) & 0x7fff == 0 && (there.pkey | key) & 0x8000 != 0;
+        let listens =
+            |there: &Pair| matches!(there.state, ffi::IBV_QPS_RTR | ffi::IBV_QPS_RTS) && heard(there);
         if self.nics[nic].mute
             || dumb(nic)
-            || dumb(pair.peer_nic)
+            || pair.peer_nic.is_none_or(dumb)
             || !self.pairs.get(&peer).is_some_and(listens)
         {
             return Outcome::Waits;
@@ -163,7 +193,7 @@ impl State {
     fn fetch_add(&mut self, number: u32, job: &Job) -> Result<u64, u32> {
         let pair = &self.pairs[&number];
         let there = self.pairs[&pair.peer].domain;
-        if !self.nics[pair.peer_nic].atomics || !job.addr.is_multiple_of(8) {
+        if pair.peer_nic.is_none_or(|at| !self.nics[at].atomics) || !job.addr.is_multiple_of(8) {
             return Err(ffi::IBV_WC_REM_INV_REQ_ERR);
         }
         let old = job.pieces.first().filter(|piece| piece.length == 8).ok_or(ffi::IBV_WC_LOC_LEN_ERR)?;

@@ -25,11 +25,18 @@
 //!   Tree     a directory laid out like `/sys`, gone when dropped
 //! ```
 //!
+//! **Addresses.** A queue pair is refused an entry of the tables of addresses and partition keys
+//! that is empty, and on Ethernet a path without the global header. InfiniBand drops
+//! packets without an answer: for another LID or subnet, without the global header where a port
+//! requires it, and of another partition.
+//!
 //! Delays: a held fabric whose NICs [read late](Fabric::read_late), and a NIC whose
 //! [completions are late](Fabric::delay_completions), though all it was asked for is done.
 //!
 //! Faults: a NIC that falls [silent](Fabric::silence), whose peers' retries end on the test's
-//! request ([`give_up`](Fabric::give_up)), and a NIC that is [removed](Fabric::remove).
+//! request ([`give_up`](Fabric::give_up)), a port that is [down](Fabric::port_down) until it is
+//! [up](Fabric::port_up) again, a [lost queue pair](Fabric::lose_queue_pair), and a NIC that is
+//! [removed](Fabric::remove).
 
 mod execute;
 mod table;
@@ -60,7 +67,7 @@ pub struct Fabric {
     state: Mutex<State>,
     devices: Vec<Device>,
     sysfs: Sysfs,
-    _tree: Tree,
+    tree: Tree,
     /// The table's functions that list this fabric's NICs.
     slot: usize,
 }
@@ -79,10 +86,10 @@ impl Fabric {
         let mut state = State::default();
         for (at, name) in (1u16..).zip(nics) {
             let gid: Ipv6Addr = std::net::Ipv4Addr::new(10, 0, (at >> 8) as u8, at as u8).to_ipv6_mapped();
-            let port = format!("class/infiniband/{name}/ports/1");
-            tree.write(&format!("{port}/gids/1"), &gid.to_string());
-            tree.write(&format!("{port}/gid_attrs/types/1"), "RoCE v2");
-            state.nics.push(FakeNic::new(gid));
+            let mut nic = FakeNic::default();
+            nic.gids.insert(1, tree.gid(name, 1, gid, "RoCE v2"));
+            nic.pkeys.insert(0, tree.pkey(name, 0, u16::MAX));
+            state.nics.push(nic);
         }
         Arc::new_cyclic(|fabric: &Weak<Fabric>| {
             let device = |(nic, name): (usize, &&str)| Device {
@@ -95,7 +102,7 @@ impl Fabric {
                 state: Mutex::new(state),
                 devices,
                 sysfs: tree.sysfs(),
-                _tree: tree,
+                tree,
                 slot: table::enrol(fabric),
             }
         })
@@ -184,6 +191,41 @@ impl Fabric {
         self.state().give_up();
     }
 
+    /// The port of a NIC goes down: no bytes go to or from it, and its owner is told.
+    pub fn port_down(&self, nic: &str) {
+        let at = self.place(nic);
+        let mut state = self.state();
+        (state.nics[at].silent, state.nics[at].port) = (true, ffi::IBV_PORT_DOWN);
+        state.tell(at, ffi::IBV_EVENT_PORT_ERR, 1);
+    }
+
+    /// It is up again before retries end: what waits is sent again.
+    pub fn port_up(&self, nic: &str) {
+        let at = self.place(nic);
+        let mut state = self.state();
+        (state.nics[at].silent, state.nics[at].port) = (false, ffi::IBV_PORT_ACTIVE);
+        state.tell(at, ffi::IBV_EVENT_PORT_ACTIVE, 1);
+        if !state.held {
+            state.run_all();
+        }
+    }
+
+    /// A NIC finds a fault in its queue pair to another NIC, and tells its owner.
+    pub fn lose_queue_pair(&self, nic: &str, peer: &str) {
+        let (at, object) = (self.place(nic), self.fail_queue_pair(nic, peer));
+        self.state().tell(at, ffi::IBV_EVENT_QP_FATAL, object);
+    }
+
+    /// A NIC's queue pair to another NIC fails, and its owner is not told yet. Returns its object.
+    pub fn fail_queue_pair(&self, nic: &str, peer: &str) -> usize {
+        let (at, peer) = (self.place(nic), self.place(peer));
+        let mut state = self.state();
+        let lost = state.pairs.iter().find(|(_, pair)| pair.nic == at && pair.peer_nic == Some(peer));
+        let (number, object) = lost.map(|(&number, pair)| (number, pair.object)).unwrap();
+        state.fail(number);
+        object
+    }
+
     /// Removes a NIC from the machine: its peers see it silent, its owner sees a fatal event and
     /// errors.
     pub fn remove(&self, nic: &str) {
@@ -195,6 +237,28 @@ impl Fabric {
     pub fn change(&self, nic: &str, change: impl FnOnce(&mut FakeNic)) {
         let at = self.place(nic);
         change(&mut self.state().nics[at]);
+    }
+
+    /// Puts a RoCE v2 address of a network device into a NIC's table.
+    pub fn address(&self, nic: &str, index: u8, gid: &str, device: &str) {
+        let gid = self.tree.gid(nic, index, gid.parse().unwrap(), "RoCE v2");
+        self.tree.write(&format!("class/infiniband/{nic}/ports/1/gid_attrs/ndevs/{index}"), device);
+        self.change(nic, |nic| _ = nic.gids.insert(index, gid));
+    }
+
+    /// Puts a partition key into a NIC's table.
+    pub fn partition(&self, nic: &str, index: u16, key: u16) {
+        let key = self.tree.pkey(nic, index, key);
+        self.change(nic, |nic| _ = nic.pkeys.insert(index, key));
+    }
+
+    /// Makes a NIC's port one of InfiniBand, of this LID and this GID alone.
+    pub fn infiniband(&self, nic: &str, lid: u16, gid: &str) {
+        self.tree.gid(nic, 1, Ipv6Addr::UNSPECIFIED, "IB/RoCE v1");
+        let gid = self.tree.gid(nic, 0, gid.parse().unwrap(), "IB/RoCE v1");
+        self.change(nic, |nic| {
+            (nic.link, nic.lid, nic.gids) = (ffi::IBV_LINK_LAYER_INFINIBAND, lid, BTreeMap::from([(0, gid)]));
+        });
     }
 
     /// Counts of a NIC so far.
@@ -243,7 +307,15 @@ pub struct Statistics {
 }
 
 pub struct FakeNic {
-    pub gid: Ipv6Addr,
+    /// The network of its port.
+    pub link: u8,
+    pub lid: u16,
+    /// Whether packets from and to its port need the global header.
+    pub needs_global_header: bool,
+    /// The table of addresses.
+    pub gids: BTreeMap<u8, Ipv6Addr>,
+    /// The table of partition keys.
+    pub pkeys: BTreeMap<u16, u16>,
     pub silent: bool,
     /// Its own requests wait; those of its peers reach it.
     pub mute: bool,
@@ -260,15 +332,22 @@ pub struct FakeNic {
     pub atomics: bool,
     /// Its vendor, and the vendor's number of the part.
     pub vendor: (u32, u32),
+    /// Bytes that its owners may lock for it.
+    pub lockable: u64,
     /// It refuses the next so many regions.
     pub refuses: u32,
     pub statistics: Statistics,
 }
 
-impl FakeNic {
-    pub fn new(gid: Ipv6Addr) -> Self {
+impl Default for FakeNic {
+    /// Of RoCE, without addresses and partitions.
+    fn default() -> Self {
         FakeNic {
-            gid,
+            link: ffi::IBV_LINK_LAYER_ETHERNET,
+            lid: 0,
+            needs_global_header: false,
+            gids: BTreeMap::new(),
+            pkeys: BTreeMap::new(),
             silent: false,
             mute: false,
             delayed: None,
@@ -279,6 +358,7 @@ impl FakeNic {
             sges: 8,
             atomics: true,
             vendor: (0, 0),
+            lockable: u64::MAX,
             refuses: 0,
             statistics: Statistics::default(),
         }
@@ -357,7 +437,9 @@ pub struct Pair {
     pub cap: ibv_qp_cap,
     pub state: u32,
     pub peer: u32,
-    pub peer_nic: usize,
+    /// None if packets get lost on the way.
+    pub peer_nic: Option<usize>,
+    pub pkey: u16,
     pub rnr_retries: u8,
     pub jobs: VecDeque<Job>,
     pub receives: VecDeque<(u64, Vec<ibv_sge>)>,
@@ -475,6 +557,22 @@ impl Tree {
 
     pub fn write(&self, path: &str, text: &str) {
         fs::write(self.place(path), format!("{text}\n")).unwrap();
+    }
+
+    /// Writes an entry of a port's table of addresses.
+    pub fn gid(&self, nic: &str, index: u8, gid: Ipv6Addr, kind: &str) -> Ipv6Addr {
+        let port = format!("class/infiniband/{nic}/ports/1");
+        // As the kernel writes it, without compression.
+        let text = gid.segments().map(|segment| format!("{segment:04x}")).join(":");
+        self.write(&format!("{port}/gids/{index}"), &text);
+        self.write(&format!("{port}/gid_attrs/types/{index}"), kind);
+        gid
+    }
+
+    /// Writes an entry of a port's table of partition keys.
+    pub fn pkey(&self, nic: &str, index: u16, key: u16) -> u16 {
+        self.write(&format!("class/infiniband/{nic}/ports/1/pkeys/{index}"), &format!("{key:#06x}"));
+        key
     }
 
     pub fn link(&self, path: &str, target: &str) {

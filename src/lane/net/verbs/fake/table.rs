@@ -5,7 +5,6 @@
 
 use std::ffi::{c_char, c_int, c_void};
 use std::mem::zeroed;
-use std::net::Ipv6Addr;
 use std::os::fd::{BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
 use std::ptr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -210,8 +209,12 @@ unsafe extern "C" fn query_port(context: *mut ibv_context, port: u8, attr: *mut 
     // SAFETY: the caller's structure.
     let attr = unsafe { &mut *attr };
     let nic = &state(context).nics[open(context).nic];
+    if nic.gone {
+        return Errno::IO.raw_os_error();
+    }
     (attr.state, attr.active_mtu) = (nic.port, nic.mtu);
-    (attr.max_mtu, attr.link_layer) = (IBV_MTU_4096, IBV_LINK_LAYER_ETHERNET);
+    (attr.max_mtu, attr.link_layer, attr.lid) = (IBV_MTU_4096, nic.link, nic.lid);
+    attr.flags = if nic.needs_global_header { IBV_QPF_GRH_REQUIRED } else { 0 };
     0
 }
 
@@ -263,6 +266,11 @@ fn register(pd: *mut ibv_pd, at: usize, len: usize, base: u64, access: u32, mapp
     if *refuses > 0 {
         *refuses -= 1;
         return null(Errno::FAULT);
+    }
+    let nic_of = |region: &Region| state.contexts[&state.domains[&region.domain]].nic;
+    let locked: u64 = state.regions.values().filter(|region| nic_of(region) == nic).map(|r| r.len).sum();
+    if locked.saturating_add(len as u64) > state.nics[nic].lockable {
+        return null(Errno::NOMEM);
     }
     let key = state.number();
     state.regions.insert(key, Region { domain, base, at, len: len as u64, access, mapped });
@@ -451,7 +459,8 @@ unsafe extern "C" fn create_qp(pd: *mut ibv_pd, attr: *mut ibv_qp_init_attr) -> 
         cap,
         state: 0,
         peer: 0,
-        peer_nic: nic,
+        peer_nic: None,
+        pkey: 0,
         rnr_retries: 0,
         jobs: Default::default(),
         receives: Default::default(),
@@ -482,15 +491,18 @@ unsafe extern "C" fn modify_qp(qp: *mut ibv_qp, attr: *mut ibv_qp_attr, mask: c_
     // SAFETY: made by `create_qp`; the caller's structure.
     let (&ibv_qp { context, qp_num, .. }, attr) = unsafe { (&*qp, &*attr) };
     let mut state = state(context);
-    // SAFETY: a GID is its bytes.
-    let gid = Ipv6Addr::from(unsafe { attr.ah_attr.grh.dgid.raw });
-    let there = state.nics.iter().position(|nic| nic.gid == gid);
+    let from = open(context).nic;
+    let pkey = state.nics[from].pkeys.get(&attr.pkey_index).copied().filter(|&key| key & 0x7fff != 0);
+    let there = state.destination(from, &attr.ah_attr);
     let pair = state.pair(qp_num);
     match (pair.state, attr.qp_state, mask) {
-        (0, IBV_QPS_INIT, INIT) if attr.port_num == 1 => {}
-        (IBV_QPS_INIT, IBV_QPS_RTR, RTR) if attr.ah_attr.is_global == 1 => match there {
-            Some(nic) => (pair.peer, pair.peer_nic) = (attr.dest_qp_num, nic),
-            None => return Errno::NETUNREACH.raw_os_error(),
+        (0, IBV_QPS_INIT, INIT) if attr.port_num == 1 => match pkey {
+            Some(key) => pair.pkey = key,
+            None => return Errno::INVAL.raw_os_error(),
+        },
+        (IBV_QPS_INIT, IBV_QPS_RTR, RTR) => match there {
+            Ok(nic) => (pair.peer, pair.peer_nic) = (attr.dest_qp_num, nic),
+            Err(errno) => return errno.raw_os_error(),
         },
         (IBV_QPS_RTR, IBV_QPS_RTS, RTS) => pair.rnr_retries = attr.rnr_retry,
         (_, IBV_QPS_ERR, IBV_QP_STATE) => {

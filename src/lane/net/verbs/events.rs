@@ -1,0 +1,328 @@
+//! Events of NICs: what they report beside the completions of requests, and whom it concerns.
+//!
+//! ```text
+//!   port down ------------> up again within the grace: NICs send again, and nothing is lost
+//!                      '--> not: Nic { by: this rank }
+//!   queue pair lost ------> its connection: Connection { rank: its peer, by: this rank }
+//!   NIC lost, overflow ---> all connections of the NIC: Nic { by: this rank }
+//!   any other ------------> traced
+//! ```
+//!
+//! A thread of its own reads them: the progress thread may be busy for long. It takes no lock of a
+//! connection, because a rank that waits holds one until it sees that the world has failed. So a
+//! connection keeps the error of an event beside its state.
+//!
+//! **Flaps.** A port that goes down for some seconds is no fault: its NIC and those of its peers
+//! resend until retries end, which takes longer than the grace by default. So the rank whose port
+//! it is ends the world first, and names itself. Its peers could only name a connection.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::event::EventfdFlags;
+use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
+use rustix::io::Errno;
+
+use super::Context;
+use super::connection::Connection;
+use super::ffi::{
+    IBV_EVENT_CQ_ERR, IBV_EVENT_DEVICE_FATAL, IBV_EVENT_PORT_ACTIVE, IBV_EVENT_PORT_ERR,
+    IBV_EVENT_QP_ACCESS_ERR, IBV_EVENT_QP_FATAL, IBV_EVENT_QP_REQ_ERR, ibv_async_element, ibv_async_event,
+};
+use super::library::check_status;
+use super::nic::Nic;
+use crate::bootstrap::wait::{LONGEST, epoll_for, join};
+use crate::bootstrap::{Health, Thread, turn};
+use crate::error::{Cause, LaneError, VerbsError};
+use crate::lane::net::system;
+
+/// An event of a NIC.
+#[derive(Clone, Debug, PartialEq)]
+pub enum News {
+    /// A port carries traffic no more.
+    PortDown(u8),
+    /// It does again.
+    PortUp(u8),
+    /// A queue pair is lost: its number, and why.
+    QueuePair(u32, &'static str),
+    /// All of the NIC is lost.
+    Nic(VerbsError),
+    /// Any other, by its number in libibverbs.
+    Other(u32),
+}
+
+impl Context {
+    /// The next event of the NIC, if there is one. Does not wait.
+    ///
+    /// # Errors
+    /// [`VerbsError::Call`].
+    pub fn news(&self) -> Result<Option<News>, VerbsError> {
+        let mut event = ibv_async_event { element: ibv_async_element { port_num: 0 }, event_type: 0 };
+        // SAFETY: the context is open; the structure is as the call expects it.
+        let answer = unsafe { (self.functions().get_async_event)(self.raw(), &mut event) };
+        if let Err(errno) = check_status(answer) {
+            let nothing = [Errno::AGAIN, Errno::INTR].map(Errno::raw_os_error).contains(&errno);
+            return if nothing { Ok(None) } else { Err(self.failed("ibv_get_async_event", errno)) };
+        }
+        let news = self.explain(&event);
+        // SAFETY: the event just came; its object cannot be destroyed before this.
+        unsafe { (self.functions().ack_async_event)(&mut event) };
+        Ok(Some(news))
+    }
+
+    fn explain(&self, event: &ibv_async_event) -> News {
+        let nic = || self.name().to_owned();
+        // SAFETY: called for events of queue pairs, each of which lives until its event is
+        // acknowledged.
+        let lost = |why| News::QueuePair(unsafe { (*event.element.qp).qp_num }, why);
+        // SAFETY: called for events of ports.
+        let port = || unsafe { event.element.port_num } as u8;
+        match event.event_type {
+            IBV_EVENT_DEVICE_FATAL => News::Nic(VerbsError::NicLost { nic: nic() }),
+            IBV_EVENT_CQ_ERR => News::Nic(VerbsError::QueueOverflow { nic: nic() }),
+            IBV_EVENT_QP_FATAL => lost("the NIC reports a fatal error of it"),
+            IBV_EVENT_QP_REQ_ERR => lost("the peer sent an invalid request"),
+            IBV_EVENT_QP_ACCESS_ERR => lost("the peer aimed outside what is registered"),
+            IBV_EVENT_PORT_ERR => News::PortDown(port()),
+            IBV_EVENT_PORT_ACTIVE => News::PortUp(port()),
+            kind => News::Other(kind),
+        }
+    }
+}
+
+/// The thread that reads the events of a rank's NICs.
+#[derive(Debug)]
+pub struct EventThread {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    rank: u32,
+    nics: Vec<Watched>,
+    /// How long a port may be down.
+    grace: Duration,
+    health: Arc<Health>,
+    wake_fd: OwnedFd,
+    /// The thread's own descriptor, and those of the NICs.
+    poll_set: OwnedFd,
+    stop: AtomicBool,
+}
+
+/// A NIC, and the connections over it.
+#[derive(Debug)]
+struct Watched {
+    context: Arc<Context>,
+    port: u8,
+    connections: Mutex<Vec<Weak<Connection>>>,
+}
+
+impl EventThread {
+    /// Starts it for the NICs of a rank.
+    ///
+    /// # Errors
+    /// [`LaneError::System`].
+    pub fn start<'a>(
+        rank: u32,
+        nics: impl Iterator<Item = &'a Nic>,
+        grace: Duration,
+        health: &Arc<Health>,
+    ) -> Result<Self, LaneError> {
+        let watched = |nic: &Nic| {
+            let connections = Mutex::default();
+            Watched { context: Arc::clone(&nic.context), port: nic.path.port, connections }
+        };
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let wake_fd = rustix::event::eventfd(0, flags).map_err(system("eventfd"))?;
+        let poll_set = epoll::create(CreateFlags::CLOEXEC).map_err(system("epoll_create"))?;
+        let (nics, health, stop) = (nics.map(watched).collect(), Arc::clone(health), AtomicBool::new(false));
+        let shared = Arc::new(Shared { rank, nics, grace, health, wake_fd, poll_set, stop });
+        let contexts = shared.nics.iter().map(|nic| nic.context.as_fd());
+        for fd in contexts.chain([shared.wake_fd.as_fd()]) {
+            epoll::add(&shared.poll_set, fd, EventData::new_u64(0), EventFlags::IN)
+                .map_err(system("epoll_ctl"))?;
+        }
+        let reader = Arc::clone(&shared);
+        let thread = Thread::new("nics", rank, &shared.health).spawn(move || reader.run());
+        let thread =
+            thread.map_err(|e| LaneError::System { call: "clone", errno: e.raw_os_error().unwrap_or(0) })?;
+        Ok(EventThread { shared, thread: Some(thread) })
+    }
+
+    /// Blames a connection over a NIC, by its number, for what the NIC reports of its queue pair.
+    pub fn attach(&self, nic: usize, connection: &Arc<Connection>) {
+        let mut connections = self.shared.nics[nic].connections();
+        connections.retain(|connection| connection.strong_count() > 0);
+        connections.push(Arc::downgrade(connection));
+    }
+}
+
+impl Drop for EventThread {
+    fn drop(&mut self) {
+        // Before the wake-up, or the thread would sleep one more slice.
+        self.shared.stop.store(true, Ordering::Release);
+        let _ = rustix::io::write(&self.shared.wake_fd, &1u64.to_ne_bytes());
+        // This thread itself may be the last to drop a world, when it has found a fault.
+        if let Some(thread) = self.thread.take().filter(|t| t.thread().id() != std::thread::current().id()) {
+            join(thread);
+        }
+    }
+}
+
+impl Watched {
+    fn connections(&self) -> std::sync::MutexGuard<'_, Vec<Weak<Connection>>> {
+        self.connections.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Connections that are still there.
+    fn living(&self) -> Vec<Arc<Connection>> {
+        self.connections().iter().filter_map(Weak::upgrade).collect()
+    }
+}
+
+/// When the grace of each NIC's port ends; none while the port is up.
+type Outages = Vec<Option<Instant>>;
+
+impl Shared {
+    fn run(&self) {
+        let mut outages: Outages = vec![None; self.nics.len()];
+        while !self.stop.load(Ordering::Acquire) && self.health.check().is_ok() {
+            turn();
+            self.read(&mut outages);
+            let now = Instant::now();
+            self.expire(&outages, now);
+            let next = outages.iter().flatten().min();
+            let mut events = [Event { flags: EventFlags::empty(), data: EventData::new_u64(0) }; 8];
+            let limit = next.map_or(LONGEST, |until| until.saturating_duration_since(now));
+            epoll_for(&self.poll_set, &mut events, limit);
+        }
+    }
+
+    /// Reads all events.
+    fn read(&self, outages: &mut Outages) {
+        for (nic, outage) in self.nics.iter().zip(outages) {
+            loop {
+                match nic.context.news() {
+                    Ok(None) => break,
+                    Ok(Some(news)) => self.take(nic, outage, news, Instant::now()),
+                    Err(error) => return self.lose(nic, error),
+                }
+            }
+        }
+    }
+
+    fn take(&self, nic: &Watched, outage: &mut Option<Instant>, news: News, now: Instant) {
+        let name = nic.context.name();
+        match news {
+            News::PortDown(port) if port == nic.port => {
+                tracing::warn!(nic = name, port, grace = ?self.grace, "a port is down, perhaps for a moment");
+                // A port that is reported again is no longer down for that.
+                outage.get_or_insert(now + self.grace);
+            }
+            News::PortUp(port) if port == nic.port => {
+                tracing::info!(nic = name, port, "a port is up again");
+                *outage = None;
+            }
+            News::QueuePair(number, event) => self.lose_queue_pair(nic, number, event),
+            News::Nic(error) => self.lose(nic, error),
+            other => tracing::warn!(nic = name, event = ?other, "event of a NIC"),
+        }
+    }
+
+    /// Ends the world if the grace of a port is over.
+    fn expire(&self, outages: &Outages, now: Instant) {
+        for (nic, _) in self.nics.iter().zip(outages).filter(|(_, until)| until.is_some_and(|t| t <= now)) {
+            let (name, port) = (nic.context.name().to_owned(), nic.port);
+            self.lose(nic, VerbsError::PortDown { nic: name, port, state: "down" });
+        }
+    }
+
+    /// A NIC fails, whichever peers are at the other ends.
+    fn lose(&self, nic: &Watched, error: VerbsError) {
+        tracing::error!(rank = self.rank, %error, "a NIC failed");
+        nic.living().iter().for_each(|connection| connection.report(error.clone()));
+        self.health.fail(Cause::Nic { by: self.rank });
+    }
+
+    /// One queue pair fails. If its peer has left in peace, nothing did.
+    fn lose_queue_pair(&self, nic: &Watched, queue_pair: u32, event: &'static str) {
+        let name = nic.context.name();
+        let living = nic.living();
+        let Some(connection) = living.iter().find(|known| known.queue_pair() == queue_pair) else {
+            return tracing::warn!(nic = name, queue_pair, event, "event of a queue pair that is gone");
+        };
+        let (nic, peer) = (name.to_owned(), connection.peer_rank());
+        if self.health.is_absent(peer) {
+            return tracing::debug!(nic, queue_pair, event, "event of a queue pair whose peer has left");
+        }
+        let error = VerbsError::QueuePairLost { nic, queue_pair, peer, event };
+        tracing::error!(rank = self.rank, %error, "a connection failed");
+        connection.report(error);
+        self.health.fail(Cause::Connection { rank: peer, by: self.rank });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::lane::net::verbs::Settings;
+    use crate::lane::net::verbs::fake::Fabric;
+
+    const GRACE: Duration = Duration::from_secs(5);
+
+    fn shared(fabric: &Arc<Fabric>) -> Shared {
+        let nic = fabric.nic("a", &Settings::default());
+        let nics = vec![Watched { context: nic.context, port: 1, connections: Mutex::default() }];
+        let wake_fd = rustix::event::eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        let poll_set = epoll::create(CreateFlags::CLOEXEC).unwrap();
+        let (health, stop) = (Arc::default(), AtomicBool::new(false));
+        Shared { rank: 3, nics, grace: GRACE, health, wake_fd, poll_set, stop }
+    }
+
+    #[test]
+    fn a_port_that_comes_back_within_the_grace_is_no_fault() {
+        let fabric = Fabric::new(&["a"]);
+        let (shared, mut outages) = (shared(&fabric), vec![None]);
+        fabric.port_down("a");
+        shared.read(&mut outages);
+        let until = outages[0].unwrap();
+        shared.expire(&outages, until - Duration::from_nanos(1));
+        fabric.port_up("a");
+        shared.read(&mut outages);
+        assert_eq!(outages, [None]);
+        shared.expire(&outages, until + GRACE);
+        assert_eq!(shared.health.check(), Ok(()));
+    }
+
+    #[test]
+    fn a_port_that_stays_down_is_the_fault_of_its_own_rank_when_the_grace_ends() {
+        let fabric = Fabric::new(&["a"]);
+        let (shared, mut outages) = (shared(&fabric), vec![None]);
+        let before = Instant::now();
+        fabric.port_down("a");
+        shared.read(&mut outages);
+        let until = outages[0].unwrap();
+        assert!(until >= before + GRACE);
+        // Reported once more, it does not get more time.
+        fabric.port_down("a");
+        shared.read(&mut outages);
+        assert_eq!(outages, [Some(until)]);
+        shared.expire(&outages, until);
+        assert_eq!(shared.health.check(), Err(Cause::Nic { by: 3 }));
+    }
+
+    #[test]
+    fn another_port_and_other_events_are_traced_alone() {
+        let fabric = Fabric::new(&["a"]);
+        let shared = shared(&fabric);
+        let (mut outage, nic) = (None, &shared.nics[0]);
+        for news in [News::PortDown(2), News::Other(18), News::QueuePair(7, "gone")] {
+            shared.take(nic, &mut outage, news, Instant::now());
+        }
+        assert_eq!((outage, shared.health.check()), (None, Ok(())));
+    }
+}

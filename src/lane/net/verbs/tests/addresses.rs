@@ -1,0 +1,138 @@
+//! Addresses and partitions, over fake NICs that refuse or lose what hardware refuses or loses.
+
+use super::*;
+
+/// Ranks 0 and 1 over NICs `a` and `b` of InfiniBand, of these LIDs and GIDs.
+fn infiniband(ends: [(u16, &str); 2]) -> Arc<Fabric> {
+    let fabric = Fabric::new(&["a", "b"]);
+    for (nic, (lid, gid)) in ["a", "b"].into_iter().zip(ends) {
+        fabric.infiniband(nic, lid, gid);
+    }
+    fabric
+}
+
+/// Whether a write of `a` lands at `b`, and one of `b` at `a`.
+fn both_ways(fabric: &Arc<Fabric>) -> [bool; 2] {
+    let (a, b) = connected(fabric, &Settings::default(), CAPS);
+    [(&a, &b), (&b, &a)].map(|(from, to)| {
+        from.memory.fill(0, &[7]);
+        write(from, to.place(9));
+        to.memory.words()[9] == 7
+    })
+}
+
+#[test]
+fn ports_of_one_subnet_are_reached_by_lid() {
+    let fabric = infiniband([(3, "fe80::3"), (4, "fe80::4")]);
+    assert_eq!(both_ways(&fabric), [true, true]);
+    assert_eq!(fabric.nic("a", &Settings::default()).path.gid_index, 0);
+}
+
+#[test]
+fn a_port_that_requires_the_global_header_gets_it_from_and_sends_it_to_all() {
+    for requires in [&["a"][..], &["b"], &["a", "b"]] {
+        let fabric = infiniband([(3, "fe80::3"), (4, "fe80::4")]);
+        requires.iter().for_each(|nic| fabric.change(nic, |nic| nic.needs_global_header = true));
+        assert_eq!(both_ways(&fabric), [true, true], "{requires:?}");
+    }
+}
+
+#[test]
+fn a_port_of_another_subnet_is_reached_by_the_flid_of_its_switch() {
+    let fabric = infiniband([(3, "fec0:0:a001:7::3"), (3, "fec0:0:a002:8::4")]);
+    assert_eq!(both_ways(&fabric), [true, true]);
+    // One subnet behind two switches: no router between them.
+    let fabric = infiniband([(3, "fec0:0:a001:7::3"), (4, "fec0:0:a002:7::4")]);
+    assert_eq!(both_ways(&fabric), [true, true]);
+}
+
+#[test]
+fn what_is_sent_to_another_lid_is_lost() {
+    let fabric = infiniband([(3, "fe80::3"), (4, "fe80::4")]);
+    let (a, b) = (
+        End::new(&fabric, "a", 1, &Settings::default(), CAPS),
+        End::new(&fabric, "b", 0, &Settings::default(), CAPS),
+    );
+    a.pair.connect(&Endpoint { lid: 9, ..b.pair.endpoint() }).unwrap();
+    b.pair.connect(&a.pair.endpoint()).unwrap();
+    assert_eq!(write(&a, b.place(0)), []);
+    fabric.give_up();
+    assert_eq!(a.poll(), [(1, failed(CompletionStatus::RetriesExceeded, 12))]);
+}
+
+#[test]
+fn the_first_full_member_is_used_wherever_it_stands() {
+    let fabric = infiniband([(3, "fe80::3"), (4, "fe80::4")]);
+    fabric.partition("a", 0, 0x7fff);
+    fabric.partition("a", 4, 0x8012);
+    fabric.partition("b", 0, 0x8012);
+    assert_eq!(both_ways(&fabric), [true, true]);
+    let path = fabric.nic("a", &Settings::default()).path;
+    assert_eq!((path.pkey_index, path.pkey), (4, 0x8012));
+}
+
+#[test]
+fn ranks_of_different_partitions_are_told_before_a_packet_is_lost() {
+    let fabric = infiniband([(3, "fe80::3"), (4, "fe80::4")]);
+    fabric.partition("b", 0, 0x8012);
+    let settings = Settings::default();
+    let (a, b) = (End::new(&fabric, "a", 1, &settings, CAPS), End::new(&fabric, "b", 0, &settings, CAPS));
+    let differ = |nic: &str, peer, mine, theirs| {
+        Err(VerbsError::PartitionsDiffer { nic: nic.into(), peer, mine, theirs })
+    };
+    assert_eq!(a.pair.connect(&b.pair.endpoint()), differ("a", 1, 0xffff, 0x8012));
+    assert_eq!(b.pair.connect(&a.pair.endpoint()), differ("b", 0, 0x8012, 0xffff));
+}
+
+#[test]
+fn an_empty_entry_of_a_table_is_refused() {
+    let fabric = Fabric::new(&["a", "b"]);
+    let nic = fabric.nic("a", &Settings::default());
+    let domain = ProtectionDomain::create(&nic.context).unwrap();
+    let queue = CompletionQueue::create(&nic.context, 64).unwrap();
+    let queues = Queues { send: &queue, receive: &queue };
+    let create = |path: &super::super::Path| QueuePair::create(&domain, queues, CAPS, path, 1);
+    let refused = |call: &'static str| Some(nic.context.failed(call, Errno::INVAL.raw_os_error()));
+    let elsewhere = super::super::Path { pkey_index: 3, ..nic.path };
+    assert_eq!(create(&elsewhere).err(), refused("ibv_modify_qp to INIT"));
+    let there = End::new(&fabric, "b", 0, &Settings::default(), CAPS).pair.endpoint();
+    let elsewhere = super::super::Path { gid_index: 3, ..nic.path };
+    let error = create(&elsewhere).unwrap().connect(&there).unwrap_err();
+    assert!(matches!(error, VerbsError::NoRoute { errno, .. } if errno == Errno::INVAL.raw_os_error()));
+}
+
+#[test]
+fn an_address_of_the_wanted_subnet_is_used_on_every_nic() {
+    let fabric = Fabric::new(&["a", "b"]);
+    fabric.address("a", 5, "::ffff:10.9.0.1", "eth0.9");
+    fabric.address("b", 3, "::ffff:10.9.0.2", "eth1.9");
+    let settings = Settings { subnets: vec!["10.9.0.0/16".parse().unwrap()], ..Settings::default() };
+    let (a, b) = connected(&fabric, &settings, CAPS);
+    assert_eq!((a.nic.path.gid_index, b.nic.path.gid_index), (5, 3));
+    a.memory.fill(0, &[7]);
+    write(&a, b.place(0));
+    assert_eq!(b.memory.words()[0], 7);
+    let report = a.nic.to_string();
+    assert!(report.contains("10.9.0.1 (GID 5 of eth0.9), partition 0xffff (index 0)"), "{report}");
+    let nowhere = Settings { subnets: vec!["10.8.0.0/16".parse().unwrap()], ..naming(&["b"]) };
+    let outside = VerbsError::NoGidInSubnets { nic: "b".into(), port: 1 };
+    assert_eq!(opened(&fabric, &nowhere, 0), Err(outside));
+}
+
+#[test]
+fn a_survey_names_the_nic_of_each_rank_as_the_lane_reports_it_and_those_left_out() {
+    let fabric = Fabric::new(&["a", "b", "c"]);
+    fabric.change("a", |nic| nic.port = 1);
+    let survey = |settings: &Settings| NicSurvey::of(&fabric.ground(settings.clone()));
+    let named = fabric.nic("b", &Settings::default()).to_string();
+    let seen = survey(&Settings::default()).unwrap();
+    let down = VerbsError::PortDown { nic: "a".into(), port: 1, state: "down" };
+    assert_eq!(seen.left_out, [("a".to_owned(), down.to_string())]);
+    // Without a GPU, the first rank stands for all.
+    assert!(
+        matches!(&seen.ranks[..], [nics] if nics[0].starts_with("b port 1, 10.0.0.2 (GID 1)")),
+        "{seen:?}"
+    );
+    assert_eq!(survey(&naming(&["b"])).unwrap().ranks, [[named]]);
+    assert_eq!(survey(&naming(&["a"])), Err(down));
+}
