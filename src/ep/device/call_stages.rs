@@ -40,9 +40,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::REFUSED;
+use super::dispatch_planner::Planner;
 use super::dispatch_stages::Landing;
 use super::memory::{Extent, MemoryShape, StreamFlag};
-use super::planning::Planner;
 use super::shared_state::Session;
 use super::watchdog::Watch;
 use crate::device::{ChoiceFault, DeviceRange, Event, Kernels, Stream};

@@ -13,11 +13,11 @@
 //!
 //! | module | subject |
 //! |---|---|
-//! | `exchange`, `backward`, `handle` | calls of an instance that the host lays out, and their results |
+//! | `enqueued_exchange`, `enqueued_backward`, `enqueued_results` | calls of an instance that the host lays out, and their results |
 //! | `call_stages`, `dispatch_stages` | stages of these calls, by the programs of [`schedule`](crate::schedule) |
-//! | `node_sums` | sums that relays make of the rows of their node |
-//! | `planning` | who plans a dispatch: the device where counts are enough for the host, else the host |
-//! | `shared_state`, `memory`, `default_heap`, `setup` | what never changes, layout and pool, its default size, and how they are made |
+//! | `enqueued_node_sums` | sums that relays make of the rows of their node |
+//! | `dispatch_planner` | who plans a dispatch: the device where counts are enough for the host, else the host |
+//! | `shared_state`, `memory`, `default_heap`, `enqueued_setup` | what never changes, layout and pool, its default size, and how they are made |
 //! | `heap_allocator` | memory of the pool for allocators of other libraries |
 //! | `slots` | fixed slots, or a budget that graphs hold: every address is a constant, so the stream carries a call out alone |
 //! | `transport` | how rows cross between nodes: from device to device, or by pinned memory of the host |
@@ -54,17 +54,17 @@
 //! order, and a kernel puts what arrived into visible order.
 //! [`EnqueueCounts`](crate::exec::EnqueueCounts) counts all of them.
 
-mod backward;
 mod call_stages;
 mod default_heap;
+mod dispatch_planner;
 mod dispatch_stages;
-mod exchange;
-mod handle;
+mod enqueued_backward;
+mod enqueued_exchange;
+mod enqueued_node_sums;
+mod enqueued_results;
+mod enqueued_setup;
 mod heap_allocator;
 mod memory;
-mod node_sums;
-mod planning;
-mod setup;
 mod shared_state;
 pub(super) mod slots;
 #[cfg(test)]
@@ -75,10 +75,10 @@ mod watchdog;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 pub(crate) use default_heap::HeapLoad;
-pub(super) use exchange::{EnqueuedCombine, EnqueuedExchange};
-pub(super) use handle::{EnqueuedDispatch, EnqueuedHandle, EnqueuedOutput, EnqueuedRows};
+pub(super) use enqueued_exchange::{EnqueuedCombine, EnqueuedExchange};
+pub(super) use enqueued_results::{EnqueuedDispatch, EnqueuedHandle, EnqueuedOutput, EnqueuedRows};
+pub(super) use enqueued_setup::EnqueuedSettings;
 pub use heap_allocator::HeapAllocator;
-pub(super) use setup::EnqueuedSettings;
 pub(super) use shared_state::EnqueuedTokens;
 
 /// A flag's value, less one, that says: my caller's input was refused. No number of tokens is so

@@ -1,6 +1,6 @@
 //! A chunk on its way through experts: its rows, and what gradients of weights need of it.
 
-use super::memory::DeviceTensor;
+use super::device_memory::DeviceTensor;
 use crate::device::{ByteSpan, GroupSegments};
 
 /// Rows of all experts, `[rows, hidden]`, in the type of the products' factors.

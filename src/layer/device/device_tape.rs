@@ -1,8 +1,8 @@
 //! Tape of a forward pass on a device.
 
 use super::chunk::DeviceSegments;
-use super::experts::{RoutedSaved, SharedSaved};
-use super::memory::{DeviceTensor, span};
+use super::device_experts::{RoutedSaved, SharedSaved};
+use super::device_memory::{DeviceTensor, span};
 use crate::device::{ByteSpan, DeviceRange, GroupSegments};
 use crate::ep::{ExpertRows, Handle};
 use crate::error::DeviceError;

@@ -4,10 +4,10 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::chunk::{DeviceChunk, Differentials};
+use super::device_experts::{RoutedSaved, SharedSaved};
+use super::device_memory::{DeviceTensor, HostStaging, span};
+use super::device_moe::Placed;
 use super::device_tape::{ChunkTape, FactorRows, Made};
-use super::experts::{RoutedSaved, SharedSaved};
-use super::memory::{DeviceTensor, HostStaging, span};
-use super::moe::Placed;
 use super::{DeviceMoeLayer, DeviceTape};
 use crate::device::{AccumulateArgs, ByteSpan, DeviceRange, MatmulArgs, MatmulShape, Stream};
 use crate::dtype::Dtype;

@@ -1,6 +1,6 @@
 //! Rows of all chunks in the order in which gradients of weights are added up.
 
-use super::memory::{DeviceTensor, HostStaging};
+use super::device_memory::{DeviceTensor, HostStaging};
 use super::products::Compute;
 use crate::device::{ByteSpan, GatherRun, GatherRuns, GroupSegments};
 use crate::error::{DeviceError, Error};

@@ -2,7 +2,7 @@
 //! its order.
 
 use super::chunk::{DeviceSegments, Differentials, Inner};
-use super::memory::{DeviceTensor, from};
+use super::device_memory::{DeviceTensor, from};
 use super::products::Compute;
 use super::weights::Sizes;
 use crate::device::{ByteSpan, DeviceRange, MatmulArgs, MatmulShape};

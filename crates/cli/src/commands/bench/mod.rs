@@ -15,7 +15,7 @@
 //! The ranks of `sidelane trace` are started in the same way and make the same calls, on the same
 //! [`Layer`].
 
-mod all_to_all;
+mod call_baselines;
 mod chain;
 mod collectivex;
 mod config;
@@ -30,9 +30,9 @@ use clap::Args;
 use serde::{Deserialize, Serialize};
 
 use crate::baselines::Folder;
+use crate::command::Command;
 use crate::commands::launch::MachineArgs;
 use crate::error::CliError;
-use crate::frame::Command;
 use crate::ranks::{self, Assignment, Files, RankMemory, Sizes};
 
 pub use config::{ConditionArgs, Config, RowType};

@@ -15,7 +15,7 @@ use sidelane_verify::reference;
 
 use super::Task;
 use super::bench::{Gpu, Timer};
-use super::exchange::on_nodes;
+use super::expert_parallel::on_nodes;
 use super::report::{About, Checks};
 use crate::error::CliError;
 use crate::ranks;

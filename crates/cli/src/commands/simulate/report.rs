@@ -8,8 +8,8 @@ use super::layer::{self, Layered, Products};
 use super::sensitivity::{self, Assumption, Outcome};
 use super::{Conditions, MetadataWith, ReceiveKind, Task, Variant};
 use crate::chart::{Chart, Curve, Panel, Point};
+use crate::command;
 use crate::error::CliError;
-use crate::frame;
 use crate::table::{self, time, time_ns, volume};
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -50,7 +50,7 @@ impl Report {
     pub fn new(task: &Task) -> Result<Self, CliError> {
         let mut sizes = vec![task.conditions.nodes];
         sizes.extend(task.nodes_of_picture().filter(|&nodes| nodes != task.conditions.nodes));
-        let bar = frame::progress(0, sizes.len() as u64).with_message("groups");
+        let bar = command::progress(0, sizes.len() as u64).with_message("groups");
         let assumptions = Assumption::of(&task.hardware);
         let (mut groups, mut sensitivity) = (Vec::new(), Vec::new());
         for (nth, &nodes) in sizes.iter().enumerate() {
@@ -172,7 +172,7 @@ impl Group {
     }
 }
 
-impl frame::Report for Report {
+impl command::Report for Report {
     fn text(&self) -> String {
         let Conditions { nodes, ranks_per_node, tokens, top_k, hidden, dtype, metadata_with, mode, .. } =
             &self.config;
@@ -251,7 +251,7 @@ pub fn draw(report: &Report) -> String {
 #[cfg(test)]
 pub mod tests {
     use super::*;
-    use crate::frame::tests::{assert_page, parsed};
+    use crate::command::tests::{assert_page, parsed};
     use crate::svg::tests::elements;
 
     /// The report of a command line.

@@ -18,7 +18,7 @@ use std::sync::Arc;
 
 use super::call::{Flight, HostCall, Lent, Workspace, options, sort};
 use super::gather::Gather;
-use super::handle::{HostHandle, HostInput, HostRows, Inner, check_tensor, elements};
+use super::host_results::{HostHandle, HostInput, HostRows, Inner, check_tensor, elements};
 use super::{Source, Target};
 use crate::ep::builder::Spec;
 use crate::ep::state::{CHUNKS, EpState, ReceiveMemory, RowMemory};

@@ -4,8 +4,8 @@
 //! of pads is undefined, and nothing reads it.
 
 use super::chunk::{DeviceChunk, DeviceSegments, Differentials};
+use super::device_memory::{DeviceTensor, HostStaging, from};
 use super::gathered::{Gathered, Rows};
-use super::memory::{DeviceTensor, HostStaging, from};
 use super::products::Compute;
 use super::swiglu_bf16::Bf16Saved;
 use super::swiglu_f32::{F32Saved, F32Weights, Which};

@@ -5,11 +5,11 @@
 use std::sync::Arc;
 
 use super::SlotExchange;
-use super::exchange::{CallState, DEAD, FLAGS, LoweredCall, SlotState};
-use super::expand::{Expansion, ExpansionLayout};
-use super::handle::Facts;
-use super::layout::{Tables, WindowLayout, Windows};
+use super::expansion::{Expansion, ExpansionLayout};
 use super::proxy::{Back, Proxy, ProxyRequest, Work};
+use super::slot_exchange::{CallState, DEAD, FLAGS, LoweredCall, SlotState};
+use super::slot_memory::{Tables, WindowLayout, Windows};
+use super::slot_results::Facts;
 use crate::device::{Context, Kernels, Priority, Stream};
 use crate::ep::LaneUse;
 use crate::ep::builder::Spec;

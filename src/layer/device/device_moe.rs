@@ -4,9 +4,9 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::chunk::DeviceSegments;
+use super::device_experts::{DeviceSwiGlu, Returned};
+use super::device_memory::{DeviceTensor, HostStaging, span};
 use super::device_tape::FactorRows;
-use super::experts::{DeviceSwiGlu, Returned};
-use super::memory::{DeviceTensor, HostStaging, span};
 use super::products::Compute;
 use crate::device::{ByteSpan, DeviceRange, Stream};
 use crate::dtype::Dtype;

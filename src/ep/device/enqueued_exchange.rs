@@ -15,10 +15,10 @@ use std::time::{Duration, Instant};
 
 use super::REFUSED;
 use super::call_stages::Enqueuer;
-use super::handle::{EnqueuedDispatch, EnqueuedHandle, EnqueuedOutput, EnqueuedRows, Lease};
+use super::dispatch_planner::Planner;
+use super::enqueued_results::{EnqueuedDispatch, EnqueuedHandle, EnqueuedOutput, EnqueuedRows, Lease};
 use super::heap_allocator::HeapAllocator;
 use super::memory::{Extent, MemoryShape, StreamFlag};
-use super::planning::Planner;
 use super::shared_state::{EnqueuedTokens, Session};
 use super::transport::RowTransport;
 use super::watchdog::WaitBreaker;

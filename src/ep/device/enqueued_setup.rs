@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::call_stages::{CallerStream, Enqueuer, Kept, Scratch};
 use super::default_heap::HeapLoad;
-use super::exchange::{EnqueuedExchange, Parts};
+use super::enqueued_exchange::{EnqueuedExchange, Parts};
 use super::memory::{DevicePool, MemoryShape, Progress, StreamFlag};
 use super::next_instance;
 use super::shared_state::{DispatchContext, Session};

@@ -1,4 +1,4 @@
-//! The frame of every command.
+//! A command: its interface, its reports, and what all commands write and draw.
 //!
 //! ```text
 //!   main.rs: one line a command
