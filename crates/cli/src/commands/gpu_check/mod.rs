@@ -28,20 +28,18 @@
 
 mod activity;
 mod audit;
-mod bench;
-mod blocks;
 mod calibrate;
 mod costs;
 mod driver;
 mod expert_parallel;
 mod expert_products;
+mod gpu;
 mod interference;
+mod kernel_work;
 mod kernels;
-mod products;
 mod rates;
 mod report;
 mod waiting;
-mod wheels;
 
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader};
@@ -159,8 +157,8 @@ impl command::Command for GpuCheckArgs {
             Part::Conformance => expert_parallel::conformance(&task, &mut checks),
             Part::Audit => audit::run(&task, &mut checks),
             Part::Activity => activity::run(&task, &mut checks),
-            Part::Interference => interference::run(&task, &mut checks),
-            Part::Blocks => blocks::run(&task, &mut checks),
+            Part::Interference => interference::transfers(&task, &mut checks),
+            Part::Blocks => interference::kernels(&task, &mut checks),
             Part::Costs => costs::run(&task, &mut checks),
             Part::Rates => rates::run(&task, &mut checks),
         };

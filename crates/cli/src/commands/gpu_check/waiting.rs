@@ -50,7 +50,7 @@ use sidelane::device::{
 use sidelane::error::DeviceError;
 use sidelane_testkit::device::whole;
 
-use super::bench::Gpu;
+use super::gpu::Gpu;
 use super::report::{About, Answer, Checks};
 use super::{Part, Process, Task};
 use crate::command;
