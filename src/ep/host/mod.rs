@@ -14,10 +14,10 @@
 mod call;
 #[cfg(test)]
 mod footprints;
-mod gather;
+mod gather_dispatch;
 mod host_exchange;
 mod host_results;
-mod offload;
+mod relay_thread;
 
 use crate::dtype::Dtype;
 use crate::error::Error;

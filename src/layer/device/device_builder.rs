@@ -13,7 +13,7 @@ use crate::ep::{ExpertParallelBuilder, HeapLoad};
 use crate::error::{Error, LayerError};
 use crate::gate::Gate;
 use crate::layer::builder::next_instance;
-use crate::layer::router::Losses;
+use crate::layer::router_step::Losses;
 use crate::layer::{Experts, GroupedSwiGlu, MoeLayerBuilder};
 use crate::overlap::StreamPool;
 use crate::plan::ExpertMap;

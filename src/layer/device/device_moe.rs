@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::chunk::DeviceSegments;
+use super::chunk_rows::DeviceSegments;
 use super::device_experts::{DeviceSwiGlu, Returned};
 use super::device_memory::{DeviceTensor, HostStaging, span};
 use super::device_tape::FactorRows;
@@ -14,7 +14,7 @@ use crate::ep::{ExpertOutput, ExpertParallel, ExpertRows, Handle, Place, RowColl
 use crate::error::{CallKind, DeviceError, Error, PlanError};
 use crate::gate::{Gate, GateConfig};
 use crate::layer::moe::{Plan, cause_of, refused_alike};
-use crate::layer::router::Losses;
+use crate::layer::router_step::Losses;
 use crate::overlap::{CudaExecutor, Graph, StreamPool};
 use crate::world::WorldState;
 

@@ -15,7 +15,7 @@ use crate::gate::ScoreFunction;
 use crate::layer::Input;
 use crate::layer::moe::Plan;
 use crate::layer::pass_order::{self, ForwardOps};
-use crate::layer::router::{GateOptions, Gated};
+use crate::layer::router_step::{GateOptions, Gated};
 use crate::overlap::Handoff;
 
 /// The tokens as f32, their choices, and these on the device.

@@ -6,7 +6,7 @@
 //!                        ^                    |                                  ^
 //!   caller's stream    x w        ..........  |  experts 0, experts 1 .. sum     | ...  of router, of x
 //!                                             v   ^            |       ^
-//!   transfer stream                   d0, d1, d2 ........     c0, c1 ..                 the graph of `pipeline`, by the CUDA executor
+//!   transfer stream                   d0, d1, d2 ........     c0, c1 ..                 the graph of `pass_order`, by the CUDA executor
 //! ```
 //!
 //! It is the graph of the host's layer, enqueued by
@@ -31,7 +31,7 @@
 //! **Faults.** What one rank cannot bring is refused on all, as on the host. A device that fails
 //! ends the world.
 
-mod chunk;
+mod chunk_rows;
 mod device_builder;
 mod device_experts;
 mod device_memory;
@@ -39,7 +39,6 @@ mod device_moe;
 mod device_tape;
 mod enqueue_backward;
 mod enqueue_forward;
-mod gathered;
 mod products;
 mod swiglu_bf16;
 mod swiglu_f32;

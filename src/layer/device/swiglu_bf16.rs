@@ -20,7 +20,7 @@
 
 use std::sync::Arc;
 
-use super::chunk::{DeviceSegments, Differentials, Inner};
+use super::chunk_rows::{DeviceSegments, Differentials, Inner};
 use super::device_memory::{DeviceTensor, from};
 use super::products::Compute;
 use super::weights::Sizes;

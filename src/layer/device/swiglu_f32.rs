@@ -1,7 +1,7 @@
 //! SwiGLU in f32, with the products and sums of [`GroupedSwiGlu`](crate::layer::GroupedSwiGlu), in
 //! its order.
 
-use super::chunk::{DeviceSegments, Differentials, Inner};
+use super::chunk_rows::{DeviceSegments, Differentials, Inner};
 use super::device_memory::{DeviceTensor, from};
 use super::products::Compute;
 use super::weights::Sizes;

@@ -14,7 +14,7 @@ use crate::device::{Context, Kernels, Priority, Stream};
 use crate::ep::LaneUse;
 use crate::ep::builder::Spec;
 use crate::ep::device::next_instance;
-use crate::ep::device::transport::{RowTransport, TransportSizes};
+use crate::ep::device::row_transport::{RowTransport, TransportSizes};
 use crate::ep::device::watchdog::{BypassStream, DeviceFlagWriter, POISON, WaitBreaker};
 use crate::error::{DeviceError, Error, LaneError, MemoryError, PlanError};
 use crate::exec::{Lowered, PeerWindows, ProxyOps};

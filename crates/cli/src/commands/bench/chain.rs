@@ -17,7 +17,7 @@ use sidelane::{Error, Window};
 use sidelane_testkit::chain::Chain;
 use sidelane_verify::reference::Real;
 
-use super::layer::Layer;
+use super::checked_layer::Layer;
 use crate::command;
 use crate::error::CliError;
 use crate::ranks;

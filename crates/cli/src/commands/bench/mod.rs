@@ -17,9 +17,9 @@
 
 mod call_baselines;
 mod chain;
+mod checked_layer;
 mod collectivex;
 mod config;
-mod layer;
 mod rank;
 mod report;
 
@@ -35,8 +35,8 @@ use crate::commands::launch::MachineArgs;
 use crate::error::CliError;
 use crate::ranks::{self, Assignment, Files, RankMemory, Sizes};
 
+pub use checked_layer::{CALLS, EVENTS, Layer, Verdict, record, share, write_trace};
 pub use config::{ConditionArgs, Config, RowType};
-pub use layer::{CALLS, EVENTS, Layer, Verdict, record, share, write_trace};
 
 #[cfg(test)]
 pub use report::tests::sample;

@@ -19,9 +19,9 @@ use sidelane_verify::reference::{Real, Reference};
 
 use super::call_baselines::{self, Baselines};
 use super::chain;
+use super::checked_layer::{self, Layer, Verdict, write_trace};
 use super::collectivex;
 use super::config::{Config, Kind};
-use super::layer::{self, Layer, Verdict, write_trace};
 use super::report::{FirstCall, InterNode, Lanes, Pass, Report, RunConfig, Volume};
 use super::{BenchArgs, Task};
 use crate::baselines::{Field, Folder};
@@ -86,7 +86,7 @@ fn run<E: Real>(task: &Task, files: &Files) -> Result<Option<Report>, CliError> 
         layer.combine_and_check(&y, &handle)?;
     }
     if task.records {
-        let timelines = layer::record(&mut layer, &y)?;
+        let timelines = checked_layer::record(&mut layer, &y)?;
         if let (Some(path), 0) = (&files.trace, layer.world.rank()) {
             write_trace(path, layer.world.nodes(), &timelines)?;
         }

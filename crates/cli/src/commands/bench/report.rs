@@ -10,8 +10,8 @@ use sidelane::topology::Route;
 
 use super::call_baselines::Baselines;
 use super::chain::ChainReport;
+use super::checked_layer::Verdict;
 use super::config::{Config, ReceiveKind};
-use super::layer::Verdict;
 use super::rank::Nics;
 use crate::command;
 use crate::machines::Hosts;

@@ -8,7 +8,7 @@
 //! ```
 
 mod calibrate;
-mod layer;
+mod layer_time;
 mod report;
 mod sensitivity;
 

@@ -4,7 +4,7 @@
 use serde::Serialize;
 use sidelane_model::time::{Hardware, PhaseTime, Place, Placed, RankWork, Timing};
 
-use super::layer::{self, Layered, Products};
+use super::layer_time::{self, Layered, Products};
 use super::sensitivity::{self, Assumption, Outcome};
 use super::{Conditions, MetadataWith, ReceiveKind, Task, Variant};
 use crate::chart::{Chart, Curve, Panel, Point};
@@ -64,7 +64,7 @@ impl Report {
             bar.inc(1);
         }
         bar.finish_and_clear();
-        let ways = layer::all(task)?;
+        let ways = layer_time::all(task)?;
         let layer = (!ways.is_empty()).then(|| Layer { products: Products::of(task.args), variants: ways });
         Ok(Report {
             config: task.conditions.clone(),
@@ -199,7 +199,7 @@ impl command::Report for Report {
             ("hardware", format!("{}: {}", self.hardware.name, rates(&self.hardware))),
             ("assumed", self.hardware.assumed().join(", ")),
         ]);
-        let layer = self.layer.as_ref().map(|layer| layer::text(&layer.products, &layer.variants));
+        let layer = self.layer.as_ref().map(|layer| layer_time::text(&layer.products, &layer.variants));
         let sensitivity = match &self.sensitivity[..] {
             [] => String::new(),
             outcomes => format!("\n\n{}", sensitivity::text(outcomes)),

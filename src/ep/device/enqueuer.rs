@@ -41,9 +41,9 @@ use std::sync::atomic::Ordering;
 
 use super::REFUSED;
 use super::dispatch_planner::Planner;
-use super::dispatch_stages::Landing;
+use super::enqueued_dispatch::Landing;
 use super::memory::{Extent, MemoryShape, StreamFlag};
-use super::shared_state::Session;
+use super::session::Session;
 use super::watchdog::Watch;
 use crate::device::{ChoiceFault, DeviceRange, Event, Kernels, Stream};
 use crate::dtype::Dtype;

@@ -28,8 +28,8 @@
 //! arrived rows into visible order, by an index that every enqueuer finds from what all ranks have
 //! published: the counts of its local peers, and the headers of their blocks.
 
-use super::call_stages::{CallerStream, DeviceCall, Enqueuer, Header, Kept, Scratch};
 use super::dispatch_planner::Planner;
+use super::enqueuer::{CallerStream, DeviceCall, Enqueuer, Header, Kept, Scratch};
 use super::memory::Extent;
 use crate::device::{DeviceRange, RunArgs};
 use crate::dtype::Dtype;
