@@ -221,7 +221,6 @@ pub struct ExactWork {
 impl ExactWork {
     pub fn new(rows: &SlotWork, gpu: &Gpu) -> Result<Self, CliError> {
         let choices = rows.tokens * TOP_K;
-        let words = |count: u32, word: &dyn Fn(u32) -> i32| gpu.put_each(&rows.stream, count, word);
         // Each choice of a token is of another expert, since steps are odd.
         let expert = |at: u32| expert_of(at / TOP_K, at % TOP_K, EXACT_EXPERTS);
         // Choices lie by expert, as those that landed do: any row of each token, once.
@@ -231,14 +230,15 @@ impl ExactWork {
         by_expert.iter().zip(0..).for_each(|(&at, row)| place[at as usize] = row);
         Ok(ExactWork {
             choices,
-            ids: words(choices, &|at| expert(at) as i32)?,
-            own_bin: words(EXACT_EXPERTS, &|expert| expert as i32)?,
-            rank_of: words(EXACT_EXPERTS, &|expert| (expert / (EXACT_EXPERTS / RANKS)) as i32)?,
+            ids: gpu.put_each(&rows.stream, choices, |at| expert(at) as i32)?,
+            own_bin: gpu.put_each(&rows.stream, EXACT_EXPERTS, |expert| expert as i32)?,
+            rank_of: gpu
+                .put_each(&rows.stream, EXACT_EXPERTS, |expert| (expert / (EXACT_EXPERTS / RANKS)) as i32)?,
             per_expert: gpu.memory(u64::from(EXACT_EXPERTS) * 4)?,
             per_rank: gpu.memory(u64::from(RANKS) * 4)?,
             order: gpu.memory(u64::from(choices) * 4)?,
-            from: words(choices, &|row| (by_expert[row as usize] / TOP_K) as i32)?,
-            to: words(choices, &|at| place[at as usize])?,
+            from: gpu.put_each(&rows.stream, choices, |row| (by_expert[row as usize] / TOP_K) as i32)?,
+            to: gpu.put_each(&rows.stream, choices, |at| place[at as usize])?,
             rows: gpu.memory(rows.shape.row_bytes() * u64::from(choices))?,
         })
     }

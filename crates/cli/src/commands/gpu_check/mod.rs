@@ -136,7 +136,7 @@ impl command::Command for GpuCheckArgs {
         let status = command::finish(&report, &self.json)?;
         if self.calibrate.is_some() {
             let hardware = calibrate::hardware(&report)?;
-            command::draw(&self.calibrate, || calibrate::text(&hardware))?;
+            command::draw(&self.calibrate, || command::pretty(&hardware) + "\n")?;
         }
         Ok(status)
     }

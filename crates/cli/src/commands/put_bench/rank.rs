@@ -8,7 +8,7 @@
 use std::io::{self, Read};
 use std::mem::take;
 use std::net::TcpListener;
-use std::process::{Child, Command, ExitCode, Output, Stdio};
+use std::process::{Command, ExitCode, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::event::{Timespec, poll};
@@ -128,9 +128,8 @@ fn put_lat(run: Run) -> Result<f64, CliError> {
     let failed = |source| failed!("cannot run {PROGRAM}: {source}");
     let port = free_port().map_err(failed)?.to_string();
     let mut silent = Command::new(PROGRAM);
-    let mut server = Ended(start(
-        silent.args(["-p", &port]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()),
-    )?);
+    silent.args(["-p", &port]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    let mut server = start(&mut silent)?;
     let begun = Instant::now();
     loop {
         let mut client = Command::new(PROGRAM);
@@ -161,7 +160,7 @@ fn put_lat(run: Run) -> Result<f64, CliError> {
 fn run_out(client: &mut Command) -> Result<Output, CliError> {
     let failed = |source| failed!("cannot run {PROGRAM}: {source}");
     client.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    let (mut running, begun) = (Ended(start(client)?), Instant::now());
+    let (mut running, begun) = (start(client)?, Instant::now());
     let status = loop {
         if let Some(status) = running.0.try_wait().map_err(failed)? {
             break status;
@@ -189,16 +188,6 @@ fn median(printed: &str) -> Option<f64> {
 /// A port without a listener a moment ago.
 fn free_port() -> io::Result<u16> {
     Ok(TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port())
-}
-
-/// Does not outlive its run.
-struct Ended(Child);
-
-impl Drop for Ended {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
 }
 
 #[cfg(test)]

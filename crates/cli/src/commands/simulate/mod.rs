@@ -164,8 +164,7 @@ impl Command for SimulateArgs {
         command::claim(self.json.iter().chain(&self.svg).chain(&self.calibrate))?;
         if self.calibrate.is_some() {
             let hardware = calibrate::measure()?;
-            let figures = serde_json::to_string_pretty(&hardware).expect("numbers and names are always JSON");
-            command::draw(&self.calibrate, || figures + "\n")?;
+            command::draw(&self.calibrate, || command::pretty(&hardware) + "\n")?;
             command::print(&table::fitted(calibrate::words_of(&hardware).trim_end()))?;
             return Ok(ExitCode::SUCCESS);
         }
