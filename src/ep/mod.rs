@@ -31,11 +31,11 @@
 //! | module | subject |
 //! |---|---|
 //! | `builder`, `features` | settings, and what serves them |
-//! | `calls`, `tensor` | the calls, checked and handed to a place |
+//! | `expert_parallel`, `tensor` | the calls, checked and handed to a place |
 //! | `handle`, `rows`, `report` | what calls return |
 //! | `state`, `agreement`, `relay`, `metadata` | of both places: what never changes, tags and counts of all ranks, rows that a rank copies for its node, words behind the rows |
 //! | `host`, `device` | the two places |
-//! | `collective` | all-gather and reduce-scatter of rows |
+//! | `row_collective` | all-gather and reduce-scatter of rows |
 //! | `floor_bench` | the same bytes, moved by bare loops |
 
 mod agreement;

@@ -1,5 +1,5 @@
 //! A rank's work for others: in the thread of its caller, or in one of its own
-//! (`ep::host::offload`).
+//! (`ep::host::relay_thread`).
 //!
 //! A relay performs the steps of its program ([`RelayCall`]). Its driver supplies the executor of
 //! its operations ([`Run`]): the host stepper, or the enqueuer's engine.

@@ -12,8 +12,8 @@
 
 mod device;
 mod drive;
+mod host_stepper;
 mod recorder;
-mod stepper;
 
 #[doc(hidden)]
 pub use crate::lane::now;
@@ -26,8 +26,8 @@ pub use device::{Lowered, PeerWindows};
 // For the program and the tests of this repository: no promises are made about it.
 #[doc(hidden)]
 pub use drive::{Executor, Until, drive};
+pub(crate) use host_stepper::HostStepper;
+pub use host_stepper::TransferCounts;
 #[doc(hidden)]
 pub use recorder::{Event, NodeSpan, OpKind, TimedCall};
 pub use recorder::{Recorder, Timeline};
-pub(crate) use stepper::HostStepper;
-pub use stepper::TransferCounts;

@@ -3,13 +3,13 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::context::StepContext;
 use super::f32_rows::{F32Rows, round_into, widened};
 use super::forward::weigh_into;
 use super::groups::Outgoing;
 use super::moe::Plan;
 use super::pass_order::{self, BackwardOps};
-use super::router::Routed;
+use super::router_step::Routed;
+use super::step_context::StepContext;
 use super::tape::{ChunkTape, GroupOutputs, ReceivedChunk, SavedShared};
 use super::{GradientOrder, MoeLayer, Saved, Segments, Tape, row_counts};
 use crate::dtype::Element;

@@ -7,7 +7,7 @@ use std::time::Duration;
 use sha2::{Digest, Sha256};
 
 use super::moe::{Asked, Plan, sources_columns};
-use super::router::Losses;
+use super::router_step::Losses;
 use super::{DeviceMoeLayerBuilder, Experts, MoeLayer};
 use crate::device::Stream;
 use crate::dtype::Dtype;

@@ -57,7 +57,6 @@
 mod backward;
 mod builder;
 mod checked_experts;
-mod context;
 mod device;
 mod experts;
 mod f32_rows;
@@ -69,8 +68,9 @@ mod input;
 mod moe;
 mod pass_order;
 mod rebuilt;
-mod router;
+mod router_step;
 mod row_counts;
+mod step_context;
 mod swiglu;
 mod tape;
 mod timed;

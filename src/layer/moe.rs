@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::pass_order::ChunkCounts;
-use super::router::Losses;
+use super::router_step::Losses;
 use super::{Experts, MoeLayerBuilder};
 use crate::dtype::Dtype;
 use crate::ep::{ExpertParallel, RowCollective, RowPartition};

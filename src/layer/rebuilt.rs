@@ -107,7 +107,7 @@ mod tests {
     use super::*;
     use crate::gate::{BalanceLoss, Preset};
     use crate::layer::moe::Plan;
-    use crate::layer::router::Losses;
+    use crate::layer::router_step::Losses;
     use crate::layer::{GroupedSwiGlu, MoeLayer};
     use crate::overlap::ChunkRule;
     use crate::plan::SumOrder;

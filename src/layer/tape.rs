@@ -2,7 +2,7 @@
 
 use super::f32_rows::F32Rows;
 use super::groups::{Group, groups};
-use super::router::Routed;
+use super::router_step::Routed;
 use super::{Saved, Segments};
 use crate::ep::Handle;
 use crate::error::Error;

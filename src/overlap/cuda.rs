@@ -32,7 +32,8 @@ use std::ptr;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::graph::Entry;
-use super::{Executor, Graph, NodeInfo, StreamId as Name, outcome};
+use super::graph::run_body;
+use super::{Executor, Graph, NodeInfo, StreamId as Name};
 use crate::device::{Context, Event, Priority, Stream};
 use crate::error::{DeviceError, OverlapError};
 
@@ -186,7 +187,7 @@ impl<'l> Launch<'l> {
                 waited.map_err(|error| failed(place, error, not_begun))?;
             }
             not_begun -= 1;
-            outcome::of(body, stream).map_err(|why| why.at(place, not_begun))?;
+            run_body(body, stream).map_err(|why| why.at(place, not_begun))?;
             if awaited[index] {
                 let mark = self.marks.record(stream);
                 ends[index] = Some(mark.map_err(|error| failed(place, error, not_begun))?);

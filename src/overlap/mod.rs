@@ -48,8 +48,6 @@ mod graph;
 mod handoff;
 mod host;
 mod one_f_one_b;
-mod outcome;
-mod rotation;
 
 pub use crate::error::{NodeInfo, NodeLabel, StreamId};
 pub use chunks::{ChunkRule, TokenChunks};
@@ -65,4 +63,4 @@ pub use chunks::{CallCost, expert_groups};
 #[doc(hidden)]
 pub use forecast::{GraphTimer, NodeTime};
 #[doc(hidden)]
-pub use rotation::RoundRobin;
+pub use graph::RoundRobin;

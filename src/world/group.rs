@@ -11,7 +11,7 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use super::{Window, WorldState, net};
+use super::{Window, WorldState, net_selection};
 use crate::error::{BootstrapError, CallError, Error, LaneError, MemoryError, PlanError};
 use crate::lane;
 use crate::lane::{Lanes, PeerLane, RemoteAddress, WindowPart};
@@ -164,7 +164,7 @@ impl Group {
         }
         let nodes = self.nodes();
         let paths = Paths::new(&nodes, route, self.me);
-        net::lay(self, &paths)?;
+        net_selection::lay(self, &paths)?;
         let reach = self.ranks.iter().zip(0..).map(|(&rank, position)| self.reach(rank, position, &paths));
         let lanes = Lanes {
             rank: self.me,

@@ -14,9 +14,9 @@
 //!   a rank is lost --> every wait ends with the cause --> rebuild --> a World of the survivors, next epoch
 //! ```
 
-mod device;
+mod device_window;
 mod group;
-mod net;
+mod net_selection;
 mod setup;
 mod window;
 
@@ -24,10 +24,10 @@ mod window;
 pub use crate::lane::NoDmaBuf;
 pub use crate::lane::{NicCounters, NoGpuDirect, Registration};
 pub use group::Group;
-pub use net::NetReport;
+pub use net_selection::NetReport;
 pub use setup::{Options, World};
 pub use window::Window;
 
-pub(crate) use device::{DeviceWindow, GpuDirectMemory, HostStaging, Member};
+pub(crate) use device_window::{DeviceWindow, GpuDirectMemory, HostStaging, Member};
 pub(crate) use group::SymmetricRange;
 pub(crate) use setup::WorldState;

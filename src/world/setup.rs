@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use sha2::{Digest, Sha256};
 
-use super::net::{NetReport, NetSelection, NetState};
+use super::net_selection::{NetReport, NetSelection, NetState};
 use super::{Group, NicCounters};
 use crate::bootstrap::{self, Health, Hub, Identity, Location, Secret, Setting, Timeouts};
 use crate::config::{Config, EmulatedLink, NetChoice, TcpAddress};

@@ -1,6 +1,6 @@
 //! Rules that the pages keep: links lead somewhere, the README is short and its comparison has
-//! sources, the book has all pages, prose is 100 columns wide, and every variable has a row in the
-//! table of the environment.
+//! sources, the book has all pages, prose is 100 columns wide, every variable has a row in the
+//! table of the environment, and CONTRIBUTING.md lists every folder of sources.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -168,4 +168,40 @@ fn every_variable_is_in_the_table_of_the_environment() {
     let missing: Vec<_> = read.filter(|name| !table.contains(&format!("| `{name}` |"))).collect();
     assert!(missing.is_empty(), "{missing:?}");
     assert!(found.len() > 30, "the sources were read: {found:?}");
+}
+
+/// Folders below `src/` of a package, with the package's own path in front.
+fn source_folders(folder: &Path, found: &mut BTreeSet<PathBuf>) {
+    found.insert(folder.strip_prefix(root()).unwrap().to_owned());
+    for path in fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()) {
+        if path.is_dir() {
+            source_folders(&path, found);
+        }
+    }
+}
+
+/// The list draws folders as a tree, two blanks a level.
+#[test]
+fn contributing_lists_every_folder_of_the_library_and_its_crates() {
+    let text = fs::read_to_string(root().join("CONTRIBUTING.md")).unwrap();
+    let list = text.split("## Where things go").nth(1).unwrap().split("```").nth(1).unwrap();
+    let mut above: Vec<&str> = Vec::new();
+    let mut listed = BTreeSet::new();
+    for line in list.lines().skip(1) {
+        let name = line.trim_start();
+        let level = (line.len() - name.len()) / 2 - 1;
+        above.truncate(level);
+        above.push(name.split_whitespace().next().unwrap());
+        let folder: PathBuf = above.iter().collect();
+        if folder.iter().any(|part| part == "src") {
+            assert!(name.contains("  "), "{line}: no subject");
+            listed.insert(folder);
+        }
+    }
+    let mut found = BTreeSet::new();
+    source_folders(&root().join("src"), &mut found);
+    for package in fs::read_dir(root().join("crates")).unwrap() {
+        source_folders(&package.unwrap().path().join("src"), &mut found);
+    }
+    assert_eq!(listed, found);
 }

@@ -39,9 +39,19 @@ impl Unavailable {
     }
 }
 
-pub fn start(command: &mut Command) -> Result<Child, CliError> {
+/// A process that ends with this value at the latest.
+pub struct Process(pub Child);
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+pub fn start(command: &mut Command) -> Result<Process, CliError> {
     let program = command.get_program().to_string_lossy().into_owned();
-    command.spawn().map_err(|source| match source.kind() {
+    command.spawn().map(Process).map_err(|source| match source.kind() {
         io::ErrorKind::NotFound => failed!("there is no {program}"),
         _ => failed!("cannot run {program}: {source}"),
     })
@@ -66,7 +76,7 @@ pub struct Contender {
     bitwise_equal: bool,
     /// Microseconds of each round, by command.
     rounds_us: BTreeMap<u8, Vec<f64>>,
-    children: Vec<Child>,
+    children: Vec<Process>,
     listener: UnixListener,
     socket: PathBuf,
     log: PathBuf,
@@ -121,7 +131,7 @@ impl Contender {
                 }
                 Err(_) => {}
             }
-            let ended = self.children.iter_mut().find_map(|child| child.try_wait().ok().flatten());
+            let ended = self.children.iter_mut().find_map(|child| child.0.try_wait().ok().flatten());
             if let Some(status) = ended {
                 return Err(failed!(
                     "{} ended with {status}: {}",
@@ -211,11 +221,9 @@ impl Drop for Contender {
         self.lines.clear();
         let until = Instant::now() + PARTING;
         for child in &mut self.children {
-            while Instant::now() < until && matches!(child.try_wait(), Ok(None)) {
+            while Instant::now() < until && matches!(child.0.try_wait(), Ok(None)) {
                 let _ = poll(&mut [], Some(&LOOK));
             }
-            let _ = child.kill();
-            let _ = child.wait();
         }
         let _ = std::fs::remove_file(&self.socket);
     }
@@ -279,7 +287,7 @@ impl Way {
         programs: &Programs,
         folder: &Folder,
         ranks: u32,
-        children: &mut Vec<Child>,
+        children: &mut Vec<Process>,
     ) -> Result<(), CliError> {
         match self {
             Way::Mpi => {
@@ -327,6 +335,7 @@ fn compile((name, text): (&str, &str), folder: &Folder) -> Result<PathBuf, CliEr
     let mut command = Command::new("mpicc");
     command.args(["-O3", "-march=native", "-o"]).arg(&program).arg(&source);
     let status = run(command, Way::Mpi.output(folder)?)?
+        .0
         .wait()
         .map_err(|source| failed!("cannot run mpicc: {source}"))?;
     match status.success() {
@@ -335,7 +344,7 @@ fn compile((name, text): (&str, &str), folder: &Folder) -> Result<PathBuf, CliEr
     }
 }
 
-fn run(mut command: Command, log: File) -> Result<Child, CliError> {
+fn run(mut command: Command, log: File) -> Result<Process, CliError> {
     let program = command.get_program().to_string_lossy().into_owned();
     let errors = log.try_clone().map_err(|source| failed!("cannot run {program}: {source}"))?;
     start(command.stdin(Stdio::null()).stdout(log).stderr(errors))

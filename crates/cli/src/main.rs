@@ -2,9 +2,9 @@
 
 mod baselines;
 mod chart;
+mod command;
 mod commands;
 mod error;
-mod frame;
 mod machines;
 mod options;
 mod ranks;
@@ -39,7 +39,7 @@ fn main() -> ExitCode {
     let command = Cli::parse().command;
     let tag = if matches!(command, Commands::Rank(_)) { ranks::tag() } else { String::new() };
     run(command).unwrap_or_else(|error| {
-        frame::complain(&format!("{tag}sidelane: {error}"));
+        command::complain(&format!("{tag}sidelane: {error}"));
         error.exit_code()
     })
 }
@@ -52,7 +52,7 @@ mod tests {
 
     #[test]
     fn exit_statuses_are_in_the_help_with_an_example_that_parses_and_on_the_page() {
-        let page = crate::frame::tests::page("troubleshooting.md");
+        let page = crate::command::tests::page("troubleshooting.md");
         let (_, table) = page.split_once("## Exit status").unwrap();
         for status in ["0", "1", "2", "126", "127", "128+n"] {
             assert!(table.contains(&format!("| {status} |")), "{status}");

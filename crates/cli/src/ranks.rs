@@ -21,9 +21,9 @@ use sidelane::device::Driver;
 use sidelane::error::{BootstrapError, DeviceError};
 use sidelane::{Error, Group, Options, World};
 
+use crate::command;
 use crate::commands::launch::{Bind, Job, MachineArgs};
 use crate::error::{CliError, usage};
-use crate::frame;
 use crate::options;
 
 /// One of the processes that a command has started.
@@ -59,7 +59,7 @@ impl Files {
     /// Finds out whether rank 0 can write them, before there are results to lose.
     pub fn claimed(self, machines: &MachineArgs) -> Result<Self, CliError> {
         if machines.node_rank.unwrap_or(0) == 0 {
-            frame::claim([&self.json, &self.collectivex, &self.svg, &self.trace].into_iter().flatten())?;
+            command::claim([&self.json, &self.collectivex, &self.svg, &self.trace].into_iter().flatten())?;
         }
         Ok(self)
     }

@@ -1,6 +1,6 @@
 //! libcublas, loaded at run time: a table of its functions.
 //!
-//! It is loaded here and not by cudarc, for the reasons of [`crate::device::library`]: cudarc's
+//! It is loaded here and not by cudarc, for the reasons of [`crate::device::libcuda`]: cudarc's
 //! loader takes no path and panics where a library or a symbol is missing. Its declarations would
 //! also cost each clean build ten seconds and more. The types are those of NVIDIA's header.
 

@@ -20,7 +20,7 @@
 mod expand;
 mod gate;
 mod layer;
-mod planning;
+mod place_choices;
 mod rank_sums;
 mod routing;
 mod rows;
@@ -36,7 +36,7 @@ pub use gate::GateArgs;
 pub use layer::{
     AccumulateArgs, GatherRun, GatherRuns, GroupSegments, LayerKernels, MatmulArgs, MatmulShape,
 };
-pub use planning::{ChoiceFault, PlaceArgs, PlanArgs, SortArgs};
+pub use place_choices::{ChoiceFault, PlaceArgs, PlanArgs, SortArgs};
 pub use rank_sums::RankSumArgs;
 use rank_sums::RankSumFunctions;
 pub use routing::{Check, ChoiceArgs, CountArgs};

@@ -19,7 +19,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use super::memory::Extent;
-use super::shared_state::Session;
+use super::session::Session;
 use crate::device::{Context, DeviceRange, Event, Stream};
 use crate::ep::{CallExecutor, Feature};
 use crate::error::{DeviceError, Error, MemoryError};

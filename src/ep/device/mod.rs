@@ -13,14 +13,14 @@
 //!
 //! | module | subject |
 //! |---|---|
-//! | `exchange`, `backward`, `handle` | calls of an instance that the host lays out, and their results |
-//! | `call_stages`, `dispatch_stages` | stages of these calls, by the programs of [`schedule`](crate::schedule) |
-//! | `node_sums` | sums that relays make of the rows of their node |
-//! | `planning` | who plans a dispatch: the device where counts are enough for the host, else the host |
-//! | `shared_state`, `memory`, `default_heap`, `setup` | what never changes, layout and pool, its default size, and how they are made |
+//! | `enqueued_exchange`, `enqueued_backward`, `enqueued_results` | calls of an instance that the host lays out, and their results |
+//! | `enqueuer`, `enqueued_dispatch` | stages of these calls, by the programs of [`schedule`](crate::schedule) |
+//! | `enqueued_node_sums` | sums that relays make of the rows of their node |
+//! | `dispatch_planner` | who plans a dispatch: the device where counts are enough for the host, else the host |
+//! | `session`, `memory`, `default_heap`, `enqueued_setup` | what never changes, layout and pool, its default size, and how they are made |
 //! | `heap_allocator` | memory of the pool for allocators of other libraries |
 //! | `slots` | fixed slots, or a budget that graphs hold: every address is a constant, so the stream carries a call out alone |
-//! | `transport` | how rows cross between nodes: from device to device, or by pinned memory of the host |
+//! | `row_transport` | how rows cross between nodes: from device to device, or by pinned memory of the host |
 //! | `watchdog` | what ends the waits of streams |
 //!
 //! The caller's thread enqueues in the second half of a call, and whatever a stream waits for is
@@ -54,32 +54,32 @@
 //! order, and a kernel puts what arrived into visible order.
 //! [`EnqueueCounts`](crate::exec::EnqueueCounts) counts all of them.
 
-mod backward;
-mod call_stages;
 mod default_heap;
-mod dispatch_stages;
-mod exchange;
-mod handle;
+mod dispatch_planner;
+mod enqueued_backward;
+mod enqueued_dispatch;
+mod enqueued_exchange;
+mod enqueued_node_sums;
+mod enqueued_results;
+mod enqueued_setup;
+mod enqueuer;
 mod heap_allocator;
 mod memory;
-mod node_sums;
-mod planning;
-mod setup;
-mod shared_state;
+mod row_transport;
+mod session;
 pub(super) mod slots;
 #[cfg(test)]
 pub(in crate::ep) mod tests;
-mod transport;
 mod watchdog;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 pub(crate) use default_heap::HeapLoad;
-pub(super) use exchange::{EnqueuedCombine, EnqueuedExchange};
-pub(super) use handle::{EnqueuedDispatch, EnqueuedHandle, EnqueuedOutput, EnqueuedRows};
+pub(super) use enqueued_exchange::{EnqueuedCombine, EnqueuedExchange};
+pub(super) use enqueued_results::{EnqueuedDispatch, EnqueuedHandle, EnqueuedOutput, EnqueuedRows};
+pub(super) use enqueued_setup::EnqueuedSettings;
 pub use heap_allocator::HeapAllocator;
-pub(super) use setup::EnqueuedSettings;
-pub(super) use shared_state::EnqueuedTokens;
+pub(super) use session::EnqueuedTokens;
 
 /// A flag's value, less one, that says: my caller's input was refused. No number of tokens is so
 /// large, and no place.

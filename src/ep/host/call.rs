@@ -17,8 +17,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crossbeam_queue::ArrayQueue;
 
-use super::handle::{HostHandle, HostInput, Inner, RetainedBuffer, check_tensor};
-use super::offload::{HostRelay, RelayRunner};
+use super::host_results::{HostHandle, HostInput, Inner, RetainedBuffer, check_tensor};
+use super::relay_thread::{HostRelay, RelayRunner};
 use crate::ep::agreement::GroupCounts;
 use crate::ep::relay::{CallPlan, RelayCall, RelayTask};
 use crate::ep::report::LaneUse;

@@ -12,19 +12,19 @@
 //! `Workspace` is what calls use one after the other, and a `Flight` is what one call owns.
 
 mod call;
-mod exchange;
 #[cfg(test)]
 mod footprints;
-mod gather;
-mod handle;
-mod offload;
+mod gather_dispatch;
+mod host_exchange;
+mod host_results;
+mod relay_thread;
 
 use crate::dtype::Dtype;
 use crate::error::Error;
 
 pub(super) use call::{Flight, Lent, refusing};
-pub(super) use exchange::{HostCombine, HostDispatch, HostExchange};
-pub(super) use handle::{HostHandle, HostInput, HostOutput, HostRows, Inner, check_tensor, elements};
+pub(super) use host_exchange::{HostCombine, HostDispatch, HostExchange};
+pub(super) use host_results::{HostHandle, HostInput, HostOutput, HostRows, Inner, check_tensor, elements};
 
 /// A tensor that a call reads, unless it was refused before the call.
 type Source<'a> = Result<(&'a [u8], Dtype), Error>;

@@ -34,12 +34,12 @@
 //! local peers have been enqueued: those are under way while this thread serves the net. It waits
 //! for its own stream, which waits for what is enqueued already, and for credits, which the
 //! peers' NICs give: for no other thread. It drives the net meanwhile. It does not wait until NICs
-//! have read what crosses, except before "read" and where the [net](super::net) says.
+//! have read what crosses, except before "read" and where the [queue](super::net_queue) says.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::net::{NetOp, NetQueue};
+use super::net_queue::{NetOp, NetQueue};
 use super::relay_sums::RelaySums;
 use crate::bootstrap::wait::nap;
 use crate::device::{

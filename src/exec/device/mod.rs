@@ -3,18 +3,18 @@
 //! | module | subject |
 //! |---|---|
 //! | `copy_engine_stepper` | a program with operands, put on a stream call by call |
-//! | `constant` | a stream program, lowered once: every address is a constant |
-//! | `net` | what of either crosses to other nodes, put by a thread of the host |
+//! | `lowered_program` | a stream program, lowered once: every address is a constant |
+//! | `net_queue` | what of either crosses to other nodes, put by a thread of the host |
 //! | `relay_sums` | sums of rows that relays return |
 
-mod constant;
 mod copy_engine_stepper;
-mod net;
+mod lowered_program;
+mod net_queue;
 mod relay_sums;
 
-pub use constant::{Lowered, PeerWindows};
 pub(crate) use copy_engine_stepper::{Awaited, CopyEngineStepper, DeviceMap, LocalPeer, Packed, PackedNotes};
-pub(crate) use net::ProxyOps;
+pub use lowered_program::{Lowered, PeerWindows};
+pub(crate) use net_queue::ProxyOps;
 pub(crate) use relay_sums::RelaySums;
 
 /// Work that was enqueued on a stream.

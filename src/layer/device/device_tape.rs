@@ -1,13 +1,13 @@
 //! Tape of a forward pass on a device.
 
-use super::chunk::DeviceSegments;
-use super::experts::{RoutedSaved, SharedSaved};
-use super::memory::{DeviceTensor, span};
+use super::chunk_rows::DeviceSegments;
+use super::device_experts::{RoutedSaved, SharedSaved};
+use super::device_memory::{DeviceTensor, span};
 use crate::device::{ByteSpan, DeviceRange, GroupSegments};
 use crate::ep::{ExpertRows, Handle};
 use crate::error::DeviceError;
 use crate::gate::Decision;
-use crate::layer::router::Gated;
+use crate::layer::router_step::Gated;
 
 /// One forward pass of a [`DeviceMoeLayer`](super::DeviceMoeLayer), kept for its gradients. Several
 /// may be alive ([`tapes`](super::DeviceMoeLayerBuilder::tapes)), and go backward in any order, the

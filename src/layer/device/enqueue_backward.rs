@@ -3,18 +3,18 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::chunk::{DeviceChunk, Differentials};
+use super::chunk_rows::{DeviceChunk, Differentials};
+use super::device_experts::{RoutedSaved, SharedSaved};
+use super::device_memory::{DeviceTensor, HostStaging, span};
+use super::device_moe::Placed;
 use super::device_tape::{ChunkTape, FactorRows, Made};
-use super::experts::{RoutedSaved, SharedSaved};
-use super::memory::{DeviceTensor, HostStaging, span};
-use super::moe::Placed;
 use super::{DeviceMoeLayer, DeviceTape};
 use crate::device::{AccumulateArgs, ByteSpan, DeviceRange, MatmulArgs, MatmulShape, Stream};
 use crate::dtype::Dtype;
 use crate::ep::{ExpertOutput, ExpertParallel, ExpertRows, RowCollective, RowPartition, Tensor, TensorMut};
 use crate::error::{CallKind, DeviceError, Error, LayerError, PlanError};
 use crate::layer::pass_order::{self, BackwardOps};
-use crate::layer::router::Gated;
+use crate::layer::router_step::Gated;
 use crate::layer::{GradientOrder, row_counts};
 use crate::overlap::Handoff;
 

@@ -3,10 +3,10 @@
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
+use super::device_experts::SharedSaved;
+use super::device_memory::{DeviceTensor, span};
+use super::device_moe::Placed;
 use super::device_tape::{ChunkTape, Made, Received};
-use super::experts::SharedSaved;
-use super::memory::{DeviceTensor, span};
-use super::moe::Placed;
 use super::{DeviceMoeLayer, DeviceTape};
 use crate::device::{AccumulateArgs, DeviceRange, GateArgs, MatmulArgs, MatmulShape, Stream};
 use crate::ep::{Choices, ExpertOutput, ExpertParallel, ExpertRows, Tensor, TensorMut};
@@ -15,7 +15,7 @@ use crate::gate::ScoreFunction;
 use crate::layer::Input;
 use crate::layer::moe::Plan;
 use crate::layer::pass_order::{self, ForwardOps};
-use crate::layer::router::{GateOptions, Gated};
+use crate::layer::router_step::{GateOptions, Gated};
 use crate::overlap::Handoff;
 
 /// The tokens as f32, their choices, and these on the device.

@@ -6,7 +6,7 @@
 //!                        ^                    |                                  ^
 //!   caller's stream    x w        ..........  |  experts 0, experts 1 .. sum     | ...  of router, of x
 //!                                             v   ^            |       ^
-//!   transfer stream                   d0, d1, d2 ........     c0, c1 ..                 the graph of `pipeline`, by the CUDA executor
+//!   transfer stream                   d0, d1, d2 ........     c0, c1 ..                 the graph of `pass_order`, by the CUDA executor
 //! ```
 //!
 //! It is the graph of the host's layer, enqueued by
@@ -31,23 +31,22 @@
 //! **Faults.** What one rank cannot bring is refused on all, as on the host. A device that fails
 //! ends the world.
 
-mod builder;
-mod chunk;
+mod chunk_rows;
+mod device_builder;
+mod device_experts;
+mod device_memory;
+mod device_moe;
 mod device_tape;
 mod enqueue_backward;
 mod enqueue_forward;
-mod experts;
-mod gathered;
-mod memory;
-mod moe;
 mod products;
 mod swiglu_bf16;
 mod swiglu_f32;
 mod weights;
 
-pub use builder::DeviceMoeLayerBuilder;
+pub use device_builder::DeviceMoeLayerBuilder;
+pub use device_memory::DeviceTensor;
+pub use device_moe::DeviceMoeLayer;
 pub use device_tape::DeviceTape;
 pub use enqueue_backward::DeviceGradients;
-pub use memory::DeviceTensor;
-pub use moe::DeviceMoeLayer;
 pub use products::Products;

@@ -6,7 +6,7 @@ use crate::device::{Blas, Kernels, LayerKernels, MatmulArgs, Stream, wheels};
 use crate::dtype::Dtype;
 use crate::error::DeviceError;
 
-use super::memory::DeviceMemory;
+use super::device_memory::DeviceMemory;
 
 /// Maker of the products of a [`DeviceMoeLayer`](super::DeviceMoeLayer).
 ///

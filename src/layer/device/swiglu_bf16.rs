@@ -20,8 +20,8 @@
 
 use std::sync::Arc;
 
-use super::chunk::{DeviceSegments, Differentials, Inner};
-use super::memory::{DeviceTensor, from};
+use super::chunk_rows::{DeviceSegments, Differentials, Inner};
+use super::device_memory::{DeviceTensor, from};
 use super::products::Compute;
 use super::weights::Sizes;
 use crate::device::{Bf16Product, Blas, ByteSpan, Columns, DeviceRange, MatmulArgs, MatmulShape, SwigluRows};

@@ -1,8 +1,8 @@
 //! SwiGLU in f32, with the products and sums of [`GroupedSwiGlu`](crate::layer::GroupedSwiGlu), in
 //! its order.
 
-use super::chunk::{DeviceSegments, Differentials, Inner};
-use super::memory::{DeviceTensor, from};
+use super::chunk_rows::{DeviceSegments, Differentials, Inner};
+use super::device_memory::{DeviceTensor, from};
 use super::products::Compute;
 use super::weights::Sizes;
 use crate::device::{ByteSpan, DeviceRange, MatmulArgs, MatmulShape};

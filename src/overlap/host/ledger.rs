@@ -9,7 +9,7 @@ use crate::bootstrap::{caught, interrupted, wait};
 use crate::error::{NodeInfo, OverlapError};
 use crate::exec::Recorder;
 use crate::overlap::graph::Edge;
-use crate::overlap::outcome::NodeError;
+use crate::overlap::graph::NodeError;
 
 /// The shortest sleep of the watcher: limits below it are noticed a little late, and no thread
 /// spins.

@@ -21,7 +21,8 @@ use std::time::Duration;
 
 use self::ledger::{Leaving, RunState, SharedState};
 use super::graph::Entry;
-use super::{Executor, Graph, StreamId, outcome};
+use super::graph::run_body;
+use super::{Executor, Graph, StreamId};
 use crate::bootstrap::{caught, spawn_scoped, turn};
 use crate::error::OverlapError;
 use crate::exec::Recorder;
@@ -199,7 +200,7 @@ fn work_off(ledger: &RunState<'_>, queue: Queue<'_>, _leaving: Leaving<'_, '_>) 
     for (index, Entry { after, body, .. }) in queue {
         turn();
         let Some((run, since)) = ledger.begin(index, &after) else { return };
-        let outcome = outcome::of(body, &run);
+        let outcome = run_body(body, &run);
         ledger.end(index, since, outcome);
     }
 }

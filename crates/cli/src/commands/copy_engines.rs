@@ -21,10 +21,10 @@ use sidelane_core::schedule::call_program::SlotCall;
 use sidelane_core::schedule::stream_program::{Slots, StreamProgram};
 use sidelane_model::{CopyEngineWork, RankDispatches};
 
+use crate::command::{self, Command};
 use crate::commands::bench::RowType;
 use crate::commands::launch::shape_words;
 use crate::error::CliError;
-use crate::frame::{self, Command};
 use crate::options::{RoutedArgs, at_least_one, up_to};
 use crate::routing_source::{self, Decided};
 use crate::table::{self, time, volume};
@@ -67,8 +67,8 @@ impl Command for CopyEnginesArgs {
     const NAME: &'static str = "copy-engines";
 
     fn run(self) -> Result<ExitCode, CliError> {
-        frame::claim(&self.json)?;
-        frame::finish(&Report::new(&self)?, &self.json)
+        command::claim(&self.json)?;
+        command::finish(&Report::new(&self)?, &self.json)
     }
 }
 
@@ -166,7 +166,7 @@ impl Report {
     }
 }
 
-impl frame::Report for Report {
+impl command::Report for Report {
     fn text(&self) -> String {
         let Conditions { decided, hidden, dtype, copy_us, copy_gbps } = &self.config;
         let routing_source::Conditions { routing, experts, top_k, ranks_per_node, tokens, .. } = decided;
@@ -202,7 +202,7 @@ impl frame::Report for Report {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::frame::tests::{assert_page, parsed};
+    use crate::command::tests::{assert_page, parsed};
 
     #[test]
     fn the_document_names_exactly_the_keys_of_the_json() {

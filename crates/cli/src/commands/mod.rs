@@ -19,8 +19,8 @@ use std::process::ExitCode;
 
 use clap::Subcommand;
 
+use crate::command::Command;
 use crate::error::{CliError, usage};
-use crate::frame::Command;
 use crate::ranks;
 
 macro_rules! commands {

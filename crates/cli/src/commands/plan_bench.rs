@@ -16,8 +16,8 @@ use sidelane::topology::{NodeMap, Paths, Route};
 use sidelane_core::schedule::{CallerTables, ControlLayout, FillContext, RelayTables, WindowId};
 
 use crate::chart::{Chart, Curve, Panel, Point};
+use crate::command::{self, Command};
 use crate::error::{CliError, usage};
-use crate::frame::{self, Command};
 use crate::options::one_of;
 use crate::stats::median;
 use crate::table::{self, time, volume};
@@ -72,16 +72,16 @@ impl Command for PlanBenchArgs {
     const NAME: &'static str = "plan-bench";
 
     fn run(self) -> Result<ExitCode, CliError> {
-        frame::claim(&self.svg)?;
+        command::claim(&self.svg)?;
         let rows = rows(&self)?;
-        frame::print(&table::fitted(&text(&self, &rows)))?;
-        frame::draw(&self.svg, || draw(&self, &rows))?;
+        command::print(&table::fitted(&text(&self, &rows)))?;
+        command::draw(&self.svg, || draw(&self, &rows))?;
         Ok(ExitCode::SUCCESS)
     }
 }
 
 fn rows(args: &PlanBenchArgs) -> Result<Vec<Row>, CliError> {
-    let bar = frame::progress(0, 2 * args.ranks.len() as u64).with_message("groups");
+    let bar = command::progress(0, 2 * args.ranks.len() as u64).with_message("groups");
     let mut rows = Vec::new();
     for (&ranks, route) in args.ranks.iter().flat_map(|ranks| Route::ALL.map(|route| (ranks, route))) {
         let per_node = args.ranks_per_node.min(ranks);
@@ -262,7 +262,7 @@ fn draw(args: &PlanBenchArgs, rows: &[Row]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::frame::tests::parsed;
+    use crate::command::tests::parsed;
     use crate::svg::tests::elements;
 
     #[test]

@@ -13,7 +13,7 @@
 //! ranks meshes, and says which part binds. Constants have a source in their documentation, or the
 //! word *assumed*.
 
-mod devices;
+mod device_rates;
 mod dispatch;
 mod memory;
 mod mesh;
@@ -25,7 +25,7 @@ mod step;
 mod tests;
 mod transformer;
 
-pub use devices::{Devices, Fabric, NoPeaks};
+pub use device_rates::{Devices, Fabric, NoPeaks};
 pub use memory::{Memory, Precision};
 pub use mesh::{Mesh, Shape, Zero};
 pub use misfit::Misfit;

@@ -16,7 +16,7 @@
 
 use serde::Serialize;
 
-use super::devices::{Devices, Fabric};
+use super::device_rates::{Devices, Fabric};
 use super::mesh::divisors;
 use super::transformer::Transformer;
 

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use serde::Serialize;
 use sidelane_core::error::PlanError;
 
-use super::devices::Devices;
+use super::device_rates::Devices;
 use super::dispatch::{DispatchTimes, LayerTransfers};
 use super::memory::{Memory, Precision};
 use super::mesh::{Mesh, Shape, Zero, divisors};

@@ -26,7 +26,7 @@
 
 use serde::Serialize;
 
-use super::devices::{Devices, Fabric};
+use super::device_rates::{Devices, Fabric};
 use super::dispatch::LayerTransfers;
 use super::memory::{Precision, Stage};
 use super::mesh::{Mesh, Span, Zero};

@@ -1,13 +1,13 @@
 //! The tasks of one rank in the making: those of a host executor, and what both executors share.
 //!
 //! A host does everything on the rank's thread, but what crosses: that its NIC does. What a device
-//! does has a [file of its own](super::device).
+//! does has a [file of its own](super::driver_calls).
 
 use sidelane_core::plan::RowSizes;
 use sidelane_core::schedule::{Index, Op, Operand, OperandId, Operands, PutSource, SumTarget, TrackOp};
 use sidelane_core::topology::Paths;
 
-use super::device::Collected;
+use super::driver_calls::Collected;
 use super::events::{Line, Program, Task};
 use super::hardware::{Place, at_rate};
 use super::{Executor, Hardware, Phase};

@@ -35,7 +35,7 @@
 //! **Not modeled.** Congestion inside the network, other traffic, clocks that differ, stragglers,
 //! the caller's experts.
 
-mod device;
+mod driver_calls;
 mod events;
 mod hardware;
 mod lines;

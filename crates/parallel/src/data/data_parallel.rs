@@ -15,12 +15,12 @@ use sidelane::overlap::{Graph, HostExecutor, NodeLabel, StreamId};
 
 use super::adam::{Adam, States};
 use super::agree::{agree, digest};
+use super::buckets::{Cut, Layout};
 use super::checkpoint::{Run, Shard, Wanted, load};
 use super::error::DataError;
-use super::layout::{Cut, Layout};
 use super::memory::{Buffer, Counted, Gauge, MemoryUsage, bytes};
 use super::pass::{add, keep, mean, reason};
-use super::wire::{Wire, WireDtype};
+use super::wire_dtype::{Wire, WireDtype};
 use crate::calls::Calls;
 use crate::check::Member;
 

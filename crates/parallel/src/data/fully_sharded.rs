@@ -17,12 +17,12 @@ use sidelane::overlap::{Graph, Handoff, HostExecutor, Node, NodeLabel, Run as No
 
 use super::adam::{Adam, States};
 use super::agree::{agree, digest};
+use super::buckets::{Cut, Layout};
 use super::checkpoint::{Run, Shard, Wanted, load};
 use super::error::DataError;
-use super::layout::{Cut, Layout};
 use super::memory::{Buffer, Gauge, MemoryUsage, bytes};
 use super::pass::{add, keep, mean, reason};
-use super::wire::Wire;
+use super::wire_dtype::Wire;
 use crate::calls::Calls;
 use crate::check::Member;
 

@@ -35,21 +35,21 @@
 
 mod adam;
 mod agree;
+mod buckets;
 mod checkpoint;
 mod data_parallel;
 mod error;
 mod fully_sharded;
-mod layout;
 mod memory;
 mod pass;
-mod whole;
-mod wire;
+mod whole_checkpoint;
+mod wire_dtype;
 
 pub use adam::Adam;
+pub use buckets::Layout;
 pub use data_parallel::{Backward, DataParallel, Sharding};
 pub use error::{CheckpointError, DataError};
 pub use fully_sharded::FullySharded;
-pub use layout::Layout;
 pub use memory::MemoryUsage;
-pub use whole::Checkpoint;
-pub use wire::{Wire, WireDtype};
+pub use whole_checkpoint::Checkpoint;
+pub use wire_dtype::{Wire, WireDtype};

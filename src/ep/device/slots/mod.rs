@@ -29,7 +29,7 @@
 //! queue that no blocked stream holds, so a device with a single queue stages in the host. If all
 //! queues are held, `synchronize` gives up and returns the cause.
 //!
-//! **A budget** ([`Graphs::Slots`](crate::ep::Graphs::Slots)). Kernels of `expand` make
+//! **A budget** ([`Graphs::Slots`](crate::ep::Graphs::Slots)). Kernels of `expansion` make
 //! expert-major rows of the slots, as many as the budget holds, and fold outputs to one partial row
 //! for each token and rank. Counts travel in the slots, so each rank drops the rows that the host
 //! would.
@@ -42,16 +42,16 @@
 //! All ranks make the same calls in the same order. An instance has one dispatch in flight. For
 //! more microbatches, make more instances, and enqueue their calls in the same order on all ranks.
 
-mod exchange;
-mod expand;
-mod handle;
-mod layout;
+mod expansion;
 mod proxy;
-mod setup;
+mod slot_exchange;
+mod slot_memory;
+mod slot_results;
+mod slot_setup;
 #[cfg(test)]
 mod tests;
 
-pub(in crate::ep) use exchange::{SlotCombine, SlotDispatch, SlotExchange};
-pub(in crate::ep) use handle::{ExpandedRows, SlotHandle, SlotOutput, SlotRows};
+pub(in crate::ep) use slot_exchange::{SlotCombine, SlotDispatch, SlotExchange};
+pub(in crate::ep) use slot_results::{ExpandedRows, SlotHandle, SlotOutput, SlotRows};
 #[cfg(test)]
 pub(in crate::ep) use tests::between_two_machines;

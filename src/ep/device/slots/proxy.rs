@@ -19,7 +19,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crate::bootstrap::{Thread, turn, wait};
-use crate::ep::device::transport::RowTransport;
+use crate::ep::device::row_transport::RowTransport;
 use crate::ep::device::watchdog::Words;
 use crate::error::{Error, LaneError};
 use crate::exec::ProxyOps;

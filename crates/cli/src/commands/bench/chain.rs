@@ -17,9 +17,9 @@ use sidelane::{Error, Window};
 use sidelane_testkit::chain::Chain;
 use sidelane_verify::reference::Real;
 
-use super::layer::Layer;
+use super::checked_layer::Layer;
+use crate::command;
 use crate::error::CliError;
-use crate::frame;
 use crate::ranks;
 use crate::stats::{Laps, Percentiles, Summary, median, percentiles, summary};
 use crate::table::time;
@@ -54,7 +54,7 @@ pub fn run<E: Real>(
     let tokens = layer.tokens.x()?.to_vec();
     let returned = chain.returned(&tokens, PAIRS);
     let mut timed = Timed { right: true, ..Timed::default() };
-    let bar = frame::progress(layer.world.rank(), CHAINS as u64);
+    let bar = command::progress(layer.world.rank(), CHAINS as u64);
     for _ in 0..CHAINS {
         barrier.barrier()?;
         for _ in 0..PAIRS {

@@ -10,7 +10,7 @@ use sidelane::plan::RowLayout;
 use super::chain::ChainReport;
 use super::config::{Config, ReceiveKind, Shape};
 use super::report::{Lanes, Report};
-use crate::frame::Program;
+use crate::command::Program;
 use crate::stats::Percentiles;
 
 /// Most tokens of a rank that they call decode.

@@ -533,8 +533,8 @@ pub mod tests {
     use tempfile::NamedTempFile;
 
     use super::*;
+    use crate::command::tests::{assert_words, parsed};
     use crate::commands::bench::BenchArgs;
-    use crate::frame::tests::{assert_words, parsed};
     use crate::routing_source::Router;
 
     #[test]

@@ -15,11 +15,11 @@
 //! The ranks of `sidelane trace` are started in the same way and make the same calls, on the same
 //! [`Layer`].
 
-mod all_to_all;
+mod call_baselines;
 mod chain;
+mod checked_layer;
 mod collectivex;
 mod config;
-mod layer;
 mod rank;
 mod report;
 
@@ -30,13 +30,13 @@ use clap::Args;
 use serde::{Deserialize, Serialize};
 
 use crate::baselines::Folder;
+use crate::command::Command;
 use crate::commands::launch::MachineArgs;
 use crate::error::CliError;
-use crate::frame::Command;
 use crate::ranks::{self, Assignment, Files, RankMemory, Sizes};
 
+pub use checked_layer::{CALLS, EVENTS, Layer, Verdict, record, share, write_trace};
 pub use config::{ConditionArgs, Config, RowType};
-pub use layer::{CALLS, EVENTS, Layer, Verdict, record, share, write_trace};
 
 #[cfg(test)]
 pub use report::tests::sample;

@@ -17,16 +17,16 @@ use sidelane_core::schedule::ControlLayout;
 use sidelane_testkit::with_element;
 use sidelane_verify::reference::{Real, Reference};
 
-use super::all_to_all::{self, Baselines};
+use super::call_baselines::{self, Baselines};
 use super::chain;
+use super::checked_layer::{self, Layer, Verdict, write_trace};
 use super::collectivex;
 use super::config::{Config, Kind};
-use super::layer::{self, Layer, Verdict, write_trace};
 use super::report::{FirstCall, InterNode, Lanes, Pass, Report, RunConfig, Volume};
 use super::{BenchArgs, Task};
 use crate::baselines::{Field, Folder};
+use crate::command::{self, Command as _};
 use crate::error::{CliError, wrong};
-use crate::frame::{self, Command as _};
 use crate::machines;
 use crate::ranks::{self, Assignment, Files, Sizes};
 use crate::routing_source::Router;
@@ -35,8 +35,8 @@ use crate::stats::{Laps, median};
 pub fn main(Assignment { task, files }: &Assignment<Task>) -> Result<ExitCode, CliError> {
     let report = with_element!(task.config.shape.dtype.element(), run(task, files))?;
     let Some(report) = report else { return Ok(ExitCode::SUCCESS) };
-    frame::draw(&files.collectivex, || collectivex::document(&report))?;
-    frame::finish(&report, &files.json)
+    command::draw(&files.collectivex, || collectivex::document(&report))?;
+    command::finish(&report, &files.json)
 }
 
 fn run<E: Real>(task: &Task, files: &Files) -> Result<Option<Report>, CliError> {
@@ -86,7 +86,7 @@ fn run<E: Real>(task: &Task, files: &Files) -> Result<Option<Report>, CliError> 
         layer.combine_and_check(&y, &handle)?;
     }
     if task.records {
-        let timelines = layer::record(&mut layer, &y)?;
+        let timelines = checked_layer::record(&mut layer, &y)?;
         if let (Some(path), 0) = (&files.trace, layer.world.rank()) {
             write_trace(path, layer.world.nodes(), &timelines)?;
         }
@@ -108,7 +108,7 @@ fn time<E: Real>(
     let mut track = Track { layer, barrier, floor, field, stores, handle, moved: false };
     track.choose_stores(kinds)?;
     let mut pairs = vec![Pair::default(); kinds.len()];
-    let bar = frame::progress(rank, config.rounds.into());
+    let bar = command::progress(rank, config.rounds.into());
     for round in 0..config.rounds {
         track.round(kinds, &mut pairs, round % 2 == 1)?;
         bar.inc(1);
@@ -125,13 +125,13 @@ fn moved_as_planned(rank: u32, report: &sidelane::ep::Report) -> bool {
     let planned = [near, traffic.sent.remote].map(|rows| rows * traffic.row_bytes);
     let seen = [moved.intra_node_bytes, moved.inter_node_bytes];
     if seen != planned {
-        frame::complain(&format!(
+        command::complain(&format!(
             "sidelane: rank {rank} moved {seen:?} bytes on its node and to other nodes, not {planned:?}"
         ));
     }
     let (copies, planned_copies) = (report.relayed.copies, traffic.copies);
     if copies != planned_copies {
-        frame::complain(&format!(
+        command::complain(&format!(
             "sidelane: rank {rank} handed rows on in {copies} copies, not {planned_copies}"
         ));
     }
@@ -192,7 +192,7 @@ fn report<E: Real>(
         return Ok(None);
     }
     if returned != came_home {
-        frame::complain(&format!(
+        command::complain(&format!(
             "sidelane: a combine moved {returned} bytes between nodes, not {came_home}"
         ));
     }
@@ -248,7 +248,7 @@ impl<E: Real> Track<'_, '_, E> {
             // A rank that is done must not start baselines while others measure: they would take a
             // core from those.
             self.barrier.barrier()?;
-            let others = self.field.as_mut().zip(all_to_all::command(kind));
+            let others = self.field.as_mut().zip(call_baselines::command(kind));
             others.map_or(Ok(()), |(field, command)| field.lap(command))
         })
     }

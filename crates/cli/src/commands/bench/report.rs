@@ -8,12 +8,12 @@ use sidelane::dtype::PartialDtype;
 use sidelane::plan::{RowLayout, RowsByDistance, SumOrder, Traffic};
 use sidelane::topology::Route;
 
-use super::all_to_all::Baselines;
+use super::call_baselines::Baselines;
 use super::chain::ChainReport;
+use super::checked_layer::Verdict;
 use super::config::{Config, ReceiveKind};
-use super::layer::Verdict;
 use super::rank::Nics;
-use crate::frame;
+use crate::command;
 use crate::machines::Hosts;
 use crate::stats::{Ratio, Summary, ratio_of_medians, summary};
 use crate::table::{self, time, volume};
@@ -121,7 +121,7 @@ impl Report {
     }
 }
 
-impl frame::Report for Report {
+impl command::Report for Report {
     fn text(&self) -> String {
         let report = self;
         let verdict = report.verdict.text();
@@ -320,12 +320,12 @@ pub mod tests {
 
     use super::*;
     use crate::baselines::{BaselinePass, BaselineReport, Unavailable};
-    use crate::commands::bench::all_to_all::Calls;
+    use crate::command::Report as _;
+    use crate::command::tests::{assert_page_with, assert_words};
+    use crate::commands::bench::call_baselines::Calls;
     use crate::commands::bench::chain;
     use crate::commands::bench::config::tests::resolve;
     use crate::commands::bench::config::{RowType, Shape};
-    use crate::frame::Report as _;
-    use crate::frame::tests::{assert_page_with, assert_words};
 
     #[test]
     fn the_text_holds_conditions_verdict_figures_and_memcpy() {

@@ -20,10 +20,10 @@ use serde::{Deserialize, Serialize};
 use sidelane::{Group, Window};
 
 use crate::baselines::{BaselinePass, BaselineReport, Field, Folder, Programs, Unavailable, compared};
+use crate::command::{self, Command};
 use crate::commands::launch::MachineArgs;
 use crate::commands::put_bench::Sizes;
 use crate::error::{CliError, usage};
-use crate::frame::{self, Command};
 use crate::machines::{Hosts, Machines};
 use crate::options::{NodeArgs, Scaled, at_least_one};
 use crate::ranks::{self, Assignment, Files, RankMemory};
@@ -153,7 +153,7 @@ fn main(Assignment { task, files }: &Assignment<Task>) -> Result<ExitCode, CliEr
     let mut others =
         folder.as_ref().map(|folder| others(&group, task, folder)).transpose()?.unwrap_or_default();
     let mut barrier = group.window(0)?;
-    let bar = frame::progress(world.rank(), task.runs.len() as u64);
+    let bar = command::progress(world.rank(), task.runs.len() as u64);
     let (mut verified, mut runs) = (true, Vec::new());
     for (nth, &run) in (0u8..).zip(&task.runs) {
         let mut test = Test::new(run.operation, (run.bytes / 4) as usize, &group)?;
@@ -177,7 +177,7 @@ fn main(Assignment { task, files }: &Assignment<Task>) -> Result<ExitCode, CliEr
     }
     let ranks_per_node = task.ranks_per_node.clone();
     let config = Conditions { ranks_per_node, hosts: machines.hosts() };
-    frame::finish(&Report { config, verified, runs, unavailable: others.absent.clone() }, &files.json)
+    command::finish(&Report { config, verified, runs, unavailable: others.absent.clone() }, &files.json)
 }
 
 fn take_turns(
@@ -247,7 +247,7 @@ pub struct RunReport {
     pub baselines: Vec<BaselineReport<BaselinePass>>,
 }
 
-impl frame::Report for Report {
+impl command::Report for Report {
     fn text(&self) -> String {
         let Conditions { ranks_per_node, hosts } = &self.config;
         let ranks: u32 = ranks_per_node.iter().sum();
@@ -290,9 +290,9 @@ impl frame::Report for Report {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::command::Report as _;
+    use crate::command::tests::{assert_page, assert_words};
     use crate::error::failed;
-    use crate::frame::Report as _;
-    use crate::frame::tests::{assert_page, assert_words};
 
     fn sample() -> Report {
         let run = Run { operation: Operation::AllReduce, bytes: 4096, rounds: 3 };

@@ -29,8 +29,8 @@ use sidelane_testkit::suite::RANKS_PER_NODE;
 
 pub use self::report::Finding;
 use self::report::Report;
+use crate::command::{self, Command};
 use crate::error::{CliError, failed};
-use crate::frame::{self, Command};
 use crate::options::one_of;
 use crate::ranks::{self, Sizes, VARIABLES, missing, one_process};
 
@@ -70,7 +70,7 @@ impl Command for ConformanceArgs {
     const NAME: &'static str = "conformance";
 
     fn run(self) -> Result<ExitCode, CliError> {
-        frame::claim(&self.json)?;
+        command::claim(&self.json)?;
         let device = match self.place {
             Some(PlaceArg::Host) => None,
             Some(PlaceArg::Device) => Some(Ok(probe()?)),
@@ -85,7 +85,7 @@ impl Command for ConformanceArgs {
         let runs = Way::ALL.into_iter().filter(places).flat_map(Run::all).filter(asked).collect();
         let task = Task { runs, seed: self.seed, device: None, has_bar: true, folder: PathBuf::new() };
         let lines = run_all(task)?;
-        frame::finish(&Report::new(&self, device, &lines), &self.json)
+        command::finish(&Report::new(&self, device, &lines), &self.json)
     }
 
     /// Plays the cases, one after another, each behind a barrier.
@@ -97,7 +97,7 @@ impl Command for ConformanceArgs {
         let device = on_device.then(|| Device::new(device, rank, MEMORY)).transpose()?;
         let unwritten = CliError::prepare("write what a rank has seen");
         let mut file = File::create(lines_of(&folder, rank)).map_err(&unwritten)?;
-        let bar = if has_bar { frame::progress(rank, runs.len() as u64) } else { ProgressBar::hidden() };
+        let bar = if has_bar { command::progress(rank, runs.len() as u64) } else { ProgressBar::hidden() };
         for run in runs {
             bar.set_message(run.case().feature.name());
             all.gather(&[])?;

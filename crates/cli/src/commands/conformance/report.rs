@@ -8,8 +8,8 @@ use sidelane_testkit::run::{Line, Outcome};
 use sidelane_testkit::suite::RANKS_PER_NODE;
 
 use super::{ConformanceArgs, PlaceArg};
+use crate::command::{self, Program};
 use crate::commands::doctor::DriverReport;
-use crate::frame::{self, Program};
 use crate::table;
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -210,7 +210,7 @@ impl Wrong {
     }
 }
 
-impl frame::Report for Report {
+impl command::Report for Report {
     fn text(&self) -> String {
         let mut executors: Vec<&str> = Vec::new();
         for cell in &self.cells {
@@ -242,8 +242,8 @@ mod tests {
     use sidelane_testkit::run::Run;
 
     use super::*;
-    use crate::frame::Report as _;
-    use crate::frame::tests::assert_page;
+    use crate::command::Report as _;
+    use crate::command::tests::assert_page;
 
     fn args(place: Option<PlaceArg>, only: &[Feature]) -> ConformanceArgs {
         ConformanceArgs { place, only: only.to_vec(), seed: 7, json: None }

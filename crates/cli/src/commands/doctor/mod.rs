@@ -24,8 +24,8 @@ use comfy_table::{ColumnConstraint, Width};
 use serde::Serialize;
 use sidelane::device::Probe;
 
+use crate::command::{self, Command, Program, Report};
 use crate::error::CliError;
-use crate::frame::{self, Command, Program, Report};
 use crate::options::word;
 use crate::table;
 
@@ -64,7 +64,7 @@ impl Command for DoctorArgs {
     fn run(self) -> Result<ExitCode, CliError> {
         let findings = examine(&Root::new("/"), &Facts::of_this_process());
         let diagnosis = Diagnosis { program: Program::HERE, findings };
-        frame::print(&if self.json { diagnosis.json() } else { table::fitted(&diagnosis.text()) })?;
+        command::print(&if self.json { diagnosis.json() } else { table::fitted(&diagnosis.text()) })?;
         Ok(ExitCode::SUCCESS)
     }
 }

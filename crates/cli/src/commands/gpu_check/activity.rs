@@ -31,9 +31,8 @@ use sidelane_testkit::device::whole;
 
 use super::Task;
 use super::audit::{Dispatch, Peers, RANKS, all_done};
-use super::bench::Gpu;
+use super::gpu::{self, Gpu};
 use super::report::{About, Checks, State};
-use super::wheels;
 use crate::error::CliError;
 
 const SLOT: (u64, &str) = (921_600, "0.9 MB");
@@ -42,13 +41,13 @@ const CONTROL: &str = "control: plain copy on the GPU";
 
 pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     let driver = Driver::open()?;
-    let files = wheels::find(&driver, &Cupti::NAMES);
+    let files = gpu::in_packages(&driver, &Cupti::NAMES);
     let cupti = match Cupti::open_with(&driver, &files) {
         Ok(cupti) => cupti,
         Err(error) => {
             let shows = "nothing: the audit by a hold asks the same, and does without CUPTI";
             let about = About::new("list of kernels by CUPTI", shows);
-            let hint = wheels::hint("SIDELANE_CUPTI_LIBRARY", "nvidia/cuda_cupti");
+            let hint = gpu::hint("SIDELANE_CUPTI_LIBRARY", "nvidia/cuda_cupti");
             return checks.tell(about, State::Skipped, format!("not seen: {error}; {hint}"));
         }
     };

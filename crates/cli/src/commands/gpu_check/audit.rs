@@ -29,7 +29,7 @@ use sidelane_core::schedule::stream_program::{Slots, StreamProgram};
 use sidelane_testkit::device::whole;
 
 use super::Task;
-use super::bench::{self, Gpu, Transfer, content, equal, random_bytes, same};
+use super::gpu::{self, Gpu, Transfer, content, equal, random_bytes, same};
 use super::report::{About, Answer, Checks, State};
 use crate::error::CliError;
 
@@ -319,7 +319,7 @@ impl Dispatch {
         for rank in 0..RANKS {
             for to in (0..RANKS).filter(|&to| to != rank) {
                 let slot = windows.own[rank as usize].part(slots.send(to), bytes)?;
-                bench::write(staging, &slot, &content_of(rank, to, bytes))?;
+                gpu::write(staging, &slot, &content_of(rank, to, bytes))?;
             }
             let program = StreamProgram::new(SlotCall::Dispatch, slots, rank)?;
             programs.push(Lowered::lower(&gpu.context, &program, rank, &windows.seen_by(rank))?);

@@ -90,11 +90,6 @@ const FIGURES: [&str; 11] = [
     "compute.launch",
 ];
 
-/// The file.
-pub fn text(hardware: &Hardware) -> String {
-    serde_json::to_string_pretty(hardware).expect("numbers and names are always JSON") + "\n"
-}
-
 /// Medians of a report's rows, and the questions that have none.
 struct Measured<'r> {
     report: &'r Report,

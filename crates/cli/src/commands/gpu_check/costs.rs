@@ -1,11 +1,9 @@
 //! Costs: what the pieces take, one at a time, then a layer of slots.
 
-use std::time::Instant;
-
 use half::bf16;
+use sidelane::World;
 use sidelane::device::{CopyBatch, MemOpBatch, Stream, Version};
 use sidelane::error::DeviceError;
-use sidelane::{Group, World};
 use sidelane_testkit::case::{Case, Way};
 use sidelane_testkit::device::whole;
 use sidelane_testkit::exchange::{memory, timed};
@@ -14,12 +12,12 @@ use sidelane_testkit::player::{Player, experts_copy};
 use sidelane_verify::reference;
 
 use super::Task;
-use super::bench::{Gpu, Timer};
-use super::exchange::on_nodes;
+use super::expert_parallel::on_nodes;
+use super::gpu::{Gpu, Timer};
 use super::report::{About, Checks};
 use crate::error::CliError;
-use crate::ranks;
-use crate::stats::summary;
+use crate::machines::Machines;
+use crate::stats::{Laps, summary};
 
 /// Bytes of copies: a slot of a small batch; sizes around which a copy costs more than its price;
 /// little more than nothing.
@@ -218,8 +216,8 @@ impl Bench<'_> {
     }
 }
 
-/// A layer of eight ranks as threads: each round begins when all are there, and takes as long as
-/// the slowest.
+/// A layer of eight ranks as threads: each round begins when all are there, and ends with the
+/// slowest.
 fn layer(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     const RANKS: usize = 8;
     let case = timed(task.quick);
@@ -246,39 +244,32 @@ fn rounds(task: &Task, case: Case, world: &World) -> Result<[Vec<f64>; 3], CliEr
     let tokens = reference::tokens(seed, settings.max_tokens, settings.case.hidden, case.top_k, case.experts);
     let mut layer = player.layer(&tokens)?;
     let (ep, stream) = (&mut player.ep, &device.stream);
-    let mut found: [Vec<f64>; 3] = Default::default();
+    let (machines, mut laps) = (Machines::of(&group)?, [(); 3].map(|()| Laps::default()));
     // The first round warms up.
     for _ in 0..=count {
-        let mut dispatched = None;
-        found[0].push(slowest(&group, || {
-            dispatched = Some(layer.start(ep)?.finish()?);
-            Ok(ep.synchronize()?)
-        })?);
-        let Some((rows, handle)) = dispatched else { continue };
+        group.gather(&[])?;
+        let (rows, handle) = laps[0].time(|| {
+            let dispatched = layer.start(ep)?.finish()?;
+            ep.synchronize()?;
+            Ok::<_, CliError>(dispatched)
+        })?;
         let y = experts_copy(stream, &rows, &handle)?;
         ep.synchronize()?;
-        found[1].push(slowest(&group, || {
+        group.gather(&[])?;
+        laps[1].time(|| {
             layer.combine(ep, y, &handle)?;
-            Ok(ep.synchronize()?)
-        })?);
+            Ok::<_, CliError>(ep.synchronize()?)
+        })?;
     }
     let graph = layer.capture(ep, stream)?.0;
     for _ in 0..=count {
-        found[2].push(slowest(&group, || {
+        group.gather(&[])?;
+        laps[2].time(|| {
             graph.launch(stream)?;
-            Ok(ep.synchronize()?)
-        })?);
+            Ok::<_, CliError>(ep.synchronize()?)
+        })?;
     }
-    // Memory is given back when no rank waits for this one.
-    group.gather(&[])?;
-    Ok(found.map(|samples| samples[1..].to_vec()))
-}
-
-/// Microseconds of the slowest rank, from when all were there.
-fn slowest(group: &Group, work: impl FnOnce() -> Result<(), CliError>) -> Result<f64, CliError> {
-    group.gather(&[])?;
-    let start = Instant::now();
-    work()?;
-    let all = ranks::tell_all(group, &(start.elapsed().as_secs_f64() * 1e6))?;
-    Ok(all.into_iter().fold(0.0, f64::max))
+    // Memory is given back when no rank waits for this one: all have told their laps by then.
+    let [dispatch, combine, graph] = laps.map(|laps| laps.rounds(&group, &machines));
+    Ok([dispatch?, combine?, graph?].map(|samples| samples[1..].to_vec()))
 }

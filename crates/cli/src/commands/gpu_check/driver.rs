@@ -12,7 +12,7 @@ use sidelane::error::DeviceError;
 use sidelane_testkit::device::whole;
 
 use super::Task;
-use super::bench::{self, Gpu, content, equal, random, random_bytes, same};
+use super::gpu::{self, Gpu, content, equal, random, random_bytes, same};
 use super::report::{About, Checks, State};
 use crate::commands::doctor::{self, Level};
 use crate::error::CliError;
@@ -94,7 +94,7 @@ impl Bench {
     fn waits<T: Value + From<u32>>(&self) -> Result<String, CliError> {
         let [first, second] = &self.streams;
         let (words, there) = (self.gpu.pinned(24)?, self.gpu.memory(64)?);
-        bench::write(first, &there, &[0; 64])?;
+        gpu::write(first, &there, &[0; 64])?;
         // Of the host.
         first.wait::<T>(words.range().word(0)?, 2.into())?;
         first.write::<T>(words.range().word(8)?, 1.into())?;
@@ -207,7 +207,7 @@ impl Bench {
         let devices = [self.gpu.task.device];
         let (one, other) = (reservation.map(0, &made, &devices)?, reservation.map(1, &imported, &devices)?);
         let bytes = random_bytes(3, BYTES);
-        bench::write(stream, &one, &bytes)?;
+        gpu::write(stream, &one, &bytes)?;
         let seen = self.gpu.read(stream, &other.part(0, BYTES)?)?;
         same("what was imported", &seen, &bytes)?;
         Ok(format!("{} MiB, mapped twice", made.bytes() >> 20))

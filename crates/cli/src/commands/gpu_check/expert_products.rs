@@ -15,8 +15,7 @@ use sidelane::device::{
 use sidelane::error::DeviceError;
 use sidelane_testkit::device::whole;
 
-use super::bench::{Gpu, random, random_elements, write};
-use super::wheels;
+use super::gpu::{self, Gpu, random, random_elements, write};
 use crate::error::{CliError, wrong};
 
 /// How products are made.
@@ -93,7 +92,7 @@ impl<'a> ExpertProducts<'a> {
     /// None where there is no cuBLAS.
     pub fn new(gpu: &'a Gpu, sizes: Sizes) -> Result<Option<Self>, CliError> {
         let stream = Arc::new(gpu.stream()?);
-        let Ok(blas) = Blas::load(&stream, &wheels::folders(gpu.context.driver())) else { return Ok(None) };
+        let Ok(blas) = Blas::load(&stream, &gpu::packages(gpu.context.driver())) else { return Ok(None) };
         let of_rows = u64::from(sizes.all_rows()) * u64::from(sizes.depth);
         let of_matrices = u64::from(sizes.experts) * u64::from(sizes.depth) * u64::from(sizes.columns);
         let both = |seed, count: u64| -> Result<[DeviceRange; 2], CliError> {
@@ -123,7 +122,7 @@ impl<'a> ExpertProducts<'a> {
             factors: [[rows, matrices], [half_rows, half_matrices]],
             out: gpu.memory(u64::from(sizes.all_rows()) * u64::from(sizes.columns) * 4)?,
             of_matrices: gpu.memory(of_matrices * 4)?,
-            table: gpu.put(&stream, bytemuck::cast_slice(&[segments.as_slice(), &padded].concat()))?,
+            table: gpu.put(&stream, &[segments.as_slice(), &padded].concat())?,
             segments: [segments, padded].concat(),
             gpu,
             sizes,

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use bytemuck::NoUninit;
 use half::{bf16, f16};
 use rand::RngExt;
 use rand_chacha::ChaCha8Rng;
@@ -20,10 +21,9 @@ use sidelane_testkit::device::whole;
 use sidelane_verify::reference::Real;
 
 use super::Task;
-use super::bench::{Gpu, equal, random, random_bytes, same};
 use super::expert_products::{ExpertProducts, Sizes, WAYS};
+use super::gpu::{self, Gpu, equal, random, random_bytes, same};
 use super::report::{About, Checks, State};
-use super::wheels;
 use crate::error::CliError;
 
 /// Zeros, denormals, ties of the two-byte types, extremes, infinities, NaN.
@@ -74,7 +74,7 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
         bench.product("ours", |product| bench.audit.product(&bench.stream, product))
     })?;
     let about = about("product of cuBLAS", "cuBLAS is called as it must be");
-    match Blas::load(&bench.stream, &wheels::folders(driver)) {
+    match Blas::load(&bench.stream, &gpu::packages(driver)) {
         Ok(blas) => {
             checks.check(about, || bench.product(blas.name(), |product| blas.product(product)))?;
         }
@@ -101,8 +101,8 @@ struct Bench {
 }
 
 impl Bench {
-    fn put(&self, bytes: &[u8]) -> Result<DeviceRange, CliError> {
-        self.gpu.put(&self.stream, bytes)
+    fn put(&self, content: &[impl NoUninit]) -> Result<DeviceRange, CliError> {
+        self.gpu.put(&self.stream, content)
     }
 
     fn check_sum<R: Real, O: Real>(&self, checks: &mut Checks) -> Result<(), CliError> {
@@ -121,9 +121,8 @@ impl Bench {
         let places: Vec<i32> = (0..TOKENS * RANKS)
             .map(|_| if random.random_ratio(1, 4) { -1 } else { random.random_range(0..TOKENS as i32) })
             .collect();
-        let there =
-            homes.iter().map(|home| self.put(bytemuck::cast_slice(home))).collect::<Result<Vec<_>, _>>()?;
-        let places_there = self.put(bytemuck::cast_slice(&places))?;
+        let there = homes.iter().map(|home| self.put(home)).collect::<Result<Vec<_>, _>>()?;
+        let places_there = self.put(&places)?;
         let spans = there.iter().map(whole).collect::<Result<Vec<_>, _>>()?;
         let table = self.gpu.memory(u64::from(RANKS) * 8)?;
         let homes_at = Addresses::new(&self.stream, &table, &spans)?;
@@ -153,7 +152,7 @@ impl Bench {
                 O::of(if sum.is_nan() { f32::NAN } else { sum })
             }));
         }
-        same("sums", &seen, bytemuck::cast_slice(&expected))?;
+        same("sums", &seen, &expected)?;
         equal("the status word", status.word(0)?.load(Ordering::Acquire), 0)?;
         Ok(format!("{} sums of up to {RANKS} rows, special values among them", TOKENS * columns))
     }
@@ -182,11 +181,11 @@ impl Bench {
         let n_rows = numbers.len() as u32;
         let rows: Vec<E> = (0..n_rows * columns).map(|_| any(&mut random)).collect();
         let weights: Vec<f32> = (0..n_rows).map(|_| random.random_range(-2.0..2.0)).collect();
-        let there = self.put(bytemuck::cast_slice(&rows))?;
-        let numbers_there = self.put(bytemuck::cast_slice(&numbers))?;
-        let counts = self.put(bytemuck::cast_slice(&[used, padded].concat()))?;
-        let order = self.put(bytemuck::cast_slice(&order))?;
-        let weights_there = self.put(bytemuck::cast_slice(&weights))?;
+        let there = self.put(&rows)?;
+        let numbers_there = self.put(&numbers)?;
+        let counts = self.put(&[used, padded].concat())?;
+        let order = self.put(&order)?;
+        let weights_there = self.put(&weights)?;
         let out = self.gpu.memory(u64::from(TOKENS * columns) * E::DTYPE.size() as u64)?;
         let args = RankSumArgs {
             sums: TOKENS,
@@ -215,7 +214,7 @@ impl Bench {
                 E::of(if total.is_nan() { f32::NAN } else { total })
             }));
         }
-        same("sums by rank", &seen, bytemuck::cast_slice(&expected))?;
+        same("sums by rank", &seen, &expected)?;
         Ok(format!("{TOKENS} sums of {n_rows} rows of {EXPERTS} experts, special values among them"))
     }
 
@@ -228,7 +227,7 @@ impl Bench {
             let mut host = Gate::new(config.clone())?;
             let logits: Vec<f32> = (0..tokens * experts).map(|_| random.random_range(-8.0..8.0)).collect();
             let expected = host.route(&GateInput { logits: &logits, ..GateInput::default() })?;
-            let there = self.put(bytemuck::cast_slice(&logits))?;
+            let there = self.put(&logits)?;
             let choices = u64::from(tokens * top_k) * 4;
             let (ids, weights) = (self.gpu.memory(choices)?, self.gpu.memory(choices)?);
             let status = self.gpu.pinned(8)?;
@@ -244,8 +243,8 @@ impl Bench {
             kernels.gate(&self.stream, &config, &args)?;
             let seen = |range| self.gpu.read(&self.stream, range);
             let of = |what| format!("{what} of {preset}");
-            same(of("experts"), &seen(&ids)?, bytemuck::cast_slice(expected.experts()))?;
-            same(of("weights"), &seen(&weights)?, bytemuck::cast_slice(expected.weights()))?;
+            same(of("experts"), &seen(&ids)?, expected.experts())?;
+            same(of("weights"), &seen(&weights)?, expected.weights())?;
         }
         Ok(format!("{tokens} tokens, {}", GATES.map(|(preset, ..)| preset.name()).join(", ")))
     }
@@ -274,10 +273,9 @@ impl Bench {
         let bin_of = of_experts(&|expert| if once { map.rank_of(expert) } else { expert });
         let local_of = of_experts(&|expert| expert - map.slots_of(map.rank_of(expert)).start);
         let place_of: Vec<u32> = (0..bins.count()).collect();
-        let put = |words: &[u32]| self.put(bytemuck::cast_slice(words));
+        let put = |words: &[u32]| self.put(words);
         let [bin_of, local_of, place_of] = [put(&bin_of)?, put(&local_of)?, put(&place_of)?];
-        let [experts_there, weights_there] =
-            [self.put(bytemuck::cast_slice(&ids))?, self.put(bytemuck::cast_slice(&weights))?];
+        let [experts_there, weights_there] = [self.put(&ids)?, self.put(&weights)?];
         let (choices, words) = (ids.len() as u32, u64::from(notes.words(top_k)));
         let list = |each: u64| self.gpu.memory(u64::from(choices) * 4 * each);
         let [order, rows, places, noted] = [list(1)?, list(1)?, list(1)?, list(words)?];
@@ -308,10 +306,10 @@ impl Bench {
         self.kernels.plan_choices(&self.stream, &args)?;
         let entries = sorted.entries() * 4;
         let seen = |range| self.gpu.read(&self.stream, range);
-        same("rows of bins", &seen(&counts)?, bytemuck::cast_slice(&sorted.counts))?;
-        same("tokens of rows", &seen(&order)?[..entries], bytemuck::cast_slice(&sorted.tokens))?;
+        same("rows of bins", &seen(&counts)?, &sorted.counts)?;
+        same("tokens of rows", &seen(&order)?[..entries], &sorted.tokens)?;
         let metadata = &seen(&noted)?[..entries * words as usize];
-        same("metadata of rows", metadata, bytemuck::cast_slice(&sorted.notes))?;
+        same("metadata of rows", metadata, &sorted.notes)?;
         let (mut starts, mut own, mut landed) = (sorted.starts.clone(), Vec::new(), 0);
         for bin in bins.of(me) {
             let (first, count) = (sorted.starts[bin as usize], sorted.counts[bin as usize]);
@@ -338,12 +336,12 @@ impl Bench {
         self.kernels.place_choices(&self.stream, &place)?;
         let (mut expected_rows, mut expected_places) = (Vec::new(), Vec::new());
         sorted.places(&bins, top_k, &starts, [&mut expected_rows, &mut expected_places]);
-        same("rows of choices", &seen(&rows)?, bytemuck::cast_slice(&expected_rows))?;
-        same("places of choices", &seen(&places)?, bytemuck::cast_slice(&expected_places))?;
+        same("rows of choices", &seen(&rows)?, &expected_rows)?;
+        same("places of choices", &seen(&places)?, &expected_places)?;
         let home = seen(&home)?;
         for RowRun { to_row, first, count, .. } in own {
             let [to, from, len] = [to_row, first, count].map(|rows| rows as usize * words as usize);
-            let expected = bytemuck::cast_slice(&sorted.notes[from..from + len]);
+            let expected = &sorted.notes[from..from + len];
             same("metadata of own rows", &home[to * 4..][..len * 4], expected)?;
         }
         Ok(())

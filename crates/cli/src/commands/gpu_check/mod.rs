@@ -28,20 +28,18 @@
 
 mod activity;
 mod audit;
-mod bench;
-mod blocks;
 mod calibrate;
 mod costs;
 mod driver;
-mod exchange;
+mod expert_parallel;
 mod expert_products;
+mod gpu;
 mod interference;
+mod kernel_work;
 mod kernels;
-mod products;
 mod rates;
 mod report;
 mod waiting;
-mod wheels;
 
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader};
@@ -57,8 +55,8 @@ use sidelane::device::{Driver, Version};
 use sidelane::error::DeviceError;
 use waiting::Case;
 
+use crate::command::{self, Command as _};
 use crate::error::CliError;
-use crate::frame::{self, Command as _};
 use crate::options::{up_to, word};
 use crate::ranks::{self, VARIABLES, missing};
 
@@ -122,11 +120,11 @@ pub struct GpuCheckArgs {
     pub calibrate: Option<PathBuf>,
 }
 
-impl frame::Command for GpuCheckArgs {
+impl command::Command for GpuCheckArgs {
     const NAME: &'static str = "gpu-check";
 
     fn run(self) -> Result<ExitCode, CliError> {
-        frame::claim(self.json.iter().chain(&self.calibrate))?;
+        command::claim(self.json.iter().chain(&self.calibrate))?;
         let probe = probe(self.device)?;
         let asked = |part: &Part| self.parts.is_empty() || self.parts.contains(part);
         let chosen: Vec<Part> = Part::value_variants().iter().copied().filter(asked).collect();
@@ -135,10 +133,10 @@ impl frame::Command for GpuCheckArgs {
         }
         let rows = run_parts(&Task::of(&self), &chosen, self.minutes)?;
         let report = Report::new(&self, &probe, rows);
-        let status = frame::finish(&report, &self.json)?;
+        let status = command::finish(&report, &self.json)?;
         if self.calibrate.is_some() {
             let hardware = calibrate::hardware(&report)?;
-            frame::draw(&self.calibrate, || calibrate::text(&hardware))?;
+            command::draw(&self.calibrate, || command::pretty(&hardware) + "\n")?;
         }
         Ok(status)
     }
@@ -153,14 +151,14 @@ impl frame::Command for GpuCheckArgs {
             Part::Locks => waiting::locks(&task, &mut checks),
             Part::Queues => waiting::queues(&task, &mut checks),
             Part::Case => waiting::case(&task),
-            Part::Exchange => exchange::threads(&task, &mut checks),
-            Part::Processes => exchange::processes(&task, &mut checks),
-            Part::Rank => exchange::rank(&task, &mut checks),
-            Part::Conformance => exchange::conformance(&task, &mut checks),
+            Part::Exchange => expert_parallel::threads(&task, &mut checks),
+            Part::Processes => expert_parallel::processes(&task, &mut checks),
+            Part::Rank => expert_parallel::rank(&task, &mut checks),
+            Part::Conformance => expert_parallel::conformance(&task, &mut checks),
             Part::Audit => audit::run(&task, &mut checks),
             Part::Activity => activity::run(&task, &mut checks),
-            Part::Interference => interference::run(&task, &mut checks),
-            Part::Blocks => blocks::run(&task, &mut checks),
+            Part::Interference => interference::transfers(&task, &mut checks),
+            Part::Blocks => interference::kernels(&task, &mut checks),
             Part::Costs => costs::run(&task, &mut checks),
             Part::Rates => rates::run(&task, &mut checks),
         };
@@ -248,7 +246,7 @@ impl Task {
 const SILENCE: Duration = Duration::from_secs(300);
 
 fn run_parts(task: &Task, parts: &[Part], minutes: Option<f64>) -> Result<Vec<Row>, CliError> {
-    let bar = frame::progress(0, parts.len() as u64);
+    let bar = command::progress(0, parts.len() as u64);
     let end = minutes.map(|minutes| Instant::now() + Duration::from_secs_f64(minutes * 60.0));
     let mut rows = Vec::new();
     for &part in parts {

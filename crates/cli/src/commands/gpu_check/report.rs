@@ -5,9 +5,9 @@ use serde::{Deserialize, Serialize};
 use sidelane::device::{Driver, Probe, Version};
 
 use super::{GpuCheckArgs, Part};
+use crate::command::{self, Program};
 use crate::commands::doctor::DriverReport;
 use crate::error::CliError;
-use crate::frame::{self, Program};
 use crate::options::word;
 use crate::stats::{Summary, summary};
 use crate::table;
@@ -136,7 +136,7 @@ impl Time {
     }
 }
 
-impl frame::Report for Report {
+impl command::Report for Report {
     fn text(&self) -> String {
         let report = self;
         let Report { program, driver, device, multiprocessors, .. } = report;
@@ -312,7 +312,7 @@ impl Checks {
 }
 
 fn emit(row: &Row) -> Result<(), CliError> {
-    frame::print(&serde_json::to_string(row).expect("texts and numbers are always JSON"))
+    command::print(&serde_json::to_string(row).expect("texts and numbers are always JSON"))
 }
 
 fn conclusions(rows: &[Row]) -> Vec<String> {
@@ -355,8 +355,8 @@ fn conclusions(rows: &[Row]) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::frame::Report as _;
-    use crate::frame::tests::{assert_page, assert_words};
+    use crate::command::Report as _;
+    use crate::command::tests::{assert_page, assert_words};
 
     /// A report in which every key is present.
     fn report() -> Report {

@@ -50,11 +50,11 @@ use sidelane::device::{
 use sidelane::error::DeviceError;
 use sidelane_testkit::device::whole;
 
-use super::bench::Gpu;
+use super::gpu::Gpu;
 use super::report::{About, Answer, Checks};
 use super::{Part, Process, Task};
+use crate::command;
 use crate::error::{CliError, failed};
-use crate::frame;
 
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -184,7 +184,7 @@ pub fn case(task: &Task) -> Result<(), CliError> {
 }
 
 fn say(said: &Said) -> Result<(), CliError> {
-    frame::print(&serde_json::to_string(said).expect("texts are always JSON"))
+    command::print(&serde_json::to_string(said).expect("texts are always JSON"))
 }
 
 /// Words of the host, a line each: what the caller waits for, that it waits, and what others tell.

@@ -21,8 +21,8 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use super::LaunchArgs;
+use crate::command::Command as _;
 use crate::error::CliError;
-use crate::frame::Command as _;
 use crate::ranks;
 
 /// The launcher's end. Dropped when all ranks have ended, or are killed.

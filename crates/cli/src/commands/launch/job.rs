@@ -32,8 +32,8 @@ use signal_hook::iterator::{Handle, Signals};
 
 use super::guard::Guard;
 use super::{Meeting, Part, Place, places};
+use crate::command::complain;
 use crate::error::CliError;
-use crate::frame::complain;
 
 /// Program to run, and how often.
 pub struct Job {

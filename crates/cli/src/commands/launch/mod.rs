@@ -33,8 +33,8 @@ use clap::{Args, ValueEnum};
 use sidelane::Error;
 use sidelane::bootstrap::{Identity, Secret};
 
+use crate::command::Command;
 use crate::error::{CliError, failed, usage};
-use crate::frame::Command;
 
 pub use job::{Bind, Job};
 

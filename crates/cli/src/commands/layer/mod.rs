@@ -26,9 +26,9 @@ use serde::{Deserialize, Serialize};
 use sidelane::config::EmulatedLink;
 use sidelane::layer::{Experts, GroupedSwiGlu, Segments};
 
+use crate::command::Command;
 use crate::commands::launch::MachineArgs;
 use crate::error::{CliError, usage};
-use crate::frame::Command;
 use crate::options::{NodeArgs, at_most};
 use crate::ranks::{self, Assignment, Files, RankMemory, Sizes};
 
@@ -354,7 +354,7 @@ fn experts_alone(shape: &Shape) -> Duration {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::frame::tests::parsed;
+    use crate::command::tests::parsed;
 
     fn resolve(line: &str) -> Task {
         Task::resolve(&parsed(line).unwrap()).unwrap()

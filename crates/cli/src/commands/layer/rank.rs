@@ -16,9 +16,9 @@ use sidelane::{Error, Group, World};
 
 use super::report::{self, Pass, Report};
 use super::{LayerArgs, Shape, Task};
+use crate::command::{self, Command as _};
 use crate::commands::bench::{EVENTS, write_trace};
 use crate::error::CliError;
-use crate::frame::{self, Command as _};
 use crate::machines::Machines;
 use crate::ranks::{self, Assignment};
 use crate::stats::Laps;
@@ -62,8 +62,8 @@ pub fn main(Assignment { task, files }: &Assignment<Task>) -> Result<ExitCode, C
     if let Some(path) = &files.trace {
         write_trace(path, world.nodes(), &timelines)?;
     }
-    frame::draw(&files.svg, || report::draw(&task.shape, &timelines))?;
-    frame::finish(&report, &files.json)
+    command::draw(&files.svg, || report::draw(&task.shape, &timelines))?;
+    command::finish(&report, &files.json)
 }
 
 /// A rank's two layers, which differ in how they are carried out, and its tokens.
@@ -105,7 +105,7 @@ impl<'a> Rank<'a> {
         let mut barrier = self.group.window(0)?;
         let directions = if self.task.backward { 2 } else { 1 };
         let mut taken: Vec<Taken> = (0..directions).map(|_| Taken::default()).collect();
-        let bar = frame::progress(self.world.rank(), self.task.rounds.into());
+        let bar = command::progress(self.world.rank(), self.task.rounds.into());
         for round in 0..self.task.rounds as usize {
             for turn in 0..Kind::ALL.len() {
                 let kind = Kind::ALL[(round + turn) % Kind::ALL.len()];

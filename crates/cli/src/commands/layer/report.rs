@@ -21,8 +21,8 @@ use sidelane::exec::{NodeSpan, Timeline};
 
 use super::{Shape, Task};
 use crate::chart::{self, LEFT, Times, WIDTH, legend};
+use crate::command;
 use crate::commands::launch::shape_words;
-use crate::frame;
 use crate::machines::{self, Hosts, Machines};
 use crate::stats::summary;
 use crate::svg::{self, Style, Svg};
@@ -102,7 +102,7 @@ const NOTES: &str = "\
 Experts: at work, at the slowest rank, in turn. Transfers: a step whose experts do nothing. Hidden: what overlap saves of the
 shorter of the two; 1 is all of it.";
 
-impl frame::Report for Report {
+impl command::Report for Report {
     fn text(&self) -> String {
         let Conditions { shape, rounds, lane, emulated_link, lane_reason, hosts } = &self.config;
         let reason = table::because(lane_reason);
@@ -218,9 +218,9 @@ fn draw_span(svg: &mut Svg, scale: &Times, y: f64, span: &NodeSpan) {
 mod tests {
     use super::*;
     use crate::chart::tests::number;
+    use crate::command::Report as _;
+    use crate::command::tests::{assert_page, assert_words};
     use crate::commands::layer::sample as shape;
-    use crate::frame::Report as _;
-    use crate::frame::tests::{assert_page, assert_words};
     use crate::svg::tests::elements;
 
     fn sample() -> Report {

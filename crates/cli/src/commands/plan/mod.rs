@@ -20,8 +20,8 @@ use sidelane_model::parallel::{
     Transformer,
 };
 
+use crate::command::{self, Command};
 use crate::error::{CliError, usage};
-use crate::frame::{self, Command};
 use crate::options::{Scaled, hardware_or, one_of};
 use crate::table::volume;
 
@@ -121,14 +121,14 @@ impl Command for PlanArgs {
     const NAME: &'static str = "plan";
 
     fn run(self) -> Result<ExitCode, CliError> {
-        frame::claim(self.json.iter().chain(&self.svg))?;
+        command::claim(self.json.iter().chain(&self.svg))?;
         let question = self.question()?;
         let report = Report::new(&question, self.fitting(&question)?, self.top);
         if self.svg.is_some() {
             let picture = picture::draw(&question)?;
-            frame::draw(&self.svg, || picture)?;
+            command::draw(&self.svg, || picture)?;
         }
-        frame::finish(&report, &self.json)
+        command::finish(&report, &self.json)
     }
 }
 

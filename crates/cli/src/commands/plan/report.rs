@@ -5,7 +5,7 @@ use sidelane_model::parallel::{
     Candidate, Devices, Fixed, Memory, Overlap, Pass, Precision, Question, Received, Rules, Step, Transformer,
 };
 
-use crate::frame;
+use crate::command;
 use crate::options::Scaled;
 use crate::table::{self, time, volume};
 
@@ -211,7 +211,7 @@ fn billions(parameters: u64) -> String {
     format!("{:.1} billion", parameters as f64 / 1e9)
 }
 
-impl frame::Report for Report {
+impl command::Report for Report {
     fn text(&self) -> String {
         let Conditions { devices, tokens, sequence, precision, recompute, overlap, .. } = &self.config;
         let Model { sizes, parameters, active_parameters } = &self.model;
@@ -261,8 +261,8 @@ impl frame::Report for Report {
 #[cfg(test)]
 pub mod tests {
     use super::*;
+    use crate::command::tests::{assert_page, parsed};
     use crate::commands::plan::PlanArgs;
-    use crate::frame::tests::{assert_page, parsed};
 
     /// The report of a command line.
     pub fn report(line: &str) -> Report {

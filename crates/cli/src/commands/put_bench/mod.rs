@@ -21,9 +21,9 @@ use std::str::FromStr;
 use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
 
+use crate::command::Command;
 use crate::commands::launch::{MachineArgs, places};
 use crate::error::{CliError, usage};
-use crate::frame::Command;
 use crate::options::{NodeArgs, Scaled, at_least_one};
 use crate::ranks::{self, Assignment, Files, RankMemory};
 
@@ -289,7 +289,7 @@ fn usual(test: Test, bytes: u64) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::frame::tests::parsed;
+    use crate::command::tests::parsed;
 
     #[test]
     fn a_range_is_every_power_of_two_in_it() {

@@ -8,7 +8,7 @@
 use std::io::{self, Read};
 use std::mem::take;
 use std::net::TcpListener;
-use std::process::{Child, Command, ExitCode, Output, Stdio};
+use std::process::{Command, ExitCode, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::event::{Timespec, poll};
@@ -19,22 +19,22 @@ use super::measure::Pair;
 use super::report::{self, BaselineReport, Conditions, End, PairReport, Report, RunReport};
 use super::{PutBenchArgs, Run, Task, Test};
 use crate::baselines::{Unavailable, start};
+use crate::command::{self, Command as _};
 use crate::error::{CliError, failed};
-use crate::frame::{self, Command as _};
 use crate::machines::{self, Machines};
 use crate::ranks::{self, Assignment};
 
 pub fn main(Assignment { task, files }: &Assignment<Task>) -> Result<ExitCode, CliError> {
     let world = ranks::join(PutBenchArgs::NAME, task, task.sizes(), 0)?;
     let Some(report) = measure(task, &world)? else { return Ok(ExitCode::SUCCESS) };
-    frame::draw(&files.svg, || report::draw(&report))?;
-    frame::finish(&report, &files.json)
+    command::draw(&files.svg, || report::draw(&report))?;
+    command::finish(&report, &files.json)
 }
 
 fn measure(task: &Task, world: &World) -> Result<Option<Report>, CliError> {
     let group = world.all()?;
     let machines = Machines::of(&group)?;
-    let bar = frame::progress(world.rank(), (task.pairs.len() * task.runs.len()) as u64);
+    let bar = command::progress(world.rank(), (task.pairs.len() * task.runs.len()) as u64);
     let (mut pairs, mut absent) = (Vec::new(), None);
     for &ends in &task.pairs {
         let mut report = describe(world, ends);
@@ -128,9 +128,8 @@ fn put_lat(run: Run) -> Result<f64, CliError> {
     let failed = |source| failed!("cannot run {PROGRAM}: {source}");
     let port = free_port().map_err(failed)?.to_string();
     let mut silent = Command::new(PROGRAM);
-    let mut server = Ended(start(
-        silent.args(["-p", &port]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()),
-    )?);
+    silent.args(["-p", &port]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    let mut server = start(&mut silent)?;
     let begun = Instant::now();
     loop {
         let mut client = Command::new(PROGRAM);
@@ -161,7 +160,7 @@ fn put_lat(run: Run) -> Result<f64, CliError> {
 fn run_out(client: &mut Command) -> Result<Output, CliError> {
     let failed = |source| failed!("cannot run {PROGRAM}: {source}");
     client.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    let (mut running, begun) = (Ended(start(client)?), Instant::now());
+    let (mut running, begun) = (start(client)?, Instant::now());
     let status = loop {
         if let Some(status) = running.0.try_wait().map_err(failed)? {
             break status;
@@ -189,16 +188,6 @@ fn median(printed: &str) -> Option<f64> {
 /// A port without a listener a moment ago.
 fn free_port() -> io::Result<u16> {
     Ok(TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port())
-}
-
-/// Does not outlive its run.
-struct Ended(Child);
-
-impl Drop for Ended {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
 }
 
 #[cfg(test)]

@@ -8,8 +8,8 @@ use super::measure::Found;
 use super::{Run, Test};
 use crate::baselines::Unavailable;
 use crate::chart::{Chart, Curve, Panel, Point};
+use crate::command;
 use crate::commands::launch::shape_words;
-use crate::frame;
 use crate::machines::Hosts;
 use crate::options::{Scaled, word};
 use crate::stats::{Ratio, Summary, ratio_of_medians, summary};
@@ -126,7 +126,7 @@ impl RunReport {
     }
 }
 
-impl frame::Report for Report {
+impl command::Report for Report {
     /// Conditions, verdict, and figures: of each size, or of each pair.
     fn text(&self) -> String {
         let report = self;
@@ -299,9 +299,9 @@ fn curves(report: &Report) -> Vec<Curve> {
 #[cfg(test)]
 pub mod tests {
     use super::*;
+    use crate::command::Report as _;
+    use crate::command::tests::{assert_page, assert_words};
     use crate::commands::put_bench::Test;
-    use crate::frame::Report as _;
-    use crate::frame::tests::{assert_page, assert_words};
     use crate::svg::tests::elements;
 
     /// A report of puts of 8 bytes and of 1 MiB between two nodes.

@@ -18,8 +18,8 @@ use report::Report;
 use sidelane::gate::Pattern;
 use sidelane_model::Dropped;
 
+use crate::command::{self, Command};
 use crate::error::CliError;
-use crate::frame::{self, Command};
 use crate::options::RoutedArgs;
 use crate::routing_source::{Decided, Source};
 
@@ -58,13 +58,13 @@ impl Command for RoutingArgs {
 
     fn run(self) -> Result<ExitCode, CliError> {
         let decided = self.decide()?;
-        frame::claim(self.json.iter().chain(&self.svg))?;
+        command::claim(self.json.iter().chain(&self.svg))?;
         let report = Report::new(&decided, &self.factors)?;
         if self.svg.is_some() {
             let curves = dropped(&decided, &curve_factors())?;
-            frame::draw(&self.svg, || report::draw(&report, &decided.map, &curves))?;
+            command::draw(&self.svg, || report::draw(&report, &decided.map, &curves))?;
         }
-        frame::finish(&report, &self.json)
+        command::finish(&report, &self.json)
     }
 }
 

@@ -8,7 +8,7 @@
 //! ```
 
 mod calibrate;
-mod layer;
+mod layer_time;
 mod report;
 mod sensitivity;
 
@@ -26,9 +26,9 @@ use sidelane::plan::{ExpertMap, RowLayout, SlotShape, SumOrder};
 use sidelane::topology::Route;
 use sidelane_model::time::{Case, Executor, Hardware, Placed, Timing, slots};
 
+use crate::command::{self, Command};
 use crate::commands::bench::RowType;
 use crate::error::{CliError, usage};
-use crate::frame::{self, Command};
 use crate::options::{at_most, hardware, one_of};
 use crate::routing_source::{Routed, Router, Share, Source};
 use crate::table;
@@ -161,17 +161,16 @@ impl Command for SimulateArgs {
     const NAME: &'static str = "simulate";
 
     fn run(self) -> Result<ExitCode, CliError> {
-        frame::claim(self.json.iter().chain(&self.svg).chain(&self.calibrate))?;
+        command::claim(self.json.iter().chain(&self.svg).chain(&self.calibrate))?;
         if self.calibrate.is_some() {
             let hardware = calibrate::measure()?;
-            let figures = serde_json::to_string_pretty(&hardware).expect("numbers and names are always JSON");
-            frame::draw(&self.calibrate, || figures + "\n")?;
-            frame::print(&table::fitted(calibrate::words_of(&hardware).trim_end()))?;
+            command::draw(&self.calibrate, || command::pretty(&hardware) + "\n")?;
+            command::print(&table::fitted(calibrate::words_of(&hardware).trim_end()))?;
             return Ok(ExitCode::SUCCESS);
         }
         let report = Report::new(&Task::resolve(&self)?)?;
-        frame::draw(&self.svg, || report::draw(&report))?;
-        frame::finish(&report, &self.json)
+        command::draw(&self.svg, || report::draw(&report))?;
+        command::finish(&report, &self.json)
     }
 }
 

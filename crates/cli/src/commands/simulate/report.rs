@@ -4,12 +4,12 @@
 use serde::Serialize;
 use sidelane_model::time::{Hardware, PhaseTime, Place, Placed, RankWork, Timing};
 
-use super::layer::{self, Layered, Products};
+use super::layer_time::{self, Layered, Products};
 use super::sensitivity::{self, Assumption, Outcome};
 use super::{Conditions, MetadataWith, ReceiveKind, Task, Variant};
 use crate::chart::{Chart, Curve, Panel, Point};
+use crate::command;
 use crate::error::CliError;
-use crate::frame;
 use crate::table::{self, time, time_ns, volume};
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -50,7 +50,7 @@ impl Report {
     pub fn new(task: &Task) -> Result<Self, CliError> {
         let mut sizes = vec![task.conditions.nodes];
         sizes.extend(task.nodes_of_picture().filter(|&nodes| nodes != task.conditions.nodes));
-        let bar = frame::progress(0, sizes.len() as u64).with_message("groups");
+        let bar = command::progress(0, sizes.len() as u64).with_message("groups");
         let assumptions = Assumption::of(&task.hardware);
         let (mut groups, mut sensitivity) = (Vec::new(), Vec::new());
         for (nth, &nodes) in sizes.iter().enumerate() {
@@ -64,7 +64,7 @@ impl Report {
             bar.inc(1);
         }
         bar.finish_and_clear();
-        let ways = layer::all(task)?;
+        let ways = layer_time::all(task)?;
         let layer = (!ways.is_empty()).then(|| Layer { products: Products::of(task.args), variants: ways });
         Ok(Report {
             config: task.conditions.clone(),
@@ -172,7 +172,7 @@ impl Group {
     }
 }
 
-impl frame::Report for Report {
+impl command::Report for Report {
     fn text(&self) -> String {
         let Conditions { nodes, ranks_per_node, tokens, top_k, hidden, dtype, metadata_with, mode, .. } =
             &self.config;
@@ -199,7 +199,7 @@ impl frame::Report for Report {
             ("hardware", format!("{}: {}", self.hardware.name, rates(&self.hardware))),
             ("assumed", self.hardware.assumed().join(", ")),
         ]);
-        let layer = self.layer.as_ref().map(|layer| layer::text(&layer.products, &layer.variants));
+        let layer = self.layer.as_ref().map(|layer| layer_time::text(&layer.products, &layer.variants));
         let sensitivity = match &self.sensitivity[..] {
             [] => String::new(),
             outcomes => format!("\n\n{}", sensitivity::text(outcomes)),
@@ -251,7 +251,7 @@ pub fn draw(report: &Report) -> String {
 #[cfg(test)]
 pub mod tests {
     use super::*;
-    use crate::frame::tests::{assert_page, parsed};
+    use crate::command::tests::{assert_page, parsed};
     use crate::svg::tests::elements;
 
     /// The report of a command line.

@@ -22,9 +22,9 @@ use sidelane::topology::NodeMap;
 use sidelane_testkit::with_element;
 use sidelane_verify::reference::Real;
 
+use crate::command::{self, Command};
 use crate::commands::bench::{self, CALLS, ConditionArgs, Config, Layer, Task, Verdict, record, write_trace};
 use crate::error::CliError;
-use crate::frame::{self, Command};
 use crate::machines::{self, Machines};
 use crate::ranks::{self, Assignment, Files};
 use crate::table::{self, time, volume};
@@ -83,8 +83,8 @@ fn run<E: Real>(task: &Task, files: &Files) -> Result<ExitCode, CliError> {
     let nodes = layer.world.nodes();
     let report = Report::new(&task.config, &layer.machines, verdict, nodes, &timelines, out);
     write_trace(out, nodes, &timelines)?;
-    frame::draw(&files.svg, || picture::draw(&task.config, nodes, &timelines))?;
-    frame::finish(&report, &files.json)
+    command::draw(&files.svg, || picture::draw(&task.config, nodes, &timelines))?;
+    command::finish(&report, &files.json)
 }
 
 #[derive(Debug, Serialize)]
@@ -165,7 +165,7 @@ impl Report {
     }
 }
 
-impl frame::Report for Report {
+impl command::Report for Report {
     fn text(&self) -> String {
         let mut conditions = self.config.words();
         conditions[0].1 += &format!(", {}", machines::words(self.machines));
@@ -184,8 +184,8 @@ pub mod tests {
     use sidelane::exec::{Event, TimedCall};
 
     use super::*;
-    use crate::frame::Report as _;
-    use crate::frame::tests::{assert_page_with, assert_words, page};
+    use crate::command::Report as _;
+    use crate::command::tests::{assert_page_with, assert_words, page};
 
     /// Eight ranks on two nodes.
     pub fn config() -> Config {

@@ -15,10 +15,10 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::expand::{Expansion, Received};
-use super::handle::{ExpandedRows, Facts, SlotHandle, SlotRows};
-use super::layout::{WindowLayout, Windows, write_map};
+use super::expansion::{Expansion, Received};
 use super::proxy::Proxy;
+use super::slot_memory::{WindowLayout, Windows, write_map};
+use super::slot_results::{ExpandedRows, Facts, SlotHandle, SlotRows};
 use crate::bootstrap::wait::Polling;
 use crate::device::{Addresses, Check, DeviceRange, Kernels, Pack, Stream, SumArgs, Word};
 use crate::ep::builder::Spec;

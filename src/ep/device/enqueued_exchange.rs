@@ -14,13 +14,13 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::REFUSED;
-use super::call_stages::Enqueuer;
-use super::handle::{EnqueuedDispatch, EnqueuedHandle, EnqueuedOutput, EnqueuedRows, Lease};
+use super::dispatch_planner::Planner;
+use super::enqueued_results::{EnqueuedDispatch, EnqueuedHandle, EnqueuedOutput, EnqueuedRows, Lease};
+use super::enqueuer::Enqueuer;
 use super::heap_allocator::HeapAllocator;
 use super::memory::{Extent, MemoryShape, StreamFlag};
-use super::planning::Planner;
-use super::shared_state::{EnqueuedTokens, Session};
-use super::transport::RowTransport;
+use super::row_transport::RowTransport;
+use super::session::{EnqueuedTokens, Session};
 use super::watchdog::WaitBreaker;
 use crate::bootstrap::wait;
 use crate::device::{DeviceRange, FetchWeights, Kernels, OwnRows, RecordArgs, Stream, SumChoices};

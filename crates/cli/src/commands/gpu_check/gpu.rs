@@ -1,18 +1,23 @@
-//! Tools of all parts: the GPU, random bytes, comparisons, content of memory, and the clock of the
-//! device.
+//! Tools of all parts: the GPU and its memory, random bytes, comparisons, the clock of the device,
+//! and NVIDIA's libraries in packages of Python.
 //!
 //! To be timed, work is enqueued behind a wait for the host, which lets it go when all of it is
 //! there: what is timed is the device, not how fast the host enqueues. How fast that was is timed
 //! beside it.
 
 use std::fmt::Display;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use bytemuck::NoUninit;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use sidelane::device::{Context, CopyBatch, DeviceRange, Driver, Event, PinnedMemory, Stream, Version};
+use sidelane::device::{
+    Context, CopyBatch, DeviceRange, Driver, Event, PinnedMemory, Stream, Version, wheels,
+};
 use sidelane::error::DeviceError;
 use sidelane_testkit::device::{allocate, stream, until, whole};
 
@@ -50,10 +55,21 @@ impl Gpu {
         PinnedMemory::new(&self.context, bytes as usize)
     }
 
-    pub fn put(&self, stream: &Stream, content: &[u8]) -> Result<DeviceRange, CliError> {
-        let range = self.memory(content.len() as u64)?;
-        write(stream, &range, content)?;
+    pub fn put(&self, stream: &Stream, content: &[impl NoUninit]) -> Result<DeviceRange, CliError> {
+        let bytes = bytemuck::cast_slice(content);
+        let range = self.memory(bytes.len() as u64)?;
+        write(stream, &range, bytes)?;
         Ok(range)
+    }
+
+    /// So many numbers, each by its position.
+    pub fn put_each(
+        &self,
+        stream: &Stream,
+        count: u32,
+        of: impl Fn(u32) -> i32,
+    ) -> Result<DeviceRange, CliError> {
+        self.put(stream, &(0..count).map(of).collect::<Vec<_>>())
     }
 
     /// Waits for something, but not for ever.
@@ -103,7 +119,8 @@ pub fn random_elements(seed: u64, count: u64) -> Vec<u8> {
     (0..count).flat_map(|_| value().to_ne_bytes()).collect()
 }
 
-pub fn same(what: impl Display, seen: &[u8], expected: &[u8]) -> Result<(), CliError> {
+pub fn same(what: impl Display, seen: &[u8], expected: &[impl NoUninit]) -> Result<(), CliError> {
+    let expected: &[u8] = bytemuck::cast_slice(expected);
     equal("bytes", seen.len() as u64, expected.len() as u64)?;
     let Some(at) = seen.iter().zip(expected).position(|(seen, expected)| seen != expected) else {
         return Ok(());
@@ -212,4 +229,27 @@ impl Transfer {
 
 fn per(time: Duration, count: usize) -> f64 {
     time.as_secs_f64() * 1e6 / count.max(1) as f64
+}
+
+/// Folders of packages, those that `python3` knows among them.
+pub fn packages(driver: &Driver) -> Vec<PathBuf> {
+    wheels::folders(driver.is_stand_in(), of_python)
+}
+
+/// Files of these names in the packages.
+pub fn in_packages(driver: &Driver, names: &[&str]) -> Vec<PathBuf> {
+    wheels::among(&packages(driver), names)
+}
+
+/// How a user names a library that was not found.
+pub fn hint(variable: &str, wheel: &str) -> String {
+    let packages = wheels::VARIABLE;
+    format!("set {variable} to its path, or {packages} to the folder of Python packages with {wheel}")
+}
+
+fn of_python() -> Vec<PathBuf> {
+    let mut python = Command::new("python3");
+    python.args(["-c", "import sys; print(*filter(None, sys.path), sep='\\n')"]);
+    let Ok(said) = python.stdin(Stdio::null()).stderr(Stdio::null()).output() else { return Vec::new() };
+    String::from_utf8_lossy(&said.stdout).lines().map(PathBuf::from).collect()
 }

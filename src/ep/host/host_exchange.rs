@@ -17,8 +17,8 @@
 use std::sync::Arc;
 
 use super::call::{Flight, HostCall, Lent, Workspace, options, sort};
-use super::gather::Gather;
-use super::handle::{HostHandle, HostInput, HostRows, Inner, check_tensor, elements};
+use super::gather_dispatch::Gather;
+use super::host_results::{HostHandle, HostInput, HostRows, Inner, check_tensor, elements};
 use super::{Source, Target};
 use crate::ep::builder::Spec;
 use crate::ep::state::{CHUNKS, EpState, ReceiveMemory, RowMemory};

@@ -1,10 +1,58 @@
-//! Rows of all chunks in the order in which gradients of weights are added up.
+//! Rows of chunks on their way through experts, and rows of all chunks in the order in which
+//! gradients of weights are added up.
 
-use super::memory::{DeviceTensor, HostStaging};
+use super::device_memory::{DeviceTensor, HostStaging};
 use super::products::Compute;
 use crate::device::{ByteSpan, GatherRun, GatherRuns, GroupSegments};
 use crate::error::{DeviceError, Error};
 use crate::layer::GradientOrder;
+
+/// Rows of all experts, `[rows, hidden]`, in the type of the products' factors.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct DeviceSegments<'a> {
+    pub rows: u32,
+    pub values: ByteSpan<'a>,
+    /// Rows of each expert; without them one expert has them all.
+    pub counts: Option<GroupSegments<'a>>,
+}
+
+/// Gradients of gate and up.
+#[derive(Debug)]
+pub(super) enum Inner {
+    /// `[rows, ffn]` each.
+    Apart([DeviceTensor; 2]),
+    /// Side by side, `[rows, 2 * ffn]`.
+    Joined(DeviceTensor),
+}
+
+/// Tensors of a chunk, besides its rows, that gradients of weights are made of.
+#[derive(Debug)]
+pub(super) struct Differentials {
+    pub inner: Inner,
+    pub act: DeviceTensor,
+}
+
+/// A chunk for the gradients of weights: its rows, the gradients of its outputs, and what was kept.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct DeviceChunk<'a> {
+    pub rows: ByteSpan<'a>,
+    pub of_outputs: ByteSpan<'a>,
+    pub kept: &'a Differentials,
+}
+
+impl Inner {
+    pub fn gate(&self) -> &DeviceTensor {
+        match self {
+            Inner::Apart([gate, _]) | Inner::Joined(gate) => gate,
+        }
+    }
+
+    pub fn up(&self) -> &DeviceTensor {
+        match self {
+            Inner::Apart([_, up]) | Inner::Joined(up) => up,
+        }
+    }
+}
 
 /// Rows of a run, at most: a block moves a run, and many blocks keep the memory busy.
 const ROWS_OF_A_RUN: u32 = 16;

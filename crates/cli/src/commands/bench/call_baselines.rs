@@ -117,8 +117,8 @@ impl Baselines {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::command::tests::assert_words;
     use crate::error::failed;
-    use crate::frame::tests::assert_words;
 
     #[test]
     fn the_text_says_who_ran_who_did_not_and_who_computed_something_else() {

@@ -17,8 +17,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::call::{Flight, Workspace};
-use super::exchange::HostExchange;
-use super::handle::Inner;
+use super::host_exchange::HostExchange;
+use super::host_results::Inner;
 use crate::dtype::PartialDtype;
 use crate::ep::builder::Spec;
 use crate::ep::state::EpState;

@@ -11,7 +11,7 @@
 //! in memory of a fixed size. Behind them `fold` adds up a token's rows of this rank, the first
 //! half of a sum by rank, so that one row returns for each token and rank.
 
-use super::layout::write;
+use super::slot_memory::write;
 use crate::device::{
     Addresses, Admit, ByteSpan, DeviceRange, Expand, Kernels, PermuteArgs, Stream, SumChoices, Tally, Word,
 };

@@ -8,9 +8,9 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use super::dispatch_planner::Planner;
 use super::memory::{Extent, MemoryShape, StreamFlag};
-use super::planning::Planner;
-use super::shared_state::{Alive, ContextProgress, PlacementInfo, Session};
+use super::session::{Alive, ContextProgress, PlacementInfo, Session};
 use crate::device::{DeviceRange, Kernels, Stream};
 use crate::dtype::Dtype;
 use crate::ep::{CallExecutor, LaneUse, Report, Status};

@@ -1,4 +1,4 @@
-//! The frame of every command.
+//! A command: its interface, its reports, and what all commands write and draw.
 //!
 //! ```text
 //!   main.rs: one line a command
@@ -67,9 +67,13 @@ pub trait Report: Serialize {
             #[serde(flatten)]
             report: &'a R,
         }
-        let versioned = Versioned { schema: Self::SCHEMA, report: self };
-        serde_json::to_string_pretty(&versioned).expect("strings, numbers and lists are always JSON")
+        pretty(&Versioned { schema: Self::SCHEMA, report: self })
     }
+}
+
+/// JSON as people read it.
+pub fn pretty(value: &impl Serialize) -> String {
+    serde_json::to_string_pretty(value).expect("strings, numbers and lists are always JSON")
 }
 
 /// Prints a report and writes its JSON if that was asked for; the status says whether it is right.

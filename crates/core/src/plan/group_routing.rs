@@ -11,7 +11,7 @@
 //!   visible    | bin 0 | bin 1 | ...           as if each source had put its rows there itself
 //! ```
 
-use super::layout::segment;
+use super::dispatch_layout::segment;
 use super::{
     Block, Counts, DispatchLayout, InterNodeRows, PlanContext, ReceiveSizes, RelayPlan, RowRun,
     SortedRouting, refill,

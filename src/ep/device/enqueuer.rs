@@ -40,10 +40,10 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::REFUSED;
-use super::dispatch_stages::Landing;
+use super::dispatch_planner::Planner;
+use super::enqueued_dispatch::Landing;
 use super::memory::{Extent, MemoryShape, StreamFlag};
-use super::planning::Planner;
-use super::shared_state::Session;
+use super::session::Session;
 use super::watchdog::Watch;
 use crate::device::{ChoiceFault, DeviceRange, Event, Kernels, Stream};
 use crate::dtype::Dtype;

@@ -6,8 +6,8 @@
 //!   stream of copies                                 rows, pads, notes | landed -> peers
 //! ```
 //!
-//! Where the host plans ([`planning`](super::planning)), ids and weights are copied to it before
-//! the flag, and rows are sorted behind that.
+//! Where the host plans ([`dispatch_planner`](super::dispatch_planner)), ids and weights are copied
+//! to it before the flag, and rows are sorted behind that.
 //!
 //! Rows lie packed as [`SortedRouting`](crate::plan::SortedRouting) numbers entries: by bin, then
 //! token. So all rows from here for one expert of another rank are one run, and move as one copy to
@@ -28,9 +28,9 @@
 //! arrived rows into visible order, by an index that every enqueuer finds from what all ranks have
 //! published: the counts of its local peers, and the headers of their blocks.
 
-use super::call_stages::{CallerStream, DeviceCall, Enqueuer, Header, Kept, Scratch};
+use super::dispatch_planner::Planner;
+use super::enqueuer::{CallerStream, DeviceCall, Enqueuer, Header, Kept, Scratch};
 use super::memory::Extent;
-use super::planning::Planner;
 use crate::device::{DeviceRange, RunArgs};
 use crate::dtype::Dtype;
 use crate::ep::Status;

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crossbeam_utils::atomic::AtomicCell;
 
-use super::expand::Expansion;
+use super::expansion::Expansion;
 use crate::device::DeviceRange;
 use crate::ep::device::watchdog::Words;
 use crate::ep::{CallExecutor, LaneUse, Report, Status};

@@ -2,13 +2,13 @@
 
 use std::sync::Arc;
 
-use super::call_stages::{CallerStream, Enqueuer, Kept, Scratch};
 use super::default_heap::HeapLoad;
-use super::exchange::{EnqueuedExchange, Parts};
+use super::enqueued_exchange::{EnqueuedExchange, Parts};
+use super::enqueuer::{CallerStream, Enqueuer, Kept, Scratch};
 use super::memory::{DevicePool, MemoryShape, Progress, StreamFlag};
 use super::next_instance;
-use super::shared_state::{DispatchContext, Session};
-use super::transport::{RowTransport, TransportSizes};
+use super::row_transport::{RowTransport, TransportSizes};
+use super::session::{DispatchContext, Session};
 use super::watchdog::{POISON, WaitBreaker, Watch};
 use crate::device::{Context, Event, Kernels, PinnedMemory, Priority, Stream};
 use crate::ep::Status;

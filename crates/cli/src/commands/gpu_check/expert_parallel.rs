@@ -12,9 +12,9 @@ use sidelane_testkit::worlds;
 
 use super::report::{About, Checks, State};
 use super::{GpuCheckArgs, Part, Task};
+use crate::command::Command;
 use crate::commands::conformance::on_device;
 use crate::error::{CliError, failed, wrong};
-use crate::frame::Command;
 use crate::ranks::{self, one_process};
 
 const ONE_GPU: &str = "the same between GPUs, over NVLink";

@@ -6,8 +6,8 @@
 //!                                 also products with the kept output, whose sums return to the choices
 //! ```
 
-use super::exchange::EnqueuedExchange;
-use super::handle::{EnqueuedHandle, EnqueuedOutput, EnqueuedRows};
+use super::enqueued_exchange::EnqueuedExchange;
+use super::enqueued_results::{EnqueuedHandle, EnqueuedOutput, EnqueuedRows};
 use crate::device::{DeviceRange, DotScale, Kernels};
 use crate::dtype::Dtype;
 use crate::ep::CombineInput;

@@ -26,7 +26,7 @@ use sidelane_testkit::expected::Expected;
 use sidelane_verify::reference::Real;
 
 use super::Task;
-use super::all_to_all::{self, Seen};
+use super::call_baselines::{self, Seen};
 use super::config::{Config, Shape};
 use crate::baselines::{Field, Folder};
 use crate::error::{CliError, failed};
@@ -232,7 +232,7 @@ impl<'c, E: Real> Layer<'c, E> {
             y: bytemuck::cast_slice(y),
             out: bytemuck::cast_slice(&self.out),
         };
-        all_to_all::open(&self.group, folder, &seen)
+        call_baselines::open(&self.group, folder, &seen)
     }
 
     pub fn sum<const N: usize>(&self, words: [u64; N]) -> Result<[u64; N], Error> {

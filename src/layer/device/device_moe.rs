@@ -3,10 +3,10 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::chunk::DeviceSegments;
+use super::chunk_rows::DeviceSegments;
+use super::device_experts::{DeviceSwiGlu, Returned};
+use super::device_memory::{DeviceTensor, HostStaging, span};
 use super::device_tape::FactorRows;
-use super::experts::{DeviceSwiGlu, Returned};
-use super::memory::{DeviceTensor, HostStaging, span};
 use super::products::Compute;
 use crate::device::{ByteSpan, DeviceRange, Stream};
 use crate::dtype::Dtype;
@@ -14,7 +14,7 @@ use crate::ep::{ExpertOutput, ExpertParallel, ExpertRows, Handle, Place, RowColl
 use crate::error::{CallKind, DeviceError, Error, PlanError};
 use crate::gate::{Gate, GateConfig};
 use crate::layer::moe::{Plan, cause_of, refused_alike};
-use crate::layer::router::Losses;
+use crate::layer::router_step::Losses;
 use crate::overlap::{CudaExecutor, Graph, StreamPool};
 use crate::world::WorldState;
 

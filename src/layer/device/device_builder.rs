@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use super::DeviceMoeLayer;
-use super::experts::DeviceSwiGlu;
-use super::memory::HostStaging;
-use super::moe::Placed;
+use super::device_experts::DeviceSwiGlu;
+use super::device_memory::HostStaging;
+use super::device_moe::Placed;
 use super::products::{Compute, Products};
 use crate::device::{DeviceRange, Kernels, LayerKernels, Priority, Stream};
 use crate::dtype::Dtype;
@@ -13,7 +13,7 @@ use crate::ep::{ExpertParallelBuilder, HeapLoad};
 use crate::error::{Error, LayerError};
 use crate::gate::Gate;
 use crate::layer::builder::next_instance;
-use crate::layer::router::Losses;
+use crate::layer::router_step::Losses;
 use crate::layer::{Experts, GroupedSwiGlu, MoeLayerBuilder};
 use crate::overlap::StreamPool;
 use crate::plan::ExpertMap;

@@ -18,9 +18,9 @@
 use std::sync::atomic::Ordering;
 
 use super::REFUSED;
-use super::call_stages::{Enqueuer, Scratch};
+use super::enqueuer::{Enqueuer, Scratch};
 use super::memory::ByteRange;
-use super::shared_state::Session;
+use super::session::Session;
 use crate::device::{
     ByteSpan, ChoiceFault, DeviceRange, Kernels, PlaceArgs, PlanArgs, RunArgs, SortArgs, Stream,
 };

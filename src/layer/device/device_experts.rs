@@ -3,9 +3,8 @@
 //! Rows of all experts lie one expert after another, with pads behind each. What the kernels make
 //! of pads is undefined, and nothing reads it.
 
-use super::chunk::{DeviceChunk, DeviceSegments, Differentials};
-use super::gathered::{Gathered, Rows};
-use super::memory::{DeviceTensor, HostStaging, from};
+use super::chunk_rows::{DeviceChunk, DeviceSegments, Differentials, Gathered, Rows};
+use super::device_memory::{DeviceTensor, HostStaging, from};
 use super::products::Compute;
 use super::swiglu_bf16::Bf16Saved;
 use super::swiglu_f32::{F32Saved, F32Weights, Which};

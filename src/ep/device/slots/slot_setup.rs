@@ -5,16 +5,16 @@
 use std::sync::Arc;
 
 use super::SlotExchange;
-use super::exchange::{CallState, DEAD, FLAGS, LoweredCall, SlotState};
-use super::expand::{Expansion, ExpansionLayout};
-use super::handle::Facts;
-use super::layout::{Tables, WindowLayout, Windows};
+use super::expansion::{Expansion, ExpansionLayout};
 use super::proxy::{Back, Proxy, ProxyRequest, Work};
+use super::slot_exchange::{CallState, DEAD, FLAGS, LoweredCall, SlotState};
+use super::slot_memory::{Tables, WindowLayout, Windows};
+use super::slot_results::Facts;
 use crate::device::{Context, Kernels, Priority, Stream};
 use crate::ep::LaneUse;
 use crate::ep::builder::Spec;
 use crate::ep::device::next_instance;
-use crate::ep::device::transport::{RowTransport, TransportSizes};
+use crate::ep::device::row_transport::{RowTransport, TransportSizes};
 use crate::ep::device::watchdog::{BypassStream, DeviceFlagWriter, POISON, WaitBreaker};
 use crate::error::{DeviceError, Error, LaneError, MemoryError, PlanError};
 use crate::exec::{Lowered, PeerWindows, ProxyOps};
