@@ -37,7 +37,7 @@ pub use expert_map::ExpertMap;
 pub use group::{GroupRouting, LocalPermutation, RankRouting};
 pub use inter_node_rows::InterNodeRows;
 pub use layout::{DispatchLayout, PlanContext, RowRun, Summand};
-pub use node_sums::NodeSums;
+pub use node_sums::{NodeSums, PulledSums};
 pub use rank_sums::RankSums;
 pub use receive_mode::{Overflow, ReceiveMode};
 pub use relay_order::{RankSets, RelayOrder, RelayPermutation, RelaySorter, first_of};
