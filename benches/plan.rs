@@ -7,8 +7,8 @@ use std::hint::black_box;
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use sidelane::gate::{Pattern, synthetic};
 use sidelane::plan::{
-    Bins, Counts, DispatchLayout, ExpertMap, InterNodeRows, PlanContext, RankSets, ReceiveMode, ReceiveSizes,
-    RelayOrder, RowMetadata, RowSizes, SortedRouting, SumOrder,
+    Bins, Counts, DispatchLayout, ExpertMap, InterNodeRows, PlanContext, PulledSums, RankSets, ReceiveMode,
+    ReceiveSizes, RelayOrder, RowMetadata, RowSizes, SortedRouting, SumOrder,
 };
 use sidelane::topology::{NodeMap, Paths, Route};
 use sidelane_core::schedule::{CallerTables, ControlLayout, FillContext, WindowId};
@@ -35,6 +35,7 @@ fn plan(c: &mut Criterion, (tokens, experts, ranks): (u32, u32, u32), route: Rou
         words_home: 1,
         partial_bytes: None,
         rank_sums: false,
+        pulled_bytes: PulledSums::CHUNK_BYTES,
     };
     let frame = PlanContext { bins: &bins, paths, align: 1, chunks: 4, sizing, mode: ReceiveMode::Exact };
     let (mut sorted, mut crossing) = (SortedRouting::default(), InterNodeRows::default());

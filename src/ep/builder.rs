@@ -8,7 +8,7 @@ use crate::device::{Priority, Stream};
 use crate::dtype::{Dtype, Fp8RowShape, PartialDtype};
 use crate::ep::device::slots::SlotExchange;
 use crate::error::{CallKind, Error, PlanError};
-use crate::plan::{ExpertMap, ReceiveMode, RowLayout, RowMetadata, RowSizes, Strategy, SumOrder};
+use crate::plan::{ExpertMap, PulledSums, ReceiveMode, RowLayout, RowMetadata, RowSizes, Strategy, SumOrder};
 use crate::topology::{Paths, Route};
 use crate::world::Group;
 
@@ -96,7 +96,8 @@ impl Spec {
         let words_home = if self.gathers { 0 } else { self.layout.words_home(self.top_k) };
         let words_out = self.notes().words(self.top_k);
         let (home_bytes, rank_sums) = (self.row_bytes(), self.rank_sums);
-        RowSizes { row_bytes, home_bytes, words_out, words_home, partial_bytes, rank_sums }
+        let pulled_bytes = PulledSums::CHUNK_BYTES;
+        RowSizes { row_bytes, home_bytes, words_out, words_home, partial_bytes, rank_sums, pulled_bytes }
     }
 
     /// Bytes of a row.

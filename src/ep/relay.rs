@@ -11,7 +11,7 @@ use super::agreement::GroupCounts;
 use super::state::EpState;
 use crate::error::{CallError, CallKind, Cause, Error, PlanError};
 use crate::exec::{Executor, TransferCounts};
-use crate::plan::{Counts, ReceiveSizes, RelayPermutation, RelayPlan, RowBuffer};
+use crate::plan::{Counts, PulledSums, ReceiveSizes, RelayPermutation, RelayPlan, RowBuffer};
 use crate::rows::Stores;
 use crate::schedule::call_program::{Part, RankPrograms, Role, StageId, Work};
 use crate::schedule::{
@@ -170,7 +170,10 @@ impl Relay {
         let sums = setting.sizing.partial_bytes.is_some();
         match fixed.arrives() {
             false => forward.fill(&fixed.bins, served, fixed.chunks, sums),
-            true if sums => forward.fill_pulled(&fixed.bins, served),
+            true if sums => {
+                let most = PulledSums::most_chunks(fixed.chunks, setting.paths);
+                forward.fill_pulled(&fixed.bins, served, most, &setting.sizing);
+            }
             true => {}
         }
         Ok(())

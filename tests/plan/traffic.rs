@@ -6,8 +6,8 @@ use proptest::prelude::*;
 use proptest::sample::{select, subsequence};
 use sidelane::gate::Routing;
 use sidelane::plan::{
-    Bins, Counts, DispatchLayout, ExpertMap, InterNodeRows, PlanContext, ReceiveMode, ReceiveSizes,
-    RelayPlan, RowMetadata, RowSizes, RowsByDistance, SortedRouting, SumOrder, Traffic,
+    Bins, Counts, DispatchLayout, ExpertMap, InterNodeRows, PlanContext, PulledSums, ReceiveMode,
+    ReceiveSizes, RelayPlan, RowMetadata, RowSizes, RowsByDistance, SortedRouting, SumOrder, Traffic,
 };
 use sidelane::topology::{NodeMap, Paths, Route};
 
@@ -77,6 +77,7 @@ fn planned(case: &Case, map: &ExpertMap, nodes: &NodeMap) -> Vec<(DispatchLayout
             words_home: 1,
             partial_bytes: sums.then_some(PARTIAL_BYTES),
             rank_sums: false,
+            pulled_bytes: PulledSums::CHUNK_BYTES,
         },
         mode: ReceiveMode::Exact,
     };

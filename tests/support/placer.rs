@@ -2,8 +2,8 @@
 
 use sidelane::gate::Routing;
 use sidelane::plan::{
-    Bins, Counts, DispatchLayout, ExpertMap, InterNodeRows, PlanContext, ReceiveMode, ReceiveSizes,
-    RowLayout, RowMetadata, RowSizes, SortedRouting, SumOrder,
+    Bins, Counts, DispatchLayout, ExpertMap, InterNodeRows, PlanContext, PulledSums, ReceiveMode,
+    ReceiveSizes, RowLayout, RowMetadata, RowSizes, SortedRouting, SumOrder,
 };
 use sidelane::topology::{NodeMap, Paths, Route};
 
@@ -43,6 +43,7 @@ impl Placer {
             words_home: words,
             partial_bytes: None,
             rank_sums: false,
+            pulled_bytes: PulledSums::CHUNK_BYTES,
         };
         let paths = Paths::new(nodes, Route::Direct, 0);
         let frame = PlanContext { bins, paths, align: 1, chunks: 4, sizing, mode: ReceiveMode::Exact };

@@ -21,8 +21,8 @@ use serde::Serialize;
 use sidelane_core::error::{CallKind, PlanError};
 use sidelane_core::gate::Routing;
 use sidelane_core::plan::{
-    Bins, DispatchLayout, ExpertMap, GroupRouting, PlanContext, RankRouting, ReceiveMode, RelayPlan,
-    RelaySorter, RowLayout, RowMetadata, RowSizes, SumOrder,
+    Bins, DispatchLayout, ExpertMap, GroupRouting, PlanContext, PulledSums, RankRouting, ReceiveMode,
+    RelayPlan, RelaySorter, RowLayout, RowMetadata, RowSizes, SumOrder,
 };
 use sidelane_core::schedule::Effect;
 use sidelane_core::schedule::call_program::{Action, Engines, RankPrograms, Relays, Role, StageId};
@@ -120,7 +120,15 @@ impl CopyEngineWork {
         let notes = RowMetadata::of(layout, ReceiveMode::Exact, spans);
         let words_out = notes.words(top_k);
         let (words_home, partial_bytes, rank_sums) = (1, None, false);
-        let sizing = RowSizes { row_bytes, home_bytes, words_out, words_home, partial_bytes, rank_sums };
+        let sizing = RowSizes {
+            row_bytes,
+            home_bytes,
+            words_out,
+            words_home,
+            partial_bytes,
+            rank_sums,
+            pulled_bytes: PulledSums::CHUNK_BYTES,
+        };
         let paths = |me| Paths::new(nodes, route, me);
         let (paths_of_0, mode, chunks) = (paths(0), ReceiveMode::Exact, CHUNKS);
         let frame = PlanContext { bins: &bins, paths: paths_of_0, align: 1, chunks, sizing, mode };

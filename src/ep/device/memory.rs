@@ -722,10 +722,19 @@ impl Drop for Extent {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::plan::PulledSums;
 
     fn shape(contexts: u32, row_bytes: u64) -> MemoryShape {
         let (home_bytes, words_out, words_home, partial_bytes, rank_sums) = (row_bytes, 1, 0, None, false);
-        let sizing = RowSizes { row_bytes, home_bytes, words_out, words_home, partial_bytes, rank_sums };
+        let sizing = RowSizes {
+            row_bytes,
+            home_bytes,
+            words_out,
+            words_home,
+            partial_bytes,
+            rank_sums,
+            pulled_bytes: PulledSums::CHUNK_BYTES,
+        };
         MemoryShape {
             contexts,
             ids: 8,

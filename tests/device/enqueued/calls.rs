@@ -25,8 +25,12 @@ pub fn on_each_of<E: Element + Into<f32>>(case: &Case, body: impl Fn(&mut Rank<E
 where
     f32: To<E>,
 {
+    // The host's rows and outputs, where they are longer than those of most tests.
+    let rows = case.nodes.len() * case.max_tokens as usize * case.top_k as usize;
+    let mut options = small();
+    options.config.heap += 2 * (rows * case.hidden * size_of::<E>()) as u64;
     let ranks = || {
-        on_ranks(&case.nodes, &small(), |world: World| {
+        on_ranks(&case.nodes, &options, |world: World| {
             let group = world.all().unwrap();
             body(&mut Rank::new(&group, case), group.rank().into());
         });

@@ -8,7 +8,7 @@ use sidelane::Element;
 use sidelane::dtype::PartialDtype;
 use sidelane::ep::Report;
 use sidelane::plan::{ExpertMap, RowLayout, SumOrder};
-use sidelane::topology::Route;
+use sidelane::topology::{NodeMap, Paths, Route};
 
 use super::calls::{on_each_of, rounds};
 use super::on_devices;
@@ -42,6 +42,32 @@ fn rounds_with_sums_by_node_are_those_of_the_host() {
         let idle = ExpertMap::from_slots(4, &[vec![0, 1], vec![2, 3], vec![], vec![]]).unwrap();
         let case = by_node(&[0, 0, 1, 1], PartialDtype::Bf16);
         rounds(&Case { map: idle, ..case }, 2, 8);
+    });
+}
+
+#[test]
+fn sums_that_return_in_chunks_are_those_of_the_host() {
+    let test = "enqueued::node_sums::sums_that_return_in_chunks_are_those_of_the_host";
+    on_devices(test, 8, 94, || {
+        // Half a MiB of rows for each bin makes a chunk.
+        let by_rank = Case { layout: RowLayout::RankMajor, ..by_node(&[0, 0, 1, 1], PartialDtype::Bf16) };
+        in_chunks(&Case { hidden: 1 << 16, max_tokens: 16, ..by_rank });
+        for nodes in [&[0, 0, 1, 1][..], &[0, 1, 1, 2]] {
+            let case = Case { route: Route::Pxn, ..Case::across(nodes, 4, 2) };
+            let case = Case { order: SumOrder::Node, wire: PartialDtype::Bf16, ..case };
+            in_chunks(&Case { hidden: 1 << 16, max_tokens: 40, weighted: true, ..case });
+        }
+    });
+}
+
+/// A round of as many tokens as ranks may have, of which relays sum several chunks.
+fn in_chunks(case: &Case) {
+    let nodes = NodeMap::from_labels(&case.nodes);
+    on_each_of::<bf16>(case, |rank, me| {
+        rank.round(&tokens(me, case.max_tokens, case.hidden, case.top_k, case.map.experts()));
+        let Report { enqueued, .. } = rank.reports.pop().unwrap();
+        let sources = Paths::new(&nodes, case.route, me as u32).sources().count() as u64;
+        assert!(sources == 0 || enqueued.relay_sums > sources, "{enqueued:?} for {sources} sources");
     });
 }
 

@@ -2,8 +2,8 @@
 
 use sidelane::gate::Routing;
 use sidelane::plan::{
-    Bins, Counts, DispatchLayout, InterNodeRows, PlanContext, ReceiveSizes, RelayPlan, RelaySorter,
-    RowLayout, RowMetadata, RowSizes, SortedRouting, SumOrder,
+    Bins, Counts, DispatchLayout, InterNodeRows, PlanContext, PulledSums, ReceiveSizes, RelayPlan,
+    RelaySorter, RowLayout, RowMetadata, RowSizes, SortedRouting, SumOrder,
 };
 use sidelane::topology::{NodeMap, Paths, Route};
 
@@ -52,6 +52,7 @@ impl Placed {
             words_home: if case.layout == RowLayout::RankMajor { case.top_k } else { 1 },
             partial_bytes: sums.then_some(96),
             rank_sums: false,
+            pulled_bytes: PulledSums::CHUNK_BYTES,
         };
         let ranks = play.ids.iter().map(|_| Rank::default()).collect();
         let mut placed = Placed { nodes, bins, notes, sizing, ranks };

@@ -9,8 +9,8 @@ use proptest::prelude::*;
 use sidelane::error::PlanError;
 use sidelane::gate::Routing;
 use sidelane::plan::{
-    Bins, Counts, DispatchLayout, ExpertMap, InterNodeRows, PlanContext, ReceiveSizes, RelayPlan, RowLayout,
-    RowMetadata, RowSizes, SortedRouting, SumOrder,
+    Bins, Counts, DispatchLayout, ExpertMap, InterNodeRows, PlanContext, PulledSums, ReceiveSizes, RelayPlan,
+    RowLayout, RowMetadata, RowSizes, SortedRouting, SumOrder,
 };
 use sidelane::topology::{NodeMap, Paths, Route};
 
@@ -51,6 +51,7 @@ fn placed(case: &Case) -> Placed {
         words_home: if case.layout == RowLayout::RankMajor { case.top_k } else { 1 },
         partial_bytes: sums.then_some(64),
         rank_sums: false,
+        pulled_bytes: PulledSums::CHUNK_BYTES,
     };
     let paths = |rank| Paths::new(&nodes, case.route, rank);
     let mut own = vec![(SortedRouting::default(), InterNodeRows::default(), Vec::new()); case.labels.len()];

@@ -9,8 +9,8 @@ use clap::Args;
 use sidelane::error::PlanError;
 use sidelane::gate::{Pattern, synthetic};
 use sidelane::plan::{
-    Bins, Counts, DispatchLayout, ExpertMap, InterNodeRows, PlanContext, ReceiveMode, ReceiveSizes,
-    RelayPlan, RowLayout, RowMetadata, RowSizes, SortedRouting, SumOrder,
+    Bins, Counts, DispatchLayout, ExpertMap, InterNodeRows, PlanContext, PulledSums, ReceiveMode,
+    ReceiveSizes, RelayPlan, RowLayout, RowMetadata, RowSizes, SortedRouting, SumOrder,
 };
 use sidelane::topology::{NodeMap, Paths, Route};
 use sidelane_core::schedule::{CallerTables, ControlLayout, FillContext, RelayTables, WindowId};
@@ -180,6 +180,7 @@ pub fn measure(shape: &Shape, rounds: u32) -> Result<Cost, PlanError> {
         words_home: 1,
         partial_bytes: None,
         rank_sums: false,
+        pulled_bytes: PulledSums::CHUNK_BYTES,
     };
     let frame =
         PlanContext { bins: &bins, paths, align: 1, chunks: CHUNKS, sizing, mode: ReceiveMode::Exact };

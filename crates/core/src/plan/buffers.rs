@@ -100,6 +100,9 @@ pub struct RowSizes {
     pub partial_bytes: Option<u64>,
     /// Rows that return are [sums by rank](super::RankSums).
     pub rank_sums: bool,
+    /// Where engines pull rows that a relay sums: fewest bytes of a bin, on average, in a
+    /// [chunk](super::PulledSums).
+    pub pulled_bytes: u64,
 }
 
 impl RowSizes {

@@ -37,7 +37,7 @@ pub use dispatch_layout::{DispatchLayout, PlanContext, RowRun, Summand};
 pub use expert_map::ExpertMap;
 pub use group_routing::{GroupRouting, LocalPermutation, RankRouting};
 pub use inter_node_rows::InterNodeRows;
-pub use node_sums::NodeSums;
+pub use node_sums::{NodeSums, PulledSums};
 pub use rank_sums::RankSums;
 pub use receive_mode::{Overflow, ReceiveMode};
 pub use relay_order::{RankSets, RelayOrder, RelayPermutation, RelaySorter, first_of};

@@ -1,6 +1,5 @@
 //! Sums by node: with [`SumOrder::Node`](super::SumOrder), a relay may add up a token's rows of its
-//! node before they return. Then one row returns for each token and node, in the order of the
-//! block.
+//! node before they return. Then one row returns for each token and node.
 //!
 //! ```text
 //!   token a   experts 0 1 | 4 6 7      nodes of them  0 0 | 1 1 1
@@ -9,12 +8,88 @@
 //!             relay: 4 + 6 + 7         the row of the block that was token a
 //!   places    0 1 | s - -              s: where that sum returns
 //! ```
+//!
+//! Where copy engines pull the rows, they come and return chunk by chunk. The entries of a bin lie
+//! at their rank in the order of tokens, and the block in relay order. So a chunk is the next share
+//! of every bin, each in one piece, and a sum is made with the chunk that brings the last of its
+//! rows. Source and relay find the same order, from the header ([`PulledSums`]):
+//!
+//! ```text
+//!                     chunk 1     chunk 2
+//!   bin 0    rows     3 0         1 2          entries 0 to 3
+//!   bin 1             4 3         0            entries 4 to 6
+//!   sums of           3 4         0 1 2        0 waits for its second entry
+//! ```
 
-use super::{DispatchLayout, InterNodeRows, PlanContext, SortedRouting, refill};
+use super::{Block, DispatchLayout, InterNodeRows, PlanContext, RowSizes, SortedRouting, refill};
+use crate::topology::Paths;
+
+/// The order in which the sums of a block are made of pulled rows. Used again from call to call.
+#[derive(Clone, Debug, Default)]
+pub struct PulledSums {
+    /// Per row of the block: the place of its sum.
+    pub places: Vec<u32>,
+    /// First sum of each chunk; one more than there are.
+    pub starts: Vec<u32>,
+}
+
+impl PulledSums {
+    /// Fewest bytes of a bin in a chunk, on average: a copy engine moves them in twice the time
+    /// that a copy of nothing takes.
+    pub const CHUNK_BYTES: u64 = 512 << 10;
+
+    /// In how many chunks at most the relay of these paths pulls and sums the rows for each of its
+    /// sources, if blocks come in `chunks` chunks. While sums of one chunk leave, engines pull the
+    /// next. A relay of many sources has enough of them in turn.
+    pub fn most_chunks(chunks: u8, relay: Paths<'_>) -> u8 {
+        usize::from(chunks).div_ceil(relay.sources().count().max(1)) as u8
+    }
+
+    /// The same for a block with so many entries in so many bins.
+    pub fn chunks(most: u8, (entries, bins): (usize, usize), sizing: &RowSizes) -> u8 {
+        let all = (entries as u64).saturating_mul(sizing.home_bytes);
+        let enough = all / sizing.pulled_bytes.max(1) / (bins.max(1) as u64);
+        enough.clamp(1, u64::from(most.max(1))) as u8
+    }
+
+    /// Finds the order for a block of `rows` rows in so many chunks. `index` has the row of each
+    /// entry, bin after bin, of which there are `counts`. Sums of a chunk keep the order of rows.
+    pub fn fill(&mut self, rows: u32, counts: impl Iterator<Item = u32>, index: &[u32], chunks: u8) {
+        let PulledSums { places, starts } = self;
+        // First the chunk of each sum, from 0 on.
+        refill(places, rows as usize, 0);
+        let mut rest = index;
+        for count in counts {
+            let mut listed = rest.split_off(..count as usize).unwrap_or_default();
+            for chunk in 1..=chunks {
+                let entries = Block::chunk(count, chunk, chunks).len();
+                for &row in listed.split_off(..entries).unwrap_or_default() {
+                    let last = &mut places[row as usize];
+                    *last = (*last).max(u32::from(chunk) - 1);
+                }
+            }
+        }
+        refill(starts, usize::from(chunks) + 1, 0);
+        places.iter().for_each(|&chunk| starts[chunk as usize + 1] += 1);
+        for chunk in 0..usize::from(chunks) {
+            starts[chunk + 1] += starts[chunk];
+        }
+        // Each start becomes that of the next chunk, as its sums get their places.
+        for place in places {
+            let next = &mut starts[*place as usize];
+            *place = *next;
+            *next += 1;
+        }
+        starts.rotate_right(1);
+        starts[0] = 0;
+    }
+}
 
 /// The sums that relays make of one rank's rows. Used again from call to call.
 #[derive(Clone, Debug, Default)]
 pub struct NodeSums {
+    /// Order of the sums of a block.
+    order: PulledSums,
     /// Per row of a block: one of its choices has its place.
     placed: Vec<bool>,
 }
@@ -32,13 +107,18 @@ impl NodeSums {
     ) {
         for (nth, relay) in frame.paths.relays().enumerate() {
             let home = layout.home_of(&frame.paths, relay, false);
-            let bins = frame.paths.served_by(relay).iter().flat_map(|&rank| frame.bins.of(rank));
-            let entries = bins.flat_map(|bin| sorted.starts[bin as usize]..sorted.starts[bin as usize + 1]);
+            let bins = || frame.paths.served_by(relay).iter().flat_map(|&rank| frame.bins.of(rank));
+            let entries = bins().flat_map(|bin| sorted.starts[bin as usize]..sorted.starts[bin as usize + 1]);
+            let (index, most) =
+                (crossing.index_of(nth), PulledSums::most_chunks(frame.chunks, frame.paths.of(relay)));
+            let chunks = PulledSums::chunks(most, (index.len(), bins().count()), &frame.sizing);
+            let counts = bins().map(|bin| sorted.counts[bin as usize]);
+            self.order.fill(crossing.rows(nth), counts, index, chunks);
             refill(&mut self.placed, crossing.rows(nth) as usize, false);
-            for (entry, &row) in entries.zip(crossing.index_of(nth)) {
+            for (entry, &row) in entries.zip(index) {
                 let choice = sorted.choices[entry as usize] as usize;
                 let again = std::mem::replace(&mut self.placed[row as usize], true);
-                places[choice] = if again { -1 } else { (home + row) as i32 };
+                places[choice] = if again { -1 } else { (home + self.order.places[row as usize]) as i32 };
                 if let Some(weight) = weights.get_mut(choice) {
                     *weight = 1.0;
                 }
@@ -49,10 +129,48 @@ impl NodeSums {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
     use crate::gate::Routing;
-    use crate::plan::{Bins, Counts, ExpertMap, ReceiveMode, ReceiveSizes, RowMetadata, RowSizes, SumOrder};
+    use crate::plan::{Bins, Counts, ExpertMap, ReceiveMode, ReceiveSizes, RowMetadata, SumOrder};
     use crate::topology::{NodeMap, Paths, Route};
+
+    #[test]
+    fn a_sum_is_made_with_the_chunk_that_brings_its_last_row() {
+        let mut order = PulledSums::default();
+        let index = [3, 0, 1, 2, 4, 3, 0];
+        order.fill(5, [4, 3].into_iter(), &index, 2);
+        assert_eq!((order.places, order.starts), (vec![2, 3, 4, 0, 1], vec![0, 2, 5]));
+    }
+
+    /// The rows of a block, and those of each bin.
+    fn blocks() -> impl Strategy<Value = (u32, Vec<Vec<u32>>)> {
+        (0_u32..40).prop_flat_map(|rows| {
+            let listed = proptest::sample::subsequence((0..rows).collect::<Vec<_>>(), 0..=rows as usize);
+            (Just(rows), proptest::collection::vec(listed.prop_shuffle(), 1..5))
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn every_sum_is_made_once_and_not_before_its_rows((rows, bins) in blocks(), chunks in 1_u8..6) {
+            let mut order = PulledSums::default();
+            order.fill(rows, bins.iter().map(|bin| bin.len() as u32), &bins.concat(), chunks);
+            let mut places = order.places.clone();
+            places.sort_unstable();
+            prop_assert!(places.into_iter().eq(0..rows));
+            prop_assert_eq!(order.starts.len(), usize::from(chunks) + 1);
+            prop_assert_eq!([order.starts[0], order.starts[usize::from(chunks)]], [0, rows]);
+            for (bin, chunk) in bins.iter().flat_map(|bin| (1..=chunks).map(move |chunk| (bin, chunk))) {
+                let here = Block::chunk(bin.len() as u32, chunk, chunks);
+                for &row in &bin[here.start as usize..here.end as usize] {
+                    let first = order.starts[usize::from(chunk) - 1];
+                    prop_assert!(order.places[row as usize] >= first, "row {} of chunk {}", row, chunk);
+                }
+            }
+        }
+    }
 
     #[test]
     fn one_choice_of_each_token_and_other_node_has_the_place_of_the_sum() {
@@ -61,7 +179,15 @@ mod tests {
         let bins = Bins::experts(&map, SumOrder::Node, &nodes);
         let (row_bytes, partial_bytes, rank_sums) = (16, Some(16), false);
         let (home_bytes, words_out, words_home) = (16, 1, 1);
-        let sizing = RowSizes { row_bytes, home_bytes, words_out, words_home, partial_bytes, rank_sums };
+        let sizing = RowSizes {
+            row_bytes,
+            home_bytes,
+            words_out,
+            words_home,
+            partial_bytes,
+            rank_sums,
+            pulled_bytes: PulledSums::CHUNK_BYTES,
+        };
         let (paths, mode) = (Paths::new(&nodes, Route::Pxn, 0), ReceiveMode::Exact);
         let frame = PlanContext { bins: &bins, paths, align: 1, chunks: 1, sizing, mode };
         // Tokens 0 and 2 have two experts of the other node, token 1 one and token 3 none.

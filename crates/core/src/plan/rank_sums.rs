@@ -114,7 +114,7 @@ mod tests {
     use super::*;
     use crate::gate::Routing;
     use crate::plan::{
-        Bins, ExpertMap, InterNodeRows, Overflow, ReceiveMode, RowMetadata, RowSizes, SumOrder,
+        Bins, ExpertMap, InterNodeRows, Overflow, PulledSums, ReceiveMode, RowMetadata, RowSizes, SumOrder,
     };
     use crate::topology::{NodeMap, Paths, Route};
 
@@ -135,6 +135,7 @@ mod tests {
             words_home: 1,
             partial_bytes: None,
             rank_sums: true,
+            pulled_bytes: PulledSums::CHUNK_BYTES,
         };
         let paths = Paths::new(&nodes, Route::Direct, me);
         let frame = PlanContext { bins: &bins, paths, align: 1, chunks: 1, sizing, mode };

@@ -623,7 +623,7 @@ mod tests {
     mod spans {
         use super::*;
         use crate::gate::Routing;
-        use crate::plan::{ExpertMap, ReceiveMode, RowLayout, RowMetadata, RowSizes, SumOrder};
+        use crate::plan::{ExpertMap, PulledSums, ReceiveMode, RowLayout, RowMetadata, RowSizes, SumOrder};
         use crate::topology::{NodeMap, Paths, Route};
 
         #[test]
@@ -647,6 +647,7 @@ mod tests {
                 words_home: 2,
                 partial_bytes: None,
                 rank_sums: false,
+                pulled_bytes: PulledSums::CHUNK_BYTES,
             };
             let frame =
                 PlanContext { bins: &bins, paths, align: 1, chunks: 1, sizing, mode: ReceiveMode::Exact };
@@ -666,7 +667,8 @@ mod tests {
         use super::*;
         use crate::gate::Routing;
         use crate::plan::{
-            ExpertMap, GroupRouting, Overflow, RankRouting, ReceiveMode, RowMetadata, RowSizes, SumOrder,
+            ExpertMap, GroupRouting, Overflow, PulledSums, RankRouting, ReceiveMode, RowMetadata, RowSizes,
+            SumOrder,
         };
         use crate::topology::{NodeMap, Paths, Route};
 
@@ -715,6 +717,7 @@ mod tests {
                 words_home: 1,
                 partial_bytes: None,
                 rank_sums: false,
+                pulled_bytes: PulledSums::CHUNK_BYTES,
             };
             let paths = |rank| Paths::new(&nodes, Route::Pxn, rank);
             let frame = PlanContext { bins, paths: paths(0), align, chunks: 3, sizing, mode };

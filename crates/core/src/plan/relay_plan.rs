@@ -13,7 +13,7 @@
 //! The entries lie by bin, as the source sorted them. So the relay puts each row at its final place
 //! and knows what to return later: a return brings back the entries of a block in this very order.
 
-use super::{Bins, RowRun, RowSizes, Summand, refill, vec_memory_usage};
+use super::{Bins, PulledSums, RowRun, RowSizes, Summand, refill, vec_memory_usage};
 
 /// Where the entries of one bin land.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
@@ -66,6 +66,11 @@ impl Block {
             (None, false) => &self.segments,
         };
         segments.iter().map(|segment| segment.count).sum()
+    }
+
+    /// In how many chunks, at most `most`, engines pull its rows for [sums](PulledSums).
+    pub fn pulled_chunks(&self, most: u8, sizing: &RowSizes) -> u8 {
+        PulledSums::chunks(most, (self.index.len(), self.segments.len()), sizing)
     }
 
     /// Rows of chunk `chunk` (from 1) of `chunks`.
@@ -169,6 +174,8 @@ pub struct RelayPlan {
     chunks: u8,
     /// Runs that are cut into spans.
     listed: Vec<RowRun>,
+    /// Order of the sums of a block whose rows engines pull.
+    pulled: PulledSums,
 }
 
 /// The partial sums of all blocks: a token's rows on one rank
@@ -217,7 +224,8 @@ impl RelayPlan {
                 }
             }
             if sums {
-                self.partials.add(block, bins, served, first, chunks);
+                let rows_of = |chunk| Block::chunk(block.rows, chunk, chunks);
+                self.partials.add(block, bins, (served, first), |row| row, (chunks, rows_of));
             }
             first += block.index.len() as u32;
         }
@@ -225,14 +233,20 @@ impl RelayPlan {
         self.partials.chunk_starts.push(self.partials.count());
     }
 
-    /// Lays out the partial sums alone, those of a block in one part: engines pull all of its rows
-    /// first.
-    pub fn fill_pulled(&mut self, bins: &Bins, served: &[u32]) {
-        (self.served, self.chunks) = (served.len(), 1);
+    /// Lays out the partial sums alone, those of a block [in the order](PulledSums) in which
+    /// engines pull its rows: in `most` chunks, the last of which may be empty.
+    pub fn fill_pulled(&mut self, bins: &Bins, served: &[u32], most: u8, sizing: &RowSizes) {
+        (self.served, self.chunks) = (served.len(), most);
         self.partials.clear();
         let mut first = 0;
         for block in &self.blocks {
-            self.partials.add(block, bins, served, first, 1);
+            let counts = block.segments.iter().map(|segment| segment.count);
+            let chunks = block.pulled_chunks(most, sizing);
+            self.pulled.fill(block.rows, counts, &block.index, chunks);
+            let PulledSums { places, starts } = &self.pulled;
+            let start = |chunk: u8| starts[usize::from(chunk.min(chunks))];
+            let rows_of = |chunk: u8| start(chunk - 1)..start(chunk);
+            self.partials.add(block, bins, (served, first), |row| places[row as usize], (most, rows_of));
             first += block.index.len() as u32;
         }
         self.partials.chunk_starts.push(self.partials.count());
@@ -319,14 +333,21 @@ impl Partials {
         self.starts.len().saturating_sub(1) as u32
     }
 
-    fn add(&mut self, block: &Block, bins: &Bins, served: &[u32], first_entry: u32, chunks: u8) {
-        self.place(block, bins, served, first_entry);
+    /// Adds the sums of a block, whose first entry has this number among those of all blocks. The
+    /// row of the block that `place` makes the nth is the nth that is summed.
+    fn add(
+        &mut self,
+        block: &Block,
+        bins: &Bins,
+        (served, first_entry): (&[u32], u32),
+        place: impl Fn(u32) -> u32,
+        (chunks, rows_of): (u8, impl Fn(u8) -> std::ops::Range<u32>),
+    ) {
+        self.place(block, bins, (served, first_entry), place);
         let mut term = self.starts[self.count() as usize] as usize;
-        let mut row = 0;
         for chunk in 1..=chunks {
             self.chunk_starts.push(self.count());
-            for row_of_chunk in Block::chunk(block.rows, chunk, chunks) {
-                debug_assert_eq!(row, row_of_chunk);
+            for row in rows_of(chunk) {
                 let end = self.cursors[row as usize] as usize;
                 while term < end {
                     let owner = self.terms[term].owner;
@@ -340,17 +361,22 @@ impl Partials {
                     self.starts.push(last as u32);
                     term = last;
                 }
-                row += 1;
             }
         }
     }
 
-    /// Places the entries of a block by row and then in the order of the sum; afterwards `cursors`
-    /// say where the terms of each row end.
-    fn place(&mut self, block: &Block, bins: &Bins, served: &[u32], first_entry: u32) {
+    /// Places the entries of a block by row, as `place` orders these, and then in the order of the
+    /// sum; afterwards `cursors` say where the terms of each row end.
+    fn place(
+        &mut self,
+        block: &Block,
+        bins: &Bins,
+        (served, first_entry): (&[u32], u32),
+        place: impl Fn(u32) -> u32,
+    ) {
         let first = self.terms.len();
         refill(&mut self.cursors, block.rows as usize + 1, 0);
-        block.index.iter().for_each(|&row| self.cursors[row as usize + 1] += 1);
+        block.index.iter().for_each(|&row| self.cursors[place(row) as usize + 1] += 1);
         self.cursors[0] = first as u32;
         for row in 0..block.rows as usize {
             self.cursors[row + 1] += self.cursors[row];
@@ -368,7 +394,7 @@ impl Partials {
             let Some(segment) = block.segments.get(segment as usize) else { continue };
             let listed = &block.index[entry as usize..][..segment.count as usize];
             for (nth, &row) in (0..).zip(listed) {
-                let cursor = &mut self.cursors[row as usize];
+                let cursor = &mut self.cursors[place(row) as usize];
                 self.terms[*cursor as usize] =
                     Summand { owner: bins.rank_of(bin), row: segment.to_row + nth };
                 self.entries[*cursor as usize] = first_entry + entry + nth;
@@ -396,6 +422,13 @@ mod tests {
             let segments = vec![segment(10, 1, 0), segment(20, 2, 1), segment(0, 0, 0), segment(5, 2, 3)];
             let (landed, index) = (vec![24, 16], vec![0, 1, 2, 0, 2]);
             (bins, Block { rows: 3, landed, segments, index, ..Block::default() })
+        }
+
+        /// A chunk has 16 bytes of each bin.
+        fn sizing(home_bytes: u64) -> RowSizes {
+            let (partial_bytes, rank_sums, pulled_bytes) = (Some(home_bytes), false, 16);
+            let (row_bytes, words_out, words_home) = (home_bytes, 1, 1);
+            RowSizes { row_bytes, home_bytes, words_out, words_home, partial_bytes, rank_sums, pulled_bytes }
         }
 
         #[test]
@@ -438,7 +471,7 @@ mod tests {
             let weights = (0..10).map(|entry| entry as f32).collect();
             let blocks = vec![block.clone(), Block { index: vec![1, 0, 2, 2, 0], ..block }];
             let mut plan = RelayPlan { blocks, weights, ..RelayPlan::default() };
-            plan.fill_pulled(&bins, &[0, 1]);
+            plan.fill_pulled(&bins, &[0, 1], 1, &sizing(16));
             assert_eq!((plan.partials_from(0), plan.partials_from(1)), (0..3, 3..6));
             let (mut index, mut weights) = (Vec::new(), Vec::new());
             plan.list_pulled(1, 3, &mut index, Some(&mut weights));
@@ -449,6 +482,22 @@ mod tests {
             let first = [[0.0, 3.0, 0.0], [1.0, 0.0, 0.0], [2.0, 4.0, 0.0]];
             let second = [[6.0, 9.0, 0.0], [5.0, 0.0, 0.0], [7.0, 8.0, 0.0]];
             assert_eq!(weights, [first, second].concat().concat());
+        }
+
+        #[test]
+        fn sums_of_pulled_rows_come_chunk_by_chunk_when_their_rows_have() {
+            let (_, block) = block();
+            let map = ExpertMap::contiguous(4, 2).unwrap();
+            let bins = Bins::experts(&map, SumOrder::Node, &NodeMap::from_labels(&[0, 0]));
+            // Row 1 is complete with the first chunk, rows 0 and 2 with the second.
+            let block = Block { index: vec![0, 1, 2, 2, 0], ..block };
+            let mut plan = RelayPlan { blocks: vec![block], ..RelayPlan::default() };
+            // Five entries of four bins are enough for two chunks, of three that there may be.
+            plan.fill_pulled(&bins, &[0, 1], 3, &sizing(32));
+            assert_eq!([1, 2, 3].map(|chunk| plan.partials_of(0, chunk)), [0..1, 1..3, 3..3]);
+            let (mut index, me) = (Vec::new(), 2);
+            plan.list_pulled(me, 2, &mut index, None);
+            assert_eq!(index, [[1, -1], [0, 4], [2, 3]].concat());
         }
 
         #[test]

@@ -607,11 +607,20 @@ impl RelayTables {
             };
             let rows = at.sizing.home(rows, block.entries());
             let pulled = memory.pulled.filter(|_| summed.is_some());
+            let chunks = match (summed, pulled) {
+                (None, _) => 1,
+                (Some(_), None) => at.chunks,
+                (Some(_), Some(_)) => relay.pulled_chunks(),
+            };
             if let Some(pulled) = pulled {
-                let first = self.spans.len() as u32;
-                self.pull_for_sums(at, block, bins, pulled + first_entry * at.sizing.home_bytes);
-                let count = self.spans.len() as u32 - first;
-                self.table[relay.pulled(nth).0 as usize] = Operand::Spans { first, count };
+                let chunks = block.pulled_chunks(chunks, &at.sizing);
+                for chunk in 1..=chunks {
+                    let first = self.spans.len() as u32;
+                    let to = pulled + first_entry * at.sizing.home_bytes;
+                    self.pull_for_sums(at, block, bins, (chunk, chunks), to);
+                    let count = self.spans.len() as u32 - first;
+                    self.table[relay.pulled(nth, chunk).0 as usize] = Operand::Spans { first, count };
+                }
             }
             first_entry += u64::from(block.entries());
             let first = self.spans.len() as u32;
@@ -622,7 +631,6 @@ impl RelayTables {
                 (offer, rows),
                 ReturnParts { rows: parts.rows && summed.is_none(), ..parts },
             );
-            let chunks = if summed.is_some() && pulled.is_none() { at.chunks } else { 1 };
             let mut to_offset = offer;
             for chunk in 1..=chunks {
                 let first = if chunk == 1 { first } else { self.spans.len() as u32 };
@@ -666,25 +674,40 @@ impl RelayTables {
         at.sizing.partial_bytes.map_or(0, |_| u64::from(forward.entries()) * at.sizing.home_bytes)
     }
 
-    /// The rows of a block that other ranks of this node have, to this rank's pool from byte `to`
-    /// on, each to the place of its entry.
-    fn pull_for_sums(&mut self, at: &FillContext, block: &Block, bins: &Bins, to: u64) {
+    /// The rows of one chunk of a block that other ranks of this node have, to this rank's pool
+    /// from byte `to` on, each to the place of its entry.
+    fn pull_for_sums(
+        &mut self,
+        at: &FillContext,
+        block: &Block,
+        bins: &Bins,
+        (chunk, chunks): (u8, u8),
+        to: u64,
+    ) {
         let (me, row_bytes) = (at.paths.me(), at.sizing.home_bytes);
         let (mut segments, mut entry) = (block.segments.iter(), 0);
+        let (first, mut behind) = (self.spans.len(), self.spans.len());
         for &owner in at.paths.served_by(me) {
+            if owner == me {
+                behind = self.spans.len();
+            }
             for segment in segments.by_ref().take(bins.of(owner).len()) {
-                if owner != me && segment.count > 0 {
+                let rows = Block::chunk(segment.count, chunk, chunks);
+                if owner != me && !rows.is_empty() {
+                    let from_row = u64::from(segment.to_row) + u64::from(rows.start);
                     self.spans.push(SpanCopy {
                         from: PutSource::Window { owner, window: WindowId::POOL },
-                        from_offset: self.bases[owner as usize] + u64::from(segment.to_row) * row_bytes,
+                        from_offset: self.bases[owner as usize] + from_row * row_bytes,
                         to: WindowId::POOL,
-                        to_offset: to + entry * row_bytes,
-                        len: u64::from(segment.count) * row_bytes,
+                        to_offset: to + (entry + u64::from(rows.start)) * row_bytes,
+                        len: rows.len() as u64 * row_bytes,
                     });
                 }
                 entry += u64::from(segment.count);
             }
         }
+        // From the next rank on: if all relays began with the same one, they would share its link.
+        self.spans[first..].rotate_left(behind - first);
     }
 
     fn home_of(

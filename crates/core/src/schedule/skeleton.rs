@@ -61,6 +61,7 @@
 
 use super::op::Part;
 use super::{Flag, FlagValue, Op, OperandId, Stage, TrackOp};
+use crate::plan::PulledSums;
 use crate::topology::{Paths, Route};
 
 /// Builds the stages of a rank's own part. Operands are numbered by their contents, so filling the
@@ -276,7 +277,7 @@ pub enum RelaySums {
     None,
     /// They read the rows of each sum where they lie, chunk by chunk.
     InPlace,
-    /// Copy engines pull the rows for a source here, then a kernel sums them.
+    /// Copy engines pull the rows of a chunk here, then a kernel sums them.
     Pulled,
 }
 
@@ -286,8 +287,7 @@ impl<'a> Relay<'a> {
         Relay { paths, chunks, sums: RelaySums::None }
     }
 
-    /// One that sums the rows that it returns. Partials of rows that lie in place go in `chunks`
-    /// parts, too.
+    /// One that sums the rows that it returns. Sums return in chunks, too.
     pub fn summing(self, sums: RelaySums) -> Self {
         Relay { sums, ..self }
     }
@@ -296,7 +296,7 @@ impl<'a> Relay<'a> {
     pub fn operands(&self) -> usize {
         let (sources, served) = (self.paths.sources().count(), self.served().len());
         let (ranks, parts) = (self.paths.ranks() as usize, usize::from(self.chunks) + 1);
-        ranks + sources * parts * served.max(2)
+        ranks + sources * parts * served.max(3)
     }
 
     /// Operand of the message to `source`.
@@ -306,7 +306,7 @@ impl<'a> Relay<'a> {
 
     /// Operand of the rows returned to the `nth` source, part `chunk` (from 1) of them.
     pub fn home(&self, nth: u32, chunk: u8) -> OperandId {
-        OperandId(self.paths.ranks() + 2 * (nth * (u32::from(self.chunks) + 1) + u32::from(chunk)))
+        OperandId(self.paths.ranks() + 3 * (nth * (u32::from(self.chunks) + 1) + u32::from(chunk)))
     }
 
     /// Operand of the sums that go with it.
@@ -314,9 +314,14 @@ impl<'a> Relay<'a> {
         OperandId(self.home(nth, chunk).0 + 1)
     }
 
-    /// Operand of the rows that engines pull before they are summed for the `nth` source.
-    pub fn pulled(&self, nth: u32) -> OperandId {
-        self.home(nth, 0)
+    /// Operand of the rows that engines pull before that chunk is summed for the `nth` source.
+    pub fn pulled(&self, nth: u32, chunk: u8) -> OperandId {
+        OperandId(self.home(nth, chunk).0 + 2)
+    }
+
+    /// In how many chunks, at most, rows are pulled and summed for each source.
+    pub fn pulled_chunks(&self) -> u8 {
+        PulledSums::most_chunks(self.chunks, self.paths)
     }
 
     /// Operand of chunk `chunk` (from 1) of the `nth` source for the `member`th rank served; chunk
@@ -389,10 +394,15 @@ impl<'a> Relay<'a> {
     fn return_rows(&self) -> Vec<TrackOp> {
         let (paths, me) = (self.paths, self.paths.me());
         let mut items = Vec::new();
-        for chunk in 1..=if self.sums == RelaySums::InPlace { self.chunks } else { 1 } {
+        let chunks = match self.sums {
+            RelaySums::None => 1,
+            RelaySums::InPlace => self.chunks,
+            RelaySums::Pulled => self.pulled_chunks(),
+        };
+        for chunk in 1..=chunks {
             for (nth, source) in (0..).zip(paths.sources()) {
                 if self.sums == RelaySums::Pulled {
-                    items.push(self.on(source, Op::Put { to: me, operand: self.pulled(nth) }));
+                    items.push(self.on(source, Op::Put { to: me, operand: self.pulled(nth, chunk) }));
                 }
                 if self.sums != RelaySums::None {
                     items.push(self.on(source, Op::Reduce { operand: self.partials(nth, chunk) }));

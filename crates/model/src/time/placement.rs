@@ -3,8 +3,9 @@
 use sidelane_core::error::PlanError;
 use sidelane_core::gate::Routing;
 use sidelane_core::plan::{
-    Bins, Block, Counts, DispatchLayout, ExpertMap, InterNodeRows, PlanContext, RankSums, ReceiveMode,
-    ReceiveSizes, RelayPermutation, RelayPlan, RowLayout, RowMetadata, RowSizes, SortedRouting, SumOrder,
+    Bins, Block, Counts, DispatchLayout, ExpertMap, InterNodeRows, PlanContext, PulledSums, RankSums,
+    ReceiveMode, ReceiveSizes, RelayPermutation, RelayPlan, RowLayout, RowMetadata, RowSizes, SortedRouting,
+    SumOrder,
 };
 use sidelane_core::schedule::ControlLayout;
 use sidelane_core::topology::{NodeMap, Paths, Route};
@@ -123,6 +124,7 @@ impl Placed {
             words_home: 1,
             partial_bytes: sums.then_some(case.partial_bytes),
             rank_sums,
+            pulled_bytes: PulledSums::CHUNK_BYTES,
         };
         let choices = u64::from(tokens) * u64::from(top_k);
         let control =
@@ -264,7 +266,9 @@ impl Placed {
             let nth = |source| paths.of(source).relays().take_while(|&relay| relay != me).count();
             forward.blocks = paths.sources().map(|source| block(source, nth(source))).collect();
             if sums {
-                forward.fill_pulled(&self.bins, paths.served_by(me));
+                let PlanContext { chunks, sizing, .. } = self.frame(me);
+                let most = PulledSums::most_chunks(chunks, paths);
+                forward.fill_pulled(&self.bins, paths.served_by(me), most, &sizing);
             }
         } else {
             forward.know(&self.frame(me), sums, block);

@@ -250,6 +250,7 @@ pub(super) fn sizing(scenario: &ProofScenario) -> RowSizes {
         words_home: scenario.layout.words_home(top_k),
         partial_bytes: sums.then_some(partial_bytes),
         rank_sums,
+        pulled_bytes: scenario.row_bytes,
     }
 }
 

@@ -20,8 +20,8 @@ use std::rc::Rc;
 use sidelane_core::error::{CallKind, PlanError};
 use sidelane_core::gate::Routing;
 use sidelane_core::plan::{
-    DispatchLayout, GroupRouting, LocalPermutation, PlanContext, RankRouting, RankSums, RelayPermutation,
-    RelayPlan, RelaySorter, RowBuffer,
+    DispatchLayout, GroupRouting, LocalPermutation, PlanContext, PulledSums, RankRouting, RankSums,
+    RelayPermutation, RelayPlan, RelaySorter, RowBuffer,
 };
 use sidelane_core::schedule::call_program::{Action, Role, StageId, Work};
 use sidelane_core::schedule::{Flag, Operand, RelayTables, ReturnParts, WindowId};
@@ -465,7 +465,8 @@ impl Unroller<'_> {
             let of = |source| &layouts[source as usize].blocks[self.nth_relay(source, me)];
             forward.blocks = paths.sources().map(|source| of(source).clone()).collect();
             if sums {
-                forward.fill_pulled(bins, paths.served_by(me));
+                let most = PulledSums::most_chunks(chunks, paths);
+                forward.fill_pulled(bins, paths.served_by(me), most, &sizing);
             }
             return forward;
         }
