@@ -1,9 +1,10 @@
 // What CUDA has and C has not, for kernels on the CPU.
 //
-// The blocks of a grid run one after the other, on the thread that launches. The threads of a block
-// are fibres: one runs to its next barrier, then the next one does. They take turns from front to
-// back, then from back to front, and which comes first differs between blocks and launches, so that
-// a barrier that is missing shows; one that only some of them reach ends the process. Shared memory
+// The blocks of a grid run one after the other, on the thread that launches. The threads of a
+// block are fibres: one runs to its next barrier, then the next one of its warp does, and the next
+// warp begins when this one waits for the block. Lanes and warps take turns from front to back,
+// then from back to front, and which comes first differs between blocks and launches, so that a
+// barrier that is missing shows; one that only some of them reach ends the process. Shared memory
 // is full of poison when a block begins. What is atomic is so among threads and processes, too.
 #pragma once
 
@@ -35,7 +36,11 @@ typedef struct { u32 x, y, z, w; } __attribute__((aligned(16), may_alias)) uint4
     }                                                                                                  \
     static void name(Parameters p)
 
-enum { CPU_THREADS = 1024, CPU_LANES = 32, CPU_STACK = 64 << 10, CPU_SHARED = 48 << 10 };
+enum { CPU_THREADS = 1024, CPU_LANES = 32, CPU_SHARED = 48 << 10 };
+// Bytes of a stack: not a power of two, or all stacks would share a few sets of the cache.
+enum { CPU_STACK = (64 << 10) + 576 };
+// As many launches as a small machine has at a time.
+enum { CPU_KEPT = 8 };
 
 // A fibre that does not run: where its stack ends, with what a call must keep on it. The C
 // library's contexts do the same with two system calls for each change, which are most of what a
@@ -70,31 +75,37 @@ static void cpu_prepare(CpuContext *context, char *stack, void (*entry)(void)) {
 }
 #endif
 
-typedef enum { CPU_RUNS, CPU_AT_BLOCK, CPU_AT_WARP, CPU_DONE } CpuState;
-
 typedef struct {
     CpuContext context;
-    CpuState state;
     Index index;
     u32 number;
 } CpuThread;
 
-// One launch: of the thread that runs it.
-static _Thread_local struct {
-    CpuThread *threads, *current;
-    u32 count, launches;
+// Where a thread has stopped.
+typedef enum { CPU_AT_WARP, CPU_AT_BLOCK, CPU_DONE, CPU_STOPS } CpuStop;
+
+// What a launch needs, and the next one takes over: pages of stacks that have been touched.
+typedef struct {
+    CpuThread threads[CPU_THREADS], *current;
+    u32 count, launches, turn;
+    u32 stopped[CPU_STOPS]; // threads by where they are: those at a warp's barrier are of the warp
     Index grid, block, at;
     CpuContext scheduler;
     void (*kernel)(const void *);
     const void *parameters;
     u64 exchange[CPU_THREADS];
     _Alignas(16) unsigned char shared[CPU_SHARED];
-} cpu;
+    char stacks[CPU_THREADS][CPU_STACK];
+} CpuLaunch;
 
-#define threadIdx (cpu.current->index)
-#define blockIdx (cpu.at)
-#define blockDim (cpu.block)
-#define gridDim (cpu.grid)
+// The launch of the thread that runs it. A library that is loaded late has room for a pointer among
+// what needs no call to be found, and not for more.
+static _Thread_local CpuLaunch *cpu __attribute__((tls_model("initial-exec")));
+
+#define threadIdx (cpu->current->index)
+#define blockIdx (cpu->at)
+#define blockDim (cpu->block)
+#define gridDim (cpu->grid)
 
 static void cpu_fail(const char *what) {
     fprintf(stderr, "kernel on the CPU: %s\n", what);
@@ -104,92 +115,108 @@ static void cpu_fail(const char *what) {
 // The block's memory. A kernel asks once.
 DEVICE void *cpu_block_memory(size_t bytes) {
     if (bytes > CPU_SHARED) cpu_fail("too much shared memory");
-    return cpu.shared;
+    return cpu->shared;
 }
 
-static void cpu_wait(CpuState at) {
-    CpuThread *self = cpu.current;
-    self->state = at;
-    cpu_switch(&self->context, &cpu.scheduler);
+static void cpu_wait(CpuStop at) {
+    cpu->stopped[at]++;
+    cpu_switch(&cpu->current->context, &cpu->scheduler);
 }
 
 static void cpu_enter(void) {
-    cpu.kernel(cpu.parameters);
-    cpu.current->state = CPU_DONE;
-    cpu_switch(&cpu.current->context, &cpu.scheduler);
+    cpu->kernel(cpu->parameters);
+    cpu_wait(CPU_DONE);
 }
 
-// Lets threads from `first` to `last` go on if all of them wait at the same kind of barrier.
-static int cpu_release(u32 first, u32 last, CpuState at) {
-    for (u32 i = first; i < last; i++)
-        if (cpu.threads[i].state != at) return 0;
-    for (u32 i = first; i < last; i++) cpu.threads[i].state = CPU_RUNS;
-    return 1;
+// Runs a warp until its threads are done or wait for the rest of the block. All of them run when it
+// begins, and again when all of them have reached a barrier of the warp.
+static void cpu_run_warp(u32 first) {
+    u32 lanes = cpu->count - first < CPU_LANES ? cpu->count - first : CPU_LANES;
+    do {
+        cpu->stopped[CPU_AT_WARP] = 0;
+        u32 backwards = cpu->turn++ & 1;
+        for (u32 i = 0; i < lanes; i++) {
+            cpu->current = &cpu->threads[first + (backwards ? lanes - 1 - i : i)];
+            cpu_switch(&cpu->scheduler, &cpu->current->context);
+        }
+    } while (cpu->stopped[CPU_AT_WARP] == lanes);
+    if (cpu->stopped[CPU_AT_WARP]) cpu_fail("a barrier that not all threads reach");
 }
 
-static void cpu_run_block(char *stacks) {
-    memset(cpu.shared, 0xa5, sizeof cpu.shared);
-    for (u32 i = 0; i < cpu.count; i++) {
-        CpuThread *thread = &cpu.threads[i];
-        cpu_prepare(&thread->context, stacks + (size_t)i * CPU_STACK, cpu_enter);
-        thread->state = CPU_RUNS;
-        thread->number = i;
-        thread->index = (Index){ i % cpu.block.x, i / cpu.block.x % cpu.block.y, i / cpu.block.x / cpu.block.y };
+static void cpu_run_block(void) {
+    memset(cpu->shared, 0xa5, sizeof cpu->shared);
+    for (u32 i = 0; i < cpu->count; i++) cpu_prepare(&cpu->threads[i].context, cpu->stacks[i], cpu_enter);
+    u32 warps = (cpu->count + CPU_LANES - 1) / CPU_LANES;
+    for (u32 turn = cpu->launches + cpu->at.x;; turn++) {
+        cpu->turn = turn;
+        cpu->stopped[CPU_AT_BLOCK] = cpu->stopped[CPU_DONE] = 0;
+        for (u32 i = 0; i < warps; i++) cpu_run_warp(CPU_LANES * (turn & 1 ? warps - 1 - i : i));
+        if (cpu->stopped[CPU_DONE] == cpu->count) return;
+        if (cpu->stopped[CPU_AT_BLOCK] != cpu->count) cpu_fail("a barrier that not all threads reach");
     }
-    for (u32 turn = cpu.launches + cpu.at.x; !cpu_release(0, cpu.count, CPU_DONE); turn++) {
-        for (u32 i = 0; i < cpu.count; i++) {
-            cpu.current = &cpu.threads[turn & 1 ? cpu.count - 1 - i : i];
-            if (cpu.current->state == CPU_RUNS) cpu_switch(&cpu.scheduler, &cpu.current->context);
-        }
-        int released = cpu_release(0, cpu.count, CPU_AT_BLOCK);
-        for (u32 first = 0; first < cpu.count; first += CPU_LANES) {
-            u32 last = first + CPU_LANES < cpu.count ? first + CPU_LANES : cpu.count;
-            released |= cpu_release(first, last, CPU_AT_WARP);
-        }
-        int done = 1;
-        for (u32 i = 0; i < cpu.count; i++) done &= cpu.threads[i].state == CPU_DONE;
-        if (!released && !done) cpu_fail("a barrier that not all threads reach");
+}
+
+// Memory of launches that have ended.
+static CpuLaunch *cpu_free[CPU_KEPT];
+
+static CpuLaunch *cpu_take(void) {
+    for (u32 i = 0; i < CPU_KEPT; i++) {
+        CpuLaunch *kept = __atomic_exchange_n(&cpu_free[i], (CpuLaunch *)0, __ATOMIC_ACQUIRE);
+        if (kept) return kept;
     }
+    CpuLaunch *fresh = (CpuLaunch *)malloc(sizeof(CpuLaunch));
+    if (!fresh) cpu_fail("no memory for the threads of a block");
+    fresh->launches = 0;
+    return fresh;
+}
+
+static void cpu_give(CpuLaunch *launch) {
+    for (u32 i = 0; i < CPU_KEPT; i++) {
+        CpuLaunch *none = 0;
+        if (__atomic_compare_exchange_n(&cpu_free[i], &none, launch, 0, __ATOMIC_RELEASE, __ATOMIC_RELAXED)) return;
+    }
+    free(launch);
 }
 
 __attribute__((unused)) static void
 cpu_launch(void (*kernel)(const void *), const void *parameters, const u32 *grid, const u32 *block) {
-    cpu.count = block[0] * block[1] * block[2];
-    if (cpu.count > CPU_THREADS) cpu_fail("too many threads");
-    cpu.launches++;
-    cpu.kernel = kernel;
-    cpu.parameters = parameters;
-    cpu.grid = (Index){ grid[0], grid[1], grid[2] };
-    cpu.block = (Index){ block[0], block[1], block[2] };
-    cpu.threads = (CpuThread *)malloc(cpu.count * sizeof *cpu.threads);
-    char *stacks = (char *)malloc((size_t)cpu.count * CPU_STACK);
-    if (!cpu.threads || !stacks) cpu_fail("no memory for the threads of a block");
-    for (cpu.at.z = 0; cpu.at.z < grid[2]; cpu.at.z++)
-        for (cpu.at.y = 0; cpu.at.y < grid[1]; cpu.at.y++)
-            for (cpu.at.x = 0; cpu.at.x < grid[0]; cpu.at.x++) cpu_run_block(stacks);
-    free(stacks);
-    free(cpu.threads);
+    cpu = cpu_take();
+    cpu->count = block[0] * block[1] * block[2];
+    if (cpu->count > CPU_THREADS) cpu_fail("too many threads");
+    cpu->launches++;
+    cpu->kernel = kernel;
+    cpu->parameters = parameters;
+    cpu->grid = (Index){ grid[0], grid[1], grid[2] };
+    cpu->block = (Index){ block[0], block[1], block[2] };
+    for (u32 i = 0; i < cpu->count; i++) {
+        cpu->threads[i].number = i;
+        cpu->threads[i].index = (Index){ i % block[0], i / block[0] % block[1], i / block[0] / block[1] };
+    }
+    for (cpu->at.z = 0; cpu->at.z < grid[2]; cpu->at.z++)
+        for (cpu->at.y = 0; cpu->at.y < grid[1]; cpu->at.y++)
+            for (cpu->at.x = 0; cpu->at.x < grid[0]; cpu->at.x++) cpu_run_block();
+    cpu_give(cpu);
 }
 
 DEVICE void __syncthreads(void) { cpu_wait(CPU_AT_BLOCK); }
 
 // What a lane gives to the others of its warp: all of them see it between the two barriers.
 static u64 cpu_exchange(u64 value, u32 lane) {
-    u32 self = cpu.current->number;
-    cpu.exchange[self] = value;
+    u32 self = cpu->current->number;
+    cpu->exchange[self] = value;
     cpu_wait(CPU_AT_WARP);
-    u64 seen = cpu.exchange[(self & ~31u) + (lane & 31u)];
+    u64 seen = cpu->exchange[(self & ~31u) + (lane & 31u)];
     cpu_wait(CPU_AT_WARP);
     return seen;
 }
 
 DEVICE u32 __ballot_sync(u32 lanes, int holds) {
     (void)lanes;
-    u32 self = cpu.current->number, ballot = 0;
-    cpu.exchange[self] = holds != 0;
+    u32 self = cpu->current->number, ballot = 0;
+    cpu->exchange[self] = holds != 0;
     cpu_wait(CPU_AT_WARP);
     for (u32 lane = 0; lane < CPU_LANES; lane++)
-        ballot |= (u32)cpu.exchange[(self & ~31u) + lane] << lane;
+        ballot |= (u32)cpu->exchange[(self & ~31u) + lane] << lane;
     cpu_wait(CPU_AT_WARP);
     return ballot;
 }
@@ -201,7 +228,7 @@ DEVICE u64 __shfl_sync(u32 lanes, u64 value, u32 lane) {
 
 DEVICE u32 __shfl_xor_sync(u32 lanes, u32 value, u32 mask) {
     (void)lanes;
-    return (u32)cpu_exchange(value, cpu.current->number ^ mask);
+    return (u32)cpu_exchange(value, cpu->current->number ^ mask);
 }
 
 DEVICE u32 __popc(u32 bits) { return (u32)__builtin_popcount(bits); }

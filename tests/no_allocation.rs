@@ -19,7 +19,7 @@ use sidelane::gate::{Capacity, DropPolicy, Gate, GateConfig, GateInput, Noise, P
 use sidelane::plan::{Overflow, ReceiveMode, RowLayout, SumOrder};
 use sidelane::topology::Route;
 use sidelane::{Dtype, ExpertParallel};
-use support::{Tokens, on_ranks, small, tokens};
+use support::{Tokens, medium, on_ranks, tokens};
 
 /// The system's allocator, which counts for each thread.
 struct Counting;
@@ -149,7 +149,7 @@ fn calls_of_known_shapes_do_not_allocate() {
     for (nodes, route) in NODES.into_iter().flat_map(|nodes| Route::ALL.map(|route| (nodes, route))) {
         for (order, weighted) in [(SumOrder::Expert, false), (SumOrder::Rank, true), (SumOrder::Node, true)] {
             let library = Library::new(4);
-            on_ranks(&nodes, &small(), |world| {
+            on_ranks(&nodes, &medium(), |world| {
                 let group = world.all().unwrap();
                 let builder = ExpertParallel::builder(&group).unwrap().experts(EXPERTS).top_k(TOP_K);
                 let builder = builder.hidden(HIDDEN).dtype(Dtype::Bf16).sum_order(order).weighted(weighted);
@@ -173,7 +173,7 @@ fn collectives_and_messages_of_known_shapes_do_not_allocate() {
         [AllReduceAlgorithm::Direct, AllReduceAlgorithm::Ring(PartialDtype::F32)].map(|sums| (nodes, sums))
     }) {
         let library = Library::new(4);
-        on_ranks(&nodes, &small(), |world| {
+        on_ranks(&nodes, &medium(), |world| {
             let builder = world.all().unwrap();
             let mut group = Communicator::builder(&builder)
                 .chunk(4096)
@@ -221,7 +221,7 @@ fn calls_that_drop_rows_do_not_allocate() {
     for (route, layout, spans) in ways.chain([(Route::Pxn, RowLayout::RankMajor, true)]) {
         for mode in modes {
             let library = Library::new(4);
-            on_ranks(&[0, 1, 1, 1], &small(), |world| {
+            on_ranks(&[0, 1, 1, 1], &medium(), |world| {
                 let group = world.all().unwrap();
                 let builder = ExpertParallel::builder(&group).unwrap().experts(EXPERTS).top_k(TOP_K);
                 let builder = builder.hidden(HIDDEN).dtype(Dtype::Bf16).route(route).layout(layout);

@@ -1,6 +1,7 @@
 //! Bootstrap: rendezvous, heartbeats, rebuild, and exchange of descriptors.
 
 mod common;
+mod cuts;
 mod fds;
 mod grow;
 #[allow(dead_code, reason = "each test program uses a part of this")]

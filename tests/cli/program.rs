@@ -5,10 +5,15 @@ use std::process::{Command, Output};
 
 use serde_json::Value;
 
+/// Variables for less than any command asks for: each rank gets that. The default would be 256 MiB,
+/// and a rank touches its pages.
+pub const SMALL_HEAP: [(&str, &str); 2] = [("SIDELANE_HEAP", "2M"), ("SIDELANE_SYMMETRIC", "1M")];
+
 /// The program with this command line, far from the repository.
 pub fn sidelane(line: &str) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_sidelane"));
     command.args(line.split_whitespace()).current_dir(std::env::temp_dir());
+    command.envs(SMALL_HEAP);
     command
 }
 

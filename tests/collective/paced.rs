@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::support::{on_ranks, repeated, small, tokens};
+use crate::support::{medium, on_ranks, repeated, tokens};
 use half::bf16;
 use sidelane::config::{EmulatedLink, NetChoice};
 use sidelane::error::{Error, LaneError};
@@ -11,7 +11,7 @@ use sidelane::topology::Route;
 use sidelane::{Dtype, ExpertParallel, Options, Window, World};
 
 fn at(link: &str) -> Options {
-    Options { emulated_link: EmulatedLink::parse(link), ..small() }
+    Options { emulated_link: EmulatedLink::parse(link), ..medium() }
 }
 
 fn bytes(window: &Window, len: usize) -> Vec<u8> {

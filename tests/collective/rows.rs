@@ -2,7 +2,7 @@
 
 use crate::roomy;
 use crate::support::layer::{bits, nothing_is_held};
-use crate::support::{on_ranks, small};
+use crate::support::{medium, on_ranks, small};
 use half::bf16;
 use sidelane::dtype::PartialDtype;
 use sidelane::ep::{RowCollective, TokenSlices};
@@ -117,7 +117,7 @@ fn rows_come_by_rank_in_each_segment_and_sums_are_made_by_ascending_rank() {
 
 #[test]
 fn each_row_crosses_once_per_node_and_whole_blocks_are_handed_on() {
-    on_ranks(&[0, 0, 0, 1, 1, 1, 1, 1], &small(), |world| {
+    on_ranks(&[0, 0, 0, 1, 1, 1, 1, 1], &medium(), |world| {
         let mut collective = RowCollective::builder(&world.all().unwrap()).columns(COLUMNS).build().unwrap();
         let (_, shares) = collective.all_gather(&tensor(0, 8, 0)).unwrap();
         let report = shares.handle().report().unwrap();

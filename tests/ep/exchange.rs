@@ -9,6 +9,12 @@ use sidelane::plan::{ExpertMap, SumOrder};
 use sidelane::topology::{NodeMap, Route};
 use sidelane::{Dtype, Element, ExpertParallel, Options};
 
+/// Elements of rows that are larger than a record of the loopback lane, and so are their pads.
+const WIDE: usize = 40_000;
+
+/// Bytes of each rank's symmetric heap: control windows of the default number of tokens are large.
+const SYMMETRIC: u64 = 4 << 20;
+
 /// One case of the table below.
 #[derive(Clone, Debug)]
 struct Case {
@@ -61,8 +67,7 @@ fn cases() -> Vec<Case> {
         // The smallest row there is, in two-byte elements; every token to every expert.
         Case { hidden: 8, ..Case::new(&[0, 1, 0, 1], &[4, 3, 0, 9], 3, 3) },
         Case { hidden: 8, align: 32, ..Case::new(&[0], &[5], 1, 1) },
-        // Rows and pads that are larger than a record of the loopback lane.
-        Case { hidden: 40_000, align: 3, ..Case::new(&[0, 1, 1], &[2, 1, 3], 4, 2) },
+        Case { hidden: WIDE, align: 3, ..Case::new(&[0, 1, 1], &[2, 1, 3], 4, 2) },
         Case { order: SumOrder::Node, nodes: vec![0, 1, 0, 1], ..plain.clone() },
         Case {
             order: SumOrder::Node,
@@ -150,8 +155,10 @@ where
         .map(|(rank, &count)| tokens(rank + 100, count, case.hidden, case.top_k, case.experts))
         .collect();
     let expected = placement(&all, case.top_k, &map, case.align);
-    let config = Config { heap: 16 << 20, symmetric: 4 << 20, ..Config::default() };
-    on_ranks(&case.nodes, &Options { config, ..Options::default() }, |world| {
+    let pool = if case.hidden == WIDE { 8 << 20 } else { 256 << 10 };
+    let config = Config { heap: SYMMETRIC + pool, symmetric: SYMMETRIC, ..Config::default() };
+    let options = Options { config, ..Options::default() };
+    on_ranks(&case.nodes, &options, |world| {
         let me = world.rank() as usize;
         let mut ep = ExpertParallel::builder(&world.all().unwrap())
             .unwrap()

@@ -1,7 +1,7 @@
 //! The floor moves and sums exactly the bytes of a dispatch and its combine: same places, same
 //! bits.
 
-use crate::support::{Tokens, on_ranks, placement, small, tokens};
+use crate::support::{Tokens, medium, on_ranks, placement, tokens};
 use half::bf16;
 use sidelane::dtype::PartialDtype;
 use sidelane::ep::{ExpertOutput, ExpertRows, FloorBench, Handle};
@@ -73,7 +73,7 @@ fn every_row_is_written_again_unless_a_card_writes_it() {
         let map = ExpertMap::contiguous(EXPERTS, nodes.len() as u32).unwrap();
         let origins = placement(&all, TOP_K, &map, ALIGN);
         for route in Route::ALL {
-            on_ranks(nodes, &small(), |world| {
+            on_ranks(nodes, &medium(), |world| {
                 let me = world.rank() as usize;
                 let ready = ready(&world, &all, route, SumOrder::Expert, PartialDtype::F32);
                 let x: &[u8] = bytemuck::cast_slice(&ready.mine.x);
@@ -114,7 +114,7 @@ fn sums_of_rows_that_are_here_have_the_bits_of_a_combine() {
             .flat_map(|route| SumOrder::ALL.iter().map(move |order| (*route, *order)))
             .flat_map(|(route, order)| PartialDtype::ALL.map(|wire| (route, order, wire)))
         {
-            on_ranks(nodes, &small(), |world| {
+            on_ranks(nodes, &medium(), |world| {
                 let me = world.rank();
                 let mut ready = ready(&world, &all, route, order, wire);
                 let y = ready.rows.to_vec::<bf16>().unwrap();

@@ -1,6 +1,6 @@
 //! Handles: many at once, used in any order, dropped in any order.
 
-use crate::support::{Tokens, on_ranks, small, tokens};
+use crate::support::{Tokens, medium, on_ranks, small, tokens};
 use half::bf16;
 use sidelane::ep::{ExpertRows, Handle};
 use sidelane::gate::Routing;
@@ -182,7 +182,7 @@ fn what_is_dropped_while_peers_still_read_it_stays_until_they_have() {
     const WIDE: usize = 4096;
     let plain = [(WORLDS[0], false)];
     for ((nodes, route), weighted) in plain.into_iter().chain(WORLDS.map(|world| (world, true))) {
-        on_ranks(nodes, &small(), |world| {
+        on_ranks(nodes, &medium(), |world| {
             let group = world.all().unwrap();
             let builder = ExpertParallel::builder(&group).unwrap().experts(4).top_k(1).hidden(WIDE);
             let builder = builder.dtype(Dtype::F32).max_tokens(32).weighted(weighted).route(route);

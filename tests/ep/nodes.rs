@@ -1,6 +1,6 @@
 //! The moved bytes equal the planned ones exactly, over every net.
 
-use crate::support::{on_ranks, small, tokens};
+use crate::support::{medium, on_ranks, tokens};
 use half::bf16;
 use sidelane::config::NetChoice;
 use sidelane::dtype::PartialDtype;
@@ -32,7 +32,7 @@ fn inter_node_bytes(nodes: &[u32], route: Route, order: SumOrder, wire: PartialD
 
 /// Rounds in which every rank moves the planned bytes.
 fn rounds(net: NetChoice, nodes: &[u32], route: Route, order: SumOrder, wire: PartialDtype) -> Moved {
-    let ranks = on_ranks(nodes, &Options { net, ..small() }, |world| {
+    let ranks = on_ranks(nodes, &Options { net, ..medium() }, |world| {
         assert_eq!(world.net().map(|net| net.lane), nodes.contains(&1).then_some(net.name()));
         let group = world.all().unwrap();
         let builder = ExpertParallel::builder(&group).unwrap().experts(EXPERTS).top_k(TOP_K).hidden(HIDDEN);

@@ -1,7 +1,7 @@
 //! Rows in fp8 with their scales: every record lands whole, and returned rows have the ordinary
 //! type.
 
-use crate::support::{Tokens, on_ranks, placement, small, tokens};
+use crate::support::{Tokens, medium, on_ranks, placement, tokens};
 use half::bf16;
 use sidelane::dtype::Fp8RowShape;
 use sidelane::error::{CallError, PlanError};
@@ -39,7 +39,7 @@ fn records_land_whole_and_rows_come_home() {
     for (nodes, route) in
         [([0; 5], Route::Direct), ([0, 1, 0, 1, 1], Route::Direct), ([0, 1, 0, 1, 1], Route::Pxn)]
     {
-        on_ranks(&nodes, &small(), |world| {
+        on_ranks(&nodes, &medium(), |world| {
             let me = world.rank() as usize;
             let mut ep = layer(&world, route);
             let records: Vec<Vec<u8>> = all
@@ -102,7 +102,7 @@ fn records_land_whole_and_rows_come_home() {
 
 #[test]
 fn records_go_with_rank_major_rows_too() {
-    on_ranks(&[0, 0, 1, 1], &small(), |world| {
+    on_ranks(&[0, 0, 1, 1], &medium(), |world| {
         let mut ep = ExpertParallel::builder(&world.all().unwrap())
             .unwrap()
             .experts(8)
@@ -133,7 +133,7 @@ fn records_go_with_rank_major_rows_too() {
 
 #[test]
 fn what_is_no_record_is_refused_on_every_rank() {
-    on_ranks(&[0, 1], &small(), |world| {
+    on_ranks(&[0, 1], &medium(), |world| {
         let mut ep = layer(&world, Route::Pxn);
         let routing = Routing::new(TOP_K, vec![0, 1, 2], vec![1.0; 3]).unwrap();
         let plain = vec![bf16::ONE; HIDDEN];

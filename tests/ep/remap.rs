@@ -1,6 +1,6 @@
 //! Experts move to other ranks between steps: all together, or not at all.
 
-use crate::support::{Tokens, on_ranks, placement, small, tokens};
+use crate::support::{Tokens, medium, on_ranks, placement, tokens};
 use half::bf16;
 use sidelane::error::{CallError, PlanError};
 use sidelane::gate::Routing;
@@ -53,7 +53,7 @@ fn lands(ep: &mut ExpertParallel, map: &ExpertMap, all: &[Tokens<bf16>]) {
 fn dispatches_follow_the_new_map_back_and_forth() {
     for route in Route::ALL {
         let all = everybody();
-        on_ranks(&NODES, &small(), |world| {
+        on_ranks(&NODES, &medium(), |world| {
             let mut ep = layer(&world, route);
             for _ in 0..3 {
                 lands(&mut ep, &before(), &all);
@@ -70,7 +70,7 @@ fn dispatches_follow_the_new_map_back_and_forth() {
 fn ranks_that_bring_different_maps_all_keep_the_old_one() {
     for route in Route::ALL {
         let all = everybody();
-        on_ranks(&NODES, &small(), |world| {
+        on_ranks(&NODES, &medium(), |world| {
             let mut ep = layer(&world, route);
             let map = if world.rank() == 3 { after() } else { before() };
             let error = ep.set_expert_map(map).unwrap_err();
@@ -83,7 +83,7 @@ fn ranks_that_bring_different_maps_all_keep_the_old_one() {
 #[test]
 fn a_handle_of_the_old_map_keeps_it() {
     let all = everybody();
-    on_ranks(&NODES, &small(), |world| {
+    on_ranks(&NODES, &medium(), |world| {
         let mut ep = layer(&world, Route::Pxn);
         let mine = &all[world.rank() as usize];
         let routing = Routing::new(2, mine.ids.as_slice(), mine.weights.as_slice()).unwrap();
@@ -104,7 +104,7 @@ fn a_handle_of_the_old_map_keeps_it() {
 
 #[test]
 fn a_map_of_another_shape_is_refused() {
-    on_ranks(&NODES, &small(), |world| {
+    on_ranks(&NODES, &medium(), |world| {
         let mut ep = layer(&world, Route::Direct);
         let more = ExpertMap::from_slots(4, &[vec![0, 1], vec![2, 0], vec![3], vec![0]]).unwrap();
         for map in [more, ExpertMap::contiguous(5, 4).unwrap(), ExpertMap::contiguous(4, 3).unwrap()] {

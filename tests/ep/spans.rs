@@ -5,7 +5,7 @@ use std::sync::LazyLock;
 
 use crate::support::layer::{Expected, bits, play};
 use crate::support::reference::Case;
-use crate::support::{on_ranks, small};
+use crate::support::{medium, on_ranks, small};
 use half::bf16;
 use sidelane::dtype::PartialDtype;
 use sidelane::error::{CallError, Error};
@@ -156,7 +156,7 @@ fn on_recorded_routing_relays_make_the_copies_of_relay_order_and_nothing_else_ch
     for nodes in [[0, 0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1, 1, 1], [0, 1, 0, 1, 1, 0, 0, 1]] {
         for order in SumOrder::ALL {
             let [plain, spans] = [false, true]
-                .map(|spans| on_ranks(&nodes, &small(), |world| handed_on(&world, spans, order)));
+                .map(|spans| on_ranks(&nodes, &medium(), |world| handed_on(&world, spans, order)));
             let (mut all_copies, mut all_rows, mut all_whole) = (0, 0, 0);
             for (me, (plain, spans)) in (0..).zip(plain.iter().zip(&spans)) {
                 let [copies, rows, whole] = predicted(&nodes, me);

@@ -4,7 +4,7 @@ use std::sync::LazyLock;
 
 use crate::support::layer::{bits, play};
 use crate::support::reference::Case;
-use crate::support::{on_ranks, small};
+use crate::support::{medium, on_ranks};
 use half::bf16;
 use sidelane::dtype::PartialDtype;
 use sidelane::error::{CallError, Error, MemoryError, PlanError};
@@ -60,7 +60,7 @@ fn nobody_has_a_token() {
 
 const HIDDEN: usize = 16;
 
-/// The recorded decisions of a small trained model: 64 experts, top-8.
+/// The recorded decisions of a medium trained model: 64 experts, top-8.
 fn recorded(rank: u32) -> Routing<'static> {
     const TEXT: &str = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/data/routing.jsonl"));
     static ALL: LazyLock<Recorded> = LazyLock::new(|| Recorded::parse(TEXT).unwrap());
@@ -82,7 +82,7 @@ fn layer(group: &Group, strategy: Strategy, route: Route, order: SumOrder) -> Ex
 #[test]
 fn on_recorded_routing_both_strategies_give_the_same_bits() {
     for nodes in SHAPES {
-        on_ranks(nodes, &small(), |world| {
+        on_ranks(nodes, &medium(), |world| {
             let group = world.all().unwrap();
             let routing = recorded(world.rank());
             let x: Vec<bf16> = (0..64 * HIDDEN)
@@ -110,7 +110,7 @@ fn on_recorded_routing_both_strategies_give_the_same_bits() {
 #[test]
 fn what_moved_is_what_was_planned() {
     for (nodes, route) in SHAPES.into_iter().flat_map(|n| Route::ALL.map(|route| (n, route))) {
-        on_ranks(nodes, &small(), |world| {
+        on_ranks(nodes, &medium(), |world| {
             let group = world.all().unwrap();
             let mut ep = layer(&group, Strategy::AllGather, route, SumOrder::Expert);
             let routing = recorded(world.rank());
@@ -132,7 +132,7 @@ fn what_moved_is_what_was_planned() {
 #[test]
 fn wrong_input_is_refused_everywhere_and_the_next_call_works() {
     for (nodes, route) in [(&[0, 0, 1, 1][..], Route::Pxn), (&[0; 3], Route::Direct)] {
-        on_ranks(nodes, &small(), |world| {
+        on_ranks(nodes, &medium(), |world| {
             let group = world.all().unwrap();
             let builder = ExpertParallel::builder(&group).unwrap().experts(8).top_k(1).hidden(8);
             let mut ep = builder.route(route).strategy(Strategy::AllGather).build().unwrap();
@@ -153,7 +153,7 @@ fn wrong_input_is_refused_everywhere_and_the_next_call_works() {
 
 #[test]
 fn too_many_rows_are_the_same_error_everywhere_and_the_next_call_works() {
-    on_ranks(&[0, 0, 1, 1], &small(), |world| {
+    on_ranks(&[0, 0, 1, 1], &medium(), |world| {
         let group = world.all().unwrap();
         let build = |rows| {
             let mode = ReceiveMode::Budget { rows, overflow: Overflow::Error };
@@ -174,7 +174,7 @@ fn too_many_rows_are_the_same_error_everywhere_and_the_next_call_works() {
 
 #[test]
 fn a_pool_without_room_for_the_rows_is_named_everywhere() {
-    on_ranks(&[0, 0, 1], &small(), |world| {
+    on_ranks(&[0, 0, 1], &medium(), |world| {
         let group = world.all().unwrap();
         let builder = ExpertParallel::builder(&group).unwrap().experts(3).top_k(1).hidden(8);
         let mut ep = builder.route(Route::Pxn).strategy(Strategy::AllGather).build().unwrap();
@@ -193,7 +193,7 @@ fn a_pool_without_room_for_the_rows_is_named_everywhere() {
 
 #[test]
 fn what_only_an_exchange_can_do_is_refused_at_build() {
-    on_ranks(&[0, 1], &small(), |world| {
+    on_ranks(&[0, 1], &medium(), |world| {
         let group = world.all().unwrap();
         let builder =
             || ExpertParallel::builder(&group).unwrap().experts(2).hidden(8).strategy(Strategy::AllGather);
@@ -215,7 +215,7 @@ fn what_only_an_exchange_can_do_is_refused_at_build() {
 
 #[test]
 fn a_started_dispatch_that_is_dropped_ends_the_world_with_a_named_rank() {
-    let errors = on_ranks(&[0, 0, 1, 1], &small(), |world| {
+    let errors = on_ranks(&[0, 0, 1, 1], &medium(), |world| {
         let group = world.all().unwrap();
         let builder = ExpertParallel::builder(&group).unwrap().experts(4).top_k(1).hidden(8);
         let mut ep = builder.route(Route::Pxn).strategy(Strategy::AllGather).build().unwrap();

@@ -4,6 +4,7 @@
 mod apart;
 #[path = "../device/devices.rs"]
 mod devices;
+mod faults;
 mod overlap;
 mod pipeline;
 #[path = "../support/mod.rs"]

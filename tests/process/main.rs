@@ -1,6 +1,7 @@
 //! Worlds of real processes: their exchanges, failures and rebuilds.
 
 mod common;
+mod cuts;
 mod enqueued;
 mod losses;
 mod stops;

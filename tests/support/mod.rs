@@ -19,8 +19,15 @@ use sidelane::plan::ExpertMap;
 #[allow(unused_imports, reason = "each test program uses a part of this")]
 pub use sidelane_verify::reference::{self, To, Tokens, tokens};
 
-/// Options for small worlds.
+/// Options for small worlds. Making a world touches its pages, which is most of the work of a test
+/// that moves a few rows.
 pub fn small() -> Options {
+    let config = Config { heap: 1 << 20, symmetric: 512 << 10, ..Config::default() };
+    Options { config, ..Options::default() }
+}
+
+/// Options for worlds with long rows or many tokens.
+pub fn medium() -> Options {
     let config = Config { heap: 4 << 20, symmetric: 2 << 20, ..Config::default() };
     Options { config, ..Options::default() }
 }

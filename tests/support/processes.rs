@@ -59,7 +59,7 @@ pub fn run_ranks(nodes: &[u32], test: &str, variables: &[(&str, &str)]) -> Outco
                 .envs(own.map(|(name, number)| (name, number.to_string())))
                 .env("MASTER_ADDR", "127.0.0.1")
                 .env("SIDELANE_JOB", format!("{} at {port}", std::process::id()))
-                .envs([("SIDELANE_HEAP", "16M"), ("SIDELANE_SYMMETRIC", "4M")])
+                .envs([("SIDELANE_HEAP", "2M"), ("SIDELANE_SYMMETRIC", "1M")])
                 .envs(variables.iter().copied())
                 .stdin(Stdio::null())
                 .stdout(said.try_clone().expect("a second handle"))

@@ -10,7 +10,7 @@ use sidelane::{Options, World};
 
 /// Options for worlds that are many and hold a few rows.
 pub fn tiny() -> Options {
-    let config = Config { heap: 1 << 20, symmetric: 256 << 10, ..Config::default() };
+    let config = Config { heap: 640 << 10, symmetric: 256 << 10, ..Config::default() };
     Options { config, ..Options::default() }
 }
 

@@ -240,15 +240,20 @@ const LANES: [(&str, [u32; 2], NetChoice); 4] = [
     ("tcp", [0, 1], NetChoice::Tcp),
 ];
 
+/// Options for worlds with room for that window.
+fn small() -> Options {
+    let config = Config { heap: 8 << 20, symmetric: 6 << 20, ..Config::default() };
+    Options { config, ..Options::default() }
+}
+
 /// For worlds that a lane joins: the paced one holds back what its short deadlines can spare.
 fn options_of(lane: &str, net: NetChoice) -> Options {
     let emulated_link = (lane == "emulated").then(|| EmulatedLink::parse("1G/100").unwrap());
-    Options { net, emulated_link, ..Options::default() }
+    Options { net, emulated_link, ..small() }
 }
 
 fn run(scenario: &Scenario, nodes: [u32; 2], options: &Options) {
-    let config = Config { heap: 8 << 20, symmetric: 6 << 20, ..Config::default() };
-    let worlds = World::threads_with(&nodes, &Options { config, ..options.clone() }).unwrap();
+    let worlds = World::threads_with(&nodes, options).unwrap();
     std::thread::scope(|scope| {
         let ranks: Vec<_> =
             worlds.into_iter().map(|world| scope.spawn(move || play(scenario, &world))).collect();
@@ -278,7 +283,7 @@ fn play(scenario: &Scenario, world: &World) {
 #[ignore = "needs two processes that find each other by the environment"]
 fn the_lane_between_two_machines_conforms() {
     let lane = std::env::var("SIDELANE_NET").expect("the lane that is asked for");
-    let config = Config { heap: 8 << 20, symmetric: 6 << 20, ..Config::default() };
+    let config = small().config;
     let mut world = World::from_env_with(Options { config, ..Options::from_env().unwrap() }).unwrap();
     for scenario in SUITE {
         assert_eq!((world.size(), world.net().unwrap().lane), (2, lane.as_str()));
@@ -312,7 +317,7 @@ fn the_paced_lane_conforms() {
 /// Worlds over NICs without hardware that signal like this.
 fn over(fabric: &Fabric, signal: Option<SignalMode>) -> Options {
     let settings = Settings { signal, ..Settings::default() };
-    Options { net: NetChoice::Verbs, stand_in: Some(fabric.ground(settings)), ..Options::default() }
+    Options { net: NetChoice::Verbs, stand_in: Some(fabric.ground(settings)), ..small() }
 }
 
 /// Scenarios that wait long. A held NIC sends only while its rank polls, so it may be late for a
@@ -613,7 +618,7 @@ fn refused(attack: impl Fn(&Actor, Port) + Sync) {
 }
 
 fn refused_over(net: NetChoice, attack: &(impl Fn(&Actor, Port) + Sync)) {
-    let worlds = World::threads_with(&[0, 1], &Options { net, ..Options::default() }).unwrap();
+    let worlds = World::threads_with(&[0, 1], &Options { net, ..small() }).unwrap();
     std::thread::scope(|scope| {
         for world in worlds {
             scope.spawn(move || {
@@ -638,7 +643,7 @@ fn refused_over(net: NetChoice, attack: &(impl Fn(&Actor, Port) + Sync)) {
 #[test]
 fn a_put_outside_its_region_ends_the_receivers_world_and_names_the_sender() {
     refused(|_, port| {
-        let heap = Options::default().config.heap;
+        let heap = small().config.heap;
         let span = SpanCopy { from: PutSource::Input, from_offset: 0, to: DATA, to_offset: heap, len: 100 };
         port.put(1, &span, &Io { input: &[1; 100], ..Io::default() }, Stores::Cached).unwrap();
         port.signal(1, (0, Flag::Landed), 9, None).unwrap();

@@ -29,7 +29,7 @@ pub(super) const SHORT: Duration = Duration::from_secs(20);
 pub(super) fn options(fabric: &Arc<Fabric>, signal: impl Into<Option<SignalMode>>) -> Options {
     let settings = Settings { signal: signal.into(), ..Settings::default() };
     Options {
-        config: Config { heap: 16 << 20, symmetric: 4 << 20, ..Config::default() },
+        config: Config { heap: 6 << 20, symmetric: 4 << 20, ..Config::default() },
         timeouts: Timeouts { deadline: SHORT, ..Timeouts::default() },
         net: NetChoice::Verbs,
         forecast: true,

@@ -7,7 +7,7 @@ use sidelane::topology::Route;
 use sidelane::{Dtype, ExpertParallel, Group};
 
 use super::space::wide;
-use super::{BAD, EXPERTS, HIDDEN, NODES, Rank, SYMMETRIC, everywhere, options};
+use super::{BAD, EXPERTS, HIDDEN, NODES, ROOMY, Rank, SYMMETRIC, everywhere, options};
 use crate::support::on_ranks;
 
 /// The bad rank's setting, and the difference that the others report.
@@ -38,7 +38,7 @@ fn build(rank: &Rank, quirk: fn(ExpertParallelBuilder<'_>) -> ExpertParallelBuil
 
 #[test]
 fn every_rank_hears_what_differs_and_where() {
-    everywhere(1 << 20, |rank| {
+    everywhere(ROOMY, |rank| {
         let me = rank.world.rank();
         let other: Quirk = match rank.route {
             Route::Direct => (|b| b.route(Route::Pxn), "route"),
@@ -71,7 +71,7 @@ fn a_rank_with_unusable_settings_says_which_and_the_others_hear_of_it() {
         (|b| b.align(0), "align"),
         (|b| b.max_tokens(u32::MAX), "max_tokens"),
     ];
-    everywhere(1 << 20, |rank| {
+    everywhere(ROOMY, |rank| {
         for (quirk, setting) in unusable {
             match build(rank, quirk) {
                 Error::Plan(PlanError::BadParameter { parameter, .. }) if rank.is_bad() => {
@@ -94,7 +94,7 @@ fn crowd(rank: &Rank) -> Option<sidelane::Window> {
 
 #[test]
 fn a_control_window_that_does_not_fit_is_told_alike_everywhere() {
-    everywhere(1 << 20, |rank| {
+    everywhere(ROOMY, |rank| {
         let crowded = crowd(rank);
         let error = wide(rank).build().expect_err("no room");
         let told = rank.group.gather(error.to_string().as_bytes()).unwrap();
@@ -112,7 +112,7 @@ fn a_control_window_that_does_not_fit_is_told_alike_everywhere() {
 
 #[test]
 fn a_window_that_does_not_fit_or_differs_is_told_alike_everywhere() {
-    everywhere(1 << 20, |rank| {
+    everywhere(ROOMY, |rank| {
         let crowded = crowd(rank);
         let error = rank.group.window(SYMMETRIC / 2).unwrap_err();
         let Error::Memory(MemoryError::OutOfSpace { rank: BAD, asked, .. }) = error else {
@@ -139,7 +139,7 @@ fn a_map_for_another_number_of_ranks_is_refused() {
         let map = ExpertMap::contiguous(EXPERTS, 3).unwrap();
         ExpertParallel::builder(group).unwrap().expert_map(map).hidden(HIDDEN).build().unwrap_err()
     }
-    on_ranks(&NODES[0], &options(1 << 20), |world| {
+    on_ranks(&NODES[0], &options(ROOMY), |world| {
         let error = build(&world.all().unwrap());
         assert!(matches!(error, Error::Plan(PlanError::BadParameter { seen: 3, .. })), "{error:?}");
     });

@@ -3,7 +3,7 @@
 use half::bf16;
 use sidelane::error::{CallError, CallKind, Cause, Error, PlanError};
 
-use super::{BAD, HIDDEN, Rank, TOP_K, combine, dispatch, everywhere, repeated, told};
+use super::{BAD, HIDDEN, ROOMY, Rank, TOP_K, combine, dispatch, everywhere, repeated, told};
 use crate::support::failed;
 
 /// A buffer of outputs with distinguishable contents.
@@ -24,7 +24,7 @@ fn nothing_is_lost(handle: &sidelane::ep::Handle, copy: &[bf16], address: *const
 
 #[test]
 fn one_rank_in_combine_while_the_others_dispatch() {
-    everywhere(1 << 20, |rank| {
+    everywhere(ROOMY, |rank| {
         for in_halves in [false, true] {
             let mine = rank.mine();
             let (rows, handle) = rank.dispatch();
@@ -60,7 +60,7 @@ fn one_rank_in_combine_while_the_others_dispatch() {
 
 #[test]
 fn cached_dispatch_along_different_handles() {
-    everywhere(1 << 20, |rank| {
+    everywhere(ROOMY, |rank| {
         let mine = rank.mine();
         let (_, first) = rank.dispatch();
         let (_, second) = rank.dispatch();
@@ -80,7 +80,7 @@ fn cached_dispatch_along_different_handles() {
 
 #[test]
 fn a_handle_of_another_layer() {
-    everywhere(1 << 20, |rank| {
+    everywhere(ROOMY, |rank| {
         let mut other = rank.settings().build().unwrap();
         let mine = rank.mine();
         let (_, handle) = rank.dispatch();
@@ -107,7 +107,7 @@ fn a_handle_of_another_layer() {
 
 #[test]
 fn an_output_of_another_handle() {
-    everywhere(1 << 20, |rank| {
+    everywhere(ROOMY, |rank| {
         let (_, first) = rank.dispatch();
         let (_, second) = rank.dispatch();
         for in_halves in [false, true] {
@@ -122,7 +122,7 @@ fn an_output_of_another_handle() {
 
 #[test]
 fn a_wrong_number_of_rows_or_tokens_loses_nothing() {
-    everywhere(1 << 20, |rank| {
+    everywhere(ROOMY, |rank| {
         let (rows, handle) = rank.dispatch();
         let given: Vec<bf16> = rows.to_vec().unwrap();
         let mut out = vec![bf16::MAX; handle.tokens() as usize * HIDDEN];
@@ -159,7 +159,7 @@ fn a_wrong_number_of_rows_or_tokens_loses_nothing() {
 
 #[test]
 fn a_refused_gradient_writes_to_neither_of_its_outputs() {
-    everywhere(1 << 20, |rank| {
+    everywhere(ROOMY, |rank| {
         let (rows, handle) = rank.dispatch();
         let given: Vec<bf16> = rows.to_vec().unwrap();
         let mut tokens = vec![bf16::MAX; handle.tokens() as usize * HIDDEN];
@@ -185,7 +185,7 @@ fn a_refused_gradient_writes_to_neither_of_its_outputs() {
 
 #[test]
 fn the_gradient_of_a_weighted_combine_that_was_never_made() {
-    everywhere(1 << 20, |rank| {
+    everywhere(ROOMY, |rank| {
         let mut ep = rank.settings().weighted(true).build().unwrap();
         let mine = rank.mine();
         let (_, handle) = ep.dispatch(&mine.x, &super::routing(&mine)).unwrap();
@@ -205,7 +205,7 @@ fn ended(rank: &Rank) -> Error {
 
 #[test]
 fn a_dispatch_that_is_started_and_dropped_ends_the_world_for_all() {
-    everywhere(1 << 20, |rank| {
+    everywhere(ROOMY, |rank| {
         let (mine, bad) = (rank.mine(), rank.is_bad());
         let routing = super::routing(&mine);
         // A rank that is late may find the world dead before it has started.
@@ -221,7 +221,7 @@ fn a_dispatch_that_is_started_and_dropped_ends_the_world_for_all() {
 
 #[test]
 fn a_combine_that_is_started_and_dropped_ends_the_world_for_all() {
-    everywhere(1 << 20, |rank| {
+    everywhere(ROOMY, |rank| {
         let (rows, handle) = rank.dispatch();
         let (rows, mut out) = (rows.rows::<bf16>().unwrap(), repeated(&rank.mine()));
         rank.group.gather(&[]).unwrap();
@@ -239,7 +239,7 @@ fn a_combine_that_is_started_and_dropped_ends_the_world_for_all() {
 
 #[test]
 fn a_wrong_tensor_for_what_comes_home_costs_only_its_own_rank() {
-    everywhere(1 << 20, |rank| {
+    everywhere(ROOMY, |rank| {
         for weighted in [false, true] {
             let mut ep = rank.settings().weighted(weighted).build().unwrap();
             let mut mine = rank.mine();

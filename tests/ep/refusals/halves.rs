@@ -4,11 +4,11 @@ use half::bf16;
 use sidelane::ep::CombineInput;
 use sidelane::error::{CallError, Error, PlanError};
 
-use super::{BAD, EXPERTS, HIDDEN, everywhere, repeated, told};
+use super::{BAD, EXPERTS, HIDDEN, ROOMY, everywhere, repeated, told};
 
 #[test]
 fn the_refusal_of_a_dispatch_reaches_all_while_its_rank_is_away() {
-    everywhere(1 << 20, |rank| {
+    everywhere(ROOMY, |rank| {
         let (mut mine, bad) = (rank.mine(), rank.is_bad());
         if bad {
             mine.ids[7] = EXPERTS as i32;
@@ -39,7 +39,7 @@ fn the_refusal_of_a_dispatch_reaches_all_while_its_rank_is_away() {
 
 #[test]
 fn the_refusal_of_a_combine_reaches_all_while_its_rank_is_away() {
-    everywhere(1 << 20, |rank| {
+    everywhere(ROOMY, |rank| {
         let (rows, handle) = rank.dispatch();
         let (given, bad): (Vec<bf16>, bool) = (rows.to_vec().unwrap(), rank.is_bad());
         let y = handle.output().unwrap();
@@ -68,7 +68,7 @@ fn the_refusal_of_a_combine_reaches_all_while_its_rank_is_away() {
 
 #[test]
 fn ranks_that_are_away_hear_of_a_refusal_when_they_come_back() {
-    everywhere(1 << 20, |rank| {
+    everywhere(ROOMY, |rank| {
         let (mut mine, bad) = (rank.mine(), rank.is_bad());
         if bad {
             mine.ids[7] = -2;
@@ -104,7 +104,7 @@ fn ranks_that_are_away_hear_of_a_refusal_when_they_come_back() {
 
 #[test]
 fn a_refused_half_costs_no_call_of_another_layer() {
-    everywhere(1 << 20, |rank| {
+    everywhere(ROOMY, |rank| {
         let mut other = rank.settings().build().unwrap();
         let (mut mine, bad) = (rank.mine(), rank.is_bad());
         let good = rank.mine();

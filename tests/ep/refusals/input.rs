@@ -5,7 +5,7 @@ use sidelane::Dtype;
 use sidelane::error::{CallError, Error, PlanError};
 use sidelane::gate::Routing;
 
-use super::{BAD, EXPERTS, HIDDEN, TOP_K, dispatch, everywhere, told};
+use super::{BAD, EXPERTS, HIDDEN, ROOMY, TOP_K, dispatch, everywhere, told};
 use crate::support::Tokens;
 
 /// A way to spoil the tokens of a rank that has seven, and the error for it.
@@ -39,7 +39,7 @@ fn spoils() -> Vec<Spoil> {
 
 #[test]
 fn bad_tokens_are_named_where_they_are_and_refused_everywhere() {
-    everywhere(1 << 20, |rank| {
+    everywhere(ROOMY, |rank| {
         for ((spoil, expected), in_halves) in spoils().into_iter().zip([false, true].into_iter().cycle()) {
             let mut mine = rank.mine();
             if rank.is_bad() {
@@ -56,7 +56,7 @@ fn bad_tokens_are_named_where_they_are_and_refused_everywhere() {
 
 #[test]
 fn of_several_refusals_that_of_the_lowest_rank_is_told() {
-    everywhere(1 << 20, |rank| {
+    everywhere(ROOMY, |rank| {
         for in_halves in [false, true] {
             let mut mine = rank.mine();
             // Rank 1 has no tokens of its own: one too many spoils its routing.
@@ -89,7 +89,7 @@ fn of_several_refusals_that_of_the_lowest_rank_is_told() {
 
 #[test]
 fn a_routing_of_another_top_k_is_refused() {
-    everywhere(1 << 20, |rank| {
+    everywhere(ROOMY, |rank| {
         for in_halves in [false, true] {
             let mine = rank.mine();
             let routing = match rank.is_bad() {
@@ -108,7 +108,7 @@ fn a_routing_of_another_top_k_is_refused() {
 
 #[test]
 fn rows_of_another_type_are_refused() {
-    everywhere(1 << 20, |rank| {
+    everywhere(ROOMY, |rank| {
         for in_halves in [false, true] {
             let mine = rank.mine();
             let routing = super::routing(&mine);
@@ -130,7 +130,7 @@ fn rows_of_another_type_are_refused() {
 
 #[test]
 fn a_weight_of_a_dropped_choice_may_be_anything() {
-    everywhere(1 << 20, |rank| {
+    everywhere(ROOMY, |rank| {
         let mut mine = rank.mine();
         for (id, weight) in mine.ids.iter_mut().zip(&mut mine.weights) {
             (*id, *weight) = (-1, f32::NAN);
@@ -143,7 +143,7 @@ fn a_weight_of_a_dropped_choice_may_be_anything() {
 
 #[test]
 fn opaque_rows_are_dispatched_but_not_summed() {
-    everywhere(1 << 20, |rank| {
+    everywhere(ROOMY, |rank| {
         let mut ep = rank.settings().dtype(Dtype::Bytes).hidden(2 * HIDDEN).build().unwrap();
         let mine = rank.mine();
         let (rows, handle) =

@@ -31,7 +31,9 @@ const EXPERTS: u32 = 6;
 const POISON: u8 = 0xab;
 
 /// Bytes of each rank's symmetric heap.
-const SYMMETRIC: u64 = 512 << 10;
+const SYMMETRIC: u64 = 256 << 10;
+/// Bytes of a pool that has room for the rows of all calls together.
+const ROOMY: u64 = 128 << 10;
 
 /// A pool of `pool` bytes; and a short deadline, because a test that hangs shows nothing.
 fn options(pool: u64) -> Options {

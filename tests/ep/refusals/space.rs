@@ -10,8 +10,8 @@ use sidelane::topology::{NodeMap, Paths, Route};
 use sidelane_core::schedule::ControlLayout;
 
 use super::{
-    BAD, HIDDEN, NODES, RANKS, Rank, SYMMETRIC, TOP_K, combine, dispatch, everywhere, options, routing,
-    settings, worlds,
+    BAD, HIDDEN, NODES, RANKS, ROOMY, Rank, SYMMETRIC, TOP_K, combine, dispatch, everywhere, options,
+    routing, settings, worlds,
 };
 use crate::support::on_ranks;
 
@@ -259,7 +259,7 @@ fn ranks_are_named_by_their_place_in_the_group() {
 
 #[test]
 fn layers_that_come_and_go_leave_room_for_the_next() {
-    everywhere(1 << 20, |rank| {
+    everywhere(ROOMY, |rank| {
         for _ in 0..4 {
             // There is room for one control window of this size, not for two.
             let mut ep = wide(rank).build().unwrap();

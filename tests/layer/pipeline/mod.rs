@@ -4,13 +4,12 @@
 mod bf16;
 mod bf16_reference;
 mod bits;
-mod case;
+pub mod case;
 mod cublas;
 mod dense;
 mod device;
 mod differences;
-mod faults;
-mod meddled;
+pub mod meddled;
 mod overlap;
 mod rebuilt;
 mod refusals;

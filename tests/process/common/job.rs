@@ -5,9 +5,8 @@ use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Seek, Write};
 use std::os::unix::net::UnixStream;
 use std::process::{Child, Command as Program, Stdio};
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -24,8 +23,28 @@ use crate::support::processes::master_port;
 /// The test of this program that serves a job.
 const RANK_TEST: &str = "rank_obeys_its_job";
 /// Worlds of eight processes mostly wait, so a small machine runs a few of them at a time.
-static TURNS: [Mutex<()>; 3] = [const { Mutex::new(()) }; 3];
-static JOBS: AtomicUsize = AtomicUsize::new(0);
+static FREE: (Mutex<u32>, Condvar) = (Mutex::new(4), Condvar::new());
+
+/// A world's turn to run, given back when dropped.
+struct Turn;
+
+impl Turn {
+    fn take() -> Turn {
+        let (free, freed) = &FREE;
+        let free = free.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut free = freed.wait_while(free, |free| *free == 0).unwrap_or_else(PoisonError::into_inner);
+        *free -= 1;
+        Turn
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        let (free, freed) = &FREE;
+        *free.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+        freed.notify_one();
+    }
+}
 
 /// How the ranks of a world are started.
 pub struct Setup {
@@ -122,8 +141,7 @@ impl Setup {
 
     /// Starts the ranks; their first report says whether they have joined.
     pub fn start(self) -> Job {
-        let nth = JOBS.fetch_add(1, Ordering::Relaxed) % TURNS.len();
-        let turn = TURNS[nth].lock().unwrap_or_else(PoisonError::into_inner);
+        let turn = Turn::take();
         let port = master_port();
         let (tell, heard) = channel();
         let ranks = self.ranks.iter().map(|&rank| (rank, self.spawn(rank, port, tell.clone()))).collect();
@@ -157,8 +175,8 @@ impl Setup {
             .env("SIDELANE_JOB", job)
             .env("SIDELANE_SECRET", "a secret of this test alone")
             .env("SIDELANE_NODE", node.to_string())
-            .env("SIDELANE_HEAP", "8M")
-            .env("SIDELANE_SYMMETRIC", "4M")
+            .env("SIDELANE_HEAP", "4M")
+            .env("SIDELANE_SYMMETRIC", "2M")
             .env("SIDELANE_RENDEZVOUS_MS", "60000")
             .env("SIDELANE_DEADLINE_MS", "60000")
             .stdin(Stdio::from(std::os::fd::OwnedFd::from(theirs)))
@@ -220,7 +238,7 @@ pub struct Heard {
 pub struct Job {
     ranks: BTreeMap<u32, Process>,
     heard: Receiver<(u32, News)>,
-    _turn: MutexGuard<'static, ()>,
+    _turn: Turn,
 }
 
 impl Job {

@@ -10,7 +10,7 @@ use std::process::{self, Command};
 /// No fused products, and no strict aliasing.
 const FLAGS: [&str; 8] = [
     "-std=gnu11",
-    "-O1",
+    "-O2",
     "-Wall",
     "-Werror",
     "-ffp-contract=off",
