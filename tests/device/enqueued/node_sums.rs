@@ -51,7 +51,7 @@ fn sums_that_return_in_chunks_are_those_of_the_host() {
     on_devices(test, 8, 94, || {
         // Half a MiB of rows for each bin makes a chunk.
         let by_rank = Case { layout: RowLayout::RankMajor, ..by_node(&[0, 0, 1, 1], PartialDtype::Bf16) };
-        in_chunks(&Case { hidden: 1 << 16, max_tokens: 16, ..by_rank });
+        in_chunks(&Case { hidden: 1 << 16, max_tokens: 48, ..by_rank });
         for nodes in [&[0, 0, 1, 1][..], &[0, 1, 1, 2]] {
             let case = Case { route: Route::Pxn, ..Case::across(nodes, 4, 2) };
             let case = Case { order: SumOrder::Node, wire: PartialDtype::Bf16, ..case };
