@@ -262,6 +262,7 @@ fn is_mistake(error: &Error) -> bool {
                 | V::NoSuchPkey { .. }
                 | V::MtuTooLarge { .. }
                 | V::NoAtomics { .. }
+                | V::TooOld { .. }
         ),
         _ => false,
     };

@@ -385,7 +385,7 @@ impl EnqueuedHandle {
             _ if spec.rank_sums => Kernels::rank_sums_names(spec.dtype)?,
             _ => Kernels::sum_choices_names(spec.dtype)?,
         };
-        // That of this rank's relay, which runs once for each sum, then its own.
+        // That of this rank's relay, which runs for each source and chunk, then its own.
         let relayed = kernels.iter().take(usize::from(enqueued.relay_sums > 0));
         let kernels: Vec<_> = relayed.chain(kernels).copied().collect();
         Ok(self.lease.report(enqueued, &kernels))

@@ -1,8 +1,8 @@
-//! Sums of rows that a relay returns: engines pull the rows, one kernel sums those for a source.
+//! Sums of rows that a relay returns: engines pull a chunk of the rows, and a kernel sums it.
 //!
 //! ```text
-//!   stream of copies    pull rows for s | tables | kernel: sums for s | mark | pull rows for t | kernel ..
-//!   host                enqueues all that ahead .................. sees the mark: NIC, or copies to the outbox
+//!   stream of copies    tables | pull chunk 1 for s | kernel: its sums | mark | pull chunk 2 for s | kernel ..
+//!   host                enqueues all that ahead ............ then sees the marks: NIC, or copies to the outbox
 //! ```
 //!
 //! Rows of this rank are read where they lie. The tables say which rows make a sum, in its order.

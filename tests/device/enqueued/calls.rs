@@ -28,7 +28,7 @@ where
     // The host's rows and outputs, where they are longer than those of most tests.
     let rows = case.nodes.len() * case.max_tokens as usize * case.top_k as usize;
     let mut options = small();
-    options.config.heap += 2 * (rows * case.hidden * size_of::<E>()) as u64;
+    options.config.heap += (rows * case.hidden * size_of::<E>()) as u64;
     let ranks = || {
         on_ranks(&case.nodes, &options, |world: World| {
             let group = world.all().unwrap();

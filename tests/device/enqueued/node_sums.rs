@@ -50,13 +50,17 @@ fn sums_that_return_in_chunks_are_those_of_the_host() {
     let test = "enqueued::node_sums::sums_that_return_in_chunks_are_those_of_the_host";
     on_devices(test, 8, 94, || {
         // Half a MiB of rows for each bin makes a chunk.
-        let by_rank = Case { layout: RowLayout::RankMajor, ..by_node(&[0, 0, 1, 1], PartialDtype::Bf16) };
-        in_chunks(&Case { hidden: 1 << 16, max_tokens: 48, ..by_rank });
-        for nodes in [&[0, 0, 1, 1][..], &[0, 1, 1, 2]] {
-            let case = Case { route: Route::Pxn, ..Case::across(nodes, 4, 2) };
+        let long = |nodes, experts, top_k| {
+            let case = Case { route: Route::Pxn, ..Case::across(nodes, experts, top_k) };
             let case = Case { order: SumOrder::Node, wire: PartialDtype::Bf16, ..case };
-            in_chunks(&Case { hidden: 1 << 16, max_tokens: 40, weighted: true, ..case });
-        }
+            Case { hidden: 1 << 15, max_tokens: 64, ..case }
+        };
+        let by_rank = Case { layout: RowLayout::RankMajor, ..long(&[0, 0, 1, 1], 8, 4) };
+        in_chunks(&by_rank);
+        in_chunks(&by_rank.dropping(200));
+        in_chunks(&Case { weighted: true, align: 4, ..long(&[0, 1, 1, 2], 4, 2) });
+        let replicated = ExpertMap::from_slots(3, &[vec![0], vec![1], vec![2], vec![0]]).unwrap();
+        in_chunks(&Case { map: replicated, ..long(&[0, 0, 1, 1], 4, 2) });
     });
 }
 

@@ -281,7 +281,7 @@ impl RelayPlan {
         }
     }
 
-    /// In how many chunks blocks come.
+    /// In how many chunks blocks come or, where engines pull rows for sums, these at most.
     pub fn chunks(&self) -> u8 {
         self.chunks
     }

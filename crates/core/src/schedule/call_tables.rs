@@ -613,11 +613,11 @@ impl RelayTables {
                 (Some(_), Some(_)) => relay.pulled_chunks(),
             };
             if let Some(pulled) = pulled {
-                let chunks = block.pulled_chunks(chunks, &at.sizing);
-                for chunk in 1..=chunks {
+                let used = block.pulled_chunks(chunks, &at.sizing);
+                for chunk in 1..=used {
                     let first = self.spans.len() as u32;
                     let to = pulled + first_entry * at.sizing.home_bytes;
-                    self.pull_for_sums(at, block, bins, (chunk, chunks), to);
+                    self.pull_for_sums(at, block, bins, (chunk, used), to);
                     let count = self.spans.len() as u32 - first;
                     self.table[relay.pulled(nth, chunk).0 as usize] = Operand::Spans { first, count };
                 }

@@ -44,7 +44,7 @@
 //!
 //!   return     headers       Wait block(s)                                 its tag says where s takes its rows
 //!              return rows   Reduce chunk c of s , Put sums -> s            where relays sum; else Put rows of s -> s
-//!                            Put l -> me , Reduce all of s , Put sums -> s   where relays sum by copy engines and a kernel
+//!                            Put chunk c of s , l -> me , Reduce it , Put sums -> s   where engines pull, and a kernel sums
 //!                            Signal home -> s
 //!
 //!   both       relay done    Signal home -> me

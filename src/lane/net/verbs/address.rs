@@ -236,7 +236,9 @@ impl Sysfs {
             return device.is_none_or(|device| !devices.exists() || devices.join(device).exists());
         }
         let same = |(name, address): &(String, Ipv6Addr)| {
-            *address == gid && device.is_none_or(|device| device == name)
+            // An address with a label has that as its name, such as eth0:1.
+            let name = name.split(':').next();
+            *address == gid && device.is_none_or(|device| Some(device) == name)
         };
         self.addresses.as_ref().is_none_or(|addresses| addresses.iter().any(same))
     }

@@ -46,8 +46,10 @@ pub enum News {
     PortDown(u8),
     /// It does again.
     PortUp(u8),
-    /// A queue pair is lost: its number, and why.
+    /// A queue pair is lost: its number, and why. What its peer did.
     QueuePair(u32, &'static str),
+    /// The same, without the peer's doing.
+    OwnQueuePair(u32, &'static str),
     /// All of the NIC is lost.
     Nic(VerbsError),
     /// Any other, by its number in libibverbs.
@@ -77,15 +79,15 @@ impl Context {
         let nic = || self.name().to_owned();
         // SAFETY: called for events of queue pairs, each of which lives until its event is
         // acknowledged.
-        let lost = |why| News::QueuePair(unsafe { (*event.element.qp).qp_num }, why);
+        let number = || unsafe { (*event.element.qp).qp_num };
         // SAFETY: called for events of ports.
         let port = || unsafe { event.element.port_num } as u8;
         match event.event_type {
             IBV_EVENT_DEVICE_FATAL => News::Nic(VerbsError::NicLost { nic: nic() }),
             IBV_EVENT_CQ_ERR => News::Nic(VerbsError::QueueOverflow { nic: nic() }),
-            IBV_EVENT_QP_FATAL => lost("the NIC reports a fatal error of it"),
-            IBV_EVENT_QP_REQ_ERR => lost("the peer sent an invalid request"),
-            IBV_EVENT_QP_ACCESS_ERR => lost("the peer aimed outside what is registered"),
+            IBV_EVENT_QP_FATAL => News::OwnQueuePair(number(), "the NIC reports a fatal error of it"),
+            IBV_EVENT_QP_REQ_ERR => News::QueuePair(number(), "the peer sent an invalid request"),
+            IBV_EVENT_QP_ACCESS_ERR => News::QueuePair(number(), "the peer aimed outside what is registered"),
             IBV_EVENT_PORT_ERR => News::PortDown(port()),
             IBV_EVENT_PORT_ACTIVE => News::PortUp(port()),
             kind => News::Other(kind),
@@ -227,7 +229,8 @@ impl Shared {
                 tracing::info!(nic = name, port, "a port is up again");
                 *outage = None;
             }
-            News::QueuePair(number, event) => self.lose_queue_pair(nic, number, event),
+            News::QueuePair(number, event) => self.lose_queue_pair(nic, (number, event), true),
+            News::OwnQueuePair(number, event) => self.lose_queue_pair(nic, (number, event), false),
             News::Nic(error) => self.lose(nic, error),
             other => tracing::warn!(nic = name, event = ?other, "event of a NIC"),
         }
@@ -248,8 +251,9 @@ impl Shared {
         self.health.fail(Cause::Nic { by: self.rank });
     }
 
-    /// One queue pair fails. If its peer has left in peace, nothing did.
-    fn lose_queue_pair(&self, nic: &Watched, queue_pair: u32, event: &'static str) {
+    /// One queue pair fails, `by_peer` or by this rank's NIC. If its peer has left in peace,
+    /// nothing did.
+    fn lose_queue_pair(&self, nic: &Watched, (queue_pair, event): (u32, &'static str), by_peer: bool) {
         let name = nic.context.name();
         let living = nic.living();
         let Some(connection) = living.iter().find(|known| known.queue_pair() == queue_pair) else {
@@ -262,7 +266,10 @@ impl Shared {
         let error = VerbsError::QueuePairLost { nic, queue_pair, peer, event };
         tracing::error!(rank = self.rank, %error, "a connection failed");
         connection.report(error);
-        self.health.fail(Cause::Connection { rank: peer, by: self.rank });
+        self.health.fail(match by_peer {
+            true => Cause::Connection { rank: peer, by: self.rank },
+            false => Cause::Nic { by: self.rank },
+        });
     }
 }
 
@@ -320,7 +327,9 @@ mod tests {
         let fabric = Fabric::new(&["a"]);
         let shared = shared(&fabric);
         let (mut outage, nic) = (None, &shared.nics[0]);
-        for news in [News::PortDown(2), News::Other(18), News::QueuePair(7, "gone")] {
+        for news in
+            [News::PortDown(2), News::Other(18), News::QueuePair(7, "gone"), News::OwnQueuePair(7, "gone")]
+        {
             shared.take(nic, &mut outage, news, Instant::now());
         }
         assert_eq!((outage, shared.health.check()), (None, Ok(())));

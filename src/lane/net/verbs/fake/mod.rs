@@ -210,10 +210,11 @@ impl Fabric {
         }
     }
 
-    /// A NIC finds a fault in its queue pair to another NIC, and tells its owner.
+    /// A NIC finds that the other aimed outside what is registered, and tells the owner of its
+    /// queue pair.
     pub fn lose_queue_pair(&self, nic: &str, peer: &str) {
         let (at, object) = (self.place(nic), self.fail_queue_pair(nic, peer));
-        self.state().tell(at, ffi::IBV_EVENT_QP_FATAL, object);
+        self.state().tell(at, ffi::IBV_EVENT_QP_ACCESS_ERR, object);
     }
 
     /// A NIC's queue pair to another NIC fails, and its owner is not told yet. Returns its object.
