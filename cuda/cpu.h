@@ -84,7 +84,7 @@ typedef struct {
 // Where a thread has stopped.
 typedef enum { CPU_AT_WARP, CPU_AT_BLOCK, CPU_DONE, CPU_STOPS } CpuStop;
 
-// What a launch needs, and the next one takes over: pages of stacks that have been touched.
+// Memory of a launch. The next one of a thread uses it again: its pages have been touched.
 typedef struct {
     CpuThread threads[CPU_THREADS], *current;
     u32 count, launches, turn;
@@ -98,8 +98,8 @@ typedef struct {
     char stacks[CPU_THREADS][CPU_STACK];
 } CpuLaunch;
 
-// The launch of the thread that runs it. A library that is loaded late has room for a pointer among
-// what needs no call to be found, and not for more.
+// The launch of the thread that runs it. Static thread-local storage has room for a pointer of a
+// library that is loaded late, and is found without a call.
 static _Thread_local CpuLaunch *cpu __attribute__((tls_model("initial-exec")));
 
 #define threadIdx (cpu->current->index)

@@ -30,7 +30,7 @@ fn machines_cut_off_by_silence_name_each_other_and_end_in_time() {
     let leaving = Instant::now();
     job.end(0..4);
     let took = leaving.elapsed();
-    assert!(took < LONG / 4, "nobody waits for the dead: {took:?}");
+    assert!(took < LONG / 4, "survivors waited for a dead rank: {took:?}");
 }
 
 #[test]

@@ -295,7 +295,7 @@ fn requests_of_a_lost_queue_pair_blame_its_peer_before_the_event_is_read() {
         if world.rank() == 0 {
             fabric.fail_queue_pair("nic0", "nic2");
         }
-        // What the peer sent before lets one barrier pass.
+        // One barrier may pass by what the peer had sent before.
         (0..).find_map(|_| window.barrier().err()).unwrap()
     });
     assert!(matches!(&errors[1], Error::World(Cause::Connection { rank: 2, by: 0 })), "{errors:?}");

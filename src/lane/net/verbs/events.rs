@@ -3,7 +3,8 @@
 //! ```text
 //!   port down ------------> up again within the grace: NICs send again, and nothing is lost
 //!                      '--> not: Nic { by: this rank }
-//!   queue pair lost ------> its connection: Connection { rank: its peer, by: this rank }
+//!   queue pair lost ------> by its peer: Connection { rank: its peer, by: this rank }
+//!                      '--> otherwise: Nic { by: this rank }
 //!   NIC lost, overflow ---> all connections of the NIC: Nic { by: this rank }
 //!   any other ------------> traced
 //! ```
@@ -46,9 +47,9 @@ pub enum News {
     PortDown(u8),
     /// It does again.
     PortUp(u8),
-    /// A queue pair is lost: its number, and why. What its peer did.
+    /// A queue pair is lost by what its peer sent: its number, and why.
     QueuePair(u32, &'static str),
-    /// The same, without the peer's doing.
+    /// A queue pair is lost by a fault of the NIC: its number, and why.
     OwnQueuePair(u32, &'static str),
     /// All of the NIC is lost.
     Nic(VerbsError),

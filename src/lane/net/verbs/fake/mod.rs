@@ -191,7 +191,7 @@ impl Fabric {
         self.state().give_up();
     }
 
-    /// The port of a NIC goes down: no bytes go to or from it, and its owner is told.
+    /// The port of a NIC goes down: it carries no bytes, and its owner gets an event.
     pub fn port_down(&self, nic: &str) {
         let at = self.place(nic);
         let mut state = self.state();
