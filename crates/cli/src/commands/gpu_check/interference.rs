@@ -8,9 +8,9 @@
 //! ```
 //!
 //! They take turns, so that clocks and heat touch them alike. Transfers are as fast as they go, to
-//! the host, and the report has their rate. The copying kernel has as many blocks as libraries take SMs, and
-//! as many as fill the GPU. Our own kernels go on a stream of the highest priority without a gap,
-//! as the transfers of a layer do, and no bit of what they write may depend on the limit.
+//! the host, and the report has their rate. The copying kernel has as many blocks as libraries take
+//! SMs, and as many as fill the GPU. Our own kernels go on a stream of the highest priority without
+//! a gap, as the transfers of a layer do, and no bit of what they write may depend on the limit.
 
 use std::sync::Arc;
 use std::time::Duration;
