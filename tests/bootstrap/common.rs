@@ -3,7 +3,6 @@
 #![allow(dead_code, reason = "each test program uses a part of this")]
 
 use std::{
-    net::TcpListener,
     sync::{Arc, Condvar, Mutex},
     thread,
     time::Duration,
@@ -14,6 +13,8 @@ use sidelane::{
     error::Cause,
 };
 
+use crate::processes::master_port;
+
 /// Longer than anything takes that works.
 pub const LONG: Duration = Duration::from_secs(20);
 /// A loss is named within this: five times what the design allows, for machines that do other work.
@@ -23,8 +24,8 @@ pub const SOON: Duration = Duration::from_secs(10);
 /// worlds are large, too.
 pub const REBUILDS: &str = "SIDELANE_TEST_REBUILDS";
 
-/// Meeting point of the ranks of a test. Its ports were free a moment ago; if another process takes
-/// one, there is another, and the job's name distinguishes the tests.
+/// Meeting point of the ranks of a test. If another process takes one of the ports, there is
+/// another, and the job's name distinguishes the tests.
 #[derive(Clone)]
 pub struct Place {
     pub job: String,
@@ -32,9 +33,8 @@ pub struct Place {
 }
 
 pub fn place() -> Place {
-    let listeners: Vec<_> = (0..3).map(|_| TcpListener::bind("127.0.0.1:0").unwrap()).collect();
-    let ports: Vec<_> = listeners.iter().map(|listener| listener.local_addr().unwrap().port()).collect();
-    Place { job: format!("test at {ports:?}"), ports }
+    let first = master_port();
+    Place { job: format!("test at {first}"), ports: (first..first + 3).collect() }
 }
 
 pub fn timeouts() -> Timeouts {

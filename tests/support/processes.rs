@@ -1,7 +1,7 @@
 //! Worlds of processes: a test starts its own program once per rank, as a launcher would.
 
 use std::io::Read;
-use std::net::TcpListener;
+use std::net::TcpStream;
 use std::process::{Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -25,12 +25,14 @@ impl Outcome {
 ///
 /// Ranks try this port and those after it, and identify each other by the job's name. Linux gives
 /// connections ports from 32768 on: a master's port among those could collide with a connection's.
+/// This function does not listen at the port to see whether it is free: a process that another
+/// thread forks meanwhile would keep a copy of the listener until it executes its program.
 pub fn master_port() -> u16 {
     static JOBS: AtomicU32 = AtomicU32::new(0);
     loop {
         let job = std::process::id().wrapping_mul(7).wrapping_add(JOBS.fetch_add(1, Ordering::Relaxed));
         let port = 10_000 + (job % 680) as u16 * 33;
-        if TcpListener::bind(("127.0.0.1", port)).is_ok() {
+        if TcpStream::connect(("127.0.0.1", port)).is_err() {
             return port;
         }
     }

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -65,12 +65,8 @@ pub struct Setup {
 impl Setup {
     /// Starts the ranks, and returns when they have met.
     pub fn join(&self) -> Job {
-        // Ports of jobs that start at once are not the same.
-        static PORTS: Mutex<()> = Mutex::new(());
         let (tell, heard) = channel();
-        let turn = PORTS.lock().unwrap_or_else(PoisonError::into_inner);
         let port = master_port();
-        drop(turn);
         let ranks = (0..self.size).map(|rank| self.spawn(rank, port, tell.clone())).collect();
         let job = Job { ranks, heard, seen: (0..self.size).map(|rank| (rank, Seen::default())).collect() };
         for _ in 0..self.size {

@@ -1,7 +1,6 @@
 //! Spares that take the places of lost ranks: with the bits of a run that changes its ranks at the
 //! same steps.
 
-use std::net::TcpListener;
 use std::os::unix::process::ExitStatusExt;
 use std::process::Stdio;
 use std::time::Duration;
@@ -16,6 +15,7 @@ use sidelane::config::Config;
 use sidelane::{Options, World};
 
 use crate::case::{Outcome, TEXT, assert_same_bits, batches, finish};
+use crate::processes::master_port;
 use crate::program::{lines, ranks_of, said};
 use crate::survivals::{SURVIVING, changing, go_on, program, settings};
 
@@ -31,18 +31,17 @@ struct Place {
 
 impl Place {
     fn of(settings: &Settings) -> Place {
-        let listeners = [(); 3].map(|()| TcpListener::bind("127.0.0.1:0").unwrap());
-        let ports = listeners.map(|listener| listener.local_addr().unwrap().port()).to_vec();
+        let first = master_port();
         let size = settings.ranks as u32;
         let identity = Identity {
             rank: 0,
             size,
             local_rank: None,
             local_size: Some(size),
-            job: format!("growth at {ports:?}"),
+            job: format!("growth at {first}"),
             source: Launcher::Sidelane,
             master_addr: "127.0.0.1".into(),
-            ports,
+            ports: (first..first + 3).collect(),
             launcher_pipe: None,
             insecure: false,
         };

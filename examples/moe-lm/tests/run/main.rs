@@ -4,6 +4,9 @@ mod case;
 mod checkpoints;
 mod growths;
 mod meshes;
+#[allow(dead_code, reason = "each test program uses a part of this")]
+#[path = "../../../../tests/support/processes.rs"]
+mod processes;
 mod program;
 mod references;
 mod survivals;
