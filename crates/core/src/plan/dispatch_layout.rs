@@ -21,7 +21,7 @@ use super::relay_plan::{Block, Segment};
 use super::sorted_routing::NONE;
 use super::{
     Bins, Counts, InterNodeRows, ReceiveMode, ReceiveSizes, RowBuffer, RowSizes, SortedRouting, refill,
-    vec_memory_usage,
+    reuse, vec_memory_usage,
 };
 use crate::dtype::PARTIAL;
 use crate::topology::{Paths, Route};
@@ -408,9 +408,11 @@ impl DispatchLayout {
             self.chunks[relay as usize] = RowBuffer { rows: entries, ..frame.sizing.offer(entries) };
         }
         self.term_starts.clone_from(&sorted.token_starts);
-        refill(&mut self.terms, sorted.entries(), Summand::default());
-        refill(&mut self.choices, sorted.entries(), 0);
-        refill(&mut self.partials, sorted.entries(), 0);
+        let entries = sorted.entries();
+        reuse(&mut self.terms, entries);
+        reuse(&mut self.choices, entries);
+        let has_partials = bins.order().has_partials();
+        reuse(&mut self.partials, if has_partials { entries } else { 0 });
         self.cursors.clone_from(&sorted.token_starts);
         let DispatchLayout { terms, choices, partials, cursors, home_rows, .. } = self;
         let (terms, choices, partials) = (&mut terms[..], &mut choices[..], &mut partials[..]);
@@ -430,7 +432,9 @@ impl DispatchLayout {
                 *cursor += 1;
                 terms[term] = Summand { owner, row };
                 choices[term] = choice;
-                partials[term] = partial;
+                if has_partials {
+                    partials[term] = partial;
+                }
             }
         }
     }

@@ -53,6 +53,12 @@ pub fn vec_memory_usage<T>(table: &Vec<T>) -> usize {
     table.capacity() * size_of::<T>()
 }
 
+/// Makes a table `len` entries long, each of which is written next: those that the last call left
+/// keep their values, for filling a large table takes as long as sorting into it.
+fn reuse<T: Copy + Default>(table: &mut Vec<T>, len: usize) {
+    table.resize(len, T::default());
+}
+
 /// Sets a table to `len` equal entries without giving its memory back.
 fn refill<T: Copy>(table: &mut Vec<T>, len: usize, value: T) {
     table.clear();

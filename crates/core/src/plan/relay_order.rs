@@ -55,7 +55,7 @@ use std::ops::Range;
 
 use super::{
     Bins, Block, Counts, DispatchLayout, InterNodeRows, PlanContext, ReceiveSizes, RowRun, Segment,
-    SortedRouting, refill,
+    SortedRouting, refill, reuse,
 };
 
 /// For each row of a block, the set of ranks of the node that it goes to. Ranks count from 0 in the
@@ -95,17 +95,17 @@ impl RankSets {
     pub fn push(&mut self, ranks: impl IntoIterator<Item = u32>) {
         let row = self.rows() as u32;
         self.bits.resize(self.bits.len() + self.words(), 0);
-        ranks.into_iter().for_each(|rank| self.add(row, rank));
+        ranks.into_iter().for_each(|rank| self.add(&[row], rank));
     }
 
-    /// Row `row` goes to `rank`, too.
+    /// These rows go to `rank`, too.
     ///
     /// # Panics
     /// If there is no such row, or the node has no such rank.
-    pub fn add(&mut self, row: u32, rank: u32) {
+    pub fn add(&mut self, rows: &[u32], rank: u32) {
         assert!(rank < self.ranks, "rank {rank} in a node of {}", self.ranks);
-        let set = row as usize * self.words();
-        self.bits[set + (rank / 64) as usize] |= 1 << (rank % 64);
+        let (words, word, bit) = (self.words(), (rank / 64) as usize, 1 << (rank % 64));
+        rows.iter().for_each(|&row| self.bits[row as usize * words + word] |= bit);
     }
 
     /// Number of rows.
@@ -115,11 +115,6 @@ impl RankSets {
 
     fn words(&self) -> usize {
         self.ranks.div_ceil(64).max(1) as usize
-    }
-
-    fn of(&self, row: u32) -> &[u64] {
-        let words = self.words();
-        &self.bits[row as usize * words..][..words]
     }
 }
 
@@ -183,7 +178,7 @@ impl RelayOrder {
         let mut rest = index;
         for (member, &rank) in (0..).zip(served) {
             let listed = rest.split_off(..sorted.tokens_of(bins.of(rank)).len()).unwrap_or_default();
-            listed.iter().for_each(|&row| sets.add(row, member));
+            sets.add(listed, member);
         }
         self.fill(sets);
         spare.clear();
@@ -211,20 +206,20 @@ impl RelayOrder {
 
     /// Bit i of a set's place in the Gray code is the parity of the set's ranks from i up.
     fn find_places(&mut self, sets: &RankSets) {
-        self.places.clear();
-        for set in sets.bits.chunks_exact(sets.words()) {
+        reuse(&mut self.places, sets.bits.len());
+        let words = sets.words();
+        for (set, places) in sets.bits.chunks_exact(words).zip(self.places.chunks_exact_mut(words)) {
             let mut odd_above = 0;
-            self.places.extend(set.iter().rev().map(|&word| {
-                let place = parities(word) ^ odd_above;
-                odd_above = (place & 1).wrapping_neg();
-                place
-            }));
+            for (&word, place) in set.iter().rev().zip(places) {
+                *place = parities(word) ^ odd_above;
+                odd_above = (*place & 1).wrapping_neg();
+            }
         }
     }
 
     /// Counting sorts, each by a byte of the places: in nodes of 8, a single one.
     fn sort_by_digits(&mut self, ranks: u32) {
-        refill(&mut self.spare, self.rows.len(), 0);
+        reuse(&mut self.spare, self.rows.len());
         for shift in (0..ranks).step_by(8) {
             let digit = |row: u32| (self.places[row as usize] >> shift) as usize & 0xff;
             let mut cursors = [0u32; 256];
@@ -287,10 +282,11 @@ fn parities(mut word: u64) -> u64 {
 /// Calls `at(row, before, now)` for each row of the block whose set differs from the one before it.
 /// Before the first row and behind the last one lies the empty set.
 fn changes(rows: &[u32], sets: &RankSets, mut at: impl FnMut(u32, &[u64], &[u64])) {
-    let mut before: &[u64] = &[];
+    let (words, mut before): (_, &[u64]) = (sets.words(), &[]);
     for (row, &given) in (0..).zip(rows) {
-        let now = sets.of(given);
-        if now != before {
+        let now = &sets.bits[given as usize * words..][..words];
+        // Most sets are one word: a call to compare memory would take longer.
+        if !now.iter().eq(before) {
             at(row, before, now);
             before = now;
         }
@@ -430,7 +426,7 @@ impl RelayPermutation {
             let (rows, served) = (crossing.rows(nth), frame.paths.served_by(relay));
             let (tokens, index) = crossing.block_mut(nth);
             order.sort_block(sets, (frame.bins, served), sorted, (&mut *tokens, &*index), spare);
-            refill(place, rows as usize, 0);
+            reuse(place, rows as usize);
             (0..).zip(&order.rows).for_each(|(row, &old)| place[old as usize] = row);
             index.iter_mut().for_each(|row| *row = place[*row as usize]);
         }
@@ -514,7 +510,7 @@ impl RelayPermutation {
             for (to, &rank) in (0..).zip(served) {
                 for segment in segments.by_ref().take(frame.bins.of(rank).len()) {
                     let listed = &block.index[entry..][..segment.count as usize];
-                    listed.iter().for_each(|&row| self.sets.add(row, to));
+                    self.sets.add(listed, to);
                     entry += segment.count as usize;
                 }
             }

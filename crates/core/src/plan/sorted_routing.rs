@@ -19,7 +19,7 @@
 //! along its layout sums the rows of all ranks by ascending rank: it is reduce-scatter. No rank
 //! chooses rows, so they travel whole: a run is a piece of the tensor itself, without any index.
 
-use super::{Bins, ExpertMap, RowMetadata, refill, vec_memory_usage};
+use super::{Bins, ExpertMap, RowMetadata, refill, reuse, vec_memory_usage};
 use crate::error::PlanError;
 use crate::gate::Routing;
 
@@ -85,7 +85,7 @@ impl SortedRouting {
         me: u32,
         routing: &Routing,
     ) -> Result<(), PlanError> {
-        self.clear(bins);
+        self.begin(bins);
         self.words = notes.words(routing.top_k()) as usize;
         self.experts.clear();
         self.experts.extend((0..map.experts()).map(|expert| {
@@ -97,7 +97,11 @@ impl SortedRouting {
             Expert { bin, local: slot - map.slots_of(rank).start, named: 0 }
         }));
         self.dropped.resize(routing.experts().len(), false);
-        self.count(map, notes, routing)?;
+        if let Err(error) = self.count(map, notes, routing) {
+            self.clear(bins);
+            return Err(error);
+        }
+        self.choice_bins.clear();
         match notes {
             RowMetadata::Choices | RowMetadata::Indexed => self.place_ranks(routing),
             RowMetadata::Marked => self.place::<2, 0>(routing),
@@ -194,13 +198,17 @@ impl SortedRouting {
             let entries = self.starts[bin] as usize..self.starts[bin + 1] as usize;
             for (&choice, row) in self.choices[entries].iter().zip(starts[bin]..) {
                 (rows[choice as usize], order[choice as usize]) = (row as i32, place);
-                // Expert-major, an entry is one choice.
-                if self.choice_bins.is_empty() {
-                    continue;
-                }
-                let others = choice as usize..(choice / top_k + 1) as usize * top_k as usize;
-                for other in others.filter(|&other| self.choice_bins.get(other) == Some(&(bin as u32))) {
-                    rows[other] = row as i32;
+            }
+        }
+        // Rank-major, the first choice of a bin has the row of all. Expert-major, each has its own.
+        let top_k = top_k as usize;
+        for (bins, rows) in self.choice_bins.chunks_exact(top_k).zip(rows.chunks_exact_mut(top_k)) {
+            for nth in 1..top_k {
+                if rows[nth] == -1
+                    && bins[nth] != NONE
+                    && let Some(first) = bins[..nth].iter().position(|&bin| bin == bins[nth])
+                {
+                    rows[nth] = rows[first];
                 }
             }
         }
@@ -208,14 +216,19 @@ impl SortedRouting {
 
     /// Leaves no entries and no tokens, as for an empty routing.
     pub fn clear(&mut self, bins: &Bins) {
+        self.begin(bins);
+        self.tokens.clear();
+        self.notes.clear();
+        self.choices.clear();
+        self.choice_bins.clear();
+    }
+
+    /// Counts nothing yet. What sorting writes keeps the entries of the last call.
+    fn begin(&mut self, bins: &Bins) {
         refill(&mut self.counts, bins.count() as usize, 0);
         refill(&mut self.starts, bins.count() as usize + 1, 0);
         refill(&mut self.latest, bins.count() as usize, (0, 0));
-        self.tokens.clear();
-        self.notes.clear();
         self.dropped.clear();
-        self.choices.clear();
-        self.choice_bins.clear();
         refill(&mut self.token_starts, 1, 0);
         self.whole = false;
     }
@@ -298,9 +311,9 @@ impl SortedRouting {
             *start = sum;
         }
         let entries = sum as usize;
-        refill(&mut self.tokens, entries, 0);
-        refill(&mut self.notes, entries * self.words, 0);
-        refill(&mut self.choices, entries, 0);
+        reuse(&mut self.tokens, entries);
+        reuse(&mut self.notes, entries * self.words);
+        reuse(&mut self.choices, entries);
         self.cursors.clone_from(&self.starts);
     }
 
@@ -340,6 +353,8 @@ impl SortedRouting {
     /// A row per rank that a token reaches.
     fn place_ranks(&mut self, routing: &Routing) {
         self.reserve();
+        // Choices of other ranks have zeros.
+        self.notes.fill(0);
         self.latest.fill((0, 0));
         let (k, mut choice) = (routing.top_k() as usize, 0);
         for (token, ids) in (0..).zip(routing.experts().chunks_exact(k)) {
@@ -449,8 +464,12 @@ impl SortedRouting {
 
 #[cfg(test)]
 mod tests {
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
     use super::*;
-    use crate::plan::{ExpertMap, SumOrder};
+    use crate::gate::{Pattern, synthetic};
+    use crate::plan::{ExpertMap, ReceiveMode, RowLayout, SumOrder};
     use crate::topology::NodeMap;
 
     fn bins(segments: u32, ranks: u32) -> Bins {
@@ -489,6 +508,46 @@ mod tests {
         assert_eq!((&counted.counts, &counted.starts), (&sorted.counts, &sorted.starts));
         assert_eq!((counted.tokens_here(), counted.whole), (3, false));
         assert_eq!(counted.dropped, [false; 6]);
+    }
+
+    /// All that is sorted: tables that `fill` leaves, and where each choice is found.
+    fn all_of(sorted: &SortedRouting, bins: &Bins, top_k: u32) -> ([Vec<u32>; 6], Vec<bool>, [Vec<i32>; 2]) {
+        let [mut rows, mut order] = [Vec::new(), Vec::new()];
+        sorted.places(bins, top_k, &sorted.starts, [&mut rows, &mut order]);
+        let SortedRouting { counts, tokens, notes, choices, token_starts, choice_bins, dropped, .. } =
+            sorted.clone();
+        ([counts, tokens, notes, choices, token_starts, choice_bins], dropped, [rows, order])
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        #[test]
+        fn tables_that_are_used_again_are_those_of_new_ones(
+            calls in vec((any::<bool>(), 0..24_u32, 1..=10_u32, any::<u64>()), 1..6),
+        ) {
+            let (map, nodes) = (ExpertMap::contiguous(12, 4).unwrap(), NodeMap::from_labels(&[0; 4]));
+            let mut again = SortedRouting::default();
+            for (per_rank, tokens, top_k, seed) in calls {
+                let layout = if per_rank { RowLayout::RankMajor } else { RowLayout::ExpertMajor };
+                let bins = Bins::of_layout(layout, &map, SumOrder::Expert, &nodes);
+                let notes = RowMetadata::of(layout, ReceiveMode::Exact, false);
+                let routing = synthetic(Pattern::Uniform, 12, top_k, tokens, seed, 0).unwrap();
+                let mut new = SortedRouting::default();
+                new.fill(&map, &bins, notes, 1, &routing).unwrap();
+                again.fill(&map, &bins, notes, 1, &routing).unwrap();
+                let sorted = all_of(&new, &bins, top_k);
+                prop_assert_eq!(&all_of(&again, &bins, top_k), &sorted);
+                // Each choice has the row of its token among those of its bin.
+                for (choice, (&expert, &row)) in routing.experts().iter().zip(&sorted.2[0]).enumerate() {
+                    let slot = map.slot_for(1, expert as u32).unwrap();
+                    let bin = if per_rank { map.rank_of(slot) } else { slot };
+                    let entries = new.starts[bin as usize]..new.starts[bin as usize + 1];
+                    prop_assert!(entries.contains(&(row as u32)));
+                    prop_assert_eq!(new.tokens[row as usize], choice as u32 / top_k);
+                }
+            }
+        }
     }
 
     #[test]
