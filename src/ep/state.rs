@@ -9,16 +9,12 @@ use crate::error::{CallKind, Error, MemoryError, PlanError};
 use crate::lane::{Lanes, MappedWindow, Port, WindowPart};
 use crate::memory::Pool;
 use crate::plan::{
-    Bins, DispatchLayout, ExpertMap, PlanContext, ReceiveSizes, RowBuffer, RowSizes, SortedRouting,
+    Bins, Block, DispatchLayout, ExpertMap, PlanContext, ReceiveSizes, RowBuffer, RowSizes, SortedRouting,
 };
 use crate::rows::Stores;
 use crate::schedule::{Calls, ControlLayout, FillContext, WindowId};
 use crate::topology::{Paths, Route};
 use crate::world::{Group, SymmetricRange, WorldState};
-
-/// Number of parts in which a block goes to its relay: enough that the relay works while the rest
-/// is in flight.
-pub(in crate::ep) const CHUNKS: u8 = 4;
 
 /// State that is the same in every call, for the caller and for its relay.
 #[derive(Clone, Debug)]
@@ -96,6 +92,12 @@ impl EpState {
             RowMemory::Devices(pool, enqueuer_scratch) => (pool.clone(), enqueuer_scratch, WindowId::POOL),
         };
         let on_devices = !matches!(ground, RowMemory::Near);
+        let chunks = match on_devices {
+            true => Block::chunks_for_engines(
+                u64::from(spec.max_tokens) * spec.sizing(CallKind::Dispatch, None).row_bytes,
+            ),
+            false => Block::CHUNKS,
+        };
         let mut windows = vec![pool, range.window()];
         windows.extend(host_staging.cloned());
         let port = Arc::new(Port::new(Arc::clone(&lanes), windows, WindowId::CONTROL));
@@ -107,7 +109,7 @@ impl EpState {
             control,
             spec,
             bins,
-            chunks: CHUNKS,
+            chunks,
             room,
             far,
             on_devices,

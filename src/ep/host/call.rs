@@ -22,14 +22,14 @@ use super::relay_thread::{HostRelay, RelayRunner};
 use crate::ep::agreement::GroupCounts;
 use crate::ep::relay::{CallPlan, RelayCall, RelayTask};
 use crate::ep::report::LaneUse;
-use crate::ep::state::{CHUNKS, EpState};
+use crate::ep::state::EpState;
 use crate::error::{CallError, CallKind, Error, MemoryError, PlanError};
 use crate::exec::{Executor, HostStepper, TransferCounts};
 use crate::gate::Routing;
 use crate::lane::{Io, Port};
 use crate::memory::{Extent, Pool, ReleaseCheck};
 use crate::plan::{
-    ExpertMap, InterNodeRows, Overflow, PlanContext, RelayPlan, RelaySorter, SortedRouting, Traffic,
+    Block, ExpertMap, InterNodeRows, Overflow, PlanContext, RelayPlan, RelaySorter, SortedRouting, Traffic,
 };
 use crate::rows::Stores;
 use crate::schedule::call_program::{Part, RankPrograms, Role, StageId, Work};
@@ -218,7 +218,7 @@ impl Workspace {
         Workspace {
             host: HostStepper::new(fixed.spec.dtype, fixed.shared.recorder.clone()),
             relay: paths.is_multi_node().then(|| Self::runner(fixed)),
-            tables: CallerTables::new(paths, CHUNKS),
+            tables: CallerTables::new(paths, Block::CHUNKS),
             sorted: SortedRouting::default(),
             crossing: InterNodeRows::default(),
             spans: RelaySorter::default(),

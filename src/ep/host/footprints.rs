@@ -193,7 +193,7 @@ impl Case {
         UnrolledProgram::unroll(&ProofScenario {
             nodes: &NodeMap::from_labels(self.nodes),
             route,
-            chunks: crate::ep::state::CHUNKS,
+            chunks: crate::plan::Block::CHUNKS,
             relays: Relays::Inline,
             map: &self.map(),
             align: 1,

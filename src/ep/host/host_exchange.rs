@@ -21,7 +21,7 @@ use super::gather_dispatch::Gather;
 use super::host_results::{HostHandle, HostInput, HostRows, Inner, check_tensor, elements};
 use super::{Source, Target};
 use crate::ep::builder::Spec;
-use crate::ep::state::{CHUNKS, EpState, ReceiveMemory, RowMemory};
+use crate::ep::state::{EpState, ReceiveMemory, RowMemory};
 use crate::error::{CallError, CallKind, Cause, Error, PlanError};
 use crate::exec::{Until, drive};
 use crate::gate::Routing;
@@ -55,8 +55,12 @@ impl HostExchange {
         let room = ReceiveMemory { total, space: "pool", setting: "SIDELANE_HEAP" };
         let (fixed, range) = EpState::new(group, spec, room, RowMemory::Near)?;
         let fixed = Arc::new(fixed);
-        let programs =
-            RankPrograms::new(fixed.paths(), CHUNKS, fixed.partial_bytes().is_some(), Engines::default());
+        let programs = RankPrograms::new(
+            fixed.paths(),
+            fixed.chunks,
+            fixed.partial_bytes().is_some(),
+            Engines::default(),
+        );
         let space = Workspace::new(&fixed, range);
         Ok(HostExchange { fixed, programs: Arc::new(programs), space, gather })
     }

@@ -9,7 +9,7 @@ use clap::Args;
 use sidelane::error::PlanError;
 use sidelane::gate::{Pattern, synthetic};
 use sidelane::plan::{
-    Bins, Counts, DispatchLayout, ExpertMap, InterNodeRows, PlanContext, PulledSums, ReceiveMode,
+    Bins, Block, Counts, DispatchLayout, ExpertMap, InterNodeRows, PlanContext, PulledSums, ReceiveMode,
     ReceiveSizes, RelayPlan, RowLayout, RowMetadata, RowSizes, SortedRouting, SumOrder,
 };
 use sidelane::topology::{NodeMap, Paths, Route};
@@ -157,7 +157,7 @@ impl Cost {
     }
 }
 
-const CHUNKS: u8 = 4;
+const CHUNKS: u8 = Block::CHUNKS;
 /// Of a row of 7168 bf16.
 const ROW: u64 = 14_336;
 

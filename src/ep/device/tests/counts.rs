@@ -15,7 +15,7 @@ use crate::ep::{Report, Tensor};
 use crate::exec::EnqueueCounts;
 use crate::gate::Routing;
 use crate::lane::SignalMode;
-use crate::plan::{RowLayout, SumOrder};
+use crate::plan::{Block, RowLayout, SumOrder};
 use crate::topology::Route;
 use crate::{Dtype, Group, World};
 
@@ -43,7 +43,7 @@ fn modeled(case: &Case) -> [Timing; 3] {
         layout: case.layout,
         route: case.route,
         order: case.order,
-        chunks: crate::ep::state::CHUNKS,
+        chunks: Block::chunks_for_engines(u64::from(case.max_tokens) * row_bytes),
         row_bytes,
         home_bytes: row_bytes,
         partial_bytes: (case.hidden * case.wire.size()) as u64,
@@ -200,6 +200,11 @@ fn between_nodes_the_model_counts_what_driver_and_net_carry_out() {
                 on_cards_in_group(&case, SignalMode::Write, |group, rank| compare(&case, &sent, group, rank));
             }
         }
+        // Blocks of up to 10 MB go in more parts.
+        let case =
+            Case { max_tokens: 320, hidden: 16_384, route: Route::Pxn, ..Case::across(&[0, 0, 1, 1], 12, 3) };
+        let sent = Sent::default();
+        on_cards_in_group(&case, SignalMode::Write, |group, rank| compare(&case, &sent, group, rank));
     });
 }
 

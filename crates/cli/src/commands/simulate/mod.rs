@@ -22,7 +22,7 @@ use report::Report;
 use serde::Serialize;
 use sidelane::dtype::PartialDtype;
 use sidelane::gate::{Gate, GateInput, Preset, Routing};
-use sidelane::plan::{ExpertMap, RowLayout, SlotShape, SumOrder};
+use sidelane::plan::{Block, ExpertMap, RowLayout, SlotShape, SumOrder};
 use sidelane::topology::Route;
 use sidelane_model::time::{Case, Executor, Hardware, Placed, Timing, slots};
 
@@ -109,7 +109,8 @@ pub struct SimulateArgs {
     #[arg(long, value_parser = one_of(PartialDtype::ALL, PartialDtype::name))]
     pub partial_dtype: Option<PartialDtype>,
 
-    /// In how many parts a block goes to its relay; a list compares them [default: 4]
+    /// In how many parts a block goes to its relay; a list compares them [default: 4 to 12, by
+    /// its size]
     #[arg(long, value_name = "N[,N..]", value_delimiter = ',', value_parser = clap::value_parser!(u8).range(1..))]
     pub relay_parts: Vec<u8>,
 
@@ -372,7 +373,10 @@ impl Group<'_> {
                 layout: way.layout,
                 route: way.route,
                 order: way.sum_order,
-                chunks: way.relay_parts.unwrap_or(DEFAULT_CHUNKS),
+                chunks: way.relay_parts.unwrap_or(match hardware.executor {
+                    Executor::Host => Block::CHUNKS,
+                    Executor::Device => Block::chunks_for_engines(u64::from(conditions.tokens) * row_bytes),
+                }),
                 row_bytes: *row_bytes,
                 home_bytes: *home_bytes,
                 partial_bytes: u64::from(conditions.hidden) * partial,
@@ -453,7 +457,7 @@ pub struct Variant {
     pub sum_order: SumOrder,
     /// Of partial sums, where relays sum, or ranks of devices.
     pub partial_dtype: Option<PartialDtype>,
-    /// Number of parts of blocks, where relays copy.
+    /// Number of parts of blocks, where relays copy and that is given.
     pub relay_parts: Option<u8>,
 }
 
@@ -466,7 +470,7 @@ impl Variant {
         if let Some(wire) = self.partial_dtype {
             name += &format!(" in {}", wire.name());
         }
-        if let Some(chunks) = self.relay_parts.filter(|&chunks| chunks != DEFAULT_CHUNKS) {
+        if let Some(chunks) = self.relay_parts {
             name += &format!(", {chunks} parts");
         }
         name
@@ -480,13 +484,15 @@ impl Variant {
             None if nodes == 1 => vec![Route::default()],
             None => Route::ALL.to_vec(),
         };
-        let parts = if args.relay_parts.is_empty() { &[DEFAULT_CHUNKS][..] } else { &args.relay_parts };
         let mut ways = Vec::new();
         for (layout, route) in
             layouts.iter().flat_map(|layout| routes.iter().map(move |&route| (*layout, route)))
         {
             let relays = route == Route::Pxn && nodes > 1;
-            let chunks = if relays { parts.iter().copied().map(Some).collect() } else { vec![None] };
+            let chunks = match relays && !args.relay_parts.is_empty() {
+                true => args.relay_parts.iter().copied().map(Some).collect(),
+                false => vec![None],
+            };
             let orders = match args.sum_order {
                 Some(order) => vec![order],
                 None if relays => SumOrder::ALL.to_vec(),
@@ -510,6 +516,3 @@ impl Variant {
         ways
     }
 }
-
-/// As everywhere in the library.
-const DEFAULT_CHUNKS: u8 = 4;
