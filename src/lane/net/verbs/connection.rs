@@ -37,7 +37,7 @@ use super::registration::{NicMemory, RemoteRegions, Source};
 use super::sender::{self, Kind, PieceSource, RECEIVE, Sender, Staged};
 use super::{Completion, CompletionQueue, Remote, SignalMode};
 use crate::bootstrap::wait::nap;
-use crate::bootstrap::{FatalLock, Health};
+use crate::bootstrap::{FatalGuard, FatalLock, Health};
 use crate::error::{Cause, CompletionStatus, LaneError, LostReason, VerbsError};
 use crate::lane::net::regions::Record;
 use crate::lane::net::{
@@ -185,7 +185,7 @@ impl Connection {
                 Err(SendBlocked { awaited, seen, why })
             }
             Err(Halt::Broken(error)) => {
-                self.fail(&mut state, error, limits.health);
+                let state = self.fail(state, error, limits.health);
                 state.end.clone().map_or(Ok(()), |end| end.stuck(&state.sender))
             }
             Err(Halt::Left) => {
@@ -208,35 +208,51 @@ impl Connection {
     }
 
     /// Something went wrong. If the peer has left in peace, nothing did; otherwise the world ends.
-    fn fail(&self, state: &mut State, error: VerbsError, health: &Health) {
+    fn fail<'a>(
+        &'a self,
+        mut state: FatalGuard<'a, State>,
+        error: VerbsError,
+        health: &Health,
+    ) -> FatalGuard<'a, State> {
+        let of_peer = match &error {
+            VerbsError::Completion { status: CompletionStatus::Flushed, .. } => {
+                // A system call, which may take long: others need not wait for it. What they see of
+                // this connection meanwhile has the same cause.
+                drop(state);
+                let answers = self.nic_answers();
+                state = self.state.lock();
+                answers
+            }
+            VerbsError::Completion { status, .. } => status.is_remote(),
+            _ => false,
+        };
         if state.end.is_some() {
-            return;
+            return state;
         }
         let cause = match &error {
-            VerbsError::Completion { status, .. } if status.is_remote() || self.is_lost(*status) => {
-                Cause::Connection { rank: self.peer, by: self.me }
-            }
+            _ if of_peer => Cause::Connection { rank: self.peer, by: self.me },
             VerbsError::Message { .. } => Cause::Protocol { rank: self.peer },
             _ => Cause::Nic { by: self.me },
         };
         // A NIC fails whichever peer is at the other end.
-        let of_peer = matches!(error, VerbsError::Completion { .. } | VerbsError::Message { .. });
-        if of_peer && health.is_absent(self.peer) {
-            self.end(state, End::Left);
-            return;
+        let excused = matches!(error, VerbsError::Completion { .. } | VerbsError::Message { .. });
+        if excused && health.is_absent(self.peer) {
+            self.end(&mut state, End::Left);
+            return state;
         }
         tracing::error!(rank = self.me, peer = self.peer, %error, "a connection failed");
         // If the world was dead already, that is why.
         let cause = health.check().err().unwrap_or(cause);
-        self.end(state, End::Failed(error, cause.clone()));
+        self.end(&mut state, End::Failed(error, cause.clone()));
         health.fail(cause);
+        state
     }
 
-    /// Whether the queue pair is lost, by the peer's doing or on the way: requests are flushed
-    /// although none failed before them, and the NIC still answers.
-    fn is_lost(&self, status: CompletionStatus) -> bool {
+    /// Whether the NIC still answers. Then a queue pair whose requests are flushed, although none
+    /// failed before them, is lost by the peer's doing or on the way.
+    fn nic_answers(&self) -> bool {
         let nic = &self.memory.nic;
-        status == CompletionStatus::Flushed && nic.context.port(nic.path.port).is_ok()
+        nic.context.port(nic.path.port).is_ok()
     }
 
     /// Takes completions and posts what can be posted. Returns whether there was anything.
@@ -513,7 +529,7 @@ impl NetConnection for Connection {
         match self.step(&mut state) {
             Ok(any) => any,
             Err(error) => {
-                self.fail(&mut state, error, health);
+                drop(self.fail(state, error, health));
                 true
             }
         }
@@ -525,7 +541,7 @@ impl NetConnection for Connection {
             SignalMode::Write | SignalMode::FetchAdd => Ok(()),
         };
         if let Err(error) = armed {
-            self.fail(&mut self.state.lock(), error, health);
+            drop(self.fail(self.state.lock(), error, health));
             return false;
         }
         self.progress(health)
