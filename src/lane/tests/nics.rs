@@ -300,6 +300,8 @@ fn requests_of_a_lost_queue_pair_blame_its_peer_before_the_event_is_read() {
         (0..).find_map(|_| window.barrier().err()).unwrap()
     });
     assert!(matches!(&errors[1], Error::World(Cause::Connection { rank: 2, by: 0 })), "{errors:?}");
+    // The NIC was asked, and nothing waited for its answer.
+    assert_eq!(fabric.statistics("nic0").locked_queries, 0);
 }
 
 #[test]

@@ -45,11 +45,13 @@ mod memory;
 mod nic;
 mod order;
 mod partition;
+mod published;
 mod queue_pair;
 mod receiver;
 mod registration;
 mod sender;
 mod settings;
+mod sources;
 #[cfg(test)]
 mod tests;
 mod transport;

@@ -324,6 +324,8 @@ pub struct Statistics {
     pub bytes: u64,
     /// Requests that met no receive.
     pub not_ready: u64,
+    /// Queries of a port, which may take long, while the caller held the lock of a connection.
+    pub locked_queries: u64,
 }
 
 pub struct FakeNic {

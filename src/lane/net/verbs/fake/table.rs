@@ -14,6 +14,7 @@ use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 
 use super::{Device, Fabric, Job, Opened, Pair, Queue, Region, State};
+use crate::bootstrap::locks;
 use crate::lane::net::verbs::ffi::*;
 use crate::lane::net::verbs::library::Functions;
 
@@ -205,7 +206,8 @@ unsafe extern "C" fn query_device(context: *mut ibv_context, attr: *mut ibv_devi
 unsafe extern "C" fn query_port(context: *mut ibv_context, port: u8, attr: *mut ibv_port_attr) -> c_int {
     // SAFETY: the caller's structure.
     let attr = unsafe { &mut *attr };
-    let nic = &state(context).nics[open(context).nic];
+    let nic = &mut state(context).nics[open(context).nic];
+    nic.statistics.locked_queries += locks::held();
     if !(1..=nic.wired).contains(&port) {
         return Errno::INVAL.raw_os_error();
     }
