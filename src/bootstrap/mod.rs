@@ -53,7 +53,9 @@ pub(crate) use health::interrupted;
 pub use health::{Timeouts, interruptible};
 pub use identity::Identity;
 pub use secret::Secret;
-pub(crate) use threads::{FatalGuard, FatalLock, Thread, caught, spawn_scoped, turn};
+#[cfg(test)]
+pub(crate) use threads::locks;
+pub(crate) use threads::{FatalGuard, FatalLock, Thread, caught, count_lock, spawn_scoped, turn};
 
 use crate::error::BootstrapError;
 

@@ -99,6 +99,33 @@ fn message(panic: &(dyn Any + Send)) -> &str {
     text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or_default()
 }
 
+/// Notes that this thread takes a lock that is on the way of a put. Only tests count them.
+pub fn count_lock() {
+    #[cfg(test)]
+    locks::TAKEN.set(locks::taken() + 1);
+}
+
+/// Locks on the way of puts, of this thread.
+#[cfg(test)]
+pub mod locks {
+    use std::cell::Cell;
+
+    thread_local! {
+        pub static TAKEN: Cell<u64> = const { Cell::new(0) };
+        pub static HELD: Cell<u64> = const { Cell::new(0) };
+    }
+
+    /// Locks taken so far.
+    pub fn taken() -> u64 {
+        TAKEN.get()
+    }
+
+    /// Of these, locks of connections that are held now.
+    pub fn held() -> u64 {
+        HELD.get()
+    }
+}
+
 /// A lock around state that a panic may leave half changed: the panic of its holder ends the world.
 pub struct FatalLock<T> {
     state: Mutex<T>,
@@ -124,6 +151,9 @@ impl<T> FatalLock<T> {
     }
 
     fn guard<'a>(&'a self, state: MutexGuard<'a, T>) -> FatalGuard<'a, T> {
+        count_lock();
+        #[cfg(test)]
+        locks::HELD.set(locks::held() + 1);
         FatalGuard { lock: self, state, unwinds: std::thread::panicking() }
     }
 }
@@ -158,6 +188,8 @@ impl<T> DerefMut for FatalGuard<'_, T> {
 
 impl<T> Drop for FatalGuard<'_, T> {
     fn drop(&mut self) {
+        #[cfg(test)]
+        locks::HELD.set(locks::held() - 1);
         if std::thread::panicking() && !self.unwinds {
             let thread = std::thread::current().name().unwrap_or("without a name").to_owned();
             let message = "it held the lock of a connection".to_owned();

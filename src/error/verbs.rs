@@ -44,6 +44,20 @@ pub enum VerbsError {
         "no RDMA NIC on this machine (if there is one: load its driver and ib_uverbs; in a container pass --device=/dev/infiniband)"
     )]
     NoNic,
+    /// None of several NICs and ports is usable.
+    #[error("none of several NICs and ports is usable: {}", list(refused))]
+    NoUsableNic {
+        /// Why each is not, by NIC and port.
+        refused: Vec<VerbsError>,
+    },
+    /// A NIC is of a network that the lane does not know.
+    #[error("NIC {nic} speaks {network}: the lane needs InfiniBand or RoCE")]
+    OtherNetwork {
+        /// The NIC.
+        nic: String,
+        /// Its network.
+        network: &'static str,
+    },
     /// A named NIC does not exist.
     #[error("no NIC {nic} (SIDELANE_VERBS_NICS): this machine has {present:?}")]
     NoSuchNic {
@@ -120,29 +134,29 @@ pub enum VerbsError {
         /// Its place in the table.
         index: u16,
     },
-    /// A port is a full member of no partition.
-    #[error(
-        "NIC {nic}, port {port} is a full member of no partition, and limited members do not hear each other: let the subnet manager make it one"
-    )]
-    NoFullMember {
+    /// A port is a member of no partition.
+    #[error("NIC {nic}, port {port} is a member of no partition: let the subnet manager make it one")]
+    NoPartition {
         /// The NIC.
         nic: String,
         /// The port.
         port: u8,
     },
-    /// Two ranks are in different partitions, or both are limited members.
+    /// Two ranks share no partition, or both are limited members of all that they share.
     #[error(
-        "NIC {nic} has partition key {mine:#06x}, the NIC of rank {peer} {theirs:#06x}: packets do not pass (choose an entry of the same partition with SIDELANE_VERBS_PKEY_INDEX, one of them with the first bit set)"
+        "NIC {nic} has partition keys {}, the NIC of rank {peer} has {}: packets do not pass (two ports need keys of one partition, at least one of them with the first bit set; SIDELANE_VERBS_PKEY_INDEX leaves one)",
+        keys(mine),
+        keys(theirs)
     )]
     PartitionsDiffer {
         /// This rank's NIC.
         nic: String,
         /// The peer (in the world).
         peer: u32,
-        /// Our key.
-        mine: u16,
-        /// The peer's key.
-        theirs: u16,
+        /// Our keys.
+        mine: Vec<u16>,
+        /// The peer's keys.
+        theirs: Vec<u16>,
     },
     /// Packets were asked for that are larger than the port sends now.
     #[error(
@@ -361,6 +375,14 @@ pub enum VerbsError {
 
 fn text(errno: i32) -> io::Error {
     io::Error::from_raw_os_error(errno)
+}
+
+fn list(errors: &[VerbsError]) -> String {
+    errors.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
+}
+
+fn keys(pkeys: &[u16]) -> String {
+    pkeys.iter().map(|key| format!("{key:#06x}")).collect::<Vec<_>>().join(", ")
 }
 
 fn open_advice(errno: i32) -> &'static str {

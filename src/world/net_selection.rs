@@ -69,6 +69,9 @@ const REQUESTED: &str = "requested";
 const ONE_MACHINE: &str = "all nodes on one machine";
 const ALL_HAVE_NICS: &str = "the nodes are on several machines, and all ranks have NICs";
 
+/// First byte of the answer of a rank that has opened a lane; a [`Failure`] begins with 0 or 1.
+const OPENED: u8 = 2;
+
 /// Number of the heap among regions: the first.
 const HEAP: u32 = 0;
 
@@ -116,10 +119,9 @@ impl NetState {
                 // A setting of the user is never ignored silently.
                 Err(lacking) if lacking.mistake => return Err(lacking.into()),
                 Err(lacking) => {
-                    let (rank, reason) = (lacking.rank, &lacking.reason);
-                    let why = format!(
-                        "the nodes are on several machines, and rank {rank} has no usable NIC: {reason}"
-                    );
+                    let Lacking { rank, what, reason, .. } = lacking;
+                    let why =
+                        format!("the nodes are on several machines, and rank {rank} has {what}: {reason}");
                     (place.open(&TCP_NET, &thread)??, why)
                 }
             },
@@ -227,6 +229,9 @@ impl NetSelection<'_> {
 
     /// The lane that this rank has opened, and registered its heap with, if all ranks could. A rank
     /// that could not reports it, and no rank waits for it.
+    ///
+    /// A lane that was not asked for must also join every rank to those of all other nodes, because
+    /// the routes of groups are not known yet. One that was asked for fails where it is needed.
     fn open(
         &self,
         net: &Net,
@@ -238,37 +243,48 @@ impl NetSelection<'_> {
         });
         let lane = net.lane;
         let (hub, deadline) = (self.hub, self.options.timeouts.rendezvous);
-        let (key, said) = (format!("world/net/{lane}"), Failure::answer(&opened, is_mistake));
-        let answers = hub.gather(&key, hub.rank(), hub.size(), &said, deadline)?;
-        Ok(match Failure::named(&answers) {
-            None => Ok(opened?),
-            Some(Failure { at, grave: mistake, reason }) => {
-                Err(Lacking { rank: at as u32, reason, lane, mistake, own: opened.err() })
+        let said = match &opened {
+            Ok(transport) => [&[OPENED][..], &transport.announcement()].concat(),
+            Err(_) => Failure::answer(&opened, is_mistake),
+        };
+        let answers = hub.gather(&format!("world/net/{lane}"), hub.rank(), hub.size(), &said, deadline)?;
+        if let Some(Failure { at, grave: mistake, reason }) = Failure::named(&answers) {
+            let (rank, what, own) = (at as u32, "no usable NIC", opened.err());
+            return Ok(Err(Lacking { rank, what, reason, lane, mistake, own }));
+        }
+        let transport = opened?;
+        let announced: Vec<&[u8]> =
+            answers.iter().map(|answer| answer.get(1..).unwrap_or_default()).collect();
+        match transport.compare(&announced) {
+            Err((rank, error)) if self.options.net == NetChoice::Auto => {
+                let (what, reason) = ("a NIC that does not reach all others", error.to_string());
+                Ok(Err(Lacking { rank, what, reason, lane, mistake: false, own: None }))
             }
-        })
+            _ => Ok(Ok(transport)),
+        }
     }
 }
 
 /// Whether a rank requested something that is not available, rather than that nothing is available.
 fn is_mistake(error: &Error) -> bool {
     use VerbsError as V;
-    let of_cards = |error: &LaneError| match error {
-        LaneError::Verbs(error) => matches!(
-            error,
+    fn of_nics(error: &VerbsError) -> bool {
+        match error {
+            V::NoUsableNic { refused } => refused.iter().any(of_nics),
             V::NoSuchNic { .. }
-                | V::NoSuchPort { .. }
-                | V::NoSuchGid { .. }
-                | V::NoGidInSubnets { .. }
-                | V::NoSuchPkey { .. }
-                | V::MtuTooLarge { .. }
-                | V::NoAtomics { .. }
-                | V::TooOld { .. }
-        ),
-        _ => false,
-    };
+            | V::NoSuchPort { .. }
+            | V::NoSuchGid { .. }
+            | V::NoGidInSubnets { .. }
+            | V::NoSuchPkey { .. }
+            | V::MtuTooLarge { .. }
+            | V::NoAtomics { .. }
+            | V::TooOld { .. } => true,
+            _ => false,
+        }
+    }
     match error {
         Error::Bootstrap(BootstrapError::BadVariable { .. }) => true,
-        Error::Lane(error) => of_cards(error),
+        Error::Lane(LaneError::Verbs(error)) => of_nics(error),
         _ => false,
     }
 }
@@ -277,6 +293,8 @@ fn is_mistake(error: &Error) -> bool {
 struct Lacking {
     /// The first that cannot.
     rank: u32,
+    /// Its lack, in words.
+    what: &'static str,
     reason: String,
     /// Whether a rank requested something that is not available.
     mistake: bool,
@@ -436,7 +454,7 @@ impl Failure {
     /// The failure that all ranks name, if there is any: the first grave one, or the first.
     pub fn named(answers: &[Vec<u8>]) -> Option<Self> {
         let failures = answers.iter().enumerate().filter_map(|(at, answer)| {
-            let (&grave, reason) = answer.split_first()?;
+            let (&grave, reason) = answer.split_first().filter(|&(&kind, _)| kind != OPENED)?;
             Some(Failure { at, grave: grave == 1, reason: String::from_utf8_lossy(reason).into_owned() })
         });
         failures.min_by_key(|failure| !failure.grave)
@@ -537,10 +555,8 @@ mod tests {
         (errors, segments.into_inner().unwrap())
     }
 
-    /// The lane that two ranks on two machines choose. Rank 1 may lock so many bytes for its NIC.
-    fn chosen(lockable: u64) -> Vec<NetReport> {
-        let fabric = Fabric::new(&["nic0", "nic1"]);
-        fabric.change("nic1", |nic| nic.lockable = lockable);
+    /// The lane that two ranks on two machines choose, with a NIC each.
+    fn chosen(fabric: &Fabric) -> Vec<NetReport> {
         let machines: Vec<Location> = (0..2)
             .map(|rank| {
                 let mut label = Location::in_node("").unwrap().to_bytes();
@@ -577,14 +593,44 @@ mod tests {
 
     #[test]
     fn heap_that_a_nic_cannot_register_leaves_tcp_to_all_ranks_with_the_reason() {
-        let lanes = |reports: &[NetReport]| reports.iter().map(|report| report.lane).collect::<Vec<_>>();
-        assert_eq!(lanes(&chosen(u64::MAX)), ["verbs", "verbs"]);
-        let reports = chosen(2 << 20);
-        assert_eq!(lanes(&reports), ["tcp", "tcp"]);
-        for report in reports {
+        let fabric = Fabric::new(&["nic0", "nic1"]);
+        assert_eq!(chosen(&fabric).iter().map(|report| report.lane).collect::<Vec<_>>(), ["verbs", "verbs"]);
+        fabric.change("nic1", |nic| nic.lockable = 2 << 20);
+        for report in chosen(&fabric) {
             let why = "rank 1 has no usable NIC: NIC nic1 cannot register 3145728 bytes";
             assert!(report.reason.contains(why) && report.reason.contains("memlock"), "{report:?}");
+            assert_eq!(report.lane, "tcp");
         }
+    }
+
+    #[test]
+    fn nics_that_do_not_reach_each_other_leave_tcp_to_all_ranks_with_the_reason() {
+        let apart = Fabric::new(&["nic0", "nic1"]);
+        apart.partition("nic1", 0, 0x8012);
+        let mixed = Fabric::new(&["nic0", "nic1"]);
+        mixed.infiniband("nic1", 3, "fe80::3");
+        let keys = "NIC nic0 has partition keys 0xffff, the NIC of rank 1 has 0x8012";
+        let links = "NIC nic0 cannot talk to the NIC of rank 1: one is InfiniBand, the other Ethernet";
+        for (fabric, why) in [(apart, keys), (mixed, links)] {
+            for report in chosen(&fabric) {
+                let why = format!("rank 0 has a NIC that does not reach all others: {why}");
+                assert!(report.lane == "tcp" && report.reason.contains(&why), "{report:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_setting_that_one_nic_of_several_cannot_follow_is_a_mistake_wherever_it_is_listed() {
+        let down = VerbsError::PortDown { nic: "a".into(), port: 1, state: "down" };
+        let asked = VerbsError::NoGidInSubnets { nic: "b".into(), port: 1 };
+        let refused = |refused: &[&VerbsError]| {
+            let refused = refused.iter().map(|&error| error.clone()).collect();
+            is_mistake(&LaneError::from(VerbsError::NoUsableNic { refused }).into())
+        };
+        assert_eq!(
+            [refused(&[&down, &asked]), refused(&[&asked, &down]), refused(&[&down])],
+            [true, true, false]
+        );
     }
 
     #[test]

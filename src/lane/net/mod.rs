@@ -155,6 +155,19 @@ pub trait NetTransport: fmt::Debug + Send + Sync {
     /// The end of that.
     fn deregister(&self, _number: u32) {}
 
+    /// What this rank says to all before the lane is agreed on, for [`NetTransport::compare`].
+    fn announcement(&self) -> Vec<u8> {
+        Vec::new()
+    }
+
+    /// Whether the lane joins all ranks on different nodes, by the announcements of all.
+    ///
+    /// # Errors
+    /// The first rank that it does not join to another, and why: the same on all ranks.
+    fn compare(&self, _announced: &[&[u8]]) -> Result<(), (u32, Error)> {
+        Ok(())
+    }
+
     /// Descriptions of the hardware that connections use, for reports: a line per NIC.
     fn describe(&self) -> Vec<String> {
         Vec::new()

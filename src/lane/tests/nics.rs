@@ -241,7 +241,8 @@ fn a_port_that_is_down_for_a_moment_changes_no_bit() {
 fn a_port_that_stays_down_is_blamed_on_its_rank_by_all() {
     let fabric = Fabric::new(&["nic0", "nic1"]);
     let options = options(&fabric, SignalMode::Write);
-    let settings = Settings { grace: Duration::ZERO, signal: Some(SignalMode::Write), ..Settings::default() };
+    let settings =
+        Settings { grace: Some(Duration::ZERO), signal: Some(SignalMode::Write), ..Settings::default() };
     let options = Options { stand_in: Some(fabric.ground(settings)), ..options };
     let errors = on_ranks(&[0, 1], &options, |world| {
         let mut window = world.all().unwrap().window(64).unwrap();
@@ -299,6 +300,8 @@ fn requests_of_a_lost_queue_pair_blame_its_peer_before_the_event_is_read() {
         (0..).find_map(|_| window.barrier().err()).unwrap()
     });
     assert!(matches!(&errors[1], Error::World(Cause::Connection { rank: 2, by: 0 })), "{errors:?}");
+    // The NIC was asked, and nothing waited for its answer.
+    assert_eq!(fabric.statistics("nic0").locked_queries, 0);
 }
 
 #[test]

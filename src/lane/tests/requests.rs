@@ -11,6 +11,7 @@ use half::bf16;
 use proptest::prelude::*;
 
 use super::nics::{SHORT, on_ranks, options};
+use crate::bootstrap::locks;
 use crate::config::Config;
 use crate::gate::{Pattern, synthetic};
 use crate::lane::net::{Fabric, NetConnection, RemoteAddress, Settings, SignalMode};
@@ -139,6 +140,31 @@ fn counted(
         (counted, landed)
     });
     (seen[0].0, std::mem::take(&mut seen[1].1))
+}
+
+#[test]
+fn a_put_takes_the_lock_of_its_connection_alone_unless_a_registration_has_come() {
+    let settings = Settings { signal: Some(SignalMode::Write), ..Settings::default() };
+    let _ = counted(&fabric(8, false), settings, |end| {
+        let taken = |act: &dyn Fn()| {
+            let before = locks::taken();
+            act();
+            locks::taken() - before
+        };
+        let calls: [&dyn Fn(); 7] = [
+            &|| end.put(0, WINDOW / 4, true),
+            &|| end.put(0, WINDOW / 4, false),
+            &|| end.rows(0, &scattered(50), true),
+            &|| end.rows(0, &scattered(50), false),
+            &|| end.zero(0, 100_000),
+            &|| end.word(4096, 3),
+            &|| end.signal(2, None),
+        ];
+        assert_eq!(calls.map(taken), [1; 7]);
+        // A region of the peer, of no bytes.
+        end.connection.import_region(7, &[0, 1]).unwrap();
+        assert_eq!([taken(calls[0]), taken(calls[0])], [2, 1]);
+    });
 }
 
 /// Counts that do not depend on time, even if something waits for credit.

@@ -124,7 +124,7 @@ fn constants(rows: &mut Vec<Row>) {
     constants!(rows, in ibv_mtu { IBV_MTU_256, IBV_MTU_512, IBV_MTU_1024, IBV_MTU_2048, IBV_MTU_4096 });
     constants!(rows, in ibv_event_type {
         IBV_EVENT_CQ_ERR, IBV_EVENT_QP_FATAL, IBV_EVENT_QP_REQ_ERR, IBV_EVENT_QP_ACCESS_ERR, IBV_EVENT_DEVICE_FATAL,
-        IBV_EVENT_PORT_ACTIVE, IBV_EVENT_PORT_ERR,
+        IBV_EVENT_PORT_ACTIVE, IBV_EVENT_PORT_ERR, IBV_EVENT_GID_CHANGE,
     });
     constants!(rows, flags ibv_access_flags {
         IBV_ACCESS_LOCAL_WRITE, IBV_ACCESS_REMOTE_WRITE, IBV_ACCESS_REMOTE_ATOMIC, IBV_ACCESS_RELAXED_ORDERING,

@@ -1,4 +1,4 @@
-//! Addresses and partitions of a port: what its tables hold, and which entries a connection uses.
+//! Addresses of a port: its table, and the entry that connections use.
 //!
 //! ```text
 //!   ports/<p>/gids, gid_attrs/{types,ndevs}    Gid: address, kind, network device
@@ -7,7 +7,6 @@
 //!     in the first of the wanted subnets        if the settings name some
 //!     best known to routers                     IPv4, IPv6, link-local; on InfiniBand with an FLID
 //!     of no VLAN, then by index
-//!   ports/<p>/pkeys                             Pkey: the first that is a full member
 //! ```
 //!
 //! A RoCE port has each GID twice: for RoCE v1, which no router passes, and for RoCE v2, which
@@ -17,9 +16,6 @@
 //! under device names that may be equal. So an address counts as ours if a device of this name has
 //! it here. A link-local one is made of the port's own number and need not be assigned: its device
 //! must be here.
-//!
-//! **Partitions.** Two limited members of a partition do not hear each other: their packets are
-//! dropped, and retries end after a while. So a full member is taken, and both ends compare.
 //!
 //! **FLID.** Routers between InfiniBand subnets know a switch by an FLID, which its ports carry in
 //! their GIDs, as NCCL and UCX read it:
@@ -153,57 +149,13 @@ impl FromStr for Subnet {
     }
 }
 
-/// An entry of a port's table of partition keys.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Pkey {
-    /// Its place in the table.
-    pub index: u16,
-    /// The key: 15 bits of the partition, below that of full members.
-    pub key: u16,
-}
-
-/// The bit that full members of a partition have.
-const FULL_MEMBER: u16 = 1 << 15;
-
-impl Pkey {
-    /// The key of every RoCE port.
-    const DEFAULT: Pkey = Pkey { index: 0, key: u16::MAX };
-
-    /// The one that a connection uses: that of index `wanted`, or else the first of a full member.
-    ///
-    /// # Errors
-    /// [`VerbsError::NoSuchPkey`], [`VerbsError::NoFullMember`].
-    pub fn choose(
-        pkeys: &[Pkey],
-        link: LinkLayer,
-        wanted: Option<u16>,
-        (nic, port): (&str, u8),
-    ) -> Result<Pkey, VerbsError> {
-        let nic = nic.to_owned();
-        // RoCE knows no other partition, and its drivers need not list that one.
-        let default = [Pkey::DEFAULT];
-        let pkeys = if pkeys.is_empty() && link == LinkLayer::Ethernet { &default } else { pkeys };
-        if let Some(index) = wanted {
-            let found = pkeys.iter().find(|pkey| pkey.index == index).copied();
-            return found.ok_or(VerbsError::NoSuchPkey { nic, port, index });
-        }
-        let full = pkeys.iter().find(|pkey| pkey.key & FULL_MEMBER != 0).copied();
-        full.ok_or(VerbsError::NoFullMember { nic, port })
-    }
-}
-
-/// Whether packets from a port with one key are taken by a port with the other.
-pub fn share_partition(one: u16, other: u16) -> bool {
-    (one ^ other) & !FULL_MEMBER == 0 && (one | other) & FULL_MEMBER != 0
-}
-
 impl Sysfs {
     /// The addresses of a port, in the order of its table; empty entries are left out.
     pub fn gids(&self, nic: &str, port: u8) -> Vec<Gid> {
         let dir = self.port(nic, port);
         let gid = |index: u8| {
             let entry = |table: &str| read(&dir.join(table).join(index.to_string()));
-            let gid: Ipv6Addr = entry("gids")?.parse().ok()?;
+            let gid = self.gid(nic, port, index)?;
             let kind = match entry("gid_attrs/types")?.as_str() {
                 "IB/RoCE v1" => GidType::IbOrRoceV1,
                 "RoCE v2" => GidType::RoceV2,
@@ -212,21 +164,15 @@ impl Sysfs {
             let device = entry("gid_attrs/ndevs").filter(|name| !name.is_empty());
             let vlan = device.as_deref().is_some_and(|device| self.is_vlan(device));
             let own = kind == GidType::IbOrRoceV1 || self.is_own(gid, device.as_deref());
-            (!gid.is_unspecified()).then_some(Gid { index, gid, kind, device, vlan, own })
+            Some(Gid { index, gid, kind, device, vlan, own })
         };
         numbered(&dir.join("gids"), "").into_iter().filter_map(gid).collect()
     }
 
-    /// The partition keys of a port, in the order of its table; empty entries are left out.
-    pub fn pkeys(&self, nic: &str, port: u8) -> Vec<Pkey> {
-        let dir = self.port(nic, port).join("pkeys");
-        let pkey = |index: u16| {
-            let text = read(&dir.join(index.to_string()))?;
-            let key = u16::from_str_radix(text.strip_prefix("0x")?, 16).ok()?;
-            // Without its first bit, a key of 0 names no partition.
-            (key & !FULL_MEMBER != 0).then_some(Pkey { index, key })
-        };
-        numbered(&dir, "").into_iter().filter_map(pkey).collect()
+    /// One address of a port, by its place in the table; none if that is empty.
+    pub fn gid(&self, nic: &str, port: u8, index: u8) -> Option<Ipv6Addr> {
+        let gid = read(&self.port(nic, port).join("gids").join(index.to_string()))?;
+        gid.parse().ok().filter(|gid: &Ipv6Addr| !gid.is_unspecified())
     }
 
     /// Whether this network namespace has an address, as far as is known.
@@ -411,38 +357,5 @@ mod tests {
         assert!(same("fec0:0:a001:7::1", "fec0:0:0:7::2"));
         assert!(!same("fec0:0:a001:7::1", "fec0:0:a001:8::1"));
         assert!(same("fe80::1", "fe80::2") && !same("fe80::1", "fe80:0:0:1::1"));
-    }
-
-    #[test]
-    fn the_first_full_member_is_taken_and_none_is_an_error() {
-        let tree = Tree::new();
-        for (index, key) in [(0, 0x7fff), (1, 0), (2, 0x8000), (3, 0x8012), (4, 0xffff)] {
-            tree.pkey("mlx5_0", index, key);
-        }
-        let pkeys = tree.sysfs().pkeys("mlx5_0", 1);
-        assert_eq!(pkeys.iter().map(|pkey| pkey.index).collect::<Vec<_>>(), [0, 3, 4]);
-        let chosen = |pkeys: &[Pkey], link, wanted| Pkey::choose(pkeys, link, wanted, ("nic", 1));
-        let ib = LinkLayer::InfiniBand;
-        assert_eq!(chosen(&pkeys, ib, None), Ok(Pkey { index: 3, key: 0x8012 }));
-        assert_eq!(chosen(&pkeys, ib, Some(0)), Ok(Pkey { index: 0, key: 0x7fff }));
-        let missing = VerbsError::NoSuchPkey { nic: "nic".into(), port: 1, index: 1 };
-        assert_eq!(chosen(&pkeys, ib, Some(1)), Err(missing));
-        let limited = VerbsError::NoFullMember { nic: "nic".into(), port: 1 };
-        assert_eq!(chosen(&pkeys[..1], ib, None), Err(limited.clone()));
-        assert_eq!(chosen(&[], ib, None), Err(limited));
-        assert_eq!(chosen(&[], LinkLayer::Ethernet, None), Ok(Pkey { index: 0, key: 0xffff }));
-    }
-
-    #[test]
-    fn members_of_a_partition_hear_each_other_unless_both_are_limited() {
-        for (one, other, heard) in [
-            (0xffff, 0xffff, true),
-            (0xffff, 0x7fff, true),
-            (0x7fff, 0xffff, true),
-            (0x7fff, 0x7fff, false),
-            (0x8012, 0x8013, false),
-        ] {
-            assert_eq!(share_partition(one, other), heard, "{one:#x}, {other:#x}");
-        }
     }
 }

@@ -22,22 +22,25 @@
 //! A *word* in memory of a device is always a write: no processor could raise it, and not every NIC
 //! adds there. Unless signals are writes, it is fenced.
 //!
-//! Each call takes the lock, updates the forecast, and queues requests. Bytes that the NIC can read
+//! Each call takes the lock, and no other while registrations stay as they are ([`Published`]). It
+//! updates the forecast, and queues requests. Bytes that the NIC can read
 //! go in place, all others are staged. A put is cut where the gathered write is full, or where the
 //! peer's memory ends, and each part travels with that write or begins the next.
 
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::{Arc, OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use super::completion::Failed;
 use super::forecast::Forecast;
+use super::published::{Published, Reader};
 use super::receiver::{Receiver, SignalSender};
-use super::registration::{NicMemory, RemoteRegions, Source};
+use super::registration::{NicMemory, RemoteRegions};
 use super::sender::{self, Kind, PieceSource, RECEIVE, Sender, Staged};
+use super::sources::{Source, Sources};
 use super::{Completion, CompletionQueue, Remote, SignalMode};
 use crate::bootstrap::wait::nap;
-use crate::bootstrap::{FatalLock, Health};
+use crate::bootstrap::{FatalGuard, FatalLock, Health};
 use crate::error::{Cause, CompletionStatus, LaneError, LostReason, VerbsError};
 use crate::lane::net::regions::Record;
 use crate::lane::net::{
@@ -63,7 +66,7 @@ pub struct Connection {
     chunk: u64,
     memory: Arc<NicMemory>,
     completions: Arc<CompletionQueue>,
-    theirs: RwLock<RemoteRegions>,
+    theirs: Published<RemoteRegions>,
     state: FatalLock<State>,
     /// Number of its queue pair.
     queue_pair: u32,
@@ -91,6 +94,9 @@ struct State {
     sender: Sender,
     receiver: Receiver,
     sent: SignalSender,
+    /// Registered memory of this rank, and of the peer.
+    sources: Reader<Sources>,
+    theirs: Reader<RemoteRegions>,
     /// Prediction of requests, if one was requested.
     forecast: Option<Forecast>,
     /// Why nothing more is sent.
@@ -123,10 +129,11 @@ impl Connection {
     pub fn new(parts: Parts) -> Self {
         let Parts { me, peer, signal, chunk, memory, completions, theirs, health, .. } = parts;
         let (sender, receiver, forecast) = (parts.sender, parts.receiver, parts.forecast);
-        let state = State { sender, receiver, sent: SignalSender::default(), forecast, end: None };
+        let theirs = Published::new(theirs);
+        let (sent, sources, known) = (SignalSender::default(), memory.sources.reader(), theirs.reader());
+        let state = State { sender, receiver, sent, sources, theirs: known, forecast, end: None };
         let queue_pair = state.sender.qp.endpoint().queue_pair;
         let (state, reported) = (FatalLock::new(state, me, &health), OnceLock::new());
-        let theirs = RwLock::new(theirs);
         Connection {
             me,
             peer,
@@ -160,9 +167,8 @@ impl Connection {
     }
 
     /// Target address of bytes, as the NIC knows it, and how many of them lie together there.
-    fn remote(&self, to: RemoteAddress) -> Result<(Remote, u64), VerbsError> {
-        let found = self.theirs.read().unwrap_or_else(PoisonError::into_inner).find(to);
-        found.ok_or(VerbsError::NoKey { peer: self.peer, region: to.region, offset: to.offset })
+    fn remote(&self, theirs: &RemoteRegions, to: RemoteAddress) -> Result<(Remote, u64), VerbsError> {
+        theirs.find(to).ok_or(VerbsError::NoKey { peer: self.peer, region: to.region, offset: to.offset })
     }
 
     /// Runs `act` on a working connection; one whose peer has left accepts every call as a no-op.
@@ -172,6 +178,8 @@ impl Connection {
         act: impl FnOnce(&mut State) -> Result<(), Halt>,
     ) -> Result<(), SendBlocked> {
         let mut state = self.state.lock();
+        state.sources.refresh(&self.memory.sources);
+        state.theirs.refresh(&self.theirs);
         if let Some(end) = &state.end {
             return end.clone().stuck(&state.sender);
         }
@@ -185,7 +193,7 @@ impl Connection {
                 Err(SendBlocked { awaited, seen, why })
             }
             Err(Halt::Broken(error)) => {
-                self.fail(&mut state, error, limits.health);
+                let state = self.fail(state, error, limits.health);
                 state.end.clone().map_or(Ok(()), |end| end.stuck(&state.sender))
             }
             Err(Halt::Left) => {
@@ -208,35 +216,51 @@ impl Connection {
     }
 
     /// Something went wrong. If the peer has left in peace, nothing did; otherwise the world ends.
-    fn fail(&self, state: &mut State, error: VerbsError, health: &Health) {
+    fn fail<'a>(
+        &'a self,
+        mut state: FatalGuard<'a, State>,
+        error: VerbsError,
+        health: &Health,
+    ) -> FatalGuard<'a, State> {
+        let of_peer = match &error {
+            VerbsError::Completion { status: CompletionStatus::Flushed, .. } => {
+                // A system call, which may take long: others need not wait for it. What they see of
+                // this connection meanwhile has the same cause.
+                drop(state);
+                let answers = self.nic_answers();
+                state = self.state.lock();
+                answers
+            }
+            VerbsError::Completion { status, .. } => status.is_remote(),
+            _ => false,
+        };
         if state.end.is_some() {
-            return;
+            return state;
         }
         let cause = match &error {
-            VerbsError::Completion { status, .. } if status.is_remote() || self.is_lost(*status) => {
-                Cause::Connection { rank: self.peer, by: self.me }
-            }
+            _ if of_peer => Cause::Connection { rank: self.peer, by: self.me },
             VerbsError::Message { .. } => Cause::Protocol { rank: self.peer },
             _ => Cause::Nic { by: self.me },
         };
         // A NIC fails whichever peer is at the other end.
-        let of_peer = matches!(error, VerbsError::Completion { .. } | VerbsError::Message { .. });
-        if of_peer && health.is_absent(self.peer) {
-            self.end(state, End::Left);
-            return;
+        let excused = matches!(error, VerbsError::Completion { .. } | VerbsError::Message { .. });
+        if excused && health.is_absent(self.peer) {
+            self.end(&mut state, End::Left);
+            return state;
         }
         tracing::error!(rank = self.me, peer = self.peer, %error, "a connection failed");
         // If the world was dead already, that is why.
         let cause = health.check().err().unwrap_or(cause);
-        self.end(state, End::Failed(error, cause.clone()));
+        self.end(&mut state, End::Failed(error, cause.clone()));
         health.fail(cause);
+        state
     }
 
-    /// Whether the queue pair is lost, by the peer's doing or on the way: requests are flushed
-    /// although none failed before them, and the NIC still answers.
-    fn is_lost(&self, status: CompletionStatus) -> bool {
+    /// Whether the NIC still answers. Then a queue pair whose requests are flushed, although none
+    /// failed before them, is lost by the peer's doing or on the way.
+    fn nic_answers(&self) -> bool {
         let nic = &self.memory.nic;
-        status == CompletionStatus::Flushed && nic.context.port(nic.path.port).is_ok()
+        nic.context.port(nic.path.port).is_ok()
     }
 
     /// Takes completions and posts what can be posted. Returns whether there was anything.
@@ -377,9 +401,9 @@ impl DeviceConnection for Connection {
                 return Ok(());
             }
             let nowhere = VerbsError::OutOfRegion { offset: from.offset, len, size: 0 };
-            let source = self.memory.device_source(from, len).ok_or(nowhere)?;
+            let source = state.sources.find_device(from, len).ok_or(nowhere)?;
             if let Some(forecast) = &mut state.forecast {
-                forecast.device(self.remote(to)?.0, len);
+                forecast.device(self.remote(&state.theirs, to)?.0, len);
             }
             self.put_in_place(state, to, source, len as usize)
         })
@@ -387,7 +411,7 @@ impl DeviceConnection for Connection {
 
     fn write_word(&self, to: RemoteAddress, value: u64, limits: WaitLimits<'_>) -> Result<(), SendBlocked> {
         self.with(limits, |state| {
-            let (remote, _) = self.remote(to)?;
+            let (remote, _) = self.remote(&state.theirs, to)?;
             if let Some(forecast) = &mut state.forecast {
                 forecast.word();
             }
@@ -417,8 +441,8 @@ impl NetConnection for Connection {
                 return Ok(());
             }
             if let Some(forecast) = &mut state.forecast {
-                let registered = self.memory.source(bytes).is_some();
-                forecast.put(self.remote(to)?.0, bytes.len() as u64, registered);
+                let registered = state.sources.find(bytes).is_some();
+                forecast.put(self.remote(&state.theirs, to)?.0, bytes.len() as u64, registered);
             }
             self.put_bytes(state, to, bytes, limits)
         })
@@ -431,14 +455,19 @@ impl NetConnection for Connection {
         source: RowSource<'_>,
         limits: WaitLimits<'_>,
     ) -> Result<(), SendBlocked> {
-        let registered = self.memory.source(source.bytes);
-        let in_place = registered.filter(|_| source.row_bytes <= self.chunk);
         self.with(limits, |state| {
+            let registered = state.sources.find(source.bytes);
+            let in_place = registered.filter(|_| source.row_bytes <= self.chunk);
             if rows.is_empty() {
                 return Ok(());
             }
             if let Some(forecast) = &mut state.forecast {
-                forecast.rows(self.remote(to)?.0, rows, source.row_bytes, registered.is_some());
+                forecast.rows(
+                    self.remote(&state.theirs, to)?.0,
+                    rows,
+                    source.row_bytes,
+                    registered.is_some(),
+                );
             }
             match in_place {
                 Some(place) => self.gather(state, to, (rows, source), place, limits),
@@ -457,7 +486,7 @@ impl NetConnection for Connection {
                 return Ok(());
             }
             if let Some(forecast) = &mut state.forecast {
-                forecast.zero(self.remote(to)?.0, len);
+                forecast.zero(self.remote(&state.theirs, to)?.0, len);
             }
             self.zeros(state, to, len)
         })
@@ -513,7 +542,7 @@ impl NetConnection for Connection {
         match self.step(&mut state) {
             Ok(any) => any,
             Err(error) => {
-                self.fail(&mut state, error, health);
+                drop(self.fail(state, error, health));
                 true
             }
         }
@@ -525,7 +554,7 @@ impl NetConnection for Connection {
             SignalMode::Write | SignalMode::FetchAdd => Ok(()),
         };
         if let Err(error) = armed {
-            self.fail(&mut self.state.lock(), error, health);
+            drop(self.fail(self.state.lock(), error, health));
             return false;
         }
         self.progress(health)
@@ -540,8 +569,7 @@ impl NetConnection for Connection {
     }
 
     fn import_region(&self, region: u32, description: &[u8]) -> Result<(), LaneError> {
-        let mut theirs = self.theirs.write().unwrap_or_else(PoisonError::into_inner);
-        theirs.import(self.peer, region, description)
+        self.theirs.change(|theirs| theirs.import(self.peer, region, description))
     }
 
     fn stop(&self, cause: &Cause) {
@@ -607,12 +635,12 @@ impl Connection {
         bytes: &[u8],
         limits: WaitLimits<'_>,
     ) -> Result<(), Halt> {
-        if let Some(source) = self.memory.source(bytes).filter(|_| bytes.len() > SMALL) {
+        if let Some(source) = state.sources.find(bytes).filter(|_| bytes.len() > SMALL) {
             return self.put_in_place(state, to, source, bytes.len());
         }
         let mut rest = bytes;
         while !rest.is_empty() {
-            let (remote, together) = self.remote(to)?;
+            let (remote, together) = self.remote(&state.theirs, to)?;
             let room = state.sender.room(remote, 1, true);
             let (head, tail) = rest.split_at(rest.len().min(together.min(room.bytes) as usize));
             let staged = self.stage(state, head.len(), limits)?;
@@ -635,7 +663,7 @@ impl Connection {
     ) -> Result<(), Halt> {
         let mut done = 0;
         while done < len {
-            let (remote, together) = self.remote(to)?;
+            let (remote, together) = self.remote(&state.theirs, to)?;
             let room = state.sender.room(remote, 1, false);
             let part = (len - done).min(together.min(room.bytes) as usize);
             state.sender.write(remote, [source.piece(done, part)], PieceSource::InPlace);
@@ -657,7 +685,7 @@ impl Connection {
         let row_bytes = source.row_bytes as usize;
         let mut rest = rows;
         while let Some((&first, others)) = rest.split_first() {
-            let (remote, together) = self.remote(to)?;
+            let (remote, together) = self.remote(&state.theirs, to)?;
             let room = state.sender.room(remote, source.row_bytes, false);
             let most = rest.len().min(together.min(room.bytes) as usize / row_bytes);
             if most == 0 {
@@ -689,7 +717,7 @@ impl Connection {
         let large = source.row_bytes > state.sender.bounds().room(true).bytes;
         let mut rest = rows;
         while let Some((&first, others)) = rest.split_first() {
-            let (remote, together) = self.remote(to)?;
+            let (remote, together) = self.remote(&state.theirs, to)?;
             if large || together < source.row_bytes {
                 self.put_bytes(state, to, source.row(first), limits)?;
                 (rest, to) = (others, to.behind(source.row_bytes));
@@ -719,7 +747,7 @@ impl Connection {
     fn zeros(&self, state: &mut State, mut to: RemoteAddress, len: u64) -> Result<(), Halt> {
         let mut left = len;
         while left > 0 {
-            let (remote, together) = self.remote(to)?;
+            let (remote, together) = self.remote(&state.theirs, to)?;
             let room = state.sender.room(remote, 1, false);
             let zeros = self.memory.zeros(left.min(together).min(room.bytes), room.pieces);
             let count: u64 = zeros.clone().map(|piece| u64::from(piece.len())).sum();
@@ -739,7 +767,7 @@ impl Connection {
         tag: Option<Tag>,
         limits: WaitLimits<'_>,
     ) -> Result<bool, Halt> {
-        let (remote, _) = self.remote(to)?;
+        let (remote, _) = self.remote(&state.theirs, to)?;
         if self.signal == SignalMode::Immediate {
             return self.number(state, to, remote, value, tag, limits);
         }

@@ -2,7 +2,8 @@
 //!
 //! ```text
 //!   port down ------------> up again within the grace: NICs send again, and nothing is lost
-//!                      '--> not: Nic { by: this rank }
+//!                      '--> not, and the NIC says so when it is asked: Nic { by: this rank }
+//!   table of addresses ---> traced once if the rank's own address has changed
 //!   queue pair lost ------> by its peer: Connection { rank: its peer, by: this rank }
 //!                      '--> otherwise: Nic { by: this rank }
 //!   NIC lost, overflow ---> all connections of the NIC: Nic { by: this rank }
@@ -15,8 +16,10 @@
 //!
 //! **Flaps.** A port that goes down for some seconds is no fault: its NIC and those of its peers
 //! resend until retries end, which takes longer than the grace by default. So the rank whose port
-//! it is ends the world first, and names itself. Its peers could only name a connection.
+//! it is ends the world first, and names itself. Its peers could only name a connection. The event
+//! of a port that is up again may be missing. So the NIC is asked before a port counts as lost.
 
+use std::net::Ipv6Addr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -30,11 +33,12 @@ use rustix::io::Errno;
 use super::Context;
 use super::connection::Connection;
 use super::ffi::{
-    IBV_EVENT_CQ_ERR, IBV_EVENT_DEVICE_FATAL, IBV_EVENT_PORT_ACTIVE, IBV_EVENT_PORT_ERR,
-    IBV_EVENT_QP_ACCESS_ERR, IBV_EVENT_QP_FATAL, IBV_EVENT_QP_REQ_ERR, ibv_async_element, ibv_async_event,
+    IBV_EVENT_CQ_ERR, IBV_EVENT_DEVICE_FATAL, IBV_EVENT_GID_CHANGE, IBV_EVENT_PORT_ACTIVE,
+    IBV_EVENT_PORT_ERR, IBV_EVENT_QP_ACCESS_ERR, IBV_EVENT_QP_FATAL, IBV_EVENT_QP_REQ_ERR, ibv_async_element,
+    ibv_async_event,
 };
 use super::library::check_status;
-use super::nic::Nic;
+use super::nic::{Nic, Sysfs};
 use crate::bootstrap::wait::{LONGEST, epoll_for, join};
 use crate::bootstrap::{Health, Thread, turn};
 use crate::error::{Cause, LaneError, VerbsError};
@@ -47,6 +51,8 @@ pub enum News {
     PortDown(u8),
     /// It does again.
     PortUp(u8),
+    /// An entry of a port's table of addresses has changed.
+    Addresses(u8),
     /// A queue pair is lost by what its peer sent: its number, and why.
     QueuePair(u32, &'static str),
     /// A queue pair is lost by a fault of the NIC: its number, and why.
@@ -91,6 +97,7 @@ impl Context {
             IBV_EVENT_QP_ACCESS_ERR => News::QueuePair(number(), "the peer aimed outside what is registered"),
             IBV_EVENT_PORT_ERR => News::PortDown(port()),
             IBV_EVENT_PORT_ACTIVE => News::PortUp(port()),
+            IBV_EVENT_GID_CHANGE => News::Addresses(port()),
             kind => News::Other(kind),
         }
     }
@@ -113,6 +120,8 @@ struct Shared {
     wake_fd: OwnedFd,
     /// The thread's own descriptor, and those of the NICs.
     poll_set: OwnedFd,
+    /// The tables of addresses.
+    sysfs: Sysfs,
     stop: AtomicBool,
 }
 
@@ -121,6 +130,8 @@ struct Shared {
 struct Watched {
     context: Arc<Context>,
     port: u8,
+    /// The address, and its place in the port's table.
+    gid: (u8, Ipv6Addr),
     connections: Mutex<Vec<Weak<Connection>>>,
 }
 
@@ -132,18 +143,17 @@ impl EventThread {
     pub fn start<'a>(
         rank: u32,
         nics: impl Iterator<Item = &'a Nic>,
+        sysfs: &Sysfs,
         grace: Duration,
         health: &Arc<Health>,
     ) -> Result<Self, LaneError> {
-        let watched = |nic: &Nic| {
-            let connections = Mutex::default();
-            Watched { context: Arc::clone(&nic.context), port: nic.path.port, connections }
-        };
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let wake_fd = rustix::event::eventfd(0, flags).map_err(system("eventfd"))?;
         let poll_set = epoll::create(CreateFlags::CLOEXEC).map_err(system("epoll_create"))?;
-        let (nics, health, stop) = (nics.map(watched).collect(), Arc::clone(health), AtomicBool::new(false));
-        let shared = Arc::new(Shared { rank, nics, grace, health, wake_fd, poll_set, stop });
+        let (nics, health, stop) =
+            (nics.map(Watched::new).collect(), Arc::clone(health), AtomicBool::new(false));
+        let shared =
+            Arc::new(Shared { rank, nics, grace, health, wake_fd, poll_set, sysfs: sysfs.clone(), stop });
         let contexts = shared.nics.iter().map(|nic| nic.context.as_fd());
         for fd in contexts.chain([shared.wake_fd.as_fd()]) {
             epoll::add(&shared.poll_set, fd, EventData::new_u64(0), EventFlags::IN)
@@ -177,6 +187,12 @@ impl Drop for EventThread {
 }
 
 impl Watched {
+    fn new(nic: &Nic) -> Self {
+        let (context, path) = (Arc::clone(&nic.context), &nic.path);
+        let (port, gid) = (path.port, (path.gid_index, path.gid));
+        Watched { context, port, gid, connections: Mutex::default() }
+    }
+
     fn connections(&self) -> std::sync::MutexGuard<'_, Vec<Weak<Connection>>> {
         self.connections.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -187,18 +203,30 @@ impl Watched {
     }
 }
 
-/// When the grace of each NIC's port ends; none while the port is up.
-type Outages = Vec<Option<Instant>>;
+/// State of a NIC, as its events tell it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Seen {
+    /// When the grace of its port ends; none while the port is up.
+    outage: Option<Instant>,
+    /// The address at its place of the port's table; none if that is empty.
+    gid: Option<Ipv6Addr>,
+}
+
+impl Seen {
+    fn new(nic: &Watched) -> Self {
+        Seen { outage: None, gid: Some(nic.gid.1) }
+    }
+}
 
 impl Shared {
     fn run(&self) {
-        let mut outages: Outages = vec![None; self.nics.len()];
+        let mut seen: Vec<Seen> = self.nics.iter().map(Seen::new).collect();
         while !self.stop.load(Ordering::Acquire) && self.health.check().is_ok() {
             turn();
-            self.read(&mut outages);
+            self.read(&mut seen);
             let now = Instant::now();
-            self.expire(&outages, now);
-            let next = outages.iter().flatten().min();
+            self.expire(&mut seen, now);
+            let next = seen.iter().filter_map(|nic| nic.outage).min();
             let mut events = [Event { flags: EventFlags::empty(), data: EventData::new_u64(0) }; 8];
             let limit = next.map_or(LONGEST, |until| until.saturating_duration_since(now));
             epoll_for(&self.poll_set, &mut events, limit);
@@ -206,29 +234,38 @@ impl Shared {
     }
 
     /// Reads all events.
-    fn read(&self, outages: &mut Outages) {
-        for (nic, outage) in self.nics.iter().zip(outages) {
+    fn read(&self, seen: &mut [Seen]) {
+        for (nic, seen) in self.nics.iter().zip(seen) {
             loop {
                 match nic.context.news() {
                     Ok(None) => break,
-                    Ok(Some(news)) => self.take(nic, outage, news, Instant::now()),
+                    Ok(Some(news)) => self.take(nic, seen, news, Instant::now()),
                     Err(error) => return self.lose(nic, error),
                 }
             }
         }
     }
 
-    fn take(&self, nic: &Watched, outage: &mut Option<Instant>, news: News, now: Instant) {
+    fn take(&self, nic: &Watched, seen: &mut Seen, news: News, now: Instant) {
         let name = nic.context.name();
         match news {
             News::PortDown(port) if port == nic.port => {
                 tracing::warn!(nic = name, port, grace = ?self.grace, "a port is down, perhaps for a moment");
                 // A port that is reported again is no longer down for that.
-                outage.get_or_insert(now + self.grace);
+                seen.outage.get_or_insert(now + self.grace);
             }
             News::PortUp(port) if port == nic.port => {
                 tracing::info!(nic = name, port, "a port is up again");
-                *outage = None;
+                seen.outage = None;
+            }
+            News::Addresses(port) if port == nic.port => {
+                // There is such an event for each entry of the table.
+                let gid = self.sysfs.gid(name, port, nic.gid.0);
+                if gid != seen.gid {
+                    let (own, now) = (nic.gid.1, gid.unwrap_or(Ipv6Addr::UNSPECIFIED));
+                    tracing::warn!(nic = name, port, %own, %now, "the address of a port has changed");
+                    seen.gid = gid;
+                }
             }
             News::QueuePair(number, event) => self.lose_queue_pair(nic, (number, event), true),
             News::OwnQueuePair(number, event) => self.lose_queue_pair(nic, (number, event), false),
@@ -237,11 +274,17 @@ impl Shared {
         }
     }
 
-    /// Ends the world if the grace of a port is over.
-    fn expire(&self, outages: &Outages, now: Instant) {
-        for (nic, _) in self.nics.iter().zip(outages).filter(|(_, until)| until.is_some_and(|t| t <= now)) {
-            let (name, port) = (nic.context.name().to_owned(), nic.port);
-            self.lose(nic, VerbsError::PortDown { nic: name, port, state: "down" });
+    /// Ends the world if the grace of a port is over, and the port is still down.
+    fn expire(&self, seen: &mut [Seen], now: Instant) {
+        let over = |(_, seen): &(&Watched, &mut Seen)| seen.outage.is_some_and(|until| until <= now);
+        for (nic, seen) in self.nics.iter().zip(seen).filter(over) {
+            match nic.context.port(nic.port).and_then(|port| port.active(nic.context.name())) {
+                Ok(_) => {
+                    tracing::warn!(nic = nic.context.name(), "a port is up again, and no event told it");
+                    seen.outage = None;
+                }
+                Err(error) => self.lose(nic, error),
+            }
         }
     }
 
@@ -279,60 +322,98 @@ mod tests {
     use super::*;
     use crate::lane::net::verbs::Settings;
     use crate::lane::net::verbs::fake::Fabric;
+    use crate::lane::net::verbs::ffi::IBV_PORT_ACTIVE;
 
     const GRACE: Duration = Duration::from_secs(5);
 
-    fn shared(fabric: &Arc<Fabric>) -> Shared {
-        let nic = fabric.nic("a", &Settings::default());
-        let nics = vec![Watched { context: nic.context, port: 1, connections: Mutex::default() }];
+    fn shared(fabric: &Arc<Fabric>) -> (Shared, [Seen; 1]) {
+        let nics = vec![Watched::new(&fabric.nic("a", &Settings::default()))];
         let wake_fd = rustix::event::eventfd(0, EventfdFlags::CLOEXEC).unwrap();
         let poll_set = epoll::create(CreateFlags::CLOEXEC).unwrap();
-        let (health, stop) = (Arc::default(), AtomicBool::new(false));
-        Shared { rank: 3, nics, grace: GRACE, health, wake_fd, poll_set, stop }
+        let (health, sysfs, stop) = (Arc::default(), fabric.sysfs().clone(), AtomicBool::new(false));
+        let seen = [Seen::new(&nics[0])];
+        (Shared { rank: 3, nics, grace: GRACE, health, wake_fd, poll_set, sysfs, stop }, seen)
     }
 
     #[test]
     fn a_port_that_comes_back_within_the_grace_is_no_fault() {
         let fabric = Fabric::new(&["a"]);
-        let (shared, mut outages) = (shared(&fabric), vec![None]);
+        let (shared, mut seen) = shared(&fabric);
         fabric.port_down("a");
-        shared.read(&mut outages);
-        let until = outages[0].unwrap();
-        shared.expire(&outages, until - Duration::from_nanos(1));
+        shared.read(&mut seen);
+        let until = seen[0].outage.unwrap();
+        shared.expire(&mut seen, until - Duration::from_nanos(1));
         fabric.port_up("a");
-        shared.read(&mut outages);
-        assert_eq!(outages, [None]);
-        shared.expire(&outages, until + GRACE);
+        shared.read(&mut seen);
+        assert_eq!(seen[0].outage, None);
+        shared.expire(&mut seen, until + GRACE);
         assert_eq!(shared.health.check(), Ok(()));
     }
 
     #[test]
     fn a_port_that_stays_down_is_the_fault_of_its_own_rank_when_the_grace_ends() {
         let fabric = Fabric::new(&["a"]);
-        let (shared, mut outages) = (shared(&fabric), vec![None]);
+        let (shared, mut seen) = shared(&fabric);
         let before = Instant::now();
         fabric.port_down("a");
-        shared.read(&mut outages);
-        let until = outages[0].unwrap();
+        shared.read(&mut seen);
+        let until = seen[0].outage.unwrap();
         assert!(until >= before + GRACE);
         // Reported once more, it does not get more time.
         fabric.port_down("a");
-        shared.read(&mut outages);
-        assert_eq!(outages, [Some(until)]);
-        shared.expire(&outages, until);
+        shared.read(&mut seen);
+        assert_eq!(seen[0].outage, Some(until));
+        shared.expire(&mut seen, until);
         assert_eq!(shared.health.check(), Err(Cause::Nic { by: 3 }));
+    }
+
+    #[test]
+    fn a_port_that_is_up_again_without_an_event_is_no_fault() {
+        let fabric = Fabric::new(&["a"]);
+        let (shared, mut seen) = shared(&fabric);
+        fabric.port_down("a");
+        shared.read(&mut seen);
+        let until = seen[0].outage.unwrap();
+        fabric.change("a", |nic| (nic.silent, nic.port) = (false, IBV_PORT_ACTIVE));
+        shared.expire(&mut seen, until);
+        assert_eq!((seen[0].outage, shared.health.check()), (None, Ok(())));
+        // It may go down again.
+        fabric.port_down("a");
+        shared.read(&mut seen);
+        let until = seen[0].outage.unwrap();
+        shared.expire(&mut seen, until);
+        assert_eq!(shared.health.check(), Err(Cause::Nic { by: 3 }));
+    }
+
+    #[test]
+    fn a_change_of_the_own_address_is_noticed_once_and_of_others_never() {
+        let fabric = Fabric::new(&["a"]);
+        let (shared, mut seen) = shared(&fabric);
+        let mut after = |index: u8, gid: &str| {
+            fabric.address("a", index, gid, "eth0");
+            fabric.tell("a", IBV_EVENT_GID_CHANGE, 1);
+            shared.read(&mut seen);
+            seen[0].gid.unwrap().to_string()
+        };
+        assert_eq!(after(2, "::ffff:10.0.0.9"), "::ffff:10.0.0.1");
+        assert_eq!(after(1, "::ffff:10.0.0.7"), "::ffff:10.0.0.7");
+        assert_eq!(shared.health.check(), Ok(()));
     }
 
     #[test]
     fn another_port_and_other_events_are_traced_alone() {
         let fabric = Fabric::new(&["a"]);
-        let shared = shared(&fabric);
-        let (mut outage, nic) = (None, &shared.nics[0]);
-        for news in
-            [News::PortDown(2), News::Other(18), News::QueuePair(7, "gone"), News::OwnQueuePair(7, "gone")]
-        {
-            shared.take(nic, &mut outage, news, Instant::now());
+        let (shared, mut seen) = shared(&fabric);
+        let (before, nic) = (seen.clone(), &shared.nics[0]);
+        for news in [
+            News::PortDown(2),
+            News::Addresses(2),
+            News::Other(16),
+            News::QueuePair(7, "gone"),
+            News::OwnQueuePair(7, "gone"),
+        ] {
+            shared.take(nic, &mut seen[0], news, Instant::now());
         }
-        assert_eq!((outage, shared.health.check()), (None, Ok(())));
+        assert_eq!((seen, shared.health.check()), (before, Ok(())));
     }
 }

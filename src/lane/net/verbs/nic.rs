@@ -7,12 +7,13 @@
 //!   else                    one, by the places of NICs and GPUs in the machine (sidelane_core::nic_choice)
 //! ```
 //!
-//! `address` says which entries of a port's tables a connection uses. The kernel's files
-//! ([`Sysfs`]) have these tables, and the place of NICs in the machine:
+//! `address` and `partition` say which entries of a port's tables a connection uses. The kernel's
+//! files ([`Sysfs`]) have these tables, and the place of NICs in the machine:
 //!
 //! ```text
 //!   class/infiniband/<nic>/device                           link into the PCI tree; none for a soft NIC
 //!   class/infiniband/<nic>/device/numa_node                 -1: unknown
+//!   class/infiniband/<nic>/node_type                        "1: CA"; "4: RNIC" is iWARP
 //!   class/infiniband/<nic>/ports/<p>/rate                   "400 Gb/sec (4X NDR)"
 //!   class/infiniband/<nic>/ports/<p>/gids/<i>               an address; all zero: empty
 //!   class/infiniband/<nic>/ports/<p>/gid_attrs/types/<i>    "IB/RoCE v1" or "RoCE v2"; unreadable: empty
@@ -31,13 +32,14 @@ use std::sync::Arc;
 use rustix::thread::{CpuSet, sched_getaffinity};
 use sidelane_core::nic_choice::{self, GpuPlace, LinkLayer, Nearness, NicPlace, PciPath, RankPlace};
 
-use super::address::{Gid, Pkey, own_addresses};
+use super::address::{Gid, own_addresses};
 use super::ffi::{
     IBV_LINK_LAYER_ETHERNET, IBV_LINK_LAYER_INFINIBAND, IBV_MTU_256, IBV_MTU_512, IBV_MTU_1024, IBV_MTU_2048,
     IBV_MTU_4096, IBV_PORT_ACTIVE, IBV_PORT_ARMED, IBV_PORT_DOWN, IBV_PORT_INIT, IBV_QPF_GRH_REQUIRED,
     ibv_port_attr,
 };
 use super::order::PlacementOrder;
+use super::partition::{Pkey, Pkeys};
 use super::{Context, Library, Path, Settings, VerbsEnvironment};
 use crate::error::{Error, VerbsError};
 use crate::memory::Numa;
@@ -69,13 +71,18 @@ impl std::fmt::Display for Nic {
     /// For reports: the NIC, its address, its place, and what is known about the order of its
     /// writes.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Path { port, gid, gid_index, pkey, pkey_index, mtu, .. } = self.path;
+        let Path { port, gid, gid_index, ref pkeys, mtu, .. } = self.path;
         let address = gid.to_ipv4_mapped().map_or_else(|| gid.to_string(), |address| address.to_string());
         write!(f, "{} port {port}, {address} (GID {gid_index}", self.context.name())?;
         if let Some(device) = &self.device {
             write!(f, " of {device}")?;
         }
-        write!(f, "), partition {pkey:#06x} (index {pkey_index}), MTU {}", mtu.bytes())?;
+        let Pkey { key, index } = pkeys.preferred();
+        write!(f, "), partition {key:#06x} (index {index}")?;
+        if pkeys.all().len() > 1 {
+            write!(f, ", or another of {}, if a peer shares that", pkeys.all().len())?;
+        }
+        write!(f, "), MTU {}", mtu.bytes())?;
         if let Some(node) = self.place.numa_node {
             write!(f, ", NUMA node {node}")?;
         }
@@ -99,11 +106,11 @@ impl Nic {
     /// or else the nearest usable one.
     ///
     /// # Errors
-    /// [`VerbsError::NoNic`], [`VerbsError::NoSuchNic`]; the error of a named NIC or, if none is
-    /// usable, of the first: [`VerbsError::Open`], [`VerbsError::PortDown`],
-    /// [`VerbsError::NoSuchPort`], [`VerbsError::NoGid`], [`VerbsError::NoSuchGid`],
-    /// [`VerbsError::NoGidInSubnets`], [`VerbsError::NoSuchPkey`], [`VerbsError::NoFullMember`],
-    /// [`VerbsError::MtuTooLarge`].
+    /// [`VerbsError::NoNic`], [`VerbsError::NoSuchNic`]; that of a named NIC or, if none is usable,
+    /// those of all ([`VerbsError::NoUsableNic`]): [`VerbsError::Open`],
+    /// [`VerbsError::OtherNetwork`], [`VerbsError::PortDown`], [`VerbsError::NoSuchPort`],
+    /// [`VerbsError::NoGid`], [`VerbsError::NoSuchGid`], [`VerbsError::NoGidInSubnets`],
+    /// [`VerbsError::NoSuchPkey`], [`VerbsError::NoPartition`], [`VerbsError::MtuTooLarge`].
     pub fn open(
         library: &Arc<Library>,
         sysfs: &Sysfs,
@@ -118,17 +125,45 @@ impl Nic {
         let mut present = Present::of(library, sysfs, settings)?;
         match present.choose(sysfs, settings, nth) {
             Some((at, reason)) => Ok(vec![Nic { reason, ..present.usable.swap_remove(at) }]),
-            None => Err(present.refused.into_iter().next().map_or(VerbsError::NoNic, |(_, why)| why)),
+            None => Err(refusal(present.refused.into_iter().map(|(_, why)| why))),
         }
     }
 
-    /// Opens one NIC, if it is usable.
+    /// Opens one NIC with its best port: that of the settings, or else the fastest of those that
+    /// are usable, and of these the first.
     fn of(library: &Arc<Library>, sysfs: &Sysfs, settings: &Settings, nic: &str) -> Result<Nic, VerbsError> {
+        if let Some(network) = sysfs.other_network(nic) {
+            return Err(VerbsError::OtherNetwork { nic: nic.to_owned(), network });
+        }
         let context = Context::open(library, nic)?;
-        let (port, link) = active_port(&context, settings.port)?;
-        let at = (nic, port.number);
+        let ports = settings.port.map_or(1..=context.attributes().ports, |port| port..=port);
+        let (mut best, mut refused): (Option<Nic>, _) = (None, Vec::new());
+        for port in ports {
+            match Self::at_port(&context, port, sysfs, settings) {
+                Ok(nic) if best.as_ref().is_none_or(|best| nic.place.rate > best.place.rate) => {
+                    best = Some(nic)
+                }
+                Ok(_) => {}
+                Err(why) => refused.push(why),
+            }
+        }
+        best.ok_or_else(|| refusal(refused.into_iter()))
+    }
+
+    /// A NIC with a port of its, if that is usable.
+    fn at_port(
+        context: &Arc<Context>,
+        number: u8,
+        sysfs: &Sysfs,
+        settings: &Settings,
+    ) -> Result<Nic, VerbsError> {
+        let (nic, context) = (context.name(), Arc::clone(context));
+        let port = context.port(number)?.active(nic)?;
+        let unknown = || VerbsError::OtherNetwork { nic: nic.to_owned(), network: "an unknown network" };
+        let link = port.link.ok_or_else(unknown)?;
+        let at = (nic, number);
         let gid = Gid::choose(&sysfs.gids(nic, port.number), link, settings, at)?;
-        let pkey = Pkey::choose(&sysfs.pkeys(nic, port.number), link, settings.pkey_index, at)?;
+        let pkeys = Pkeys::of(sysfs.pkeys(nic, port.number), link, settings.pkey_index, at)?;
         let mtu = settings.mtu.unwrap_or(port.mtu);
         if mtu > port.mtu {
             let (asked, active) = (mtu.bytes(), port.mtu.bytes());
@@ -142,8 +177,7 @@ impl Nic {
             gid_index: gid.index,
             gid: gid.gid,
             mtu,
-            pkey: pkey.key,
-            pkey_index: pkey.index,
+            pkeys,
             service_level: settings.service_level,
             traffic_class: settings.traffic_class,
             timeout: settings.timeout,
@@ -152,6 +186,20 @@ impl Nic {
         };
         let (device, place) = (gid.device, sysfs.nic(nic, port.number, link));
         Ok(Nic { context, path, device, place, reason: None })
+    }
+}
+
+/// The error of NICs or ports of which none is usable: all are named.
+fn refusal(refused: impl Iterator<Item = VerbsError>) -> VerbsError {
+    let each = |error| match error {
+        VerbsError::NoUsableNic { refused } => refused,
+        error => vec![error],
+    };
+    let mut refused: Vec<VerbsError> = refused.flat_map(each).collect();
+    match refused.len() {
+        0 => VerbsError::NoNic,
+        1 => refused.remove(0),
+        _ => VerbsError::NoUsableNic { refused },
     }
 }
 
@@ -238,22 +286,6 @@ impl NicSurvey {
     }
 }
 
-/// The port of this number, or the first that is active.
-fn active_port(context: &Context, wanted: Option<u8>) -> Result<(Port, LinkLayer), VerbsError> {
-    let ports = wanted.map_or(1..=context.attributes().ports, |port| port..=port);
-    let mut down = None;
-    for number in ports {
-        let port = context.port(number)?;
-        match (port.state, port.link) {
-            (PortState::Active, Some(link)) => return Ok((port, link)),
-            (PortState::Active, None) => _ = down.get_or_insert((number, "neither InfiniBand nor RoCE")),
-            (state, _) => _ = down.get_or_insert((number, state.name())),
-        }
-    }
-    let (port, state) = down.unwrap_or((1, "missing"));
-    Err(VerbsError::PortDown { nic: context.name().to_owned(), port, state })
-}
-
 /// The NICs that the settings name, in that order.
 ///
 /// # Errors
@@ -273,7 +305,7 @@ pub struct Port {
     number: u8,
     /// Whether it carries traffic.
     state: PortState,
-    /// Its network; `None` where the NIC does not report it (iWARP).
+    /// Its network; `None` if it is another than those.
     link: Option<LinkLayer>,
     /// Its address within an InfiniBand subnet; 0 on Ethernet.
     lid: u16,
@@ -364,6 +396,19 @@ impl Mtu {
 }
 
 impl Port {
+    /// The port of a NIC, if it carries traffic.
+    ///
+    /// # Errors
+    /// [`VerbsError::PortDown`].
+    pub fn active(self, nic: &str) -> Result<Self, VerbsError> {
+        match self.state {
+            PortState::Active => Ok(self),
+            state => {
+                Err(VerbsError::PortDown { nic: nic.to_owned(), port: self.number, state: state.name() })
+            }
+        }
+    }
+
     pub(super) fn of(number: u8, attr: &ibv_port_attr) -> Self {
         let state = match attr.state {
             IBV_PORT_DOWN => PortState::Down,
@@ -438,6 +483,13 @@ impl Sysfs {
             GpuPlace { pci, numa_node, hidden: hidden(&device) }
         };
         devices.into_iter().filter(is_gpu).map(gpu).collect()
+    }
+
+    /// The network of a NIC that is neither InfiniBand nor RoCE, as far as is known. The ports of
+    /// an iWARP NIC say that they are Ethernet.
+    fn other_network(&self, nic: &str) -> Option<&'static str> {
+        let kind = read(&self.folder(nic).join("node_type"))?;
+        kind.starts_with("4:").then_some("iWARP")
     }
 
     /// How far a NUMA node is from another, in the firmware's measure: 10 is the node itself.

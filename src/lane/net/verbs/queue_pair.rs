@@ -9,12 +9,12 @@
 //! An [`Endpoint`] describes a queue pair to its peer. It goes through the rendezvous.
 //!
 //! ```text
-//!   byte 0        1        2     3          4           8                    12   14    16    32
-//!        version  network  mtu   atomics    queue pair  first packet number  lid  pkey  gid   global header
+//!   byte 0        1    2        3              4           8                    12   14   30
+//!        version  mtu  atomics  global header  queue pair  first packet number  lid  gid  network, partition keys
 //! ```
 //!
-//! Numbers are little-endian. The last byte is 1 if packets to this end need the global header. The
-//! whole is 33 bytes. The version comes first, so another build is
+//! Numbers are little-endian. Byte 3 is 1 if packets to this end need the global header. The end is
+//! as long as the port has keys ([`Reach`]). The version comes first, so another build is
 //! recognized before any other byte is trusted.
 
 use std::net::Ipv6Addr;
@@ -24,13 +24,14 @@ use std::sync::Arc;
 use rustix::io::Errno;
 use sidelane_core::nic_choice::LinkLayer;
 
-use super::address::{flid, same_subnet, share_partition};
+use super::address::{flid, same_subnet};
 use super::completion::{CompletionQueue, Failed};
 use super::ffi::{
     self, ibv_ah_attr, ibv_gid, ibv_global_route, ibv_qp, ibv_qp_attr, ibv_qp_cap, ibv_qp_init_attr,
 };
 use super::library::{check_object, check_status, trace_failure};
-use super::nic::{Mtu, link_code, link_of};
+use super::nic::Mtu;
+use super::partition::{Pkey, Pkeys, Reach};
 use super::work::{Chain, Request};
 use super::{Context, ProtectionDomain, ReceiveChain, SendChain};
 use crate::error::{Operation, VerbsError};
@@ -112,7 +113,7 @@ impl QueuePair {
         // SAFETY: the call just returned it.
         let number = unsafe { (*raw.as_ptr()).qp_num };
         let (_send, _receive) = (Arc::clone(queues.send), Arc::clone(queues.receive));
-        let (path, domain) = (*path, Arc::clone(domain));
+        let (path, domain) = (path.clone(), Arc::clone(domain));
         let this = QueuePair { raw, number, peer, first_packet, caps, path, domain, _send, _receive };
         this.init().map_err(|errno| this.context().failed("ibv_modify_qp to INIT", errno))?;
         Ok(this)
@@ -154,7 +155,8 @@ impl QueuePair {
 
     fn init(&self) -> Result<(), i32> {
         let mut attr = blank(ffi::IBV_QPS_INIT);
-        attr.pkey_index = self.path.pkey_index;
+        // The peer decides with it which key is used: any will do until then.
+        attr.pkey_index = self.path.pkeys.preferred().index;
         attr.port_num = self.path.port;
         attr.qp_access_flags = ffi::IBV_ACCESS_REMOTE_WRITE;
         // Some drivers refuse features that their NIC lacks.
@@ -167,13 +169,12 @@ impl QueuePair {
     /// The description that the peer needs to connect.
     pub fn endpoint(&self) -> Endpoint {
         Endpoint {
-            link: self.path.link,
+            reach: self.path.reach(),
             mtu: self.path.mtu,
             atomics_in: self.atomics_in(),
             queue_pair: self.number,
             first_packet: self.first_packet,
             lid: self.path.lid,
-            pkey: self.path.pkey,
             gid: self.path.gid,
             needs_global_header: self.path.needs_global_header,
         }
@@ -190,25 +191,15 @@ impl QueuePair {
     /// [`VerbsError::NoRoute`], [`VerbsError::LinkLayers`], [`VerbsError::PartitionsDiffer`],
     /// [`VerbsError::Call`].
     pub fn connect(&self, remote: &Endpoint) -> Result<(), VerbsError> {
-        if remote.link != self.path.link {
-            let nic = self.context().name().to_owned();
-            return Err(VerbsError::LinkLayers { nic, peer: self.peer });
-        }
-        if !share_partition(self.path.pkey, remote.pkey) {
-            let (nic, peer) = (self.context().name().to_owned(), self.peer);
-            return Err(VerbsError::PartitionsDiffer {
-                nic,
-                peer,
-                mine: self.path.pkey,
-                theirs: remote.pkey,
-            });
-        }
-        self.ready_to_receive(remote).map_err(|errno| self.no_route(remote.gid, errno))?;
+        let key = self.path.reach().key_to(&remote.reach, self.context().name(), self.peer)?;
+        let pkey = self.path.pkeys.find(key).unwrap_or(self.path.pkeys.preferred());
+        self.ready_to_receive(remote, pkey).map_err(|errno| self.no_route(remote.gid, errno))?;
         self.ready_to_send(remote).map_err(|errno| self.context().failed("ibv_modify_qp to RTS", errno))
     }
 
-    fn ready_to_receive(&self, remote: &Endpoint) -> Result<(), i32> {
+    fn ready_to_receive(&self, remote: &Endpoint, pkey: Pkey) -> Result<(), i32> {
         let mut attr = blank(ffi::IBV_QPS_RTR);
+        attr.pkey_index = pkey.index;
         attr.path_mtu = self.path.mtu.min(remote.mtu).code();
         attr.dest_qp_num = remote.queue_pair;
         attr.rq_psn = remote.first_packet;
@@ -230,7 +221,8 @@ impl QueuePair {
             port_num: self.path.port,
         };
         let mask = ffi::IBV_QP_AV | ffi::IBV_QP_PATH_MTU | ffi::IBV_QP_DEST_QPN | ffi::IBV_QP_RQ_PSN;
-        self.modify(attr, mask | ffi::IBV_QP_MAX_DEST_RD_ATOMIC | ffi::IBV_QP_MIN_RNR_TIMER)
+        let mask = mask | ffi::IBV_QP_MAX_DEST_RD_ATOMIC | ffi::IBV_QP_MIN_RNR_TIMER;
+        self.modify(attr, mask | ffi::IBV_QP_PKEY_INDEX)
     }
 
     fn ready_to_send(&self, remote: &Endpoint) -> Result<(), i32> {
@@ -374,16 +366,16 @@ fn blank(state: u32) -> ibv_qp_attr {
 }
 
 /// Version of the verbs lane's protocol, the description included.
-const VERSION: u8 = 3;
+const VERSION: u8 = 4;
 
 /// Queue pair and packet numbers have so many bits.
 const MASK_24: u32 = (1 << 24) - 1;
 
 /// One end of a reliable connection.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Endpoint {
-    /// The network it is on.
-    pub link: LinkLayer,
+    /// The network it is on, and its partition keys.
+    pub reach: Reach,
     /// The largest packet its port takes.
     pub mtu: Mtu,
     /// Atomics of its peer that it keeps answers for.
@@ -394,8 +386,6 @@ pub struct Endpoint {
     pub first_packet: u32,
     /// Address of the port within an InfiniBand subnet; 0 on Ethernet.
     pub lid: u16,
-    /// Its partition key.
-    pub pkey: u16,
     /// Address of the port.
     pub gid: Ipv6Addr,
     /// Whether packets to it need the global header.
@@ -403,51 +393,47 @@ pub struct Endpoint {
 }
 
 impl Endpoint {
-    /// Bytes of a description.
-    pub const BYTES: usize = 33;
+    /// Bytes of a description before those of its reach.
+    const FIXED: usize = 30;
 
     /// The description.
-    pub fn to_bytes(self) -> [u8; Self::BYTES] {
-        let mut bytes = [0; Self::BYTES];
-        bytes[0] = VERSION;
-        bytes[1] = link_code(self.link);
-        bytes[2] = self.mtu.code() as u8;
-        bytes[3] = self.atomics_in;
-        bytes[4..8].copy_from_slice(&self.queue_pair.to_le_bytes());
-        bytes[8..12].copy_from_slice(&self.first_packet.to_le_bytes());
-        bytes[12..14].copy_from_slice(&self.lid.to_le_bytes());
-        bytes[14..16].copy_from_slice(&self.pkey.to_le_bytes());
-        bytes[16..32].copy_from_slice(&self.gid.octets());
-        bytes[32] = self.needs_global_header.into();
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let mut bytes =
+            vec![VERSION, self.mtu.code() as u8, self.atomics_in, self.needs_global_header.into()];
+        bytes.extend(self.queue_pair.to_le_bytes());
+        bytes.extend(self.first_packet.to_le_bytes());
+        bytes.extend(self.lid.to_le_bytes());
+        bytes.extend(self.gid.octets());
+        bytes.extend(self.reach.to_bytes());
         bytes
     }
 
-    /// Reads what rank `peer` of the world sent.
+    /// From the start of what rank `peer` of the world sent, and the bytes behind it.
     ///
     /// # Errors
     /// [`VerbsError::EndpointVersion`], [`VerbsError::EndpointLength`],
     /// [`VerbsError::EndpointField`].
-    pub fn from_bytes(peer: u32, bytes: &[u8]) -> Result<Self, VerbsError> {
+    pub fn from_bytes(peer: u32, bytes: &[u8]) -> Result<(Self, &[u8]), VerbsError> {
         if let Some(&seen) = bytes.first().filter(|&&version| version != VERSION) {
             return Err(VerbsError::EndpointVersion { peer, seen, expected: VERSION });
         }
-        let Ok(bytes) = <&[u8; Self::BYTES]>::try_from(bytes) else {
-            return Err(VerbsError::EndpointLength { peer, seen: bytes.len(), expected: Self::BYTES });
-        };
+        let short = VerbsError::EndpointLength { peer, seen: bytes.len(), expected: Self::FIXED };
+        let (fixed, rest) = bytes.split_first_chunk::<{ Self::FIXED }>().ok_or(short)?;
         let wrong = |field, value| VerbsError::EndpointField { peer, field, value };
-        let word = |at: usize| u32::from_le_bytes(std::array::from_fn(|i| bytes[at + i]));
+        let word = |at: usize| u32::from_le_bytes(std::array::from_fn(|i| fixed[at + i]));
         let number = |field, at| Some(word(at)).filter(|&n| n <= MASK_24).ok_or(wrong(field, word(at)));
-        let link = link_of(bytes[1]).ok_or(wrong("network", bytes[1].into()))?;
-        let mtu = Mtu::from_code(bytes[2].into()).ok_or(wrong("mtu", bytes[2].into()))?;
-        let (queue_pair, first_packet) = (number("queue pair", 4)?, number("first packet number", 8)?);
-        let gid: [u8; 16] = std::array::from_fn(|i| bytes[16 + i]);
-        let (lid, pkey) = (word(12) as u16, (word(12) >> 16) as u16);
-        let needs_global_header = match bytes[32] {
-            flag @ (0 | 1) => flag == 1,
-            flag => return Err(wrong("global header", flag.into())),
+        let &[_, mtu, atomics_in, flag, ..] = fixed;
+        let mtu = Mtu::from_code(mtu.into()).ok_or(wrong("mtu", mtu.into()))?;
+        let needs_global_header = match flag {
+            0 | 1 => flag == 1,
+            _ => return Err(wrong("global header", flag.into())),
         };
-        let (atomics_in, gid) = (bytes[3], Ipv6Addr::from(gid));
-        Ok(Endpoint { link, mtu, atomics_in, queue_pair, first_packet, lid, pkey, gid, needs_global_header })
+        let (queue_pair, first_packet) = (number("queue pair", 4)?, number("first packet number", 8)?);
+        let (lid, gid) = (word(12) as u16, std::array::from_fn::<u8, 16, _>(|i| fixed[14 + i]).into());
+        let (reach, rest) = Reach::from_bytes(peer, rest)?;
+        let endpoint =
+            Endpoint { reach, mtu, atomics_in, queue_pair, first_packet, lid, gid, needs_global_header };
+        Ok((endpoint, rest))
     }
 
     /// A number for a first packet: not guessable, so that late packets of an older connection do
@@ -461,7 +447,7 @@ impl Endpoint {
 }
 
 /// Our side of a path.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Path {
     /// The port's number.
     pub port: u8,
@@ -477,10 +463,8 @@ pub struct Path {
     pub gid: Ipv6Addr,
     /// The largest packet; a connection uses the smaller of both ends.
     pub mtu: Mtu,
-    /// The partition key.
-    pub pkey: u16,
-    /// Its place in the port's table.
-    pub pkey_index: u16,
+    /// The partition keys of which a connection uses one.
+    pub pkeys: Pkeys,
     /// InfiniBand's service level; the priority on Ethernet.
     pub service_level: u8,
     /// Traffic class of the global header: DSCP and ECN of RoCE v2.
@@ -494,6 +478,11 @@ pub struct Path {
 }
 
 impl Path {
+    /// Whom it reaches.
+    pub fn reach(&self) -> Reach {
+        Reach::of(self.link, &self.pkeys)
+    }
+
     /// Whether packets to the peer need the global header: always on Ethernet; on InfiniBand beyond
     /// the subnet, and where the port of either end requires it.
     fn is_global(&self, remote: &Endpoint) -> bool {
@@ -517,37 +506,39 @@ mod tests {
     prop_compose! {
         fn any_endpoint()(
             ethernet in any::<bool>(),
+            pkeys in prop::collection::vec(1..=u16::MAX >> 1, 0..4),
             mtu in prop::sample::select(&Mtu::ALL[..]),
-            numbers in (any::<u8>(), 0..=MASK_24, 0..=MASK_24, any::<u16>(), any::<u16>()),
+            numbers in (any::<u8>(), 0..=MASK_24, 0..=MASK_24, any::<u16>()),
             gid in any::<u128>(),
             needs_global_header in any::<bool>(),
         ) -> Endpoint {
             let link = if ethernet { LinkLayer::Ethernet } else { LinkLayer::InfiniBand };
-            let (atomics_in, queue_pair, first_packet, lid, pkey) = numbers;
-            let gid = gid.into();
-            Endpoint { link, mtu, atomics_in, queue_pair, first_packet, lid, pkey, gid, needs_global_header }
+            let (atomics_in, queue_pair, first_packet, lid) = numbers;
+            let (reach, gid) = (Reach { link, pkeys }, gid.into());
+            Endpoint { reach, mtu, atomics_in, queue_pair, first_packet, lid, gid, needs_global_header }
         }
     }
 
     proptest! {
         #[test]
         fn a_description_reads_back_as_it_was(endpoint in any_endpoint()) {
-            prop_assert_eq!(Endpoint::from_bytes(3, &endpoint.to_bytes()), Ok(endpoint));
+            let bytes = endpoint.to_bytes();
+            prop_assert_eq!(Endpoint::from_bytes(3, &bytes), Ok((endpoint, &[][..])));
         }
 
         #[test]
         fn any_bytes_are_an_endpoint_or_an_error_that_names_the_rank(bytes in prop::collection::vec(any::<u8>(), 0..40)) {
             match Endpoint::from_bytes(9, &bytes) {
-                Ok(endpoint) => prop_assert_eq!(&endpoint.to_bytes()[..], &bytes[..]),
+                Ok((endpoint, rest)) => prop_assert_eq!([&endpoint.to_bytes(), rest].concat(), bytes),
                 Err(error) => prop_assert!(error.to_string().contains("rank 9"), "{}", error),
             }
         }
 
         #[test]
-        fn a_wrong_byte_is_never_read_as_the_same_endpoint(endpoint in any_endpoint(), at in 0..Endpoint::BYTES, flip in 1..=255u8) {
+        fn a_wrong_byte_is_never_read_as_the_same_endpoint(endpoint in any_endpoint(), at in 0..Endpoint::FIXED + 3, flip in 1..=255u8) {
             let mut bytes = endpoint.to_bytes();
             bytes[at] ^= flip;
-            prop_assert_ne!(Endpoint::from_bytes(0, &bytes), Ok(endpoint));
+            prop_assert_ne!(Endpoint::from_bytes(0, &bytes), Ok((endpoint, &[][..])));
         }
     }
 
@@ -555,11 +546,11 @@ mod tests {
     fn another_version_and_a_wrong_length_are_told_apart() {
         let mut bytes = vec![1; 50];
         let seen = Endpoint::from_bytes(7, &bytes);
-        assert_eq!(seen, Err(VerbsError::EndpointVersion { peer: 7, seen: 1, expected: 3 }));
-        bytes[0] = 3;
-        let seen = Endpoint::from_bytes(7, &bytes);
-        assert_eq!(seen, Err(VerbsError::EndpointLength { peer: 7, seen: 50, expected: 33 }));
-        let seen = Endpoint::from_bytes(7, &[]);
-        assert_eq!(seen, Err(VerbsError::EndpointLength { peer: 7, seen: 0, expected: 33 }));
+        assert_eq!(seen, Err(VerbsError::EndpointVersion { peer: 7, seen: 1, expected: 4 }));
+        bytes[0] = 4;
+        for len in [0, 1, 29] {
+            let seen = Endpoint::from_bytes(7, &bytes[..len]);
+            assert_eq!(seen, Err(VerbsError::EndpointLength { peer: 7, seen: len, expected: 30 }));
+        }
     }
 }

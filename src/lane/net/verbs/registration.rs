@@ -15,16 +15,15 @@ use std::any::Any;
 use std::collections::HashMap;
 use std::os::fd::AsFd;
 use std::ptr::NonNull;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::ffi::ibv_sge;
 use super::nic::Nic;
+use super::published::Published;
+use super::sources::{SourceRange, Sources};
 use super::{Access, MemoryRegion, ProtectionDomain, Remote, Sge};
 use crate::device::{Context, DeviceRange, DmaBuf};
 use crate::error::{Error, LaneError, VerbsError};
-use crate::lane::net::{
-    DeviceAddress, DeviceMemory, NoDmaBuf, NoGpuDirect, Region, Registration, RemoteAddress,
-};
+use crate::lane::net::{DeviceMemory, NoDmaBuf, NoGpuDirect, Region, Registration, RemoteAddress};
 use crate::memory::{PeerMapping, Segment};
 
 /// Zeros that are sent as one piece.
@@ -38,7 +37,9 @@ pub struct NicMemory {
     /// Limits of its queue pairs.
     pub domain: Arc<ProtectionDomain>,
     /// Registered regions by number.
-    regions: RwLock<HashMap<u32, Registered>>,
+    regions: Mutex<HashMap<u32, Registered>>,
+    /// The same as puts of this rank find it.
+    pub sources: Published<Sources>,
     zeros: MemoryRegion,
     _zeros: Arc<PeerMapping>,
 }
@@ -52,23 +53,6 @@ struct Registered {
     local_peers: Vec<(u32, MemoryRegion)>,
     /// Kept mapped as long as it is registered.
     _memory: Arc<dyn Any + Send + Sync>,
-}
-
-/// Registered bytes of this process.
-#[derive(Clone, Copy, Debug)]
-pub struct Source {
-    address: u64,
-    len: usize,
-    lkey: u32,
-}
-
-impl Source {
-    /// A piece of them.
-    pub fn piece(&self, offset: usize, len: usize) -> Sge {
-        debug_assert!(offset + len <= self.len);
-        // The NIC refuses addresses outside the region.
-        Sge(ibv_sge { addr: self.address + offset as u64, length: len as u32, lkey: self.lkey })
-    }
 }
 
 /// How peers may use a region: the first bytes are strictly ordered, the others may be relaxed.
@@ -96,7 +80,14 @@ impl NicMemory {
         let zeros = unsafe {
             MemoryRegion::register(&domain, mapped.at(0, 0, ZEROS)?, ZEROS as usize, Access::empty())
         }?;
-        Ok(NicMemory { nic, domain, regions: RwLock::default(), zeros, _zeros: mapped })
+        Ok(NicMemory {
+            nic,
+            domain,
+            regions: Mutex::default(),
+            sources: Published::default(),
+            zeros,
+            _zeros: mapped,
+        })
     }
 
     /// Registers a region under its number. Returns this rank's part, for
@@ -132,49 +123,26 @@ impl NicMemory {
         Ok(keys)
     }
 
-    /// Peers may write there from now on.
+    /// Peers may write there from now on, and puts of this rank read from there.
     fn keep(&self, number: u32, registered: Registered) {
-        self.regions.write().unwrap_or_else(PoisonError::into_inner).insert(number, registered);
-    }
-
-    /// `len` bytes of a device's memory as this NIC may read them, if they are registered as one
-    /// piece.
-    pub fn device_source(&self, from: DeviceAddress, len: u64) -> Option<Source> {
-        let DeviceAddress { region: number, member, offset } = from;
-        let regions = self.regions.read().unwrap_or_else(PoisonError::into_inner);
-        let region = regions.get(&number)?;
-        let mut start = 0;
-        let mut inside = |piece: &MemoryRegion| {
-            let from = offset.checked_sub(start)?;
-            start += piece.len();
-            let fits = from.checked_add(len)? <= piece.len();
-            fits.then(|| Source { address: piece.base() + from, len: len as usize, lkey: piece.lkey() })
-        };
-        if member == region.rank {
-            return region.own.pieces.iter().find_map(inside);
-        }
-        region.local_peers.iter().find(|(rank, _)| *rank == member).and_then(|(_, piece)| inside(piece))
+        let Registered { rank, own, local_peers, .. } = &registered;
+        let own = (*rank, own.pieces.iter().map(SourceRange::of).collect());
+        let others = local_peers.iter().map(|(member, piece)| (*member, vec![SourceRange::of(piece)]));
+        let members: Vec<_> = std::iter::once(own).chain(others).collect();
+        self.regions().insert(number, registered);
+        self.sources.change(|sources| sources.add(number, members));
     }
 
     /// Peers that still write there meet a dead key.
     pub fn deregister(&self, number: u32) {
-        let gone = self.regions.write().unwrap_or_else(PoisonError::into_inner).remove(&number);
-        // A system call: not while others look their sources up.
+        self.sources.change(|sources| sources.remove(number));
+        let gone = self.regions().remove(&number);
+        // A system call: not while others register.
         drop(gone);
     }
 
-    /// Bytes as this NIC may read them, if they are registered.
-    pub fn source(&self, bytes: &[u8]) -> Option<Source> {
-        let (address, len) = (bytes.as_ptr().addr() as u64, bytes.len());
-        let regions = self.regions.read().unwrap_or_else(PoisonError::into_inner);
-        let pieces = regions.values().flat_map(|region| {
-            region.own.pieces.iter().chain(region.local_peers.iter().map(|(_, piece)| piece))
-        });
-        let holds = |piece: &&MemoryRegion| {
-            address >= piece.base() && address + len as u64 <= piece.base() + piece.len()
-        };
-        let piece = pieces.into_iter().find(holds)?;
-        Some(Source { address, len, lkey: piece.lkey() })
+    fn regions(&self) -> MutexGuard<'_, HashMap<u32, Registered>> {
+        self.regions.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Zeros: `len` of them, or what so many pieces hold.
@@ -292,7 +260,7 @@ pub fn describe_region(nics: &[RegionKeys]) -> Vec<u8> {
 }
 
 /// Regions of a peer, as registered with the NIC that this rank is connected to.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct RemoteRegions {
     /// Number of the peer's NIC.
     nic: u8,

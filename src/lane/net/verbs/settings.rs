@@ -72,8 +72,8 @@ pub struct Settings {
     pub timeout: u8,
     /// Number of retries of unanswered requests.
     pub retries: u8,
-    /// How long a port may be down.
-    pub grace: Duration,
+    /// How long a port may be down; none: as long as retries allow ([`Settings::grace`]).
+    pub grace: Option<Duration>,
     /// How often what meets no receive is sent again; 7 is for ever.
     pub rnr_retries: u8,
     /// The largest packet; none: the port's.
@@ -102,7 +102,7 @@ impl Default for Settings {
             traffic_class: 0,
             timeout: 18,
             retries: 6,
-            grace: Duration::from_secs(5),
+            grace: None,
             rnr_retries: 7,
             mtu: None,
             chunk: 256 << 10,
@@ -112,6 +112,9 @@ impl Default for Settings {
         }
     }
 }
+
+/// The longest outage of a port that ends by itself: a flap.
+const FLAP: Duration = Duration::from_secs(5);
 
 /// A chunk is a length of 32 bits in a work request, and worth its request.
 const CHUNKS: RangeInclusive<u64> = 4 << 10..=1 << 30;
@@ -154,7 +157,7 @@ impl Settings {
             retries: vars.number("SIDELANE_VERBS_RETRIES", 0..=7, "0 to 7")?.unwrap_or(usual.retries),
             grace: vars
                 .number("SIDELANE_VERBS_GRACE_MS", 0..=3_600_000, "milliseconds, up to an hour")?
-                .map_or(usual.grace, Duration::from_millis),
+                .map(Duration::from_millis),
             rnr_retries: vars
                 .number("SIDELANE_VERBS_RNR_RETRIES", 0..=7, "0 to 7")?
                 .unwrap_or(usual.rnr_retries),
@@ -164,6 +167,18 @@ impl Settings {
             signal: vars.signal()?,
             relaxed: vars.number("SIDELANE_VERBS_RELAXED_ORDERING", 0..=1, "0 or 1")?.map(|n: u8| n == 1),
         })
+    }
+
+    /// How long a port may be down. The rank whose port it is must name itself before the retries
+    /// of its peers end: they could only name a connection. So it waits for two thirds of that time
+    /// at most.
+    pub fn grace(&self) -> Duration {
+        let longest = match self.timeout {
+            // Packets are sent again for ever.
+            0 => FLAP,
+            timeout => Duration::from_nanos(4096 << timeout) * (u32::from(self.retries) + 1) * 2 / 3,
+        };
+        self.grace.unwrap_or(longest.min(FLAP))
     }
 
     /// From this process's environment.
@@ -307,7 +322,7 @@ mod tests {
             traffic_class: 106,
             timeout: 17,
             retries: 5,
-            grace: Duration::from_millis(1500),
+            grace: Some(Duration::from_millis(1500)),
             rnr_retries: 1,
             mtu: Some(Mtu::B1024),
             chunk: 64 << 10,
@@ -350,10 +365,21 @@ mod tests {
     }
 
     #[test]
-    fn nics_send_again_for_longer_than_a_port_may_be_down() {
-        let Settings { timeout, retries, grace, .. } = Settings::default();
-        let answer = Duration::from_nanos(4096 << timeout);
-        assert!(answer * u32::from(retries + 1) > grace);
+    fn a_port_may_be_down_for_5_seconds_or_less_where_retries_end_sooner() {
+        let grace = |vars: &[(&str, &str)]| read(vars).unwrap().grace();
+        let retries = |timeout: u32, retries: u32| Duration::from_nanos(4096 << timeout) * (retries + 1);
+        assert_eq!(grace(&[]), Duration::from_secs(5));
+        assert!(retries(18, 6) > Duration::from_secs(5));
+        for (timeout, times) in [("14", "6"), ("18", "2"), ("1", "0")] {
+            let vars = [("SIDELANE_VERBS_TIMEOUT", timeout), ("SIDELANE_VERBS_RETRIES", times)];
+            let until = retries(timeout.parse().unwrap(), times.parse().unwrap());
+            assert_eq!(grace(&vars), until * 2 / 3, "{timeout}, {times}");
+            let asked = [&vars[..], &[("SIDELANE_VERBS_GRACE_MS", "7000")]].concat();
+            assert_eq!(grace(&asked), Duration::from_secs(7), "a setting is followed");
+        }
+        for timeout in ["0", "31"] {
+            assert_eq!(grace(&[("SIDELANE_VERBS_TIMEOUT", timeout)]), Duration::from_secs(5), "{timeout}");
+        }
     }
 
     #[test]

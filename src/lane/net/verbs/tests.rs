@@ -98,7 +98,7 @@ impl End {
 /// Ranks 0 and 1, connected over NICs `a` and `b`.
 fn connected(fabric: &Arc<Fabric>, settings: &Settings, caps: Caps) -> (End, End) {
     let (a, b) = (End::new(fabric, "a", 1, settings, caps), End::new(fabric, "b", 0, settings, caps));
-    let across = |from: &End, peer| Endpoint::from_bytes(peer, &from.pair.endpoint().to_bytes()).unwrap();
+    let across = |from: &End, peer| Endpoint::from_bytes(peer, &from.pair.endpoint().to_bytes()).unwrap().0;
     a.pair.connect(&across(&b, 1)).unwrap();
     b.pair.connect(&across(&a, 0)).unwrap();
     (a, b)
@@ -202,7 +202,56 @@ fn ranks_take_turns_and_nics_that_are_down_are_left_out() {
     assert_eq!(opened(&fabric, &naming(&["c", "a"]), 7).unwrap(), ["c", "a"]);
     fabric.remove("a");
     fabric.change("c", |nic| nic.port = 2);
-    assert_eq!(opened(&fabric, &Settings::default(), 0), Err(down));
+    // If none is usable, each has its reason; one that a setting leaves out among them.
+    let still = VerbsError::PortDown { nic: "c".into(), port: 1, state: "initializing" };
+    let refused = |refused: [&VerbsError; 2]| {
+        Err(VerbsError::NoUsableNic { refused: refused.map(VerbsError::clone).to_vec() })
+    };
+    assert_eq!(opened(&fabric, &Settings::default(), 0), refused([&down, &still]));
+    fabric.change("c", |nic| nic.port = 4);
+    let elsewhere = Settings { subnets: vec!["10.9.0.0/16".parse().unwrap()], ..Settings::default() };
+    let outside = VerbsError::NoGidInSubnets { nic: "c".into(), port: 1 };
+    assert_eq!(opened(&fabric, &elsewhere, 0), refused([&down, &outside]));
+}
+
+#[test]
+fn the_fastest_usable_port_of_a_nic_is_used_and_then_the_first() {
+    let fabric = Fabric::new(&["a", "b"]);
+    // The first port carries traffic, but has no address.
+    fabric.ports("a", 2, 4);
+    let (a, b) = connected(&fabric, &Settings::default(), CAPS);
+    assert_eq!((a.nic.path.port, b.nic.path.port), (2, 1));
+    a.memory.fill(0, &[7]);
+    write(&a, b.place(0));
+    assert_eq!(b.memory.words()[0], 7);
+    let first = Settings { port: Some(1), ..naming(&["a"]) };
+    assert_eq!(opened(&fabric, &first, 0), Err(VerbsError::NoGid { nic: "a".into(), port: 1 }));
+    // With an address, it is as good; and worse, if the other is faster.
+    let port = |settings: &Settings| fabric.nic("a", settings).path.port;
+    fabric.write("class/infiniband/a/ports/1/gids/1", "fe80::1");
+    fabric.write("class/infiniband/a/ports/1/gid_attrs/types/1", "RoCE v2");
+    assert_eq!(port(&Settings::default()), 1);
+    fabric.write("class/infiniband/a/ports/1/rate", "25 Gb/sec (1X EDR)");
+    fabric.write("class/infiniband/a/ports/2/rate", "100 Gb/sec (4X EDR)");
+    assert_eq!((port(&Settings::default()), port(&first)), (2, 1));
+    fabric.change("a", |nic| (nic.port, nic.others) = (1, 2));
+    let down = |port, state| VerbsError::PortDown { nic: "a".into(), port, state };
+    let refused = vec![down(1, "initializing"), down(2, "down")];
+    assert_eq!(opened(&fabric, &naming(&["a"]), 0), Err(VerbsError::NoUsableNic { refused }));
+}
+
+#[test]
+fn a_nic_of_another_network_is_refused_by_its_name() {
+    let fabric = Fabric::new(&["a", "b"]);
+    // As the kernel describes iWARP: Ethernet, and its type of node.
+    fabric.write("class/infiniband/a/node_type", "4: RNIC");
+    fabric.write("class/infiniband/b/node_type", "1: CA");
+    assert_eq!(opened(&fabric, &Settings::default(), 0).unwrap(), ["b"]);
+    let refused = opened(&fabric, &naming(&["a"]), 0).unwrap_err();
+    assert!(refused.to_string().starts_with("NIC a speaks iWARP:"), "{refused}");
+    fabric.change("b", |nic| nic.link = 0);
+    let unknown = VerbsError::OtherNetwork { nic: "b".into(), network: "an unknown network" };
+    assert_eq!(opened(&fabric, &naming(&["b"]), 0), Err(unknown));
 }
 
 #[test]
@@ -391,7 +440,7 @@ fn play(fabric: &Arc<Fabric>, rank: u64, to: &Sender<Meeting>, from: &Receiver<M
     let end = End::new(fabric, nic, peer, &Settings::default(), CAPS);
     to.send((end.pair.endpoint().to_bytes(), end.place(0))).unwrap();
     let (bytes, there) = from.recv().unwrap();
-    end.pair.connect(&Endpoint::from_bytes(peer, &bytes).unwrap()).unwrap();
+    end.pair.connect(&Endpoint::from_bytes(peer, &bytes).unwrap().0).unwrap();
     let until = Instant::now() + Duration::from_secs(30);
     let await_word = |least: u64| {
         while end.memory.words()[0] < least {
@@ -414,7 +463,7 @@ fn play(fabric: &Arc<Fabric>, rank: u64, to: &Sender<Meeting>, from: &Receiver<M
     end.memory.words()[0]
 }
 
-type Meeting = ([u8; Endpoint::BYTES], Remote);
+type Meeting = (Vec<u8>, Remote);
 const ROUNDS: u64 = 200;
 
 #[test]
@@ -656,7 +705,8 @@ fn an_address_that_cannot_be_reached_and_another_network_are_told_apart() {
     let fabric = Fabric::new(&["a", "b"]);
     let settings = Settings::default();
     let (a, b) = (End::new(&fabric, "a", 1, &settings, CAPS), End::new(&fabric, "b", 0, &settings, CAPS));
-    let there = Endpoint { link: LinkLayer::InfiniBand, ..b.pair.endpoint() };
+    let mut there = b.pair.endpoint();
+    there.reach.link = LinkLayer::InfiniBand;
     let other = VerbsError::LinkLayers { nic: "a".into(), peer: 1 };
     assert_eq!(a.pair.connect(&there), Err(other));
     let there = Endpoint { gid: "::ffff:192.168.9.9".parse().unwrap(), ..b.pair.endpoint() };

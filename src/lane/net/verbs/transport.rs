@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use super::connection::{Connection, Parts, SMALL};
 use super::events::EventThread;
 use super::forecast::{Forecast, Rules};
+use super::gap;
 use super::nic::Nic;
 use super::order::Signaling;
 use super::receiver::Receiver;
@@ -20,7 +21,7 @@ use super::{
     Settings, SignalMode, Sysfs,
 };
 use crate::bootstrap::Health;
-use crate::error::{Error, VerbsError};
+use crate::error::{Error, LaneError, VerbsError};
 use crate::lane::net::{
     ConnectionEnd, ConnectionOffer, DeviceMemory, NetConnection, NetTransport, NoGpuDirect, Region, Regions,
     Registration,
@@ -88,7 +89,9 @@ pub struct VerbsTransport {
     nodes: NodeMap,
     settings: Settings,
     memories: Vec<Arc<NicMemory>>,
-    events: EventThread,
+    /// None before the first connection.
+    events: Mutex<Option<EventThread>>,
+    sysfs: Sysfs,
     strict: u64,
     relaxed: bool,
     regions: Arc<Regions>,
@@ -121,7 +124,6 @@ impl VerbsTransport {
         }
         let can_relax = nics.iter().all(|nic| MemoryRegion::can_relax(&nic.context));
         let Setup { rank, nodes, strict, regions, health, forecast, .. } = setup;
-        let events = EventThread::start(rank, nics.iter(), settings.grace, &health)?;
         let memories =
             nics.into_iter().map(|nic| NicMemory::new(nic).map(Arc::new)).collect::<Result<_, _>>()?;
         Ok(VerbsTransport {
@@ -129,7 +131,8 @@ impl VerbsTransport {
             nodes,
             settings: settings.clone(),
             memories,
-            events,
+            events: Mutex::default(),
+            sysfs: sysfs.clone(),
             strict,
             relaxed: settings.relaxed.unwrap_or(can_relax),
             regions,
@@ -139,16 +142,24 @@ impl VerbsTransport {
         })
     }
 
-    /// Both ranks of a pair take NICs of one index, if both have as many. Peers of one rank are on
-    /// different nodes, or at different places of a node.
+    /// Number of the NIC towards a peer.
     fn nic_for(&self, peer: u32) -> usize {
-        let place = |rank: u32| {
-            let node = self.nodes.node_of(rank);
-            let at = self.nodes.members(node).iter().position(|&member| member == rank);
-            (node as usize, at.unwrap_or(0))
-        };
-        let ((node, at), (its_node, its_at)) = (place(self.rank), place(peer));
-        (node + its_node + (at + its_at) / 2) % self.memories.len()
+        gap::rail(&self.nodes, self.rank, peer, self.memories.len())
+    }
+
+    /// The thread that reads events of the NICs blames a connection for those of its queue pair. It
+    /// starts with the first connection: a rank that has none takes no notice of its NICs.
+    fn watch(&self, connection: &Arc<Connection>) -> Result<(), Error> {
+        let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+        if events.is_none() {
+            let nics = self.memories.iter().map(|memory| &memory.nic);
+            *events =
+                Some(EventThread::start(self.rank, nics, &self.sysfs, self.settings.grace(), &self.health)?);
+        }
+        if let Some(events) = &*events {
+            events.attach(self.nic_for(connection.peer_rank()), connection);
+        }
+        Ok(())
     }
 
     fn half(&self, peer: u32) -> Result<Half, Error> {
@@ -247,7 +258,7 @@ impl ConnectionEnd for VerbsEnd<'_> {
         let VerbsEnd { transport, peer, half } = *self;
         let theirs = ConnectionInfo::from_bytes(peer, &offered.bytes)?;
         let connection = Arc::new(transport.connect(peer, &theirs, half)?);
-        transport.events.attach(transport.nic_for(peer), &connection);
+        transport.watch(&connection)?;
         Ok(connection)
     }
 }
@@ -286,6 +297,14 @@ impl NetTransport for VerbsTransport {
             how = if registered == Registration::DmaBuf { how } else { registered };
         }
         Ok((describe_region(&description), how))
+    }
+
+    fn announcement(&self) -> Vec<u8> {
+        gap::announcement(self.memories.iter().map(|memory| &memory.nic))
+    }
+
+    fn compare(&self, announced: &[&[u8]]) -> Result<(), (u32, Error)> {
+        gap::compare(&self.nodes, announced).map_err(|(rank, error)| (rank, LaneError::from(error).into()))
     }
 
     fn deregister(&self, number: u32) {
@@ -335,12 +354,13 @@ struct ConnectionInfo {
     heap: Vec<u8>,
 }
 
-const FIXED: usize = Endpoint::BYTES + 19;
+/// Bytes of it between the endpoint and the heap.
+const FIXED: usize = 19;
 
 impl ConnectionInfo {
     /// As bytes.
     fn to_bytes(&self) -> Vec<u8> {
-        let mut bytes = self.endpoint.to_bytes().to_vec();
+        let mut bytes = self.endpoint.to_bytes();
         bytes.extend(self.signaling.to_bytes());
         bytes.push(self.nic);
         bytes.extend(self.receives.to_le_bytes());
@@ -355,22 +375,57 @@ impl ConnectionInfo {
     /// # Errors
     /// [`VerbsError::EndpointVersion`] and its like.
     fn from_bytes(peer: u32, bytes: &[u8]) -> Result<Self, VerbsError> {
-        let endpoint = Endpoint::from_bytes(peer, bytes.get(..Endpoint::BYTES).unwrap_or(bytes))?;
-        let (seen, expected) = (bytes.len(), FIXED);
-        if seen < expected {
-            return Err(VerbsError::EndpointLength { peer, seen, expected });
-        }
-        let (fixed, heap) = bytes.split_at(FIXED);
-        let rest = &fixed[Endpoint::BYTES..];
-        let word = |at: usize| u32::from_le_bytes(std::array::from_fn(|i| rest[at + i]));
+        let (endpoint, rest) = Endpoint::from_bytes(peer, bytes)?;
+        let (seen, expected) = (bytes.len(), bytes.len() - rest.len() + FIXED);
+        let short = VerbsError::EndpointLength { peer, seen, expected };
+        let (fixed, heap) = rest.split_first_chunk::<FIXED>().ok_or(short)?;
+        let word = |at: usize| u32::from_le_bytes(std::array::from_fn(|i| fixed[at + i]));
         let addr = u64::from(word(7)) | u64::from(word(11)) << 32;
         Ok(ConnectionInfo {
             endpoint,
-            signaling: Signaling::from_bytes(peer, [rest[0], rest[1]])?,
-            nic: rest[2],
+            signaling: Signaling::from_bytes(peer, [fixed[0], fixed[1]])?,
+            nic: fixed[2],
             receives: word(3),
             granted: Remote { addr, rkey: word(15) },
             heap: heap.to_vec(),
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::lane::net::verbs::fake::Fabric;
+
+    fn rank(fabric: &Arc<Fabric>, rank: u32) -> VerbsTransport {
+        let nics = vec![["a", "b"][rank as usize].to_owned()];
+        let settings = Settings { nics, ..Settings::default() };
+        let setup = Setup {
+            rank,
+            nth: 0,
+            nodes: NodeMap::from_labels(&[0u32, 1]),
+            strict: 0,
+            regions: Arc::default(),
+            health: Arc::default(),
+            forecast: false,
+        };
+        VerbsTransport::open(&fabric.ground(settings), setup).unwrap()
+    }
+
+    #[test]
+    fn the_thread_for_events_starts_with_the_first_connection() {
+        let fabric = Fabric::new(&["a", "b"]);
+        let ranks = [0, 1].map(|at| rank(&fabric, at));
+        *ranks[0].heap() = describe_region(&[vec![]]);
+        ranks[1].heap().clone_from(&ranks[0].heap());
+        let watched = || ranks.each_ref().map(|rank| rank.events.lock().unwrap().is_some());
+        let [a, b] = [(0, 1), (1, 0)].map(|(at, peer): (usize, u32)| ranks[at].open(peer).unwrap());
+        let offers = [a.bytes(), b.bytes()];
+        assert_eq!(watched(), [false, false]);
+        let a = a.connect(offers[1].clone().into()).unwrap();
+        assert_eq!(watched(), [true, false]);
+        drop((a, b));
+        drop(ranks);
+        assert_eq!(fabric.leftovers(), (0, 0));
     }
 }

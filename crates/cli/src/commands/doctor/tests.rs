@@ -177,7 +177,7 @@ fn the_lane_s_own_choice_is_shown_or_why_there_is_none() {
     assert_eq!(seen(&findings, "NIC of rank 0"), first);
     assert_eq!(seen(&findings, "NIC of rank 1"), (Level::Ok, "mlx5_0".to_owned()));
     assert_eq!(seen(&findings, "NIC mlx5_2, choice"), (Level::Ok, "less than half of 400 Gb/s".to_owned()));
-    let error = VerbsError::NoFullMember { nic: "mlx5_0".into(), port: 1 };
+    let error = VerbsError::NoPartition { nic: "mlx5_0".into(), port: 1 };
     let findings = examined(Err(LaneError::from(error.clone()).into()));
     assert_eq!(seen(&findings, "NIC of rank 0"), (Level::Warn, error.to_string()));
     let findings = examined(Ok(NicSurvey::default()));

@@ -62,7 +62,7 @@ use super::{Library, Nic, Settings, Sysfs, VerbsEnvironment};
 /// Names the seed of a run that is to be repeated.
 const SEED: &str = "SIDELANE_TEST_SEED";
 
-/// A network of NICs, each with one port.
+/// A network of NICs, each with one port that is wired, and perhaps others.
 pub struct Fabric {
     state: Mutex<State>,
     devices: Vec<Device>,
@@ -210,6 +210,12 @@ impl Fabric {
         }
     }
 
+    /// A NIC reports an event, of one of its ports or queue pairs, to its owner.
+    pub fn tell(&self, nic: &str, kind: u32, object: usize) {
+        let at = self.place(nic);
+        self.state().tell(at, kind, object);
+    }
+
     /// A NIC finds that the other aimed outside what is registered, and tells the owner of its
     /// queue pair.
     pub fn lose_queue_pair(&self, nic: &str, peer: &str) {
@@ -240,6 +246,11 @@ impl Fabric {
         change(&mut self.state().nics[at]);
     }
 
+    /// Writes a file of the kernel.
+    pub fn write(&self, path: &str, text: &str) {
+        self.tree.write(path, text);
+    }
+
     /// Puts a RoCE v2 address of a network device into a NIC's table.
     pub fn address(&self, nic: &str, index: u8, gid: &str, device: &str) {
         let gid = self.tree.gid(nic, index, gid.parse().unwrap(), "RoCE v2");
@@ -251,6 +262,14 @@ impl Fabric {
     pub fn partition(&self, nic: &str, index: u16, key: u16) {
         let key = self.tree.pkey(nic, index, key);
         self.change(nic, |nic| _ = nic.pkeys.insert(index, key));
+    }
+
+    /// Gives a NIC so many ports, the last of them wired. The others are in one state, without
+    /// addresses.
+    pub fn ports(&self, nic: &str, ports: u8, others: u32) {
+        self.change(nic, |nic| (nic.wired, nic.others) = (ports, others));
+        let root = self.tree.0.join("class/infiniband").join(nic).join("ports");
+        fs::rename(root.join("1"), root.join(ports.to_string())).unwrap();
     }
 
     /// Makes a NIC's port one of InfiniBand, of this LID and this GID alone.
@@ -305,6 +324,8 @@ pub struct Statistics {
     pub bytes: u64,
     /// Requests that met no receive.
     pub not_ready: u64,
+    /// Queries of a port, which may take long, while the caller held the lock of a connection.
+    pub locked_queries: u64,
 }
 
 pub struct FakeNic {
@@ -323,8 +344,12 @@ pub struct FakeNic {
     /// Completions that it keeps back, and their queues.
     pub delayed: Option<Vec<(u32, Ready)>>,
     pub gone: bool,
-    /// The state of its port.
+    /// The number of the wired port: the last.
+    pub wired: u8,
+    /// The state of that port.
     pub port: u32,
+    /// The state of all others.
+    pub others: u32,
     /// The code of its largest packet.
     pub mtu: u32,
     /// Bytes that may travel inside a request.
@@ -353,7 +378,9 @@ impl Default for FakeNic {
             mute: false,
             delayed: None,
             gone: false,
+            wired: 1,
             port: ffi::IBV_PORT_ACTIVE,
+            others: ffi::IBV_PORT_DOWN,
             mtu: ffi::IBV_MTU_4096,
             inline: 64,
             sges: 8,

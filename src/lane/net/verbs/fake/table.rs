@@ -14,6 +14,7 @@ use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 
 use super::{Device, Fabric, Job, Opened, Pair, Queue, Region, State};
+use crate::bootstrap::locks;
 use crate::lane::net::verbs::ffi::*;
 use crate::lane::net::verbs::library::Functions;
 
@@ -195,7 +196,7 @@ unsafe extern "C" fn query_device(context: *mut ibv_context, attr: *mut ibv_devi
     // SAFETY: the caller's structure.
     let attr = unsafe { &mut *attr };
     (attr.max_sge, attr.max_qp_wr, attr.max_cqe) = (state.nics[nic].sges as c_int, 4096, 1 << 16);
-    (attr.max_mr_size, attr.phys_port_cnt) = (1 << 40, 1);
+    (attr.max_mr_size, attr.phys_port_cnt) = (1 << 40, state.nics[nic].wired);
     (attr.max_qp_rd_atom, attr.max_qp_init_rd_atom) = (16, 16);
     (attr.vendor_id, attr.vendor_part_id) = state.nics[nic].vendor;
     attr.atomic_cap = if state.nics[nic].atomics { 1 } else { IBV_ATOMIC_NONE };
@@ -203,16 +204,17 @@ unsafe extern "C" fn query_device(context: *mut ibv_context, attr: *mut ibv_devi
 }
 
 unsafe extern "C" fn query_port(context: *mut ibv_context, port: u8, attr: *mut ibv_port_attr) -> c_int {
-    if port != 1 {
-        return Errno::INVAL.raw_os_error();
-    }
     // SAFETY: the caller's structure.
     let attr = unsafe { &mut *attr };
-    let nic = &state(context).nics[open(context).nic];
+    let nic = &mut state(context).nics[open(context).nic];
+    nic.statistics.locked_queries += locks::held();
+    if !(1..=nic.wired).contains(&port) {
+        return Errno::INVAL.raw_os_error();
+    }
     if nic.gone {
         return Errno::IO.raw_os_error();
     }
-    (attr.state, attr.active_mtu) = (nic.port, nic.mtu);
+    (attr.state, attr.active_mtu) = (if port == nic.wired { nic.port } else { nic.others }, nic.mtu);
     (attr.max_mtu, attr.link_layer, attr.lid) = (IBV_MTU_4096, nic.link, nic.lid);
     attr.flags = if nic.needs_global_header { IBV_QPF_GRH_REQUIRED } else { 0 };
     0
@@ -482,6 +484,8 @@ unsafe extern "C" fn modify_qp(qp: *mut ibv_qp, attr: *mut ibv_qp_attr, mask: c_
         | IBV_QP_RQ_PSN
         | IBV_QP_MAX_DEST_RD_ATOMIC
         | IBV_QP_MIN_RNR_TIMER;
+    /// May come along: until then, the key is that of the step before.
+    const RTR_PKEY: c_int = RTR | IBV_QP_PKEY_INDEX;
     const RTS: c_int = IBV_QP_STATE
         | IBV_QP_SQ_PSN
         | IBV_QP_TIMEOUT
@@ -493,17 +497,23 @@ unsafe extern "C" fn modify_qp(qp: *mut ibv_qp, attr: *mut ibv_qp_attr, mask: c_
     let mut state = state(context);
     let from = open(context).nic;
     let pkey = state.nics[from].pkeys.get(&attr.pkey_index).copied().filter(|&key| key & 0x7fff != 0);
-    let there = state.destination(from, &attr.ah_attr);
+    let (there, wired) = (state.destination(from, &attr.ah_attr), state.nics[from].wired);
     let pair = state.pair(qp_num);
     match (pair.state, attr.qp_state, mask) {
-        (0, IBV_QPS_INIT, INIT) if attr.port_num == 1 => match pkey {
+        (0, IBV_QPS_INIT, INIT) if attr.port_num == wired => match pkey {
             Some(key) => pair.pkey = key,
             None => return Errno::INVAL.raw_os_error(),
         },
-        (IBV_QPS_INIT, IBV_QPS_RTR, RTR) => match there {
-            Ok(nic) => (pair.peer, pair.peer_nic) = (attr.dest_qp_num, nic),
-            Err(errno) => return errno.raw_os_error(),
-        },
+        (IBV_QPS_INIT, IBV_QPS_RTR, RTR | RTR_PKEY) if attr.ah_attr.port_num == wired => {
+            match (there, pkey) {
+                (Err(errno), _) => return errno.raw_os_error(),
+                (_, None) if mask == RTR_PKEY => return Errno::INVAL.raw_os_error(),
+                (Ok(nic), key) => {
+                    (pair.peer, pair.peer_nic) = (attr.dest_qp_num, nic);
+                    pair.pkey = key.filter(|_| mask == RTR_PKEY).unwrap_or(pair.pkey);
+                }
+            }
+        }
         (IBV_QPS_RTR, IBV_QPS_RTS, RTS) => pair.rnr_retries = attr.rnr_retry,
         (_, IBV_QPS_ERR, IBV_QP_STATE) => {
             state.fail(qp_num);

@@ -1,5 +1,6 @@
 //! Addresses and partitions, over fake NICs that refuse or lose what hardware refuses or loses.
 
+use super::super::partition::{Pkey, Pkeys};
 use super::*;
 
 /// Ranks 0 and 1 over NICs `a` and `b` of InfiniBand, of these LIDs and GIDs.
@@ -60,28 +61,51 @@ fn what_is_sent_to_another_lid_is_lost() {
     assert_eq!(a.poll(), [(1, failed(CompletionStatus::RetriesExceeded, 12))]);
 }
 
-#[test]
-fn the_first_full_member_is_used_wherever_it_stands() {
+/// InfiniBand in one subnet, of NICs with these entries in their tables of partition keys.
+fn partitions(of_a: &[(u16, u16)], of_b: &[(u16, u16)]) -> Arc<Fabric> {
     let fabric = infiniband([(3, "fe80::3"), (4, "fe80::4")]);
-    fabric.partition("a", 0, 0x7fff);
-    fabric.partition("a", 4, 0x8012);
-    fabric.partition("b", 0, 0x8012);
-    assert_eq!(both_ways(&fabric), [true, true]);
-    let path = fabric.nic("a", &Settings::default()).path;
-    assert_eq!((path.pkey_index, path.pkey), (4, 0x8012));
+    for (nic, keys) in [("a", of_a), ("b", of_b)] {
+        keys.iter().for_each(|&(index, key)| fabric.partition(nic, index, key));
+    }
+    fabric
 }
 
 #[test]
-fn ranks_of_different_partitions_are_told_before_a_packet_is_lost() {
-    let fabric = infiniband([(3, "fe80::3"), (4, "fe80::4")]);
-    fabric.partition("b", 0, 0x8012);
-    let settings = Settings::default();
-    let (a, b) = (End::new(&fabric, "a", 1, &settings, CAPS), End::new(&fabric, "b", 0, &settings, CAPS));
-    let differ = |nic: &str, peer, mine, theirs| {
-        Err(VerbsError::PartitionsDiffer { nic: nic.into(), peer, mine, theirs })
-    };
-    assert_eq!(a.pair.connect(&b.pair.endpoint()), differ("a", 1, 0xffff, 0x8012));
-    assert_eq!(b.pair.connect(&a.pair.endpoint()), differ("b", 0, 0x8012, 0xffff));
+fn two_ports_talk_by_the_partition_that_they_share_wherever_it_stands() {
+    for (of_a, of_b) in [
+        (&[(0, 0x7fff), (4, 0x8012)][..], &[(0, 0x8012)][..]),
+        // Each prefers another one.
+        (&[(0, 0x8013), (4, 0x8012)], &[(0, 0x8012), (1, 0xffff)]),
+        // A limited member, and a full one.
+        (&[(0, 0x7fff)], &[]),
+    ] {
+        assert_eq!(both_ways(&partitions(of_a, of_b)), [true, true], "{of_a:x?}, {of_b:x?}");
+    }
+    let report = partitions(&[(0, 0x7fff), (4, 0x8012)], &[]).nic("a", &Settings::default()).to_string();
+    assert!(
+        report.contains("partition 0x8012 (index 4, or another of 2, if a peer shares that)"),
+        "{report}"
+    );
+}
+
+#[test]
+fn ranks_that_share_no_partition_are_told_before_a_packet_is_lost() {
+    for (of_a, of_b) in [(&[][..], &[(0, 0x8012)][..]), (&[(0, 0x7fff), (1, 0x8013)], &[(0, 0x7fff)])] {
+        let (fabric, settings) = (partitions(of_a, of_b), Settings::default());
+        let (a, b) = (End::new(&fabric, "a", 1, &settings, CAPS), End::new(&fabric, "b", 0, &settings, CAPS));
+        let keys = |end: &End| end.pair.endpoint().reach.pkeys;
+        let differ = |nic: &str, peer, mine, theirs| {
+            Err(VerbsError::PartitionsDiffer { nic: nic.into(), peer, mine, theirs })
+        };
+        assert_eq!(a.pair.connect(&b.pair.endpoint()), differ("a", 1, keys(&a), keys(&b)));
+        assert_eq!(b.pair.connect(&a.pair.endpoint()), differ("b", 0, keys(&b), keys(&a)));
+    }
+    let (mine, theirs) = (vec![0x7fff, 0x8013], vec![0x7fff]);
+    let text = VerbsError::PartitionsDiffer { nic: "a".into(), peer: 1, mine, theirs }.to_string();
+    assert!(
+        text.starts_with("NIC a has partition keys 0x7fff, 0x8013, the NIC of rank 1 has 0x7fff:"),
+        "{text}"
+    );
 }
 
 #[test]
@@ -93,10 +117,12 @@ fn an_empty_entry_of_a_table_is_refused() {
     let queues = Queues { send: &queue, receive: &queue };
     let create = |path: &super::super::Path| QueuePair::create(&domain, queues, CAPS, path, 1);
     let refused = |call: &'static str| Some(nic.context.failed(call, Errno::INVAL.raw_os_error()));
-    let elsewhere = super::super::Path { pkey_index: 3, ..nic.path };
+    let pkeys = vec![Pkey { index: 3, key: 0xffff }];
+    let pkeys = Pkeys::of(pkeys, LinkLayer::Ethernet, None, ("a", 1)).unwrap();
+    let elsewhere = super::super::Path { pkeys, ..nic.path.clone() };
     assert_eq!(create(&elsewhere).err(), refused("ibv_modify_qp to INIT"));
     let there = End::new(&fabric, "b", 0, &Settings::default(), CAPS).pair.endpoint();
-    let elsewhere = super::super::Path { gid_index: 3, ..nic.path };
+    let elsewhere = super::super::Path { gid_index: 3, ..nic.path.clone() };
     let error = create(&elsewhere).unwrap().connect(&there).unwrap_err();
     assert!(matches!(error, VerbsError::NoRoute { errno, .. } if errno == Errno::INVAL.raw_os_error()));
 }

@@ -1,0 +1,148 @@
+//! Whether the NICs of all ranks reach each other, known before a lane is agreed on.
+//!
+//! ```text
+//!   each rank    | NICs: u8 | per NIC: length of its name: u8, name, Reach |  --> all ranks
+//!   each pair of ranks on different nodes    takes the NICs of its rail, which must reach each other
+//! ```
+//!
+//! Every rank has the same announcements, so all find the same pair, or none. The NICs of a cluster
+//! are mostly alike: two kinds of NICs are compared once.
+
+use std::collections::{HashMap, HashSet};
+
+use super::nic::Nic;
+use super::partition::Reach;
+use crate::error::VerbsError;
+use crate::topology::NodeMap;
+
+/// Number of the NIC that `rank` takes towards `peer`, of so many. Both ranks of a pair take NICs
+/// of one number, if both have as many. Peers of one rank are on different nodes, or at different
+/// places of a node.
+pub fn rail(nodes: &NodeMap, rank: u32, peer: u32, nics: usize) -> usize {
+    let place = |rank: u32| {
+        let node = nodes.node_of(rank);
+        let at = nodes.members(node).iter().position(|&member| member == rank);
+        (node as usize, at.unwrap_or(0))
+    };
+    let ((node, at), (its_node, its_at)) = (place(rank), place(peer));
+    (node + its_node + (at + its_at) / 2) % nics
+}
+
+/// What a rank says about its NICs.
+pub fn announcement<'a>(nics: impl ExactSizeIterator<Item = &'a Nic>) -> Vec<u8> {
+    let mut bytes = vec![nics.len() as u8];
+    for nic in nics {
+        // The kernel's names have at most 64 bytes.
+        let name = nic.context.name();
+        bytes.push(name.len() as u8);
+        bytes.extend(name.as_bytes());
+        bytes.extend(nic.path.reach().to_bytes());
+    }
+    bytes
+}
+
+/// The NICs that rank `peer` announced.
+fn announced(peer: u32, bytes: &[u8]) -> Result<Vec<(String, Reach)>, VerbsError> {
+    let invalid = || VerbsError::Message { peer };
+    let (&count, mut rest) = bytes.split_first().ok_or_else(invalid)?;
+    let mut nics = Vec::new();
+    for _ in 0..count {
+        let (&len, behind) = rest.split_first().ok_or_else(invalid)?;
+        let (name, behind) = behind.split_at_checked(len.into()).ok_or_else(invalid)?;
+        let (reach, behind) = Reach::from_bytes(peer, behind)?;
+        nics.push((String::from_utf8_lossy(name).into_owned(), reach));
+        rest = behind;
+    }
+    if nics.is_empty() || !rest.is_empty() { Err(invalid()) } else { Ok(nics) }
+}
+
+/// The first rank with a NIC that does not reach that of a rank on another node, by what all ranks
+/// announced.
+///
+/// # Errors
+/// That rank, and why.
+pub fn compare(nodes: &NodeMap, said: &[&[u8]]) -> Result<(), (u32, VerbsError)> {
+    let read = |(rank, bytes): (u32, &&[u8])| announced(rank, bytes).map_err(|error| (rank, error));
+    let ranks = (0..).zip(said).map(read).collect::<Result<Vec<_>, _>>()?;
+    let mut kinds = HashMap::new();
+    let mut kind_of = |(_, reach): &(String, Reach)| {
+        let next = kinds.len();
+        *kinds.entry(reach.to_bytes()).or_insert(next)
+    };
+    let kinds: Vec<Vec<usize>> = ranks.iter().map(|nics| nics.iter().map(&mut kind_of).collect()).collect();
+    let mut compared = HashSet::new();
+    for (rank, mine) in (0..).zip(&ranks) {
+        for (peer, theirs) in (rank + 1..).zip(&ranks[rank as usize + 1..]) {
+            if nodes.node_of(rank) == nodes.node_of(peer) {
+                continue;
+            }
+            let nic = rail(nodes, rank, peer, mine.len());
+            let its = rail(nodes, peer, rank, theirs.len());
+            if compared.insert((kinds[rank as usize][nic], kinds[peer as usize][its])) {
+                let (name, reach) = &mine[nic];
+                reach.key_to(&theirs[its].1, name, peer).map_err(|error| (rank, error))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use sidelane_core::nic_choice::LinkLayer;
+
+    use super::*;
+
+    /// The announcement of NICs with these keys.
+    fn said(nics: &[&[u16]]) -> Vec<u8> {
+        let mut bytes = vec![nics.len() as u8];
+        for (nth, pkeys) in nics.iter().enumerate() {
+            bytes.extend([4, b'n', b'i', b'c', b'0' + nth as u8]);
+            bytes.extend(Reach { link: LinkLayer::InfiniBand, pkeys: pkeys.to_vec() }.to_bytes());
+        }
+        bytes
+    }
+
+    fn compared(nodes: &[u32], said: &[Vec<u8>]) -> Result<(), (u32, VerbsError)> {
+        compare(&NodeMap::from_labels(nodes), &said.iter().map(Vec::as_slice).collect::<Vec<_>>())
+    }
+
+    #[test]
+    fn the_first_pair_on_different_nodes_that_shares_nothing_is_named() {
+        let (a, b, both) = (said(&[&[0xffff]]), said(&[&[0x8012]]), said(&[&[0xffff, 0x8012]]));
+        let ranks = |kinds: &[&Vec<u8>]| kinds.iter().map(|&kind| kind.clone()).collect::<Vec<_>>();
+        assert_eq!(compared(&[0, 0, 1, 1], &ranks(&[&a, &both, &both, &a])), Ok(()));
+        // Ranks of one node need no NIC for each other.
+        assert_eq!(compared(&[0, 0, 1, 1], &ranks(&[&a, &b, &both, &both])), Ok(()));
+        let differ = VerbsError::PartitionsDiffer {
+            nic: "nic0".into(),
+            peer: 3,
+            mine: vec![0x8012],
+            theirs: vec![0xffff],
+        };
+        assert_eq!(compared(&[0, 0, 1, 1], &ranks(&[&both, &b, &both, &a])), Err((1, differ)));
+    }
+
+    #[test]
+    fn each_pair_is_compared_by_the_nics_of_its_rail() {
+        let two = said(&[&[0xffff], &[0x8012]]);
+        assert_eq!(compared(&[0, 1], &[two.clone(), two.clone()]), Ok(()));
+        let swapped = said(&[&[0x8012], &[0xffff]]);
+        let nodes = NodeMap::from_labels(&[0u32, 1]);
+        let rail = rail(&nodes, 0, 1, 2);
+        let error = compared(&[0, 1], &[two, swapped]).unwrap_err();
+        assert!(
+            matches!(&error, (0, VerbsError::PartitionsDiffer { nic, .. }) if *nic == format!("nic{rail}"))
+        );
+    }
+
+    #[test]
+    fn what_no_correct_rank_announces_is_an_error_that_names_it() {
+        let good = said(&[&[0xffff]]);
+        let behind = [&good[..], &[0]].concat();
+        for bad in [&[][..], &[0], &good[..3], &good[..good.len() - 1], &behind] {
+            let (rank, error) = compared(&[0, 1], &[good.clone(), bad.to_vec()]).unwrap_err();
+            assert!(rank == 1 && error.to_string().contains("rank 1"), "{error}");
+        }
+    }
+}
