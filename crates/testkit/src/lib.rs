@@ -22,6 +22,7 @@ pub mod player;
 pub mod run;
 pub mod settings;
 pub mod suite;
+pub mod values;
 pub mod worlds;
 
 pub use error::TestError;

@@ -13,6 +13,7 @@ mod modules;
 mod pinned;
 mod probe;
 mod streams;
+mod waiting;
 
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -38,19 +38,25 @@
 mod driver_calls;
 mod events;
 mod hardware;
+mod host_figures;
 mod lines;
 mod placement;
+mod sensitivity;
 mod slots;
 mod tasks;
 #[cfg(test)]
 mod tests;
+mod variants;
 
 pub use hardware::{
     Compute, CopyCost, Engines, Executor, Hardware, Host, Link, NicModel, Peaks, Place, Source,
     UnknownHardware,
 };
+pub use host_figures::{HostFigures, Loops};
 pub use placement::{Case, Placed};
+pub use sensitivity::{Assumption, Fastest, Outcome, outcomes};
 pub use slots::slots;
+pub use variants::{Timed, Variant, Wishes};
 
 use hardware::at_rate;
 use serde::Serialize;

@@ -44,6 +44,21 @@ pub struct Case<'a> {
     pub notes: bool,
 }
 
+impl Case<'_> {
+    /// Rows of the busiest rank. Where one node represents all, rank i of every node has the rows
+    /// of all ranks i from the first node's tokens.
+    pub fn busiest_rows(&self) -> u64 {
+        let mut rows = vec![0; self.routings.len()];
+        for (source, routing) in (0..).zip(self.routings) {
+            let chosen = routing.experts().iter().filter_map(|&expert| u32::try_from(expert).ok());
+            for slot in chosen.filter_map(|expert| self.map.slot_for(source, expert)) {
+                rows[self.map.rank_of(slot) as usize % self.routings.len()] += 1;
+            }
+        }
+        rows.into_iter().max().unwrap_or(0)
+    }
+}
+
 /// A [`Case`], placed as its ranks would place it on a machine.
 #[derive(Debug)]
 pub struct Placed {

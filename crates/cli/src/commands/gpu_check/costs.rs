@@ -5,6 +5,8 @@ use sidelane::World;
 use sidelane::device::{CopyBatch, MemOpBatch, Stream, Version};
 use sidelane::error::DeviceError;
 use sidelane_testkit::case::{Case, Way};
+use sidelane_testkit::device::gpu::Gpu;
+use sidelane_testkit::device::timer::Timer;
 use sidelane_testkit::device::whole;
 use sidelane_testkit::exchange::{memory, timed};
 use sidelane_testkit::place::Device;
@@ -13,7 +15,6 @@ use sidelane_verify::reference;
 
 use super::Task;
 use super::expert_parallel::on_nodes;
-use super::gpu::{Gpu, Timer};
 use super::report::{About, Checks};
 use crate::error::CliError;
 use crate::machines::Machines;
@@ -65,7 +66,7 @@ pub fn enqueued(what: &str) -> String {
 }
 
 pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
-    let gpu = Gpu::open(task)?;
+    let gpu = task.gpu()?;
     let mut bench =
         Bench { timer: Timer::new(&gpu)?, streams: gpu.streams(2)?, gpu: &gpu, checks: &mut *checks };
     bench.copies()?;
@@ -91,7 +92,7 @@ impl Bench<'_> {
         (count, bytes): (usize, Option<u64>),
         mut enqueue: impl FnMut(&[Stream]) -> Result<(), DeviceError>,
     ) -> Result<(), CliError> {
-        let rounds = (self.gpu.task.few(50, 5), count);
+        let rounds = (self.gpu.few(50, 5), count);
         let samples = self.timer.time(self.gpu, &self.streams[0], rounds, || enqueue(&self.streams))?;
         let host = summary(&samples.host).p50_us;
         let rate = bytes.map(|bytes| bytes as f64 / summary(&samples.device).p50_us.max(1e-6) / 1e3);

@@ -3,6 +3,7 @@
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use sidelane::device::{Driver, Probe, Version};
+use sidelane_testkit::device::waiting::Answer;
 
 use super::{GpuCheckArgs, Part};
 use crate::command::{self, Program};
@@ -70,14 +71,6 @@ pub enum State {
     Measured,
     Answered,
     Skipped,
-}
-
-/// Whether something goes on while a stream waits, or while every multiprocessor is held.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Answer {
-    Passes,
-    Blocks,
 }
 
 impl State {
