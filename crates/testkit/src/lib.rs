@@ -11,16 +11,20 @@
 //! processes and on a GPU, and holds its measurements against the same reference.
 
 pub mod case;
+pub mod cells;
 pub mod chain;
 pub mod device;
 pub mod difference;
 mod error;
 pub mod exchange;
 pub mod expected;
+pub mod machines;
 pub mod place;
+pub mod planning;
 pub mod player;
 pub mod run;
 pub mod settings;
+pub mod stats;
 pub mod suite;
 pub mod values;
 pub mod worlds;

@@ -7,9 +7,11 @@ use sidelane::device::{
     Activity, ActivityKind, AuditKernels, Channel, Context, CopyBatch, Cupti, PinnedMemory, Stream,
 };
 use sidelane::error::DeviceError;
+use sidelane_testkit::TestError;
 use sidelane_testkit::device::dispatch::{Dispatch, Peers, RANKS, all_done};
 use sidelane_testkit::device::driver::{CHECKS, Streams};
 use sidelane_testkit::device::gpu::Gpu;
+use sidelane_testkit::device::hold::Held;
 use stand_in_cuda::all_kernels;
 
 use super::copies::memory;
@@ -29,18 +31,17 @@ fn a_hold_runs_on_every_multiprocessor_until_it_is_released_or_dropped() {
             // Eight blocks of 256 threads are all that a multiprocessor runs.
             assert_eq!(hold.blocks(), 8 * context.facts().multiprocessors);
             assert_eq!(hold.running(), 0, "not taken yet");
+            let gpu = Gpu { context: Arc::clone(&context), quick: true };
+            let held = Held::new(&gpu, &audit).unwrap();
             for _ in 0..3 {
-                hold.take(&holder).unwrap();
-                until("all blocks run", || hold.running() == hold.blocks());
-                // Work of another stream comes and goes.
-                let word = PinnedMemory::new(&context, 8).unwrap();
-                audit.touch(&other, word.range().word(0).unwrap()).unwrap();
-                until("a kernel beside it", || other.is_done().unwrap());
-                assert_eq!(word.word(0).unwrap().load(Ordering::Acquire), 1);
-                assert_eq!(holder.is_done(), Ok(false), "it waits for the host");
-                hold.release();
-                until("the hold ends", || holder.is_done().unwrap());
-                assert_eq!(hold.running(), hold.blocks(), "all have run");
+                let beside = held.during(&gpu, || {
+                    // Work of another stream comes and goes.
+                    let word = PinnedMemory::new(&context, 8)?;
+                    audit.touch(&other, word.range().word(0)?)?;
+                    gpu.finish(&other, "a kernel beside it")?;
+                    Ok::<_, TestError>(word.word(0)?.load(Ordering::Acquire))
+                });
+                assert_eq!(beside.unwrap(), 1);
             }
             hold.take(&holder).unwrap();
             drop(hold);

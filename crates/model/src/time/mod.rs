@@ -35,6 +35,7 @@
 //! **Not modeled.** Congestion inside the network, other traffic, clocks that differ, stragglers,
 //! the caller's experts.
 
+mod device_figures;
 mod driver_calls;
 mod events;
 mod hardware;
@@ -48,6 +49,7 @@ mod tasks;
 mod tests;
 mod variants;
 
+pub use device_figures::DeviceFigures;
 pub use hardware::{
     Compute, CopyCost, Engines, Executor, Hardware, Host, Link, NicModel, Peaks, Place, Source,
     UnknownHardware,

@@ -11,6 +11,7 @@
 pub mod dispatch;
 pub mod driver;
 pub mod gpu;
+pub mod hold;
 pub mod kernel_work;
 pub mod kernels;
 pub mod timer;

@@ -15,9 +15,10 @@
 
 use std::time::{Duration, Instant};
 
-use sidelane::device::{AuditKernels, CopyBatch, CudaGraph, PinnedMemory, SmHold, Stream, Version};
+use sidelane::device::{AuditKernels, CopyBatch, CudaGraph, PinnedMemory, Stream, Version};
 use sidelane_testkit::device::dispatch::{Dispatch, Peers, RANKS, all_done};
-use sidelane_testkit::device::gpu::{Gpu, equal};
+use sidelane_testkit::device::gpu::Gpu;
+use sidelane_testkit::device::hold::Held;
 use sidelane_testkit::device::timer::Transfer;
 use sidelane_testkit::device::waiting::Answer;
 use sidelane_testkit::device::whole;
@@ -80,9 +81,8 @@ fn words(peers: Peers) -> (&'static str, &'static str) {
 struct Audit {
     gpu: Gpu,
     kernels: AuditKernels,
-    hold: SmHold,
+    held: Held,
     word: PinnedMemory,
-    holder: Stream,
     control: Stream,
     ranks: Vec<Stream>,
 }
@@ -91,33 +91,13 @@ impl Audit {
     fn new(gpu: Gpu) -> Result<Self, CliError> {
         let kernels = AuditKernels::load(&gpu.context)?;
         Ok(Audit {
-            hold: kernels.hold()?,
+            held: Held::new(&gpu, &kernels)?,
             kernels,
             word: gpu.pinned(8)?,
-            holder: gpu.stream()?,
             control: gpu.stream()?,
             ranks: gpu.streams(RANKS as usize)?,
             gpu,
         })
-    }
-
-    /// Has `work` done while every multiprocessor is held. Whatever comes of it, the hold ends.
-    fn held<T>(&self, work: impl FnOnce() -> Result<T, CliError>) -> Result<T, CliError> {
-        self.hold.take(&self.holder)?;
-        let all = u64::from(self.hold.blocks());
-        let running = self.gpu.until("blocks of the hold", || Ok(self.all_run()));
-        let worked = running.map_err(CliError::from).and_then(|()| work());
-        let still = self.holder.is_done();
-        self.hold.release();
-        let ended = self.gpu.finish(&self.holder, "the hold");
-        let worked = worked?;
-        ended?;
-        equal("blocks that ran to the end of the hold", if still? { 0 } else { all }, all)?;
-        Ok(worked)
-    }
-
-    fn all_run(&self) -> bool {
-        self.hold.running() == self.hold.blocks()
     }
 
     /// When work ended while every multiprocessor was held, if it did. It must end afterwards.
@@ -125,7 +105,7 @@ impl Audit {
         &self,
         enqueue: impl FnOnce(&Stream) -> Result<(), CliError>,
     ) -> Result<Option<Duration>, CliError> {
-        let ended = self.held(|| {
+        let ended = self.held.during(&self.gpu, || {
             enqueue(&self.control)?;
             let start = Instant::now();
             while start.elapsed() < CONTROL {
@@ -159,7 +139,7 @@ impl Audit {
 
     fn latency(&self, checks: &mut Checks) -> Result<(), CliError> {
         let mut transfer = Transfer::new(&self.gpu, &self.control)?;
-        let samples = self.held(|| {
+        let samples = self.held.during(&self.gpu, || {
             (0..self.gpu.few(20, 3))
                 .map(|_| Ok(transfer.send(&self.gpu, &self.control)?.as_secs_f64() * 1e6))
                 .collect::<Result<Vec<f64>, CliError>>()
@@ -241,12 +221,12 @@ impl Audit {
 
     fn dispatch(&self, peers: Peers, bytes: u64) -> Result<String, CliError> {
         let mut dispatch = Dispatch::packed(&self.gpu, &self.control, peers, bytes)?;
-        let landed = self.held(|| {
+        let landed = self.held.during(&self.gpu, || {
             let start = Instant::now();
             dispatch.enqueue(&self.ranks)?;
             let what = "a dispatch while every multiprocessor is held";
             self.gpu.until(what, || all_done(&self.ranks))?;
-            Ok(start.elapsed())
+            Ok::<_, CliError>(start.elapsed())
         });
         // Work that waited for a multiprocessor ends now, and releases its memory.
         self.gpu.until("a dispatch that was let go", || all_done(&self.ranks))?;
@@ -256,7 +236,7 @@ impl Audit {
         Ok(format!(
             "{copies} copies and {operations} operations landed in {} us while {} blocks held {} SMs",
             landed.as_micros(),
-            self.hold.blocks(),
+            self.held.blocks(),
             self.gpu.context.facts().multiprocessors
         ))
     }

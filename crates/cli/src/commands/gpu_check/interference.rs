@@ -21,12 +21,12 @@ use sidelane_testkit::device::gpu::{Gpu, write};
 use sidelane_testkit::device::kernel_work::{SlotWork, elements};
 use sidelane_testkit::device::timer::Transfer;
 use sidelane_testkit::device::{until, whole};
+use sidelane_testkit::stats::summary;
 use sidelane_testkit::values::Random;
 
 use super::report::{About, Checks, Limited};
 use super::{Task, packages};
 use crate::error::CliError;
-use crate::stats::summary;
 
 /// Bytes of one copy, and copies of one burst.
 const COPY: u64 = 1 << 20;

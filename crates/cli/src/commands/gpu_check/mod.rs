@@ -104,7 +104,7 @@ pub struct GpuCheckArgs {
 
     /// Seconds that one case of the parts locks and queues may stand still before it counts as held
     /// up
-    #[arg(long, value_name = "N", default_value_t = CASE_SECONDS, value_parser = clap::value_parser!(u64).range(1..=600))]
+    #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=600))]
     pub case_seconds: u64,
 
     /// Rows and columns of the matrix products, a multiple of 128 [default: 8192, or what half of
@@ -228,16 +228,8 @@ pub struct Task {
     pub quick: bool,
     pub size: Option<u32>,
     /// Longest time of one case of the lock test or the queue test, in seconds.
-    #[serde(default = "usual_case_seconds")]
     pub case_seconds: u64,
-    #[serde(default)]
     pub case: Option<Case>,
-}
-
-const CASE_SECONDS: u64 = 10;
-
-fn usual_case_seconds() -> u64 {
-    CASE_SECONDS
 }
 
 impl Task {

@@ -15,12 +15,12 @@ use sidelane_testkit::device::gpu::Gpu;
 use sidelane_testkit::device::kernel_work::{ExactWork, RANKS, SlotWork, ranks_of};
 use sidelane_testkit::device::kernels::products::Way;
 use sidelane_testkit::device::timer::Timer;
+use sidelane_testkit::stats::summary;
 
 use super::Task;
 use super::expert_products::{ExpertProducts, Sizes};
 use super::report::{About, Checks, State};
 use crate::error::CliError;
-use crate::stats::summary;
 
 /// Questions of the rows that [`super::calibrate`] reads.
 pub const MEGABYTE: &str = "a MB read and written by a permutation of rows";

@@ -21,9 +21,10 @@ use sidelane::rows::{Arithmetic, Stores};
 use sidelane::topology::Route;
 use sidelane::{Dtype, Error, ExpertParallel, Options, World};
 use sidelane_model::time::{Hardware, HostFigures, Loops};
+use sidelane_testkit::planning::Shape;
 use sidelane_testkit::worlds::on_ranks;
 
-use crate::commands::plan_bench::{Cost, Shape};
+use crate::commands::plan_bench::Cost;
 use crate::error::{CliError, failed};
 use crate::table;
 
@@ -165,7 +166,8 @@ fn planning() -> Result<[f64; 3], Error> {
     let cost = |ranks| {
         let (experts, per_node) = (ranks * TOP_K, ranks);
         let (route, layout) = (Route::Direct, RowLayout::ExpertMajor);
-        let shape = Shape { tokens: MANY, top_k: TOP_K, experts, ranks, per_node, route, layout };
+        let (pattern, tokens, top_k) = (Pattern::Uniform, MANY, TOP_K);
+        let shape = Shape { pattern, tokens, top_k, experts, ranks, per_node, route, layout };
         crate::commands::plan_bench::measure(&shape, ROUNDS)
     };
     let (few, many) = (cost(8)?, cost(128)?);
