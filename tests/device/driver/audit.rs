@@ -10,12 +10,11 @@ use sidelane::error::DeviceError;
 use sidelane_testkit::TestError;
 use sidelane_testkit::device::dispatch::{Dispatch, Peers, RANKS, all_done};
 use sidelane_testkit::device::driver::{CHECKS, Streams};
-use sidelane_testkit::device::gpu::Gpu;
 use sidelane_testkit::device::hold::Held;
 use stand_in_cuda::all_kernels;
 
 use super::copies::memory;
-use super::{context, driver, stream, until};
+use super::{context, driver, gpu, stream, until};
 use crate::apart::{apart, each};
 
 #[test]
@@ -31,12 +30,13 @@ fn a_hold_runs_on_every_multiprocessor_until_it_is_released_or_dropped() {
             // Eight blocks of 256 threads are all that a multiprocessor runs.
             assert_eq!(hold.blocks(), 8 * context.facts().multiprocessors);
             assert_eq!(hold.running(), 0, "not taken yet");
-            let gpu = Gpu { context: Arc::clone(&context), quick: true };
+            let gpu = gpu(0);
             let held = Held::new(&gpu, &audit).unwrap();
             for _ in 0..3 {
+                // Freed behind the hold: a call that waits for the context would wait for it.
+                let word = PinnedMemory::new(&context, 8).unwrap();
                 let beside = held.during(&gpu, || {
                     // Work of another stream comes and goes.
-                    let word = PinnedMemory::new(&context, 8)?;
                     audit.touch(&other, word.range().word(0)?)?;
                     gpu.finish(&other, "a kernel beside it")?;
                     Ok::<_, TestError>(word.word(0)?.load(Ordering::Acquire))
@@ -59,7 +59,7 @@ fn every_function_that_the_library_needs_does_what_gpu_check_asks_of_it() {
         "driver::audit::every_function_that_the_library_needs_does_what_gpu_check_asks_of_it",
         &[("SIDELANE_FAKE_CUDA_KERNELS", all_kernels().unwrap().to_str().unwrap())],
         || {
-            let streams = Streams::new(Gpu { context: context(2), quick: true }).unwrap();
+            let streams = Streams::new(gpu(2)).unwrap();
             for check in CHECKS {
                 check.run(&streams).unwrap_or_else(|error| panic!("{}: {error}", check.what));
             }
@@ -69,7 +69,7 @@ fn every_function_that_the_library_needs_does_what_gpu_check_asks_of_it() {
 
 #[test]
 fn a_dispatch_of_streams_lands_to_the_bit_at_peers_of_both_kinds() {
-    let gpu = Gpu { context: context(0), quick: true };
+    let gpu = gpu(0);
     let (staging, ranks) = (stream(&gpu.context), gpu.streams(RANKS as usize).unwrap());
     for peers in Peers::ALL {
         for bytes in [64, 16 << 10] {

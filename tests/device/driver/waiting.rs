@@ -3,11 +3,10 @@
 use std::sync::Mutex;
 use std::time::Duration;
 
-use sidelane_testkit::device::gpu::Gpu;
 use sidelane_testkit::device::waiting::{Answer, Call, Case, Said, Sharing};
 use stand_in_cuda::all_kernels;
 
-use super::context;
+use super::gpu;
 use crate::apart::apart;
 
 /// What stands still for so long blocks. Calls that wait for the stream are waited for as long.
@@ -15,7 +14,7 @@ const BOUND: Duration = Duration::from_secs(3);
 
 /// The answer of a case, behind the word that a stream waits.
 fn answer(case: Case) -> Answer {
-    let (gpu, said) = (Gpu { context: context(0), quick: true }, Mutex::new(Vec::new()));
+    let (gpu, said) = (gpu(0), Mutex::new(Vec::new()));
     let hear = |word: &Said| {
         said.lock().unwrap().push(match word {
             Said::Answer(answer, _) => Some(*answer),

@@ -26,6 +26,7 @@ mod work;
 pub mod world;
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use sidelane::device::{Context, Driver, Kernels, Priority, Stream};
 use sidelane_testkit::device::gpu::{Bench, Gpu};
@@ -42,7 +43,8 @@ struct Device {
 impl Device {
     /// For checks of the test kit.
     fn bench(&self) -> Bench {
-        let gpu = Gpu { context: Arc::clone(&self.context), quick: true };
+        let context = Arc::clone(&self.context);
+        let gpu = Gpu { patience: Duration::from_secs(60), ..Gpu::of(context, true) };
         Bench { gpu, stream: Arc::clone(&self.stream), kernels: self.kernels.clone() }
     }
 }

@@ -20,22 +20,24 @@ pub struct Gpu {
     pub context: Arc<Context>,
     /// Whether checks have fewer rounds and smaller sizes.
     pub quick: bool,
+    /// Longest time of a wait before it counts as stuck.
+    pub patience: Duration,
 }
 
 impl Gpu {
     /// The device with this number.
     pub fn open(device: u32, quick: bool) -> Result<Self, DeviceError> {
-        Ok(Gpu { context: Driver::open()?.context(device)?, quick })
+        Ok(Gpu::of(Driver::open()?.context(device)?, quick))
+    }
+
+    /// The device of a context.
+    pub fn of(context: Arc<Context>, quick: bool) -> Self {
+        Gpu { context, quick, patience: patience(quick) }
     }
 
     /// The first, or to be quick the second.
     pub fn few<T>(&self, all: T, quick: T) -> T {
         if self.quick { quick } else { all }
-    }
-
-    /// Longest time of a wait before it counts as stuck.
-    pub fn patience(&self) -> Duration {
-        patience(self.quick)
     }
 
     /// Version of CUDA that the driver is for.
@@ -87,7 +89,7 @@ impl Gpu {
         what: &str,
         done: impl FnMut() -> Result<bool, DeviceError>,
     ) -> Result<(), TestError> {
-        until(what, self.patience(), done)
+        until(what, self.patience, done)
     }
 
     /// Waits for the work of a stream.
@@ -104,7 +106,7 @@ impl Gpu {
     }
 }
 
-/// Longest time of a wait before it counts as stuck.
+/// Longest time of a wait on a GPU of its own before it counts as stuck.
 pub fn patience(quick: bool) -> Duration {
     Duration::from_secs(if quick { 10 } else { 20 })
 }

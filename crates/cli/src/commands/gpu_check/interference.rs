@@ -268,7 +268,7 @@ impl<'a> Products<'a> {
             self.product()?;
         }
         end.record(&self.stream)?;
-        until("products", self.gpu.patience() * 10, || {
+        until("products", self.gpu.patience * 10, || {
             // Bursts that end while products run are counted, and the next one follows.
             let next = &self.bursts[(bursts % 2) as usize];
             if let Some(burst) = burst
