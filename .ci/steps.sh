@@ -188,7 +188,7 @@ part_miri() {
     local -x CARGO_TARGET_DIR=target/miri MIRIFLAGS=-Zmiri-disable-isolation PROPTEST_CASES=4
     cargo +nightly miri test -p sidelane --lib -- bootstrap::wire::frame bootstrap::wire::message memory::pool \
         rows::fp8 rows::vector --skip every_sixteenth --skip value_between
-    cargo +nightly miri test -p sidelane --test rows -- bits::a_ partials::a_partial_that_vanishes partials::the_wire
+    cargo +nightly miri test -p sidelane-testkit --test rows -- bits::a_ partials::a_partial_that_vanishes partials::the_wire
     cargo +nightly miri test -p sidelane-core --lib -- plan::expert_map plan::bins plan::counts
     cargo +nightly miri test -p sidelane-c --lib -- handles:: ffi::memory ffi::versioned
 }

@@ -15,6 +15,8 @@ use sidelane::overlap::{HostExecutor, TokenChunks};
 use sidelane::rows::{Matrix, product};
 use sidelane::{Error, Options, World};
 use sidelane_parallel::tensor::{Activations, ColumnParallelLinear, LinearShape, RowParallelLinear};
+use sidelane_testkit::machines::Machines;
+use sidelane_testkit::stats::{Laps, median};
 
 const RANKS: usize = 2;
 const TOKENS: usize = 2048;
@@ -48,41 +50,30 @@ fn products_time() -> Duration {
             .collect();
         ranks.into_iter().map(|rank| rank.join().expect("a rank panicked")).collect()
     });
-    median((0..ROUNDS).map(|round| times.iter().map(|of| of[round]).max().unwrap_or_default()).collect())
+    let slowest = |round: usize| times.iter().map(|of| of[round]).max().unwrap_or_default().as_secs_f64();
+    Duration::from_secs_f64(median(&mut (0..ROUNDS).map(slowest).collect::<Vec<f64>>()))
 }
 
-fn median(mut times: Vec<Duration>) -> Duration {
-    times.sort();
-    times[times.len() / 2]
-}
-
-/// A call's name, and when it began and ended in each round.
-type Timed = (&'static str, Vec<(Instant, Instant)>);
+/// A call's name, and its median in milliseconds.
+type Timed = (&'static str, f64);
 
 /// Names of calls, and the median of each over rounds in which all take turns.
-fn measure(link: EmulatedLink, chunks: u32) -> Result<Vec<(&'static str, Duration)>, Error> {
+fn measure(link: EmulatedLink, chunks: u32) -> Result<Vec<Timed>, Error> {
     let options = Options { emulated_link: Some(link), ..Options::default() };
     let worlds = World::threads_with(&[0, 1], &options)?;
     let barrier = Barrier::new(RANKS);
-    let ranks: Vec<Vec<Timed>> = std::thread::scope(|scope| {
+    let mut ranks: Vec<Vec<Timed>> = std::thread::scope(|scope| {
         let ranks: Vec<_> =
             worlds.iter().map(|world| scope.spawn(|| rank(world, chunks, &barrier))).collect();
         ranks.into_iter().map(|rank| rank.join().expect("a rank panicked")).collect::<Result<_, Error>>()
     })?;
-    let of_call = |nth: usize| {
-        let rounds = (0..ROUNDS).map(|round| {
-            let spans = ranks.iter().map(|calls| calls[nth].1[round]);
-            let begin = spans.clone().map(|(begin, _)| begin).min();
-            let end = spans.map(|(_, end)| end).max();
-            begin.zip(end).map(|(begin, end)| end - begin).unwrap_or_default()
-        });
-        (ranks[0][nth].0, median(rounds.collect()))
-    };
-    Ok((0..ranks[0].len()).map(of_call).collect())
+    // All ranks know the same.
+    Ok(ranks.swap_remove(0))
 }
 
 fn rank(world: &World, chunks: u32, barrier: &Barrier) -> Result<Vec<Timed>, Error> {
-    let mut group = Communicator::builder(&world.all()?).build()?;
+    let all = world.all()?;
+    let mut group = Communicator::builder(&all).build()?;
     let (way, up) = (Activations::SequenceParallel, LinearShape { inputs: HIDDEN, outputs: FFN });
     let down = LinearShape { inputs: FFN, outputs: HIDDEN };
     let weight = vec![0.25; HIDDEN * FFN / RANKS];
@@ -149,16 +140,18 @@ fn rank(world: &World, chunks: u32, barrier: &Barrier) -> Result<Vec<Timed>, Err
             Box::new(move |group| row.backward_in_chunks(group, h, x, chunks, executor).map(drop)),
         ));
     }
-    let mut times: Vec<_> = calls.iter().map(|(name, _)| (*name, Vec::with_capacity(ROUNDS))).collect();
+    let mut laps = vec![Laps::default(); calls.len()];
     for _ in 0..ROUNDS {
-        for ((_, call), (_, times)) in calls.iter_mut().zip(&mut times) {
+        for ((_, call), laps) in calls.iter_mut().zip(&mut laps) {
             barrier.wait();
-            let begin = Instant::now();
-            call(&mut group)?;
-            times.push((begin, Instant::now()));
+            laps.time(|| call(&mut group))?;
         }
     }
-    Ok(times)
+    let machines = Machines::of(&all)?;
+    let timed = |((name, _), laps): (&(&'static str, Call<'_>), &Laps)| {
+        Ok((*name, median(&mut laps.rounds(&all, &machines)?) / 1e3))
+    };
+    calls.iter().zip(&laps).map(timed).collect()
 }
 
 fn main() -> Result<(), Error> {
@@ -174,7 +167,7 @@ fn main() -> Result<(), Error> {
         let times = measure(link, chunks)?;
         let time = |name: &str| {
             let found = times.iter().find(|(of, _)| *of == name);
-            found.map_or(0.0, |(_, time)| time.as_secs_f64() * 1e3)
+            found.map_or(0.0, |(_, ms)| *ms)
         };
         let products = products.as_secs_f64() * 1e3;
         println!("{chunks} chunks: gathers {:.2} ms, reduces {:.2} ms", time("gathers"), time("reduces"));

@@ -79,10 +79,9 @@ pub fn assert_words(text: &str, words: &[&str]) {
 
 /// Runs on one device of the fake driver, which has all that the program asks for.
 pub fn on_fake_cuda(command: &mut Command) -> &mut Command {
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../cuda/all_modules.cu");
     command
         .env("SIDELANE_CUDA_LIBRARY", stand_in_cuda::install().unwrap().join("libcuda.so.1"))
-        .env("SIDELANE_FAKE_CUDA_KERNELS", stand_in_cuda::kernels(&source).unwrap())
+        .env("SIDELANE_FAKE_CUDA_KERNELS", stand_in_cuda::all_kernels().unwrap())
         .env("SIDELANE_FAKE_CUDA_DRIVER", "13010")
         .env("SIDELANE_FAKE_CUDA_DEVICES", "1")
 }

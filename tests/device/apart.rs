@@ -3,7 +3,6 @@
 #![allow(dead_code, reason = "each test program uses a part of this")]
 
 use std::env;
-use std::path::Path;
 use std::process::Command;
 
 const CHILD: &str = "SIDELANE_TEST_APART";
@@ -38,8 +37,7 @@ pub fn each(test: &str, runs: &[Settings<'_>], body: impl FnOnce()) {
 
 /// As [`each`], with the stand-in driver's kernels, which are built for the CPU.
 pub fn each_with_kernels(test: &str, runs: &[Settings<'_>], body: impl FnOnce()) {
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda/all_modules.cu");
-    let (library, driver) = (stand_in_cuda::kernels(&source).unwrap(), stand_in_cuda::install().unwrap());
+    let (library, driver) = (stand_in_cuda::all_kernels().unwrap(), stand_in_cuda::install().unwrap());
     let usual = [
         ("LD_LIBRARY_PATH", driver.to_str().unwrap()),
         ("SIDELANE_FAKE_CUDA_KERNELS", library.to_str().unwrap()),

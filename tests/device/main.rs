@@ -6,7 +6,7 @@ mod driver;
 mod enqueued;
 mod kernels;
 mod places;
-#[path = "../rows/common/mod.rs"]
+#[path = "../rows/common.rs"]
 mod rows_common;
 mod slots;
 #[path = "../support/mod.rs"]

@@ -46,7 +46,7 @@ const CRATES: [(&str, &[&str]); 7] = [
     (".", &["sidelane-core"]),
     ("crates/verify", &["sidelane-core"]),
     ("crates/model", &["sidelane-core"]),
-    ("crates/testkit", &["sidelane", "sidelane-verify"]),
+    ("crates/testkit", &["sidelane", "sidelane-core", "sidelane-verify"]),
     ("crates/cli", &["sidelane", "sidelane-core", "sidelane-model", "sidelane-testkit", "sidelane-verify"]),
     ("crates/parallel", &["sidelane"]),
 ];

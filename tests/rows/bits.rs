@@ -5,10 +5,8 @@
 
 use std::ptr;
 
-use crate::common::values::{
-    SPECIAL_F32, Terms, any_f32, any_row, canonical, carried, load, store, wire_type,
-};
-use crate::common::{Guarded, Random, misalignment, stores};
+use crate::common::values::{SPECIAL_F32, Terms, any_f32, any_row, canonical, load, store, wire_type};
+use crate::common::{Guarded, Random, carried, misalignment, stores};
 use proptest::prelude::*;
 use sidelane::dtype::{PARTIAL, PartialDtype};
 use sidelane::rows::{Arithmetic, GroupedSum, RowKernels, Simd, Stores, SumOutput};

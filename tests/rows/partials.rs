@@ -2,8 +2,8 @@
 
 #![allow(unsafe_code, reason = "the loops take raw pointers; the tests own what they point to")]
 
-use crate::common::values::{Terms, any_f32, any_row, carried, load, wire_type};
-use crate::common::{Guarded, Random, misalignment, stores};
+use crate::common::values::{Terms, any_f32, any_row, load, wire_type};
+use crate::common::{Guarded, Random, carried, misalignment, stores};
 use half::bf16;
 use proptest::prelude::*;
 use sidelane::dtype::{PARTIAL, PartialDtype};

@@ -14,11 +14,11 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::{Deserialize, Serialize};
 use sidelane::Group;
+use sidelane_testkit::stats::{Ratio, Summary, ratio_of_medians, summary};
 use tempfile::TempDir;
 
 use crate::error::{CliError, failed};
 use crate::ranks;
-use crate::stats::{Ratio, Summary, ratio_of_medians, summary};
 
 /// One that could not run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

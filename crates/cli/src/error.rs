@@ -85,6 +85,7 @@ impl From<TestError> for CliError {
     fn from(error: TestError) -> Self {
         match error {
             TestError::Library(error) => CliError::Library(error),
+            TestError::Wrong(found) => CliError::Wrong(found),
             other => CliError::Failed(other.to_string()),
         }
     }

@@ -5,11 +5,9 @@ mod chart;
 mod command;
 mod commands;
 mod error;
-mod machines;
 mod options;
 mod ranks;
 mod routing_source;
-mod stats;
 mod svg;
 mod table;
 

@@ -127,16 +127,27 @@ pub fn hardware(name: &str) -> Result<Hardware, CliError> {
 
 /// The same, for a command that knows others by name alone.
 pub fn hardware_or(name: &str, others: &[&str]) -> Result<Hardware, CliError> {
+    let known = [&Hardware::NAMES[..], others].concat();
+    known_or_file(("--hardware", "machine"), name, &known, |text| serde_json::from_str(text))
+}
+
+/// The value of an option that is one of these by name, or that a file describes.
+pub fn known_or_file<T: FromStr, E: fmt::Display>(
+    (option, what): (&str, &str),
+    name: &str,
+    known: &[&str],
+    read: impl FnOnce(&str) -> Result<T, E>,
+) -> Result<T, CliError> {
     if let Ok(known) = name.parse() {
         return Ok(known);
     }
     let text = std::fs::read_to_string(name).map_err(|source| {
+        let known = known.join(", ");
         usage!(
-            "--hardware {name} is neither a machine known here ({}) nor a file that can be read: {source}",
-            [&Hardware::NAMES[..], others].concat().join(", ")
+            "{option} {name} is neither a {what} known here ({known}) nor a file that can be read: {source}"
         )
     })?;
-    serde_json::from_str(&text).map_err(|source| usage!("{name:?} describes no machine: {source}"))
+    read(&text).map_err(|source| usage!("{name:?} describes no {what}: {source}"))
 }
 
 /// A number as it is written and shown: `8`, `4K`, `1M`, `1000`. Suffixes are powers of 1024.

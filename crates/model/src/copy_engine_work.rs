@@ -21,12 +21,12 @@ use serde::Serialize;
 use sidelane_core::error::{CallKind, PlanError};
 use sidelane_core::gate::Routing;
 use sidelane_core::plan::{
-    Bins, DispatchLayout, ExpertMap, GroupRouting, PlanContext, PulledSums, RankRouting, ReceiveMode,
+    Bins, Block, DispatchLayout, ExpertMap, GroupRouting, PlanContext, PulledSums, RankRouting, ReceiveMode,
     RelayPlan, RelaySorter, RowLayout, RowMetadata, RowSizes, SumOrder,
 };
 use sidelane_core::schedule::Effect;
-use sidelane_core::schedule::call_program::{Action, Engines, RankPrograms, Relays, Role, StageId};
-use sidelane_core::schedule::stream_program::StreamProgram;
+use sidelane_core::schedule::call_program::{Action, Engines, RankPrograms, Relays, Role, SlotCall, StageId};
+use sidelane_core::schedule::stream_program::{Slots, StreamProgram};
 use sidelane_core::schedule::{
     CallerTables, Calls, ControlLayout, FillContext, MAX_BATCH, Op, Operands, RelayTables, TrackOp, WindowId,
     copy_batches,
@@ -50,6 +50,60 @@ pub struct CopyEngineWork {
     pub nic_bytes: u64,
 }
 
+/// A way of a dispatch, or of a call of slots, and what it asks of each rank's engines.
+pub type NamedWork = (String, Vec<CopyEngineWork>);
+
+/// Bytes of a slot's header, and of a choice in it.
+const HEAD: u64 = 64;
+const CHOICE: u64 = 8;
+
+impl CopyEngineWork {
+    /// Dispatch and combine of so many ranks of one node by slots of so many tokens, with rows of
+    /// `row_bytes` out and `home_bytes` home.
+    ///
+    /// # Errors
+    /// [`PlanError`] for sizes that no slots have.
+    pub fn of_slots(
+        ranks: u32,
+        (tokens, top_k): (u32, u32),
+        (row_bytes, home_bytes): (u64, u64),
+    ) -> Result<Vec<NamedWork>, PlanError> {
+        // Rows of all tokens and, in as many rows as it needs, a header of their choices.
+        let header = HEAD + u64::from(tokens) * u64::from(top_k) * CHOICE;
+        let slot_bytes = (header.div_ceil(row_bytes) + u64::from(tokens)) * row_bytes;
+        let slots = Slots::new(ranks, slot_bytes, u64::from(tokens) * home_bytes)?;
+        let calls = [("slots: dispatch", SlotCall::Dispatch), ("slots: combine", SlotCall::Combine)];
+        let work =
+            |call| (0..ranks).map(move |me| Ok(Self::of_stream(&StreamProgram::new(call, slots, me)?, me)));
+        calls
+            .map(|(name, call)| Ok((name.to_owned(), work(call).collect::<Result<_, PlanError>>()?)))
+            .into_iter()
+            .collect()
+    }
+
+    /// Every way of a dispatch of exact sizes: layouts, and routes with their blocks.
+    ///
+    /// # Errors
+    /// [`PlanError`] for routings that cannot be placed.
+    pub fn of_ways(dispatch: &RankDispatches<'_>) -> Result<Vec<NamedWork>, PlanError> {
+        let several = dispatch.nodes.nodes() > 1;
+        let mut ways = Vec::new();
+        for layout in RowLayout::ALL {
+            for (route, spans, how, is_there) in [
+                (Route::Direct, false, "direct", true),
+                (Route::Pxn, false, "pxn, token order", several),
+                (Route::Pxn, true, "pxn, relay order", several && layout == RowLayout::RankMajor),
+            ] {
+                if is_there {
+                    let work = Self::of_ranks(&RankDispatches { layout, route, spans, ..*dispatch })?;
+                    ways.push((format!("{}, {how}", layout.name()), work));
+                }
+            }
+        }
+        Ok(ways)
+    }
+}
+
 /// A dispatch of all ranks of a group.
 #[derive(Clone, Copy, Debug)]
 pub struct RankDispatches<'a> {
@@ -70,9 +124,6 @@ pub struct RankDispatches<'a> {
     /// Bytes of a returned row.
     pub home_bytes: u64,
 }
-
-/// In how many parts a block goes to its relay: as everywhere in the library.
-const CHUNKS: u8 = 4;
 
 impl CopyEngineWork {
     /// Of a dispatch, combine or release of slots.
@@ -130,7 +181,8 @@ impl CopyEngineWork {
             pulled_bytes: PulledSums::CHUNK_BYTES,
         };
         let paths = |me| Paths::new(nodes, route, me);
-        let (paths_of_0, mode, chunks) = (paths(0), ReceiveMode::Exact, CHUNKS);
+        let (paths_of_0, mode) = (paths(0), ReceiveMode::Exact);
+        let chunks = Block::chunks_for_engines(u64::from(tokens) * row_bytes);
         let frame = PlanContext { bins: &bins, paths: paths_of_0, align: 1, chunks, sizing, mode };
         let (mut everyone, mut layouts) = (GroupRouting::default(), Vec::new());
         everyone.sort(&frame, top_k, |me, sorted| {

@@ -8,5 +8,5 @@ mod expert_load;
 pub mod parallel;
 pub mod time;
 
-pub use copy_engine_work::{CopyEngineWork, RankDispatches};
+pub use copy_engine_work::{CopyEngineWork, NamedWork, RankDispatches};
 pub use expert_load::{Dropped, Load, Loads, Lost, Spread};

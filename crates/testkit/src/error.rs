@@ -1,11 +1,11 @@
-//! Failures of the kit itself. What calls give instead of the expected is a
-//! [`Difference`](crate::difference::Difference), and no error.
+//! Failures of the kit itself, and of checks of a device. What calls give instead of the expected
+//! is a [`Difference`](crate::difference::Difference), and no error.
 
 use std::time::Duration;
 
-use sidelane::error::{DeviceError, PlanError};
+use sidelane::error::{DeviceError, GateError, PlanError};
 
-/// A failure while a case is played.
+/// A failure while a case is played or a device is checked.
 #[derive(Debug, thiserror::Error)]
 pub enum TestError {
     /// The library reports an error.
@@ -25,6 +25,10 @@ pub enum TestError {
     #[error("{0}")]
     Lacks(&'static str),
 
+    /// A device gives another result than the expected.
+    #[error("{0}")]
+    Wrong(String),
+
     /// A rank of a world of threads panicked.
     #[error("a rank panicked")]
     Panicked,
@@ -32,6 +36,12 @@ pub enum TestError {
 
 impl From<PlanError> for TestError {
     fn from(error: PlanError) -> Self {
+        TestError::Library(error.into())
+    }
+}
+
+impl From<GateError> for TestError {
+    fn from(error: GateError) -> Self {
         TestError::Library(error.into())
     }
 }

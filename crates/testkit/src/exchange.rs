@@ -5,17 +5,19 @@
 //! context does: for the streams of peers that wait for this rank. So a rank makes its memory
 //! before the first call and keeps it until the last.
 
-use sidelane::Dtype;
-use sidelane::World;
+use half::bf16;
 use sidelane::ep::Feature;
 use sidelane::plan::Overflow;
-use sidelane_verify::reference::Real;
+use sidelane::{Dtype, World};
+use sidelane_verify::reference::{self, Real};
 
 use crate::case::{Call, Case, Setting, Way};
 use crate::difference::Difference;
+use crate::machines::Machines;
 use crate::place::{Device, Memory};
-use crate::player::Player;
+use crate::player::{Player, experts_copy};
 use crate::settings::Settings;
+use crate::stats::Laps;
 use crate::{TestError, with_element};
 
 /// Four layers.
@@ -103,11 +105,52 @@ pub fn timed(quick: bool) -> Case {
 }
 
 /// Memory of a rank for these settings: rows for all choices of a rank's tokens, and more.
-pub fn memory(settings: &Settings) -> Memory {
+fn memory(settings: &Settings) -> Memory {
     let row = (settings.case.hidden * settings.dtype.size() + 64) as u64;
     let tokens = u64::from(settings.max_tokens) * row + (1 << 12);
     let choices = tokens * u64::from(settings.case.top_k) + (1 << 20);
     Memory { tensors: 32 * tokens, staging: 4 * choices, heap: 8 * choices }
+}
+
+/// Microseconds of dispatch, of combine, and of a launch of a graph with both, in so many rounds of
+/// one rank on a device.
+pub fn rounds(case: Case, world: &World, device: u32, count: u32) -> Result<[Vec<f64>; 3], TestError> {
+    let group = world.all()?;
+    let settings = case.settings(Way::Slots, &vec![0; group.size() as usize])?;
+    let device = Device::new(Some(device), world.rank(), memory(&settings))?;
+    let mut player = Player::<bf16>::build(&settings, &group, Some(&device), (0, 0))?;
+    let seed = u64::from(world.rank());
+    let tokens = reference::tokens(seed, settings.max_tokens, settings.case.hidden, case.top_k, case.experts);
+    let mut layer = player.layer(&tokens)?;
+    let (ep, stream) = (&mut player.ep, &device.stream);
+    let (machines, mut laps) = (Machines::of(&group)?, [(); 3].map(|()| Laps::default()));
+    // The first round warms up.
+    for _ in 0..=count {
+        group.gather(&[])?;
+        let (rows, handle) = laps[0].time(|| {
+            let dispatched = layer.start(ep)?.finish()?;
+            ep.synchronize()?;
+            Ok::<_, TestError>(dispatched)
+        })?;
+        let y = experts_copy(stream, &rows, &handle)?;
+        ep.synchronize()?;
+        group.gather(&[])?;
+        laps[1].time(|| {
+            layer.combine(ep, y, &handle)?;
+            Ok::<_, TestError>(ep.synchronize()?)
+        })?;
+    }
+    let graph = layer.capture(ep, stream)?.0;
+    for _ in 0..=count {
+        group.gather(&[])?;
+        laps[2].time(|| {
+            graph.launch(stream)?;
+            Ok::<_, TestError>(ep.synchronize()?)
+        })?;
+    }
+    // Memory is given back when no rank waits for this one: all have told their laps by then.
+    let [dispatch, combine, graph] = laps.map(|laps| laps.rounds(&group, &machines));
+    Ok([dispatch?, combine?, graph?].map(|samples| samples[1..].to_vec()))
 }
 
 impl Exchange {

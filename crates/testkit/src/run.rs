@@ -56,6 +56,12 @@ impl Run {
         cases.map(move |(case, _)| Run { case, way })
     }
 
+    /// The first case of each feature that goes this way.
+    pub fn few(way: Way) -> Vec<Run> {
+        let first = |feature| Run::all(way).find(|run| run.case().feature == feature);
+        Feature::ALL.into_iter().filter_map(first).collect()
+    }
+
     /// The case.
     pub fn case(&self) -> &'static Case {
         &SUITE[self.case]

@@ -11,6 +11,7 @@
 
 pub mod mutate;
 pub mod prove;
+pub mod random;
 pub mod random_check;
 pub mod reference;
 pub mod unroll;

@@ -9,6 +9,8 @@
 //!                                 --Reference--> rows, metadata, sums, gradients
 //! ```
 
+use std::collections::HashMap;
+
 use half::{bf16, f16};
 use rand::{Rng, RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -130,6 +132,18 @@ pub struct Reference<E> {
 }
 
 impl<E: Real> Reference<E> {
+    /// Rows that the largest bin of a rank gets from one source: the slots that have room for all.
+    pub fn most_slots(&self) -> u32 {
+        let mut slots = HashMap::new();
+        for (rank, rows) in self.seen.rows.iter().enumerate() {
+            for row in rows.iter().flatten() {
+                let bin = (!self.case.layout.is_per_rank()).then(|| self.ids[row.source][row.choices[0]]);
+                *slots.entry((rank, row.source, bin)).or_insert(0) += 1;
+            }
+        }
+        slots.into_values().max().unwrap_or(0)
+    }
+
     /// Random tokens, others for each seed.
     pub fn seeded(case: &Case, seed: u64) -> Self {
         let of_rank = |(seed, &count)| {

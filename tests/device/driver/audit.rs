@@ -1,6 +1,5 @@
 //! What `gpu-check` audits with: the hold, and the list by CUPTI.
 
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -8,21 +7,21 @@ use sidelane::device::{
     Activity, ActivityKind, AuditKernels, Channel, Context, CopyBatch, Cupti, PinnedMemory, Stream,
 };
 use sidelane::error::DeviceError;
+use sidelane_testkit::TestError;
+use sidelane_testkit::device::dispatch::{Dispatch, Peers, RANKS, all_done};
+use sidelane_testkit::device::driver::{CHECKS, Streams};
+use sidelane_testkit::device::hold::Held;
+use stand_in_cuda::all_kernels;
 
 use super::copies::memory;
-use super::{context, driver, stream, until};
+use super::{context, driver, gpu, stream, until};
 use crate::apart::{apart, each};
-
-/// The kernels, built for the CPU.
-fn kernels() -> PathBuf {
-    stand_in_cuda::kernels(&Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda/all_modules.cu")).unwrap()
-}
 
 #[test]
 fn a_hold_runs_on_every_multiprocessor_until_it_is_released_or_dropped() {
     apart(
         "driver::audit::a_hold_runs_on_every_multiprocessor_until_it_is_released_or_dropped",
-        &[("SIDELANE_FAKE_CUDA_KERNELS", kernels().to_str().unwrap())],
+        &[("SIDELANE_FAKE_CUDA_KERNELS", all_kernels().unwrap().to_str().unwrap())],
         || {
             let context = context(0);
             let audit = AuditKernels::load(&context).unwrap();
@@ -31,18 +30,18 @@ fn a_hold_runs_on_every_multiprocessor_until_it_is_released_or_dropped() {
             // Eight blocks of 256 threads are all that a multiprocessor runs.
             assert_eq!(hold.blocks(), 8 * context.facts().multiprocessors);
             assert_eq!(hold.running(), 0, "not taken yet");
+            let gpu = gpu(0);
+            let held = Held::new(&gpu, &audit).unwrap();
             for _ in 0..3 {
-                hold.take(&holder).unwrap();
-                until("all blocks run", || hold.running() == hold.blocks());
-                // Work of another stream comes and goes.
+                // Freed behind the hold: a call that waits for the context would wait for it.
                 let word = PinnedMemory::new(&context, 8).unwrap();
-                audit.touch(&other, word.range().word(0).unwrap()).unwrap();
-                until("a kernel beside it", || other.is_done().unwrap());
-                assert_eq!(word.word(0).unwrap().load(Ordering::Acquire), 1);
-                assert_eq!(holder.is_done(), Ok(false), "it waits for the host");
-                hold.release();
-                until("the hold ends", || holder.is_done().unwrap());
-                assert_eq!(hold.running(), hold.blocks(), "all have run");
+                let beside = held.during(&gpu, || {
+                    // Work of another stream comes and goes.
+                    audit.touch(&other, word.range().word(0)?)?;
+                    gpu.finish(&other, "a kernel beside it")?;
+                    Ok::<_, TestError>(word.word(0)?.load(Ordering::Acquire))
+                });
+                assert_eq!(beside.unwrap(), 1);
             }
             hold.take(&holder).unwrap();
             drop(hold);
@@ -52,6 +51,39 @@ fn a_hold_runs_on_every_multiprocessor_until_it_is_released_or_dropped() {
             assert!(matches!(refused, Err(DeviceError::NoAccess { device: 1, .. })), "{refused:?}");
         },
     );
+}
+
+#[test]
+fn every_function_that_the_library_needs_does_what_gpu_check_asks_of_it() {
+    apart(
+        "driver::audit::every_function_that_the_library_needs_does_what_gpu_check_asks_of_it",
+        &[("SIDELANE_FAKE_CUDA_KERNELS", all_kernels().unwrap().to_str().unwrap())],
+        || {
+            let streams = Streams::new(gpu(2)).unwrap();
+            for check in CHECKS {
+                check.run(&streams).unwrap_or_else(|error| panic!("{}: {error}", check.what));
+            }
+        },
+    );
+}
+
+#[test]
+fn a_dispatch_of_streams_lands_to_the_bit_at_peers_of_both_kinds() {
+    let gpu = gpu(0);
+    let (staging, ranks) = (stream(&gpu.context), gpu.streams(RANKS as usize).unwrap());
+    for peers in Peers::ALL {
+        for bytes in [64, 16 << 10] {
+            let mut dispatch = Dispatch::packed(&gpu, &staging, peers, bytes).unwrap();
+            dispatch.check(&gpu, &staging).unwrap_err();
+            dispatch.enqueue(&ranks).unwrap();
+            gpu.until("a dispatch", || all_done(&ranks)).unwrap();
+            dispatch.check(&gpu, &staging).unwrap();
+            // A copy to each of the others, and for each a signal and a wait at least.
+            let (copies, operations) = dispatch.counts();
+            let pairs = u64::from(RANKS * (RANKS - 1));
+            assert!(copies == pairs && operations >= 2 * pairs, "{copies} {operations}");
+        }
+    }
 }
 
 /// What a list has, without times, which must be in order.
@@ -78,7 +110,7 @@ fn cupti_lists_kernels_and_copies_with_the_queue_that_took_them() {
     apart(
         "driver::audit::cupti_lists_kernels_and_copies_with_the_queue_that_took_them",
         &[
-            ("SIDELANE_FAKE_CUDA_KERNELS", kernels().to_str().unwrap()),
+            ("SIDELANE_FAKE_CUDA_KERNELS", all_kernels().unwrap().to_str().unwrap()),
             // The wish of a batch counts from here on.
             ("SIDELANE_FAKE_CUDA_DRIVER", "13010"),
             ("SIDELANE_CUPTI_LIBRARY", cupti.to_str().unwrap()),

@@ -13,12 +13,14 @@ mod modules;
 mod pinned;
 mod probe;
 mod streams;
+mod waiting;
 
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use sidelane::device::{Context, DeviceRange, Driver, PinnedMemory, Priority, Stream};
+use sidelane_testkit::device::gpu::Gpu;
 
 /// Where the stand-in lies.
 fn library() -> PathBuf {
@@ -33,6 +35,11 @@ fn driver() -> Driver {
 
 fn context(device: u32) -> Arc<Context> {
     driver().context(device).unwrap()
+}
+
+/// A device for checks of the test kit, on a machine that may be busy.
+fn gpu(device: u32) -> Gpu {
+    Gpu { patience: Duration::from_secs(60), ..Gpu::of(context(device), true) }
 }
 
 fn stream(context: &Arc<Context>) -> Stream {

@@ -1,10 +1,5 @@
 //! Products of cuBLAS, whose sums have an order of their own: equal where sums are exact, and
 //! otherwise within the bound of any order.
-//!
-//! A sum of `k` products of f32 in any order, each term and each sum rounded, differs from the
-//! exact one by at most `n u / (1 - n u)` times the sum of absolute values, with `n = k` and
-//! `u = 2^-24` (Higham, Accuracy and Stability of Numerical Algorithms, 3.1). What is added to a
-//! result counts as one more term.
 
 use std::time::Duration;
 
@@ -14,10 +9,10 @@ use sidelane::device::{
     Bf16Product, Blas, Columns, CudaGraph, GroupSegments, LayerKernels, MatmulArgs, MatmulShape, wheels,
 };
 use sidelane::error::DeviceError;
+use sidelane_testkit::device::kernels::products::{Bound, Case, Way};
 use stand_in_cuda::StandIn;
 
 use super::buffer::Buffer;
-use super::layer::segments;
 use super::{Device, with_kernels_each};
 use crate::apart::Settings;
 use crate::rows_common::Random;
@@ -30,138 +25,32 @@ const RUNS: [Settings<'static>; 4] = [
     &[("SIDELANE_FAKE_CUDA_SEED", "1"), ("SIDELANE_FAKE_CUDA_CUBLAS", "120400")],
 ];
 
-/// Elements between the matrices of one group and those of the next.
-const GAP: usize = 5;
-
-/// A product and its operands, on the host and on the device.
-struct Case {
-    shape: MatmulShape,
-    add: bool,
-    rows: Vec<i64>,
-    padded: Vec<i64>,
-    host: [Vec<f32>; 3],
-    device: [Buffer; 3],
-    table: Buffer,
-}
-
-impl Case {
-    /// A random one, of the values that `value` gives.
-    fn new(device: &Device, random: &mut Random, value: fn(&mut Random) -> f32) -> Case {
-        let mut pick = |from: &[usize]| from[random.next() as usize % from.len()];
-        let (inner, columns) = (pick(&[1, 2, 3, 16, 40, 513]), pick(&[1, 2, 3, 8, 17, 65]));
-        let (groups, add, transposed) = (pick(&[1, 2, 5]), pick(&[0, 1]) == 1, pick(&[0, 1]) == 1);
-        let along_depth = pick(&[0, 1]) == 1;
-        let [rows, padded] = segments(random, groups);
-        let (all, apart) = (padded.iter().sum::<i64>() as usize, inner * columns + GAP);
-        let (shape, lens) = match along_depth {
-            false => {
-                let (rows, depth, columns) = (all as u32, inner as u32, columns as u32);
-                let shape = MatmulShape::Rows { rows, depth, columns, transposed, apart: apart as u64 };
-                (shape, [all * inner, groups * apart, all * columns as usize])
-            }
-            true => {
-                let (rows, depth, columns) = (inner as u32, all as u32, columns as u32);
-                let shape = MatmulShape::Depth { rows, depth, columns, apart: apart as u64 };
-                (shape, [all * inner, all * columns as usize, groups * apart])
-            }
-        };
-        let host = lens.map(|len| (0..len).map(|_| value(random)).collect::<Vec<f32>>());
-        let on_device = [0, 1, 2].map(|nth: usize| Buffer::words(&device.context, &host[nth]));
-        let table = Buffer::words(&device.context, &[&rows[..], &padded].concat());
-        Case { shape, add, rows, padded, host, device: on_device, table }
-    }
-
-    fn args(&self) -> MatmulArgs<'_> {
-        let segments = GroupSegments { table: self.table.span(), rows: &self.rows, padded: &self.padded };
-        let [a, b, out] = [0, 1, 2].map(|nth: usize| self.device[nth].span());
-        MatmulArgs { a, b, out, shape: self.shape, segments: Some(segments), add: self.add }
-    }
-
-    /// Each element of a result: where it lies, its terms, and its sum in f64.
-    fn elements(&self) -> Vec<(usize, usize, f64, f64)> {
-        let [a, b, start] = &self.host;
-        let mut all = Vec::new();
-        let mut push = |at: usize, terms: &mut dyn Iterator<Item = (usize, usize)>| {
-            let first = if self.add { f64::from(start[at]) } else { 0.0 };
-            let (mut count, mut sum, mut size) = (0, first, first.abs());
-            for (left, right) in terms {
-                let product = f64::from(a[left]) * f64::from(b[right]);
-                (count, sum, size) = (count + 1, sum + product, size + product.abs());
-            }
-            all.push((at, count, sum, size));
-        };
-        let mut first = 0;
-        for (group, (&rows, &padded)) in self.rows.iter().zip(&self.padded).enumerate() {
-            let rows = rows as usize;
-            match self.shape {
-                MatmulShape::Rows { depth, columns, transposed, apart, .. } => {
-                    let (depth, columns, b) = (depth as usize, columns as usize, group * apart as usize);
-                    for row in first..first + rows {
-                        for column in 0..columns {
-                            let right =
-                                |d| if transposed { column * depth + d } else { d * columns + column };
-                            let mut terms = (0..depth).map(|d| (row * depth + d, b + right(d)));
-                            push(row * columns + column, &mut terms);
-                        }
-                    }
-                }
-                MatmulShape::Depth { rows: down, columns, apart, .. } => {
-                    let (down, columns) = (down as usize, columns as usize);
-                    for row in 0..down {
-                        for column in 0..columns {
-                            let term = |d: usize| (d * down + row, d * columns + column);
-                            let at = group * apart as usize + row * columns + column;
-                            push(at, &mut (first..first + rows).map(term));
-                        }
-                    }
-                }
-            }
-            first += padded as usize;
-        }
-        all
-    }
-}
-
 fn load(device: &Device) -> (Blas, LayerKernels) {
     let wheels = wheels::folders(true, Vec::new);
     (Blas::load(&device.stream, &wheels).unwrap(), LayerKernels::load(&device.context).unwrap())
 }
 
-type Matmul = fn(&Blas, &LayerKernels, &MatmulArgs<'_>) -> Result<(), DeviceError>;
-
-/// Each element of random products is within the bound of its sum, with factors that each lose at
-/// most this part of themselves. Returns the largest error, as a part of the sum of the absolute
-/// terms.
-fn within(device: &Device, matmul: Matmul, lost: f64) -> f64 {
-    let (blas, kernels) = load(device);
-    let (mut random, unit, mut off) = (Random(7), f64::powi(2.0, -24), 0.0_f64);
-    let some = |random: &mut Random| (random.next() >> 40) as f32 / (1 << 23) as f32 - 1.0;
-    for _ in 0..40 {
-        let case = Case::new(device, &mut random, some);
-        matmul(&blas, &kernels, &case.args()).unwrap();
-        device.stream.synchronize().unwrap();
-        let made: Vec<f32> = case.device[2].read();
-        let mut expected = case.host[2].clone();
-        for (at, count, sum, size) in case.elements() {
-            let n = (count + 1) as f64 * unit;
-            // Terms grow by rounded factors, too.
-            let of_factors = 2.0 * lost + lost * lost;
-            let most = (n / (1.0 - n) * (1.0 + of_factors) + of_factors) * size;
-            let seen = f64::from(made[at]);
-            assert!((seen - sum).abs() <= most, "{:?}: {seen}, not {sum} +- {most}", case.shape);
-            off = if size > 0.0 { off.max((seen - sum).abs() / size) } else { off };
-            expected[at] = made[at];
-        }
-        assert!(made == expected, "what is no element of the result stays");
+/// The largest error of some random products, each of whose elements is within its bound.
+fn within(device: &Device, ways: &[Way], bound: Bound, value: impl Fn(&mut Random) -> f32) -> f64 {
+    let ((blas, kernels), mut random) = (load(device), Random(7));
+    let mut off = 0.0_f64;
+    for &way in ways.iter().cycle().take(60) {
+        let case = Case::any(&mut random, &value);
+        // Sums without a term are f32.
+        let depth = matches!(case.shape, MatmulShape::Depth { .. });
+        let way = if depth && way == Way::Bf16(Dtype::Bf16) { Way::Bf16(Dtype::F32) } else { way };
+        off = off.max(case.check(&device.bench(), (&blas, &kernels), way, bound).unwrap().off);
     }
     off
 }
+
+const EXACT: Bound = Bound { roundings: 1, lost: 0.0 };
 
 #[test]
 fn products_of_cublas_are_within_the_bound_of_their_sums() {
     let test = "kernels::cublas::products_of_cublas_are_within_the_bound_of_their_sums";
     with_kernels_each(test, &RUNS, |device| {
-        within(device, Blas::matmul, 0.0);
+        within(device, &[Way::F32], EXACT, Random::unit);
     });
 }
 
@@ -169,8 +58,18 @@ fn products_of_cublas_are_within_the_bound_of_their_sums() {
 fn products_in_tf32_are_within_the_bound_of_their_factors() {
     let test = "kernels::cublas::products_in_tf32_are_within_the_bound_of_their_factors";
     with_kernels_each(test, &RUNS, |device| {
-        let off = within(device, Blas::matmul_tf32, f64::powi(2.0, -10));
+        let rounded = Bound { lost: f64::powi(2.0, -10), ..EXACT };
+        let off = within(device, &[Way::Tf32], rounded, Random::unit);
         assert!(off > f64::powi(2.0, -12), "factors were rounded");
+    });
+}
+
+#[test]
+fn products_in_bf16_are_within_the_bound_of_their_sums() {
+    let test = "kernels::cublas::products_in_bf16_are_within_the_bound_of_their_sums";
+    with_kernels_each(test, &RUNS, |device| {
+        let ways = [Dtype::Bf16, Dtype::F32].map(Way::Bf16);
+        within(device, &ways, EXACT, |random| bf16::from_f32(random.unit()).to_f32());
     });
 }
 
@@ -180,19 +79,22 @@ fn products_of_whole_numbers_are_to_the_bit_those_of_our_kernel() {
     with_kernels_each(test, &RUNS, |device| {
         let (blas, kernels) = load(device);
         let mut random = Random(8);
+        let bench = device.bench();
         for _ in 0..40 {
-            let case = Case::new(device, &mut random, |random| (random.next() % 17) as f32 - 8.0);
-            let made = [Blas::matmul as Matmul, Blas::matmul_tf32].map(|matmul| {
-                matmul(&blas, &kernels, &case.args()).unwrap();
-                device.stream.synchronize().unwrap();
-                let made: Vec<f32> = case.device[2].read();
-                case.device[2].write(0, bytemuck::cast_slice(&case.host[2]));
-                made
-            });
-            kernels.matmul(&device.stream, &case.args()).unwrap();
-            device.stream.synchronize().unwrap();
-            let expected: Vec<f32> = case.device[2].read();
-            assert!(made.iter().all(|made| *made == expected), "{:?} {:?}", case.shape, case.rows);
+            let case = Case::any(&mut random, |random| random.below(17) as f32 - 8.0);
+            let ours = case.put(&bench, Way::F32).unwrap();
+            kernels.matmul(&device.stream, &case.args(&ours).unwrap()).unwrap();
+            let expected = bench.read(&ours.out).unwrap();
+            for way in [Way::F32, Way::Tf32] {
+                let operands = case.put(&bench, way).unwrap();
+                way.multiply(&blas, &kernels, case.args(&operands).unwrap()).unwrap();
+                assert!(
+                    bench.read(&operands.out).unwrap() == expected,
+                    "{way:?} {:?} {:?}",
+                    case.shape,
+                    case.rows
+                );
+            }
         }
     });
 }
@@ -206,43 +108,6 @@ fn stored(device: &Device, dtype: Dtype, values: &[f32]) -> Buffer {
         }
         _ => Buffer::words(&device.context, values),
     }
-}
-
-#[test]
-fn products_in_bf16_are_within_the_bound_of_their_sums() {
-    let test = "kernels::cublas::products_in_bf16_are_within_the_bound_of_their_sums";
-    with_kernels_each(test, &RUNS, |device| {
-        let ((blas, kernels), mut random, unit) = (load(device), Random(17), f64::powi(2.0, -24));
-        let some = |random: &mut Random| {
-            bf16::from_f32((random.next() >> 40) as f32 / (1 << 23) as f32 - 1.0).to_f32()
-        };
-        for out in [Dtype::Bf16, Dtype::F32].into_iter().cycle().take(60) {
-            let case = Case::new(device, &mut random, some);
-            // Sums without a term are f32.
-            let out = if matches!(case.shape, MatmulShape::Depth { .. }) { Dtype::F32 } else { out };
-            let [a, b, start] = &case.host;
-            let [a, b] = [a, b].map(|values| stored(device, Dtype::Bf16, values));
-            let made = stored(device, out, start);
-            let matmul = MatmulArgs { a: a.span(), b: b.span(), out: made.span(), ..case.args() };
-            blas.matmul_bf16(&kernels, &Bf16Product { matmul, b_columns: None, out }).unwrap();
-            device.stream.synchronize().unwrap();
-            let seen: Vec<f32> = match out {
-                Dtype::Bf16 => made.read::<u16>().into_iter().map(|x| bf16::from_bits(x).to_f32()).collect(),
-                _ => made.read(),
-            };
-            let mut expected = start.clone();
-            for (at, count, sum, size) in case.elements() {
-                let n = (count + 1) as f64 * unit;
-                let sums = n / (1.0 - n) * size;
-                let rounded = if out == Dtype::Bf16 { f64::powi(2.0, -8) } else { 0.0 };
-                let most = sums + rounded * (sum.abs() + sums);
-                let value = f64::from(seen[at]);
-                assert!((value - sum).abs() <= most, "{:?}: {value}, not {sum} +- {most}", case.shape);
-                expected[at] = seen[at];
-            }
-            assert!(seen == expected, "what is no element of the result stays");
-        }
-    });
 }
 
 #[test]

@@ -3,9 +3,10 @@
 use sidelane::device::{GateArgs, LayerKernels};
 use sidelane::error::DeviceError;
 use sidelane::gate::{
-    Divisor, Gate, GateConfig, GateInput, GroupScore, Noise, Normalize, Preset, ScoreFunction,
-    SecondExpertPolicy, Select,
+    Divisor, GateConfig, GateInput, GroupScore, Noise, Normalize, Preset, ScoreFunction, SecondExpertPolicy,
+    Select,
 };
+use sidelane_testkit::device::kernels::gate;
 
 use super::buffer::Buffer;
 use super::{Device, with_kernels};
@@ -66,49 +67,22 @@ fn logits(random: &mut Random, count: usize) -> Vec<f32> {
 
 #[test]
 fn choices_and_weights_are_those_of_the_host() {
-    with_kernels(
-        "kernels::gate::choices_and_weights_are_those_of_the_host",
-        |Device { context, stream, .. }| {
-            let (mut random, kernels) = (Random(5), LayerKernels::load(context).unwrap());
-            for (case, config) in gates().into_iter().enumerate() {
-                let (experts, k) = (config.experts as usize, config.top_k as usize);
-                let mut host = Gate::new(config.clone()).unwrap();
-                for (tokens, limit) in [(0, None), (1, Some(1)), (19, Some(3)), (19, None)] {
-                    let logits = logits(&mut random, tokens * experts);
-                    let with_bias = random.next() % 2 == 0 && config.score != ScoreFunction::SoftmaxOfChosen;
-                    let bias: Vec<f32> =
-                        (0..experts).map(|_| (random.next() % 7) as f32 / 8.0 - 0.4).collect();
-                    let used: Vec<bool> = (0..tokens).map(|_| !random.next().is_multiple_of(5)).collect();
-                    let (bias, used) = (with_bias.then_some(&bias[..]), (case % 2 == 0).then_some(&used[..]));
-                    let call = GateInput { logits: &logits, bias, token_mask: used, ..GateInput::default() };
-                    let decision = host.route(&call).unwrap();
-                    let words = |words: &[f32]| Buffer::words(context, words);
-                    let bytes = used.map(|used| {
-                        Buffer::of(context, &used.iter().map(|&is| is.into()).collect::<Vec<u8>>())
-                    });
-                    let (of_logits, of_bias) = (words(&logits), bias.map(words));
-                    let (ids, weights) = (words(&vec![7.0; tokens * k]), words(&vec![7.0; tokens * k]));
-                    let status = Buffer::words(context, &[0_u32]);
-                    let args = GateArgs {
-                        tokens: tokens as u32,
-                        logits: of_logits.span(),
-                        bias: of_bias.as_ref().map(Buffer::span),
-                        used: bytes.as_ref().map(Buffer::span),
-                        experts: ids.span(),
-                        weights: weights.span(),
-                        status: status.word(),
-                    };
-                    kernels.clone().max_blocks(limit).gate(stream, &config, &args).unwrap();
-                    stream.synchronize().unwrap();
-                    let what = format!("{config:?}, {tokens} tokens, bias {with_bias}");
-                    assert_eq!(ids.read::<i32>(), decision.experts(), "{what}");
-                    let bits: Vec<u32> = decision.weights().iter().map(|weight| weight.to_bits()).collect();
-                    assert_eq!(weights.read::<u32>(), bits, "{what}");
-                    assert_eq!(status.read::<u32>(), [0]);
-                }
+    with_kernels("kernels::gate::choices_and_weights_are_those_of_the_host", |device| {
+        let (mut random, kernels) = (Random(5), LayerKernels::load(&device.context).unwrap());
+        for (case, config) in gates().into_iter().enumerate() {
+            let experts = config.experts as usize;
+            for (tokens, limit) in [(0, None), (1, Some(1)), (19, Some(3)), (19, None)] {
+                let logits = logits(&mut random, tokens * experts);
+                let with_bias = random.next() % 2 == 0 && config.score != ScoreFunction::SoftmaxOfChosen;
+                let bias: Vec<f32> = (0..experts).map(|_| (random.next() % 7) as f32 / 8.0 - 0.4).collect();
+                let used: Vec<bool> = (0..tokens).map(|_| !random.next().is_multiple_of(5)).collect();
+                let (bias, used) = (with_bias.then_some(&bias[..]), (case % 2 == 0).then_some(&used[..]));
+                let call = GateInput { logits: &logits, bias, token_mask: used, ..GateInput::default() };
+                gate::check(&device.bench(), &kernels.clone().max_blocks(limit), &config, &call)
+                    .unwrap_or_else(|error| panic!("{config:?}, {tokens} tokens: {error}"));
             }
-        },
-    );
+        }
+    });
 }
 
 #[test]

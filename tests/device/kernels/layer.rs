@@ -22,7 +22,7 @@ fn bits(values: &[f32]) -> Vec<u32> {
 }
 
 /// Sizes of segments: rows, and with pads.
-pub fn segments(random: &mut Random, groups: usize) -> [Vec<i64>; 2] {
+fn segments(random: &mut Random, groups: usize) -> [Vec<i64>; 2] {
     let counts: Vec<i64> = (0..groups).map(|_| [0, 1, 3, 64, 65, 130][random.next() as usize % 6]).collect();
     let padded = counts.iter().map(|&count| count + (random.next() % 3) as i64).collect();
     [counts, padded]

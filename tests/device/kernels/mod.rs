@@ -22,21 +22,31 @@ mod sort_choices;
 mod sum;
 mod sum_choices;
 mod swiglu_bf16;
+mod work;
 pub mod world;
 
-use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use sidelane::device::{Context, Driver, Kernels, Priority, Stream};
+use sidelane_testkit::device::gpu::{Bench, Gpu};
 
-use crate::apart::{Settings, each};
-use crate::rows_common;
+use crate::apart::{Settings, each_with_kernels};
 
 /// A device with kernels.
 struct Device {
     context: Arc<Context>,
     stream: Arc<Stream>,
     kernels: Kernels,
+}
+
+impl Device {
+    /// For checks of the test kit.
+    fn bench(&self) -> Bench {
+        let context = Arc::clone(&self.context);
+        let gpu = Gpu { patience: Duration::from_secs(60), ..Gpu::of(context, true) };
+        Bench { gpu, stream: Arc::clone(&self.stream), kernels: self.kernels.clone() }
+    }
 }
 
 /// Runs the body with kernels to launch, then with the same kernels of one block. `test` is the
@@ -47,15 +57,9 @@ fn with_kernels(test: &str, body: impl Fn(&Device)) {
 
 /// The same, once for each list of variables.
 fn with_kernels_each(test: &str, runs: &[Settings<'_>], body: impl Fn(&Device)) {
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda/all_modules.cu");
-    let (library, drivers) = (stand_in_cuda::kernels(&source).unwrap(), stand_in_cuda::install().unwrap());
-    let usual = [
-        ("SIDELANE_FAKE_CUDA_KERNELS", library.to_str().unwrap()),
-        ("LD_LIBRARY_PATH", drivers.to_str().unwrap()),
-    ];
-    let runs: Vec<_> = runs.iter().map(|settings| [&usual, *settings].concat()).collect();
-    each(test, &runs.iter().map(Vec::as_slice).collect::<Vec<_>>(), || {
-        let driver = Driver::load(Some(&drivers.join("libcuda.so.1"))).unwrap();
+    each_with_kernels(test, runs, || {
+        let library = stand_in_cuda::install().unwrap().join("libcuda.so.1");
+        let driver = Driver::load(Some(&library)).unwrap();
         assert!(driver.is_stand_in(), "tests run without a GPU");
         let context = driver.context(0).unwrap();
         let kernels = Kernels::load(&context).unwrap();

@@ -1,124 +1,45 @@
 //! Sums of the rows that came home.
 
 use sidelane::device::{Addresses, SumArgs};
-use sidelane::dtype::{Dtype, PARTIAL, PartialDtype};
+use sidelane::dtype::{Dtype, PartialDtype};
 use sidelane::error::{DeviceError, KernelFault};
 use sidelane::plan::SlotShape;
 use sidelane::rows::{Arithmetic, GroupedSum, RowKernels, Simd, Stores, SumOutput};
+use sidelane_testkit::device::kernels::sums::{Home, TYPES};
 
 use super::buffer::{Buffer, POISON};
 use super::world::Input;
 use super::{Device, with_kernels};
 use crate::rows_common::Random;
-use crate::rows_common::values::{Terms, any_row};
 
-/// Types of the rows and of the results.
-const TYPES: [(Dtype, Dtype); 5] = [
-    (Dtype::F32, Dtype::F32),
-    (Dtype::Bf16, Dtype::Bf16),
-    (Dtype::F16, Dtype::F16),
-    (Dtype::F32, Dtype::Bf16),
-    (Dtype::F32, Dtype::F16),
-];
-
-/// What came home to one rank.
-struct Home {
-    input: Input,
-    columns: u32,
-    types: (Dtype, Dtype),
-    /// For each rank and row of its slot.
-    rows: Vec<Vec<Vec<u8>>>,
-    places: Vec<i32>,
-    status: u32,
+/// What comes home to the rank of this input.
+fn home(random: &mut Random, input: &Input, columns: u32, types: (Dtype, Dtype)) -> Home {
+    let size = (input.tokens, input.map.ranks(), columns);
+    Home::any(random, input.shape, size, input.places(), types).unwrap()
 }
 
-impl Home {
-    /// Special values everywhere, so that the sums meet them in all combinations.
-    fn any(random: &mut Random, input: Input, columns: u32, types: (Dtype, Dtype)) -> Self {
-        let ranks = input.map.ranks();
-        let kind = Arithmetic::try_from(types.0).unwrap();
-        let rows = (0..ranks)
-            .map(|_| (0..input.shape.max_tokens()).map(|_| any_row(random, kind, columns as usize)).collect())
-            .collect();
-        let places = input.places();
-        Home { input, columns, types, rows, places, status: 0 }
-    }
-
-    /// What the device makes of it: the results, and the status word.
-    fn sum(&self, device: &Device) -> (Vec<u8>, Option<KernelFault>) {
-        let Device { context, stream, kernels } = device;
-        let (shape, tokens) = (self.input.shape, self.input.tokens);
-        let homes: Vec<Buffer> = self.rows.iter().map(|rows| Buffer::of(context, &rows.concat())).collect();
-        let spans: Vec<_> = homes.iter().map(Buffer::span).collect();
-        let table = Buffer::new(context, spans.len() as u64 * 8);
-        let out = Buffer::new(context, u64::from(tokens * self.columns) * self.types.1.size() as u64);
-        let places = Buffer::words(context, &self.places);
-        let status = Buffer::words(context, &[self.status]);
-        let sum = SumArgs {
-            shape,
-            tokens,
-            columns: self.columns,
-            rows: self.types.0,
-            dtype: self.types.1,
-            homes: &Addresses::new(stream, table.range(), &spans).unwrap(),
-            places: places.span(),
-            status: status.word(),
-            out: out.span(),
+/// The results of the loops of the host.
+fn of_rows(home: &Home, loops: RowKernels, wire: PartialDtype) -> Vec<u8> {
+    let dtype = Arithmetic::try_from(home.types.1).unwrap();
+    let row_bytes = home.columns as usize * dtype.size();
+    let mut out = vec![0; home.tokens as usize * row_bytes];
+    for (token, out) in (0..).zip(out.chunks_exact_mut(row_bytes)) {
+        let (kept, groups) = home.terms(token);
+        let rows: Vec<*const u8> = kept.iter().map(|row| row.as_ptr()).collect();
+        let sum = GroupedSum {
+            dtype,
+            wire,
+            out: SumOutput::Total(out.as_mut_ptr()),
+            rows: &rows,
+            weights: None,
+            groups: &groups,
+            columns: home.columns as usize,
+            stores: Stores::Cached,
         };
-        kernels.sum(stream, &sum).unwrap();
-        stream.synchronize().unwrap();
-        (out.content(), KernelFault::of(status.read::<u32>()[0]))
+        // SAFETY: the rows live in `kept`, and `out` has room for one.
+        unsafe { loops.grouped_sum(sum) }
     }
-
-    /// The rows of a token, ranks ascending, and their groups: one of each rank.
-    fn terms(&self, token: u32) -> (Vec<Vec<u8>>, Vec<u32>) {
-        let ranks = self.rows.len();
-        let places = &self.places[token as usize * ranks..][..ranks];
-        let rows: Vec<_> = places
-            .iter()
-            .zip(&self.rows)
-            .filter(|&(&place, _)| place >= 0)
-            .map(|(&place, rows)| rows[place as usize].clone())
-            .collect();
-        let group = if self.types.0 == self.types.1 { 1 } else { PARTIAL };
-        let groups = vec![group; rows.len()];
-        (rows, groups)
-    }
-
-    /// The results by their definition.
-    fn reference(&self) -> Vec<u8> {
-        let dtype = Arithmetic::try_from(self.types.1).unwrap();
-        let of = |token| {
-            let (rows, groups) = self.terms(token);
-            let terms = Terms { dtype, wire: PartialDtype::F32, rows: &rows, weights: None, groups: &groups };
-            terms.sum(self.columns as usize, dtype)
-        };
-        (0..self.input.tokens).flat_map(of).collect()
-    }
-
-    /// The results of the loops of the host.
-    fn of_rows(&self, loops: RowKernels, wire: PartialDtype) -> Vec<u8> {
-        let dtype = Arithmetic::try_from(self.types.1).unwrap();
-        let row_bytes = self.columns as usize * dtype.size();
-        let mut out = vec![0; self.input.tokens as usize * row_bytes];
-        for (token, out) in (0..).zip(out.chunks_exact_mut(row_bytes)) {
-            let (kept, groups) = self.terms(token);
-            let rows: Vec<*const u8> = kept.iter().map(|row| row.as_ptr()).collect();
-            let sum = GroupedSum {
-                dtype,
-                wire,
-                out: SumOutput::Total(out.as_mut_ptr()),
-                rows: &rows,
-                weights: None,
-                groups: &groups,
-                columns: self.columns as usize,
-                stores: Stores::Cached,
-            };
-            // SAFETY: the rows live in `kept`, and `out` has room for one.
-            unsafe { loops.grouped_sum(sum) }
-        }
-        out
-    }
+    out
 }
 
 #[test]
@@ -140,17 +61,16 @@ fn sums_are_those_of_the_reference_and_of_the_hosts_loops_to_the_bit() {
                 for types in TYPES {
                     let shape = SlotShape::new(max_tokens, top_k, 16).unwrap();
                     let input = Input::any(&mut random, shape, (experts, ranks), 0, tokens);
-                    let home = Home::any(&mut random, input, columns, types);
-                    let (seen, status) = home.sum(device);
+                    let home = home(&mut random, &input, columns, types);
                     let what = format!("{types:?}, {tokens} tokens of {ranks} ranks, {columns} columns");
-                    assert_eq!(status, None, "{what}");
-                    assert!(seen == home.reference(), "{what}");
+                    home.check(&device.bench()).unwrap_or_else(|error| panic!("{what}: {error}"));
+                    let expected = home.reference().unwrap();
                     for simd in Simd::available() {
                         for wire in PartialDtype::ALL {
                             let partials = types.0 != types.1 && wire != PartialDtype::F32;
                             if wire.carries(types.1) && !partials {
                                 assert!(
-                                    seen == home.of_rows(RowKernels::new(simd), wire),
+                                    expected == of_rows(&home, RowKernels::new(simd), wire),
                                     "{what}, {simd:?}, {wire}"
                                 );
                             }
@@ -169,9 +89,9 @@ fn a_token_whose_choices_were_all_dropped_gets_zeros() {
         for types in TYPES {
             let mut input = Input::any(&mut Random(5), shape, (4, 2), 0, 3);
             input.experts = vec![-1; 6];
-            let home = Home::any(&mut Random(6), input, 24, types);
+            let home = home(&mut Random(6), &input, 24, types);
             let zeros = vec![0; 3 * 24 * types.1.size()];
-            assert_eq!(home.sum(device), (zeros, None));
+            assert_eq!(home.sum(&device.bench()).unwrap(), (zeros, None));
         }
     });
 }
@@ -180,7 +100,7 @@ fn a_token_whose_choices_were_all_dropped_gets_zeros() {
 fn believable() -> Home {
     let shape = SlotShape::new(6, 2, 16).unwrap();
     let input = Input::any(&mut Random(7), shape, (40, 40), 0, 6);
-    Home::any(&mut Random(8), input, 32, (Dtype::Bf16, Dtype::Bf16))
+    home(&mut Random(8), &input, 32, (Dtype::Bf16, Dtype::Bf16))
 }
 
 #[test]
@@ -194,7 +114,7 @@ fn a_status_that_is_set_gives_zeros_and_stays() {
         ] {
             let mut home = believable();
             home.status = word;
-            assert_eq!(home.sum(device), (zeros.clone(), Some(expected)));
+            assert_eq!(home.sum(&device.bench()).unwrap(), (zeros.clone(), Some(expected)));
         }
     });
 }
@@ -207,10 +127,10 @@ fn a_place_outside_of_its_slot_gives_its_token_zeros_and_a_status() {
         for place in [6, i32::MAX, -2] {
             let mut home = believable();
             home.places[4 * 40 + 33] = place;
-            let (seen, status) = home.sum(device);
+            let (seen, status) = home.sum(&device.bench()).unwrap();
             assert_eq!(status, Some(KernelFault::PlaceOutOfRange { token: 4 }));
             assert_eq!(seen[4 * row_bytes..5 * row_bytes], [0; 64]);
-            assert_eq!(seen[..4 * row_bytes], good.reference()[..4 * row_bytes]);
+            assert_eq!(seen[..4 * row_bytes], good.reference().unwrap()[..4 * row_bytes]);
         }
     });
 }

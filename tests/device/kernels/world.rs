@@ -3,8 +3,7 @@
 use bytemuck::{bytes_of, cast_slice};
 use sidelane::device::Pack;
 use sidelane::plan::{ExpertMap, SlotHead, SlotShape};
-
-use super::rows_common::Random;
+use sidelane_verify::random::Random;
 
 /// The input of one rank.
 pub struct Input {

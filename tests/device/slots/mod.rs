@@ -18,7 +18,7 @@ mod rounds;
 
 use crate::apart::each_with_kernels as on_each;
 use crate::kernels::world as packed;
-use crate::{devices, rows_common, support};
+use crate::{devices, support};
 
 /// Runs the body in a process with the stand-in's usual settings, and with kernels. `test` is the
 /// test's full name.

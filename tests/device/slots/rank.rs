@@ -9,10 +9,10 @@ use sidelane::device::{Context, DeviceRange, PinnedMemory, Stream};
 use sidelane::ep::{Choices, ExpertParallelBuilder, ExpertRows, Handle, Report, Tensor, TensorMut};
 use sidelane::plan::{Overflow, ReceiveMode, RowLayout, SlotShape};
 use sidelane::{Dtype, Error, ExpertParallel, Group, Options, World};
+use sidelane_verify::random::Random;
 
 use super::devices::stream;
 use super::packed::Input;
-use super::rows_common::Random;
 use super::support;
 
 /// What all ranks have in common.

@@ -43,6 +43,11 @@ pub fn kernels(source: &Path) -> io::Result<PathBuf> {
     Ok(library)
 }
 
+/// The same for all kernels of the library.
+pub fn all_kernels() -> io::Result<PathBuf> {
+    kernels(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../../cuda/all_modules.cu"))
+}
+
 /// Of the flags and of all files in the folder of the source, by their names.
 fn digest(source: &Path) -> io::Result<u64> {
     let folder = source.parent().expect("a file is in a folder");

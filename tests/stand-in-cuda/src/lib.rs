@@ -44,6 +44,6 @@ mod stream;
 mod table;
 mod work;
 
-pub use build::kernels;
+pub use build::{all_kernels, kernels};
 pub use counters::Counters;
 pub use install::{StandIn, install};

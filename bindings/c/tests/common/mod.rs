@@ -85,9 +85,8 @@ pub fn launch(nodes: u32, ranks_per_node: u32) -> Command {
 
 /// Gives a program devices: the fake driver, with kernels to run.
 pub fn with_devices(command: &mut Command) -> &mut Command {
-    let source = Path::new(PACKAGE).join("../../cuda/all_modules.cu");
     command.env("LD_LIBRARY_PATH", stand_in_cuda::install().expect("a driver"));
-    command.env("SIDELANE_FAKE_CUDA_KERNELS", stand_in_cuda::kernels(&source).expect("kernels"))
+    command.env("SIDELANE_FAKE_CUDA_KERNELS", stand_in_cuda::all_kernels().expect("kernels"))
 }
 
 /// The text of a program that ended well.

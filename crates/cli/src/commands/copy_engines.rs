@@ -17,8 +17,6 @@ use serde::Serialize;
 use sidelane::error::PlanError;
 use sidelane::plan::RowLayout;
 use sidelane::topology::Route;
-use sidelane_core::schedule::call_program::SlotCall;
-use sidelane_core::schedule::stream_program::{Slots, StreamProgram};
 use sidelane_model::{CopyEngineWork, RankDispatches};
 
 use crate::command::{self, Command};
@@ -115,9 +113,6 @@ pub struct Report {
 
 /// Memory of a choice that is planned.
 const PLANNED_BYTES: u64 = 72;
-/// Bytes of a slot's header, and of a choice in it.
-const HEAD: u64 = 64;
-const CHOICE: u64 = 8;
 
 impl Report {
     /// All variants of this group: slots on one node; planned rows, direct or through relays.
@@ -131,37 +126,24 @@ impl Report {
             return Err(PlanError::BadParameter { parameter, seen, expected }.into());
         }
         let config = Conditions { decided: conditions, hidden, dtype, copy_us, copy_gbps };
-        let (mut variants, ranks) = (Vec::new(), nodes.ranks());
-        if nodes.nodes() == 1 {
-            let tokens = u64::from(config.decided.tokens);
-            // Rows of all tokens and, in as many rows as it needs, a header of their choices.
-            let header = HEAD + tokens * u64::from(config.decided.top_k) * CHOICE;
-            let slot_bytes = (header.div_ceil(row_bytes) + tokens) * row_bytes;
-            let slots = Slots::new(ranks, slot_bytes, tokens * combine_row_bytes)?;
-            for (name, call) in [("dispatch", SlotCall::Dispatch), ("combine", SlotCall::Combine)] {
-                let work = |me| Ok(CopyEngineWork::of_stream(&StreamProgram::new(call, slots, me)?, me));
-                let work: Vec<CopyEngineWork> = (0..ranks).map(work).collect::<Result<_, CliError>>()?;
-                variants.push(Variant::new(format!("slots: {name}"), &work, &config));
+        let mut work = match nodes.nodes() {
+            1 => {
+                let tokens = (config.decided.tokens, config.decided.top_k);
+                CopyEngineWork::of_slots(nodes.ranks(), tokens, (row_bytes, combine_row_bytes))?
             }
-        }
-        let several = nodes.nodes() > 1;
-        for layout in RowLayout::ALL {
-            for (route, spans, how, is_there) in [
-                (Route::Direct, false, "direct", true),
-                (Route::Pxn, false, "pxn, token order", several),
-                (Route::Pxn, true, "pxn, relay order", several && layout == RowLayout::RankMajor),
-            ] {
-                if !is_there {
-                    continue;
-                }
-                let (map, nodes, routings) = (&map, &nodes, &routings[..]);
-                let home_bytes = combine_row_bytes;
-                let dispatches =
-                    RankDispatches { map, nodes, routings, layout, route, spans, row_bytes, home_bytes };
-                let work = CopyEngineWork::of_ranks(&dispatches)?;
-                variants.push(Variant::new(format!("{}, {how}", layout.name()), &work, &config));
-            }
-        }
+            _ => Vec::new(),
+        };
+        work.extend(CopyEngineWork::of_ways(&RankDispatches {
+            map: &map,
+            nodes: &nodes,
+            routings: &routings,
+            layout: RowLayout::ExpertMajor,
+            route: Route::Direct,
+            spans: false,
+            row_bytes,
+            home_bytes: combine_row_bytes,
+        })?);
+        let variants = work.into_iter().map(|(name, ranks)| Variant::new(name, &ranks, &config)).collect();
         Ok(Report { config, row_bytes, combine_row_bytes, variants })
     }
 }

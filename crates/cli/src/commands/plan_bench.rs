@@ -1,25 +1,21 @@
 //! `sidelane plan-bench`: the cost of one rank's operands, in time and memory, by number of ranks.
 
-use std::hint::black_box;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
 
 use clap::Args;
 use sidelane::error::PlanError;
-use sidelane::gate::{Pattern, synthetic};
-use sidelane::plan::{
-    Bins, Block, Counts, DispatchLayout, ExpertMap, InterNodeRows, PlanContext, PulledSums, ReceiveMode,
-    ReceiveSizes, RelayPlan, RowLayout, RowMetadata, RowSizes, SortedRouting, SumOrder,
-};
-use sidelane::topology::{NodeMap, Paths, Route};
-use sidelane_core::schedule::{CallerTables, ControlLayout, FillContext, RelayTables, WindowId};
+use sidelane::gate::Pattern;
+use sidelane::plan::RowLayout;
+use sidelane::topology::Route;
+use sidelane_testkit::planning::{Planning, Shape};
+use sidelane_testkit::stats::median;
 
 use crate::chart::{Chart, Curve, Panel, Point};
 use crate::command::{self, Command};
 use crate::error::{CliError, usage};
 use crate::options::one_of;
-use crate::stats::median;
 use crate::table::{self, time, volume};
 
 const EXAMPLES: &str = "\
@@ -91,7 +87,8 @@ fn rows(args: &PlanBenchArgs) -> Result<Vec<Row>, CliError> {
         let &PlanBenchArgs { tokens, top_k, layout, rounds, .. } = args;
         // As many as DeepSeek-V3 has, and no rank without one.
         let experts = ranks.max(256);
-        let shape = Shape { tokens, top_k, experts, ranks, per_node, route, layout };
+        let pattern = Pattern::Uniform;
+        let shape = Shape { pattern, tokens, top_k, experts, ranks, per_node, route, layout };
         rows.push(Row { shape, cost: measure(&shape, rounds)? });
         bar.inc(1);
     }
@@ -124,18 +121,6 @@ fn text(args: &PlanBenchArgs, rows: &[Row]) -> String {
     )
 }
 
-/// A group, and what rank 0 of it plans.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Shape {
-    pub tokens: u32,
-    pub top_k: u32,
-    pub experts: u32,
-    pub ranks: u32,
-    pub per_node: u32,
-    pub route: Route,
-    pub layout: RowLayout,
-}
-
 /// Times in microseconds, the middle of all rounds.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Cost {
@@ -157,82 +142,30 @@ impl Cost {
     }
 }
 
-const CHUNKS: u8 = Block::CHUNKS;
-/// Of a row of 7168 bf16.
-const ROW: u64 = 14_336;
-
 /// Measures so many rounds.
 ///
 /// # Errors
 /// Sizes that cannot be planned.
 pub fn measure(shape: &Shape, rounds: u32) -> Result<Cost, PlanError> {
-    let &Shape { tokens, top_k, experts, ranks, per_node, route, layout } = shape;
-    let map = ExpertMap::contiguous(experts, ranks)?;
-    let nodes = NodeMap::from_labels(&(0..ranks).map(|rank| rank / per_node).collect::<Vec<_>>());
-    let routing = synthetic(Pattern::Uniform, experts, top_k, tokens, 0, 0)?;
-    let (bins, paths) =
-        (Bins::of_layout(layout, &map, SumOrder::Expert, &nodes), Paths::new(&nodes, route, 0));
-    let notes = RowMetadata::of(layout, ReceiveMode::Exact, false);
-    let sizing = RowSizes {
-        row_bytes: ROW,
-        home_bytes: ROW,
-        words_out: notes.words(top_k),
-        words_home: 1,
-        partial_bytes: None,
-        rank_sums: false,
-        pulled_bytes: PulledSums::CHUNK_BYTES,
-    };
-    let frame =
-        PlanContext { bins: &bins, paths, align: 1, chunks: CHUNKS, sizing, mode: ReceiveMode::Exact };
-    let control = ControlLayout::new(&paths, &bins, u64::from(tokens * top_k), sizing.note_bytes());
-    let (chunks, far) = (CHUNKS, WindowId::POOL);
-    let setting = FillContext { paths, control: &control, sizing, chunks, parity: 0, far, notes: None };
-    let (mut sorted, mut crossing, mut words) =
-        (SortedRouting::default(), InterNodeRows::default(), Vec::new());
-    let (mut counts, mut sizes, mut layout) =
-        (Counts::default(), ReceiveSizes::default(), DispatchLayout::default());
-    let (mut forward, mut own) = (RelayPlan::default(), CallerTables::new(paths, CHUNKS));
-    let mut relayed = RelayTables::new(paths, CHUNKS);
-    let mut laps: [Vec<f64>; 4] = Default::default();
+    let (mut planning, mut laps) = (Planning::new(*shape)?, [(); 4].map(|()| Vec::new()));
     for _ in 0..rounds {
+        let mut lap = |step: usize, begin: Instant| laps[step].push(begin.elapsed().as_secs_f64() * 1e6);
         let begin = Instant::now();
-        sorted.fill(&map, &bins, notes, 0, black_box(&routing))?;
-        crossing.fill(&bins, &paths, &sorted);
-        words.clone_from(&sorted.counts);
-        crossing.staged(&paths, &mut words);
-        laps[0].push(begin.elapsed().as_secs_f64() * 1e6);
-
+        let words = planning.sort()?;
+        lap(0, begin);
         let begin = Instant::now();
-        counts.clear(words.len() as u32);
-        // Counts that a rank adds up: those of its local peers, and a message of each other node.
-        (0..per_node).for_each(|source| counts.add(0, source, &words));
-        (1..nodes.nodes()).for_each(|_| counts.add_node(&[], black_box(&words)));
-        sizes.fill(&bins, 1, &counts.total, None);
-        layout.fill(&frame, (&sorted, &crossing), top_k, &counts, &sizes);
-        laps[1].push(begin.elapsed().as_secs_f64() * 1e6);
-
+        planning.place(&words);
+        lap(1, begin);
         let begin = Instant::now();
-        own.rows(&setting, black_box(&layout), true);
-        laps[2].push(begin.elapsed().as_secs_f64() * 1e6);
-
-        let blocks: Vec<_> = paths.sources().zip(layout.blocks.iter().cloned()).collect();
-        let mut blocks = blocks.into_iter();
+        planning.fill();
+        lap(2, begin);
+        let blocks = planning.blocks();
         let begin = Instant::now();
-        if paths.is_multi_node() {
-            forward.know(&frame, false, |_, _| blocks.next().map(|(_, block)| block).unwrap_or_default());
-            relayed.forward(&setting, black_box(&forward), true);
-        }
-        laps[3].push(begin.elapsed().as_secs_f64() * 1e6);
+        planning.relay(blocks);
+        lap(3, begin);
     }
-    let [sort, place, fill, relay] = laps.map(|mut laps| median(&mut laps));
-    let held = [
-        sorted.memory_usage(),
-        crossing.memory_usage(),
-        counts.memory_usage(),
-        layout.memory_usage(),
-        own.memory_usage(),
-    ];
-    Ok(Cost { sort, place, fill, relay, bytes: held.iter().sum::<usize>() as u64 })
+    let [sort, place, fill, relay] = laps.map(|mut laps: Vec<f64>| median(&mut laps));
+    Ok(Cost { sort, place, fill, relay, bytes: planning.memory_usage() as u64 })
 }
 
 fn draw(args: &PlanBenchArgs, rows: &[Row]) -> String {

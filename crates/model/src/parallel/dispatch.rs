@@ -17,9 +17,6 @@ use crate::time::{Case, Executor, Hardware, Placed};
 
 /// Tokens of a rank at which groups are timed.
 const TIMED: [u32; 3] = [256, 1024, 4096];
-/// Parts of a block on its way to a relay, as everywhere in the library.
-const PARTS: u8 = 4;
-
 /// One layer's dispatch and combine, and their gradients.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct LayerTransfers {
@@ -106,7 +103,7 @@ impl<'h> DispatchTimes<'h> {
                 layout: RowLayout::RankMajor,
                 route,
                 order: SumOrder::Expert,
-                chunks: PARTS,
+                chunks: None,
                 row_bytes,
                 home_bytes: row_bytes,
                 partial_bytes: 2 * row_bytes,

@@ -35,22 +35,30 @@
 //! **Not modeled.** Congestion inside the network, other traffic, clocks that differ, stragglers,
 //! the caller's experts.
 
+mod device_figures;
 mod driver_calls;
 mod events;
 mod hardware;
+mod host_figures;
 mod lines;
 mod placement;
+mod sensitivity;
 mod slots;
 mod tasks;
 #[cfg(test)]
 mod tests;
+mod variants;
 
+pub use device_figures::DeviceFigures;
 pub use hardware::{
     Compute, CopyCost, Engines, Executor, Hardware, Host, Link, NicModel, Peaks, Place, Source,
     UnknownHardware,
 };
+pub use host_figures::{HostFigures, Loops};
 pub use placement::{Case, Placed};
+pub use sensitivity::{Assumption, Fastest, Outcome, outcomes};
 pub use slots::slots;
+pub use variants::{Timed, Variant, Wishes};
 
 use hardware::at_rate;
 use serde::Serialize;

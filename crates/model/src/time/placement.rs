@@ -31,8 +31,8 @@ pub struct Case<'a> {
     /// that sum by [`SumOrder::Rank`] do so at the rank of the experts, if partial sums are as long
     /// as rows.
     pub order: SumOrder,
-    /// In how many parts a block goes to its relay.
-    pub chunks: u8,
+    /// In how many parts a block goes to its relay; `None`: as many as the library chooses.
+    pub chunks: Option<u8>,
     /// Bytes of a row that is sent, and of a returned one.
     pub row_bytes: u64,
     /// Bytes of a returned row.
@@ -42,6 +42,21 @@ pub struct Case<'a> {
     /// Whether row metadata (weights, choices) moves with the rows; otherwise it comes with the
     /// counts.
     pub notes: bool,
+}
+
+impl Case<'_> {
+    /// Rows of the busiest rank. Where one node represents all, rank i of every node has the rows
+    /// of all ranks i from the first node's tokens.
+    pub fn busiest_rows(&self) -> u64 {
+        let mut rows = vec![0; self.routings.len()];
+        for (source, routing) in (0..).zip(self.routings) {
+            let chosen = routing.experts().iter().filter_map(|&expert| u32::try_from(expert).ok());
+            for slot in chosen.filter_map(|expert| self.map.slot_for(source, expert)) {
+                rows[self.map.rank_of(slot) as usize % self.routings.len()] += 1;
+            }
+        }
+        rows.into_iter().max().unwrap_or(0)
+    }
 }
 
 /// A [`Case`], placed as its ranks would place it on a machine.
@@ -140,7 +155,10 @@ impl Placed {
             device_plans: executor == Executor::Device && counts_suffice,
             sizing,
             control,
-            chunks: case.chunks,
+            chunks: case.chunks.unwrap_or(match executor {
+                Executor::Host => Block::CHUNKS,
+                Executor::Device => Block::chunks_for_engines(u64::from(tokens) * case.row_bytes),
+            }),
             notes: case.notes,
             hardware: hardware.clone(),
             top_k,
@@ -344,7 +362,7 @@ fn ring_of(case: &Case, hardware: &Hardware) -> Result<Ring, PlanError> {
     if !whole && hardware.executor == Executor::Host && hardware.host.cores > 0 {
         return Err(bad("routings", given, "one for every rank, where ranks share cores"));
     }
-    if case.chunks == 0 {
+    if case.chunks == Some(0) {
         return Err(bad("chunks", 0, "1 or more"));
     }
     let sizes = [("row bytes", case.row_bytes), ("home bytes", case.home_bytes)];

@@ -63,7 +63,7 @@ fn case(group: &Group, layout: RowLayout, route: Route, order: SumOrder) -> Case
         layout,
         route,
         order,
-        chunks: 4,
+        chunks: None,
         row_bytes: 4096,
         home_bytes: 4096,
         partial_bytes: 8192,

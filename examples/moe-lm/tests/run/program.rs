@@ -146,8 +146,7 @@ fn products_of_cublas_are_refused_on_a_host() {
 
 /// Two steps with layers on devices of the fake driver.
 fn on_gpus(out: &Path, text: &Path) -> Command {
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../cuda/all_modules.cu");
-    let (driver, kernels) = (stand_in_cuda::install().unwrap(), stand_in_cuda::kernels(&source).unwrap());
+    let (driver, kernels) = (stand_in_cuda::install().unwrap(), stand_in_cuda::all_kernels().unwrap());
     let mut command = program_of(2, out, text);
     command.env("LD_LIBRARY_PATH", driver).env("SIDELANE_FAKE_CUDA_KERNELS", kernels);
     command.args(["--device", "cuda", "--token-chunks", "2"]);

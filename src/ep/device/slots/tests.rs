@@ -26,8 +26,6 @@ mod packed;
 mod rank;
 #[path = "../../../../tests/device/slots/replays.rs"]
 mod replays;
-#[path = "../../../../tests/rows/common/mod.rs"]
-mod rows_common;
 
 const TWO_AND_TWO: [u32; 4] = [0, 0, 1, 1];
 const THREE_AND_FIVE: [u32; 8] = [0, 0, 0, 1, 1, 1, 1, 1];

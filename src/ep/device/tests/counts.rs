@@ -15,7 +15,7 @@ use crate::ep::{Report, Tensor};
 use crate::exec::EnqueueCounts;
 use crate::gate::Routing;
 use crate::lane::SignalMode;
-use crate::plan::{Block, RowLayout, SumOrder};
+use crate::plan::{RowLayout, SumOrder};
 use crate::topology::Route;
 use crate::{Dtype, Group, World};
 
@@ -43,7 +43,7 @@ fn modeled(case: &Case) -> [Timing; 3] {
         layout: case.layout,
         route: case.route,
         order: case.order,
-        chunks: Block::chunks_for_engines(u64::from(case.max_tokens) * row_bytes),
+        chunks: None,
         row_bytes,
         home_bytes: row_bytes,
         partial_bytes: (case.hidden * case.wire.size()) as u64,

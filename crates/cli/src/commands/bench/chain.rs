@@ -15,13 +15,13 @@ use sidelane::ep::Handle;
 use sidelane::gate::Routing;
 use sidelane::{Error, Window};
 use sidelane_testkit::chain::Chain;
+use sidelane_testkit::stats::{Laps, Percentiles, Summary, median, percentiles, summary};
 use sidelane_verify::reference::Real;
 
 use super::checked_layer::Layer;
 use crate::command;
 use crate::error::CliError;
 use crate::ranks;
-use crate::stats::{Laps, Percentiles, Summary, median, percentiles, summary};
 use crate::table::time;
 
 const CHAINS: usize = 4;

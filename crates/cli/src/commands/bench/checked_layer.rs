@@ -23,6 +23,8 @@ use sidelane::gate::Routing;
 use sidelane::topology::NodeMap;
 use sidelane::{Dtype, Error, ExpertParallel, Group, World};
 use sidelane_testkit::expected::Expected;
+use sidelane_testkit::machines::Machines;
+use sidelane_testkit::stats::Laps;
 use sidelane_verify::reference::Real;
 
 use super::Task;
@@ -30,10 +32,8 @@ use super::call_baselines::{self, Seen};
 use super::config::{Config, Shape};
 use crate::baselines::{Field, Folder};
 use crate::error::{CliError, failed};
-use crate::machines::Machines;
 use crate::ranks;
 use crate::routing_source::Router;
-use crate::stats::Laps;
 
 pub struct Layer<'c, E> {
     pub config: &'c Config,

@@ -6,12 +6,12 @@
 
 use serde_json::{Value, json};
 use sidelane::plan::RowLayout;
+use sidelane_testkit::stats::Percentiles;
 
 use super::chain::ChainReport;
 use super::config::{Config, ReceiveKind, Shape};
 use super::report::{Lanes, Report};
 use crate::command::Program;
-use crate::stats::Percentiles;
 
 /// Most tokens of a rank that they call decode.
 const DECODE: u32 = 512;

@@ -4,8 +4,6 @@
 //! The program resolves once and hands the result to every rank that it starts; ranks of other
 //! machines are compared.
 
-use std::collections::HashMap;
-
 use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
 use sidelane::dtype::{Dtype, Fp8RowShape, PartialDtype};
@@ -402,15 +400,7 @@ impl ReceiveConfig {
     }
 
     fn slots(asked: Option<u32>, overflow: Overflow, needs: &Reference<f32>) -> Result<Self, CliError> {
-        let mut rows = HashMap::new();
-        for (rank, row) in
-            (0..).zip(&needs.seen.rows).flat_map(|(rank, rows)| rows.iter().map(move |row| (rank, row)))
-        {
-            let Some(row) = row else { continue };
-            let bin = (!needs.case.layout.is_per_rank()).then(|| needs.ids[row.source][row.choices[0]]);
-            *rows.entry((rank, row.source, bin)).or_insert(0) += 1;
-        }
-        let most: u32 = rows.into_values().max().unwrap_or(0);
+        let most = needs.most_slots();
         let slots = asked.unwrap_or(most.max(1));
         at_least_one(&[("--slots", slots)])?;
         if most > slots && overflow == Overflow::Error {

@@ -4,7 +4,7 @@
 //! A figure means nothing without its conditions, so all conditions are resolved once
 //! ([`config::Config`]), handed to every rank, and printed with the result ([`report::Report`]).
 //! The floor is measured round by round in turn with the real calls, so that both see the same
-//! state of the machine ([`stats`](crate::stats)).
+//! state of the machine ([`stats`](sidelane_testkit::stats)).
 //!
 //! ```text
 //!   bench --> Task --launch--> rank 0 .. n-1:  dispatch, check | combine, check | rounds: real, floor, real, ... | check | chains, check

@@ -14,6 +14,8 @@ use sidelane::topology::{Paths, Route};
 use sidelane::world::NicCounters;
 use sidelane::{Error, Window};
 use sidelane_core::schedule::ControlLayout;
+use sidelane_testkit::machines;
+use sidelane_testkit::stats::{Laps, median};
 use sidelane_testkit::with_element;
 use sidelane_verify::reference::{Real, Reference};
 
@@ -27,10 +29,8 @@ use super::{BenchArgs, Task};
 use crate::baselines::{Field, Folder};
 use crate::command::{self, Command as _};
 use crate::error::{CliError, wrong};
-use crate::machines;
 use crate::ranks::{self, Assignment, Files, Sizes};
 use crate::routing_source::Router;
-use crate::stats::{Laps, median};
 
 pub fn main(Assignment { task, files }: &Assignment<Task>) -> Result<ExitCode, CliError> {
     let report = with_element!(task.config.shape.dtype.element(), run(task, files))?;

@@ -7,6 +7,8 @@ use serde::Serialize;
 use sidelane::dtype::PartialDtype;
 use sidelane::plan::{RowLayout, RowsByDistance, SumOrder, Traffic};
 use sidelane::topology::Route;
+use sidelane_testkit::machines::Hosts;
+use sidelane_testkit::stats::{Ratio, Summary, ratio_of_medians, summary};
 
 use super::call_baselines::Baselines;
 use super::chain::ChainReport;
@@ -14,8 +16,6 @@ use super::checked_layer::Verdict;
 use super::config::{Config, ReceiveKind};
 use super::rank::Nics;
 use crate::command;
-use crate::machines::Hosts;
-use crate::stats::{Ratio, Summary, ratio_of_medians, summary};
 use crate::table::{self, time, volume};
 
 #[derive(Clone, Debug, PartialEq, Serialize)]

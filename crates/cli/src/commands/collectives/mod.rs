@@ -18,16 +18,16 @@ use clap::{Args, ValueEnum};
 use operation::{Operation, Test};
 use serde::{Deserialize, Serialize};
 use sidelane::{Group, Window};
+use sidelane_testkit::machines::{Hosts, Machines};
+use sidelane_testkit::stats::{Laps, Summary, summary};
 
 use crate::baselines::{BaselinePass, BaselineReport, Field, Folder, Programs, Unavailable, compared};
 use crate::command::{self, Command};
 use crate::commands::launch::MachineArgs;
 use crate::commands::put_bench::Sizes;
 use crate::error::{CliError, usage};
-use crate::machines::{Hosts, Machines};
 use crate::options::{NodeArgs, Scaled, at_least_one};
 use crate::ranks::{self, Assignment, Files, RankMemory};
-use crate::stats::{Laps, Summary, summary};
 use crate::table::{self, time};
 
 const EXAMPLES: &str = "\

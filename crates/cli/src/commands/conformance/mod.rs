@@ -23,11 +23,11 @@ use serde::{Deserialize, Serialize};
 use sidelane::device::{Driver, Probe};
 use sidelane::ep::Feature;
 use sidelane_testkit::case::Way;
+use sidelane_testkit::cells::Finding;
 use sidelane_testkit::place::Device;
 use sidelane_testkit::run::{Line, MEMORY, Run};
 use sidelane_testkit::suite::RANKS_PER_NODE;
 
-pub use self::report::Finding;
 use self::report::Report;
 use crate::command::{self, Command};
 use crate::error::{CliError, failed};
@@ -140,14 +140,8 @@ fn read(folder: &Path, rank: u32) -> Result<Option<Vec<Line>>, CliError> {
 /// Runs the suite on this device, or the first case of each feature, and says what came of each
 /// feature.
 pub fn on_device(device: u32, quick: bool) -> Result<Vec<Finding>, CliError> {
-    let first = |runs: Vec<Run>| {
-        let features = Feature::ALL.into_iter();
-        features
-            .filter_map(|feature| runs.iter().copied().find(|run| run.case().feature == feature))
-            .collect()
-    };
-    let ways = Way::ALL.into_iter().filter(|way| way.is_on_device()).map(|way| Run::all(way).collect());
-    let runs: Vec<Run> = ways.flat_map(|runs: Vec<Run>| if quick { first(runs) } else { runs }).collect();
+    let ways = Way::ALL.into_iter().filter(|way| way.is_on_device());
+    let runs = ways.flat_map(|way| if quick { Run::few(way) } else { Run::all(way).collect() }).collect();
     let task = Task { runs, seed: 0, device: Some(device), has_bar: false, folder: PathBuf::new() };
     Ok(Finding::of(&run_all(task)?))
 }

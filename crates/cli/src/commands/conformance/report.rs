@@ -3,8 +3,8 @@
 use serde::Serialize;
 use sidelane::device::Probe;
 use sidelane::ep::{CallExecutor, Feature};
-use sidelane_testkit::difference::Difference;
-use sidelane_testkit::run::{Line, Outcome};
+use sidelane_testkit::cells::{Cell, Wrong};
+use sidelane_testkit::run::Line;
 use sidelane_testkit::suite::RANKS_PER_NODE;
 
 use super::{ConformanceArgs, PlaceArg};
@@ -31,38 +31,6 @@ pub struct Report {
     correct: bool,
     cells: Vec<Cell>,
     wrong: Vec<Wrong>,
-}
-
-#[derive(Clone, Debug, PartialEq, Serialize)]
-struct Cell {
-    feature: &'static str,
-    executor: &'static str,
-    served: bool,
-    state: State,
-    equal: usize,
-    refused: usize,
-    wrong: usize,
-    reason: Option<String>,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-enum State {
-    Equal,
-    Refused,
-    Wrong,
-    NotRun,
-}
-
-/// A run that is wrong, and how it first is.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-struct Wrong {
-    feature: &'static str,
-    executor: String,
-    case: &'static str,
-    way: &'static str,
-    #[serde(flatten)]
-    first: Difference,
 }
 
 impl Report {
@@ -116,100 +84,6 @@ impl Report {
     }
 }
 
-impl Cell {
-    fn new(feature: Feature, executor: CallExecutor, lines: &[Line], device_reason: &Option<String>) -> Self {
-        let served = feature.is_served_by(executor);
-        let (mut equal, mut refused, mut wrong, mut lacks) = (0, 0, 0, None);
-        let here = |line: &&Line| line.run.case().feature == feature && executor_of(line) == executor.name();
-        for line in lines.iter().filter(here) {
-            match &line.outcome {
-                Outcome::Equal => equal += 1,
-                Outcome::Wrong(_) => wrong += 1,
-                Outcome::Refused(name) => {
-                    refused += 1;
-                    lacks = Some(name);
-                }
-            }
-        }
-        let state = match (wrong, equal, refused) {
-            (1.., ..) => State::Wrong,
-            (_, 1.., _) => State::Equal,
-            (_, _, 1..) if !served => State::Refused,
-            _ => State::NotRun,
-        };
-        let reason = (state == State::NotRun).then(|| match (lacks, device_reason) {
-            (Some(name), _) => format!("its cases also ask for {name}"),
-            (None, Some(_)) if executor != CallExecutor::HostStepper => "no device".to_owned(),
-            _ => "not in this mode".to_owned(),
-        });
-        let (feature, executor) = (feature.name(), executor.name());
-        Cell { feature, executor, served, state, equal, refused, wrong, reason }
-    }
-
-    fn text(&self) -> String {
-        let cases = |count| if count == 1 { "1 case".to_owned() } else { format!("{count} cases") };
-        match self.state {
-            State::Equal => format!("equal ({})", cases(self.equal)),
-            State::Refused => "refused by name".to_owned(),
-            State::Wrong => format!("WRONG ({})", cases(self.wrong)),
-            State::NotRun => format!("not run: {}", self.reason.as_deref().unwrap_or_default()),
-        }
-    }
-}
-
-/// Outcome of a feature on the executors of a device.
-pub struct Finding {
-    pub feature: &'static str,
-    /// Nothing where no case ran.
-    pub correct: Option<bool>,
-    pub text: String,
-}
-
-impl Finding {
-    pub fn of(lines: &[Line]) -> Vec<Finding> {
-        let on_device = CallExecutor::ALL.into_iter().filter(|&one| one != CallExecutor::HostStepper);
-        let finding = |feature: Feature| {
-            let cells = on_device.clone().map(|executor| Cell::new(feature, executor, lines, &None));
-            let cells: Vec<Cell> = cells.collect();
-            let ran = cells.iter().filter(|cell| cell.state != State::NotRun);
-            let wrong = lines.iter().filter_map(Wrong::of).filter(|wrong| wrong.feature == feature.name());
-            let wrong = wrong.map(|wrong| format!("\n{}", wrong.text().trim_end())).collect::<String>();
-            let text = cells.iter().map(|cell| format!("{}: {}", cell.executor, cell.text()));
-            Finding {
-                feature: feature.name(),
-                correct: (ran.count() > 0).then_some(wrong.is_empty()),
-                text: text.collect::<Vec<_>>().join("; ") + &wrong,
-            }
-        };
-        Feature::ALL.into_iter().map(finding).collect()
-    }
-}
-
-/// Name of the executor that served a run, or that would have.
-fn executor_of(Line { run, executor, .. }: &Line) -> &str {
-    if executor.is_empty() { run.way.usual_executor().name() } else { executor }
-}
-
-impl Wrong {
-    fn of(line: &Line) -> Option<Self> {
-        let Line { run, outcome: Outcome::Wrong(found), .. } = line else { return None };
-        let case = run.case();
-        let unknown = || Difference::outcome(0, "outcome", "equal", "wrong");
-        Some(Wrong {
-            feature: case.feature.name(),
-            executor: executor_of(line).to_owned(),
-            case: case.name,
-            way: run.way.name(),
-            first: found.first().cloned().unwrap_or_else(unknown),
-        })
-    }
-
-    fn text(&self) -> String {
-        let Wrong { feature, executor, case, way, first } = self;
-        format!("WRONG: {feature}, {executor} ({case}; {way}): {}\n", first.text())
-    }
-}
-
 impl command::Report for Report {
     fn text(&self) -> String {
         let mut executors: Vec<&str> = Vec::new();
@@ -239,7 +113,9 @@ impl command::Report for Report {
 #[cfg(test)]
 mod tests {
     use sidelane_testkit::case::Way;
-    use sidelane_testkit::run::Run;
+    use sidelane_testkit::cells::{Finding, State};
+    use sidelane_testkit::difference::Difference;
+    use sidelane_testkit::run::{Outcome, Run};
 
     use super::*;
     use crate::command::Report as _;

@@ -26,7 +26,7 @@ impl Facts {
     pub fn of_this_process() -> Self {
         let path = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
         Facts {
-            usable_cores: crate::machines::cores(),
+            usable_cores: sidelane_testkit::machines::cores(),
             locked_memory: getrlimit(Resource::Memlock).current,
             open_files: getrlimit(Resource::Nofile).current,
             huge_pages: sidelane::memory::huge_pages_granted(),

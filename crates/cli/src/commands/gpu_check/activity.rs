@@ -27,12 +27,12 @@ use sidelane::device::{
     Activity, ActivityKind, AuditKernels, Channel, Cupti, DeviceRange, Driver, PinnedMemory, Stream,
 };
 use sidelane::error::DeviceError;
+use sidelane_testkit::device::dispatch::{Dispatch, Peers, RANKS, all_done};
+use sidelane_testkit::device::gpu::Gpu;
 use sidelane_testkit::device::whole;
 
-use super::Task;
-use super::audit::{Dispatch, Peers, RANKS, all_done};
-use super::gpu::{self, Gpu};
 use super::report::{About, Checks, State};
+use super::{Task, packages};
 use crate::error::CliError;
 
 const SLOT: (u64, &str) = (921_600, "0.9 MB");
@@ -41,17 +41,17 @@ const CONTROL: &str = "control: plain copy on the GPU";
 
 pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     let driver = Driver::open()?;
-    let files = gpu::in_packages(&driver, &Cupti::NAMES);
+    let files = packages::files(&driver, &Cupti::NAMES);
     let cupti = match Cupti::open_with(&driver, &files) {
         Ok(cupti) => cupti,
         Err(error) => {
             let shows = "nothing: the audit by a hold asks the same, and does without CUPTI";
             let about = About::new("list of kernels by CUPTI", shows);
-            let hint = gpu::hint("SIDELANE_CUPTI_LIBRARY", "nvidia/cuda_cupti");
+            let hint = packages::hint("SIDELANE_CUPTI_LIBRARY", "nvidia/cuda_cupti");
             return checks.tell(about, State::Skipped, format!("not seen: {error}; {hint}"));
         }
     };
-    let listing = Listing::new(Gpu::open(task)?, &cupti)?;
+    let listing = Listing::new(task.gpu()?, &cupti)?;
     let tells_apart = listing.control(checks)?;
     for peers in Peers::ALL {
         listing.dispatch(checks, peers, tells_apart)?;
@@ -103,7 +103,7 @@ impl<'a> Listing<'a> {
     }
 
     fn all_done(&self, what: &str) -> Result<(), CliError> {
-        self.gpu.until(what, || all_done(&self.ranks))
+        Ok(self.gpu.until(what, || all_done(&self.ranks))?)
     }
 
     /// Whether the list tells a copy by SMs from one by an engine.

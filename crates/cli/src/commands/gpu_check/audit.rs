@@ -10,27 +10,21 @@
 //! Everything is allocated before the hold and freed behind it, since calls that wait for the
 //! context would wait for the hold.
 //!
-//! The audit looks at a dispatch of ranks that are streams of one context, from packed to landed:
-//! the program of an exchange ([`StreamProgram`]) as the library lowers it, with its kernels left
-//! out. What it packs lies there before.
-//!
-//! Ranks share a context since of several processes the GPU would take turns: what is done to one
-//! would not touch the others.
+//! The audit looks at a [dispatch](sidelane_testkit::device::dispatch) of ranks that are streams of
+//! one context.
 
 use std::time::{Duration, Instant};
 
-use sidelane::device::{
-    AuditKernels, CopyBatch, CudaGraph, DeviceRange, PinnedMemory, SmHold, Stream, Version,
-};
-use sidelane::error::DeviceError;
-use sidelane::exec::{Lowered, PeerWindows};
-use sidelane_core::schedule::call_program::{Part, SlotCall};
-use sidelane_core::schedule::stream_program::{Slots, StreamProgram};
+use sidelane::device::{AuditKernels, CopyBatch, CudaGraph, PinnedMemory, Stream, Version};
+use sidelane_testkit::device::dispatch::{Dispatch, Peers, RANKS, all_done};
+use sidelane_testkit::device::gpu::Gpu;
+use sidelane_testkit::device::hold::Held;
+use sidelane_testkit::device::timer::Transfer;
+use sidelane_testkit::device::waiting::Answer;
 use sidelane_testkit::device::whole;
 
 use super::Task;
-use super::gpu::{self, Gpu, Transfer, content, equal, random_bytes, same};
-use super::report::{About, Answer, Checks, State};
+use super::report::{About, Checks, State};
 use crate::error::CliError;
 
 /// Bytes of a slot: one of a small batch, and one that is hardly more than its flags.
@@ -43,7 +37,7 @@ const WITHIN: [(u64, &str); 4] =
 const CONTROL: Duration = Duration::from_millis(500);
 
 pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
-    let audit = Audit::new(Gpu::open(task)?)?;
+    let audit = Audit::new(task.gpu()?)?;
     let mut controls = true;
     let about = About::new(
         "control: a kernel of one block",
@@ -87,9 +81,8 @@ fn words(peers: Peers) -> (&'static str, &'static str) {
 struct Audit {
     gpu: Gpu,
     kernels: AuditKernels,
-    hold: SmHold,
+    held: Held,
     word: PinnedMemory,
-    holder: Stream,
     control: Stream,
     ranks: Vec<Stream>,
 }
@@ -98,33 +91,13 @@ impl Audit {
     fn new(gpu: Gpu) -> Result<Self, CliError> {
         let kernels = AuditKernels::load(&gpu.context)?;
         Ok(Audit {
-            hold: kernels.hold()?,
+            held: Held::new(&gpu, &kernels)?,
             kernels,
             word: gpu.pinned(8)?,
-            holder: gpu.stream()?,
             control: gpu.stream()?,
             ranks: gpu.streams(RANKS as usize)?,
             gpu,
         })
-    }
-
-    /// Has `work` done while every multiprocessor is held. Whatever comes of it, the hold ends.
-    fn held<T>(&self, work: impl FnOnce() -> Result<T, CliError>) -> Result<T, CliError> {
-        self.hold.take(&self.holder)?;
-        let all = u64::from(self.hold.blocks());
-        let running = self.gpu.until("blocks of the hold", || Ok(self.all_run()));
-        let worked = running.and_then(|()| work());
-        let still = self.holder.is_done();
-        self.hold.release();
-        let ended = self.gpu.finish(&self.holder, "the hold");
-        let worked = worked?;
-        ended?;
-        equal("blocks that ran to the end of the hold", if still? { 0 } else { all }, all)?;
-        Ok(worked)
-    }
-
-    fn all_run(&self) -> bool {
-        self.hold.running() == self.hold.blocks()
     }
 
     /// When work ended while every multiprocessor was held, if it did. It must end afterwards.
@@ -132,7 +105,7 @@ impl Audit {
         &self,
         enqueue: impl FnOnce(&Stream) -> Result<(), CliError>,
     ) -> Result<Option<Duration>, CliError> {
-        let ended = self.held(|| {
+        let ended = self.held.during(&self.gpu, || {
             enqueue(&self.control)?;
             let start = Instant::now();
             while start.elapsed() < CONTROL {
@@ -166,8 +139,8 @@ impl Audit {
 
     fn latency(&self, checks: &mut Checks) -> Result<(), CliError> {
         let mut transfer = Transfer::new(&self.gpu, &self.control)?;
-        let samples = self.held(|| {
-            (0..self.gpu.task.few(20, 3))
+        let samples = self.held.during(&self.gpu, || {
+            (0..self.gpu.few(20, 3))
                 .map(|_| Ok(transfer.send(&self.gpu, &self.control)?.as_secs_f64() * 1e6))
                 .collect::<Result<Vec<f64>, CliError>>()
         })?;
@@ -248,12 +221,12 @@ impl Audit {
 
     fn dispatch(&self, peers: Peers, bytes: u64) -> Result<String, CliError> {
         let mut dispatch = Dispatch::packed(&self.gpu, &self.control, peers, bytes)?;
-        let landed = self.held(|| {
+        let landed = self.held.during(&self.gpu, || {
             let start = Instant::now();
             dispatch.enqueue(&self.ranks)?;
             let what = "a dispatch while every multiprocessor is held";
             self.gpu.until(what, || all_done(&self.ranks))?;
-            Ok(start.elapsed())
+            Ok::<_, CliError>(start.elapsed())
         });
         // Work that waited for a multiprocessor ends now, and releases its memory.
         self.gpu.until("a dispatch that was let go", || all_done(&self.ranks))?;
@@ -263,157 +236,8 @@ impl Audit {
         Ok(format!(
             "{copies} copies and {operations} operations landed in {} us while {} blocks held {} SMs",
             landed.as_micros(),
-            self.hold.blocks(),
+            self.held.blocks(),
             self.gpu.context.facts().multiprocessors
         ))
-    }
-}
-
-pub const RANKS: u32 = 4;
-
-#[derive(Clone, Copy, PartialEq)]
-pub enum Peers {
-    /// Pinned memory of the host: an engine does these by construction.
-    Host,
-    /// The same GPU, in batches that prefer engines: SMs make these copies before CUDA 13.1.
-    SameGpu,
-}
-
-impl Peers {
-    pub const ALL: [Peers; 2] = [Peers::Host, Peers::SameGpu];
-
-    pub fn place(self) -> &'static str {
-        match self {
-            Peers::Host => "pinned windows of the host",
-            Peers::SameGpu => "the same GPU, in batches",
-        }
-    }
-
-    /// The feature that it needs of a driver, and the version that has it.
-    pub fn needs(self) -> (&'static str, Version) {
-        match self {
-            Peers::Host => ("a signal beside mapped memory", Version::MAPPED_FLAGS),
-            Peers::SameGpu => ("the overlap hint of a batch", Version::OVERLAP_HINT),
-        }
-    }
-}
-
-pub fn all_done(streams: &[Stream]) -> Result<bool, DeviceError> {
-    streams.iter().try_fold(true, |all, stream| Ok(all && stream.is_done()?))
-}
-
-/// One dispatch of all ranks, to be done once.
-pub struct Dispatch {
-    slots: Slots,
-    bytes: u64,
-    windows: Windows,
-    programs: Vec<Lowered>,
-}
-
-impl Dispatch {
-    /// Packed: slots of so many bytes are full, and nothing has moved.
-    pub fn packed(gpu: &Gpu, staging: &Stream, peers: Peers, bytes: u64) -> Result<Self, CliError> {
-        let slots = Slots::new(RANKS, bytes, bytes)?;
-        let windows = Windows::new(gpu, &slots, peers)?;
-        let mut programs = Vec::new();
-        for rank in 0..RANKS {
-            for to in (0..RANKS).filter(|&to| to != rank) {
-                let slot = windows.own[rank as usize].part(slots.send(to), bytes)?;
-                gpu::write(staging, &slot, &content_of(rank, to, bytes))?;
-            }
-            let program = StreamProgram::new(SlotCall::Dispatch, slots, rank)?;
-            programs.push(Lowered::lower(&gpu.context, &program, rank, &windows.seen_by(rank))?);
-        }
-        Ok(Dispatch { slots, bytes, windows, programs })
-    }
-
-    pub fn enqueue(&mut self, streams: &[Stream]) -> Result<(), DeviceError> {
-        for (program, stream) in self.programs.iter_mut().zip(streams) {
-            program.enqueue(Part::Start, stream)?;
-        }
-        for (program, stream) in self.programs.iter_mut().zip(streams) {
-            program.enqueue(Part::Finish, stream)?;
-        }
-        Ok(())
-    }
-
-    pub fn check(&self, gpu: &Gpu, staging: &Stream) -> Result<(), CliError> {
-        for rank in 0..RANKS {
-            for from in (0..RANKS).filter(|&from| from != rank) {
-                let place = (self.slots.receive(from), self.bytes);
-                let seen = self.windows.landed(gpu, rank, place, staging)?;
-                let expected = content_of(from, rank, self.bytes);
-                same(format!("the slot of rank {from} at rank {rank}"), &seen, &expected)?;
-            }
-        }
-        Ok(())
-    }
-
-    pub fn counts(&self) -> (u64, u64) {
-        let counts = self.programs.iter().map(Lowered::counts);
-        counts.fold((0, 0), |(a, b), counts| (a + counts.copies, b + counts.memory_operations))
-    }
-}
-
-fn content_of(from: u32, to: u32, bytes: u64) -> Vec<u8> {
-    random_bytes(u64::from(from * RANKS + to) + bytes, bytes)
-}
-
-struct Windows {
-    /// Memory that each sends from.
-    own: Vec<DeviceRange>,
-    /// Where others write, if that is memory of the host.
-    host: Option<Vec<PinnedMemory>>,
-    words: Vec<PinnedMemory>,
-}
-
-impl Windows {
-    fn new(gpu: &Gpu, slots: &Slots, peers: Peers) -> Result<Self, DeviceError> {
-        let pinned = |bytes| (0..RANKS).map(|_| gpu.pinned(bytes)).collect::<Result<Vec<_>, _>>();
-        Ok(Windows {
-            own: (0..RANKS).map(|_| gpu.memory(slots.bytes())).collect::<Result<_, _>>()?,
-            host: if peers == Peers::Host { Some(pinned(slots.bytes())?) } else { None },
-            words: pinned(slots.flag_bytes())?,
-        })
-    }
-
-    fn seen_by(&self, me: u32) -> Seen<'_> {
-        Seen { windows: self, me }
-    }
-
-    fn landed(
-        &self,
-        gpu: &Gpu,
-        rank: u32,
-        (offset, len): (u64, u64),
-        stream: &Stream,
-    ) -> Result<Vec<u8>, CliError> {
-        match &self.host {
-            None => gpu.read(stream, &self.own[rank as usize].part(offset, len)?),
-            Some(host) => Ok(content(&host[rank as usize])?[offset as usize..][..len as usize].to_vec()),
-        }
-    }
-}
-
-/// The windows as one rank reaches them: its own on the GPU, those of the others where they are.
-struct Seen<'a> {
-    windows: &'a Windows,
-    me: u32,
-}
-
-impl PeerWindows for Seen<'_> {
-    fn slots(&self, rank: u32) -> Option<&DeviceRange> {
-        Some(match &self.windows.host {
-            Some(host) if rank != self.me => host[rank as usize].range(),
-            _ => &self.windows.own[rank as usize],
-        })
-    }
-
-    fn flags(&self, rank: u32) -> Option<&DeviceRange> {
-        Some(self.windows.words[rank as usize].range())
-    }
-
-    fn same_device(&self, _rank: u32) -> bool {
-        self.windows.host.is_none()
     }
 }

@@ -1,23 +1,17 @@
 //! Costs: what the pieces take, one at a time, then a layer of slots.
 
-use half::bf16;
-use sidelane::World;
 use sidelane::device::{CopyBatch, MemOpBatch, Stream, Version};
 use sidelane::error::DeviceError;
-use sidelane_testkit::case::{Case, Way};
+use sidelane_testkit::device::gpu::Gpu;
+use sidelane_testkit::device::timer::Timer;
 use sidelane_testkit::device::whole;
-use sidelane_testkit::exchange::{memory, timed};
-use sidelane_testkit::place::Device;
-use sidelane_testkit::player::{Player, experts_copy};
-use sidelane_verify::reference;
+use sidelane_testkit::exchange::{rounds, timed};
+use sidelane_testkit::stats::summary;
 
 use super::Task;
 use super::expert_parallel::on_nodes;
-use super::gpu::{Gpu, Timer};
 use super::report::{About, Checks};
 use crate::error::CliError;
-use crate::machines::Machines;
-use crate::stats::{Laps, summary};
 
 /// Bytes of copies: a slot of a small batch; sizes around which a copy costs more than its price;
 /// little more than nothing.
@@ -65,7 +59,7 @@ pub fn enqueued(what: &str) -> String {
 }
 
 pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
-    let gpu = Gpu::open(task)?;
+    let gpu = task.gpu()?;
     let mut bench =
         Bench { timer: Timer::new(&gpu)?, streams: gpu.streams(2)?, gpu: &gpu, checks: &mut *checks };
     bench.copies()?;
@@ -91,7 +85,7 @@ impl Bench<'_> {
         (count, bytes): (usize, Option<u64>),
         mut enqueue: impl FnMut(&[Stream]) -> Result<(), DeviceError>,
     ) -> Result<(), CliError> {
-        let rounds = (self.gpu.task.few(50, 5), count);
+        let rounds = (self.gpu.few(50, 5), count);
         let samples = self.timer.time(self.gpu, &self.streams[0], rounds, || enqueue(&self.streams))?;
         let host = summary(&samples.host).p50_us;
         let rate = bytes.map(|bytes| bytes as f64 / summary(&samples.device).p50_us.max(1e-6) / 1e3);
@@ -220,8 +214,9 @@ impl Bench<'_> {
 /// slowest.
 fn layer(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     const RANKS: usize = 8;
-    let case = timed(task.quick);
-    let [dispatch, combine, graph] = on_nodes(task, &[0; RANKS], |world| rounds(task, case, world))?;
+    let (case, count) = (timed(task.quick), task.few(50, 4));
+    let [dispatch, combine, graph] =
+        on_nodes(task, &[0; RANKS], |world| Ok(rounds(case, world, task.device, count)?))?;
     let size = format!("{RANKS} ranks x {} tokens x {} bf16", case.tokens[0], case.hidden);
     let shows = "eight ranks on one GPU: the bandwidth of its memory, not NVLink's; kernels and a host's wait are in it";
     for (what, samples) in [
@@ -232,44 +227,4 @@ fn layer(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
         checks.measured(About::new(&what, shows).open(NVLINK), &samples, "")?;
     }
     Ok(())
-}
-
-/// Microseconds of dispatch, of combine, and of a launch of a graph with both.
-fn rounds(task: &Task, case: Case, world: &World) -> Result<[Vec<f64>; 3], CliError> {
-    let (group, count) = (world.all()?, task.few(50, 4));
-    let settings = case.settings(Way::Slots, &vec![0; group.size() as usize])?;
-    let device = Device::new(Some(task.device), world.rank(), memory(&settings))?;
-    let mut player = Player::<bf16>::build(&settings, &group, Some(&device), (0, 0))?;
-    let seed = u64::from(world.rank());
-    let tokens = reference::tokens(seed, settings.max_tokens, settings.case.hidden, case.top_k, case.experts);
-    let mut layer = player.layer(&tokens)?;
-    let (ep, stream) = (&mut player.ep, &device.stream);
-    let (machines, mut laps) = (Machines::of(&group)?, [(); 3].map(|()| Laps::default()));
-    // The first round warms up.
-    for _ in 0..=count {
-        group.gather(&[])?;
-        let (rows, handle) = laps[0].time(|| {
-            let dispatched = layer.start(ep)?.finish()?;
-            ep.synchronize()?;
-            Ok::<_, CliError>(dispatched)
-        })?;
-        let y = experts_copy(stream, &rows, &handle)?;
-        ep.synchronize()?;
-        group.gather(&[])?;
-        laps[1].time(|| {
-            layer.combine(ep, y, &handle)?;
-            Ok::<_, CliError>(ep.synchronize()?)
-        })?;
-    }
-    let graph = layer.capture(ep, stream)?.0;
-    for _ in 0..=count {
-        group.gather(&[])?;
-        laps[2].time(|| {
-            graph.launch(stream)?;
-            Ok::<_, CliError>(ep.synchronize()?)
-        })?;
-    }
-    // Memory is given back when no rank waits for this one: all have told their laps by then.
-    let [dispatch, combine, graph] = laps.map(|laps| laps.rounds(&group, &machines));
-    Ok([dispatch?, combine?, graph?].map(|samples| samples[1..].to_vec()))
 }

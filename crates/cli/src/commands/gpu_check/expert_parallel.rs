@@ -7,6 +7,7 @@ use sidelane::bootstrap::Timeouts;
 use sidelane::config::Config;
 use sidelane::device::Driver;
 use sidelane::{Options, World};
+use sidelane_testkit::device::gpu::patience;
 use sidelane_testkit::exchange::{self, Exchange};
 use sidelane_testkit::worlds;
 
@@ -102,6 +103,6 @@ pub fn on_nodes<T: Send>(
 
 fn options(task: &Task) -> Options {
     let config = Config { heap: task.few(64 << 20, 16 << 20), symmetric: 4 << 20, ..Config::default() };
-    let timeouts = Timeouts { deadline: task.patience(), ..Timeouts::default() };
+    let timeouts = Timeouts { deadline: patience(task.quick), ..Timeouts::default() };
     Options { config, timeouts, ..Options::default() }
 }

@@ -17,14 +17,16 @@ use std::time::Duration;
 
 use sidelane::device::{AuditKernels, Blas, Context, DeviceRange, Event, Priority, Product, Stream, TILE};
 use sidelane::error::DeviceError;
+use sidelane_testkit::device::gpu::{Gpu, write};
+use sidelane_testkit::device::kernel_work::{SlotWork, elements};
+use sidelane_testkit::device::timer::Transfer;
 use sidelane_testkit::device::{until, whole};
+use sidelane_testkit::stats::summary;
+use sidelane_testkit::values::Random;
 
-use super::Task;
-use super::gpu::{self, Gpu, Transfer, random_elements};
-use super::kernel_work::SlotWork;
 use super::report::{About, Checks, Limited};
+use super::{Task, packages};
 use crate::error::CliError;
-use crate::stats::summary;
 
 /// Bytes of one copy, and copies of one burst.
 const COPY: u64 = 1 << 20;
@@ -35,8 +37,8 @@ const BURST: u64 = 32;
 const BLOCKS: [Option<u32>; 4] = [Some(8), Some(24), Some(64), None];
 
 pub fn transfers(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
-    let gpu = Gpu::open(task)?;
-    let products = Products::new(&gpu, Priority::Normal)?;
+    let gpu = task.gpu()?;
+    let products = Products::new(&gpu, task.size, Priority::Normal)?;
     let (from, to) = (gpu.memory(COPY * BURST)?, gpu.pinned(COPY * BURST)?);
     let engines = |traffic: &Stream| {
         let mut places = (0..BURST).map(|nth| nth * COPY);
@@ -66,15 +68,15 @@ pub fn transfers(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
 }
 
 pub fn kernels(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
-    let gpu = Gpu::open(task)?;
+    let gpu = task.gpu()?;
     let sms = gpu.context.facts().multiprocessors;
     let limits = [None, Some(sms), Some((sms / 2).max(1)), Some((sms / 4).max(1))];
     let rows = SlotWork::new(&gpu)?;
     let about = About::new("bits with every limit", "no bit depends on how many blocks a kernel has");
-    if !checks.check(about, || rows.equal(&gpu, &limits))? {
+    if !checks.check(about, || Ok(rows.equal(&gpu, &limits)?))? {
         return Ok(());
     }
-    let products = Products::new(&gpu, Priority::Highest)?;
+    let products = Products::new(&gpu, task.size, Priority::Highest)?;
     let bursts = limits.map(|limit| {
         let rows = &rows;
         move |traffic: &Stream| rows.burst(traffic, limit)
@@ -99,10 +101,10 @@ fn latency(gpu: &Gpu, products: &Products<'_>, checks: &mut Checks) -> Result<()
     let stream = gpu.stream()?;
     let mut transfer = Transfer::new(gpu, &stream)?;
     let mut alone = Vec::new();
-    for _ in 0..=gpu.task.few(200, 20) {
+    for _ in 0..=gpu.few(200, 20) {
         alone.push(transfer.send(gpu, &stream)?.as_secs_f64() * 1e6);
     }
-    let beside = products.transfers(|stream| transfer.send(gpu, stream))?;
+    let beside = products.transfers(|stream| Ok(transfer.send(gpu, stream)?))?;
     let (_, size) = Transfer::SIZE;
     for (what, samples) in [("alone", &alone[1..]), ("beside products", &beside)] {
         let what = format!("copy of {size} to the host and its word, {what}");
@@ -160,28 +162,29 @@ impl Beside {
 }
 
 impl<'a> Products<'a> {
-    /// Traffic goes on a stream of this priority.
-    fn new(gpu: &'a Gpu, priority: Priority) -> Result<Self, CliError> {
+    /// Of so many rows and columns, if it is said. Traffic goes on a stream of this priority.
+    fn new(gpu: &'a Gpu, size: Option<u32>, priority: Priority) -> Result<Self, CliError> {
         let context = &gpu.context;
-        let size = gpu.task.size.map_or_else(|| largest(context), Ok)?;
+        let size = size.map_or_else(|| largest(context), Ok)?;
         let bytes = Product::bytes(size);
         let stream = Arc::new(gpu.stream()?);
         let matrices = [gpu.memory(bytes)?, gpu.memory(bytes)?, gpu.memory(bytes)?];
         // Any numbers below one: what multiplies zeros draws less power.
-        let numbers = random_elements(1, bytes.min(8 << 20) / 2);
+        let numbers = elements(&mut Random(1), bytes.min(8 << 20) / 2);
+        let numbers: &[u8] = bytemuck::cast_slice(&numbers);
         for matrix in &matrices[..2] {
             for at in (0..bytes).step_by(numbers.len()) {
                 let len = (bytes - at).min(numbers.len() as u64);
-                gpu::write(&stream, &matrix.part(at, len)?, &numbers[..len as usize])?;
+                write(&stream, &matrix.part(at, len)?, &numbers[..len as usize])?;
             }
         }
         let event = || Event::timed(context);
         Ok(Products {
             gpu,
             kernels: AuditKernels::load(context)?,
-            blas: Blas::load(&stream, &gpu::packages(context.driver())).ok(),
+            blas: Blas::load(&stream, &packages::folders(context.driver())).ok(),
             size,
-            count: gpu.task.few(20, 2),
+            count: gpu.few(20, 2),
             matrices,
             stream,
             traffic: Stream::new(context, priority)?,
@@ -235,7 +238,7 @@ impl<'a> Products<'a> {
     fn beside(&self, checks: &mut Checks, bursts: &[Burst<'_>]) -> Result<Vec<Beside>, CliError> {
         let mut alone = Beside { rounds: Vec::new(), slowdown: 1.0 };
         let mut all: Vec<Vec<Round>> = bursts.iter().map(|_| Vec::new()).collect();
-        for round in 0..=self.gpu.task.few(15, 3) {
+        for round in 0..=self.gpu.few(15, 3) {
             let counts = round > 0;
             alone.rounds.extend(Some(self.round(None)?).filter(|_| counts));
             for (burst, rounds) in bursts.iter().zip(&mut all) {
@@ -265,7 +268,7 @@ impl<'a> Products<'a> {
             self.product()?;
         }
         end.record(&self.stream)?;
-        until("products", self.gpu.task.patience() * 10, || {
+        until("products", self.gpu.patience * 10, || {
             // Bursts that end while products run are counted, and the next one follows.
             let next = &self.bursts[(bursts % 2) as usize];
             if let Some(burst) = burst

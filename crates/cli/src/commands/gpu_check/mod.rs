@@ -30,13 +30,11 @@ mod activity;
 mod audit;
 mod calibrate;
 mod costs;
-mod driver;
 mod expert_parallel;
 mod expert_products;
-mod gpu;
 mod interference;
-mod kernel_work;
 mod kernels;
+mod packages;
 mod rates;
 mod report;
 mod waiting;
@@ -53,9 +51,12 @@ use report::{About, Checks, Report, Row, State};
 use serde::{Deserialize, Serialize};
 use sidelane::device::{Driver, Version};
 use sidelane::error::DeviceError;
-use waiting::Case;
+use sidelane_testkit::device::driver::{CHECKS, Streams};
+use sidelane_testkit::device::gpu::Gpu;
+use sidelane_testkit::device::waiting::Case;
 
 use crate::command::{self, Command as _};
+use crate::commands::doctor::{self, Level};
 use crate::error::CliError;
 use crate::options::{up_to, word};
 use crate::ranks::{self, VARIABLES, missing};
@@ -103,7 +104,7 @@ pub struct GpuCheckArgs {
 
     /// Seconds that one case of the parts locks and queues may stand still before it counts as held
     /// up
-    #[arg(long, value_name = "N", default_value_t = CASE_SECONDS, value_parser = clap::value_parser!(u64).range(1..=600))]
+    #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=600))]
     pub case_seconds: u64,
 
     /// Rows and columns of the matrix products, a multiple of 128 [default: 8192, or what half of
@@ -146,7 +147,7 @@ impl command::Command for GpuCheckArgs {
         let task: Task = ranks::task(task)?;
         let mut checks = Checks::new(task.part);
         let done = match task.part {
-            Part::Driver => driver::run(&task, &mut checks),
+            Part::Driver => driver(&task, &mut checks),
             Part::Kernels => kernels::run(&task, &mut checks),
             Part::Locks => waiting::locks(&task, &mut checks),
             Part::Queues => waiting::queues(&task, &mut checks),
@@ -167,6 +168,23 @@ impl command::Command for GpuCheckArgs {
         }
         Ok(if checks.wrong { ExitCode::FAILURE } else { ExitCode::SUCCESS })
     }
+}
+
+/// What the driver says of itself, and what its functions do.
+fn driver(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
+    let driver = Driver::open()?;
+    for finding in doctor::cuda_findings(&driver.probe()?) {
+        let state = if finding.level == Level::Warn { State::Wrong } else { State::Right };
+        checks.tell(About::new(&finding.what, finding.meaning), state, finding.found)?;
+    }
+    let streams = Streams::new(task.gpu()?)?;
+    for check in CHECKS {
+        let about = About::new(check.what, check.shows).open(check.open);
+        if check.needs.map_or(Ok(true), |needs| checks.has(about, driver.version(), needs))? {
+            checks.check(about, || Ok(check.run(&streams)?))?;
+        }
+    }
+    Ok(())
 }
 
 fn size(text: &str) -> Result<u32, String> {
@@ -210,16 +228,8 @@ pub struct Task {
     pub quick: bool,
     pub size: Option<u32>,
     /// Longest time of one case of the lock test or the queue test, in seconds.
-    #[serde(default = "usual_case_seconds")]
     pub case_seconds: u64,
-    #[serde(default)]
     pub case: Option<Case>,
-}
-
-const CASE_SECONDS: u64 = 10;
-
-fn usual_case_seconds() -> u64 {
-    CASE_SECONDS
 }
 
 impl Task {
@@ -236,9 +246,8 @@ impl Task {
         if self.quick { quick } else { all }
     }
 
-    /// Longest time of a transfer before it counts as stuck.
-    pub fn patience(&self) -> Duration {
-        Duration::from_secs(self.few(20, 10))
+    pub fn gpu(&self) -> Result<Gpu, DeviceError> {
+        Gpu::open(self.device, self.quick)
     }
 }
 

@@ -1,7 +1,8 @@
 //! Rates: our kernels alone, at the size of a training step, in bytes read and written.
 //!
-//! The kernels are those of [slots and of exact sizes](super::kernel_work), and [products of
-//! cuBLAS](super::expert_products) for experts.
+//! The kernels are those of slots and of exact sizes in the test kit's
+//! [list](sidelane_testkit::device::kernel_work), and [products of cuBLAS](super::expert_products)
+//! for experts.
 //!
 //! The rate of a kernel that moves rows says how far it is from the memory's. Kernels that read
 //! choices alone say how long a dispatch plans. A kernel of one row says what each of them takes
@@ -10,14 +11,16 @@
 use sidelane::Dtype;
 use sidelane::device::Stream;
 use sidelane::error::DeviceError;
+use sidelane_testkit::device::gpu::Gpu;
+use sidelane_testkit::device::kernel_work::{ExactWork, RANKS, SlotWork, ranks_of};
+use sidelane_testkit::device::kernels::products::Way;
+use sidelane_testkit::device::timer::Timer;
+use sidelane_testkit::stats::summary;
 
 use super::Task;
-use super::expert_products::{ExpertProducts, Sizes, WAYS, Way};
-use super::gpu::{Gpu, Timer};
-use super::kernel_work::{ExactWork, RANKS, SlotWork, ranks_of};
+use super::expert_products::{ExpertProducts, Sizes};
 use super::report::{About, Checks, State};
 use crate::error::CliError;
-use crate::stats::summary;
 
 /// Questions of the rows that [`super::calibrate`] reads.
 pub const MEGABYTE: &str = "a MB read and written by a permutation of rows";
@@ -30,7 +33,7 @@ const SMALL: usize = 64;
 const EXPERT_SIZES: Sizes = Sizes { experts: 64, rows: 512, depth: 2048, columns: 1024 };
 
 pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
-    let gpu = Gpu::open(task)?;
+    let gpu = task.gpu()?;
     let rows = SlotWork::new(&gpu)?;
     let (row, tokens) = (rows.row_bytes(), u64::from(rows.tokens));
     let packed = row * (0..rows.tokens).map(ranks_of).sum::<u64>();
@@ -65,13 +68,13 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
 /// Rows of a layer's experts times their matrices, and the gradient of these.
 fn products(gpu: &Gpu, checks: &mut Checks) -> Result<(), CliError> {
     let shows = "how long the experts of a layer take";
-    let sizes = gpu.task.few(EXPERT_SIZES, Sizes { experts: 4, rows: 16, depth: 64, columns: 32 });
+    let sizes = gpu.few(EXPERT_SIZES, Sizes { experts: 4, rows: 16, depth: 64, columns: 32 });
     let Some(products) = ExpertProducts::new(gpu, sizes)? else {
         let about = About::new("products of experts", shows);
         return checks.tell(about, State::Skipped, "no cuBLAS was found".to_owned());
     };
-    let (mut timer, rounds) = (Timer::new(gpu)?, (gpu.task.few(20, 3), 1));
-    for way in WAYS {
+    let (mut timer, rounds) = (Timer::new(gpu)?, (gpu.few(20, 3), 1));
+    for way in Way::ALL {
         for (what, gradient) in [("products of experts", false), ("gradients of experts", true)] {
             // Gradients are added up further, so they are f32.
             if gradient && way == Way::Bf16(Dtype::Bf16) {
@@ -107,7 +110,7 @@ impl Rates<'_> {
         kernels: usize,
         mut launch: impl FnMut() -> Result<(), DeviceError>,
     ) -> Result<Vec<f64>, CliError> {
-        let rounds = (self.gpu.task.few(20, 3), kernels);
+        let rounds = (self.gpu.few(20, 3), kernels);
         let all = || (0..kernels).try_for_each(|_| launch());
         Ok(self.timer.time(self.gpu, self.stream, rounds, all)?.device)
     }

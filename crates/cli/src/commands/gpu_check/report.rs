@@ -3,13 +3,14 @@
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use sidelane::device::{Driver, Probe, Version};
+use sidelane_testkit::device::waiting::Answer;
+use sidelane_testkit::stats::{Summary, summary};
 
 use super::{GpuCheckArgs, Part};
 use crate::command::{self, Program};
 use crate::commands::doctor::DriverReport;
 use crate::error::CliError;
 use crate::options::word;
-use crate::stats::{Summary, summary};
 use crate::table;
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -72,14 +73,6 @@ pub enum State {
     Skipped,
 }
 
-/// Whether something goes on while a stream waits, or while every multiprocessor is held.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Answer {
-    Passes,
-    Blocks,
-}
-
 impl State {
     pub fn name(self) -> &'static str {
         match self {
@@ -103,9 +96,7 @@ pub struct Row {
     pub open: Option<String>,
     pub time: Option<Time>,
     /// Of the lock test and the queue test, and of copies that the driver makes as it likes.
-    #[serde(default)]
     pub answer: Option<Answer>,
-    #[serde(default)]
     pub limited: Option<Limited>,
 }
 

@@ -6,22 +6,21 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
 use half::bf16;
-use rand::{RngExt, SeedableRng};
-use rand_chacha::ChaCha8Rng;
 use sidelane::config::EmulatedLink;
 use sidelane::gate::{Gate, Preset};
 use sidelane::layer::{ExpertError, Experts, GradientOrder, GroupedSwiGlu, Input, MoeLayer, Saved, Segments};
 use sidelane::plan::ExpertMap;
 use sidelane::{Error, Group, World};
+use sidelane_testkit::machines::Machines;
+use sidelane_testkit::stats::Laps;
+use sidelane_testkit::values::Random;
 
 use super::report::{self, Pass, Report};
 use super::{LayerArgs, Shape, Task};
 use crate::command::{self, Command as _};
 use crate::commands::bench::{EVENTS, write_trace};
 use crate::error::CliError;
-use crate::machines::Machines;
 use crate::ranks::{self, Assignment};
-use crate::stats::Laps;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
@@ -84,8 +83,8 @@ impl<'a> Rank<'a> {
         let watch = Arc::new(Watch::default());
         let layer = |overlap| layer(task, group, &watch, overlap);
         let (in_turn, overlapped) = (layer(false)?, layer(true)?);
-        let mut random = stream(task.shape.seed, 1 + u64::from(world.rank()));
-        let x = (0..tokens as usize * hidden as usize).map(|_| bf16::from_f32(number(&mut random))).collect();
+        let mut random = Random(task.shape.seed ^ (1 + u64::from(world.rank())) << 32);
+        let x = (0..tokens as usize * hidden as usize).map(|_| bf16::from_f32(random.unit())).collect();
         let machines = Machines::of(group)?;
         Ok(Rank { task, world, group, machines, in_turn, overlapped, watch, x })
     }
@@ -169,11 +168,10 @@ fn layer(task: &Task, group: &Group, watch: &Arc<Watch>, overlap: bool) -> Resul
     let Shape { tokens, hidden, ffn, experts, top_k, token_chunks, seed, .. } = task.shape;
     let map = ExpertMap::contiguous(experts, group.size()).map_err(Error::from)?;
     let (hidden, ffn, local) = (hidden as usize, ffn as usize, map.slots_of(group.rank()).len());
-    let mut random = stream(seed, 0);
-    let router = (0..hidden * experts as usize).map(|_| number(&mut random)).collect();
+    let mut random = Random(seed);
+    let router = (0..hidden * experts as usize).map(|_| random.unit()).collect();
     let scale = 1.0 / (hidden as f32).sqrt();
-    let weights =
-        (0..GroupedSwiGlu::values(local, hidden, ffn)).map(|_| scale * number(&mut random)).collect();
+    let weights = (0..GroupedSwiGlu::values(local, hidden, ffn)).map(|_| scale * random.unit()).collect();
     let swiglu = GroupedSwiGlu::new(local, hidden, ffn, weights).map_err(Error::from)?;
     let gate = Preset::Qwen3.config(experts, top_k).and_then(Gate::new).map_err(Error::from)?;
     let watched = Watched { inner: swiglu, watch: Arc::clone(watch) };
@@ -184,16 +182,6 @@ fn layer(task: &Task, group: &Group, watch: &Arc<Watch>, overlap: bool) -> Resul
         .transfers(task.shape.transfers())
         .overlap(overlap)
         .build()?)
-}
-
-fn stream(seed: u64, number: u64) -> ChaCha8Rng {
-    let mut random = ChaCha8Rng::seed_from_u64(seed);
-    random.set_stream(number);
-    random
-}
-
-fn number(random: &mut ChaCha8Rng) -> f32 {
-    random.random::<f32>() * 2.0 - 1.0
 }
 
 /// Switch and clock of a step's experts.

@@ -18,13 +18,13 @@ use serde::Serialize;
 use sidelane::World;
 use sidelane::config::EmulatedLink;
 use sidelane::exec::{NodeSpan, Timeline};
+use sidelane_testkit::machines::{self, Hosts, Machines};
+use sidelane_testkit::stats::summary;
 
 use super::{Shape, Task};
 use crate::chart::{self, LEFT, Times, WIDTH, legend};
 use crate::command;
 use crate::commands::launch::shape_words;
-use crate::machines::{self, Hosts, Machines};
-use crate::stats::summary;
 use crate::svg::{self, Style, Svg};
 use crate::table::{self, time, time_ns};
 

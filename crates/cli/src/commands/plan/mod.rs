@@ -16,13 +16,12 @@ use std::process::ExitCode;
 use clap::Args;
 use report::Report;
 use sidelane_model::parallel::{
-    Candidate, ConfigError, Devices, Fixed, Found, NoPeaks, Overlap, Precision, Question, SearchError,
-    Transformer,
+    Candidate, Devices, Fixed, Found, NoPeaks, Overlap, Precision, Question, SearchError, Transformer,
 };
 
 use crate::command::{self, Command};
 use crate::error::{CliError, usage};
-use crate::options::{Scaled, hardware_or, one_of};
+use crate::options::{Scaled, hardware_or, known_or_file, one_of};
 use crate::table::volume;
 
 const EXAMPLES: &str = "\
@@ -163,18 +162,8 @@ impl PlanArgs {
     }
 
     fn model(&self) -> Result<Transformer, CliError> {
-        if let Ok(known) = self.model.parse() {
-            return Ok(known);
-        }
-        let model = &self.model;
-        let text = std::fs::read_to_string(model).map_err(|source| {
-            usage!(
-                "--model {model} is neither a model known here ({}) nor a file that can be read: {source}",
-                Transformer::NAMES.join(", ")
-            )
-        })?;
-        Transformer::from_config(model, &text)
-            .map_err(|source: ConfigError| usage!("{model:?} describes no model: {source}"))
+        let read = |text: &str| Transformer::from_config(&self.model, text);
+        known_or_file(("--model", "model"), &self.model, &Transformer::NAMES, read)
     }
 
     /// The meshes that fit, the fastest first: one at least.

@@ -14,14 +14,13 @@
 use std::hint::black_box;
 use std::time::Instant;
 
-use rand::{RngExt, SeedableRng};
-use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
 use sidelane::{Error, Window, World};
+use sidelane_testkit::stats::{Summary, summary};
+use sidelane_testkit::values::Random;
 
 use super::report::Bandwidth;
 use super::{Run, Test};
-use crate::stats::{Summary, summary};
 
 /// A stream is cut into so many windows, each ended by a quiet: the fastest is the peak.
 const WINDOWS: u32 = 5;
@@ -184,9 +183,7 @@ const STAMP: usize = 8;
 
 /// The bytes that the rank at this position of a pair puts, all at a time.
 pub fn fill(position: u32, bytes: u64) -> Vec<u8> {
-    let mut drawn = vec![0; bytes as usize];
-    ChaCha8Rng::seed_from_u64(bytes << 1 | u64::from(position)).fill(&mut drawn[..]);
-    drawn
+    Random(bytes << 1 | u64::from(position)).bytes(bytes)
 }
 
 /// Makes them those of the put with this number.

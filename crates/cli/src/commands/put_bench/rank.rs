@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{Timespec, poll};
 use sidelane::topology::Route;
 use sidelane::{Group, World};
+use sidelane_testkit::machines::{self, Machines};
 
 use super::measure::Pair;
 use super::report::{self, BaselineReport, Conditions, End, PairReport, Report, RunReport};
@@ -21,7 +22,6 @@ use super::{PutBenchArgs, Run, Task, Test};
 use crate::baselines::{Unavailable, start};
 use crate::command::{self, Command as _};
 use crate::error::{CliError, failed};
-use crate::machines::{self, Machines};
 use crate::ranks::{self, Assignment};
 
 pub fn main(Assignment { task, files }: &Assignment<Task>) -> Result<ExitCode, CliError> {

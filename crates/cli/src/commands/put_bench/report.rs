@@ -3,6 +3,8 @@
 use std::fmt::Write;
 
 use serde::{Deserialize, Serialize};
+use sidelane_testkit::machines::Hosts;
+use sidelane_testkit::stats::{Ratio, Summary, ratio_of_medians, summary};
 
 use super::measure::Found;
 use super::{Run, Test};
@@ -10,9 +12,7 @@ use crate::baselines::Unavailable;
 use crate::chart::{Chart, Curve, Panel, Point};
 use crate::command;
 use crate::commands::launch::shape_words;
-use crate::machines::Hosts;
 use crate::options::{Scaled, word};
-use crate::stats::{Ratio, Summary, ratio_of_medians, summary};
 use crate::table::{self, Column};
 
 #[derive(Clone, Debug, PartialEq, Serialize)]

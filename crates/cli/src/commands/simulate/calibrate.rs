@@ -20,10 +20,11 @@ use sidelane::plan::RowLayout;
 use sidelane::rows::{Arithmetic, Stores};
 use sidelane::topology::Route;
 use sidelane::{Dtype, Error, ExpertParallel, Options, World};
-use sidelane_model::time::{Compute, CopyCost, Engines, Executor, Hardware, Host, Link, NicModel, Source};
+use sidelane_model::time::{Hardware, HostFigures, Loops};
+use sidelane_testkit::planning::Shape;
 use sidelane_testkit::worlds::on_ranks;
 
-use crate::commands::plan_bench::{Cost, Shape};
+use crate::commands::plan_bench::Cost;
 use crate::error::{CliError, failed};
 use crate::table;
 
@@ -34,15 +35,6 @@ const TOP_K: u32 = 8;
 const HIDDEN: [u32; 2] = [32, 8192];
 const ROUNDS: u32 = 40;
 
-/// Seconds that bare loops of all cores took, in the best of many rounds: one rank's bytes.
-#[derive(Clone, Copy)]
-struct Loops {
-    copy: f64,
-    sum: f64,
-    /// Rows that a rank copied.
-    rows: f64,
-}
-
 /// Measures.
 ///
 /// # Errors
@@ -50,82 +42,13 @@ struct Loops {
 pub fn measure() -> Result<Hardware, CliError> {
     let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get() as u32);
     let ranks = cores.max(2);
-    let [small, large] = [loops(ranks, HIDDEN[0])?, loops(ranks, HIDDEN[1])?];
-    let bytes = |hidden: u32| f64::from(hidden) * 2.0;
-    // Two equations, time = rows * price + bytes / rate, where cores take turns if there are more
-    // ranks than these.
-    let turns = f64::from(ranks) / f64::from(cores);
-    let per_row = |loops: &Loops| loops.copy / turns / loops.rows;
-    let per_byte = (per_row(&large) - per_row(&small)) / (bytes(HIDDEN[1]) - bytes(HIDDEN[0]));
-    if per_byte <= 0.0 {
-        return Err(failed!(
+    let loops = [loops(ranks, HIDDEN[0])?, loops(ranks, HIDDEN[1])?];
+    let figures = HostFigures { cores, ranks, loops, words: words()?, planning: planning()? };
+    figures.hardware().ok_or_else(|| {
+        failed!(
             "rows of 16 KiB were copied as fast as rows of 64 bytes: something else keeps this machine busy; try again"
-        ));
-    }
-    let price = (per_row(&small) - per_byte * bytes(HIDDEN[0])).max(0.0);
-    let rate = mb_s(1.0 / per_byte);
-    // A sum reads as many rows as were copied here, and writes a row for each token.
-    let summed = (large.rows + f64::from(TOKENS)) * bytes(HIDDEN[1]);
-    let sum_rate = mb_s(summed / (large.sum / turns));
-    let [signal, one_way] = words()?;
-    let (sort, place, per_bin) = planning()?;
-    let cost = CopyCost { from_bytes: 0, per_copy: ns(price), rate };
-    Ok(Hardware {
-        name: "this machine".to_owned(),
-        executor: Executor::Host,
-        // Cores copy: there is nothing to enqueue.
-        engines: Engines {
-            peer: vec![cost],
-            own: vec![cost],
-            host: vec![cost],
-            per_batch: 0,
-            per_word: 0,
-            per_list: 0,
-            per_call: 0,
-            enqueue_copy: 0,
-            enqueue_word: 0,
-            switched: true,
-        },
-        link: Link { rate, load_rate: sum_rate, latency: 0 },
-        nic: NicModel {
-            per_node: 0,
-            rate,
-            per_message: ns(price),
-            message_bytes: 65_536,
-            latency: ns(one_way),
-        },
-        compute: Compute { rate: sum_rate, launch: 0, sort: 0 },
-        host: Host {
-            cores,
-            signal: ns(signal),
-            latency: ns((one_way - 2.0 * signal).max(0.0)),
-            sort: ps(sort),
-            place: ps(place),
-            per_bin: ps(per_bin),
-        },
-        peaks: None,
-        sources: sources(),
+        )
     })
-}
-
-/// All is measured here, apart from what a host has not.
-fn sources() -> Vec<Source> {
-    let source = |figures: &[&str], source: &str| Source {
-        figures: figures.iter().map(|&name| name.to_owned()).collect(),
-        source: source.to_owned(),
-    };
-    let parts = ["engines", "link", "nic", "compute", "host"];
-    vec![
-        source(
-            &["link.latency", "compute.launch", "compute.sort"],
-            "assumed: 0, a host launches nothing, and words have their own latency",
-        ),
-        source(
-            &["nic.per_message", "nic.message_bytes"],
-            "assumed: a ring costs a copy, and takes 64 KiB at once",
-        ),
-        source(&parts, "measured: simulate --calibrate"),
-    ]
 }
 
 pub fn words_of(hardware: &Hardware) -> String {
@@ -140,18 +63,6 @@ pub fn words_of(hardware: &Hardware) -> String {
         ("words", format!("{} ns, seen {} ns later", host.signal, host.latency)),
         ("planning", planning),
     ])
-}
-
-fn mb_s(bytes_per_second: f64) -> u64 {
-    (bytes_per_second / 1e6).round().max(1.0) as u64
-}
-
-fn ns(seconds: f64) -> u64 {
-    (seconds * 1e9).round() as u64
-}
-
-fn ps(seconds: f64) -> u64 {
-    (seconds * 1e12).round() as u64
 }
 
 /// Speed of the machine: other work only adds time.
@@ -170,7 +81,7 @@ fn loops(ranks: u32, hidden: u32) -> Result<Loops, CliError> {
     let all = all.into_iter().collect::<Result<Vec<_>, _>>()?;
     // All ranks work at once, so the slowest rank's best round is one in which every core was busy.
     let most = |of: fn(&Loops) -> f64| all.iter().map(of).fold(0.0, f64::max);
-    Ok(Loops { copy: most(|loops| loops.copy), sum: most(|loops| loops.sum), rows: most(|loops| loops.rows) })
+    Ok(Loops { copy: most(|loops| loops.copy), sum: most(|loops| loops.sum), ..all[0] })
 }
 
 fn measured(world: &World, ranks: u32, hidden: u32) -> Result<Loops, CliError> {
@@ -203,7 +114,13 @@ fn measured(world: &World, ranks: u32, hidden: u32) -> Result<Loops, CliError> {
     barrier.barrier()?;
     // The faster stores, as the library would take.
     let best = |[a, b]: [Vec<Duration>; 2]| least(&a).min(least(&b));
-    Ok(Loops { copy: best(copies), sum: best(sums), rows: f64::from(TOKENS * TOP_K) })
+    Ok(Loops {
+        row_bytes: f64::from(hidden) * 2.0,
+        copy: best(copies),
+        sum: best(sums),
+        rows: f64::from(TOKENS * TOP_K),
+        sums: f64::from(TOKENS),
+    })
 }
 
 /// Seconds of a word raised, and from one rank's to another's seeing it.
@@ -244,12 +161,13 @@ fn words() -> Result<[f64; 2], CliError> {
 }
 
 /// Seconds of planning: a choice sorted, a choice placed, a bin.
-fn planning() -> Result<(f64, f64, f64), Error> {
+fn planning() -> Result<[f64; 3], Error> {
     const MANY: u32 = 4096;
     let cost = |ranks| {
         let (experts, per_node) = (ranks * TOP_K, ranks);
         let (route, layout) = (Route::Direct, RowLayout::ExpertMajor);
-        let shape = Shape { tokens: MANY, top_k: TOP_K, experts, ranks, per_node, route, layout };
+        let (pattern, tokens, top_k) = (Pattern::Uniform, MANY, TOP_K);
+        let shape = Shape { pattern, tokens, top_k, experts, ranks, per_node, route, layout };
         crate::commands::plan_bench::measure(&shape, ROUNDS)
     };
     let (few, many) = (cost(8)?, cost(128)?);
@@ -259,5 +177,5 @@ fn planning() -> Result<(f64, f64, f64), Error> {
     // The cost of more bins and ranks at the same number of choices.
     let per_bin = ((placed(&many) - placed(&few)) / (bins(128) - bins(8))).max(0.0);
     let place = (placed(&few) - per_bin * bins(8)).max(0.0);
-    Ok((few.sort / 1e6 / choices, place / choices, per_bin))
+    Ok([few.sort / 1e6 / choices, place / choices, per_bin])
 }

@@ -23,9 +23,9 @@ use clap::ValueEnum;
 use serde::Serialize;
 use sidelane::layer::{Times, backward_times, forward_times};
 use sidelane::overlap::{NodeInfo, TokenChunks};
-use sidelane_model::time::Timing;
+use sidelane_model::time::{Timing, Variant};
 
-use super::{Model, SimulateArgs, Task, Variant};
+use super::{Model, SimulateArgs, Task};
 use crate::error::CliError;
 use crate::options::word;
 use crate::table::{self, time_ns};
@@ -104,10 +104,11 @@ struct Parts {
 impl Parts {
     fn of(task: &Task, way: &Variant, products: &Products) -> Result<Self, CliError> {
         let group = task.group(task.conditions.nodes)?;
+        let case = group.case(way);
         let placed = group.placed(way)?;
         let hidden = task.conditions.hidden;
         Ok(Parts {
-            experts: products.ns(group.busiest_rows(), hidden, products.ffn),
+            experts: products.ns(case.busiest_rows(), hidden, products.ffn),
             shared: products.ns(task.conditions.tokens.into(), hidden, products.shared_ffn),
             dispatch: placed.dispatch(),
             combine: placed.combine(),
@@ -213,7 +214,7 @@ impl Layered {
 pub fn all(task: &Task) -> Result<Vec<Layered>, CliError> {
     let products = Products::of(task.args);
     let mut found = Vec::new();
-    for way in Variant::all(task.args, task.conditions.nodes) {
+    for way in task.ways(task.conditions.nodes) {
         let whole = Parts::of(task, &way, &products)?;
         for &chunks in &task.args.token_chunks {
             let cut = Cut::of(task, &way, &products, chunks)?;

@@ -22,9 +22,9 @@ use report::Report;
 use serde::Serialize;
 use sidelane::dtype::PartialDtype;
 use sidelane::gate::{Gate, GateInput, Preset, Routing};
-use sidelane::plan::{Block, ExpertMap, RowLayout, SlotShape, SumOrder};
+use sidelane::plan::{ExpertMap, RowLayout, SlotShape, SumOrder};
 use sidelane::topology::Route;
-use sidelane_model::time::{Case, Executor, Hardware, Placed, Timing, slots};
+use sidelane_model::time::{Case, Executor, Hardware, Placed, Timing, Variant, Wishes, slots};
 
 use crate::command::{self, Command};
 use crate::commands::bench::RowType;
@@ -109,8 +109,7 @@ pub struct SimulateArgs {
     #[arg(long, value_parser = one_of(PartialDtype::ALL, PartialDtype::name))]
     pub partial_dtype: Option<PartialDtype>,
 
-    /// In how many parts a block goes to its relay; a list compares them [default: 4 to 12, by
-    /// its size]
+    /// In how many parts a block goes to its relay; a list compares them [default: by its size]
     #[arg(long, value_name = "N[,N..]", value_delimiter = ',', value_parser = clap::value_parser!(u8).range(1..))]
     pub relay_parts: Vec<u8>,
 
@@ -269,7 +268,7 @@ impl<'a> Task<'a> {
             ));
         }
         if args.mode == ReceiveKind::Exact {
-            let ways = Variant::all(args, args.nodes);
+            let ways = Variant::all(&wishes(args), args.nodes);
             if args.partial_dtype.is_some() && ways.iter().all(|way| way.partial_dtype.is_none()) {
                 let why = "sums have parts in --sum-order rank or node, where relays make them over --route pxn \
                            between several nodes, or ranks those of rows by expert";
@@ -295,6 +294,11 @@ impl<'a> Task<'a> {
             seed: args.seed.unwrap_or(0),
         };
         Ok(Task { args, conditions, hardware, router, row_bytes, home_bytes })
+    }
+
+    /// The ways of a call on so many nodes.
+    pub fn ways(&self, nodes: u32) -> Vec<Variant> {
+        Variant::all(&wishes(self.args), nodes)
     }
 
     /// Dispatch and combine of fixed slots on a machine.
@@ -344,47 +348,32 @@ pub struct Group<'a> {
 }
 
 impl Group<'_> {
-    /// Rows of the busiest rank. Where one node represents all, rank i of every node has the rows
-    /// of all ranks i from the first node's tokens.
-    pub fn busiest_rows(&self) -> u64 {
-        let mut rows = vec![0; self.routings.len()];
-        let experts = (0..).zip(&self.routings).flat_map(|(source, routing)| {
-            routing
-                .experts()
-                .iter()
-                .filter(|&&expert| expert >= 0)
-                .map(move |&expert| (source, expert as u32))
-        });
-        for slot in experts.filter_map(|(source, expert)| self.map.slot_for(source, expert)) {
-            let rank = self.map.rank_of(slot) as usize;
-            rows[rank % self.routings.len()] += 1;
+    pub fn case(&self, way: &Variant) -> Case<'_> {
+        let Task { ref conditions, row_bytes, home_bytes, .. } = *self.task;
+        let partial = way.partial_dtype.map_or(4, |wire| wire.size() as u64);
+        Case {
+            nodes: self.nodes,
+            map: &self.map,
+            routings: &self.routings,
+            layout: way.layout,
+            route: way.route,
+            order: way.sum_order,
+            chunks: way.relay_parts,
+            row_bytes,
+            home_bytes,
+            partial_bytes: u64::from(conditions.hidden) * partial,
+            notes: conditions.metadata_with == MetadataWith::Rows,
         }
-        rows.into_iter().max().unwrap_or(0)
     }
 
     pub fn placed(&self, way: &Variant) -> Result<Placed, CliError> {
-        let Task { conditions, hardware, row_bytes, home_bytes, .. } = self.task;
-        let partial = way.partial_dtype.map_or(4, |wire| wire.size() as u64);
-        Ok(Placed::new(
-            &Case {
-                nodes: self.nodes,
-                map: &self.map,
-                routings: &self.routings,
-                layout: way.layout,
-                route: way.route,
-                order: way.sum_order,
-                chunks: way.relay_parts.unwrap_or(match hardware.executor {
-                    Executor::Host => Block::CHUNKS,
-                    Executor::Device => Block::chunks_for_engines(u64::from(conditions.tokens) * row_bytes),
-                }),
-                row_bytes: *row_bytes,
-                home_bytes: *home_bytes,
-                partial_bytes: u64::from(conditions.hidden) * partial,
-                notes: conditions.metadata_with == MetadataWith::Rows,
-            },
-            hardware,
-        )?)
+        Ok(Placed::new(&self.case(way), &self.task.hardware)?)
     }
+}
+
+fn wishes(args: &SimulateArgs) -> Wishes {
+    let &SimulateArgs { layout, route, sum_order, partial_dtype, .. } = args;
+    Wishes { layout, route, sum_order, partial_dtype, relay_parts: args.relay_parts.clone() }
 }
 
 fn hosted(hardware: &Hardware) -> bool {
@@ -447,72 +436,5 @@ impl Model {
         let decision = gate.route(&GateInput { logits: &logits, bias, ..GateInput::default() })?;
         let (experts, weights) = (decision.experts().to_vec(), decision.weights().to_vec());
         Ok(Routing::new(top_k, experts, weights)?)
-    }
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-pub struct Variant {
-    pub layout: RowLayout,
-    pub route: Route,
-    pub sum_order: SumOrder,
-    /// Of partial sums, where relays sum, or ranks of devices.
-    pub partial_dtype: Option<PartialDtype>,
-    /// Number of parts of blocks, where relays copy and that is given.
-    pub relay_parts: Option<u8>,
-}
-
-impl Variant {
-    pub fn name(&self) -> String {
-        let mut name = format!("{}, {}", self.layout.name(), self.route.name());
-        if self.sum_order != SumOrder::Expert {
-            name += &format!(", {} sums", self.sum_order.name());
-        }
-        if let Some(wire) = self.partial_dtype {
-            name += &format!(" in {}", wire.name());
-        }
-        if let Some(chunks) = self.relay_parts {
-            name += &format!(", {chunks} parts");
-        }
-        name
-    }
-
-    pub fn all(args: &SimulateArgs, nodes: u32) -> Vec<Variant> {
-        let layouts = args.layout.map_or(RowLayout::ALL.to_vec(), |layout| vec![layout]);
-        let routes = match args.route {
-            Some(route) => vec![route],
-            // Nothing crosses: all routes are one.
-            None if nodes == 1 => vec![Route::default()],
-            None => Route::ALL.to_vec(),
-        };
-        let mut ways = Vec::new();
-        for (layout, route) in
-            layouts.iter().flat_map(|layout| routes.iter().map(move |&route| (*layout, route)))
-        {
-            let relays = route == Route::Pxn && nodes > 1;
-            let chunks = match relays && !args.relay_parts.is_empty() {
-                true => args.relay_parts.iter().copied().map(Some).collect(),
-                false => vec![None],
-            };
-            let orders = match args.sum_order {
-                Some(order) => vec![order],
-                None if relays => SumOrder::ALL.to_vec(),
-                None => vec![SumOrder::Expert],
-            };
-            for sum_order in orders {
-                // Relays sum, or ranks do before rows return.
-                let sums = relays || sum_order == SumOrder::Rank && !layout.is_per_rank();
-                let wires = match args.partial_dtype {
-                    _ if !sums || sum_order == SumOrder::Expert => vec![None],
-                    Some(wire) => vec![Some(wire)],
-                    None => PartialDtype::ALL.map(Some).to_vec(),
-                };
-                for (partial_dtype, &relay_parts) in
-                    wires.into_iter().flat_map(|wire| chunks.iter().map(move |chunks| (wire, chunks)))
-                {
-                    ways.push(Variant { layout, route, sum_order, partial_dtype, relay_parts });
-                }
-            }
-        }
-        ways
     }
 }

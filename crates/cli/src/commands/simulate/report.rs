@@ -2,11 +2,12 @@
 //! describes the keys.
 
 use serde::Serialize;
-use sidelane_model::time::{Hardware, PhaseTime, Place, Placed, RankWork, Timing};
+use sidelane_model::time::{
+    Assumption, Hardware, Outcome, PhaseTime, Place, Placed, RankWork, Timed, Timing, Variant, outcomes,
+};
 
 use super::layer_time::{self, Layered, Products};
-use super::sensitivity::{self, Assumption, Outcome};
-use super::{Conditions, MetadataWith, ReceiveKind, Task, Variant};
+use super::{Conditions, MetadataWith, ReceiveKind, Task, sensitivity};
 use crate::chart::{Chart, Curve, Panel, Point};
 use crate::command;
 use crate::error::CliError;
@@ -37,15 +38,6 @@ pub struct Group {
     pub variants: Vec<Timed>,
 }
 
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Timed {
-    pub name: String,
-    /// `None`: fixed slots.
-    pub variant: Option<Variant>,
-    pub dispatch: Timing,
-    pub combine: Timing,
-}
-
 impl Report {
     pub fn new(task: &Task) -> Result<Self, CliError> {
         let mut sizes = vec![task.conditions.nodes];
@@ -57,8 +49,7 @@ impl Report {
             let others = if nth == 0 { &assumptions[..] } else { &[] };
             let (group, of_others) = Group::new(task, nodes, others)?;
             if !others.is_empty() {
-                sensitivity =
-                    sensitivity::outcomes(&task.hardware, &group.variants, &assumptions, &of_others);
+                sensitivity = outcomes(&task.hardware, &group.variants, &assumptions, &of_others);
             }
             groups.push(group);
             bar.inc(1);
@@ -85,7 +76,7 @@ fn rates(hardware: &Hardware) -> String {
     let Hardware { engines, link, nic, compute, .. } = hardware;
     format!(
         "copies {} us or {} GB/s, link {} GB/s, NIC {} GB/s, memory {} GB/s",
-        sensitivity::copy_us(hardware),
+        hardware.copy_us(),
         gb(engines.costs(Place::Peer).iter().map(|cost| cost.rate).max().unwrap_or(0)),
         gb(link.rate),
         gb(nic.rate),
@@ -123,7 +114,7 @@ impl Group {
             return Ok((Group { nodes, ranks, variants }, of_others));
         }
         let group = task.group(nodes)?;
-        for way in Variant::all(task.args, nodes) {
+        for way in task.ways(nodes) {
             let mut placed = group.placed(&way)?;
             let both = |placed: &Placed| [placed.dispatch(), placed.combine()];
             variants.push(timed(&way.name(), Some(way), both(&placed)));

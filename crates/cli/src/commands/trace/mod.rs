@@ -19,13 +19,13 @@ use clap::Args;
 use serde::Serialize;
 use sidelane::exec::{OpKind, Timeline};
 use sidelane::topology::NodeMap;
+use sidelane_testkit::machines::{self, Machines};
 use sidelane_testkit::with_element;
 use sidelane_verify::reference::Real;
 
 use crate::command::{self, Command};
 use crate::commands::bench::{self, CALLS, ConditionArgs, Config, Layer, Task, Verdict, record, write_trace};
 use crate::error::CliError;
-use crate::machines::{self, Machines};
 use crate::ranks::{self, Assignment, Files};
 use crate::table::{self, time, volume};
 

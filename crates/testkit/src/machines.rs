@@ -8,9 +8,12 @@ use sidelane::{Error, Group, World};
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Machines(Vec<u32>);
 
+/// Machines of a job, in numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Hosts {
+    /// How many.
     pub machines: usize,
+    /// Of that of rank 0.
     pub cores: usize,
 }
 
@@ -39,6 +42,7 @@ impl Machines {
         Ok(Machines(machines))
     }
 
+    /// How many there are.
     pub fn count(&self) -> usize {
         self.0.iter().max().map_or(0, |&last| last as usize + 1)
     }
@@ -48,6 +52,7 @@ impl Machines {
         Hosts { machines: self.count(), cores: cores() }
     }
 
+    /// Number of the machine of a rank.
     pub fn of_rank(&self, rank: usize) -> u32 {
         self.0[rank]
     }
@@ -100,6 +105,7 @@ impl Machines {
     }
 }
 
+/// Cores of this machine that this process may use.
 pub fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
@@ -115,7 +121,7 @@ pub fn words(count: usize) -> String {
     format!("{count} machine{}", if count == 1 { "" } else { "s" })
 }
 
-#[cfg(test)]
+/// By the number of each rank's machine.
 impl From<Vec<u32>> for Machines {
     fn from(machines: Vec<u32>) -> Self {
         Machines(machines)
@@ -126,15 +132,15 @@ impl From<Vec<u32>> for Machines {
 mod tests {
     use std::time::Instant;
 
-    use sidelane_testkit::worlds::on_ranks;
+    use crate::worlds::on_ranks;
 
     use super::*;
-    use crate::error::CliError;
+    use crate::TestError;
 
     #[test]
     fn ranks_of_one_machine_are_told_so() {
         let told =
-            on_ranks(&World::threads(3).unwrap(), |world| Ok::<_, CliError>(Machines::of(&world.all()?)?));
+            on_ranks(&World::threads(3).unwrap(), |world| Ok::<_, TestError>(Machines::of(&world.all()?)?));
         for machines in told.into_iter().map(Result::unwrap) {
             assert_eq!((machines.count(), machines.leaders()), (1, vec![0]));
         }
@@ -148,7 +154,7 @@ mod tests {
         let offsets = on_ranks(&World::threads(4).unwrap(), |world| {
             let ahead = if machines.of_rank(world.rank() as usize) == 1 { AHEAD } else { 0 };
             let now = || begin.elapsed().as_nanos() as u64 + ahead;
-            Ok::<_, CliError>(machines.clock_offset(&world.all()?, now)?)
+            Ok::<_, TestError>(machines.clock_offset(&world.all()?, now)?)
         });
         let offsets: Vec<i64> = offsets.into_iter().map(Result::unwrap).collect();
         let taken = begin.elapsed().as_nanos() as i64;

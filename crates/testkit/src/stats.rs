@@ -25,38 +25,51 @@ const ROUNDS_FOR_P99: usize = 1000;
 /// Times of rounds of one kind, in microseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Summary {
+    /// The shortest.
     pub min_us: f64,
+    /// The mean.
     pub mean_us: f64,
+    /// The median.
     pub p50_us: f64,
-    /// Only from [`ROUNDS_FOR_P99`] on.
+    /// Only from a thousand rounds on.
     pub p99_us: Option<f64>,
+    /// The longest.
     pub max_us: f64,
 }
 
 /// Nearest-rank percentiles, in microseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Percentiles {
+    /// Half take no longer.
     pub p50_us: f64,
+    /// Nine of ten take no longer.
     pub p90_us: f64,
+    /// 19 of 20 take no longer.
     pub p95_us: f64,
+    /// 99 of 100 take no longer.
     pub p99_us: f64,
 }
 
+/// Of two medians, with an interval.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Ratio {
+    /// The ratio.
     pub value: f64,
+    /// The lower end of an interval that holds 95 of 100 true ratios.
     pub low: f64,
+    /// The upper end.
     pub high: f64,
 }
 
 impl Ratio {
+    /// "1.02 (0.98-1.07)", with so many digits.
     pub fn text(self, digits: usize) -> String {
         let Ratio { value, low, high } = self;
         format!("{value:.digits$} ({low:.digits$}-{high:.digits$})")
     }
 }
 
-/// Of at least one sample.
+/// Figures of at least one sample.
 pub fn summary(samples: &[f64]) -> Summary {
     let mut sorted = samples.to_vec();
     sorted.sort_unstable_by(f64::total_cmp);
@@ -70,7 +83,7 @@ pub fn summary(samples: &[f64]) -> Summary {
     }
 }
 
-/// Of at least one sample.
+/// Percentiles of at least one sample.
 pub fn percentiles(samples: &[f64]) -> Percentiles {
     let mut sorted = samples.to_vec();
     sorted.sort_unstable_by(f64::total_cmp);
@@ -118,6 +131,7 @@ pub fn median(samples: &mut [f64]) -> f64 {
 pub struct Laps(Vec<[u64; 2]>);
 
 impl Laps {
+    /// Times a lap.
     pub fn time<T>(&mut self, work: impl FnOnce() -> T) -> T {
         let begin = now();
         let done = work();

@@ -2,10 +2,11 @@
 
 #![allow(dead_code, reason = "each test program uses a part of this")]
 
-pub mod values;
+pub use sidelane_testkit::values::{self, Random};
 
 use proptest::prelude::*;
-use sidelane::rows::Stores;
+use sidelane::dtype::PartialDtype;
+use sidelane::rows::{Arithmetic, Stores};
 
 /// A target between guard bytes, at a chosen distance from an alignment of 64.
 pub struct Guarded {
@@ -42,18 +43,6 @@ impl Guarded {
     }
 }
 
-/// A small generator (splitmix64): values come from a seed, so that a failure can be repeated.
-pub struct Random(pub u64);
-
-impl Random {
-    pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-}
-
 pub fn stores() -> impl Strategy<Value = Stores> {
     prop::sample::select(&[Stores::Cached, Stores::Streaming][..])
 }
@@ -61,4 +50,10 @@ pub fn stores() -> impl Strategy<Value = Stores> {
 /// Half of the targets aligned, so that streaming is met, the others anywhere.
 pub fn misalignment() -> impl Strategy<Value = usize> {
     prop_oneof![Just(0), 0usize..64]
+}
+
+/// Every type of rows with every wire that carries its sums.
+pub fn carried() -> impl Strategy<Value = (Arithmetic, PartialDtype)> {
+    let pairs = Arithmetic::ALL.into_iter().flat_map(|dtype| PartialDtype::ALL.map(|wire| (dtype, wire)));
+    prop::sample::select(pairs.filter(|&(dtype, wire)| wire.carries(dtype.into())).collect::<Vec<_>>())
 }

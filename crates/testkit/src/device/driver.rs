@@ -1,72 +1,105 @@
 //! Functions of the driver that the library needs, one thing at a time.
 
+use std::os::fd::AsFd;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use rand::RngExt;
 use sidelane::device::{
-    Allocation, AuditKernels, CopyBatch, CudaGraph, DeviceRange, Driver, Event, Kernels, MemOpBatch,
-    PinnedMemory, Reservation, Stream, Value, Version,
+    Allocation, AuditKernels, CopyBatch, CudaGraph, DeviceRange, Event, Kernels, MemOpBatch, PinnedMemory,
+    Reservation, Stream, Value, Version,
 };
 use sidelane::error::DeviceError;
-use sidelane_testkit::device::whole;
 
-use super::Task;
-use super::gpu::{self, Gpu, content, equal, random, random_bytes, same};
-use super::report::{About, Checks, State};
-use crate::commands::doctor::{self, Level};
-use crate::error::CliError;
+use super::gpu::{Gpu, content, equal, same, write};
+use super::whole;
+use crate::TestError;
+use crate::values::Random;
 
 const BYTES: u64 = 1 << 20;
 
-pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
-    let driver = Driver::open()?;
-    for finding in doctor::cuda_findings(&driver.probe()?) {
-        let state = if finding.level == Level::Warn { State::Wrong } else { State::Right };
-        let about = About::new(&finding.what, finding.meaning);
-        checks.tell(about, state, finding.found)?;
-    }
-    let gpu = Gpu::open(task)?;
-    let bench = Bench { streams: [gpu.stream()?, gpu.stream()?], gpu };
-    for (what, shows, check) in CHECKS {
-        let about = About::new(what, shows).open((what == EXPORTED).then_some(OTHERS));
-        let needs = ("a batch of copies", Version::BATCHED_COPIES);
-        if what != BATCHES || checks.has(about, driver.version(), needs)? {
-            checks.check(about, || check(&bench))?;
-        }
-    }
-    Ok(())
+/// One question about the driver.
+pub struct Check {
+    /// Its subject.
+    pub what: &'static str,
+    /// The meaning of a right answer.
+    pub shows: &'static str,
+    /// A feature that not every driver has, and the version that has it.
+    pub needs: Option<(&'static str, Version)>,
+    /// What only several GPUs can show.
+    pub open: Option<&'static str>,
+    run: fn(&Streams) -> Result<String, TestError>,
 }
 
-type Check = fn(&Bench) -> Result<String, CliError>;
+impl Check {
+    const fn new(
+        what: &'static str,
+        shows: &'static str,
+        run: fn(&Streams) -> Result<String, TestError>,
+    ) -> Check {
+        Check { what, shows, needs: None, open: None, run }
+    }
 
-const BATCHES: &str = "batches of copies";
-const EXPORTED: &str = "memory by descriptor";
-const OTHERS: &str = "the memory of another GPU, mapped over NVLink";
+    /// What was found.
+    ///
+    /// # Errors
+    /// The driver does something else.
+    pub fn run(&self, streams: &Streams) -> Result<String, TestError> {
+        (self.run)(streams)
+    }
+}
 
-const CHECKS: [(&str, &str, Check); 9] = [
-    ("modules", "the driver compiles our kernels for this GPU", Bench::modules),
-    ("copies and flags", "a flag that the host sees comes after the copy before it", Bench::flags),
-    ("waits of 32 bits", "streams wait for words of the host, and of the GPU", Bench::waits::<u32>),
-    ("waits of 64 bits", "as above", Bench::waits::<u64>),
-    ("lists of operations", "a list runs in its order, also beyond 255", Bench::lists),
-    ("events", "a stream goes on where another has come to", Bench::events),
-    (BATCHES, "all copies of a batch land before a flag behind it", Bench::batches),
-    ("graphs", "copies, writes and waits are captured, and run again", Bench::graphs),
-    (EXPORTED, "what one exports another imports and maps: the same bytes", Bench::descriptors),
+/// All of them.
+pub const CHECKS: [Check; 9] = [
+    Check::new("modules", "the driver compiles our kernels for this GPU", Streams::modules),
+    Check::new(
+        "copies and flags",
+        "a flag that the host sees comes after the copy before it",
+        Streams::flags,
+    ),
+    Check::new(
+        "waits of 32 bits",
+        "streams wait for words of the host, and of the GPU",
+        Streams::waits::<u32>,
+    ),
+    Check::new("waits of 64 bits", "as above", Streams::waits::<u64>),
+    Check::new("lists of operations", "a list runs in its order, also beyond 255", Streams::lists),
+    Check::new("events", "a stream goes on where another has come to", Streams::events),
+    Check {
+        needs: Some(("a batch of copies", Version::BATCHED_COPIES)),
+        ..Check::new(
+            "batches of copies",
+            "all copies of a batch land before a flag behind it",
+            Streams::batches,
+        )
+    },
+    Check::new("graphs", "copies, writes and waits are captured, and run again", Streams::graphs),
+    Check {
+        open: Some("the memory of another GPU, mapped over NVLink"),
+        ..Check::new(
+            "memory by descriptor",
+            "what one exports another imports and maps: the same bytes",
+            Streams::descriptors,
+        )
+    },
 ];
 
-struct Bench {
+/// A GPU, and two streams of it.
+pub struct Streams {
     gpu: Gpu,
     streams: [Stream; 2],
 }
 
-impl Bench {
-    fn finish(&self, stream: &Stream) -> Result<(), CliError> {
+impl Streams {
+    /// New streams.
+    pub fn new(gpu: Gpu) -> Result<Self, DeviceError> {
+        Ok(Streams { streams: [gpu.stream()?, gpu.stream()?], gpu })
+    }
+
+    fn finish(&self, stream: &Stream) -> Result<(), TestError> {
         self.gpu.finish(stream, "a stream")
     }
 
-    fn modules(&self) -> Result<String, CliError> {
+    fn modules(&self) -> Result<String, TestError> {
         let start = Instant::now();
         Kernels::load(&self.gpu.context)?;
         let kernels = start.elapsed();
@@ -79,11 +112,11 @@ impl Bench {
         ))
     }
 
-    fn flags(&self) -> Result<String, CliError> {
+    fn flags(&self) -> Result<String, TestError> {
         let [stream, _] = &self.streams;
         let trip = Trip::new(&self.gpu)?;
         let Trip { from, there, to, .. } = &trip;
-        let rounds = self.gpu.task.few(200, 20);
+        let rounds = self.gpu.few(200, 20);
         trip.check(self, rounds, || {
             stream.copy(whole(there)?, whole(from.range())?)?;
             stream.copy(whole(to.range())?, whole(there)?)
@@ -91,10 +124,10 @@ impl Bench {
         Ok(format!("{rounds} rounds of 1 MiB to the GPU and back"))
     }
 
-    fn waits<T: Value + From<u32>>(&self) -> Result<String, CliError> {
+    fn waits<T: Value + From<u32>>(&self) -> Result<String, TestError> {
         let [first, second] = &self.streams;
         let (words, there) = (self.gpu.pinned(24)?, self.gpu.memory(64)?);
-        gpu::write(first, &there, &[0; 64])?;
+        write(first, &there, &[0; 64])?;
         // Of the host.
         first.wait::<T>(words.range().word(0)?, 2.into())?;
         first.write::<T>(words.range().word(8)?, 1.into())?;
@@ -115,7 +148,7 @@ impl Bench {
         Ok("end when the word is at or past the value, and not before".to_owned())
     }
 
-    fn lists(&self) -> Result<String, CliError> {
+    fn lists(&self) -> Result<String, TestError> {
         let [stream, _] = &self.streams;
         let words = self.gpu.pinned(24)?;
         let mut list = MemOpBatch::with_capacity(&self.gpu.context, 600);
@@ -134,7 +167,7 @@ impl Bench {
         Ok(format!("{} in one list", list.len()))
     }
 
-    fn events(&self) -> Result<String, CliError> {
+    fn events(&self) -> Result<String, TestError> {
         let [first, second] = &self.streams;
         let words = self.gpu.pinned(16)?;
         let event = Event::new(&self.gpu.context)?;
@@ -150,20 +183,20 @@ impl Bench {
         Ok("hold up other streams, and let them go".to_owned())
     }
 
-    fn batches(&self) -> Result<String, CliError> {
+    fn batches(&self) -> Result<String, TestError> {
         let [stream, _] = &self.streams;
         let trip = Trip::new(&self.gpu)?;
         let Trip { from, there, to, .. } = &trip;
         let batch = || CopyBatch::with_capacity(&self.gpu.context, 600);
-        let (mut random, mut away, mut home) = (random(1), batch(), batch());
+        let (mut random, mut away, mut home) = (Random(1), batch(), batch());
         let mut at = 0;
         while at < BYTES {
-            let len = random.random_range(1..=4096).min(BYTES - at);
+            let len = u64::from(1 + random.below(4096)).min(BYTES - at);
             away.push(there.span(at, len)?, from.range().span(at, len)?)?;
             home.push(to.range().span(at, len)?, there.span(at, len)?)?;
             at += len;
         }
-        let (rounds, copies) = (self.gpu.task.few(50, 5), away.len());
+        let (rounds, copies) = (self.gpu.few(50, 5), away.len());
         trip.check(self, rounds, || {
             stream.copy_batch(&mut away)?;
             stream.copy_batch(&mut home)
@@ -171,7 +204,7 @@ impl Bench {
         Ok(format!("{rounds} rounds of {copies} copies of odd sizes, each way"))
     }
 
-    fn graphs(&self) -> Result<String, CliError> {
+    fn graphs(&self) -> Result<String, TestError> {
         let [stream, _] = &self.streams;
         let (from, to, words) = (self.gpu.pinned(BYTES)?, self.gpu.pinned(BYTES)?, self.gpu.pinned(16)?);
         let there = self.gpu.memory(BYTES)?;
@@ -182,9 +215,9 @@ impl Bench {
             stream.write::<u32>(words.range().word(0)?, 0)?;
             stream.write::<u32>(words.range().word(8)?, 1)
         })?;
-        let rounds = self.gpu.task.few(100, 10);
+        let rounds = self.gpu.few(100, 10);
         for round in 1..=rounds {
-            let bytes = random_bytes(round << 16, BYTES);
+            let bytes = Random(round << 16).bytes(BYTES);
             from.write(0, &bytes)?;
             words.word(8)?.store(0, Ordering::Release);
             graph.launch(stream)?;
@@ -197,17 +230,16 @@ impl Bench {
         Ok(format!("{rounds} launches"))
     }
 
-    fn descriptors(&self) -> Result<String, CliError> {
+    fn descriptors(&self) -> Result<String, TestError> {
         let [stream, _] = &self.streams;
         let made = Allocation::new(&self.gpu.context, BYTES)?;
         let descriptor = made.export()?;
-        let imported =
-            Allocation::import(&self.gpu.context, std::os::fd::AsFd::as_fd(&descriptor), made.bytes())?;
+        let imported = Allocation::import(&self.gpu.context, descriptor.as_fd(), made.bytes())?;
         let reservation = Reservation::new(&self.gpu.context, 2, made.bytes())?;
-        let devices = [self.gpu.task.device];
+        let devices = [self.gpu.context.device()];
         let (one, other) = (reservation.map(0, &made, &devices)?, reservation.map(1, &imported, &devices)?);
-        let bytes = random_bytes(3, BYTES);
-        gpu::write(stream, &one, &bytes)?;
+        let bytes = Random(3).bytes(BYTES);
+        write(stream, &one, &bytes)?;
         let seen = self.gpu.read(stream, &other.part(0, BYTES)?)?;
         same("what was imported", &seen, &bytes)?;
         Ok(format!("{} MiB, mapped twice", made.bytes() >> 20))
@@ -232,13 +264,13 @@ impl Trip {
     /// when it is seen.
     fn check(
         &self,
-        bench: &Bench,
+        bench: &Streams,
         rounds: u64,
         mut enqueue: impl FnMut() -> Result<(), DeviceError>,
-    ) -> Result<(), CliError> {
+    ) -> Result<(), TestError> {
         let [stream, _] = &bench.streams;
         for round in 1..=rounds {
-            let bytes = random_bytes(round, BYTES);
+            let bytes = Random(round).bytes(BYTES);
             self.from.write(0, &bytes)?;
             enqueue()?;
             stream.write::<u64>(self.word.range().word(0)?, round)?;

@@ -8,6 +8,7 @@
 
 use std::collections::BTreeSet;
 
+use half::bf16;
 use sidelane::Dtype;
 use sidelane::device::{
     Addresses, CountArgs, DeviceRange, Kernels, Pack, PermuteArgs, SortArgs, Stream, SumArgs, SumChoices,
@@ -16,12 +17,15 @@ use sidelane::device::{
 use sidelane::dtype::PartialDtype;
 use sidelane::error::DeviceError;
 use sidelane::plan::SlotShape;
-use sidelane_testkit::device::whole;
 
-use super::gpu::{self, Gpu, random_bytes, random_elements, same};
-use crate::error::CliError;
+use super::gpu::{Gpu, same, write};
+use super::whole;
+use crate::TestError;
+use crate::values::Random;
 
+/// Ranks that tokens go to.
 pub const RANKS: u32 = 8;
+/// Choices of a token.
 pub const TOP_K: u32 = 8;
 const EXPERTS: u32 = 64;
 
@@ -33,17 +37,26 @@ fn expert_of(token: u32, choice: u32, experts: u32) -> u32 {
     (token * 5 + choice * 7) % experts
 }
 
+/// How many ranks a token goes to.
 pub fn ranks_of(token: u32) -> u64 {
     let ranks: BTreeSet<u32> =
         (0..TOP_K).map(|choice| expert_of(token, choice, EXPERTS) / (EXPERTS / RANKS)).collect();
     ranks.len() as u64
 }
 
+/// So many elements of bf16 between -1 and 1.
+pub fn elements(random: &mut Random, count: u64) -> Vec<bf16> {
+    (0..count).map(|_| bf16::from_f32(random.unit())).collect()
+}
+
 /// Kernels of slots, and their memory.
 pub struct SlotWork {
+    /// The kernels, without a limit on their blocks.
     pub kernels: Kernels,
     shape: SlotShape,
+    /// Tokens of a rank.
     pub tokens: u32,
+    /// Elements of a row.
     pub hidden: u32,
     x: DeviceRange,
     experts: DeviceRange,
@@ -60,12 +73,14 @@ pub struct SlotWork {
     out: DeviceRange,
     /// Calls so far, then the status.
     words: DeviceRange,
+    /// Stream of the launches that time one kernel.
     pub stream: Stream,
 }
 
 impl SlotWork {
-    pub fn new(gpu: &Gpu) -> Result<Self, CliError> {
-        let (tokens, hidden) = gpu.task.few((4096, 7168), (32, 256));
+    /// Rows of 4,096 tokens of a large model, or to be quick few short ones.
+    pub fn new(gpu: &Gpu) -> Result<Self, TestError> {
+        let (tokens, hidden) = gpu.few((4096, 7168), (32, 256));
         let (row, choices) = (u64::from(hidden) * 2, u64::from(tokens * TOP_K) * 4);
         let shape = SlotShape::new(tokens, TOP_K, row)?;
         let stream = gpu.stream()?;
@@ -73,7 +88,7 @@ impl SlotWork {
         let slot = |at: u32| at / tokens * shape.slot_rows() + shape.header_rows() + at % tokens;
         let slots = gpu.memory(shape.bytes() * u64::from(RANKS))?;
         let regrouped = gpu.memory(row * u64::from(tokens * RANKS))?;
-        let at = |range: &DeviceRange, bytes: u64| -> Result<Addresses, CliError> {
+        let at = |range: &DeviceRange, bytes: u64| -> Result<Addresses, TestError> {
             let spans: Vec<_> = (0..u64::from(RANKS))
                 .map(|rank| range.span(rank * bytes, bytes))
                 .collect::<Result<_, _>>()?;
@@ -84,10 +99,10 @@ impl SlotWork {
             shape,
             tokens,
             hidden,
-            x: gpu.put(&stream, &random_elements(3, u64::from(tokens * hidden)))?,
+            x: gpu.put(&stream, &elements(&mut Random(3), u64::from(tokens * hidden)))?,
             experts: gpu
                 .put_each(&stream, tokens * TOP_K, |at| expert_of(at / TOP_K, at % TOP_K, EXPERTS) as i32)?,
-            weights: gpu.put(&stream, &random_bytes(2, choices))?,
+            weights: gpu.put(&stream, &Random(2).bytes(choices))?,
             rank_of: gpu.put_each(&stream, EXPERTS, |expert| (expert / per_rank) as i32)?,
             local_of: gpu.put_each(&stream, EXPERTS, |expert| (expert % per_rank) as i32)?,
             packed_at: at(&slots, shape.bytes())?,
@@ -103,10 +118,12 @@ impl SlotWork {
         })
     }
 
+    /// Bytes of a row.
     pub fn row_bytes(&self) -> u64 {
         self.shape.row_bytes()
     }
 
+    /// The sizes in words.
     pub fn describe(&self) -> String {
         format!("{} tokens x {} bf16 of {RANKS} ranks", self.tokens, self.hidden)
     }
@@ -116,7 +133,7 @@ impl SlotWork {
     }
 
     /// Whether no kernel so far has found a fault: after one, kernels move nothing, and look fast.
-    pub fn check_status(&self, gpu: &Gpu) -> Result<(), CliError> {
+    pub fn check_status(&self, gpu: &Gpu) -> Result<(), TestError> {
         same("the status of all kernels", &gpu.read(&self.stream, &self.words)?[8..12], &[0_u32])
     }
 
@@ -128,6 +145,7 @@ impl SlotWork {
         self.sum(&kernels, stream)
     }
 
+    /// Enqueues the rows of tokens, into the slots of all ranks.
     pub fn pack(&self, kernels: &Kernels, stream: &Stream) -> Result<(), DeviceError> {
         kernels.pack(
             stream,
@@ -150,6 +168,7 @@ impl SlotWork {
         )
     }
 
+    /// Enqueues the rows of slots, by expert.
     pub fn regroup(&self, kernels: &Kernels, stream: &Stream) -> Result<(), DeviceError> {
         kernels.regroup(
             stream,
@@ -166,6 +185,7 @@ impl SlotWork {
         )
     }
 
+    /// Enqueues the sums of tokens.
     pub fn sum(&self, kernels: &Kernels, stream: &Stream) -> Result<(), DeviceError> {
         kernels.sum(
             stream,
@@ -185,11 +205,11 @@ impl SlotWork {
 
     /// Whether the kernels write the same bytes with all of these limits on their blocks, and with
     /// others.
-    pub fn equal(&self, gpu: &Gpu, limits: &[Option<u32>]) -> Result<String, CliError> {
+    pub fn equal(&self, gpu: &Gpu, limits: &[Option<u32>]) -> Result<String, TestError> {
         let mut first: Option<[Vec<u8>; 3]> = None;
         for &limit in limits.iter().chain(&[Some(1), Some(7)]) {
             for range in [&self.slots, &self.regrouped, &self.out] {
-                gpu::write(&self.stream, range, &vec![0xcb; range.len() as usize])?;
+                write(&self.stream, range, &vec![0xcb; range.len() as usize])?;
             }
             self.burst(&self.stream, limit)?;
             let read = |range| gpu.read(&self.stream, range);
@@ -206,6 +226,7 @@ impl SlotWork {
 
 /// Kernels of exact sizes, and their memory.
 pub struct ExactWork {
+    /// Tokens times choices of each.
     pub choices: u32,
     ids: DeviceRange,
     own_bin: DeviceRange,
@@ -219,7 +240,8 @@ pub struct ExactWork {
 }
 
 impl ExactWork {
-    pub fn new(rows: &SlotWork, gpu: &Gpu) -> Result<Self, CliError> {
+    /// Choices of the same tokens.
+    pub fn new(rows: &SlotWork, gpu: &Gpu) -> Result<Self, TestError> {
         let choices = rows.tokens * TOP_K;
         // Each choice of a token is of another expert, since steps are odd.
         let expert = |at: u32| expert_of(at / TOP_K, at % TOP_K, EXACT_EXPERTS);
@@ -243,6 +265,7 @@ impl ExactWork {
         })
     }
 
+    /// Enqueues the counts of choices, by expert and by rank.
     pub fn count(&self, rows: &SlotWork) -> Result<(), DeviceError> {
         rows.kernels.counts(
             &rows.stream,
@@ -260,6 +283,7 @@ impl ExactWork {
         )
     }
 
+    /// Enqueues the order of choices by expert, or by rank.
     pub fn sort(&self, rows: &SlotWork, by_rank: bool) -> Result<(), DeviceError> {
         rows.kernels.sort_choices(
             &rows.stream,
@@ -293,6 +317,7 @@ impl ExactWork {
         )
     }
 
+    /// Enqueues the sums of choices.
     pub fn sum(&self, rows: &SlotWork) -> Result<(), DeviceError> {
         rows.kernels.sum_choices(
             &rows.stream,

@@ -1,4 +1,21 @@
-//! Streams and memory of a device, and waits that end.
+//! A device as checks use it, and what checks find out about it: functions of the driver, our
+//! kernels by their definitions, a dispatch as streams carry it out, and what stands still while a
+//! stream waits.
+//!
+//! ```text
+//!   gpu-check on a GPU --\
+//!                         +--> driver, kernels, kernel_work, dispatch, waiting --> what was found
+//!   cargo test, fake ----/
+//! ```
+
+pub mod dispatch;
+pub mod driver;
+pub mod gpu;
+pub mod hold;
+pub mod kernel_work;
+pub mod kernels;
+pub mod timer;
+pub mod waiting;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -1,11 +1,9 @@
-//! Values for the tests of sums, and the sum as its definition reads.
+//! Values at which sums go wrong, and the sum as its definition reads.
 
 use half::{bf16, f16};
-use proptest::prelude::*;
 use sidelane::dtype::{PARTIAL, PartialDtype};
 use sidelane::rows::Arithmetic;
-
-use super::Random;
+pub use sidelane_verify::random::Random;
 
 /// Zeros, denormals, ties of the two-byte types, extremes, infinities, NaN.
 pub const SPECIAL_F32: [u32; 18] = [
@@ -55,6 +53,7 @@ pub fn any_row(random: &mut Random, dtype: Arithmetic, columns: usize) -> Vec<u8
     row
 }
 
+/// The one NaN that sums give, or the number itself.
 pub fn canonical(x: f32) -> f32 {
     if x.is_nan() { f32::from_bits(0x7fc0_0000) } else { x }
 }
@@ -63,9 +62,9 @@ pub fn canonical(x: f32) -> f32 {
 pub fn load(dtype: Arithmetic, row: &[u8], column: usize) -> f32 {
     let element = &row[column * dtype.size()..][..dtype.size()];
     match dtype {
-        Arithmetic::F32 => f32::from_ne_bytes(element.try_into().unwrap()),
-        Arithmetic::Bf16 => bf16::from_ne_bytes(element.try_into().unwrap()).to_f32(),
-        Arithmetic::F16 => f16::from_ne_bytes(element.try_into().unwrap()).to_f32(),
+        Arithmetic::F32 => bytemuck::pod_read_unaligned(element),
+        Arithmetic::Bf16 => bytemuck::pod_read_unaligned::<bf16>(element).to_f32(),
+        Arithmetic::F16 => bytemuck::pod_read_unaligned::<f16>(element).to_f32(),
     }
 }
 
@@ -81,11 +80,17 @@ pub fn store(dtype: Arithmetic, x: f32, into: &mut Vec<u8>) {
 }
 
 /// The operands of a sum, for the scalar reference.
+#[derive(Clone, Copy, Debug)]
 pub struct Terms<'a> {
+    /// Type of rows.
     pub dtype: Arithmetic,
+    /// Type in which a partial sum travels.
     pub wire: PartialDtype,
+    /// Rows in the order of the sum.
     pub rows: &'a [Vec<u8>],
+    /// A weight for each row.
     pub weights: Option<&'a [f32]>,
+    /// Rows of each group, or [`PARTIAL`] of one that is summed already.
     pub groups: &'a [u32],
 }
 
@@ -122,10 +127,4 @@ impl Terms<'_> {
 /// The type of a partial's elements.
 pub fn wire_type(wire: PartialDtype) -> Arithmetic {
     Arithmetic::try_from(wire.dtype()).unwrap()
-}
-
-/// Every type of rows with every wire that carries its sums.
-pub fn carried() -> impl Strategy<Value = (Arithmetic, PartialDtype)> {
-    let pairs = Arithmetic::ALL.into_iter().flat_map(|dtype| PartialDtype::ALL.map(|wire| (dtype, wire)));
-    prop::sample::select(pairs.filter(|&(dtype, wire)| wire.carries(dtype.into())).collect::<Vec<_>>())
 }
