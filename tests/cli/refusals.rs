@@ -130,7 +130,7 @@ const REFUSED: &[(&str, &[&str])] = &[
     ("simulate --mode slots --nodes 1 --layout rank-major", &["--layout"]),
     ("simulate --mode slots --nodes 1 --metadata-with rows", &["--metadata-with"]),
     ("simulate --mode slots --nodes 1 --routing uniform", &["--routing"]),
-    ("simulate --hidden 7", &["a multiple of 16"]),
+    ("simulate --hidden 7 --tokens 1", &["a multiple of 16"]),
     ("simulate --route relay", &["pxn"]),
     ("simulate --model gpt", &["deepseek_v3"]),
     ("simulate --relay-parts 0", &["--relay-parts"]),

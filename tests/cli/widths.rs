@@ -1,6 +1,8 @@
 //! Reports of all commands fit into the terminal, however narrow it is.
 
-use std::process::{Command, Output};
+use std::process::Output;
+
+use crate::program;
 
 /// A command line for each command that reports. Those that need a GPU have no driver here.
 const COMMANDS: [&str; 13] = [
@@ -21,8 +23,8 @@ const COMMANDS: [&str; 13] = [
 
 fn sidelane(line: &str, columns: Option<u32>) -> Output {
     let folder = tempfile::tempdir().unwrap();
-    let mut command = Command::new(env!("CARGO_BIN_EXE_sidelane"));
-    command.args(line.split(' ')).current_dir(folder.path()).env_remove("COLUMNS");
+    let mut command = program::sidelane(line);
+    command.current_dir(folder.path()).env_remove("COLUMNS");
     if line.starts_with("trace") {
         command.args(["--out", "t.json"]);
     }

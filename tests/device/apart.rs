@@ -17,12 +17,34 @@ pub fn apart(test: &str, variables: Settings<'_>, body: impl FnOnce()) {
 
 /// Runs the body once for each list of variables, in a process of its own.
 pub fn each(test: &str, runs: &[Settings<'_>], body: impl FnOnce()) {
-    let said = format!("ran {test} to its end");
-    if env::var(CHILD).is_ok_and(|child| child == test) {
-        body();
-        println!("{said}");
-        return;
+    if !is_apart(test) {
+        return start(test, runs);
     }
+    body();
+    println!("{}", ended(test));
+}
+
+/// As [`each`], with the stand-in driver's kernels, which are built for the CPU.
+pub fn each_with_kernels(test: &str, runs: &[Settings<'_>], body: impl FnOnce()) {
+    match is_apart(test) {
+        true => each(test, runs, body),
+        false => start_with_kernels(test, runs),
+    }
+}
+
+/// Whether this process was started for this test.
+fn is_apart(test: &str) -> bool {
+    env::var(CHILD).is_ok_and(|child| child == test)
+}
+
+/// Line of a process whose body has ended.
+fn ended(test: &str) -> String {
+    format!("ran {test} to its end")
+}
+
+/// Runs the processes of a test. The compiler makes a copy of [`each`] for each of a hundred
+/// bodies, and one of this.
+fn start(test: &str, runs: &[Settings<'_>]) {
     for variables in runs {
         let child = Command::new(env::current_exe().unwrap())
             .args(["--exact", test, "--nocapture"])
@@ -31,17 +53,16 @@ pub fn each(test: &str, runs: &[Settings<'_>], body: impl FnOnce()) {
             .output()
             .unwrap();
         let text = String::from_utf8_lossy(&child.stdout);
-        assert!(child.status.success() && text.contains(&said), "{variables:?}: {child:?}");
+        assert!(child.status.success() && text.contains(&ended(test)), "{variables:?}: {child:?}");
     }
 }
 
-/// As [`each`], with the stand-in driver's kernels, which are built for the CPU.
-pub fn each_with_kernels(test: &str, runs: &[Settings<'_>], body: impl FnOnce()) {
+fn start_with_kernels(test: &str, runs: &[Settings<'_>]) {
     let (library, driver) = (stand_in_cuda::all_kernels().unwrap(), stand_in_cuda::install().unwrap());
     let usual = [
         ("LD_LIBRARY_PATH", driver.to_str().unwrap()),
         ("SIDELANE_FAKE_CUDA_KERNELS", library.to_str().unwrap()),
     ];
     let runs: Vec<_> = runs.iter().map(|settings| [&usual, *settings].concat()).collect();
-    each(test, &runs.iter().map(Vec::as_slice).collect::<Vec<_>>(), body);
+    start(test, &runs.iter().map(Vec::as_slice).collect::<Vec<_>>());
 }

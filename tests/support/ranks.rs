@@ -17,6 +17,11 @@ pub fn tiny() -> Options {
 /// Runs `body` on every rank of a world of threads; rank r is on node `nodes[r]`. Results in order
 /// of rank.
 pub fn on_ranks<T: Send>(nodes: &[u32], options: &Options, body: impl Fn(World) -> T + Sync) -> Vec<T> {
+    on_threads(nodes, options, &body)
+}
+
+/// The same, compiled once for each result and not for each of a program's bodies.
+fn on_threads<T: Send>(nodes: &[u32], options: &Options, body: &(dyn Fn(World) -> T + Sync)) -> Vec<T> {
     let worlds = World::threads_with(nodes, options).expect("a world of threads");
     std::thread::scope(|scope| {
         let ranks: Vec<_> = worlds.into_iter().map(|world| scope.spawn(|| body(world))).collect();

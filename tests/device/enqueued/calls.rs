@@ -181,7 +181,7 @@ fn exact_sizes_go_on_while_other_threads_free_load_and_launch() {
             "enqueued::calls::exact_sizes_go_on_while_other_threads_free_load_and_launch",
             &[&settings],
             (queues, 12),
-            || {
+            &|| {
                 let case = Case { hidden: 8, max_tokens: 6, ..Case::new(3, 4, 2) };
                 disturbed(|| rounds(&case, 40, 6));
             },
@@ -308,7 +308,7 @@ fn ranks_of_one_device_are_built_while_the_driver_locks() {
         "enqueued::calls::ranks_of_one_device_are_built_while_the_driver_locks",
         &[&settings],
         (32, 3),
-        || {
+        &|| {
             let case = Case::new(4, 8, 2);
             on_ranks(&case.nodes, &small(), |world: World| {
                 let group = world.all().unwrap();
@@ -344,7 +344,7 @@ fn caller_on_legacy_default_stream_sees_what_the_host_sees() {
 #[test]
 fn engines_move_every_row_and_a_report_says_so() {
     let versions = ["12080", "13010"];
-    on_drivers("enqueued::calls::engines_move_every_row_and_a_report_says_so", &versions, 8, 9, || {
+    on_drivers("enqueued::calls::engines_move_every_row_and_a_report_says_so", &versions, 8, 9, &|| {
         // The driver stays until it has been asked.
         let _driver = stream(0);
         let case = Case { align: 4, ..Case::new(2, 4, 2) };

@@ -9,7 +9,7 @@ use super::on_drivers;
 #[test]
 fn stream_and_buffers_of_cudarc_need_no_wrapper() {
     let test = "enqueued::cudarc::stream_and_buffers_of_cudarc_need_no_wrapper";
-    on_drivers(test, &["12080"], 8, 3, || {
+    on_drivers(test, &["12080"], 8, 3, &|| {
         let said = example::on_threads().unwrap();
         assert!(said.len() == 2 && said.iter().all(|line| line.ends_with("the sums are right")), "{said:?}");
     });

@@ -82,7 +82,7 @@ fn large<'g>(group: &'g Group, stream: &Arc<Stream>) -> ExpertParallelBuilder<'g
 #[test]
 fn default_without_room_on_one_device_is_refused_on_all_ranks() {
     let test = "enqueued::heap::default_without_room_on_one_device_is_refused_on_all_ranks";
-    on_settings(test, &[&[("SIDELANE_FAKE_CUDA_MEMORY", MEMORY)]], (8, 63), || {
+    on_settings(test, &[&[("SIDELANE_FAKE_CUDA_MEMORY", MEMORY)]], (8, 63), &|| {
         on_ranks(&[0, 0], &small(), |world| {
             let (group, stream) = (world.all().unwrap(), stream(world.rank()));
             let full = (world.rank() == 1).then(|| Allocation::new(stream.context(), 44 << 20).unwrap());
@@ -104,7 +104,7 @@ fn default_without_room_on_one_device_is_refused_on_all_ranks() {
 #[test]
 fn ranks_of_one_device_are_refused_what_they_need_together() {
     let test = "enqueued::heap::ranks_of_one_device_are_refused_what_they_need_together";
-    on_settings(test, &[&[("SIDELANE_FAKE_CUDA_MEMORY", MEMORY)]], (8, 64), || {
+    on_settings(test, &[&[("SIDELANE_FAKE_CUDA_MEMORY", MEMORY)]], (8, 64), &|| {
         on_ranks(&[0, 0], &small(), |world| {
             let (group, stream) = (world.all().unwrap(), stream(0));
             let refused = large(&group, &stream).build().map(drop).unwrap_err();
@@ -123,7 +123,7 @@ fn ranks_of_one_device_are_refused_what_they_need_together() {
 fn heap_that_fits_in_bytes_alone_is_refused_on_all_ranks() {
     let test = "enqueued::heap::heap_that_fits_in_bytes_alone_is_refused_on_all_ranks";
     // Of this seed, granules have 2 MiB.
-    on_settings(test, &[&[("SIDELANE_FAKE_CUDA_MEMORY", "52428800")]], (8, 67), || {
+    on_settings(test, &[&[("SIDELANE_FAKE_CUDA_MEMORY", "52428800")]], (8, 67), &|| {
         on_ranks(&[0, 0], &small(), |world| {
             let (group, stream) = (world.all().unwrap(), stream(0));
             assert_eq!(Allocation::granularity(stream.context()), Ok(2 << 20));

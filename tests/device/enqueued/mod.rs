@@ -28,18 +28,18 @@ use crate::{devices, support};
 
 /// Runs the body with kernels to launch, hardware queues, and a seed for all that the rules leave
 /// open. `test` is the test's full name.
-fn on_devices(test: &str, queues: u32, seed: u64, body: impl FnOnce()) {
-    on_drivers(test, &["12080"], queues, seed, body);
+fn on_devices(test: &str, queues: u32, seed: u64, body: impl Fn()) {
+    on_drivers(test, &["12080"], queues, seed, &body);
 }
 
 /// The same once for each version of the driver.
-fn on_drivers(test: &str, versions: &[&'static str], queues: u32, seed: u64, body: impl FnOnce()) {
+fn on_drivers(test: &str, versions: &[&'static str], queues: u32, seed: u64, body: &dyn Fn()) {
     let runs: Vec<_> = versions.iter().map(|&version| [("SIDELANE_FAKE_CUDA_DRIVER", version)]).collect();
     on_settings(test, &runs.iter().map(<[_; 1]>::as_slice).collect::<Vec<_>>(), (queues, seed), body);
 }
 
 /// The same once for each of these settings.
-fn on_settings(test: &str, runs: &[Settings<'_>], (queues, seed): (u32, u64), body: impl FnOnce()) {
+fn on_settings(test: &str, runs: &[Settings<'_>], (queues, seed): (u32, u64), body: &dyn Fn()) {
     let (queues, seed) = (queues.to_string(), seed.to_string());
     let usual: Settings<'_> = &[("CUDA_DEVICE_MAX_CONNECTIONS", &queues), ("SIDELANE_FAKE_CUDA_SEED", &seed)];
     let runs: Vec<_> = runs.iter().map(|settings| [usual, *settings].concat()).collect();

@@ -125,7 +125,7 @@ fn dispatches_are_alive_side_by_side_across_nodes() {
 #[test]
 fn a_report_says_how_rows_crossed_and_by_how_many_copies() {
     let name = "enqueued::nodes::a_report_says_how_rows_crossed_and_by_how_many_copies";
-    on_drivers(name, &["13010"], 8, 9, || {
+    on_drivers(name, &["13010"], 8, 9, &|| {
         // The driver stays until it has been asked.
         let _driver = stream(0);
         let case = Case { align: 4, ..Case::across(&[0, 1], 4, 2) };
@@ -205,7 +205,7 @@ fn own_rows_are_placed_while_the_stream_of_copies_holds_up_the_net() {
 #[test]
 fn over_relays_a_report_counts_a_token_once_for_each_node() {
     let name = "enqueued::nodes::over_relays_a_report_counts_a_token_once_for_each_node";
-    on_drivers(name, &["13010"], 8, 10, || {
+    on_drivers(name, &["13010"], 8, 10, &|| {
         // The driver stays until it has been asked.
         let _driver = stream(0);
         let case = Case { route: Route::Pxn, ..Case::across(SHAPES[0], 4, 4) };

@@ -40,9 +40,10 @@ impl PulledSums {
 
     /// In how many chunks at most the relay of these paths pulls and sums the rows for each of its
     /// sources, if blocks come in `chunks` chunks. While sums of one chunk leave, engines pull the
-    /// next. A relay of many sources has enough of them in turn.
+    /// next. A relay of many sources has enough of them in turn. Beyond [`Block::CHUNKS`] more
+    /// copies cost more than sums that leave sooner save.
     pub fn most_chunks(chunks: u8, relay: Paths<'_>) -> u8 {
-        usize::from(chunks).div_ceil(relay.sources().count().max(1)) as u8
+        usize::from(chunks.min(Block::CHUNKS)).div_ceil(relay.sources().count().max(1)) as u8
     }
 
     /// The same for a block with so many entries in so many bins.
