@@ -99,6 +99,8 @@ struct State {
     theirs: Reader<RemoteRegions>,
     /// Prediction of requests, if one was requested.
     forecast: Option<Forecast>,
+    /// The queue pair is lost, and a thread finds out by whose doing: nothing completes any more.
+    lost: Option<VerbsError>,
     /// Why nothing more is sent.
     end: Option<End>,
 }
@@ -131,7 +133,7 @@ impl Connection {
         let (sender, receiver, forecast) = (parts.sender, parts.receiver, parts.forecast);
         let theirs = Published::new(theirs);
         let (sent, sources, known) = (SignalSender::default(), memory.sources.reader(), theirs.reader());
-        let state = State { sender, receiver, sent, sources, theirs: known, forecast, end: None };
+        let state = State { sender, receiver, sent, sources, theirs: known, forecast, lost: None, end: None };
         let queue_pair = state.sender.qp.endpoint().queue_pair;
         let (state, reported) = (FatalLock::new(state, me, &health), OnceLock::new());
         Connection {
@@ -224,8 +226,10 @@ impl Connection {
     ) -> FatalGuard<'a, State> {
         let of_peer = match &error {
             VerbsError::Completion { status: CompletionStatus::Flushed, .. } => {
-                // A system call, which may take long: others need not wait for it. What they see of
-                // this connection meanwhile has the same cause.
+                // A system call, which may take long: others need not wait for it. They take no
+                // completion of this connection any more, so they are told that it is lost: one
+                // that waited for completions would keep this lock until its deadline.
+                state.lost = Some(error.clone());
                 drop(state);
                 let answers = self.nic_answers();
                 state = self.state.lock();
@@ -265,6 +269,9 @@ impl Connection {
 
     /// Takes completions and posts what can be posted. Returns whether there was anything.
     fn step(&self, state: &mut State) -> Result<bool, VerbsError> {
+        if let Some(error) = &state.lost {
+            return Err(error.clone());
+        }
         let mut any = self.complete(state)?;
         if let Some(taken) = state.receiver.to_grant().filter(|_| state.sender.may_grant()) {
             state.sender.grant(state.receiver.grant_to(), taken)?;
