@@ -155,7 +155,7 @@ pub trait NetTransport: fmt::Debug + Send + Sync {
     /// The end of that.
     fn deregister(&self, _number: u32) {}
 
-    /// What this rank says to all before the lane is agreed on, for [`NetTransport::compare`].
+    /// Message of this rank to all before the lane is agreed on, for [`NetTransport::compare`].
     fn announcement(&self) -> Vec<u8> {
         Vec::new()
     }

@@ -2,7 +2,7 @@
 
 use super::{CopyCost, Hardware};
 
-/// What was measured on a GPU, in microseconds.
+/// Figures measured on a GPU, in microseconds.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DeviceFigures {
     /// Copies to the host and within the GPU, by bytes, the smallest first: one among many.
@@ -23,7 +23,7 @@ pub struct DeviceFigures {
     pub kernel: f64,
 }
 
-/// What they say of a machine.
+/// Names of the figures of a machine that these give.
 const FIGURES: [&str; 11] = [
     "engines.host",
     "engines.own",

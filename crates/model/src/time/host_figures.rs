@@ -17,7 +17,7 @@ pub struct Loops {
     pub sums: f64,
 }
 
-/// What was measured on a host. Times are in seconds.
+/// Figures measured on a host. Times are in seconds.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct HostFigures {
     /// Its cores.

@@ -22,7 +22,7 @@ pub struct Variant {
     pub relay_parts: Option<u8>,
 }
 
-/// What is asked for. Nothing means all that there is.
+/// Settings that all variants share. `None` compares all values.
 #[derive(Clone, Debug, Default)]
 pub struct Wishes {
     /// Order of received rows.

@@ -25,7 +25,7 @@ pub struct Check {
     pub shows: &'static str,
     /// A feature that not every driver has, and the version that has it.
     pub needs: Option<(&'static str, Version)>,
-    /// What only several GPUs can show.
+    /// Behaviour that only several GPUs show.
     pub open: Option<&'static str>,
     run: fn(&Streams) -> Result<String, TestError>,
 }
@@ -39,7 +39,7 @@ impl Check {
         Check { what, shows, needs: None, open: None, run }
     }
 
-    /// What was found.
+    /// The results.
     ///
     /// # Errors
     /// The driver does something else.

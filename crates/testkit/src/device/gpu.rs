@@ -175,7 +175,7 @@ impl Bench {
         Ok(Guarded { range: all.part(GUARDS, content.len() as u64)?, all })
     }
 
-    /// Memory that nobody has written.
+    /// Memory that is not written yet.
     pub fn room(&self, bytes: u64) -> Result<Guarded, DeviceError> {
         self.put(&vec![POISON; bytes as usize])
     }

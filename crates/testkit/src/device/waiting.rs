@@ -88,7 +88,7 @@ pub struct Sharing {
 pub enum Said {
     /// All is made, and a stream waits.
     Ready,
-    /// What was found. The stream goes on behind it, if it can.
+    /// The result. The stream goes on behind it, if it can.
     Answer(Answer, String),
     /// The case could not be asked.
     Failed(String),

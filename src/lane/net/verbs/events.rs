@@ -136,7 +136,8 @@ struct Watched {
 }
 
 impl EventThread {
-    /// Starts it for the NICs of a rank.
+    /// Starts it for the NICs of a rank and its first connection, as [`attach`](Self::attach) takes
+    /// it.
     ///
     /// # Errors
     /// [`LaneError::System`].
@@ -146,6 +147,7 @@ impl EventThread {
         sysfs: &Sysfs,
         grace: Duration,
         health: &Arc<Health>,
+        first: (usize, &Arc<Connection>),
     ) -> Result<Self, LaneError> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let wake_fd = rustix::event::eventfd(0, flags).map_err(system("eventfd"))?;
@@ -159,6 +161,8 @@ impl EventThread {
             epoll::add(&shared.poll_set, fd, EventData::new_u64(0), EventFlags::IN)
                 .map_err(system("epoll_ctl"))?;
         }
+        // Before the thread reads what the NICs have told since they were opened.
+        shared.attach(first);
         let reader = Arc::clone(&shared);
         let thread = Thread::new("nics", rank, &shared.health).spawn(move || reader.run());
         let thread =
@@ -167,10 +171,8 @@ impl EventThread {
     }
 
     /// Blames a connection over a NIC, by its number, for what the NIC reports of its queue pair.
-    pub fn attach(&self, nic: usize, connection: &Arc<Connection>) {
-        let mut connections = self.shared.nics[nic].connections();
-        connections.retain(|connection| connection.strong_count() > 0);
-        connections.push(Arc::downgrade(connection));
+    pub fn attach(&self, to: (usize, &Arc<Connection>)) {
+        self.shared.attach(to);
     }
 }
 
@@ -219,6 +221,12 @@ impl Seen {
 }
 
 impl Shared {
+    fn attach(&self, (nic, connection): (usize, &Arc<Connection>)) {
+        let mut connections = self.nics[nic].connections();
+        connections.retain(|connection| connection.strong_count() > 0);
+        connections.push(Arc::downgrade(connection));
+    }
+
     fn run(&self) {
         let mut seen: Vec<Seen> = self.nics.iter().map(Seen::new).collect();
         while !self.stop.load(Ordering::Acquire) && self.health.check().is_ok() {

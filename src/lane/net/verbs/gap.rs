@@ -49,7 +49,7 @@ fn announced(peer: u32, bytes: &[u8]) -> Result<Vec<(String, Reach)>, VerbsError
     for _ in 0..count {
         let (&len, behind) = rest.split_first().ok_or_else(invalid)?;
         let (name, behind) = behind.split_at_checked(len.into()).ok_or_else(invalid)?;
-        let (reach, behind) = Reach::from_bytes(peer, behind)?;
+        let (reach, behind) = Reach::from_bytes(peer, behind).map_err(|_| invalid())?;
         nics.push((String::from_utf8_lossy(name).into_owned(), reach));
         rest = behind;
     }

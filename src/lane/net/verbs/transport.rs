@@ -151,13 +151,14 @@ impl VerbsTransport {
     /// starts with the first connection: a rank that has none takes no notice of its NICs.
     fn watch(&self, connection: &Arc<Connection>) -> Result<(), Error> {
         let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
-        if events.is_none() {
-            let nics = self.memories.iter().map(|memory| &memory.nic);
-            *events =
-                Some(EventThread::start(self.rank, nics, &self.sysfs, self.settings.grace(), &self.health)?);
-        }
-        if let Some(events) = &*events {
-            events.attach(self.nic_for(connection.peer_rank()), connection);
+        let to = (self.nic_for(connection.peer_rank()), connection);
+        match &*events {
+            Some(events) => events.attach(to),
+            None => {
+                let nics = self.memories.iter().map(|memory| &memory.nic);
+                let (grace, health) = (self.settings.grace(), &self.health);
+                *events = Some(EventThread::start(self.rank, nics, &self.sysfs, grace, health, to)?);
+            }
         }
         Ok(())
     }

@@ -125,11 +125,15 @@ impl Bench {
     }
 }
 
-/// Every rank of a machine has to say itself that it lost a rank of the other one.
-pub fn names_the_lost(machine: usize, output: &str) -> bool {
+/// Every rank of a machine has to say itself that it lost a rank of the other one or, if the
+/// machine has no carrier, that a port of its own is down.
+pub fn names_the_lost(machine: usize, carrier: bool, output: &str) -> bool {
     let node = machine as u32;
     let lost: BTreeSet<_> = ranks(1 - node).collect();
-    let names = |line: &str| numbers_after("rank ", line).any(|rank| lost.contains(&rank));
+    let own_port = |line: &str| line.starts_with("sidelane: NIC ") && line.contains(" is down ");
+    let names = |line: &str| {
+        numbers_after("rank ", line).any(|rank| lost.contains(&rank)) || !carrier && own_port(line)
+    };
     ranks(node).all(|rank| {
         let own = format!("[{rank}] ");
         output.lines().filter_map(|line| line.strip_prefix(&own)).any(names)
@@ -162,25 +166,33 @@ sidelane: rank 1 (node 0) exited with status 1
 
     #[test]
     fn every_rank_has_to_name_one_of_the_other_machine() {
-        assert!(names_the_lost(0, BOTH));
-        assert!(names_the_lost(0, &BOTH.replace("rank 3", "rank 2")), "both may name the same");
-        assert!(!names_the_lost(0, &BOTH.replace("rank 3", "somebody")), "only one of two ranks");
+        assert!(names_the_lost(0, true, BOTH));
+        assert!(names_the_lost(0, true, &BOTH.replace("rank 3", "rank 2")), "both may name the same");
+        assert!(!names_the_lost(0, true, &BOTH.replace("rank 3", "somebody")), "only one of two ranks");
         assert!(
-            !names_the_lost(0, &BOTH.replace("rank 3", "rank 1").replace("rank 2", "rank 0")),
+            !names_the_lost(0, true, &BOTH.replace("rank 3", "rank 1").replace("rank 2", "rank 0")),
             "their own"
         );
     }
 
     #[test]
+    fn a_machine_without_carrier_may_name_its_own_port() {
+        let port = "[1] sidelane: NIC rxe1, port 1 is down (check the cable)";
+        let output = BOTH.replace("[1] sidelane: rank 3 is lost", port);
+        assert!(names_the_lost(0, false, &output));
+        assert!(!names_the_lost(0, true, &output));
+    }
+
+    #[test]
     fn a_rank_speaks_for_itself_alone() {
-        assert!(!names_the_lost(0, &BOTH.replace("[1]", "[0]")), "one rank said it twice");
-        assert!(!names_the_lost(0, &BOTH.replace("[1] ", "")), "who said it?");
-        assert!(!names_the_lost(0, "[0] [1] rank 2\n"));
+        assert!(!names_the_lost(0, true, &BOTH.replace("[1]", "[0]")), "one rank said it twice");
+        assert!(!names_the_lost(0, true, &BOTH.replace("[1] ", "")), "who said it?");
+        assert!(!names_the_lost(0, true, "[0] [1] rank 2\n"));
     }
 
     #[test]
     fn rank_20_is_not_rank_2() {
-        assert!(!names_the_lost(0, "[0] rank 20\n[1] rank 30\n"));
+        assert!(!names_the_lost(0, true, "[0] rank 20\n[1] rank 30\n"));
         assert_eq!(numbers_after("rank ", "rank 2 of rank 31, rank x").collect::<Vec<_>>(), [2, 31]);
     }
 }

@@ -79,7 +79,7 @@ pub const STEPS: [Step; 11] = [
     ),
     step("collectives", "all-reduce, broadcast, all-to-all ..., each right", 240, collectives::run),
     step("compare", "sidelane put-bench beside perftest, interleaved", 120, compare::run).each(90),
-    step("cut", "wire cut in mid-dispatch: every rank names a lost one", 240, loss::cut),
+    step("cut", "wire cut in mid-dispatch: every rank names a lost one, or its own port", 240, loss::cut),
     step("mended", "wire whole again: verified", 400, bench::again),
     step("rebuilt", "rebuilt in mid-dispatch: old packets come late and touch nothing", 360, rebuilt::run),
     step("killed", "machine off in mid-dispatch: every rank left names a lost one", 300, loss::killed),

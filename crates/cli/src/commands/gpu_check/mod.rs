@@ -170,7 +170,7 @@ impl command::Command for GpuCheckArgs {
     }
 }
 
-/// What the driver says of itself, and what its functions do.
+/// The driver: its version and abilities, and its functions.
 fn driver(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     let driver = Driver::open()?;
     for finding in doctor::cuda_findings(&driver.probe()?) {

@@ -19,7 +19,7 @@ pub const TYPES: [(Dtype, Dtype); 5] = [
     (Dtype::F32, Dtype::F16),
 ];
 
-/// What came home to one rank.
+/// The rows that returned to one rank.
 #[derive(Clone, Debug)]
 pub struct Home {
     /// Of a slot.
@@ -57,7 +57,7 @@ impl Home {
         Ok(Home { shape, tokens, columns, types, rows, places, status: 0 })
     }
 
-    /// What the device makes of it: the results, and the status word.
+    /// The results of the device, and the status word.
     pub fn sum(&self, bench: &Bench) -> Result<(Vec<u8>, Option<KernelFault>), TestError> {
         let row_bytes = u64::from(self.columns) * self.types.0.size() as u64;
         let bytes = u64::from(self.shape.max_tokens()) * row_bytes;
