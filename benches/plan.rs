@@ -8,7 +8,7 @@ use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use sidelane::gate::{Pattern, synthetic};
 use sidelane::plan::{RankSets, RelayOrder, RowLayout};
 use sidelane::topology::Route;
-use sidelane_testkit::planning::{Planning, Shape};
+use sidelane_testkit::timing::planning_steps::{Planning, Shape};
 
 fn planning(c: &mut Criterion) {
     for (tokens, experts, ranks) in

@@ -16,7 +16,7 @@ use sidelane::rows::{Matrix, product};
 use sidelane::{Error, Options, World};
 use sidelane_parallel::tensor::{Activations, ColumnParallelLinear, LinearShape, RowParallelLinear};
 use sidelane_testkit::machines::Machines;
-use sidelane_testkit::stats::{Laps, median};
+use sidelane_testkit::timing::stats::{Laps, median};
 
 const RANKS: usize = 2;
 const TOKENS: usize = 2048;

@@ -47,7 +47,7 @@ const METHODS: [(&str, usize); 12] = [
 const ALLOWED: [(&str, &str, &str); 20] = [
     ("lane/wait.rs", "spin_loop", "the ladder of waits for flags: its turns ask health, deadline and user"),
     ("lane/wait.rs", "yield_now", "as above"),
-    ("lane/net/progress.rs", "yield_now", "the progress thread: each round asks health"),
+    ("lane/net/progress_thread.rs", "yield_now", "the progress thread: each round asks health"),
     ("ep/device/slots/proxy.rs", "yield_now", "the slots thread: each turn asks health"),
     ("ep/device/watchdog.rs", "yield_now", "200 ms for a stream, and 32 streams at most"),
     ("ep/device/watchdog.rs", "synchronize", "a new stream with a copy that waits for nothing"),

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::{Deserialize, Serialize};
 use sidelane::Group;
-use sidelane_testkit::stats::{Ratio, Summary, ratio_of_medians, summary};
+use sidelane_testkit::timing::stats::{Ratio, Summary, ratio_of_medians, summary};
 use tempfile::TempDir;
 
 use crate::error::{CliError, failed};

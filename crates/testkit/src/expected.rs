@@ -7,7 +7,7 @@ use sidelane::ep::{Handle, RowIndex};
 use sidelane::topology::NodeMap;
 use sidelane_verify::reference::{Real, Reference, Row};
 
-use crate::settings::Settings;
+use crate::ep_settings::Settings;
 
 /// Places of a rank's rows: as an index says, or in visible order.
 #[derive(Clone, Debug, Default)]

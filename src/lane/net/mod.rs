@@ -27,7 +27,7 @@
 //! ```
 
 mod loopback;
-mod progress;
+mod progress_thread;
 mod regions;
 mod tcp;
 mod verbs;
@@ -40,7 +40,7 @@ use std::time::Instant;
 pub use loopback::{LinkEmulator, LoopbackTransport};
 #[cfg(test)]
 pub use loopback::{LoopbackConnection, ring_bytes};
-pub use progress::ProgressThread;
+pub use progress_thread::ProgressThread;
 pub use regions::{Region, Regions};
 pub use tcp::TcpTransport;
 #[cfg(test)]

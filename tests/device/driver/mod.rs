@@ -9,11 +9,11 @@ mod audit;
 mod copies;
 mod heap;
 mod lent;
+mod lock_and_queue;
 mod modules;
 mod pinned;
 mod probe;
 mod streams;
-mod waiting;
 
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -9,8 +9,8 @@ use sidelane::error::PlanError;
 use sidelane::gate::Pattern;
 use sidelane::plan::RowLayout;
 use sidelane::topology::Route;
-use sidelane_testkit::planning::{Planning, Shape};
-use sidelane_testkit::stats::median;
+use sidelane_testkit::timing::planning_steps::{Planning, Shape};
+use sidelane_testkit::timing::stats::median;
 
 use crate::chart::{Chart, Curve, Panel, Point};
 use crate::command::{self, Command};

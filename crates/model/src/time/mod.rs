@@ -35,12 +35,12 @@
 //! **Not modeled.** Congestion inside the network, other traffic, clocks that differ, stragglers,
 //! the caller's experts.
 
-mod device_figures;
-mod driver_calls;
+mod device_tasks;
 mod events;
 mod hardware;
-mod host_figures;
-mod lines;
+mod host_tasks;
+mod measured_device;
+mod measured_host;
 mod placement;
 mod sensitivity;
 mod slots;
@@ -49,12 +49,12 @@ mod tasks;
 mod tests;
 mod variants;
 
-pub use device_figures::DeviceFigures;
 pub use hardware::{
     Compute, CopyCost, Engines, Executor, Hardware, Host, Link, NicModel, Peaks, Place, Source,
     UnknownHardware,
 };
-pub use host_figures::{HostFigures, Loops};
+pub use measured_device::DeviceFigures;
+pub use measured_host::{HostFigures, Loops};
 pub use placement::{Case, Placed};
 pub use sensitivity::{Assumption, Fastest, Outcome, outcomes};
 pub use slots::slots;

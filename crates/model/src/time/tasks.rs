@@ -25,7 +25,7 @@ use sidelane_core::topology::Paths;
 use super::Phase;
 use super::events::{Line, OwnWord, Program, Task};
 use super::hardware::Place;
-use super::lines::Lines;
+use super::host_tasks::Lines;
 use super::placement::{Placed, Rank};
 
 /// A call of one rank.

@@ -14,8 +14,8 @@ pub mod gpu;
 pub mod hold;
 pub mod kernel_work;
 pub mod kernels;
+pub mod lock_and_queue;
 pub mod timer;
-pub mod waiting;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -14,7 +14,7 @@
 use serde::Serialize;
 use sidelane::Group;
 
-use super::config::Kind;
+use super::conditions::Kind;
 use crate::baselines::{BaselinePass, BaselineReport, Field, Folder, Programs, Unavailable, compared};
 use crate::error::CliError;
 use crate::table::{self, time};

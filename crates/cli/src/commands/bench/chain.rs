@@ -8,14 +8,14 @@
 //!
 //! The method is that of CollectiveX, SemiAnalysis's benchmark of such libraries: the same number
 //! of chains, of pairs that count and of pairs before them, and the same reductions over the ranks.
-//! Here each pair also sends what the one before returned ([`sidelane_testkit::chain`]).
+//! Here each pair also sends what the one before returned ([`sidelane_testkit::timing::chain`]).
 
 use serde::Serialize;
 use sidelane::ep::Handle;
 use sidelane::gate::Routing;
 use sidelane::{Error, Window};
-use sidelane_testkit::chain::Chain;
-use sidelane_testkit::stats::{Laps, Percentiles, Summary, median, percentiles, summary};
+use sidelane_testkit::timing::chain::Chain;
+use sidelane_testkit::timing::stats::{Laps, Percentiles, Summary, median, percentiles, summary};
 use sidelane_verify::reference::Real;
 
 use super::checked_layer::Layer;

@@ -24,19 +24,19 @@ use sidelane::topology::NodeMap;
 use sidelane::{Dtype, Error, ExpertParallel, Group, World};
 use sidelane_testkit::expected::Expected;
 use sidelane_testkit::machines::Machines;
-use sidelane_testkit::stats::Laps;
+use sidelane_testkit::timing::stats::Laps;
 use sidelane_verify::reference::Real;
 
 use super::Task;
 use super::call_baselines::{self, Seen};
-use super::config::{Config, Shape};
+use super::conditions::{Conditions, Shape};
 use crate::baselines::{Field, Folder};
 use crate::error::{CliError, failed};
 use crate::ranks;
 use crate::routing_source::Router;
 
 pub struct Layer<'c, E> {
-    pub config: &'c Config,
+    pub config: &'c Conditions,
     pub world: World,
     pub group: Group,
     pub machines: Machines,
@@ -223,7 +223,7 @@ impl<'c, E: Real> Layer<'c, E> {
     /// Starts the baselines on the same tokens, once these rows and sums are known to be right.
     /// Collective.
     pub fn challenge(&self, folder: &Folder, rows: &[u8], y: &[E]) -> Result<Field, CliError> {
-        let Config { tokens, top_k, experts, shape: Shape { hidden, .. }, .. } = *self.config;
+        let Conditions { tokens, top_k, experts, shape: Shape { hidden, .. }, .. } = *self.config;
         let seen = Seen {
             shape: [self.config.ranks(), tokens, hidden, top_k, experts],
             ids: self.routing.experts(),

@@ -6,10 +6,10 @@
 
 use serde_json::{Value, json};
 use sidelane::plan::RowLayout;
-use sidelane_testkit::stats::Percentiles;
+use sidelane_testkit::timing::stats::Percentiles;
 
 use super::chain::ChainReport;
-use super::config::{Config, ReceiveKind, Shape};
+use super::conditions::{Conditions, ReceiveKind, Shape};
 use super::report::{Lanes, Report};
 use crate::command::Program;
 
@@ -23,7 +23,7 @@ pub fn document(report: &Report) -> String {
 
 fn case(report: &Report, chain: &ChainReport) -> Value {
     let config = &report.config.config;
-    let Config { nodes, tokens, top_k, experts, .. } = *config;
+    let Conditions { nodes, tokens, top_k, experts, .. } = *config;
     let Shape { hidden, layout, sum_order, .. } = config.shape;
     let (ranks, per_node, routing) = (config.ranks(), config.ranks_per_node[0], config.routing.to_string());
     let Lanes { intra_node, inter_node, .. } = &report.lanes;

@@ -2,9 +2,9 @@
 //! with a floor.
 //!
 //! A figure means nothing without its conditions, so all conditions are resolved once
-//! ([`config::Config`]), handed to every rank, and printed with the result ([`report::Report`]).
-//! The floor is measured round by round in turn with the real calls, so that both see the same
-//! state of the machine ([`stats`](sidelane_testkit::stats)).
+//! ([`conditions::Conditions`]), handed to every rank, and printed with the result
+//! ([`report::Report`]). The floor is measured round by round in turn with the real calls, so that
+//! both see the same state of the machine ([`stats`](sidelane_testkit::timing::stats)).
 //!
 //! ```text
 //!   bench --> Task --launch--> rank 0 .. n-1:  dispatch, check | combine, check | rounds: real, floor, real, ... | check | chains, check
@@ -19,7 +19,7 @@ mod call_baselines;
 mod chain;
 mod checked_layer;
 mod collectivex;
-mod config;
+mod conditions;
 mod rank;
 mod report;
 
@@ -36,7 +36,7 @@ use crate::error::CliError;
 use crate::ranks::{self, Assignment, Files, RankMemory, Sizes};
 
 pub use checked_layer::{CALLS, EVENTS, Layer, Verdict, record, share, write_trace};
-pub use config::{ConditionArgs, Config, RowType};
+pub use conditions::{ConditionArgs, Conditions, RowType};
 
 #[cfg(test)]
 pub use report::tests::sample;
@@ -91,8 +91,8 @@ impl Command for BenchArgs {
     const NAME: &'static str = "bench";
 
     fn run(self) -> Result<ExitCode, CliError> {
-        let config = Config::resolve(&self.conditions, self.backward, self.rounds)?;
-        let config = Config { chained: self.chained, ..config };
+        let config = Conditions::resolve(&self.conditions, self.backward, self.rounds)?;
+        let config = Conditions { chained: self.chained, ..config };
         if self.baselines {
             config.check_baselines()?;
         }
@@ -118,7 +118,7 @@ impl Command for BenchArgs {
 /// Starts the ranks of a command that makes these calls; rounds are recorded for a trace.
 pub fn start(
     command: &str,
-    config: Config,
+    config: Conditions,
     files: Files,
     machines: &MachineArgs,
 ) -> Result<ExitCode, CliError> {
@@ -131,7 +131,7 @@ pub fn start(
 /// Task of every rank.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Task {
-    pub config: Config,
+    pub config: Conditions,
     /// Of the content of the routing file, if there is one.
     routing_file: Option<String>,
     pub sizes: Sizes,
@@ -140,7 +140,7 @@ pub struct Task {
 }
 
 impl Task {
-    fn new(config: Config, records: bool) -> Result<Self, CliError> {
+    fn new(config: Conditions, records: bool) -> Result<Self, CliError> {
         let (routing_file, sizes) = (config.routing.digest()?, rank::sizes(&config)?);
         Ok(Task { config, routing_file, sizes, records })
     }
@@ -150,6 +150,6 @@ impl Task {
         let tokens = u64::from(self.config.ranks()) * u64::from(self.config.tokens);
         let other =
             self.config.reference_bytes().saturating_add(tokens.saturating_mul(self.config.row_bytes()));
-        RankMemory { heap: self.sizes.heap, other, options: config::SIZE_OPTIONS }
+        RankMemory { heap: self.sizes.heap, other, options: conditions::SIZE_OPTIONS }
     }
 }

@@ -15,7 +15,7 @@ use sidelane::world::NicCounters;
 use sidelane::{Error, Window};
 use sidelane_core::schedule::ControlLayout;
 use sidelane_testkit::machines;
-use sidelane_testkit::stats::{Laps, median};
+use sidelane_testkit::timing::stats::{Laps, median};
 use sidelane_testkit::with_element;
 use sidelane_verify::reference::{Real, Reference};
 
@@ -23,7 +23,7 @@ use super::call_baselines::{self, Baselines};
 use super::chain;
 use super::checked_layer::{self, Layer, Verdict, write_trace};
 use super::collectivex;
-use super::config::{Config, Kind};
+use super::conditions::{Conditions, Kind};
 use super::report::{FirstCall, InterNode, Lanes, Pass, Report, RunConfig, Volume};
 use super::{BenchArgs, Task};
 use crate::baselines::{Field, Folder};
@@ -361,7 +361,7 @@ pub fn memcpy_gbps<E: Real>(layer: &Layer<'_, E>, barrier: &mut Window) -> Resul
 }
 
 /// Room for the calls of a round next to a dispatch that stays alive, for the busiest rank.
-pub fn sizes(config: &Config) -> Result<Sizes, CliError> {
+pub fn sizes(config: &Conditions) -> Result<Sizes, CliError> {
     let router = Router::open(&config.routing)?;
     let Reference { case, seen, .. } = config.reference::<f32>(&router)?;
     let busiest = seen.rows.iter().map(|rows| rows.len() as u64).max().unwrap_or(0);
@@ -402,7 +402,7 @@ pub fn sizes(config: &Config) -> Result<Sizes, CliError> {
 }
 
 /// The bins of an all-gather: a rank is one.
-fn gather_bins(config: &Config) -> Result<Bins, CliError> {
+fn gather_bins(config: &Conditions) -> Result<Bins, CliError> {
     let map = ExpertMap::contiguous(config.ranks(), config.ranks())?;
     Ok(Bins::experts(&map, SumOrder::Expert, &config.node_map()))
 }

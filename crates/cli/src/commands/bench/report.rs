@@ -8,12 +8,12 @@ use sidelane::dtype::PartialDtype;
 use sidelane::plan::{RowLayout, RowsByDistance, SumOrder, Traffic};
 use sidelane::topology::Route;
 use sidelane_testkit::machines::Hosts;
-use sidelane_testkit::stats::{Ratio, Summary, ratio_of_medians, summary};
+use sidelane_testkit::timing::stats::{Ratio, Summary, ratio_of_medians, summary};
 
 use super::call_baselines::Baselines;
 use super::chain::ChainReport;
 use super::checked_layer::Verdict;
-use super::config::{Config, ReceiveKind};
+use super::conditions::{Conditions, ReceiveKind};
 use super::rank::Nics;
 use crate::command;
 use crate::table::{self, time, volume};
@@ -48,7 +48,7 @@ pub struct Report {
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct RunConfig {
     #[serde(flatten)]
-    pub config: Config,
+    pub config: Conditions,
     #[serde(flatten)]
     pub hosts: Hosts,
     /// On the machine of rank 0. Read from the mapping: the pages that the kernel granted, not
@@ -226,7 +226,7 @@ impl InterNode {
         [sent.remote, logical.remote, remote_ranks, remote_nodes, choices, relayed, copies]
     }
 
-    pub fn new(config: &Config, words: [u64; 7]) -> Self {
+    pub fn new(config: &Conditions, words: [u64; 7]) -> Self {
         let [rows, wanted, rank_rows, remote_nodes, expert_rows, relay_rows, relay_copies] = words;
         let all = Traffic {
             sent: RowsByDistance { remote: rows, ..RowsByDistance::default() },
@@ -259,13 +259,13 @@ impl InterNode {
         }
     }
 
-    pub fn combine_bytes(&self, config: &Config) -> u64 {
+    pub fn combine_bytes(&self, config: &Conditions) -> u64 {
         let measured = self.combine.iter().find(|home| home.is_of(config));
         measured.map_or(0, |home| home.bytes)
     }
 
     /// The rows and their savings, and the combine of every order; empty if nothing crosses.
-    pub fn text(&self, config: &Config) -> Option<String> {
+    pub fn text(&self, config: &Conditions) -> Option<String> {
         let InterNode { rows, expert_rows, rank_rows, .. } = self;
         let Dedup { expert, rank } = self.dedup?;
         let mut text = format!(
@@ -306,7 +306,7 @@ impl InterNode {
 }
 
 impl Home {
-    fn is_of(&self, config: &Config) -> bool {
+    fn is_of(&self, config: &Conditions) -> bool {
         (self.sum_order, self.partial_dtype) == (config.shape.sum_order, config.partials())
     }
 }
@@ -324,8 +324,8 @@ pub mod tests {
     use crate::command::tests::{assert_page_with, assert_words};
     use crate::commands::bench::call_baselines::Calls;
     use crate::commands::bench::chain;
-    use crate::commands::bench::config::tests::resolve;
-    use crate::commands::bench::config::{RowType, Shape};
+    use crate::commands::bench::conditions::tests::resolve;
+    use crate::commands::bench::conditions::{RowType, Shape};
 
     #[test]
     fn the_text_holds_conditions_verdict_figures_and_memcpy() {
@@ -386,10 +386,10 @@ pub mod tests {
         assert!(report.text().contains("p99") && report.text().contains("6.30 ms"));
     }
 
-    fn config(route: Route, order: SumOrder, dtype: RowType) -> Config {
+    fn config(route: Route, order: SumOrder, dtype: RowType) -> Conditions {
         let config = sample().config.config;
         let shape = Shape { route, sum_order: order, dtype, hidden: 1000, ..config.shape };
-        Config { shape, ..config }
+        Conditions { shape, ..config }
     }
 
     #[test]

@@ -19,7 +19,7 @@ use operation::{Operation, Test};
 use serde::{Deserialize, Serialize};
 use sidelane::{Group, Window};
 use sidelane_testkit::machines::{Hosts, Machines};
-use sidelane_testkit::stats::{Laps, Summary, summary};
+use sidelane_testkit::timing::stats::{Laps, Summary, summary};
 
 use crate::baselines::{BaselinePass, BaselineReport, Field, Folder, Programs, Unavailable, compared};
 use crate::command::{self, Command};

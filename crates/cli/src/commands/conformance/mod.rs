@@ -22,11 +22,11 @@ use indicatif::ProgressBar;
 use serde::{Deserialize, Serialize};
 use sidelane::device::{Driver, Probe};
 use sidelane::ep::Feature;
-use sidelane_testkit::case::Way;
-use sidelane_testkit::cells::Finding;
-use sidelane_testkit::place::Device;
-use sidelane_testkit::run::{Line, MEMORY, Run};
-use sidelane_testkit::suite::RANKS_PER_NODE;
+use sidelane_testkit::conformance::case::Way;
+use sidelane_testkit::conformance::outcomes::Finding;
+use sidelane_testkit::conformance::run::{Line, MEMORY, Run};
+use sidelane_testkit::conformance::suite::RANKS_PER_NODE;
+use sidelane_testkit::conformance::tensors::Device;
 
 use self::report::Report;
 use crate::command::{self, Command};
@@ -102,7 +102,7 @@ impl Command for ConformanceArgs {
             bar.set_message(run.case().feature.name());
             all.gather(&[])?;
             if run.case().group.contains(&rank) {
-                let line = run.play(seed, &world, device.as_ref());
+                let line = run.carry_out(seed, &world, device.as_ref());
                 let text = serde_json::to_string(&line).expect("names and numbers are always JSON");
                 file.write_all(format!("{text}\n").as_bytes()).map_err(&unwritten)?;
             }

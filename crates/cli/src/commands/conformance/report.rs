@@ -3,9 +3,9 @@
 use serde::Serialize;
 use sidelane::device::Probe;
 use sidelane::ep::{CallExecutor, Feature};
-use sidelane_testkit::cells::{Cell, Wrong};
-use sidelane_testkit::run::Line;
-use sidelane_testkit::suite::RANKS_PER_NODE;
+use sidelane_testkit::conformance::outcomes::{Cell, Wrong};
+use sidelane_testkit::conformance::run::Line;
+use sidelane_testkit::conformance::suite::RANKS_PER_NODE;
 
 use super::{ConformanceArgs, PlaceArg};
 use crate::command::{self, Program};
@@ -112,10 +112,10 @@ impl command::Report for Report {
 
 #[cfg(test)]
 mod tests {
-    use sidelane_testkit::case::Way;
-    use sidelane_testkit::cells::{Finding, State};
+    use sidelane_testkit::conformance::case::Way;
+    use sidelane_testkit::conformance::outcomes::{Finding, State};
+    use sidelane_testkit::conformance::run::{Outcome, Run};
     use sidelane_testkit::difference::Difference;
-    use sidelane_testkit::run::{Outcome, Run};
 
     use super::*;
     use crate::command::Report as _;

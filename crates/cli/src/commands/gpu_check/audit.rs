@@ -19,8 +19,8 @@ use sidelane::device::{AuditKernels, CopyBatch, CudaGraph, PinnedMemory, Stream,
 use sidelane_testkit::device::dispatch::{Dispatch, Peers, RANKS, all_done};
 use sidelane_testkit::device::gpu::Gpu;
 use sidelane_testkit::device::hold::Held;
+use sidelane_testkit::device::lock_and_queue::Answer;
 use sidelane_testkit::device::timer::Transfer;
-use sidelane_testkit::device::waiting::Answer;
 use sidelane_testkit::device::whole;
 
 use super::Task;

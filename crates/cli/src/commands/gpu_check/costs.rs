@@ -2,11 +2,11 @@
 
 use sidelane::device::{CopyBatch, MemOpBatch, Stream, Version};
 use sidelane::error::DeviceError;
+use sidelane_testkit::conformance::large_layers::{rounds, timed};
 use sidelane_testkit::device::gpu::Gpu;
 use sidelane_testkit::device::timer::Timer;
 use sidelane_testkit::device::whole;
-use sidelane_testkit::exchange::{rounds, timed};
-use sidelane_testkit::stats::summary;
+use sidelane_testkit::timing::stats::summary;
 
 use super::Task;
 use super::expert_parallel::on_nodes;

@@ -1,14 +1,14 @@
 //! `ExpertParallel` on one GPU, its ranks as threads or as processes, against the naive reference:
 //! rows, choices, weights, counts and sums to the bit.
 //!
-//! Calls are those of the conformance suite, here with the [layer of a large model](exchange).
+//! Calls are those of the conformance suite, here with the [layer of a large model](large_layers).
 
 use sidelane::bootstrap::Timeouts;
 use sidelane::config::Config;
 use sidelane::device::Driver;
 use sidelane::{Options, World};
+use sidelane_testkit::conformance::large_layers::{self, LayerCase};
 use sidelane_testkit::device::gpu::patience;
-use sidelane_testkit::exchange::{self, Exchange};
 use sidelane_testkit::worlds;
 
 use super::report::{About, Checks, State};
@@ -21,9 +21,9 @@ use crate::ranks::{self, one_process};
 const ONE_GPU: &str = "the same between GPUs, over NVLink";
 
 pub fn threads(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
-    for (what, nodes, exchange) in exchange::all(task.quick) {
+    for (what, nodes, layer) in large_layers::all(task.quick) {
         let about = About::new(&what, "as the naive reference, to the bit").open(ONE_GPU);
-        checks.check(about, || on_nodes(task, &nodes, |world| play(task, exchange, &nodes, world)))?;
+        checks.check(about, || on_nodes(task, &nodes, |world| carry_out(task, layer, &nodes, world)))?;
     }
     Ok(())
 }
@@ -68,8 +68,8 @@ pub fn conformance(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
 pub fn rank(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     let world = World::from_env_with(options(task))?;
     let ranks = world.size();
-    for (what, exchange) in exchange::modes(task.quick) {
-        let found = play(task, exchange, &vec![0; ranks as usize], &world);
+    for (what, layer) in large_layers::modes(task.quick) {
+        let found = carry_out(task, layer, &vec![0; ranks as usize], &world);
         let what = format!("{what}{ranks} ranks as processes");
         let shows = "memory and words go from one to the other as descriptors; to the bit";
         // Rank 0 speaks for all, unless another has something to say.
@@ -80,8 +80,8 @@ pub fn rank(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     Ok(())
 }
 
-fn play(task: &Task, exchange: Exchange, nodes: &[u32], world: &World) -> Result<String, CliError> {
-    exchange.play(nodes, world, task.device)?.map_err(|difference| wrong!("{}", difference.text()))
+fn carry_out(task: &Task, layer: LayerCase, nodes: &[u32], world: &World) -> Result<String, CliError> {
+    layer.carry_out(nodes, world, task.device)?.map_err(|difference| wrong!("{}", difference.text()))
 }
 
 /// Runs the body on every rank of a world of threads, on these nodes. Gives what rank 0 found, or

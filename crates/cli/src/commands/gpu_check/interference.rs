@@ -21,7 +21,7 @@ use sidelane_testkit::device::gpu::{Gpu, write};
 use sidelane_testkit::device::kernel_work::{SlotWork, elements};
 use sidelane_testkit::device::timer::Transfer;
 use sidelane_testkit::device::{until, whole};
-use sidelane_testkit::stats::summary;
+use sidelane_testkit::timing::stats::summary;
 use sidelane_testkit::values::Random;
 
 use super::report::{About, Checks, Limited};

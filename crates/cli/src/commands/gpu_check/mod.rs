@@ -28,16 +28,16 @@
 
 mod activity;
 mod audit;
-mod calibrate;
+mod calibrate_device;
 mod costs;
 mod expert_parallel;
 mod expert_products;
 mod interference;
 mod kernels;
+mod lock_and_queue_processes;
 mod packages;
 mod rates;
 mod report;
-mod waiting;
 
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader};
@@ -53,7 +53,7 @@ use sidelane::device::{Driver, Version};
 use sidelane::error::DeviceError;
 use sidelane_testkit::device::driver::{CHECKS, Streams};
 use sidelane_testkit::device::gpu::Gpu;
-use sidelane_testkit::device::waiting::Case;
+use sidelane_testkit::device::lock_and_queue::Case;
 
 use crate::command::{self, Command as _};
 use crate::commands::doctor::{self, Level};
@@ -130,13 +130,13 @@ impl command::Command for GpuCheckArgs {
         let asked = |part: &Part| self.parts.is_empty() || self.parts.contains(part);
         let chosen: Vec<Part> = Part::value_variants().iter().copied().filter(asked).collect();
         if self.calibrate.is_some() {
-            calibrate::require_parts(&chosen)?;
+            calibrate_device::require_parts(&chosen)?;
         }
         let rows = run_parts(&Task::of(&self), &chosen, self.minutes)?;
         let report = Report::new(&self, &probe, rows);
         let status = command::finish(&report, &self.json)?;
         if self.calibrate.is_some() {
-            let hardware = calibrate::hardware(&report)?;
+            let hardware = calibrate_device::hardware(&report)?;
             command::draw(&self.calibrate, || command::pretty(&hardware) + "\n")?;
         }
         Ok(status)
@@ -149,9 +149,9 @@ impl command::Command for GpuCheckArgs {
         let done = match task.part {
             Part::Driver => driver(&task, &mut checks),
             Part::Kernels => kernels::run(&task, &mut checks),
-            Part::Locks => waiting::locks(&task, &mut checks),
-            Part::Queues => waiting::queues(&task, &mut checks),
-            Part::Case => waiting::case(&task),
+            Part::Locks => lock_and_queue_processes::locks(&task, &mut checks),
+            Part::Queues => lock_and_queue_processes::queues(&task, &mut checks),
+            Part::Case => lock_and_queue_processes::case(&task),
             Part::Exchange => expert_parallel::threads(&task, &mut checks),
             Part::Processes => expert_parallel::processes(&task, &mut checks),
             Part::Rank => expert_parallel::rank(&task, &mut checks),

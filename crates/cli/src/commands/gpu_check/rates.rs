@@ -15,7 +15,7 @@ use sidelane_testkit::device::gpu::Gpu;
 use sidelane_testkit::device::kernel_work::{ExactWork, RANKS, SlotWork, ranks_of};
 use sidelane_testkit::device::kernels::products::Way;
 use sidelane_testkit::device::timer::Timer;
-use sidelane_testkit::stats::summary;
+use sidelane_testkit::timing::stats::summary;
 
 use super::Task;
 use super::expert_products::{ExpertProducts, Sizes};

@@ -3,8 +3,8 @@
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use sidelane::device::{Driver, Probe, Version};
-use sidelane_testkit::device::waiting::Answer;
-use sidelane_testkit::stats::{Summary, summary};
+use sidelane_testkit::device::lock_and_queue::Answer;
+use sidelane_testkit::timing::stats::{Summary, summary};
 
 use super::{GpuCheckArgs, Part};
 use crate::command::{self, Program};

@@ -12,7 +12,7 @@ use sidelane::layer::{ExpertError, Experts, GradientOrder, GroupedSwiGlu, Input,
 use sidelane::plan::ExpertMap;
 use sidelane::{Error, Group, World};
 use sidelane_testkit::machines::Machines;
-use sidelane_testkit::stats::Laps;
+use sidelane_testkit::timing::stats::Laps;
 use sidelane_testkit::values::Random;
 
 use super::report::{self, Pass, Report};

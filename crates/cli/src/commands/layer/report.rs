@@ -19,7 +19,7 @@ use sidelane::World;
 use sidelane::config::EmulatedLink;
 use sidelane::exec::{NodeSpan, Timeline};
 use sidelane_testkit::machines::{self, Hosts, Machines};
-use sidelane_testkit::stats::summary;
+use sidelane_testkit::timing::stats::summary;
 
 use super::{Shape, Task};
 use crate::chart::{self, LEFT, Times, WIDTH, legend};

@@ -16,7 +16,7 @@ use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 use sidelane::{Error, Window, World};
-use sidelane_testkit::stats::{Summary, summary};
+use sidelane_testkit::timing::stats::{Summary, summary};
 use sidelane_testkit::values::Random;
 
 use super::report::Bandwidth;

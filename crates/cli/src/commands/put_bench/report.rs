@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use serde::{Deserialize, Serialize};
 use sidelane_testkit::machines::Hosts;
-use sidelane_testkit::stats::{Ratio, Summary, ratio_of_medians, summary};
+use sidelane_testkit::timing::stats::{Ratio, Summary, ratio_of_medians, summary};
 
 use super::measure::Found;
 use super::{Run, Test};

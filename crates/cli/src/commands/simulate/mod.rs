@@ -7,7 +7,7 @@
 //!   hardware: a name, a file, or --calibrate --------/
 //! ```
 
-mod calibrate;
+mod calibrate_host;
 mod layer_time;
 mod report;
 mod sensitivity;
@@ -163,9 +163,9 @@ impl Command for SimulateArgs {
     fn run(self) -> Result<ExitCode, CliError> {
         command::claim(self.json.iter().chain(&self.svg).chain(&self.calibrate))?;
         if self.calibrate.is_some() {
-            let hardware = calibrate::measure()?;
+            let hardware = calibrate_host::measure()?;
             command::draw(&self.calibrate, || command::pretty(&hardware) + "\n")?;
-            command::print(&table::fitted(calibrate::words_of(&hardware).trim_end()))?;
+            command::print(&table::fitted(calibrate_host::words_of(&hardware).trim_end()))?;
             return Ok(ExitCode::SUCCESS);
         }
         let report = Report::new(&Task::resolve(&self)?)?;

@@ -24,7 +24,9 @@ use sidelane_testkit::with_element;
 use sidelane_verify::reference::Real;
 
 use crate::command::{self, Command};
-use crate::commands::bench::{self, CALLS, ConditionArgs, Config, Layer, Task, Verdict, record, write_trace};
+use crate::commands::bench::{
+    self, CALLS, ConditionArgs, Conditions, Layer, Task, Verdict, record, write_trace,
+};
 use crate::error::CliError;
 use crate::ranks::{self, Assignment, Files};
 use crate::table::{self, time, volume};
@@ -60,7 +62,7 @@ impl Command for TraceArgs {
 
     fn run(self) -> Result<ExitCode, CliError> {
         // One round is recorded.
-        let config = Config::resolve(&self.conditions, false, Some(1))?;
+        let config = Conditions::resolve(&self.conditions, false, Some(1))?;
         let files = Files { json: self.json, svg: self.svg, trace: Some(self.out), ..Files::default() };
         bench::start(Self::NAME, config, files, &self.conditions.machines)
     }
@@ -89,7 +91,7 @@ fn run<E: Real>(task: &Task, files: &Files) -> Result<ExitCode, CliError> {
 
 #[derive(Debug, Serialize)]
 pub struct Report {
-    pub config: Config,
+    pub config: Conditions,
     pub machines: usize,
     #[serde(flatten)]
     pub verdict: Verdict,
@@ -133,7 +135,7 @@ impl RankSums {
 
 impl Report {
     pub fn new(
-        config: &Config,
+        config: &Conditions,
         machines: &Machines,
         verdict: Verdict,
         nodes: &NodeMap,
@@ -188,7 +190,7 @@ pub mod tests {
     use crate::command::tests::{assert_page_with, assert_words, page};
 
     /// Eight ranks on two nodes.
-    pub fn config() -> Config {
+    pub fn config() -> Conditions {
         crate::commands::bench::sample().config.config
     }
 

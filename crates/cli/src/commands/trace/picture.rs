@@ -17,7 +17,7 @@ use sidelane::exec::{Event, OpKind, Timeline};
 use sidelane::topology::NodeMap;
 
 use crate::chart::{LEFT, NARROW, Times, WIDTH, legend, rect, span};
-use crate::commands::bench::Config;
+use crate::commands::bench::Conditions;
 use crate::svg::{self, Style, Svg};
 use crate::table::{time_ns, volume};
 
@@ -45,7 +45,7 @@ const STYLE: Style = Style {
 .wait { fill: #414a55; } .reduce { fill: #e0962f; }",
 };
 
-pub fn draw(config: &Config, nodes: &NodeMap, timelines: &[Timeline]) -> String {
+pub fn draw(config: &Conditions, nodes: &NodeMap, timelines: &[Timeline]) -> String {
     let calls = timelines.iter().flat_map(|timeline| &timeline.calls);
     let scale = Times::of(calls.map(|call| (call.start_ns, call.nanos)));
     let rows = rows(nodes, timelines);
@@ -61,7 +61,7 @@ pub fn draw(config: &Config, nodes: &NodeMap, timelines: &[Timeline]) -> String 
     })
 }
 
-fn head(svg: &mut Svg, config: &Config) {
+fn head(svg: &mut Svg, config: &Conditions) {
     let [ranks, rows, routing, schedule, sums] = config.words().map(|(_, words)| words);
     svg.label("quiet", 16.0, 43.0, &format!("ranks: {ranks} · {rows}"));
     svg.label("quiet", 16.0, 59.0, &format!("{routing} · {schedule} · sums: {sums}"));
@@ -300,7 +300,7 @@ mod tests {
     fn a_path_with_special_characters_is_shown_as_it_is() {
         let routing = "a <b> & \"c\".jsonl".parse().unwrap();
         let picture =
-            draw(&Config { routing, ..config() }, &NodeMap::from_labels(&[0]), &[Timeline::default()]);
+            draw(&Conditions { routing, ..config() }, &NodeMap::from_labels(&[0]), &[Timeline::default()]);
         elements(&picture);
         assert!(picture.contains("a &lt;b&gt; &amp; &quot;c&quot;.jsonl"), "{picture}");
     }

@@ -6,7 +6,7 @@ use sidelane::ep::Feature;
 use sidelane::plan::{Overflow, RowLayout, SumOrder};
 use sidelane::topology::Route;
 
-use crate::case::{Bad, Call, Case, Setting, Way};
+use crate::conformance::case::{Bad, Call, Case, Setting, Way};
 use Call::{
     Cached, Capture, Combine, CombineBackward, CombineCopy, CombineHalves, Dispatch, DispatchBackward,
     DispatchHalves, Floor, Forget, Mask, OverBudget, Prepare, Refused, Release, SetMap, Stream, TokenBuffer,

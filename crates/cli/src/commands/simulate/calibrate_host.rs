@@ -21,7 +21,7 @@ use sidelane::rows::{Arithmetic, Stores};
 use sidelane::topology::Route;
 use sidelane::{Dtype, Error, ExpertParallel, Options, World};
 use sidelane_model::time::{Hardware, HostFigures, Loops};
-use sidelane_testkit::planning::Shape;
+use sidelane_testkit::timing::planning_steps::Shape;
 use sidelane_testkit::worlds::on_ranks;
 
 use crate::commands::plan_bench::Cost;

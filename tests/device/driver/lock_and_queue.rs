@@ -3,7 +3,7 @@
 use std::sync::Mutex;
 use std::time::Duration;
 
-use sidelane_testkit::device::waiting::{Answer, Call, Case, Said, Sharing};
+use sidelane_testkit::device::lock_and_queue::{Answer, Call, Case, Said, Sharing};
 use stand_in_cuda::all_kernels;
 
 use super::gpu;
@@ -33,7 +33,7 @@ fn answer(case: Case) -> Answer {
 #[test]
 fn another_threads_copies_pass_beside_each_call_while_a_stream_waits() {
     apart(
-        "driver::waiting::another_threads_copies_pass_beside_each_call_while_a_stream_waits",
+        "driver::lock_and_queue::another_threads_copies_pass_beside_each_call_while_a_stream_waits",
         &[("SIDELANE_FAKE_CUDA_KERNELS", all_kernels().unwrap().to_str().unwrap())],
         || {
             for call in [Call::Free, Call::Load, Call::FreeHost, Call::Launches] {
@@ -46,7 +46,7 @@ fn another_threads_copies_pass_beside_each_call_while_a_stream_waits() {
 #[test]
 fn copies_of_other_streams_pass_one_that_waits_where_queues_are_enough() {
     apart(
-        "driver::waiting::copies_of_other_streams_pass_one_that_waits_where_queues_are_enough",
+        "driver::lock_and_queue::copies_of_other_streams_pass_one_that_waits_where_queues_are_enough",
         &[("CUDA_DEVICE_MAX_CONNECTIONS", "32")],
         || {
             for priorities in [false, true] {

@@ -12,7 +12,7 @@ use sidelane::plan::{ExpertMap, Overflow, ReceiveMode, RowLayout, Strategy, SumO
 use sidelane::topology::Route;
 use sidelane_verify::reference;
 
-use crate::settings::Settings;
+use crate::ep_settings::Settings;
 
 /// Place and mode to which a case adds its settings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -300,7 +300,7 @@ pub(crate) fn reversed(map: &ExpertMap) -> Result<ExpertMap, PlanError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::suite::SUITE;
+    use crate::conformance::suite::SUITE;
 
     #[test]
     fn every_case_asks_for_its_feature_in_every_way() {

@@ -28,7 +28,7 @@ use sidelane_core::topology::Route;
 
 use super::events::{Line, OwnWord, Task};
 use super::hardware::{Place, at_rate};
-use super::lines::Lines;
+use super::host_tasks::Lines;
 
 /// Work that the next calls of the driver enqueue.
 #[derive(Debug, Default)]

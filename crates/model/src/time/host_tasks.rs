@@ -7,7 +7,7 @@ use sidelane_core::plan::RowSizes;
 use sidelane_core::schedule::{Index, Op, Operand, OperandId, Operands, PutSource, SumTarget, TrackOp};
 use sidelane_core::topology::Paths;
 
-use super::driver_calls::Collected;
+use super::device_tasks::Collected;
 use super::events::{Line, Program, Task};
 use super::hardware::{Place, at_rate};
 use super::{Executor, Hardware, Phase};

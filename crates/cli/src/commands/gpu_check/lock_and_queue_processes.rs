@@ -20,7 +20,7 @@ use std::time::Duration;
 
 use rustix::process::Signal;
 use sidelane_testkit::TestError;
-use sidelane_testkit::device::waiting::{Answer, Call, Case, Said, Sharing};
+use sidelane_testkit::device::lock_and_queue::{Answer, Call, Case, Said, Sharing};
 
 use super::report::{About, Checks};
 use super::{Part, Process, Task};

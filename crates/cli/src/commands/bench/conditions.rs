@@ -11,7 +11,7 @@ use sidelane::ep::Graphs;
 use sidelane::error::PlanError;
 use sidelane::plan::{ExpertMap, Overflow, ReceiveMode, RowLayout, Strategy, SumOrder};
 use sidelane::topology::{NodeMap, Route};
-use sidelane_testkit::settings::Settings;
+use sidelane_testkit::ep_settings::Settings;
 use sidelane_verify::reference::{Case, Real, Reference, Row, Tokens};
 
 use crate::commands::launch::{MachineArgs, node_labels, shape_words};
@@ -20,7 +20,7 @@ use crate::options::{NodeArgs, RouterArgs, at_least_one, fits_in_memory, one_of,
 use crate::routing_source::{Router, Share, Source};
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Config {
+pub struct Conditions {
     pub nodes: u32,
     pub ranks_per_node: Vec<u32>,
     pub tokens: u32,
@@ -36,13 +36,13 @@ pub struct Config {
     pub seed: u64,
 }
 
-impl Config {
+impl Conditions {
     /// From the command line and the recording or routing file. Without a number of rounds, as many
     /// as take half a minute.
     pub fn resolve(args: &ConditionArgs, backward: bool, rounds: Option<u32>) -> Result<Self, CliError> {
         let ranks_per_node = args.nodes.sizes()?;
         let (routed, share) = args.router.resolve(&args.routing)?;
-        let config = Config {
+        let config = Conditions {
             nodes: ranks_per_node.len() as u32,
             ranks_per_node,
             tokens: share.tokens,
@@ -66,7 +66,7 @@ impl Config {
         if config.shape.strategy == Strategy::AllGather && receive.mode().slots().is_some() {
             return Err(usage!("--mode slots is for --strategy all-to-all"));
         }
-        let config = Config { rounds, receive, ..config };
+        let config = Conditions { rounds, receive, ..config };
         config.fits_in_memory()?;
         Ok(config)
     }
@@ -96,7 +96,7 @@ impl Config {
             ("--align", self.shape.align),
             ("--rounds", rounds.unwrap_or(1)),
         ])?;
-        let Config { top_k, experts, shape, .. } = *self;
+        let Conditions { top_k, experts, shape, .. } = *self;
         let Shape { hidden, partial_dtype: wire, layout, route, coalesce_relays, .. } = shape;
         let (dtype, bytes) = (shape.dtype.element(), self.row_bytes());
         if !bytes.is_multiple_of(UNIT) {
@@ -166,7 +166,7 @@ impl Config {
     /// The same words wherever conditions are shown: ranks; what each brings; where it goes; by
     /// which way, and into how much memory; how combine adds.
     pub fn words(&self) -> [(&'static str, String); 5] {
-        let Config { tokens, routing, experts, top_k, seed, shape, .. } = self;
+        let Conditions { tokens, routing, experts, top_k, seed, shape, .. } = self;
         let Shape { hidden, dtype, align, layout, route, sum_order, .. } = shape;
         let gathers = if shape.strategy == Strategy::AllGather { "all-gather, " } else { "" };
         let spans = if shape.coalesce_relays { " in spans" } else { "" };
@@ -377,7 +377,7 @@ impl ReceiveConfig {
     ///
     /// # Errors
     /// Options of another mode; too little room for the routing, unless excess rows are dropped.
-    pub fn resolve(args: &ConditionArgs, config: &Config, router: &Router) -> Result<Self, CliError> {
+    pub fn resolve(args: &ConditionArgs, config: &Conditions, router: &Router) -> Result<Self, CliError> {
         for (option, given, mode) in [
             ("--budget", args.budget.is_some(), ReceiveKind::Budget),
             ("--slots", args.slots.is_some(), ReceiveKind::Slots),
@@ -414,7 +414,7 @@ impl ReceiveConfig {
     fn budget(
         factor: f64,
         overflow: Overflow,
-        config: &Config,
+        config: &Conditions,
         needs: &Reference<f32>,
     ) -> Result<Self, CliError> {
         if !(factor.is_finite() && factor > 0.0) {
@@ -538,9 +538,9 @@ pub mod tests {
         assert_eq!((args.shape.hidden, args.shape.dtype, args.routing), (2048, RowType::Bf16, None));
     }
 
-    pub fn resolve(words: &str) -> Config {
+    pub fn resolve(words: &str) -> Conditions {
         let args: BenchArgs = parsed(words).unwrap();
-        Config::resolve(&args.conditions, args.backward, args.rounds).unwrap()
+        Conditions::resolve(&args.conditions, args.backward, args.rounds).unwrap()
     }
 
     /// A routing file of four experts, top-2.
@@ -552,7 +552,7 @@ pub mod tests {
         file
     }
 
-    fn resolve_file(file: &NamedTempFile, words: &str) -> Config {
+    fn resolve_file(file: &NamedTempFile, words: &str) -> Conditions {
         resolve(&format!("--routing {} {words}", file.path().display()))
     }
 
@@ -643,7 +643,7 @@ pub mod tests {
                 r#""partial_dtype":"bf16""#,
             ],
         );
-        assert_eq!(serde_json::from_str::<Config>(&json).unwrap(), config);
+        assert_eq!(serde_json::from_str::<Conditions>(&json).unwrap(), config);
     }
 
     #[test]

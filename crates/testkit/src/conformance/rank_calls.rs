@@ -19,12 +19,12 @@ use sidelane::{Error, ExpertParallel, Group};
 use sidelane_verify::reference::{self, Real, Reference, Row, Tokens};
 
 use crate::TestError;
-use crate::case::{Bad, Call, reversed};
+use crate::conformance::case::{Bad, Call, reversed};
+use crate::conformance::tensors::{Buffer, Device, Place};
 use crate::device::whole;
 use crate::difference::{Difference, compare, compare_list};
+use crate::ep_settings::Settings;
 use crate::expected::Landing;
-use crate::place::{Buffer, Device, Place};
-use crate::settings::Settings;
 
 /// Dispatches that may be alive there.
 const MAX_IN_FLIGHT: u32 = 4;
@@ -34,7 +34,7 @@ const BAD_MEMBER: u32 = 1;
 const LAUNCHES: u32 = 4;
 
 /// One rank in one group.
-pub struct Player<'r, E> {
+pub struct RankCalls<'r, E> {
     settings: Settings,
     group: &'r Group,
     /// The instance under test.
@@ -50,7 +50,7 @@ pub struct Player<'r, E> {
     pub found: Vec<Difference>,
 }
 
-impl<'r, E: Real> Player<'r, E> {
+impl<'r, E: Real> RankCalls<'r, E> {
     /// Builds the instance: the `part`th of a case.
     pub fn build(
         settings: &Settings,
@@ -68,7 +68,7 @@ impl<'r, E: Real> Player<'r, E> {
         }
         let (ep, settings) = (builder.build()?, settings.clone());
         let (alive, found) = (Vec::new(), Vec::new());
-        Ok(Player { settings, group, ep, place, seed, dispatches: 0, tensors: 0, alive, found })
+        Ok(RankCalls { settings, group, ep, place, seed, dispatches: 0, tensors: 0, alive, found })
     }
 
     /// Number of dispatches, and the requests of the last one that is alive.
@@ -93,7 +93,7 @@ impl<'r, E: Real> Player<'r, E> {
     }
 
     /// Makes one call.
-    pub fn play(&mut self, call: Call) -> Result<(), TestError> {
+    pub fn carry_out(&mut self, call: Call) -> Result<(), TestError> {
         match call {
             Call::Dispatch => self.dispatch(|ep, x, choices| ep.dispatch(x, choices)),
             Call::DispatchHalves => self.dispatch(|ep, x, choices| ep.start_dispatch(x, choices)?.finish()),
@@ -424,16 +424,16 @@ impl<'r, E: Real> Player<'r, E> {
     /// A layer of this instance while another one's dispatch, begun before its combine, is under
     /// way.
     pub fn around(&mut self, other: &mut Self) -> Result<(), TestError> {
-        self.play(Call::Dispatch)?;
+        self.carry_out(Call::Dispatch)?;
         let reference = other.input();
         let layer = other.layer(&reference.all[other.me()])?;
         let started = layer.start(&mut other.ep)?;
-        self.play(Call::Combine(0))?;
+        self.carry_out(Call::Combine(0))?;
         let (rows, handle) = started.finish()?;
         other.dispatched(&rows, handle, reference)?;
-        other.play(Call::Combine(0))?;
-        self.play(Call::Forget)?;
-        other.play(Call::Forget)
+        other.carry_out(Call::Combine(0))?;
+        self.carry_out(Call::Forget)?;
+        other.carry_out(Call::Forget)
     }
 
     fn floor(&mut self) -> Result<(), TestError> {

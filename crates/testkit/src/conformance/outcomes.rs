@@ -3,8 +3,8 @@
 use serde::Serialize;
 use sidelane::ep::{CallExecutor, Feature};
 
+use crate::conformance::run::{Line, Outcome};
 use crate::difference::Difference;
-use crate::run::{Line, Outcome};
 
 /// A feature on an executor.
 #[derive(Clone, Debug, PartialEq, Serialize)]

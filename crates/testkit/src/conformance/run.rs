@@ -7,11 +7,11 @@ use sidelane::error::PlanError;
 use sidelane::{Error, World};
 use sidelane_verify::reference::Real;
 
-use crate::case::{Case, Way};
+use crate::conformance::case::{Case, Way};
+use crate::conformance::rank_calls::RankCalls;
+use crate::conformance::suite::SUITE;
+use crate::conformance::tensors::{Device, Memory};
 use crate::difference::Difference;
-use crate::place::{Device, Memory};
-use crate::player::Player;
-use crate::suite::SUITE;
 use crate::{TestError, with_element};
 
 /// Memory of a device that every run of the suite fits in.
@@ -68,9 +68,9 @@ impl Run {
     }
 
     /// Plays it at this rank, which is one of its group.
-    pub fn play(self, seed: u64, world: &World, device: Option<&Device>) -> Line {
+    pub fn carry_out(self, seed: u64, world: &World, device: Option<&Device>) -> Line {
         let device = device.filter(|_| self.way.is_on_device());
-        with_element!(self.case().dtype, play(self, seed, world, device))
+        with_element!(self.case().dtype, carry_out(self, seed, world, device))
     }
 
     /// The runs that a job of these ranks has finished, by the lines of each rank, and the one that
@@ -95,7 +95,7 @@ impl Run {
     }
 }
 
-fn play<E: Real>(run: Run, seed: u64, world: &World, device: Option<&Device>) -> Line {
+fn carry_out<E: Real>(run: Run, seed: u64, world: &World, device: Option<&Device>) -> Line {
     let (case, mut executor) = (run.case(), None);
     let mut found = Vec::new();
     let played = calls::<E>(&run, seed, world, device, &mut executor, &mut found);
@@ -155,16 +155,18 @@ fn calls<E: Real>(
         .map(|group| case.settings(run.way, &nodes(world, group)))
         .collect::<Result<Vec<_>, _>>()?;
     let groups = groups.iter().map(|group| world.group(group)).collect::<Result<Vec<_>, _>>()?;
-    let mut players = Vec::new();
+    let mut instances = Vec::new();
     for ((group, settings), part) in groups.iter().zip(&settings).zip(0..) {
-        players.push(Player::<E>::build(settings, group, device, (seed, part))?);
+        instances.push(RankCalls::<E>::build(settings, group, device, (seed, part))?);
     }
-    *executor = players.first().map(|player| player.ep.executor());
-    let played =
-        case.calls.iter().try_for_each(|&call| players.iter_mut().try_for_each(|player| player.play(call)));
-    let ended = players.iter().try_for_each(Player::end);
-    for player in &mut players {
-        found.append(&mut player.found);
+    *executor = instances.first().map(|instance| instance.ep.executor());
+    let played = case
+        .calls
+        .iter()
+        .try_for_each(|&call| instances.iter_mut().try_for_each(|instance| instance.carry_out(call)));
+    let ended = instances.iter().try_for_each(RankCalls::end);
+    for instance in &mut instances {
+        found.append(&mut instance.found);
     }
     // Memory is given back when no rank waits for this one.
     groups[0].gather(&[])?;
@@ -205,7 +207,7 @@ fn together(run: Run, lines: &[Option<Line>]) -> Line {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::suite::RANKS_PER_NODE;
+    use crate::conformance::suite::RANKS_PER_NODE;
 
     const RUNS: [Run; 3] = [run(0), run(2), run(3)];
 

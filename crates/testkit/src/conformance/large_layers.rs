@@ -11,13 +11,13 @@ use sidelane::plan::Overflow;
 use sidelane::{Dtype, World};
 use sidelane_verify::reference::{self, Real};
 
-use crate::case::{Call, Case, Setting, Way};
+use crate::conformance::case::{Call, Case, Setting, Way};
+use crate::conformance::rank_calls::{RankCalls, experts_copy};
+use crate::conformance::tensors::{Device, Memory};
 use crate::difference::Difference;
+use crate::ep_settings::Settings;
 use crate::machines::Machines;
-use crate::place::{Device, Memory};
-use crate::player::{Player, experts_copy};
-use crate::settings::Settings;
-use crate::stats::Laps;
+use crate::timing::stats::Laps;
 use crate::{TestError, with_element};
 
 /// Four layers.
@@ -61,7 +61,7 @@ const SMALL_HALF: &[Setting] = &[Setting::Budget(18, Overflow::Drop)];
 
 /// A case of all ranks of a world.
 #[derive(Clone, Copy, Debug)]
-pub struct Exchange {
+pub struct LayerCase {
     case: Case,
     way: Way,
     /// Whether each rank has two instances, whose calls take turns.
@@ -69,31 +69,31 @@ pub struct Exchange {
 }
 
 /// Slots, exact sizes, a budget that drops: of the large layer or, to be quick, a small one.
-pub fn modes(quick: bool) -> [(&'static str, Exchange); 3] {
+pub fn modes(quick: bool) -> [(&'static str, LayerCase); 3] {
     let (case, half) = if quick { (SMALL, SMALL_HALF) } else { (LARGE, HALF) };
     let budget = Case { settings: half, ..case };
     [("", case, Way::Slots), ("exact sizes, ", case, Way::Exact), ("a budget, ", budget, Way::Budget)]
-        .map(|(what, case, way)| (what, Exchange { case, way, two: false }))
+        .map(|(what, case, way)| (what, LayerCase { case, way, two: false }))
 }
 
-/// All exchanges between threads: what it is, and the node of each rank.
-pub fn all(quick: bool) -> Vec<(String, Vec<u32>, Exchange)> {
+/// All layers between threads: what it is, and the node of each rank.
+pub fn all(quick: bool) -> Vec<(String, Vec<u32>, LayerCase)> {
     let [(_, slots), exact, budget] = modes(quick);
-    let graph = |one: Exchange| Exchange { case: Case { calls: GRAPH, ..one.case }, ..one };
-    let of = |dtype| Exchange { case: Case { dtype, ..slots.case }, ..slots };
-    let flat = |what: String, ranks: u32, exchange| (what, vec![0; ranks as usize], exchange);
-    let nodes = |what: &str, exchange| (what.to_owned(), vec![0, 0, 1, 1], exchange);
+    let graph = |one: LayerCase| LayerCase { case: Case { calls: GRAPH, ..one.case }, ..one };
+    let of = |dtype| LayerCase { case: Case { dtype, ..slots.case }, ..slots };
+    let flat = |what: String, ranks: u32, layer| (what, vec![0; ranks as usize], layer);
+    let nodes = |what: &str, layer| (what.to_owned(), vec![0, 0, 1, 1], layer);
     let mut all: Vec<_> = [2, 4, 8].map(|ranks| flat(format!("{ranks} ranks"), ranks, slots)).into();
     all.push(flat("4 ranks, f16".to_owned(), 4, of(Dtype::F16)));
     all.push(flat("4 ranks, f32".to_owned(), 4, of(Dtype::F32)));
     all.extend([2, 4, 8].map(|ranks| flat(format!("{ranks} ranks in a graph"), ranks, graph(slots))));
     all.push(nodes("2 + 2 ranks, between nodes by memory of the host", slots));
     all.push(nodes("2 + 2 ranks, the same in a graph", graph(slots)));
-    all.push(flat("two exchanges in turns".to_owned(), 4, Exchange { two: true, ..slots }));
+    all.push(flat("two layers in turns".to_owned(), 4, LayerCase { two: true, ..slots }));
     for ranks in [2, 4, 8] {
         all.extend([exact, budget].map(|(what, mode)| flat(format!("{what}{ranks} ranks"), ranks, mode)));
     }
-    let held = graph(Exchange { way: Way::Graphs, ..budget.1 });
+    let held = graph(LayerCase { way: Way::Graphs, ..budget.1 });
     all.push(flat("a budget, 4 ranks in a graph".to_owned(), 4, held));
     all
 }
@@ -118,11 +118,11 @@ pub fn rounds(case: Case, world: &World, device: u32, count: u32) -> Result<[Vec
     let group = world.all()?;
     let settings = case.settings(Way::Slots, &vec![0; group.size() as usize])?;
     let device = Device::new(Some(device), world.rank(), memory(&settings))?;
-    let mut player = Player::<bf16>::build(&settings, &group, Some(&device), (0, 0))?;
+    let mut calls = RankCalls::<bf16>::build(&settings, &group, Some(&device), (0, 0))?;
     let seed = u64::from(world.rank());
     let tokens = reference::tokens(seed, settings.max_tokens, settings.case.hidden, case.top_k, case.experts);
-    let mut layer = player.layer(&tokens)?;
-    let (ep, stream) = (&mut player.ep, &device.stream);
+    let mut layer = calls.layer(&tokens)?;
+    let (ep, stream) = (&mut calls.ep, &device.stream);
     let (machines, mut laps) = (Machines::of(&group)?, [(); 3].map(|()| Laps::default()));
     // The first round warms up.
     for _ in 0..=count {
@@ -153,9 +153,9 @@ pub fn rounds(case: Case, world: &World, device: u32, count: u32) -> Result<[Vec
     Ok([dispatch?, combine?, graph?].map(|samples| samples[1..].to_vec()))
 }
 
-impl Exchange {
+impl LayerCase {
     /// Makes the calls of one rank on this device: what was done, or the first difference.
-    pub fn play(
+    pub fn carry_out(
         self,
         nodes: &[u32],
         world: &World,
@@ -166,29 +166,29 @@ impl Exchange {
 }
 
 fn calls<E: Real>(
-    Exchange { case, way, two }: Exchange,
+    LayerCase { case, way, two }: LayerCase,
     nodes: &[u32],
     world: &World,
     device: u32,
 ) -> Result<Result<String, Difference>, TestError> {
     let (group, settings) = (world.all()?, case.settings(way, nodes)?);
     let device = Device::new(Some(device), world.rank(), memory(&settings))?;
-    let player = |part| Player::<E>::build(&settings, &group, Some(&device), (0, part));
-    let (mut first, mut second) = (player(0)?, if two { Some(player(1)?) } else { None });
+    let calls = |part| RankCalls::<E>::build(&settings, &group, Some(&device), (0, part));
+    let (mut first, mut second) = (calls(0)?, if two { Some(calls(1)?) } else { None });
     let done = match (&mut second, case.calls) {
         (Some(second), _) => {
             (0..2).try_for_each(|_| first.around(second))?;
             "two layers of each, a dispatch begun before the other one's combine".to_owned()
         }
         (None, calls) => {
-            calls.iter().try_for_each(|&call| first.play(call))?;
+            calls.iter().try_for_each(|&call| first.carry_out(call))?;
             let graph = "a graph's copies on one GPU are single ones, which its SMs do";
             if calls == GRAPH { graph.to_owned() } else { first.last_dispatch()? }
         }
     };
-    let players = [Some(first), second];
-    players.iter().flatten().try_for_each(Player::end)?;
+    let instances = [Some(first), second];
+    instances.iter().flatten().try_for_each(RankCalls::end)?;
     // Memory is given back when no rank waits for this one.
     group.gather(&[])?;
-    Ok(players.into_iter().flatten().flat_map(|player| player.found).next().map_or(Ok(done), Err))
+    Ok(instances.into_iter().flatten().flat_map(|calls| calls.found).next().map_or(Ok(done), Err))
 }
