@@ -34,7 +34,7 @@
 //!   secret        what the ranks of a job prove to know
 //! ```
 
-mod descriptors;
+mod file_descriptors;
 mod health;
 mod hub;
 mod identity;
@@ -48,7 +48,7 @@ use std::io;
 
 use rustix::io::Errno;
 
-pub use descriptors::Location;
+pub use file_descriptors::Location;
 pub(crate) use health::interrupted;
 pub use health::{Timeouts, interruptible};
 pub use identity::Identity;
@@ -61,7 +61,7 @@ use crate::error::BootstrapError;
 
 // For the program and the tests of this repository: no promises are made about it.
 #[doc(hidden)]
-pub use descriptors::exchange_fds;
+pub use file_descriptors::exchange_fds;
 #[doc(hidden)]
 pub use health::Health;
 #[doc(hidden)]

@@ -38,18 +38,18 @@
 //! | `row_collective` | all-gather and reduce-scatter of rows |
 //! | `floor_bench` | the same bytes, moved by bare loops |
 
-mod agreement;
 mod builder;
+mod call_agreement;
 mod device;
 mod expert_parallel;
 mod features;
 mod floor_bench;
 mod handle;
 mod host;
-mod metadata;
 mod relay;
 mod report;
 mod row_collective;
+mod row_metadata;
 mod rows;
 mod state;
 mod tensor;
@@ -64,10 +64,10 @@ pub use row_collective::{CollectiveBuilder, RowCollective, RowPartition, TokenSl
 #[doc(hidden)]
 pub use floor_bench::FloorBench;
 pub use handle::{Handle, PendingCombine, PendingDispatch};
-pub use metadata::RowIndex;
 pub use report::{CallExecutor, LaneUse, Report, Status};
+pub use row_metadata::RowIndex;
 pub use rows::{CombineInput, ExpertOutput, ExpertRows, TokenBuffer};
 pub use tensor::{Choices, Place, Tensor, TensorMut};
 
 #[doc(hidden)]
-pub use metadata::Strided;
+pub use row_metadata::Strided;

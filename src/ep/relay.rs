@@ -7,7 +7,7 @@
 use std::ops::Deref;
 use std::sync::Arc;
 
-use super::agreement::GroupCounts;
+use super::call_agreement::GroupCounts;
 use super::state::EpState;
 use crate::error::{CallError, CallKind, Cause, Error, PlanError};
 use crate::exec::{Executor, TransferCounts};

@@ -397,7 +397,7 @@ impl RowCollective {
 /// Gathered rows, and their layout.
 fn gathered(ep: &HostExchange, extent: crate::memory::Extent, mut inner: Inner) -> (ExpertRows, Handle) {
     let (rows, row_bytes) = (inner.layout.landed, ep.spec().row_bytes());
-    inner.received = super::metadata::ReceivedMetadata::default();
+    inner.received = super::row_metadata::ReceivedMetadata::default();
     inner.weights.clear();
     let rows = HostRows { extent, rows, row_bytes, record: None, index: None };
     (ExpertRows(RowsAt::Host(rows)), Handle(HandleAt::Host(ep.handle_of(inner))))

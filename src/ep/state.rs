@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use super::agreement::CallAgreement;
+use super::call_agreement::CallAgreement;
 use crate::ep::builder::Spec;
 use crate::error::{CallKind, Error, MemoryError, PlanError};
 use crate::lane::{Lanes, MappedWindow, Port, WindowPart};

@@ -31,8 +31,8 @@
 use std::ptr;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::graph::Entry;
-use super::graph::run_body;
+use super::task_graph::Entry;
+use super::task_graph::run_body;
 use super::{Executor, Graph, NodeInfo, StreamId as Name};
 use crate::device::{Context, Event, Priority, Stream};
 use crate::error::{DeviceError, OverlapError};

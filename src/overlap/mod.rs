@@ -44,18 +44,18 @@
 mod chunks;
 mod cuda;
 mod forecast;
-mod graph;
 mod handoff;
 mod host;
 mod one_f_one_b;
+mod task_graph;
 
 pub use crate::error::{NodeInfo, NodeLabel, StreamId};
 pub use chunks::{ChunkRule, TokenChunks};
 pub use cuda::{CudaExecutor, StreamPool};
-pub use graph::{Body, Executor, Graph, Node};
 pub use handoff::Handoff;
 pub use host::{HostExecutor, Run};
 pub use one_f_one_b::{Direction, LayerOp, LayerStep, Passes};
+pub use task_graph::{Body, Executor, Graph, Node};
 
 // For the program and the tests of this repository: no promises are made about it.
 #[doc(hidden)]
@@ -63,4 +63,4 @@ pub use chunks::{CallCost, expert_groups};
 #[doc(hidden)]
 pub use forecast::{GraphTimer, NodeTime};
 #[doc(hidden)]
-pub use graph::RoundRobin;
+pub use task_graph::RoundRobin;

@@ -11,7 +11,7 @@
 //! one microbatch wait for each other in launch order, by a single event; here a node waits for the
 //! one whose result it takes, so gradients leave without waiting for those of weights.
 
-use super::graph::Body;
+use super::task_graph::Body;
 use super::{Graph, Node, NodeLabel, StreamId};
 
 /// Which pass a step is of.

@@ -34,7 +34,7 @@ use super::memory::Extent;
 use crate::device::{DeviceRange, RunArgs};
 use crate::dtype::Dtype;
 use crate::ep::Status;
-use crate::ep::agreement::GroupCounts;
+use crate::ep::call_agreement::GroupCounts;
 use crate::error::{CallError, CallKind, Error};
 use crate::exec::Until;
 use crate::plan::Segment;

@@ -48,7 +48,7 @@ use super::watchdog::Watch;
 use crate::device::{ChoiceFault, DeviceRange, Event, Kernels, Stream};
 use crate::dtype::Dtype;
 use crate::ep::Status;
-use crate::ep::agreement::GroupCounts;
+use crate::ep::call_agreement::GroupCounts;
 use crate::ep::host::refusing;
 use crate::ep::relay::{CallPlan, Relay, RelayCall, RelayTask};
 use crate::error::{CallError, CallKind, DeviceError, Error, MemoryError, PlanError};

@@ -19,7 +19,7 @@ use crossbeam_queue::ArrayQueue;
 
 use super::host_results::{HostHandle, HostInput, Inner, RetainedBuffer, check_tensor};
 use super::relay_thread::{HostRelay, RelayRunner};
-use crate::ep::agreement::GroupCounts;
+use crate::ep::call_agreement::GroupCounts;
 use crate::ep::relay::{CallPlan, RelayCall, RelayTask};
 use crate::ep::report::LaneUse;
 use crate::ep::state::EpState;

@@ -8,8 +8,8 @@ use super::{Hook, HostExecutor, Run};
 use crate::bootstrap::{caught, interrupted, wait};
 use crate::error::{NodeInfo, OverlapError};
 use crate::exec::Recorder;
-use crate::overlap::graph::Edge;
-use crate::overlap::graph::NodeError;
+use crate::overlap::task_graph::Edge;
+use crate::overlap::task_graph::NodeError;
 
 /// The shortest sleep of the watcher: limits below it are noticed a little late, and no thread
 /// spins.

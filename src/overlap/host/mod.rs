@@ -20,8 +20,8 @@ use std::thread::{self, Scope};
 use std::time::Duration;
 
 use self::ledger::{Leaving, RunState, SharedState};
-use super::graph::Entry;
-use super::graph::run_body;
+use super::task_graph::Entry;
+use super::task_graph::run_body;
 use super::{Executor, Graph, StreamId};
 use crate::bootstrap::{caught, spawn_scoped, turn};
 use crate::error::OverlapError;

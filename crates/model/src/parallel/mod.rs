@@ -20,7 +20,7 @@ mod mesh;
 mod misfit;
 mod rules;
 mod search;
-mod step;
+mod step_time;
 #[cfg(test)]
 mod tests;
 mod transformer;
@@ -31,5 +31,5 @@ pub use mesh::{Mesh, Shape, Zero};
 pub use misfit::Misfit;
 pub use rules::{Mixed, Rules, least_data_tokens, least_node_tokens, most_tensor_ways, training_seconds};
 pub use search::{Candidate, Fixed, Found, Question, SearchError};
-pub use step::{Bound, Overlap, Pass, Received, Step};
+pub use step_time::{Bound, Overlap, Pass, Received, Step};
 pub use transformer::{Attention, ConfigError, Experts, Transformer, UnknownModel};

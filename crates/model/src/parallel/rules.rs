@@ -12,7 +12,7 @@
 //!
 //! `B` tokens, `N = X Y` devices. A group of more axes has as many times the rate. The book writes
 //! 8 BD/X for the last backward pass; its tensor parallelism alone has 4 BD, and so have we.
-//! Factors `(n-1)/n` are taken as 1: [`step`](super::step) has them.
+//! Factors `(n-1)/n` are taken as 1: [`step`](super::step_time) has them.
 
 use serde::Serialize;
 

@@ -13,7 +13,7 @@ use super::device_rates::Devices;
 use super::dispatch::{DispatchTimes, LayerTransfers};
 use super::memory::{Memory, Precision};
 use super::mesh::{Mesh, Shape, Zero, divisors};
-use super::step::{Overlap, Step};
+use super::step_time::{Overlap, Step};
 use super::transformer::Transformer;
 use crate::time::Hardware;
 

@@ -35,6 +35,7 @@
 //! **Not modeled.** Congestion inside the network, other traffic, clocks that differ, stragglers,
 //! the caller's experts.
 
+mod call_tasks;
 mod device_tasks;
 mod events;
 mod hardware;
@@ -44,7 +45,6 @@ mod measured_host;
 mod placement;
 mod sensitivity;
 mod slots;
-mod tasks;
 #[cfg(test)]
 mod tests;
 mod variants;

@@ -10,8 +10,8 @@ use sidelane_core::plan::{
 use sidelane_core::schedule::ControlLayout;
 use sidelane_core::topology::{NodeMap, Paths, Route};
 
+use super::call_tasks::Lowering;
 use super::events::{Machine, Program, Ring};
-use super::tasks::Lowering;
 use super::{Engines, Executor, Hardware, Timing};
 
 /// A dispatch and its combine: the shape of the question.

@@ -41,15 +41,15 @@
 
 mod dual_pipe;
 mod plan;
+mod plan_replay;
+mod plan_times;
 mod prove;
-mod replay;
 mod run;
-mod schedule;
-mod timeline;
+mod schedules;
 
 pub use dual_pipe::dual_pipe;
 pub use plan::{Compute, Direction, Pass, Plan, Route, Shape, Step, Tensor, Transfer};
+pub use plan_times::{Costs, Span, Timeline};
 pub use prove::{Peak, Proof};
 pub use run::{Pipeline, Stage};
-pub use schedule::{Schedule, WarmUp};
-pub use timeline::{Costs, Span, Timeline};
+pub use schedules::{Schedule, WarmUp};

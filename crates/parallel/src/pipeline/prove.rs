@@ -2,13 +2,13 @@
 //!
 //! Stages are checked one by one, and then all together. A stage alone shows that each of its
 //! passes comes once, behind the passes and the messages that it needs, and that it sends what it
-//! has computed to the stage that needs it. The [replay](super::replay) shows that messages match
-//! in order and that no stage waits for ever. A stage waits for counts that only grow, so one
+//! has computed to the stage that needs it. The [replay](super::plan_replay) shows that messages
+//! match in order and that no stage waits for ever. A stage waits for counts that only grow, so one
 //! replay stands for all interleavings.
 
 use super::plan::{Compute, Direction, Pass, Plan, Shape, Step, Tensor, Transfer};
-use super::replay::replay;
-use super::timeline::Costs;
+use super::plan_replay::replay;
+use super::plan_times::Costs;
 use crate::error::PipelineError;
 
 /// What holds for a plan.

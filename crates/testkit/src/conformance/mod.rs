@@ -7,9 +7,9 @@
 //! ```
 
 pub mod case;
+pub mod case_run;
 pub mod large_layers;
 pub mod outcomes;
 pub mod rank_calls;
-pub mod run;
 pub mod suite;
 pub mod tensors;

@@ -3,7 +3,7 @@
 use serde::Serialize;
 use sidelane::ep::{CallExecutor, Feature};
 
-use crate::conformance::run::{Line, Outcome};
+use crate::conformance::case_run::{Line, Outcome};
 use crate::difference::Difference;
 
 /// A feature on an executor.

@@ -31,17 +31,17 @@
 
 #![allow(clippy::result_large_err, reason = "a fault ends the whole proof, and names two operations")]
 
-mod access;
 pub(super) mod flat_program;
 mod happens_before;
+mod overlapping_accesses;
 mod races;
 
 use std::fmt;
 use std::ops::Range;
 
-use access::Accesses;
 use flat_program::Program;
 use happens_before::Knowledge;
+use overlapping_accesses::Accesses;
 use races::Judge;
 use sidelane_core::schedule::{FlagValue, Op, WindowId};
 

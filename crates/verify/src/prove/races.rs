@@ -7,9 +7,9 @@
 
 use std::cmp::Ordering;
 
-use super::access::{Access, Accesses, How, Touched, Window};
 use super::flat_program::Program;
 use super::happens_before::{Knowledge, touch_era};
+use super::overlapping_accesses::{Access, Accesses, How, Touched, Window};
 use super::{AccessKind, OpRef, ProofFailure};
 
 /// When an operation or a touch happens.

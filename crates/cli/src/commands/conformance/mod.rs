@@ -23,8 +23,8 @@ use serde::{Deserialize, Serialize};
 use sidelane::device::{Driver, Probe};
 use sidelane::ep::Feature;
 use sidelane_testkit::conformance::case::Way;
+use sidelane_testkit::conformance::case_run::{Line, MEMORY, Run};
 use sidelane_testkit::conformance::outcomes::Finding;
-use sidelane_testkit::conformance::run::{Line, MEMORY, Run};
 use sidelane_testkit::conformance::suite::RANKS_PER_NODE;
 use sidelane_testkit::conformance::tensors::Device;
 

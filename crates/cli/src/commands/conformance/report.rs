@@ -3,8 +3,8 @@
 use serde::Serialize;
 use sidelane::device::Probe;
 use sidelane::ep::{CallExecutor, Feature};
+use sidelane_testkit::conformance::case_run::Line;
 use sidelane_testkit::conformance::outcomes::{Cell, Wrong};
-use sidelane_testkit::conformance::run::Line;
 use sidelane_testkit::conformance::suite::RANKS_PER_NODE;
 
 use super::{ConformanceArgs, PlaceArg};
@@ -113,8 +113,8 @@ impl command::Report for Report {
 #[cfg(test)]
 mod tests {
     use sidelane_testkit::conformance::case::Way;
+    use sidelane_testkit::conformance::case_run::{Outcome, Run};
     use sidelane_testkit::conformance::outcomes::{Finding, State};
-    use sidelane_testkit::conformance::run::{Outcome, Run};
     use sidelane_testkit::difference::Difference;
 
     use super::*;

@@ -3,7 +3,7 @@
 use std::fmt::{self, Write};
 
 use super::plan::{Compute, Pass, Plan, Step};
-use super::replay::replay;
+use super::plan_replay::replay;
 use crate::error::PipelineError;
 
 /// Costs of passes over one model chunk and one microbatch, in any unit of time.

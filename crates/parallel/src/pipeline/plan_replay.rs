@@ -13,7 +13,7 @@
 use std::collections::HashMap;
 
 use super::plan::{Direction, Plan, Step, Tensor, Transfer};
-use super::timeline::{Costs, Span};
+use super::plan_times::{Costs, Span};
 use crate::error::PipelineError;
 
 /// Passes of each stage, with their times.
