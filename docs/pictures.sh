@@ -28,7 +28,7 @@ for name in ${*:-trace layer plan plan-bench routing simulate}; do
         ;;
     trace) set -- --nodes 2 --ranks-per-node 2 --tokens 512 --out "$(mktemp)" ;;
     plan) set -- --model llama-3-70b --devices 1024 --tokens 1M --overlap all ;;
-    simulate) set -- --nodes 128 --ranks-per-node 8 --model deepseek_v3 --hardware h100-cx7 ;;
+    simulate) set -- --nodes 128 --ranks-per-node 8 --model deepseek-v3 --hardware h100-cx7 ;;
     *) set -- ;;
     esac
     # shellcheck disable=SC2086

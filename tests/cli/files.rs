@@ -46,6 +46,18 @@ fn files_of_a_layer_are_claimed_before_it_is_resolved() {
 }
 
 #[test]
+fn json_alone_can_be_written_to_standard_output() {
+    let ended = run(&mut sidelane("copy-engines --tokens 8 --json -"));
+    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    let report: serde_json::Value = serde_json::from_str(&ended.out).unwrap();
+    assert!(report["schema"].is_u64(), "{report}");
+
+    let ended = run(&mut sidelane("routing --json - --svg -"));
+    assert_eq!((ended.code, &ended.out[..]), (Some(2), ""), "{}", ended.err);
+    assert!(ended.err.contains("- is no file"), "{}", ended.err);
+}
+
+#[test]
 fn one_path_for_two_files_is_refused() {
     let name = format!("sidelane-twice-{}", std::process::id());
     for line in [

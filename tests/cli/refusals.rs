@@ -132,7 +132,7 @@ const REFUSED: &[(&str, &[&str])] = &[
     ("simulate --mode slots --nodes 1 --routing uniform", &["--routing"]),
     ("simulate --hidden 7 --tokens 1", &["a multiple of 16"]),
     ("simulate --route relay", &["pxn"]),
-    ("simulate --model gpt", &["deepseek_v3"]),
+    ("simulate --model gpt", &["deepseek-v3"]),
     ("simulate --relay-parts 0", &["--relay-parts"]),
     ("simulate --tflops 300", &["--token-chunks"]),
     ("simulate --tokens 16 --token-chunks 1,17", &["--token-chunks"]),

@@ -2,7 +2,7 @@
 
 mod baselines;
 mod chart;
-mod command;
+mod command_frame;
 mod commands;
 mod error;
 mod options;
@@ -37,7 +37,7 @@ fn main() -> ExitCode {
     let command = Cli::parse().command;
     let tag = if matches!(command, Commands::Rank(_)) { ranks::tag() } else { String::new() };
     run(command).unwrap_or_else(|error| {
-        command::complain(&format!("{tag}sidelane: {error}"));
+        command_frame::complain(&format!("{tag}sidelane: {error}"));
         error.exit_code()
     })
 }
@@ -50,7 +50,7 @@ mod tests {
 
     #[test]
     fn exit_statuses_are_in_the_help_with_an_example_that_parses_and_on_the_page() {
-        let page = crate::command::tests::page("troubleshooting.md");
+        let page = crate::command_frame::tests::page("troubleshooting.md");
         let (_, table) = page.split_once("## Exit status").unwrap();
         for status in ["0", "1", "2", "126", "127", "128+n"] {
             assert!(table.contains(&format!("| {status} |")), "{status}");

@@ -21,7 +21,7 @@ use sidelane::device::Driver;
 use sidelane::error::{BootstrapError, DeviceError};
 use sidelane::{Error, Group, Options, World};
 
-use crate::command;
+use crate::command_frame;
 use crate::commands::launch::{Bind, Job, MachineArgs};
 use crate::error::{CliError, usage};
 use crate::options;
@@ -59,7 +59,10 @@ impl Files {
     /// Finds out whether rank 0 can write them, before there are results to lose.
     pub fn claimed(self, machines: &MachineArgs) -> Result<Self, CliError> {
         if machines.node_rank.unwrap_or(0) == 0 {
-            command::claim([&self.json, &self.collectivex, &self.svg, &self.trace].into_iter().flatten())?;
+            command_frame::claim(
+                &self.json,
+                [&self.collectivex, &self.svg, &self.trace].into_iter().flatten(),
+            )?;
         }
         Ok(self)
     }

@@ -2,7 +2,7 @@
 //! gradients of weights are added up.
 
 use super::device_memory::{DeviceTensor, HostStaging};
-use super::products::Compute;
+use super::expert_products::Compute;
 use crate::device::{ByteSpan, GatherRun, GatherRuns, GroupSegments};
 use crate::error::{DeviceError, Error};
 use crate::layer::GradientOrder;

@@ -6,7 +6,7 @@ use super::DeviceMoeLayer;
 use super::device_experts::DeviceSwiGlu;
 use super::device_memory::HostStaging;
 use super::device_moe::Placed;
-use super::products::{Compute, Products};
+use super::expert_products::{Compute, Products};
 use crate::device::{DeviceRange, Kernels, LayerKernels, Priority, Stream};
 use crate::dtype::Dtype;
 use crate::ep::{ExpertParallelBuilder, HeapLoad};

@@ -5,7 +5,7 @@
 
 use super::chunk_rows::{DeviceChunk, DeviceSegments, Differentials, Gathered, Rows};
 use super::device_memory::{DeviceTensor, HostStaging, from};
-use super::products::Compute;
+use super::expert_products::Compute;
 use super::swiglu_bf16::Bf16Saved;
 use super::swiglu_f32::{F32Saved, F32Weights, Which};
 use super::weights::{Sizes, Weights};

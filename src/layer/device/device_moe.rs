@@ -7,7 +7,7 @@ use super::chunk_rows::DeviceSegments;
 use super::device_experts::{DeviceSwiGlu, Returned};
 use super::device_memory::{DeviceTensor, HostStaging, span};
 use super::device_tape::FactorRows;
-use super::products::Compute;
+use super::expert_products::Compute;
 use crate::device::{ByteSpan, DeviceRange, Stream};
 use crate::dtype::Dtype;
 use crate::ep::{ExpertOutput, ExpertParallel, ExpertRows, Handle, Place, RowCollective, RowPartition};

@@ -22,7 +22,7 @@ use std::sync::Arc;
 
 use super::chunk_rows::{DeviceSegments, Differentials, Inner};
 use super::device_memory::{DeviceTensor, from};
-use super::products::Compute;
+use super::expert_products::Compute;
 use super::weights::Sizes;
 use crate::device::{Bf16Product, Blas, ByteSpan, Columns, DeviceRange, MatmulArgs, MatmulShape, SwigluRows};
 use crate::dtype::Dtype;

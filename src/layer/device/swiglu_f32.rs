@@ -3,7 +3,7 @@
 
 use super::chunk_rows::{DeviceSegments, Differentials, Inner};
 use super::device_memory::{DeviceTensor, from};
-use super::products::Compute;
+use super::expert_products::Compute;
 use super::weights::Sizes;
 use crate::device::{ByteSpan, DeviceRange, MatmulArgs, MatmulShape};
 use crate::error::DeviceError;

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::device_memory::{HostStaging, span};
-use super::products::Compute;
+use super::expert_products::Compute;
 use super::swiglu_bf16::Bf16Weights;
 use crate::device::DeviceRange;
 use crate::error::{DeviceError, Error};

@@ -8,7 +8,7 @@ use sidelane::device::{
 };
 use sidelane::error::DeviceError;
 use sidelane_testkit::TestError;
-use sidelane_testkit::device::dispatch::{Dispatch, Peers, RANKS, all_done};
+use sidelane_testkit::device::copied_dispatch::{Dispatch, Peers, RANKS, all_done};
 use sidelane_testkit::device::driver::{CHECKS, Streams};
 use sidelane_testkit::device::hold::Held;
 use stand_in_cuda::all_kernels;

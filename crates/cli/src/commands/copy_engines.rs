@@ -19,7 +19,7 @@ use sidelane::plan::RowLayout;
 use sidelane::topology::Route;
 use sidelane_model::{CopyEngineWork, RankDispatches};
 
-use crate::command::{self, Command};
+use crate::command_frame::{self, Command};
 use crate::commands::bench::RowType;
 use crate::commands::launch::shape_words;
 use crate::error::CliError;
@@ -56,7 +56,7 @@ pub struct CopyEnginesArgs {
     #[arg(long, value_name = "GB/S", default_value_t = 380.0, value_parser = up_to(1e9))]
     pub copy_gbps: f64,
 
-    /// Write the report as JSON
+    /// Write the report as JSON; - is standard output
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
 }
@@ -65,8 +65,8 @@ impl Command for CopyEnginesArgs {
     const NAME: &'static str = "copy-engines";
 
     fn run(self) -> Result<ExitCode, CliError> {
-        command::claim(&self.json)?;
-        command::finish(&Report::new(&self)?, &self.json)
+        command_frame::claim(&self.json, [])?;
+        command_frame::finish(&Report::new(&self)?, &self.json)
     }
 }
 
@@ -148,7 +148,7 @@ impl Report {
     }
 }
 
-impl command::Report for Report {
+impl command_frame::Report for Report {
     fn text(&self) -> String {
         let Conditions { decided, hidden, dtype, copy_us, copy_gbps } = &self.config;
         let routing_source::Conditions { routing, experts, top_k, ranks_per_node, tokens, .. } = decided;
@@ -184,7 +184,7 @@ impl command::Report for Report {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::command::tests::{assert_page, parsed};
+    use crate::command_frame::tests::{assert_page, parsed};
 
     #[test]
     fn the_document_names_exactly_the_keys_of_the_json() {

@@ -19,7 +19,7 @@ use std::process::ExitCode;
 
 use clap::Subcommand;
 
-use crate::command::Command;
+use crate::command_frame::Command;
 use crate::error::{CliError, usage};
 use crate::ranks;
 

@@ -13,7 +13,7 @@ use sidelane_testkit::timing::planning_steps::{Planning, Shape};
 use sidelane_testkit::timing::stats::median;
 
 use crate::chart::{Chart, Curve, Panel, Point};
-use crate::command::{self, Command};
+use crate::command_frame::{self, Command};
 use crate::error::{CliError, usage};
 use crate::options::one_of;
 use crate::table::{self, time, volume};
@@ -68,16 +68,16 @@ impl Command for PlanBenchArgs {
     const NAME: &'static str = "plan-bench";
 
     fn run(self) -> Result<ExitCode, CliError> {
-        command::claim(&self.svg)?;
+        command_frame::claim(&None, &self.svg)?;
         let rows = rows(&self)?;
-        command::print(&table::fitted(&text(&self, &rows)))?;
-        command::draw(&self.svg, || draw(&self, &rows))?;
+        command_frame::print(&table::fitted(&text(&self, &rows)))?;
+        command_frame::draw(&self.svg, || draw(&self, &rows))?;
         Ok(ExitCode::SUCCESS)
     }
 }
 
 fn rows(args: &PlanBenchArgs) -> Result<Vec<Row>, CliError> {
-    let bar = command::progress(0, 2 * args.ranks.len() as u64).with_message("groups");
+    let bar = command_frame::progress(0, 2 * args.ranks.len() as u64).with_message("groups");
     let mut rows = Vec::new();
     for (&ranks, route) in args.ranks.iter().flat_map(|ranks| Route::ALL.map(|route| (ranks, route))) {
         let per_node = args.ranks_per_node.min(ranks);
@@ -196,7 +196,7 @@ fn draw(args: &PlanBenchArgs, rows: &[Row]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::command::tests::parsed;
+    use crate::command_frame::tests::parsed;
     use crate::svg::tests::elements;
 
     #[test]

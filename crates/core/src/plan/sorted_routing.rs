@@ -149,7 +149,8 @@ impl SortedRouting {
     /// choice.
     pub fn dropped_weight(&self, weights: &[f32]) -> f64 {
         let dropped = self.dropped.iter().zip(weights).filter(|(dropped, _)| **dropped);
-        dropped.map(|(_, &weight)| f64::from(weight)).sum()
+        // A sum of nothing by `Iterator::sum` is -0.
+        dropped.fold(0.0, |sum, (_, &weight)| sum + f64::from(weight))
     }
 
     /// Number of entries.

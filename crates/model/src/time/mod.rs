@@ -44,7 +44,7 @@ mod measured_device;
 mod measured_host;
 mod placement;
 mod sensitivity;
-mod slots;
+mod slot_tasks;
 #[cfg(test)]
 mod tests;
 mod variants;
@@ -57,7 +57,7 @@ pub use measured_device::DeviceFigures;
 pub use measured_host::{HostFigures, Loops};
 pub use placement::{Case, Placed};
 pub use sensitivity::{Assumption, Fastest, Outcome, outcomes};
-pub use slots::slots;
+pub use slot_tasks::slots;
 pub use variants::{Timed, Variant, Wishes};
 
 use hardware::at_rate;

@@ -4,11 +4,11 @@
 //!
 //! ```text
 //!   gpu-check on a GPU --\
-//!                         +--> driver, kernels, kernel_work, dispatch, waiting --> what was found
+//!                         +--> driver, kernels, kernel_work, lock_and_queue .. --> what was found
 //!   cargo test, fake ----/
 //! ```
 
-pub mod dispatch;
+pub mod copied_dispatch;
 pub mod driver;
 pub mod gpu;
 pub mod hold;

@@ -117,7 +117,7 @@ impl Baselines {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::command::tests::assert_words;
+    use crate::command_frame::tests::assert_words;
     use crate::error::failed;
 
     #[test]

@@ -19,7 +19,7 @@ use sidelane_testkit::timing::stats::{Laps, Percentiles, Summary, median, percen
 use sidelane_verify::reference::Real;
 
 use super::checked_layer::Layer;
-use crate::command;
+use crate::command_frame;
 use crate::error::CliError;
 use crate::ranks;
 use crate::table::time;
@@ -54,7 +54,7 @@ pub fn run<E: Real>(
     let tokens = layer.tokens.x()?.to_vec();
     let returned = chain.returned(&tokens, PAIRS);
     let mut timed = Timed { right: true, ..Timed::default() };
-    let bar = command::progress(layer.world.rank(), CHAINS as u64);
+    let bar = command_frame::progress(layer.world.rank(), CHAINS as u64);
     for _ in 0..CHAINS {
         barrier.barrier()?;
         for _ in 0..PAIRS {

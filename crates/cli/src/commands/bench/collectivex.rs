@@ -11,7 +11,7 @@ use sidelane_testkit::timing::stats::Percentiles;
 use super::chain::ChainReport;
 use super::conditions::{Conditions, ReceiveKind, Shape};
 use super::report::{Lanes, Report};
-use crate::command::Program;
+use crate::command_frame::Program;
 
 /// Most tokens of a rank that they call decode.
 const DECODE: u32 = 512;

@@ -523,7 +523,7 @@ pub mod tests {
     use tempfile::NamedTempFile;
 
     use super::*;
-    use crate::command::tests::{assert_words, parsed};
+    use crate::command_frame::tests::{assert_words, parsed};
     use crate::commands::bench::BenchArgs;
     use crate::routing_source::Router;
 

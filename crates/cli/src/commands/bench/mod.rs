@@ -30,7 +30,7 @@ use clap::Args;
 use serde::{Deserialize, Serialize};
 
 use crate::baselines::Folder;
-use crate::command::Command;
+use crate::command_frame::Command;
 use crate::commands::launch::MachineArgs;
 use crate::error::CliError;
 use crate::ranks::{self, Assignment, Files, RankMemory, Sizes};
@@ -74,7 +74,7 @@ pub struct BenchArgs {
     #[arg(long, conflicts_with = "master")]
     pub baselines: bool,
 
-    /// Write the report as JSON, on the machine of rank 0
+    /// Write the report as JSON, on the machine of rank 0; - is its standard output
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
 

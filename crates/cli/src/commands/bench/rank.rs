@@ -27,7 +27,7 @@ use super::conditions::{Conditions, Kind};
 use super::report::{FirstCall, InterNode, Lanes, Pass, Report, RunConfig, Volume};
 use super::{BenchArgs, Task};
 use crate::baselines::{Field, Folder};
-use crate::command::{self, Command as _};
+use crate::command_frame::{self, Command as _};
 use crate::error::{CliError, wrong};
 use crate::ranks::{self, Assignment, Files, Sizes};
 use crate::routing_source::Router;
@@ -35,8 +35,8 @@ use crate::routing_source::Router;
 pub fn main(Assignment { task, files }: &Assignment<Task>) -> Result<ExitCode, CliError> {
     let report = with_element!(task.config.shape.dtype.element(), run(task, files))?;
     let Some(report) = report else { return Ok(ExitCode::SUCCESS) };
-    command::draw(&files.collectivex, || collectivex::document(&report))?;
-    command::finish(&report, &files.json)
+    command_frame::draw(&files.collectivex, || collectivex::document(&report))?;
+    command_frame::finish(&report, &files.json)
 }
 
 fn run<E: Real>(task: &Task, files: &Files) -> Result<Option<Report>, CliError> {
@@ -108,7 +108,7 @@ fn time<E: Real>(
     let mut track = Track { layer, barrier, floor, field, stores, handle, moved: false };
     track.choose_stores(kinds)?;
     let mut pairs = vec![Pair::default(); kinds.len()];
-    let bar = command::progress(rank, config.rounds.into());
+    let bar = command_frame::progress(rank, config.rounds.into());
     for round in 0..config.rounds {
         track.round(kinds, &mut pairs, round % 2 == 1)?;
         bar.inc(1);
@@ -125,13 +125,13 @@ fn moved_as_planned(rank: u32, report: &sidelane::ep::Report) -> bool {
     let planned = [near, traffic.sent.remote].map(|rows| rows * traffic.row_bytes);
     let seen = [moved.intra_node_bytes, moved.inter_node_bytes];
     if seen != planned {
-        command::complain(&format!(
+        command_frame::complain(&format!(
             "sidelane: rank {rank} moved {seen:?} bytes on its node and to other nodes, not {planned:?}"
         ));
     }
     let (copies, planned_copies) = (report.relayed.copies, traffic.copies);
     if copies != planned_copies {
-        command::complain(&format!(
+        command_frame::complain(&format!(
             "sidelane: rank {rank} handed rows on in {copies} copies, not {planned_copies}"
         ));
     }
@@ -192,7 +192,7 @@ fn report<E: Real>(
         return Ok(None);
     }
     if returned != came_home {
-        command::complain(&format!(
+        command_frame::complain(&format!(
             "sidelane: a combine moved {returned} bytes between nodes, not {came_home}"
         ));
     }

@@ -15,7 +15,7 @@ use super::chain::ChainReport;
 use super::checked_layer::Verdict;
 use super::conditions::{Conditions, ReceiveKind};
 use super::rank::Nics;
-use crate::command;
+use crate::command_frame;
 use crate::table::{self, time, volume};
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -121,7 +121,7 @@ impl Report {
     }
 }
 
-impl command::Report for Report {
+impl command_frame::Report for Report {
     fn text(&self) -> String {
         let report = self;
         let verdict = report.verdict.text();
@@ -320,8 +320,8 @@ pub mod tests {
 
     use super::*;
     use crate::baselines::{BaselinePass, BaselineReport, Unavailable};
-    use crate::command::Report as _;
-    use crate::command::tests::{assert_page_with, assert_words};
+    use crate::command_frame::Report as _;
+    use crate::command_frame::tests::{assert_page_with, assert_words};
     use crate::commands::bench::call_baselines::Calls;
     use crate::commands::bench::chain;
     use crate::commands::bench::conditions::tests::resolve;

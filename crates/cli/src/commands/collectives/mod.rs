@@ -22,7 +22,7 @@ use sidelane_testkit::machines::{Hosts, Machines};
 use sidelane_testkit::timing::stats::{Laps, Summary, summary};
 
 use crate::baselines::{BaselinePass, BaselineReport, Field, Folder, Programs, Unavailable, compared};
-use crate::command::{self, Command};
+use crate::command_frame::{self, Command};
 use crate::commands::launch::MachineArgs;
 use crate::commands::put_bench::Sizes;
 use crate::error::{CliError, usage};
@@ -32,7 +32,7 @@ use crate::table::{self, time};
 
 const EXAMPLES: &str = "\
 Examples:
-  sidelane collectives --sizes 4K..16M                    # every operation, two emulated nodes
+  sidelane collectives --sizes 4K..16M                    # every operation, 8 ranks of one node
   sidelane collectives --operations all-reduce --nodes 1 --ranks-per-node 4 --baselines";
 
 /// Time all-reduce, broadcast, all-to-all, all-gather and reduce-scatter between processes,
@@ -60,7 +60,7 @@ pub struct CollectivesArgs {
     #[arg(long, conflicts_with = "master")]
     pub baselines: bool,
 
-    /// Write the report as JSON, on the machine of rank 0
+    /// Write the report as JSON, on the machine of rank 0; - is its standard output
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
 
@@ -153,7 +153,7 @@ fn main(Assignment { task, files }: &Assignment<Task>) -> Result<ExitCode, CliEr
     let mut others =
         folder.as_ref().map(|folder| others(&group, task, folder)).transpose()?.unwrap_or_default();
     let mut barrier = group.window(0)?;
-    let bar = command::progress(world.rank(), task.runs.len() as u64);
+    let bar = command_frame::progress(world.rank(), task.runs.len() as u64);
     let (mut verified, mut runs) = (true, Vec::new());
     for (nth, &run) in (0u8..).zip(&task.runs) {
         let mut test = Test::new(run.operation, (run.bytes / 4) as usize, &group)?;
@@ -177,7 +177,7 @@ fn main(Assignment { task, files }: &Assignment<Task>) -> Result<ExitCode, CliEr
     }
     let ranks_per_node = task.ranks_per_node.clone();
     let config = Conditions { ranks_per_node, hosts: machines.hosts() };
-    command::finish(&Report { config, verified, runs, unavailable: others.absent.clone() }, &files.json)
+    command_frame::finish(&Report { config, verified, runs, unavailable: others.absent.clone() }, &files.json)
 }
 
 fn take_turns(
@@ -247,7 +247,7 @@ pub struct RunReport {
     pub baselines: Vec<BaselineReport<BaselinePass>>,
 }
 
-impl command::Report for Report {
+impl command_frame::Report for Report {
     fn text(&self) -> String {
         let Conditions { ranks_per_node, hosts } = &self.config;
         let ranks: u32 = ranks_per_node.iter().sum();
@@ -290,8 +290,8 @@ impl command::Report for Report {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::command::Report as _;
-    use crate::command::tests::{assert_page, assert_words};
+    use crate::command_frame::Report as _;
+    use crate::command_frame::tests::{assert_page, assert_words};
     use crate::error::failed;
 
     fn sample() -> Report {

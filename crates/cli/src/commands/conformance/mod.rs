@@ -29,7 +29,7 @@ use sidelane_testkit::conformance::suite::RANKS_PER_NODE;
 use sidelane_testkit::conformance::tensors::Device;
 
 use self::report::Report;
-use crate::command::{self, Command};
+use crate::command_frame::{self, Command};
 use crate::error::{CliError, failed};
 use crate::options::one_of;
 use crate::ranks::{self, Sizes, VARIABLES, missing, one_process};
@@ -55,7 +55,7 @@ pub struct ConformanceArgs {
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub seed: u64,
 
-    /// Write the report as JSON
+    /// Write the report as JSON; - is standard output
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
 }
@@ -70,7 +70,7 @@ impl Command for ConformanceArgs {
     const NAME: &'static str = "conformance";
 
     fn run(self) -> Result<ExitCode, CliError> {
-        command::claim(&self.json)?;
+        command_frame::claim(&self.json, [])?;
         let device = match self.place {
             Some(PlaceArg::Host) => None,
             Some(PlaceArg::Device) => Some(Ok(probe()?)),
@@ -85,7 +85,7 @@ impl Command for ConformanceArgs {
         let runs = Way::ALL.into_iter().filter(places).flat_map(Run::all).filter(asked).collect();
         let task = Task { runs, seed: self.seed, device: None, has_bar: true, folder: PathBuf::new() };
         let lines = run_all(task)?;
-        command::finish(&Report::new(&self, device, &lines), &self.json)
+        command_frame::finish(&Report::new(&self, device, &lines), &self.json)
     }
 
     /// Plays the cases, one after another, each behind a barrier.
@@ -97,7 +97,8 @@ impl Command for ConformanceArgs {
         let device = on_device.then(|| Device::new(device, rank, MEMORY)).transpose()?;
         let unwritten = CliError::prepare("write what a rank has seen");
         let mut file = File::create(lines_of(&folder, rank)).map_err(&unwritten)?;
-        let bar = if has_bar { command::progress(rank, runs.len() as u64) } else { ProgressBar::hidden() };
+        let bar =
+            if has_bar { command_frame::progress(rank, runs.len() as u64) } else { ProgressBar::hidden() };
         for run in runs {
             bar.set_message(run.case().feature.name());
             all.gather(&[])?;

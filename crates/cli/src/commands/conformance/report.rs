@@ -8,7 +8,7 @@ use sidelane_testkit::conformance::outcomes::{Cell, Wrong};
 use sidelane_testkit::conformance::suite::RANKS_PER_NODE;
 
 use super::{ConformanceArgs, PlaceArg};
-use crate::command::{self, Program};
+use crate::command_frame::{self, Program};
 use crate::commands::doctor::DriverReport;
 use crate::table;
 
@@ -84,7 +84,7 @@ impl Report {
     }
 }
 
-impl command::Report for Report {
+impl command_frame::Report for Report {
     fn text(&self) -> String {
         let mut executors: Vec<&str> = Vec::new();
         for cell in &self.cells {
@@ -118,8 +118,8 @@ mod tests {
     use sidelane_testkit::difference::Difference;
 
     use super::*;
-    use crate::command::Report as _;
-    use crate::command::tests::assert_page;
+    use crate::command_frame::Report as _;
+    use crate::command_frame::tests::assert_page;
 
     fn args(place: Option<PlaceArg>, only: &[Feature]) -> ConformanceArgs {
         ConformanceArgs { place, only: only.to_vec(), seed: 7, json: None }

@@ -24,7 +24,7 @@ use comfy_table::{ColumnConstraint, Width};
 use serde::Serialize;
 use sidelane::device::Probe;
 
-use crate::command::{self, Command, Program, Report};
+use crate::command_frame::{self, Command, Program, Report};
 use crate::error::CliError;
 use crate::options::word;
 use crate::table;
@@ -64,7 +64,7 @@ impl Command for DoctorArgs {
     fn run(self) -> Result<ExitCode, CliError> {
         let findings = examine(&Root::new("/"), &Facts::of_this_process());
         let diagnosis = Diagnosis { program: Program::HERE, findings };
-        command::print(&if self.json { diagnosis.json() } else { table::fitted(&diagnosis.text()) })?;
+        command_frame::print(&if self.json { diagnosis.json() } else { table::fitted(&diagnosis.text()) })?;
         Ok(ExitCode::SUCCESS)
     }
 }

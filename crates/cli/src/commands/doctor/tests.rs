@@ -6,7 +6,7 @@ use sidelane::error::{DeviceError, LaneError, VerbsError};
 use tempfile::TempDir;
 
 use super::*;
-use crate::command::tests::assert_page;
+use crate::command_frame::tests::assert_page;
 
 /// A directory that is a machine.
 struct Machine(TempDir);

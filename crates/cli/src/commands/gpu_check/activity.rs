@@ -27,7 +27,7 @@ use sidelane::device::{
     Activity, ActivityKind, AuditKernels, Channel, Cupti, DeviceRange, Driver, PinnedMemory, Stream,
 };
 use sidelane::error::DeviceError;
-use sidelane_testkit::device::dispatch::{Dispatch, Peers, RANKS, all_done};
+use sidelane_testkit::device::copied_dispatch::{Dispatch, Peers, RANKS, all_done};
 use sidelane_testkit::device::gpu::Gpu;
 use sidelane_testkit::device::whole;
 

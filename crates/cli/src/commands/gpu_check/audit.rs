@@ -10,13 +10,13 @@
 //! Everything is allocated before the hold and freed behind it, since calls that wait for the
 //! context would wait for the hold.
 //!
-//! The audit looks at a [dispatch](sidelane_testkit::device::dispatch) of ranks that are streams of
-//! one context.
+//! The audit looks at a [dispatch](sidelane_testkit::device::copied_dispatch) of ranks that are
+//! streams of one context.
 
 use std::time::{Duration, Instant};
 
 use sidelane::device::{AuditKernels, CopyBatch, CudaGraph, PinnedMemory, Stream, Version};
-use sidelane_testkit::device::dispatch::{Dispatch, Peers, RANKS, all_done};
+use sidelane_testkit::device::copied_dispatch::{Dispatch, Peers, RANKS, all_done};
 use sidelane_testkit::device::gpu::Gpu;
 use sidelane_testkit::device::hold::Held;
 use sidelane_testkit::device::lock_and_queue::Answer;

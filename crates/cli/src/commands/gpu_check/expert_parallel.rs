@@ -13,7 +13,7 @@ use sidelane_testkit::worlds;
 
 use super::report::{About, Checks, State};
 use super::{GpuCheckArgs, Part, Task};
-use crate::command::Command;
+use crate::command_frame::Command;
 use crate::commands::conformance::on_device;
 use crate::error::{CliError, failed, wrong};
 use crate::ranks::{self, one_process};

@@ -24,7 +24,7 @@ use sidelane_testkit::device::lock_and_queue::{Answer, Call, Case, Said, Sharing
 
 use super::report::{About, Checks};
 use super::{Part, Process, Task};
-use crate::command;
+use crate::command_frame;
 use crate::error::{CliError, failed};
 
 pub fn locks(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
@@ -123,5 +123,5 @@ pub fn case(task: &Task) -> Result<(), CliError> {
 }
 
 fn say(said: &Said) -> Result<(), CliError> {
-    command::print(&serde_json::to_string(said).expect("texts are always JSON"))
+    command_frame::print(&serde_json::to_string(said).expect("texts are always JSON"))
 }

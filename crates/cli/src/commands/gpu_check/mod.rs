@@ -55,7 +55,7 @@ use sidelane_testkit::device::driver::{CHECKS, Streams};
 use sidelane_testkit::device::gpu::Gpu;
 use sidelane_testkit::device::lock_and_queue::Case;
 
-use crate::command::{self, Command as _};
+use crate::command_frame::{self, Command as _};
 use crate::commands::doctor::{self, Level};
 use crate::error::CliError;
 use crate::options::{up_to, word};
@@ -112,7 +112,7 @@ pub struct GpuCheckArgs {
     #[arg(long, value_name = "N", value_parser = size)]
     pub size: Option<u32>,
 
-    /// Write the report as JSON
+    /// Write the report as JSON; - is standard output
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
 
@@ -121,11 +121,11 @@ pub struct GpuCheckArgs {
     pub calibrate: Option<PathBuf>,
 }
 
-impl command::Command for GpuCheckArgs {
+impl command_frame::Command for GpuCheckArgs {
     const NAME: &'static str = "gpu-check";
 
     fn run(self) -> Result<ExitCode, CliError> {
-        command::claim(self.json.iter().chain(&self.calibrate))?;
+        command_frame::claim(&self.json, &self.calibrate)?;
         let probe = probe(self.device)?;
         let asked = |part: &Part| self.parts.is_empty() || self.parts.contains(part);
         let chosen: Vec<Part> = Part::value_variants().iter().copied().filter(asked).collect();
@@ -134,10 +134,10 @@ impl command::Command for GpuCheckArgs {
         }
         let rows = run_parts(&Task::of(&self), &chosen, self.minutes)?;
         let report = Report::new(&self, &probe, rows);
-        let status = command::finish(&report, &self.json)?;
+        let status = command_frame::finish(&report, &self.json)?;
         if self.calibrate.is_some() {
             let hardware = calibrate_device::hardware(&report)?;
-            command::draw(&self.calibrate, || command::pretty(&hardware) + "\n")?;
+            command_frame::draw(&self.calibrate, || command_frame::pretty(&hardware) + "\n")?;
         }
         Ok(status)
     }
@@ -255,7 +255,7 @@ impl Task {
 const SILENCE: Duration = Duration::from_secs(300);
 
 fn run_parts(task: &Task, parts: &[Part], minutes: Option<f64>) -> Result<Vec<Row>, CliError> {
-    let bar = command::progress(0, parts.len() as u64);
+    let bar = command_frame::progress(0, parts.len() as u64);
     let end = minutes.map(|minutes| Instant::now() + Duration::from_secs_f64(minutes * 60.0));
     let mut rows = Vec::new();
     for &part in parts {

@@ -7,7 +7,7 @@ use sidelane_testkit::device::lock_and_queue::Answer;
 use sidelane_testkit::timing::stats::{Summary, summary};
 
 use super::{GpuCheckArgs, Part};
-use crate::command::{self, Program};
+use crate::command_frame::{self, Program};
 use crate::commands::doctor::DriverReport;
 use crate::error::CliError;
 use crate::options::word;
@@ -127,7 +127,7 @@ impl Time {
     }
 }
 
-impl command::Report for Report {
+impl command_frame::Report for Report {
     fn text(&self) -> String {
         let report = self;
         let Report { program, driver, device, multiprocessors, .. } = report;
@@ -303,7 +303,7 @@ impl Checks {
 }
 
 fn emit(row: &Row) -> Result<(), CliError> {
-    command::print(&serde_json::to_string(row).expect("texts and numbers are always JSON"))
+    command_frame::print(&serde_json::to_string(row).expect("texts and numbers are always JSON"))
 }
 
 fn conclusions(rows: &[Row]) -> Vec<String> {
@@ -346,8 +346,8 @@ fn conclusions(rows: &[Row]) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::command::Report as _;
-    use crate::command::tests::{assert_page, assert_words};
+    use crate::command_frame::Report as _;
+    use crate::command_frame::tests::{assert_page, assert_words};
 
     /// A report in which every key is present.
     fn report() -> Report {

@@ -21,7 +21,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use super::LaunchArgs;
-use crate::command::Command as _;
+use crate::command_frame::Command as _;
 use crate::error::CliError;
 use crate::ranks;
 

@@ -32,7 +32,7 @@ use signal_hook::iterator::{Handle, Signals};
 
 use super::guard::Guard;
 use super::{Meeting, Part, Place, places};
-use crate::command::complain;
+use crate::command_frame::complain;
 use crate::error::CliError;
 
 /// Program to run, and how often.

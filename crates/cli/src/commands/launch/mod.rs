@@ -33,7 +33,7 @@ use clap::{Args, ValueEnum};
 use sidelane::Error;
 use sidelane::bootstrap::{Identity, Secret};
 
-use crate::command::Command;
+use crate::command_frame::Command;
 use crate::error::{CliError, failed, usage};
 
 pub use job::{Bind, Job};

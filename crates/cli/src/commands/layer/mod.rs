@@ -26,7 +26,7 @@ use serde::{Deserialize, Serialize};
 use sidelane::config::EmulatedLink;
 use sidelane::layer::{Experts, GroupedSwiGlu, Segments};
 
-use crate::command::Command;
+use crate::command_frame::Command;
 use crate::commands::launch::MachineArgs;
 use crate::error::{CliError, usage};
 use crate::options::{NodeArgs, at_most};
@@ -62,7 +62,7 @@ pub struct LayerArgs {
     #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..))]
     pub rounds: u32,
 
-    /// Write the report as JSON, on the machine of rank 0
+    /// Write the report as JSON, on the machine of rank 0; - is its standard output
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
 
@@ -354,7 +354,7 @@ fn experts_alone(shape: &Shape) -> Duration {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::command::tests::parsed;
+    use crate::command_frame::tests::parsed;
 
     fn resolve(line: &str) -> Task {
         Task::resolve(&parsed(line).unwrap()).unwrap()

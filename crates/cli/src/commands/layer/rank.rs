@@ -17,7 +17,7 @@ use sidelane_testkit::values::Random;
 
 use super::report::{self, Pass, Report};
 use super::{LayerArgs, Shape, Task};
-use crate::command::{self, Command as _};
+use crate::command_frame::{self, Command as _};
 use crate::commands::bench::{EVENTS, write_trace};
 use crate::error::CliError;
 use crate::ranks::{self, Assignment};
@@ -61,8 +61,8 @@ pub fn main(Assignment { task, files }: &Assignment<Task>) -> Result<ExitCode, C
     if let Some(path) = &files.trace {
         write_trace(path, world.nodes(), &timelines)?;
     }
-    command::draw(&files.svg, || report::draw(&task.shape, &timelines))?;
-    command::finish(&report, &files.json)
+    command_frame::draw(&files.svg, || report::draw(&task.shape, &timelines))?;
+    command_frame::finish(&report, &files.json)
 }
 
 /// A rank's two layers, which differ in how they are carried out, and its tokens.
@@ -104,7 +104,7 @@ impl<'a> Rank<'a> {
         let mut barrier = self.group.window(0)?;
         let directions = if self.task.backward { 2 } else { 1 };
         let mut taken: Vec<Taken> = (0..directions).map(|_| Taken::default()).collect();
-        let bar = command::progress(self.world.rank(), self.task.rounds.into());
+        let bar = command_frame::progress(self.world.rank(), self.task.rounds.into());
         for round in 0..self.task.rounds as usize {
             for turn in 0..Kind::ALL.len() {
                 let kind = Kind::ALL[(round + turn) % Kind::ALL.len()];

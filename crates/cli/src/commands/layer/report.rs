@@ -23,7 +23,7 @@ use sidelane_testkit::timing::stats::summary;
 
 use super::{Shape, Task};
 use crate::chart::{self, LEFT, Times, WIDTH, legend};
-use crate::command;
+use crate::command_frame;
 use crate::commands::launch::shape_words;
 use crate::svg::{self, Style, Svg};
 use crate::table::{self, time, time_ns};
@@ -102,7 +102,7 @@ const NOTES: &str = "\
 Experts: at work, at the slowest rank, in turn. Transfers: a step whose experts do nothing. Hidden: what overlap saves of the
 shorter of the two; 1 is all of it.";
 
-impl command::Report for Report {
+impl command_frame::Report for Report {
     fn text(&self) -> String {
         let Conditions { shape, rounds, lane, emulated_link, lane_reason, hosts } = &self.config;
         let reason = table::because(lane_reason);
@@ -218,8 +218,8 @@ fn draw_span(svg: &mut Svg, scale: &Times, y: f64, span: &NodeSpan) {
 mod tests {
     use super::*;
     use crate::chart::tests::number;
-    use crate::command::Report as _;
-    use crate::command::tests::{assert_page, assert_words};
+    use crate::command_frame::Report as _;
+    use crate::command_frame::tests::{assert_page, assert_words};
     use crate::commands::layer::sample as shape;
     use crate::svg::tests::elements;
 

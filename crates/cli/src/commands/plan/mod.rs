@@ -19,7 +19,7 @@ use sidelane_model::parallel::{
     Candidate, Devices, Fixed, Found, NoPeaks, Overlap, Precision, Question, SearchError, Transformer,
 };
 
-use crate::command::{self, Command};
+use crate::command_frame::{self, Command};
 use crate::error::{CliError, usage};
 use crate::options::{Scaled, hardware_or, known_or_file, one_of};
 use crate::table::volume;
@@ -102,7 +102,7 @@ pub struct PlanArgs {
     #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub top: u32,
 
-    /// Write the report as JSON
+    /// Write the report as JSON; - is standard output
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
 
@@ -120,14 +120,14 @@ impl Command for PlanArgs {
     const NAME: &'static str = "plan";
 
     fn run(self) -> Result<ExitCode, CliError> {
-        command::claim(self.json.iter().chain(&self.svg))?;
+        command_frame::claim(&self.json, &self.svg)?;
         let question = self.question()?;
         let report = Report::new(&question, self.fitting(&question)?, self.top);
         if self.svg.is_some() {
             let picture = picture::draw(&question)?;
-            command::draw(&self.svg, || picture)?;
+            command_frame::draw(&self.svg, || picture)?;
         }
-        command::finish(&report, &self.json)
+        command_frame::finish(&report, &self.json)
     }
 }
 

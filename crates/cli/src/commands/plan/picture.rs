@@ -3,7 +3,7 @@
 use sidelane_model::parallel::{Bound, Candidate, Question};
 
 use crate::chart::{Band, Chart, Curve, Panel, Point};
-use crate::command;
+use crate::command_frame;
 use crate::error::CliError;
 use crate::options::Scaled;
 use crate::table::time;
@@ -27,7 +27,7 @@ pub fn draw(question: &Question) -> Result<String, CliError> {
     let doubled = doubled.filter(|&tokens| tokens <= Question::MOST_TOKENS);
     let all: Vec<u64> =
         halved.filter(|&tokens| tokens >= least).chain([question.tokens]).chain(doubled).collect();
-    let bar = command::progress(0, all.len() as u64).with_message("numbers of tokens");
+    let bar = command_frame::progress(0, all.len() as u64).with_message("numbers of tokens");
     let found = question.search_by_tokens(&all)?;
     bar.finish_and_clear();
     let searched =
@@ -128,7 +128,7 @@ fn numbers(tokens: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::command::tests::parsed;
+    use crate::command_frame::tests::parsed;
     use crate::commands::plan::PlanArgs;
     use crate::svg::tests::elements;
 

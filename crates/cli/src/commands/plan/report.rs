@@ -5,7 +5,7 @@ use sidelane_model::parallel::{
     Candidate, Devices, Fixed, Memory, Overlap, Pass, Precision, Question, Received, Rules, Step, Transformer,
 };
 
-use crate::command;
+use crate::command_frame;
 use crate::options::Scaled;
 use crate::table::{self, time, volume};
 
@@ -211,7 +211,7 @@ fn billions(parameters: u64) -> String {
     format!("{:.1} billion", parameters as f64 / 1e9)
 }
 
-impl command::Report for Report {
+impl command_frame::Report for Report {
     fn text(&self) -> String {
         let Conditions { devices, tokens, sequence, precision, recompute, overlap, .. } = &self.config;
         let Model { sizes, parameters, active_parameters } = &self.model;
@@ -261,7 +261,7 @@ impl command::Report for Report {
 #[cfg(test)]
 pub mod tests {
     use super::*;
-    use crate::command::tests::{assert_page, parsed};
+    use crate::command_frame::tests::{assert_page, parsed};
     use crate::commands::plan::PlanArgs;
 
     /// The report of a command line.

@@ -21,7 +21,7 @@ use std::str::FromStr;
 use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
 
-use crate::command::Command;
+use crate::command_frame::Command;
 use crate::commands::launch::{MachineArgs, places};
 use crate::error::{CliError, usage};
 use crate::options::{NodeArgs, Scaled, at_least_one};
@@ -92,7 +92,7 @@ pub struct PutBenchArgs {
     #[arg(long, value_name = "N")]
     pub warmup: Option<u32>,
 
-    /// Write the report as JSON, on the machine of rank 0
+    /// Write the report as JSON, on the machine of rank 0; - is its standard output
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
 
@@ -289,7 +289,7 @@ fn usual(test: Test, bytes: u64) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::command::tests::parsed;
+    use crate::command_frame::tests::parsed;
 
     #[test]
     fn a_range_is_every_power_of_two_in_it() {

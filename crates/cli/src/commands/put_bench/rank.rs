@@ -20,21 +20,21 @@ use super::measure::Pair;
 use super::report::{self, BaselineReport, Conditions, End, PairReport, Report, RunReport};
 use super::{PutBenchArgs, Run, Task, Test};
 use crate::baselines::{Unavailable, start};
-use crate::command::{self, Command as _};
+use crate::command_frame::{self, Command as _};
 use crate::error::{CliError, failed};
 use crate::ranks::{self, Assignment};
 
 pub fn main(Assignment { task, files }: &Assignment<Task>) -> Result<ExitCode, CliError> {
     let world = ranks::join(PutBenchArgs::NAME, task, task.sizes(), 0)?;
     let Some(report) = measure(task, &world)? else { return Ok(ExitCode::SUCCESS) };
-    command::draw(&files.svg, || report::draw(&report))?;
-    command::finish(&report, &files.json)
+    command_frame::draw(&files.svg, || report::draw(&report))?;
+    command_frame::finish(&report, &files.json)
 }
 
 fn measure(task: &Task, world: &World) -> Result<Option<Report>, CliError> {
     let group = world.all()?;
     let machines = Machines::of(&group)?;
-    let bar = command::progress(world.rank(), (task.pairs.len() * task.runs.len()) as u64);
+    let bar = command_frame::progress(world.rank(), (task.pairs.len() * task.runs.len()) as u64);
     let (mut pairs, mut absent) = (Vec::new(), None);
     for &ends in &task.pairs {
         let mut report = describe(world, ends);

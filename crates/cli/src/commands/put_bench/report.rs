@@ -10,7 +10,7 @@ use super::measure::Found;
 use super::{Run, Test};
 use crate::baselines::Unavailable;
 use crate::chart::{Chart, Curve, Panel, Point};
-use crate::command;
+use crate::command_frame;
 use crate::commands::launch::shape_words;
 use crate::options::{Scaled, word};
 use crate::table::{self, Column};
@@ -126,7 +126,7 @@ impl RunReport {
     }
 }
 
-impl command::Report for Report {
+impl command_frame::Report for Report {
     /// Conditions, verdict, and figures: of each size, or of each pair.
     fn text(&self) -> String {
         let report = self;
@@ -299,8 +299,8 @@ fn curves(report: &Report) -> Vec<Curve> {
 #[cfg(test)]
 pub mod tests {
     use super::*;
-    use crate::command::Report as _;
-    use crate::command::tests::{assert_page, assert_words};
+    use crate::command_frame::Report as _;
+    use crate::command_frame::tests::{assert_page, assert_words};
     use crate::commands::put_bench::Test;
     use crate::svg::tests::elements;
 

@@ -18,7 +18,7 @@ use report::Report;
 use sidelane::gate::Pattern;
 use sidelane_model::Dropped;
 
-use crate::command::{self, Command};
+use crate::command_frame::{self, Command};
 use crate::error::CliError;
 use crate::options::RoutedArgs;
 use crate::routing_source::{Decided, Source};
@@ -48,7 +48,7 @@ pub struct RoutingArgs {
     #[arg(long, value_name = "FILE")]
     pub svg: Option<PathBuf>,
 
-    /// Write the report as JSON
+    /// Write the report as JSON; - is standard output
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
 }
@@ -58,13 +58,13 @@ impl Command for RoutingArgs {
 
     fn run(self) -> Result<ExitCode, CliError> {
         let decided = self.decide()?;
-        command::claim(self.json.iter().chain(&self.svg))?;
+        command_frame::claim(&self.json, &self.svg)?;
         let report = Report::new(&decided, &self.factors)?;
         if self.svg.is_some() {
             let curves = dropped(&decided, &curve_factors())?;
-            command::draw(&self.svg, || report::draw(&report, &decided.map, &curves))?;
+            command_frame::draw(&self.svg, || report::draw(&report, &decided.map, &curves))?;
         }
-        command::finish(&report, &self.json)
+        command_frame::finish(&report, &self.json)
     }
 }
 

@@ -36,7 +36,7 @@ use crate::commands::launch::shape_words;
 use crate::error::CliError;
 use crate::routing_source::{Conditions, Decided};
 use crate::svg::{self, Style, Svg, round};
-use crate::{command, table};
+use crate::{command_frame, table};
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
@@ -122,7 +122,7 @@ fn percent(share: f64) -> String {
     if share == 0.0 { "-".into() } else { format!("{:.2}%", share * 100.0) }
 }
 
-impl command::Report for Report {
+impl command_frame::Report for Report {
     fn text(&self) -> String {
         let [routing, ranks] = self.config.words();
         let head = table::head(&[("routing", routing), ("ranks", ranks)]);
@@ -278,7 +278,7 @@ fn lines(svg: &mut Svg, curves: &[Dropped]) {
 pub mod tests {
     use super::*;
     use crate::chart::tests::points;
-    use crate::command::tests::{assert_page, parsed};
+    use crate::command_frame::tests::{assert_page, parsed};
     use crate::commands::routing::{RoutingArgs, curve_factors};
     use crate::svg::tests::elements;
 

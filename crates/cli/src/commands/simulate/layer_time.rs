@@ -264,25 +264,25 @@ mod tests {
 
     #[test]
     fn a_pass_of_which_nothing_overlaps_takes_what_its_parts_add_up_to() {
-        for preset in ["mixtral", "deepseek_v3"] {
+        for preset in ["mixtral-8x7b", "deepseek-v3"] {
             for pass in layered(preset, 512, 1) {
                 assert_eq!(pass.sequential_ns, pass.experts_ns + pass.transfers_ns, "{pass:?}");
             }
         }
         // Without a shared expert: gradients of weights are half of the experts' backward work, and
         // cover all tokens at once.
-        let ([_, whole], [_, in_turn]) = (layered("mixtral", 512, 1), layered("mixtral", 512, 4));
-        let [_, chunk] = layered("mixtral", 128, 1);
+        let ([_, whole], [_, in_turn]) = (layered("mixtral-8x7b", 512, 1), layered("mixtral-8x7b", 512, 4));
+        let [_, chunk] = layered("mixtral-8x7b", 128, 1);
         let of_chunks = 4 * (chunk.transfers_ns + chunk.experts_ns / 2);
         assert_eq!(in_turn.sequential_ns, of_chunks + whole.experts_ns / 2);
         // Of 5 tokens in 2 chunks: 2 and 3.
-        let [one, other] = [2, 3].map(|tokens| layered("mixtral", tokens, 1)[0].sequential_ns);
-        assert_eq!(layered("mixtral", 5, 2)[0].sequential_ns, one + other);
+        let [one, other] = [2, 3].map(|tokens| layered("mixtral-8x7b", tokens, 1)[0].sequential_ns);
+        assert_eq!(layered("mixtral-8x7b", 5, 2)[0].sequential_ns, one + other);
     }
 
     #[test]
     fn a_backward_pass_computes_twice_as_much_and_plans_nothing() {
-        let [forward, backward] = layered("deepseek_v3", 512, 2);
+        let [forward, backward] = layered("deepseek-v3", 512, 2);
         assert_eq!((forward.pass, backward.pass), (Pass::Forward, Pass::Backward));
         assert_eq!(backward.experts_ns, 2 * forward.experts_ns);
         assert!(backward.transfers_ns < forward.transfers_ns, "{forward:?} {backward:?}");

@@ -26,7 +26,7 @@ use sidelane::plan::{ExpertMap, RowLayout, SlotShape, SumOrder};
 use sidelane::topology::Route;
 use sidelane_model::time::{Case, Executor, Hardware, Placed, Timing, Variant, Wishes, slots};
 
-use crate::command::{self, Command};
+use crate::command_frame::{self, Command};
 use crate::commands::bench::RowType;
 use crate::error::{CliError, usage};
 use crate::options::{at_most, hardware, one_of};
@@ -44,10 +44,10 @@ Examples:
 #[derive(Args, Clone)]
 #[command(after_help = EXAMPLES)]
 pub struct SimulateArgs {
-    /// Model whose experts, choices, row and router are used. deepseek_v3 has 256 experts in 8
-    /// groups, of which 4 are taken, top-8 and rows of 7168; qwen3 (235B) 128, top-8, 4096; mixtral
-    /// (8x7B) 8, top-2, 4096; olmoe (1B-7B) 64, top-8, 2048
-    #[arg(long, default_value = "deepseek_v3", value_parser = one_of(MODELS, Model::name))]
+    /// Model whose experts, choices, row and router are used. deepseek-v3 has 256 experts in 8
+    /// groups, of which 4 are taken, top-8 and rows of 7168; qwen3-235b-a22b 128, top-8, 4096;
+    /// mixtral-8x7b 8, top-2, 4096; olmoe-1b-7b 64, top-8, 2048
+    #[arg(long, default_value = "deepseek-v3", value_parser = one_of(MODELS, |model: Model| model.name))]
     pub model: Model,
 
     /// A machine that is known (h100-cx7, h100-cx7-cliff, h200-cx7, h800-400g), or a file as
@@ -140,7 +140,7 @@ pub struct SimulateArgs {
     #[arg(long)]
     pub seed: Option<u64>,
 
-    /// Write the report as JSON
+    /// Write the report as JSON; - is standard output
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
 
@@ -161,16 +161,16 @@ impl Command for SimulateArgs {
     const NAME: &'static str = "simulate";
 
     fn run(self) -> Result<ExitCode, CliError> {
-        command::claim(self.json.iter().chain(&self.svg).chain(&self.calibrate))?;
+        command_frame::claim(&self.json, self.svg.iter().chain(&self.calibrate))?;
         if self.calibrate.is_some() {
             let hardware = calibrate_host::measure()?;
-            command::draw(&self.calibrate, || command::pretty(&hardware) + "\n")?;
-            command::print(&table::fitted(calibrate_host::words_of(&hardware).trim_end()))?;
+            command_frame::draw(&self.calibrate, || command_frame::pretty(&hardware) + "\n")?;
+            command_frame::print(&table::fitted(calibrate_host::words_of(&hardware).trim_end()))?;
             return Ok(ExitCode::SUCCESS);
         }
         let report = Report::new(&Task::resolve(&self)?)?;
-        command::draw(&self.svg, || report::draw(&report))?;
-        command::finish(&report, &self.json)
+        command_frame::draw(&self.svg, || report::draw(&report))?;
+        command_frame::finish(&report, &self.json)
     }
 }
 
@@ -280,7 +280,7 @@ impl<'a> Task<'a> {
             }
         }
         let conditions = Conditions {
-            model: args.model.name(),
+            model: args.model.name,
             routing: args.routing.clone(),
             experts,
             top_k,
@@ -401,6 +401,8 @@ fn no_option_of_slots(args: &SimulateArgs) -> Option<&'static str> {
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Model {
+    /// As for `plan`.
+    pub name: &'static str,
     preset: Preset,
     pub experts: u32,
     pub top_k: u32,
@@ -411,17 +413,45 @@ pub struct Model {
 }
 
 const MODELS: [Model; 4] = [
-    Model { preset: Preset::DeepseekV3, experts: 256, top_k: 8, hidden: 7168, ffn: 2048, shared_ffn: 2048 },
-    Model { preset: Preset::Qwen3, experts: 128, top_k: 8, hidden: 4096, ffn: 1536, shared_ffn: 0 },
-    Model { preset: Preset::Mixtral, experts: 8, top_k: 2, hidden: 4096, ffn: 14_336, shared_ffn: 0 },
-    Model { preset: Preset::Olmoe, experts: 64, top_k: 8, hidden: 2048, ffn: 1024, shared_ffn: 0 },
+    Model {
+        name: "deepseek-v3",
+        preset: Preset::DeepseekV3,
+        experts: 256,
+        top_k: 8,
+        hidden: 7168,
+        ffn: 2048,
+        shared_ffn: 2048,
+    },
+    Model {
+        name: "qwen3-235b-a22b",
+        preset: Preset::Qwen3,
+        experts: 128,
+        top_k: 8,
+        hidden: 4096,
+        ffn: 1536,
+        shared_ffn: 0,
+    },
+    Model {
+        name: "mixtral-8x7b",
+        preset: Preset::Mixtral,
+        experts: 8,
+        top_k: 2,
+        hidden: 4096,
+        ffn: 14_336,
+        shared_ffn: 0,
+    },
+    Model {
+        name: "olmoe-1b-7b",
+        preset: Preset::Olmoe,
+        experts: 64,
+        top_k: 8,
+        hidden: 2048,
+        ffn: 1024,
+        shared_ffn: 0,
+    },
 ];
 
 impl Model {
-    pub fn name(self) -> &'static str {
-        self.preset.name()
-    }
-
     /// Decisions of the model's router for one rank whose logits are random, and about normal: all
     /// experts are alike, in the long run.
     pub fn routing(self, share: Share, rank: u32) -> Result<Routing<'static>, CliError> {

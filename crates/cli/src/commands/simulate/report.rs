@@ -9,7 +9,7 @@ use sidelane_model::time::{
 use super::layer_time::{self, Layered, Products};
 use super::{Conditions, MetadataWith, ReceiveKind, Task, sensitivity};
 use crate::chart::{Chart, Curve, Panel, Point};
-use crate::command;
+use crate::command_frame;
 use crate::error::CliError;
 use crate::table::{self, time, time_ns, volume};
 
@@ -42,7 +42,7 @@ impl Report {
     pub fn new(task: &Task) -> Result<Self, CliError> {
         let mut sizes = vec![task.conditions.nodes];
         sizes.extend(task.nodes_of_picture().filter(|&nodes| nodes != task.conditions.nodes));
-        let bar = command::progress(0, sizes.len() as u64).with_message("groups");
+        let bar = command_frame::progress(0, sizes.len() as u64).with_message("groups");
         let assumptions = Assumption::of(&task.hardware);
         let (mut groups, mut sensitivity) = (Vec::new(), Vec::new());
         for (nth, &nodes) in sizes.iter().enumerate() {
@@ -163,7 +163,7 @@ impl Group {
     }
 }
 
-impl command::Report for Report {
+impl command_frame::Report for Report {
     fn text(&self) -> String {
         let Conditions { nodes, ranks_per_node, tokens, top_k, hidden, dtype, metadata_with, mode, .. } =
             &self.config;
@@ -242,7 +242,7 @@ pub fn draw(report: &Report) -> String {
 #[cfg(test)]
 pub mod tests {
     use super::*;
-    use crate::command::tests::{assert_page, parsed};
+    use crate::command_frame::tests::{assert_page, parsed};
     use crate::svg::tests::elements;
 
     /// The report of a command line.

@@ -23,7 +23,7 @@ use sidelane_testkit::machines::{self, Machines};
 use sidelane_testkit::with_element;
 use sidelane_verify::reference::Real;
 
-use crate::command::{self, Command};
+use crate::command_frame::{self, Command};
 use crate::commands::bench::{
     self, CALLS, ConditionArgs, Conditions, Layer, Task, Verdict, record, write_trace,
 };
@@ -52,7 +52,7 @@ pub struct TraceArgs {
     #[arg(long, value_name = "FILE")]
     pub svg: Option<PathBuf>,
 
-    /// Write the sums of each rank as JSON
+    /// Write the sums of each rank as JSON; - is standard output
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
 }
@@ -85,8 +85,8 @@ fn run<E: Real>(task: &Task, files: &Files) -> Result<ExitCode, CliError> {
     let nodes = layer.world.nodes();
     let report = Report::new(&task.config, &layer.machines, verdict, nodes, &timelines, out);
     write_trace(out, nodes, &timelines)?;
-    command::draw(&files.svg, || picture::draw(&task.config, nodes, &timelines))?;
-    command::finish(&report, &files.json)
+    command_frame::draw(&files.svg, || picture::draw(&task.config, nodes, &timelines))?;
+    command_frame::finish(&report, &files.json)
 }
 
 #[derive(Debug, Serialize)]
@@ -167,7 +167,7 @@ impl Report {
     }
 }
 
-impl command::Report for Report {
+impl command_frame::Report for Report {
     fn text(&self) -> String {
         let mut conditions = self.config.words();
         conditions[0].1 += &format!(", {}", machines::words(self.machines));
@@ -186,8 +186,8 @@ pub mod tests {
     use sidelane::exec::{Event, TimedCall};
 
     use super::*;
-    use crate::command::Report as _;
-    use crate::command::tests::{assert_page_with, assert_words, page};
+    use crate::command_frame::Report as _;
+    use crate::command_frame::tests::{assert_page_with, assert_words, page};
 
     /// Eight ranks on two nodes.
     pub fn config() -> Conditions {

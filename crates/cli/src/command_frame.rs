@@ -9,7 +9,7 @@
 
 use std::collections::BTreeSet;
 use std::io::{self, IsTerminal, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use indicatif::{ProgressBar, ProgressStyle};
@@ -77,9 +77,14 @@ pub fn pretty(value: &impl Serialize) -> String {
 }
 
 /// Prints a report and writes its JSON if that was asked for; the status says whether it is right.
+/// JSON that goes to standard output is printed instead of the report.
 pub fn finish(report: &impl Report, json: &Option<PathBuf>) -> Result<ExitCode, CliError> {
-    print(&table::fitted(&report.text()))?;
-    draw(json, || report.json() + "\n")?;
+    if json.as_deref().is_some_and(is_stdout) {
+        print(&report.json())?;
+    } else {
+        print(&table::fitted(&report.text()))?;
+        draw(json, || report.json() + "\n")?;
+    }
     Ok(if report.is_right() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
@@ -104,11 +109,22 @@ pub fn complain(text: &str) {
     let _ = io::stderr().lock().write_all(format!("{text}\n").as_bytes());
 }
 
+/// `-` is standard output, as for many programs.
+fn is_stdout(path: &Path) -> bool {
+    path == Path::new("-")
+}
+
 /// Checks that files can be written and that no two are the same, before there are results to lose.
-/// New files are removed again.
-pub fn claim<'p>(paths: impl IntoIterator<Item = &'p PathBuf>) -> Result<(), CliError> {
+/// New files are removed again. JSON alone may go to standard output.
+pub fn claim<'p>(
+    json: &'p Option<PathBuf>,
+    others: impl IntoIterator<Item = &'p PathBuf>,
+) -> Result<(), CliError> {
     let mut claimed = BTreeSet::new();
-    for path in paths {
+    for path in json.iter().filter(|path| !is_stdout(path)).chain(others) {
+        if is_stdout(path) {
+            return Err(usage!("- is no file: JSON alone can be written to standard output"));
+        }
         let file = std::path::absolute(path).map_err(|source| failed!("cannot write {path:?}: {source}"))?;
         if !claimed.insert(file) {
             return Err(usage!(
