@@ -42,7 +42,7 @@ pub enum BootstrapError {
     },
     /// Rank 0 can listen on none of the ports of the rendezvous.
     #[error(
-        "rank 0 can listen on none of the ports {first} to {last}: {}: set SIDELANE_PORT to a free one on all ranks, and join a job once in a process",
+        "rank 0 can listen on none of the ports from {first} to {last}: {}: set SIDELANE_PORT to a free one on all ranks, and join a job once in a process",
         std::io::Error::from_raw_os_error(*errno)
     )]
     NoPort {
@@ -121,7 +121,7 @@ pub enum BootstrapError {
     },
     /// A secret that can be guessed.
     #[error(
-        "{name} has at most {bits} bits, and {least} are needed: set it to what `openssl rand -hex 32` prints"
+        "{name} is too weak, by its characters {bits} bits of at least {least}: set it to what `openssl rand -hex 32` prints"
     )]
     WeakSecret {
         /// The variable.

@@ -322,8 +322,7 @@ impl<'g> MoeLayerBuilder<'g> {
         };
         let given = self.experts()?;
         if given.count() != held {
-            let expected = "as many as the expert map has on this rank";
-            return Err(bad("experts given", given.count() as u64, expected).into());
+            return Err(PlanError::ExpertsGiven { rank, given: given.count(), held, experts }.into());
         }
         if let Some(shared) = self.shared.as_ref().filter(|shared| shared.count() != 1) {
             return Err(bad("shared experts given", shared.count() as u64, "1: a wider one").into());

@@ -98,7 +98,7 @@ static void builds(void) {
     sidelane_ep_options_t options = good();
     if (rank == 1) options.stream = (sidelane_stream_t *)world;
     REFUSED_ON_BOTH(sidelane_ep_build(group, &options, NULL, &ep), SIDELANE_ERROR_HANDLE,
-                    "a sidelane_stream_t was expected", SIDELANE_ERROR_CALL, "whether their settings can be used");
+                    "a sidelane_stream_t was expected", SIDELANE_ERROR_CALL, "the settings of rank 1 cannot be used");
     options = good();
     if (rank == 1) options.stream = NULL, options.max_in_flight = 0, options.device_heap = 0;
     REFUSED(sidelane_ep_build(group, &options, NULL, &ep), SIDELANE_ERROR_CALL, "whether rows lie on a device");
@@ -117,7 +117,7 @@ static void builds(void) {
     few.mode = SIDELANE_MODE_SLOTS, few.layout = SIDELANE_LAYOUT_RANK_MAJOR, few.sum_order = SIDELANE_ORDER_RANK;
     few.max_tokens = TOKENS, few.mode_rows = rank == 1 ? TOKENS - 1 : TOKENS;
     REFUSED_ON_BOTH(sidelane_ep_build(group, &few, NULL, &slots), SIDELANE_ERROR_PLAN, "fewer slots than tokens",
-                    SIDELANE_ERROR_CALL, "whether their settings can be used");
+                    SIDELANE_ERROR_CALL, "the settings of rank 1 cannot be used");
     few.mode_rows = TOKENS;
     CHECK(sidelane_ep_build(group, &few, NULL, &slots));
 }
@@ -427,7 +427,7 @@ int main(void) {
     combines();
     calls_in_slots();
     masks(ep, "input of rank 1 was refused", "disagree");
-    masks(slots, "whether their masks can be used", "the mask");
+    masks(slots, "the masks of rank 1 cannot be used", "the mask");
     a_pending_call_that_is_closed();
     printf("rank %u: refused as it should be\n", rank);
     CHECK(sidelane_ep_close(ep));

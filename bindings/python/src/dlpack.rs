@@ -49,6 +49,23 @@ pub struct ElementType {
     pub lanes: u16,
 }
 
+impl ElementType {
+    /// As torch and numpy call it.
+    pub fn name(self) -> String {
+        let ElementType { code, bits, lanes } = self;
+        let kind = match code {
+            0 => "int",
+            1 => "uint",
+            2 => "float",
+            4 => "bfloat",
+            5 => "complex",
+            6 => return "bool".to_owned(),
+            _ => return format!("elements of DLPack type {code} with {bits} bits"),
+        };
+        if lanes == 1 { format!("{kind}{bits}") } else { format!("vectors of {lanes} {kind}{bits}") }
+    }
+}
+
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Device {

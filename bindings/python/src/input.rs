@@ -62,10 +62,9 @@ impl Input {
         let lent = Lent::take(&Self::capsule(object, what, on.map(OnStream::dlpack_stream))?)?;
         check_place(lent.device(), what, on)?;
         let element = Element::of_code(lent.element()).ok_or_else(|| {
-            let dlpack::ElementType { code, bits, lanes } = lent.element();
             let message = format!(
-                "elements of DLPack type {code} with {bits} bits x {lanes} cannot be used: rows are float32, bfloat16, \
-                 float16 or uint8, ids int32 or int64, weights float32"
+                "{} cannot be used: rows are float32, bfloat16, float16 or uint8, ids int32 or int64, weights float32",
+                lent.element().name()
             );
             wrong(what, "Dtype", message)
         })?;
@@ -160,7 +159,8 @@ impl Input {
         if self.shape.last() == Some(&columns) {
             return Ok(self);
         }
-        let message = format!("its shape is {:?}, but rows have {columns} elements", self.shape);
+        let message =
+            format!("its shape is {:?}, but its last axis must have {columns} elements", self.shape);
         Err(wrong(self.what, "Shape", message))
     }
 

@@ -46,6 +46,11 @@ def check_first_call_without_a_dtype_says_which_to_give(world):
         except sidelane.InputError as error:
             said = f'{name}: its elements are float32, but rows are bfloat16 where no dtype is given: make it with dtype="float32"'
             assert error.kind == "Dtype" and str(error) == said, error
+    try:
+        ep.prepare(ids.astype(np.int16), weights)
+        raise AssertionError("ids are int16")
+    except sidelane.InputError as error:
+        assert error.kind == "Dtype" and "int16 cannot be used" in str(error), error
 
 
 def check_advice_names_the_library_of_the_tensor(world):

@@ -53,7 +53,7 @@ def test_what_a_gate_cannot_use_is_named():
     with pytest.raises(sidelane.InputError, match="gate.*missing field"):
         sidelane.Gate({"experts": 4})
     gate = sidelane.Gate(sidelane.preset("mixtral", 4, 2))
-    with pytest.raises(sidelane.InputError, match="logits: its shape is .2, 3., but rows have 4"):
+    with pytest.raises(sidelane.InputError, match="logits: its shape is .2, 3., but its last axis must have 4"):
         gate.route(torch.zeros(2, 3))
     with pytest.raises(sidelane.GateError) as infinite:
         gate.route(torch.tensor([[0.0, torch.inf, 0.0, 0.0]]))

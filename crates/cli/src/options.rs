@@ -73,8 +73,9 @@ impl<const TOKENS: u32> RouterArgs<TOKENS> {
 /// Decisions of a router for ranks on nodes.
 #[derive(Args, Clone, Debug)]
 pub struct RoutedArgs<const NODES: u32, const RANKS: u32, const TOKENS: u32> {
-    /// recorded (a trained router's decisions, 64 experts, top-8), uniform, zipf:S, incast, or a
-    /// file of JSON lines with topk_ids and topk_weights [default: recorded; zipf:1.0 if --experts
+    /// recorded (a trained router's decisions, 64 experts, top-8), uniform, zipf:S, incast (all
+    /// tokens choose among the first eighth of the experts), or a file with a line for each token,
+    /// {"topk_ids": [3, 9], "topk_weights": [0.6, 0.4]} [default: recorded; zipf:1.0 if --experts
     /// or --top-k differ from it]
     #[arg(value_name = "recorded|PATTERN|FILE")]
     pub routing: Option<Source>,

@@ -130,10 +130,30 @@ fn stacked(table: &Table) -> String {
 }
 
 /// Text whose lines are broken at blanks where the width is known. What a line goes on with stands
-/// below its value, if the line begins with a key.
+/// below its value, if the line begins with a key. A sentence of several lines flows on.
 pub fn fitted(text: &str) -> String {
-    let Some(width) = width() else { return text.to_owned() };
-    text.lines().map(|line| broken(line, width)).collect::<Vec<_>>().join("\n")
+    width().map_or_else(|| text.to_owned(), |width| wrapped(text, width))
+}
+
+fn wrapped(text: &str, width: usize) -> String {
+    let (mut wrapped, mut sentence) = (Vec::new(), String::new());
+    let mut lines = text.lines().peekable();
+    while let Some(line) = lines.next() {
+        sentence += line;
+        let goes_on =
+            is_prose(line) && !line.ends_with('.') && lines.peek().is_some_and(|next| is_prose(next));
+        if goes_on && sentence.chars().count() > width {
+            sentence.push(' ');
+        } else {
+            wrapped.push(broken(&std::mem::take(&mut sentence), width));
+        }
+    }
+    wrapped.join("\n")
+}
+
+/// Whether a line has no columns.
+fn is_prose(line: &str) -> bool {
+    !line.is_empty() && !line.starts_with(' ') && !line.contains("  ")
 }
 
 fn broken(line: &str, width: usize) -> String {
@@ -141,10 +161,11 @@ fn broken(line: &str, width: usize) -> String {
         return line.to_owned();
     }
     let blanks = line.chars().take_while(|&char| char == ' ').count();
-    let key = line.split(' ').next().is_some_and(|first| {
-        first.len() < KEY
-            && line[first.len()..].chars().take_while(|&char| char == ' ').count() == KEY - first.len()
-    });
+    let key = !is_prose(line)
+        && line.split(' ').next().is_some_and(|first| {
+            first.len() < KEY
+                && line[first.len()..].chars().take_while(|&char| char == ' ').count() == KEY - first.len()
+        });
     let hang = " ".repeat(if blanks == 0 && key { KEY } else { blanks }.min(width / 2));
     let (mut lines, mut last, mut room) = (Vec::new(), String::new(), width);
     for word in line.split_inclusive(' ') {
@@ -262,6 +283,21 @@ mod tests {
         assert_eq!(broken("  two words", 9), "  two\n  words");
         assert_eq!(broken("/a/path/that/is/long", 8), "/a/path/\nthat/is/\nlong");
         assert_eq!(broken("short", 8), "short");
+        assert_eq!(broken("Predicted by a model", 12), "Predicted by\na model");
+    }
+
+    #[test]
+    fn sentences_flow_on_over_their_lines_and_columns_do_not() {
+        let text = "a sentence of two\nlines. The end.\nkey       value\nkey       value";
+        assert_eq!(
+            wrapped(text, 12),
+            "a sentence\nof two\nlines. The\nend.\nkey\n      value\nkey\n      value"
+        );
+        assert_eq!(
+            wrapped(text, 15),
+            "a sentence of\ntwo lines. The\nend.\nkey       value\nkey       value"
+        );
+        assert_eq!(wrapped(text, 17), text);
     }
 
     #[test]

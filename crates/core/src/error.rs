@@ -144,7 +144,7 @@ pub enum CallError {
         budget: u32,
     },
     /// Ranks built the same `ExpertParallel` differently.
-    #[error("rank {rank} and rank {peer} disagree about {what}: {} and {}", value(what, *mine), value(what, *theirs))]
+    #[error("{}", differ(what, [*rank, *peer], [*mine, *theirs]))]
     ConfigsDiffer {
         /// Which setting.
         what: &'static str,
@@ -213,6 +213,20 @@ pub enum CallError {
         /// Name of the missing value.
         missing: &'static str,
     },
+}
+
+/// Two ranks have different values of a setting; or the peer cannot use its own, and knows why.
+fn differ(what: &str, [rank, peer]: [u32; 2], [mine, theirs]: [u64; 2]) -> String {
+    match what.strip_prefix("whether their ").and_then(|rest| rest.strip_suffix(" can be used (1: yes)")) {
+        Some(subject) if theirs == 0 => {
+            format!("the {subject} of rank {peer} cannot be used: its own error says why")
+        }
+        _ => format!(
+            "rank {rank} and rank {peer} disagree about {what}: {} and {}",
+            value(what, mine),
+            value(what, theirs)
+        ),
+    }
 }
 
 /// A value that ranks compare, as a reader knows it.
@@ -358,7 +372,7 @@ pub enum PlanError {
         k: u32,
     },
     /// More tokens than the group was built for.
-    #[error("{tokens} tokens, but at most {max} were promised: raise max_tokens")]
+    #[error("{tokens} tokens, but max_tokens is {max}: raise it at the builder")]
     TooManyTokens {
         /// Tokens in the call.
         tokens: u32,
@@ -434,6 +448,18 @@ pub enum PlanError {
         /// Description of a right value.
         expected: &'static str,
     },
+    /// Another number of experts than the rank holds.
+    #[error("rank {rank} holds {held} of the {experts} experts, and {given} were given")]
+    ExpertsGiven {
+        /// This rank.
+        rank: u32,
+        /// Experts that the caller gave.
+        given: usize,
+        /// Experts that the expert map has on this rank.
+        held: usize,
+        /// All experts.
+        experts: u32,
+    },
     /// This rank's caller gave something that was refused before the call was laid out.
     #[error("the input was refused where the call was made")]
     RefusedHere,
@@ -464,6 +490,11 @@ mod tests {
         let differ = |what| CallError::ConfigsDiffer { what, rank: 0, peer: 1, mine: 0, theirs: 1 };
         assert_eq!(differ("dtype").to_string(), "rank 0 and rank 1 disagree about dtype: f32 and bf16");
         assert_eq!(differ("align").to_string(), "rank 0 and rank 1 disagree about align: 0 and 1");
+        let (what, mine, theirs) = ("whether their settings can be used (1: yes)", 1, 0);
+        assert_eq!(
+            CallError::ConfigsDiffer { what, rank: 0, peer: 3, mine, theirs }.to_string(),
+            "the settings of rank 3 cannot be used: its own error says why"
+        );
     }
 
     #[test]

@@ -219,6 +219,7 @@ fn seek(
             hosted.failure.get().cloned().map_or(Ok(()), Err)?;
         }
         let candidates = hosted.map_or_else(|| candidates(identity, until), |hosted| vec![hosted.address]);
+        let unknown = if candidates.is_empty() { ", a name without an address" } else { "" };
         for address in candidates {
             let now = Instant::now();
             let request = JoinRequest {
@@ -255,7 +256,7 @@ fn seek(
             return Err(explain(JoinRefusal::WrongSecret, identity, address, start));
         }
         if over {
-            let address = format!("{} (ports {})", identity.master_addr, list(&identity.ports));
+            let address = format!("{} (ports {}){unknown}", identity.master_addr, list(&identity.ports));
             return Err(BootstrapError::NoRendezvous { address, waited: start.elapsed(), other_job });
         }
         wait::nap(PAUSE);

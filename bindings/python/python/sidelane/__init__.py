@@ -7,6 +7,7 @@ host or of a GPU. See docs/from-python.md.
 import atexit as _atexit
 
 from ._native import (
+    __version__,
     Collective,
     Communicator,
     Decision,
@@ -54,6 +55,7 @@ from .join import init, spare
 from .launch import launch
 
 __all__ = [
+    "__version__",
     "BootstrapError",
     "BusyError",
     "CallError",

@@ -28,7 +28,7 @@ use crate::commands::put_bench::Sizes;
 use crate::error::{CliError, usage};
 use crate::options::{NodeArgs, Scaled, at_least_one};
 use crate::ranks::{self, Assignment, Files, RankMemory};
-use crate::table::{self, time};
+use crate::table::{self, Column, time};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -263,20 +263,19 @@ impl command_frame::Report for Report {
         let of = |baseline: &Option<_>, cell: fn(&BaselineReport<BaselinePass>) -> String| {
             baseline.map_or(String::new(), cell)
         };
-        text += &table::of(
-            rows,
-            &[
-                ("operation", &|(ours, _)| ours.run.operation.name()),
-                ("size", &|(ours, _)| Scaled(ours.run.bytes).to_string()),
-                ("p50", &|(ours, _)| time(ours.timing.p50_us)),
-                ("max", &|(ours, _)| time(ours.timing.max_us)),
-                ("baseline", &|(_, theirs)| of(theirs, |theirs| theirs.version.clone())),
-                ("p50", &|(_, theirs)| of(theirs, |theirs| time(theirs.calls.timing.p50_us))),
-                ("max", &|(_, theirs)| of(theirs, |theirs| time(theirs.calls.timing.max_us))),
-                ("x ours (95%)", &|(_, theirs)| of(theirs, |theirs| theirs.calls.speedup.text(2))),
-                ("result", &|(_, theirs)| of(theirs, |theirs| compared(theirs.bitwise_equal))),
-            ],
-        );
+        let columns: [Column<'_, (&RunReport, Option<&BaselineReport<_>>)>; 9] = [
+            ("operation", &|(ours, _)| ours.run.operation.name()),
+            ("size", &|(ours, _)| Scaled(ours.run.bytes).to_string()),
+            ("p50", &|(ours, _)| time(ours.timing.p50_us)),
+            ("max", &|(ours, _)| time(ours.timing.max_us)),
+            ("baseline", &|(_, theirs)| of(theirs, |theirs| theirs.version.clone())),
+            ("p50", &|(_, theirs)| of(theirs, |theirs| time(theirs.calls.timing.p50_us))),
+            ("max", &|(_, theirs)| of(theirs, |theirs| time(theirs.calls.timing.max_us))),
+            ("x ours (95%)", &|(_, theirs)| of(theirs, |theirs| theirs.calls.speedup.text(2))),
+            ("result", &|(_, theirs)| of(theirs, |theirs| compared(theirs.bitwise_equal))),
+        ];
+        let alone = self.runs.iter().all(|run| run.baselines.is_empty());
+        text += &table::of(rows, if alone { &columns[..4] } else { &columns });
         text += "\n";
         self.unavailable.iter().fold(text, |text, one| text + &one.text() + "\n")
     }

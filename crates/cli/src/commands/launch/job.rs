@@ -98,7 +98,9 @@ impl Job {
             }
             if (failed.is_some() || stopped.is_some()) && deadline.is_none() && ranks.running() > 0 {
                 let (running, grace) = (ranks.running(), self.grace);
-                complain(&format!("sidelane: ranks still running: {running}, to be killed in {grace:?}"));
+                complain(&format!(
+                    "sidelane: ranks still running: {running}, to be killed in {grace:?} (--grace)"
+                ));
                 deadline = Some(Instant::now() + self.grace);
             }
         }
