@@ -91,7 +91,7 @@ fn everything_runs_to_its_end_on_the_stand_in_and_nothing_is_claimed_about_a_gpu
         "8 ranks in a graph",
         "2 + 2 ranks, between nodes by memory of the host",
         "2 + 2 ranks, the same in a graph",
-        "two exchanges in turns",
+        "two layers in turns",
         "exact sizes, 8 ranks",
         "a budget, 8 ranks",
         "a budget, 4 ranks in a graph",

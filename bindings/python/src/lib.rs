@@ -49,7 +49,6 @@ use pyo3::prelude::*;
 
 #[pymodule]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_class::<world::World>()?;
     module.add_class::<world::Group>()?;
     module.add_class::<window::Window>()?;

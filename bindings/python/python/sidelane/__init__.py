@@ -5,9 +5,9 @@ host or of a GPU. See docs/from-python.md.
 """
 
 import atexit as _atexit
+from importlib.metadata import version as _version
 
 from ._native import (
-    __version__,
     Collective,
     Communicator,
     Decision,
@@ -53,6 +53,8 @@ from .errors import (
 )
 from .join import init, spare
 from .launch import launch
+
+__version__ = _version("sidelane")
 
 __all__ = [
     "__version__",

@@ -5,8 +5,6 @@ from typing import Any, Literal, Protocol, TypeVar, final, overload
 
 from typing_extensions import Self
 
-__version__: str
-
 class _SupportsDLPack(Protocol):
     """A tensor that speaks DLPack: torch's, numpy's, one of ours."""
 
