@@ -33,6 +33,53 @@ fn table_names_paths_that_exist_and_all_parts() {
     assert_eq!(asked, words("printf '%s\\n' \"${PARTS[@]}\""));
 }
 
+/// Folders that ask for no part, with the reason.
+const EXEMPT: [(&str, &str); 22] = [
+    ("crates/cli/src/commands", "the quick gate tests all commands; those that parts play with have lines"),
+    ("crates/model/src/parallel", "the quick gate runs all tests of models"),
+    ("crates/model/src/time", "the quick gate runs all tests of models"),
+    ("crates/parallel/src/context", "the quick gate runs all of `tests/parallel`"),
+    ("crates/parallel/src/data", "the quick gate runs all of `tests/parallel`"),
+    ("crates/parallel/src/pipeline", "the quick gate runs all of `tests/parallel`"),
+    ("crates/parallel/src/tensor", "the quick gate runs all of `tests/parallel`"),
+    ("crates/testkit/src/conformance", "the quick gate runs the whole suite"),
+    ("crates/testkit/src/device", "the quick gate runs all checks of a device on the fake driver"),
+    ("crates/testkit/src/timing", "the quick gate runs its tests"),
+    ("src/error", "types alone"),
+    ("tests/atomics", "the quick gate runs all models"),
+    ("tests/bootstrap", "the quick gate runs all of its cases"),
+    ("tests/cli", "the quick gate runs all of its cases; baselines have lines of their own"),
+    ("tests/collective", "the quick gate runs all of its cases"),
+    ("tests/cupti-abi", "the quick gate compares all declarations"),
+    ("tests/fuzz", "the quick gate plays its corpus again; campaigns are no part"),
+    ("tests/parallel", "the quick gate runs all of its cases"),
+    ("tests/repository", "the quick gate runs all of its cases"),
+    ("tests/verbs-abi", "the quick gate compares all declarations"),
+    ("tests/gate", "the quick gate runs all of its cases; `oracles` has a line"),
+    ("tests/rows", "the quick gate runs all of its cases"),
+];
+
+/// Folders in this one.
+fn folders(of: &str) -> Vec<String> {
+    let entries = std::fs::read_dir(root().join(of)).unwrap().map(|entry| entry.unwrap());
+    let folders = entries.filter(|entry| entry.file_type().unwrap().is_dir());
+    folders.map(|entry| format!("{of}/{}", entry.file_name().to_str().unwrap())).collect()
+}
+
+#[test]
+fn every_folder_asks_for_a_part_or_has_a_reason_not_to() {
+    let mut all: Vec<String> = ["src", "tests"].into_iter().flat_map(folders).collect();
+    all.extend(folders("crates").iter().flat_map(|package| folders(&format!("{package}/src"))));
+    let table = steps("table");
+    let asks = |folder: &str| {
+        let prefixes = table.lines().filter_map(|line| line.split_whitespace().next());
+        prefixes.into_iter().any(|prefix| format!("{folder}/").starts_with(prefix))
+    };
+    let silent: BTreeSet<&str> = all.iter().map(String::as_str).filter(|folder| !asks(folder)).collect();
+    let exempt: BTreeSet<&str> = EXEMPT.into_iter().map(|(folder, _)| folder).collect();
+    assert_eq!(silent, exempt, "folders without a line in CONTRIBUTING.md, and those with a reason");
+}
+
 #[test]
 fn each_part_has_a_function_and_an_estimate() {
     let parts = words("printf '%s\\n' \"${PARTS[@]}\"");

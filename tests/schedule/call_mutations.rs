@@ -20,7 +20,7 @@ use crate::groups::{CHUNKS, Group, gathering_rounds, rounds_of, ways};
 const KINDS: [CallKind; 4] =
     [CallKind::Dispatch, CallKind::CachedDispatch, CallKind::Combine, CallKind::ExpertMap];
 
-fn programs(group: &Group) -> RankPrograms {
+pub fn programs(group: &Group) -> RankPrograms {
     let paths = Paths::new(&group.nodes, group.route, 0);
     let (pxn, multi_node) = (group.route == Route::Pxn, paths.is_multi_node());
     let brings_in = group.pulls && multi_node && (pxn || !group.gpu_direct);
@@ -47,6 +47,7 @@ fn harmless(
             Some("what was offered is free when the streams of all ranks have come by")
         }
         CallChange::GoOn { .. } => None,
+        CallChange::MoveRelay { .. } => None,
     }
 }
 
@@ -149,6 +150,7 @@ impl Findings {
                 CallChange::Drop => "a step is dropped",
                 CallChange::Swap => "two steps change places",
                 CallChange::GoOn { .. } => "a refused rank goes on",
+                CallChange::MoveRelay { .. } => "a relay's part moves",
             };
             let tally = self.tallies.entry(class).or_default();
             tally.mutants += 1;

@@ -5,6 +5,7 @@ mod call_mutations;
 mod cases;
 mod collective_proof;
 mod groups;
+mod named_mutants;
 mod proof;
 mod replays;
 mod skeleton_mutations;

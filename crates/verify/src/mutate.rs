@@ -7,7 +7,7 @@
 //! ```
 
 use sidelane_core::error::CallKind;
-use sidelane_core::schedule::call_program::{CallProgram, CallStep, RankPrograms, Relays};
+use sidelane_core::schedule::call_program::{CallProgram, CallStep, RankPrograms, Relays, Role};
 use sidelane_core::schedule::{Calls, FlagValue, Op, TrackOp};
 
 use crate::unroll::{ActorCall, StageRun, UnrolledOp, UnrolledProgram};
@@ -31,6 +31,11 @@ pub enum Change {
     Retrack,
     /// Its whole stage loses its waits.
     DropWaits,
+    /// It goes before everything of this stage, an earlier one of the call. Not among
+    /// [`mutations`].
+    Before(&'static str),
+    /// A signal goes before the first one of its word in the call before. Not among [`mutations`].
+    Overtake,
 }
 
 /// One planted bug.
@@ -149,11 +154,36 @@ impl Mutation {
     pub fn plant(&self, unrolled: &UnrolledProgram) -> UnrolledProgram {
         let mut unrolled = unrolled.clone();
         for call in 0..unrolled.calls.len() {
-            if unrolled.calls[call][self.actor as usize].kind == self.kind {
-                self.change(&mut unrolled.part_mut(call, self.actor).scenes);
+            if unrolled.calls[call][self.actor as usize].kind != self.kind {
+                continue;
+            }
+            match self.change {
+                Change::Overtake if call > 0 => self.overtake(&mut unrolled, call),
+                Change::Overtake => {}
+                _ => self.change(&mut unrolled.part_mut(call, self.actor).scenes),
             }
         }
         unrolled
+    }
+
+    /// Moves the signal to the call before, if that one signals the same word.
+    fn overtake(&self, unrolled: &mut UnrolledProgram, call: usize) {
+        let Op::Signal { to, of, flag, .. } = self.item.op else { return };
+        let same = |step: &UnrolledOp| matches!(step.op, Op::Signal { to: t, of: o, flag: f, .. } if (t, o, f) == (to, of, flag));
+        let earlier = &unrolled.calls[call - 1][self.actor as usize].scenes;
+        let place = earlier
+            .iter()
+            .enumerate()
+            .find_map(|(nth, scene)| scene.steps.iter().position(same).map(|index| (nth, index)));
+        let (Some((nth, index)), Some(_)) = (place, self.scene_in(unrolled, call)) else { return };
+        let step = unrolled.part_mut(call, self.actor).scenes[self.scene].steps.remove(self.index);
+        unrolled.part_mut(call - 1, self.actor).scenes[nth].steps.insert(index, step);
+    }
+
+    /// Its scene in a call, if that gets so far.
+    fn scene_in<'u>(&self, unrolled: &'u UnrolledProgram, call: usize) -> Option<&'u StageRun> {
+        let scene = unrolled.calls[call][self.actor as usize].scenes.get(self.scene);
+        scene.filter(|scene| scene.name == self.stage)
     }
 
     fn change(&self, scenes: &mut [StageRun]) {
@@ -189,6 +219,13 @@ impl Mutation {
                 scene.steps[index].track = (scene.steps[index].track + 1) % tracks;
             }
             Change::DropWaits => scene.steps.retain(|step| !matches!(step.op, Op::Wait { .. })),
+            Change::Before(stage) => {
+                let step = scene.steps.remove(index);
+                let to = scenes.iter().position(|scene| scene.name == stage);
+                scenes[to.expect("a stage of the actor's call")].steps.insert(0, step);
+            }
+            // It concerns two calls: see `plant`.
+            Change::Overtake => {}
         }
     }
 }
@@ -204,6 +241,11 @@ pub enum CallChange {
     GoOn {
         /// The rank.
         rank: u32,
+    },
+    /// The steps of an inlined relay that begin here go before step `to`.
+    MoveRelay {
+        /// The number of the step, counted without these.
+        to: u16,
     },
 }
 
@@ -244,6 +286,22 @@ impl CallMutation {
         all
     }
 
+    /// Moves of each part of an inlined relay to every other place of its program.
+    pub fn of_relay(program: &CallProgram) -> Vec<CallMutation> {
+        let steps = program.steps();
+        let relays = |at: usize| steps[at].role == Role::Relay;
+        let begins = (0..steps.len()).filter(|&at| relays(at) && (at == 0 || !relays(at - 1)));
+        let moves = begins.flat_map(|at| {
+            let len = relayed(&steps[at..]);
+            let places = (0..=steps.len() - len).filter(move |&to| to != at);
+            places.map(move |to| CallMutation {
+                at: at as u16,
+                change: CallChange::MoveRelay { to: to as u16 },
+            })
+        });
+        moves.collect()
+    }
+
     /// The step, and the one behind it.
     pub fn steps(&self, program: &CallProgram) -> (CallStep, Option<CallStep>) {
         let at = usize::from(self.at);
@@ -276,9 +334,25 @@ impl CallMutation {
             }
             // Only at one rank: see `GoOn` where calls are unrolled.
             CallChange::GoOn { .. } => {}
+            CallChange::MoveRelay { to } => {
+                let part: Vec<CallStep> = steps.drain(at..at + relayed(&steps[at..])).collect();
+                let (to, len) = (usize::from(to), part.len());
+                let place = |nth: usize| {
+                    let without = if nth >= at + len { nth - len } else { nth };
+                    if without >= to { without + len } else { without }
+                };
+                half = place(usize::from(half)) as u16;
+                cuts.iter_mut().for_each(|cut| cut.at = place(usize::from(cut.at)) as u16);
+                steps.splice(to..to, part);
+            }
         }
         CallProgram::new(steps, half, cuts)
     }
+}
+
+/// How many steps of a relay these begin with.
+fn relayed(steps: &[CallStep]) -> usize {
+    steps.iter().take_while(|step| step.role == Role::Relay).count()
 }
 
 /// Plants a bug in the rank's own program for calls of this kind, with its relay.

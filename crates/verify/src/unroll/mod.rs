@@ -24,6 +24,7 @@ mod call_sequence;
 mod collective;
 mod dispatch_actor;
 mod host_access;
+mod instances;
 mod messages;
 mod return_actor;
 mod slot_streams;
@@ -43,6 +44,7 @@ use sidelane_core::topology::{NodeMap, Route};
 use crate::mutate::{CallMutation, ProgramId};
 
 pub use collective::{CollectiveBug, CollectiveCall, CollectiveScenario};
+pub use instances::{InstanceBug, InstanceScenario, Turn};
 pub use messages::{MessageBug, MessageCall, MessageScenario};
 pub use sidelane_core::schedule::call_program::Relays;
 pub use sidelane_core::schedule::{Bytes, Effect};
@@ -291,7 +293,8 @@ pub struct UnrolledOp {
     pub id: u32,
     /// Its track.
     pub track: u32,
-    /// Of which set of flags its word is: 0, but for microbatches on streams, which have one each.
+    /// Of which set of flags its word is: 0, but for microbatches on streams and for
+    /// instances, which have one each.
     pub set: u32,
     /// The operation.
     pub op: Op,
@@ -428,6 +431,15 @@ impl UnrolledProgram {
     /// [`PlanError::BadParameter`] unless there is a list of calls for each rank that has places.
     pub fn of_messages(scenario: &MessageScenario) -> Result<UnrolledProgram, PlanError> {
         messages::unroll(scenario)
+    }
+
+    /// Unrolls calls of several instances on one device.
+    ///
+    /// # Errors
+    /// [`PlanError::BadParameter`] unless the turns make each call of each instance once, and split
+    /// returns alone whose streams say that they are ready.
+    pub fn of_instances(scenario: &InstanceScenario) -> Result<UnrolledProgram, PlanError> {
+        instances::unroll(scenario)
     }
 
     /// Operations that ranks enqueue on streams, each in an order of its own, one stream for each
