@@ -4,7 +4,9 @@
 mod buckets;
 mod context;
 mod data;
+mod dropout;
 mod embedding;
+mod layer_norm;
 mod linear;
 mod linear_in_chunks;
 mod memory;
