@@ -5,6 +5,7 @@ mod buckets;
 mod context;
 mod data;
 mod dropout;
+mod dual_pipe;
 mod embedding;
 mod layer_norm;
 mod linear;

@@ -84,13 +84,16 @@ fn plan(ranks: u32, passes: bool) -> Vec<(Work, Vec<Work>)> {
     steps
 }
 
+/// A function of a block, which is the one of so many ranks before this one.
+pub(super) type See<'a, E, P> = &'a (dyn Fn(u32, &[E]) -> Result<P, Error> + Sync);
+
 /// A function that passes sums on.
 pub(super) type PassOn<'a, S> = &'a (dyn Fn(&mut Communicator, S) -> Result<S, Error> + Sync);
 
 /// What a rank computes with the blocks that visit it.
 pub(super) struct Visits<'a, E, P, S> {
-    /// The result of a block, which is the one of so many ranks before this one.
-    pub see: &'a (dyn Fn(u32, &[E]) -> Result<P, Error> + Sync),
+    /// The result of a block.
+    pub see: See<'a, E, P>,
     /// The sum of results with that of another block.
     pub add: &'a (dyn Fn(Option<S>, P) -> S + Sync),
     /// For sums that travel behind their block.

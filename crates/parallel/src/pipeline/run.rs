@@ -79,6 +79,50 @@ pub trait Stage<E: Float = f32> {
         model_chunk: u32,
         gradient: Option<&[E]>,
     ) -> Result<Option<Vec<E>>, Self::Error>;
+
+    /// Both passes of a [`Step::Overlap`]: what [`forward`](Stage::forward) returns, and what
+    /// [`backward`](Stage::backward) returns. They are of different microbatches, and in DualPipe
+    /// of different model chunks. Layers with transfers of their own make both in one graph, so
+    /// that one computes while rows of the other move
+    /// ([`MoeLayer::combined_with`](sidelane::layer::MoeLayer::combined_with)). Others need not
+    /// have this: it makes the forward pass, and then the backward pass.
+    ///
+    /// # Errors
+    /// Those of the layers.
+    fn forward_and_backward(
+        &mut self,
+        forward: ForwardCall<'_, E>,
+        backward: BackwardCall<'_, E>,
+    ) -> Result<[Option<Vec<E>>; 2], Self::Error> {
+        let ForwardCall { microbatch, model_chunk, inputs } = forward;
+        let outputs = self.forward(microbatch, model_chunk, inputs)?;
+        let BackwardCall { pass, microbatch, model_chunk, gradient } = backward;
+        Ok([outputs, self.backward(pass, microbatch, model_chunk, gradient)?])
+    }
+}
+
+/// A forward pass as [`Stage::forward`] gets it.
+#[derive(Clone, Copy, Debug)]
+pub struct ForwardCall<'a, E = f32> {
+    /// The microbatch.
+    pub microbatch: u32,
+    /// The model chunk.
+    pub model_chunk: u32,
+    /// Inputs of the model chunk.
+    pub inputs: Option<&'a [E]>,
+}
+
+/// A backward pass as [`Stage::backward`] gets it.
+#[derive(Clone, Copy, Debug)]
+pub struct BackwardCall<'a, E = f32> {
+    /// Its kind.
+    pub pass: Pass,
+    /// The microbatch.
+    pub microbatch: u32,
+    /// The model chunk.
+    pub model_chunk: u32,
+    /// Gradient of the outputs of the model chunk.
+    pub gradient: Option<&'a [E]>,
 }
 
 /// A pipeline over the ranks of a group: rank `s` is stage `s`.
@@ -308,12 +352,10 @@ impl<E: Float, S: Stage<E>> StageRun<'_, E, S> {
     fn steps(&mut self) -> Result<(), Error> {
         let plan = self.plan;
         for step in &plan.stages()[self.stage as usize] {
-            for compute in step.passes() {
-                if !self.stopped
-                    && let Err(error) = self.compute(compute)
-                {
-                    (self.stopped, self.failed) = (true, Some(error));
-                }
+            if !self.stopped
+                && let Err(error) = self.compute(step)
+            {
+                (self.stopped, self.failed) = (true, Some(error));
             }
             let Step::Transfer(group) = step else { continue };
             group.iter().try_for_each(|message| self.message(message))?;
@@ -321,19 +363,49 @@ impl<E: Float, S: Stage<E>> StageRun<'_, E, S> {
         Ok(())
     }
 
-    fn compute(&mut self, compute: Compute) -> Result<(), S::Error> {
+    /// The passes of a step, with the tensors that have come for them.
+    fn compute(&mut self, step: &Step) -> Result<(), S::Error> {
+        match *step {
+            Step::Compute(compute) => {
+                let came = self.came(compute);
+                let Compute { pass, microbatch, model_chunk } = compute;
+                let made = match pass {
+                    Pass::Forward => self.layers.forward(microbatch, model_chunk, came.as_deref())?,
+                    _ => self.layers.backward(pass, microbatch, model_chunk, came.as_deref())?,
+                };
+                self.keep(compute, made)
+            }
+            Step::Overlap { forward, backward } => {
+                let (inputs, gradient) = (self.came(forward), self.came(backward));
+                let Compute { microbatch, model_chunk, .. } = forward;
+                let ahead = ForwardCall { microbatch, model_chunk, inputs: inputs.as_deref() };
+                let Compute { pass, microbatch, model_chunk } = backward;
+                let back = BackwardCall { pass, microbatch, model_chunk, gradient: gradient.as_deref() };
+                let [outputs, made] = self.layers.forward_and_backward(ahead, back)?;
+                self.keep(forward, outputs)?;
+                self.keep(backward, made)
+            }
+            Step::Transfer(_) => Ok(()),
+        }
+    }
+
+    /// The tensor that has come for a pass.
+    fn came(&mut self, Compute { pass, microbatch, model_chunk }: Compute) -> Option<Vec<E>> {
+        let tensor = match pass {
+            Pass::Forward => Tensor::Activation,
+            Pass::Backward | Pass::BackwardInput => Tensor::Gradient,
+            Pass::BackwardWeight => return None,
+        };
+        self.kept.remove(&(Direction::Receive, tensor, microbatch, model_chunk))
+    }
+
+    /// Keeps what a pass made, for the pass that needs it.
+    fn keep(&mut self, compute: Compute, made: Option<Vec<E>>) -> Result<(), S::Error> {
         let (shape, Compute { pass, microbatch, model_chunk }) = (self.plan.shape(), compute);
         let (tensor, next) = match pass {
             Pass::Forward => (Tensor::Activation, shape.after(self.stage, model_chunk)),
             Pass::Backward | Pass::BackwardInput => (Tensor::Gradient, shape.before(self.stage, model_chunk)),
-            Pass::BackwardWeight => {
-                return self.layers.backward(pass, microbatch, model_chunk, None).map(drop);
-            }
-        };
-        let came = self.kept.remove(&(Direction::Receive, tensor, microbatch, model_chunk));
-        let made = match pass {
-            Pass::Forward => self.layers.forward(microbatch, model_chunk, came.as_deref())?,
-            _ => self.layers.backward(pass, microbatch, model_chunk, came.as_deref())?,
+            Pass::BackwardWeight => return Ok(()),
         };
         let Some((stage, chunk)) = next else { return Ok(()) };
         let made = made.unwrap_or_default();
