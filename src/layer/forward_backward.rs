@@ -1,14 +1,18 @@
 //! Two microbatches at once: the forward pass of one concurrent with the backward pass of another.
 
-use super::backward::{self, Gradients};
+use super::backward::{self, Gradients, Whole};
 use super::forward;
 use super::input::Input;
 use super::moe::Plan;
 use super::pass_order::{BackwardOps, ChunkCounts, ForwardOps};
+use super::router_step::Routed;
+use super::step_context::StepContext;
+use super::tape::{ChunkTape, SavedShared};
 use super::{MoeLayer, Tape};
 use crate::dtype::Element;
 use crate::error::{Error, NodeLabel, StreamId};
 use crate::overlap::{Body, Direction, Graph, LayerOp, LayerStep, Passes, Run};
+use crate::world::WorldState;
 
 /// Of the forward and of the backward pass, as errors and timelines name them.
 const MICROBATCHES: [u32; 2] = [1, 0];
@@ -34,34 +38,92 @@ impl MoeLayer {
             Err(error) => return Err(self.refuse_backward(&tape, error)),
         };
         let Tape { instance, routed: before, chunks, shared } = tape;
-        let (plan, cut) = (self.plan, self.plan.cut());
-        let mut out = vec![E::zeroed(); input.x.len()];
+        let plan = self.plan;
         let (context, world) = self.context();
-        let ahead = forward::Step::new(&context, input, &routed, &mut out, &plan);
-        let back = backward::Step::new(&context, of_out, &before, (chunks, shared), &plan)?;
+        let pair = Pair { ahead: (&context, &plan), back: (&context, &plan), world: &world };
+        let (out, kept, made) = pair.run((input, &routed), (of_out, &before), (chunks, shared))?;
+        let gradients = self.gradients(&before, made)?;
+        let (chunks, shared) = kept;
+        Ok((out, Tape { instance, routed, chunks, shared }, gradients))
+    }
+
+    /// As [`combined_forward_backward`](Self::combined_forward_backward), with the backward pass of
+    /// another layer, whose tape it is: a stage of DualPipe holds two pieces of the model. The
+    /// other layer is of the same ranks. Collective.
+    ///
+    /// # Errors
+    /// As both. If either is refused, so is the other, and the tape is used up.
+    pub fn combined_with<E: Element>(
+        &mut self,
+        input: &Input<'_, [E]>,
+        other: &mut MoeLayer,
+        tape: Tape,
+        of_out: &[E],
+    ) -> Result<(Vec<E>, Tape, Gradients<E>), Error> {
+        let routed = match other.check_backward(&tape, of_out).and_then(|()| self.route(input)) {
+            Ok(routed) => routed,
+            Err(error) => return Err(other.refuse_backward(&tape, error)),
+        };
+        let Tape { routed: before, chunks, shared, .. } = tape;
+        let (instance, plan, plan_of_other) = (self.instance, self.plan, other.plan);
+        let ((context, world), (context_of_other, _)) = (self.context(), other.context());
+        let back = (&context_of_other, &plan_of_other);
+        let pair = Pair { ahead: (&context, &plan), back, world: &world };
+        let (out, kept, made) = pair.run((input, &routed), (of_out, &before), (chunks, shared))?;
+        let gradients = other.gradients(&before, made)?;
+        let (chunks, shared) = kept;
+        Ok((out, Tape { instance, routed, chunks, shared }, gradients))
+    }
+}
+
+/// What a forward pass keeps for the backward pass: of chunks, and of the shared expert.
+type Kept = (Vec<ChunkTape>, Option<SavedShared>);
+
+/// The layer of the forward pass and that of the backward pass, which may be one.
+struct Pair<'p, 'm> {
+    ahead: (&'p StepContext<'m>, &'p Plan),
+    back: (&'p StepContext<'m>, &'p Plan),
+    world: &'p WorldState,
+}
+
+impl Pair<'_, '_> {
+    /// Outputs and what the forward pass keeps, and what the backward pass makes of what was kept.
+    fn run<E: Element>(
+        &self,
+        (input, routed): (&Input<'_, [E]>, &Routed),
+        (of_out, before): (&[E], &Routed),
+        kept: Kept,
+    ) -> Result<(Vec<E>, Kept, Whole), Error> {
+        let Pair { ahead: (context, plan), back: (context_of_back, plan_of_back), world } = *self;
+        let cuts = [plan.cut(), plan_of_back.cut()];
+        let mut out = vec![E::zeroed(); input.x.len()];
+        let ahead = forward::Step::new(context, input, routed, &mut out, plan);
+        let back = backward::Step::new(context_of_back, of_out, before, kept, plan_of_back)?;
         let mut graph = Graph::new();
         let last = graph.add_one_f_one_b(false, MICROBATCHES, Passes::default(), |step| {
-            work_of(step, cut, &ahead, &back)
+            work_of(step, cuts, &ahead, &back)
         });
         let combined: Vec<_> = last.forward.into_iter().collect();
         let sum = NodeLabel { name: "sum", chunk: MICROBATCHES[0] };
-        graph.add(StreamId::Compute(0), sum, &combined, |_| all(cut.chunks, |chunk| ahead.sum(chunk)));
-        let deadline = Some(plan.limit(&world).saturating_mul(plan.chunks));
-        Plan { deadline, ..plan }.run(graph, &world)?;
-        let (chunks, shared) = ahead.kept()?;
-        let made = back.made()?;
-        let gradients = self.gradients(&before, made)?;
-        Ok((out, Tape { instance, routed, chunks, shared }, gradients))
+        let chunks = cuts[0].chunks;
+        graph.add(StreamId::Compute(0), sum, &combined, |_| all(chunks, |chunk| ahead.sum(chunk)));
+        let limit = |plan: &Plan| plan.limit(world).saturating_mul(plan.chunks);
+        let deadline = Some(limit(plan).max(limit(plan_of_back)));
+        Plan { deadline, ..*plan }.run(graph, world)?;
+        let kept = ahead.kept()?;
+        Ok((out, kept, back.made()?))
     }
 }
 
 /// Work of a step of the two passes.
 fn work_of<'g, E: Element>(
     step: LayerStep,
-    ChunkCounts { chunks, groups, .. }: ChunkCounts,
+    [cut, cut_of_back]: [ChunkCounts; 2],
     ahead: &'g forward::Step<'_, '_, E>,
     back: &'g backward::Step<'_, '_, E>,
 ) -> Option<Body<'g, Run>> {
+    let of = if step.pass == Direction::Forward { cut } else { cut_of_back };
+    let ChunkCounts { chunks, groups, .. } = of;
     Some(match (step.pass, step.part) {
         (Direction::Forward, LayerOp::Before) => Box::new(|_| ahead.shared()),
         (Direction::Forward, LayerOp::Dispatch) => {

@@ -125,6 +125,11 @@ const REFUSED: &[(&str, &[&str])] = &[
     ("simulate --experts 0", &["--experts"]),
     ("simulate --experts 2000000", &["--experts"]),
     ("simulate --hardware abacus", &["h100-cx7"]),
+    (
+        "simulate --token-chunks 2 --tensor-ffn 100",
+        &["--tensor-ffn 100 is cut over the ranks of a node: 8 do not divide it"],
+    ),
+    ("simulate --tensor-ffn 64", &["--token-chunks"]),
     ("simulate --mode slots", &["--nodes 1"]),
     ("simulate --mode slots --nodes 1 --svg unwritten.svg", &["--svg"]),
     ("simulate --mode slots --nodes 1 --layout rank-major", &["--layout"]),

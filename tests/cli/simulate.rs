@@ -104,3 +104,16 @@ fn a_layer_in_chunks_takes_less_time_than_in_turn_and_no_less_than_its_longer_ha
     // In one chunk only the shared expert overlaps with a transfer.
     assert!(ways[0]["hidden_share"].as_f64() < ways[2]["hidden_share"].as_f64(), "{ways:?}");
 }
+
+#[test]
+fn more_chunks_of_tensor_parallel_layers_hide_no_less() {
+    let node = "simulate --nodes 1 --ranks-per-node 4 --tokens 512 --model mixtral --token-chunks 1,4";
+    let report = report(&format!("{node} --tensor-ffn 16384"));
+    let passes = report["tensor"]["passes"].as_array().unwrap();
+    let names: Vec<_> = passes.iter().map(|pass| pass["pass"].as_str().unwrap()).collect();
+    let of_each = ["column forward", "column backward", "row forward", "row backward"];
+    assert_eq!(names, [of_each, of_each].concat());
+    for (whole, cut) in passes[..4].iter().zip(&passes[4..]) {
+        assert!(whole["hidden_share"].as_f64() <= cut["hidden_share"].as_f64(), "{whole} {cut}");
+    }
+}

@@ -26,6 +26,7 @@ use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use sidelane::collective::Communicator;
 use sidelane::error::{CallError, PlanError};
+use sidelane::overlap::HostExecutor;
 use sidelane::{Error, World};
 use sidelane_parallel::context::{
     AttentionGradients, AttentionShape, RingAttention, UlyssesAttention, cut_zig_zag, ring_order,
@@ -131,7 +132,8 @@ impl Whole {
 
     /// Every query sees the keys of `blocks(query)`, in their order. A key sums the gradients of
     /// each of `parts(key)`, and then the sums of the parts. A part has visits, queries with their
-    /// heads, and its sum travels behind each. Tensors that travel are rounded to elements.
+    /// heads. Each visit has a sum of its own, which is added to those before it. Tensors that
+    /// travel are rounded to elements.
     fn attended<E: Elements>(
         &self,
         blocks: impl Fn(usize) -> Vec<Vec<usize>>,
@@ -144,23 +146,25 @@ impl Whole {
         let row = |query: usize, head: usize| query * self.shape.query_heads + head;
         for (query, head) in all_rows(self.tokens(), self.shape.query_heads) {
             let (at, out) = (row(query, head), &mut output[self.query_range(query, head)]);
-            for block in blocks(query) {
+            for (nth, block) in blocks(query).into_iter().enumerate() {
                 let seen: Vec<usize> = block.into_iter().filter(|key| self.sees(query, *key)).collect();
-                let before = largest[at];
-                for &key in &seen {
-                    largest[at] = largest[at].max(self.score(query, head, key));
+                let scores = || seen.iter().map(|&key| self.score(query, head, key));
+                let of_block = scores().fold(f32::NEG_INFINITY, f32::max);
+                let (mut sum, mut row) = (0.0, vec![0.0; DIM]);
+                for (&key, score) in seen.iter().zip(scores()) {
+                    let power = libm::expf(score - of_block);
+                    sum += power;
+                    add(&mut row, power, &self.value[self.key_range(key, head)]);
                 }
-                if !seen.is_empty() {
-                    let correction = libm::expf(before - largest[at]);
-                    sums[at] *= correction;
-                    out.iter_mut().for_each(|out| *out *= correction);
+                if nth == 0 {
+                    (largest[at], sums[at]) = (of_block, sum);
+                    out.copy_from_slice(&row);
+                    continue;
                 }
-                for key in seen {
-                    let power = libm::expf(self.score(query, head, key) - largest[at]);
-                    sums[at] += power;
-                    let value = &self.value[self.key_range(key, head)];
-                    out.iter_mut().zip(value).for_each(|(out, value)| *out += power * value);
-                }
+                let both = largest[at].max(of_block);
+                let (own, other) = (libm::expf(largest[at] - both), libm::expf(of_block - both));
+                (largest[at], sums[at]) = (both, sums[at] * own + sum * other);
+                out.iter_mut().zip(row).for_each(|(out, row)| *out = *out * own + row * other);
             }
             out.iter_mut().for_each(|out| *out /= sums[at]);
         }
@@ -181,16 +185,19 @@ impl Whole {
         let (mut of_key, mut of_value) = (vec![0.0; self.key.len()], vec![0.0; self.value.len()]);
         for key in 0..self.tokens() {
             let parts = parts(key).into_iter().map(|part| {
-                let (mut of_key, mut of_value) = (vec![0.0; self.key_width()], vec![0.0; self.key_width()]);
+                let zeros = || vec![0.0; self.key_width()];
+                let (mut sum_of_key, mut sum_of_value) = (zeros(), zeros());
                 for visit in part {
+                    let (mut of_key, mut of_value) = (zeros(), zeros());
                     for (query, head) in visit.into_iter().filter(|(query, _)| self.sees(*query, key)) {
                         let ((p, of_score), own) = (of_score(query, head, key), self.key_range(0, head));
                         add(&mut of_key[own.clone()], of_score, &self.query[self.query_range(query, head)]);
                         add(&mut of_value[own], p, &self.of_output[self.query_range(query, head)]);
                     }
-                    (of_key, of_value) = (rounded::<E>(&of_key), rounded::<E>(&of_value));
+                    sum_of_key = rounded::<E>(&summed([sum_of_key, of_key]));
+                    sum_of_value = rounded::<E>(&summed([sum_of_value, of_value]));
                 }
-                (of_key, of_value)
+                (sum_of_key, sum_of_value)
             });
             let (of_keys, of_values): (Vec<_>, Vec<_>) = parts.unzip();
             let own = key * self.key_width()..(key + 1) * self.key_width();
@@ -262,9 +269,15 @@ fn ring<E: Elements>(world: &World, whole: &Whole) -> Results {
     };
     let (query_width, key_width) = (whole.query_width(), whole.key_width());
     let (query, key) = (own(&whole.query, query_width), own(&whole.key, key_width));
+    let (value, of_output) = (own(&whole.value, key_width), own(&whole.of_output, query_width));
     let attention = RingAttention::new(&mut group, whole.shape).unwrap().with_rows::<E>();
-    let (output, tape) = attention.forward(&mut group, &query, &key, &own(&whole.value, key_width)).unwrap();
-    Results::new(&output, &tape.backward(&mut group, &own(&whole.of_output, query_width)).unwrap())
+    let (output, tape) = attention.forward(&mut group, &query, &key, &value).unwrap();
+    let results = Results::new(&output, &tape.backward(&mut group, &of_output).unwrap());
+    let executor = HostExecutor::new();
+    let (output, tape) = attention.forward_overlapped(&mut group, &query, &key, &value, &executor).unwrap();
+    let of = tape.backward_overlapped(&mut group, &of_output, &executor).unwrap();
+    assert_bits(&Results::new(&output, &of), &results, "next to transfers");
+    results
 }
 
 /// Tokens of each rank.

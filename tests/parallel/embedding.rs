@@ -9,7 +9,7 @@ use sidelane_parallel::tensor::{
 
 use crate::ranks::{on_ranks, random_seed, tiny};
 use crate::tensors::{
-    Elements, WORLDS, bits, bits_of, columns, communicator, elements, rounded, summed, tensor,
+    Elements, WORLDS, bits, bits_of, columns, communicator, elements, rounded, summed, tensor, values,
 };
 
 const VOCABULARY: usize = 48;
@@ -92,26 +92,38 @@ fn targets(seed: u64) -> Vec<u32> {
     ids(seed).iter().enumerate().map(|(at, &id)| if at % 5 == 2 { IGNORED } else { id }).collect()
 }
 
-/// This rank's loss and gradient of its logits.
-fn trained(world: &World, logits: &[f32], targets: &[u32], of_losses: &[f32]) -> (Vec<f32>, Vec<f32>) {
+/// This rank's loss and gradient of its logits, which are the nearest elements.
+fn trained<E: Elements>(
+    world: &World,
+    logits: &[f32],
+    targets: &[u32],
+    of_losses: &[f32],
+) -> (Vec<f32>, Vec<f32>) {
     let mut group = communicator(world);
     let own = VOCABULARY / world.size() as usize;
     let logits = columns(logits, VOCABULARY, world.rank() as usize * own, own);
+    let logits = elements::<E>(&logits);
     let (losses, tape) = cross_entropy().forward(&mut group, &logits, targets).unwrap();
-    (losses, cross_entropy().backward(tape, of_losses).unwrap())
+    (losses, values(&cross_entropy().backward(tape, of_losses).unwrap()))
 }
 
 #[test]
 fn cross_entropy_has_the_bits_of_sums_by_rank() {
     let seed = random_seed();
+    check_cross_entropy::<f32>(seed);
+    check_cross_entropy::<bf16>(seed);
+}
+
+fn check_cross_entropy<E: Elements>(seed: u64) {
     let (targets, mut of_losses) = (targets(seed), tensor(seed, 4, TOKENS));
     // As of a mean over no token.
     let ignored = of_losses.iter_mut().zip(&targets).filter(|(_, target)| **target == IGNORED);
     ignored.for_each(|(of_loss, _)| *of_loss = f32::INFINITY);
     let logits: Vec<f32> = tensor(seed, 3, TOKENS * VOCABULARY).iter().map(|logit| logit * 30.0).collect();
+    let logits = rounded::<E>(&logits);
     for nodes in WORLDS {
         let own = VOCABULARY / nodes.len();
-        let results = on_ranks(nodes, &tiny(), |world| trained(&world, &logits, &targets, &of_losses));
+        let results = on_ranks(nodes, &tiny(), |world| trained::<E>(&world, &logits, &targets, &of_losses));
         for (token, row) in logits.chunks_exact(VOCABULARY).enumerate() {
             let largest = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
             let powers: Vec<f32> = row.iter().map(|logit| libm::expf(logit - largest)).collect();
@@ -126,7 +138,7 @@ fn cross_entropy_has_the_bits_of_sums_by_rank() {
                     let hit = if id as u32 == target { 1.0 } else { 0.0 };
                     let right = if ignored { 0.0 } else { (powers[id] / sum - hit) * of_losses[token] };
                     let got = gradient[token * own + column];
-                    assert_eq!(got.to_bits(), right.to_bits(), "{token} {id}");
+                    assert_eq!(bits(&[got]), bits(&rounded::<E>(&[right])), "{token} {id}");
                 }
             }
         }
@@ -141,7 +153,7 @@ fn cross_entropy_is_the_formula_within_its_roundings() {
         let logits: Vec<f32> =
             tensor(seed, 5, TOKENS * VOCABULARY).iter().map(|logit| logit * scale).collect();
         let results =
-            on_ranks(&[0, 0, 1], &tiny(), |world| trained(&world, &logits, &targets, &[1.0; TOKENS]));
+            on_ranks(&[0, 0, 1], &tiny(), |world| trained::<f32>(&world, &logits, &targets, &[1.0; TOKENS]));
         for (token, row) in logits.chunks_exact(VOCABULARY).enumerate() {
             if targets[token] == IGNORED {
                 continue;
@@ -180,7 +192,7 @@ fn ids_outside_the_vocabulary_are_refused_on_all_ranks() {
         let loss = VocabularyParallelCrossEntropy { vocabulary: 8, ignore: None };
         let target = [if wrong { 8 } else { 7 }];
         assert!(refused(loss.forward(&mut group, &[0.0; 4], &target).unwrap_err()));
-        let (losses, tape) = loss.forward(&mut group, &[0.0; 4], &[7]).unwrap();
+        let (losses, tape) = loss.forward(&mut group, &[0.0f32; 4], &[7]).unwrap();
         assert_eq!(losses, [libm::logf(8.0)]);
         let error = loss.backward(tape, &[1.0; 2]).unwrap_err();
         assert!(matches!(error, PlanError::WrongShape { what: "gradients of losses", .. }));

@@ -4,7 +4,10 @@
 mod buckets;
 mod context;
 mod data;
+mod dropout;
+mod dual_pipe;
 mod embedding;
+mod layer_norm;
 mod linear;
 mod linear_in_chunks;
 mod memory;

@@ -101,10 +101,24 @@ fn a_rank_holds_its_part_of_the_tokens_and_no_scores() {
         let [outputs, powers] = [4 * tokens * query_heads * head_dim, 4 * tokens * query_heads * 2];
         let block = |heads| 4 * tokens * heads * head_dim * 2;
         let ring = |block| {
-            let returned = if ranks > 1 { 4 * block } else { 7 * block / 2 };
-            [3 * outputs + powers + block, 3 * outputs + powers + 2 * block, outputs + powers / 2 + returned]
+            let left = 3 * outputs + powers + block;
+            let (forward, backward) = match ranks {
+                1 => (left, 3 * block / 2),
+                2 => (left + powers + block, 3 * block),
+                _ => (left + powers + 2 * block, 4 * block),
+            };
+            [left, forward, outputs + powers / 2 + backward]
         };
-        assert_eq!(of_ranks(nodes, true), vec![ring(block(kv_heads)); ranks], "ring of {ranks}");
+        let right = ring(block(kv_heads));
+        for seen in of_ranks(nodes, true) {
+            // Steps of a pass, and the rows of one query.
+            let steps = |at: usize| right[at]..right[at] + (8 << 10);
+            assert_eq!(seen[0], right[0], "ring of {ranks}");
+            assert!(
+                (1..3).all(|at| steps(at).contains(&seen[at])),
+                "ring of {ranks}: {seen:?}, not {right:?}"
+            );
+        }
         let ulysses = |block| {
             let most_backward = 4 * outputs + powers / 2 + 3 * block;
             [3 * outputs + powers + block, 4 * outputs + powers + block, most_backward]

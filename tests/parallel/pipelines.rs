@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 
+use half::bf16;
 use sidelane::Options;
 use sidelane::config::Config;
 use sidelane::error::{CallError, Error, MemoryError, PlanError};
@@ -10,11 +11,12 @@ use sidelane_parallel::pipeline::{Compute, Pass, Pipeline, Plan, Schedule, Shape
 
 use crate::naive_pipeline::{self, Weights, mixed};
 use crate::ranks::on_ranks;
+use crate::tensors::Elements;
 
 const NODES: &[u32] = &[0, 0, 1, 1];
 
-/// The layers of the naive pipeline: a number that depends on all passes before it, in two elements
-/// of a message and copies of it behind them.
+/// The layers of the naive pipeline: a number that depends on all passes before it, in the first
+/// elements of a message and copies of it behind them.
 struct Mixing {
     shape: Shape,
     stage: u32,
@@ -46,34 +48,42 @@ impl Mixing {
         Mixing { shape, stage, elements, inputs, gradients, weights, fails: None }
     }
 
-    fn message(&self, of: u64, compute: Compute) -> Result<Option<Vec<f32>>, LayerError> {
+    fn message<E: Elements>(&self, of: u64, compute: Compute) -> Result<Option<Vec<E>>, LayerError> {
         let longer = match self.fails {
             Some((fails, Fault::Error)) if fails == compute => return Err(LayerError::Planted(compute)),
             Some((fails, Fault::Length)) if fails == compute => 1,
             _ => 0,
         };
-        let halves = [of as u32, (of >> 32) as u32].map(f32::from_bits);
-        Ok(Some(halves.into_iter().cycle().take(self.elements + longer).collect()))
+        let pieces: Vec<E> = (0..pieces::<E>()).map(|nth| E::from_bits(of >> (nth * bits::<E>()))).collect();
+        Ok(Some(pieces.into_iter().cycle().take(self.elements + longer).collect()))
     }
 
-    fn value(&self, message: &[f32]) -> u64 {
-        let halves: Vec<_> = message.iter().map(|half| u64::from(half.to_bits())).collect();
-        assert!(
-            halves.len() == self.elements && halves.iter().zip(&halves[2..]).all(|(one, next)| one == next)
-        );
-        halves[0] | halves[1] << 32
+    fn value<E: Elements>(&self, message: &[E]) -> u64 {
+        let pieces: Vec<_> = message.iter().map(|piece| piece.to_bits()).collect();
+        let (value, copies) = pieces.split_at(self::pieces::<E>());
+        assert!(pieces.len() == self.elements && copies.iter().zip(&pieces).all(|(one, first)| one == first));
+        value.iter().rev().fold(0, |value, piece| value << bits::<E>() | piece)
     }
 }
 
-impl Stage for Mixing {
+fn bits<E>() -> usize {
+    8 * size_of::<E>()
+}
+
+/// Elements that carry a number.
+fn pieces<E>() -> usize {
+    size_of::<u64>() / size_of::<E>()
+}
+
+impl<E: Elements> Stage<E> for Mixing {
     type Error = LayerError;
 
     fn forward(
         &mut self,
         microbatch: u32,
         model_chunk: u32,
-        inputs: Option<&[f32]>,
-    ) -> Result<Option<Vec<f32>>, LayerError> {
+        inputs: Option<&[E]>,
+    ) -> Result<Option<Vec<E>>, LayerError> {
         let input = inputs.map_or(u64::from(microbatch) + 1, |inputs| self.value(inputs));
         assert!(self.inputs.insert((microbatch, model_chunk), input).is_none());
         let output = mixed(input, u64::from(self.stage * self.shape.model_chunks + model_chunk));
@@ -85,8 +95,8 @@ impl Stage for Mixing {
         pass: Pass,
         microbatch: u32,
         model_chunk: u32,
-        gradient: Option<&[f32]>,
-    ) -> Result<Option<Vec<f32>>, LayerError> {
+        gradient: Option<&[E]>,
+    ) -> Result<Option<Vec<E>>, LayerError> {
         let key = (microbatch, model_chunk);
         let input = self.inputs[&key];
         if pass != Pass::BackwardWeight {
@@ -126,9 +136,9 @@ fn options() -> Options {
 }
 
 /// Gradients of weights of two steps on each rank.
-fn train(nodes: &[u32], plan: &Plan, elements: usize) -> Vec<[Weights; 2]> {
+fn train<E: Elements>(nodes: &[u32], plan: &Plan, elements: usize) -> Vec<[Weights; 2]> {
     on_ranks(nodes, &options(), |world| {
-        let mut pipeline = Pipeline::new(&world.all().unwrap(), plan, elements).unwrap();
+        let mut pipeline = Pipeline::<E>::new(&world.all().unwrap(), plan, elements).unwrap();
         [(); 2].map(|()| {
             let mut layers = Mixing::new(plan.shape(), world.rank(), elements);
             pipeline.run(&mut layers).unwrap();
@@ -139,15 +149,20 @@ fn train(nodes: &[u32], plan: &Plan, elements: usize) -> Vec<[Weights; 2]> {
 
 #[test]
 fn every_schedule_gives_the_gradients_of_one_process() {
+    check_schedules::<f32>();
+    check_schedules::<bf16>();
+}
+
+fn check_schedules<E: Elements>() {
     for nodes in [&[0][..], &[0, 0], NODES] {
         let stages = nodes.len() as u32;
-        let mut cases: Vec<_> = plans(stages, 2 * stages.max(2)).into_iter().map(|plan| (plan, 2)).collect();
+        let mut cases: Vec<_> = plans(stages, 2 * stages.max(2)).into_iter().map(|plan| (plan, 4)).collect();
         // Longer than the two slots that a receiver holds unread.
         let long = [Schedule::GPipe, Schedule::OneFOneB].map(|schedule| schedule.plan(stages, 3).unwrap());
         cases.extend(long.map(|plan| (plan, 100_000)));
         for (plan, elements) in cases {
             let right = naive_pipeline::run(&plan).unwrap();
-            for (stage, [first, second]) in train(nodes, &plan, elements).iter().enumerate() {
+            for (stage, [first, second]) in train::<E>(nodes, &plan, elements).iter().enumerate() {
                 assert!(*first == right[stage] && *second == right[stage], "{:?}, {stage}", plan.shape());
             }
         }
@@ -170,7 +185,7 @@ fn failures(nodes: &[u32], plan: &Plan, elements: usize, every: usize) {
     let (right, shape) = (naive_pipeline::run(plan).unwrap(), plan.shape());
     on_ranks(nodes, &options(), |world| {
         let stage = world.rank();
-        let mut pipeline = Pipeline::new(&world.all().unwrap(), plan, elements).unwrap();
+        let mut pipeline = Pipeline::<f32>::new(&world.all().unwrap(), plan, elements).unwrap();
         let passes = (0..shape.stages).flat_map(|stage| plan.passes(stage).map(move |pass| (stage, pass)));
         for (failing, compute) in passes.step_by(every) {
             // Only a tensor that another pass needs can have a wrong length.
@@ -208,8 +223,8 @@ fn wrong_plans_and_sizes_are_refused_on_every_rank() {
         on_ranks(NODES, &options(), |world| {
             let (plan, elements) = of(world.rank());
             let group = world.all().unwrap();
-            let error = Pipeline::new(&group, &plan, elements).unwrap_err();
-            Pipeline::new(&group, &Schedule::GPipe.plan(4, 2).unwrap(), 2).unwrap();
+            let error = Pipeline::<f32>::new(&group, &plan, elements).unwrap_err();
+            Pipeline::<f32>::new(&group, &Schedule::GPipe.plan(4, 2).unwrap(), 2).unwrap();
             error
         })
     };
@@ -261,4 +276,19 @@ fn wrong_plans_and_sizes_are_refused_on_every_rank() {
             "{error}"
         );
     }
+}
+
+#[test]
+fn stages_with_messages_of_different_elements_are_refused_on_every_rank() {
+    let plan = Schedule::OneFOneB.plan(2, 4).unwrap();
+    on_ranks(&[0, 0], &options(), |world| {
+        let (group, rank, peer) = (world.all().unwrap(), world.rank(), 1 - world.rank());
+        let error = match rank {
+            0 => Pipeline::<f32>::new(&group, &plan, 2).map(drop),
+            _ => Pipeline::<bf16>::new(&group, &plan, 2).map(drop),
+        };
+        let (what, mine, theirs) = ("bytes of an element", [4, 2][rank as usize], [2, 4][rank as usize]);
+        let differ = CallError::ConfigsDiffer { what, rank, peer, mine, theirs };
+        assert_eq!(error, Err(PipelineError::Sidelane(differ.into())));
+    });
 }

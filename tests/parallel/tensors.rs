@@ -40,6 +40,10 @@ pub trait Elements: Float {
     fn nearest(value: f32) -> Self;
 
     fn value(self) -> f32;
+
+    fn from_bits(bits: u64) -> Self;
+
+    fn to_bits(self) -> u64;
 }
 
 impl Elements for f32 {
@@ -51,6 +55,14 @@ impl Elements for f32 {
 
     fn value(self) -> f32 {
         self
+    }
+
+    fn from_bits(bits: u64) -> f32 {
+        f32::from_bits(bits as u32)
+    }
+
+    fn to_bits(self) -> u64 {
+        self.to_bits().into()
     }
 }
 
@@ -65,6 +77,14 @@ impl Elements for bf16 {
 
     fn value(self) -> f32 {
         f32::from_bits(u32::from(self.to_bits()) << 16)
+    }
+
+    fn from_bits(bits: u64) -> bf16 {
+        bf16::from_bits(bits as u16)
+    }
+
+    fn to_bits(self) -> u64 {
+        self.to_bits().into()
     }
 }
 

@@ -47,7 +47,17 @@ const CRATES: [(&str, &[&str]); 7] = [
     ("crates/verify", &["sidelane-core"]),
     ("crates/model", &["sidelane-core"]),
     ("crates/testkit", &["sidelane", "sidelane-core", "sidelane-verify"]),
-    ("crates/cli", &["sidelane", "sidelane-core", "sidelane-model", "sidelane-testkit", "sidelane-verify"]),
+    (
+        "crates/cli",
+        &[
+            "sidelane",
+            "sidelane-core",
+            "sidelane-model",
+            "sidelane-parallel",
+            "sidelane-testkit",
+            "sidelane-verify",
+        ],
+    ),
     ("crates/parallel", &["sidelane"]),
 ];
 

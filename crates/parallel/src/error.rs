@@ -354,3 +354,19 @@ pub enum OverlapPlanError {
         cell: Cell,
     },
 }
+
+/// A setting that is a fraction is out of its range.
+#[derive(Clone, Copy, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum SettingError {
+    /// It is too small, too large, or no number.
+    #[error("{setting} is {seen}: it must be {expected}")]
+    OutOfRange {
+        /// The setting.
+        setting: &'static str,
+        /// Its value.
+        seen: f64,
+        /// Values that it may have.
+        expected: &'static str,
+    },
+}

@@ -5,7 +5,7 @@
 //! | [`data`] | gradients and optimizer states over ranks: buckets, ZeRO-1, 2 and 3, checkpoints |
 //! | [`mesh`] | which ranks form the groups of each dimension, experts folded as Megatron folds them |
 //! | [`pipeline`] | schedules as plans: passes and messages of each stage, proof, time, and their run |
-//! | [`tensor`] | linear layers, embedding and cross-entropy, cut over the ranks of a group |
+//! | [`tensor`] | linear layers, embedding and cross-entropy, cut over the ranks of a group; layer norm and dropout of a rank's tokens |
 //! | [`context`] | attention over the tokens of all ranks of a group: Ulysses and ring |
 //!
 //! Meshes and plans are pure: they compute with numbers of ranks, stages and microbatches. All else
@@ -22,7 +22,7 @@ pub mod mesh;
 pub mod pipeline;
 pub mod tensor;
 
-pub use error::{MeshError, OverlapPlanError, PipelineError};
+pub use error::{MeshError, OverlapPlanError, PipelineError, SettingError};
 pub use float::Float;
 pub use mesh::Mesh;
 

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use clap::error::ErrorKind;
 use clap::{Args, CommandFactory, Parser, ValueEnum};
 use moe_lm::batches::Batches;
-use moe_lm::mesh::{Context, Order, Sizes, Strategy, Zero};
+use moe_lm::mesh::{Context, ScheduleName, Sizes, Strategy, Zero};
 use moe_lm::parallel::{Chunks, Device, Plan};
 use moe_lm::settings::{Settings, Shape};
 use serde_json::json;
@@ -36,21 +36,21 @@ pub struct Arguments {
     #[arg(long)]
     pub expert_parallel: Option<usize>,
     /// Plays this many ranks in this process, one after another: the same bits. 4,3@5 plays 4, and
-    /// 3 from step 5 on.
+    /// 3 from step 5 on. With --mesh, all ranks of the mesh, which has no cp and tp then.
     #[arg(
         long,
         value_name = "RANKS[,RANKS@STEP..]",
-        value_parser = schedule,
+        value_parser = played_ranks,
         conflicts_with_all = ["overlap", "token_chunks", "device", "products", "survive", "kill", "grow_every", "spare"]
     )]
-    pub reference: Option<Schedule>,
+    pub reference: Option<PlayedRanks>,
     /// Sizes of the mesh of ranks. The model is then made of tensor, context and pipeline parallel
     /// layers, all on the host. Experts are spread over ep ranks of dp x cp x tp. Needs --balance 0
     /// where cp or tp cut windows.
     #[arg(
         long,
         value_name = "pp=2,dp=2,cp=1,tp=2,ep=4",
-        conflicts_with_all = ["expert_parallel", "reference", "overlap", "token_chunks", "device", "products", "survive", "kill", "grow_every", "spare", "warm_up"]
+        conflicts_with_all = ["expert_parallel", "overlap", "token_chunks", "device", "products", "survive", "kill", "grow_every", "spare", "warm_up"]
     )]
     pub mesh: Option<Sizes>,
     /// With --mesh: cuts the optimizer's states (1), gradients, too (2), and parameters between
@@ -59,7 +59,7 @@ pub struct Arguments {
     pub zero: Option<Zero>,
     /// With --mesh: order of the passes of stages. The same bits. Default: 1f1b.
     #[arg(long, value_name = "gpipe|1f1b|interleaved[:CHUNKS]|zb-h1", requires = "mesh")]
-    pub schedule: Option<Order>,
+    pub schedule: Option<ScheduleName>,
     /// With --mesh: parts of a data parallel rank's windows, which pass the stages one after
     /// another. Default: as many as there are stages.
     #[arg(long, requires = "mesh")]
@@ -175,7 +175,7 @@ fn zero(said: &str) -> Result<Zero, String> {
 
 /// Ranks that a process plays.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Schedule {
+pub struct PlayedRanks {
     /// At first.
     pub ranks: usize,
     /// Later numbers: `(step, ranks)`.
@@ -183,13 +183,13 @@ pub struct Schedule {
 }
 
 /// A number of ranks, and others from later steps on.
-fn schedule(said: &str) -> Result<Schedule, String> {
+fn played_ranks(said: &str) -> Result<PlayedRanks, String> {
     let (ranks, later) = said.split_once(',').unwrap_or((said, ""));
     let ranks = ranks.parse().map_err(|error| format!("not a number of ranks: {error}"))?;
     let changes = later.split_terminator(',').map(|said| at_step(said).map(|(ranks, step)| (step, ranks)));
     let changes = changes.collect::<Result<Vec<_>, _>>()?;
     match changes.is_sorted_by(|(before, _), (step, _)| before < step) {
-        true => Ok(Schedule { ranks, changes }),
+        true => Ok(PlayedRanks { ranks, changes }),
         false => Err("steps must ascend".to_owned()),
     }
 }
@@ -239,6 +239,11 @@ impl Arguments {
         }
         if arguments.survive && arguments.device == On::Cuda {
             let message = "--survive needs --device cpu: layers on a GPU cannot be rebuilt";
+            Arguments::command().error(ErrorKind::ArgumentConflict, message).exit();
+        }
+        let changes = arguments.reference.as_ref().is_some_and(|played| !played.changes.is_empty());
+        if arguments.mesh.is_some() && changes {
+            let message = "--reference with --mesh is one number: a mesh keeps its ranks";
             Arguments::command().error(ErrorKind::ArgumentConflict, message).exit();
         }
         arguments

@@ -46,7 +46,8 @@ fn run(arguments: &Arguments) -> Result<()> {
     let played = arguments.reference.as_ref().map(|played| played.ranks);
     let settings = arguments.settings(strategy.map_or(played.unwrap_or(ranks), |_| 1));
     settings.check()?;
-    strategy.map_or(Ok(()), |strategy| strategy.check(&settings, ranks as u32))?;
+    let of_mesh = played.unwrap_or(ranks) as u32;
+    strategy.map_or(Ok(()), |strategy| strategy.check(&settings, of_mesh))?;
     let page = arguments.text.clone().map_or_else(text::book, Ok)?;
     let batches = Batches::new(&tokens::tokenize(&text::read(&page)?, settings.shape.vocabulary), &settings)?;
     let options = Options::from_env().map_err(sidelane::Error::from)?;
@@ -62,7 +63,8 @@ fn run(arguments: &Arguments) -> Result<()> {
     }
     let world = world(identity, options)?;
     if let Some(strategy) = strategy {
-        return mesh_run::train(arguments, MeshTrainer::new(&world, &settings, &strategy, batches)?);
+        let make = if played.is_some() { MeshTrainer::reference } else { MeshTrainer::new };
+        return mesh_run::train(arguments, make(&world, &settings, &strategy, batches)?);
     }
     match &arguments.reference {
         Some(played) => {

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use moe_lm::error::{Error, Result};
-use moe_lm::mesh::{MeshTrainer, Order, Strategy, checkpoint};
+use moe_lm::mesh::{MeshTrainer, ScheduleName, Strategy, checkpoint};
 use moe_lm::plot;
 use sidelane_parallel::pipeline::Costs;
 
@@ -65,7 +65,12 @@ pub fn train(arguments: &Arguments, mut trainer: MeshTrainer) -> Result<()> {
 /// A step by each schedule, with the times of the passes of this run.
 fn timelines(strategy: &Strategy, times: [Duration; 3]) -> Result<String> {
     let mut drawn = Vec::new();
-    let mut orders = vec![Order::GPipe, Order::OneFOneB, Order::Interleaved(2), Order::ZeroBubbleH1];
+    let mut orders = vec![
+        ScheduleName::GPipe,
+        ScheduleName::OneFOneB,
+        ScheduleName::Interleaved(2),
+        ScheduleName::ZeroBubbleH1,
+    ];
     orders.extend(strategy.order.filter(|own| !orders.contains(own)));
     for order in orders {
         let of = Strategy { order: Some(order), ..*strategy };

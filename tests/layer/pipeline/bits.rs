@@ -78,6 +78,38 @@ fn a_forward_beside_a_backward_has_the_bits_of_both() {
     }
 }
 
+/// As in a stage of DualPipe, whose two layers have weights and chunks of their own.
+#[test]
+fn a_forward_beside_the_backward_of_another_layer_has_the_bits_of_both() {
+    let tokens = [[9, 0, 12], [4, 17, 1]];
+    let [wide, fine] = [Cut { groups: 2, ..WHOLE }, Cut { chunks: 3, overlap: true, ..WHOLE }];
+    for cuts in [[wide, fine], [fine, wide]] {
+        let cases = [0, 1].map(|nth| Case::new(&[0, 0, 0], &tokens[nth], cuts[nth]));
+        let pass = |together: bool| {
+            on_ranks(&cases[0].nodes, &small(), |world| {
+                let rank = world.rank() as usize;
+                let [mut layer, mut other] = [0, 1].map(|nth| cases[nth].layer::<f32>(&world));
+                layer.router_mut().iter_mut().for_each(|weight| *weight = 0.5 - *weight);
+                let [[x, residual, _], [before, of_before, of_out]] =
+                    [0, 1].map(|nth| tensors::<f32>(rank, tokens[nth][rank]));
+                let input = Input { residual: Some(&residual[..]), ..Input::new(&x[..]) };
+                let of_other = Input { residual: Some(&of_before[..]), ..Input::new(&before[..]) };
+                let (_, tape) = other.forward(&of_other).unwrap();
+                let (out, tape, of) = if together {
+                    layer.combined_with(&input, &mut other, tape, &of_out).unwrap()
+                } else {
+                    let (out, made) = layer.forward(&input).unwrap();
+                    (out, made, other.backward(tape, &of_out).unwrap())
+                };
+                let losses = [tape.balance_loss(), tape.z_loss()];
+                let seen = Seen { out, gradients: of, losses };
+                (seen, layer.backward(tape, &x).unwrap())
+            })
+        };
+        assert_eq!(pass(true), pass(false), "{cuts:?}");
+    }
+}
+
 #[test]
 fn the_number_of_ranks_changes_no_bit_of_tokens_and_experts() {
     let counts = [14, 0, 23];

@@ -12,7 +12,8 @@
 //! the outputs back. It needs as many query heads as ranks, or a multiple.
 //!
 //! [`RingAttention`] leaves queries where they are. Blocks of keys and values travel from rank to
-//! rank, and an online softmax takes them in that order. Its ranks may be more than the heads. If
+//! rank, and an online softmax takes them in that order. A block travels next to the attention of
+//! the one before, if the caller gives an executor. Its ranks may be more than the heads. If
 //! attention is causal, tokens lie in [`zig_zag_pieces`], so that all ranks compute alike.
 //!
 //! Both compute `softmax(q k' / sqrt(head_dim)) v` for each query head ([`AttentionShape`]), in
@@ -22,10 +23,11 @@
 //!
 //! ```text
 //!   dot products                      by ascending element of the head
-//!   sum of powers, output             by ascending key of a block; blocks in the order in which the rank sees them
-//!   gradient of a query               the same
-//!   gradient of a key, of a value     by ascending query, and of each by ascending query head; ranks in the
-//!                                     order in which the block visits them
+//!   sum of powers, output             by ascending key of a block; then sums of blocks, in the order in which the
+//!                                     rank sees them
+//!   gradient of a query               by ascending key of a block, and blocks in that order
+//!   gradient of a key, of a value     by ascending query, and of each by ascending query head; then sums of ranks,
+//!                                     in the order in which the block visits them
 //! ```
 //!
 //! Ulysses has one block, so it has the bits of attention in one process. Where ranks hold replicas
@@ -44,6 +46,7 @@ mod attention;
 mod ring;
 mod shape;
 mod ulysses;
+mod visits;
 mod zig_zag;
 
 pub use ring::{RingAttention, RingTape, ring_order};

@@ -7,17 +7,18 @@
 //!   rank 2 sees  block 2   block 1   block 0
 //! ```
 //!
-//! Messages to a rank wait for its receive once two slots are full. So ranks of even numbers send
-//! first and others receive first: ranks that all send first would wait for each other for ever.
+//! A block travels while the one before is seen ([`visits`](super::visits)).
 
 use std::marker::PhantomData;
 
 use sidelane::Error;
 use sidelane::collective::Communicator;
 use sidelane::error::{CallKind, PlanError};
+use sidelane::overlap::{Handoff, HostExecutor};
 
-use super::attention::{Attended, Block};
+use super::attention::{Attended, Block, Queries, Seen};
 use super::shape::{AttentionGradients, AttentionShape};
+use super::visits::{Visits, pass_on};
 use super::zig_zag;
 use crate::check::{Member, alike, has_shape};
 use crate::float::Float;
@@ -115,22 +116,43 @@ impl<E: Float> RingAttention<E> {
         key: &[E],
         value: &[E],
     ) -> Result<(Vec<E>, RingTape<E>), Error> {
+        self.forward_overlapped(group, query, key, value, &HostExecutor::new().overlap(false))
+    }
+
+    /// As [`forward`](Self::forward), to the same bits: a block travels next to the attention of
+    /// the one before, and so does the correction of the softmax.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward); [`OverlapError`](sidelane::error::OverlapError).
+    pub fn forward_overlapped(
+        &self,
+        group: &mut Communicator,
+        query: &[E],
+        key: &[E],
+        value: &[E],
+        executor: &HostExecutor<'_>,
+    ) -> Result<(Vec<E>, RingTape<E>), Error> {
         let checked = self.shape.tokens(query, key, value).and_then(|tokens| {
             if self.shape.causal { zig_zag::piece_tokens(tokens).map(|_| tokens) } else { Ok(tokens) }
         });
         let tokens = self.agree(group, checked)?;
-        let mut attended = Attended::new(self.shape, E::widened(query).into_owned());
-        let own = [key, value].concat();
-        let mut block = own.clone();
-        for (step, from) in self.order().enumerate() {
-            if step > 0 {
-                self.pass_on(group, &mut block)?;
-            }
-            let values = E::widened(&block);
+        let queries = Queries::new(self.shape, E::widened(query).into_owned());
+        let block = [key, value].concat();
+        let see = |step, block: &[E]| {
+            let values = E::widened(block);
             let (key, value) = values.split_at(key.len());
-            attended.see(Block { key, value }, self.visible(tokens, from));
-        }
-        Ok((E::rounded(attended.finish()), RingTape { attention: *self, attended, block: own }))
+            Ok(queries.see(Block { key, value }, self.visible(tokens, step)))
+        };
+        let add = |seen: Option<Seen>, of_block: Seen| match seen {
+            None => of_block,
+            Some(mut seen) => {
+                seen.add(&of_block);
+                seen
+            }
+        };
+        let seen = Visits { see: &see, add: &add, pass: None }.run(group, &block, executor)?;
+        let (output, attended) = queries.finish(seen);
+        Ok((E::rounded(output), RingTape { attention: *self, attended, block }))
     }
 
     /// Messages have no entry that a rank could refuse, so all ranks gather their numbers of tokens
@@ -142,32 +164,10 @@ impl<E: Float> RingAttention<E> {
         Ok(tokens)
     }
 
-    fn order(&self) -> impl Iterator<Item = u32> + use<E> {
-        ring_order(self.member.part())
-    }
-
-    /// Gives a block to the next rank, and takes that of the rank before.
-    fn pass_on(&self, group: &mut Communicator, block: &mut Vec<E>) -> Result<(), Error> {
-        let (rank, ranks) = self.member.part();
-        if ranks == 1 {
-            return Ok(());
-        }
-        let (next, before) = ((rank + 1) % ranks, (rank + ranks - 1) % ranks);
-        let mut received = vec![E::zeroed(); block.len()];
-        if rank.is_multiple_of(2) {
-            group.send(next, block)?;
-            group.receive(before, &mut received)?;
-        } else {
-            group.receive(before, &mut received)?;
-            group.send(next, block)?;
-        }
-        *block = received;
-        Ok(())
-    }
-
-    /// Keys of a block that a token of this rank sees.
-    fn visible(&self, tokens: usize, from: u32) -> impl Fn(usize) -> usize + use<E> {
+    /// Keys that a token of this rank sees of the block of so many ranks before it.
+    fn visible(&self, tokens: usize, step: u32) -> impl Fn(usize) -> usize + use<E> {
         let RingAttention { shape, member: Member { rank, ranks }, .. } = *self;
+        let from = (rank + ranks - step) % ranks;
         move |token| match shape.causal {
             true => zig_zag::visible(tokens, ranks as usize, (rank as usize, token), from as usize),
             false => tokens,
@@ -186,35 +186,53 @@ impl<E: Float> RingTape<E> {
         group: &mut Communicator,
         of_output: &[E],
     ) -> Result<AttentionGradients<E>, Error> {
+        self.backward_overlapped(group, of_output, &HostExecutor::new().overlap(false))
+    }
+
+    /// As [`backward`](Self::backward), to the same bits: a block travels next to the gradients of
+    /// the one before, and its own gradients follow next to those of the one behind.
+    ///
+    /// # Errors
+    /// As [`backward`](Self::backward); [`OverlapError`](sidelane::error::OverlapError).
+    pub fn backward_overlapped(
+        &self,
+        group: &mut Communicator,
+        of_output: &[E],
+        executor: &HostExecutor<'_>,
+    ) -> Result<AttentionGradients<E>, Error> {
         let (attention, shape) = (&self.attention, &self.attention.shape);
         let tokens = self.attended.len() / shape.query_width();
         let checked = has_shape("gradients of outputs", of_output.len(), tokens, shape.query_width());
         attention.agree(group, checked.map(|()| tokens))?;
         let of_output = E::widened(of_output);
         let of_output = self.attended.output_gradients(&of_output);
-        let mut query = vec![0.0; self.attended.len()];
-        // Keys, values and the gradients of both.
-        let mut block = self.block.clone();
-        block.resize(2 * self.block.len(), E::zeroed());
+        let query = Handoff::new(vec![0.0; self.attended.len()]);
         let keys = self.block.len() / 2;
-        for (step, from) in attention.order().enumerate() {
-            if step > 0 {
-                attention.pass_on(group, &mut block)?;
-            }
-            let (values, gradients) = block.split_at_mut(2 * keys);
-            let values = E::widened(values);
+        let see = |step, block: &[E]| {
+            let values = E::widened(block);
             let (key, value) = values.split_at(keys);
-            let visible = attention.visible(tokens, from);
-            E::in_f32(gradients, |gradients| {
-                let (of_key, of_value) = gradients.split_at_mut(keys);
-                let (seen, of_seen) = (Block { key, value }, Block { key: of_key, value: of_value });
-                self.attended.add_gradients(seen, &of_output, visible, &mut query, of_seen);
-            });
-        }
-        // The last rank that a block visits is the one before its own.
-        let mut key = block.split_off(2 * keys);
-        attention.pass_on(group, &mut key)?;
+            let mut gradients = vec![0.0; 2 * keys];
+            let (of_key, of_value) = gradients.split_at_mut(keys);
+            let (seen, of_seen) = (Block { key, value }, Block { key: of_key, value: of_value });
+            let visible = attention.visible(tokens, step);
+            query.with(|query| {
+                self.attended.add_gradients(seen, &of_output, visible, query, of_seen);
+                Ok(())
+            })?;
+            Ok(gradients)
+        };
+        let add = |sum: Option<Vec<E>>, gradients: Vec<f32>| match sum {
+            None => E::rounded(gradients),
+            Some(mut sum) => {
+                E::in_f32(&mut sum, |sum| {
+                    sum.iter_mut().zip(&gradients).for_each(|(sum, value)| *sum += value);
+                });
+                sum
+            }
+        };
+        let pass = |group: &mut Communicator, sum: Vec<E>| pass_on(group, &sum);
+        let mut key = Visits { see: &see, add: &add, pass: Some(&pass) }.run(group, &self.block, executor)?;
         let value = key.split_off(keys);
-        Ok(AttentionGradients { query: E::rounded(query), key, value })
+        Ok(AttentionGradients { query: E::rounded(query.take()?), key, value })
     }
 }

@@ -17,7 +17,7 @@ use sidelane::Error;
 use sidelane::collective::Communicator;
 use sidelane::error::{CallKind, PlanError};
 
-use super::attention::{Attended, Block};
+use super::attention::{Attended, Block, Queries};
 use super::shape::{AttentionGradients, AttentionShape};
 use crate::check::{Member, has_shape, part_of};
 use crate::float::Float;
@@ -126,10 +126,11 @@ impl<E: Float> UlyssesAttention<E> {
         }
 
         let (query, block) = self.apart(exchange(group, sent)?);
-        let mut attended = Attended::new(self.local, query);
-        attended.see(block.as_slices(), self.visible(tokens));
+        let queries = Queries::new(self.local, query);
+        let seen = queries.see(block.as_slices(), self.visible(tokens));
+        let (output, attended) = queries.finish(seen);
 
-        let received = exchange(group, E::rounded(attended.finish()))?;
+        let received = exchange(group, E::rounded(output))?;
         let mut output = vec![E::zeroed(); tokens * self.shape.query_width()];
         for ((rank, token), row) in self.places(tokens).zip(received.chunks_exact(self.local.query_width())) {
             output[self.query_heads(token, rank)].copy_from_slice(row);

@@ -42,7 +42,7 @@ pub fn zig_zag_pieces((part, parts): (u32, u32)) -> Result<[usize; 2], PlanError
 ///
 /// # Errors
 /// [`PlanError`] if tokens do not make equal pieces, or `part` is not below `parts`.
-pub fn cut_zig_zag(whole: &[f32], columns: usize, part: (u32, u32)) -> Result<Vec<f32>, PlanError> {
+pub fn cut_zig_zag<T: Copy>(whole: &[T], columns: usize, part: (u32, u32)) -> Result<Vec<T>, PlanError> {
     at_least_one("columns", columns)?;
     let tokens = rows_of("tokens to cut", whole.len(), columns)?;
     let pieces = zig_zag_pieces(part)?;

@@ -37,7 +37,7 @@
 //! warm-up needs `p / 2`, because the last stage runs ahead of the first.
 //!
 //! A [`Pipeline`] carries out a plan: it calls the layers of a rank ([`Stage`]), and sends and
-//! receives by communicators.
+//! receives by communicators. Passes that overlap are one call of the layers.
 
 mod dual_pipe;
 mod plan;
@@ -51,5 +51,5 @@ pub use dual_pipe::dual_pipe;
 pub use plan::{Compute, Direction, Pass, Plan, Route, Shape, Step, Tensor, Transfer};
 pub use plan_times::{Costs, Span, Timeline};
 pub use prove::{Peak, Proof};
-pub use run::{Pipeline, Stage};
+pub use run::{BackwardCall, ForwardCall, Pipeline, Stage};
 pub use schedules::{Schedule, WarmUp};

@@ -18,6 +18,7 @@
 //! the end of the step, hear there which stage has failed, and can make another step.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
+use std::marker::PhantomData;
 
 use sidelane::Group;
 use sidelane::collective::Communicator;
@@ -27,6 +28,7 @@ use sidelane::error::{CallError, CallKind, Error, PlanError};
 use super::plan::{Compute, Direction, Pass, Plan, Step, Tensor, Transfer};
 use crate::check::alike;
 use crate::error::PipelineError;
+use crate::float::Float;
 
 /// Messages of a pair that a communicator holds unread, if they have one part.
 const HELD: u32 = 2;
@@ -45,7 +47,10 @@ const MOST_OF_A_CHUNK: u64 = 256 << 10;
 /// A microbatch comes forward before it comes backward. Which microbatches come between is the
 /// schedule's choice, so what a backward pass needs is kept by microbatch and model chunk. If the
 /// plan recomputes ([`Plan::recomputes`]), a stage keeps inputs alone and repeats its forward pass.
-pub trait Stage {
+///
+/// `E` is the element type of the activations and gradients between stages: `f32`, or
+/// `half::bf16` for half the bytes. Layers round what they give.
+pub trait Stage<E: Float = f32> {
     /// Error of the layers.
     type Error: From<PipelineError>;
 
@@ -58,8 +63,8 @@ pub trait Stage {
         &mut self,
         microbatch: u32,
         model_chunk: u32,
-        inputs: Option<&[f32]>,
-    ) -> Result<Option<Vec<f32>>, Self::Error>;
+        inputs: Option<&[E]>,
+    ) -> Result<Option<Vec<E>>, Self::Error>;
 
     /// Gradients of the inputs of a model chunk, by [`Pass::Backward`] or [`Pass::BackwardInput`];
     /// nothing by [`Pass::BackwardWeight`], and on the first virtual stage. The last virtual stage
@@ -72,8 +77,52 @@ pub trait Stage {
         pass: Pass,
         microbatch: u32,
         model_chunk: u32,
-        gradient: Option<&[f32]>,
-    ) -> Result<Option<Vec<f32>>, Self::Error>;
+        gradient: Option<&[E]>,
+    ) -> Result<Option<Vec<E>>, Self::Error>;
+
+    /// Both passes of a [`Step::Overlap`]: what [`forward`](Stage::forward) returns, and what
+    /// [`backward`](Stage::backward) returns. They are of different microbatches, and in DualPipe
+    /// of different model chunks. Layers with transfers of their own make both in one graph, so
+    /// that one computes while rows of the other move
+    /// ([`MoeLayer::combined_with`](sidelane::layer::MoeLayer::combined_with)). Others need not
+    /// have this: it makes the forward pass, and then the backward pass.
+    ///
+    /// # Errors
+    /// Those of the layers.
+    fn forward_and_backward(
+        &mut self,
+        forward: ForwardCall<'_, E>,
+        backward: BackwardCall<'_, E>,
+    ) -> Result<[Option<Vec<E>>; 2], Self::Error> {
+        let ForwardCall { microbatch, model_chunk, inputs } = forward;
+        let outputs = self.forward(microbatch, model_chunk, inputs)?;
+        let BackwardCall { pass, microbatch, model_chunk, gradient } = backward;
+        Ok([outputs, self.backward(pass, microbatch, model_chunk, gradient)?])
+    }
+}
+
+/// A forward pass as [`Stage::forward`] gets it.
+#[derive(Clone, Copy, Debug)]
+pub struct ForwardCall<'a, E = f32> {
+    /// The microbatch.
+    pub microbatch: u32,
+    /// The model chunk.
+    pub model_chunk: u32,
+    /// Inputs of the model chunk.
+    pub inputs: Option<&'a [E]>,
+}
+
+/// A backward pass as [`Stage::backward`] gets it.
+#[derive(Clone, Copy, Debug)]
+pub struct BackwardCall<'a, E = f32> {
+    /// Its kind.
+    pub pass: Pass,
+    /// The microbatch.
+    pub microbatch: u32,
+    /// The model chunk.
+    pub model_chunk: u32,
+    /// Gradient of the outputs of the model chunk.
+    pub gradient: Option<&'a [E]>,
 }
 
 /// A pipeline over the ranks of a group: rank `s` is stage `s`.
@@ -128,7 +177,7 @@ pub trait Stage {
 /// # Ok::<(), sidelane::Error>(())
 /// ```
 #[derive(Debug)]
-pub struct Pipeline {
+pub struct Pipeline<E = f32> {
     /// With each message as a step of its own.
     plan: Plan,
     /// Elements of a message.
@@ -137,16 +186,17 @@ pub struct Pipeline {
     verdicts: Communicator,
     channels: Channels,
     stage: u32,
+    rows: PhantomData<E>,
 }
 
 /// Communicators of a stage with each peer: by kind of messages, if they need to be told apart, and
 /// then in turn.
 type Channels = HashMap<u32, Vec<Vec<Communicator>>>;
 
-impl Pipeline {
+impl<E: Float> Pipeline<E> {
     /// A pipeline that carries out a plan with messages of so many elements: the outputs of a
-    /// microbatch between two stages. Collective over the group, whose ranks compare plan and
-    /// elements.
+    /// microbatch between two stages. Collective over the group, whose ranks compare plan,
+    /// elements and their type.
     ///
     /// With `u` as the [`least_unread`](Plan::least_unread) of [`one_by_one`](Plan::one_by_one),
     /// windows take about 20 messages for each neighbor and each two of `u`. If `u` is 0, as for
@@ -157,16 +207,17 @@ impl Pipeline {
     /// [`PipelineError::Sidelane`] with
     /// [`ConfigsDiffer`](sidelane::error::CallError::ConfigsDiffer) if ranks differ, and if there
     /// is no room for the windows; [`PipelineError::Elsewhere`] if another rank has none.
-    pub fn new(group: &Group, plan: &Plan, elements: usize) -> Result<Pipeline, PipelineError> {
-        let (own, stage) = (Settings::of(plan, group.size(), elements), group.rank());
+    pub fn new(group: &Group, plan: &Plan, elements: usize) -> Result<Pipeline<E>, PipelineError> {
+        let (own, stage) = (Settings::of::<E>(plan, group.size(), elements), group.rank());
         let chunk = LEAST_SLOT * u64::from(group.size());
         let mut verdicts = Communicator::builder(group).chunk(chunk).build()?;
         let own = own.inspect_err(|_| {
             verdicts.refuse(CallKind::AllGather, PlanError::RefusedHere.into());
         })?;
         let digest = Digest::of(format!("{plan:?}").bytes());
-        let elements_there = ("elements of a message", elements as u64);
-        alike(&mut verdicts, &[("plan of the pipeline", digest), elements_there])?;
+        let message = ("elements of a message", elements as u64);
+        let element = ("bytes of an element", size_of::<E>() as u64);
+        alike(&mut verdicts, &[("plan of the pipeline", digest), message, element])?;
         let (mut channels, mut failed) = (Channels::new(), None);
         // In one order on all stages, so that none waits for a stage that waits for another. A
         // stage that fails with one peer goes on to the next, which waits for it.
@@ -182,7 +233,7 @@ impl Pipeline {
             (Some(stage), None) => return Err(PipelineError::Elsewhere { stage }),
             (None, None) => {}
         }
-        Ok(Pipeline { plan: own.plan, elements, verdicts, channels, stage })
+        Ok(Pipeline { plan: own.plan, elements, verdicts, channels, stage, rows: PhantomData })
     }
 
     /// Makes one step: all passes and messages of this rank's stage. Collective.
@@ -192,8 +243,8 @@ impl Pipeline {
     /// pass another number of elements than a message has. [`PipelineError::Elsewhere`] if another
     /// stage has failed: every stage hears of it, and the next step works.
     /// [`PipelineError::Sidelane`] if the world fails.
-    pub fn run<S: Stage>(&mut self, layers: &mut S) -> Result<(), S::Error> {
-        let Pipeline { plan, elements, verdicts, channels, stage } = self;
+    pub fn run<S: Stage<E>>(&mut self, layers: &mut S) -> Result<(), S::Error> {
+        let Pipeline { plan, elements, verdicts, channels, stage, .. } = self;
         let (kept, spare, messages) = (HashMap::new(), Vec::new(), HashMap::new());
         let own = StageRun {
             plan,
@@ -226,7 +277,7 @@ struct Settings {
 }
 
 impl Settings {
-    fn of(plan: &Plan, ranks: u32, elements: usize) -> Result<Settings, PipelineError> {
+    fn of<E: Float>(plan: &Plan, ranks: u32, elements: usize) -> Result<Settings, PipelineError> {
         let stages = plan.shape().stages;
         if stages != ranks {
             return Err(PipelineError::Ranks { ranks, stages });
@@ -251,7 +302,7 @@ impl Settings {
             tensor == Tensor::Activation && sends.contains(&(from, to, Tensor::Gradient))
         };
         let kinds = if sends.iter().any(both) { 2 } else { 1 };
-        let bytes = (elements as u64).saturating_mul(size_of::<f32>() as u64);
+        let bytes = (elements as u64).saturating_mul(size_of::<E>() as u64);
         let slot = bytes.checked_next_multiple_of(LEAST_SLOT).unwrap_or(bytes);
         let whole = slot.saturating_mul(PAIR);
         let chunk = if unread == 0 { whole.min(MOST_OF_A_CHUNK) } else { whole };
@@ -268,7 +319,7 @@ impl Settings {
 }
 
 /// A stage amid a step.
-struct StageRun<'p, S: Stage> {
+struct StageRun<'p, E: Float, S: Stage<E>> {
     plan: &'p Plan,
     elements: usize,
     verdicts: &'p mut Communicator,
@@ -277,9 +328,9 @@ struct StageRun<'p, S: Stage> {
     layers: &'p mut S,
     /// Results that no message has taken yet, and tensors that have come for a pass: by side,
     /// tensor, microbatch, and the model chunk that needs it.
-    kept: HashMap<(Direction, Tensor, u32, u32), Vec<f32>>,
+    kept: HashMap<(Direction, Tensor, u32, u32), Vec<E>>,
     /// Vectors of messages that were sent, for those that come.
-    spare: Vec<Vec<f32>>,
+    spare: Vec<Vec<E>>,
     /// Messages so far, by side, tensor and peer.
     messages: HashMap<(Direction, Tensor, u32), usize>,
     /// Whether this stage or one before it has failed.
@@ -287,7 +338,7 @@ struct StageRun<'p, S: Stage> {
     failed: Option<S::Error>,
 }
 
-impl<S: Stage> StageRun<'_, S> {
+impl<E: Float, S: Stage<E>> StageRun<'_, E, S> {
     fn run(mut self) -> Result<(), S::Error> {
         let verdict = self.steps().and_then(|()| self.first_failed());
         match (self.failed, verdict) {
@@ -301,12 +352,10 @@ impl<S: Stage> StageRun<'_, S> {
     fn steps(&mut self) -> Result<(), Error> {
         let plan = self.plan;
         for step in &plan.stages()[self.stage as usize] {
-            for compute in step.passes() {
-                if !self.stopped
-                    && let Err(error) = self.compute(compute)
-                {
-                    (self.stopped, self.failed) = (true, Some(error));
-                }
+            if !self.stopped
+                && let Err(error) = self.compute(step)
+            {
+                (self.stopped, self.failed) = (true, Some(error));
             }
             let Step::Transfer(group) = step else { continue };
             group.iter().try_for_each(|message| self.message(message))?;
@@ -314,19 +363,49 @@ impl<S: Stage> StageRun<'_, S> {
         Ok(())
     }
 
-    fn compute(&mut self, compute: Compute) -> Result<(), S::Error> {
+    /// The passes of a step, with the tensors that have come for them.
+    fn compute(&mut self, step: &Step) -> Result<(), S::Error> {
+        match *step {
+            Step::Compute(compute) => {
+                let came = self.came(compute);
+                let Compute { pass, microbatch, model_chunk } = compute;
+                let made = match pass {
+                    Pass::Forward => self.layers.forward(microbatch, model_chunk, came.as_deref())?,
+                    _ => self.layers.backward(pass, microbatch, model_chunk, came.as_deref())?,
+                };
+                self.keep(compute, made)
+            }
+            Step::Overlap { forward, backward } => {
+                let (inputs, gradient) = (self.came(forward), self.came(backward));
+                let Compute { microbatch, model_chunk, .. } = forward;
+                let ahead = ForwardCall { microbatch, model_chunk, inputs: inputs.as_deref() };
+                let Compute { pass, microbatch, model_chunk } = backward;
+                let back = BackwardCall { pass, microbatch, model_chunk, gradient: gradient.as_deref() };
+                let [outputs, made] = self.layers.forward_and_backward(ahead, back)?;
+                self.keep(forward, outputs)?;
+                self.keep(backward, made)
+            }
+            Step::Transfer(_) => Ok(()),
+        }
+    }
+
+    /// The tensor that has come for a pass.
+    fn came(&mut self, Compute { pass, microbatch, model_chunk }: Compute) -> Option<Vec<E>> {
+        let tensor = match pass {
+            Pass::Forward => Tensor::Activation,
+            Pass::Backward | Pass::BackwardInput => Tensor::Gradient,
+            Pass::BackwardWeight => return None,
+        };
+        self.kept.remove(&(Direction::Receive, tensor, microbatch, model_chunk))
+    }
+
+    /// Keeps what a pass made, for the pass that needs it.
+    fn keep(&mut self, compute: Compute, made: Option<Vec<E>>) -> Result<(), S::Error> {
         let (shape, Compute { pass, microbatch, model_chunk }) = (self.plan.shape(), compute);
         let (tensor, next) = match pass {
             Pass::Forward => (Tensor::Activation, shape.after(self.stage, model_chunk)),
             Pass::Backward | Pass::BackwardInput => (Tensor::Gradient, shape.before(self.stage, model_chunk)),
-            Pass::BackwardWeight => {
-                return self.layers.backward(pass, microbatch, model_chunk, None).map(drop);
-            }
-        };
-        let came = self.kept.remove(&(Direction::Receive, tensor, microbatch, model_chunk));
-        let made = match pass {
-            Pass::Forward => self.layers.forward(microbatch, model_chunk, came.as_deref())?,
-            _ => self.layers.backward(pass, microbatch, model_chunk, came.as_deref())?,
+            Pass::BackwardWeight => return Ok(()),
         };
         let Some((stage, chunk)) = next else { return Ok(()) };
         let made = made.unwrap_or_default();
@@ -359,7 +438,7 @@ impl<S: Stage> StageRun<'_, S> {
                 Ok(())
             }
             Direction::Receive => {
-                let mut data = self.spare.pop().unwrap_or_else(|| vec![0.0; self.elements]);
+                let mut data = self.spare.pop().unwrap_or_else(|| vec![E::zeroed(); self.elements]);
                 match channel.receive(there, &mut data) {
                     Ok(()) => drop(self.kept.insert(key, data)),
                     Err(Error::Call(CallError::Disagree { theirs: 0, .. })) => self.stopped = true,

@@ -10,6 +10,10 @@
 //! Megatron takes three all-reduces, one of them of maxima. Sidelane's communicator sums only, and
 //! one call for both sums saves a meeting. A gather of the logits would move `vocabulary` values a
 //! token.
+//!
+//! Logits may be bf16. What ranks exchange is `f32` for them, too, and so are losses and the tape.
+
+use std::marker::PhantomData;
 
 use sidelane::Error;
 use sidelane::collective::Communicator;
@@ -17,6 +21,7 @@ use sidelane::error::{CallKind, PlanError};
 
 use super::activations::refuse;
 use crate::check::{at_least_one, has_shape, part_of};
+use crate::float::Float;
 
 /// Cross-entropy of logits of which each rank has a part of the vocabulary.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,11 +34,12 @@ pub struct VocabularyParallelCrossEntropy {
 
 /// What a backward pass needs of a forward pass.
 #[derive(Clone, Debug)]
-pub struct CrossEntropyTape {
+pub struct CrossEntropyTape<E = f32> {
     /// Softmax of this rank's logits.
     softmax: Vec<f32>,
     columns: usize,
     targets: Vec<Target>,
+    elements: PhantomData<E>,
 }
 
 /// Target of a token, as a rank sees it.
@@ -56,20 +62,19 @@ impl VocabularyParallelCrossEntropy {
     /// [`PlanError::WrongShape`] for logits of another length, [`PlanError::BadParameter`] for a
     /// target outside the vocabulary, or a vocabulary that does not make equal parts; as
     /// [`Communicator::all_gather`] and [`Communicator::all_reduce`].
-    pub fn forward(
+    pub fn forward<E: Float>(
         &self,
         group: &mut Communicator,
-        logits: &[f32],
+        logits: &[E],
         targets: &[u32],
-    ) -> Result<(Vec<f32>, CrossEntropyTape), Error> {
-        let (columns, targets) = match self.check(group, logits, targets) {
+    ) -> Result<(Vec<f32>, CrossEntropyTape<E>), Error> {
+        let (columns, targets) = match self.check(group, logits.len(), targets) {
             Ok(checked) => checked,
             Err(error) => return Err(refuse(group, Some(CallKind::AllGather), error)),
         };
         let tokens = targets.len();
-        let largest = self.largest(group, logits, columns)?;
-
-        let mut softmax = logits.to_vec();
+        let mut softmax = E::widened(logits).into_owned();
+        let largest = self.largest(group, &softmax, columns)?;
         // Logits of targets, and behind them the sums.
         let mut sums = vec![0.0; 2 * tokens];
         for (token, row) in softmax.chunks_exact_mut(columns).enumerate() {
@@ -89,16 +94,21 @@ impl VocabularyParallelCrossEntropy {
         let losses = targets.iter().zip(of_targets.iter().zip(sums)).map(|(target, (of_target, sum))| {
             if *target == Target::Ignored { 0.0 } else { libm::logf(*sum) - of_target }
         });
-        Ok((losses.collect(), CrossEntropyTape { softmax, columns, targets }))
+        let elements = PhantomData;
+        Ok((losses.collect(), CrossEntropyTape { softmax, columns, targets, elements }))
     }
 
-    /// Gradient of this rank's logits, `[T, vocabulary / ranks]`, from that of the losses, `[T]`.
-    /// Ranks need not talk.
+    /// Gradient of this rank's logits, `[T, vocabulary / ranks]`, from that of the losses, `[T]`:
+    /// rounded once if logits are bf16. Ranks need not talk.
     ///
     /// # Errors
     /// [`PlanError::WrongShape`] if there is not one value for each token.
-    pub fn backward(&self, tape: CrossEntropyTape, of_losses: &[f32]) -> Result<Vec<f32>, PlanError> {
-        let CrossEntropyTape { softmax: mut gradient, columns, targets } = tape;
+    pub fn backward<E: Float>(
+        &self,
+        tape: CrossEntropyTape<E>,
+        of_losses: &[f32],
+    ) -> Result<Vec<E>, PlanError> {
+        let CrossEntropyTape { softmax: mut gradient, columns, targets, .. } = tape;
         has_shape("gradients of losses", of_losses.len(), targets.len(), 1)?;
         let rows = gradient.chunks_exact_mut(columns);
         for (row, (target, of_loss)) in rows.zip(targets.into_iter().zip(of_losses)) {
@@ -113,19 +123,19 @@ impl VocabularyParallelCrossEntropy {
             }
             row.iter_mut().for_each(|value| *value *= of_loss);
         }
-        Ok(gradient)
+        Ok(E::rounded(gradient))
     }
 
     /// Logits of a token on this rank, and where targets are.
     fn check(
         &self,
         group: &Communicator,
-        logits: &[f32],
+        logits: usize,
         targets: &[u32],
     ) -> Result<(usize, Vec<Target>), PlanError> {
         at_least_one("vocabulary", self.vocabulary)?;
         let columns = part_of("vocabulary", self.vocabulary, (group.rank(), group.size()))?;
-        has_shape("logits", logits.len(), targets.len(), columns)?;
+        has_shape("logits", logits, targets.len(), columns)?;
         let first = group.rank() as usize * columns;
         let target = |&target: &u32| {
             if Some(target) == self.ignore {

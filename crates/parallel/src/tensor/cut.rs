@@ -1,11 +1,11 @@
-//! Parts of whole weights, for ranks that read them from one file.
+//! Parts of whole weights and rows, for ranks that read them from one file.
 
 use sidelane::error::PlanError;
 
 use crate::check::{at_least_one, part_of, rows_of};
 
 /// Part `part` of `parts` of the rows of a matrix, where it lies. So column parallel layers,
-/// embeddings and biases are cut.
+/// embeddings and biases are cut, and tokens for sequence parallel activations.
 ///
 /// ```
 /// use sidelane_parallel::tensor::{cut_columns, cut_rows};
@@ -18,9 +18,9 @@ use crate::check::{at_least_one, part_of, rows_of};
 ///
 /// # Errors
 /// [`PlanError`] if the parts are not equal or `part` is none of them.
-pub fn cut_rows(whole: &[f32], columns: usize, (part, parts): (u32, u32)) -> Result<&[f32], PlanError> {
+pub fn cut_rows<T>(whole: &[T], columns: usize, (part, parts): (u32, u32)) -> Result<&[T], PlanError> {
     at_least_one("columns", columns)?;
-    let rows = rows_of("weights to cut", whole.len(), columns)?;
+    let rows = rows_of("rows to cut", whole.len(), columns)?;
     let each = part_of("rows", rows, (part, parts))? * columns;
     Ok(&whole[part as usize * each..][..each])
 }
@@ -29,9 +29,13 @@ pub fn cut_rows(whole: &[f32], columns: usize, (part, parts): (u32, u32)) -> Res
 ///
 /// # Errors
 /// As [`cut_rows`].
-pub fn cut_columns(whole: &[f32], columns: usize, (part, parts): (u32, u32)) -> Result<Vec<f32>, PlanError> {
+pub fn cut_columns<T: Copy>(
+    whole: &[T],
+    columns: usize,
+    (part, parts): (u32, u32),
+) -> Result<Vec<T>, PlanError> {
     at_least_one("columns", columns)?;
-    rows_of("weights to cut", whole.len(), columns)?;
+    rows_of("rows to cut", whole.len(), columns)?;
     let each = part_of("columns", columns, (part, parts))?;
     let rows = whole.chunks_exact(columns);
     Ok(rows.flat_map(|row| &row[part as usize * each..][..each]).copied().collect())

@@ -24,6 +24,10 @@
 //! With sequence parallelism a rank holds `T / ranks` tokens between blocks. Backward it gathers
 //! the inputs of a column parallel layer once more, so that no rank keeps them.
 //!
+//! [`LayerNorm`] and [`Dropout`] stand between blocks, and compute a rank's share of the tokens.
+//! The one sums the gradients of its scale and bias over the ranks, the other makes the choices of
+//! the whole tensor.
+//!
 //! [`overlap`] has the plans by which sequence parallel layers compute next to their transfers.
 //!
 //! **Bits.** Sums over ranks are by ascending rank from +0
@@ -45,12 +49,16 @@
 mod activations;
 mod cross_entropy;
 mod cut;
+mod dropout;
 mod embedding;
+mod layer_norm;
 mod linear;
 pub mod overlap;
 
 pub use activations::Activations;
 pub use cross_entropy::{CrossEntropyTape, VocabularyParallelCrossEntropy};
 pub use cut::{cut_columns, cut_rows};
+pub use dropout::Dropout;
 pub use embedding::VocabularyParallelEmbedding;
+pub use layer_norm::{LayerNorm, LayerNormGradients};
 pub use linear::{ColumnParallelLinear, DelayedWeights, LinearGradients, LinearShape, RowParallelLinear};

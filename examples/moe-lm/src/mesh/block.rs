@@ -31,7 +31,7 @@ pub const BETWEEN: Activations = Activations::SequenceParallel;
 
 /// Sizes of a microbatch on a rank.
 #[derive(Clone, Copy, Debug)]
-pub struct Extent {
+pub struct MicrobatchSizes {
     /// Elements of a token.
     pub width: usize,
     /// Elements of a token's queries on this rank.
@@ -46,14 +46,14 @@ pub struct Extent {
     pub tokens: usize,
 }
 
-impl Extent {
+impl MicrobatchSizes {
     /// Of a strategy.
-    pub fn new(strategy: &Strategy, settings: &Settings, parts: usize) -> Extent {
+    pub fn new(strategy: &Strategy, settings: &Settings, parts: usize) -> MicrobatchSizes {
         let [dp, cp, tp] = [strategy.sizes.dp, strategy.sizes.cp, strategy.sizes.tp].map(|of| of as usize);
         let windows = settings.batch / parts / dp / strategy.microbatches as usize;
         let (width, window) = (settings.shape.width, settings.shape.window);
         let piece = window / cp;
-        Extent { width, own_width: width / tp, windows, window, piece, tokens: windows * piece / tp }
+        MicrobatchSizes { width, own_width: width / tp, windows, window, piece, tokens: windows * piece / tp }
     }
 }
 
@@ -112,7 +112,7 @@ impl AttentionTape {
 
 /// The layers of a block.
 pub struct Block {
-    extent: Extent,
+    of_microbatch: MicrobatchSizes,
     attention: Attention,
     qkv: ColumnParallelLinear,
     out: RowParallelLinear,
@@ -162,9 +162,9 @@ impl Block {
         ep: &Group,
         attention: Attention,
         (strategy, settings): (&Strategy, &Settings),
-        (extent, in_turn): (Extent, Option<usize>),
+        (of_microbatch, in_turn): (MicrobatchSizes, Option<usize>),
     ) -> Result<Block> {
-        let Extent { width, own_width, .. } = extent;
+        let MicrobatchSizes { width, own_width, .. } = of_microbatch;
         let plan = sidelane::Error::from;
         let qkv = LinearShape { inputs: width, outputs: 3 * width };
         let qkv = ColumnParallelLinear::new(tp, qkv, BETWEEN, vec![0.0; 3 * own_width * width], None);
@@ -174,11 +174,11 @@ impl Block {
         let weights = vec![0.0; GroupedSwiGlu::values(own, width, ffn)];
         let experts = GroupedSwiGlu::new(own, width, ffn, weights).map_err(plan)?;
         let moe = match in_turn {
-            Some(ranks) => moe(ep, strategy, settings, extent, InTurn::new(experts, ranks))?,
-            None => moe(ep, strategy, settings, extent, experts)?,
+            Some(ranks) => moe(ep, strategy, settings, of_microbatch, InTurn::new(experts, ranks))?,
+            None => moe(ep, strategy, settings, of_microbatch, experts)?,
         };
         let (qkv, out) = (qkv.map_err(plan)?, out.map_err(plan)?);
-        Ok(Block { extent, attention, qkv, out, moe, ep: ep.rank() as usize, expert_bytes: 0 })
+        Ok(Block { of_microbatch, attention, qkv, out, moe, ep: ep.rank() as usize, expert_bytes: 0 })
     }
 
     /// Takes the first values of each section for the weights of this block.
@@ -199,8 +199,8 @@ impl Block {
         (tp, cp): (&mut Communicator, &mut Communicator),
         x: Vec<f32>,
     ) -> Result<(Vec<f32>, BlockTape)> {
-        let Extent { own_width, windows, piece, .. } = self.extent;
-        let qkv = self.qkv.forward(tp, &norm(&x, self.extent.width))?;
+        let MicrobatchSizes { own_width, windows, piece, .. } = self.of_microbatch;
+        let qkv = self.qkv.forward(tp, &norm(&x, self.of_microbatch.width))?;
         let (mut attended, mut tapes) = (Vec::with_capacity(windows * piece * own_width), Vec::new());
         for of_window in qkv.chunks_exact(piece * 3 * own_width) {
             let (out, tape) = self.attention.forward(cp, &split(of_window, own_width))?;
@@ -208,7 +208,7 @@ impl Block {
             tapes.push(tape);
         }
         let between = sum(&x, &self.out.forward(tp, &attended)?);
-        let (out, moe) = self.moe.forward(&Input::new(&norm(&between, self.extent.width)))?;
+        let (out, moe) = self.moe.forward(&Input::new(&norm(&between, self.of_microbatch.width)))?;
         let y = sum(&between, &out);
         let visits = self.visits(&moe);
         // Dispatched rows, and those that are combined.
@@ -227,7 +227,7 @@ impl Block {
         tape: BlockTape,
         of_y: &[f32],
     ) -> Result<(Vec<f32>, DelayedBlock)> {
-        let Extent { width, own_width, piece, .. } = self.extent;
+        let MicrobatchSizes { width, own_width, piece, .. } = self.of_microbatch;
         self.expert_bytes += 2 * tape.visits * self.row_bytes();
         let moe = self.moe.backward(tape.moe, of_y)?;
         let of_between = sum(of_y, &norm_backward(&tape.between, &moe.x, width));
@@ -247,7 +247,7 @@ impl Block {
     }
 
     fn row_bytes(&self) -> u64 {
-        4 * self.extent.width as u64
+        4 * self.of_microbatch.width as u64
     }
 
     /// Counts the rows that a dispatch puts to other ranks: one for each token and rank.
@@ -269,20 +269,21 @@ fn moe(
     ep: &Group,
     strategy: &Strategy,
     settings: &Settings,
-    extent: Extent,
+    of_microbatch: MicrobatchSizes,
     experts: impl Experts + 'static,
 ) -> Result<MoeLayer> {
     let gate = Preset::Mixtral.config(settings.shape.experts as u32, settings.shape.top_k as u32);
     let gate = gate.map_err(sidelane::Error::from)?;
     let balance = BalanceLoss {
         // Of each window by itself, as in the plain model, and the mean over a rank's microbatches.
-        parts: TokenGroups::Consecutive(extent.windows as u32),
+        parts: TokenGroups::Consecutive(of_microbatch.windows as u32),
         coefficient: settings.balance / strategy.microbatches as f32,
         share: CountDivisor::OfChoices,
         ..BalanceLoss::of(Preset::Mixtral)
     };
-    let builder = MoeLayer::builder(ep, gate, extent.width, experts).dtype(Dtype::F32).balance(balance);
-    builder.max_tokens(extent.tokens as u32).chunks(1).overlap(false).build().map_err(Error::from)
+    let builder =
+        MoeLayer::builder(ep, gate, of_microbatch.width, experts).dtype(Dtype::F32).balance(balance);
+    builder.max_tokens(of_microbatch.tokens as u32).chunks(1).overlap(false).build().map_err(Error::from)
 }
 
 /// Queries, keys and values of each token, in vectors of their own.

@@ -133,8 +133,8 @@ pub fn resume(trainer: &mut MeshTrainer, out: &Path) -> Result<PathBuf> {
     Ok(place)
 }
 
-/// Values of a tensor, with two means each, by their places in the whole one.
-type Values = HashMap<usize, [f32; 3]>;
+/// This rank's part of a tensor: its values, with two means each.
+type Part<'a> = (&'a Tensor, Vec<[f32; 3]>);
 
 /// This rank's part of a checkpoint, as one shard of each kind.
 fn read(trainer: &MeshTrainer, place: &Path) -> Result<(Run, Sections<Vec<u8>>)> {
@@ -149,21 +149,18 @@ fn read(trainer: &MeshTrainer, place: &Path) -> Result<(Run, Sections<Vec<u8>>)>
     }
     strategy.check(&run.settings, strategy.sizes.ranks())?;
     let wanted = trainer.tensors();
-    let mut values: HashMap<&str, Values> = HashMap::new();
+    let mut parts: HashMap<&str, Part<'_>> = HashMap::new();
     wanted.as_ref().map(|tensors| {
         for tensor in tensors {
-            values.insert(&tensor.name, tensor.places().map(|place| (place, [0.0; 3])).collect());
+            parts.insert(&tensor.name, (*tensor, vec![[0.0; 3]; tensor.elements()]));
         }
     });
-    keep(place, &run, &strategy, &mut values)?;
+    keep(place, &run, &strategy, &mut parts)?;
     let steps = run.history.losses.len() as u64;
     let shard = |tensors: Vec<&Tensor>| -> Result<Vec<u8>> {
-        let mut rows = Vec::new();
-        for tensor in tensors {
-            let of_tensor = &values[&tensor.name[..]];
-            rows.extend(tensor.places().map(|place| of_tensor[&place]));
-        }
-        let [parameters, first, second] = [0, 1, 2].map(|nth| rows.iter().map(|row| row[nth]).collect());
+        let values = tensors.iter().map(|tensor| &parts[&tensor.name[..]].1);
+        let [parameters, first, second] =
+            [0, 1, 2].map(|nth| values.clone().flatten().map(|value| value[nth]).collect());
         let mut bytes = Vec::new();
         let checkpoint = Checkpoint { steps, parameters, first, second };
         checkpoint.write(&mut bytes).map_err(DataError::from)?;
@@ -174,7 +171,7 @@ fn read(trainer: &MeshTrainer, place: &Path) -> Result<(Run, Sections<Vec<u8>>)>
 }
 
 /// Keeps the values that are wanted of all shards of a mesh. They must be those that the run wrote.
-fn keep(place: &Path, run: &Run, strategy: &Strategy, values: &mut HashMap<&str, Values>) -> Result<()> {
+fn keep(place: &Path, run: &Run, strategy: &Strategy, parts: &mut HashMap<&str, Part<'_>>) -> Result<()> {
     let ranks = strategy.sizes.ranks();
     let mesh = strategy.sizes.mesh(ranks)?;
     let experts = mesh.experts(strategy.sizes.ep, 1)?;
@@ -213,10 +210,11 @@ fn keep(place: &Path, run: &Run, strategy: &Strategy, values: &mut HashMap<&str,
             }
             let mut rows = read.parameters.iter().zip(&read.first).zip(&read.second);
             for tensor in tensors {
-                let mut of_tensor = values.get_mut(&tensor.name[..]);
+                let mut own = parts.get_mut(&tensor.name[..]);
                 for (place, ((&value, &first), &second)) in tensor.places().zip(&mut rows) {
-                    if let Some(wanted) = of_tensor.as_mut().and_then(|of| of.get_mut(&place)) {
-                        *wanted = [value, first, second];
+                    let Some((part, values)) = &mut own else { continue };
+                    if let Some(nth) = part.nth(place) {
+                        values[nth] = [value, first, second];
                     }
                 }
             }

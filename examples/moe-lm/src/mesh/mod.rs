@@ -20,5 +20,5 @@ mod strategy;
 mod tensors;
 mod train;
 
-pub use strategy::{Context, Order, Sizes, Strategy, StrategyError, Zero};
+pub use strategy::{Context, ScheduleName, Sizes, Strategy, StrategyError, Zero};
 pub use train::{MeshTrainer, Moved, TensorPart, Traffic};

@@ -6,11 +6,11 @@
 //!   last                   norm -> ColumnParallelLinear -> logits [T, vocabulary/tp] -> cross-entropy
 //! ```
 //!
-//! Gradients of weights are added microbatch by microbatch, from +0. All schedules of
-//! [`Order`](super::Order) make the passes of a model chunk by ascending microbatch, so they give
-//! the same bits. Where a schedule asks for the gradients of inputs first, the products of linear
-//! layers' weights wait for their own pass. Those of router, experts and embedding do not: they are
-//! made with the gradients of inputs.
+//! Gradients of weights are added microbatch by microbatch, from +0. All schedules
+//! ([`ScheduleName`](super::ScheduleName)) make the passes of a model chunk by ascending
+//! microbatch, so they give the same bits. Where a schedule asks for the gradients of inputs first,
+//! the products of linear layers' weights wait for their own pass. Those of router, experts and
+//! embedding do not: they are made with the gradients of inputs.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -22,7 +22,9 @@ use sidelane_parallel::tensor::{
     VocabularyParallelEmbedding,
 };
 
-use super::block::{Attention, BETWEEN, Block, BlockTape, DelayedBlock, Extent, norm, norm_backward, take};
+use super::block::{
+    Attention, BETWEEN, Block, BlockTape, DelayedBlock, MicrobatchSizes, norm, norm_backward, take,
+};
 use super::groups::Groups;
 use super::strategy::Strategy;
 use super::tensors::{Rows, Sections, Tensor, layers_of};
@@ -122,7 +124,7 @@ pub struct Stage {
     pub stage_bytes: u64,
     /// Times of its passes: forward, and the gradients of inputs and of weights.
     pub times: [Times; 3],
-    extent: Extent,
+    of_microbatch: MicrobatchSizes,
     /// Positions of this rank's tokens in a window.
     positions: Vec<usize>,
     of_loss: f32,
@@ -145,7 +147,7 @@ impl Stage {
         played: Option<Played>,
     ) -> Result<Stage> {
         let parts = played.map_or(1, |played| played.parts);
-        let extent = Extent::new(strategy, settings, parts);
+        let of_microbatch = MicrobatchSizes::new(strategy, settings, parts);
         let attention = Attention::new(&mut groups.cp, strategy, settings)?;
         let mut first = Sections { cut: 0, whole: 0, experts: 0 };
         let mut chunks = Vec::new();
@@ -153,7 +155,7 @@ impl Stage {
             let layers = layers_of(strategy, &settings.shape, groups.place.stage, nth);
             let block = |_| {
                 let in_turn = played.map(|played| played.sharing);
-                Block::new(&groups.tp, &groups.ep, attention, (strategy, settings), (extent, in_turn))
+                Block::new(&groups.tp, &groups.ep, attention, (strategy, settings), (of_microbatch, in_turn))
             };
             chunks.push(Chunk {
                 embedding: (layers.start == 0).then(|| Embedding::new(&groups.tp, settings)).transpose()?,
@@ -167,14 +169,14 @@ impl Stage {
             first = first.zip(tensors.as_ref().map(len)).map(|(first, len)| first + len);
         }
         let zeros = first.map(|len| vec![0.0; len]);
-        let tokens = extent.windows * extent.piece * strategy.microbatches as usize;
+        let tokens = of_microbatch.windows * of_microbatch.piece * strategy.microbatches as usize;
         Ok(Stage {
             positions: groups.positions(strategy, settings),
             gradients: vec![zeros; parts],
             loss: 0.0,
             stage_bytes: 0,
             times: Default::default(),
-            extent,
+            of_microbatch,
             of_loss: 1.0 / tokens as f32,
             chunks,
             microbatches: Vec::new(),
@@ -186,7 +188,7 @@ impl Stage {
 
     /// Elements that a microbatch has between two stages.
     pub fn message_elements(&self) -> usize {
-        self.extent.tokens * self.extent.width
+        self.of_microbatch.tokens * self.of_microbatch.width
     }
 
     /// Gives all layers their weights.
@@ -206,7 +208,7 @@ impl Stage {
 
     /// Begins a step with the windows of its microbatches, one after another.
     pub fn begin(&mut self, windows: &Windows) {
-        let Extent { windows: count, window, .. } = self.extent;
+        let MicrobatchSizes { windows: count, window, .. } = self.of_microbatch;
         let own = |of: &[u32]| -> Vec<u32> {
             let windows = of.chunks_exact(window);
             windows.flat_map(|of| self.positions.iter().map(|&position| of[position])).collect()
@@ -251,16 +253,16 @@ impl Stage {
         gradient: Option<&[f32]>,
     ) -> Result<(Option<Vec<f32>>, DelayedChunk)> {
         let tape = self.tapes.remove(&(microbatch, model_chunk)).ok_or(Error::NoForward { microbatch })?;
-        let Stage { groups, chunks, microbatches, positions, extent, of_loss, .. } = self;
+        let Stage { groups, chunks, microbatches, positions, of_microbatch, of_loss, .. } = self;
         let Groups { tp, cp, .. } = groups;
         let (chunk, data) = (&mut chunks[model_chunk as usize], &microbatches[microbatch as usize]);
         let (mut of_x, head) = match (&chunk.head, tape.head) {
             (Some(head), Some((x, tape))) => {
                 let of_losses = vec![*of_loss; data.tokens.len()];
                 let of_logits = head.loss.backward(tape, &of_losses).map_err(sidelane::Error::from)?;
-                let normed = norm(&x, extent.width);
+                let normed = norm(&x, of_microbatch.width);
                 let (of_normed, delayed) = head.linear.backward_input(tp, &normed, &of_logits)?;
-                (norm_backward(&x, &of_normed, extent.width), Some(delayed))
+                (norm_backward(&x, &of_normed, of_microbatch.width), Some(delayed))
             }
             _ => (gradient.unwrap_or_default().to_vec(), None),
         };
@@ -276,9 +278,9 @@ impl Stage {
         if let Some(layer) = first {
             embedding.cut = layer.token.backward(tp, &data.tokens, &of_x)?;
             embedding.whole = vec![0.0; layer.place.len()];
-            let own = own_tokens(tp, extent, positions);
-            for (position, row) in own.zip(of_x.chunks_exact(extent.width)) {
-                let sum = &mut embedding.whole[position * extent.width..][..extent.width];
+            let own = own_tokens(tp, of_microbatch, positions);
+            for (position, row) in own.zip(of_x.chunks_exact(of_microbatch.width)) {
+                let sum = &mut embedding.whole[position * of_microbatch.width..][..of_microbatch.width];
                 sum.iter_mut().zip(row).for_each(|(sum, of)| *sum += of);
             }
         }
@@ -304,15 +306,15 @@ impl PipelineStage for Stage {
         inputs: Option<&[f32]>,
     ) -> Result<Option<Vec<f32>>> {
         let began = Instant::now();
-        let Stage { groups, chunks, microbatches, positions, extent, loss, tapes, .. } = self;
+        let Stage { groups, chunks, microbatches, positions, of_microbatch, loss, tapes, .. } = self;
         let Groups { tp, cp, .. } = groups;
         let (chunk, data) = (&mut chunks[model_chunk as usize], &microbatches[microbatch as usize]);
         let mut x = match &chunk.embedding {
             Some(embedding) => {
                 let mut rows = embedding.token.forward(tp, &data.tokens)?;
-                let own = own_tokens(tp, extent, positions);
-                for (position, row) in own.zip(rows.chunks_exact_mut(extent.width)) {
-                    let place = &embedding.place[position * extent.width..];
+                let own = own_tokens(tp, of_microbatch, positions);
+                for (position, row) in own.zip(rows.chunks_exact_mut(of_microbatch.width)) {
+                    let place = &embedding.place[position * of_microbatch.width..];
                     row.iter_mut().zip(place).for_each(|(value, place)| *value += place);
                 }
                 rows
@@ -327,7 +329,7 @@ impl PipelineStage for Stage {
         }
         let (outputs, head) = match &chunk.head {
             Some(head) => {
-                let logits = head.linear.forward(tp, &norm(&x, extent.width))?;
+                let logits = head.linear.forward(tp, &norm(&x, of_microbatch.width))?;
                 let (losses, tape) = head.loss.forward(tp, &logits, &data.following)?;
                 *loss += losses.iter().copied().map(f64::from).sum::<f64>();
                 (None, Some((x, tape)))
@@ -386,7 +388,11 @@ impl Head {
 }
 
 /// Positions of the tokens that a rank has between layers, in their windows.
-fn own_tokens(tp: &Communicator, extent: &Extent, positions: &[usize]) -> impl Iterator<Item = usize> {
-    let first = tp.rank() as usize * extent.tokens;
-    (first..first + extent.tokens).map(|token| positions[token % positions.len()])
+fn own_tokens(
+    tp: &Communicator,
+    of_microbatch: &MicrobatchSizes,
+    positions: &[usize],
+) -> impl Iterator<Item = usize> {
+    let first = tp.rank() as usize * of_microbatch.tokens;
+    (first..first + of_microbatch.tokens).map(|token| positions[token % positions.len()])
 }

@@ -47,9 +47,9 @@ pub enum Zero {
     Three,
 }
 
-/// Order of the passes of a pipeline.
+/// A schedule of `sidelane-parallel`, as the command line and checkpoints name it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Order {
+pub enum ScheduleName {
     /// All forward passes, then all backward passes.
     GPipe,
     /// One forward pass, one backward pass.
@@ -76,8 +76,8 @@ pub struct Strategy {
     pub sizes: Sizes,
     /// State that is cut.
     pub zero: Zero,
-    /// Order of passes; 1F1B if none is named.
-    pub order: Option<Order>,
+    /// Schedule of the pipeline; 1F1B if none is named.
+    pub order: Option<ScheduleName>,
     /// Microbatches of a step.
     pub microbatches: u32,
     /// Kind of attention; if none is named, Ulysses where heads divide, else a ring.
@@ -187,28 +187,28 @@ impl fmt::Display for Sizes {
     }
 }
 
-impl FromStr for Order {
+impl FromStr for ScheduleName {
     type Err = StrategyError;
 
-    fn from_str(said: &str) -> std::result::Result<Order, StrategyError> {
+    fn from_str(said: &str) -> std::result::Result<ScheduleName, StrategyError> {
         match (said, said.strip_prefix("interleaved:").map(str::parse)) {
-            ("gpipe", _) => Ok(Order::GPipe),
-            ("1f1b", _) => Ok(Order::OneFOneB),
-            ("interleaved", _) => Ok(Order::Interleaved(2)),
-            ("zb-h1", _) => Ok(Order::ZeroBubbleH1),
-            (_, Some(Ok(chunks))) => Ok(Order::Interleaved(chunks)),
+            ("gpipe", _) => Ok(ScheduleName::GPipe),
+            ("1f1b", _) => Ok(ScheduleName::OneFOneB),
+            ("interleaved", _) => Ok(ScheduleName::Interleaved(2)),
+            ("zb-h1", _) => Ok(ScheduleName::ZeroBubbleH1),
+            (_, Some(Ok(chunks))) => Ok(ScheduleName::Interleaved(chunks)),
             _ => Err(StrategyError::Schedule { said: said.to_owned() }),
         }
     }
 }
 
-impl fmt::Display for Order {
+impl fmt::Display for ScheduleName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Order::GPipe => f.write_str("gpipe"),
-            Order::OneFOneB => f.write_str("1f1b"),
-            Order::Interleaved(chunks) => write!(f, "interleaved:{chunks}"),
-            Order::ZeroBubbleH1 => f.write_str("zb-h1"),
+            ScheduleName::GPipe => f.write_str("gpipe"),
+            ScheduleName::OneFOneB => f.write_str("1f1b"),
+            ScheduleName::Interleaved(chunks) => write!(f, "interleaved:{chunks}"),
+            ScheduleName::ZeroBubbleH1 => f.write_str("zb-h1"),
         }
     }
 }
@@ -222,7 +222,7 @@ impl Strategy {
     /// Model chunks of a stage.
     pub fn model_chunks(&self) -> u32 {
         match self.order {
-            Some(Order::Interleaved(chunks)) => chunks,
+            Some(ScheduleName::Interleaved(chunks)) => chunks,
             _ => 1,
         }
     }
@@ -232,13 +232,13 @@ impl Strategy {
     /// # Errors
     /// [`Error::Pipeline`].
     pub fn plan(&self) -> Result<Plan> {
-        let schedule = match self.order.unwrap_or(Order::OneFOneB) {
-            Order::GPipe => Schedule::GPipe,
-            Order::OneFOneB => Schedule::OneFOneB,
-            Order::Interleaved(model_chunks) => {
+        let schedule = match self.order.unwrap_or(ScheduleName::OneFOneB) {
+            ScheduleName::GPipe => Schedule::GPipe,
+            ScheduleName::OneFOneB => Schedule::OneFOneB,
+            ScheduleName::Interleaved(model_chunks) => {
                 Schedule::Interleaved { model_chunks, warm_up: WarmUp::Megatron }
             }
-            Order::ZeroBubbleH1 => Schedule::ZeroBubbleH1,
+            ScheduleName::ZeroBubbleH1 => Schedule::ZeroBubbleH1,
         };
         Ok(schedule.plan(self.sizes.pp, self.microbatches)?)
     }

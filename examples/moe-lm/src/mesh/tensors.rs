@@ -78,6 +78,7 @@ pub struct Tensor {
     /// Rows and columns of the whole tensor.
     pub shape: [usize; 2],
     rows: Range<usize>,
+    /// Ascending.
     columns: Vec<usize>,
     transposed: bool,
 }
@@ -91,6 +92,14 @@ impl Tensor {
     /// Number of values.
     pub fn elements(&self) -> usize {
         self.rows.len() * self.columns.len()
+    }
+
+    /// Which of this part's values has a place in the whole tensor; none if it is of another part.
+    pub fn nth(&self, place: usize) -> Option<usize> {
+        let (columns, [_, width]) = (&self.columns, self.shape);
+        let row = (place / width).checked_sub(self.rows.start).filter(|row| *row < self.rows.len())?;
+        let column = columns.binary_search(&(place % width)).ok()?;
+        Some(if self.transposed { column * self.rows.len() + row } else { row * columns.len() + column })
     }
 
     /// The place of each value in the whole tensor.

@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 
 use moe_lm::error::Error;
 use moe_lm::mesh::{
-    Context, MeshTrainer, Order, Sizes, Strategy, StrategyError, TensorPart, Traffic, Zero, checkpoint,
+    Context, MeshTrainer, ScheduleName, Sizes, Strategy, StrategyError, TensorPart, Traffic, Zero, checkpoint,
 };
 use moe_lm::settings::{Settings, Shape};
 use moe_lm::trainer::{History, Trainer};
@@ -169,7 +169,12 @@ fn no_schedule_and_no_zero_stage_changes_a_bit() {
     let settings = Settings { balance: 0.01, ..small() };
     let of = |sizes, microbatches| Strategy { microbatches, ..strategy(sizes) };
     let expected = reference(&settings, &of("dp=2,ep=2", 4));
-    let orders = [Order::GPipe, Order::OneFOneB, Order::Interleaved(2), Order::ZeroBubbleH1];
+    let orders = [
+        ScheduleName::GPipe,
+        ScheduleName::OneFOneB,
+        ScheduleName::Interleaved(2),
+        ScheduleName::ZeroBubbleH1,
+    ];
     for order in orders {
         let strategy = Strategy { order: Some(order), ..of("pp=2,dp=2,ep=2", 4) };
         assert_eq!(run(&settings, &strategy), expected, "{order}");
@@ -178,7 +183,8 @@ fn no_schedule_and_no_zero_stage_changes_a_bit() {
         let strategy = Strategy { zero, ..of("dp=2,ep=2", 4) };
         assert_eq!(run(&settings, &strategy), expected, "{zero:?}");
     }
-    let all = Strategy { zero: Zero::Three, order: Some(Order::ZeroBubbleH1), ..of("pp=4,dp=2,ep=2", 4) };
+    let all =
+        Strategy { zero: Zero::Three, order: Some(ScheduleName::ZeroBubbleH1), ..of("pp=4,dp=2,ep=2", 4) };
     assert_eq!(run(&settings, &all), expected);
 }
 
@@ -299,13 +305,13 @@ fn strategies_that_do_not_fit_are_refused_on_every_rank() {
         ),
         (
             settings,
-            Strategy { order: Some(Order::GPipe), ..strategy("dp=2") },
+            Strategy { order: Some(ScheduleName::GPipe), ..strategy("dp=2") },
             2,
             "--schedule orders the passes of stages, and the mesh has one: name pp",
         ),
         (
             settings,
-            Strategy { order: Some(Order::Interleaved(2)), ..strategy("pp=2") },
+            Strategy { order: Some(ScheduleName::Interleaved(2)), ..strategy("pp=2") },
             2,
             "1 microbatches on 2 stages: 1 mod 2 = 1, but 2 model chunks need whole rounds",
         ),
@@ -341,8 +347,8 @@ fn a_run_goes_on_over_another_mesh_from_its_checkpoint() {
     };
     let meshes = [
         of("dp=2,ep=2", Zero::None, None),
-        of("pp=2,dp=2,ep=2", Zero::Two, Some(Order::Interleaved(2))),
-        of("pp=4,dp=2,ep=2", Zero::Three, Some(Order::ZeroBubbleH1)),
+        of("pp=2,dp=2,ep=2", Zero::Two, Some(ScheduleName::Interleaved(2))),
+        of("pp=4,dp=2,ep=2", Zero::Three, Some(ScheduleName::ZeroBubbleH1)),
         of("dp=2,ep=2", Zero::One, None),
     ];
     let expected = reference(&settings, &meshes[0]);
@@ -535,14 +541,15 @@ fn processes_of_a_mesh_write_the_losses_of_one_that_plays_them() {
     let folder = tempfile::tempdir().unwrap();
     let [text, out] = ["text.md", "out"].map(|name| folder.path().join(name));
     std::fs::write(&text, TEXT).unwrap();
-    let command = || {
+    let command_of = |out: &Path| {
         let sizes = "--vocabulary 256 --window 16 --layers 2 --width 32 --heads 2 --experts 16 --top-k 2";
         let run = "--expert-width 16 --batch 4 --steps 4 --mesh pp=2,dp=2,ep=2 --checkpoint-every 2 --json";
         let mut command = Command::new(env!("CARGO_BIN_EXE_moe-lm"));
-        command.args(sizes.split(' ')).args(run.split(' ')).arg("--out").args([&out, &text]);
+        command.args(sizes.split(' ')).args(run.split(' ')).arg("--out").args([out, &text]);
         command.env("RAYON_NUM_THREADS", "1").env("SIDELANE_HEAP", "96M").stdout(Stdio::piped());
         command
     };
+    let command = || command_of(&out);
     let lines = said(ranks_of(command, "mesh", |_| &["--schedule", "zb-h1", "--zero", "1"]));
     assert!(lines[1..].iter().all(Vec::is_empty), "only the first rank speaks");
     let traffic = lines[0].iter().find_map(|line| line["traffic"].as_array()).unwrap();
@@ -555,6 +562,22 @@ fn processes_of_a_mesh_write_the_losses_of_one_that_plays_them() {
     let strategy = Strategy { microbatches: 2, ..strategy("dp=2,ep=2") };
     let bits: Vec<u32> = history.losses.iter().map(|loss| loss.to_bits()).collect();
     assert_eq!(bits, reference(&settings, &strategy).losses);
+    // One process that plays the mesh writes the same bytes, and goes on from what the ranks wrote.
+    let in_turn = folder.path().join("in-turn");
+    let played = |more: &[&str]| {
+        let output = command_of(&in_turn).args(["--reference", "4"]).args(more).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        assert_eq!(std::fs::read(in_turn.join("losses.json")).unwrap(), losses);
+    };
+    played(&[]);
+    std::fs::remove_dir_all(&in_turn).unwrap();
+    let place = "step-000002";
+    std::fs::create_dir_all(in_turn.join(place)).unwrap();
+    for file in std::fs::read_dir(out.join(place)).unwrap() {
+        let name = file.unwrap().file_name();
+        std::fs::copy(out.join(place).join(&name), in_turn.join(place).join(&name)).unwrap();
+    }
+    played(&["--resume"]);
 
     // The last two steps again, from the checkpoint before them, by another strategy.
     std::fs::remove_dir_all(out.join("step-000004")).unwrap();

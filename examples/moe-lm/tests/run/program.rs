@@ -232,6 +232,7 @@ fn options_that_cannot_be_meant_are_refused() {
         ("--reference 4 --overlap on", "--reference"),
         ("--reference 4,3@5,2@5", "steps must ascend"),
         ("--reference 4,3", "is not two numbers"),
+        ("--mesh dp=4 --reference 4,3@5", "--reference with --mesh is one number"),
         ("--kill 2", "is not two numbers"),
         ("--survive --device cuda", "--survive needs --device cpu"),
     ] {

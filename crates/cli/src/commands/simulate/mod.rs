@@ -11,6 +11,7 @@ mod calibrate_host;
 mod layer_time;
 mod report;
 mod sensitivity;
+mod tensor_time;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -127,10 +128,15 @@ pub struct SimulateArgs {
     #[arg(long, value_name = "F", requires = "token_chunks", value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
     pub ffn: Option<u32>,
 
-    /// TFLOP/s of the experts' products, with --token-chunks: 600 is six tenths of the bf16 peak of
+    /// TFLOP/s of products, with --token-chunks: 600 is six tenths of the bf16 peak of
     /// an H100
     #[arg(long, value_name = "X", default_value_t = 600, requires = "token_chunks", value_parser = clap::value_parser!(u32).range(1..))]
     pub tflops: u32,
+
+    /// Time a pair of tensor parallel layers, too, with --token-chunks: F elements between them,
+    /// cut over the ranks of a node, and activations that are sequence parallel
+    #[arg(long, value_name = "F", requires = "token_chunks", value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    pub tensor_ffn: Option<u32>,
 
     /// Play every rank of a group of more than 64, not one node that stands for all
     #[arg(long)]
@@ -258,6 +264,14 @@ impl<'a> Task<'a> {
         if !args.token_chunks.is_empty() && (hosted(&hardware) || args.mode == ReceiveKind::Slots) {
             return Err(usage!(
                 "--token-chunks is for a machine whose copies take no core, with exact sizes (--mode exact)"
+            ));
+        }
+        if let Some(ffn) = args.tensor_ffn
+            && !ffn.is_multiple_of(args.ranks_per_node)
+        {
+            let ranks = args.ranks_per_node;
+            return Err(usage!(
+                "--tensor-ffn {ffn} is cut over the ranks of a node: {ranks} do not divide it"
             ));
         }
         let chunks = args.token_chunks.iter().copied().max().unwrap_or(1);

@@ -7,6 +7,7 @@ use sidelane_model::time::{
 };
 
 use super::layer_time::{self, Layered, Products};
+use super::tensor_time::{self, TensorLayers};
 use super::{Conditions, MetadataWith, ReceiveKind, Task, sensitivity};
 use crate::chart::{Chart, Curve, Panel, Point};
 use crate::command_frame;
@@ -23,6 +24,8 @@ pub struct Report {
     pub sensitivity: Vec<Outcome>,
     /// The group that was asked for, as a layer with its experts.
     pub layer: Option<Layer>,
+    /// Tensor parallel layers over the ranks of a node.
+    pub tensor: Option<TensorLayers>,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -63,6 +66,7 @@ impl Report {
             groups,
             sensitivity,
             layer,
+            tensor: TensorLayers::of(task),
         })
     }
 }
@@ -196,7 +200,9 @@ impl command_frame::Report for Report {
             outcomes => format!("\n\n{}", sensitivity::text(outcomes)),
         };
         let layer = layer.map_or(String::new(), |text| format!("\n\n{text}"));
-        format!("{head}\n{}\n\n{}\n\n{NOTES}{sensitivity}{layer}", group.times(), group.laps())
+        let tensor =
+            self.tensor.as_ref().map_or(String::new(), |of| format!("\n\n{}", tensor_time::text(of)));
+        format!("{head}\n{}\n\n{}\n\n{NOTES}{sensitivity}{layer}{tensor}", group.times(), group.laps())
     }
 }
 
@@ -252,7 +258,8 @@ pub mod tests {
 
     #[test]
     fn the_document_names_exactly_the_keys_of_the_json() {
-        let report = report("--nodes 2 --ranks-per-node 2 --tokens 16 --hidden 128 --token-chunks 2");
+        let report =
+            report("--nodes 2 --ranks-per-node 2 --tokens 16 --hidden 128 --token-chunks 2 --tensor-ffn 64");
         assert_page("simulate-json.md", &[report]);
     }
 

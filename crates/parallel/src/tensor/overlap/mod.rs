@@ -30,12 +30,16 @@
 //! **Bits.** A row of a product depends on its row alone, sums over ranks are by ascending rank,
 //! and gradients of weights are one product of all tokens. So chunks change no bit.
 //!
+//! **Time.** [`Plan::times`] has the time of a plan from that of each step, as `sidelane simulate`
+//! predicts it.
+//!
 //! **Proof.** A [`Plan`] is a function of the pass and the number of chunks. [`Plan::prove`] walks
 //! it for every rank of a group.
 
 mod plan;
 mod prove;
 mod run;
+mod time;
 
 pub use plan::{LinearPass, Plan, Step, Work};
 pub use prove::Cell;
