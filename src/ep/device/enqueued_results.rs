@@ -18,6 +18,7 @@ use crate::error::{CallKind, Error, PlanError};
 use crate::exec::EnqueueCounts;
 use crate::plan::RowBuffer;
 use crate::schedule::call_program::CallMachine;
+use crate::schedule::{CallProperties, Payload};
 
 /// A context, as long as anything of its dispatch is alive.
 #[derive(Debug)]
@@ -380,8 +381,8 @@ impl EnqueuedHandle {
             (None, _) => told.combined,
         };
         let spec = &self.lease.common.fixed.spec;
-        let kernels = match kind {
-            CallKind::ReturnWeights => &["fetch_weights"],
+        let kernels = match CallProperties::of(kind).payload {
+            Payload::Weights => &["fetch_weights"],
             _ if spec.rank_sums => Kernels::rank_sums_names(spec.dtype)?,
             _ => Kernels::sum_choices_names(spec.dtype)?,
         };
@@ -434,7 +435,8 @@ impl EnqueuedOutput {
 
     /// Where in this rank's memory what returns in a call of this kind begins, in steps.
     pub(super) fn steps(&self, kind: CallKind) -> u32 {
-        let behind = if kind == CallKind::ReturnWeights { self.offer().notes_at() } else { 0 };
+        let weights = CallProperties::of(kind).payload == Payload::Weights;
+        let behind = if weights { self.offer().notes_at() } else { 0 };
         ((self.base + behind) / MemoryShape::STEP) as u32
     }
 }

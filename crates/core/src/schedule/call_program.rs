@@ -31,6 +31,7 @@
 
 use std::fmt;
 
+use super::call_properties::{CallProperties, Class};
 pub use super::call_tags::Agreement;
 pub use super::op::Part;
 use super::skeleton::RelaySums;
@@ -523,29 +524,6 @@ impl SlotCall {
     }
 }
 
-/// Kinds of calls that have one program.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Class {
-    Dispatch,
-    Cached,
-    Return,
-    Remap,
-}
-
-impl Class {
-    const ALL: [Class; 4] = [Class::Dispatch, Class::Cached, Class::Return, Class::Remap];
-
-    fn of(kind: CallKind) -> Class {
-        match kind {
-            CallKind::Dispatch | CallKind::Prepare => Class::Dispatch,
-            CallKind::CachedDispatch | CallKind::CombineBackward => Class::Cached,
-            CallKind::Combine | CallKind::DispatchBackward | CallKind::ReturnWeights => Class::Return,
-            // Ranks agree, and nothing moves: so do kinds that are not calls of an exchange.
-            _ => Class::Remap,
-        }
-    }
-}
-
 /// The programs of one rank, or of its relay, by kind of call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CallPrograms {
@@ -565,7 +543,7 @@ impl CallPrograms {
 
     /// The program of calls of this kind.
     pub fn of(&self, kind: CallKind) -> &CallProgram {
-        &self.all[Class::of(kind) as usize]
+        &self.all[CallProperties::of(kind).class as usize]
     }
 }
 
@@ -608,7 +586,7 @@ impl RankPrograms {
 
     /// Replaces the rank's own program for calls of this kind, with its relay program.
     pub fn replace(&mut self, kind: CallKind, program: CallProgram) {
-        self.inline.all[Class::of(kind) as usize] = program;
+        self.inline.all[CallProperties::of(kind).class as usize] = program;
     }
 
     /// The rank's own program for calls of this kind.
