@@ -193,7 +193,7 @@ impl EnqueuedExchange {
         mut started: EnqueuedDispatch,
     ) -> Result<(EnqueuedRows, EnqueuedHandle), Error> {
         self.serve(&mut started)?;
-        started.finish()
+        started.finish(&self.stream, &self.kernels)
     }
 
     /// Second half of a call that places rows.
@@ -259,9 +259,7 @@ impl EnqueuedExchange {
         let machine = self.start(kind, context)?;
         let x = brought.filter(|(chosen, _)| chosen.tokens > 0).and_then(|(_, x)| x);
         let x = x.map(|(x, dtype)| (x.clone(), dtype));
-        let late = self.common.shape.arrives();
-        let regroups = late.then(|| (Arc::clone(&self.stream), Arc::clone(&self.kernels)));
-        Ok(EnqueuedDispatch { lease, kind, refused, regroups, machine, x })
+        Ok(EnqueuedDispatch { lease, kind, refused, machine, x })
     }
 
     /// Drives a call to its half.
