@@ -13,7 +13,7 @@
 use std::sync::Arc;
 
 use super::calls::Counts;
-use super::{AllReduceAlgorithm, Communicator, Incoming, Outgoing};
+use super::{AllReduceAlgorithm, Communicator, Incoming, Outgoing, RoundState};
 use crate::dtype::Dtype;
 use crate::error::{Error, PlanError};
 use crate::exec::HostStepper;
@@ -98,21 +98,24 @@ impl<'g> CommunicatorBuilder<'g> {
         let held = WindowHold { port: Arc::clone(&port), others, _ranges: [data, control] };
         let epoch = group.shared.hub.epoch();
         let pairs = (0..ranks).map(|peer| MessageChannel::new(peer, epoch));
-        Ok(Communicator {
+        let state = RoundState {
             world: Arc::clone(&group.shared),
             port,
             host: HostStepper::new(Dtype::Bytes, group.shared.recorder.clone()),
             view: RankView { nodes: lanes.nodes.clone(), me, staging },
+            rounds: Rounds::new(ranks),
+            calls: Calls::new(epoch),
+            lanes,
+        };
+        Ok(Communicator {
+            state,
             cache: group.shared.options.config.cache,
             sums: self.sums,
             whole: self.whole.min(staging.slot()),
             programs: Vec::new(),
-            rounds: Rounds::new(ranks),
-            calls: Calls::new(epoch),
             counts: Counts::new(ranks),
             outgoing: pairs.clone().map(|pair| Outgoing { pair, heard: 0, unsaid: 0 }).collect(),
             incoming: pairs.map(|pair| Incoming { pair, refused: 0 }).collect(),
-            lanes,
             held: Arc::new(held),
         })
     }
@@ -167,13 +170,13 @@ impl ReleaseCheck for WindowHold {
 
 impl Drop for Communicator {
     fn drop(&mut self) {
-        let me = self.view.me;
+        let me = self.state.view.me;
         for &peer in &self.held.others {
             // A rank that cannot be reached is gone, and the world with it: then no memory is given
             // back.
-            let _ = self.port.signal(peer, (me, Flag::Returned), DONE, None);
+            let _ = self.state.port.signal(peer, (me, Flag::Returned), DONE, None);
         }
-        let pool = self.world.heap.pool();
+        let pool = self.state.world.heap.pool();
         if let Ok(nothing) = pool.alloc(0) {
             let licence: Arc<dyn ReleaseCheck> = Arc::clone(&self.held) as _;
             pool.retire(nothing, &licence, DONE);

@@ -38,7 +38,7 @@ impl Communicator {
             AllReduceAlgorithm::Direct => (Program::TwoShot { more: false }, PartialDtype::F32),
             AllReduceAlgorithm::Ring(wire) => (Program::Ring, wire),
         };
-        let most = self.view.most(program);
+        let most = self.state.view.most(program);
         let dtype = E::DTYPE;
         let call = CallSpec { kind: CallKind::AllReduce, dtype, option: 0, bytes: Some(total) };
         let carried = Arithmetic::try_from(dtype).and_then(|_| match wire.carries(dtype) {
@@ -92,15 +92,15 @@ impl Communicator {
         if let Err(error) = checked {
             return Err(self.enter_refused(call, program, error.into()));
         }
-        let (most, stores) = (self.view.most(program), Stores::Cached);
+        let (most, stores) = (self.state.view.most(program), Stores::Cached);
         let output = bytemuck::cast_slice_mut(receive);
         let mut tensors = Tensors { input: Some(bytemuck::cast_slice(send)), output, stores };
         let mut at = 0;
         loop {
             let len = most.min(part - at);
             let first = |rank: u64| rank * part + at;
-            self.rounds.sends.clear();
-            self.rounds.sends.extend((0..ranks as u64).map(|rank| first(rank)..first(rank) + len));
+            self.state.rounds.sends.clear();
+            self.state.rounds.sends.extend((0..ranks as u64).map(|rank| first(rank)..first(rank) + len));
             self.round(call, &Round { program, at, len, ..Self::empty(dtype) }, &mut tensors)?;
             at += len;
             if at == part {
@@ -130,15 +130,15 @@ impl Communicator {
         if let Err(error) = checked {
             return Err(self.enter_refused(call, program, error.into()));
         }
-        let (ranks, most) = (self.size(), self.view.most(program));
+        let (ranks, most) = (self.size(), self.state.view.most(program));
         let output = bytemuck::cast_slice_mut(data);
         let mut tensors = Tensors { input: None, output, stores: Stores::Cached };
         let mut at = 0;
         loop {
             let len = most.min(total - at);
-            self.rounds.sends.clear();
+            self.state.rounds.sends.clear();
             let part = |rank| if rank == root { at..at + len } else { 0..0 };
-            self.rounds.sends.extend((0..ranks).map(part));
+            self.state.rounds.sends.extend((0..ranks).map(part));
             self.round(call, &Round { program, at, len, ..Self::empty(dtype) }, &mut tensors)?;
             at += len;
             if at == total {
@@ -165,7 +165,7 @@ impl Communicator {
             let error = PlanError::WrongShape { what, seen, rows, columns };
             return Err(self.enter_refused(call, Program::AllToAll, error.into()));
         }
-        let (most, stores) = (self.view.most(program), self.stores(size_of_val(receive) as u64));
+        let (most, stores) = (self.state.view.most(program), self.stores(size_of_val(receive) as u64));
         let (input, output): (&[u8], &mut [u8]) =
             (bytemuck::cast_slice(send), bytemuck::cast_slice_mut(receive));
         let first = |rank: u32| part * u64::from(rank);
@@ -173,11 +173,11 @@ impl Communicator {
         loop {
             let len = most.min(part - at);
             let round = Round { program, at, len, ..Self::empty(E::DTYPE) };
-            self.rounds.tags.fill(call.tag(false));
+            self.state.rounds.tags.fill(call.tag(false));
             let machine = self.enter(call, &round, (input, stores))?;
             for from in 0..self.size() {
                 let bytes = first(from) + at..first(from) + at + len;
-                self.rounds.gathered(&self.view, self.calls.parity(), from, bytes);
+                self.state.rounds.gathered(&self.state.view, self.state.calls.parity(), from, bytes);
             }
             self.carry(machine, program, &mut Tensors { input: Some(input), output: &mut *output, stores })?;
             at += len;
@@ -204,9 +204,10 @@ impl Communicator {
             let error = PlanError::BadParameter { parameter, seen: root.into(), expected };
             return Err(self.enter_refused(call, Program::AllToAll, error.into()));
         }
-        let shape = if total >= CHAIN && self.view.nodes.nodes() > 2 { Shape::Chain } else { Shape::Star };
+        let shape =
+            if total >= CHAIN && self.state.view.nodes.nodes() > 2 { Shape::Chain } else { Shape::Star };
         let program = Program::Broadcast { root, shape };
-        let (most, stores) = (self.view.most(program), self.stores(total));
+        let (most, stores) = (self.state.view.most(program), self.stores(total));
         let mut tensors = Tensors { input: None, output: bytemuck::cast_slice_mut(data), stores };
         let mut at = 0;
         loop {
@@ -265,7 +266,7 @@ impl Communicator {
         receive: &mut Vec<E>,
     ) -> Result<&[usize], Error> {
         let call = CallSpec { kind: CallKind::AllToAll, dtype: E::DTYPE, option: 1, bytes: None };
-        let (ranks, size, me) = (self.size() as usize, size_of::<E>() as u64, self.view.me as usize);
+        let (ranks, size, me) = (self.size() as usize, size_of::<E>() as u64, self.state.view.me as usize);
         let sum = counts.iter().try_fold(0usize, |sum, &count| sum.checked_add(count));
         let bad = match counts.len() == ranks {
             false => Some(("counts", counts.len(), ranks, 1)),
@@ -286,8 +287,8 @@ impl Communicator {
         let entered = self.enter_all_to_all(call, 0, input, most)?;
         self.counts.elements[me] = counts[me];
         let mut longest = most;
-        for from in self.others() {
-            let said = self.said(from)?;
+        for from in self.state.others() {
+            let said = self.state.said(from)?;
             self.counts.elements[from as usize] = (said.handle / size) as usize;
             longest = longest.max(said.base);
         }
@@ -317,8 +318,8 @@ impl Communicator {
         input: &[u8],
         most: u64,
     ) -> Result<CallMachine, Error> {
-        let (slot, stores) = (self.view.staging.slot(), self.stores(input.len() as u64));
-        let Rounds { sends, tags, .. } = &mut self.rounds;
+        let (slot, stores) = (self.state.view.staging.slot(), self.stores(input.len() as u64));
+        let Rounds { sends, tags, .. } = &mut self.state.rounds;
         sends.clear();
         sends.extend(self.counts.sends.iter().map(|all| nth_of(all, slot, nth)));
         for (tag, all) in tags.iter_mut().zip(&self.counts.sends) {
@@ -337,7 +338,7 @@ impl Communicator {
         input: &[u8],
         output: &mut [u8],
     ) -> Result<(), Error> {
-        let (me, slot) = (self.view.me as usize, self.view.staging.slot());
+        let (me, slot) = (self.state.view.me as usize, self.state.view.staging.slot());
         let bytes = |range: &Range<u64>| range.start as usize..range.end as usize;
         let stores = self.stores(output.len() as u64);
         output[bytes(&self.counts.receives[me])].copy_from_slice(&input[bytes(&self.counts.sends[me])]);
@@ -345,9 +346,9 @@ impl Communicator {
             if nth > 0 {
                 entered = self.enter_all_to_all(call, nth, input, longest)?;
             }
-            for from in self.others() {
+            for from in self.state.others() {
                 let part = nth_of(&self.counts.receives[from as usize], slot, nth);
-                self.rounds.arrived(&self.view, self.calls.parity(), from, part);
+                self.state.rounds.arrived(&self.state.view, self.state.calls.parity(), from, part);
             }
             let mut tensors = Tensors { input: Some(input), output: &mut *output, stores };
             self.carry(entered, Program::AllToAll, &mut tensors)?;
@@ -415,13 +416,13 @@ impl Communicator {
             &round,
             &mut Tensors { input: Some(bytemuck::cast_slice(send)), output: &mut [], stores },
         )?;
-        let (at, window) = (self.view.landed(part).start, WindowId::POOL);
-        let own = PutSource::Window { owner: self.view.me, window };
-        Ok(bytemuck::cast_slice(self.port.source(own, at, Some(total), &Io::default())?))
+        let (at, window) = (self.state.view.landed(part).start, WindowId::POOL);
+        let own = PutSource::Window { owner: self.state.view.me, window };
+        Ok(bytemuck::cast_slice(self.state.port.source(own, at, Some(total), &Io::default())?))
     }
 
     fn fits(&self, bytes: u64) -> Result<(), Error> {
-        let (room, rank) = (self.view.staging.room(), self.view.me);
+        let (room, rank) = (self.state.view.staging.room(), self.state.view.me);
         if bytes <= room {
             return Ok(());
         }

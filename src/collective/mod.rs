@@ -115,24 +115,30 @@ pub enum AllReduceAlgorithm {
 /// ```
 #[derive(Debug)]
 pub struct Communicator {
-    world: Arc<WorldState>,
-    lanes: Arc<Lanes>,
-    port: Arc<Port>,
-    host: HostStepper,
-    view: RankView,
+    state: RoundState,
     /// Bytes of the cache that the ranks of a node share.
     cache: u64,
     sums: AllReduceAlgorithm,
     whole: u64,
     /// Skeletons of the programs that were called.
-    programs: Vec<(Program, Arc<Skeleton>)>,
-    rounds: Rounds,
-    calls: Calls,
+    programs: Vec<(Program, Skeleton)>,
     counts: calls::Counts,
     /// By peer: parts of messages to it, and from it.
     outgoing: Vec<Outgoing>,
     incoming: Vec<Incoming>,
     held: Arc<builder::WindowHold>,
+}
+
+/// State of rounds and messages. It lies apart from the programs, of which a round borrows one.
+#[derive(Debug)]
+struct RoundState {
+    world: Arc<WorldState>,
+    lanes: Arc<Lanes>,
+    port: Arc<Port>,
+    host: HostStepper,
+    view: RankView,
+    rounds: Rounds,
+    calls: Calls,
 }
 
 /// State of messages to a peer.
@@ -161,16 +167,16 @@ impl Communicator {
 
     /// This rank's position in the group.
     pub fn rank(&self) -> u32 {
-        self.view.me
+        self.state.view.me
     }
 
     /// Number of ranks.
     pub fn size(&self) -> u32 {
-        self.view.ranks()
+        self.state.view.ranks()
     }
 
     /// Counts of the puts and sums since the last call of this function.
     pub fn take_counts(&mut self) -> TransferCounts {
-        self.host.take_moved()
+        self.state.host.take_moved()
     }
 }

@@ -5,16 +5,14 @@
 //!   carry    sums and puts of the program, then copies to the caller's tensor
 //! ```
 
-use std::sync::Arc;
-
-use super::Communicator;
+use super::{Communicator, RoundState};
 use crate::dtype::Dtype;
 use crate::error::{CallError, CallKind, Error, PlanError};
 use crate::exec::{Executor, Until, drive};
 use crate::lane::Io;
 use crate::rows::{RowKernels, Stores};
 use crate::schedule::call_program::{Agreement, CallMachine, Part, Role, StageId, Work};
-use crate::schedule::collective::{Copied, Program, Round, Skeleton, Tensor};
+use crate::schedule::collective::{Copied, Program, RankView, Round, Skeleton, Tensor};
 use crate::schedule::{Flag, Refusal, Tag, WindowId};
 
 /// The call that a rank makes.
@@ -70,7 +68,7 @@ struct Entry<'r> {
 
 /// A round amid its steps: the entry in the first half, the caller's tensors in the second.
 struct RoundCall<'r, 't> {
-    group: &'r mut Communicator,
+    state: &'r mut RoundState,
     skeleton: &'r Skeleton,
     entry: Option<Entry<'r>>,
     tensors: Option<&'r mut Tensors<'t>>,
@@ -82,12 +80,12 @@ impl Executor for RoundCall<'_, '_> {
     }
 
     fn round(&mut self, nth: u8) -> Result<(), Error> {
-        let RoundCall { group, skeleton, entry, tensors } = self;
+        let RoundCall { state, skeleton, entry, tensors } = self;
         if let Some(Entry { input, stores, .. }) = entry {
-            return group.run(skeleton, nth, &mut Io { input, ..Io::default() }, *stores);
+            return state.run(skeleton, nth, &mut Io { input, ..Io::default() }, *stores);
         }
         let Some(tensors) = tensors else { return Ok(()) };
-        let share = group.rounds.share.start as usize..group.rounds.share.end as usize;
+        let share = state.rounds.share.start as usize..state.rounds.share.end as usize;
         let tensor = skeleton.steps[usize::from(nth)].tensor;
         // All but the caller's tensor, and the results made of it, is in the cache.
         let stores = if tensor == Tensor::Input { tensors.stores } else { Stores::Cached };
@@ -97,17 +95,17 @@ impl Executor for RoundCall<'_, '_> {
             Tensor::Share => Io { input: &tensors.output[share], ..Io::default() },
             Tensor::Sums => Io { output: &mut tensors.output[share], ..Io::default() },
         };
-        group.run(skeleton, nth, &mut io, stores)
+        state.run(skeleton, nth, &mut io, stores)
     }
 
     fn compute(&mut self, _: Role, work: Work) -> Result<(), Error> {
-        let RoundCall { group, entry, tensors, .. } = self;
+        let RoundCall { state, entry, tensors, .. } = self;
         match (work, entry, tensors) {
             (Work::FillRound, Some(Entry { round, .. }), _) => {
-                group.rounds.fill(&group.view, &Round { parity: group.calls.parity(), ..**round });
+                state.rounds.fill(&state.view, &Round { parity: state.calls.parity(), ..**round });
             }
-            (Work::CopyOut, _, Some(tensors)) => group.copy_all(tensors)?,
-            (Work::EndRound, ..) => group.rounds.end(),
+            (Work::CopyOut, _, Some(tensors)) => state.copy_all(tensors)?,
+            (Work::EndRound, ..) => state.rounds.end(),
             _ => return Err(CallError::unknown_step(CallKind::Unknown, &work).into()),
         }
         Ok(())
@@ -115,12 +113,12 @@ impl Executor for RoundCall<'_, '_> {
 
     fn agree(&mut self, _: Role) -> Result<(), Error> {
         let Some(Entry { call, refused, .. }) = &mut self.entry else { return Ok(()) };
-        let (group, refused) = (self.group.agreement(*call), refused.take());
-        group.alike(call.tag(refused.is_some()), |peer| self.group.said(peer))?;
+        let (group, refused) = (self.state.agreement(*call), refused.take());
+        group.alike(call.tag(refused.is_some()), |peer| self.state.said(peer))?;
         if let Some(own) = refused {
             return Err(own);
         }
-        match group.refusal(|peer| self.group.said(peer))? {
+        match group.refusal(|peer| self.state.said(peer))? {
             None => Ok(()),
             Some((peer, _)) => Err(group.refused_by(peer).into()),
         }
@@ -145,8 +143,8 @@ impl Communicator {
     /// Enters a round that this rank refuses: the others must hear of it.
     pub(super) fn enter_refused(&mut self, call: CallSpec, program: Program, why: Error) -> Error {
         let round = &Round { program, ..Self::empty(call.dtype) };
-        self.rounds.sends.clear();
-        self.rounds.tags.fill(call.tag(true));
+        self.state.rounds.sends.clear();
+        self.state.rounds.tags.fill(call.tag(true));
         let refused =
             self.begin(Entry { call, round, input: &[], stores: Stores::Cached, refused: Some(why) });
         // A round that a rank refuses has no other end.
@@ -167,7 +165,7 @@ impl Communicator {
         tensors: &mut Tensors<'_>,
     ) -> Result<(), Error> {
         let staged = self.stores(call.bytes.unwrap_or(round.len));
-        self.rounds.tags.fill(call.tag(false));
+        self.state.rounds.tags.fill(call.tag(false));
         let machine = self.enter(call, round, (tensors.input(), staged))?;
         self.carry(machine, round.program, tensors)
     }
@@ -189,16 +187,17 @@ impl Communicator {
     }
 
     fn begin(&mut self, entry: Entry<'_>) -> Result<CallMachine, Error> {
-        self.lanes.check()?;
+        self.state.lanes.check()?;
         if entry.round.at == 0 {
             // A call that failed may have left some.
-            self.rounds.due.clear();
+            self.state.rounds.due.clear();
         }
-        self.calls.enter();
-        self.host.retype(entry.round.dtype);
-        let skeleton = self.skeleton(entry.round.program);
+        self.state.calls.enter();
+        self.state.host.retype(entry.round.dtype);
+        let Communicator { state, programs, .. } = self;
+        let skeleton = skeleton_of(programs, &state.view, entry.round.program);
         let mut machine = CallMachine::default();
-        let mut call = RoundCall { group: self, skeleton: &skeleton, entry: Some(entry), tensors: None };
+        let mut call = RoundCall { state, skeleton, entry: Some(entry), tensors: None };
         match drive(&mut machine, &skeleton.call, &mut call, Until::Half)? {
             None => Ok(machine),
             Some(refusal) => Err(refusal),
@@ -212,11 +211,22 @@ impl Communicator {
         program: Program,
         tensors: &mut Tensors<'_>,
     ) -> Result<(), Error> {
-        let skeleton = self.skeleton(program);
-        let mut call = RoundCall { group: self, skeleton: &skeleton, entry: None, tensors: Some(tensors) };
+        let Communicator { state, programs, .. } = self;
+        let skeleton = skeleton_of(programs, &state.view, program);
+        let mut call = RoundCall { state, skeleton, entry: None, tensors: Some(tensors) };
         drive(&mut machine, &skeleton.call, &mut call, Until::End).map(drop)
     }
 
+    /// Stores for so many bytes, if each local peer writes as many. The caller reads its own when
+    /// all have arrived. Lines of a window may still lie in the caches of its last readers.
+    pub(super) fn stores(&self, bytes: u64) -> Stores {
+        let nodes = &self.state.view.nodes;
+        let members = nodes.members(nodes.node_of(self.state.view.me)).len() as u64;
+        Stores::of(bytes * members, self.cache)
+    }
+}
+
+impl RoundState {
     /// Copies the due bytes to the caller.
     fn copy_all(&mut self, tensors: &mut Tensors<'_>) -> Result<(), Error> {
         for copied in &self.rounds.due {
@@ -238,14 +248,6 @@ impl Communicator {
         Ok(())
     }
 
-    /// Stores for so many bytes, if each local peer writes as many. The caller reads its own when
-    /// all have arrived. Lines of a window may still lie in the caches of its last readers.
-    pub(super) fn stores(&self, bytes: u64) -> Stores {
-        let nodes = &self.view.nodes;
-        let members = nodes.members(nodes.node_of(self.view.me)).len() as u64;
-        Stores::of(bytes * members, self.cache)
-    }
-
     fn run(&mut self, skeleton: &Skeleton, nth: u8, io: &mut Io<'_>, stores: Stores) -> Result<(), Error> {
         let step = usize::from(nth);
         let operands = self.rounds.operands(step, self.calls.value());
@@ -256,15 +258,6 @@ impl Communicator {
 
     pub(super) fn fail(&self, error: Error) -> Error {
         self.world.fail(&self.lanes.world_ranks, error)
-    }
-
-    fn skeleton(&mut self, program: Program) -> Arc<Skeleton> {
-        if let Some((_, skeleton)) = self.programs.iter().find(|(known, _)| *known == program) {
-            return Arc::clone(skeleton);
-        }
-        let skeleton = Arc::new(self.view.skeleton(program));
-        self.programs.push((program, Arc::clone(&skeleton)));
-        skeleton
     }
 
     fn agreement(&self, call: CallSpec) -> Agreement {
@@ -281,6 +274,20 @@ impl Communicator {
         let me = self.view.me;
         (0..self.view.ranks()).filter(move |&peer| peer != me)
     }
+}
+
+/// The skeleton of a program: one of those that were called, or a new one.
+fn skeleton_of<'p>(
+    programs: &'p mut Vec<(Program, Skeleton)>,
+    view: &RankView,
+    program: Program,
+) -> &'p Skeleton {
+    let known = programs.iter().position(|(known, _)| *known == program);
+    let at = known.unwrap_or_else(|| {
+        programs.push((program, view.skeleton(program)));
+        programs.len() - 1
+    });
+    &programs[at].1
 }
 
 impl CallSpec {

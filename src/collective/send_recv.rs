@@ -64,7 +64,7 @@ impl Communicator {
     }
 
     fn check_peer(&self, peer: u32) -> Result<(), PlanError> {
-        if peer >= self.size() || peer == self.view.me {
+        if peer >= self.size() || peer == self.state.view.me {
             let (parameter, expected) = ("peer", "another rank of the group");
             return Err(PlanError::BadParameter { parameter, seen: peer.into(), expected });
         }
@@ -81,8 +81,8 @@ impl Communicator {
         mut receive: Option<&mut [u8]>,
     ) -> Result<(), Error> {
         self.check_peer(peer)?;
-        self.lanes.check()?;
-        let parts = |bytes: usize| MessageChannel::parts(&self.view, bytes as u64);
+        self.state.lanes.check()?;
+        let parts = |bytes: usize| MessageChannel::parts(&self.state.view, bytes as u64);
         let sends = send.map_or(0, |data| parts(data.len()));
         let mut receives = receive.as_ref().map_or(0, |data| parts(data.len()));
         let mut wrong = Ok(());
@@ -112,7 +112,8 @@ impl Communicator {
         if let Some(value) = pair.freed() {
             self.answered(to, value)?;
         }
-        let span = pair.sent(&self.view, MessageChannel::part(&self.view, data.len() as u64, nth));
+        let span =
+            pair.sent(&self.state.view, MessageChannel::part(&self.state.view, data.len() as u64, nth));
         let tag = Tag {
             kind: CallKind::Send,
             options: dtype as u32,
@@ -120,7 +121,7 @@ impl Communicator {
             base: nth,
             ..Tag::default()
         };
-        let items = pair.send(&self.view);
+        let items = pair.send(&self.state.view);
         self.run_parts(&items, &[span], tag, pair.value(), data)
     }
 
@@ -129,7 +130,7 @@ impl Communicator {
     fn answered(&mut self, to: u32, value: u64) -> Result<(), Error> {
         let free = [self.outgoing[to as usize].pair.free()];
         self.run_parts(&free, &[], Tag::default(), value, &[])?;
-        let refused = (self.port.flag(to, Flag::Read)?.value() % Calls::STEP) as u8;
+        let refused = (self.state.port.flag(to, Flag::Read)?.value() % Calls::STEP) as u8;
         let outgoing = &mut self.outgoing[to as usize];
         outgoing.unsaid += u32::from(refused.wrapping_sub(outgoing.heard));
         outgoing.heard = refused;
@@ -140,7 +141,7 @@ impl Communicator {
     fn tell_refusals(&mut self, to: u32) -> Result<(), Error> {
         match std::mem::take(&mut self.outgoing[to as usize].unsaid) {
             0 => Ok(()),
-            count => Err(CallError::MessageRefused { rank: self.view.me, peer: to, count }.into()),
+            count => Err(CallError::MessageRefused { rank: self.state.view.me, peer: to, count }.into()),
         }
     }
 
@@ -155,7 +156,7 @@ impl Communicator {
         self.incoming[from as usize].pair.advance();
         let pair = self.incoming[from as usize].pair;
         self.run_parts(&[pair.receive()], &[], Tag::default(), pair.value(), &[])?;
-        let tag = self.port.flag(from, Flag::Block)?.tag(pair.value());
+        let tag = self.state.port.flag(from, Flag::Block)?.tag(pair.value());
         let pairs = [
             ("type of the elements", dtype as u64, tag.options.into()),
             ("bytes", data.len() as u64, tag.handle),
@@ -163,11 +164,11 @@ impl Communicator {
         let differs = pairs.into_iter().find(|(_, mine, theirs)| mine != theirs);
         let taken = match differs {
             None => {
-                let part = MessageChannel::part(&self.view, data.len() as u64, nth);
-                self.copy(&pair.received(&self.view, part), data, Stores::Cached)
+                let part = MessageChannel::part(&self.state.view, data.len() as u64, nth);
+                self.state.copy(&pair.received(&self.state.view, part), data, Stores::Cached)
             }
             Some((what, mine, theirs)) => {
-                let (kind, rank) = (CallKind::Receive, self.view.me);
+                let (kind, rank) = (CallKind::Receive, self.state.view.me);
                 let call = pair.value() / Calls::STEP;
                 Err(CallError::Disagree { call, kind, what, rank, peer: from, mine, theirs }.into())
             }
@@ -176,9 +177,9 @@ impl Communicator {
         if taken.is_err() && nth == 0 {
             incoming.refused = incoming.refused.wrapping_add(1);
         }
-        let answer = [pair.answer(&self.view, incoming.refused)];
+        let answer = [pair.answer(&self.state.view, incoming.refused)];
         self.run_parts(&answer, &[], Tag::default(), pair.value(), &[])?;
-        Ok((MessageChannel::parts(&self.view, tag.handle), taken))
+        Ok((MessageChannel::parts(&self.state.view, tag.handle), taken))
     }
 
     fn run_parts(
@@ -190,11 +191,11 @@ impl Communicator {
         input: &[u8],
     ) -> Result<(), Error> {
         let table = [Operand::Spans { first: 0, count: spans.len() as u32 }];
-        self.rounds.tags.fill(tag);
+        self.state.rounds.tags.fill(tag);
         let operands =
-            Operands { table: &table, spans, tags: &self.rounds.tags, call, ..Operands::default() };
+            Operands { table: &table, spans, tags: &self.state.rounds.tags, call, ..Operands::default() };
         let mut io = Io { input, ..Io::default() };
-        let result = self.host.run(&self.port, items, &operands, &mut io, Stores::Cached);
-        result.map_err(|error| self.world.fail(&self.lanes.world_ranks, error))
+        let result = self.state.host.run(&self.state.port, items, &operands, &mut io, Stores::Cached);
+        result.map_err(|error| self.state.world.fail(&self.state.lanes.world_ranks, error))
     }
 }

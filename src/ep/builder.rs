@@ -9,6 +9,7 @@ use crate::dtype::{Dtype, Fp8RowShape, PartialDtype};
 use crate::ep::device::slots::SlotExchange;
 use crate::error::{CallKind, Error, PlanError};
 use crate::plan::{ExpertMap, PulledSums, ReceiveMode, RowLayout, RowMetadata, RowSizes, Strategy, SumOrder};
+use crate::schedule::{CallProperties, Payload};
 use crate::topology::{Paths, Route};
 use crate::world::Group;
 
@@ -83,8 +84,8 @@ impl Spec {
 
     /// Columns and type of the rows of a call of this kind.
     pub fn sent(&self, kind: CallKind) -> (usize, Dtype) {
-        match (self.record, kind) {
-            (Some(shape), CallKind::Dispatch | CallKind::CachedDispatch) => (shape.bytes(), Dtype::Bytes),
+        match (self.record, CallProperties::of(kind).payload) {
+            (Some(shape), Payload::Tokens) => (shape.bytes(), Dtype::Bytes),
             _ => (self.hidden, self.dtype),
         }
     }
@@ -92,7 +93,8 @@ impl Spec {
     /// Sizes of what moves in a call of this kind, where relays sum to `partial_bytes`.
     pub fn sizing(&self, kind: CallKind, partial_bytes: Option<u64>) -> RowSizes {
         let (columns, dtype) = self.sent(kind);
-        let row_bytes = if kind == CallKind::Prepare { 0 } else { (columns * dtype.size()) as u64 };
+        let moves = CallProperties::of(kind).payload != Payload::Nothing;
+        let row_bytes = if moves { (columns * dtype.size()) as u64 } else { 0 };
         let words_home = if self.gathers { 0 } else { self.layout.words_home(self.top_k) };
         let words_out = self.notes().words(self.top_k);
         let (home_bytes, rank_sums) = (self.row_bytes(), self.rank_sums);

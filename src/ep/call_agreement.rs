@@ -12,7 +12,7 @@ use super::state::EpState;
 use crate::error::{CallError, Cause, Error, MemoryError};
 use crate::plan::{Counts, Overflow, ReceiveSizes};
 use crate::schedule::call_program::Agreement;
-use crate::schedule::{Calls, ControlLayout, FillContext, Flag, Refusal, Tag, WindowId};
+use crate::schedule::{CallProperties, Calls, ControlLayout, FillContext, Flag, Refusal, Tag, WindowId};
 use crate::topology::Paths;
 
 /// The entries of all ranks into one call, as this rank reads them.
@@ -87,7 +87,7 @@ impl<'a> CallAgreement<'a> {
     pub fn agree(&self, mine: Tag, refused: Option<Error>) -> Result<(), Error> {
         let (me, said) = (self.paths().me(), |peer| Ok::<_, Error>(self.tag_of(peer)?));
         let (call, ranks) = (self.calls.number(), self.paths().ranks());
-        let group = Agreement { call, rank: me, ranks, compared: Agreement::handles_of(mine.kind) };
+        let group = Agreement { call, rank: me, ranks, compared: CallProperties::of(mine.kind).compared };
         group.alike(mine, said)?;
         match refused {
             // The pool knows its rank in the world; errors of calls name positions in the group.

@@ -12,7 +12,7 @@ use crate::plan::{
     Bins, Block, DispatchLayout, ExpertMap, PlanContext, ReceiveSizes, RowBuffer, RowSizes, SortedRouting,
 };
 use crate::rows::Stores;
-use crate::schedule::{Calls, ControlLayout, FillContext, WindowId};
+use crate::schedule::{CallProperties, Calls, ControlLayout, FillContext, Payload, WindowId};
 use crate::topology::{Paths, Route};
 use crate::world::{Group, SymmetricRange, WorldState};
 
@@ -139,7 +139,7 @@ impl EpState {
     /// as rows do.
     pub fn sizing(&self, kind: CallKind) -> RowSizes {
         let sizing = self.spec.sizing(kind, self.partial_bytes());
-        match self.enqueues && kind == CallKind::ReturnWeights {
+        match self.enqueues && CallProperties::of(kind).payload == Payload::Weights {
             true => sizing.of_weights(),
             false => sizing,
         }

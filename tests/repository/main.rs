@@ -1,5 +1,6 @@
 //! Rules that the files of this repository keep.
 
+mod call_kinds;
 mod comments;
 mod features;
 mod imports;

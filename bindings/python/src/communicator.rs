@@ -115,21 +115,23 @@ fn shape_error(what: &str, seen: &[usize], expected: &str) -> PyErr {
     Wrong::Input.error("Shape", &message, &[("tensor", what.into())])
 }
 
-/// The type as which elements are moved.
-fn moved(element: Element) -> Dtype {
-    match element {
+/// The type as which a collective call takes the elements of a tensor.
+type TypeOf = fn(&Input) -> PyResult<Dtype>;
+
+/// Of elements that a call only moves.
+fn moved(input: &Input) -> PyResult<Dtype> {
+    Ok(match input.element() {
         Element::F32 => Dtype::F32,
         Element::F16 => Dtype::F16,
         Element::Bf16 => Dtype::Bf16,
         Element::U8 | Element::I32 | Element::I64 | Element::F64 | Element::Bool => Dtype::Bytes,
-    }
+    })
 }
 
-/// The type as which a collective call takes the elements of a tensor.
-fn type_of(kind: CallKind, input: &Input) -> PyResult<Dtype> {
-    let sums = matches!(kind, CallKind::AllReduce | CallKind::ReduceScatter);
-    match moved(input.element()) {
-        Dtype::Bytes if sums => Err(input.unfit("float32, bfloat16 or float16, which can be summed")),
+/// Of elements that a call sums.
+fn summed(input: &Input) -> PyResult<Dtype> {
+    match moved(input)? {
+        Dtype::Bytes => Err(input.unfit("float32, bfloat16 or float16, which can be summed")),
         dtype => Ok(dtype),
     }
 }
@@ -148,7 +150,7 @@ impl Communicator {
     fn transfer<'py>(
         &self,
         py: Python<'py>,
-        kind: CallKind,
+        (kind, type_of): (CallKind, TypeOf),
         (send, out): (&Bound<'py, PyAny>, Option<&Bound<'py, PyAny>>),
         shape: impl FnOnce(&[usize]) -> PyResult<Vec<usize>>,
         call: impl FnOnce(&mut Group, Dtype, &[u8], &mut [u8]) -> Result<(), Error> + Send,
@@ -156,7 +158,7 @@ impl Communicator {
         let refused = |error| self.refuse(py, kind, error);
         let check = || {
             let input = Input::new(send, "send")?;
-            let dtype = type_of(kind, &input)?;
+            let dtype = type_of(&input)?;
             let target = Target::of(out, shape(input.shape())?, (&input, Kind::of(send)))?;
             Ok((input, dtype, target))
         };
@@ -171,14 +173,14 @@ impl Communicator {
     fn in_place<'py>(
         &self,
         py: Python<'py>,
-        kind: CallKind,
+        (kind, type_of): (CallKind, TypeOf),
         tensor: &Bound<'py, PyAny>,
         call: impl FnOnce(&mut Group, Dtype, &mut [u8]) -> Result<(), Error> + Send,
     ) -> PyResult<Bound<'py, PyAny>> {
         let refused = |error| self.refuse(py, kind, error);
         let check = || {
             let input = Input::new(tensor, "tensor")?.writable()?;
-            let dtype = type_of(kind, &input)?;
+            let dtype = type_of(&input)?;
             Ok((input, dtype))
         };
         let (mut input, dtype) = check().map_err(refused)?;
@@ -237,7 +239,7 @@ impl Communicator {
 
     /// Sums a tensor over all ranks, in place. Returns it.
     fn all_reduce<'py>(&self, py: Python<'py>, tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-        self.in_place(py, CallKind::AllReduce, tensor, |group, dtype, data| {
+        self.in_place(py, (CallKind::AllReduce, summed), tensor, |group, dtype, data| {
             with_element!(dtype, E => group.all_reduce::<E>(try_cast_slice_mut(data).unwrap_or_default()))
         })
     }
@@ -250,7 +252,7 @@ impl Communicator {
         tensor: &Bound<'py, PyAny>,
         root: u32,
     ) -> PyResult<Bound<'py, PyAny>> {
-        self.in_place(py, CallKind::Broadcast, tensor, |group, dtype, data| {
+        self.in_place(py, (CallKind::Broadcast, moved), tensor, |group, dtype, data| {
             with_element!(dtype, E => group.broadcast::<E>(root, try_cast_slice_mut(data).unwrap_or_default()))
         })
     }
@@ -264,7 +266,7 @@ impl Communicator {
         out: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let shape = |send: &[usize]| Ok([&[self.parts(send)?], &send[1..]].concat());
-        self.transfer(py, CallKind::ReduceScatter, (send, out), shape, |group, dtype, send, out| {
+        self.transfer(py, (CallKind::ReduceScatter, summed), (send, out), shape, |group, dtype, send, out| {
             with_element!(dtype, E => group.reduce_scatter::<E>(
                 try_cast_slice(send).unwrap_or_default(),
                 try_cast_slice_mut(out).unwrap_or_default(),
@@ -281,7 +283,7 @@ impl Communicator {
         out: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let shape = |send: &[usize]| self.parts(send).map(|_| send.to_vec());
-        self.transfer(py, CallKind::AllToAll, (send, out), shape, |group, dtype, send, out| {
+        self.transfer(py, (CallKind::AllToAll, moved), (send, out), shape, |group, dtype, send, out| {
             with_element!(dtype, E => group.all_to_all::<E>(
                 try_cast_slice(send).unwrap_or_default(),
                 try_cast_slice_mut(out).unwrap_or_default(),
@@ -302,7 +304,7 @@ impl Communicator {
             [] => Ok(vec![ranks]),
             [rows, rest @ ..] => Ok([&[rows.saturating_mul(ranks)], rest].concat()),
         };
-        self.transfer(py, CallKind::AllGather, (send, out), shape, |group, dtype, send, out| {
+        self.transfer(py, (CallKind::AllGather, moved), (send, out), shape, |group, dtype, send, out| {
             with_element!(dtype, E => group.all_gather::<E>(
                 try_cast_slice(send).unwrap_or_default(),
                 try_cast_slice_mut(out).unwrap_or_default(),
@@ -314,7 +316,7 @@ impl Communicator {
     /// order.
     fn send(&self, py: Python<'_>, peer: u32, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
         let input = Input::new(tensor, "tensor")?;
-        let (dtype, data) = (moved(input.element()), input.slice::<u8>()?);
+        let (dtype, data) = (moved(&input)?, input.slice::<u8>()?);
         self.open_world.call(py, &self.cell, |group| {
             with_element!(dtype, E => group.send::<E>(peer, try_cast_slice(data).unwrap_or_default()))
         })
@@ -328,7 +330,7 @@ impl Communicator {
         tensor: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let mut input = Input::new(tensor, "tensor")?.writable()?;
-        let (dtype, data) = (moved(input.element()), input.bytes_mut()?);
+        let (dtype, data) = (moved(&input)?, input.bytes_mut()?);
         self.open_world.call(py, &self.cell, |group| {
             with_element!(dtype, E => group.receive::<E>(peer, try_cast_slice_mut(data).unwrap_or_default()))
         })?;
@@ -346,7 +348,7 @@ impl Communicator {
         let sent = Input::new(send, "send")?;
         let mut received = Input::new(receive, "receive")?.writable()?.of(sent.element())?;
         sent.apart_from(&received)?;
-        let dtype = moved(sent.element());
+        let dtype = moved(&sent)?;
         let (data, into) = (sent.slice::<u8>()?, received.bytes_mut()?);
         self.open_world.call(py, &self.cell, |group| {
             with_element!(dtype, E => group.send_receive::<E>(

@@ -67,11 +67,6 @@ impl CallKind {
         .find(|&kind| kind as u8 == code)
         .unwrap_or(CallKind::Unknown)
     }
-
-    /// Whether counts are exchanged, from which a layout is made; other calls follow one.
-    pub fn places(self) -> bool {
-        matches!(self, CallKind::Dispatch | CallKind::Prepare)
-    }
 }
 
 /// A collective call is not the same on every rank, or is used wrongly.

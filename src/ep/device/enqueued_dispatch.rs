@@ -39,7 +39,7 @@ use crate::error::{CallError, CallKind, Error};
 use crate::exec::Until;
 use crate::plan::Segment;
 use crate::schedule::call_program::{CallMachine, RankPrograms};
-use crate::schedule::{Tag, WindowId};
+use crate::schedule::{CallProperties, Payload, Tag, WindowId};
 
 /// Where this rank lets others write.
 #[derive(Debug)]
@@ -97,7 +97,7 @@ impl Enqueuer {
 
     fn announce(&self, kind: CallKind, context: u32) -> Landing {
         let common = &self.common;
-        if kind == CallKind::Prepare {
+        if CallProperties::of(kind).payload == Payload::Nothing {
             let (base, len) = common.shape.notes(context);
             return Landing { base, len, extent: None };
         }

@@ -32,6 +32,7 @@ use crate::ep::{CallExecutor, Choices, CombineInput, ExpertOutput, Feature, Lane
 use crate::error::{CallError, CallKind, Error, PlanError};
 use crate::plan::ExpertMap;
 use crate::schedule::call_program::{CallMachine, RankPrograms};
+use crate::schedule::{CallProperties, Class, Payload};
 use crate::world::SymmetricRange;
 
 /// An [`ExpertParallel`](crate::ExpertParallel) whose calls are laid out one by one: see the
@@ -192,7 +193,7 @@ impl EnqueuedExchange {
         mut started: EnqueuedDispatch,
     ) -> Result<(EnqueuedRows, EnqueuedHandle), Error> {
         self.serve(&mut started)?;
-        started.finish()
+        started.finish(&self.stream, &self.kernels)
     }
 
     /// Second half of a call that places rows.
@@ -258,9 +259,7 @@ impl EnqueuedExchange {
         let machine = self.start(kind, context)?;
         let x = brought.filter(|(chosen, _)| chosen.tokens > 0).and_then(|(_, x)| x);
         let x = x.map(|(x, dtype)| (x.clone(), dtype));
-        let late = self.common.shape.arrives();
-        let regroups = late.then(|| (Arc::clone(&self.stream), Arc::clone(&self.kernels)));
-        Ok(EnqueuedDispatch { lease, kind, refused, regroups, machine, x })
+        Ok(EnqueuedDispatch { lease, kind, refused, machine, x })
     }
 
     /// Drives a call to its half.
@@ -442,6 +441,10 @@ impl EnqueuedExchange {
     /// # Errors
     /// As [`ExpertParallel::set_expert_map`](crate::ExpertParallel::set_expert_map).
     pub fn set_expert_map(&mut self, map: Result<ExpertMap, Error>) -> Result<(), Error> {
+        self.remap(CallKind::ExpertMap, map)
+    }
+
+    fn remap(&mut self, kind: CallKind, map: Result<ExpertMap, Error>) -> Result<(), Error> {
         self.refuse_capture()?;
         self.common.fixed.shared.hub.health().check()?;
         let map = map.and_then(|map| self.check_map(&map).map(|()| map));
@@ -451,8 +454,8 @@ impl EnqueuedExchange {
         let reached =
             self.common.word(context, StreamFlag::Combine).and_then(|word| self.stream.write(word, 1));
         reached.map_err(|error| self.common.fixed.fail(error.into()))?;
-        let machine = self.start(CallKind::ExpertMap, context)?;
-        let agreed = self.enqueuer.remap(&self.programs, machine, map, refused);
+        let machine = self.start(kind, context)?;
+        let agreed = self.enqueuer.remap(&self.programs, machine, kind, (map, refused));
         let refusal = agreed.map_err(|error| self.common.fixed.fail(error))?;
         self.common.served.fetch_add(1, Ordering::Relaxed);
         self.common = Arc::clone(&self.enqueuer.common);
@@ -518,28 +521,24 @@ impl EnqueuedExchange {
             return captured;
         }
         let handle = handle.filter(|handle| handle.instance() == self.instance());
-        let refused = match (call, handle) {
-            (CallKind::Combine | CallKind::DispatchBackward | CallKind::ReturnWeights, Some(handle)) => self
+        let refused = match (CallProperties::of(call).class, handle) {
+            (Class::Return, Some(handle)) => self
                 .own(handle)
                 .and_then(|()| self.offer((call, 0), handle, Err(&error), None))
                 .and_then(|started| self.finish_return(started, None)),
-            (CallKind::Combine | CallKind::DispatchBackward | CallKind::ReturnWeights, None) => {
-                self.refuse_without_context(call)
-            }
-            (CallKind::Dispatch | CallKind::Prepare, _) => {
+            (Class::Return, None) => self.refuse_without_context(call),
+            (Class::Dispatch, _) => {
                 let started = self.begin_placing(call, Err(error.clone()));
                 started.and_then(|mut started| {
                     self.serve(&mut started)?;
                     started.placed().map(drop)
                 })
             }
-            (CallKind::CachedDispatch | CallKind::CombineBackward, handle) => {
+            (Class::Cached, handle) => {
                 let context = handle.map_or(self.common.shape.no_context(), EnqueuedHandle::context);
                 self.along((call, context), 0, Err(error.clone())).map(drop)
             }
-            (CallKind::ExpertMap, _) => self.set_expert_map(Err(error.clone())),
-            // There is no other call on devices: every rank refuses it by itself.
-            _ => Ok(()),
+            (Class::Remap, _) => self.remap(call, Err(error.clone())),
         };
         refused.err().unwrap_or(error)
     }
@@ -583,7 +582,7 @@ impl EnqueuedExchange {
         self.enqueue_reached(context, steps).map_err(|error| self.common.fixed.fail(error))?;
         let machine = self.start(kind, context)?;
         // Weight gradients return behind a call that is the caller's as well, with its faults.
-        if kind != CallKind::ReturnWeights {
+        if CallProperties::of(kind).payload != Payload::Weights {
             let cleared = self.common.clear_status(&self.stream, context);
             cleared.map_err(|error| self.common.fixed.fail(error.into()))?;
         }
@@ -718,7 +717,7 @@ impl EnqueuedExchange {
             .as_ref()
             .map(|(rows, count)| rows.span(0, rows.len()).map(|rows| OwnRows { rows, count: *count }));
         let own = own.transpose()?;
-        if kind == CallKind::ReturnWeights {
+        if CallProperties::of(kind).payload == Payload::Weights {
             let words = common.fixed.sizing(CallKind::Combine).words_home;
             let choices = tokens * top_k;
             let fetch = FetchWeights { choices, n_rows, words, from: rows, own, index, status, out };
@@ -730,7 +729,7 @@ impl EnqueuedExchange {
         let sums = common.returns_sums(kind);
         let partials = sums || common.sums_by_node(kind);
         let index = if partials { common.span(shape.sum_places(context))? } else { index };
-        let weighted = spec.weighted && kind == CallKind::Combine;
+        let weighted = common.weighs(kind);
         Ok(self.kernels.sum_choices(
             stream,
             &SumChoices {

@@ -88,7 +88,7 @@ impl DeviceCall<'_> {
 
     /// Whether rows are multiplied with their weights where they are summed.
     pub fn weighs(&self) -> bool {
-        self.enqueuer.common.fixed.spec.weighted && self.tag.kind == CallKind::Combine
+        self.enqueuer.common.weighs(self.tag.kind)
     }
 
     /// Collects the tables of the relay's sums.

@@ -18,8 +18,10 @@ use crate::error::{CallKind, Error, PlanError};
 use crate::exec::EnqueueCounts;
 use crate::plan::RowBuffer;
 use crate::schedule::call_program::CallMachine;
+use crate::schedule::{CallProperties, Payload};
 
-/// A context, as long as anything of its dispatch is alive.
+/// A context, as long as anything of its dispatch is alive: rows, handle and outputs share it. They
+/// may outlive the instance, so it owns what they use of that.
 #[derive(Debug)]
 pub(super) struct Lease {
     pub common: Arc<Session>,
@@ -71,8 +73,6 @@ pub(in crate::ep) struct EnqueuedDispatch {
     pub(super) kind: CallKind,
     /// Error of this rank's input.
     pub(super) refused: Option<Error>,
-    /// Stream and kernel that put rows into visible order, once their places are known.
-    pub(super) regroups: Option<(Arc<Stream>, Arc<Kernels>)>,
     /// Where the call is.
     pub(super) machine: CallMachine,
     /// Tokens that are packed in the second half.
@@ -81,16 +81,21 @@ pub(in crate::ep) struct EnqueuedDispatch {
 
 impl EnqueuedDispatch {
     /// Rows and placement of a call that is served. Where engines relay, this enqueues the kernel
-    /// that puts rows into visible order.
+    /// that puts rows into visible order, on the stream of calls.
     ///
     /// # Errors
     /// As [`ExpertParallel::dispatch`](crate::ExpertParallel::dispatch). After those that leave the
     /// world usable the stream goes on with no rows, and the status word says why.
-    pub(super) fn finish(self) -> Result<(EnqueuedRows, EnqueuedHandle), Error> {
+    pub(super) fn finish(
+        self,
+        stream: &Stream,
+        kernels: &Kernels,
+    ) -> Result<(EnqueuedRows, EnqueuedHandle), Error> {
         let (placement, extent) = self.placed()?;
         let extent = extent.ok_or(PlanError::RefusedHere)?;
-        if let Some((stream, kernels)) = &self.regroups {
-            let (common, place) = (&self.lease.common, (self.lease.context, extent.offset(), placement.rows));
+        let common = &self.lease.common;
+        if common.shape.arrives() {
+            let place = (self.lease.context, extent.offset(), placement.rows);
             common.regroup(stream, kernels, self.kind, place).map_err(|error| common.fixed.fail(error))?;
         }
         let rows = EnqueuedRows::new(&self.lease, (self.kind, placement.rows), extent)?;
@@ -380,8 +385,8 @@ impl EnqueuedHandle {
             (None, _) => told.combined,
         };
         let spec = &self.lease.common.fixed.spec;
-        let kernels = match kind {
-            CallKind::ReturnWeights => &["fetch_weights"],
+        let kernels = match CallProperties::of(kind).payload {
+            Payload::Weights => &["fetch_weights"],
             _ if spec.rank_sums => Kernels::rank_sums_names(spec.dtype)?,
             _ => Kernels::sum_choices_names(spec.dtype)?,
         };
@@ -434,7 +439,8 @@ impl EnqueuedOutput {
 
     /// Where in this rank's memory what returns in a call of this kind begins, in steps.
     pub(super) fn steps(&self, kind: CallKind) -> u32 {
-        let behind = if kind == CallKind::ReturnWeights { self.offer().notes_at() } else { 0 };
+        let weights = CallProperties::of(kind).payload == Payload::Weights;
+        let behind = if weights { self.offer().notes_at() } else { 0 };
         ((self.base + behind) / MemoryShape::STEP) as u32
     }
 }

@@ -344,11 +344,11 @@ impl Enqueuer {
         &mut self,
         programs: &RankPrograms,
         mut machine: CallMachine,
-        map: Option<ExpertMap>,
-        refused: Option<Error>,
+        kind: CallKind,
+        (map, refused): (Option<ExpertMap>, Option<Error>),
     ) -> Result<Option<Error>, Error> {
         let context = self.common.shape.no_context();
-        let call = DeviceCall::new(self, programs, CallKind::ExpertMap, context);
+        let call = DeviceCall::new(self, programs, kind, context);
         let refusal = DeviceCall { map, refused, ..call }.drive(&mut machine, Until::End)?;
         self.answer(context, refusal.as_ref().map_or(Status::OK, Status::of))?;
         self.engine.take_enqueued();

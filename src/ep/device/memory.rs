@@ -45,7 +45,7 @@ use crate::ep::state::EpState;
 use crate::error::{CallKind, DeviceError, PlanError};
 use crate::memory::Extents;
 use crate::plan::{RowBuffer, RowSizes};
-use crate::schedule::{ControlLayout, Flag};
+use crate::schedule::{CallProperties, ControlLayout, Flag, Payload};
 
 /// Everything begins at multiples of this.
 const GRAIN: u64 = 256;
@@ -186,8 +186,8 @@ impl MemoryShape {
     /// Bytes of one row that goes out in a call of this kind: of a record, where a dispatch makes
     /// them.
     pub fn row_bytes(&self, kind: CallKind) -> u64 {
-        match kind {
-            CallKind::Dispatch | CallKind::CachedDispatch => self.sizing.row_bytes,
+        match CallProperties::of(kind).payload {
+            Payload::Tokens => self.sizing.row_bytes,
             _ => self.sizing.home_bytes,
         }
     }

@@ -40,7 +40,7 @@ use crate::ep::state::EpState;
 use crate::error::{CallKind, DeviceError, Error, PlanError};
 use crate::exec::{CopyEngineStepper, EnqueueCounts};
 use crate::plan::{DispatchLayout, SortedRouting};
-use crate::schedule::{Calls, FillContext};
+use crate::schedule::{CallProperties, Calls, FillContext, Payload};
 use crate::world::{NoGpuDirect, Registration};
 
 /// State that handles and the enqueuer share. Copies share all that changes.
@@ -305,6 +305,11 @@ impl Session {
         self.fixed.sizing(kind).rank_sums
     }
 
+    /// Whether rows are multiplied with their weights where a call of this kind sums them.
+    pub fn weighs(&self, kind: CallKind) -> bool {
+        self.fixed.spec.weighted && CallProperties::of(kind).weighs
+    }
+
     /// Enqueues that this rank sums each token's `rows`, which landed along the layout of a
     /// context, in a return of this kind: at most `count` sums, in a piece of the pool.
     pub fn sum_by_rank(
@@ -318,7 +323,7 @@ impl Session {
         let (spec, [numbers, weights]) = (&self.fixed.spec, self.shape.row_choices(context));
         let bytes = u64::from(count) * self.shape.row_bytes(kind);
         let extent = self.take(bytes)?;
-        let weighted = spec.weighted && kind == CallKind::Combine;
+        let weighted = self.weighs(kind);
         let args = RankSumArgs {
             sums: count,
             columns: spec.hidden as u32,
@@ -423,8 +428,8 @@ impl Session {
 
     /// The shape of the records that packing makes of tokens of this type, if it does.
     fn records(&self, kind: CallKind, dtype: Dtype) -> Option<Fp8RowShape> {
-        let sent = matches!(kind, CallKind::Dispatch | CallKind::CachedDispatch);
-        self.fixed.spec.record.filter(|_| sent && dtype != Dtype::Bytes)
+        let tokens = CallProperties::of(kind).payload == Payload::Tokens;
+        self.fixed.spec.record.filter(|_| tokens && dtype != Dtype::Bytes)
     }
 
     /// Memory for so many tokens, as a dispatch sends them.

@@ -454,6 +454,7 @@ impl HostCall<'_, '_> {
     fn start_relay(&mut self) -> Result<(), Error> {
         let task = self.task();
         let Some(relay) = &mut self.space.relay else { return Ok(()) };
+        // The thread outlives every borrow of this call, so the relay's blocks go there and back.
         let plan = match self.flight.kind().places() {
             true => self.flight.made.forward.take(),
             false => known(self.lent.handle).cloned(),

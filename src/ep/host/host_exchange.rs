@@ -29,8 +29,8 @@ use crate::lane::Io;
 use crate::memory::Pool;
 use crate::plan::{ExpertMap, Strategy};
 use crate::rows::Arithmetic;
-use crate::schedule::ReturnParts;
 use crate::schedule::call_program::{CallMachine, Engines, RankPrograms, Relays};
+use crate::schedule::{CallProperties, Class, Payload, ReturnParts};
 use crate::world::Group;
 
 /// An [`ExpertParallel`](crate::ExpertParallel) on the host.
@@ -262,7 +262,7 @@ impl HostExchange {
         let inner = handle.inner();
         let row_bytes = self.fixed.sizing(kind).row_bytes;
         extent.trim(u64::from(inner.layout.landed) * row_bytes);
-        let record = self.spec().record.filter(|_| kind == CallKind::CachedDispatch);
+        let record = self.spec().record.filter(|_| CallProperties::of(kind).payload == Payload::Tokens);
         let index = inner.received.index.clone();
         Ok(HostRows { extent, rows: inner.layout.landed, row_bytes, record, index })
     }
@@ -271,10 +271,21 @@ impl HostExchange {
     pub fn prepare(&mut self, routing: Result<&Routing<'_>, Error>) -> Result<HostHandle, Error> {
         let (routing, checked) = routing.map_or_else(|error| (None, Err(error)), |one| (Some(one), Ok(())));
         let checked = checked.and_then(|()| routing.map_or(Ok(()), |one| self.check_routing(one)));
-        let mut flight = self.placing(CallKind::Prepare, checked, false);
+        let made = self.place(CallKind::Prepare, checked, routing)?;
+        Ok(self.handle_of(made))
+    }
+
+    /// A call that is placed by a routing and brings no tokens.
+    fn place(
+        &mut self,
+        kind: CallKind,
+        checked: Result<(), Error>,
+        routing: Option<&Routing<'_>>,
+    ) -> Result<Inner, Error> {
+        let mut flight = self.placing(kind, checked, false);
         let machine = self.start_placing(&mut flight, routing)?;
         self.finish_placing(machine, &mut flight, (&[], routing))?;
-        Ok(self.handle_of(flight.made))
+        Ok(flight.made)
     }
 
     /// A combine in one go.
@@ -458,9 +469,13 @@ impl HostExchange {
 
     /// Adopts another expert map, if all ranks bring the same and no handle is alive.
     pub fn set_expert_map(&mut self, map: Result<ExpertMap, Error>) -> Result<(), Error> {
+        self.remap(CallKind::ExpertMap, map)
+    }
+
+    fn remap(&mut self, kind: CallKind, map: Result<ExpertMap, Error>) -> Result<(), Error> {
         let map = map.and_then(|map| self.check_map(&map).map(|()| map));
         let (map, checked) = map.map_or_else(|error| (None, Err(error)), |map| (Some(map), Ok(())));
-        let mut flight = Flight::new(CallKind::ExpertMap, checked);
+        let mut flight = Flight::new(kind, checked);
         self.make(&mut flight, Lent { map, ..Lent::default() })
     }
 
@@ -475,37 +490,21 @@ impl HostExchange {
 
     /// In place of a call of this kind.
     pub fn refuse(&mut self, kind: CallKind, handle: Option<&HostHandle>, error: Error) -> Error {
-        // The error that came first counts, not a missing input.
-        let none = || Error::from(PlanError::RefusedHere);
-        let handle = handle.ok_or_else(none);
-        let refused = match kind {
-            CallKind::Dispatch => self
-                .start_dispatch(Err(none()), Err(error.clone()), false)
-                .and_then(|started| started.finish().map(drop)),
-            CallKind::Prepare => self.prepare(Err(error.clone())).map(drop),
-            CallKind::ExpertMap => self.set_expert_map(Err(error.clone())),
-            CallKind::CachedDispatch | CallKind::CombineBackward => {
-                let along = handle.map_err(|_| error.clone());
-                self.cached((kind, 0), Err(error.clone()), along).map(drop)
+        // A missing handle is no second reason.
+        let handle = handle.ok_or_else(|| error.clone());
+        let refused = match CallProperties::of(kind).class {
+            Class::Dispatch => self.place(kind, Err(error.clone()), None).map(drop),
+            Class::Cached => self.cached((kind, 0), Err(error.clone()), handle).map(drop),
+            Class::Return => {
+                // Ranks do not compare the options of a call that one of them refuses.
+                let mut flight = Flight::returning(kind, ReturnParts::default(), false);
+                flight.refuse(Err(error.clone()));
+                self.ret(&mut flight, Err(error.clone()), handle, Default::default())
             }
-            CallKind::Combine => self.refuse_return(self.combining(), handle, error.clone()),
-            _ => {
-                let parts = ReturnParts { rows: true, weights: true };
-                self.refuse_return(Flight::returning(kind, parts, false), handle, error.clone())
-            }
+            Class::Remap => self.remap(kind, Err(error.clone())),
         };
         // A call that a rank refuses has no other end.
         refused.err().unwrap_or(error)
-    }
-
-    fn refuse_return(
-        &mut self,
-        mut flight: Flight,
-        handle: Result<&HostHandle, Error>,
-        error: Error,
-    ) -> Result<(), Error> {
-        flight.refuse(Err(error.clone()));
-        self.ret(&mut flight, Err(error), handle, Default::default())
     }
 }
 

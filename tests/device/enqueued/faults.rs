@@ -527,32 +527,56 @@ fn a_rank_that_makes_no_call_is_named_after_the_deadline() {
 
 /// Calls of all instances of a rank have one order, the same at all ranks. Each rank here waits in
 /// the call that the other makes second.
+fn in_two_orders(call: impl Fn([&mut Rank<bf16>; 2], &Input<bf16>) -> [Error; 2] + Sync) {
+    let mut options = small();
+    options.timeouts.deadline = Duration::from_secs(3);
+    for mode in MODES {
+        on_ranks(&[0, 0], &options, |world| {
+            let (group, case) = (world.all().unwrap(), Case { mode, ..Case::new(2, 4, 2) });
+            let mut instances = [(); 2].map(|()| Rank::<bf16>::new(&group, &case));
+            let input = input(world.rank());
+            for rank in &mut instances {
+                rank.round(&input);
+            }
+            if world.rank() == 1 {
+                instances.reverse();
+            }
+            let [waits, late] = call(instances.each_mut(), &input);
+            let other = 1 - world.rank();
+            let stalled = |error: &Error| matches!(error, Error::World(Cause::Stalled { .. }));
+            let named = matches!(waits, Error::Lane(LaneError::Deadline { peer, .. }) if peer == other);
+            assert!(stalled(&waits) || named, "{waits}");
+            assert!(stalled(&late), "{late}");
+            instances.iter().for_each(drained);
+        });
+    }
+}
+
 #[test]
 fn calls_of_two_instances_in_two_orders_are_named_and_end() {
     on_devices("enqueued::faults::calls_of_two_instances_in_two_orders_are_named_and_end", 8, 23, || {
-        let mut options = small();
-        options.timeouts.deadline = Duration::from_secs(3);
-        for mode in MODES {
-            on_ranks(&[0, 0], &options, |world| {
-                let (group, case) = (world.all().unwrap(), Case { mode, ..Case::new(2, 4, 2) });
-                let mut instances = [(); 2].map(|()| Rank::<bf16>::new(&group, &case));
-                for rank in &mut instances {
-                    rank.round(&input(world.rank()));
-                }
-                if world.rank() == 1 {
-                    instances.reverse();
-                }
-                let [first, second] = &mut instances;
-                let refused = first.dispatch(&input(world.rank())).map(drop).unwrap_err();
-                let stalled = |error: &Error| matches!(error, Error::World(Cause::Stalled { .. }));
-                assert!(
-                    stalled(&refused) || matches!(refused, Error::Lane(LaneError::Deadline { .. })),
-                    "{refused}"
-                );
-                let refused = second.dispatch(&input(world.rank())).map(drop).unwrap_err();
-                assert!(stalled(&refused), "{refused}");
-                drained(first);
-            });
-        }
+        in_two_orders(|ranks, input| ranks.map(|rank| rank.dispatch(input).map(drop).unwrap_err()));
+    });
+}
+
+/// Each thread of a rank has an instance. One waits in its call while the other is still to come.
+#[test]
+fn calls_of_two_threads_in_two_orders_are_named_and_end() {
+    on_devices("enqueued::faults::calls_of_two_threads_in_two_orders_are_named_and_end", 8, 24, || {
+        in_two_orders(|[first, second], input| {
+            let (told, turn) = std::sync::mpsc::channel();
+            std::thread::scope(|scope| {
+                let second = scope.spawn(move || {
+                    turn.recv().unwrap();
+                    second.dispatch(input).map(drop).unwrap_err()
+                });
+                let first = scope.spawn(move || {
+                    let waits = first.dispatch(input).map(drop).unwrap_err();
+                    told.send(()).unwrap();
+                    waits
+                });
+                [first, second].map(|thread| thread.join().unwrap())
+            })
+        });
     });
 }

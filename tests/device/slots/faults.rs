@@ -79,6 +79,56 @@ fn a_silent_rank_is_named_by_the_deadline() {
     });
 }
 
+/// Calls of all instances on a stream have one order, the same at all ranks. The stream of each
+/// rank here waits in the call that the other's makes second. With `threads` a thread of its own
+/// enqueues the calls of each instance.
+fn in_two_orders(threads: bool) {
+    on_ranks(CASE.ranks - 1, &impatient(), |world| {
+        let case = Case { ranks: 2, ..CASE };
+        let mut rank = Rank::new(case, world);
+        let mut other = case.builder(&rank.group).on(&rank.stream).build().unwrap();
+        let (me, tensors) = (rank.me(), rank.tensors(&case.input(2, rank.me())));
+        // Slots of both are there before a stream waits.
+        rank.group.gather(&[]).unwrap();
+        let mut instances = [&mut rank.ep, &mut other];
+        if me == 1 {
+            instances.reverse();
+        }
+        for ep in instances.iter_mut().map(|ep| &mut **ep) {
+            match threads {
+                true => std::thread::scope(|scope| {
+                    scope.spawn(|| dispatch(ep, &tensors).map(drop)).join().unwrap()
+                }),
+                false => dispatch(ep, &tensors).map(drop),
+            }
+            .unwrap();
+        }
+        let stalled = |error: &Error| matches!(error, Error::World(Cause::Stalled { .. }));
+        let [first, second] = instances;
+        match first.synchronize().unwrap_err() {
+            Error::Lane(LaneError::Deadline { rank, peer, .. }) => assert_eq!((rank, peer), (me, 1 - me)),
+            error => assert!(stalled(&error), "{error}"),
+        }
+        assert!(second.synchronize().is_err_and(|error| stalled(&error)));
+        assert!(dispatch(second, &tensors).is_err_and(|error| stalled(&error)));
+        until(|| rank.stream.is_done().unwrap());
+    });
+}
+
+#[test]
+fn calls_of_two_instances_in_two_orders_are_named_and_end() {
+    on_stand_in("slots::faults::calls_of_two_instances_in_two_orders_are_named_and_end", || {
+        in_two_orders(false);
+    });
+}
+
+#[test]
+fn calls_of_two_threads_in_two_orders_are_named_and_end() {
+    on_stand_in("slots::faults::calls_of_two_threads_in_two_orders_are_named_and_end", || {
+        in_two_orders(true);
+    });
+}
+
 #[test]
 fn streams_of_a_dropped_instance_are_released_too() {
     on_stand_in("slots::faults::streams_of_a_dropped_instance_are_released_too", || {

@@ -15,9 +15,10 @@
 //!              headers  learn  fill  relay rows, or return rows  relay done
 //! ```
 //!
-//! A [`CallProgram`] is a straight line of [`CallStep`]s. A driver is a loop over it: the host
-//! stepper, the thread of an offloaded relay and the proof step the same [`CallMachine`], so the
-//! proof also covers *when* planners touch memory.
+//! A [`CallProgram`] is a straight line of [`CallStep`]s, which a [`CallMachine`] steps through.
+//! The driver of all executors is a loop over that machine. So are the lines that the proof and the
+//! time model walk ([`CallProgram::line`]). The proof therefore also covers *when* planners touch
+//! memory.
 //!
 //! **Refusal is no branch.** A rank that refuses its input runs the same steps with empty operands
 //! and sets a flag in its tag. Only [`Action::Agree`] and [`Action::Admit`] may cut a call short.
@@ -31,6 +32,7 @@
 
 use std::fmt;
 
+use super::call_properties::{CallProperties, Class};
 pub use super::call_tags::Agreement;
 pub use super::op::Part;
 use super::skeleton::RelaySums;
@@ -202,12 +204,18 @@ impl CallProgram {
         &self.cuts
     }
 
-    /// One of the straight lines that this program is: uncut, or up to a step that cuts and then
-    /// its tail.
+    /// One of the straight lines that this program is: the steps of a machine that nothing refuses,
+    /// or that the step of a cut refuses.
     pub fn line<'p>(&'p self, cut: Option<&'p Cut>) -> impl Iterator<Item = CallStep> + 'p {
-        let end = cut.map_or(self.steps.len(), |cut| usize::from(cut.at) + 1);
-        let tail = cut.map_or(&[][..], |cut| &cut.tail);
-        self.steps[..end].iter().chain(tail).copied()
+        let (mut machine, refuses) = (CallMachine::default(), cut.map(|cut| cut.at));
+        std::iter::from_fn(move || {
+            let step = machine.next(self)?;
+            match machine.cut.is_none() && refuses == Some(machine.at) {
+                true => machine.refused(self),
+                false => machine.done(),
+            }
+            Some(step)
+        })
     }
 
     /// The cut at the first step of this kind, if there is one.
@@ -523,29 +531,6 @@ impl SlotCall {
     }
 }
 
-/// Kinds of calls that have one program.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Class {
-    Dispatch,
-    Cached,
-    Return,
-    Remap,
-}
-
-impl Class {
-    const ALL: [Class; 4] = [Class::Dispatch, Class::Cached, Class::Return, Class::Remap];
-
-    fn of(kind: CallKind) -> Class {
-        match kind {
-            CallKind::Dispatch | CallKind::Prepare => Class::Dispatch,
-            CallKind::CachedDispatch | CallKind::CombineBackward => Class::Cached,
-            CallKind::Combine | CallKind::DispatchBackward | CallKind::ReturnWeights => Class::Return,
-            // Ranks agree, and nothing moves: so do kinds that are not calls of an exchange.
-            _ => Class::Remap,
-        }
-    }
-}
-
 /// The programs of one rank, or of its relay, by kind of call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CallPrograms {
@@ -565,7 +550,7 @@ impl CallPrograms {
 
     /// The program of calls of this kind.
     pub fn of(&self, kind: CallKind) -> &CallProgram {
-        &self.all[Class::of(kind) as usize]
+        &self.all[CallProperties::of(kind).class as usize]
     }
 }
 
@@ -608,7 +593,7 @@ impl RankPrograms {
 
     /// Replaces the rank's own program for calls of this kind, with its relay program.
     pub fn replace(&mut self, kind: CallKind, program: CallProgram) {
-        self.inline.all[Class::of(kind) as usize] = program;
+        self.inline.all[CallProperties::of(kind).class as usize] = program;
     }
 
     /// The rank's own program for calls of this kind.
@@ -807,26 +792,20 @@ mod tests {
     }
 
     mod machine {
-        use super::super::{Action, CallShape, Engines, Relays};
+        use super::super::{CallShape, Engines, Relays};
         use super::*;
-
-        fn steps(program: &CallProgram, refuse: Option<Action>) -> Vec<CallStep> {
-            let (mut machine, mut seen) = (CallMachine::default(), Vec::new());
-            while let Some(step) = machine.next(program) {
-                seen.push(step);
-                if refuse == Some(step.action) { machine.refused(program) } else { machine.done() }
-            }
-            seen
-        }
 
         #[test]
         fn every_straight_line_is_walked_of_a_program() {
-            let shape = CallShape { multi_node: true, relays: Relays::Inline, engines: Engines::default() };
-            let program = shape.dispatch();
-            assert_eq!(steps(&program, None), program.steps());
-            for cut in program.cuts() {
-                let action = program.steps()[usize::from(cut.at)].action;
-                assert_eq!(steps(&program, Some(action)), program.line(Some(cut)).collect::<Vec<_>>());
+            for relays in Relays::ALL {
+                let shape = CallShape { multi_node: true, relays, engines: Engines::default() };
+                let program = shape.dispatch();
+                assert_eq!(program.line(None).collect::<Vec<_>>(), program.steps());
+                assert_eq!(program.cuts().len(), 2);
+                for cut in program.cuts() {
+                    let kept = &program.steps()[..=usize::from(cut.at)];
+                    assert_eq!(program.line(Some(cut)).collect::<Vec<_>>(), [kept, &cut.tail].concat());
+                }
             }
         }
 

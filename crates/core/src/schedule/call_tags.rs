@@ -151,15 +151,6 @@ impl Agreement {
         CallError::PeerRefused { call: self.call, peer }
     }
 
-    /// Name of the value that tags of this kind of call compare: counted calls have no handle yet,
-    /// and maps are compared by their digest.
-    pub fn handles_of(kind: CallKind) -> Option<&'static str> {
-        match kind {
-            CallKind::ExpertMap => Some("expert map"),
-            kind => (!kind.places()).then_some("handle"),
-        }
-    }
-
     fn others(&self) -> impl Iterator<Item = u32> + use<> {
         let rank = self.rank;
         (0..self.ranks).filter(move |&peer| peer != rank)

@@ -22,6 +22,7 @@
 //!
 //! The operation set stays this small. A new feature is a new plan, not a new operation.
 
+mod call_properties;
 mod call_tables;
 mod call_tags;
 mod control_window;
@@ -35,6 +36,7 @@ pub mod collective;
 pub mod stream_program;
 
 pub use crate::plan::LINE;
+pub use call_properties::{CallProperties, Class, Payload};
 pub use call_tables::{CallerTables, FillContext, RelayTables, ReturnParts, SumMemory};
 pub use call_tags::{Refusal, Tag};
 pub use control_window::{Calls, ControlLayout};
