@@ -246,6 +246,30 @@ fn growth_that_is_only_wished_for_refuses_no_call() {
 }
 
 #[test]
+fn memory_that_one_rank_asked_for_is_there_after_the_next_dispatch() {
+    let test = "enqueued::growth::memory_that_one_rank_asked_for_is_there_after_the_next_dispatch";
+    on_devices(test, 8, 81, || {
+        let case = case(2);
+        on_ranks(&case.nodes, &small(), |world: World| {
+            let (group, me) = (world.all().unwrap(), world.rank());
+            let mut rank = growing(&group, &case);
+            let tokens = 3000;
+            if me == 1 {
+                let refused = rank.planned.token_buffer(tokens).unwrap_err();
+                assert!(refused.to_string().ends_with("raise device_heap"), "{refused}");
+            }
+            rank.round(&even(&case, 1, me));
+            let grown = heap(&rank.planned);
+            assert!(grown.1 == 1 && grown.0 >= u64::from(tokens) * ROW, "{grown:?}");
+            let buffer = (me == 1).then(|| rank.planned.token_buffer(tokens).unwrap());
+            rank.round(&even(&case, 2, me));
+            assert_eq!(heap(&rank.planned), grown, "ranks ask once");
+            drop(buffer);
+        });
+    });
+}
+
+#[test]
 fn calls_with_memory_call_nothing_that_maps() {
     let test = "enqueued::growth::calls_with_memory_call_nothing_that_maps";
     on_devices(test, 8, 77, || {
@@ -266,6 +290,12 @@ fn calls_with_memory_call_nothing_that_maps() {
             for _ in 0..3 {
                 rank.round(&x);
                 rank.round(&y);
+            }
+            // Handles that go without an output owe nothing any more: more than a chunk, otherwise.
+            let tensors = rank.put(&y);
+            for _ in 0..100 {
+                let (x, choices) = call::<bf16>(&tensors);
+                rank.planned.dispatch(x, choices).unwrap();
             }
             group.gather(&[]).unwrap();
             assert_eq!(counted(), before);
