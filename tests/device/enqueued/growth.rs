@@ -1,12 +1,14 @@
 //! Device heaps that grow: the same bits, the same addresses, and one end for all ranks.
 
 use half::bf16;
-use sidelane::error::{Error, MemoryError};
+use rustix::process::{Signal, getpid, kill_process};
+use sidelane::error::{Cause, Error, MemoryError};
 use sidelane::{Dtype, ExpertParallel, Group, World};
 use stand_in_cuda::StandIn;
 
 use super::rank::{Case, Input, Rank, call, target};
 use super::{on_devices, on_settings};
+use crate::support::processes::run_ranks;
 use crate::support::{on_ranks, small, tokens};
 
 /// Two rows of 1 KiB for each of 12 tokens. A heap of one dispatch of even routing has memory for
@@ -69,6 +71,37 @@ fn bits_before_and_after_a_growth_are_those_of_the_host() {
             }
             assert_eq!(heap(&rank.planned), (grown, 1), "calls that have memory map none");
         });
+    });
+}
+
+#[test]
+#[ignore = "started by a test below, once per rank"]
+fn a_rank_whose_heap_grows() {
+    let world = World::from_env().unwrap();
+    let (group, case, me) = (world.all().unwrap(), case(3), world.rank());
+    let mut rank = growing(&group, &case);
+    rank.round(&even(&case, 1, me));
+    rank.round(&all_to(&case, 1, 2, me));
+    assert_eq!(heap(&rank.planned).1, 1);
+    println!("rank {me}: its heap has grown");
+    // A rank is gone before the others come to a call for which another heap should grow.
+    let mut next = growing(&group, &case);
+    if me == 2 {
+        kill_process(getpid(), Signal::KILL).unwrap();
+    }
+    let lost = next.dispatch(&all_to(&case, 1, 3, me)).map(drop).unwrap_err();
+    assert!(matches!(lost, Error::World(Cause::Lost { rank: 2, .. })), "{lost}");
+    println!("rank {me} knows that rank 2 is lost");
+}
+
+#[test]
+fn heaps_of_processes_grow_and_a_lost_rank_is_named() {
+    let test = "enqueued::growth::heaps_of_processes_grow_and_a_lost_rank_is_named";
+    on_devices(test, 8, 82, || {
+        let job = run_ranks(&[3], "enqueued::growth::a_rank_whose_heap_grows", &[]);
+        for (line, ranks) in [("its heap has grown", 3), ("knows that rank 2 is lost", 2)] {
+            assert_eq!(job.text.matches(line).count(), ranks, "{}", job.text);
+        }
     });
 }
 
