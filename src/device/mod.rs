@@ -6,7 +6,7 @@
 //!           ├── Stream, Event       own, or a caller's
 //!           ├── CudaGraph           the work of a stream, enqueued once, to be run again
 //!           ├── Reservation         one range of addresses: base + member * stride + offset
-//!           │     └── Range         a member's memory: made here, or imported by its descriptor
+//!           │     └── Range         a member's memory: made here, or imported by its descriptor; it may grow
 //!           ├── PinnedMemory        of the host, with an address that devices know
 //!           │     └── Range
 //!           └── Module ── Function  from PTX
@@ -48,6 +48,7 @@ mod module;
 mod pinned;
 mod probe;
 mod range;
+mod reservation;
 mod stream;
 #[doc(hidden)]
 pub mod wheels;
@@ -60,7 +61,7 @@ pub use stream::{CudaGraph, Event, Priority, Stream};
 
 // For the program and the tests of this repository: no promises are made about it.
 #[doc(hidden)]
-pub use allocation::{Allocation, DmaBuf, Reservation};
+pub use allocation::{Allocation, DmaBuf};
 #[doc(hidden)]
 pub use audit::{Activity, ActivityKind, AuditKernels, Channel, Cupti, PlainMemory, Product, SmHold, TILE};
 #[doc(hidden)]
@@ -88,6 +89,8 @@ pub use module::{Function, Grid, Module, Parameters};
 pub use probe::{BatchedCopies, DeviceProperties, ModuleLoading, Probe, WriteOrder};
 #[doc(hidden)]
 pub use range::{ByteSpan, Value, Word};
+#[doc(hidden)]
+pub use reservation::{GrowingRange, MappedBehind, Reservation};
 
 /// Calls a function of the table and turns its code into a result. The caller writes `unsafe` and
 /// its reason.

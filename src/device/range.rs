@@ -13,6 +13,7 @@
 use std::any::Any;
 use std::ffi::c_int;
 use std::marker::PhantomData;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use cudarc::driver::sys;
@@ -31,18 +32,31 @@ pub(super) enum Reach {
     Devices(Arc<[u32]>),
 }
 
+/// How long a range is.
+#[derive(Clone)]
+enum Length {
+    Fixed(u64),
+    /// As long as memory is mapped: it grows at its end.
+    Mapped(Arc<AtomicU64>),
+}
+
 /// A range of addresses, and its claim on the memory behind it. Clones are the same memory.
 #[derive(Clone)]
 pub struct DeviceRange {
     keep: Claim,
     reach: Reach,
     address: u64,
-    len: u64,
+    len: Length,
 }
 
 impl DeviceRange {
     pub(super) fn new(keep: Claim, reach: Reach, address: u64, len: u64) -> Self {
-        DeviceRange { keep, reach, address, len }
+        DeviceRange { keep, reach, address, len: Length::Fixed(len) }
+    }
+
+    /// One whose length another thread raises, once memory is mapped there.
+    pub(super) fn growing(keep: Claim, reach: Reach, address: u64, len: Arc<AtomicU64>) -> Self {
+        DeviceRange { keep, reach, address, len: Length::Mapped(len) }
     }
 
     /// Memory of another owner, such as a caller's tensor: `len` bytes at a device's `address`,
@@ -56,7 +70,7 @@ impl DeviceRange {
         devices: &[u32],
         keep: Arc<dyn Any + Send + Sync>,
     ) -> Self {
-        DeviceRange { keep, reach: Reach::Devices(devices.into()), address, len }
+        DeviceRange::new(keep, Reach::Devices(devices.into()), address, len)
     }
 
     /// Its first address.
@@ -64,14 +78,19 @@ impl DeviceRange {
         self.address
     }
 
-    /// Its size in bytes.
+    /// Its size in bytes. Memory that [grows](super::GrowingRange) may have more next time.
     pub fn len(&self) -> u64 {
-        self.len
+        match &self.len {
+            Length::Fixed(len) => *len,
+            // Acquire: pairs with the store behind the mapping, so the driver knows these addresses
+            // when a call of this thread names them.
+            Length::Mapped(len) => len.load(Ordering::Acquire),
+        }
     }
 
     /// Whether it has no bytes.
     pub fn is_empty(&self) -> bool {
-        self.len == 0
+        self.len() == 0
     }
 
     /// A part of it, with a claim of its own.
@@ -79,7 +98,8 @@ impl DeviceRange {
     /// # Errors
     /// [`DeviceError::OutOfRange`].
     pub fn part(&self, offset: u64, len: u64) -> Result<DeviceRange, DeviceError> {
-        Ok(DeviceRange { address: self.inside(offset, len)?, len, ..self.clone() })
+        let (address, len) = (self.inside(offset, len)?, Length::Fixed(len));
+        Ok(DeviceRange { address, len, keep: Arc::clone(&self.keep), reach: self.reach.clone() })
     }
 
     /// A part of the range of an owner, with a claim on the owner in place of the memory.
@@ -115,10 +135,11 @@ impl DeviceRange {
 
     /// The address of `len` bytes at `offset`, if they lie in the range.
     fn inside(&self, offset: u64, len: u64) -> Result<u64, DeviceError> {
-        if offset.checked_add(len).is_some_and(|end| end <= self.len) {
+        let size = self.len();
+        if offset.checked_add(len).is_some_and(|end| end <= size) {
             Ok(self.address + offset)
         } else {
-            Err(DeviceError::OutOfRange { offset, len, size: self.len })
+            Err(DeviceError::OutOfRange { offset, len, size })
         }
     }
 
@@ -139,9 +160,13 @@ impl DeviceRange {
 
 impl std::fmt::Debug for DeviceRange {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let DeviceRange { keep: _, reach, address, len } = self;
+        let DeviceRange { keep: _, reach, address, len: _ } = self;
         let address = format_args!("{address:#x}");
-        f.debug_struct("Range").field("address", &address).field("len", len).field("reach", reach).finish()
+        f.debug_struct("Range")
+            .field("address", &address)
+            .field("len", &self.len())
+            .field("reach", reach)
+            .finish()
     }
 }
 

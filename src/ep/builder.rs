@@ -127,6 +127,7 @@ pub(super) struct DeviceSettings {
     graphs: Graphs,
     max_in_flight: Option<u32>,
     device_heap: Option<u64>,
+    device_heap_limit: Option<u64>,
     heap_load: HeapLoad,
     priority: Option<Priority>,
 }
@@ -402,6 +403,22 @@ impl<'g> ExpertParallelBuilder<'g> {
         self
     }
 
+    /// On a device, likewise: bytes to which the device heap may grow. It grows where a call would
+    /// lack memory for its rows, or for the outputs that handles may ask for: at all ranks, before
+    /// anything moves, by whole chunks of 2 MiB or a sixteenth of the growth allowed. What lies in
+    /// it stays where it is. Calls that have memory neither ask nor map anything.
+    ///
+    /// Default: what two dispatches of any routing need, at most 4 times the default of
+    /// [`device_heap`](Self::device_heap). A heap whose size is set does not grow unless this is
+    /// set, too; in a group of several nodes no heap grows.
+    ///
+    /// Memory that an output, a token buffer or a [`HeapAllocator`](super::HeapAllocator) asks for
+    /// is no call of all ranks, so the heap does not grow for it.
+    pub fn device_heap_limit(mut self, bytes: u64) -> Self {
+        self.device.device_heap_limit = Some(bytes);
+        self
+    }
+
     /// Load for which the default of the device heap has memory.
     pub(crate) fn heap_load(mut self, load: HeapLoad) -> Self {
         self.device.heap_load = load;
@@ -470,6 +487,7 @@ impl<'g> ExpertParallelBuilder<'g> {
                 stream: Arc::clone(stream),
                 max_in_flight: self.device.max_in_flight.unwrap_or(MAX_IN_FLIGHT),
                 device_heap: self.device.device_heap,
+                device_heap_limit: self.device.device_heap_limit,
                 load: self.device.heap_load,
                 priority: self.device.priority.unwrap_or(Priority::Highest),
             }),
@@ -508,6 +526,7 @@ impl<'g> ExpertParallelBuilder<'g> {
         let of_enqueuer = [
             ("max_in_flight", self.device.max_in_flight.map(u64::from)),
             ("device_heap", self.device.device_heap),
+            ("device_heap_limit", self.device.device_heap_limit),
             ("priority", self.device.priority.map(|priority| priority as u64)),
         ];
         of_enqueuer.into_iter().try_for_each(|(parameter, seen)| match seen {
@@ -628,7 +647,8 @@ mod tests {
         }
         // Group, map and stream are those of the caller; `fp8` is what the record is made of.
         let ExpertParallelBuilder { group: _, map: _, stream: _, experts, fp8, spec, device } = builder;
-        let DeviceSettings { graphs, max_in_flight, device_heap, heap_load, priority } = device;
+        let DeviceSettings { graphs, max_in_flight, device_heap, device_heap_limit, heap_load, priority } =
+            device;
         let Spec {
             top_k,
             hidden,
@@ -656,6 +676,7 @@ mod tests {
             ("graphs", text(graphs)),
             ("max_in_flight", text(max_in_flight)),
             ("device_heap", text(device_heap)),
+            ("device_heap_limit", text(device_heap_limit)),
             ("heap_load", text(heap_load)),
             ("priority", text(priority)),
             ("top_k", text(top_k)),
@@ -695,6 +716,7 @@ mod tests {
         let partial = plain().experts(6).hidden(8).sum_order(SumOrder::Node);
         let hosts = [sums, records, spans, partial.partial_dtype(PartialDtype::Bf16)];
         let of_device = plain().experts(6).graphs(Graphs::Slots).max_in_flight(3).device_heap(1 << 20);
+        let of_device = of_device.device_heap_limit(2 << 20);
         let load = HeapLoad { landings: 5, outputs: 4 };
         let of_device = of_device.priority(Priority::Normal).max_blocks(5).heap_load(load);
         let mut set = differences(&of_device, &plain());

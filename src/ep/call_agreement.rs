@@ -21,6 +21,8 @@ pub(in crate::ep) struct CallAgreement<'a> {
     pub fixed: &'a EpState,
     pub setting: FillContext<'a>,
     pub calls: Calls,
+    /// Per rank: the tag that it has said again, outside the lanes; none if no rank has.
+    pub said: &'a [Tag],
 }
 
 /// Counts and sizes of all ranks, used again by all calls.
@@ -61,6 +63,9 @@ impl<'a> CallAgreement<'a> {
     /// it for its relay.
     pub fn tag_of(&self, rank: u32) -> Result<Tag, MemoryError> {
         let paths = self.paths();
+        if let Some(&said) = self.said.get(rank as usize) {
+            return Ok(said);
+        }
         if rank == paths.me() {
             return Ok(self.fixed.port.flag(rank, Flag::Block)?.tag(self.calls.value()));
         }
@@ -211,7 +216,7 @@ impl<'a> CallAgreement<'a> {
     ///
     /// # Errors
     /// [`MemoryError::OutOfSpace`], the same on every rank.
-    fn room(&self, mine: Tag, numbers: &mut GroupCounts) -> Result<(), Error> {
+    pub fn room(&self, mine: Tag, numbers: &mut GroupCounts) -> Result<(), Error> {
         let GroupCounts { sizes, landing, free, .. } = numbers;
         landing.clear();
         free.clear();

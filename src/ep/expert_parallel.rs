@@ -9,8 +9,8 @@ use super::host::HostExchange;
 use super::rows::{ExpertRows, RowsAt, TokensAt};
 use super::tensor::{Choices, Place, Shape, Side, Tensor, TensorMut, wrong_place};
 use super::{
-    CallExecutor, CombineInput, ExpertParallelBuilder, Feature, Handle, HeapAllocator, LaneUse,
-    PendingCombine, PendingDispatch, TokenBuffer,
+    CallExecutor, CombineInput, DeviceHeapReport, ExpertParallelBuilder, Feature, Handle, HeapAllocator,
+    LaneUse, PendingCombine, PendingDispatch, TokenBuffer,
 };
 use crate::device::Stream;
 use crate::dtype::{Dtype, Element, Fp8RowShape};
@@ -297,6 +297,14 @@ impl ExpertParallel {
         match &self.at {
             InstanceAt::Enqueued(ep) => ep.heap_allocator(),
             _ => Err(wrong_place("a heap allocator", Side::Device)),
+        }
+    }
+
+    /// What the device heap holds, and how it has grown; none on the host and in slots.
+    pub fn device_heap(&self) -> Option<DeviceHeapReport> {
+        match &self.at {
+            InstanceAt::Enqueued(ep) => Some(ep.device_heap()),
+            _ => None,
         }
     }
 

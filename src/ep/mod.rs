@@ -55,8 +55,8 @@ mod state;
 mod tensor;
 
 pub use builder::{ExpertParallelBuilder, Graphs};
-pub use device::HeapAllocator;
 pub(crate) use device::HeapLoad;
+pub use device::{DeviceHeapReport, HeapAllocator};
 pub use expert_parallel::ExpertParallel;
 pub use features::Feature;
 pub use row_collective::{CollectiveBuilder, RowCollective, RowPartition, TokenSlices};

@@ -160,9 +160,8 @@ impl Status {
     /// That of an error which leaves the world alive.
     pub(super) fn of(error: &Error) -> Self {
         match error {
-            Error::Memory(MemoryError::OutOfSpace { .. }) | Error::Call(CallError::OverBudget { .. }) => {
-                Status::NO_ROOM
-            }
+            Error::Memory(MemoryError::OutOfSpace { .. } | MemoryError::HeapNotGrown { .. })
+            | Error::Call(CallError::OverBudget { .. }) => Status::NO_ROOM,
             Error::Call(CallError::PeerRefused { .. }) => Status::PEER_REFUSED,
             Error::Call(CallError::KindsDiffer { .. } | CallError::Disagree { .. }) => Status::MISMATCH,
             _ => Status::REFUSED,

@@ -2,6 +2,7 @@
 //! from them.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::call_agreement::CallAgreement;
 use crate::ep::builder::Spec;
@@ -49,17 +50,29 @@ pub(in crate::ep) enum RowMemory<'w> {
 }
 
 /// The memory in which rows land, as errors speak of it. It is equally large everywhere.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(in crate::ep) struct ReceiveMemory {
-    pub total: u64,
+    /// Its size, which may grow.
+    pub total: Arc<AtomicU64>,
     pub space: &'static str,
     pub setting: &'static str,
 }
 
 impl ReceiveMemory {
+    /// The pool of this rank's heap.
+    pub fn pool(total: u64) -> Self {
+        ReceiveMemory { total: Arc::new(total.into()), space: "pool", setting: "SIDELANE_HEAP" }
+    }
+
+    /// A device heap.
+    pub fn device_heap(total: u64) -> Self {
+        ReceiveMemory { total: Arc::new(total.into()), space: "device heap", setting: "device_heap" }
+    }
+
     /// That a rank has no room for `asked` bytes, but for `free`.
-    pub fn lacks(self, rank: u32, asked: u64, free: u64) -> Error {
+    pub fn lacks(&self, rank: u32, asked: u64, free: u64) -> Error {
         let ReceiveMemory { total, space, setting } = self;
+        let (total, space, setting) = (total.load(Ordering::Relaxed), *space, *setting);
         MemoryError::OutOfSpace { rank, asked, free, total, space, setting }.into()
     }
 }
@@ -213,7 +226,7 @@ impl EpState {
             far: self.far,
             notes: None,
         };
-        CallAgreement { fixed: self, setting, calls }
+        CallAgreement { fixed: self, setting, calls, said: &[] }
     }
 
     /// Writes the headers of this rank's blocks.

@@ -35,6 +35,23 @@ pub enum MemoryError {
         /// Bytes that are free there.
         free: u64,
     },
+    /// The device heap has no room left for the rows of a call, and could not grow. The same on
+    /// every rank. Nothing moved, and the heap is as before.
+    #[error(
+        "rank {rank}: {asked} bytes requested of the device heap of {total}, and the device of rank {refused} has no {more} bytes more: free memory there, or set device_heap to have it from the start"
+    )]
+    HeapNotGrown {
+        /// The first rank without room.
+        rank: u32,
+        /// Bytes asked for there.
+        asked: u64,
+        /// Size of the device heap, in bytes.
+        total: u64,
+        /// The first rank whose device has no more memory, or whose driver refused it.
+        refused: u32,
+        /// Bytes by which the heap was to grow at every rank.
+        more: u64,
+    },
     /// An access outside a window.
     #[error("offset {offset} + {len} bytes is outside the window of rank {peer} ({size} bytes)")]
     OutOfBounds {

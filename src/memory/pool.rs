@@ -408,8 +408,29 @@ impl Extents {
         }
     }
 
+    /// Adds bytes at the end: the space has `total` of them from now on. A smaller number changes
+    /// nothing.
+    pub fn grow(&mut self, total: u64) {
+        let (before, total) = (self.total, total / GRAIN * GRAIN);
+        let Some(more) = total.checked_sub(before) else { return };
+        self.total = total;
+        // As if they had been taken.
+        self.used += more;
+        self.free(before, more);
+    }
+
+    /// Bytes that the space lacks at its end for `len` in one piece: none if it has such a piece.
+    pub fn lack(&self, len: u64) -> u64 {
+        let len = Self::round(len);
+        if self.largest() >= len {
+            return 0;
+        }
+        let last = self.free.last().filter(|&&(offset, free)| offset + free == self.total);
+        len - last.map_or(0, |&(_, free)| free)
+    }
+
     /// Length of the largest free range.
-    fn largest(&self) -> u64 {
+    pub fn largest(&self) -> u64 {
         self.free.iter().map(|&(_, len)| len).max().unwrap_or(0)
     }
 
@@ -419,12 +440,12 @@ impl Extents {
     }
 
     /// Bytes taken.
-    fn used(&self) -> u64 {
+    pub fn used(&self) -> u64 {
         self.used
     }
 
     /// The most bytes ever allocated at once.
-    fn peak(&self) -> u64 {
+    pub fn peak(&self) -> u64 {
         self.peak
     }
 
@@ -483,6 +504,21 @@ mod tests {
         assert_eq!(space.take_largest(u64::MAX), (576, 448));
         space.free(b, 64);
         assert_eq!(space.alloc(65), Err(64), "only the hole of 64 is left");
+    }
+
+    #[test]
+    fn spaces_grow_at_their_end() {
+        let mut space = Extents::new(256);
+        space.alloc(192).unwrap();
+        assert_eq!([space.lack(64), space.lack(65), space.lack(1024)], [0, 64, 960]);
+        space.grow(512);
+        assert_eq!((space.total(), space.used(), space.lack(320)), (512, 192, 0), "joined with the free end");
+        space.grow(256);
+        assert_eq!(space.total(), 512, "it does not shrink");
+        assert_eq!(space.alloc(320), Ok(192));
+        assert_eq!(space.lack(64), 64, "nothing is free at its end");
+        space.free(0, 192);
+        assert_eq!([space.lack(192), space.lack(256)], [0, 256]);
     }
 
     #[test]

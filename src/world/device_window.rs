@@ -7,6 +7,8 @@
 //!              mapped at equal distances, for my device    mapped, and pinned, by all
 //! ```
 //!
+//! The memory may grow: see [`window_growth`](super::window_growth).
+//!
 //! Rows lie in the memory, flags in the words. A GPU writes a word after all earlier work of its
 //! stream, wherever the word lies. In host memory the *host* can reach the word as well: it sees
 //! missing signals, and can end a wait when a rank is lost. It needs no stream of its own for that,
@@ -50,7 +52,7 @@ use bytemuck::Pod;
 use super::Group;
 use super::window::Registered;
 use crate::bootstrap::exchange_fds;
-use crate::device::{Allocation, Context, DeviceRange, PinnedMemory, Reservation, WriteOrder};
+use crate::device::{Allocation, Context, DeviceRange, GrowingRange, PinnedMemory, Reservation, WriteOrder};
 use crate::error::{BootstrapError, DeviceError, Error, MemoryError};
 use crate::lane;
 use crate::lane::{DeviceMemory, Lanes, NoGpuDirect, PeerLane, Registration, WindowPart};
@@ -60,6 +62,32 @@ use crate::memory::{PeerMapping, Segment, pin};
 #[derive(Debug)]
 pub(crate) struct DeviceWindow {
     members: Vec<Option<Member>>,
+    /// The memory of each, as it grows.
+    pub(super) ranges: Vec<Option<GrowingRange>>,
+    /// Bytes that are mapped of each, in whole granules.
+    pub(super) mapped: u64,
+    pub(super) sizes: WindowSizes,
+}
+
+/// Sizes of a window, equal at all members.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct WindowSizes {
+    /// Bytes of memory now.
+    pub len: u64,
+    /// Bytes to which it may grow.
+    pub most: u64,
+    /// The common granularity of the members' devices, where the memory may grow: each piece is of
+    /// whole ones.
+    pub granularity: u64,
+    /// Bytes of words.
+    pub words: u64,
+}
+
+impl WindowSizes {
+    /// Of a window that does not grow.
+    pub(crate) fn fixed(len: u64, words: u64) -> Self {
+        WindowSizes { len, most: len, granularity: 1, words }
+    }
 }
 
 /// A member's part.
@@ -79,6 +107,9 @@ struct Own {
     words: Segment,
     descriptor: OwnedFd,
 }
+
+/// What [`DeviceWindow::map`] makes: members, and their memory as it grows.
+type Mapped = (Vec<Option<Member>>, Vec<Option<GrowingRange>>);
 
 /// Facts that ranks exchange about their devices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
@@ -104,37 +135,41 @@ struct FreeInfo {
     known: u64,
     free: u64,
     needed: u64,
+    granularity: u64,
 }
 
 impl DeviceWindow {
     /// Whether the devices of all members have as many bytes free as allocations of what each
-    /// member `needed` take. Members may share a device. Collective.
+    /// member `needed` take. Members may share a device. Returns the granularity that all devices
+    /// have in common: the largest, since each is a power of two. Collective.
     ///
     /// # Errors
     /// [`MemoryError::DeviceFull`], the same on every rank; [`DeviceError`] at a rank whose driver
     /// does not say, and [`MemoryError::NotUsable`] at the others.
-    pub(crate) fn check_free(group: &Group, context: &Context, needed: u64) -> Result<(), Error> {
+    pub(crate) fn check_free(group: &Group, context: &Context, needed: u64) -> Result<u64, Error> {
         let known = context.free_memory().and_then(|free| Ok((free, Allocation::granularity(context)?)));
         let (free, granularity) = known.as_ref().copied().unwrap_or((0, 1));
-        let needed = Allocation::whole(needed, granularity).unwrap_or(u64::MAX);
-        let heard = tell(group, context, FreeInfo { known: known.is_ok().into(), free, needed })?;
+        let heard =
+            tell(group, context, FreeInfo { known: known.is_ok().into(), free, needed, granularity })?;
         known?;
         if let Some((_, rank)) = heard.iter().zip(0..).find(|(peer, _)| peer.said.known != 1) {
             return Err(MemoryError::NotUsable { rank }.into());
         }
+        let granularity = heard.iter().map(|peer| peer.said.granularity).max().unwrap_or(1).max(1);
         for (first, rank) in heard.iter().zip(0..) {
             let sharing = || heard.iter().filter(|peer| peer.device == first.device).map(|peer| peer.said);
-            let needed = sharing().fold(0_u64, |sum, said| sum.saturating_add(said.needed));
+            let whole = |said: FreeInfo| Allocation::whole(said.needed, granularity).unwrap_or(u64::MAX);
+            let needed = sharing().fold(0_u64, |sum, said| sum.saturating_add(whole(said)));
             let free = sharing().map(|said| said.free).min().unwrap_or(0);
             if needed > free {
                 return Err(MemoryError::DeviceFull { rank, needed, free }.into());
             }
         }
-        Ok(())
+        Ok(granularity)
     }
 
-    /// `len` bytes of memory of each member's device, and `words` bytes of words. Collective.
-    /// Memory of other nodes is not mapped. A rank that is not `ready` has an error of its own and
+    /// Memory and words of these sizes at each member. Collective. Memory of other nodes is not
+    /// mapped. A rank that is not `ready` has an error of its own and
     /// still takes part, so the other ranks learn of it.
     ///
     /// # Errors
@@ -143,11 +178,11 @@ impl DeviceWindow {
     pub(crate) fn new(
         group: &Group,
         context: &Arc<Context>,
-        (len, words): (u64, u64),
+        sizes: WindowSizes,
         ready: Result<(), DeviceError>,
     ) -> Result<Self, Error> {
-        let me = group.rank();
-        let own = ready.map_err(Error::from).and_then(|()| Own::new(context, len, words));
+        let (me, WindowSizes { len, words, .. }) = (group.rank(), sizes);
+        let own = ready.map_err(Error::from).and_then(|()| Own::new(context, sizes));
         let said = LocalInfo {
             usable: own.is_ok().into(),
             len,
@@ -166,12 +201,12 @@ impl DeviceWindow {
                 }
             }
         }
-        let members = Self::map(group, context, &own, &heard);
-        let verdicts = group.gather(&[u8::from(members.is_ok())])?;
-        let members = members?;
+        let mapped = Self::map(group, context, &own, &heard, sizes);
+        let verdicts = group.gather(&[u8::from(mapped.is_ok())])?;
+        let (members, ranges) = mapped?;
         match verdicts.iter().zip(0..).find(|(verdict, _)| verdict[..] != [1]) {
             Some((_, rank)) => Err(MemoryError::NotUsable { rank }.into()),
-            None => Ok(DeviceWindow { members }),
+            None => Ok(DeviceWindow { members, ranges, mapped: own.memory.bytes(), sizes }),
         }
     }
 
@@ -180,7 +215,8 @@ impl DeviceWindow {
         context: &Arc<Context>,
         own: &Own,
         heard: &[PeerInfo<LocalInfo>],
-    ) -> Result<Vec<Option<Member>>, Error> {
+        sizes: WindowSizes,
+    ) -> Result<Mapped, Error> {
         let (me, nodes) = (group.rank() as usize, group.nodes());
         let near = |peer: usize| nodes.same_node(group.rank(), peer as u32);
         let offer = |peer: usize| {
@@ -190,14 +226,18 @@ impl DeviceWindow {
         let (hub, key) = (group.shared.hub.as_ref(), group.step());
         let deadline = group.shared.options.timeouts.rendezvous;
         let received = exchange_fds(hub, &key, group.ranks(), me, &offer, deadline)?;
-        let stride = heard.iter().map(|heard| heard.said.bytes).max().unwrap_or(0);
-        let stride = stride.next_multiple_of(Allocation::granularity(context)?);
+        let largest = heard.iter().map(|heard| heard.said.bytes).max().unwrap_or(0).max(sizes.most);
+        let granularity = Allocation::granularity(context)?.max(sizes.granularity);
+        let device = context.device();
+        let too_much = DeviceError::OutOfMemory { device, call: "cuMemAddressReserve", bytes: largest };
+        let stride = Allocation::whole(largest, granularity).ok_or(too_much)?;
         let reservation = Reservation::new(context, heard.len(), stride)?;
         let (device, uuid) = ([context.device()], &context.facts().uuid);
-        let mut members = Vec::with_capacity(heard.len());
+        let (mut members, mut ranges) = (Vec::with_capacity(heard.len()), Vec::with_capacity(heard.len()));
         for ((fds, PeerInfo { said, device: theirs }), rank) in received.into_iter().zip(heard).zip(0..) {
             if !near(rank as usize) {
                 members.push(None);
+                ranges.push(None);
                 continue;
             }
             let (imported, adopted);
@@ -214,24 +254,28 @@ impl DeviceWindow {
                 let (seen, expected) = (words.len(), own.words.len());
                 return Err(MemoryError::WrongSize { rank, seen, expected }.into());
             }
-            let memory = reservation.map(rank as usize, memory, &device)?.part(0, said.len)?;
+            let range = reservation.map_growing(rank as usize, memory, &device, said.len)?;
+            let memory = range.range().clone();
+            ranges.push(Some(range));
             let mapped = Arc::new(PeerMapping::new(&[Some(words)])?);
             mapped.populate(0, 0, words.len())?;
             let words = pin(context, &mapped, 0)?;
             members.push(Some(Member { memory, words, same_device: theirs == uuid.as_bytes() }));
         }
-        Ok(members)
+        Ok((members, ranges))
     }
 
     /// The parts of all members, in the order of the group; none of those of other nodes.
-    pub(crate) fn members(self) -> Vec<Option<Member>> {
-        self.members
+    pub(crate) fn take_members(&mut self) -> Vec<Option<Member>> {
+        std::mem::take(&mut self.members)
     }
 }
 
 impl Own {
-    fn new(context: &Arc<Context>, len: u64, words: u64) -> Result<Self, Error> {
-        let memory = Allocation::new(context, len)?;
+    fn new(context: &Arc<Context>, sizes: WindowSizes) -> Result<Self, Error> {
+        let WindowSizes { len, granularity, words, .. } = sizes;
+        // The next piece begins behind it, at a place where all devices may map.
+        let memory = Allocation::new(context, Allocation::whole(len, granularity).unwrap_or(len))?;
         let descriptor = memory.export()?;
         let page = rustix::param::page_size() as u64;
         let words = Segment::create("sidelane-words", words.next_multiple_of(page))?;

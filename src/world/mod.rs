@@ -19,6 +19,7 @@ mod group;
 mod net_selection;
 mod setup;
 mod window;
+mod window_growth;
 
 #[doc(hidden)]
 pub use crate::lane::NoDmaBuf;
@@ -28,6 +29,7 @@ pub use net_selection::NetReport;
 pub use setup::{Options, World};
 pub use window::Window;
 
-pub(crate) use device_window::{DeviceWindow, GpuDirectMemory, HostStaging, Member};
+pub(crate) use device_window::{DeviceWindow, GpuDirectMemory, HostStaging, Member, WindowSizes};
 pub(crate) use group::SymmetricRange;
 pub(crate) use setup::WorldState;
+pub(crate) use window_growth::Growth;

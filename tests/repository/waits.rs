@@ -52,7 +52,11 @@ const ALLOWED: [(&str, &str, &str); 20] = [
     ("ep/device/watchdog.rs", "yield_now", "200 ms for a stream, and 32 streams at most"),
     ("ep/device/watchdog.rs", "synchronize", "a new stream with a copy that waits for nothing"),
     ("ep/device/session.rs", "synchronize", "copies of an expert map, behind calls that the guard ends"),
-    ("ep/device/memory.rs", "synchronize", "freed memory whose pool goes: as cudaFree waits for its users"),
+    (
+        "ep/device/device_pool.rs",
+        "synchronize",
+        "freed memory whose pool goes: as cudaFree waits for its users",
+    ),
     ("ep/device/enqueued_setup.rs", "synchronize", "a new instance: the stream has its copies alone"),
     ("ep/device/slots/expansion.rs", "synchronize", "as above"),
     ("ep/device/slots/slot_memory.rs", "synchronize", "as above"),

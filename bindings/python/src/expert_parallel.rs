@@ -55,7 +55,7 @@ impl ExpertParallel {
         group, *, experts=None, top_k=1, hidden, dtype=None, expert_map=None, sum_order="expert", partial_dtype="f32",
         layout="expert-major", route="direct", strategy="all-to-all", align=1, max_tokens=4096, weighted=false,
         coalesce_relays=false, fp8=false, budget=None, slots=None, overflow="error", graphs="off", device=None,
-        stream=None, max_in_flight=None, device_heap=None, max_blocks=None
+        stream=None, max_in_flight=None, device_heap=None, device_heap_limit=None, max_blocks=None
     ))]
     #[expect(clippy::too_many_arguments, reason = "Python's keywords are its builder")]
     fn new(
@@ -84,6 +84,7 @@ impl ExpertParallel {
         stream: Option<usize>,
         max_in_flight: Option<u32>,
         device_heap: Option<u64>,
+        device_heap_limit: Option<u64>,
         max_blocks: Option<u32>,
     ) -> PyResult<Self> {
         let group = group_of(group)?;
@@ -121,6 +122,8 @@ impl ExpertParallel {
             let builder = on.iter().fold(builder, |builder, on| builder.on(&on.stream()));
             let builder = max_in_flight.into_iter().fold(builder, ExpertParallelBuilder::max_in_flight);
             let builder = device_heap.into_iter().fold(builder, ExpertParallelBuilder::device_heap);
+            let limit = device_heap_limit.into_iter();
+            let builder = limit.fold(builder, ExpertParallelBuilder::device_heap_limit);
             let builder = max_blocks.into_iter().fold(builder, ExpertParallelBuilder::max_blocks);
             let builder = placed(builder, experts, expert_map.as_deref())?;
             Ok((builder, (dtype, rows == RowLayout::RankMajor, on)))

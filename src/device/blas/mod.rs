@@ -30,10 +30,11 @@ use gemms::Gemms;
 use library::{BlasLibrary, Grouped, Handle};
 use pointers::Pointers;
 
-use super::allocation::{Allocation, Reservation};
+use super::allocation::Allocation;
 use super::context::Context;
 use super::kernels::{LayerKernels, MatmulArgs, MatmulShape, Operands, VECTOR};
 use super::range::{ByteSpan, DeviceRange};
+use super::reservation::Reservation;
 use super::stream::Stream;
 use crate::dtype::Dtype;
 use crate::error::DeviceError;

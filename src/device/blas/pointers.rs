@@ -3,10 +3,11 @@
 use std::sync::Arc;
 
 use super::Gemm;
-use crate::device::allocation::{Allocation, Reservation};
+use crate::device::allocation::Allocation;
 use crate::device::context::Context;
 use crate::device::pinned::PinnedMemory;
 use crate::device::range::DeviceRange;
+use crate::device::reservation::Reservation;
 use crate::device::stream::{Event, Stream};
 use crate::error::DeviceError;
 

@@ -11,6 +11,7 @@
 //!   default              the load in expected dispatches; but as much as 2 max_in_flight
 //!                        dispatches of any routing need, if 256 MiB are enough for them,
 //!                        else at least 256 MiB
+//!   limit                the load in dispatches of any routing, at most 4 times the default
 //! ```
 //!
 //! So small instances have memory for all that can be alive at once, gradients counted.
@@ -40,7 +41,9 @@ const SUMS: u32 = 2;
 /// Memory that small instances may take beyond the expected load.
 const SMALL: u64 = 256 << 20;
 /// Pages of a device.
-const STEP: u64 = 2 << 20;
+pub(super) const STEP: u64 = 2 << 20;
+/// How many times its default size a heap may have, once it has grown.
+const GROWN: u64 = 4;
 /// No device has as much, and sums of a few of these do not overflow.
 const MOST: u64 = 1 << 56;
 
@@ -53,6 +56,12 @@ impl HeapLoad {
         let all = alive.bytes(shape, any).min(SMALL);
         let expected = self.bytes(shape, expected_rows(spec, shape).min(any));
         expected.max(all).min(MOST).next_multiple_of(STEP)
+    }
+
+    /// The default of the size to which a heap of this default size may grow.
+    pub(super) fn default_limit(self, shape: &MemoryShape, heap: u64) -> u64 {
+        let any = self.bytes(shape, shape.any_rows()).min(MOST).next_multiple_of(STEP);
+        any.min(heap.saturating_mul(GROWN)).max(heap)
     }
 
     /// Bytes of this load, of dispatches of so many rows.
@@ -86,7 +95,7 @@ mod tests {
 
     use super::*;
     use crate::dtype::{Dtype, PartialDtype};
-    use crate::ep::device::memory::DevicePool;
+    use crate::ep::device::device_pool::DevicePool;
     use crate::plan::{ExpertMap, Overflow, ReceiveMode, RowLayout, Strategy, SumOrder};
     use crate::topology::Route;
 
@@ -116,7 +125,7 @@ mod tests {
     }
 
     fn heap_of(spec: &Spec, (contexts, staged): (u32, Option<u64>), load: HeapLoad) -> u64 {
-        load.default_heap(spec, &MemoryShape::new(spec, contexts, 0, staged, 0))
+        load.default_heap(spec, &MemoryShape::new(spec, contexts, (0, 0), staged, 0))
     }
 
     /// By the other defaults.
@@ -154,6 +163,18 @@ mod tests {
         let all = (2 * 4 * 8) * (128 + 128 + 4_u64);
         assert!(heap_of(&small, (3, None), HeapLoad::default()) >= 6 * all);
         assert_eq!(heap(&Spec { max_tokens: 128, ..spec(8, 2048) }), SMALL, "no more than that");
+    }
+
+    #[test]
+    fn heap_may_grow_to_what_any_routing_needs() {
+        let limit = |spec: &Spec| {
+            let bare = MemoryShape::new(spec, 64, (0, 0), None, 0);
+            HeapLoad::default().default_limit(&bare, heap(spec))
+        };
+        assert_eq!(limit(&spec(2, 7168)), (2 * 2 * 4096 * 8 * (2 * 14336 + 4_u64)).next_multiple_of(STEP));
+        assert_eq!(limit(&spec(8, 7168)), 4 * heap(&spec(8, 7168)), "at most so many times the default");
+        let small = Spec { max_tokens: 4, ..spec(2, 64) };
+        assert_eq!(limit(&small), heap(&small), "it has memory for all that can come");
     }
 
     #[test]
@@ -207,7 +228,7 @@ mod tests {
                 for ranks in [1, 4, 16] {
                     let spec = Spec { layout, align, max_tokens: 1 << 14, ..spec(ranks, 7168) };
                     let bytes = heap_of(&spec, (2, staged), HeapLoad::default());
-                    let shape = MemoryShape::new(&spec, 2, bytes, staged, 0);
+                    let shape = MemoryShape::new(&spec, 2, (bytes, bytes), staged, 0);
                     let rows = expected_rows(&spec, &shape).min(shape.any_rows()) as u32;
                     assert!(fits(&shape, bytes, rows), "{layout:?} {align} {staged:?} {ranks}");
                     assert!(!fits(&shape, bytes, rows + rows / 8), "{layout:?} {align} {staged:?} {ranks}");

@@ -28,9 +28,9 @@
 //! arrived rows into visible order, by an index that every enqueuer finds from what all ranks have
 //! published: the counts of its local peers, and the headers of their blocks.
 
+use super::device_pool::Extent;
 use super::dispatch_planner::Planner;
 use super::enqueuer::{CallerStream, DeviceCall, Enqueuer, Header, Kept, Scratch};
-use super::memory::Extent;
 use crate::device::{DeviceRange, RunArgs};
 use crate::dtype::Dtype;
 use crate::ep::Status;
@@ -95,13 +95,14 @@ impl Enqueuer {
         planner.note(self)
     }
 
-    fn announce(&self, kind: CallKind, context: u32) -> Landing {
+    pub fn announce(&self, kind: CallKind, context: u32) -> Landing {
         let common = &self.common;
         if CallProperties::of(kind).payload == Payload::Nothing {
             let (base, len) = common.shape.notes(context);
             return Landing { base, len, extent: None };
         }
-        let extent = common.space.announce(common.fixed.most_bytes(CallKind::Dispatch, &self.numbers.sizes));
+        let most = common.fixed.most_bytes(CallKind::Dispatch, &self.numbers.sizes);
+        let extent = common.space.announce(most.saturating_add(self.announced_beyond()));
         Landing { base: extent.offset(), len: extent.len(), extent: Some(extent) }
     }
 
@@ -380,7 +381,11 @@ impl DeviceCall<'_> {
 
     pub fn announce(&mut self) {
         let landing = self.refused.is_none().then(|| self.enqueuer.announce(self.tag.kind, self.context));
-        let (base, handle) = landing.as_ref().map_or((0, 0), |landing| (landing.base, landing.len));
+        let said = |landing: &Landing| match landing.extent {
+            Some(_) => (landing.base, self.enqueuer.said_bytes(landing.len)),
+            None => (landing.base, landing.len),
+        };
+        let (base, handle) = landing.as_ref().map_or((0, 0), said);
         self.landing = landing;
         self.say(Tag { base, handle, ..self.tag });
     }

@@ -14,11 +14,12 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::REFUSED;
+use super::device_pool::{DeviceHeapReport, Extent};
 use super::dispatch_planner::Planner;
 use super::enqueued_results::{EnqueuedDispatch, EnqueuedHandle, EnqueuedOutput, EnqueuedRows, Lease};
 use super::enqueuer::Enqueuer;
 use super::heap_allocator::HeapAllocator;
-use super::memory::{Extent, MemoryShape, StreamFlag};
+use super::memory::{MemoryShape, StreamFlag};
 use super::row_transport::RowTransport;
 use super::session::{EnqueuedTokens, Session};
 use super::watchdog::WaitBreaker;
@@ -478,6 +479,12 @@ impl EnqueuedExchange {
         self.common.token_buffer(tokens)
     }
 
+    /// What its device heap holds.
+    pub fn device_heap(&self) -> DeviceHeapReport {
+        let limit = self.common.shape.pool_limit();
+        self.common.space.report(if self.enqueuer.growth.is_some() { limit } else { 0 })
+    }
+
     /// An allocator over its device heap.
     ///
     /// # Errors
@@ -607,6 +614,7 @@ impl EnqueuedExchange {
         let shape = Shape::brought(&self.common.fixed.spec, kind, handle.tokens(), dtype);
         let x = x.on_device("tokens", shape, self.stream.device()).map(|x| (x, dtype));
         let extent = self.along((kind, handle.context()), handle.tokens(), x)?;
+        handle.owe_output();
         let (common, place) = (&self.common, (handle.context(), extent.offset(), handle.rows()));
         if common.shape.arrives() {
             let regrouped = common.regroup(&self.stream, &self.kernels, kind, place);

@@ -11,8 +11,9 @@
 //! The memory is a piece of the pool, taken before the call is entered: a rank that has none
 //! refuses the call. Nothing reads it but this rank's stream and its NIC, until the call is over.
 
+use super::device_pool::Extent;
 use super::enqueuer::{DeviceCall, Enqueuer, Kept, Scratch};
-use super::memory::{Extent, MemoryShape};
+use super::memory::MemoryShape;
 use super::session::Session;
 use crate::error::{CallKind, Error};
 use crate::plan::RelayPlan;

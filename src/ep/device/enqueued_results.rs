@@ -8,8 +8,9 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use super::device_pool::{Extent, Owed};
 use super::dispatch_planner::Planner;
-use super::memory::{Extent, MemoryShape, StreamFlag};
+use super::memory::{MemoryShape, StreamFlag};
 use super::session::{Alive, ContextProgress, PlacementInfo, Session};
 use crate::device::{DeviceRange, Kernels, Stream};
 use crate::dtype::Dtype;
@@ -99,7 +100,9 @@ impl EnqueuedDispatch {
             common.regroup(stream, kernels, self.kind, place).map_err(|error| common.fixed.fail(error))?;
         }
         let rows = EnqueuedRows::new(&self.lease, (self.kind, placement.rows), extent)?;
-        Ok((rows, EnqueuedHandle::new(self.lease, placement)))
+        let handle = EnqueuedHandle::new(self.lease, placement);
+        handle.owe_output();
+        Ok((rows, handle))
     }
 
     /// The layout alone: no rows came.
@@ -235,6 +238,8 @@ pub(in crate::ep) struct EnqueuedHandle {
     last: Mutex<Option<LastReturn>>,
     /// The output of a weighted combine, which its gradient needs.
     kept: Mutex<Option<EnqueuedOutput>>,
+    /// What it may yet ask of the pool.
+    owed: Owed,
     _alive: Alive,
 }
 
@@ -252,7 +257,13 @@ impl EnqueuedHandle {
     pub(super) fn new(lease: Arc<Lease>, placement: PlacementInfo) -> Self {
         let (copied, alive) = (AtomicU64::new(0), Alive::new(&lease.common.handles));
         let (last, kept) = Default::default();
-        EnqueuedHandle { lease, placement, copied, last, kept, _alive: alive }
+        let owed = Owed::new(&lease.common.owed);
+        EnqueuedHandle { lease, placement, copied, last, kept, owed, _alive: alive }
+    }
+
+    /// Rows have landed along it, for which it may ask for an output.
+    pub(super) fn owe_output(&self) {
+        self.owed.set(self.lease.common.shape.bytes_behind(self.placement.rows));
     }
 
     /// Keeps the output of a weighted combine.
@@ -284,6 +295,7 @@ impl EnqueuedHandle {
 
     /// That this return was enqueued.
     pub(super) fn returns(&self, nth: u64, kind: CallKind, refused: Option<Error>) {
+        self.owed.set(0);
         *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(LastReturn { nth, kind, refused });
     }
 
@@ -336,6 +348,7 @@ impl EnqueuedHandle {
         let shape = &common.shape;
         let offer = shape.offer(self.placement.rows);
         let extent = common.take(offer.bytes())?;
+        self.owed.settle(offer.bytes());
         let base = extent.offset();
         let rows = common.piece((base, u64::from(offer.rows) * offer.row_bytes))?;
         let (len, lease) = (offer.rows, Arc::clone(&self.lease));

@@ -3,9 +3,11 @@
 use std::sync::Arc;
 
 use super::default_heap::HeapLoad;
+use super::device_pool::{DevicePool, Progress};
 use super::enqueued_exchange::{EnqueuedExchange, Parts};
 use super::enqueuer::{CallerStream, Enqueuer, Kept, Scratch};
-use super::memory::{DevicePool, MemoryShape, Progress, StreamFlag};
+use super::heap_growth::HeapGrowth;
+use super::memory::{MemoryShape, StreamFlag};
 use super::next_instance;
 use super::row_transport::{RowTransport, TransportSizes};
 use super::session::{DispatchContext, Session};
@@ -22,7 +24,7 @@ use crate::plan::{InterNodeRows, NodeSums, RankSums, RelayPermutation, SortedRou
 use crate::schedule::call_program::{Engines, RankPrograms};
 use crate::schedule::{CallerTables, Calls, ControlLayout, Flag};
 use crate::topology::{Paths, Route};
-use crate::world::{DeviceWindow, Group, Member, SymmetricRange};
+use crate::world::{DeviceWindow, Group, Member, SymmetricRange, WindowSizes};
 
 /// Settings that an instance needs beside those of every instance. All ranks must choose alike, but
 /// for the stream and the priority.
@@ -34,6 +36,9 @@ pub(in crate::ep) struct EnqueuedSettings {
     /// Bytes of the device's memory in which dispatches receive and experts write; else the default
     /// for this load.
     pub device_heap: Option<u64>,
+    /// Bytes to which they may grow; else the default for this load or, of a heap whose size is
+    /// set, that size.
+    pub device_heap_limit: Option<u64>,
     pub load: HeapLoad,
     /// That of the stream of copies.
     pub priority: Priority,
@@ -46,12 +51,14 @@ struct MadeTogether {
     members: Vec<Option<Member>>,
     passage: RowTransport,
     control: SymmetricRange,
+    growth: Option<HeapGrowth>,
 }
 
 impl EnqueuedExchange {
     /// Allocates, and makes a stream for copies. Collective.
     pub fn new(group: &Group, spec: Spec, settings: EnqueuedSettings) -> Result<EnqueuedExchange, Error> {
-        let EnqueuedSettings { stream, max_in_flight: contexts, device_heap, load, priority } = settings;
+        let EnqueuedSettings { stream, max_in_flight: contexts, load, priority, .. } = settings;
+        let (device_heap, device_heap_limit) = (settings.device_heap, settings.device_heap_limit);
         let context = Arc::clone(stream.context());
         let lanes = group.lanes(spec.route)?;
         let (rank_sums, node_sums) = (spec.gains_by_rank_sums(), spec.gains_by_node_sums(&lanes.paths()));
@@ -60,20 +67,36 @@ impl EnqueuedExchange {
         let flags = ControlLayout::flag(0, Flag::Entry, group.size());
         let words = flags + ControlLayout::flag_bytes(group.size());
         let crossed = if lanes.paths().is_multi_node() { words } else { 0 };
-        let shape_with = |pool| MemoryShape::new(&spec, contexts, pool, staged, crossed);
-        let pool = device_heap.unwrap_or_else(|| load.default_heap(&spec, &shape_with(0)));
-        let shape = shape_with(pool);
+        let shape_with = |sizes| MemoryShape::new(&spec, contexts, sizes, staged, crossed);
+        let bare = shape_with((0, 0));
+        let pool = device_heap.unwrap_or_else(|| load.default_heap(&spec, &bare));
+        let several = lanes.paths().is_multi_node();
+        let limit = match (device_heap_limit, device_heap) {
+            (Some(limit), _) => limit,
+            (None, None) if !several => load.default_limit(&bare, pool),
+            _ => pool,
+        };
+        let shape = shape_with((pool, limit));
         let usable = check(&spec, contexts).and_then(|()| Ok(shape.check()?));
+        let usable = usable.and_then(|()| check_limit((pool, limit), several));
         let usable = usable.and_then(|()| prepare(&context, priority, spec.max_blocks));
         let usable_here = [("whether their streams can be used (1: yes)", usable.is_ok().into())];
-        let settings = [("max_in_flight", contexts.into()), ("device_heap", pool)];
-        let told = group.alike(&[usable_here.as_slice(), &settings].concat());
+        let heap = [("device_heap", pool), ("device_heap_limit", limit)];
+        let settings = [("max_in_flight", contexts.into())];
+        let told = group.alike(&[usable_here.as_slice(), &settings, &heap].concat());
         let usable = usable?;
         told?;
-        let room = ReceiveMemory { total: shape.pool().1, space: "device heap", setting: "device_heap" };
-        DeviceWindow::check_free(group, &context, shape.device_bytes())?;
-        let window = DeviceWindow::new(group, &context, (shape.device_bytes(), words), Ok(()))?;
-        let members = window.members();
+        let granularity = DeviceWindow::check_free(group, &context, shape.device_bytes())?;
+        let (len, most) = (shape.device_bytes(), shape.most_device_bytes());
+        let sizes = WindowSizes { len, most, granularity, words };
+        let mut window = DeviceWindow::new(group, &context, sizes, Ok(()))?;
+        let members = window.take_members();
+        let room = ReceiveMemory::device_heap(shape.pool().1);
+        let growth = HeapGrowth::of(group, &context, (window, &shape), &room.total)?;
+        let room = match growth {
+            Some(_) => ReceiveMemory { setting: "device_heap_limit", ..room },
+            None => room,
+        };
         let needs = TransportSizes {
             words: shape.words().1,
             enqueuer_scratch: shape.arrives().then(|| shape.scratch_bytes()),
@@ -82,7 +105,7 @@ impl EnqueuedExchange {
         let passage = RowTransport::find(group, &context, &lanes, &members, needs)?;
         let (mut fixed, control) = EpState::new(group, spec, room, passage.ground())?;
         fixed.enqueues = true;
-        let together = MadeTogether { shape, fixed: Arc::new(fixed), members, passage, control };
+        let together = MadeTogether { shape, fixed: Arc::new(fixed), members, passage, control, growth };
         let made = Self::finish(stream, usable, together);
         // No rank writes to one that is not ready, or waits for one that never will be.
         let told = group.alike(&[("whether their memory can be used (1: yes)", made.is_ok().into())]);
@@ -97,7 +120,7 @@ impl EnqueuedExchange {
         (copies, kernels): (Stream, Kernels),
         together: MadeTogether,
     ) -> Result<EnqueuedExchange, Error> {
-        let MadeTogether { shape, fixed, members, passage, control } = together;
+        let MadeTogether { shape, fixed, members, passage, control, growth } = together;
         let (context, rank, ranks) = (Arc::clone(stream.context()), fixed.lanes.rank, fixed.lanes.ranks());
         let own = members[rank as usize].as_ref();
         let nowhere = MemoryError::NotUsable { rank };
@@ -110,6 +133,8 @@ impl EnqueuedExchange {
             host,
             contexts: (0..shape.word_sets()).map(|_| DispatchContext::default()).collect(),
             space: DevicePool::new(shape.pool().0, shape.pool().1),
+            owed: Arc::default(),
+            missed: Arc::default(),
             handles: Arc::default(),
             buffers: Arc::default(),
             progress: Arc::new(Progress::new(&fixed, &words_here)),
@@ -150,7 +175,7 @@ impl EnqueuedExchange {
         let watch = Watch::new(&fixed, &words_here)?;
         let caller =
             CallerStream { stream: Arc::clone(&stream), kernels: Arc::clone(&kernels), reached, done, watch };
-        let enqueuer = Box::new(enqueuer(&common, caller, engine));
+        let enqueuer = Box::new(enqueuer(&common, caller, engine, growth));
         let programs = programs(&fixed);
         Ok(EnqueuedExchange::of(Parts {
             common,
@@ -195,6 +220,16 @@ fn check(spec: &Spec, contexts: u32) -> Result<(), Error> {
     Ok(Kernels::sum_choices_names(spec.dtype).map(drop)?)
 }
 
+/// Refuses a limit below the size, and growth where NICs or memory of the host know the heap, too.
+fn check_limit((heap, limit): (u64, u64), several_nodes: bool) -> Result<(), Error> {
+    let expected = match (limit < heap, limit > heap && several_nodes) {
+        (true, _) => "at least device_heap",
+        (false, true) => "device_heap or nothing, in a group of several nodes",
+        (false, false) => return Ok(()),
+    };
+    Err(PlanError::BadParameter { parameter: "device_heap_limit", seen: limit, expected }.into())
+}
+
 /// Makes all that can fail before ranks compare settings: a stream for copies, and kernels.
 fn prepare(
     context: &Arc<Context>,
@@ -226,7 +261,12 @@ fn programs(fixed: &EpState) -> RankPrograms {
     RankPrograms::new(fixed.paths(), fixed.chunks, sums, engines)
 }
 
-fn enqueuer(common: &Arc<Session>, caller: CallerStream, engine: CopyEngineStepper) -> Enqueuer {
+fn enqueuer(
+    common: &Arc<Session>,
+    caller: CallerStream,
+    engine: CopyEngineStepper,
+    growth: Option<HeapGrowth>,
+) -> Enqueuer {
     let fixed = &common.fixed;
     Enqueuer {
         common: Arc::clone(common),
@@ -242,6 +282,7 @@ fn enqueuer(common: &Arc<Session>, caller: CallerStream, engine: CopyEngineStepp
         node_sums: NodeSums::default(),
         numbers: GroupCounts::new(fixed),
         kept: (0..common.shape.word_sets()).map(|_| Kept::default()).collect(),
+        growth,
         notes_at: vec![0; fixed.lanes.ranks() as usize],
         scratch: Scratch::default(),
     }

@@ -40,15 +40,17 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::REFUSED;
+use super::device_pool::Extent;
 use super::dispatch_planner::Planner;
 use super::enqueued_dispatch::Landing;
-use super::memory::{Extent, MemoryShape, StreamFlag};
+use super::heap_growth::HeapGrowth;
+use super::memory::{MemoryShape, StreamFlag};
 use super::session::Session;
 use super::watchdog::Watch;
 use crate::device::{ChoiceFault, DeviceRange, Event, Kernels, Stream};
 use crate::dtype::Dtype;
 use crate::ep::Status;
-use crate::ep::call_agreement::GroupCounts;
+use crate::ep::call_agreement::{CallAgreement, GroupCounts};
 use crate::ep::host::refusing;
 use crate::ep::relay::{CallPlan, Relay, RelayCall, RelayTask};
 use crate::error::{CallError, CallKind, DeviceError, Error, MemoryError, PlanError};
@@ -134,6 +136,8 @@ pub(super) struct Enqueuer {
     pub node_sums: NodeSums,
     pub numbers: GroupCounts,
     pub kept: Vec<Kept>,
+    /// How the pool grows, if it may.
+    pub growth: Option<HeapGrowth>,
     /// Per rank: where metadata of the call's rows lands.
     pub notes_at: Vec<u64>,
     pub scratch: Scratch,
@@ -394,6 +398,8 @@ pub(super) struct DeviceCall<'p> {
     pub base: u64,
     /// The tag of this rank's entry.
     pub tag: Tag,
+    /// Per rank: the tag that it has said again, since the pool has grown.
+    pub said: Vec<Tag>,
     /// Why this rank refuses the call; its tag says that it does.
     pub refused: Option<Error>,
     /// Dispatch: where rows land.
@@ -419,6 +425,7 @@ impl<'p> DeviceCall<'p> {
             reached: false,
             base: 0,
             tag: Tag { kind, context: context as u16, ..Tag::default() },
+            said: Vec::new(),
             refused: None,
             landing: None,
             staging: None,
@@ -568,16 +575,16 @@ impl Executor for DeviceCall<'_> {
     }
 
     fn agree(&mut self, _: Role) -> Result<(), Error> {
-        let refused = self.refused.take();
-        let agreement = self.enqueuer.common.fixed.agreement(self.enqueuer.calls, self.tag.kind);
-        agreement.agree(self.tag, refused).inspect_err(|_| self.landing = None)
+        let agreed = self.grow_along().and_then(|()| {
+            let refused = self.refused.take();
+            self.agreement().agree(self.tag, refused)
+        });
+        agreed.inspect_err(|_| self.landing = None)
     }
 
     fn admit(&mut self, _: Role) -> Result<(), Error> {
-        let Enqueuer { common, calls, numbers, .. } = &mut *self.enqueuer;
-        let verdict = common.fixed.agreement(*calls, self.tag.kind).check_space(self.tag, numbers);
         // Memory is free before the caller hears of the refusal, and may enter the next call.
-        verdict.inspect_err(|_| self.landing = None)
+        self.admit_rows().inspect_err(|_| self.landing = None)
     }
 }
 
@@ -604,7 +611,7 @@ impl DeviceCall<'_> {
     /// Reads where rows land at all ranks.
     pub fn landings(&mut self) -> Result<(), Error> {
         let Enqueuer { common, calls, tables, .. } = &mut *self.enqueuer;
-        let agreement = common.fixed.agreement(*calls, self.tag.kind);
+        let agreement = CallAgreement { said: &self.said, ..common.fixed.agreement(*calls, self.tag.kind) };
         for (peer, landing) in (0..).zip(&mut tables.landing) {
             let mine = peer == common.fixed.lanes.rank;
             *landing = if mine { self.tag.base } else { agreement.tag_of(peer)?.base };

@@ -18,7 +18,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use super::memory::Extent;
+use super::device_pool::Extent;
 use super::session::Session;
 use crate::device::{Context, DeviceRange, Event, Stream};
 use crate::ep::{CallExecutor, Feature};

@@ -1,4 +1,4 @@
-//! Memory of an instance on a device: its layout, the same at every rank, and the pool in it.
+//! Memory of an instance on a device: its layout, the same at every rank.
 //!
 //! ```text
 //!   memory of the device   | words | zeros | maps | staging | packed notes | context 0 | context 1 | ...  |  pool: rows and outputs |
@@ -18,34 +18,13 @@
 //! Calls take turns on the caller's stream, so one staging is enough, and a handle keeps
 //! permutations and the weights of its rows.
 //!
-//! **The pool** is offsets alone. The host gives memory back while the stream may still read it. So
-//! it is free for those calls only that were enqueued later, when the stream has come to one of
-//! them:
-//!
-//! ```text
-//!   host     call 1    call 2    drop rows of 1    call 3
-//!   stream        call 1 ......... call 2 . experts on rows of 1 ........ call 3
-//!   pool               free: -          free: -                              free: rows of 1
-//! ```
-//!
-//! A piece of [`HeapAllocator`](super::HeapAllocator) is given back behind an event of a stream. It
-//! is free when that is reached. If a call was between its halves, the rule above comes on top.
-//!
-//! Peers read what a combine offered. It is dropped with the combine, and free when they say that
-//! they have read it. The caller's thread waits for that where it awaits its stream. Where it runs
-//! ahead, it looks ([`Progress`]).
+//! The pool has a file of its own: [`device_pool`](super::device_pool).
 
-use std::collections::VecDeque;
-use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-
-use crate::device::{ChoiceFault, DeviceRange, Event, PinnedMemory, RunArgs};
+use crate::device::{ChoiceFault, RunArgs};
 use crate::ep::builder::Spec;
-use crate::ep::state::EpState;
-use crate::error::{CallKind, DeviceError, PlanError};
-use crate::memory::Extents;
+use crate::error::{CallKind, PlanError};
 use crate::plan::{RowBuffer, RowSizes};
-use crate::schedule::{CallProperties, ControlLayout, Flag, Payload};
+use crate::schedule::{CallProperties, Payload};
 
 /// Everything begins at multiples of this.
 const GRAIN: u64 = 256;
@@ -100,7 +79,9 @@ pub(super) struct MemoryShape {
     sizing: RowSizes,
     /// Rows that a rank may receive.
     most_rows: u64,
+    /// Bytes of the pool at first, and to which it may grow.
     pool: u64,
+    limit: u64,
     /// Where engines relay: most rows that a rank stages.
     staged: Option<u64>,
     /// Bytes of the words.
@@ -114,9 +95,15 @@ impl MemoryShape {
     /// Unit of a flag's value.
     pub const STEP: u64 = 64;
 
-    /// `staged`: where engines relay, most rows that a rank hands on; `words`: bytes of flags that
-    /// NICs may write.
-    pub fn new(spec: &Spec, contexts: u32, pool: u64, staged: Option<u64>, words: u64) -> Self {
+    /// `pool`: bytes at first, and to which it may grow; `staged`: where engines relay, most rows
+    /// that a rank hands on; `words`: bytes of flags that NICs may write.
+    pub fn new(
+        spec: &Spec,
+        contexts: u32,
+        (pool, limit): (u64, u64),
+        staged: Option<u64>,
+        words: u64,
+    ) -> Self {
         let experts = spec.map.slots().into();
         let per_rank = spec.layout.is_per_rank();
         MemoryShape {
@@ -136,6 +123,7 @@ impl MemoryShape {
             sizing: spec.sizing(CallKind::Dispatch, None),
             most_rows: spec.mode.budget().map_or(u64::MAX, u64::from),
             pool: pool.min(MOST),
+            limit: limit.clamp(pool.min(MOST), MOST),
             staged,
             words,
         }
@@ -227,6 +215,12 @@ impl MemoryShape {
         let (row_bytes, tables) = (self.sizing.home_bytes, 2 * self.top_k * 4);
         let sums = self.most_node_sums().saturating_mul(row_bytes.saturating_add(tables));
         pulled.saturating_mul(row_bytes).saturating_add(sums)
+    }
+
+    /// Bytes that a handle of so many rows may ask of the pool once these have landed: an output
+    /// and, where ranks sum, its sums.
+    pub fn bytes_behind(&self, rows: u32) -> u64 {
+        self.offer(rows).bytes().saturating_mul(1 + u64::from(self.rank_sums))
     }
 
     /// Whether engines relay.
@@ -367,9 +361,19 @@ impl MemoryShape {
         (self.context(self.contexts), round(self.pool))
     }
 
-    /// Size of the device's memory.
+    /// Size of the device's memory at first.
     pub fn device_bytes(&self) -> u64 {
         behind(self.pool())
+    }
+
+    /// Size to which the pool may grow.
+    pub fn pool_limit(&self) -> u64 {
+        round(self.limit)
+    }
+
+    /// Size to which the device's memory may grow.
+    pub fn most_device_bytes(&self) -> u64 {
+        self.pool().0 + self.pool_limit()
     }
 
     /// In host staging: from where rows leave. All that a rank dispatches fits.
@@ -403,10 +407,10 @@ impl MemoryShape {
         self.segments.saturating_mul(self.align - 1)
     }
 
-    /// Rows for which the pool has memory; memory of none cannot be pinned.
+    /// Rows for which the pool has memory, once it has grown; memory of none cannot be pinned.
     fn most_rows(&self) -> u64 {
         // Of the pool as it is laid out: what is rounded up holds rows, too.
-        self.any_rows().min(round(self.pool) / self.sizing.row_bytes.max(1)).max(1)
+        self.any_rows().min(self.pool_limit() / self.sizing.row_bytes.max(1)).max(1)
     }
 
     /// Where a flag is in the host's memory.
@@ -495,230 +499,6 @@ fn behind((offset, len): ByteRange) -> u64 {
     offset + round(len)
 }
 
-/// Free memory, and memory that will be free.
-#[derive(Debug)]
-pub(super) struct DevicePool {
-    /// First byte of the pool in the window.
-    start: u64,
-    state: Mutex<State>,
-}
-
-#[derive(Debug)]
-struct State {
-    extents: Extents,
-    /// Given back after so many calls had been enqueued.
-    given: Vec<(u64, u64, u64)>,
-    /// Given back behind work of other streams.
-    behind: Vec<Behind>,
-    enqueued: u64,
-}
-
-/// A piece that a stream may use until it has come to an event.
-#[derive(Debug)]
-struct Behind {
-    event: Event,
-    range: DeviceRange,
-    offset: u64,
-    len: u64,
-    /// The calls that had been enqueued, if one of them was between its halves.
-    before: Option<u64>,
-}
-
-impl Drop for Behind {
-    /// Waits for the stream where the pool goes first: memory stays mapped as long as it is used.
-    fn drop(&mut self) {
-        if self.event.is_done() != Ok(true) && self.event.synchronize().is_err() {
-            std::mem::forget(self.range.clone());
-        }
-    }
-}
-
-impl DevicePool {
-    pub fn new(start: u64, len: u64) -> Arc<Self> {
-        let state = State {
-            extents: Extents::new(len),
-            given: Vec::with_capacity(64),
-            behind: Vec::new(),
-            enqueued: 0,
-        };
-        Arc::new(DevicePool { start, state: Mutex::new(state) })
-    }
-
-    /// Notes that a call is enqueued: what is given back from now on, it may use.
-    pub fn count(&self) {
-        self.state().enqueued += 1;
-    }
-
-    /// The stream has come to call `call`, counted from 1.
-    pub fn reach(&self, call: u64) {
-        let State { extents, given, .. } = &mut *self.state();
-        given.retain(|&(before, offset, len)| {
-            let free = before < call;
-            if free {
-                extents.free(offset, len);
-            }
-            !free
-        });
-    }
-
-    /// Frees pieces whose streams have come by. Whether no other can be waited for.
-    pub fn settle(&self) -> bool {
-        let State { extents, given, behind, .. } = &mut *self.state();
-        let mut awaited = false;
-        behind.retain(|piece| {
-            let done = piece.event.is_done();
-            awaited |= done == Ok(false);
-            match (done, piece.before) {
-                (Ok(true), None) => extents.free(piece.offset, piece.len),
-                (Ok(true), Some(before)) => given.push((before, piece.offset, piece.len)),
-                // A broken device says nothing any more: its memory stays taken.
-                (Ok(false) | Err(_), _) => return true,
-            }
-            false
-        });
-        !awaited
-    }
-
-    /// The largest free piece, or `most` bytes of it if that is less.
-    pub fn announce(self: &Arc<Self>, most: u64) -> Extent {
-        let (offset, len) = self.state().extents.take_largest(most);
-        Extent { space: Arc::clone(self), offset, len }
-    }
-
-    /// Bytes of all pieces together, free or taken.
-    pub fn total(&self) -> u64 {
-        self.state().extents.total()
-    }
-
-    /// A piece of `len` bytes, in a window at address `base` and at a multiple of `align`; else the
-    /// largest length that could have been had.
-    pub fn take(self: &Arc<Self>, len: u64, (align, base): (u64, u64)) -> Result<Extent, u64> {
-        let offset = self.state().extents.alloc_aligned(len, (align, base + self.start))?;
-        Ok(Extent { space: Arc::clone(self), offset, len: Extents::round(len) })
-    }
-
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// How far the caller's stream has come, and its peers have read: words that the host reads without
-/// a call of the driver.
-#[derive(Debug)]
-pub(super) struct Progress {
-    /// This rank's words.
-    words: PinnedMemory,
-    rank: u32,
-    ranks: u32,
-    /// Ranks that read what this one offers.
-    locals: Vec<u32>,
-    marks: Mutex<Marks>,
-}
-
-#[derive(Debug, Default)]
-struct Marks {
-    /// A mark of the stream, and the call that it had come to.
-    calls: VecDeque<(u64, u64)>,
-    /// Value by which the readers of the last return answer.
-    last_return: u64,
-    /// The latest call whose mark was seen.
-    reached: u64,
-}
-
-impl Progress {
-    pub fn new(fixed: &EpState, words: &PinnedMemory) -> Self {
-        let (rank, ranks) = (fixed.lanes.rank, fixed.lanes.ranks());
-        let locals = fixed.paths().local_peers().collect();
-        Progress { words: words.clone(), rank, ranks, locals, marks: Mutex::default() }
-    }
-
-    /// The stream leaves this mark when it has come to a call.
-    pub fn started(&self, mark: u64, call: u64) {
-        self.marks().calls.push_back((mark, call));
-    }
-
-    /// Peers say with this value that they have read what was offered.
-    pub fn returned(&self, value: u64) {
-        self.marks().last_return = value;
-    }
-
-    /// The call that the stream has come to, if peers have read all that was offered; and whether
-    /// it is the last.
-    pub fn seen(&self) -> Result<(Option<u64>, bool), DeviceError> {
-        let value = |from, flag| {
-            let word = self.words.word(ControlLayout::flag(from, flag, self.ranks) as usize)?;
-            Ok::<_, DeviceError>(word.load(Ordering::Acquire))
-        };
-        let (mark, mut marks) = (value(self.rank, Flag::Returned)?, self.marks());
-        while let Some(&(_, call)) = marks.calls.front().filter(|(left, _)| *left <= mark) {
-            marks.calls.pop_front();
-            marks.reached = call;
-        }
-        for &reader in &self.locals {
-            if value(reader, Flag::Read)? < marks.last_return {
-                return Ok((None, false));
-            }
-        }
-        Ok((Some(marks.reached), marks.calls.is_empty()))
-    }
-
-    fn marks(&self) -> MutexGuard<'_, Marks> {
-        self.marks.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// A piece of the pool.
-#[derive(Debug)]
-pub(super) struct Extent {
-    space: Arc<DevicePool>,
-    offset: u64,
-    len: u64,
-}
-
-impl Extent {
-    /// First byte, counted from the start of the window.
-    pub fn offset(&self) -> u64 {
-        self.space.start + self.offset
-    }
-
-    pub fn len(&self) -> u64 {
-        self.len
-    }
-
-    /// Gives back what nobody has written to or will: everything behind the first `len` bytes.
-    pub fn trim(&mut self, len: u64) {
-        let keep = Extents::round(len).min(self.len);
-        self.space.state().extents.free(self.offset + keep, self.len - keep);
-        self.len = keep;
-    }
-
-    /// Gives it back behind the work of another stream, which `event` marks, and which uses `range`
-    /// of it. So many calls of those enqueued were `served`.
-    pub fn give_behind(mut self, event: Event, range: DeviceRange, served: u64) {
-        let (offset, len) = (self.offset, std::mem::take(&mut self.len));
-        let mut state = self.space.state();
-        let before = (state.enqueued != served).then_some(state.enqueued);
-        state.behind.push(Behind { event, range, offset, len, before });
-    }
-
-    /// Everything behind the first `len` bytes, as a piece of its own.
-    pub fn split(&mut self, len: u64) -> Extent {
-        let keep = Extents::round(len).min(self.len);
-        let rest =
-            Extent { space: Arc::clone(&self.space), offset: self.offset + keep, len: self.len - keep };
-        self.len = keep;
-        rest
-    }
-}
-
-impl Drop for Extent {
-    fn drop(&mut self) {
-        let mut state = self.space.state();
-        let before = state.enqueued;
-        state.given.push((before, self.offset, self.len));
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -752,6 +532,7 @@ mod tests {
             sizing,
             most_rows: u64::MAX,
             pool: 1 << 20,
+            limit: 1 << 20,
             staged: None,
             words: 0,
         }
@@ -797,28 +578,5 @@ mod tests {
         assert!(at + len <= shape.host_bytes());
         assert!(shape.host_experts().0 >= shape.flag(shape.no_context(), StreamFlag::Status) + LINE);
         assert!(shape.flag(1, StreamFlag::Dispatch) >= shape.flag(0, StreamFlag::Status) + LINE);
-    }
-
-    #[test]
-    fn what_is_given_back_is_free_for_calls_that_were_enqueued_later() {
-        let space = DevicePool::new(4096, 256);
-        space.count();
-        let rows = space.take(256, (MemoryShape::STEP, 0)).unwrap();
-        assert_eq!((rows.offset(), rows.len()), (4096, 256));
-        space.count();
-        drop(rows);
-        space.reach(2);
-        assert_eq!(space.take(64, (MemoryShape::STEP, 0)).unwrap_err(), 0, "call 2 was enqueued before");
-        space.count();
-        space.reach(3);
-        assert_eq!(space.announce(100).len(), 128);
-    }
-
-    #[test]
-    fn what_is_trimmed_is_free_at_once() {
-        let space = DevicePool::new(0, 256);
-        let mut announced = space.announce(u64::MAX);
-        announced.trim(65);
-        assert_eq!(space.take(128, (MemoryShape::STEP, 0)).unwrap().offset(), 128);
     }
 }

@@ -17,7 +17,8 @@
 //! | `enqueuer`, `enqueued_dispatch` | stages of these calls, by the programs of [`schedule`](crate::schedule) |
 //! | `enqueued_node_sums` | sums that relays make of the rows of their node |
 //! | `dispatch_planner` | who plans a dispatch: the device where counts are enough for the host, else the host |
-//! | `session`, `memory`, `default_heap`, `enqueued_setup` | what never changes, layout and pool, its default size, and how they are made |
+//! | `session`, `memory`, `enqueued_setup` | what never changes, the layout of memory, and how they are made |
+//! | `device_pool`, `default_heap`, `heap_growth`, `enqueued_growth` | the pool of rows and outputs, its default size, and how it grows |
 //! | `heap_allocator` | memory of the pool for allocators of other libraries |
 //! | `slots` | fixed slots, or a budget that graphs hold: every address is a constant, so the stream carries a call out alone |
 //! | `row_transport` | how rows cross between nodes: from device to device, or by pinned memory of the host |
@@ -55,15 +56,18 @@
 //! [`EnqueueCounts`](crate::exec::EnqueueCounts) counts all of them.
 
 mod default_heap;
+mod device_pool;
 mod dispatch_planner;
 mod enqueued_backward;
 mod enqueued_dispatch;
 mod enqueued_exchange;
+mod enqueued_growth;
 mod enqueued_node_sums;
 mod enqueued_results;
 mod enqueued_setup;
 mod enqueuer;
 mod heap_allocator;
+mod heap_growth;
 mod memory;
 mod row_transport;
 mod session;
@@ -75,6 +79,7 @@ mod watchdog;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 pub(crate) use default_heap::HeapLoad;
+pub use device_pool::DeviceHeapReport;
 pub(super) use enqueued_exchange::{EnqueuedCombine, EnqueuedExchange};
 pub(super) use enqueued_results::{EnqueuedDispatch, EnqueuedHandle, EnqueuedOutput, EnqueuedRows};
 pub(super) use enqueued_setup::EnqueuedSettings;

@@ -27,7 +27,8 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use super::memory::{ByteRange, DevicePool, Extent, MemoryShape, Progress, StreamFlag};
+use super::device_pool::{DevicePool, Extent, Progress};
+use super::memory::{ByteRange, MemoryShape, StreamFlag};
 use crate::bootstrap::wait::{Ended, Polling};
 use crate::device::{
     ByteSpan, ChoiceArgs, Context, DeviceRange, Kernels, PermuteArgs, PinnedMemory, RankSumArgs, RecordArgs,
@@ -36,7 +37,7 @@ use crate::device::{
 use crate::dtype::{Dtype, Fp8RowShape};
 use crate::ep::Status;
 use crate::ep::builder::Spec;
-use crate::ep::state::EpState;
+use crate::ep::state::{EpState, ReceiveMemory};
 use crate::error::{CallKind, DeviceError, Error, PlanError};
 use crate::exec::{CopyEngineStepper, EnqueueCounts};
 use crate::plan::{DispatchLayout, SortedRouting};
@@ -60,6 +61,10 @@ pub(super) struct Session {
     /// Token buffers that are alive: tokens may lie in place.
     pub buffers: Arc<AtomicU32>,
     pub space: Arc<DevicePool>,
+    /// Bytes of the pool that handles may yet ask for.
+    pub owed: Arc<AtomicU64>,
+    /// The most bytes that were asked for and not there, since the pool could grow last.
+    pub missed: Arc<AtomicU64>,
     /// How far the stream has come.
     pub progress: Arc<Progress>,
     /// Why rows that cross go by memory of the host, if they do.
@@ -179,6 +184,15 @@ impl Session {
         all && settled
     }
 
+    /// Bytes by which the pool must grow to have `bytes` for rows that land; and to have memory for
+    /// the output of these, for all that handles may ask for, and for what was asked for and not
+    /// there, as well.
+    pub fn lacks(&self, bytes: u64, rows: u32) -> [u64; 2] {
+        let owed = [self.owed.load(Ordering::Relaxed), self.missed.swap(0, Ordering::Relaxed)];
+        let behind = owed.into_iter().fold(self.shape.bytes_behind(rows), u64::saturating_add);
+        [bytes, bytes.saturating_add(behind)].map(|bytes| self.space.lack(bytes))
+    }
+
     /// A piece of the pool. If there is none, and the stream has yet to read what was given back,
     /// waits until it has.
     ///
@@ -202,8 +216,12 @@ impl Session {
                 Ok(extent) => return Ok(extent),
                 Err(free) => free,
             };
-            let lacks = || self.fixed.room.lacks(self.fixed.lanes.rank, bytes, free);
-            if all || bytes > self.space.total() {
+            let total = self.space.total();
+            let lacks = || {
+                self.missed.fetch_max(bytes, Ordering::Relaxed);
+                ReceiveMemory::device_heap(total).lacks(self.fixed.lanes.rank, bytes, free)
+            };
+            if all || bytes > total {
                 return Err(lacks());
             }
             polling.turn().map_err(|why| match why {

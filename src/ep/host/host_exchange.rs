@@ -52,7 +52,7 @@ impl HostExchange {
             Strategy::AllGather => Some(Box::new(Gather::new(group, &spec)?)),
         };
         let total = group.shared.heap.pool().total();
-        let room = ReceiveMemory { total, space: "pool", setting: "SIDELANE_HEAP" };
+        let room = ReceiveMemory::pool(total);
         let (fixed, range) = EpState::new(group, spec, room, RowMemory::Near)?;
         let fixed = Arc::new(fixed);
         let programs = RankPrograms::new(

@@ -51,6 +51,42 @@ fn a_place_is_taken_once_and_free_again_when_nobody_needs_it() {
 }
 
 #[test]
+fn memory_grows_behind_what_is_mapped() {
+    let context = context(0);
+    let granularity = Allocation::granularity(&context).unwrap();
+    let reservation = Reservation::new(&context, 2, 3 * granularity).unwrap();
+    let first = Allocation::new(&context, 1).unwrap();
+    let member = reservation.map_growing(1, &first, &[0], 1000).unwrap();
+    let (range, next) = (member.range().clone(), Allocation::new(&context, granularity).unwrap());
+    let bytes = pattern(1000, 3);
+    fill(&stream(&context), &range.part(0, 1000).unwrap(), &bytes);
+    assert_eq!((range.address(), range.len()), (reservation.address(1).unwrap(), 1000));
+
+    // Mapped and given up, as where another rank is refused.
+    drop(member.map_behind(&next).unwrap());
+    let refused = DeviceError::OutOfRange { offset: 900, len: 200, size: 1000 };
+    assert_eq!(range.part(900, 200).map(|_| ()), Err(refused), "it is not in the range");
+    member.map_behind(&next).unwrap().keep();
+    member.lengthen(2 * granularity);
+    assert_eq!((range.address(), range.len()), (reservation.address(1).unwrap(), 2 * granularity));
+    // A copy over the border of the pieces; what was there stays.
+    let border = range.part(granularity - 500, 1000).unwrap();
+    fill(&stream(&context), &border, &pattern(1000, 5));
+    assert_eq!(read(&stream(&context), &border), pattern(1000, 5));
+    assert_eq!(read(&stream(&context), &range.part(0, 1000).unwrap()), bytes);
+
+    let beyond = Allocation::new(&context, granularity + 1).unwrap();
+    let refused =
+        DeviceError::OutOfRange { offset: 2 * granularity, len: 2 * granularity, size: 3 * granularity };
+    assert_eq!(member.map_behind(&beyond).map(|_| ()), Err(refused));
+    drop((member, border));
+    let again = || reservation.map(1, &first, &[0]).map(|_| ());
+    assert_eq!(again(), Err(DeviceError::Taken { member: 1 }), "the range is a claim on all pieces");
+    drop(range);
+    assert_eq!(again(), Ok(()));
+}
+
+#[test]
 fn memory_stays_mapped_while_a_stream_needs_it() {
     let context = context(0);
     let allocation = Allocation::new(&context, 64).unwrap();

@@ -10,6 +10,7 @@ mod buffers;
 mod calls;
 mod cudarc;
 mod faults;
+mod growth;
 mod heap;
 mod node_sums;
 mod nodes;

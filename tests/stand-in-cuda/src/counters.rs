@@ -55,6 +55,8 @@ counters! {
     host_waits,
     /// Allocations of device memory or of pinned memory.
     allocations,
+    /// Changes of what addresses of devices mean: mappings, and grants of access.
+    mappings,
     /// Flushes of NICs' writes into device memory.
     flushes,
     /// Waits for words that nothing would have ended when they were enqueued, so that another call

@@ -97,6 +97,18 @@ impl StandIn {
         fail(device);
     }
 
+    /// The next call for this device by which memory is created (0), mapped (1) or made accessible
+    /// (2) is refused.
+    pub fn refuse_memory(&self, device: u32, kind: u32) {
+        // SAFETY: the fake's function of this name has this type.
+        let refuse = unsafe {
+            self.0
+                .get::<extern "C" fn(u32, u32)>(b"sidelane_stand_in_refuse_memory\0")
+                .expect("it is the stand-in")
+        };
+        refuse(device, kind);
+    }
+
     /// Ends all waits of streams, now and later.
     pub fn stop(&self) {
         // SAFETY: the fake's function of this name has this type.

@@ -233,6 +233,7 @@ class ExpertParallel:
         stream: int | None = None,
         max_in_flight: int | None = None,
         device_heap: int | None = None,
+        device_heap_limit: int | None = None,
         max_blocks: int | None = None,
     ) -> Self: ...
     @property

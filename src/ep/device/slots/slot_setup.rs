@@ -25,7 +25,7 @@ use crate::schedule::WindowId;
 use crate::schedule::call_program::SlotCall;
 use crate::schedule::stream_program::{RowPath, Slots, StreamProgram};
 use crate::topology::Route;
-use crate::world::{DeviceWindow, Group, Member, SymmetricRange};
+use crate::world::{DeviceWindow, Group, Member, SymmetricRange, WindowSizes};
 
 impl SlotExchange {
     /// Allocates device memory, maps that of the others, and loads the kernels. With several nodes
@@ -76,9 +76,9 @@ impl SlotExchange {
         let slots = *places.slots();
         // The other ranks hear of a failure here where windows are compared.
         let loaded = Kernels::load(context).map(|kernels| kernels.max_blocks(spec.max_blocks));
-        let sizes = (places.bytes(), places.word_bytes());
+        let sizes = WindowSizes::fixed(places.bytes(), places.word_bytes());
         let ready = loaded.as_ref().map(drop).map_err(Clone::clone);
-        let members = DeviceWindow::new(group, context, sizes, ready)?.members();
+        let members = DeviceWindow::new(group, context, sizes, ready)?.take_members();
         let crossing = if several { Some(cross(group, context, &members, &slots)?) } else { None };
 
         let own = members[me as usize].as_ref().ok_or(MemoryError::NotUsable { rank: me })?;

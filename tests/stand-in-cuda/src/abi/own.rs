@@ -1,7 +1,7 @@
 //! Functions of the fake only.
 
-use super::cublas;
 use super::pointers::Out;
+use super::{cublas, virt};
 use crate::cause;
 use crate::counters::{COUNTERS, Counters};
 use crate::driver;
@@ -25,6 +25,13 @@ extern "C" fn sidelane_stand_in_counters(counters: Out<Counters>) {
 #[unsafe(no_mangle)]
 extern "C" fn sidelane_stand_in_declare(at: u64, bytes: u64) {
     cause::declare(at, bytes);
+}
+
+/// The next call of this kind for this device is refused: 0 of memory that is created, 1 of memory
+/// that is mapped, 2 of access that is granted. Of the last two, the device is the context's.
+#[unsafe(no_mangle)]
+extern "C" fn sidelane_stand_in_refuse_memory(device: u32, kind: u32) {
+    virt::refuse(device as usize, kind);
 }
 
 /// Ends all waits of streams, now and later. Each context in which one ended answers

@@ -1,18 +1,52 @@
 //! Virtual memory management.
 
+use std::collections::BTreeSet;
 use std::ffi::{c_int, c_uint, c_ulonglong, c_void};
 use std::os::fd::{IntoRawFd, RawFd};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use super::call;
+use super::context::here;
 use super::pointers::{In, Out};
 use crate::code::{Code, Result};
 use crate::counters::{COUNTERS, add};
 use crate::driver::{self, settings};
+use crate::lock;
 use crate::memory::{self, ALLOCATIONS, Access, Backing, MAP};
 
 /// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
 const DESCRIPTOR: c_uint = 1;
+
+/// Calls of devices that are refused, once each.
+static REFUSED: Mutex<BTreeSet<(usize, u32)>> = Mutex::new(BTreeSet::new());
+
+const CREATE: u32 = 0;
+const MAP_MEMORY: u32 = 1;
+const SET_ACCESS: u32 = 2;
+
+/// The next call of this kind for this device is refused.
+pub fn refuse(device: usize, kind: u32) {
+    REFUSED.lock().unwrap().insert((device, kind));
+}
+
+fn check_refused(device: usize, kind: u32) -> Result<()> {
+    if REFUSED.lock().unwrap().remove(&(device, kind)) { Err(Code::OUT_OF_MEMORY) } else { Ok(()) }
+}
+
+/// A call that changes what a device's addresses mean. With locks on it waits for the context that
+/// is current, as a driver may that has to change the tables of a device at work.
+fn remap(kind: u32, change: impl FnOnce() -> Result<()>) -> Result<()> {
+    let context = here().ok();
+    if let Some(context) = context {
+        if settings()?.locks {
+            // What has failed on the device is no failure of this call.
+            let _ = lock::hold(|| context.synchronize());
+        }
+        check_refused(context.device, kind)?;
+    }
+    add(&COUNTERS.mappings, 1);
+    change()
+}
 
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -86,6 +120,7 @@ pub extern "C" fn cuMemCreate(
         if flags != 0 {
             return Err(Code::INVALID_VALUE);
         }
+        check_refused(device, CREATE)?;
         add(&COUNTERS.allocations, 1);
         let made = memory::create(device, bytes as u64, how.handle_types == DESCRIPTOR, how.rdma == 1)?;
         handle.put(made as u64)
@@ -130,7 +165,7 @@ pub extern "C" fn cuMemMap(at: u64, bytes: usize, offset: usize, handle: u64, fl
         if offset != 0 || flags != 0 {
             return Err(Code::INVALID_VALUE);
         }
-        memory::map_at(at, bytes as u64, allocation(handle)?)
+        remap(MAP_MEMORY, || memory::map_at(at, bytes as u64, allocation(handle)?))
     })
 }
 
@@ -152,7 +187,7 @@ pub extern "C" fn cuMemSetAccess(at: u64, bytes: usize, wishes: In<Wish>, count:
             Ok(Access { device: wish.location.device()?, writes })
         };
         let wishes = wishes.all(count)?.into_iter().map(access).collect::<Result<Vec<_>>>()?;
-        memory::grant(at, bytes as u64, &wishes)
+        remap(SET_ACCESS, || memory::grant(at, bytes as u64, &wishes))
     })
 }
 

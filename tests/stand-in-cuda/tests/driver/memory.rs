@@ -91,6 +91,26 @@ fn memory_that_is_not_mapped_or_not_granted_faults() {
 }
 
 #[test]
+fn memory_is_refused_once_where_a_test_asks_for_it() {
+    apart("memory::memory_is_refused_once_where_a_test_asks_for_it", &plainly(), || {
+        let (full, stand_in) = (CUresult::CUDA_ERROR_OUT_OF_MEMORY, start(0));
+        let reserved = made(|out| ok!(cuMemAddressReserve(out, GRANULARITY, 0, 0, 0)));
+        stand_in.refuse_memory(1, 0);
+        let handle = created(0, GRANULARITY, true);
+        assert_eq!(cu!(cuMemCreate(&mut 0, GRANULARITY, &properties(1, true), 0)), full);
+        created(1, GRANULARITY, true);
+        stand_in.refuse_memory(0, 1);
+        assert_eq!(cu!(cuMemMap(reserved, GRANULARITY, 0, handle, 0)), full);
+        ok!(cuMemMap(reserved, GRANULARITY, 0, handle, 0));
+        stand_in.refuse_memory(0, 2);
+        let wish = sys::CUmemAccessDesc { location: location(0), flags: WRITE };
+        assert_eq!(cu!(cuMemSetAccess(reserved, GRANULARITY, &wish, 1)), full);
+        ok!(cuMemSetAccess(reserved, GRANULARITY, &wish, 1));
+        assert_eq!(stand_in.counters().mappings, 2, "what was refused does not count");
+    });
+}
+
+#[test]
 fn plain_memory_ends_at_its_last_byte() {
     apart("memory::plain_memory_ends_at_its_last_byte", &plainly(), || {
         ok!(cuInit(0));

@@ -97,6 +97,20 @@ fn freed_memory_holds_the_lock_until_the_device_is_drained() {
 }
 
 #[test]
+fn mapped_memory_holds_the_lock_until_the_device_is_drained() {
+    let runs = off_and_on(LOCKS, "1", vec![]);
+    apart("models::mapped_memory_holds_the_lock_until_the_device_is_drained", &runs, || {
+        start(0);
+        let reserved = made(|out| ok!(cuMemAddressReserve(out, GRANULARITY, 0, 0, 0)));
+        let handle = made(|out| ok!(cuMemCreate(out, GRANULARITY, &properties(0, true), 0)));
+        let map = |_| ok!(cuMemMap(reserved, GRANULARITY, 0, handle, 0));
+        assert_ne!(others_pass_beside(map), is_on(LOCKS));
+        let write = sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+        assert_ne!(others_pass_beside(|_| grant(reserved, GRANULARITY, 0, write)), is_on(LOCKS));
+    });
+}
+
+#[test]
 fn loaded_code_holds_the_lock_until_the_device_is_drained() {
     let runs = off_and_on(LOCKS, "1", library("locks"));
     apart("models::loaded_code_holds_the_lock_until_the_device_is_drained", &runs, || {

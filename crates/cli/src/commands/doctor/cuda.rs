@@ -142,7 +142,7 @@ const ABILITIES: [Ability; 8] = [
     Ability {
         what: "CUDA: shared memory",
         has: |device| device.virtual_memory && device.descriptors,
-        with: "Ranks in other processes can map the device's memory.",
+        with: "Ranks in other processes can map the device's memory, and device heaps can grow.",
         lack: Level::Warn,
         without: "The device's memory cannot be handed to other processes as a descriptor.",
         advice: "Update the driver; in a virtual machine pass the whole GPU through.",
