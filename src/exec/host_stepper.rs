@@ -4,6 +4,7 @@
 //! deadlock: it is the case of a single queue, which `prove` checks for every schedule. While a
 //! wait lasts, it drives the net.
 
+use std::ops::AddAssign;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -34,9 +35,9 @@ pub struct TransferCounts {
     pub summed_bytes: u64,
 }
 
-impl TransferCounts {
-    /// Adds what was moved elsewhere.
-    pub(crate) fn add(&mut self, other: TransferCounts) {
+/// Adds what was moved elsewhere.
+impl AddAssign for TransferCounts {
+    fn add_assign(&mut self, other: TransferCounts) {
         self.intra_node_bytes += other.intra_node_bytes;
         self.inter_node_bytes += other.inter_node_bytes;
         self.control_bytes += other.control_bytes;

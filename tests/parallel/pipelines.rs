@@ -292,3 +292,20 @@ fn stages_with_messages_of_different_elements_are_refused_on_every_rank() {
         assert_eq!(error, Err(PipelineError::Sidelane(differ.into())));
     });
 }
+
+/// Bytes that each of two stages sends in a step, to another node.
+fn sent<E: Elements>(plan: &Plan, elements: usize) -> Vec<u64> {
+    on_ranks(&[0, 1], &options(), |world| {
+        let mut pipeline = Pipeline::<E>::new(&world.all().unwrap(), plan, elements).unwrap();
+        pipeline.take_counts();
+        pipeline.run(&mut Mixing::new(plan.shape(), world.rank(), elements)).unwrap();
+        pipeline.take_counts().inter_node_bytes
+    })
+}
+
+#[test]
+fn stages_send_a_message_for_each_microbatch_and_half_its_bytes_in_bf16() {
+    let plan = Schedule::OneFOneB.plan(2, 6).unwrap();
+    assert_eq!(sent::<f32>(&plan, 64), [6 * 64 * 4 + 1; 2]);
+    assert_eq!(sent::<bf16>(&plan, 64), [6 * 64 * 2 + 1; 2]);
+}

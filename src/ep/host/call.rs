@@ -702,7 +702,7 @@ impl HostCall<'_, '_> {
         inner.moves.moved = host.take_moved();
         inner.moves.relayed = TransferCounts::default();
         if let Some(task) = self.flight.task.take() {
-            inner.moves.moved.add(task.moved);
+            inner.moves.moved += task.moved;
             inner.moves.relayed = task.moved;
         }
         if let (Some(landing), false) = (&mut self.flight.landing, self.flight.keeps_room) {
@@ -726,7 +726,7 @@ impl HostCall<'_, '_> {
         let (Some(handle), Some(offer)) = (self.lent.handle, self.flight.offer.take()) else { return };
         let (inner, Offer { chunk, staging }) = (handle.inner(), offer);
         let mut moved = self.space.host.take_moved();
-        moved.add(self.flight.task.take().map_or(TransferCounts::default(), |task| task.moved));
+        moved += self.flight.task.take().map_or(TransferCounts::default(), |task| task.moved);
         inner.returned.store(moved);
         self.space.calls.returned();
         drop(staging);

@@ -254,7 +254,7 @@ impl Executor for Regrouping<'_> {
         let host = &mut self.space.host;
         host.take_moved();
         host.run(&self.fixed.port, items, &operands, &mut Io::default(), stores)?;
-        self.made.moves.moved.add(host.take_moved());
+        self.made.moves.moved += host.take_moved();
         Ok(())
     }
 

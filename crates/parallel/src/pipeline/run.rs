@@ -24,6 +24,7 @@ use sidelane::Group;
 use sidelane::collective::Communicator;
 use sidelane::digest::Digest;
 use sidelane::error::{CallError, CallKind, Error, PlanError};
+use sidelane::exec::TransferCounts;
 
 use super::plan::{Compute, Direction, Pass, Plan, Step, Tensor, Transfer};
 use crate::check::alike;
@@ -260,6 +261,15 @@ impl<E: Float> Pipeline<E> {
             failed: None,
         };
         own.run()
+    }
+
+    /// Counts of what this stage has sent since the last call of this function: messages, and a
+    /// byte to each other stage at the end of a step.
+    pub fn take_counts(&mut self) -> TransferCounts {
+        let mut counts = self.verdicts.take_counts();
+        let channels = self.channels.values_mut().flatten().flatten();
+        channels.for_each(|channel| counts += channel.take_counts());
+        counts
     }
 }
 
