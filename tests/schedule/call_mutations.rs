@@ -238,6 +238,9 @@ fn driver_mutants_of_callers_that_run_ahead_are_found() {
     all_of_group_found(Group { gpu_direct: true, ..Group::new(&[0, 0, 1, 1], 4, 5).run(direct).enqueuing() });
     let by_rank = (RowLayout::ExpertMajor, ReceiveMode::Exact, SumOrder::Rank);
     all_of_group_found(Group::new(&[0; 4], 4, 5).run(direct).enqueuing().placed(by_rank));
+    let by_node = (RowLayout::ExpertMajor, ReceiveMode::Exact, SumOrder::Node);
+    let relays = Group::dense(&[0, 0, 1, 1], 4, 5).run((Route::Pxn, Relays::Inline)).enqueuing();
+    all_of_group_found(relays.placed(by_node));
 }
 
 #[test]

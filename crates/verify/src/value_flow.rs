@@ -74,6 +74,8 @@ pub enum Value {
     Blocks,
     /// Where the memory of this node's ranks begins.
     Bases,
+    /// The tables of sums by node are on the device.
+    SumTables,
     /// All that is relayed has moved.
     Relayed,
     /// The rank knows that its relay has finished.
@@ -198,6 +200,7 @@ fn gives(action: Action) -> Vec<Value> {
             Work::Metadata => &[Metadata],
             Work::Compose => &[Message],
             Work::Learn => &[Blocks],
+            Work::SendNodeSums => &[SumTables],
             Work::SortAll => &[Choices, Sizes],
             Work::PlaceAll => &[Landings, Operands],
             Work::FillRound => &[Operands],
@@ -231,7 +234,7 @@ fn needs(step: &CallStep) -> Vec<(Role, Value)> {
         Action::Run(StageId::CountsSent, _) => &[Message],
         Action::Run(StageId::Agreed, _) => &[AllTags],
         Action::Run(StageId::Headers, _) => &[Verdict],
-        Action::Run(StageId::RelayRows | StageId::ReturnRows, _) => &[Verdict, Operands],
+        Action::Run(StageId::RelayRows | StageId::ReturnRows, _) => &[Verdict, Operands, SumTables],
         Action::Run(StageId::RelayDone, _) => &[Relayed],
         Action::Agree => &[AllTags],
         Action::Admit => &[Sizes],
@@ -258,6 +261,7 @@ fn needs(step: &CallStep) -> Vec<(Role, Value)> {
             Work::Learn => &[Headers],
             Work::FillRelay => &[Blocks, Bases, Headers],
             Work::FillReturn => &[Headers, Bases],
+            Work::SendNodeSums => &[Operands],
             Work::PlaceAll => &[Choices, Sizes, Verdict],
             Work::EndRound | Work::CopyOut => &[Verdict],
             _ => &[],

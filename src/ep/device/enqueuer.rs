@@ -531,8 +531,10 @@ impl Executor for DeviceCall<'_> {
 
     fn compute(&mut self, role: Role, work: Work) -> Result<(), Error> {
         if role == Role::Relay {
-            self.relay(|relay| relay.compute(role, work))?;
-            return if work == Work::FillReturn { self.send_node_sums() } else { Ok(()) };
+            return match work {
+                Work::SendNodeSums => self.send_node_sums(),
+                _ => self.relay(|relay| relay.compute(role, work)),
+            };
         }
         match work {
             Work::AwaitStream => {

@@ -145,6 +145,8 @@ pub enum Work {
     /// Relay: reads where its sources want their rows, and fills the operands of
     /// [`StageId::ReturnRows`].
     FillReturn,
+    /// Relay: sends the tables by which a kernel sums the rows of this node to the device.
+    SendNodeSums,
     /// All-gather: sorts the choices of all ranks.
     SortAll,
     /// All-gather: computes the layouts of all ranks.
@@ -284,6 +286,8 @@ pub struct CallShape {
     pub relays: Relays,
     /// Stages that copy engines need, where they move rows.
     pub engines: Engines,
+    /// Relays sum what they return by kernels, which read tables.
+    pub node_sums: bool,
 }
 
 /// Stages of their own that copy engines need. On the host there are none.
@@ -432,7 +436,7 @@ impl CallShape {
     }
 
     /// The program of an offloaded relay in calls of this class.
-    fn relay(class: Class) -> CallProgram {
+    fn relay(&self, class: Class) -> CallProgram {
         let fill_rows = [Compute(Work::FillRelay), Run(StageId::RelayRows, Whole)];
         match class {
             Class::Dispatch => {
@@ -440,7 +444,13 @@ impl CallShape {
                 relay(&[Compute(Work::Judge), Admit], &[Compute(Work::Learn), fill, rows])
             }
             Class::Cached => relay(&[], &fill_rows),
-            Class::Return => relay(&[], &[Compute(Work::FillReturn), Run(StageId::ReturnRows, Whole)]),
+            Class::Return => {
+                let (fill, rows) = (Compute(Work::FillReturn), Run(StageId::ReturnRows, Whole));
+                match self.node_sums {
+                    true => relay(&[], &[fill, Compute(Work::SendNodeSums), rows]),
+                    false => relay(&[], &[fill, rows]),
+                }
+            }
             Class::Remap => relay(&[], &[]),
         }
     }
@@ -484,7 +494,7 @@ impl CallShape {
     /// With the steps of an inlined relay, at these places of the rank's own.
     fn with_relay(&self, own: CallProgram, class: Class, places: (Action, Option<Action>)) -> CallProgram {
         match (self.multi_node, self.relays) {
-            (true, Relays::Inline) => own.weave(Self::relay(class), places),
+            (true, Relays::Inline) => own.weave(self.relay(class), places),
             _ => own,
         }
     }
@@ -522,7 +532,8 @@ impl SlotCall {
             ],
             SlotCall::Release => &[Run(StageId::Home, Whole)],
         };
-        CallShape { multi_node: false, relays: Relays::Inline, engines: Engines::default() }.own(own)
+        let (relays, engines) = (Relays::Inline, Engines::default());
+        CallShape { multi_node: false, relays, engines, node_sums: false }.own(own)
     }
 
     /// The kind of call that it is to callers.
@@ -544,8 +555,8 @@ impl CallPrograms {
     }
 
     /// Those of its relay, where that is not woven in.
-    pub fn relay() -> Self {
-        CallPrograms { all: Class::ALL.map(CallShape::relay) }
+    pub fn relay(shape: CallShape) -> Self {
+        CallPrograms { all: Class::ALL.map(|class| shape.relay(class)) }
     }
 
     /// The program of calls of this kind.
@@ -575,19 +586,20 @@ impl RankPrograms {
     /// Of the rank of these paths. Blocks come in `chunks` parts; relays sum what they return if
     /// `sums`.
     pub fn new(paths: Paths<'_>, chunks: u8, sums: bool, engines: Engines) -> Self {
-        let shape = |relays| CallShape { multi_node: paths.is_multi_node(), relays, engines };
         let relay_sums = match (sums, engines.pulls) {
             (false, _) => RelaySums::None,
             (true, false) => RelaySums::InPlace,
             (true, true) => RelaySums::Pulled,
         };
+        let (multi_node, node_sums) = (paths.is_multi_node(), relay_sums == RelaySums::Pulled);
+        let shape = |relays| CallShape { multi_node, relays, engines, node_sums };
         RankPrograms {
             stages: Stages::new(paths, chunks, relay_sums),
-            relay: CallPrograms::relay(),
+            relay: CallPrograms::relay(shape(Relays::Thread)),
             inline: CallPrograms::own(shape(Relays::Inline)),
             offloaded: CallPrograms::own(shape(Relays::Thread)),
             regroup: shape(Relays::Inline).regroup(),
-            multi_node: paths.is_multi_node(),
+            multi_node,
         }
     }
 
@@ -706,6 +718,7 @@ mod tests {
             multi_node: true,
             relays: Relays::Inline,
             engines: Engines { pulls: false, brings_in: false, enqueues: false },
+            node_sums: false,
         };
 
         #[test]
@@ -741,6 +754,12 @@ mod tests {
                 "AwaitStream release Take entry.. [ node entered Compose counts sent all entered Bases agreed ] ..entry \
              Agree! TellAgreed Landings FillRows rows.. [ headers FillRelay relay rows relay done ] posted ..rows"
             );
+            assert_eq!(
+                CallShape { engines, node_sums: true, ..INLINE }.ret().to_string(),
+                "AwaitStream release Offer offer.. [ node entered Compose counts sent all entered Bases agreed ] \
+             ..offer Agree! TellAgreed Bases FillPull [ headers FillReturn SendNodeSums return rows relay done ] \
+             pull home pull rest Retire"
+            );
             let offloaded = CallShape { relays: Relays::Thread, ..INLINE };
             assert_eq!(
                 CallShape::round(3, true).to_string(),
@@ -751,7 +770,7 @@ mod tests {
                 "release Propose entry.. StartRelay / ..entry Agree! JoinRelay Adopt"
             );
             assert_eq!(
-                CallPrograms::relay().of(CallKind::Prepare).to_string(),
+                CallPrograms::relay(INLINE).of(CallKind::Prepare).to_string(),
                 "[ node entered Compose counts sent all entered Agree! Bases Judge Admit! agreed / headers Learn \
              FillRelay relay rows relay done ]"
             );
@@ -782,7 +801,7 @@ mod tests {
             };
             for relays in Relays::ALL {
                 let shape = CallShape { relays, ..INLINE };
-                let (own, relays) = (CallPrograms::own(shape), CallPrograms::relay());
+                let (own, relays) = (CallPrograms::own(shape), CallPrograms::relay(shape));
                 for program in own.all.iter().chain(&relays.all) {
                     let first = program.steps().iter().position(moves).unwrap_or(program.steps().len());
                     assert!(program.cuts().iter().all(|cut| usize::from(cut.at) < first), "{program}");
@@ -798,7 +817,8 @@ mod tests {
         #[test]
         fn every_straight_line_is_walked_of_a_program() {
             for relays in Relays::ALL {
-                let shape = CallShape { multi_node: true, relays, engines: Engines::default() };
+                let shape =
+                    CallShape { multi_node: true, relays, engines: Engines::default(), node_sums: false };
                 let program = shape.dispatch();
                 assert_eq!(program.line(None).collect::<Vec<_>>(), program.steps());
                 assert_eq!(program.cuts().len(), 2);
@@ -811,7 +831,8 @@ mod tests {
 
         #[test]
         fn calls_have_one_half() {
-            let shape = CallShape { multi_node: false, relays: Relays::Inline, engines: Engines::default() };
+            let (relays, engines) = (Relays::Inline, Engines::default());
+            let shape = CallShape { multi_node: false, relays, engines, node_sums: false };
             let program = shape.ret();
             let mut machine = CallMachine::default();
             let halves = std::iter::from_fn(|| {

@@ -236,7 +236,7 @@ impl<'a> Lowering<'a> {
                     }
                 }
                 Action::Compute(work) if role == Role::Own => self.plan(lines, work, kind),
-                Action::Compute(Work::FillReturn) if device => self.send_node_sums(lines),
+                Action::Compute(Work::SendNodeSums) => self.send_node_sums(lines),
                 Action::Round(_) | Action::Compute(_) | Action::Agree | Action::Admit => {}
             }
         }
@@ -303,12 +303,10 @@ impl<'a> Lowering<'a> {
         lines.kernel((rows + sums) * self.sizing.home_bytes, 0);
     }
 
-    /// The rows of each sum that this rank's relay makes, where it makes any.
+    /// The rows of each sum that this rank's relay makes.
     fn send_node_sums(&self, lines: &mut Lines) {
-        if self.sizing.partial_bytes.is_some() {
-            let (me, sums) = (self.paths.me(), u64::from(self.rank.forward.partials.count()));
-            lines.copy(Place::Host, (me, me), sums * u64::from(self.placed.top_k) * 4);
-        }
+        let (me, sums) = (self.paths.me(), u64::from(self.rank.forward.partials.count()));
+        lines.copy(Place::Host, (me, me), sums * u64::from(self.placed.top_k) * 4);
     }
 
     /// On a device a kernel packs the rows to send, if there are other ranks: it reads each token
