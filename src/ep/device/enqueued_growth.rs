@@ -26,8 +26,8 @@ use std::sync::atomic::Ordering;
 use super::enqueuer::{DeviceCall, Enqueuer};
 use super::heap_growth::{HeapGrowth, NotGrown};
 use crate::ep::call_agreement::CallAgreement;
-use crate::error::{CallKind, Error};
-use crate::schedule::{Refusal, Tag};
+use crate::error::Error;
+use crate::schedule::{CallProperties, Class, Payload, Refusal, Tag};
 
 impl Enqueuer {
     /// The bytes that a rank says it has for a dispatch, of `bytes` that it has announced: less by
@@ -84,7 +84,9 @@ impl DeviceCall<'_> {
     fn lacks_room(&self) -> Result<bool, Error> {
         let Enqueuer { common, numbers, growth, .. } = &*self.enqueuer;
         let Some(growth) = growth.as_ref().filter(|growth| growth.may_grow()) else { return Ok(false) };
-        if self.tag.kind != CallKind::Dispatch || self.agreement().within_budget(&numbers.sizes).is_err() {
+        let properties = CallProperties::of(self.tag.kind);
+        let lands = properties.class == Class::Dispatch && properties.payload == Payload::Tokens;
+        if !lands || self.agreement().within_budget(&numbers.sizes).is_err() {
             return Ok(false);
         }
         for (rank, &rows) in (0..).zip(&numbers.sizes.rows) {
@@ -150,7 +152,7 @@ impl DeviceCall<'_> {
     fn only_lacks_room(&self) -> Result<Option<(u32, Tag)>, Error> {
         let Enqueuer { common, growth, .. } = &*self.enqueuer;
         let kind = self.tag.kind;
-        let along = matches!(kind, CallKind::CachedDispatch | CallKind::CombineBackward);
+        let along = CallProperties::of(kind).class == Class::Cached;
         if !along || !growth.as_ref().is_some_and(HeapGrowth::may_grow) {
             return Ok(None);
         }
