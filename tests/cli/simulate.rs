@@ -107,7 +107,7 @@ fn a_layer_in_chunks_takes_less_time_than_in_turn_and_no_less_than_its_longer_ha
 
 #[test]
 fn more_chunks_of_tensor_parallel_layers_hide_no_less() {
-    let node = "simulate --nodes 1 --ranks-per-node 4 --tokens 512 --model mixtral --token-chunks 1,4";
+    let node = "simulate --nodes 1 --ranks-per-node 4 --tokens 512 --model mixtral-8x7b --token-chunks 1,4";
     let report = report(&format!("{node} --tensor-ffn 16384"));
     let passes = report["tensor"]["passes"].as_array().unwrap();
     let names: Vec<_> = passes.iter().map(|pass| pass["pass"].as_str().unwrap()).collect();

@@ -166,7 +166,7 @@ mod tests {
 
     /// Passes by their numbers of chunks, with links as fast as those of an H100.
     fn passes(tflops: u32, chunks: &str) -> Vec<TensorPass> {
-        let few = "--nodes 1 --ranks-per-node 4 --tokens 512 --hidden 4096 --model mixtral";
+        let few = "--nodes 1 --ranks-per-node 4 --tokens 512 --hidden 4096 --model mixtral-8x7b";
         let line = format!("{few} --tensor-ffn 16384 --tflops {tflops} --token-chunks {chunks}");
         report(&line).tensor.unwrap().passes
     }
