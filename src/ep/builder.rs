@@ -413,7 +413,8 @@ impl<'g> ExpertParallelBuilder<'g> {
     /// set, too; in a group of several nodes no heap grows.
     ///
     /// Memory that an output, a token buffer or a [`HeapAllocator`](super::HeapAllocator) asks for
-    /// is no call of all ranks, so the heap does not grow for it.
+    /// is no call of all ranks, so the heap does not grow for it at once: the next dispatch makes
+    /// room for what was refused.
     pub fn device_heap_limit(mut self, bytes: u64) -> Self {
         self.device.device_heap_limit = Some(bytes);
         self

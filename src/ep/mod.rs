@@ -33,7 +33,7 @@
 //! | `builder`, `features` | settings, and what serves them |
 //! | `expert_parallel`, `tensor` | the calls, checked and handed to a place |
 //! | `handle`, `rows`, `report` | what calls return |
-//! | `state`, `agreement`, `relay`, `metadata` | of both places: what never changes, tags and counts of all ranks, rows that a rank copies for its node, words behind the rows |
+//! | `state`, `call_agreement`, `relay`, `row_metadata` | of both places: what never changes, tags and counts of all ranks, rows that a rank copies for its node, words behind the rows |
 //! | `host`, `device` | the two places |
 //! | `row_collective` | all-gather and reduce-scatter of rows |
 //! | `floor_bench` | the same bytes, moved by bare loops |

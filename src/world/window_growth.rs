@@ -42,16 +42,23 @@ impl DeviceWindow {
     }
 
     /// Adds `by` bytes to each member's memory, at most [what is left](DeviceWindow::growth_left),
-    /// and maps whole granules for them. Collective.
+    /// and maps whole granules for them. Refused, too, where less than `spare` bytes for each member
+    /// would stay free on a device. Collective.
     ///
     /// # Errors
     /// The world's cause, and [`BootstrapError`]: the members are then of different minds.
-    pub(crate) fn grow(&mut self, group: &Group, context: &Arc<Context>, by: u64) -> Result<Growth, Error> {
+    pub(crate) fn grow(
+        &mut self,
+        group: &Group,
+        context: &Arc<Context>,
+        by: u64,
+        spare: u64,
+    ) -> Result<Growth, Error> {
         let len = self.sizes.len.saturating_add(by).min(self.sizes.most);
         let whole = Allocation::whole(len, self.sizes.granularity).unwrap_or(u64::MAX);
         let pieces = match whole.saturating_sub(self.mapped) {
             0 => Ok(Vec::new()),
-            more => self.map_more(group, context, more)?,
+            more => self.map_more(group, context, (more, spare))?,
         };
         let pieces = match pieces {
             Ok(pieces) => pieces,
@@ -68,10 +75,10 @@ impl DeviceWindow {
         &self,
         group: &Group,
         context: &Arc<Context>,
-        bytes: u64,
+        (bytes, spare): (u64, u64),
     ) -> Result<Result<Vec<MappedBehind>, u32>, Error> {
         let me = group.rank();
-        match Self::check_free(group, context, bytes) {
+        match Self::check_free(group, context, bytes.saturating_add(spare)) {
             Ok(_) => {}
             Err(Error::Device(error)) => {
                 tracing::warn!(rank = me, %error, "the driver does not say what memory is free");

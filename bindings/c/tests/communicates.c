@@ -123,7 +123,7 @@ int main(void) {
     sidelane_communicator_options_t wrong = options;
     wrong.algorithm = rank == 1 ? 3 : 0;
     REFUSED_ON_BOTH(sidelane_communicator_build(all, &wrong, &group), SIDELANE_ERROR_ARGUMENT, "algorithm = 3",
-                    SIDELANE_ERROR_CALL, "can be used");
+                    SIDELANE_ERROR_CALL, "cannot be used");
     for (uint32_t algorithm = SIDELANE_ALGORITHM_DIRECT; algorithm <= SIDELANE_ALGORITHM_RING_F32; algorithm++) {
         options.algorithm = algorithm;
         CHECK(sidelane_communicator_build(all, &options, &group));

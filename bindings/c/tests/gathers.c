@@ -131,7 +131,7 @@ int main(void) {
     sidelane_collective_options_t wrong = options;
     wrong.node_sums = rank == 1 ? 9 : 0;
     REFUSED_ON_BOTH(sidelane_collective_build(group, &wrong, &rows), SIDELANE_ERROR_ARGUMENT, "node_sums = 9",
-                    SIDELANE_ERROR_CALL, "can be used");
+                    SIDELANE_ERROR_CALL, "cannot be used");
     CHECK(sidelane_collective_build(group, &options, &rows));
     rows_of_all();
     memory_of_the_program_s_own();

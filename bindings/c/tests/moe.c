@@ -163,16 +163,16 @@ static void settings(uint32_t place) {
         sidelane_moe_options_t options = good(place);
         if (rank == 1) memcpy((char *)&options + wrong[i].field, &wrong[i].value, sizeof wrong[i].value);
         REFUSED_ON_BOTH(sidelane_moe_build(group, &options, NULL, &moe), SIDELANE_ERROR_ARGUMENT, wrong[i].words,
-                        SIDELANE_ERROR_CALL, "can be used");
+                        SIDELANE_ERROR_CALL, "cannot be used");
     }
     sidelane_moe_options_t options = good(place);
     if (rank == 1) options.experts = NULL;
     REFUSED_ON_BOTH(sidelane_moe_build(group, &options, NULL, &moe), SIDELANE_ERROR_ARGUMENT, "experts is NULL",
-                    SIDELANE_ERROR_CALL, "can be used");
+                    SIDELANE_ERROR_CALL, "cannot be used");
     options = good(place);
     if (rank == 1) options.shared_ffn = 0;
     REFUSED_ON_BOTH(sidelane_moe_build(group, &options, NULL, &moe), SIDELANE_ERROR_ARGUMENT, "shared_ffn = 0",
-                    SIDELANE_ERROR_CALL, "can be used");
+                    SIDELANE_ERROR_CALL, "cannot be used");
     options = good(place);
     options.chunks = rank == 1 ? 1 : 2;
     REFUSED(sidelane_moe_build(group, &options, NULL, &moe), SIDELANE_ERROR_CALL, "chunks");

@@ -131,16 +131,16 @@ static void ranks_that_build_differently(void) {
     options = good();
     options.size -= rank == 1 ? 4 : 0;
     REFUSED_ON_BOTH(sidelane_ep_build(group, &options, NULL, &ep), SIDELANE_ERROR_ARGUMENT, "no version",
-                    SIDELANE_ERROR_CALL, "can be used");
+                    SIDELANE_ERROR_CALL, "cannot be used");
     options = good();
     options.route = rank == 1 ? 77 : 0;
     REFUSED_ON_BOTH(sidelane_ep_build(group, &options, NULL, &ep), SIDELANE_ERROR_ARGUMENT, "route = 77",
-                    SIDELANE_ERROR_CALL, "can be used");
+                    SIDELANE_ERROR_CALL, "cannot be used");
     options = good();
     uint32_t held[2] = {2, 2}, experts[4] = {0, 1, 2, rank == 1 ? 9 : 3};
     sidelane_expert_map_t map = {.held = held, .experts_held = experts, .ranks = 2, .experts = 4};
     REFUSED_ON_BOTH(sidelane_ep_build(group, &options, &map, &ep), SIDELANE_ERROR_PLAN, "out of range",
-                    SIDELANE_ERROR_CALL, "can be used");
+                    SIDELANE_ERROR_CALL, "cannot be used");
     // An older program does not know of devices.
     options.size = offsetof(sidelane_ep_options_t, stream);
     CHECK(sidelane_ep_build(group, &options, NULL, &ep));

@@ -113,7 +113,8 @@ impl DeviceCall<'_> {
         let rows = sizes.rows[rank as usize];
         let must = common.fixed.extent_bytes(self.tag.kind, rows, sizes.staged_at(rank));
         let lacking = common.lacks(must, rows);
-        let not_grown = growth.grow(&common.space, lacking)?;
+        let grown = growth.grow(&common.space, lacking);
+        let not_grown = grown.map_err(|error| common.fixed.fail(error))?;
         let landing = self.enqueuer.announce(self.tag.kind, self.context);
         self.tag = Tag { base: landing.base, handle: landing.len, ..self.tag };
         self.landing = Some(landing);
@@ -137,12 +138,14 @@ impl DeviceCall<'_> {
         };
         let Enqueuer { common, growth, .. } = &mut *self.enqueuer;
         let Some(growth) = growth else { return Ok(()) };
-        if let Some(refused) = growth.grow(&common.space, lacking)? {
+        let grown = growth.grow(&common.space, lacking);
+        if let Some(refused) = grown.map_err(|error| common.fixed.fail(error))? {
             return Err(refused.error(common.fixed.room.lacks(lowest, lacks.handle, lacks.base)));
         }
         if self.refused.take().is_some() {
             self.tag.refusal = Refusal::None;
-            self.take()?;
+            let taken = self.take();
+            taken.map_err(|error| self.enqueuer.common.fixed.fail(error))?;
         }
         self.say_again()
     }
@@ -179,8 +182,10 @@ impl DeviceCall<'_> {
     }
 
     fn say_again(&mut self) -> Result<(), Error> {
-        let Some(growth) = &self.enqueuer.growth else { return Ok(()) };
-        self.said = growth.say(self.tag)?;
+        let Enqueuer { common, growth, .. } = &*self.enqueuer;
+        let Some(growth) = growth else { return Ok(()) };
+        // The others may be told, and write where this rank's rows would land.
+        self.said = growth.say(self.tag).map_err(|error| common.fixed.fail(error))?;
         Ok(())
     }
 }

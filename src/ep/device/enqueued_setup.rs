@@ -94,8 +94,9 @@ impl EnqueuedExchange {
         let room = ReceiveMemory::device_heap(shape.pool().1);
         let growth = HeapGrowth::of(group, &context, (window, &shape), &room.total)?;
         let room = match growth {
-            Some(_) => ReceiveMemory { setting: "device_heap_limit", ..room },
-            None => room,
+            // Without a limit of the caller, the size is the setting that every language has.
+            Some(_) if device_heap_limit.is_some() => ReceiveMemory { setting: "device_heap_limit", ..room },
+            _ => room,
         };
         let needs = TransportSizes {
             words: shape.words().1,

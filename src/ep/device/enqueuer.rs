@@ -596,7 +596,7 @@ impl DeviceCall<'_> {
         let (common, kept) = (&self.enqueuer.common, &self.enqueuer.kept[self.context as usize]);
         if self.refused.is_none() {
             let (landed, staged) = (kept.layout.landed, kept.layout.staged);
-            match common.take(common.fixed.extent_bytes(self.tag.kind, landed, staged)) {
+            match common.take_in_call(common.fixed.extent_bytes(self.tag.kind, landed, staged)) {
                 Ok(extent) => {
                     let (base, len) = (extent.offset(), extent.len());
                     self.landing = Some(Landing { base, len, extent: Some(extent) });

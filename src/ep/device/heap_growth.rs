@@ -98,17 +98,21 @@ impl HeapGrowth {
             (must, wish) = (must.max(theirs), wish.max(wished));
         }
         let mut refused = None;
-        for lacking in [wish, must] {
-            let by = lacking.checked_next_multiple_of(self.chunk).unwrap_or(u64::MAX);
-            let by = by.min(self.window.growth_left());
+        let (chunk, left) = (self.chunk, self.window.growth_left());
+        let [wished, least] =
+            [wish, must].map(|lacking| lacking.checked_next_multiple_of(chunk).unwrap_or(u64::MAX).min(left));
+        for by in [wished, least] {
             // The second is tried only where it is less than what was refused.
             let again = refused.is_some_and(|NotGrown { more, .. }| more <= by);
             if by == 0 || by < must || again {
                 continue;
             }
-            match self.window.grow(&self.group, &self.context, by)? {
+            // Wishes leave the device some memory, which others may need more.
+            let spare = if by == least { 0 } else { chunk };
+            match self.window.grow(&self.group, &self.context, by, spare)? {
                 Growth::Grown(end) => {
                     pool.grow(end);
+                    self.refused = false;
                     self.total.store(pool.total(), Ordering::Relaxed);
                     tracing::info!(bytes = pool.total(), "the device heap has grown");
                     return Ok(None);

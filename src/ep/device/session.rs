@@ -208,6 +208,24 @@ impl Session {
     /// # Errors
     /// As [`Session::take`]; out of space where the wait takes longer, too.
     pub fn take_within(&self, bytes: u64, align: u64, patience: Option<Duration>) -> Result<Extent, Error> {
+        self.find(bytes, align, patience).inspect_err(|error| {
+            // The next growth makes room, unless the limit does not allow it.
+            if matches!(error, Error::Memory(_)) && bytes <= self.shape.pool_limit() {
+                self.missed.fetch_max(bytes, Ordering::Relaxed);
+            }
+        })
+    }
+
+    /// The same in a call whose ranks hear of a lack: it is nothing that another call need make up
+    /// for.
+    ///
+    /// # Errors
+    /// As [`Session::take`].
+    pub fn take_in_call(&self, bytes: u64) -> Result<Extent, Error> {
+        self.find(bytes, MemoryShape::STEP, None)
+    }
+
+    fn find(&self, bytes: u64, align: u64, patience: Option<Duration>) -> Result<Extent, Error> {
         let health = self.fixed.shared.hub.health();
         let mut polling = patience.map_or(Polling::new(health), |most| Polling::within(health, most));
         loop {
@@ -217,10 +235,7 @@ impl Session {
                 Err(free) => free,
             };
             let total = self.space.total();
-            let lacks = || {
-                self.missed.fetch_max(bytes, Ordering::Relaxed);
-                ReceiveMemory::device_heap(total).lacks(self.fixed.lanes.rank, bytes, free)
-            };
+            let lacks = || ReceiveMemory::device_heap(total).lacks(self.fixed.lanes.rank, bytes, free);
             if all || bytes > total {
                 return Err(lacks());
             }
