@@ -9,8 +9,10 @@
 //!
 //! Until the last step nothing is in a window, so a rank that is refused has all of them drop what
 //! they have made: no stream knows the addresses. The driver may wait for streams of this process
-//! meanwhile. That ends by itself: each wait of a stream has its cause enqueued before it (see
-//! [`ep::device`](crate::ep)), so streams drain without another call of the driver.
+//! meanwhile. Streams of exact sizes and of budgets drain without another call of the driver: each
+//! wait has its cause enqueued before it, as [`ep::device`](crate::ep) says. In slots a stream may
+//! wait for a call that a peer has yet to enqueue. So ranks that are threads of one process, and
+//! share the driver's lock, end at the deadline where one grows while another's slots wait for it.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -42,8 +44,8 @@ impl DeviceWindow {
     }
 
     /// Adds `by` bytes to each member's memory, at most [what is left](DeviceWindow::growth_left),
-    /// and maps whole granules for them. Refused, too, where less than `spare` bytes for each member
-    /// would stay free on a device. Collective.
+    /// and maps whole granules for them. Refused, too, where fewer than `spare` bytes for each
+    /// member would stay free on a device. Collective.
     ///
     /// # Errors
     /// The world's cause, and [`BootstrapError`]: the members are then of different minds.
