@@ -300,7 +300,8 @@ impl ExpertParallel {
         }
     }
 
-    /// What the device heap holds, and how it has grown; none on the host and in slots.
+    /// Size, limit and use of the device heap in bytes, and its growths; none on the host and in
+    /// slots.
     pub fn device_heap(&self) -> Option<DeviceHeapReport> {
         match &self.at {
             InstanceAt::Enqueued(ep) => Some(ep.device_heap()),

@@ -263,7 +263,7 @@ impl Extent {
         self.len
     }
 
-    /// Gives back what nobody has written to or will: everything behind the first `len` bytes.
+    /// Gives back the bytes behind the first `len`: no rank has written there, or will.
     pub fn trim(&mut self, len: u64) {
         let keep = Extents::round(len).min(self.len);
         self.space.state().extents.free(self.offset + keep, self.len - keep);

@@ -479,7 +479,7 @@ impl EnqueuedExchange {
         self.common.token_buffer(tokens)
     }
 
-    /// What its device heap holds.
+    /// Size, limit and use of its device heap.
     pub fn device_heap(&self) -> DeviceHeapReport {
         let limit = self.common.shape.pool_limit();
         self.common.space.report(if self.enqueuer.growth.is_some() { limit } else { 0 })

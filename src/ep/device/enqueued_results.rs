@@ -238,7 +238,7 @@ pub(in crate::ep) struct EnqueuedHandle {
     last: Mutex<Option<LastReturn>>,
     /// The output of a weighted combine, which its gradient needs.
     kept: Mutex<Option<EnqueuedOutput>>,
-    /// What it may yet ask of the pool.
+    /// Bytes that it may yet ask of the pool.
     owed: Owed,
     _alive: Alive,
 }

@@ -1,4 +1,4 @@
-//! What it takes for a device heap to grow: a window that does, and members that meet for it.
+//! Growth of a device heap: a window that can grow, and the members that meet for it.
 //!
 //! A growth is agreed on and made at all ranks, or at none. [`enqueued_growth`] decides when a call
 //! asks for one.
@@ -19,7 +19,7 @@ use crate::world::{DeviceWindow, Group, Growth};
 /// A heap grows at most so often, and a few times more where calls need more than a chunk.
 const CHUNKS: u64 = 16;
 
-/// What it takes for a heap to grow.
+/// The window of a heap that can grow, and its members.
 #[derive(Debug)]
 pub(super) struct HeapGrowth {
     /// The members, who take these steps alone.

@@ -20,7 +20,7 @@ impl Class {
     pub(super) const ALL: [Class; 4] = [Class::Dispatch, Class::Cached, Class::Return, Class::Remap];
 }
 
-/// What a call moves.
+/// The rows that a call moves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Payload {
     /// No rows.
@@ -38,7 +38,7 @@ pub enum Payload {
 pub struct CallProperties {
     /// Which program it runs, and how a rank enters it to refuse it.
     pub class: Class,
-    /// What it moves.
+    /// The rows that it moves.
     pub payload: Payload,
     /// Where combines are weighted, rows are multiplied with their weights as they are summed.
     pub weighs: bool,

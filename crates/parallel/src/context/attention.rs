@@ -30,7 +30,7 @@ pub(super) struct Queries {
     values: Vec<f32>,
 }
 
-/// What queries have of the blocks that they have seen: a row of `output` and one number of the
+/// Results of queries for the blocks that they have seen: a row of `output` and one number of the
 /// others for each query and head.
 #[derive(Clone, Debug)]
 pub(super) struct Seen {
@@ -140,8 +140,8 @@ impl Seen {
     }
 }
 
-/// What is subtracted from scores. Keys of score -inf have no weight, and only a finite number can
-/// be subtracted from them.
+/// The number subtracted from scores. Keys of score -inf have no weight, and only a finite number
+/// can be subtracted from them.
 fn base(largest: f32) -> f32 {
     if largest == f32::NEG_INFINITY { 0.0 } else { largest }
 }

@@ -70,7 +70,7 @@ fn plan(ranks: u32, passes: bool) -> Vec<(Work, Vec<Work>)> {
             steps.push((Work::Take(nth + 1), before(1).map(Work::See).into_iter().collect()));
         }
         let taken = (nth > 0).then_some(Work::Take(nth));
-        // What is added is not more than one block behind.
+        // At most one block waits to be added.
         steps.push((Work::See(nth), taken.into_iter().chain(before(2).map(Work::Add)).collect()));
         let passed = before(1).filter(|_| passes).map(|before| {
             steps.push((Work::Pass(nth), vec![Work::Add(before)]));
@@ -90,7 +90,7 @@ pub(super) type See<'a, E, P> = &'a (dyn Fn(u32, &[E]) -> Result<P, Error> + Syn
 /// A function that passes sums on.
 pub(super) type PassOn<'a, S> = &'a (dyn Fn(&mut Communicator, S) -> Result<S, Error> + Sync);
 
-/// What a rank computes with the blocks that visit it.
+/// Computation of a rank with the blocks that visit it.
 pub(super) struct Visits<'a, E, P, S> {
     /// The result of a block.
     pub see: See<'a, E, P>,

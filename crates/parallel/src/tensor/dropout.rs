@@ -41,7 +41,7 @@ pub struct Dropout {
     layer: u32,
     /// Words below it drop their element.
     threshold: u32,
-    /// What elements that stay are multiplied by.
+    /// Factor of the elements that stay.
     factor: f32,
 }
 

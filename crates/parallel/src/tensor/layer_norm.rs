@@ -69,7 +69,7 @@ pub struct LayerNormGradients<E = f32> {
     pub bias: Vec<f32>,
 }
 
-/// What a row is normalised by.
+/// Mean and inverse deviation, by which a row is normalised.
 struct Normal {
     mean: f32,
     inverse: f32,

@@ -56,7 +56,7 @@ impl TensorLayers {
     }
 }
 
-/// What steps take.
+/// Durations of the steps.
 struct Costs<'a> {
     hardware: &'a Hardware,
     task: &'a Task<'a>,
