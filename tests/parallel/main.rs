@@ -2,6 +2,8 @@
 //! parallel layers.
 
 mod buckets;
+#[path = "../support/cases.rs"]
+mod cases;
 mod context;
 mod data;
 mod dropout;
