@@ -42,8 +42,8 @@ fn every_rank_of_sixty_four_is_proved() {
     }
 }
 
-/// Three nodes of 64 or 128: two conflicting accesses lie in the memory of one node, and are made by
-/// ranks of two others at most.
+/// Three nodes of 64 or 128: two conflicting accesses lie in the memory of one node, and are made
+/// by ranks of two others at most.
 #[test]
 fn sample_of_hundreds_of_ranks_unrolls_three_nodes() {
     let sample: Vec<u32> = [0, 1, 77].iter().flat_map(|node| 8 * node..8 * node + 8).collect();
