@@ -54,6 +54,7 @@ mod embedding;
 mod layer_norm;
 mod linear;
 pub mod overlap;
+mod tied;
 
 pub use activations::Activations;
 pub use cross_entropy::{CrossEntropyTape, VocabularyParallelCrossEntropy};
@@ -62,3 +63,4 @@ pub use dropout::Dropout;
 pub use embedding::VocabularyParallelEmbedding;
 pub use layer_norm::{LayerNorm, LayerNormGradients};
 pub use linear::{ColumnParallelLinear, DelayedWeights, LinearGradients, LinearShape, RowParallelLinear};
+pub use tied::TiedWeights;
