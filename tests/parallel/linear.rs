@@ -4,7 +4,7 @@ use half::bf16;
 use sidelane::error::{CallError, PlanError};
 use sidelane::{Error, World};
 use sidelane_parallel::tensor::{
-    Activations, ColumnParallelLinear, LinearShape, RowParallelLinear, cut_columns, cut_rows,
+    Activations, ColumnParallelLinear, LinearShape, RowParallelLinear, cut_columns, cut_rows, gather_columns,
 };
 
 use crate::ranks::{on_ranks, random_seed, tiny};
@@ -85,7 +85,9 @@ fn check_column_parallel_layer<E: Elements>(world: &World, way: Activations, who
     let right = rounded::<E>(&whole.biased(times_transposed(&whole.x, &whole.factors, INPUTS)));
     assert_eq!(bits_of(&y), bits(&columns(&right, OUTPUTS, me * own, own)));
 
-    let of_y = elements::<E>(&columns(&whole.of_y, OUTPUTS, me * own, own));
+    assert_eq!(bits_of(&gather_columns(&mut group, &y, OUTPUTS).unwrap()), bits(&right));
+
+    let of_y = cut_columns(&elements::<E>(&whole.of_y), OUTPUTS, part).unwrap();
     let gradients = layer.backward(&mut group, &x, &of_y).unwrap();
     // Gradients of inputs: parts of the outputs, by ascending rank.
     let parts = (0..ranks).map(|rank| {
@@ -124,7 +126,7 @@ fn check_row_parallel_layer<E: Elements>(world: &World, way: Activations, whole:
     let weight = cut_columns(&whole.weight, INPUTS, part).unwrap();
     let layer = RowParallelLinear::new(&mut group, SHAPE, way, weight, whole.bias.clone()).unwrap();
     let layer = layer.with_rows::<E>();
-    let x = elements::<E>(&columns(&whole.x, INPUTS, me * own, own));
+    let x = cut_columns(&elements::<E>(&whole.x), INPUTS, part).unwrap();
 
     let y = layer.forward(&mut group, &x).unwrap();
     let parts = (0..ranks).map(|rank| {
@@ -139,6 +141,8 @@ fn check_row_parallel_layer<E: Elements>(world: &World, way: Activations, whole:
     let gradients = layer.backward(&mut group, &x, &of_y).unwrap();
     let of_x = times_transposed(&whole.of_y, &transposed(&whole.factors, INPUTS), OUTPUTS);
     assert_eq!(bits_of(&gradients.input), bits(&rounded::<E>(&columns(&of_x, INPUTS, me * own, own))));
+    let of_whole_x = gather_columns(&mut group, &gradients.input, INPUTS).unwrap();
+    assert_eq!(bits_of(&of_whole_x), bits(&rounded::<E>(&of_x)));
     let of_weight = transposed_times(&whole.of_y, &whole.x, TOKENS);
     assert_eq!(bits(&gradients.weight), bits(&cut_columns(&of_weight, INPUTS, part).unwrap()));
     // The bias is not cut, so its gradient is that of all tokens, on every rank.
@@ -289,6 +293,15 @@ fn wrong_input_is_refused_on_all_ranks_and_the_next_call_works() {
         assert_eq!(sequence.backward(&mut group, &[1.0; 6], &[1.0; 2]).unwrap().weight, [3.0; 4]);
         let (_, delayed) = sequence.backward_input(&mut group, &[1.0; 6], &[1.0; 2]).unwrap();
         assert_eq!(delayed.weights().0, [3.0; 4]);
+
+        let error = gather_columns(&mut group, &vec![1.0; if wrong { 3 } else { 4 }], 6).unwrap_err();
+        let right = if wrong {
+            matches!(error, Error::Plan(PlanError::WrongShape { what: "columns of a rank", seen: 3, .. }))
+        } else {
+            matches!(error, Error::Call(CallError::PeerRefused { peer: 1, .. }))
+        };
+        assert!(right, "{error}");
+        assert_eq!(gather_columns(&mut group, &[1.0; 2], 3).unwrap(), [1.0; 6]);
     });
 }
 
