@@ -20,6 +20,7 @@ mod overlap_plans;
 mod pipelines;
 #[path = "../support/ranks.rs"]
 mod ranks;
+mod recomputation;
 mod schedules;
 mod tensors;
 mod tied;
