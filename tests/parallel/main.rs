@@ -23,5 +23,6 @@ mod ranks;
 mod recomputation;
 mod schedules;
 mod tensors;
+mod textbook;
 mod tied;
 mod wire;
