@@ -180,6 +180,20 @@ fn slots_of_an_interleaved_schedule_have_megatrons_model_chunks() {
     }
 }
 
+/// Stages that meet behind a step begin the next one together. The last one began later.
+#[test]
+fn zero_bubble_steps_between_meetings_take_as_long_as_the_page_says() {
+    for (p, m) in (1..=16u32).flat_map(|p| (2 * p - 1..=64).map(move |m| (p, m))) {
+        let [f, b, w] = COSTS[(p + m) as usize % COSTS.len()];
+        let costs = Costs::new(f, b, w);
+        let (work, others) = (u64::from(m) * (f + b + w), u64::from(p - 1));
+        let (h1, _) = timed(&Schedule::ZeroBubbleH1.plan(p, m).unwrap(), costs);
+        assert_eq!(h1, work + others * (f + b - w).max(f), "H1 {p} {m} {costs:?}");
+        let (h2, _) = timed(&Schedule::ZeroBubbleH2.plan(p, m).unwrap(), costs);
+        assert_eq!(h2, work + others * (f + b).saturating_sub(2 * w).max(f), "H2 {p} {m} {costs:?}");
+    }
+}
+
 fn peaks(schedule: Schedule, p: u32, m: u32) -> Vec<u32> {
     let proof = schedule.plan(p, m).unwrap().prove(u32::MAX).unwrap();
     proof.peaks.iter().map(|peak| peak.inputs).collect()

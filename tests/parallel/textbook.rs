@@ -216,3 +216,44 @@ fn batch_of_8_makes_4_shards_where_experts_are_on_4_ranks_and_there_twice() {
         assert!(ranks.into_iter().all(|rank| shard(rank) == &batch[2 * nth..2 * nth + 2]), "{nth}");
     }
 }
+
+/// Sizes of the parameters of LLaMA-2 13B, with an output layer of its own.
+fn llama() -> Vec<usize> {
+    const LAYERS: usize = 40;
+    let (hidden, ffn, vocabulary) = (5_120, 13_824, 32_000);
+    let attention = [hidden, hidden * hidden, hidden * hidden, hidden * hidden, hidden * hidden];
+    let mlp = [hidden, hidden * ffn, hidden * ffn, hidden * ffn];
+    let layer = [&attention[..], &mlp].concat();
+    let layers = std::iter::repeat_n(layer, LAYERS).flatten();
+    [vocabulary * hidden].into_iter().chain(layers).chain([hidden, vocabulary * hidden]).collect()
+}
+
+/// Elements of the rank that has most, if each parameter goes whole to the rank that has least, the
+/// largest parameter first.
+fn greedy(sizes: &[usize], ranks: usize) -> usize {
+    let mut sizes = sizes.to_vec();
+    sizes.sort_unstable_by_key(|size| std::cmp::Reverse(*size));
+    let mut held = vec![0; ranks];
+    for size in sizes {
+        *held.iter_mut().min().unwrap() += size;
+    }
+    held.into_iter().max().unwrap()
+}
+
+#[test]
+fn parts_of_buckets_are_equal_where_whole_parameters_are_not() {
+    let sizes = llama();
+    let layout = Layout::buckets(&sizes, 25 << 20).unwrap();
+    assert_eq!(layout.elements(), 13_015_864_320);
+    let shares = [8, 16, 64, 128, 256].map(|ranks| {
+        // A part of each bucket, padded.
+        let places = layout.bucket_parameters().iter().map(|bucket| {
+            layout.place(bucket.start).unwrap().start..layout.place(bucket.end - 1).unwrap().end
+        });
+        let own: usize = places.map(|place| place.len().div_ceil(ranks)).sum();
+        let even = layout.elements() as f64 / ranks as f64;
+        [greedy(&sizes, ranks), own].map(|most| format!("{:.3}", most as f64 / even))
+    });
+    let right = [["1.005"], ["1.018"], ["1.083"], ["1.611"], ["3.222"]];
+    assert_eq!(shares, right.map(|[greedy]| [greedy, "1.000"].map(String::from)));
+}

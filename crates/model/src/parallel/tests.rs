@@ -108,6 +108,23 @@ fn links_of_a_switch_are_shared_so_that_both_take_four_times_the_tokens() {
     near(shared.data_ways, own.data_ways / 2f64.sqrt(), 1e-9);
 }
 
+/// Ring attention with as many KV heads as query heads, in bf16.
+#[test]
+fn blocks_of_c_tokens_hide_in_4_d_c_squared_operations_from_f_over_b_tokens_on() {
+    let (model, tpu) = (model("llama-2-13b"), tpu());
+    let width = model.kv_width() as f64 / 2.0;
+    let times = |tokens: f64| {
+        let operations = model.flops_per_pair() as f64 * tokens * tokens;
+        near(operations, 2.0 * (2.0 * width * tokens * tokens), 1e-9);
+        [operations / tpu.flops, 2.0 * model.kv_width() as f64 * tokens / tpu.link_rate]
+    };
+    let least = tpu.intensity();
+    let [compute, transfer] = times(least);
+    near(compute, transfer, 1e-9);
+    let [compute, transfer] = times(0.99 * least);
+    assert!(compute < transfer);
+}
+
 #[test]
 fn ten_bytes_a_parameter_put_nine_billion_on_a_chip() {
     assert_eq!(Precision::BOOK.held_bytes(), 10);
