@@ -18,6 +18,7 @@ mod mutants;
 mod naive_pipeline;
 mod overlap_plans;
 mod pipelines;
+mod post_validation;
 #[path = "../support/ranks.rs"]
 mod ranks;
 mod recomputation;
