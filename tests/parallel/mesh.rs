@@ -137,6 +137,8 @@ fn mesh_refuses_a_world_of_another_size() {
     for world in World::threads(2).unwrap() {
         let refused = mesh.world_group(&world, &["tp"]).err();
         assert_eq!(refused, Some(MeshError::OtherWorld { ranks: 4, world: 2 }));
+        let refused = mesh.world_ends(&world, "dp").err();
+        assert_eq!(refused, Some(MeshError::OtherWorld { ranks: 4, world: 2 }));
     }
 }
 

@@ -1,5 +1,7 @@
 //! Numbers of the usual texts on these strategies, computed by this code or by a model of theirs.
 
+use std::collections::HashSet;
+
 use half::bf16;
 use sidelane::World;
 use sidelane::collective::{AllReduceAlgorithm, Communicator};
@@ -118,9 +120,11 @@ fn orders_of_transformer_engine_are_those_of_the_ring_and_ours_move_the_same_chu
             assert!(seen.is_empty() || seen.into_iter().eq(0..ranks));
         }
     }
-    // Of four products of a rank three leave for the buffers of others, and three come.
-    let (products, buffers) = (4, point_to_point(0, 4).len());
-    assert_eq!((products, buffers), (4, 3));
+    // Of the products of a rank all but its own leave, and as many come into buffers.
+    let steps = point_to_point(1, 4);
+    let products: HashSet<u32> = steps.iter().map(|[to, _]| *to).chain([1]).collect();
+    let buffers: HashSet<u32> = steps.iter().map(|[_, from]| *from).collect();
+    assert_eq!((products.len(), buffers.len()), (4, 3));
     let chunk_bytes = 2 * 8 * size_of::<f32>() as u64;
     let sent = on_ranks(&[0, 1, 2, 3], &options(), |world| {
         let mut group = one_round(&world);
@@ -130,12 +134,41 @@ fn orders_of_transformer_engine_are_those_of_the_ring_and_ours_move_the_same_chu
         layer.forward(&mut group, &[1.0; 2 * 4]).unwrap();
         group.take_counts().inter_node_bytes
     });
-    assert_eq!(sent, [buffers as u64 * chunk_bytes; 4]);
-    // Ours is one plan for all ranks, of any number of them.
-    let plan = Plan::new(LinearPass::RowForward, TokenChunks::new(4));
-    let reduces = plan.steps().iter().filter(|step| matches!(step.work, Work::Reduce(_))).count();
-    assert_eq!(reduces, products);
-    (1..=16).for_each(|ranks| plan.prove(ranks).unwrap());
+    assert_eq!(sent, [buffers.len() as u64 * chunk_bytes; 4]);
+    // Ours is one plan for all ranks, of any number of them, with any number of chunks.
+    for (ranks, chunks) in (1..=16).flat_map(|ranks| (1..=5).map(move |chunks| (ranks, chunks))) {
+        let plan = Plan::new(LinearPass::RowForward, TokenChunks::new(chunks));
+        plan.prove(ranks).unwrap();
+        let reduces = plan.steps().iter().filter(|step| matches!(step.work, Work::Reduce(_))).count();
+        assert_eq!(reduces, chunks as usize);
+    }
+}
+
+/// Rounds of messages until a binomial tree has summed all ranks into rank 0, and until all have
+/// the sum.
+fn tree_rounds(ranks: u32) -> u32 {
+    let (mut rounds, mut holding) = (0, ranks);
+    while holding > 1 {
+        // Each second rank that holds a sum sends it to the one before, and later hears from that.
+        holding = holding.div_ceil(2);
+        rounds += 2;
+    }
+    rounds
+}
+
+#[test]
+fn tree_takes_2_log2_n_messages_one_after_another_and_pays_from_217_ranks_on() {
+    for log in 0..=10 {
+        assert_eq!(tree_rounds(1 << log), 2 * log);
+    }
+    // The page's assumptions, in nanoseconds: from word to word, and of the sender's time.
+    let (word, send) = (2000, 150);
+    let tree = |ranks| tree_rounds(ranks) * (word + send);
+    let one_shot = |ranks: u32| word + (ranks - 1) * send;
+    assert_eq!([one_shot(64), tree(64)], [11_450, 25_800]);
+    assert_eq!([one_shot(1024), tree(1024)], [155_450, 43_000]);
+    let meet = (2..1024).find(|&ranks| tree(ranks) <= one_shot(ranks)).unwrap();
+    assert_eq!((meet, tree(meet)), (217, 34_400));
 }
 
 const RANKS: usize = 4;
