@@ -291,9 +291,9 @@ impl ExpertParallel {
     ///
     /// # Errors
     /// [`MemoryError::AllocatorTaken`](crate::error::MemoryError) while another one serves the
-    /// device, [`PlanError::WrongPlace`] on the host, [`PlanError::NotAvailable`] in slots.
+    /// device, [`PlanError::NotAvailable`] on the host and in slots.
     pub fn heap_allocator(&self) -> Result<HeapAllocator, Error> {
-        Feature::TokenBuffers.require(self.executor())?;
+        Feature::DeviceHeap.require(self.executor())?;
         match &self.at {
             InstanceAt::Enqueued(ep) => ep.heap_allocator(),
             _ => Err(wrong_place("a heap allocator", Side::Device)),

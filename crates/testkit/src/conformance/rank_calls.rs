@@ -23,7 +23,7 @@ use crate::conformance::case::{Bad, Call, reversed};
 use crate::conformance::tensors::{Buffer, Device, Place};
 use crate::device::whole;
 use crate::difference::{Difference, compare, compare_list};
-use crate::ep_settings::Settings;
+use crate::ep_settings::{OfDevice, Settings};
 use crate::expected::Landing;
 
 /// Dispatches that may be alive there.
@@ -63,7 +63,9 @@ impl<'r, E: Real> RankCalls<'r, E> {
         if let (Some(device), Some(stream)) = (device, place.stream()) {
             builder = builder.on(stream);
             if settings.case.mode.slots().is_none() && settings.graphs == Graphs::Off {
-                builder = builder.device_heap(device.heap).max_in_flight(MAX_IN_FLIGHT);
+                let OfDevice { max_in_flight, device_heap, .. } = settings.device;
+                builder = builder.device_heap(device_heap.unwrap_or(device.heap));
+                builder = builder.max_in_flight(max_in_flight.unwrap_or(MAX_IN_FLIGHT));
             }
         }
         let (ep, settings) = (builder.build()?, settings.clone());

@@ -20,7 +20,6 @@ use crate::error::{DeviceError, Error, LaneError, MemoryError, PlanError};
 use crate::exec::{Lowered, PeerWindows, ProxyOps};
 use crate::lane::{self, COPY_ENGINE, Port};
 use crate::plan::{Bins, ExpertMap, SlotShape};
-use crate::rows::Arithmetic;
 use crate::schedule::WindowId;
 use crate::schedule::call_program::SlotCall;
 use crate::schedule::stream_program::{RowPath, Slots, StreamProgram};
@@ -47,16 +46,8 @@ impl SlotExchange {
         }
     }
 
-    /// Checks settings that only slots on a device have limits for.
-    pub fn check_settings(spec: &Spec) -> Result<(), PlanError> {
-        Arithmetic::try_from(spec.dtype)?;
-        match spec.mode.slots() {
-            Some(rows) if rows != spec.max_tokens => {
-                let (parameter, expected) = ("slots", "max_tokens: on a device each token has one");
-                return Err(PlanError::BadParameter { parameter, seen: rows.into(), expected });
-            }
-            _ => {}
-        }
+    /// Refuses more rows and bytes than kernels count, and a device has.
+    pub fn check_sizes(spec: &Spec) -> Result<(), PlanError> {
         let (shape, expansion) = shapes(spec)?;
         expansion.map_or(Ok(()), |(budget, layout)| layout.check(spec, &shape, budget))
     }
