@@ -66,7 +66,7 @@ const MASKING: &[Call] = &[
 ];
 
 const EVERYWHERE: &[Way] = &Way::ALL;
-/// Slots take their calls in turns, and read experts in a kernel.
+/// Slots take their calls in turns.
 const COUNTED: &[Way] = &[Way::Host, Way::Exact, Way::Budget];
 const ON_HOST: &[Way] = &[Way::Host];
 const ON_DEVICE: &[Way] = &[Way::Exact, Way::Budget, Way::Slots, Way::Graphs];
@@ -160,7 +160,7 @@ pub const SUITE: &[Case] = &[
     Case { name: "two groups in turns, two nodes", group: TWO_NODES, second: &[4, 0], ..EXPERTS },
     Case { name: "slots", settings: &[EXPERT_MAJOR, Slots(12, Error)], ways: ON_HOST, ..EXPERTS },
     Case { name: "a row is missing", tokens: &[5, 4, 12, 3], calls: SHAPE, ..EXPERTS },
-    Case { name: "an unknown expert", tokens: &[5, 4, 12, 3], calls: EXPERT, ways: COUNTED, ..EXPERTS },
+    Case { name: "an unknown expert", tokens: &[5, 4, 12, 3], calls: EXPERT, ..EXPERTS },
     RANKS,
     Case { name: "one rank", group: &[2], tokens: &[7], ..RANKS },
     Case { name: "two nodes", group: TWO_NODES, ..RANKS },
