@@ -279,6 +279,15 @@ impl Plan {
     ///
     /// [`with_messages`]: Plan::with_messages
     ///
+    /// ```
+    /// use sidelane_parallel::pipeline::{Costs, Schedule};
+    ///
+    /// let (step, costs) = (Schedule::ZeroBubbleH2.plan(3, 5)?, Costs::new(1, 1, 1));
+    /// assert_eq!(step.time(2, costs)?.time(), 17);
+    /// assert_eq!(step.steps(4)?.time(2, costs)?.time(), 4 * 15 + 2);
+    /// # Ok::<(), sidelane_parallel::PipelineError>(())
+    /// ```
+    ///
     /// # Errors
     /// [`PipelineError::None`] for no step, [`PipelineError::TooMany`] for too many.
     pub fn steps(&self, steps: u32) -> Result<Plan, PipelineError> {

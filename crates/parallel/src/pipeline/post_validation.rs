@@ -78,6 +78,75 @@ pub trait OptimizedStage<E: Float = f32>: Stage<E> {
 }
 
 /// A pipeline that makes several steps and then validates them.
+///
+/// ```
+/// use sidelane::World;
+/// use sidelane_parallel::PipelineError;
+/// use sidelane_parallel::pipeline::{OptimizedStage, Pass, PostValidation, Schedule, Stage, Update};
+///
+/// /// Adds its weight. The loss is the last sum.
+/// struct Add {
+///     stage: u32,
+///     weight: f32,
+///     gradient: f32,
+/// }
+///
+/// impl Stage for Add {
+///     type Error = PipelineError;
+///
+///     fn forward(&mut self, _: u32, _: u32, x: Option<&[f32]>) -> Result<Option<Vec<f32>>, PipelineError> {
+///         Ok(Some(vec![x.map_or(0.0, |x| x[0]) + self.weight]))
+///     }
+///
+///     fn backward(
+///         &mut self, _: Pass, microbatch: u32, _: u32, of: Option<&[f32]>,
+///     ) -> Result<Option<Vec<f32>>, PipelineError> {
+///         let of = of.map_or(1.0, |of| of[0]);
+///         // Something is wrong on one stage, in the second of three steps.
+///         self.gradient += if (self.stage, microbatch) == (0, 3) { f32::NAN } else { of };
+///         Ok(Some(vec![of]))
+///     }
+/// }
+///
+/// impl OptimizedStage for Add {
+///     type Kept = f32;
+///
+///     fn square_sum(&mut self) -> Result<f64, PipelineError> {
+///         Ok(f64::from(self.gradient).powi(2))
+///     }
+///
+///     fn update(&mut self, update: Update) -> Result<(), PipelineError> {
+///         if let Update::Scale(scale) = update {
+///             self.weight -= scale * self.gradient;
+///         }
+///         self.gradient = 0.0;
+///         Ok(())
+///     }
+///
+///     fn keep(&self) -> f32 {
+///         self.weight
+///     }
+///
+///     fn restore(&mut self, kept: &f32) {
+///         (self.weight, self.gradient) = (*kept, 0.0);
+///     }
+/// }
+///
+/// let ranks = World::threads(2)?.into_iter().map(|world| {
+///     std::thread::spawn(move || -> Result<(Vec<Update>, f32), PipelineError> {
+///         let plan = Schedule::OneFOneB.plan(2, 2)?;                       // two microbatches a step
+///         let mut pipeline = PostValidation::new(&world.all()?, &plan, 3, 1, f32::INFINITY)?;
+///         let mut layers = Add { stage: world.rank(), weight: 1.0, gradient: 0.0 };
+///         Ok((pipeline.run(&mut layers)?, layers.weight))
+///     })
+/// });
+/// for rank in ranks.collect::<Vec<_>>() {
+///     let (updates, weight) = rank.join().unwrap().unwrap();
+///     assert_eq!(updates, [Update::Scale(1.0), Update::Skip, Update::Scale(1.0)]);
+///     assert_eq!(weight, 1.0 - 2.0 - 2.0);                                 // the other stage went back
+/// }
+/// # Ok::<(), sidelane::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct PostValidation<E = f32> {
     plan: Plan,
