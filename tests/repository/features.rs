@@ -41,8 +41,8 @@ fn code(path: &std::path::Path) -> String {
     code.lines().filter(|line| !line.trim_start().starts_with("//")).collect::<Vec<_>>().join("\n")
 }
 
-#[test]
-fn few_files_tell_layouts_and_orders_apart() {
+/// Files of the library whose code has one of these words.
+fn files_with(words: &[&str]) -> Vec<String> {
     let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
     let (mut folders, mut named) = (vec![root.join("src"), root.join("crates/core/src")], Vec::new());
     while let Some(folder) = folders.pop() {
@@ -54,9 +54,7 @@ fn few_files_tell_layouts_and_orders_apart() {
                 true => folders.push(path),
                 false if name.ends_with(".rs") && !is_test => {
                     let code = code(&path);
-                    let variants = ["RowLayout::ExpertMajor", "RowLayout::RankMajor"];
-                    let orders = ["Order::Expert", "Order::Rank", "Order::Node"];
-                    if variants.iter().chain(&orders).any(|variant| code.contains(variant)) {
+                    if words.iter().any(|word| code.contains(word)) {
                         named.push(name);
                     }
                 }
@@ -65,7 +63,25 @@ fn few_files_tell_layouts_and_orders_apart() {
         }
     }
     named.sort();
+    named
+}
+
+#[test]
+fn few_files_tell_layouts_and_orders_apart() {
+    let variants = ["RowLayout::ExpertMajor", "RowLayout::RankMajor"];
+    let orders = ["Order::Expert", "Order::Rank", "Order::Node"];
+    let named = files_with(&[variants.as_slice(), &orders].concat());
     assert!(named.len() <= 5, "{named:?}");
+}
+
+#[test]
+fn files_that_ask_for_the_layout_are_those_of_contributing() {
+    let page = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/CONTRIBUTING.md")).unwrap();
+    let (_, list) = page.split_once("has to look at each of them:").expect("the list is there");
+    let (list, _) = list.split_once("So rank-major rows").expect("the list ends");
+    let mut listed: Vec<_> = list.split('`').skip(1).step_by(2).map(str::to_owned).collect();
+    listed.sort();
+    assert_eq!(listed, files_with(&["is_per_rank(", "laid_apart("]));
 }
 
 #[test]

@@ -550,7 +550,7 @@ def check_slots_are_what_all_ranks_sent(world):
     # What came with rows is there as long as the handle.
     _, handle = slots.start_dispatch(*sent(of, me, device)).unfinished()
     assert device.read(handle.used).tolist() == used
-    # A call that is refused is not enqueued, and nobody waits for it.
+    # A call out of turn is not entered, whatever it brings.
     assert refused(lambda: slots.dispatch(of.x[me], of.ids[me], of.weights[me])) == ("PlanError", "WrongPlace")
     assert refused(lambda: slots.dispatch(*sent(of, me, device))) == ("CallError", "OutOfTurn")
     slots.release(handle)
