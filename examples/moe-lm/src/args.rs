@@ -36,7 +36,7 @@ pub struct Arguments {
     #[arg(long)]
     pub expert_parallel: Option<usize>,
     /// Plays this many ranks in this process, one after another: the same bits. 4,3@5 plays 4, and
-    /// 3 from step 5 on. With --mesh, all ranks of the mesh, which has no cp and tp then.
+    /// 3 from step 5 on. With --mesh, all ranks of the mesh.
     #[arg(
         long,
         value_name = "RANKS[,RANKS@STEP..]",

@@ -25,7 +25,7 @@ use sidelane_parallel::tensor::{
 use super::block::{
     Attention, BETWEEN, Block, BlockTape, DelayedBlock, MicrobatchSizes, norm, norm_backward, take,
 };
-use super::groups::Groups;
+use super::groups::{Groups, LayerGroups, positions};
 use super::strategy::Strategy;
 use super::tensors::{Rows, Sections, Tensor, layers_of};
 use crate::batches::Windows;
@@ -102,28 +102,20 @@ impl Times {
     }
 }
 
-/// Data parallel ranks that one process plays.
-#[derive(Clone, Copy, Debug)]
-pub struct Played {
-    /// Parts of the batch, one for each.
-    pub parts: usize,
-    /// Those of them that share experts.
-    pub sharing: usize,
-}
-
 /// A rank's layers, and what a step has come to.
 pub struct Stage {
-    /// The groups of the rank.
-    pub groups: Groups,
-    /// Gradients of each part of the batch, summed over its microbatches. A rank has one part; a
-    /// reference has all.
-    pub gradients: Vec<Rows>,
+    /// The groups of its layers.
+    pub groups: LayerGroups,
+    /// Gradients of its tokens, summed over microbatches.
+    pub gradients: Rows,
     /// Sum of the losses of this rank's tokens, on the last stage.
     pub loss: f64,
     /// Bytes sent to other stages.
     pub stage_bytes: u64,
     /// Times of its passes: forward, and the gradients of inputs and of weights.
     pub times: [Times; 3],
+    /// Whether other stages get what it makes.
+    sends: bool,
     of_microbatch: MicrobatchSizes,
     /// Positions of this rank's tokens in a window.
     positions: Vec<usize>,
@@ -135,28 +127,24 @@ pub struct Stage {
 }
 
 impl Stage {
-    /// With weights of zeros. A reference plays some ranks. Collective.
+    /// With weights of zeros. Collective.
     ///
     /// # Errors
     /// Those of the layers.
     pub fn new(
-        mut groups: Groups,
+        rank: &Groups,
+        mut groups: LayerGroups,
         strategy: &Strategy,
         settings: &Settings,
         tensors: &[Sections<Vec<Tensor>>],
-        played: Option<Played>,
     ) -> Result<Stage> {
-        let parts = played.map_or(1, |played| played.parts);
-        let of_microbatch = MicrobatchSizes::new(strategy, settings, parts);
+        let of_microbatch = MicrobatchSizes::new(strategy, settings);
         let attention = Attention::new(&mut groups.cp, strategy, settings)?;
         let mut first = Sections { cut: 0, whole: 0, experts: 0 };
         let mut chunks = Vec::new();
         for (nth, tensors) in tensors.iter().enumerate() {
-            let layers = layers_of(strategy, &settings.shape, groups.place.stage, nth);
-            let block = |_| {
-                let in_turn = played.map(|played| played.sharing);
-                Block::new(&groups.tp, &groups.ep, attention, (strategy, settings), (of_microbatch, in_turn))
-            };
+            let layers = layers_of(strategy, &settings.shape, rank.place.stage, nth);
+            let block = |_| Block::new(&groups, attention, strategy, settings);
             chunks.push(Chunk {
                 embedding: (layers.start == 0).then(|| Embedding::new(&groups.tp, settings)).transpose()?,
                 blocks: layers.clone().map(block).collect::<Result<_>>()?,
@@ -168,16 +156,15 @@ impl Stage {
             let len = |of: &Vec<Tensor>| of.iter().map(Tensor::elements).sum::<usize>();
             first = first.zip(tensors.as_ref().map(len)).map(|(first, len)| first + len);
         }
-        let zeros = first.map(|len| vec![0.0; len]);
-        let tokens = of_microbatch.windows * of_microbatch.piece * strategy.microbatches as usize;
         Ok(Stage {
-            positions: groups.positions(strategy, settings),
-            gradients: vec![zeros; parts],
+            positions: positions(rank.parts.1, strategy, settings),
+            gradients: first.map(|len| vec![0.0; len]),
             loss: 0.0,
             stage_bytes: 0,
             times: Default::default(),
+            sends: rank.stages > 1,
+            of_loss: of_microbatch.of_loss(strategy),
             of_microbatch,
-            of_loss: 1.0 / tokens as f32,
             chunks,
             microbatches: Vec::new(),
             tapes: HashMap::new(),
@@ -206,20 +193,15 @@ impl Stage {
         }
     }
 
-    /// Begins a step with the windows of its microbatches, one after another.
-    pub fn begin(&mut self, windows: &Windows) {
-        let MicrobatchSizes { windows: count, window, .. } = self.of_microbatch;
+    /// Begins a step with the windows of each of its microbatches.
+    pub fn begin(&mut self, microbatches: impl Iterator<Item = Windows>) {
         let own = |of: &[u32]| -> Vec<u32> {
-            let windows = of.chunks_exact(window);
+            let windows = of.chunks_exact(self.of_microbatch.window);
             windows.flat_map(|of| self.positions.iter().map(|&position| of[position])).collect()
         };
-        let microbatches = windows.tokens.chunks_exact(count * window);
-        let microbatches = microbatches.zip(windows.following.chunks_exact(count * window));
-        let own = |(tokens, following)| Microbatch { tokens: own(tokens), following: own(following) };
+        let own = |of: Windows| Microbatch { tokens: own(&of.tokens), following: own(&of.following) };
         self.microbatches = microbatches.map(own).collect();
-        self.gradients.iter_mut().for_each(|of| {
-            of.as_mut().map(|values| values.fill(0.0));
-        });
+        self.gradients.as_mut().map(|values| values.fill(0.0));
         (self.loss, self.stage_bytes, self.times) = (0.0, 0, Default::default());
         (self.tapes, self.waiting) = (HashMap::new(), HashMap::new());
     }
@@ -230,10 +212,9 @@ impl Stage {
         blocks.map(|block| std::mem::take(&mut block.expert_bytes)).sum()
     }
 
-    fn add(&mut self, (microbatch, chunk): (u32, u32), gradients: Rows) {
-        let parts = self.gradients.len();
+    fn add(&mut self, chunk: u32, gradients: Rows) {
         let first = self.chunks[chunk as usize].first.clone();
-        let sums = self.gradients[microbatch as usize % parts].as_mut();
+        let sums = self.gradients.as_mut();
         sums.zip(gradients.zip(first)).map(|(sums, (gradient, first))| {
             sums[first..].iter_mut().zip(gradient).for_each(|(sum, of)| *sum += of);
         });
@@ -241,7 +222,7 @@ impl Stage {
 
     /// Counts a message to another stage.
     fn sends(&mut self, tensor: &[f32]) {
-        if self.groups.stages > 1 {
+        if self.sends {
             self.stage_bytes += size_of_val(tensor) as u64;
         }
     }
@@ -254,21 +235,20 @@ impl Stage {
     ) -> Result<(Option<Vec<f32>>, DelayedChunk)> {
         let tape = self.tapes.remove(&(microbatch, model_chunk)).ok_or(Error::NoForward { microbatch })?;
         let Stage { groups, chunks, microbatches, positions, of_microbatch, of_loss, .. } = self;
-        let Groups { tp, cp, .. } = groups;
         let (chunk, data) = (&mut chunks[model_chunk as usize], &microbatches[microbatch as usize]);
         let (mut of_x, head) = match (&chunk.head, tape.head) {
             (Some(head), Some((x, tape))) => {
                 let of_losses = vec![*of_loss; data.tokens.len()];
                 let of_logits = head.loss.backward(tape, &of_losses).map_err(sidelane::Error::from)?;
                 let normed = norm(&x, of_microbatch.width);
-                let (of_normed, delayed) = head.linear.backward_input(tp, &normed, &of_logits)?;
+                let (of_normed, delayed) = head.linear.backward_input(&mut groups.tp, &normed, &of_logits)?;
                 (norm_backward(&x, &of_normed, of_microbatch.width), Some(delayed))
             }
             _ => (gradient.unwrap_or_default().to_vec(), None),
         };
         let mut blocks = Vec::new();
         for (block, tape) in chunk.blocks.iter_mut().zip(tape.blocks).rev() {
-            let (of_inputs, delayed) = block.backward((tp, cp), tape, &of_x)?;
+            let (of_inputs, delayed) = block.backward(groups, tape, &of_x)?;
             of_x = of_inputs;
             blocks.push(delayed);
         }
@@ -276,9 +256,9 @@ impl Stage {
         let mut embedding = Rows::default();
         let first = chunk.embedding.as_ref();
         if let Some(layer) = first {
-            embedding.cut = layer.token.backward(tp, &data.tokens, &of_x)?;
+            embedding.cut = layer.token.backward(&mut groups.tp, &data.tokens, &of_x)?;
             embedding.whole = vec![0.0; layer.place.len()];
-            let own = own_tokens(tp, of_microbatch, positions);
+            let own = own_tokens(&groups.tp, of_microbatch, positions);
             for (position, row) in own.zip(of_x.chunks_exact(of_microbatch.width)) {
                 let sum = &mut embedding.whole[position * of_microbatch.width..][..of_microbatch.width];
                 sum.iter_mut().zip(row).for_each(|(sum, of)| *sum += of);
@@ -288,11 +268,11 @@ impl Stage {
     }
 
     /// Adds the gradients of a pass' weights.
-    fn add_weights(&mut self, of: (u32, u32), delayed: DelayedChunk) {
+    fn add_weights(&mut self, model_chunk: u32, delayed: DelayedChunk) {
         let began = Instant::now();
         let gradients = delayed.weights();
         self.times[2].add(began);
-        self.add(of, gradients);
+        self.add(model_chunk, gradients);
     }
 }
 
@@ -307,12 +287,11 @@ impl PipelineStage for Stage {
     ) -> Result<Option<Vec<f32>>> {
         let began = Instant::now();
         let Stage { groups, chunks, microbatches, positions, of_microbatch, loss, tapes, .. } = self;
-        let Groups { tp, cp, .. } = groups;
         let (chunk, data) = (&mut chunks[model_chunk as usize], &microbatches[microbatch as usize]);
         let mut x = match &chunk.embedding {
             Some(embedding) => {
-                let mut rows = embedding.token.forward(tp, &data.tokens)?;
-                let own = own_tokens(tp, of_microbatch, positions);
+                let mut rows = embedding.token.forward(&mut groups.tp, &data.tokens)?;
+                let own = own_tokens(&groups.tp, of_microbatch, positions);
                 for (position, row) in own.zip(rows.chunks_exact_mut(of_microbatch.width)) {
                     let place = &embedding.place[position * of_microbatch.width..];
                     row.iter_mut().zip(place).for_each(|(value, place)| *value += place);
@@ -323,14 +302,14 @@ impl PipelineStage for Stage {
         };
         let mut blocks = Vec::new();
         for block in &mut chunk.blocks {
-            let (y, tape) = block.forward((tp, cp), x)?;
+            let (y, tape) = block.forward(groups, x)?;
             x = y;
             blocks.push(tape);
         }
         let (outputs, head) = match &chunk.head {
             Some(head) => {
-                let logits = head.linear.forward(tp, &norm(&x, of_microbatch.width))?;
-                let (losses, tape) = head.loss.forward(tp, &logits, &data.following)?;
+                let logits = head.linear.forward(&mut groups.tp, &norm(&x, of_microbatch.width))?;
+                let (losses, tape) = head.loss.forward(&mut groups.tp, &logits, &data.following)?;
                 *loss += losses.iter().copied().map(f64::from).sum::<f64>();
                 (None, Some((x, tape)))
             }
@@ -352,7 +331,7 @@ impl PipelineStage for Stage {
         let of = (microbatch, model_chunk);
         if pass == Pass::BackwardWeight {
             let delayed = self.waiting.remove(&of).ok_or(Error::NoForward { microbatch })?;
-            self.add_weights(of, delayed);
+            self.add_weights(model_chunk, delayed);
             return Ok(None);
         }
         let began = Instant::now();
@@ -360,7 +339,7 @@ impl PipelineStage for Stage {
         self.times[1].add(began);
         match pass {
             Pass::BackwardInput => drop(self.waiting.insert(of, delayed)),
-            _ => self.add_weights(of, delayed),
+            _ => self.add_weights(model_chunk, delayed),
         }
         self.sends(of_inputs.as_deref().unwrap_or_default());
         Ok(of_inputs)

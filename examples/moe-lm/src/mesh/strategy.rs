@@ -115,14 +115,6 @@ pub enum StrategyError {
     /// A schedule without a pipeline.
     #[error("--schedule orders the passes of stages, and the mesh has one: name pp")]
     NoPipeline,
-    /// A reference of ranks that cut matrices or windows, whose sums it does not have.
-    #[error("one process plays ranks of dp, pp and ep, and not cp {cp} x tp {tp}")]
-    NotPlayed {
-        /// Parts of each window.
-        cp: u32,
-        /// Parts of each matrix.
-        tp: u32,
-    },
     /// A balance of windows that no rank has whole.
     #[error(
         "the balance is one of each window, and cp {cp} x tp {tp} cut windows over ranks: \
