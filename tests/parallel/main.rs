@@ -22,4 +22,5 @@ mod pipelines;
 mod ranks;
 mod schedules;
 mod tensors;
+mod tied;
 mod wire;

@@ -3,9 +3,10 @@
 use half::bf16;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use sidelane::World;
 use sidelane::collective::Communicator;
+use sidelane::error::CallError;
 use sidelane::rows::{Matrix, product};
+use sidelane::{Error, World};
 use sidelane_parallel::Float;
 
 /// Nodes of the ranks: alone, on one node, on two, and not a power of two.
@@ -131,6 +132,25 @@ pub fn transposed_times(a: &[f32], b: &[f32], rows: usize) -> Vec<f32> {
 /// The transpose of `[rows, width]`.
 pub fn transposed(of: &[f32], width: usize) -> Vec<f32> {
     (0..width).flat_map(|column| of.iter().skip(column).step_by(width).copied()).collect()
+}
+
+/// Loss of a token whose logits are in parts of `own` on each rank, and the gradient of its logits.
+/// Sums are those of a rank, and then by ascending rank.
+pub fn cross_entropy(logits: &[f32], own: usize, target: usize) -> (f32, Vec<f32>) {
+    let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let powers: Vec<f32> = logits.iter().map(|logit| libm::expf(logit - largest)).collect();
+    let sum = summed(powers.chunks_exact(own).map(|part| vec![part.iter().sum()]))[0];
+    let hit = |id| if id == target { 1.0 } else { 0.0 };
+    let gradient = powers.iter().enumerate().map(|(id, power)| power / sum - hit(id)).collect();
+    (libm::logf(sum) - (logits[target] - largest), gradient)
+}
+
+/// The setting in which ranks differ, of an error that says so.
+pub fn differing(error: Error) -> &'static str {
+    match error {
+        Error::Call(CallError::ConfigsDiffer { what, .. }) => what,
+        error => panic!("{error}"),
+    }
 }
 
 /// Sums of equal tensors in their order, from +0.

@@ -54,11 +54,13 @@ mod embedding;
 mod layer_norm;
 mod linear;
 pub mod overlap;
+mod tied;
 
 pub use activations::Activations;
 pub use cross_entropy::{CrossEntropyTape, VocabularyParallelCrossEntropy};
-pub use cut::{cut_columns, cut_rows};
+pub use cut::{cut_columns, cut_rows, gather_columns};
 pub use dropout::Dropout;
 pub use embedding::VocabularyParallelEmbedding;
 pub use layer_norm::{LayerNorm, LayerNormGradients};
 pub use linear::{ColumnParallelLinear, DelayedWeights, LinearGradients, LinearShape, RowParallelLinear};
+pub use tied::TiedWeights;
