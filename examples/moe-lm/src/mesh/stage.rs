@@ -13,10 +13,10 @@
 //! embedding do not: they are made with the gradients of inputs.
 
 use std::collections::HashMap;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use sidelane::collective::Communicator;
-use sidelane_parallel::pipeline::{Pass, Stage as PipelineStage};
+use sidelane_parallel::pipeline::{Compute, Pass, Span, Stage as PipelineStage};
 use sidelane_parallel::tensor::{
     ColumnParallelLinear, CrossEntropyTape, DelayedWeights, LinearShape, VocabularyParallelCrossEntropy,
     VocabularyParallelEmbedding,
@@ -87,21 +87,6 @@ struct Microbatch {
     following: Vec<u32>,
 }
 
-/// Times of passes of one kind.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Times {
-    /// Of all.
-    pub total: Duration,
-    /// How many there were.
-    pub passes: u32,
-}
-
-impl Times {
-    fn add(&mut self, began: Instant) {
-        (self.total, self.passes) = (self.total + began.elapsed(), self.passes + 1);
-    }
-}
-
 /// A rank's layers, and what a step has come to.
 pub struct Stage {
     /// The groups of its layers.
@@ -112,8 +97,9 @@ pub struct Stage {
     pub loss: f64,
     /// Bytes sent to other stages.
     pub stage_bytes: u64,
-    /// Times of its passes: forward, and the gradients of inputs and of weights.
-    pub times: [Times; 3],
+    /// Its passes in order, in nanoseconds since its clock began.
+    pub spans: Vec<Span>,
+    clock: Instant,
     /// Whether other stages get what it makes.
     sends: bool,
     of_microbatch: MicrobatchSizes,
@@ -163,7 +149,8 @@ impl Stage {
             gradients: first.map(|len| vec![0.0; len]),
             loss: 0.0,
             stage_bytes: 0,
-            times: Default::default(),
+            spans: Vec::new(),
+            clock: Instant::now(),
             sends: rank.stages > 1,
             of_loss: of_microbatch.of_loss(strategy),
             of_microbatch,
@@ -204,8 +191,23 @@ impl Stage {
         let own = |of: Windows| Microbatch { tokens: own(&of.tokens), following: own(&of.following) };
         self.microbatches = microbatches.map(own).collect();
         self.gradients.as_mut().map(|values| values.fill(0.0));
-        (self.loss, self.stage_bytes, self.times) = (0.0, 0, Default::default());
+        (self.loss, self.stage_bytes, self.spans) = (0.0, 0, Vec::new());
         (self.tapes, self.waiting) = (HashMap::new(), HashMap::new());
+    }
+
+    /// Begins the clock of the step's passes.
+    pub fn begin_clock(&mut self) {
+        self.clock = Instant::now();
+    }
+
+    fn now(&self) -> u64 {
+        self.clock.elapsed().as_nanos() as u64
+    }
+
+    /// Records a pass that ends now.
+    fn ends(&mut self, pass: Pass, (microbatch, model_chunk): (u32, u32), begin: u64) {
+        let compute = Compute { pass, microbatch, model_chunk };
+        self.spans.push(Span { compute, begin, end: self.now() });
     }
 
     /// Bytes of rows of experts since the last call.
@@ -214,8 +216,10 @@ impl Stage {
         blocks.map(|block| std::mem::take(&mut block.expert_bytes)).sum()
     }
 
-    fn add(&mut self, chunk: u32, gradients: Rows) {
-        let first = self.chunks[chunk as usize].first.clone();
+    /// Adds the gradients of a pass' weights.
+    fn add_weights(&mut self, model_chunk: u32, delayed: DelayedChunk) {
+        let gradients = delayed.weights();
+        let first = self.chunks[model_chunk as usize].first.clone();
         let sums = self.gradients.as_mut();
         sums.zip(gradients.zip(first)).map(|(sums, (gradient, first))| {
             sums[first..].iter_mut().zip(gradient).for_each(|(sum, of)| *sum += of);
@@ -268,14 +272,6 @@ impl Stage {
         }
         Ok((first.is_none().then_some(of_x), DelayedChunk { embedding, blocks, head }))
     }
-
-    /// Adds the gradients of a pass' weights.
-    fn add_weights(&mut self, model_chunk: u32, delayed: DelayedChunk) {
-        let began = Instant::now();
-        let gradients = delayed.weights();
-        self.times[2].add(began);
-        self.add(model_chunk, gradients);
-    }
 }
 
 impl PipelineStage for Stage {
@@ -287,7 +283,7 @@ impl PipelineStage for Stage {
         model_chunk: u32,
         inputs: Option<&[f32]>,
     ) -> Result<Option<Vec<f32>>> {
-        let began = Instant::now();
+        let begin = self.now();
         let Stage { groups, chunks, microbatches, positions, of_microbatch, loss, tapes, .. } = self;
         let (chunk, data) = (&mut chunks[model_chunk as usize], &microbatches[microbatch as usize]);
         let mut x = match &chunk.embedding {
@@ -318,7 +314,7 @@ impl PipelineStage for Stage {
             None => (Some(x), None),
         };
         tapes.insert((microbatch, model_chunk), ChunkTape { blocks, head });
-        self.times[0].add(began);
+        self.ends(Pass::Forward, (microbatch, model_chunk), begin);
         self.sends(outputs.as_deref().unwrap_or_default());
         Ok(outputs)
     }
@@ -330,19 +326,19 @@ impl PipelineStage for Stage {
         model_chunk: u32,
         gradient: Option<&[f32]>,
     ) -> Result<Option<Vec<f32>>> {
-        let of = (microbatch, model_chunk);
+        let (of, begin) = ((microbatch, model_chunk), self.now());
         if pass == Pass::BackwardWeight {
             let delayed = self.waiting.remove(&of).ok_or(Error::NoForward { microbatch })?;
             self.add_weights(model_chunk, delayed);
+            self.ends(pass, of, begin);
             return Ok(None);
         }
-        let began = Instant::now();
         let (of_inputs, delayed) = self.gradients_of(of, gradient)?;
-        self.times[1].add(began);
         match pass {
             Pass::BackwardInput => drop(self.waiting.insert(of, delayed)),
             _ => self.add_weights(model_chunk, delayed),
         }
+        self.ends(pass, of, begin);
         self.sends(of_inputs.as_deref().unwrap_or_default());
         Ok(of_inputs)
     }

@@ -15,12 +15,11 @@
 //! **Reference.** One process [replays](super::replay) all ranks, to the bit.
 
 use std::collections::HashMap;
-use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use sidelane::World;
 use sidelane::collective::Communicator;
-use sidelane_parallel::pipeline::Pipeline;
+use sidelane_parallel::pipeline::{Compute, Pass, Pipeline, Span};
 
 use super::groups::{Groups, LayerGroups};
 use super::optimizer::Optimizer;
@@ -33,6 +32,9 @@ use crate::error::{Error, Result};
 use crate::settings::Settings;
 use crate::trainer::{History, agree_by};
 use crate::weights::Weights;
+
+/// Passes by number, for the messages in which ranks gather their spans.
+const PASSES: [Pass; 4] = [Pass::Forward, Pass::Backward, Pass::BackwardInput, Pass::BackwardWeight];
 
 /// Bytes that a rank put into memory of ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -216,25 +218,34 @@ impl MeshTrainer {
         all.map_err(Error::malformed("the counts of a rank"))
     }
 
-    /// Mean times of a stage's passes over a microbatch, over all stages, in the last step: those
-    /// forward, and of the gradients of inputs and of weights. Collective.
+    /// Passes of each rank in the last step, as they were made, in nanoseconds. Ranks begin their
+    /// clocks when they leave a gather: two lines are shifted by as much as one of them leaves it
+    /// later. Collective.
     ///
     /// # Errors
     /// Those of the gather.
-    pub fn pass_times(&self) -> Result<[Duration; 3]> {
-        let chunks = self.strategy.model_chunks();
-        let times = match &self.model {
-            Model::Stage(stage, _) => stage.times,
-            Model::Replay(_) => Default::default(),
+    pub fn spans_of_ranks(&self) -> Result<Vec<Vec<Span>>> {
+        let spans = match &self.model {
+            Model::Stage(stage, _) => &stage.spans[..],
+            Model::Replay(_) => &[],
         };
-        let own = times.map(|of| (of.total * chunks / of.passes.max(1)).as_nanos() as u64);
-        let all = self.groups.all.gather(&own.map(u64::to_le_bytes).concat())?;
-        let mean = |nth| {
-            let times = all.iter().filter_map(|said| said.as_chunks::<8>().0.get(nth).copied());
-            let times: Vec<u64> = times.map(u64::from_le_bytes).collect();
-            Duration::from_nanos(times.iter().sum::<u64>() / times.len().max(1) as u64)
+        let number = |pass| PASSES.iter().position(|of| *of == pass).unwrap_or_default() as u64;
+        let numbers = |span: &Span| {
+            let Compute { pass, microbatch, model_chunk } = span.compute;
+            [number(pass), microbatch.into(), model_chunk.into(), span.begin, span.end]
         };
-        Ok([mean(0), mean(1), mean(2)])
+        let own: Vec<u8> = spans.iter().flat_map(numbers).flat_map(u64::to_le_bytes).collect();
+        let span = |numbers: &[u64; 5]| {
+            let [pass, microbatch, model_chunk, begin, end] = *numbers;
+            let pass = PASSES[pass as usize % PASSES.len()];
+            let compute = Compute { pass, microbatch: microbatch as u32, model_chunk: model_chunk as u32 };
+            Span { compute, begin, end }
+        };
+        let of_rank = |said: Vec<u8>| {
+            let numbers = said.as_chunks::<8>().0.iter().copied().map(u64::from_le_bytes);
+            numbers.collect::<Vec<_>>().as_chunks().0.iter().map(span).collect()
+        };
+        Ok(self.groups.all.gather(&own)?.into_iter().map(of_rank).collect())
     }
 
     /// Counts since the last call.
@@ -311,6 +322,8 @@ impl MeshTrainer {
             Model::Stage(stage, pipeline) => {
                 let rank = (groups.parts.0, strategy.sizes.dp as usize);
                 stage.begin((0..microbatches).map(|microbatch| windows(rank, microbatch)));
+                groups.all.gather(&[])?;
+                stage.begin_clock();
                 pipeline.run(&mut **stage)
             }
             Model::Replay(replay) => {

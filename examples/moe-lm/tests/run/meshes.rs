@@ -399,6 +399,27 @@ fn shards_that_the_run_did_not_write_stop_all_ranks() {
     }
 }
 
+#[test]
+fn spans_of_a_step_are_the_passes_of_the_plan_in_their_order() {
+    let settings = small();
+    let order = Some(ScheduleName::ZeroBubbleH1);
+    let strategy = Strategy { order, microbatches: 4, ..strategy("pp=2,dp=2") };
+    let plan = strategy.plan().unwrap();
+    let ranks = on_ranks(&settings, &strategy, |trainer| {
+        let mut trainer = trainer.unwrap();
+        trainer.step().unwrap();
+        trainer.step().unwrap();
+        trainer.spans_of_ranks().unwrap()
+    });
+    assert!(ranks.iter().all(|of| *of == ranks[0]));
+    for (rank, spans) in ranks[0].iter().enumerate() {
+        let passes: Vec<_> = spans.iter().map(|span| span.compute).collect();
+        assert_eq!(passes, plan.passes(rank as u32 / 2).collect::<Vec<_>>(), "rank {rank}");
+        assert!(spans.iter().all(|span| span.begin < span.end));
+        assert!(spans.windows(2).all(|pair| pair[0].end <= pair[1].begin));
+    }
+}
+
 /// Each rank a node of its own, so that bytes to other nodes are those to other ranks.
 fn traffic(settings: &Settings, strategy: &Strategy) -> Vec<Traffic> {
     let nodes: Vec<u32> = (0..strategy.sizes.ranks()).collect();
@@ -485,7 +506,10 @@ fn processes_of_a_mesh_write_the_losses_of_one_that_plays_them() {
     let traffic = lines[0].iter().find_map(|line| line["traffic"].as_array()).unwrap();
     assert!(traffic.len() == 4 && traffic.iter().all(|rank| rank["pp_bytes"] == 2 * 16 * 32 * 4));
     let timeline = std::fs::read_to_string(out.join("timeline.svg")).unwrap();
-    assert!(["gpipe", "1f1b", "interleaved:2", "zb-h1"].iter().all(|name| timeline.contains(name)));
+    // Of four ranks and two microbatches, and one of each in the legend.
+    for pass in ["forward", "backward", "weight"] {
+        assert_eq!(timeline.matches(&format!("class=\"pass {pass}\"")).count(), 4 * 2 + 1);
+    }
 
     let losses = std::fs::read(out.join("losses.json")).unwrap();
     let history: History = serde_json::from_slice(&losses).unwrap();
