@@ -68,6 +68,10 @@ pub struct Arguments {
     /// ring.
     #[arg(long, value_enum, requires = "mesh")]
     pub attention: Option<Attention>,
+    /// With --mesh: keeps the inputs of model chunks alone, and repeats forward passes before
+    /// backward passes. The same bits.
+    #[arg(long, requires = "mesh")]
+    pub recompute: bool,
     /// Whether transfers overlap with compute: the same bits.
     #[arg(long, value_enum, default_value_t = Switch::On)]
     pub overlap: Switch,
@@ -279,6 +283,7 @@ impl Arguments {
             order: self.schedule,
             microbatches: self.microbatches.unwrap_or(sizes.pp),
             context,
+            recompute: self.recompute,
         })
     }
 

@@ -36,6 +36,8 @@ pub struct MicrobatchSizes {
     pub width: usize,
     /// Elements of a token's queries on this rank.
     pub own_width: usize,
+    /// Query heads of this rank.
+    pub own_heads: usize,
     /// Windows of a microbatch.
     pub windows: usize,
     /// Tokens of a window.
@@ -53,7 +55,16 @@ impl MicrobatchSizes {
         let windows = settings.batch / dp / strategy.microbatches as usize;
         let (width, window) = (settings.shape.width, settings.shape.window);
         let piece = window / cp;
-        MicrobatchSizes { width, own_width: width / tp, windows, window, piece, tokens: windows * piece / tp }
+        let (own_width, own_heads) = (width / tp, settings.shape.heads / tp);
+        MicrobatchSizes { width, own_width, own_heads, windows, window, piece, tokens: windows * piece / tp }
+    }
+
+    /// Bytes that the attention of a window keeps: queries, outputs, keys, values and sums, of the
+    /// same sizes for [`Context::Ulysses`] and [`Context::Ring`].
+    fn attention_bytes(&self) -> u64 {
+        let rows = 4 * self.own_width * size_of::<f32>();
+        let sums = 2 * self.own_heads * size_of::<f32>();
+        (self.piece * (rows + sums)) as u64
     }
 
     /// Gradient of the loss of a token: a rank's loss is the mean over its own tokens of a step.
@@ -145,6 +156,14 @@ pub struct DelayedBlock {
     out: DelayedWeights,
     router: Vec<f32>,
     experts: Vec<f32>,
+}
+
+impl BlockTape {
+    /// Bytes that it holds, without the rows of experts.
+    pub fn bytes(&self, of_microbatch: &MicrobatchSizes) -> u64 {
+        let rows = [&self.x, &self.attended, &self.between].map(|rows| size_of_val(&rows[..]) as u64);
+        rows.iter().sum::<u64>() + self.windows.len() as u64 * of_microbatch.attention_bytes()
+    }
 }
 
 impl DelayedBlock {

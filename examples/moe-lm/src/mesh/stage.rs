@@ -11,6 +11,9 @@
 //! microbatch, so they give the same bits. Where a schedule asks for the gradients of inputs first,
 //! the products of linear layers' weights wait for their own pass. Those of router, experts and
 //! embedding do not: they are made with the gradients of inputs.
+//!
+//! With recomputation a stage keeps the inputs of a forward pass alone. Before the backward pass
+//! the layers are called once more: they exchange and compute the same, to the bit.
 
 use std::collections::HashMap;
 use std::time::Instant;
@@ -42,6 +45,8 @@ struct Embedding {
 struct Head {
     linear: ColumnParallelLinear,
     loss: VocabularyParallelCrossEntropy,
+    /// Different tokens of this rank's logits.
+    columns: usize,
 }
 
 /// Layers of a model chunk.
@@ -53,10 +58,53 @@ struct Chunk {
     first: Sections<usize>,
 }
 
-/// Tensors that a forward pass of a model chunk keeps for the backward pass.
+impl Chunk {
+    /// Different tokens of this rank's logits.
+    fn columns(&self) -> usize {
+        self.head.as_ref().map_or(0, |head| head.columns)
+    }
+}
+
+/// Tensors that a forward pass of a model chunk makes for the backward pass.
 struct ChunkTape {
     blocks: Vec<BlockTape>,
     head: Option<(Vec<f32>, CrossEntropyTape)>,
+}
+
+/// What is kept of a forward pass until the backward pass.
+enum Kept {
+    /// All that it made.
+    Tape(ChunkTape),
+    /// Its inputs, from which it is repeated. The first virtual stage has none.
+    Inputs(Vec<f32>),
+}
+
+/// Results of the layers of a model chunk.
+struct Made {
+    /// None behind the head.
+    outputs: Option<Vec<f32>>,
+    tape: ChunkTape,
+    /// Sum of the losses of this rank's tokens.
+    loss: f64,
+}
+
+/// Bytes that are held, and the most that were.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Gauge {
+    held: u64,
+    most: u64,
+}
+
+impl Gauge {
+    fn add(&mut self, bytes: u64) {
+        self.held += bytes;
+        self.most = self.most.max(self.held);
+    }
+
+    /// The most bytes that were held at a time.
+    pub fn most(&self) -> u64 {
+        self.most
+    }
 }
 
 /// Factors of the gradients of a model chunk's weights.
@@ -97,6 +145,8 @@ pub struct Stage {
     pub loss: f64,
     /// Bytes sent to other stages.
     pub stage_bytes: u64,
+    /// Bytes that it keeps between passes.
+    pub activations: Gauge,
     /// Its passes in order, in nanoseconds since its clock began.
     pub spans: Vec<Span>,
     clock: Instant,
@@ -108,7 +158,8 @@ pub struct Stage {
     of_loss: f32,
     chunks: Vec<Chunk>,
     microbatches: Vec<Microbatch>,
-    tapes: HashMap<(u32, u32), ChunkTape>,
+    recompute: bool,
+    kept: HashMap<(u32, u32), Kept>,
     waiting: HashMap<(u32, u32), DelayedChunk>,
 }
 
@@ -149,6 +200,7 @@ impl Stage {
             gradients: first.map(|len| vec![0.0; len]),
             loss: 0.0,
             stage_bytes: 0,
+            activations: Gauge::default(),
             spans: Vec::new(),
             clock: Instant::now(),
             sends: rank.stages > 1,
@@ -156,7 +208,8 @@ impl Stage {
             of_microbatch,
             chunks,
             microbatches: Vec::new(),
-            tapes: HashMap::new(),
+            recompute: strategy.recompute,
+            kept: HashMap::new(),
             waiting: HashMap::new(),
             groups,
         })
@@ -192,7 +245,8 @@ impl Stage {
         self.microbatches = microbatches.map(own).collect();
         self.gradients.as_mut().map(|values| values.fill(0.0));
         (self.loss, self.stage_bytes, self.spans) = (0.0, 0, Vec::new());
-        (self.tapes, self.waiting) = (HashMap::new(), HashMap::new());
+        (self.kept, self.waiting) = (HashMap::new(), HashMap::new());
+        self.activations = Gauge::default();
     }
 
     /// Begins the clock of the step's passes.
@@ -233,13 +287,72 @@ impl Stage {
         }
     }
 
+    /// The layers of a model chunk, forward.
+    fn make(&mut self, (microbatch, model_chunk): (u32, u32), inputs: &[f32]) -> Result<Made> {
+        let Stage { groups, chunks, microbatches, positions, of_microbatch, .. } = self;
+        let (chunk, data) = (&mut chunks[model_chunk as usize], &microbatches[microbatch as usize]);
+        let mut x = match &chunk.embedding {
+            Some(embedding) => {
+                let mut rows = embedding.token.forward(&mut groups.tp, &data.tokens)?;
+                let own = own_tokens(&groups.tp, of_microbatch, positions);
+                for (position, row) in own.zip(rows.chunks_exact_mut(of_microbatch.width)) {
+                    let place = &embedding.place[position * of_microbatch.width..];
+                    row.iter_mut().zip(place).for_each(|(value, place)| *value += place);
+                }
+                rows
+            }
+            None => inputs.to_vec(),
+        };
+        let mut blocks = Vec::new();
+        for block in &mut chunk.blocks {
+            let (y, tape) = block.forward(groups, x)?;
+            x = y;
+            blocks.push(tape);
+        }
+        let Some(head) = &chunk.head else {
+            return Ok(Made { outputs: Some(x), tape: ChunkTape { blocks, head: None }, loss: 0.0 });
+        };
+        let logits = head.linear.forward(&mut groups.tp, &norm(&x, of_microbatch.width))?;
+        let (losses, tape) = head.loss.forward(&mut groups.tp, &logits, &data.following)?;
+        let loss = losses.into_iter().map(f64::from).sum();
+        Ok(Made { outputs: None, tape: ChunkTape { blocks, head: Some((x, tape)) }, loss })
+    }
+
+    /// Bytes of a tape, without the rows of experts.
+    fn bytes(&self, tape: &ChunkTape, model_chunk: u32) -> u64 {
+        let blocks = tape.blocks.iter().map(|block| block.bytes(&self.of_microbatch));
+        let tokens = self.of_microbatch.windows * self.of_microbatch.piece;
+        let head = tape.head.as_ref().map_or(0, |(x, _)| {
+            let softmax = tokens * self.chunks[model_chunk as usize].columns();
+            size_of_val(&x[..]) + softmax * size_of::<f32>()
+        });
+        blocks.sum::<u64>() + head as u64
+    }
+
+    /// The tape of a forward pass: as it was kept, or of the same pass once more.
+    fn tape(&mut self, of: (u32, u32)) -> Result<ChunkTape> {
+        let kept = self.kept.remove(&of).ok_or(Error::NoForward { microbatch: of.0 })?;
+        let tape = match kept {
+            Kept::Tape(tape) => return Ok(tape),
+            Kept::Inputs(inputs) => {
+                let made = self.make(of, &inputs)?;
+                self.activations.held -= size_of_val(&inputs[..]) as u64;
+                made.tape
+            }
+        };
+        let bytes = self.bytes(&tape, of.1);
+        self.activations.add(bytes);
+        Ok(tape)
+    }
+
     /// The gradients of a pass' inputs, and what those of its weights are made of.
     fn gradients_of(
         &mut self,
         (microbatch, model_chunk): (u32, u32),
         gradient: Option<&[f32]>,
     ) -> Result<(Option<Vec<f32>>, DelayedChunk)> {
-        let tape = self.tapes.remove(&(microbatch, model_chunk)).ok_or(Error::NoForward { microbatch })?;
+        let tape = self.tape((microbatch, model_chunk))?;
+        self.activations.held -= self.bytes(&tape, model_chunk);
         let Stage { groups, chunks, microbatches, positions, of_microbatch, of_loss, .. } = self;
         let (chunk, data) = (&mut chunks[model_chunk as usize], &microbatches[microbatch as usize]);
         let (mut of_x, head) = match (&chunk.head, tape.head) {
@@ -283,38 +396,23 @@ impl PipelineStage for Stage {
         model_chunk: u32,
         inputs: Option<&[f32]>,
     ) -> Result<Option<Vec<f32>>> {
-        let begin = self.now();
-        let Stage { groups, chunks, microbatches, positions, of_microbatch, loss, tapes, .. } = self;
-        let (chunk, data) = (&mut chunks[model_chunk as usize], &microbatches[microbatch as usize]);
-        let mut x = match &chunk.embedding {
-            Some(embedding) => {
-                let mut rows = embedding.token.forward(&mut groups.tp, &data.tokens)?;
-                let own = own_tokens(&groups.tp, of_microbatch, positions);
-                for (position, row) in own.zip(rows.chunks_exact_mut(of_microbatch.width)) {
-                    let place = &embedding.place[position * of_microbatch.width..];
-                    row.iter_mut().zip(place).for_each(|(value, place)| *value += place);
-                }
-                rows
+        let (of, begin) = ((microbatch, model_chunk), self.now());
+        let Made { outputs, tape, loss } = self.make(of, inputs.unwrap_or_default())?;
+        self.loss += loss;
+        let (kept, bytes) = match self.recompute {
+            true => {
+                let inputs = inputs.unwrap_or_default().to_vec();
+                let bytes = size_of_val(&inputs[..]) as u64;
+                (Kept::Inputs(inputs), bytes)
             }
-            None => inputs.unwrap_or_default().to_vec(),
-        };
-        let mut blocks = Vec::new();
-        for block in &mut chunk.blocks {
-            let (y, tape) = block.forward(groups, x)?;
-            x = y;
-            blocks.push(tape);
-        }
-        let (outputs, head) = match &chunk.head {
-            Some(head) => {
-                let logits = head.linear.forward(&mut groups.tp, &norm(&x, of_microbatch.width))?;
-                let (losses, tape) = head.loss.forward(&mut groups.tp, &logits, &data.following)?;
-                *loss += losses.iter().copied().map(f64::from).sum::<f64>();
-                (None, Some((x, tape)))
+            false => {
+                let bytes = self.bytes(&tape, model_chunk);
+                (Kept::Tape(tape), bytes)
             }
-            None => (Some(x), None),
         };
-        tapes.insert((microbatch, model_chunk), ChunkTape { blocks, head });
-        self.ends(Pass::Forward, (microbatch, model_chunk), begin);
+        self.activations.add(bytes);
+        self.kept.insert(of, kept);
+        self.ends(Pass::Forward, of, begin);
         self.sends(outputs.as_deref().unwrap_or_default());
         Ok(outputs)
     }
@@ -356,11 +454,12 @@ impl Embedding {
 impl Head {
     fn new(tp: &mut Communicator, settings: &Settings) -> Result<Head> {
         let Shape { vocabulary, width, .. } = settings.shape;
-        let weight = vec![0.0; vocabulary / tp.size() as usize * width];
+        let columns = vocabulary / tp.size() as usize;
+        let weight = vec![0.0; columns * width];
         let shape = LinearShape { inputs: width, outputs: vocabulary };
         let linear = ColumnParallelLinear::new(tp, shape, BETWEEN, weight, None)?;
         let loss = VocabularyParallelCrossEntropy { vocabulary, ignore: None };
-        Ok(Head { linear, loss })
+        Ok(Head { linear, loss, columns })
     }
 }
 

@@ -82,6 +82,8 @@ pub struct Strategy {
     pub microbatches: u32,
     /// Kind of attention; if none is named, Ulysses where heads divide, else a ring.
     pub context: Option<Context>,
+    /// Whether ranks keep inputs of model chunks alone, and repeat forward passes.
+    pub recompute: bool,
 }
 
 /// A strategy that does not fit together.
@@ -208,7 +210,7 @@ impl fmt::Display for ScheduleName {
 impl Strategy {
     /// Of a mesh, with all else as by default.
     pub fn of(sizes: Sizes) -> Strategy {
-        Strategy { sizes, zero: Zero::None, order: None, microbatches: 1, context: None }
+        Strategy { sizes, zero: Zero::None, order: None, microbatches: 1, context: None, recompute: false }
     }
 
     /// Model chunks of a stage.
@@ -232,7 +234,7 @@ impl Strategy {
             }
             ScheduleName::ZeroBubbleH1 => Schedule::ZeroBubbleH1,
         };
-        Ok(schedule.plan(self.sizes.pp, self.microbatches)?)
+        Ok(schedule.plan(self.sizes.pp, self.microbatches)?.recompute(self.recompute))
     }
 
     /// The kind of attention.

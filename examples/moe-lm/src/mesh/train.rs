@@ -60,6 +60,8 @@ pub struct Traffic {
     pub ep_bytes: u64,
     /// Parameters, gradients and optimizer states that the rank holds between steps.
     pub state_bytes: u64,
+    /// The most that the rank held for backward passes at a time, without the rows of experts.
+    pub activation_bytes: u64,
 }
 
 /// A rank's part of a tensor.
@@ -265,7 +267,9 @@ impl MeshTrainer {
             Model::Stage(stage, _) => {
                 let LayerGroups { tp, cp, .. } = &mut stage.groups;
                 let (tp, cp, pp_bytes) = (moved(tp), moved(cp), stage.stage_bytes);
-                Traffic { tp, cp, pp_bytes, ep_bytes: stage.take_expert_bytes(), ..of_state }
+                let activation_bytes = stage.activations.most();
+                let ep_bytes = stage.take_expert_bytes();
+                Traffic { tp, cp, pp_bytes, ep_bytes, activation_bytes, ..of_state }
             }
             Model::Replay(_) => of_state,
         }

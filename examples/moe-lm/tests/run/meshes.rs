@@ -441,6 +441,43 @@ fn traffic(settings: &Settings, strategy: &Strategy) -> Vec<Traffic> {
 }
 
 #[test]
+fn recomputation_changes_no_bit_and_keeps_inputs_and_one_tape() {
+    let settings = small();
+    let Shape { window, layers, width, heads, vocabulary, .. } = settings.shape;
+    let (microbatches, stages) = (4, 2);
+    let tokens = settings.batch * window / microbatches as usize;
+    // Of a token: inputs, outputs of attention, and their sum; queries, keys, values, outputs, and
+    // two sums for each head.
+    let block = (3 + 4) * width + 2 * heads;
+    let tape = |stage: u32| {
+        let head = if stage + 1 == stages { width + vocabulary } else { 0 };
+        4 * tokens * (layers / stages as usize * block + head)
+    };
+    let message = |stage: u32| if stage == 0 { 0 } else { 4 * tokens * width };
+    for order in [ScheduleName::GPipe, ScheduleName::ZeroBubbleH1] {
+        let kept = Strategy { order: Some(order), microbatches, ..strategy("pp=2") };
+        let repeated = Strategy { recompute: true, ..kept };
+        assert_eq!(run(&settings, &repeated), run(&settings, &kept), "{order}");
+        let [all, most] = [kept, repeated].map(|strategy| traffic(&settings, &strategy));
+        for stage in 0..stages {
+            let in_flight = match order {
+                ScheduleName::GPipe => microbatches,
+                _ => stages - stage,
+            } as usize;
+            let of_stage = |ranks: &[Traffic]| ranks[stage as usize].activation_bytes;
+            assert_eq!(of_stage(&all), (in_flight * tape(stage)) as u64, "{order}, stage {stage}");
+            let inputs = (in_flight - 1) * message(stage) + tape(stage);
+            assert_eq!(of_stage(&most), inputs as u64, "{order}, stage {stage}");
+        }
+    }
+    // Rows go to their experts once more.
+    let kept = strategy("dp=2,ep=2");
+    let bytes =
+        [false, true].map(|recompute| traffic(&settings, &Strategy { recompute, ..kept })[0].ep_bytes);
+    assert_eq!(bytes[1], bytes[0] / 4 * 6);
+}
+
+#[test]
 fn bytes_of_a_step_are_those_that_the_tables_of_strategies_say() {
     let settings = small();
     let Shape { vocabulary, window, layers, width, experts, expert_width, .. } = settings.shape;
