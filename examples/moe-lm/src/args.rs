@@ -222,6 +222,9 @@ struct ModelSizes {
     /// Heads of attention.
     #[arg(long, default_value_t = Shape::default().heads)]
     heads: usize,
+    /// Heads of keys and values. Default: as many.
+    #[arg(long)]
+    kv_heads: Option<usize>,
     /// Experts of a layer.
     #[arg(long, default_value_t = Shape::default().experts)]
     experts: usize,
@@ -255,9 +258,11 @@ impl Arguments {
 
     /// The run that is asked for, on so many ranks.
     pub fn settings(&self, ranks: usize) -> Settings {
-        let ModelSizes { vocabulary, window, layers, width, heads, experts, top_k, expert_width } =
+        let ModelSizes { vocabulary, window, layers, width, heads, kv_heads, experts, top_k, expert_width } =
             self.sizes;
-        let shape = Shape { vocabulary, window, layers, width, heads, experts, top_k, expert_width };
+        let kv_heads = kv_heads.unwrap_or(heads);
+        let shape =
+            Shape { vocabulary, window, layers, width, heads, kv_heads, experts, top_k, expert_width };
         Settings {
             shape,
             batch: self.batch,

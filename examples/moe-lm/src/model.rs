@@ -37,7 +37,7 @@ impl Model {
     /// # Errors
     /// If there is no memory.
     pub fn new(shape: Shape, layers: Vec<Moe>) -> Result<Model> {
-        Ok(Model { shape, attention: Attention::new(shape.window, shape.heads)?, layers })
+        Ok(Model { shape, attention: Attention::new(&shape)?, layers })
     }
 
     /// The MoE layers.

@@ -42,7 +42,7 @@ impl Weights {
         add("place".into(), &[window, width]);
         add("head".into(), &[width, vocabulary]);
         for layer in 0..layers {
-            add(format!("qkv.{layer}"), &[width, 3 * width]);
+            add(format!("qkv.{layer}"), &[width, settings.shape.qkv_width()]);
             add(format!("out.{layer}"), &[width, width]);
             add(format!("router.{layer}"), &[width, experts]);
         }

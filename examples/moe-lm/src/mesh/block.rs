@@ -36,8 +36,12 @@ pub struct MicrobatchSizes {
     pub width: usize,
     /// Elements of a token's queries on this rank.
     pub own_width: usize,
+    /// Elements of a token's keys on this rank, and of its values.
+    pub own_kv_width: usize,
+    /// The same of what attention keeps of them, with replicas of KV heads.
+    kept_kv_width: usize,
     /// Query heads of this rank.
-    pub own_heads: usize,
+    own_heads: usize,
     /// Windows of a microbatch.
     pub windows: usize,
     /// Tokens of a window.
@@ -55,14 +59,34 @@ impl MicrobatchSizes {
         let windows = settings.batch / dp / strategy.microbatches as usize;
         let (width, window) = (settings.shape.width, settings.shape.window);
         let piece = window / cp;
-        let (own_width, own_heads) = (width / tp, settings.shape.heads / tp);
-        MicrobatchSizes { width, own_width, own_heads, windows, window, piece, tokens: windows * piece / tp }
+        let AttentionShape { query_heads: own_heads, kv_heads, head_dim, .. } =
+            attention_shape(strategy, settings);
+        let kept_kv_heads = match strategy.context(&settings.shape) {
+            Context::Ulysses => kv_heads.max(cp),
+            Context::Ring => kv_heads,
+        };
+        MicrobatchSizes {
+            width,
+            own_width: own_heads * head_dim,
+            own_kv_width: kv_heads * head_dim,
+            kept_kv_width: kept_kv_heads * head_dim,
+            own_heads,
+            windows,
+            window,
+            piece,
+            tokens: windows * piece / tp,
+        }
+    }
+
+    /// Elements of a token's queries, keys and values on this rank.
+    pub fn own_qkv_width(&self) -> usize {
+        self.own_width + 2 * self.own_kv_width
     }
 
     /// Bytes that the attention of a window keeps: queries, outputs, keys, values and sums, of the
     /// same sizes for [`Context::Ulysses`] and [`Context::Ring`].
     fn attention_bytes(&self) -> u64 {
-        let rows = 4 * self.own_width * size_of::<f32>();
+        let rows = 2 * (self.own_width + self.kept_kv_width) * size_of::<f32>();
         let sums = 2 * self.own_heads * size_of::<f32>();
         (self.piece * (rows + sums)) as u64
     }
@@ -187,8 +211,9 @@ impl Block {
     ) -> Result<Block> {
         let of_microbatch = MicrobatchSizes::new(strategy, settings);
         let MicrobatchSizes { width, own_width, .. } = of_microbatch;
-        let qkv = LinearShape { inputs: width, outputs: 3 * width };
-        let qkv = ColumnParallelLinear::new(tp, qkv, BETWEEN, vec![0.0; 3 * own_width * width], None)?;
+        let qkv = LinearShape { inputs: width, outputs: settings.shape.qkv_width() };
+        let weight = vec![0.0; of_microbatch.own_qkv_width() * width];
+        let qkv = ColumnParallelLinear::new(tp, qkv, BETWEEN, weight, None)?;
         let out = LinearShape { inputs: width, outputs: width };
         let out = RowParallelLinear::new(tp, out, BETWEEN, vec![0.0; own_width * width], None)?;
         let (ffn, own) = (settings.shape.expert_width, settings.shape.experts / strategy.sizes.ep as usize);
@@ -219,7 +244,7 @@ impl Block {
         let MicrobatchSizes { own_width, windows, piece, .. } = self.of_microbatch;
         let qkv = self.qkv.forward(tp, &norm(&x, self.of_microbatch.width))?;
         let (mut attended, mut tapes) = (Vec::with_capacity(windows * piece * own_width), Vec::new());
-        for of_window in qkv.chunks_exact(piece * 3 * own_width) {
+        for of_window in qkv.chunks_exact(piece * self.of_microbatch.own_qkv_width()) {
             let (out, tape) = self.attention.forward(cp, &split(of_window, &self.of_microbatch))?;
             attended.extend(out);
             tapes.push(tape);
@@ -249,7 +274,7 @@ impl Block {
         let moe = self.moe.backward(tape.moe, of_y)?;
         let of_between = sum(of_y, &norm_backward(&tape.between, &moe.x, width));
         let (of_attended, out) = self.out.backward_input(tp, &tape.attended, &of_between)?;
-        let mut of_qkv = Vec::with_capacity(3 * of_attended.len());
+        let mut of_qkv = Vec::new();
         for (tape, of_out) in tape.windows.iter().zip(of_attended.chunks_exact(piece * own_width)) {
             of_qkv.extend(interleaved(&tape.backward(cp, of_out)?, &self.of_microbatch));
         }
@@ -280,8 +305,8 @@ impl Block {
 /// Heads of a tensor parallel rank.
 pub fn attention_shape(strategy: &Strategy, settings: &Settings) -> AttentionShape {
     let (shape, tp) = (settings.shape, strategy.sizes.tp as usize);
-    let (heads, head_dim) = (shape.heads / tp, shape.width / shape.heads);
-    AttentionShape { query_heads: heads, kv_heads: heads, head_dim, causal: true }
+    let (query_heads, kv_heads) = (shape.heads / tp, shape.kv_heads / tp);
+    AttentionShape { query_heads, kv_heads, head_dim: shape.width / shape.heads, causal: true }
 }
 
 /// The layer of experts of a block, with a router of zeros.
@@ -311,15 +336,16 @@ pub fn moe(
 
 /// Queries, keys and values of each token, in vectors of their own.
 pub fn split(qkv: &[f32], of_microbatch: &MicrobatchSizes) -> [Vec<f32>; 3] {
-    let width = of_microbatch.own_width;
-    [0, 1, 2]
-        .map(|of| qkv.chunks_exact(3 * width).flat_map(|row| &row[of * width..][..width]).copied().collect())
+    let MicrobatchSizes { own_width, own_kv_width, .. } = *of_microbatch;
+    let rows = qkv.chunks_exact(of_microbatch.own_qkv_width());
+    [(0, own_width), (own_width, own_kv_width), (own_width + own_kv_width, own_kv_width)]
+        .map(|(first, width)| rows.clone().flat_map(|row| &row[first..][..width]).copied().collect())
 }
 
 /// Gradients of queries, keys and values, token by token as they were [split].
 pub fn interleaved(of: &AttentionGradients, of_microbatch: &MicrobatchSizes) -> Vec<f32> {
-    let [query, key, value] =
-        [&of.query, &of.key, &of.value].map(|of| of.chunks_exact(of_microbatch.own_width));
+    let query = of.query.chunks_exact(of_microbatch.own_width);
+    let [key, value] = [&of.key, &of.value].map(|of| of.chunks_exact(of_microbatch.own_kv_width));
     let rows = query.zip(key.zip(value)).flat_map(|(query, (key, value))| [query, key, value]);
     rows.flatten().copied().collect()
 }

@@ -239,8 +239,10 @@ impl Strategy {
 
     /// The kind of attention.
     pub fn context(&self, shape: &Shape) -> Context {
-        let heads = shape.heads / self.sizes.tp as usize;
-        let divides = heads.is_multiple_of(self.sizes.cp as usize);
+        let [heads, kv_heads] = [shape.heads, shape.kv_heads].map(|heads| heads / self.sizes.tp as usize);
+        let cp = self.sizes.cp as usize;
+        let divides =
+            heads.is_multiple_of(cp) && (kv_heads.is_multiple_of(cp) || cp.is_multiple_of(kv_heads));
         self.context.unwrap_or(if divides { Context::Ulysses } else { Context::Ring })
     }
 
@@ -267,11 +269,14 @@ impl Strategy {
             return Err(StrategyError::CutBalance { cp, tp }.into());
         }
         self.plan()?;
-        let Shape { vocabulary, window, layers, heads, experts, .. } = settings.shape;
+        let Shape { vocabulary, window, layers, heads, kv_heads, experts, .. } = settings.shape;
         let [pp, dp, cp, tp, ep] = [pp, dp, cp, tp, ep].map(|size| size as usize);
         let (chunks, microbatches) = (self.model_chunks() as usize, self.microbatches as usize);
         let ring = self.context(&settings.shape) == Context::Ring;
         let (heads_by, pieces) = if ring { (1, 2 * cp) } else { (cp, cp) };
+        // With Ulysses several ranks have a replica of a KV head where these are fewer.
+        let replicated = cp.is_multiple_of((kv_heads / tp).max(1));
+        let kv_heads_by = if replicated { 1 } else { heads_by };
         for (what, seen, of) in [
             ("windows of a step, by dp and microbatches", settings.batch, dp.saturating_mul(microbatches)),
             ("tokens of a window, by the pieces of cp", window, pieces),
@@ -282,6 +287,8 @@ impl Strategy {
             ),
             ("heads, by tp", heads, tp),
             ("heads of a tensor parallel rank, by cp", heads / tp, heads_by),
+            ("KV heads, by tp", kv_heads, tp),
+            ("KV heads of a tensor parallel rank, by cp", kv_heads / tp, kv_heads_by),
             ("different tokens, by tp", vocabulary, tp),
             ("layers, by stages and model chunks", layers, pp * chunks),
             ("experts, by ep", experts, ep),

@@ -34,6 +34,7 @@ pub fn settings(ranks: usize, expert_parallel: usize) -> Settings {
         layers: 2,
         width: 32,
         heads: 2,
+        kv_heads: 2,
         experts: 16,
         top_k: 2,
         expert_width: 16,

@@ -19,7 +19,7 @@ use crate::program::{ranks_of, said};
 /// them.
 fn small() -> Settings {
     let of = settings(1, 1);
-    let shape = Shape { layers: 4, heads: 4, ..of.shape };
+    let shape = Shape { layers: 4, heads: 4, kv_heads: 4, ..of.shape };
     Settings { shape, balance: 0.0, steps: 2, ..of }
 }
 
@@ -122,8 +122,9 @@ fn apart(own: &[f32], other: &[f32]) -> f64 {
 
 #[test]
 fn layers_of_a_mesh_have_the_loss_and_gradients_of_candles_model() {
-    for balance in [0.0, 1.0] {
-        let settings = Settings { balance, ..small() };
+    let small = small();
+    for (balance, kv_heads) in [(0.0, 4), (1.0, 2)] {
+        let settings = Settings { balance, shape: Shape { kv_heads, ..small.shape }, ..small };
         let ranks = on_ranks(&settings, &strategy("dp=1"), |trainer| first_step(trainer.unwrap()));
         let (loss, named) = &ranks[0];
         let mut gradients = Tensors::new();
@@ -209,6 +210,24 @@ fn tensor_and_context_parallel_ranks_have_the_bits_of_one_process_that_replays_t
 }
 
 #[test]
+fn ranks_with_fewer_heads_of_keys_have_the_bits_of_one_process() {
+    let of = |kv_heads| {
+        let small = small();
+        Settings { shape: Shape { kv_heads, ..small.shape }, ..small }
+    };
+    // With one head of keys, Ulysses gives each rank a replica of it.
+    for (kv_heads, sizes, context) in [
+        (2, "dp=2,tp=2,ep=2", None),
+        (2, "cp=2,tp=2", Some(Context::Ulysses)),
+        (1, "cp=4,ep=4", Some(Context::Ulysses)),
+        (1, "cp=2", Some(Context::Ring)),
+    ] {
+        let strategy = Strategy { context, ..strategy(sizes) };
+        assert_eq!(run(&of(kv_heads), &strategy), reference(&of(kv_heads), &strategy), "{kv_heads}, {sizes}");
+    }
+}
+
+#[test]
 fn the_heads_of_ulysses_give_each_token_the_bits_of_one_process() {
     let settings = small();
     let one = on_ranks(&settings, &Strategy::of(Sizes::ONE), |trainer| trainer.unwrap().step().unwrap());
@@ -237,7 +256,12 @@ fn strategies_that_do_not_fit_are_refused_on_every_rank() {
         (settings, strategy("dp=2"), 3, "3 ranks, but pp 1 x dp 2 x cp 1 x tp 1 = 2"),
         (settings, strategy("dp=3,ep=2"), 3, "ep 2 x etp 1 = 2 does not divide dp 3 x cp 1 x tp 1 = 3"),
         (settings, strategy("tp=3"), 3, "tokens of a microbatch, by tp: 128 is not a multiple of 3"),
-        (shape(Shape { heads: 2, ..base }), strategy("tp=4"), 4, "heads, by tp: 2 is not a multiple of 4"),
+        (
+            shape(Shape { heads: 2, kv_heads: 2, ..base }),
+            strategy("tp=4"),
+            4,
+            "heads, by tp: 2 is not a multiple of 4",
+        ),
         (settings, strategy("cp=3"), 3, "tokens of a window, by the pieces of cp: 16 is not a multiple of 6"),
         (settings, strategy("pp=3"), 3, "layers, by stages and model chunks: 4 is not a multiple of 3"),
         (
@@ -524,7 +548,7 @@ fn bytes_of_a_step_are_those_that_the_tables_of_strategies_say() {
 
 #[test]
 fn processes_of_a_mesh_write_the_losses_of_one_that_plays_them() {
-    let shape = Shape { layers: 2, heads: 2, ..small().shape };
+    let shape = Shape { layers: 2, heads: 2, kv_heads: 2, ..small().shape };
     let settings = Settings { shape, batch: 4, steps: 4, balance: 0.001, seed: 0, ..small() };
     let folder = tempfile::tempdir().unwrap();
     let [text, out] = ["text.md", "out"].map(|name| folder.path().join(name));

@@ -9,6 +9,8 @@ use std::ops::Range;
 
 use sidelane_parallel::context::{AttentionGradients, AttentionShape, ring_order};
 
+use super::super::tensors::part;
+
 /// The tokens of a window: those of each rank of the ring behind those of the one before.
 #[derive(Clone, Debug)]
 pub struct Window {
@@ -16,6 +18,9 @@ pub struct Window {
     pub shape: AttentionShape,
     /// Ranks of the ring.
     pub ranks: usize,
+    /// Parts of the query heads, of which each has a replica of its keys and values: with Ulysses
+    /// the ranks, in a ring one.
+    pub replicas: usize,
     /// Position of each token.
     pub positions: Vec<usize>,
     /// `[tokens, query_heads, head_dim]`
@@ -162,9 +167,12 @@ impl Attended {
         let first = window.of_key(window.block(from).start, 0).start;
         let elements = window.key.len() / window.ranks;
         let mut of_block = vec![0.0; 2 * elements];
-        let (of_keys, of_values) = of_block.split_at_mut(elements);
-        for token in window.block(rank) {
-            for head in 0..window.shape.query_heads {
+        for heads in (0..window.replicas).map(|nth| part(window.shape.query_heads, nth, window.replicas)) {
+            let mut of_replica = vec![0.0; 2 * elements];
+            let (of_keys, of_values) = of_replica.split_at_mut(elements);
+            for (token, head) in
+                window.block(rank).flat_map(|token| heads.clone().map(move |head| (token, head)))
+            {
                 let (own, seen) =
                     (window.of_query(token, head), &self.seen[token * window.shape.query_heads + head]);
                 let of_output = &of_outputs[own.clone()];
@@ -179,6 +187,7 @@ impl Attended {
                     add_scaled(&mut of_values[local], p, of_output);
                 }
             }
+            of_block.iter_mut().zip(of_replica).for_each(|(sum, of)| *sum += of);
         }
         of_block
     }

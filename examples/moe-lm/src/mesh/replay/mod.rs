@@ -287,12 +287,12 @@ impl Replay {
             rows.iter_mut().zip(of_window).for_each(|(rows, of)| rows.extend(of));
         }
         let [query, key, value] = rows;
-        let ranks = match self.strategy.context(&self.settings.shape) {
-            Context::Ulysses => 1,
-            Context::Ring => self.positions.len(),
+        let (ranks, replicas) = match self.strategy.context(&self.settings.shape) {
+            Context::Ulysses => (1, self.positions.len()),
+            Context::Ring => (self.positions.len(), 1),
         };
         let shape = attention_shape(&self.strategy, &self.settings);
-        Window { shape, ranks, positions: self.positions.concat(), query, key, value }
+        Window { shape, ranks, replicas, positions: self.positions.concat(), query, key, value }
     }
 
     fn block_backward(&mut self, dp: usize, layer: usize, tape: BlockTape, of_y: OfRanks) -> Result<OfRanks> {
