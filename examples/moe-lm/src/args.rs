@@ -234,6 +234,9 @@ struct ModelSizes {
     /// Inner width of an expert.
     #[arg(long, default_value_t = Shape::default().expert_width)]
     expert_width: usize,
+    /// The head has the weights of the embedding.
+    #[arg(long)]
+    tied: bool,
 }
 
 impl Arguments {
@@ -258,11 +261,21 @@ impl Arguments {
 
     /// The run that is asked for, on so many ranks.
     pub fn settings(&self, ranks: usize) -> Settings {
-        let ModelSizes { vocabulary, window, layers, width, heads, kv_heads, experts, top_k, expert_width } =
-            self.sizes;
+        let ModelSizes {
+            vocabulary,
+            window,
+            layers,
+            width,
+            heads,
+            kv_heads,
+            experts,
+            top_k,
+            expert_width,
+            tied,
+        } = self.sizes;
         let kv_heads = kv_heads.unwrap_or(heads);
         let shape =
-            Shape { vocabulary, window, layers, width, heads, kv_heads, experts, top_k, expert_width };
+            Shape { vocabulary, window, layers, width, heads, kv_heads, experts, top_k, expert_width, tied };
         Settings {
             shape,
             batch: self.batch,

@@ -32,6 +32,8 @@ pub struct Shape {
     pub top_k: usize,
     /// Inner width of an expert.
     pub expert_width: usize,
+    /// Whether the head has the weights of the embedding.
+    pub tied: bool,
 }
 
 impl Default for Shape {
@@ -46,6 +48,7 @@ impl Default for Shape {
             experts: 64,
             top_k: 8,
             expert_width: 64,
+            tied: false,
         }
     }
 }
@@ -91,8 +94,9 @@ impl Settings {
     /// # Errors
     /// [`Error::TooFew`], [`Error::TooMany`], [`Error::NotMultiple`], [`Error::NotANumber`].
     pub fn check(&self) -> Result<()> {
-        let Shape { vocabulary, window, layers, width, heads, kv_heads, experts, top_k, expert_width } =
-            self.shape;
+        let Shape {
+            vocabulary, window, layers, width, heads, kv_heads, experts, top_k, expert_width, ..
+        } = self.shape;
         let least = [
             ("different tokens", vocabulary, 8),
             ("tokens of a window", window, 1),

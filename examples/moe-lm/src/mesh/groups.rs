@@ -37,12 +37,22 @@ pub struct Groups {
     pub pipeline: Group,
     /// Number of them.
     pub stages: u32,
+    /// The first and the last of them, if this is one of the two.
+    pub ends: Option<Group>,
     /// Ranks that have the same tensors of each kind.
     pub copies: Sections<Communicator>,
     /// Its place, as far as its tensors depend on it.
     pub place: Place,
     /// Its part of the batch, and of each window.
     pub parts: (usize, usize),
+}
+
+/// A communicator with small chunks: the symmetric memory of worlds of threads holds all of them.
+///
+/// # Errors
+/// Those of the communicator.
+pub fn communicator(group: &Group) -> Result<Communicator> {
+    Ok(Communicator::builder(group).chunk(64 << 10).build()?)
 }
 
 impl Groups {
@@ -54,8 +64,7 @@ impl Groups {
         let mesh = strategy.sizes.mesh(world.size())?;
         let experts = mesh.experts(strategy.sizes.ep, 1)?;
         let position = |mesh: &sidelane_parallel::Mesh, name| mesh.position(world.rank(), name);
-        // Small chunks: the symmetric memory of worlds of threads holds all communicators.
-        let sums = |group: Group| Communicator::builder(&group).chunk(64 << 10).build();
+        let sums = |group: Group| communicator(&group);
         let copies = Sections {
             cut: sums(mesh.world_group(world, &["dp", "cp"])?)?,
             whole: sums(mesh.world_group(world, &["dp", "cp", "tp"])?)?,
@@ -72,6 +81,7 @@ impl Groups {
         let groups = Groups {
             all: world.all()?,
             pipeline: mesh.world_group(world, &["pp"])?,
+            ends: mesh.world_ends(world, "pp")?,
             stages: strategy.sizes.pp,
             copies,
             place: Place { stage: stage? as usize, tp: tp? as usize, ep: ep as usize },

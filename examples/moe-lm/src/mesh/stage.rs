@@ -43,10 +43,19 @@ struct Embedding {
 
 /// The last layer.
 struct Head {
-    linear: ColumnParallelLinear,
+    weights: HeadWeights,
     loss: VocabularyParallelCrossEntropy,
     /// Different tokens of this rank's logits.
     columns: usize,
+}
+
+/// Weights of the last layer.
+enum HeadWeights {
+    Own(ColumnParallelLinear),
+    /// A copy of the first stage's embedding.
+    Copy(VocabularyParallelEmbedding),
+    /// Those of the embedding of the same model chunk.
+    Embedding,
 }
 
 /// Layers of a model chunk.
@@ -62,6 +71,17 @@ impl Chunk {
     /// Different tokens of this rank's logits.
     fn columns(&self) -> usize {
         self.head.as_ref().map_or(0, |head| head.columns)
+    }
+
+    /// The last layer, if this is the last model chunk.
+    fn output(&self) -> Option<(&Head, &ColumnParallelLinear)> {
+        let head = self.head.as_ref()?;
+        let linear = match &head.weights {
+            HeadWeights::Own(linear) => linear,
+            HeadWeights::Copy(token) => token.output(),
+            HeadWeights::Embedding => self.embedding.as_ref()?.token.output(),
+        };
+        Some((head, linear))
     }
 }
 
@@ -117,14 +137,13 @@ struct DelayedChunk {
 }
 
 impl DelayedChunk {
-    /// The gradients of the weights of each section.
-    fn weights(self) -> Rows {
+    /// The gradients of the weights of each section, and those of the head.
+    fn weights(self) -> (Rows, Vec<f32>) {
         let mut sections = self.embedding;
         for block in self.blocks {
             sections.as_mut().zip(block.weights()).map(|(all, of)| all.extend(of));
         }
-        sections.cut.extend(self.head.map(|head| head.weights().0).unwrap_or_default());
-        sections
+        (sections, self.head.map(|head| head.weights().0).unwrap_or_default())
     }
 }
 
@@ -141,6 +160,8 @@ pub struct Stage {
     pub groups: LayerGroups,
     /// Gradients of its tokens, summed over microbatches.
     pub gradients: Rows,
+    /// Those of the head, where it has the weights of this rank's embedding; else none.
+    pub of_tied_head: Vec<f32>,
     /// Sum of the losses of this rank's tokens, on the last stage.
     pub loss: f64,
     /// Bytes sent to other stages.
@@ -188,16 +209,21 @@ impl Stage {
                 embedding,
                 blocks: layers.clone().map(block).collect::<Result<_>>()?,
                 head: (layers.end == settings.shape.layers)
-                    .then(|| Head::new(&mut groups.tp, settings))
+                    .then(|| Head::new(&mut groups.tp, settings, is_first))
                     .transpose()?,
                 first: first.clone(),
             });
             let len = |of: &Vec<Tensor>| of.iter().map(Tensor::elements).sum::<usize>();
             first = first.zip(tensors.as_ref().map(len)).map(|(first, len)| first + len);
         }
+        let is_tied =
+            |chunk: &&Chunk| matches!(&chunk.head, Some(Head { weights: HeadWeights::Embedding, .. }));
+        let columns = chunks.iter().find(is_tied).map_or(0, Chunk::columns);
+        let of_tied_head = vec![0.0; columns * of_microbatch.width];
         Ok(Stage {
             positions: positions(rank.parts.1, strategy, settings),
             gradients: first.map(|len| vec![0.0; len]),
+            of_tied_head,
             loss: 0.0,
             stage_bytes: 0,
             activations: Gauge::default(),
@@ -229,8 +255,10 @@ impl Stage {
                 take(&mut rows.whole, &mut embedding.place);
             }
             chunk.blocks.iter_mut().for_each(|block| block.load(&mut rows));
-            if let Some(head) = &mut chunk.head {
-                take(&mut rows.cut, head.linear.weight_mut());
+            match chunk.head.as_mut().map(|head| &mut head.weights) {
+                Some(HeadWeights::Own(linear)) => take(&mut rows.cut, linear.weight_mut()),
+                Some(HeadWeights::Copy(token)) => take(&mut rows.cut, token.weight_mut()),
+                Some(HeadWeights::Embedding) | None => {}
             }
         }
     }
@@ -244,6 +272,7 @@ impl Stage {
         let own = |of: Windows| Microbatch { tokens: own(&of.tokens), following: own(&of.following) };
         self.microbatches = microbatches.map(own).collect();
         self.gradients.as_mut().map(|values| values.fill(0.0));
+        self.of_tied_head.fill(0.0);
         (self.loss, self.stage_bytes, self.spans) = (0.0, 0, Vec::new());
         (self.kept, self.waiting) = (HashMap::new(), HashMap::new());
         self.activations = Gauge::default();
@@ -272,7 +301,12 @@ impl Stage {
 
     /// Adds the gradients of a pass' weights.
     fn add_weights(&mut self, model_chunk: u32, delayed: DelayedChunk) {
-        let gradients = delayed.weights();
+        let (mut gradients, of_head) = delayed.weights();
+        if self.of_tied_head.is_empty() {
+            gradients.cut.extend(of_head);
+        } else {
+            self.of_tied_head.iter_mut().zip(of_head).for_each(|(sum, of)| *sum += of);
+        }
         let first = self.chunks[model_chunk as usize].first.clone();
         let sums = self.gradients.as_mut();
         sums.zip(gradients.zip(first)).map(|(sums, (gradient, first))| {
@@ -309,10 +343,10 @@ impl Stage {
             x = y;
             blocks.push(tape);
         }
-        let Some(head) = &chunk.head else {
+        let Some((head, linear)) = chunk.output() else {
             return Ok(Made { outputs: Some(x), tape: ChunkTape { blocks, head: None }, loss: 0.0 });
         };
-        let logits = head.linear.forward(&mut groups.tp, &norm(&x, of_microbatch.width))?;
+        let logits = linear.forward(&mut groups.tp, &norm(&x, of_microbatch.width))?;
         let (losses, tape) = head.loss.forward(&mut groups.tp, &logits, &data.following)?;
         let loss = losses.into_iter().map(f64::from).sum();
         Ok(Made { outputs: None, tape: ChunkTape { blocks, head: Some((x, tape)) }, loss })
@@ -355,12 +389,12 @@ impl Stage {
         self.activations.held -= self.bytes(&tape, model_chunk);
         let Stage { groups, chunks, microbatches, positions, of_microbatch, of_loss, .. } = self;
         let (chunk, data) = (&mut chunks[model_chunk as usize], &microbatches[microbatch as usize]);
-        let (mut of_x, head) = match (&chunk.head, tape.head) {
-            (Some(head), Some((x, tape))) => {
+        let (mut of_x, head) = match (chunk.output(), tape.head) {
+            (Some((head, linear)), Some((x, tape))) => {
                 let of_losses = vec![*of_loss; data.tokens.len()];
                 let of_logits = head.loss.backward(tape, &of_losses).map_err(sidelane::Error::from)?;
                 let normed = norm(&x, of_microbatch.width);
-                let (of_normed, delayed) = head.linear.backward_input(&mut groups.tp, &normed, &of_logits)?;
+                let (of_normed, delayed) = linear.backward_input(&mut groups.tp, &normed, &of_logits)?;
                 (norm_backward(&x, &of_normed, of_microbatch.width), Some(delayed))
             }
             _ => (gradient.unwrap_or_default().to_vec(), None),
@@ -452,14 +486,22 @@ impl Embedding {
 }
 
 impl Head {
-    fn new(tp: &mut Communicator, settings: &Settings) -> Result<Head> {
-        let Shape { vocabulary, width, .. } = settings.shape;
+    /// `is_first` is whether its model chunk has the embedding, too.
+    fn new(tp: &mut Communicator, settings: &Settings, is_first: bool) -> Result<Head> {
+        let Shape { vocabulary, width, tied, .. } = settings.shape;
         let columns = vocabulary / tp.size() as usize;
         let weight = vec![0.0; columns * width];
         let shape = LinearShape { inputs: width, outputs: vocabulary };
-        let linear = ColumnParallelLinear::new(tp, shape, BETWEEN, weight, None)?;
+        let weights = match (tied, is_first) {
+            (true, true) => HeadWeights::Embedding,
+            (true, false) => {
+                let token = VocabularyParallelEmbedding::new(tp, vocabulary, width, BETWEEN, weight)?;
+                HeadWeights::Copy(token)
+            }
+            (false, _) => HeadWeights::Own(ColumnParallelLinear::new(tp, shape, BETWEEN, weight, None)?),
+        };
         let loss = VocabularyParallelCrossEntropy { vocabulary, ignore: None };
-        Ok(Head { linear, loss, columns })
+        Ok(Head { weights, loss, columns })
     }
 }
 

@@ -13,6 +13,8 @@
 //!   gate.n.e, up.n.e, down.n.e     whole, of some experts                 cut over ep
 //! ```
 //!
+//! Tied, the head is `token`, which the last stage has, too.
+//!
 //! Gradients of the three kinds are added over different ranks: [`Sections`].
 
 use std::ops::Range;
@@ -155,9 +157,9 @@ fn of_chunk(strategy: &Strategy, shape: &Shape, place: Place, chunk: usize) -> S
     let own_kv = part(shape.kv_width(), place.tp, tp);
     let held = layers_of(strategy, shape, place.stage, chunk);
     let mut sections = Sections::<Vec<Tensor>>::default();
+    let token = Tensor::whole("token".into(), [vocabulary, width]);
     if held.start == 0 {
-        let token = Tensor::whole("token".into(), [vocabulary, width]);
-        sections.cut.push(Tensor { rows: vocabulary_part.clone(), ..token });
+        sections.cut.push(Tensor { rows: vocabulary_part.clone(), ..token.clone() });
         sections.whole.push(Tensor::whole("place".into(), [window, width]));
     }
     for layer in held.clone() {
@@ -178,7 +180,12 @@ fn of_chunk(strategy: &Strategy, shape: &Shape, place: Place, chunk: usize) -> S
             }
         }
     }
-    if held.end == layers {
+    if held.end == layers && shape.tied {
+        // A stage with both ends of the model has one tensor for both.
+        if held.start != 0 {
+            sections.cut.push(Tensor { rows: vocabulary_part, ..token });
+        }
+    } else if held.end == layers {
         let head = Tensor::whole("head".into(), [width, vocabulary]);
         sections.cut.push(Tensor { columns: vocabulary_part.collect(), transposed: true, ..head });
     }

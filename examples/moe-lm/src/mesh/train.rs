@@ -15,13 +15,15 @@
 //! **Reference.** One process [replays](super::replay) all ranks, to the bit.
 
 use std::collections::HashMap;
+use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
-use sidelane::World;
 use sidelane::collective::Communicator;
+use sidelane::{Group, World};
 use sidelane_parallel::pipeline::{Compute, Pass, Pipeline, Span};
+use sidelane_parallel::tensor::TiedWeights;
 
-use super::groups::{Groups, LayerGroups};
+use super::groups::{Groups, LayerGroups, communicator};
 use super::optimizer::Optimizer;
 use super::replay::Replay;
 use super::stage::Stage;
@@ -83,12 +85,45 @@ pub struct MeshTrainer {
     pub history: History,
     pub(super) groups: Groups,
     model: Model,
+    tied: Option<Tied>,
     pub(super) optimizers: Sections<Optimizer>,
     pub(super) batches: Batches,
     /// Of the last step.
     traffic: Traffic,
     /// By model chunk.
     tensors: Vec<Sections<Vec<Tensor>>>,
+}
+
+/// The embedding of a first or last stage, whose weights the head has, too.
+struct Tied {
+    ends: Communicator,
+    weights: TiedWeights,
+    /// Where its values are among those that are cut over tp.
+    range: Range<usize>,
+}
+
+impl Tied {
+    /// With these values. Collective over both ends of a pipeline, which compare them.
+    fn new(ends: &Group, tensors: &[&Tensor], values: &[f32]) -> Result<Tied> {
+        let mut ends = communicator(ends)?;
+        let before = tensors.iter().take_while(|tensor| tensor.name != "token");
+        let first: usize = before.map(|tensor| tensor.elements()).sum();
+        let own = tensors.iter().find(|tensor| tensor.name == "token");
+        let range = first..first + own.map_or(0, |tensor| tensor.elements());
+        let weights = TiedWeights::new(&mut ends, &values[range.clone()])?;
+        Ok(Tied { ends, weights, range })
+    }
+
+    /// Adds what the embedding and the head have: the embedding's first, from +0. Collective as
+    /// [`Tied::new`].
+    fn sum(&mut self, stage: &mut Stage) -> Result<()> {
+        let gradient = &mut stage.gradients.cut[self.range.clone()];
+        gradient.iter_mut().zip(&stage.of_tied_head).for_each(|(sum, of)| *sum += of);
+        self.weights.sum(&mut self.ends, gradient)?;
+        // Of two stages, each sends the other one as much as it has.
+        stage.stage_bytes += u64::from(self.ends.size() - 1) * size_of_val(gradient) as u64;
+        Ok(())
+    }
 }
 
 /// What makes the passes of a step.
@@ -150,6 +185,8 @@ impl MeshTrainer {
         let tensors = tensors_of(strategy, &settings.shape, groups.place);
         let model = model(&groups, layers, &tensors)?;
         let first = first_values(settings, &tensors);
+        let ends = groups.ends.as_ref().filter(|_| settings.shape.tied);
+        let tied = ends.map(|ends| Tied::new(ends, &of_chunks(&tensors).cut, &first.cut)).transpose()?;
         let sizes =
             of_chunks(&tensors).map(|of| of.iter().map(|tensor| tensor.elements()).collect::<Vec<_>>());
         let rate = settings.rate as f32;
@@ -159,8 +196,18 @@ impl MeshTrainer {
         let optimizers = sizes.zip(first).zip(groups.copies.as_mut()).map(each).all()?;
         let (settings, strategy, history) = (*settings, *strategy, History::default());
         let traffic = Traffic::default();
-        let mut trainer =
-            MeshTrainer { settings, strategy, history, groups, model, optimizers, batches, traffic, tensors };
+        let mut trainer = MeshTrainer {
+            settings,
+            strategy,
+            history,
+            groups,
+            model,
+            tied,
+            optimizers,
+            batches,
+            traffic,
+            tensors,
+        };
         trainer.load_parameters()?;
         Ok(trainer)
     }
@@ -314,7 +361,7 @@ impl MeshTrainer {
 
     /// All passes of a step.
     fn make_passes(&mut self, step: usize) -> Result<()> {
-        let MeshTrainer { settings, batches, groups, model, strategy, .. } = self;
+        let MeshTrainer { settings, batches, groups, model, tied, strategy, .. } = self;
         let microbatches = strategy.microbatches as usize;
         // Windows of a data parallel rank and a microbatch.
         let windows = |(rank, ranks), microbatch| {
@@ -328,7 +375,8 @@ impl MeshTrainer {
                 stage.begin((0..microbatches).map(|microbatch| windows(rank, microbatch)));
                 groups.all.gather(&[])?;
                 stage.begin_clock();
-                pipeline.run(&mut **stage)
+                pipeline.run(&mut **stage)?;
+                tied.as_mut().map_or(Ok(()), |tied| tied.sum(stage))
             }
             Model::Replay(replay) => {
                 let ranks = replay.strategy.sizes.dp as usize;

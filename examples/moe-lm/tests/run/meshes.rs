@@ -123,8 +123,8 @@ fn apart(own: &[f32], other: &[f32]) -> f64 {
 #[test]
 fn layers_of_a_mesh_have_the_loss_and_gradients_of_candles_model() {
     let small = small();
-    for (balance, kv_heads) in [(0.0, 4), (1.0, 2)] {
-        let settings = Settings { balance, shape: Shape { kv_heads, ..small.shape }, ..small };
+    for (balance, kv_heads, tied) in [(0.0, 4, true), (1.0, 2, false)] {
+        let settings = Settings { balance, shape: Shape { kv_heads, tied, ..small.shape }, ..small };
         let ranks = on_ranks(&settings, &strategy("dp=1"), |trainer| first_step(trainer.unwrap()));
         let (loss, named) = &ranks[0];
         let mut gradients = Tensors::new();
@@ -225,6 +225,28 @@ fn ranks_with_fewer_heads_of_keys_have_the_bits_of_one_process() {
         let strategy = Strategy { context, ..strategy(sizes) };
         assert_eq!(run(&of(kv_heads), &strategy), reference(&of(kv_heads), &strategy), "{kv_heads}, {sizes}");
     }
+}
+
+#[test]
+fn a_head_with_the_weights_of_the_embedding_learns_on_both_ends() {
+    let small = small();
+    let settings = Settings { shape: Shape { tied: true, ..small.shape }, ..small };
+    let interleaved = Some(ScheduleName::Interleaved(2));
+    for strategy in [
+        strategy("dp=1"),
+        strategy("dp=2,tp=2"),
+        Strategy { order: interleaved, zero: Zero::Two, microbatches: 4, ..strategy("pp=2,dp=2,ep=2") },
+        Strategy { microbatches: 4, ..strategy("pp=4,tp=2") },
+    ] {
+        // Both ends have the embedding, with the same bits.
+        let seen = run(&settings, &strategy);
+        assert_eq!(seen, reference(&settings, &strategy), "{}", strategy.sizes);
+        assert!(!seen.parameters.contains_key("head"));
+    }
+    let stages = Strategy { microbatches: 2, ..strategy("pp=2,tp=2") };
+    let Shape { vocabulary, window, width, .. } = settings.shape;
+    let (messages, token) = (4 * settings.batch * window * width / 2, 4 * vocabulary * width / 2);
+    assert!(traffic(&settings, &stages).iter().all(|rank| rank.pp_bytes == (messages + token) as u64));
 }
 
 #[test]

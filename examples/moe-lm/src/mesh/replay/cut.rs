@@ -25,6 +25,7 @@ pub enum CutTensor {
 pub struct Cut {
     values: Vec<f32>,
     ranges: Vec<Range<usize>>,
+    tied: bool,
     /// Where each value is among those of the whole tensors.
     places: Vec<usize>,
 }
@@ -42,7 +43,7 @@ impl Cut {
             ranges.push(places.len() - tensor.elements()..places.len());
             first += whole.elements();
         }
-        Cut { values: vec![0.0; places.len()], ranges, places }
+        Cut { values: vec![0.0; places.len()], ranges, tied: settings.shape.tied, places }
     }
 
     /// Takes its part of the values of whole tensors.
@@ -63,6 +64,7 @@ impl Cut {
     /// Where the values of a tensor are.
     pub fn range(&self, of: CutTensor) -> Range<usize> {
         let nth = match of {
+            CutTensor::Head if self.tied => 0,
             CutTensor::Token => 0,
             CutTensor::Qkv(layer) => 1 + 2 * layer,
             CutTensor::Out(layer) => 2 + 2 * layer,

@@ -65,6 +65,8 @@ pub struct Replay {
 struct Sums {
     /// By rank of dp x cp, and by tp rank.
     cut: Vec<Vec<Vec<f32>>>,
+    /// The same of the head.
+    head: Vec<Vec<Vec<f32>>>,
     /// By rank of dp x cp x tp.
     whole: Vec<Vec<f32>>,
     /// By rank of edp: those of all experts.
@@ -116,7 +118,7 @@ impl Replay {
             place: vec![0.0; shape.window * shape.width],
             layers: (0..shape.layers).map(layer).collect::<Result<_>>()?,
             elements: tensors.as_ref().map(count),
-            sums: Sums { cut: Vec::new(), whole: Vec::new(), experts: Vec::new() },
+            sums: Sums { cut: Vec::new(), head: Vec::new(), whole: Vec::new(), experts: Vec::new() },
         })
     }
 
@@ -139,8 +141,10 @@ impl Replay {
         let [dp, cp, tp, ep] = self.sizes();
         let Sections { whole, experts, .. } = self.elements;
         let of_part = |_| self.cut.iter().map(|part| vec![0.0; part.elements()]).collect();
+        let of_head = |_| self.cut.iter().map(|part| vec![0.0; part.range(CutTensor::Head).len()]).collect();
         self.sums = Sums {
             cut: (0..dp * cp).map(of_part).collect(),
+            head: (0..dp * cp).map(of_head).collect(),
             whole: vec![vec![0.0; whole]; dp * cp * tp],
             experts: vec![vec![0.0; experts]; dp * cp * tp / ep],
         };
@@ -149,6 +153,11 @@ impl Replay {
             for rank in 0..dp {
                 self.passes(rank, &windows(rank, microbatch))?;
             }
+        }
+        // Tied, behind all that the embedding has.
+        let ranks = self.sums.cut.iter_mut().flatten().zip(self.sums.head.iter().flatten());
+        for ((sums, of_head), part) in ranks.zip(self.cut.iter().cycle()) {
+            add(&mut sums[part.range(CutTensor::Head)], of_head);
         }
         Ok(())
     }
@@ -376,9 +385,8 @@ impl Replay {
             self.loss += loss;
             of_logits.iter_mut().zip(gradients).for_each(|(all, of)| all.push(of));
             for (nth, of) in of_logits.iter().enumerate() {
-                let (part, of_weight) =
-                    (&self.cut[nth], of_weights(&of[rank], &normed[rank], (columns, width)));
-                add(&mut self.sums.cut[dp * cp + rank][nth][part.range(CutTensor::Head)], &of_weight);
+                let of_weight = of_weights(&of[rank], &normed[rank], (columns, width));
+                add(&mut self.sums.head[dp * cp + rank][nth], &of_weight);
             }
         }
         let parts = self
