@@ -13,7 +13,7 @@ use moe_lm::trainer::{History, Trainer};
 use sidelane::{Options, World};
 
 use crate::case::{TEXT, batches, in_turn, settings};
-use crate::program::{ranks_of, said};
+use crate::program::{many_ranks_of, ranks_of, said};
 
 /// A model whose sizes go with all meshes here. A balance of windows would go with none that cuts
 /// them.
@@ -203,7 +203,6 @@ fn tensor_and_context_parallel_ranks_have_the_bits_of_one_process_that_replays_t
         Strategy { microbatches: 8, ..strategy("tp=2,ep=2") },
         Strategy { zero: Zero::Three, microbatches: 2, ..strategy("cp=2,tp=2,ep=2") },
         Strategy { microbatches: 2, ..ring("pp=2,cp=2,tp=2,ep=4") },
-        strategy("pp=2,dp=2,cp=2,tp=2,ep=4"),
     ] {
         assert_eq!(run(&settings, &strategy), reference(&settings, &strategy), "{}", strategy.sizes);
     }
@@ -227,26 +226,39 @@ fn ranks_with_fewer_heads_of_keys_have_the_bits_of_one_process() {
     }
 }
 
+/// Bytes of tied embeddings and of messages between stages are in this test, too.
 #[test]
 fn a_head_with_the_weights_of_the_embedding_learns_on_both_ends() {
     let small = small();
     let settings = Settings { shape: Shape { tied: true, ..small.shape }, ..small };
+    let Shape { vocabulary, window, width, .. } = settings.shape;
     let interleaved = Some(ScheduleName::Interleaved(2));
     for strategy in [
-        strategy("dp=1"),
         strategy("dp=2,tp=2"),
         Strategy { order: interleaved, zero: Zero::Two, microbatches: 4, ..strategy("pp=2,dp=2,ep=2") },
         Strategy { microbatches: 4, ..strategy("pp=4,tp=2") },
     ] {
         // Both ends have the embedding, with the same bits.
-        let seen = run(&settings, &strategy);
+        let (seen, traffic) = run_with_traffic(&settings, &strategy);
         assert_eq!(seen, reference(&settings, &strategy), "{}", strategy.sizes);
         assert!(!seen.parameters.contains_key("head"));
+        let Sizes { pp, dp, tp, .. } = strategy.sizes;
+        let (message, chunks) = (4 * settings.batch * window * width, strategy.model_chunks());
+        for (rank, of_rank) in (0..).zip(traffic) {
+            let stage = rank / (dp * tp);
+            // Outputs go to the next virtual stage, and gradients to the one before.
+            let borders = match stage {
+                _ if pp == 1 => 0,
+                0 => 2 * chunks - 1,
+                last if last + 1 == pp => 2 * chunks - 1,
+                _ => 2 * chunks,
+            };
+            let is_end = pp > 1 && (stage == 0 || stage + 1 == pp);
+            let token = if is_end { 4 * vocabulary * width / tp as usize } else { 0 };
+            let messages = borders as usize * message / (dp * tp) as usize;
+            assert_eq!(of_rank.pp_bytes, (messages + token) as u64, "{}, {rank}", strategy.sizes);
+        }
     }
-    let stages = Strategy { microbatches: 2, ..strategy("pp=2,tp=2") };
-    let Shape { vocabulary, window, width, .. } = settings.shape;
-    let (messages, token) = (4 * settings.batch * window * width / 2, 4 * vocabulary * width / 2);
-    assert!(traffic(&settings, &stages).iter().all(|rank| rank.pp_bytes == (messages + token) as u64));
 }
 
 #[test]
@@ -262,11 +274,11 @@ fn the_heads_of_ulysses_give_each_token_the_bits_of_one_process() {
 #[test]
 fn strategies_that_do_not_fit_are_refused_on_every_rank() {
     let settings = small();
-    let refused = |settings: Settings, strategy: Strategy, ranks: u32| {
-        let worlds = World::threads(ranks).unwrap();
-        let errors = worlds.into_iter().map(|world| {
+    let worlds = [2, 3, 4].map(|ranks| World::threads(ranks).unwrap());
+    let refused = |settings: Settings, strategy: Strategy, ranks: usize| {
+        let errors = worlds[ranks - 2].iter().map(|world| {
             // One after another: a rank that waited for another one would never end.
-            MeshTrainer::new(&world, &settings, &strategy, batches(&settings)).err().unwrap().to_string()
+            MeshTrainer::new(world, &settings, &strategy, batches(&settings)).err().unwrap().to_string()
         });
         let errors: Vec<_> = errors.collect();
         assert!(errors.iter().all(|error| *error == errors[0]), "{errors:?}");
@@ -397,15 +409,21 @@ fn checkpoint_of(seed: u64) -> tempfile::TempDir {
 
 #[test]
 fn shards_that_the_run_did_not_write_stop_all_ranks() {
-    let (settings, other) = (small(), checkpoint_of(small().seed + 1));
+    let settings = small();
+    let [whole, other] = [settings.seed, settings.seed + 1].map(checkpoint_of);
     let damage = |shard: &Path| {
         let mut bytes = std::fs::read(shard).unwrap();
         *bytes.last_mut().unwrap() ^= 1;
         std::fs::write(shard, bytes).unwrap();
     };
     for case in ["damaged", "swapped", "of another run", "missing", "fewer losses"] {
-        let folder = checkpoint_of(settings.seed);
+        let folder = tempfile::tempdir().unwrap();
         let step = folder.path().join("step-000001");
+        std::fs::create_dir(&step).unwrap();
+        for file in std::fs::read_dir(whole.path().join("step-000001")).unwrap() {
+            let file = file.unwrap();
+            std::fs::copy(file.path(), step.join(file.file_name())).unwrap();
+        }
         let [first, second] = ["cut-0.shard", "cut-1.shard"].map(|name| step.join(name));
         match case {
             "damaged" => damage(&second),
@@ -466,6 +484,20 @@ fn spans_of_a_step_are_the_passes_of_the_plan_in_their_order() {
     }
 }
 
+/// A run, and what each rank moved and held in its last step.
+fn run_with_traffic(settings: &Settings, strategy: &Strategy) -> (Outcome, Vec<Traffic>) {
+    let ranks = on_ranks(settings, strategy, |trainer| {
+        let mut trainer = trainer.unwrap();
+        for _ in 0..settings.steps {
+            trainer.step().unwrap();
+        }
+        (trainer.traffic_of_ranks().unwrap(), finish(trainer))
+    });
+    let (mut traffic, ranks): (Vec<_>, Vec<_>) = ranks.into_iter().unzip();
+    assert!(traffic.iter().all(|of| *of == traffic[0]));
+    (outcome(ranks), traffic.remove(0))
+}
+
 /// Each rank a node of its own, so that bytes to other nodes are those to other ranks.
 fn traffic(settings: &Settings, strategy: &Strategy) -> Vec<Traffic> {
     let nodes: Vec<u32> = (0..strategy.sizes.ranks()).collect();
@@ -491,7 +523,7 @@ fn recomputation_changes_no_bit_and_keeps_inputs_and_one_tape() {
     let settings = small();
     let Shape { window, layers, width, heads, vocabulary, .. } = settings.shape;
     let (microbatches, stages) = (4, 2);
-    let tokens = settings.batch * window / microbatches as usize;
+    let tokens = settings.batch * window / 2 / microbatches as usize;
     // Of a token: inputs, outputs of attention, and their sum; queries, keys, values, outputs, and
     // two sums for each head.
     let block = (3 + 4) * width + 2 * heads;
@@ -501,31 +533,30 @@ fn recomputation_changes_no_bit_and_keeps_inputs_and_one_tape() {
     };
     let message = |stage: u32| if stage == 0 { 0 } else { 4 * tokens * width };
     for order in [ScheduleName::GPipe, ScheduleName::ZeroBubbleH1] {
-        let kept = Strategy { order: Some(order), microbatches, ..strategy("pp=2") };
+        let kept = Strategy { order: Some(order), microbatches, ..strategy("pp=2,dp=2,ep=2") };
         let repeated = Strategy { recompute: true, ..kept };
-        assert_eq!(run(&settings, &repeated), run(&settings, &kept), "{order}");
-        let [all, most] = [kept, repeated].map(|strategy| traffic(&settings, &strategy));
-        for stage in 0..stages {
+        let [(all, of_all), (least, of_least)] =
+            [kept, repeated].map(|strategy| run_with_traffic(&settings, &strategy));
+        assert_eq!(least, all, "{order}");
+        for (rank, (all, least)) in of_all.iter().zip(&of_least).enumerate() {
+            let stage = rank as u32 / 2;
             let in_flight = match order {
                 ScheduleName::GPipe => microbatches,
                 _ => stages - stage,
             } as usize;
-            let of_stage = |ranks: &[Traffic]| ranks[stage as usize].activation_bytes;
-            assert_eq!(of_stage(&all), (in_flight * tape(stage)) as u64, "{order}, stage {stage}");
+            assert_eq!(all.activation_bytes, (in_flight * tape(stage)) as u64, "{order}, {rank}");
             let inputs = (in_flight - 1) * message(stage) + tape(stage);
-            assert_eq!(of_stage(&most), inputs as u64, "{order}, stage {stage}");
+            assert_eq!(least.activation_bytes, inputs as u64, "{order}, {rank}");
+            // Rows go to their experts and back once more.
+            assert_eq!(least.ep_bytes, all.ep_bytes / 4 * 6, "{order}, {rank}");
         }
     }
-    // Rows go to their experts once more.
-    let kept = strategy("dp=2,ep=2");
-    let bytes =
-        [false, true].map(|recompute| traffic(&settings, &Strategy { recompute, ..kept })[0].ep_bytes);
-    assert_eq!(bytes[1], bytes[0] / 4 * 6);
 }
 
 #[test]
 fn bytes_of_a_step_are_those_that_the_tables_of_strategies_say() {
-    let settings = small();
+    let small = small();
+    let settings = Settings { shape: Shape { layers: 2, ..small.shape }, ..small };
     let Shape { vocabulary, window, layers, width, experts, expert_width, .. } = settings.shape;
     let tokens = settings.batch * window;
     let whole = layers * width * experts + window * width;
@@ -547,12 +578,6 @@ fn bytes_of_a_step_are_those_that_the_tables_of_strategies_say() {
         assert_eq!(rank.dp.inter_node_bytes, 3 * parameters / 2 + 3 * 16);
         assert_eq!(rank.state_bytes, 3 * parameters / 2);
     }
-
-    // A message for each microbatch and border, each way.
-    let stages = Strategy { microbatches: 4, ..strategy("pp=4") };
-    let message = 4 * (tokens * width) as u64;
-    let sent: Vec<_> = traffic(&settings, &stages).iter().map(|rank| rank.pp_bytes).collect();
-    assert_eq!(sent, [message, 2 * message, 2 * message, message]);
 
     // Of a rank's queries, keys and values, and of its outputs, half belongs to the other rank's
     // heads; backward the same.
@@ -629,4 +654,39 @@ fn processes_of_a_mesh_write_the_losses_of_one_that_plays_them() {
         String::from_utf8_lossy(&output.stderr),
         "moe-lm: 1 ranks, but pp 2 x dp 2 x cp 1 x tp 1 = 4\n"
     );
+}
+
+#[test]
+fn eight_and_sixteen_processes_write_the_losses_of_one_that_replays_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let text = folder.path().join("text.md");
+    std::fs::write(&text, TEXT).unwrap();
+    let cases = [
+        (8, "pp=2,dp=2,tp=2,ep=4", "--schedule zb-h1 --zero 3 --tied"),
+        (
+            16,
+            "pp=2,dp=2,cp=2,tp=2,ep=4",
+            "--schedule interleaved --zero 1 --attention ring --recompute --kv-heads 2",
+        ),
+    ];
+    for (ranks, mesh, more) in cases {
+        let command = |name: &str| {
+            let sizes = "--vocabulary 256 --window 8 --layers 4 --width 32 --heads 4 --experts 8 --top-k 2";
+            let run = "--expert-width 16 --batch 4 --steps 3 --balance 0 --json --mesh";
+            let mut command = Command::new(env!("CARGO_BIN_EXE_moe-lm"));
+            command.args(sizes.split(' ')).args(run.split(' ')).arg(mesh).args(more.split(' '));
+            command.arg("--out").args([&folder.path().join(name), &text]);
+            command.env("RAYON_NUM_THREADS", "1").env("SIDELANE_HEAP", "48M").stdout(Stdio::piped());
+            command
+        };
+        let (together, in_turn) = (format!("{ranks}"), format!("{ranks}-in-turn"));
+        let lines = said(many_ranks_of(ranks, || command(&together), &together, |_| &[]));
+        let traffic = lines[0].iter().find_map(|line| line["traffic"].as_array()).unwrap();
+        assert_eq!(traffic.len(), ranks as usize);
+        let replay = command(&in_turn).args(["--reference", &ranks.to_string()]).spawn().unwrap();
+        said(vec![replay]);
+        let losses = [together, in_turn].map(|name| folder.path().join(name).join("losses.json"));
+        let [together, in_turn] = losses.map(|path| std::fs::read_to_string(path).unwrap());
+        assert_eq!(together, in_turn, "{mesh}");
+    }
 }
