@@ -690,7 +690,7 @@ fn eight_and_sixteen_processes_write_the_losses_of_one_that_replays_them() {
     for (ranks, mesh, more) in cases {
         let command = |name: &str| {
             let sizes = "--vocabulary 256 --window 8 --layers 4 --width 32 --heads 4 --experts 8 --top-k 2";
-            let run = "--expert-width 16 --batch 4 --steps 3 --balance 0 --json --mesh";
+            let run = "--expert-width 16 --batch 4 --steps 2 --balance 0 --json --mesh";
             let mut command = Command::new(env!("CARGO_BIN_EXE_moe-lm"));
             command.args(sizes.split(' ')).args(run.split(' ')).arg(mesh).args(more.split(' '));
             command.arg("--out").args([&folder.path().join(name), &text]);
