@@ -9,8 +9,8 @@ use sidelane_parallel::tensor::{
 
 use crate::ranks::{on_ranks, random_seed, tiny};
 use crate::tensors::{
-    Elements, WORLDS, bits, bits_of, columns, communicator, cross_entropy as reference, differing, elements,
-    rounded, tensor, values,
+    Elements, WORLDS, bits, bits_of, columns, communicator, counting_communicator,
+    cross_entropy as reference, differing, elements, rounded, tensor, values,
 };
 
 const VOCABULARY: usize = 48;
@@ -149,6 +149,26 @@ fn check_cross_entropy<E: Elements>(seed: u64) {
                 }
             }
         }
+    }
+}
+
+#[test]
+fn cross_entropy_sends_a_few_values_of_a_token_and_no_logits() {
+    for nodes in [&[0, 1][..], &[0, 1, 2, 3]] {
+        let (ranks, own) = (nodes.len(), VOCABULARY / nodes.len());
+        let sent = on_ranks(nodes, &tiny(), |world| {
+            let mut group = counting_communicator(&world);
+            let (logits, targets) = (vec![0.0f32; 64 * own], vec![0; 64]);
+            cross_entropy().forward(&mut group, &logits, &targets).unwrap();
+            group.take_counts().inter_node_bytes
+        });
+        let bytes = 4 * 64 * (ranks - 1);
+        // Maxima go to all. Of two sums each rank makes a share, and sends it to all.
+        assert_eq!(sent, vec![(bytes + 2 * 2 * bytes / ranks) as u64; ranks]);
+        // Three all-reduces, and a gather of logits.
+        let (three, gather) = (3 * 2 * bytes / ranks, bytes * own);
+        assert_eq!(sent[0] as f64 / three as f64, (ranks as f64 + 4.0) / 6.0);
+        assert!(sent[0] < gather as u64);
     }
 }
 

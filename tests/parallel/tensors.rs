@@ -37,6 +37,9 @@ pub fn bits(of: &[f32]) -> Vec<u32> {
 pub trait Elements: Float {
     const NAME: &str;
 
+    /// By which share of its size a value of `f32` is off at most when it becomes an element.
+    const ROUNDING: f64;
+
     /// The nearest element, the even one of two.
     fn nearest(value: f32) -> Self;
 
@@ -49,6 +52,7 @@ pub trait Elements: Float {
 
 impl Elements for f32 {
     const NAME: &str = "f32";
+    const ROUNDING: f64 = 0.0;
 
     fn nearest(value: f32) -> f32 {
         value
@@ -69,6 +73,7 @@ impl Elements for f32 {
 
 impl Elements for bf16 {
     const NAME: &str = "bf16";
+    const ROUNDING: f64 = 1.0 / 256.0;
 
     fn nearest(value: f32) -> bf16 {
         let (upper, lower) = (value.to_bits() >> 16, value.to_bits() & 0xffff);
