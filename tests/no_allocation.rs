@@ -151,7 +151,7 @@ fn calls_of_known_shapes_do_not_allocate() {
             let library = Library::new(4);
             on_ranks(&nodes, &medium(), |world| {
                 let group = world.all().unwrap();
-                let builder = ExpertParallel::builder(&group).unwrap().experts(EXPERTS).top_k(TOP_K);
+                let builder = ExpertParallel::builder(&group).experts(EXPERTS).top_k(TOP_K);
                 let builder = builder.hidden(HIDDEN).dtype(Dtype::Bf16).sum_order(order).weighted(weighted);
                 let mut ep = builder.align(4).route(route).build().unwrap();
                 let mine = tokens::<bf16>(u64::from(world.rank()), 9, HIDDEN, TOP_K, EXPERTS);
@@ -223,7 +223,7 @@ fn calls_that_drop_rows_do_not_allocate() {
             let library = Library::new(4);
             on_ranks(&[0, 1, 1, 1], &medium(), |world| {
                 let group = world.all().unwrap();
-                let builder = ExpertParallel::builder(&group).unwrap().experts(EXPERTS).top_k(TOP_K);
+                let builder = ExpertParallel::builder(&group).experts(EXPERTS).top_k(TOP_K);
                 let builder = builder.hidden(HIDDEN).dtype(Dtype::Bf16).route(route).layout(layout);
                 let mut ep = builder.mode(mode).coalesce_relays(spans).build().unwrap();
                 let mine = tokens::<bf16>(u64::from(world.rank()), 9, HIDDEN, TOP_K, EXPERTS);

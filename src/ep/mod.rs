@@ -59,7 +59,7 @@ pub(crate) use device::HeapLoad;
 pub use device::{DeviceHeapReport, HeapAllocator};
 pub use expert_parallel::ExpertParallel;
 pub use features::Feature;
-pub use row_collective::{CollectiveBuilder, RowCollective, RowPartition, TokenSlices};
+pub use row_collective::{RowCollective, RowCollectiveBuilder, RowPartition, TokenSlices};
 // For the program and the tests of this repository: no promises are made about it.
 #[doc(hidden)]
 pub use floor_bench::FloorBench;

@@ -50,7 +50,7 @@ fn rows_and_sums_are_those_of_any_other_lane() {
     for route in Route::ALL {
         on_ranks(&[0, 0, 1, 1], &at("1G/200"), |world| {
             let group = world.all().unwrap();
-            let builder = ExpertParallel::builder(&group).unwrap().experts(13).top_k(4).hidden(HIDDEN);
+            let builder = ExpertParallel::builder(&group).experts(13).top_k(4).hidden(HIDDEN);
             let mut ep = builder.dtype(Dtype::Bf16).route(route).build().unwrap();
             for round in 0..10 {
                 let mine = tokens::<bf16>(round * 4 + u64::from(world.rank()), 19, HIDDEN, 4, 13);

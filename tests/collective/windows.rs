@@ -137,7 +137,7 @@ fn accesses_outside_a_window_are_refused_and_move_nothing() {
 fn a_window_reaches_ranks_that_a_layer_of_its_group_reaches_by_relays_only() {
     on_ranks(&[0, 0, 1, 1], &small(), |world| {
         let group = world.all().unwrap();
-        let builder = ExpertParallel::builder(&group).unwrap().experts(4).hidden(8).route(Route::Pxn);
+        let builder = ExpertParallel::builder(&group).experts(4).hidden(8).route(Route::Pxn);
         let mut ep = builder.build().unwrap();
         let routing = Routing::new(1, vec![0, 3], vec![1.0; 2]).unwrap();
         let mut window = group.window(4).unwrap();

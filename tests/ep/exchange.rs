@@ -161,7 +161,6 @@ where
     on_ranks(&case.nodes, &options, |world| {
         let me = world.rank() as usize;
         let mut ep = ExpertParallel::builder(&world.all().unwrap())
-            .unwrap()
             .expert_map(map.clone())
             .top_k(case.top_k)
             .hidden(case.hidden)
@@ -276,7 +275,7 @@ fn blocks_that_are_as_large_as_they_can_be_arrive_whole() {
         on_ranks(&nodes, &small(), |world| {
             let me = world.rank() as usize;
             let group = world.all().unwrap();
-            let builder = ExpertParallel::builder(&group).unwrap().expert_map(map.clone()).top_k(top_k);
+            let builder = ExpertParallel::builder(&group).expert_map(map.clone()).top_k(top_k);
             let builder = builder.hidden(hidden).max_tokens(TOKENS).route(route).weighted(true);
             let mut ep = builder.build().unwrap();
             let mine = &all[me];

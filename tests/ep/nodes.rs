@@ -35,7 +35,7 @@ fn rounds(net: NetChoice, nodes: &[u32], route: Route, order: SumOrder, wire: Pa
     let ranks = on_ranks(nodes, &Options { net, ..medium() }, |world| {
         assert_eq!(world.net().map(|net| net.lane), nodes.contains(&1).then_some(net.name()));
         let group = world.all().unwrap();
-        let builder = ExpertParallel::builder(&group).unwrap().experts(EXPERTS).top_k(TOP_K).hidden(HIDDEN);
+        let builder = ExpertParallel::builder(&group).experts(EXPERTS).top_k(TOP_K).hidden(HIDDEN);
         let mut ep = builder
             .dtype(Dtype::Bf16)
             .align(4)

@@ -26,7 +26,7 @@ fn worlds() -> impl Iterator<Item = ([u32; 8], Route)> {
 
 fn layer(world: &World, route: Route) -> ExpertParallel {
     let group = world.all().unwrap();
-    let builder = ExpertParallel::builder(&group).unwrap().experts(EXPERTS).top_k(TOP_K).hidden(HIDDEN);
+    let builder = ExpertParallel::builder(&group).experts(EXPERTS).top_k(TOP_K).hidden(HIDDEN);
     builder.dtype(Dtype::Bf16).max_tokens(32).route(route).build().unwrap()
 }
 

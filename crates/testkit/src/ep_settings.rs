@@ -24,14 +24,14 @@ pub struct Settings {
 
 impl Settings {
     /// The builder with them, still without a place.
-    pub fn builder<'g>(&self, group: &'g Group) -> Result<ExpertParallelBuilder<'g>, PlanError> {
+    pub fn builder<'g>(&self, group: &'g Group) -> ExpertParallelBuilder<'g> {
         let case = &self.case;
-        let builder = ExpertParallel::builder(group)?.expert_map(case.map.clone()).top_k(case.top_k);
+        let builder = ExpertParallel::builder(group).expert_map(case.map.clone()).top_k(case.top_k);
         let builder = builder.hidden(case.hidden).dtype(self.dtype).max_tokens(self.max_tokens);
         let builder = builder.layout(case.layout).mode(case.mode).align(case.align).route(case.route);
         let builder = builder.sum_order(case.order).partial_dtype(case.wire).weighted(case.weighted);
         let builder = builder.coalesce_relays(case.spans).strategy(case.strategy);
-        Ok(builder.fp8(self.fp8).graphs(self.graphs))
+        builder.fp8(self.fp8).graphs(self.graphs)
     }
 
     /// Type of dispatched rows, and bytes of one.

@@ -149,7 +149,7 @@ fn repeated(tokens: &Tokens<bf16>) -> Vec<bf16> {
 }
 
 fn settings(group: &Group, route: Route) -> ExpertParallelBuilder<'_> {
-    let builder = ExpertParallel::builder(group).unwrap().route(route);
+    let builder = ExpertParallel::builder(group).route(route);
     builder.experts(EXPERTS).top_k(TOP_K).hidden(HIDDEN).dtype(Dtype::Bf16).max_tokens(64)
 }
 

@@ -211,7 +211,7 @@ pub unsafe extern "C" fn sidelane_ep_build(
             let (out, options, map) =
                 unsafe { (Out::new("ep", ep)?, read(options)?, ExpertMap::read(expert_map)?) };
             let stream = (!options.stream.is_null()).then(|| get(options.stream)).transpose()?;
-            let builder = options.apply(ExpertParallel::builder(&group)?, stream.as_ref())?;
+            let builder = options.apply(ExpertParallel::builder(&group), stream.as_ref())?;
             let builder = map.map_or(builder.clone(), |map| builder.expert_map(map));
             Ok((out, options, stream, builder))
         };

@@ -59,7 +59,7 @@ impl<'r, E: Real> RankCalls<'r, E> {
         (seed, part): (u64, u64),
     ) -> Result<Self, TestError> {
         let place = Place::new(device, part);
-        let mut builder = settings.builder(group)?;
+        let mut builder = settings.builder(group);
         if let (Some(device), Some(stream)) = (device, place.stream()) {
             builder = builder.on(stream);
             if settings.case.mode.slots().is_none() && settings.graphs == Graphs::Off {
