@@ -7,9 +7,9 @@ use sidelane::Dtype;
 use sidelane::dtype::PartialDtype;
 use sidelane::ep::{RowCollective as Gathers, RowCollectiveBuilder, RowPartition as Layout, Tensor as Sent};
 
-use crate::calls::{Brought, Sums, first, unusable};
+use crate::calls::{Brought, Sums, unusable};
 use crate::device::Place;
-use crate::errors::raise;
+use crate::errors::{first, raise};
 use crate::expert_parallel::group_of;
 use crate::handle::tensor_of;
 use crate::input::Input;

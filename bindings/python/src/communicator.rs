@@ -14,8 +14,7 @@ use sidelane::collective::{AllReduceAlgorithm, Communicator as Group, Communicat
 use sidelane::dtype::PartialDtype;
 use sidelane::error::{CallKind, Error, PlanError};
 
-use crate::calls::first;
-use crate::errors::Wrong;
+use crate::errors::{Wrong, first};
 use crate::expert_parallel::group_of;
 use crate::input::Input;
 use crate::lending::LendingCell;

@@ -18,9 +18,8 @@ use sidelane::layer::{
     Input as Step, MoeLayer as HostMoeLayer, MoeLayerBuilder, Products, Tape as HostTape,
 };
 
-use crate::calls::first;
 use crate::device::{Lender, OnStream, Place};
-use crate::errors::raise;
+use crate::errors::{first, raise};
 use crate::expert_parallel::{group_of, map};
 use crate::gate::{Decision, config_of};
 use crate::input::{Input, Rows};

@@ -9,8 +9,7 @@ use sidelane::Options;
 use sidelane::bootstrap::{Identity, Secret, Timeouts};
 use sidelane::config::Config;
 
-use crate::calls::first;
-use crate::errors::{Wrong, raise};
+use crate::errors::{Wrong, first, raise};
 use crate::lending::{Close, LendingCell, Maker};
 use crate::wait::{self, Interrupt};
 use crate::window::Window;
