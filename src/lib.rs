@@ -62,6 +62,8 @@ pub mod dtype {
 
     #[doc(hidden)]
     pub use sidelane_core::dtype::*;
+    #[doc(hidden)]
+    pub use sidelane_core::with_element;
 }
 
 /// Router decisions, by the rules of Megatron, DeepSpeed, DeepSeek-V3, Mixtral and others. Losses
@@ -69,8 +71,9 @@ pub mod dtype {
 pub mod gate {
     #[doc(inline)]
     pub use sidelane_core::gate::{
-        BalanceLoss, Capacity, CapacityRule, Decision, DropPolicy, Gate, GateConfig, GateInput, GroupScore,
-        Noise, Normalize, Preset, Recorded, RngKey, Routing, ScoreFunction, SecondExpertPolicy, Select,
+        BalanceLoss, Capacity, CapacityRule, Decision, Divisor, DropPolicy, Gate, GateConfig, GateInput,
+        GroupScore, Noise, Normalize, Preset, RngKey, Routing, ScoreFunction, SecondExpertPolicy, Select,
+        TokenGroups,
     };
 
     #[doc(hidden)]

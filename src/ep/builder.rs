@@ -498,11 +498,8 @@ impl<'g> ExpertParallelBuilder<'g> {
 
     /// Whether calls on a device are programs of constants.
     fn is_constant(&self) -> bool {
-        match self.spec.mode {
-            ReceiveMode::Exact => false,
-            ReceiveMode::Budget { .. } => self.device.graphs == Graphs::Slots,
-            ReceiveMode::Slots { .. } => true,
-        }
+        let mode = self.spec.mode;
+        mode.slots().is_some() || mode.budget().is_some() && self.device.graphs == Graphs::Slots
     }
 
     /// Refuses settings that what serves them does not have.

@@ -310,6 +310,7 @@ impl ExpertParallel {
     }
 
     /// The receive pool of this rank's host memory.
+    #[doc(hidden)]
     pub fn pool(&self) -> &Arc<Pool> {
         self.shared.heap.pool()
     }

@@ -65,9 +65,6 @@ pub use row_collective::{RowCollective, RowCollectiveBuilder, RowPartition, Toke
 pub use floor_bench::FloorBench;
 pub use handle::{Handle, PendingCombine, PendingDispatch};
 pub use report::{CallExecutor, LaneUse, Report, Status};
-pub use row_metadata::RowIndex;
+pub use row_metadata::{RowIndex, Strided};
 pub use rows::{CombineInput, ExpertOutput, ExpertRows, TokenBuffer};
 pub use tensor::{Choices, Place, Tensor, TensorMut};
-
-#[doc(hidden)]
-pub use row_metadata::Strided;

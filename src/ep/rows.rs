@@ -151,6 +151,7 @@ impl ExpertRows {
     }
 
     /// Device, fixed slots: where things lie in a slot.
+    #[doc(hidden)]
     pub fn slots(&self) -> Option<SlotShape> {
         match &self.0 {
             RowsAt::Slots(rows) if rows.expanded.is_none() => Some(rows.shape),

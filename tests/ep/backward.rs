@@ -85,6 +85,7 @@ fn terms(
                     SumOrder::Expert => [0, 0],
                     SumOrder::Rank => [rank as u32, 0],
                     SumOrder::Node => [nodes.node_of(rank as u32), rank as u32],
+                    other => unreachable!("{other:?}"),
                 };
                 found.push((place, ids[choice], rank, row, choice));
             }

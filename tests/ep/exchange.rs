@@ -112,6 +112,7 @@ where
                     SumOrder::Expert => (0, 0),
                     SumOrder::Rank => (owner, owner),
                     SumOrder::Node => (nodes.node_of(owner), owner),
+                    other => unreachable!("{other:?}"),
                 };
                 (group, owner, tokens.ids[choice], choice)
             })
@@ -156,8 +157,8 @@ where
         .collect();
     let expected = placement(&all, case.top_k, &map, case.align);
     let pool = if case.hidden == WIDE { 8 << 20 } else { 256 << 10 };
-    let config = Config { heap: SYMMETRIC + pool, symmetric: SYMMETRIC, ..Config::default() };
-    let options = Options { config, ..Options::default() };
+    let config = Config::default().with_heap(SYMMETRIC + pool).with_symmetric(SYMMETRIC);
+    let options = Options::default().with_config(config);
     on_ranks(&case.nodes, &options, |world| {
         let me = world.rank() as usize;
         let mut ep = ExpertParallel::builder(&world.all().unwrap())

@@ -144,7 +144,7 @@ impl Described {
     fn by(variables: HashMap<String, String>) -> Result<Self, sidelane::Error> {
         let lookup = move |name: &str| variables.get(name).cloned().or_else(|| std::env::var(name).ok());
         let (config, timeouts) = (Config::from_vars(&lookup)?, Timeouts::from_vars(&lookup)?);
-        let options = Options { config, timeouts, ..Options::from_env()? };
+        let options = Options::from_env()?.with_config(config).with_timeouts(timeouts);
         Ok(Described {
             identity: Identity::from_vars(&lookup)?,
             secret: Secret::from_vars(&lookup)?,

@@ -55,16 +55,3 @@ impl Settings {
         Ok(records)
     }
 }
-
-/// A call of a generic function with the element of a type.
-#[macro_export]
-macro_rules! with_element {
-    ($dtype:expr, $run:ident($($argument:expr),*)) => {
-        match $dtype {
-            sidelane::Dtype::F32 => $run::<f32>($($argument),*),
-            sidelane::Dtype::F16 => $run::<half::f16>($($argument),*),
-            sidelane::Dtype::Bf16 => $run::<half::bf16>($($argument),*),
-            sidelane::Dtype::Bytes => $run::<u8>($($argument),*),
-        }
-    };
-}

@@ -43,6 +43,7 @@ fn every_rank_hears_what_differs_and_where() {
         let other: Quirk = match rank.route {
             Route::Direct => (|b| b.route(Route::Pxn), "route"),
             Route::Pxn => (|b| b.route(Route::Direct), "route"),
+            other => unreachable!("{other:?}"),
         };
         for (quirk, setting) in QUIRKS.into_iter().chain([other]) {
             let Error::Call(CallError::ConfigsDiffer { what, rank: here, peer, mine, theirs }) =

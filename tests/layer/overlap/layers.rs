@@ -66,7 +66,7 @@ fn chunked(
 
     let (ep, landed, done) = (&ep, &landed, &done);
     let mut graph = Graph::new();
-    let work = |name, chunk: usize| NodeLabel { name, chunk: chunk as u32 };
+    let work = |name, chunk: usize| NodeLabel::new(name, chunk as u32);
     let dispatch = |chunk: usize| {
         move |_: &Run| {
             let (x, routing) = slice(chunk);

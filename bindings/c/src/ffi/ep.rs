@@ -243,6 +243,7 @@ pub unsafe extern "C" fn sidelane_ep_info(ep: *mut Ep, info: *mut EpInfo) -> Sta
             let (place, device) = match ep.place() {
                 Place::Host => (SIDELANE_PLACE_HOST, 0),
                 Place::Device(device) => (SIDELANE_PLACE_DEVICE, device),
+                _ => (words::UNNUMBERED, 0),
             };
             out.write(EpInfo {
                 size: 0,

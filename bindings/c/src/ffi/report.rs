@@ -5,7 +5,6 @@ use std::ffi::c_char;
 use sidelane::ep::{CallExecutor, Handle as Layout, Report as Said};
 use sidelane::exec::{EnqueueCounts, TransferCounts};
 use sidelane::plan::RowsByDistance;
-use sidelane::world::{NoGpuDirect, Registration};
 
 use super::memory::short_name;
 use super::objects::Handle;
@@ -256,8 +255,8 @@ fn written(layout: &Layout, said: &Said, returned: TransferCounts) -> Report {
         enqueued: said.enqueued.into(),
         kernels,
         same_device: said.same_device.into(),
-        host_staged: short_name(said.host_staged.map_or("", NoGpuDirect::name)),
-        registration: short_name(said.registration.map_or("", Registration::name)),
+        host_staged: short_name(said.host_staged().unwrap_or("")),
+        registration: short_name(said.registration().unwrap_or("")),
         max_blocks: said.max_blocks.unwrap_or(0).into(),
     }
 }

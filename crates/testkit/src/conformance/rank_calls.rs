@@ -526,12 +526,11 @@ impl<'r, E: Real> RankCalls<'r, E> {
             None => {
                 let mut weights = self.place.read(&rows.weights()?)?;
                 weights.truncate(self.rows_seen(alive) * words * 4);
-                match reference.case.layout {
-                    RowLayout::RankMajor => (weights, self.place.read(rows.experts()?)?),
-                    RowLayout::ExpertMajor => {
-                        experts.clear();
-                        (weights, Vec::new())
-                    }
+                if reference.case.layout.is_per_rank() {
+                    (weights, self.place.read(rows.experts()?)?)
+                } else {
+                    experts.clear();
+                    (weights, Vec::new())
                 }
             }
             Some(shape) => {
@@ -555,9 +554,10 @@ impl<'r, E: Real> RankCalls<'r, E> {
         if on_device && rows.slots().is_none() {
             let seen: Vec<i64> = bytemuck::pod_collect_to_vec(&self.place.read(&rows.counts()?)?);
             let per_expert = &reference.seen.per_expert[*me][..];
-            let expected = match reference.case.layout {
-                RowLayout::ExpertMajor => [per_expert, &reference.seen.padded[*me]].concat(),
-                RowLayout::RankMajor => per_expert.to_vec(),
+            // Where rows are per rank, pads lie behind all experts.
+            let expected = match reference.case.layout.is_per_rank() {
+                true => per_expert.to_vec(),
+                false => [per_expert, &reference.seen.padded[*me]].concat(),
             };
             self.compare_list("counts on the device", per_expert.len(), &seen, &expected);
         }
