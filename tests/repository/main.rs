@@ -8,4 +8,5 @@ mod module_layering;
 mod orders;
 mod pages;
 mod parts;
+mod public_face;
 mod waits;
