@@ -1,6 +1,7 @@
 //! Rules that the files of this repository keep.
 
 mod call_kinds;
+mod cargo_features;
 mod comments;
 mod features;
 mod imports;
