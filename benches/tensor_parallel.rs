@@ -77,8 +77,8 @@ fn rank(world: &World, chunks: u32, barrier: &Barrier) -> Result<Vec<Timed>, Err
     let (way, up) = (Activations::SequenceParallel, LinearShape { inputs: HIDDEN, outputs: FFN });
     let down = LinearShape { inputs: FFN, outputs: HIDDEN };
     let weight = vec![0.25; HIDDEN * FFN / RANKS];
-    let column = ColumnParallelLinear::new(&group, up, way, weight.clone(), None)?;
-    let row = RowParallelLinear::new(&group, down, way, weight, None)?;
+    let column = ColumnParallelLinear::new(&mut group, up, way, weight.clone(), None)?;
+    let row = RowParallelLinear::new(&mut group, down, way, weight, None)?;
     let (x, h) = (vec![0.5; TOKENS / RANKS * HIDDEN], vec![0.5; TOKENS * FFN / RANKS]);
     let chunks = TokenChunks::new(chunks);
     let (alone, both) = (HostExecutor::new().overlap(false), HostExecutor::new());

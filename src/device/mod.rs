@@ -75,8 +75,8 @@ pub use kernels::{
 #[doc(hidden)]
 pub use kernels::{
     Addresses, Admit, Check, ChoiceArgs, ChoiceFault, CountArgs, DotScale, Expand, FetchWeights, Kernels,
-    OwnRows, Pack, PermuteArgs, PlaceArgs, PlanArgs, RankSumArgs, RecordArgs, RunArgs, SortArgs, SumArgs,
-    SumChoices, Tally,
+    OwnRows, Pack, PermuteArgs, PlaceArgs, PlanArgs, RankSumArgs, RecordArgs, RefusalMarks, RunArgs,
+    SortArgs, SumArgs, SumChoices, Tally,
 };
 #[doc(hidden)]
 pub use libcuda::Version;

@@ -290,10 +290,9 @@ impl ExpertParallel {
     ///
     /// # Errors
     /// [`MemoryError::AllocatorTaken`](crate::error::MemoryError) while another one serves the
-    /// device, [`PlanError::WrongPlace`](crate::error::PlanError) on the host,
-    /// [`PlanError::NotAvailable`](crate::error::PlanError) in slots.
+    /// device, [`PlanError::NotAvailable`](crate::error::PlanError) on the host and in slots.
     pub fn heap_allocator(&self) -> Result<HeapAllocator, Error> {
-        Feature::TokenBuffers.require(self.executor())?;
+        Feature::DeviceHeap.require(self.executor())?;
         match &self.at {
             InstanceAt::Enqueued(ep) => ep.heap_allocator(),
             _ => Err(wrong_place("a heap allocator", Side::Device)),
@@ -340,15 +339,20 @@ impl ExpertParallel {
     /// A rank on whose device as many dispatches are alive as there is memory for refuses the call
     /// likewise, by [`CallError::TooManyInFlight`].
     ///
-    /// On a device two refusals are this rank's alone. They come before anything is enqueued, and
-    /// the other ranks wait until this one makes the call again:
+    /// In slots, fixed ones and those of a budget with [`Graphs::Slots`](super::Graphs::Slots), no
+    /// host waits for another. So the rank that refuses gets its error at once, and the others'
+    /// streams find it in the call: no rank has rows, and sums are zeros. The verdict of the call
+    /// says so at each rank ([`Handle::status`]), and so do [`synchronize`](Self::synchronize) and
+    /// [`check`](Self::check) until the next call: by [`PeerRefused`](crate::error::CallError) or,
+    /// where a rank is over its budget, by [`DeviceError::Fault`](crate::error::DeviceError). An
+    /// expert that does not exist is found by streams alone, and refused likewise.
+    ///
+    /// On a device two refusals are this rank's alone. They come before anything is enqueued:
     ///
     /// - [`PlanError::NotAvailable`](crate::error::PlanError) for any call of exact sizes, or of a
     ///   budget without graphs, on a stream that is being captured: a graph does not know the sizes
     ///   of its launches;
-    /// - all refusals in slots, where ranks agree on nothing: fixed ones, and those of a budget
-    ///   with [`Graphs::Slots`](super::Graphs::Slots). That a rank is over its budget is then known
-    ///   to streams alone ([`Handle::status`]).
+    /// - all refusals in slots of a call that is being captured, which can be captured again.
     pub fn dispatch<'a>(
         &mut self,
         x: impl Into<Tensor<'a>>,
@@ -469,8 +473,7 @@ impl ExpertParallel {
     /// call went on all ranks.
     ///
     /// # Errors
-    /// As [`ExpertParallel::combine`]; in slots on a device, of these, what this rank finds
-    /// wrong.
+    /// As [`ExpertParallel::combine`]; in slots on a device as [`ExpertParallel::dispatch`].
     pub fn combine_into<'a, 'o>(
         &mut self,
         y: impl Into<CombineInput<'a>>,
@@ -488,7 +491,7 @@ impl ExpertParallel {
                 ep.finish_combine(stream, started, handle, out)
             }
             (InstanceAt::Enqueued(ep), _) => Err(ep.refuse(CallKind::Combine, None, foreign)),
-            (InstanceAt::Slots { .. }, _) => Err(foreign),
+            (InstanceAt::Slots { ep, stream }, _) => Err(ep.refuse(stream, CallKind::Combine, foreign)),
         }
     }
 
@@ -517,7 +520,9 @@ impl ExpertParallel {
                 CombineAt::Slots { started, handle, unfinished: Unfinished::new(&self.shared), ep, stream }
             }
             (InstanceAt::Enqueued(ep), _) => return Err(ep.refuse(CallKind::Combine, None, foreign)),
-            (InstanceAt::Slots { .. }, _) => return Err(foreign),
+            (InstanceAt::Slots { ep, stream }, _) => {
+                return Err(ep.refuse(stream, CallKind::Combine, foreign));
+            }
         }))
     }
 
@@ -534,7 +539,9 @@ impl ExpertParallel {
                 ep.release(stream, Some(handle))
             }
             (InstanceAt::Slots { ep, stream }, None) => ep.release(stream, None),
-            (InstanceAt::Slots { .. }, Some(_)) => foreign.map_or(Ok(()), Err),
+            (InstanceAt::Slots { ep, stream }, Some(_)) => {
+                foreign.map_or(Ok(()), |foreign| Err(ep.refuse(stream, CallKind::Combine, foreign)))
+            }
             _ => Ok(Feature::Release.require(executor)?),
         }
     }
@@ -704,7 +711,8 @@ impl ExpertParallel {
     /// `handle` is that of calls along one, if there is any. Returns the error to report here:
     /// `error`, or the one that ended the world meanwhile.
     ///
-    /// In fixed slots on a device nothing is entered: the call can be made again.
+    /// In slots on a device the other ranks' streams hear of it, and then their hosts
+    /// ([`dispatch`](Self::dispatch)). The next call is a dispatch.
     pub fn refuse(&mut self, call: CallKind, handle: Option<&Handle>, error: Error) -> Error {
         match &mut self.at {
             InstanceAt::Host(ep) => ep.refuse(call, handle.and_then(Handle::host), error),
@@ -715,7 +723,7 @@ impl ExpertParallel {
                 });
                 ep.refuse(call, handle, error)
             }
-            InstanceAt::Slots { .. } => error,
+            InstanceAt::Slots { ep, stream } => ep.refuse(stream, call, error),
         }
     }
 
@@ -746,8 +754,10 @@ impl ExpertParallel {
     /// Known errors, without waiting.
     ///
     /// # Errors
-    /// [`Cause`](crate::error::Cause); in fixed slots on a device,
-    /// [`DeviceError::Fault`](crate::error::DeviceError), the fault that a kernel has found. Sums
+    /// [`Cause`](crate::error::Cause); in slots on a device
+    /// [`DeviceError::Fault`](crate::error::DeviceError), the fault that a kernel has found, and
+    /// [`PeerRefused`](CallError::PeerRefused) or
+    /// [`PlanError::RefusedHere`](crate::error::PlanError) where the last call was refused. Sums
     /// are zeros then.
     pub fn check(&self) -> Result<(), Error> {
         match &self.at {

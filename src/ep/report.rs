@@ -151,8 +151,9 @@ impl LaneUse {
 ///
 /// From 1 to 4 and of 65536: nothing moved, and sums are zeros. Each other value is a
 /// [`KernelFault`](crate::error::KernelFault) that a kernel has found: rows or sums of the call are
-/// wrong. In slots that holds for 1 to 4, too: with a budget that graphs hold, a fault is also that
-/// a rank is over it. The fault of a kernel about token 0 or rank 0 may be one of 1 to 4 as well.
+/// wrong. In slots that holds for 1 to 4, too: a fault there is also that a rank refuses the call
+/// or, with a budget that graphs hold, is over it. The fault of a kernel about token 0 or rank 0
+/// may be one of 1 to 4 as well.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Status(pub u32);

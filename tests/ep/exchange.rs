@@ -1,6 +1,6 @@
 //! Dispatch and combine between ranks that are threads, bit for bit against a naive reference.
 
-use crate::support::{To, Tokens, on_ranks, placement, small, tokens};
+use crate::support::{To, Tokens, on_ranks, placement, sample, small, tokens};
 use half::{bf16, f16};
 use sidelane::config::Config;
 use sidelane::dtype::PartialDtype;
@@ -232,17 +232,17 @@ where
 
 #[test]
 fn every_row_lands_in_its_place_and_comes_home_in_bf16() {
-    cases().iter().for_each(exchange_as::<bf16>(Dtype::Bf16));
+    sample(cases(), 2).iter().for_each(exchange_as::<bf16>(Dtype::Bf16));
 }
 
 #[test]
 fn every_row_lands_in_its_place_and_comes_home_in_f32() {
-    cases().iter().for_each(exchange_as::<f32>(Dtype::F32));
+    sample(cases(), 2).iter().for_each(exchange_as::<f32>(Dtype::F32));
 }
 
 #[test]
 fn every_row_lands_in_its_place_and_comes_home_in_f16() {
-    cases().iter().for_each(exchange_as::<f16>(Dtype::F16));
+    sample(cases(), 2).iter().for_each(exchange_as::<f16>(Dtype::F16));
 }
 
 fn exchange_as<E: Element + Copy + PartialEq + std::fmt::Debug + Into<f32>>(dtype: Dtype) -> impl Fn(&Case)

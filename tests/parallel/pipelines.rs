@@ -130,7 +130,7 @@ fn plans(stages: u32, microbatches: u32) -> Vec<Plan> {
 }
 
 /// Room for windows of many communicators.
-fn options() -> Options {
+pub fn options() -> Options {
     let config = Config::default().with_heap(16 << 20).with_symmetric(12 << 20);
     Options::default().with_config(config)
 }

@@ -8,7 +8,7 @@ pub mod processes;
 mod ranks;
 
 #[allow(unused_imports, reason = "each test program uses a part of this")]
-pub use cases::cases;
+pub use cases::{cases, sample};
 #[allow(unused_imports, reason = "each test program uses a part of this")]
 pub use ranks::{failed, on_ranks, random_seed, tiny};
 

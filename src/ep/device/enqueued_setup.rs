@@ -77,7 +77,7 @@ impl EnqueuedExchange {
             _ => pool,
         };
         let shape = shape_with((pool, limit));
-        let usable = check(&spec, contexts).and_then(|()| Ok(shape.check()?));
+        let usable = check_contexts(contexts).and_then(|()| Ok(shape.check()?));
         let usable = usable.and_then(|()| check_limit((pool, limit), several));
         let usable = usable.and_then(|()| prepare(&context, priority, spec.max_blocks));
         let usable_here = [("whether their streams can be used (1: yes)", usable.is_ok().into())];
@@ -172,10 +172,10 @@ impl EnqueuedExchange {
             true => engine.summing(relay_sums(&common, &kernels)?),
             false => engine,
         };
-        let [reached, done] = [Event::new(&context)?, Event::new(&context)?];
+        let [packed, done] = [Event::new(&context)?, Event::new(&context)?];
         let watch = Watch::new(&fixed, &words_here)?;
         let caller =
-            CallerStream { stream: Arc::clone(&stream), kernels: Arc::clone(&kernels), reached, done, watch };
+            CallerStream { stream: Arc::clone(&stream), kernels: Arc::clone(&kernels), packed, done, watch };
         let enqueuer = Box::new(enqueuer(&common, caller, engine, growth));
         let programs = programs(&fixed);
         Ok(EnqueuedExchange::of(Parts {
@@ -201,6 +201,7 @@ fn relay_sums(common: &Session, kernels: &Arc<Kernels>) -> Result<RelaySums, Dev
         top_k: spec.top_k,
         status: common.host_piece((status, MemoryShape::STEP))?,
         tables: (0, None),
+        unmarked: false,
     })
 }
 
@@ -211,14 +212,14 @@ fn most_staged(paths: &Paths<'_>, max_tokens: u32) -> Option<u64> {
     (paths.route() == Route::Pxn && paths.is_multi_node()).then(most)
 }
 
-/// Refuses settings that no call can be made with.
-fn check(spec: &Spec, contexts: u32) -> Result<(), Error> {
+/// Refuses no dispatches in flight, and more than tags number.
+fn check_contexts(contexts: u32) -> Result<(), Error> {
     // Tags number the contexts in 16 bits, and one more is for calls without any.
     if !(1..u32::from(u16::MAX)).contains(&contexts) {
         let (parameter, expected) = ("max_in_flight", "between 1 and 65534");
         return Err(PlanError::BadParameter { parameter, seen: contexts.into(), expected }.into());
     }
-    Ok(Kernels::sum_choices_names(spec.dtype).map(drop)?)
+    Ok(())
 }
 
 /// Refuses a limit below the size, and growth where NICs or memory of the host know the heap, too.

@@ -12,7 +12,7 @@ use sidelane::{Element, World};
 use stand_in_cuda::StandIn;
 
 use super::rank::{Case, Input, Rank, call, target};
-use super::{on_devices, on_drivers, on_settings};
+use super::{on_devices, on_drivers, on_settings, seeds};
 use crate::devices::{Memory, context, stream};
 use crate::support::{To, on_ranks, small, tokens};
 
@@ -198,9 +198,7 @@ fn eight_ranks_go_on_for_many_rounds() {
 
 #[test]
 fn no_seed_of_the_driver_is_seen() {
-    // Each process has one seed.
-    let seeds = if std::env::var_os("SIDELANE_FAKE_CUDA_SEED").is_some() { 0..1 } else { 0..12 };
-    for seed in seeds {
+    for seed in seeds(12) {
         on_devices("enqueued::calls::no_seed_of_the_driver_is_seen", 3 + seed as u32 % 3, seed, || {
             let seed = std::env::var("SIDELANE_FAKE_CUDA_SEED").unwrap().parse().unwrap();
             rounds(&Case { align: 2, ..Case::new(3, 4, 2) }, 8, seed);

@@ -16,7 +16,6 @@ use sidelane::error::CallKind;
 use sidelane::overlap::{Graph, Handoff, HostExecutor, Node, NodeLabel, Run as NodeRun, StreamId};
 
 use super::adam::{Adam, States};
-use super::agree::{agree, digest};
 use super::buckets::{Cut, Layout};
 use super::checkpoint::{Run, Shard, Wanted, load};
 use super::error::DataError;
@@ -24,7 +23,7 @@ use super::memory::{Buffer, Gauge, MemoryUsage, bytes};
 use super::pass::{add, keep, mean, reason};
 use super::wire_dtype::Wire;
 use crate::calls::Calls;
-use crate::check::Member;
+use crate::check::{Member, agree, digest, digest_of};
 
 /// A model whose parameters, gradients and optimizer states are cut over the ranks of a group:
 /// ZeRO-3, or FSDP's full shard. A layer is a bucket of the layout.
@@ -79,13 +78,12 @@ impl FullySharded {
         adam: Adam,
     ) -> Result<Self, DataError> {
         let settings = layout.check(parameters).and_then(|()| adam.check()).map(|()| {
-            let of_parameters = parameters.iter().map(|value| value.to_bits().into());
             vec![
                 ("prefetch", prefetch as u64),
                 ("number of parameters", layout.parameters() as u64),
                 ("digest of sizes and layers", digest(layout.numbers())),
                 ("digest of Adam's settings", digest(adam.numbers())),
-                ("digest of the parameters", digest(of_parameters)),
+                ("digest of the parameters", digest_of(parameters)),
             ]
         });
         agree(group, settings)?;

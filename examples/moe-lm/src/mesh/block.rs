@@ -158,7 +158,7 @@ impl Block {
     /// # Errors
     /// Those of the layers.
     pub fn new(
-        tp: &Communicator,
+        tp: &mut Communicator,
         ep: &Group,
         attention: Attention,
         (strategy, settings): (&Strategy, &Settings),
@@ -167,9 +167,9 @@ impl Block {
         let MicrobatchSizes { width, own_width, .. } = of_microbatch;
         let plan = sidelane::Error::from;
         let qkv = LinearShape { inputs: width, outputs: 3 * width };
-        let qkv = ColumnParallelLinear::new(tp, qkv, BETWEEN, vec![0.0; 3 * own_width * width], None);
+        let qkv = ColumnParallelLinear::new(tp, qkv, BETWEEN, vec![0.0; 3 * own_width * width], None)?;
         let out = LinearShape { inputs: width, outputs: width };
-        let out = RowParallelLinear::new(tp, out, BETWEEN, vec![0.0; own_width * width], None);
+        let out = RowParallelLinear::new(tp, out, BETWEEN, vec![0.0; own_width * width], None)?;
         let (ffn, own) = (settings.shape.expert_width, settings.shape.experts / strategy.sizes.ep as usize);
         let weights = vec![0.0; GroupedSwiGlu::values(own, width, ffn)];
         let experts = GroupedSwiGlu::new(own, width, ffn, weights).map_err(plan)?;
@@ -177,7 +177,6 @@ impl Block {
             Some(ranks) => moe(ep, strategy, settings, of_microbatch, InTurn::new(experts, ranks))?,
             None => moe(ep, strategy, settings, of_microbatch, experts)?,
         };
-        let (qkv, out) = (qkv.map_err(plan)?, out.map_err(plan)?);
         Ok(Block { of_microbatch, attention, qkv, out, moe, ep: ep.rank() as usize, expert_bytes: 0 })
     }
 

@@ -153,15 +153,18 @@ impl Stage {
         let mut chunks = Vec::new();
         for (nth, tensors) in tensors.iter().enumerate() {
             let layers = layers_of(strategy, &settings.shape, groups.place.stage, nth);
+            let is_first = layers.start == 0;
+            let embedding = is_first.then(|| Embedding::new(&mut groups.tp, settings)).transpose()?;
             let block = |_| {
                 let in_turn = played.map(|played| played.sharing);
-                Block::new(&groups.tp, &groups.ep, attention, (strategy, settings), (of_microbatch, in_turn))
+                let sizes = (of_microbatch, in_turn);
+                Block::new(&mut groups.tp, &groups.ep, attention, (strategy, settings), sizes)
             };
             chunks.push(Chunk {
-                embedding: (layers.start == 0).then(|| Embedding::new(&groups.tp, settings)).transpose()?,
+                embedding,
                 blocks: layers.clone().map(block).collect::<Result<_>>()?,
                 head: (layers.end == settings.shape.layers)
-                    .then(|| Head::new(&groups.tp, settings))
+                    .then(|| Head::new(&mut groups.tp, settings))
                     .transpose()?,
                 first: first.clone(),
             });
@@ -368,22 +371,22 @@ impl PipelineStage for Stage {
 }
 
 impl Embedding {
-    fn new(tp: &Communicator, settings: &Settings) -> Result<Embedding> {
+    fn new(tp: &mut Communicator, settings: &Settings) -> Result<Embedding> {
         let Shape { vocabulary, window, width, .. } = settings.shape;
         let weight = vec![0.0; vocabulary / tp.size() as usize * width];
-        let token = VocabularyParallelEmbedding::new(tp, vocabulary, width, BETWEEN, weight);
-        Ok(Embedding { token: token.map_err(sidelane::Error::from)?, place: vec![0.0; window * width] })
+        let token = VocabularyParallelEmbedding::new(tp, vocabulary, width, BETWEEN, weight)?;
+        Ok(Embedding { token, place: vec![0.0; window * width] })
     }
 }
 
 impl Head {
-    fn new(tp: &Communicator, settings: &Settings) -> Result<Head> {
+    fn new(tp: &mut Communicator, settings: &Settings) -> Result<Head> {
         let Shape { vocabulary, width, .. } = settings.shape;
         let weight = vec![0.0; vocabulary / tp.size() as usize * width];
         let shape = LinearShape { inputs: width, outputs: vocabulary };
-        let linear = ColumnParallelLinear::new(tp, shape, BETWEEN, weight, None);
+        let linear = ColumnParallelLinear::new(tp, shape, BETWEEN, weight, None)?;
         let loss = VocabularyParallelCrossEntropy { vocabulary, ignore: None };
-        Ok(Head { linear: linear.map_err(sidelane::Error::from)?, loss })
+        Ok(Head { linear, loss })
     }
 }
 

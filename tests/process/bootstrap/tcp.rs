@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::common::{LONG, Place, SOON, Signal, death, each, identity, place, timeouts, world};
+use crate::bootstrap::common::{LONG, Place, SOON, Signal, death, each, identity, place, timeouts, world};
 use sidelane::{
     bootstrap::{LauncherPipe, Secret, connect, interruptible},
     error::{BootstrapError, Cause, LostReason},
@@ -237,7 +237,7 @@ fn job_without_a_secret_refuses_processes_of_other_users() {
         if rank == 2 {
             let ports: Vec<_> = place.ports.iter().map(u16::to_string).collect();
             let said = Command::new(&program)
-                .args(["--exact", "tcp::process_of_another_user", "--ignored", "--nocapture"])
+                .args(["--exact", "bootstrap::tcp::process_of_another_user", "--ignored", "--nocapture"])
                 .envs([("SIDELANE_TEST_JOB", &place.job), ("SIDELANE_TEST_PORTS", &ports.join(","))])
                 .uid(65534)
                 .gid(65534)

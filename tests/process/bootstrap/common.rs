@@ -13,7 +13,7 @@ use sidelane::{
     error::Cause,
 };
 
-use crate::processes::master_port;
+use crate::support::processes::master_port;
 
 /// Longer than anything takes that works.
 pub const LONG: Duration = Duration::from_secs(20);

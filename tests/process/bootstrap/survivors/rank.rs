@@ -19,7 +19,7 @@ use sidelane::bootstrap::{Hub, Identity, Secret, Timeouts, connect};
 use sidelane::error::{BootstrapError, Cause};
 use tracing::{Event, Metadata, Subscriber, span};
 
-use crate::common::LONG;
+use crate::bootstrap::common::LONG;
 
 /// The variable that makes this program a rank; its value is read by [`Part::parse`].
 pub const PART: &str = "SIDELANE_TEST_SURVIVOR";

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::common::{LONG, REBUILDS, Signal, death, each, identity, place, timeouts, world};
+use crate::bootstrap::common::{LONG, REBUILDS, Signal, death, each, identity, place, timeouts, world};
 use sidelane::{
     bootstrap::{Hub, Timeouts, connect, threads},
     error::{BootstrapError, Cause, LostReason},
