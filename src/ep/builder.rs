@@ -165,7 +165,7 @@ impl Instance {
 }
 
 impl<'g> ExpertParallelBuilder<'g> {
-    pub(super) fn new(group: &'g Group) -> Result<Self, PlanError> {
+    pub(super) fn new(group: &'g Group) -> Self {
         let spec = Spec {
             top_k: 1,
             hidden: 0,
@@ -174,7 +174,8 @@ impl<'g> ExpertParallelBuilder<'g> {
             align: 1,
             max_tokens: 4096,
             weighted: false,
-            map: Arc::new(ExpertMap::contiguous(1, group.size())?),
+            // `build` makes the map, which is checked there; this one always exists.
+            map: Arc::new(ExpertMap::contiguous(1, group.size()).expect("a group has this rank")),
             route: Route::Direct,
             partial_dtype: PartialDtype::F32,
             layout: RowLayout::default(),
@@ -187,7 +188,7 @@ impl<'g> ExpertParallelBuilder<'g> {
             rank_sums: false,
             node_sums: false,
         };
-        Ok(ExpertParallelBuilder {
+        ExpertParallelBuilder {
             group,
             experts: 0,
             map: None,
@@ -195,7 +196,7 @@ impl<'g> ExpertParallelBuilder<'g> {
             spec,
             stream: None,
             device: DeviceSettings::default(),
-        })
+        }
     }
 
     /// Settings of an instance, for this group and map.
@@ -497,11 +498,8 @@ impl<'g> ExpertParallelBuilder<'g> {
 
     /// Whether calls on a device are programs of constants.
     fn is_constant(&self) -> bool {
-        match self.spec.mode {
-            ReceiveMode::Exact => false,
-            ReceiveMode::Budget { .. } => self.device.graphs == Graphs::Slots,
-            ReceiveMode::Slots { .. } => true,
-        }
+        let mode = self.spec.mode;
+        mode.slots().is_some() || mode.budget().is_some() && self.device.graphs == Graphs::Slots
     }
 
     /// Refuses features that the executor lacks, and numbers that it cannot count with.
@@ -687,7 +685,7 @@ mod tests {
     fn instance_keeps_every_setting_in_a_rebuild() {
         let world = World::threads(1).unwrap().remove(0);
         let group = world.all().unwrap();
-        let plain = || ExpertParallelBuilder::new(&group).unwrap();
+        let plain = || ExpertParallelBuilder::new(&group);
         let budget = ReceiveMode::Budget { rows: 64, overflow: Overflow::Drop };
         let sums = plain().experts(6).top_k(2).hidden(16).dtype(Dtype::F32).align(4).max_tokens(10);
         let sums = sums.weighted(true).mode(budget).route(Route::Pxn).sum_order(SumOrder::Node);

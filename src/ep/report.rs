@@ -70,14 +70,28 @@ pub struct Report {
     pub max_blocks: Option<u32>,
     /// Device: other ranks on this rank's own device.
     pub same_device: u32,
-    /// Device: reason why inter-node rows are staged in memory of the host, if they are. Then
-    /// [`EnqueueCounts::staged_out_bytes`] and [`EnqueueCounts::staged_in_bytes`] count them.
+    /// Device: reason why inter-node rows are staged in memory of the host, if they are.
+    #[doc(hidden)]
     #[serde(serialize_with = "reason")]
     pub host_staged: Option<NoGpuDirect>,
     /// Device: how NICs know the device's memory, where they read and write inter-node rows there.
-    /// Then [`EnqueueCounts::gpu_direct_bytes`] counts them.
+    #[doc(hidden)]
     #[serde(serialize_with = "registration")]
     pub registration: Option<Registration>,
+}
+
+impl Report {
+    /// Device: reason why inter-node rows are staged in memory of the host, if they are. Then
+    /// [`EnqueueCounts::staged_out_bytes`] and [`EnqueueCounts::staged_in_bytes`] count them.
+    pub fn host_staged(&self) -> Option<&'static str> {
+        self.host_staged.map(NoGpuDirect::name)
+    }
+
+    /// Device: how NICs know the device's memory, where they read and write inter-node rows there:
+    /// `dma-buf` or `address`. Then [`EnqueueCounts::gpu_direct_bytes`] counts them.
+    pub fn registration(&self) -> Option<&'static str> {
+        self.registration.map(Registration::name)
+    }
 }
 
 fn reason<S: serde::Serializer>(host_staged: &Option<NoGpuDirect>, to: S) -> Result<S::Ok, S::Error> {

@@ -59,6 +59,7 @@ struct Retired {
 
 /// Contents of a pool. All sizes in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+#[non_exhaustive]
 pub struct PoolReport {
     /// Size of the pool.
     pub total: u64,

@@ -181,7 +181,7 @@ const DEVICE_EXECUTORS: [CallExecutor; 2] = [CallExecutor::Enqueuer, CallExecuto
 
 /// Settings that an executor serves; on a device once there is a stream.
 fn builder(group: &Group, executor: CallExecutor) -> ExpertParallelBuilder<'_> {
-    let builder = ExpertParallel::builder(group).unwrap().experts(4).top_k(2).hidden(16);
+    let builder = ExpertParallel::builder(group).experts(4).top_k(2).hidden(16);
     let builder = builder.max_tokens(MAX_TOKENS);
     match executor {
         CallExecutor::ConstantProgram => builder.layout(RowLayout::RankMajor).mode(slots(MAX_TOKENS)),

@@ -112,6 +112,7 @@ where
                     SumOrder::Expert => (0, 0),
                     SumOrder::Rank => (owner, owner),
                     SumOrder::Node => (nodes.node_of(owner), owner),
+                    other => unreachable!("{other:?}"),
                 };
                 (group, owner, tokens.ids[choice], choice)
             })
@@ -156,12 +157,11 @@ where
         .collect();
     let expected = placement(&all, case.top_k, &map, case.align);
     let pool = if case.hidden == WIDE { 8 << 20 } else { 256 << 10 };
-    let config = Config { heap: SYMMETRIC + pool, symmetric: SYMMETRIC, ..Config::default() };
-    let options = Options { config, ..Options::default() };
+    let config = Config::default().with_heap(SYMMETRIC + pool).with_symmetric(SYMMETRIC);
+    let options = Options::default().with_config(config);
     on_ranks(&case.nodes, &options, |world| {
         let me = world.rank() as usize;
         let mut ep = ExpertParallel::builder(&world.all().unwrap())
-            .unwrap()
             .expert_map(map.clone())
             .top_k(case.top_k)
             .hidden(case.hidden)
@@ -276,7 +276,7 @@ fn blocks_that_are_as_large_as_they_can_be_arrive_whole() {
         on_ranks(&nodes, &small(), |world| {
             let me = world.rank() as usize;
             let group = world.all().unwrap();
-            let builder = ExpertParallel::builder(&group).unwrap().expert_map(map.clone()).top_k(top_k);
+            let builder = ExpertParallel::builder(&group).expert_map(map.clone()).top_k(top_k);
             let builder = builder.hidden(hidden).max_tokens(TOKENS).route(route).weighted(true);
             let mut ep = builder.build().unwrap();
             let mine = &all[me];

@@ -94,7 +94,7 @@ fn recorded(rank: u32) -> Routing<'static> {
 }
 
 fn layer(group: &Group, spans: bool, order: SumOrder) -> ExpertParallel {
-    let builder = ExpertParallel::builder(group).unwrap().experts(EXPERTS).top_k(TOP_K).hidden(HIDDEN);
+    let builder = ExpertParallel::builder(group).experts(EXPERTS).top_k(TOP_K).hidden(HIDDEN);
     let builder = builder.dtype(Dtype::Bf16).max_tokens(TOKENS).layout(RowLayout::RankMajor);
     builder.route(Route::Pxn).sum_order(order).coalesce_relays(spans).build().unwrap()
 }
@@ -178,7 +178,7 @@ fn on_recorded_routing_relays_make_the_copies_of_relay_order_and_nothing_else_ch
 fn a_rank_that_wants_no_spans_is_named() {
     on_ranks(&[0, 1], &small(), |world| {
         let group = world.all().unwrap();
-        let builder = ExpertParallel::builder(&group).unwrap().experts(2).hidden(HIDDEN);
+        let builder = ExpertParallel::builder(&group).experts(2).hidden(HIDDEN);
         let builder =
             builder.layout(RowLayout::RankMajor).route(Route::Pxn).coalesce_relays(world.rank() == 0);
         let Err(Error::Call(CallError::ConfigsDiffer { what, .. })) = builder.build() else {

@@ -178,7 +178,7 @@ fn layers_have_experts_and_groups_of_their_own_forward_and_backward() {
         let (mut x, mut passed) = (input(world.rank()), Vec::new());
         for (experts, mesh) in &layers {
             let group = mesh.world_group(&world, &["ep"]).unwrap();
-            let builder = ExpertParallel::builder(&group).unwrap().experts(*experts).top_k(1).hidden(HIDDEN);
+            let builder = ExpertParallel::builder(&group).experts(*experts).top_k(1).hidden(HIDDEN);
             let mut ep = builder.dtype(Dtype::F32).max_tokens(4).build().unwrap();
             let ids = chosen(*experts, world.rank()).map(|id| id as i32);
             let routing = Routing::new(1, &ids[..], &[1.0; 3][..]).unwrap();

@@ -11,8 +11,8 @@ pub use super::cases::random_seed;
 
 /// Options for worlds that are many and hold a few rows.
 pub fn tiny() -> Options {
-    let config = Config { heap: 640 << 10, symmetric: 256 << 10, ..Config::default() };
-    Options { config, ..Options::default() }
+    let config = Config::default().with_heap(640 << 10).with_symmetric(256 << 10);
+    Options::default().with_config(config)
 }
 
 /// Runs `body` on every rank of a world of threads; rank r is on node `nodes[r]`. Results in order

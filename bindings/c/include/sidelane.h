@@ -929,6 +929,8 @@ typedef struct {
     uint64_t copies_by_sms;
     // Memory operations: writes and waits.
     uint64_t memory_operations;
+    // Kernels that summed rows for other nodes.
+    uint64_t relay_sums;
     // Bytes that left the device by memory of the host, on the way to other nodes; not among
     // `bytes`.
     uint64_t staged_out_bytes;

@@ -40,9 +40,9 @@ pub struct OfDevice {
 
 impl Settings {
     /// The builder with them, still without a place.
-    pub fn builder<'g>(&self, group: &'g Group) -> Result<ExpertParallelBuilder<'g>, PlanError> {
+    pub fn builder<'g>(&self, group: &'g Group) -> ExpertParallelBuilder<'g> {
         let case = &self.case;
-        let builder = ExpertParallel::builder(group)?.expert_map(case.map.clone()).top_k(case.top_k);
+        let builder = ExpertParallel::builder(group).expert_map(case.map.clone()).top_k(case.top_k);
         let builder = builder.hidden(case.hidden).dtype(self.dtype).max_tokens(self.max_tokens);
         let builder = builder.layout(case.layout).mode(case.mode).align(case.align).route(case.route);
         let builder = builder.sum_order(case.order).partial_dtype(case.wire).weighted(case.weighted);
@@ -52,7 +52,7 @@ impl Settings {
         let builder = max_in_flight.into_iter().fold(builder, ExpertParallelBuilder::max_in_flight);
         let builder = device_heap.into_iter().fold(builder, ExpertParallelBuilder::device_heap);
         let builder = priority.into_iter().fold(builder, ExpertParallelBuilder::priority);
-        Ok(max_blocks.into_iter().fold(builder, ExpertParallelBuilder::max_blocks))
+        max_blocks.into_iter().fold(builder, ExpertParallelBuilder::max_blocks)
     }
 
     /// Type of dispatched rows, and bytes of one.
@@ -75,17 +75,4 @@ impl Settings {
         loops.quantize(Arithmetic::try_from(E::DTYPE)?, shape, bytes, &mut records)?;
         Ok(records)
     }
-}
-
-/// A call of a generic function with the element of a type.
-#[macro_export]
-macro_rules! with_element {
-    ($dtype:expr, $run:ident($($argument:expr),*)) => {
-        match $dtype {
-            sidelane::Dtype::F32 => $run::<f32>($($argument),*),
-            sidelane::Dtype::F16 => $run::<half::f16>($($argument),*),
-            sidelane::Dtype::Bf16 => $run::<half::bf16>($($argument),*),
-            sidelane::Dtype::Bytes => $run::<u8>($($argument),*),
-        }
-    };
 }

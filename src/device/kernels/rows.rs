@@ -397,7 +397,7 @@ impl Kernels {
             Dtype::F32 => Ok("records_f32"),
             Dtype::Bf16 => Ok("records_bf16"),
             Dtype::F16 => Ok("records_f16"),
-            Dtype::Bytes => Err(DeviceError::NoSum { rows: dtype, out: dtype }),
+            _ => Err(DeviceError::NoSum { rows: dtype, out: dtype }),
         }
     }
 
@@ -418,7 +418,7 @@ impl Kernels {
             Dtype::F32 => &self.records.f32,
             Dtype::Bf16 => &self.records.bf16,
             Dtype::F16 => &self.records.f16,
-            Dtype::Bytes => return Err(DeviceError::NoSum { rows: dtype, out: dtype }),
+            _ => return Err(DeviceError::NoSum { rows: dtype, out: dtype }),
         };
         let row_bytes = u64::from(hidden) * dtype.size() as u64;
         if hidden == 0 || !row_bytes.is_multiple_of(VECTOR) || hidden >= 1 << 28 {

@@ -277,7 +277,7 @@ impl Kernels {
             Dtype::F32 => Ok(&["sum_choices_f32"]),
             Dtype::Bf16 => Ok(&["sum_choices_bf16"]),
             Dtype::F16 => Ok(&["sum_choices_f16"]),
-            Dtype::Bytes => Err(DeviceError::NoSum { rows: dtype, out: dtype }),
+            _ => Err(DeviceError::NoSum { rows: dtype, out: dtype }),
         }
     }
 
@@ -500,7 +500,7 @@ impl Kernels {
             Dtype::F32 => &self.gradients.f32,
             Dtype::Bf16 => &self.gradients.bf16,
             Dtype::F16 => &self.gradients.f16,
-            Dtype::Bytes => return Err(DeviceError::NoSum { rows: dtype, out: dtype }),
+            _ => return Err(DeviceError::NoSum { rows: dtype, out: dtype }),
         };
         check_columns(KERNEL, columns, dtype)?;
         let all = bytes([rows.into(), columns.into(), dtype.size() as u64]);

@@ -219,11 +219,10 @@ impl Gather {
         inner.moves = gathered.moves;
         let (forward, own) = (inner.forward.as_deref(), everyone.sorted(me));
         let wanted = Traffic::count(&frame, own, &inner.layout, forward, &mut space.numbers.scratch);
-        let Traffic { logical: wanted, remote_ranks, remote_nodes, home_row_bytes, .. } = wanted;
-        let regrouped = regroup.runs.iter().map(|run| u64::from(run.count) + u64::from(run.pad)).sum();
-        let traffic = inner.moves.traffic;
-        inner.moves.traffic =
-            Traffic { logical: wanted, remote_ranks, remote_nodes, home_row_bytes, regrouped, ..traffic };
+        let traffic = &mut inner.moves.traffic;
+        (traffic.logical, traffic.home_row_bytes) = (wanted.logical, wanted.home_row_bytes);
+        (traffic.remote_ranks, traffic.remote_nodes) = (wanted.remote_ranks, wanted.remote_nodes);
+        traffic.regrouped = regroup.runs.iter().map(|run| u64::from(run.count) + u64::from(run.pad)).sum();
     }
 }
 

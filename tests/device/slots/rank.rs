@@ -46,7 +46,7 @@ impl Case {
     /// The settings, on the host or, with a stream, on a device.
     pub fn builder<'g>(&self, group: &'g Group) -> ExpertParallelBuilder<'g> {
         let mode = ReceiveMode::Slots { rows: self.max_tokens, overflow: Overflow::Error };
-        let builder = ExpertParallel::builder(group).unwrap().experts(self.experts).top_k(self.top_k);
+        let builder = ExpertParallel::builder(group).experts(self.experts).top_k(self.top_k);
         let builder = builder.hidden(self.hidden as usize).max_tokens(self.max_tokens);
         builder.mode(mode).layout(RowLayout::RankMajor)
     }

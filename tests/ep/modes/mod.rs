@@ -50,6 +50,7 @@ fn weighted_or_not(case: Case) -> Vec<Case> {
     match case.layout {
         RowLayout::ExpertMajor => vec![Case { weighted: true, ..case.clone() }, case],
         RowLayout::RankMajor => vec![case],
+        other => unreachable!("{other:?}"),
     }
 }
 

@@ -218,13 +218,13 @@ impl DataParallel {
         let mut backward = Backward::new(self, sums, ready);
         let (mut said, mut means) = (None, Vec::with_capacity(buckets));
         let mut graph = Graph::new();
-        graph.add(StreamId::Compute(0), NodeLabel { name: "backward", chunk: 0 }, &[], |_| {
+        graph.add(StreamId::Compute(0), NodeLabel::new("backward", 0), &[], |_| {
             keep(&mut said, body(&mut backward).and_then(|()| backward.is_complete()))?;
             // The other node ends when no bucket can come any more.
             drop(backward);
             Ok(())
         });
-        graph.add(StreamId::Transfer(0), NodeLabel { name: "reduce", chunk: 0 }, &[], |_| {
+        graph.add(StreamId::Transfer(0), NodeLabel::new("reduce", 0), &[], |_| {
             for bucket in arrivals {
                 pass.call(|group| {
                     let mut sums = self.reduce(group, bucket)?;

@@ -168,7 +168,7 @@ impl FullySharded {
                 gathers.push(self.add_gather(&mut graph, step, step, &computed, &turns));
             }
             let Some(layer) = step.checked_sub(self.prefetch) else { continue };
-            let (turns, label) = (&turns, NodeLabel { name: "forward", chunk: layer as u32 });
+            let (turns, label) = (&turns, NodeLabel::new("forward", layer as u32));
             let node = graph.add(StreamId::Compute(0), label, &[gathers[layer]], move |_| {
                 let all = turns.gathered[layer].take()?;
                 turns
@@ -267,7 +267,7 @@ impl FullySharded {
             let Some(nth) = step.checked_sub(prefetch) else { continue };
             let layer = layers - 1 - nth;
             let (model, turns, sums, gradients) = (&*self, &turns, &sums, &of_layers[layer]);
-            let label = |name| NodeLabel { name, chunk: layer as u32 };
+            let label = |name| NodeLabel::new(name, layer as u32);
             let node = graph.add(StreamId::Compute(0), label("backward"), &[gathers[nth]], move |_| {
                 let all = turns.gathered[layer].take()?;
                 let len = model.layout.bucket(layer).len();
@@ -366,7 +366,7 @@ impl FullySharded {
         turns: &'a Turns<'_, '_, B>,
     ) -> Node {
         let dropped = nth.checked_sub(1 + self.prefetch).map(|before| computed[before]);
-        let label = NodeLabel { name: "gather", chunk: layer as u32 };
+        let label = NodeLabel::new("gather", layer as u32);
         graph.add(StreamId::Transfer(0), label, dropped.as_slice(), move |_| {
             let all = turns.pass.with(|pass| self.gather_layer(layer, pass))?;
             turns.gathered[layer].put(all)

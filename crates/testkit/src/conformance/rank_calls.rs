@@ -61,7 +61,7 @@ impl<'r, E: Real> RankCalls<'r, E> {
         (seed, part): (u64, u64),
     ) -> Result<Self, TestError> {
         let place = Place::new(device, part);
-        let mut builder = settings.builder(group)?;
+        let mut builder = settings.builder(group);
         if let (Some(device), Some(stream)) = (device, place.stream()) {
             builder = builder.on(stream);
             if settings.case.mode.slots().is_none() && settings.graphs == Graphs::Off {
@@ -539,12 +539,11 @@ impl<'r, E: Real> RankCalls<'r, E> {
             None => {
                 let mut weights = self.place.read(&rows.weights()?)?;
                 weights.truncate(self.rows_seen(alive) * words * 4);
-                match reference.case.layout {
-                    RowLayout::RankMajor => (weights, self.place.read(rows.experts()?)?),
-                    RowLayout::ExpertMajor => {
-                        experts.clear();
-                        (weights, Vec::new())
-                    }
+                if reference.case.layout.is_per_rank() {
+                    (weights, self.place.read(rows.experts()?)?)
+                } else {
+                    experts.clear();
+                    (weights, Vec::new())
                 }
             }
             Some(shape) => {
@@ -568,9 +567,10 @@ impl<'r, E: Real> RankCalls<'r, E> {
         if on_device && rows.slots().is_none() {
             let seen: Vec<i64> = bytemuck::pod_collect_to_vec(&self.place.read(&rows.counts()?)?);
             let per_expert = &reference.seen.per_expert[*me][..];
-            let expected = match reference.case.layout {
-                RowLayout::ExpertMajor => [per_expert, &reference.seen.padded[*me]].concat(),
-                RowLayout::RankMajor => per_expert.to_vec(),
+            // Where rows are per rank, pads lie behind all experts.
+            let expected = match reference.case.layout.is_per_rank() {
+                true => per_expert.to_vec(),
+                false => [per_expert, &reference.seen.padded[*me]].concat(),
             };
             self.compare_list("counts on the device", per_expert.len(), &seen, &expected);
         }

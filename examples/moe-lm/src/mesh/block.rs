@@ -322,13 +322,11 @@ pub fn moe(
 ) -> Result<MoeLayer> {
     let gate = Preset::Mixtral.config(settings.shape.experts as u32, settings.shape.top_k as u32);
     let gate = gate.map_err(sidelane::Error::from)?;
-    let balance = BalanceLoss {
-        // Of each window by itself, as in the plain model, and the mean over a rank's microbatches.
-        parts: TokenGroups::Consecutive(of_microbatch.windows as u32),
-        coefficient: settings.balance / strategy.microbatches as f32,
-        share: CountDivisor::OfChoices,
-        ..BalanceLoss::of(Preset::Mixtral)
-    };
+    // Of each window by itself, as in the plain model, and the mean over a rank's microbatches.
+    let balance = BalanceLoss::of(Preset::Mixtral)
+        .with_parts(TokenGroups::Consecutive(of_microbatch.windows as u32))
+        .with_coefficient(settings.balance / strategy.microbatches as f32)
+        .with_share(CountDivisor::OfChoices);
     let builder =
         MoeLayer::builder(ep, gate, of_microbatch.width, experts).dtype(Dtype::F32).balance(balance);
     builder.max_tokens(of_microbatch.tokens as u32).chunks(1).overlap(false).build().map_err(Error::from)

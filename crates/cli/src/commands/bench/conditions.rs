@@ -422,9 +422,9 @@ impl ReceiveConfig {
             return Err(usage!("--budget {factor} is not a positive number"));
         }
         let all = needs.seen.rows.iter().flatten().flatten().count();
-        let mean = match config.shape.layout {
-            RowLayout::ExpertMajor => f64::from(config.tokens) * f64::from(config.top_k),
-            RowLayout::RankMajor => all as f64 / f64::from(config.ranks()),
+        let mean = match config.shape.layout.is_per_rank() {
+            true => all as f64 / f64::from(config.ranks()),
+            false => f64::from(config.tokens) * f64::from(config.top_k),
         };
         let rows = (factor * mean).ceil() as u32;
         let worst = (0..).zip(needs.seen.required.iter().copied()).max_by_key(|&(_, required)| required);
