@@ -1,4 +1,4 @@
-// All modules, for the CPU: the stand-in driver takes one library.
+// All modules, for the CPU: the fake driver takes one library.
 #include "audit.cu"
 #include "exchange.cu"
 #include "layer.cu"

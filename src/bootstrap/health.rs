@@ -550,7 +550,7 @@ mod tests {
     }
 
     #[test]
-    fn a_question_is_asked_until_it_says_yes_and_forgotten_with_its_call() {
+    fn interrupt_check_runs_until_true_and_is_dropped_with_call() {
         let asked = Rc::new(Cell::new(0));
         let count = Rc::clone(&asked);
         interruptible(

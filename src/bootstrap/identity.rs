@@ -400,7 +400,7 @@ mod tests {
     }
 
     #[test]
-    fn the_variables_of_a_slurm_step_are_stronger_than_those_of_its_allocation() {
+    fn slurm_step_variables_override_those_of_allocation() {
         let step = [
             ("SLURM_STEP_NUM_TASKS", "2"),
             ("SLURM_STEP_NODELIST", "x9"),

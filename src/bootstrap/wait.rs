@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn host_without_an_answer_has_no_address_and_a_number_needs_no_resolver() {
+    fn unresolved_host_has_no_address_number_needs_no_resolver() {
         assert_eq!(resolve("192.0.2.7", Instant::now()), [IpAddr::from([192, 0, 2, 7])]);
         assert!(resolve("name.invalid", Instant::now()).is_empty(), "no time to ask");
         let asked = interruptible(|| true, || resolve("name.invalid", far()));

@@ -178,8 +178,8 @@ impl Drop for Communicator {
         }
         let pool = self.state.world.heap.pool();
         if let Ok(nothing) = pool.alloc(0) {
-            let licence: Arc<dyn ReleaseCheck> = Arc::clone(&self.held) as _;
-            pool.retire(nothing, &licence, DONE);
+            let release: Arc<dyn ReleaseCheck> = Arc::clone(&self.held) as _;
+            pool.retire(nothing, &release, DONE);
         }
     }
 }

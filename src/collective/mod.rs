@@ -177,6 +177,6 @@ impl Communicator {
 
     /// Counts of the puts and sums since the last call of this function.
     pub fn take_counts(&mut self) -> TransferCounts {
-        self.state.host.take_moved()
+        self.state.host.take_counts()
     }
 }

@@ -50,8 +50,8 @@ impl Driver {
     }
 
     /// Whether this is the fake that tests load in place of a driver.
-    pub fn is_stand_in(&self) -> bool {
-        self.library.stand_in
+    pub fn is_fake(&self) -> bool {
+        self.library.fake_driver
     }
 
     /// How many devices the driver shows.

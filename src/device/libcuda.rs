@@ -31,7 +31,7 @@ use crate::error::DeviceError;
 const USUAL: &str = "libcuda.so.1";
 
 /// A symbol that only the driver made for tests has.
-pub const STAND_IN: &str = "sidelane_stand_in";
+pub const FAKE_DRIVER: &str = "sidelane_fake_cuda";
 
 type Initialize = unsafe extern "C" fn(c_uint) -> Code;
 type DriverVersion = unsafe extern "C" fn(*mut c_int) -> Code;
@@ -45,7 +45,7 @@ pub struct Library {
     /// The loaded library: a path, or a name for the loader.
     pub name: String,
     /// Whether this is the driver made for tests.
-    pub stand_in: bool,
+    pub fake_driver: bool,
     /// `None` if the driver is too old.
     pub batch: Option<BatchCopy>,
     error_name: ErrorName,
@@ -94,9 +94,9 @@ impl Library {
         // SAFETY: as for the first symbols.
         let functions = unsafe { Functions::from(&loaded, &name) }?;
         // SAFETY: only looks whether the symbol is there.
-        let stand_in = unsafe { loaded.get::<*const c_void>(STAND_IN) }.is_ok();
+        let fake_driver = unsafe { loaded.get::<*const c_void>(FAKE_DRIVER) }.is_ok();
         let mut library =
-            Library { functions, version, name, stand_in, batch: None, error_name, _loaded: loaded };
+            Library { functions, version, name, fake_driver, batch: None, error_name, _loaded: loaded };
         library.batch = library.find_batch();
         Ok(library)
     }

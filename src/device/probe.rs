@@ -52,7 +52,7 @@ pub struct Probe {
     /// The loaded library.
     pub library: String,
     /// Whether it is the fake driver of the tests.
-    pub stand_in: bool,
+    pub fake_driver: bool,
     /// The newest CUDA version that the driver can do.
     pub version: Version,
     /// Batches of copies.
@@ -73,7 +73,7 @@ impl Probe {
         let reaches = |a, b| Ok(a == b || driver.reaches(a, b)?);
         Ok(Probe {
             library: driver.library.name.clone(),
-            stand_in: driver.is_stand_in(),
+            fake_driver: driver.is_fake(),
             version: driver.version(),
             batched_copies: match driver.library.batch {
                 None => BatchedCopies::None,

@@ -21,11 +21,11 @@ const INSIDE: [&str; 2] = ["lib", "extras/CUPTI/lib64"];
 
 /// Folders of packages: those of the variable, else those of active environments and `more`. With
 /// the fake driver only the variable counts.
-pub fn folders(stand_in: bool, more: impl FnOnce() -> Vec<PathBuf>) -> Vec<PathBuf> {
+pub fn folders(fake_driver: bool, more: impl FnOnce() -> Vec<PathBuf>) -> Vec<PathBuf> {
     if let Some(named) = std::env::var_os(VARIABLE).filter(|folders| !folders.is_empty()) {
         return std::env::split_paths(&named).collect();
     }
-    if stand_in {
+    if fake_driver {
         return Vec::new();
     }
     let environments = ENVIRONMENTS.iter().filter_map(std::env::var_os).map(PathBuf::from);

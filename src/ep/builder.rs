@@ -97,9 +97,9 @@ impl Spec {
         let row_bytes = if moves { (columns * dtype.size()) as u64 } else { 0 };
         let words_home = if self.gathers { 0 } else { self.layout.words_home(self.top_k) };
         let words_out = self.notes().words(self.top_k);
-        let (home_bytes, rank_sums) = (self.row_bytes(), self.rank_sums);
+        let (return_bytes, rank_sums) = (self.row_bytes(), self.rank_sums);
         let pulled_bytes = PulledSums::CHUNK_BYTES;
-        RowSizes { row_bytes, home_bytes, words_out, words_home, partial_bytes, rank_sums, pulled_bytes }
+        RowSizes { row_bytes, return_bytes, words_out, words_home, partial_bytes, rank_sums, pulled_bytes }
     }
 
     /// Bytes of a row.
@@ -350,8 +350,8 @@ impl<'g> ExpertParallelBuilder<'g> {
     }
 
     /// On a device with a budget: whether calls may be captured into CUDA graphs, or left
-    /// unfinished ([`PendingDispatch::unfinished`](super::PendingDispatch::unfinished)). Default:
-    /// [`Graphs::Off`]. Calls in fixed slots can always be.
+    /// unfinished ([`PendingDispatch::finish_async`](super::PendingDispatch::finish_async)).
+    /// Default: [`Graphs::Off`]. Calls in fixed slots can always be.
     ///
     /// [`Graphs::Slots`] is for [`SumOrder::Rank`] and [`Route::Direct`]. Each rank then has a slot
     /// row for every token that another may send it, and [`max_tokens`](Self::max_tokens) rows move

@@ -469,8 +469,8 @@ impl ExpertParallel {
     }
 
     /// As [`ExpertParallel::combine`], into a tensor of the caller's. On a device the combine is
-    /// enqueued, and `out` is there for what is enqueued next; [`Handle::returned`] says how the
-    /// call went on all ranks.
+    /// enqueued, and `out` is there for what is enqueued next; [`Handle::return_report`] says how
+    /// the call went on all ranks.
     ///
     /// # Errors
     /// As [`ExpertParallel::combine`]; in slots on a device as [`ExpertParallel::dispatch`].

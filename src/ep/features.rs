@@ -80,8 +80,8 @@ pub enum Feature {
     /// in place, and on a device copy engines, too, where they go in runs.
     TokenBuffers,
     /// Sizes that stay on the device
-    /// ([`PendingDispatch::unfinished`](super::PendingDispatch::unfinished)), and calls that are
-    /// captured into a CUDA graph.
+    /// ([`PendingDispatch::finish_async`](super::PendingDispatch::finish_async)), and calls that
+    /// are captured into a CUDA graph.
     Capture,
     /// [`ExpertParallel::release`](crate::ExpertParallel::release) in place of a combine, where the
     /// next call would else overwrite what landed: in fixed slots. Elsewhere each dispatch has

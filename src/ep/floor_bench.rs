@@ -116,7 +116,7 @@ impl ExpertParallel {
             forward: inner.forward.as_deref().unwrap_or(&RelayPlan::default()),
             bins: &ep.fixed.bins,
             row_bytes,
-            home_bytes: inner.row_bytes,
+            return_bytes: inner.row_bytes,
             partial_bytes: ep.fixed.partial_bytes(),
             landing: &landing,
             sum: inner.sum(&bases, false),

@@ -181,11 +181,11 @@ impl Handle {
     /// # Errors
     /// On a device, except in fixed slots: the refusal of that combine, on any rank; then its sums
     /// are zeros.
-    pub fn returned(&self) -> Result<Report, Error> {
+    pub fn return_report(&self) -> Result<Report, Error> {
         match &self.0 {
-            HandleAt::Host(handle) => Ok(handle.returned()),
-            HandleAt::Enqueued(handle) => handle.returned(),
-            HandleAt::Slots(handle) => Ok(handle.returned()),
+            HandleAt::Host(handle) => Ok(handle.return_report()),
+            HandleAt::Enqueued(handle) => handle.return_report(),
+            HandleAt::Slots(handle) => Ok(handle.return_report()),
         }
     }
 
@@ -287,11 +287,11 @@ impl PendingDispatch<'_> {
     /// [`PlanError::NotAvailable`] on the host, and on a device for calls that the host finishes,
     /// where rows have no place before their number is known: the call is then finished as far as
     /// the other ranks see it.
-    pub fn unfinished(self) -> Result<(ExpertRows, Handle), Error> {
+    pub fn finish_async(self) -> Result<(ExpertRows, Handle), Error> {
         match self.0 {
             DispatchAt::Enqueued { started, unfinished, ep } => {
                 unfinished.end();
-                let (rows, handle) = ep.unfinished_dispatch(started)?;
+                let (rows, handle) = ep.finish_dispatch_async(started)?;
                 Ok((ExpertRows(RowsAt::Enqueued(Box::new(rows))), Handle(HandleAt::Enqueued(handle))))
             }
             DispatchAt::Slots { .. } => self.finish(),
@@ -332,7 +332,7 @@ pub(super) enum CombineAt<'a> {
 impl PendingCombine<'_> {
     /// Second half, into `out`, `[tokens, hidden]`. The host waits until all ranks offer their
     /// rows, and sums. On a device the sums are there for what is enqueued next, and
-    /// [`Handle::returned`] says how the call went.
+    /// [`Handle::return_report`] says how the call went.
     ///
     /// # Errors
     /// As [`ExpertParallel::combine`](crate::ExpertParallel::combine). That `out` cannot be used is

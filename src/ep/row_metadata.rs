@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn what_says_nothing_or_nonsense_stays_where_it_is() {
+    fn unset_or_invalid_row_index_entry_keeps_its_place() {
         let mut index = RowIndex::default();
         index.fill([0, 3, 2, u32::MAX].into_iter());
         assert_eq!((index.landing(), index.visible()), (&[0, 2, 1, 3][..], &[0, 2, 1, 3][..]));

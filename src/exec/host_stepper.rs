@@ -70,7 +70,7 @@ impl HostStepper {
     }
 
     /// Counts of moves since the last call of this function.
-    pub fn take_moved(&mut self) -> TransferCounts {
+    pub fn take_counts(&mut self) -> TransferCounts {
         std::mem::take(&mut self.moved)
     }
 

@@ -83,8 +83,8 @@ pub struct Event {
     pub of: u32,
     /// Which part of the call the flag means: 0 for all of it.
     pub part: u8,
-    /// A wait for what peers said after the last return (the licence), not in the running call.
-    pub licence: bool,
+    /// A wait for what peers said after the last return (the release), not in the running call.
+    pub release: bool,
     /// The track.
     pub track: u32,
     /// The other side, as a position in the group; the track for sums.
@@ -113,7 +113,7 @@ impl Event {
             flag,
             of,
             part: if let FlagValue::Part(part) = level { part } else { 0 },
-            licence: level == FlagValue::LastReturn,
+            release: level == FlagValue::LastReturn,
             track: item.track,
             peer,
             start_ns,
@@ -441,7 +441,7 @@ fn arrows(ranks: &[Timeline]) -> Vec<Arrow<'_>> {
         .map(|(call, rank, event)| ((call, event.flag, event.part, event.of, event.peer), (rank, event)))
         .collect();
     in_calls(ranks, OpKind::Wait)
-        .filter(|(.., event)| !event.licence)
+        .filter(|(.., event)| !event.release)
         .filter_map(|(call, rank, event)| {
             let &signal = signals.get(&(call, event.flag, event.part, event.of, rank))?;
             Some(Arrow { signal, wait: (rank, event) })
@@ -471,7 +471,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_beyond_the_bound_is_not_kept_until_the_recorder_is_emptied() {
+    fn full_recorder_keeps_nothing_more_until_emptied() {
         let recorder = Recorder::new(2);
         let sum = event(Op::Reduce { operand: OperandId(0) });
         let place = NodeInfo { work: NodeLabel { name: "experts", chunk: 3 }, stream: StreamId::Compute(1) };
@@ -524,7 +524,7 @@ mod tests {
             recorder.record(event(Op::Reduce { operand: OperandId(0) }));
         });
         let timeline = recorder.take();
-        assert!(timeline.events[0].licence && !timeline.events[1].licence);
+        assert!(timeline.events[0].release && !timeline.events[1].release);
         let json = serde_json::to_string(&timeline).unwrap();
         assert_eq!(serde_json::from_str::<Timeline>(&json).unwrap(), timeline);
         assert!(serde_json::from_str::<Timeline>(&json.replace("\"read\"", "\"red\"")).is_err());
@@ -532,7 +532,7 @@ mod tests {
 
     fn operation(kind: OpKind, flag: Option<Flag>, peer: u32, start_ns: u64, nanos: u64) -> Event {
         let of = if kind == OpKind::Signal { 0 } else { peer };
-        Event { kind, flag, of, part: 0, licence: false, track: peer, peer, start_ns, nanos, bytes: 64 }
+        Event { kind, flag, of, part: 0, release: false, track: peer, peer, start_ns, nanos, bytes: 64 }
     }
 
     fn call(start_ns: u64) -> TimedCall {
@@ -548,7 +548,7 @@ mod tests {
         let landed = Some(Flag::Landed);
         let late = operation(OpKind::Signal, landed, 1, 9000, 10);
         let put = Event { track: 5, ..operation(OpKind::PutRows, None, 1, 1100, 200) };
-        let licence = Event { licence: true, ..operation(OpKind::Wait, Some(Flag::Read), 0, 1110, 10) };
+        let release = Event { release: true, ..operation(OpKind::Wait, Some(Flag::Read), 0, 1110, 10) };
         [
             Timeline {
                 calls: vec![call(1000)],
@@ -558,7 +558,7 @@ mod tests {
             Timeline {
                 calls: vec![call(1100)],
                 spans: vec![span("compute 0", 1500)],
-                events: vec![licence, operation(OpKind::Wait, landed, 0, 1200, 150)],
+                events: vec![release, operation(OpKind::Wait, landed, 0, 1200, 150)],
             },
         ]
     }
@@ -571,7 +571,7 @@ mod tests {
     }
 
     #[test]
-    fn every_call_and_event_is_a_slice_of_its_rank_with_time_peer_and_bytes() {
+    fn every_call_and_event_is_rank_slice_with_time_peer_and_bytes() {
         let ranks = two_ranks();
         let slices: Vec<Value> = trace(&ranks).into_iter().filter(|e| e["ph"] == "X").collect();
         assert_eq!(slices.len(), 10);
@@ -585,7 +585,7 @@ mod tests {
     }
 
     #[test]
-    fn each_rank_and_thread_has_a_name_and_no_two_threads_share_a_number() {
+    fn trace_names_ranks_and_threads_with_unique_numbers() {
         let events = trace(&two_ranks());
         let names = |what: &str| -> Vec<(Value, Value)> {
             let named = events.iter().filter(|e| e["name"] == what);
@@ -609,7 +609,7 @@ mod tests {
     }
 
     #[test]
-    fn an_arrow_leads_from_the_signal_of_a_call_into_the_wait_that_it_ends() {
+    fn trace_arrow_leads_from_signal_to_wait_that_it_ends() {
         let events = trace(&two_ranks());
         let arrow: Vec<&Value> = events.iter().filter(|e| e["cat"] == "flag").collect();
         let [from, to] = arrow.as_slice() else { panic!("{arrow:?}") };

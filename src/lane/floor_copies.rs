@@ -36,7 +36,7 @@ pub struct Moves<'a> {
     /// Bytes of a row that goes out.
     pub row_bytes: u64,
     /// Bytes of a row that returns.
-    pub home_bytes: u64,
+    pub return_bytes: u64,
     /// Bytes of a partial sum, where relays sum.
     pub partial_bytes: Option<u64>,
     /// Per rank, where rows land in its pool.
@@ -56,7 +56,7 @@ pub struct Floor {
     _scratch: Scratch,
     kernels: RowKernels,
     row_bytes: usize,
-    home_bytes: usize,
+    return_bytes: usize,
     input_rows: usize,
     runs: Vec<FloorRun>,
     rows: Vec<u32>,
@@ -183,7 +183,7 @@ impl Port {
             _port: Arc::clone(self),
             kernels: self.lanes().rows,
             row_bytes: moves.row_bytes as usize,
-            home_bytes: moves.home_bytes as usize,
+            return_bytes: moves.return_bytes as usize,
             input_rows: moves.layout.tokens as usize,
             runs,
             rows,
@@ -289,7 +289,7 @@ impl Port {
         raw: &mut RawWrites,
         scratch: &mut Scratch,
     ) -> Result<Vec<FloorCopy>, Error> {
-        let (paths, row_bytes) = (self.lanes().paths(), moves.home_bytes);
+        let (paths, row_bytes) = (self.lanes().paths(), moves.return_bytes);
         let mut returns = Vec::new();
         for (nth, (source, block)) in paths.sources().zip(&moves.forward.blocks).enumerate() {
             let bytes = match moves.partial_bytes {
@@ -374,14 +374,14 @@ impl Floor {
 
     /// Sums all tokens into `output`, `[tokens, row]`. A shorter output is left as it is.
     pub fn combine(&self, dtype: Arithmetic, output: &mut [u8], stores: Stores) {
-        if output.len() < self.input_rows * self.home_bytes {
+        if output.len() < self.input_rows * self.return_bytes {
             return;
         }
         for copy in &self.returns {
             // SAFETY: the source was checked when this was built, the target belongs to it.
             unsafe { self.kernels.copy(copy.to, copy.from, copy.len, stores) };
         }
-        let row = (dtype, self.home_bytes / dtype.size());
+        let row = (dtype, self.return_bytes / dtype.size());
         for nth in 0..self.partials.count() {
             // SAFETY: terms were checked when this was built; the outbox has room for all, one
             // after another.
@@ -391,7 +391,7 @@ impl Floor {
             }
         }
         self.raw[1].write();
-        for (token, out) in output.chunks_exact_mut(self.home_bytes).enumerate().take(self.input_rows) {
+        for (token, out) in output.chunks_exact_mut(self.return_bytes).enumerate().take(self.input_rows) {
             let out = SumOutput::Total(out.as_mut_ptr());
             // SAFETY: terms were checked when this was built; `out` is one row.
             unsafe { self.tokens.take(token, self.kernels, row, (out, stores)) };

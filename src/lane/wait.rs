@@ -320,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wait_ends_when_its_user_asks_for_it_and_leaves_the_world_alive() {
+    fn wait_ends_on_user_request_and_leaves_world_alive() {
         let hubs = threads(2, Timeouts::default());
         let words: [AtomicU64; 8] = Default::default();
         // SAFETY: 64 bytes, aligned to 8, that outlive the line.

@@ -81,7 +81,7 @@ mod tests {
     use crate::layer::GroupedSwiGlu;
 
     #[test]
-    fn errors_of_the_library_stay_what_they_are_and_others_keep_their_sources() {
+    fn expert_errors_of_library_stay_and_others_keep_sources() {
         #[derive(Debug, thiserror::Error)]
         #[error("no luck")]
         struct NoLuck(#[source] std::fmt::Error);

@@ -80,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn nodes_are_read_in_order_and_those_without_processors_left_out() {
+    fn numa_nodes_are_read_in_order_without_processorless_ones() {
         let dir = std::env::temp_dir().join(format!("sidelane-numa-{}", std::process::id()));
         for (node, list) in [("node10", "8\n"), ("node2", "4-6,9\n"), ("node3", "\n"), ("power", "1\n")] {
             fs::create_dir_all(dir.join(node)).unwrap();
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_share_nodes_in_blocks_and_several_nodes_where_there_are_more() {
+    fn ranks_share_numa_nodes_in_blocks_or_get_several() {
         let two = numa(&[(0, "0-1"), (1, "2-3")]);
         let shares =
             |ranks| (0..ranks).map(|nth| two.share(|_| true, nth, ranks).unwrap()).collect::<Vec<_>>();

@@ -166,7 +166,7 @@ mod tests {
         }
 
         #[test]
-        fn groups_are_neighbours_hold_every_row_once_and_are_as_even_as_experts_allow(
+        fn groups_are_neighbors_hold_every_row_once_and_are_as_even_as_experts_allow(
             rows in prop::collection::vec(prop_oneof![Just(0), 0..300i64], 0..40),
             groups in 0..9u32,
         ) {

@@ -221,7 +221,7 @@ impl NetSelection<'_> {
         let nodes = self.nodes.clone();
         let setup = Setup { rank, nth, nodes, strict, regions, health, forecast };
         #[cfg(test)]
-        if let Some(ground) = &options.stand_in {
+        if let Some(ground) = &options.fake_verbs {
             return Ok(Box::new(VerbsTransport::open(ground, setup)?));
         }
         Ok(Box::new(VerbsTransport::open(&VerbsEnvironment::here()?, setup)?))
@@ -573,8 +573,8 @@ mod tests {
         let choose = |hub: Box<dyn Hub>| {
             let rank = hub.rank();
             let settings = Settings { nics: vec![format!("nic{rank}")], ..Settings::default() };
-            let stand_in = Some(fabric.ground(settings));
-            let options = Options { net: NetChoice::Auto, stand_in, ..Options::default() };
+            let fake_verbs = Some(fabric.ground(settings));
+            let options = Options { net: NetChoice::Auto, fake_verbs, ..Options::default() };
             let sizes = HeapSizes { symmetric: 1 << 20, total: 4 << 20 };
             let mut segments = [None, None];
             segments[rank as usize] = Some(Segment::create("heap", sizes.total).unwrap());
@@ -596,7 +596,7 @@ mod tests {
     }
 
     #[test]
-    fn heap_that_a_nic_cannot_register_leaves_tcp_to_all_ranks_with_the_reason() {
+    fn heap_unregistrable_by_nic_selects_tcp_on_all_with_reason() {
         let fabric = Fabric::new(&["nic0", "nic1"]);
         assert_eq!(chosen(&fabric).iter().map(|report| report.lane).collect::<Vec<_>>(), ["verbs", "verbs"]);
         fabric.change("nic1", |nic| nic.lockable = 2 << 20);
@@ -608,7 +608,7 @@ mod tests {
     }
 
     #[test]
-    fn nics_that_do_not_reach_each_other_leave_tcp_to_all_ranks_with_the_reason() {
+    fn mutually_unreachable_nics_select_tcp_on_all_with_reason() {
         let apart = Fabric::new(&["nic0", "nic1"]);
         apart.partition("nic1", 0, 0x8012);
         let mixed = Fabric::new(&["nic0", "nic1"]);
@@ -624,7 +624,7 @@ mod tests {
     }
 
     #[test]
-    fn a_setting_that_one_nic_of_several_cannot_follow_is_a_mistake_wherever_it_is_listed() {
+    fn setting_that_any_listed_nic_cannot_follow_is_mistake() {
         let down = VerbsError::PortDown { nic: "a".into(), port: 1, state: "down" };
         let asked = VerbsError::NoGidInSubnets { nic: "b".into(), port: 1 };
         let refused = |refused: &[&VerbsError]| {

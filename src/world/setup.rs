@@ -39,7 +39,7 @@ pub struct Options {
     pub forecast: bool,
     /// NICs that replace this machine's.
     #[cfg(test)]
-    pub(crate) stand_in: Option<crate::lane::VerbsEnvironment>,
+    pub(crate) fake_verbs: Option<crate::lane::VerbsEnvironment>,
     /// Settings beyond these options that all ranks must share, as text of the caller. An example
     /// is the settings of a job whose machines are started one by one. Ranks whose text differs do
     /// not become a world.
@@ -616,7 +616,7 @@ mod tests {
     }
 
     #[test]
-    fn wait_for_readers_ends_by_interrupt_and_by_failure_of_the_world() {
+    fn wait_for_readers_ends_on_interrupt_and_on_world_failure() {
         let world = World::threads(1).unwrap().remove(0);
         let pool = world.pool();
         let all = pool.alloc(pool.report().largest_free).unwrap();
@@ -628,7 +628,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_under_different_conditions_do_not_make_a_world_and_all_are_told_who_differs() {
+    fn ranks_with_other_fingerprint_are_named_and_world_is_refused() {
         let conditions = ["16 tokens", "16 tokens", "32 tokens"];
         let hubs = bootstrap::threads(3, Timeouts::default()).into_iter();
         std::thread::scope(|scope| {

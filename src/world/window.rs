@@ -98,7 +98,7 @@ impl Window {
         let lanes = group.lanes(Route::Direct)?;
         let own = Self::adopt(group, memory)?;
         let len = own.len();
-        let mapped = Arc::new(Self::map_neighbours(group, &lanes, own)?);
+        let mapped = Arc::new(Self::map_neighbors(group, &lanes, own)?);
         let (region, window) = Registered::new(group, &lanes, mapped)?;
         Self::new(group, lanes, window, len, Data::Registered { _region: region })
     }
@@ -126,7 +126,7 @@ impl Window {
         Ok(own)
     }
 
-    fn map_neighbours(group: &Group, lanes: &Lanes, own: Segment) -> Result<PeerMapping, Error> {
+    fn map_neighbors(group: &Group, lanes: &Lanes, own: Segment) -> Result<PeerMapping, Error> {
         use std::os::fd::AsFd;
         let me = group.rank();
         let offer = |peer: usize| lanes.nodes.same_node(me, peer as u32).then(|| vec![own.as_fd()]);

@@ -26,7 +26,7 @@ const BENCH: &str = "bench --tokens 16 --hidden 64 --rounds 3";
 const PUT_BENCH: &str = "put-bench put-lat --sizes=8 --iterations=200 --warmup=20";
 
 #[test]
-fn what_is_not_installed_is_named_with_what_to_install_and_ours_is_measured_all_the_same() {
+fn missing_baseline_names_package_and_library_is_still_measured() {
     let (report, text) = run(&format!("{BENCH} --ranks-per-node=2"), Some("/nowhere"));
     assert_eq!(report["baselines"]["results"].as_array().unwrap().len(), 0);
     let absent =
@@ -41,7 +41,7 @@ fn what_is_not_installed_is_named_with_what_to_install_and_ours_is_measured_all_
 
 /// Without `SIDELANE_NEED_BASELINES` only those that are there are asked.
 #[test]
-fn what_is_installed_computes_the_same_bits_in_as_many_rounds_on_one_node_and_on_two() {
+fn installed_baselines_have_same_bits_on_one_node_and_on_two() {
     let needed = std::env::var_os("SIDELANE_NEED_BASELINES").is_some();
     for shape in ["--ranks-per-node=2", "--ranks-per-node=1,1"] {
         let (report, text) = run(&format!("{BENCH} {shape}"), None);
@@ -83,7 +83,7 @@ fn inside(folder: &Path) -> Vec<std::path::PathBuf> {
 }
 
 #[test]
-fn conditions_that_others_do_not_have_are_refused_before_anything_starts() {
+fn options_without_baseline_equivalent_are_refused_before_start() {
     for (line, option) in [
         ("bench --layout rank-major", "--layout"),
         ("bench --dtype f32", "--dtype"),

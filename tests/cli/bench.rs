@@ -11,14 +11,14 @@ fn bench(options: &str) -> Ended {
 }
 
 #[test]
-fn without_options_the_recording_is_replayed_wherever_the_program_runs() {
+fn bench_without_options_replays_recording_wherever_it_runs() {
     let ended = bench("");
     assert!(!ended.err.contains("routing is"), "{}", ended.err);
     assert_words(&ended.well(), &["routing   recorded, 64 experts, top-8", "bit-exact"]);
 }
 
 #[test]
-fn routing_that_is_drawn_because_the_recording_does_not_fit_is_announced() {
+fn drawn_routing_is_announced_if_recording_does_not_fit() {
     let ended = bench("--experts 16 --top-k 2");
     assert_words(&ended.err, &["routing is zipf:1.0: the recorded one has 64 experts, top-8"]);
     assert_words(&ended.well(), &["routing   zipf:1.0, 16 experts, top-2"]);
@@ -32,7 +32,7 @@ fn routing_that_was_asked_for_is_not_announced() {
 }
 
 #[test]
-fn every_layout_mode_and_type_of_rows_is_verified_there_and_back() {
+fn bench_verifies_every_layout_mode_and_row_type_both_ways() {
     const DROP: &str = "--mode budget --budget 0.5 --on-overflow drop";
     for options in [
         "--layout rank-major",
@@ -51,7 +51,7 @@ fn every_layout_mode_and_type_of_rows_is_verified_there_and_back() {
 const COUNTED: usize = 4 * (129 - 17);
 
 #[test]
-fn chains_end_with_the_bits_of_all_their_pairs_on_one_node_and_on_two() {
+fn chains_end_with_exact_bits_of_their_pairs_on_1_and_2_nodes() {
     for options in [
         "--nodes 1",
         "--nodes 1 --layout rank-major --dtype f32 --mode slots --slots 3 --on-overflow drop",
@@ -121,7 +121,7 @@ fn a_budget_that_is_too_small_is_refused_before_anything_starts() {
 }
 
 #[test]
-fn a_lane_that_was_asked_for_and_cannot_be_had_is_an_error_that_says_what_is_missing() {
+fn requested_lane_that_is_unavailable_is_error_with_reason() {
     let library = "cannot load /nowhere/libibverbs.so";
     for (net, name, value, words) in [
         ("verbs", "SIDELANE_IBVERBS_LIBRARY", "/nowhere/libibverbs.so", &[library][..]),

@@ -10,7 +10,7 @@ fn run(options: &str) -> (Ended, Value) {
 }
 
 #[test]
-fn every_collective_is_right_between_processes_of_one_node_and_of_two() {
+fn every_collective_is_right_across_processes_on_1_and_2_nodes() {
     for shape in ["--ranks-per-node=3", "--ranks-per-node=2,1", "--ranks-per-node=2,1 --net=tcp"] {
         let (ended, report) = run(&format!("{shape} --sizes=48,3145728 --rounds=2"));
         let told = ended.well();
@@ -37,6 +37,6 @@ fn others_that_are_installed_have_the_same_bits() {
 }
 
 #[test]
-fn sizes_that_make_no_equal_parts_are_refused_before_anything_starts() {
+fn sizes_without_equal_parts_are_refused_before_start() {
     run("--ranks-per-node=3 --sizes=4K").0.refused(&["equal parts"]);
 }

@@ -51,7 +51,7 @@ fn every_feature_of_the_host_is_equal_between_processes() {
 }
 
 #[test]
-fn features_of_devices_are_equal_or_refused_on_the_stand_in() {
+fn features_of_devices_are_equal_or_refused_on_the_fake_driver() {
     let enqueued = [
         "expert-major rows",
         "gradients",
@@ -67,7 +67,11 @@ fn features_of_devices_are_equal_or_refused_on_the_stand_in() {
     let only = only.flat_map(|feature| ["--only", feature]);
     let (ended, report) = run_with_report(on_fake_cuda(conformance(&["--place", "device"]).args(only)));
     let told = ended.well();
-    assert_eq!((&report["correct"], &report["device"]["stand_in"]), (&true.into(), &true.into()), "{told}");
+    assert_eq!(
+        (&report["correct"], &report["device"]["fake_driver"]),
+        (&true.into(), &true.into()),
+        "{told}"
+    );
     assert!(told.contains("the fake driver: no GPU is here"), "{told}");
     assert_cells(&report, &told);
     let of = |feature: &str, executor: &str| {
@@ -83,7 +87,7 @@ fn features_of_devices_are_equal_or_refused_on_the_stand_in() {
 }
 
 #[test]
-fn missing_driver_is_said_and_is_an_error_where_a_device_was_asked_for() {
+fn missing_driver_is_reported_and_error_if_device_is_requested() {
     let without = |words: &[&str]| {
         run_with_report(conformance(words).env("SIDELANE_CUDA_LIBRARY", "no-such-library.so"))
     };

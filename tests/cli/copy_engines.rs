@@ -27,7 +27,7 @@ fn slots_of_eight_ranks_are_seven_copies_and_a_list() {
 }
 
 #[test]
-fn rows_by_expert_are_a_copy_for_each_expert_and_rows_by_rank_one_for_each_rank() {
+fn expert_major_rows_copy_per_expert_rank_major_per_rank() {
     let report = report("--nodes 1 --tokens 512 --experts 256 --hidden 64 uniform");
     let figures = ["copies", "batches", "memory_ops"];
     let by_expert = figures.map(|figure| most(&report, "expert-major, direct", figure));
@@ -47,7 +47,7 @@ fn spans_are_fewer_copies_of_the_same_bytes() {
 }
 
 #[test]
-fn the_text_has_a_line_for_each_way_and_says_what_was_not_measured() {
+fn copy_engines_text_lists_each_way_and_names_unmeasured_parts() {
     let told = run(&mut sidelane("copy-engines --tokens 64")).well();
     assert_words(&told, &["16 on 2 nodes (8 + 8)", "rank-major, pxn, relay order", "not measured", "NICs"]);
     assert!(!told.contains("slots"), "slots are for one node:\n{told}");

@@ -5,8 +5,8 @@ use serde_json::Value;
 use crate::program::{assert_words, run, sidelane};
 
 /// Findings about `what` with the fake driver in place of a real one.
-fn stand_in(variables: &[(&str, &str)]) -> impl Fn(&str) -> (String, String) {
-    let library = stand_in_cuda::install().unwrap().join("libcuda.so.1");
+fn fake_driver(variables: &[(&str, &str)]) -> impl Fn(&str) -> (String, String) {
+    let library = fake_cuda::install().unwrap().join("libcuda.so.1");
     let mut doctor = sidelane("doctor --json");
     doctor.env("SIDELANE_CUDA_LIBRARY", library).envs(variables.iter().copied());
     let report: Value = serde_json::from_str(&run(&mut doctor).well()).unwrap();
@@ -34,7 +34,7 @@ fn the_table_names_what_every_machine_has() {
 }
 
 #[test]
-fn each_finding_in_json_says_what_it_means_and_each_problem_what_to_do() {
+fn json_findings_have_meaning_and_problems_have_advice() {
     let report: Value = serde_json::from_str(&run(&mut sidelane("doctor --json")).well()).unwrap();
     let findings = report["findings"].as_array().unwrap();
     assert!(findings.len() >= 10);
@@ -46,7 +46,7 @@ fn each_finding_in_json_says_what_it_means_and_each_problem_what_to_do() {
 
 #[test]
 fn a_drivers_abilities_are_found_by_asking_it() {
-    let found = stand_in(&[
+    let found = fake_driver(&[
         ("SIDELANE_FAKE_CUDA_DEVICES", "3"),
         ("SIDELANE_FAKE_CUDA_PEERS", "0,1|2"),
         ("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
@@ -63,14 +63,14 @@ fn a_drivers_abilities_are_found_by_asking_it() {
 }
 
 #[test]
-fn what_an_old_driver_cannot_do_is_said_and_one_that_shows_no_gpu_is_reported() {
-    let found = stand_in(&[("SIDELANE_FAKE_CUDA_DRIVER", "12040"), ("CUDA_MODULE_LOADING", "LAZY")]);
+fn doctor_names_limits_of_old_driver_and_driver_without_gpu() {
+    let found = fake_driver(&[("SIDELANE_FAKE_CUDA_DRIVER", "12040"), ("CUDA_MODULE_LOADING", "LAZY")]);
     assert_eq!(found("CUDA: device heap"), ("warn".into(), "refused".into()));
     assert_eq!(found("CUDA: batched copies"), ("note".into(), "none".into()));
     assert_eq!(found("CUDA: kernel loading"), ("note".into(), "lazy".into()));
-    let (level, text) = stand_in(&[("SIDELANE_FAKE_CUDA_DRIVER", "11080")])("CUDA: start");
+    let (level, text) = fake_driver(&[("SIDELANE_FAKE_CUDA_DRIVER", "11080")])("CUDA: start");
     assert!(level == "warn" && text.contains("12.0") && text.contains("11.8"), "{text}");
-    let (level, text) = stand_in(&[("SIDELANE_FAKE_CUDA_DEVICES", "0")])("CUDA: start");
+    let (level, text) = fake_driver(&[("SIDELANE_FAKE_CUDA_DEVICES", "0")])("CUDA: start");
     assert!(level == "warn" && text.contains("cuInit failed with 100 (CUDA_ERROR_NO_DEVICE)"), "{text}");
 }
 

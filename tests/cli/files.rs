@@ -3,7 +3,7 @@
 use crate::program::{run, sidelane};
 
 #[test]
-fn a_file_that_cannot_be_written_is_named_before_anything_is_measured() {
+fn unwritable_output_file_is_named_before_measurement() {
     let lines = [
         "bench --ranks-per-node 1 --json",
         "bench --ranks-per-node 1 --trace-out",

@@ -20,11 +20,11 @@ fn gpu_check(options: &str, variables: &[(&str, &str)]) -> Command {
 const CASE_SECONDS: u64 = 3;
 
 fn cupti() -> PathBuf {
-    stand_in_cuda::install().unwrap().join("libcupti.so.12")
+    fake_cuda::install().unwrap().join("libcupti.so.12")
 }
 
 fn cublas() -> PathBuf {
-    stand_in_cuda::install().unwrap().join("libcublas.so.12")
+    fake_cuda::install().unwrap().join("libcublas.so.12")
 }
 
 /// Rows of one part, run as `gpu-check` runs it.
@@ -51,7 +51,7 @@ fn state<'r>(rows: &[&'r Value], what: &str) -> &'r str {
 }
 
 #[test]
-fn everything_runs_to_its_end_on_the_stand_in_and_nothing_is_claimed_about_a_gpu() {
+fn everything_runs_to_its_end_on_the_fake_driver_and_nothing_is_claimed_about_a_gpu() {
     let (ended, report) = run_with_report(&mut gpu_check(
         "--quick --size 128 --case-seconds 3",
         &[
@@ -64,11 +64,11 @@ fn everything_runs_to_its_end_on_the_stand_in_and_nothing_is_claimed_about_a_gpu
     let wrong: Vec<&Value> =
         report["rows"].as_array().unwrap().iter().filter(|row| row["state"] == "wrong").collect();
     assert!(wrong.is_empty(), "{wrong:#?}");
-    assert_eq!(report["stand_in"], true);
+    assert_eq!(report["fake_driver"], true);
     assert_eq!(report["correct"], true);
     // The controls of the audit must fail here: no multiprocessor is held.
     assert_eq!((&report["audited"], &report["holds"]), (&Value::Bool(false), &Value::Bool(false)));
-    assert_eq!(ended.code, Some(1), "a stand-in shows nothing about a GPU");
+    assert_eq!(ended.code, Some(1), "a fake driver shows nothing about a GPU");
     assert_words(text, &["No GPU was here: nothing is shown about one.", "Locks: all pass"]);
 
     let driver = rows(&report, "driver");
@@ -158,7 +158,7 @@ const PARTS: &str = "driver, kernels, locks, queues, processes, conformance, cos
                      activity, exchange, interference, blocks";
 
 #[test]
-fn what_is_missing_is_said_and_nothing_runs() {
+fn gpu_check_names_missing_requirement_and_runs_nothing() {
     for (options, variables, code, words) in [
         ("", ("SIDELANE_CUDA_LIBRARY", "no-such-library.so"), 1, "cannot load no-such-library.so"),
         ("", ("SIDELANE_CUDA_LIBRARY", "libc.so.6"), 1, "libc.so.6 has no cuInit"),
@@ -181,7 +181,7 @@ fn states(rows: &[Value]) -> Vec<(&str, &str)> {
 }
 
 #[test]
-fn a_list_by_cupti_has_no_kernel_between_packed_and_landed_unless_the_driver_runs_one() {
+fn cupti_has_kernel_from_packed_to_landed_only_if_driver_adds() {
     let cupti = cupti();
     let cupti = ("SIDELANE_CUPTI_LIBRARY", cupti.to_str().unwrap());
     let (control, host, same) = (
@@ -204,7 +204,7 @@ fn a_list_by_cupti_has_no_kernel_between_packed_and_landed_unless_the_driver_run
     assert_eq!(states(&planted), [(control, "right"), (host, "right"), (same, "wrong")]);
     assert_eq!(
         planted[2]["found"],
-        "KERNELS: 12 of stand_in_copy; copies in queues of engines 0, of SMs 0, of neither 0"
+        "KERNELS: 12 of fake_copy; copies in queues of engines 0, of SMs 0, of neither 0"
     );
 }
 
@@ -226,7 +226,7 @@ fn without_cupti_one_row_says_so_and_nothing_is_wrong() {
 }
 
 #[test]
-fn ranks_as_processes_are_left_out_where_the_gpu_takes_one_process() {
+fn process_ranks_are_skipped_if_gpu_allows_one_process() {
     let rows = part("processes", &[("SIDELANE_FAKE_CUDA_COMPUTE_MODE", "3")]);
     assert_eq!(states(&rows), [("ranks as processes", "skipped")]);
     assert!(rows[0]["found"].as_str().unwrap().contains("compute mode allows one process"), "{rows:?}");
@@ -259,7 +259,7 @@ const CALLS: [&str; 4] =
     ["cuMemFree", "cuModuleLoadData", "cuMemFreeHost", "4,000 launches on the stream that waits"];
 
 #[test]
-fn lock_test_answers_blocks_for_each_call_of_a_driver_with_locks() {
+fn lock_test_answers_blocks_for_each_call_of_locking_driver() {
     let settings = [("SIDELANE_FAKE_CUDA_LOCKS", "1"), ("SIDELANE_FAKE_CUDA_LAUNCH_QUEUE", "64")];
     let rows = part("locks", &settings);
     assert_eq!(answers(&rows), CALLS.map(|call| (call, "blocks")));
@@ -304,7 +304,7 @@ fn queue_test_names_the_direction_whose_copies_share_a_queue() {
 }
 
 #[test]
-fn rows_that_need_a_newer_driver_are_skipped_and_name_both_versions() {
+fn rows_for_newer_driver_are_skipped_and_name_both_versions() {
     let same = ["4 ranks, 0.9 MB to the same GPU, in batches", "4 ranks, 16 KiB to the same GPU, in batches"];
     let rows = part("audit", &[("SIDELANE_FAKE_CUDA_DRIVER", "13000")]);
     let skipped: Vec<_> = rows.iter().filter(|row| row["state"] == "skipped").collect();
@@ -383,7 +383,7 @@ fn calibrated(parts: &str, variables: &[(&str, &str)]) -> (Ended, Option<Value>)
 }
 
 #[test]
-fn calibration_writes_a_machine_whose_figures_say_that_the_driver_is_fake() {
+fn calibration_on_fake_driver_says_so_in_its_sources() {
     let (ended, hardware) = calibrated("costs,rates", &[]);
     let hardware = hardware.unwrap_or_else(|| panic!("{ended:?}"));
     let engines = &hardware["engines"];
@@ -404,7 +404,7 @@ fn calibration_writes_a_machine_whose_figures_say_that_the_driver_is_fake() {
 }
 
 #[test]
-fn calibration_is_refused_where_a_part_or_a_row_that_it_needs_is_missing() {
+fn calibration_without_needed_part_or_row_is_refused() {
     let (ended, hardware) = calibrated("costs", &[]);
     ended.refused(&["--calibrate needs the part rates"]);
     assert_eq!(hardware, None);

@@ -67,7 +67,7 @@ fn ranks_may_be_left_to_run_anywhere() {
 }
 
 #[test]
-fn ranks_of_a_job_share_one_secret_and_two_ports_that_the_next_job_does_not() {
+fn ranks_share_secret_and_ports_that_differ_between_jobs() {
     let script = "echo $SIDELANE_SECRET $TORCHELASTIC_RUN_ID $((MASTER_PORT != SIDELANE_PORT))";
     let jobs = [(); 2].map(|()| lines(&run(&["--ranks-per-node", "3"], script).stdout));
     for job in &jobs {

@@ -9,7 +9,7 @@ const SMALL: &str =
     "layer --tokens 48 --hidden 64 --ffn 32 --experts 6 --top-k 2 --token-chunks 5 --rounds 2 --backward";
 
 #[test]
-fn overlapped_steps_have_the_bits_of_steps_in_turn_on_every_lane() {
+fn overlapped_steps_have_bits_of_sequential_ones_on_every_lane() {
     for (shape, lane, pace) in [
         ("--link 64M/200", "emulated", true),
         ("--link even", "emulated", true),

@@ -78,7 +78,7 @@ fn put_bench_and_trace_run_across_launchers_too() {
 }
 
 #[test]
-fn nodes_under_different_conditions_are_told_which_rank_differs_in_what() {
+fn nodes_with_different_settings_hear_rank_and_setting() {
     for node in run_nodes(&format!("bench {SMALL}"), ["--tokens 16", "--tokens 32"]) {
         node.refused(&["rank 2 was started with other settings than rank 0: ", "tokens 32, not 16"]);
     }
@@ -91,7 +91,7 @@ fn stop(launcher: Child) {
 }
 
 #[test]
-fn node_with_another_number_of_ranks_is_refused_at_once_and_the_option_is_named() {
+fn node_with_other_rank_count_is_refused_with_option_named() {
     let master = master();
     let start = |node: u32, ranks: u32| {
         let line = format!("bench --nodes 2 --ranks-per-node {ranks} --node-rank {node} --master {master}");
@@ -149,14 +149,14 @@ fn lines(ended: Ended) -> BTreeSet<String> {
 }
 
 #[test]
-fn a_launcher_starts_the_ranks_of_its_node_alone_and_says_what_all_launchers_say() {
+fn launcher_starts_only_own_ranks_with_shared_environment() {
     let seen = lines(environment("127.0.0.1", "", &[]));
     let shared = "127.0.0.1 29500 sidelane-29500 none none none";
     assert_eq!(seen, [format!("1/3 0/2 1 1 {shared}"), format!("2/3 1/2 1 1 {shared}")].into());
 }
 
 #[test]
-fn what_is_given_in_the_environment_is_left_as_it_is() {
+fn launcher_keeps_values_given_in_environment() {
     let secret = "correct-horse-battery-staple";
     let given = [("SIDELANE_SECRET", secret), ("SIDELANE_JOB", "j"), ("SIDELANE_PORT", "4711")];
     let seen = lines(environment("node0:4000", "--net tcp", &given));
@@ -165,7 +165,7 @@ fn what_is_given_in_the_environment_is_left_as_it_is() {
 }
 
 #[test]
-fn beyond_loopback_a_job_needs_a_secret_or_a_user_who_does_without() {
+fn job_beyond_loopback_needs_secret_or_insecure_setting() {
     let told = ["ranks of other machines join at node0:29500", "SIDELANE_SECRET_FILE"];
     environment("node0", "", &[]).refused(&told);
     assert_eq!(lines(environment("node0", "", &[("SIDELANE_INSECURE", "1")])).len(), 2);

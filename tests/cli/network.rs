@@ -124,7 +124,7 @@ fn demand_complaints(
 }
 
 #[test]
-fn every_rank_of_a_bench_that_is_cut_off_by_silence_names_a_lost_one() {
+fn every_rank_of_bench_cut_off_by_silence_names_lost_rank() {
     let Some(network) = Network::new(2) else { return };
     let machines = both(&network, ENDLESS);
     await_wires(&machines);
@@ -142,7 +142,7 @@ fn every_rank_of_a_bench_that_is_cut_off_by_silence_names_a_lost_one() {
 }
 
 #[test]
-fn every_rank_of_a_bench_whose_wires_are_reset_names_one_of_them() {
+fn every_rank_of_bench_with_reset_wires_names_one_of_them() {
     let Some(network) = Network::new(2) else { return };
     let machines = both(&network, ENDLESS);
     await_wires(&machines);

@@ -77,7 +77,7 @@ fn many_experts_are_planned_and_more_are_refused() {
 }
 
 #[test]
-fn a_model_may_be_a_configuration_and_what_is_wrong_in_it_is_named() {
+fn plan_reads_model_configuration_and_names_its_errors() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("config.json");
     let line = format!("plan --devices 8 --tokens 64K --model {}", file.display());

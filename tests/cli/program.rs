@@ -80,8 +80,8 @@ pub fn assert_words(text: &str, words: &[&str]) {
 /// Runs on one device of the fake driver, which has all that the program asks for.
 pub fn on_fake_cuda(command: &mut Command) -> &mut Command {
     command
-        .env("SIDELANE_CUDA_LIBRARY", stand_in_cuda::install().unwrap().join("libcuda.so.1"))
-        .env("SIDELANE_FAKE_CUDA_KERNELS", stand_in_cuda::all_kernels().unwrap())
+        .env("SIDELANE_CUDA_LIBRARY", fake_cuda::install().unwrap().join("libcuda.so.1"))
+        .env("SIDELANE_FAKE_CUDA_KERNELS", fake_cuda::all_kernels().unwrap())
         .env("SIDELANE_FAKE_CUDA_DRIVER", "13010")
         .env("SIDELANE_FAKE_CUDA_DEVICES", "1")
 }

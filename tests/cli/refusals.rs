@@ -184,7 +184,7 @@ const TOO_LARGE: &[(&str, &str)] = &[
 ];
 
 #[test]
-fn sizes_beyond_the_memory_of_the_machine_are_refused_before_it_is_taken() {
+fn sizes_beyond_machine_memory_are_refused_before_allocation() {
     for (line, option) in TOO_LARGE {
         assert_refused(line, &["of memory, and ", " are available: lower ", option]);
     }

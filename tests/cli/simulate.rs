@@ -16,7 +16,7 @@ fn ways(report: &Value) -> Vec<&str> {
 const SMALL: &str = "simulate --nodes 2 --ranks-per-node 2 --tokens 32 --hidden 128";
 
 #[test]
-fn what_is_left_open_is_compared_and_what_is_asked_for_is_not() {
+fn simulate_compares_open_options_and_keeps_given_ones() {
     let all = report(SMALL);
     let found = ways(&all);
     assert_eq!(found.len(), 12);
@@ -41,7 +41,7 @@ fn hardware(report: &Value) -> tempfile::NamedTempFile {
 }
 
 #[test]
-fn a_machine_may_be_described_by_a_file_and_faster_cards_take_less_time() {
+fn simulate_reads_machine_file_and_faster_nics_take_less_time() {
     let mut known = report(SMALL);
     known["hardware"]["nic"]["rate"] = 1_000.into();
     let file = hardware(&known);
@@ -51,7 +51,7 @@ fn a_machine_may_be_described_by_a_file_and_faster_cards_take_less_time() {
 }
 
 #[test]
-fn a_machine_that_would_divide_by_zero_is_refused_as_a_wrong_command_line() {
+fn machine_file_with_zero_divisor_is_refused_as_wrong_usage() {
     let mut known = report(SMALL);
     known["hardware"]["nic"]["message_bytes"] = 0.into();
     let file = hardware(&known);
@@ -60,7 +60,7 @@ fn a_machine_that_would_divide_by_zero_is_refused_as_a_wrong_command_line() {
 }
 
 #[test]
-fn groups_of_more_than_64_ranks_are_one_node_for_all_and_the_picture_has_them() {
+fn groups_beyond_64_ranks_simulate_one_node_and_are_in_picture() {
     let svg = tempfile::NamedTempFile::new().unwrap();
     let path = svg.path().display();
     let report = report(&format!("{SMALL} --route direct --layout rank-major --svg {path} --max-ranks 256"));
@@ -90,7 +90,7 @@ fn plan_bench_has_a_line_for_each_group_and_route() {
 }
 
 #[test]
-fn a_layer_in_chunks_takes_less_time_than_in_turn_and_no_less_than_its_longer_half() {
+fn chunked_layer_takes_at_most_sequence_at_least_longer_half() {
     let large = "simulate --nodes 2 --ranks-per-node 2 --tokens 2048 --hidden 4096 --layout rank-major --route direct";
     let report = report(&format!("{large} --token-chunks 1,4 --tflops 300"));
     let ways = report["layer"]["variants"].as_array().unwrap();

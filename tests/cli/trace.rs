@@ -47,7 +47,7 @@ impl Slice {
 }
 
 #[test]
-fn a_trace_holds_what_every_rank_did_in_both_calls_on_every_route() {
+fn trace_holds_both_calls_of_every_rank_on_every_route() {
     for route in ["direct", "pxn"] {
         a_trace_holds_what_every_rank_did(route);
     }

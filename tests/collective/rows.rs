@@ -103,7 +103,7 @@ fn plays(world: &World, nodes: &[u32], segments: usize, route: Route, node_sums:
 }
 
 #[test]
-fn rows_come_by_rank_in_each_segment_and_sums_are_made_by_ascending_rank() {
+fn rows_come_by_rank_per_segment_and_sums_by_ascending_rank() {
     for (nodes, route) in SHAPES.into_iter().flat_map(|nodes| Route::ALL.map(|route| (nodes, route))) {
         on_ranks(nodes, &small(), |world| {
             for segments in [1, 2, 3] {
@@ -116,7 +116,7 @@ fn rows_come_by_rank_in_each_segment_and_sums_are_made_by_ascending_rank() {
 }
 
 #[test]
-fn each_row_crosses_once_per_node_and_whole_blocks_are_handed_on() {
+fn each_row_crosses_once_per_node_and_relays_copy_whole_blocks() {
     on_ranks(&[0, 0, 0, 1, 1, 1, 1, 1], &medium(), |world| {
         let mut collective = RowCollective::builder(&world.all().unwrap()).columns(COLUMNS).build().unwrap();
         let (_, shares) = collective.all_gather(&tensor(0, 8, 0)).unwrap();
@@ -224,7 +224,7 @@ fn combine_by_rank_is_reduce_scatter_with_the_zeros_left_out() {
 /// DeepSpeed's layout: two tensor-parallel ranks have the same buffer `[E, C, M]`, and are of two
 /// expert-parallel groups.
 #[test]
-fn with_token_slices_the_result_is_the_same_and_half_as_much_crosses() {
+fn token_slices_keep_result_and_halve_crossing_bytes() {
     const EXPERTS: usize = 4;
     const CAPACITY: usize = 6;
     on_ranks(&[0, 0, 1, 1], &small(), |world| {
@@ -255,7 +255,7 @@ fn with_token_slices_the_result_is_the_same_and_half_as_much_crosses() {
             }
             let crossed = handle.report().unwrap().moved.inter_node_bytes;
             let out = ep.combine(&y, &handle).unwrap();
-            (out, crossed + handle.returned().unwrap().moved.inter_node_bytes)
+            (out, crossed + handle.return_report().unwrap().moved.inter_node_bytes)
         };
         let (whole, all) = through(&buffer);
         let slice = slices.drop_tokens(&buffer).unwrap();

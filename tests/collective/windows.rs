@@ -39,7 +39,7 @@ fn memory(len: u64, seals: SealFlags) -> (OwnedFd, File) {
 }
 
 #[test]
-fn what_was_put_is_there_when_its_signal_is() {
+fn put_bytes_are_visible_once_their_signal_is() {
     for nodes in NODES {
         on_ranks(&nodes, &roomy(), |world| {
             let mut window = world.all().unwrap().window(3 << 20).unwrap();
@@ -134,7 +134,7 @@ fn accesses_outside_a_window_are_refused_and_move_nothing() {
 }
 
 #[test]
-fn a_window_reaches_ranks_that_a_layer_of_its_group_reaches_by_relays_only() {
+fn window_reaches_ranks_that_layer_reaches_only_by_relays() {
     on_ranks(&[0, 0, 1, 1], &small(), |world| {
         let group = world.all().unwrap();
         let builder = ExpertParallel::builder(&group).experts(4).hidden(8).route(Route::Pxn);
@@ -226,7 +226,7 @@ fn memory_of_the_callers_becomes_a_window() {
 }
 
 #[test]
-fn memory_that_could_be_pulled_away_is_refused_and_everybody_is_told() {
+fn unsealed_window_memory_is_refused_and_all_ranks_are_told() {
     for nodes in NODES {
         on_ranks(&nodes, &small(), |world| {
             let group = world.all().unwrap();
@@ -259,7 +259,7 @@ fn memory_that_could_be_pulled_away_is_refused_and_everybody_is_told() {
 }
 
 #[test]
-fn a_put_that_comes_late_for_a_registered_window_is_dropped_and_harms_nobody() {
+fn late_put_into_dropped_registered_window_is_harmless() {
     on_ranks(&[0, 1, 1], &small(), |world| {
         let group = world.all().unwrap();
         let mut control = group.window(64).unwrap();

@@ -1,4 +1,4 @@
-//! Tests that need another driver than the usual one: the stand-in reads its settings once in a
+//! Tests that need another driver than the usual one: the fake driver reads its settings once in a
 //! process.
 #![allow(dead_code, reason = "each test program uses a part of this")]
 
@@ -24,7 +24,7 @@ pub fn each(test: &str, runs: &[Settings<'_>], body: impl FnOnce()) {
     println!("{}", ended(test));
 }
 
-/// As [`each`], with the stand-in driver's kernels, which are built for the CPU.
+/// As [`each`], with the fake driver's kernels, which are built for the CPU.
 pub fn each_with_kernels(test: &str, runs: &[Settings<'_>], body: impl FnOnce()) {
     match is_apart(test) {
         true => each(test, runs, body),
@@ -58,7 +58,7 @@ fn start(test: &str, runs: &[Settings<'_>]) {
 }
 
 fn start_with_kernels(test: &str, runs: &[Settings<'_>]) {
-    let (library, driver) = (stand_in_cuda::all_kernels().unwrap(), stand_in_cuda::install().unwrap());
+    let (library, driver) = (fake_cuda::all_kernels().unwrap(), fake_cuda::install().unwrap());
     let usual = [
         ("LD_LIBRARY_PATH", driver.to_str().unwrap()),
         ("SIDELANE_FAKE_CUDA_KERNELS", library.to_str().unwrap()),

@@ -1,4 +1,4 @@
-//! Devices of the stand-in driver, their streams, and their memory.
+//! Devices of the fake driver, their streams, and their memory.
 #![allow(dead_code, reason = "each test program uses a part of this")]
 
 use std::ffi::c_void;
@@ -10,9 +10,9 @@ use sidelane::device::{
 
 /// The context of a device.
 pub fn context(device: u32) -> Arc<Context> {
-    let library = stand_in_cuda::install().unwrap().join("libcuda.so.1");
+    let library = fake_cuda::install().unwrap().join("libcuda.so.1");
     let driver = Driver::load(Some(&library)).unwrap();
-    assert!(driver.is_stand_in(), "tests run without a GPU");
+    assert!(driver.is_fake(), "tests run without a GPU");
     driver.context(device).unwrap()
 }
 
@@ -31,7 +31,7 @@ pub fn break_device(stream: &Stream) {
     let (context, device) = (stream.context(), stream.device() as i32);
     let nothing = Reservation::new(context, 1, Allocation::granularity(context).unwrap()).unwrap();
     let to = PinnedMemory::new(context, 8).unwrap();
-    let library = stand_in_cuda::install().unwrap().join("libcuda.so.1");
+    let library = fake_cuda::install().unwrap().join("libcuda.so.1");
     // SAFETY: the driver's library, which is loaded already.
     let driver = unsafe { libloading::Library::new(library) }.unwrap();
     // SAFETY: functions of the driver with these types.

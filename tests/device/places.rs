@@ -69,11 +69,11 @@ fn host_tensor_on_a_device_is_refused_on_all_ranks() {
         let out = rank.out.part(tensors[0].len());
         let y = if bad { Tensor::from(&made) } else { Tensor::device(&on_device, Dtype::Bf16) };
         is_refused(me, &rank.planned.combine_into(y, &handle, target::<bf16>(&out)).unwrap_err());
-        is_refused(me, &handle.returned().unwrap_err());
+        is_refused(me, &handle.return_report().unwrap_err());
         let mut sums = vec![bf16::ONE; mine.x.len()];
         let into = if bad { TensorMut::from(&mut sums) } else { target::<bf16>(&out) };
         is_refused(me, &rank.planned.combine_into(handle.output().unwrap(), &handle, into).unwrap_err());
-        is_refused(me, &handle.returned().unwrap_err());
+        is_refused(me, &handle.return_report().unwrap_err());
         assert_eq!(rank.out.read::<u16>(&rank.stream, &out), [0; 80], "sums of a refused combine are zeros");
     });
 }
@@ -168,7 +168,7 @@ fn handle_of_another_instance_on_a_device_is_refused() {
             assert!(matches!(refused, Error::Call(CallError::ForeignHandle { .. })), "{refused}");
         } else {
             let refused = rank.planned.combine_into(y, &second, target::<bf16>(&out)).unwrap_err();
-            assert_eq!(second.returned().unwrap_err(), refused);
+            assert_eq!(second.return_report().unwrap_err(), refused);
             assert!(matches!(refused, Error::Call(CallError::PeerRefused { peer: 1, .. })), "{refused}");
         }
         drop((own, second));
@@ -322,7 +322,7 @@ fn called(
                     ep.start_dispatch(x, choices)
                 }
             };
-            started.unwrap().unfinished().map(drop).unwrap_err()
+            started.unwrap().finish_async().map(drop).unwrap_err()
         }
         Feature::Release => ep.release(Some(handle)).unwrap_err(),
         Feature::Streams => ep.set_stream(&stream(ep.rank())).unwrap_err(),

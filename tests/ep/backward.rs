@@ -215,7 +215,7 @@ fn gradients_follow_their_formulas_in_f16() {
 }
 
 #[test]
-fn no_bit_of_a_gradient_depends_on_nodes_or_routes_if_experts_are_summed_in_order() {
+fn gradient_bits_ignore_nodes_and_routes_in_expert_sum_order() {
     fn compare<E: Real>(nodes: &'static [u32], replicated: bool, weighted: bool)
     where
         f32: To<E>,

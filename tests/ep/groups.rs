@@ -130,7 +130,7 @@ fn one_rank_works_in_two_groups_at_once() {
 }
 
 #[test]
-fn a_silent_rank_is_named_by_its_place_in_the_group_and_by_its_rank_in_the_world() {
+fn silent_rank_is_named_by_group_place_and_world_rank() {
     const RANKS: [u32; 5] = [7, 0, 5, 2, 3];
     let timeouts = Timeouts::default().with_deadline(Duration::from_secs(2));
     for route in Route::ALL {

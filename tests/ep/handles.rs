@@ -61,7 +61,7 @@ fn nothing_is_held(world: &World, group: &Group) {
 }
 
 #[test]
-fn handles_are_combined_in_another_order_than_they_were_dispatched() {
+fn handles_can_be_combined_in_other_order_than_dispatched() {
     for (nodes, route) in WORLDS {
         on_ranks(nodes, &small(), |world| {
             let group = world.all().unwrap();
@@ -156,7 +156,7 @@ fn two_hundred_rounds_leave_nothing_behind() {
 }
 
 #[test]
-fn what_outlives_its_world_stays_readable() {
+fn rows_and_handles_that_outlive_world_stay_readable() {
     for (nodes, route) in WORLDS {
         let mut left = on_ranks(nodes, &small(), |world| {
             let mut ep = layer(&world.all().unwrap(), route);
@@ -178,7 +178,7 @@ fn what_outlives_its_world_stays_readable() {
 }
 
 #[test]
-fn what_is_dropped_while_peers_still_read_it_stays_until_they_have() {
+fn dropped_outputs_stay_until_peers_have_read_them() {
     const WIDE: usize = 4096;
     let plain = [(WORLDS[0], false)];
     for ((nodes, route), weighted) in plain.into_iter().chain(WORLDS.map(|world| (world, true))) {

@@ -58,16 +58,20 @@ fn rounds(net: NetChoice, nodes: &[u32], route: Route, order: SumOrder, wire: Pa
             assert_eq!(moved.inter_node_bytes, traffic.sent.remote * traffic.row_bytes, "{case}");
             assert_eq!(moved.intra_node_bytes, near * traffic.row_bytes, "{case}");
             assert_eq!(moved.rows, near + traffic.sent.remote, "{case}");
-            assert_eq!(handle.returned().unwrap().moved.inter_node_bytes, 0, "nothing came home yet, {case}");
+            assert_eq!(
+                handle.return_report().unwrap().moved.inter_node_bytes,
+                0,
+                "nothing came home yet, {case}"
+            );
             let y = rows.to_vec::<bf16>().unwrap();
             let mut out = vec![bf16::ZERO; mine.x.len()];
             match halves {
                 false => ep.combine_into(&y, &handle, &mut out).unwrap(),
                 true => ep.start_combine(&y, &handle).unwrap().finish(&mut out).unwrap(),
             }
-            let home = traffic.home_bytes(order, (HIDDEN * wire.size()) as u64);
+            let home = traffic.return_bytes(order, (HIDDEN * wire.size()) as u64);
             (
-                [moved.inter_node_bytes, handle.returned().unwrap().moved.inter_node_bytes, home],
+                [moved.inter_node_bytes, handle.return_report().unwrap().moved.inter_node_bytes, home],
                 [y, out].concat(),
             )
         });

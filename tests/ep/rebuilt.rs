@@ -72,7 +72,7 @@ fn hold(case: &Case, victim: u32) {
 }
 
 #[test]
-fn rebuilt_instance_has_its_settings_and_the_bits_of_the_reference() {
+fn rebuilt_instance_keeps_settings_and_has_reference_bits() {
     let case = Case { map: before(), ..Case::new(&[0, 1, 1], &[7, 3, 6], 4, 2) };
     let (layout, overflow) = (RowLayout::RankMajor, Overflow::Drop);
     for (victim, case) in [
@@ -91,7 +91,7 @@ fn rebuilt_instance_has_its_settings_and_the_bits_of_the_reference() {
 }
 
 #[test]
-fn rebuilt_instance_refuses_a_map_of_other_ranks_or_experts_on_all_ranks() {
+fn rebuilt_instance_refuses_wrong_expert_map_on_all_ranks() {
     let case = Case { map: before(), ..Case::new(&[0, 0, 0], &[4, 4, 4], 4, 2) };
     let all = Expected::<bf16>::new(&case);
     on_ranks(&case.nodes, &small(), |world| {

@@ -130,7 +130,7 @@ fn records_go_with_rank_major_rows_too() {
 }
 
 #[test]
-fn what_is_no_record_is_refused_on_every_rank() {
+fn tokens_that_are_no_records_are_refused_on_every_rank() {
     on_ranks(&[0, 1], &medium(), |world| {
         let mut ep = layer(&world, Route::Pxn);
         let routing = Routing::new(TOP_K, vec![0, 1, 2], vec![1.0; 3]).unwrap();

@@ -48,7 +48,7 @@ fn partials() -> impl Iterator<Item = (SumOrder, PartialDtype)> {
 }
 
 #[test]
-fn every_call_holds_through_the_index_in_every_order_wire_and_mode() {
+fn span_calls_hold_by_index_in_every_order_wire_type_and_mode() {
     for case in shapes().into_iter().map(in_spans) {
         let all = modes(&case).into_iter().flat_map(|m| partials().map(move |p| (m, p)));
         for (mode, (order, wire)) in sample(all, 3) {
@@ -153,7 +153,7 @@ fn handed_on(world: &World, spans: bool, order: SumOrder) -> ([u64; 2], Vec<Vec<
 }
 
 #[test]
-fn on_recorded_routing_relays_make_the_copies_of_relay_order_and_nothing_else_changes() {
+fn spans_on_recorded_routing_only_cut_copies_to_relay_order() {
     for nodes in [[0, 0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1, 1, 1], [0, 1, 0, 1, 1, 0, 0, 1]] {
         for order in SumOrder::ALL {
             let [plain, spans] = [false, true]

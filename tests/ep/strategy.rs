@@ -43,7 +43,7 @@ fn replicas_are_chosen_by_the_rank_that_asks() {
 }
 
 #[test]
-fn what_is_beyond_a_budget_is_dropped_alike() {
+fn all_gather_drops_rows_beyond_budget_like_exchange() {
     for (rows, layout) in [(6, RowLayout::ExpertMajor), (4, RowLayout::RankMajor), (0, RowLayout::RankMajor)]
     {
         for route in Route::ALL {
@@ -54,7 +54,7 @@ fn what_is_beyond_a_budget_is_dropped_alike() {
 }
 
 #[test]
-fn nobody_has_a_token() {
+fn all_gather_works_without_any_token() {
     play::<bf16>(&Case { counts: vec![0; 4], ..case(&[0, 0, 1, 1]) });
 }
 
@@ -108,7 +108,7 @@ fn on_recorded_routing_both_strategies_give_the_same_bits() {
 }
 
 #[test]
-fn what_moved_is_what_was_planned() {
+fn all_gather_moves_exactly_planned_traffic() {
     for (nodes, route) in SHAPES.into_iter().flat_map(|n| Route::ALL.map(|route| (n, route))) {
         on_ranks(nodes, &medium(), |world| {
             let group = world.all().unwrap();
@@ -152,7 +152,7 @@ fn wrong_input_is_refused_everywhere_and_the_next_call_works() {
 }
 
 #[test]
-fn too_many_rows_are_the_same_error_everywhere_and_the_next_call_works() {
+fn all_gather_over_budget_fails_alike_and_next_call_works() {
     on_ranks(&[0, 0, 1, 1], &medium(), |world| {
         let group = world.all().unwrap();
         let build = |rows| {
@@ -192,7 +192,7 @@ fn a_pool_without_room_for_the_rows_is_named_everywhere() {
 }
 
 #[test]
-fn what_only_an_exchange_can_do_is_refused_at_build() {
+fn all_gather_build_refuses_features_only_exchange_has() {
     on_ranks(&[0, 1], &medium(), |world| {
         let group = world.all().unwrap();
         let builder = || ExpertParallel::builder(&group).experts(2).hidden(8).strategy(Strategy::AllGather);
@@ -213,7 +213,7 @@ fn what_only_an_exchange_can_do_is_refused_at_build() {
 }
 
 #[test]
-fn a_started_dispatch_that_is_dropped_ends_the_world_with_a_named_rank() {
+fn all_gather_dispatch_dropped_after_start_names_its_rank() {
     let errors = on_ranks(&[0, 0, 1, 1], &medium(), |world| {
         let group = world.all().unwrap();
         let builder = ExpertParallel::builder(&group).experts(4).top_k(1).hidden(8);

@@ -199,14 +199,14 @@ fn end_the_step(faults: impl IntoIterator<Item = (Fault, ExpertPass)>) {
 }
 
 #[test]
-fn experts_that_fail_end_the_step_on_all_ranks_and_the_rebuilt_world_is_right() {
+fn failing_experts_end_step_on_all_ranks_and_rebuild_is_right() {
     let faults = [Fault::TooFew, Fault::Fails, Fault::Panics];
     end_the_step(faults.into_iter().flat_map(|fault| PASSES.map(|pass| (fault, pass))));
 }
 
 /// An overrun takes all of the patience.
 #[test]
-fn experts_that_overrun_end_the_step_on_all_ranks_and_the_rebuilt_world_is_right() {
+fn overrunning_experts_end_step_on_all_and_rebuild_is_right() {
     end_the_step(cases(PASSES, 1).into_iter().map(|pass| (Fault::Overruns, pass)));
 }
 
@@ -241,7 +241,7 @@ fn a_rank_of_the_world_below() {
 }
 
 #[test]
-fn a_rank_killed_in_mid_layer_is_named_and_the_survivors_next_step_is_right() {
+fn rank_killed_in_layer_is_named_and_next_step_is_right() {
     for backward in cases([false, true], 1) {
         let variables = backward.then_some(("SIDELANE_TEST_BACKWARD", "1"));
         let job = run_ranks(&[3], "faults::a_rank_of_the_world_below", variables.as_slice());

@@ -142,7 +142,7 @@ fn layer_is_reduced_before_the_next_one_has_its_gradients() {
 }
 
 #[test]
-fn complete_gradients_stay_if_the_last_reduction_overran_a_limit() {
+fn complete_gradients_stay_if_last_reduction_overran_limit() {
     let ends = Ends::new();
     on_ranks(&[0, 0], &tiny(), |world| {
         let mut group = communicator(&world);

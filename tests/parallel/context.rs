@@ -523,7 +523,7 @@ fn gradients_are_differences_of_outputs() {
 }
 
 #[test]
-fn twelve_tokens_of_eight_elements_on_three_ranks_are_within_a_millionth() {
+fn ring_attention_of_12_tokens_on_3_ranks_is_within_millionth() {
     let orders: Vec<Vec<u32>> = (0..3).map(|rank| ring_order((rank, 3)).collect()).collect();
     assert_eq!(orders, [[0, 2, 1], [1, 0, 2], [2, 1, 0]]);
     let seed = random_seed();
@@ -651,7 +651,7 @@ fn refused(error: &Error, wrong: bool, tensor: &str, len: usize) -> bool {
 }
 
 #[test]
-fn wrong_lengths_are_refused_on_all_ranks_and_the_next_call_works() {
+fn attention_lengths_wrong_on_one_rank_fail_all_next_call_works() {
     on_ranks(&[0, 0, 1], &tiny(), |world| {
         let mut group = communicator(&world);
         let shape = AttentionShape { query_heads: 3, kv_heads: 1, head_dim: 2, causal: false };
@@ -748,7 +748,7 @@ fn groups_in_which_a_rank_has_another_place_are_refused() {
 }
 
 #[test]
-fn keys_of_infinite_distance_have_no_weight_whichever_block_comes_first() {
+fn infinitely_distant_keys_have_no_weight_in_any_block_order() {
     on_ranks(&[0, 0], &tiny(), |world| {
         let mut group = communicator(&world);
         let shape = AttentionShape { query_heads: 1, kv_heads: 1, head_dim: 1, causal: false };

@@ -313,7 +313,7 @@ fn every_strategy_has_the_bits_of_one_process() {
 }
 
 #[test]
-fn buckets_of_any_size_and_gradients_in_any_order_give_the_same_bits() {
+fn bucket_size_and_gradient_order_never_change_bits() {
     let seed = random_seed();
     let sizes = [LAYER; LAYERS].concat();
     let right = Reference::after(seed, 3, 1).parameters;
@@ -466,7 +466,7 @@ pub fn is_refused_by(error: &DataError, peer: u32) -> bool {
 }
 
 #[test]
-fn wrong_gradients_are_refused_on_all_ranks_and_the_next_pass_works() {
+fn wrong_gradients_are_refused_on_all_ranks_next_pass_works() {
     let seed = random_seed();
     let sizes = [LAYER; LAYERS].concat();
     type Wrong = (fn(&mut Backward<'_>) -> Result<(), DataError>, DataError);

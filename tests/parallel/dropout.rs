@@ -57,7 +57,7 @@ fn dropped(probability: f32, seed: u64, layer: u32, token: u64) -> Vec<bool> {
 }
 
 #[test]
-fn choices_follow_their_probability_and_differ_by_seed_layer_and_token() {
+fn dropout_follows_probability_and_differs_by_seed_layer_token() {
     let count = |dropped: &[bool]| dropped.iter().filter(|dropped| **dropped).count();
     assert_eq!(count(&dropped(0.0, 1, 0, 0)), 0);
     for probability in [0.1, 0.5, 0.9f32] {

@@ -169,7 +169,7 @@ fn different_chunks_or_tokens_are_an_error_on_all_ranks() {
 }
 
 #[test]
-fn rank_whose_run_fails_refuses_the_next_call_and_the_pass_after_works() {
+fn rank_with_failed_run_refuses_next_call_and_later_pass_works() {
     on_ranks(&[0, 1], &tiny(), |world| {
         let mut group = communicator(&world);
         let shape = LinearShape { inputs: 6, outputs: 2 };

@@ -143,7 +143,7 @@ fn mesh_refuses_a_world_of_another_size() {
 }
 
 #[test]
-fn tokens_are_sliced_over_tensor_parallel_ranks_of_whole_experts_alone() {
+fn tokens_are_sliced_over_tensor_ranks_of_whole_experts_only() {
     let attention = Mesh::new(4, [("dp", 2), ("tp", 2)]).unwrap();
     let (whole, cut) = (attention.experts(4, 1).unwrap(), attention.experts(2, 2).unwrap());
     let buffer: Vec<f32> = (0..2 * 4 * 4).map(|at| at as f32).collect();

@@ -101,7 +101,7 @@ fn unroll_in(
 }
 
 #[test]
-fn a_pipeline_ends_for_any_stages_and_microbatches_and_messages_of_any_length() {
+fn pipeline_ends_for_any_stages_microbatches_and_message_size() {
     for (stages, microbatches) in (1..=8).flat_map(|stages| (1..=9).map(move |of| (stages, of))) {
         let plan = Schedule::OneFOneB.plan(stages, microbatches).unwrap();
         let pipelines = [calls(&plan), calls_one_by_one(&plan).0];
@@ -237,7 +237,7 @@ fn every_mutant_of_a_message_is_found() {
 
 /// The first gradient cannot come before the first output has gone.
 #[test]
-fn a_gradient_that_is_awaited_before_its_output_is_sent_is_a_deadlock() {
+fn awaiting_gradient_before_sending_output_is_deadlock() {
     for (stages, microbatches) in [(2, 1), (3, 4), (5, 5)] {
         let right = one_forward_one_backward(stages, microbatches);
         for stage in 0..stages - 1 {

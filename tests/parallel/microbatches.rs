@@ -157,7 +157,7 @@ fn microbatch_that_fails_is_forgotten_with_those_before_it() {
 }
 
 #[test]
-fn ranks_with_different_numbers_of_microbatches_are_told_at_the_step() {
+fn ranks_with_other_microbatch_count_are_told_at_step() {
     let seed = random_seed();
     let executor = HostExecutor::new();
     for way in 0..SHARDINGS.len() {

@@ -182,7 +182,7 @@ fn renamed(work: Work, chunk: u32) -> Option<Work> {
 }
 
 #[test]
-fn proof_finds_a_mutant_where_some_order_of_the_streams_goes_wrong() {
+fn proof_finds_exactly_plans_that_fail_in_some_stream_order() {
     let (mut found, mut harmless) = (0, 0);
     let mut judge = |plan: &Plan, what: &str| {
         for ranks in 1..=3 {

@@ -279,7 +279,7 @@ fn wrong_plans_and_sizes_are_refused_on_every_rank() {
 }
 
 #[test]
-fn stages_with_messages_of_different_elements_are_refused_on_every_rank() {
+fn stages_with_other_message_element_are_refused_on_every_rank() {
     let plan = Schedule::OneFOneB.plan(2, 4).unwrap();
     on_ranks(&[0, 0], &options(), |world| {
         let (group, rank, peer) = (world.all().unwrap(), world.rank(), 1 - world.rank());
@@ -304,7 +304,7 @@ fn sent<E: Elements>(plan: &Plan, elements: usize) -> Vec<u64> {
 }
 
 #[test]
-fn stages_send_a_message_for_each_microbatch_and_half_its_bytes_in_bf16() {
+fn stages_send_message_per_microbatch_with_half_bytes_in_bf16() {
     let plan = Schedule::OneFOneB.plan(2, 6).unwrap();
     assert_eq!(sent::<f32>(&plan, 64), [6 * 64 * 4 + 1; 2]);
     assert_eq!(sent::<bf16>(&plan, 64), [6 * 64 * 2 + 1; 2]);

@@ -250,7 +250,7 @@ fn largest_costs_end_at_the_largest_time() {
 }
 
 #[test]
-fn one_message_after_another_deadlocks_no_sooner_than_the_page_says() {
+fn sequential_messages_deadlock_no_sooner_than_page_says() {
     for (p, m) in (1..=8).flat_map(|p| (1..=20).map(move |m| (p, m))) {
         let plans =
             schedules(p, m).into_iter().map(|schedule| (Some(schedule), schedule.plan(p, m).unwrap()));
@@ -269,7 +269,7 @@ fn one_message_after_another_deadlocks_no_sooner_than_the_page_says() {
 
 /// Both stages of a step send first, or both receive first: each waits for the other.
 #[test]
-fn stages_that_have_messages_for_each_other_deadlock_in_one_order() {
+fn stages_that_both_send_first_deadlock_without_unread_message() {
     let plan = Schedule::OneFOneB.plan(4, 8).unwrap().one_by_one();
     let sends_first = plan.stages().iter().map(|steps| {
         let mut steps = steps.clone();

@@ -73,7 +73,7 @@ fn microbatches_are_summed_before_they_are_rounded() {
 }
 
 #[test]
-fn checkpoint_is_read_into_rounded_parameters_and_training_goes_on() {
+fn checkpoint_loads_into_rounded_parameters_training_goes_on() {
     let seed = random_seed();
     let (wire, executor) = (WIRES[0], HostExecutor::new());
     for way in 1..4 {

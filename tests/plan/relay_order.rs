@@ -95,7 +95,7 @@ proptest! {
     #![proptest_config(crate::random_cases(500))]
 
     #[test]
-    fn rows_are_sorted_along_the_gray_code_and_spans_are_their_longest_runs(
+    fn rows_follow_gray_code_and_spans_are_their_longest_runs(
         (other, others) in blocks(),
         (ranks, sets) in blocks(),
     ) {
@@ -133,7 +133,7 @@ proptest! {
 }
 
 #[test]
-fn neighbours_differ_in_one_rank_when_all_sets_occur() {
+fn neighbors_differ_in_one_rank_when_all_sets_occur() {
     for ranks in 1..=10 {
         let sets = all_sets(ranks);
         let order = relay_order(&sets, ranks);

@@ -72,7 +72,7 @@ fn planned(case: &Case, map: &ExpertMap, nodes: &NodeMap) -> Vec<(DispatchLayout
         chunks: 3,
         sizing: RowSizes {
             row_bytes: ROW_BYTES,
-            home_bytes: ROW_BYTES,
+            return_bytes: ROW_BYTES,
             words_out: 1,
             words_home: 1,
             partial_bytes: sums.then_some(PARTIAL_BYTES),
@@ -123,7 +123,7 @@ fn planned(case: &Case, map: &ExpertMap, nodes: &NodeMap) -> Vec<(DispatchLayout
 /// The same numbers, pair by pair.
 fn counted(case: &Case, map: &ExpertMap, nodes: &NodeMap) -> Vec<Traffic> {
     let mut none = Traffic::default();
-    (none.row_bytes, none.home_row_bytes, none.route) = (ROW_BYTES, ROW_BYTES, case.route);
+    (none.row_bytes, none.combine_row_bytes, none.route) = (ROW_BYTES, ROW_BYTES, case.route);
     let mut all = vec![none; case.labels.len()];
     let mut pairs: Vec<(u32, u32, u32)> = Vec::new();
     for (source, ids) in (0..).zip(&case.ids) {
@@ -185,20 +185,20 @@ proptest! {
             let paths = Paths::new(&nodes, case.route, me as u32);
             let places = paths.relays().map(|relay| &layout.chunks[relay as usize]);
             let home: u64 = places.map(|chunk| u64::from(chunk.rows) * chunk.row_bytes).sum();
-            prop_assert_eq!(traffic.home_bytes(case.order, PARTIAL_BYTES), home);
+            prop_assert_eq!(traffic.return_bytes(case.order, PARTIAL_BYTES), home);
         }
     }
 }
 
 #[test]
-fn a_return_moves_a_row_per_expert_or_a_partial_per_rank_or_node() {
+fn return_moves_row_per_expert_or_partial_per_rank_or_node() {
     let mut traffic = Traffic::default();
     traffic.logical = RowsByDistance { own: 5, local: 6, remote: 100 };
     (traffic.remote_ranks, traffic.remote_nodes) = (60, 20);
-    (traffic.row_bytes, traffic.home_row_bytes) = (8, 10);
+    (traffic.row_bytes, traffic.combine_row_bytes) = (8, 10);
     let mut home = |route| {
         traffic.route = route;
-        SumOrder::ALL.map(|order| traffic.home_bytes(order, 7))
+        SumOrder::ALL.map(|order| traffic.return_bytes(order, 7))
     };
     assert_eq!(home(Route::Pxn), [1000, 420, 140]);
     assert_eq!(home(Route::Direct), [1000; 3], "no rank sums on the way");

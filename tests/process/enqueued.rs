@@ -67,7 +67,7 @@ pub fn serve() {
 
 fn job(ranks: u32, seed: u64) -> Job {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda/exchange.cu");
-    let library = stand_in_cuda::kernels(&source).unwrap();
+    let library = fake_cuda::kernels(&source).unwrap();
     Setup::new(ranks)
         .var("SIDELANE_FAKE_CUDA_KERNELS", library.display())
         .var("CUDA_MODULE_LOADING", "EAGER")

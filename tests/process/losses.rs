@@ -43,7 +43,7 @@ fn set_waiting(job: &mut Job, ranks: u32, awaited: u32, halfway: bool) {
 }
 
 #[test]
-fn each_rank_killed_between_the_halves_of_a_dispatch_is_named_by_all_others() {
+fn rank_killed_between_dispatch_halves_is_named_by_all_others() {
     for (victim, world) in cases((0..8).zip(WORLDS.into_iter().cycle()), 3) {
         let mut job = join(world);
         set_waiting(&mut job, 8, victim, true);
@@ -56,7 +56,7 @@ fn each_rank_killed_between_the_halves_of_a_dispatch_is_named_by_all_others() {
 }
 
 #[test]
-fn each_relay_killed_while_others_wait_for_what_it_hands_on_is_named_by_all_others() {
+fn relay_killed_while_others_await_its_rows_is_named_by_all() {
     let all =
         [TWO_BY_FOUR, THREE_AND_FIVE].into_iter().flat_map(|nodes| (0..8).map(move |rank| (nodes, rank)));
     // A relay of two ranks whose own caller is absent.
@@ -101,7 +101,7 @@ fn a_rank_killed_while_all_gather_is_named_by_all_others() {
 }
 
 #[test]
-fn a_rank_killed_in_the_midst_of_a_collective_is_named_by_all_others() {
+fn rank_killed_during_collective_is_named_by_all_others() {
     let calls = [Command::AllReduceForever, Command::LandForever];
     let all =
         calls.into_iter().flat_map(|call| [0, 5, 2].into_iter().zip(WORLDS).map(move |who| (call, who)));
@@ -143,7 +143,7 @@ fn a_rank_that_panics_is_named_by_all_others() {
 }
 
 #[test]
-fn a_rank_that_leaves_while_others_wait_for_it_is_named_long_before_the_deadline() {
+fn awaited_rank_that_leaves_is_named_long_before_deadline() {
     let all = [0, 3, 5, 3, 2].into_iter().zip(WORLDS).chain([(0, WORLDS[1]), (3, WORLDS[0])]);
     for (leaver, world) in cases(all, 3) {
         let mut job = join(world);
@@ -158,7 +158,7 @@ fn a_rank_that_leaves_while_others_wait_for_it_is_named_long_before_the_deadline
 }
 
 #[test]
-fn ranks_that_end_as_soon_as_they_hear_of_a_loss_are_not_mistaken_for_it() {
+fn ranks_that_exit_on_hearing_of_loss_are_not_taken_for_lost() {
     let victims = [0, 7, 2, 3, 0, 5, 1].into_iter().zip(WORLDS.into_iter().cycle());
     let all = victims.flat_map(|(victim, world)| [true, false].map(|killed| (victim, world, killed)));
     // Rank 0 leaves, which the others have their rendezvous at.
@@ -179,7 +179,7 @@ fn ranks_that_end_as_soon_as_they_hear_of_a_loss_are_not_mistaken_for_it() {
 }
 
 #[test]
-fn who_comes_after_others_have_given_up_is_told_the_first_reason() {
+fn late_rank_is_told_first_cause_after_others_gave_up() {
     // Some wait for the leaver first, and inform those that wait for the late one first.
     let worlds = [WORLDS[4], WORLDS[1], WORLDS[4], WORLDS[3]];
     for ((leaver, late), world) in cases([(5, 2), (3, 0), (5, 7), (4, 1)].into_iter().zip(worlds), 3) {
@@ -261,7 +261,7 @@ fn rebuild_with_all(mut job: Job) {
 }
 
 #[test]
-fn a_rank_that_lives_but_never_calls_is_named_when_the_deadline_passes() {
+fn live_rank_that_never_calls_is_named_after_deadline() {
     // After an even number of rounds callers run their relays themselves, after an odd one threads
     // do.
     for ((silent, rounds), world) in
@@ -278,7 +278,7 @@ fn a_rank_that_lives_but_never_calls_is_named_when_the_deadline_passes() {
 }
 
 #[test]
-fn a_rank_that_starts_a_dispatch_and_never_finishes_is_named_and_not_its_relays() {
+fn rank_that_never_finishes_dispatch_is_named_not_its_relays() {
     for (silent, world) in cases([(4, WORLDS[1]), (2, WORLDS[3]), (7, WORLDS[3]), (3, WORLDS[4])], 1) {
         let mut job = join_with_deadline(world);
         job.verify(0..8, 2);
@@ -297,7 +297,7 @@ fn a_rank_that_starts_a_dispatch_and_never_finishes_is_named_and_not_its_relays(
 }
 
 #[test]
-fn a_rank_with_the_wrong_secret_is_refused_and_the_others_name_it() {
+fn rank_with_wrong_secret_is_refused_and_named_by_others() {
     const PATIENCE: Duration = Duration::from_secs(3);
     let setup = Setup::new(8).var("SIDELANE_RENDEZVOUS_MS", PATIENCE.as_millis());
     let began = Instant::now();
@@ -311,7 +311,7 @@ fn a_rank_with_the_wrong_secret_is_refused_and_the_others_name_it() {
 }
 
 #[test]
-fn nobody_at_the_rendezvous_is_an_error_in_good_time() {
+fn rendezvous_without_host_is_error_in_time() {
     let began = Instant::now();
     let mut job = Setup::new(8).only(&[3]).var("SIDELANE_RENDEZVOUS_MS", 500).start();
     let took = job.demand([3], began, 10 * SOON, &Report::Failed(Failure::NoRendezvous));

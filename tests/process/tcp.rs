@@ -44,7 +44,7 @@ fn every_row_lands_and_comes_home_over_tcp() {
 }
 
 #[test]
-fn a_rank_that_dies_or_leaves_is_named_and_the_others_meet_again() {
+fn tcp_rank_that_dies_or_leaves_is_named_and_others_meet_again() {
     let all =
         [(2, Route::Direct, true), (0, Route::Pxn, true), (5, Route::Pxn, true), (6, Route::Direct, false)];
     for (victim, route, killed) in cases(all, 1) {
@@ -69,7 +69,7 @@ fn a_rank_that_dies_or_leaves_is_named_and_the_others_meet_again() {
 }
 
 #[test]
-fn ranks_that_leave_as_soon_as_they_are_done_have_told_the_others_everything() {
+fn ranks_that_leave_at_once_have_delivered_everything() {
     let thrice = Route::ALL.into_iter().flat_map(|route| [route; 3]);
     for route in cases(thrice, 3) {
         let mut job = Setup::on(&TWO_BY_FOUR).route(route).var("SIDELANE_NET", "tcp").join();
@@ -81,7 +81,7 @@ fn ranks_that_leave_as_soon_as_they_are_done_have_told_the_others_everything() {
 }
 
 #[test]
-fn a_wire_that_is_reset_while_all_ranks_live_ends_the_world_by_name_and_it_is_built_again() {
+fn reset_wire_of_live_ranks_ends_world_by_name_and_is_rebuilt() {
     let mut job = Setup::on(&TWO_BY_TWO).var("SIDELANE_NET", "tcp").join();
     job.verify(0..4, 2);
     job.tell([1], Command::ResetWires);
@@ -107,7 +107,7 @@ fn a_wire_that_is_reset_while_all_ranks_live_ends_the_world_by_name_and_it_is_bu
 }
 
 #[test]
-fn an_address_that_is_none_of_this_machine_is_an_error_on_every_rank() {
+fn tcp_address_of_other_machine_is_error_on_every_rank() {
     let setup = Setup::on(&TWO_BY_TWO).var("SIDELANE_NET", "tcp");
     let mut job = setup.var_of(2, "SIDELANE_TCP_ADDRESS", "203.0.113.7").start();
     for (rank, heard) in job.hear(0..4) {

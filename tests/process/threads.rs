@@ -59,7 +59,7 @@ fn dead_coordinator_is_named_by_all_ranks() {
 
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "threads obey orders to panic in builds with assertions alone")]
-fn dead_progress_thread_is_named_by_all_ranks_and_its_rank_is_rebuilt() {
+fn dead_progress_thread_is_named_by_all_and_its_rank_rebuilt() {
     let mut job = die_among_waiting_ranks(6, Thread::Net);
     job.tell(0..RANKS, Command::Rebuild);
     for (rank, heard) in job.hear(0..RANKS) {

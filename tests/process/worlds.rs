@@ -38,7 +38,7 @@ fn memory_of(job: &mut Job, ranks: u32) -> Vec<Memory> {
 }
 
 #[test]
-fn a_rank_maps_the_heaps_of_its_node_and_a_wire_to_each_partner_elsewhere() {
+fn rank_maps_node_heaps_and_wire_to_each_remote_partner() {
     let all =
         [TWO_BY_FOUR, THREE_AND_FIVE].into_iter().flat_map(|nodes| Route::ALL.map(|route| (nodes, route)));
     for (nodes, route) in cases(all, 3) {
@@ -133,7 +133,7 @@ fn spare_takes_the_place_of_a_lost_rank_and_all_rows_are_right() {
 }
 
 #[test]
-fn spare_that_dies_while_it_is_taken_in_is_named_and_the_old_world_goes_on() {
+fn spare_that_dies_on_admission_is_named_and_old_world_goes_on() {
     let mut job = Setup::on(&[0, 1, 1]).dying_spare().join();
     job.verify(0..3, 2);
     job.tell(0..3, Command::Grow);
@@ -148,7 +148,7 @@ fn spare_that_dies_while_it_is_taken_in_is_named_and_the_old_world_goes_on() {
 }
 
 #[test]
-fn spare_with_another_setting_is_refused_by_name_and_the_ranks_take_the_next_one_in() {
+fn spare_with_other_setting_is_refused_and_ranks_admit_next_one() {
     for (setting, other) in [("SIDELANE_HEAP", "16M"), ("SIDELANE_LIVENESS_MS", "9000")] {
         let mut job = Setup::new(2).spare().spare().var_of(2, setting, other).join();
         // It asks once the other one was refused.
@@ -170,7 +170,7 @@ fn spare_with_another_setting_is_refused_by_name_and_the_ranks_take_the_next_one
 }
 
 #[test]
-fn rank_killed_while_the_next_world_is_built_is_left_out_by_another_rebuild() {
+fn rank_killed_during_rebuild_is_left_out_by_further_rebuild() {
     for (first, second) in cases([(0, 1), (3, 0), (5, 6), (1, 7)], 0) {
         let mut job = Setup::on(&TWO_BY_FOUR).join();
         job.verify(0..8, 2);

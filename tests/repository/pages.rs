@@ -67,7 +67,7 @@ fn every_relative_link_of_a_page_leads_somewhere() {
 }
 
 #[test]
-fn readme_is_at_most_200_lines_and_each_cell_of_the_comparison_has_a_row() {
+fn readme_has_at_most_200_lines_and_row_per_comparison_cell() {
     let readme = fs::read_to_string(root().join("README.md")).unwrap();
     let lines = readme.lines().count();
     assert!(lines <= 200, "README.md has {lines} lines");
@@ -122,7 +122,7 @@ const READMES: [&str; 8] = [
     "examples/moe-lm",
     "tests/faults",
     "tests/gate/oracles",
-    "tests/stand-in-cuda",
+    "tests/fake-cuda",
     "tests/testbed",
 ];
 
@@ -182,7 +182,7 @@ fn source_folders(folder: &Path, found: &mut BTreeSet<PathBuf>) {
 
 /// The list draws folders as a tree, two blanks a level.
 #[test]
-fn contributing_lists_every_folder_of_the_library_and_its_crates() {
+fn contributing_lists_every_folder_of_library_and_crates() {
     let text = fs::read_to_string(root().join("CONTRIBUTING.md")).unwrap();
     let list = text.split("## Where things go").nth(1).unwrap().split("```").nth(1).unwrap();
     let mut above: Vec<&str> = Vec::new();

@@ -103,7 +103,7 @@ proptest! {
 /// All 65,536 values of a two-byte type, each added to and multiplied with values that make it
 /// round, tie, overflow and vanish.
 #[test]
-fn every_two_byte_value_sums_to_the_reference_bits_beside_special_ones() {
+fn every_two_byte_value_and_special_one_sum_to_reference_bits() {
     let columns = 1 << 16;
     for dtype in [Arithmetic::Bf16, Arithmetic::F16] {
         let every: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_ne_bytes).collect();

@@ -115,7 +115,7 @@ proptest! {
 /// Every upper half of an `f32`, with the lower halves at which rounding changes: as it is, and
 /// with the upper half subtracted again, which leaves only the rounding's addition.
 #[test]
-fn a_partial_is_rounded_to_the_nearest_bf16_and_to_even_at_a_tie() {
+fn partial_rounds_to_nearest_bf16_with_ties_to_even() {
     let rows = [bf16::ONE; 2].map(|one| one.to_ne_bytes().to_vec());
     for upper in 0..=u16::MAX {
         let exact = f32::from_bits(u32::from(upper) << 16);
@@ -135,7 +135,7 @@ fn a_partial_is_rounded_to_the_nearest_bf16_and_to_even_at_a_tie() {
 }
 
 #[test]
-fn a_partial_that_vanishes_below_zero_leaves_the_total_plus_zero() {
+fn a_partial_that_vanishes_below_zero_leaves_total_plus_zero() {
     // The smallest bf16, times 2^-10: an f32 that rounds to -0 in bf16.
     let rows = [0x8001u16.to_ne_bytes().to_vec()];
     let weights = [1.0 / 1024.0];

@@ -176,7 +176,7 @@ fn a_value_that_is_not_finite_becomes_nan_and_hurts_nobody_else() {
 }
 
 #[test]
-fn a_block_without_a_value_has_the_smallest_scale_and_keeps_its_signs_of_zero() {
+fn block_without_value_has_smallest_scale_and_keeps_zero_signs() {
     let record = record(&[0.0, -0.0, f32::from_bits(1), f32::NAN]);
     assert_eq!(record[..4], [0x00, 0x80, 0x00, 0x7f]);
     assert_eq!(scale_of(&record, 4, 0), f32::MIN_POSITIVE);
@@ -190,7 +190,7 @@ fn the_largest_values_of_f32_have_a_scale_that_brings_them_back() {
 }
 
 #[test]
-fn lengths_that_do_not_belong_together_are_refused_and_nothing_is_written() {
+fn mismatched_record_lengths_are_refused_without_any_write() {
     let (loops, shape) = (RowKernels::new(Simd::best()), Fp8RowShape::new(128));
     let refused = [
         (257, 144, PlanError::WrongShape { what: "rows", seen: 128, rows: 1, columns: 128 }),

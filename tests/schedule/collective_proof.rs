@@ -106,7 +106,7 @@ fn every_rank_of_sixty_four_is_proved() {
 
 /// Parts are counted in eight bits: 256 ranks are the most that a ring may have.
 #[test]
-fn a_ring_of_two_hundred_and_fifty_six_ranks_counts_all_its_parts() {
+fn ring_of_256_ranks_counts_all_its_parts() {
     let nodes = NodeMap::from_labels(&[0; 256]);
     let ring = RankView { nodes, me: 255, staging: staging(256) }.skeleton(Program::Ring);
     for (step, flag) in [("sum", Flag::Landed), ("gather", Flag::Returned)] {
@@ -149,7 +149,7 @@ fn sums_that_are_copied_two_entries_late_are_found() {
 /// In-place results are the caller's until it enters again: a put before that entry, or a later
 /// read, is reported with both accesses.
 #[test]
-fn results_that_land_in_place_are_lent_until_the_next_entry_and_no_longer() {
+fn results_landed_in_place_are_lent_only_until_next_entry() {
     for labels in SHAPES.into_iter().filter(|labels| labels.len() > 1) {
         let calls = call(&view_of(labels, staging(labels.len())), Program::ZeroCopy, 3, u64::MAX);
         for seeded in [CollectiveBug::LandFirst, CollectiveBug::ReadOn] {

@@ -400,7 +400,7 @@ fn every_named_bug_of_a_driver_breaks_the_pair_that_is_listed() {
 }
 
 #[test]
-fn calls_of_two_instances_are_proved_whole_and_between_their_halves() {
+fn calls_of_two_instances_are_proved_whole_and_in_halves() {
     for streams in [Streams::One, Streams::Each] {
         for turns in [&IN_TURN[..], &BETWEEN_HALVES] {
             let proof = prove(&two_instances(turns, streams, None));
@@ -428,7 +428,7 @@ fn harmless(program: &CallProgram, kind: CallKind, mutation: &CallMutation) -> O
             Some("offers come with entries: it may begin anywhere between the verdict and the wait for it")
         }
         CallKind::CachedDispatch if behind == Some(Run(StageId::Posted, Whole)) => {
-            Some("no header comes that peers read behind this word, and causes are the stand-in driver's")
+            Some("no header comes that peers read behind this word, and causes are the fake driver's")
         }
         _ => None,
     }

@@ -168,7 +168,7 @@ impl<'a> Mutant<'a> {
     }
 }
 
-const FOR_CAUSES: &str = "bytes are as before: the stand-in driver counts waits whose cause is not enqueued";
+const FOR_CAUSES: &str = "bytes are as before: the fake driver counts waits whose cause is not enqueued";
 const ANOTHER_RELEASES: &str =
     "a reader says so to all owners behind its last copy, and the entry of each other one vouches for it";
 const ITS_RELAY_SAYS_SO: &str = "its own relay handed the rows on, and says when it is done";
@@ -468,7 +468,7 @@ fn outputs_that_a_nic_has_yet_to_read_are_not_given_back() {
 }
 
 #[test]
-fn own_outputs_that_a_nic_has_yet_to_read_are_not_written_by_the_next_call() {
+fn outputs_still_unread_by_nic_are_not_written_by_next_call() {
     let calls = [dispatch(0), dispatch(0), ret(0, ROWS), ret(0, ROWS), ret(1, ROWS), ret(0, ROWS)];
     for route in Route::ALL {
         // Without local peers nothing is given back before the end of a call.
@@ -482,7 +482,7 @@ fn own_outputs_that_a_nic_has_yet_to_read_are_not_written_by_the_next_call() {
 }
 
 #[test]
-fn sums_by_node_are_made_in_memory_of_their_own_before_nics_read_them() {
+fn node_sums_use_memory_of_their_own_and_end_before_nic_reads() {
     let by_node = (RowLayout::ExpertMajor, ReceiveMode::Exact, SumOrder::Node);
     for (labels, gpu_direct) in [(&[0, 0, 1, 1][..], true), (&[0, 0, 1, 1], false), (&[0, 1, 2, 0, 1], true)]
     {

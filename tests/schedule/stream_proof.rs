@@ -78,7 +78,7 @@ fn across() -> impl Iterator<Item = (&'static [u32], RowPath, Streams)> {
 }
 
 #[test]
-fn every_replay_across_nodes_is_proved_straight_and_in_host_staging() {
+fn every_replay_across_nodes_is_proved_direct_and_host_staged() {
     for (labels, way, streams) in across() {
         for (name, calls) in replays() {
             let unrolled = unroll_across(labels, way, streams, &calls, None);
@@ -226,7 +226,7 @@ fn a_refusal_among_combines_is_seen_by_all_and_its_bugs_are_found() {
 }
 
 #[test]
-fn a_dispatch_that_is_not_answered_and_an_answer_without_one_are_refused() {
+fn unanswered_dispatch_and_return_without_dispatch_are_refused() {
     for calls in
         [&[Dispatch(0), Dispatch(0)][..], &[Dispatch(1), Combine(0)], &[Dispatch(0), Combine(0), Release(0)]]
     {
@@ -291,7 +291,7 @@ fn every_choice(ranks: u32, microbatches: u32, queues: u32) -> (usize, usize) {
 }
 
 #[test]
-fn ranks_end_exactly_if_they_enqueue_the_calls_of_each_queue_in_one_order() {
+fn ranks_end_exactly_if_each_queue_has_one_order_of_calls() {
     for (ranks, microbatches, queues) in
         [(2, 2, 1), (2, 2, 2), (3, 2, 1), (3, 2, 2), (2, 3, 1), (2, 3, 2), (2, 3, 3)]
     {
@@ -304,7 +304,7 @@ fn ranks_end_exactly_if_they_enqueue_the_calls_of_each_queue_in_one_order() {
 }
 
 #[test]
-fn two_dispatches_in_different_orders_wait_for_each_other_on_one_queue() {
+fn two_dispatches_in_opposite_orders_deadlock_on_one_queue() {
     let orders = [[Dispatch(0), Dispatch(1)].to_vec(), [Dispatch(1), Dispatch(0)].to_vec()];
     let unrolled = UnrolledProgram::of_queues(slots(2), &orders).unwrap();
     let fault = ends(&unrolled, 1).unwrap_err();

@@ -38,7 +38,7 @@ impl Placer {
         let words = notes.words(routing.top_k());
         let sizing = RowSizes {
             row_bytes: 4096,
-            home_bytes: 4096,
+            return_bytes: 4096,
             words_out: words,
             words_home: words,
             partial_bytes: None,

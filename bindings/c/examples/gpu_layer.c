@@ -117,7 +117,7 @@ static void exact(sidelane_group_t *group, sidelane_stream_t *stream, CUstream c
         REQUIRE(report.copied_bytes == (round == 2 ? layout.rows * ROW : 0));
         // Before CUDA 13.1 multiprocessors copy the rows that stay on the device.
         REQUIRE(report.enqueued.copies_by_sms <= report.enqueued.copies);
-        CHECK(sidelane_handle_returned(handle, &report));
+        CHECK(sidelane_handle_return_report(handle, &report));
         REQUIRE(strcmp(report.lanes[0].name, "own") == 0 && report.enqueued.copies > 0);
         if (round == 2) CHECK(sidelane_output_close(output));
         CHECK(sidelane_handle_close(handle));
@@ -155,7 +155,7 @@ static void slots(sidelane_group_t *group, sidelane_stream_t *stream, CUstream c
         }
         CHECK(sidelane_ep_combine(ep, output, NULL, handle, out));
         CHECK(sidelane_handle_report(handle, &out_way));
-        CHECK(sidelane_handle_returned(handle, &back));
+        CHECK(sidelane_handle_return_report(handle, &back));
         CHECK(sidelane_rows_close(rows));
         CHECK(sidelane_handle_close(handle));
     }

@@ -319,7 +319,7 @@ typedef int32_t sidelane_status_t;
 #endif // __cplusplus
 
 // All-gather and reduce-scatter over a group.
-typedef struct sidelane_collective_t sidelane_collective_t;
+typedef struct sidelane_row_collective_t sidelane_row_collective_t;
 
 // All-reduce, reduce-scatter, broadcast, all-to-all, all-gather and messages over a group.
 typedef struct sidelane_communicator_t sidelane_communicator_t;
@@ -355,7 +355,7 @@ typedef struct sidelane_pending_dispatch_t sidelane_pending_dispatch_t;
 typedef struct sidelane_rows_t sidelane_rows_t;
 
 // How many rows each rank has, and so where they lie among those of all.
-typedef struct sidelane_shares_t sidelane_shares_t;
+typedef struct sidelane_row_partition_t sidelane_row_partition_t;
 
 // A CUDA stream of the caller's, and the device it is of.
 typedef struct sidelane_stream_t sidelane_stream_t;
@@ -981,7 +981,7 @@ typedef struct {
     // Bytes of a row that goes out.
     uint64_t row_bytes;
     // Bytes of a returned row.
-    uint64_t home_row_bytes;
+    uint64_t combine_row_bytes;
     // Bytes that combines and gradients along the handle copied, because rows did not lie in one
     // of its outputs.
     uint64_t copied_bytes;
@@ -1008,7 +1008,7 @@ typedef struct {
 // Settings of a collective: all ranks must pass the same. 0 is the default of every field but
 // `columns`.
 typedef struct {
-    // sizeof(sidelane_collective_options_t).
+    // sizeof(sidelane_row_collective_options_t).
     size_t size;
     // Elements of a row, which must be a multiple of 16 bytes.
     uint32_t columns;
@@ -1024,12 +1024,12 @@ typedef struct {
     uint32_t route;
     // Whether nodes sum first, over SIDELANE_ROUTE_PXN: SIDELANE_NODE_SUMS_...
     uint32_t node_sums;
-} sidelane_collective_options_t;
+} sidelane_row_collective_options_t;
 
 // Number of rows of each rank, and so the place of its rows among all. It may be read until the
 // shares are closed.
 typedef struct {
-    // sizeof(sidelane_shares_info_t).
+    // sizeof(sidelane_row_partition_info_t).
     size_t size;
     // Rows of each rank, [ranks].
     const uint32_t *counts;
@@ -1037,7 +1037,7 @@ typedef struct {
     uint64_t ranks;
     // Rows of all ranks.
     uint64_t rows;
-} sidelane_shares_info_t;
+} sidelane_row_partition_info_t;
 
 // Settings of a communicator: all ranks must pass the same. 0 is the default of every field.
 typedef struct {
@@ -1629,8 +1629,8 @@ void sidelane_heap_free(void *address, ptrdiff_t bytes, int device, void *stream
 // as it was.
 //
 // On a device the call is enqueued, and `out` is there for later operations on the stream. Errors
-// of this rank's own arguments are returned here; sidelane_handle_returned() returns the outcome
-// on all ranks. A refused combine leaves zeros where `out` has room for them.
+// of this rank's own arguments are returned here; sidelane_handle_return_report() returns the
+// outcome on all ranks. A refused combine leaves zeros where `out` has room for them.
 //
 // The caller guarantees: pointers are NULL or valid; tensors are as large as they say, and no
 // other thread uses them meanwhile.
@@ -1747,14 +1747,14 @@ sidelane_status_t sidelane_handle_report(sidelane_handle_t *handle, sidelane_rep
 // handle is enqueued.
 //
 // The caller guarantees: `report` is NULL (then nothing is written), or as large as its size says.
-sidelane_status_t sidelane_handle_returned(sidelane_handle_t *handle, sidelane_report_t *report);
+sidelane_status_t sidelane_handle_return_report(sidelane_handle_t *handle, sidelane_report_t *report);
 
 // Builds a collective on a group. Collective.
 //
 // The caller guarantees: pointers are NULL or valid; `options` is as large as its size says.
-sidelane_status_t sidelane_collective_build(sidelane_group_t *group,
-                                            const sidelane_collective_options_t *options,
-                                            sidelane_collective_t **collective);
+sidelane_status_t sidelane_row_collective_build(sidelane_group_t *group,
+                                            const sidelane_row_collective_options_t *options,
+                                            sidelane_row_collective_t **collective);
 
 // Gathers the rows of all ranks, by rank, from this rank's, [rows, columns]. Ranks may have
 // different numbers of rows, or none, and exchange these numbers: the shares. Collective. The
@@ -1762,64 +1762,64 @@ sidelane_status_t sidelane_collective_build(sidelane_group_t *group,
 //
 // The caller guarantees: pointers are NULL or valid; `mine` is as large as it says, and no other
 // thread writes to it during the call.
-sidelane_status_t sidelane_all_gather(sidelane_collective_t *collective,
+sidelane_status_t sidelane_all_gather(sidelane_row_collective_t *collective,
                                       const sidelane_tensor_t *mine,
                                       sidelane_rows_t **all,
-                                      sidelane_shares_t **shares);
+                                      sidelane_row_partition_t **shares);
 
 // Shares that all ranks know beforehand: `counts`, [ranks], the same on all. Local: nothing is
 // exchanged.
 //
 // The caller guarantees: `counts` is NULL or points to `ranks` numbers; `shares` is NULL or valid.
-sidelane_status_t sidelane_collective_shares(sidelane_collective_t *collective,
+sidelane_status_t sidelane_row_collective_shares(sidelane_row_collective_t *collective,
                                              const uint32_t *counts,
                                              uint32_t ranks,
-                                             sidelane_shares_t **shares);
+                                             sidelane_row_partition_t **shares);
 
 // Gathers the rows of all ranks when all know the shares, so no counts are exchanged. Collective.
 //
 // The caller guarantees: as sidelane_all_gather().
-sidelane_status_t sidelane_all_gather_along(sidelane_collective_t *collective,
+sidelane_status_t sidelane_all_gather_cached(sidelane_row_collective_t *collective,
                                             const sidelane_tensor_t *mine,
-                                            sidelane_shares_t *shares,
+                                            sidelane_row_partition_t *shares,
                                             sidelane_rows_t **all);
 
 // Sums over all ranks of this rank's rows, to `sums`, [rows of this rank, columns]: from each
 // rank's rows for all ranks, [rows of all, columns], in the layout of an all-gather along these
 // shares. Collective.
 //
-// Either `output`, the buffer of sidelane_shares_output(), which is consumed, or `all`, a tensor
-// anywhere, which is copied once; the other is NULL. If an argument is invalid, `output` stays
-// open.
+// Either `output`, the buffer of sidelane_row_partition_output(), which is consumed, or `all`, a
+// tensor anywhere, which is copied once; the other is NULL. If an argument is invalid, `output`
+// stays open.
 //
 // The caller guarantees: pointers are NULL or valid; tensors are as large as they say, and no
 // other thread uses them during the call.
-sidelane_status_t sidelane_reduce_scatter(sidelane_collective_t *collective,
+sidelane_status_t sidelane_reduce_scatter(sidelane_row_collective_t *collective,
                                           sidelane_output_t *output,
                                           const sidelane_tensor_t *all,
-                                          sidelane_shares_t *shares,
+                                          sidelane_row_partition_t *shares,
                                           const sidelane_tensor_t *sums);
 
 // Closes the collective. Rows, outputs and shares that are open stay readable. NULL is nothing.
-sidelane_status_t sidelane_collective_close(sidelane_collective_t *collective);
+sidelane_status_t sidelane_row_collective_close(sidelane_row_collective_t *collective);
 
 // Says how many rows each rank has.
 //
 // The caller guarantees: `info` is NULL, or as large as its size says.
-sidelane_status_t sidelane_shares_info(sidelane_shares_t *shares, sidelane_shares_info_t *info);
+sidelane_status_t sidelane_row_partition_info(sidelane_row_partition_t *shares, sidelane_row_partition_info_t *info);
 
 // A buffer for rows of all ranks that a reduce-scatter takes without a copy. Local.
 //
 // The caller guarantees: `output` is NULL or valid.
-sidelane_status_t sidelane_shares_output(sidelane_shares_t *shares, sidelane_output_t **output);
+sidelane_status_t sidelane_row_partition_output(sidelane_row_partition_t *shares, sidelane_output_t **output);
 
 // Says how the rows of an all-gather went.
 //
 // The caller guarantees: `report` is NULL, or as large as its size says.
-sidelane_status_t sidelane_shares_report(sidelane_shares_t *shares, sidelane_report_t *report);
+sidelane_status_t sidelane_row_partition_report(sidelane_row_partition_t *shares, sidelane_report_t *report);
 
 // Closes shares. NULL is nothing.
-sidelane_status_t sidelane_shares_close(sidelane_shares_t *shares);
+sidelane_status_t sidelane_row_partition_close(sidelane_row_partition_t *shares);
 
 // Builds a communicator on a group; `options` may be NULL. Collective.
 //

@@ -26,7 +26,7 @@ fn a_ring_adds_up_with_one_sided_puts_from_the_static_library() {
 }
 
 #[test]
-fn a_layer_goes_through_memory_of_devices_in_exact_sizes_and_slots() {
+fn c_layer_on_devices_is_right_in_exact_sizes_and_slots() {
     let program = compiled(&example("gpu_layer"), "gpu_layer", Linked::WithDriver);
     let mut job = launch(1, 2);
     let out = succeeded(&with_devices(&mut job).arg(program).output().expect("it starts"), "gpu_layer");
@@ -42,7 +42,7 @@ fn a_layer_in_a_graph_is_replayed_with_other_tokens() {
 }
 
 #[test]
-fn tokens_of_the_heap_allocator_are_right_and_their_memory_outlives_the_world() {
+fn heap_allocator_tokens_are_right_and_outlive_world() {
     let program = compiled(&Path::new(PACKAGE).join("tests/gpu_heap.c"), "gpu_heap", Linked::WithDriver);
     let mut job = launch(1, 2);
     let out = succeeded(&with_devices(&mut job).arg(program).output().expect("it starts"), "gpu_heap");
@@ -50,7 +50,7 @@ fn tokens_of_the_heap_allocator_are_right_and_their_memory_outlives_the_world() 
 }
 
 #[test]
-fn a_whole_layer_has_the_numbers_that_can_be_told_by_hand_on_the_host_and_on_devices() {
+fn c_moe_layer_has_hand_computed_numbers_on_host_and_devices() {
     let program = compiled(&Path::new(PACKAGE).join("tests/moe.c"), "moe", Linked::WithDriver);
     let mut job = launch(1, 2);
     let out = succeeded(&with_devices(&mut job).arg(program).output().expect("it starts"), "moe");

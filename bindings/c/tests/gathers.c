@@ -15,7 +15,7 @@ uint32_t rank;
 
 static uint32_t ranks;
 static sidelane_group_t *group;
-static sidelane_collective_t *rows;
+static sidelane_row_collective_t *rows;
 
 static sidelane_tensor_t tensor(const void *data, uint64_t count) {
     return (sidelane_tensor_t){.data = (void *)data, .rows = count, .columns = COLUMNS, .dtype = SIDELANE_DTYPE_F32};
@@ -36,7 +36,7 @@ static void gathered(sidelane_rows_t *all) {
 }
 
 // All ranks sum the gathered rows of all: each row returns as many times as there are ranks.
-static void summed(sidelane_shares_t *shares, sidelane_output_t *output, const sidelane_tensor_t *all) {
+static void summed(sidelane_row_partition_t *shares, sidelane_output_t *output, const sidelane_tensor_t *all) {
     float sums[MOST * COLUMNS] = {0};
     sidelane_tensor_t home = tensor(sums, rank);
     CHECK(sidelane_reduce_scatter(rows, output, all, shares, &home));
@@ -51,24 +51,24 @@ static void rows_of_all(void) {
     sidelane_tensor_t given = tensor(mine, rank), wrong = given;
     wrong.dtype = SIDELANE_DTYPE_BF16;
     sidelane_rows_t *all;
-    sidelane_shares_t *shares, *known;
+    sidelane_row_partition_t *shares, *known;
     REFUSED_ON_BOTH(sidelane_all_gather(rows, rank == 1 ? &wrong : &given, &all, &shares), SIDELANE_ERROR_PLAN, "bf16",
                     SIDELANE_ERROR_CALL, "input of rank 1 was refused");
     CHECK(sidelane_all_gather(rows, &given, &all, &shares));
     gathered(all);
 
-    sidelane_shares_info_t info = {.size = sizeof info};
-    CHECK(sidelane_shares_info(shares, &info));
+    sidelane_row_partition_info_t info = {.size = sizeof info};
+    CHECK(sidelane_row_partition_info(shares, &info));
     REQUIRE(info.ranks == ranks && info.rows == ranks * (ranks - 1) / 2);
     for (uint32_t of = 0; of < ranks; of++) REQUIRE(info.counts[of] == of);
     sidelane_report_t report = {.size = sizeof report};
-    CHECK(sidelane_shares_report(shares, &report));
+    CHECK(sidelane_row_partition_report(shares, &report));
     REQUIRE(report.logical.own == rank && report.row_bytes == COLUMNS * sizeof(float));
 
     // In the buffer that peers read, and from anywhere.
     sidelane_output_t *output;
     sidelane_output_info_t out = {.size = sizeof out};
-    CHECK(sidelane_shares_output(shares, &output));
+    CHECK(sidelane_row_partition_output(shares, &output));
     CHECK(sidelane_output_info(output, &out));
     float copy[MOST * MOST * COLUMNS], *at = copy;
     for (uint32_t of = 0; of < ranks; of++)
@@ -82,17 +82,17 @@ static void rows_of_all(void) {
                     "sums is NULL", SIDELANE_ERROR_CALL, "input of rank 1 was refused");
 
     // Shares that all ranks know are not exchanged.
-    CHECK(sidelane_collective_shares(rows, info.counts, ranks, &known));
-    REFUSED(sidelane_collective_shares(rows, info.counts, ranks - 1, &known), SIDELANE_ERROR_PLAN, "counts");
-    CHECK(sidelane_all_gather_along(rows, &given, known, &all));
+    CHECK(sidelane_row_collective_shares(rows, info.counts, ranks, &known));
+    REFUSED(sidelane_row_collective_shares(rows, info.counts, ranks - 1, &known), SIDELANE_ERROR_PLAN, "counts");
+    CHECK(sidelane_all_gather_cached(rows, &given, known, &all));
     gathered(all);
-    REFUSED_ON_BOTH(sidelane_all_gather_along(rows, rank == 1 ? NULL : &given, known, &all), SIDELANE_ERROR_ARGUMENT,
+    REFUSED_ON_BOTH(sidelane_all_gather_cached(rows, rank == 1 ? NULL : &given, known, &all), SIDELANE_ERROR_ARGUMENT,
                     "mine is NULL", SIDELANE_ERROR_CALL, "input of rank 1 was refused");
     REFUSED_ON_BOTH(sidelane_reduce_scatter(rows, NULL, &elsewhere, rank == 1 ? NULL : shares, &home), SIDELANE_ERROR_HANDLE,
-                    "sidelane_shares_t is NULL", SIDELANE_ERROR_CALL, "rank");
+                    "sidelane_row_partition_t is NULL", SIDELANE_ERROR_CALL, "rank");
     summed(known, NULL, &elsewhere);
-    CHECK(sidelane_shares_close(known));
-    CHECK(sidelane_shares_close(shares));
+    CHECK(sidelane_row_partition_close(known));
+    CHECK(sidelane_row_partition_close(shares));
 }
 
 static void memory_of_the_program_s_own(void) {
@@ -126,16 +126,16 @@ int main(void) {
     rank = me.rank, ranks = me.ranks;
     REQUIRE(ranks <= MOST);
 
-    sidelane_collective_options_t options = {.size = sizeof options, .columns = COLUMNS, .dtype = SIDELANE_DTYPE_F32,
+    sidelane_row_collective_options_t options = {.size = sizeof options, .columns = COLUMNS, .dtype = SIDELANE_DTYPE_F32,
                                              .max_rows = 16, .route = SIDELANE_ROUTE_PXN};
-    sidelane_collective_options_t wrong = options;
+    sidelane_row_collective_options_t wrong = options;
     wrong.node_sums = rank == 1 ? 9 : 0;
-    REFUSED_ON_BOTH(sidelane_collective_build(group, &wrong, &rows), SIDELANE_ERROR_ARGUMENT, "node_sums = 9",
+    REFUSED_ON_BOTH(sidelane_row_collective_build(group, &wrong, &rows), SIDELANE_ERROR_ARGUMENT, "node_sums = 9",
                     SIDELANE_ERROR_CALL, "cannot be used");
-    CHECK(sidelane_collective_build(group, &options, &rows));
+    CHECK(sidelane_row_collective_build(group, &options, &rows));
     rows_of_all();
     memory_of_the_program_s_own();
-    CHECK(sidelane_collective_close(rows));
+    CHECK(sidelane_row_collective_close(rows));
     CHECK(sidelane_group_close(group));
     CHECK(sidelane_world_close(world));
     printf("rank %u: gathered and summed\n", rank);

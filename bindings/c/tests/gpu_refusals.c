@@ -195,7 +195,7 @@ static void calls_that_are_not_there(void) {
     dispatched(&handle, &output);
     REFUSED(sidelane_ep_release(ep, handle), SIDELANE_ERROR_PLAN, "release without combine");
     CHECK(sidelane_ep_combine(ep, output, NULL, handle, &out));
-    CHECK(sidelane_handle_returned(handle, NULL));
+    CHECK(sidelane_handle_return_report(handle, NULL));
     CHECK(sidelane_handle_close(handle));
     a_round_works();
 }
@@ -262,7 +262,7 @@ static void combines(void) {
             REFUSED(sidelane_ep_combine(ep, NULL, &inside, handle, &out), SIDELANE_ERROR_ARGUMENT, "overlap");
         } else {
             REFUSED(sidelane_ep_combine(ep, output, NULL, handle, &out), SIDELANE_ERROR_CALL, "rank 1");
-            REFUSED(sidelane_handle_returned(handle, NULL), SIDELANE_ERROR_CALL, "rank 1");
+            REFUSED(sidelane_handle_return_report(handle, NULL), SIDELANE_ERROR_CALL, "rank 1");
         }
         // An output that comes with another wrong argument stays open.
         if (rank == 1) CHECK(sidelane_output_close(output));
@@ -287,7 +287,7 @@ static void combines(void) {
         CHECK(sidelane_output_close(output));
     } else {
         REFUSED(sidelane_ep_combine(ep, output, NULL, handle, &out), SIDELANE_ERROR_CALL, "rank 1");
-        REFUSED(sidelane_handle_returned(handle, NULL), SIDELANE_ERROR_CALL, "rank 1");
+        REFUSED(sidelane_handle_return_report(handle, NULL), SIDELANE_ERROR_CALL, "rank 1");
         CHECK(sidelane_handle_close(handle));
     }
     a_round_works();

@@ -48,7 +48,7 @@ fn c_and_cpp_compile_the_header_without_a_warning() {
 
 /// Every symbol of the shared library is declared, and everything that is declared is there.
 #[test]
-fn the_library_exports_what_the_header_declares_and_nothing_else() {
+fn library_exports_exactly_symbols_declared_in_header() {
     let library = sidelane_c_library();
     let output = Command::new("nm").args(["-D", "--defined-only"]).arg(&library).output().expect("nm runs");
     let text = String::from_utf8_lossy(&output.stdout).into_owned();

@@ -158,7 +158,7 @@ static void calls_that_are_not_there(void) {
     REFUSED(sidelane_ep_release(ep, handle), SIDELANE_ERROR_PLAN, "on the host (host-stepper): release without combine");
     CHECK(sidelane_handle_status(handle, &status));
     CHECK(sidelane_handle_report(handle, &report));
-    CHECK(sidelane_handle_returned(handle, &back));
+    CHECK(sidelane_handle_return_report(handle, &back));
     REQUIRE(status == SIDELANE_CALL_OK && strcmp(report.executor, "host-stepper") == 0);
     REQUIRE(back.moved.summed_bytes == 0 && report.enqueued.copies == 0 && report.kernels[0].name[0] == 0);
     CHECK(sidelane_rows_close(rows));

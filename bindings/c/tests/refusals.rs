@@ -7,7 +7,7 @@ use std::path::Path;
 use common::{Linked, PACKAGE, compiled, launch, succeeded, with_devices};
 
 #[test]
-fn every_mistake_of_a_c_program_is_named_on_both_ranks_and_the_next_call_works() {
+fn c_mistakes_are_named_on_both_ranks_and_next_call_works() {
     let source = Path::new(PACKAGE).join("tests/refusals.c");
     let program = compiled(&source, "refusals", Linked::Shared);
     for (nodes, ranks) in [(1, 2), (2, 1)] {
@@ -31,7 +31,7 @@ fn a_world_takes_a_spare_in_after_growths_that_failed() {
 }
 
 #[test]
-fn every_mistake_with_devices_is_named_on_both_ranks_and_the_next_call_works() {
+fn c_device_mistakes_are_named_on_both_ranks_next_call_works() {
     let source = Path::new(PACKAGE).join("tests/gpu_refusals.c");
     let program = compiled(&source, "gpu_refusals", Linked::WithDriver);
     let mut job = launch(1, 2);

@@ -1,7 +1,7 @@
 """Checks of CUDA tensors against the host's bits, in processes that share a GPU, and a table of how
 they went, with a row for each check as it ends.
 
-The checks are those that run on stand-ins in the tests, and those of torch's memory pools, which
+The checks are those that run on fake devices in the tests, and those of torch's memory pools, which
 need its allocator: ``tests/checks_*cuda.py``. Exit codes: 0 all is well, 1 something is not, 2
 something is missing here.
 """

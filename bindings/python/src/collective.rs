@@ -30,7 +30,7 @@ struct Shape {
 
 /// All-gather and reduce-scatter over a group of ranks.
 #[pyclass(frozen, module = "sidelane")]
-pub struct Collective {
+pub struct RowCollective {
     open_world: Arc<OpenWorld>,
     cell: Arc<LendingCell<Gathers>>,
     shape: Shape,
@@ -42,7 +42,7 @@ pub struct Collective {
 
 /// How many rows each rank has.
 #[pyclass(frozen, module = "sidelane")]
-pub struct Shares {
+pub struct RowPartition {
     cell: LendingCell<Layout>,
     shape: Shape,
     kind: Kind,
@@ -53,7 +53,7 @@ pub struct Shares {
     rows: u32,
 }
 
-impl Collective {
+impl RowCollective {
     fn call<T: Send>(
         &self,
         py: Python<'_>,
@@ -65,7 +65,7 @@ impl Collective {
     fn along<T: Send>(
         &self,
         py: Python<'_>,
-        shares: &Shares,
+        shares: &RowPartition,
         call: impl FnOnce(&mut Gathers, &Layout) -> Result<T, sidelane::Error> + Send,
     ) -> PyResult<T> {
         shares.cell.lend(|layout| self.call(py, |gathers| call(gathers, layout)))
@@ -89,10 +89,10 @@ impl Collective {
         }
     }
 
-    fn shares_of(&self, layout: Layout, kind: Kind) -> Shares {
+    fn shares_of(&self, layout: Layout, kind: Kind) -> RowPartition {
         let (counts, rows) = (layout.counts().to_vec(), layout.rows());
         let (cell, shape) = (LendingCell::new("shares", layout), self.shape.clone());
-        Shares { cell, shape, kind, outputs: Outputs::default(), counts, rows }
+        RowPartition { cell, shape, kind, outputs: Outputs::default(), counts, rows }
     }
 
     fn all<'py>(
@@ -107,7 +107,7 @@ impl Collective {
 }
 
 #[pymethods]
-impl Collective {
+impl RowCollective {
     /// Collective: all ranks of the group choose alike.
     #[new]
     #[pyo3(signature = (group, *, columns, dtype=None, segments=1, max_rows=4096, route="pxn", node_sums=None))]
@@ -133,10 +133,11 @@ impl Collective {
             Ok((wire.into_iter().fold(builder, RowCollectiveBuilder::node_sums), dtype))
         };
         let refuse = || Gathers::builder(&members).build().map(drop);
-        let (cell, dtype) = open_world.build(py, "Collective", set(), refuse, RowCollectiveBuilder::build)?;
+        let (cell, dtype) =
+            open_world.build(py, "RowCollective", set(), refuse, RowCollectiveBuilder::build)?;
         let place = Place::Host(Arc::clone(open_world.world()?.pool()));
         let shape = Shape { columns, dtype, dtype_given, place };
-        Ok(Collective {
+        Ok(RowCollective {
             open_world: Arc::clone(open_world),
             cell,
             shape,
@@ -150,24 +151,24 @@ impl Collective {
         &self,
         py: Python<'py>,
         rows: &Bound<'py, PyAny>,
-    ) -> PyResult<(Bound<'py, PyAny>, Shares)> {
+    ) -> PyResult<(Bound<'py, PyAny>, RowPartition)> {
         let kind = Kind::of(rows);
         let (all, layout) = self.with(rows, |rows| self.call(py, |gathers| gathers.all_gather(rows)))?;
         Ok((self.all(py, all, kind)?, self.shares_of(layout, kind)))
     }
 
     /// Shares that all ranks know beforehand. Local.
-    fn shares(&self, counts: Vec<u32>) -> PyResult<Shares> {
+    fn shares(&self, counts: Vec<u32>) -> PyResult<RowPartition> {
         let layout = self.cell.lend(|gathers| gathers.shares(&counts).map_err(raise))?;
         Ok(self.shares_of(layout, Kind::Other))
     }
 
     /// Everybody's rows, where all know their shares.
-    fn all_gather_along<'py>(
+    fn all_gather_cached<'py>(
         &self,
         py: Python<'py>,
         rows: &Bound<'py, PyAny>,
-        shares: &Shares,
+        shares: &RowPartition,
     ) -> PyResult<Bound<'py, PyAny>> {
         let all = self.with(rows, |rows| {
             self.along(py, shares, |gathers, layout| gathers.all_gather_cached(rows, layout))
@@ -181,7 +182,7 @@ impl Collective {
         &self,
         py: Python<'py>,
         rows: &Bound<'py, PyAny>,
-        shares: &Shares,
+        shares: &RowPartition,
     ) -> PyResult<Bound<'py, PyAny>> {
         let Shape { columns, dtype, dtype_given, place } = &self.shape;
         let look = || {
@@ -208,12 +209,15 @@ impl Collective {
     }
 
     fn __repr__(&self) -> String {
-        format!("sidelane.Collective(rank={}, size={}, columns={})", self.rank, self.size, self.shape.columns)
+        format!(
+            "sidelane.RowCollective(rank={}, size={}, columns={})",
+            self.rank, self.size, self.shape.columns
+        )
     }
 }
 
 #[pymethods]
-impl Shares {
+impl RowPartition {
     /// A buffer [rows of all, columns] that a reduce-scatter takes without a copy. Its contents are
     /// undefined.
     fn output<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
@@ -236,6 +240,6 @@ impl Shares {
     }
 
     fn __repr__(&self) -> String {
-        format!("sidelane.Shares(counts={:?})", self.counts)
+        format!("sidelane.RowPartition(counts={:?})", self.counts)
     }
 }

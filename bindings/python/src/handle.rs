@@ -418,8 +418,8 @@ impl Handle {
     /// How the last combine along this handle went, or the last gradient that returned rows. On a
     /// device this waits until the rows are back, though not for their sums, and raises the refusal
     /// of that combine.
-    fn returned<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        self.told(py, sidelane::ep::Handle::returned)
+    fn return_report<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        self.told(py, sidelane::ep::Handle::return_report)
     }
 
     fn __repr__(&self) -> String {

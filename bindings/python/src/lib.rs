@@ -56,8 +56,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<pending::PendingDispatch>()?;
     module.add_class::<pending::PendingCombine>()?;
     module.add_class::<handle::Handle>()?;
-    module.add_class::<collective::Collective>()?;
-    module.add_class::<collective::Shares>()?;
+    module.add_class::<collective::RowCollective>()?;
+    module.add_class::<collective::RowPartition>()?;
     module.add_class::<communicator::Communicator>()?;
     module.add_class::<heap::HeapAllocator>()?;
     module.add_class::<layer::MoeLayer>()?;

@@ -142,8 +142,8 @@ impl PendingDispatch {
     }
 
     /// Second half with sizes that stay on the device: nothing waits.
-    fn unfinished<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyAny>, Handle)> {
-        self.end(py, |started| started.unfinished())
+    fn finish_async<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyAny>, Handle)> {
+        self.end(py, |started| started.finish_async())
     }
 }
 

@@ -16,7 +16,7 @@ def rows_of(rank, columns=8, dtype=torch.float32, parts=1):
 def check_rows_of_all_come_by_rank_and_sums_go_home(world):
     for dtype in (torch.float32, torch.float16):
         for route in ("direct", "pxn"):
-            rows = sidelane.Collective(world, columns=8, dtype=dtype, route=route, max_rows=32)
+            rows = sidelane.RowCollective(world, columns=8, dtype=dtype, route=route, max_rows=32)
             assert (rows.rank, rows.size) == (world.rank, world.size)
             mine = rows_of(world.rank, dtype=dtype)
             everything = torch.cat([rows_of(rank, dtype=dtype) for rank in range(world.size)])
@@ -34,12 +34,12 @@ def check_rows_of_all_come_by_rank_and_sums_go_home(world):
             assert shares.copied_bytes == everything.nbytes
             # What all know beforehand nobody tells.
             known = rows.shares(list(range(world.size)))
-            same(rows.all_gather_along(mine, known), everything)
+            same(rows.all_gather_cached(mine, known), everything)
             same(rows.reduce_scatter(everything, known), sums)
 
 
 def check_parts_of_rows_lie_by_part_then_by_rank(world):
-    rows = sidelane.Collective(world, columns=8, dtype="f32", segments=2)
+    rows = sidelane.RowCollective(world, columns=8, dtype="f32", segments=2)
     mine = [rows_of(rank, parts=2).numpy() for rank in range(world.size)]
     all_, _ = rows.all_gather(mine[world.rank])
     assert isinstance(all_, np.ndarray)
@@ -48,13 +48,13 @@ def check_parts_of_rows_lie_by_part_then_by_rank(world):
 
 
 def check_what_cannot_be_gathered_is_refused_on_all_ranks(world):
-    rows, me = sidelane.Collective(world, columns=8, dtype="f32", max_rows=32), world.rank
+    rows, me = sidelane.RowCollective(world, columns=8, dtype="f32", max_rows=32), world.rank
     mine = rows_of(me)
     everything = torch.cat([rows_of(rank) for rank in range(world.size)])
     _, shares = rows.all_gather(mine)
     calls = [
         (lambda x: rows.all_gather(x), mine),
-        (lambda x: rows.all_gather_along(x, shares), mine),
+        (lambda x: rows.all_gather_cached(x, shares), mine),
         (lambda x: rows.reduce_scatter(x, shares), everything),
     ]
     for call, good in calls:
@@ -80,7 +80,7 @@ def check_what_cannot_be_gathered_is_refused_on_all_ranks(world):
         except sidelane.PlanError as error:
             assert error.kind == kind
     try:
-        sidelane.Collective(world, columns=8, node_sums="f64" if me == 0 else None)
+        sidelane.RowCollective(world, columns=8, node_sums="f64" if me == 0 else None)
         raise AssertionError("not refused")
     except sidelane.Error as error:
         assert (type(error).__name__, error.kind) == (("InputError", "Setting") if me == 0 else ("CallError", "ConfigsDiffer"))

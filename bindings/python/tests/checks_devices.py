@@ -56,7 +56,7 @@ def check_rows_and_sums_are_those_of_the_host(world):
             assert planned.combine(y, handle, out) is out
             same(device.read_sums(planned, out), host.combine(experts(there), expected))
             assert (handle.status, handle.copied_bytes) == (0, 0)
-            assert handle.report()["max_blocks"] == handle.returned()["max_blocks"] == blocks
+            assert handle.report()["max_blocks"] == handle.return_report()["max_blocks"] == blocks
 
 
 def check_steps_of_training_are_those_of_the_host(world):
@@ -161,14 +161,14 @@ def check_reports_say_what_was_enqueued(world):
     assert report["kernels"] == ["plan_choices", *placed, *gathered] and report["host_staged"] is None
     assert report["executor"] == "enqueuer"
     assert {used["lane"]: used["ranks"] for used in report["lanes"]} == {"own": 1, "copy engine": world.size - 1}
-    assert handle.returned()["kernels"] == [], "nothing returned before"
+    assert handle.return_report()["kernels"] == [], "nothing returned before"
     out = device.tensor(torch.zeros_like(of.x[me]))
     combine = planned.start_combine(rows, handle)
     assert raised(lambda: handle.status).kind == "Busy"
     # A call that has no place for its sums is still pending.
     assert raised(combine.finish).setting == "out"
     assert combine.finish(out) is out
-    report = handle.returned()
+    report = handle.return_report()
     assert report["kernels"] == ["sum_choices_f32"]
     # Sums read rows that stay on the device where they lie.
     assert report["enqueued"]["copies_by_sms"] == 0
@@ -197,7 +197,7 @@ def check_a_budget_needs_no_sizes(world):
     most = max(len(of.rows(rank)) for rank in range(world.size))
     planned, host = exchanges(world, of, device, budget=most + 3, graphs="slots", sum_order="rank")
     there, expected = host.dispatch(of.x[me], of.ids[me], of.weights[me])
-    rows, handle = planned.start_dispatch(*sent(of, me, device)).unfinished()
+    rows, handle = planned.start_dispatch(*sent(of, me, device)).finish_async()
     assert torch.from_dlpack(handle.dropped).shape == (0, of.top_k)
     assert handle.tokens_per_expert == [] and rows.shape == (most + 3, of.hidden)
     assert not device.read(handle.dropped_mask).any() and handle.dropped_mask.shape == of.ids[me].shape
@@ -220,7 +220,7 @@ def check_masks_are_those_of_the_host(world):
                 assert ep.active == active
             there, expected = host.dispatch(of.x[me], of.ids[me], of.weights[me])
             pending = planned.start_dispatch(*sent(of, me, device))
-            rows, handle = pending.unfinished() if settings else pending.finish()
+            rows, handle = pending.finish_async() if settings else pending.finish()
             same(device.read(rows)[: expected.rows], there)
             dropped = device.read(handle.dropped_mask) if settings else torch.from_dlpack(handle.dropped)
             same(dropped.bool(), torch.from_dlpack(expected.dropped))
@@ -246,7 +246,7 @@ def check_a_graph_is_replayed_with_other_tokens(world):
     kept = []
 
     def layer():
-        rows, handle = planned.start_dispatch(x, ids, weights).unfinished()
+        rows, handle = planned.start_dispatch(x, ids, weights).finish_async()
         planned.combine(rows, handle, out)
         kept.append((rows, handle))
 
@@ -311,7 +311,7 @@ def check_tensors_elsewhere_are_refused_on_all_ranks_and_the_next_call_works(wor
         assert refused(lambda: planned.combine(rows, handle, torch.zeros_like(of.x[me]))) == ("PlanError", "WrongPlace")
     else:
         assert refused(lambda: planned.combine(rows, handle, out)) == ("CallError", "PeerRefused")
-        assert refused(handle.returned) == ("CallError", "PeerRefused")
+        assert refused(handle.return_report) == ("CallError", "PeerRefused")
         assert not device.read_sums(planned, out).any() and handle.status == 2
     # On the host it is tensors and handles of devices that are elsewhere.
     assert refused(lambda: host.dispatch(x, ids, weights)) == ("PlanError", "WrongPlace")
@@ -338,7 +338,7 @@ def check_an_output_buffer_survives_a_combine_whose_sums_have_no_place(world):
         assert refused(lambda: planned.combine(y, handle, torch.zeros_like(of.x[me]))) == ("PlanError", "WrongPlace")
     else:
         assert raised(lambda: planned.combine(y, handle, out)).kind == "PeerRefused"
-        assert raised(handle.returned).kind == "PeerRefused"
+        assert raised(handle.return_report).kind == "PeerRefused"
         y = device.borrowed(handle.output())
         y.write(experts(there))
     planned.combine(y, handle, out)
@@ -366,7 +366,7 @@ def check_a_combine_without_room_for_its_rows_is_told_to_all(world):
             all_there_is.append(handle.output())
         except sidelane.HeapError:
             break
-    error = raised(lambda: (planned.combine(rows, handle, out), handle.returned()))
+    error = raised(lambda: (planned.combine(rows, handle, out), handle.return_report()))
     assert (type(error).__name__, error.kind) == (("HeapError", "OutOfSpace") if me == 0 else ("CallError", "PeerRefused"))
     # What is given back is free for calls that come later.
     all_there_is.clear()
@@ -404,7 +404,7 @@ def check_what_a_place_does_not_have_is_refused_by_name(world):
         lambda: within.combine_backward(sent_here[0], placed),
         lambda: planned.release(handle),
         lambda: host.release(layout),
-        lambda: host.start_dispatch(of.x[me], of.ids[me], of.weights[me]).unfinished(),
+        lambda: host.start_dispatch(of.x[me], of.ids[me], of.weights[me]).finish_async(),
     ):
         assert refused(call) == ("PlanError", "NotAvailable")
     host.synchronize()
@@ -537,7 +537,7 @@ def check_slots_are_what_all_ranks_sent(world):
         sums = (of.x[me].float() * 2 * ranks).bfloat16()
         same(device.read_sums(slots, out), sums)
         assert handle.copied_bytes == 0 and handle.status == 0
-        assert handle.report()["kernels"] == ["pack", "check"] and handle.returned()["kernels"] == ["sum"]
+        assert handle.report()["kernels"] == ["pack", "check"] and handle.return_report()["kernels"] == ["sum"]
         assert (handle.counts, handle.index, handle.arrived, handle.rows) == (None, None, None, 0)
     # Rows elsewhere are copied once; those in the place of outputs, which is the same in every
     # call, are not.
@@ -548,7 +548,7 @@ def check_slots_are_what_all_ranks_sent(world):
         same(device.read_sums(slots, pending.finish(out)), sums)
         assert handle.copied_bytes == copied
     # What came with rows is there as long as the handle.
-    _, handle = slots.start_dispatch(*sent(of, me, device)).unfinished()
+    _, handle = slots.start_dispatch(*sent(of, me, device)).finish_async()
     assert device.read(handle.used).tolist() == used
     # A call out of turn is not entered, whatever it brings.
     assert refused(lambda: slots.dispatch(of.x[me], of.ids[me], of.weights[me])) == ("PlanError", "WrongPlace")

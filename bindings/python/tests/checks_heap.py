@@ -5,7 +5,7 @@ import ctypes
 import sys
 
 import numpy as np
-from stand_in import CUDA, LENT, NAME, Description, Managed, call, driver, give_back
+from fake_driver import CUDA, LENT, NAME, Description, Managed, call, driver, give_back
 
 import sidelane
 from sidelane import _native, mem_pool

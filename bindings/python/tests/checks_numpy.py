@@ -30,7 +30,7 @@ def check_first_call_without_a_dtype_says_which_to_give(world):
     ids = np.zeros((1, 1), np.int32)
     gate, expert = sidelane.preset("mixtral", world.size, 1), np.ones((1, 3 * HIDDEN * 4), np.float32)
     layer = sidelane.MoeLayer(world, gate, hidden=HIDDEN, experts=expert)
-    gathers = sidelane.Collective(world, columns=HIDDEN)
+    gathers = sidelane.RowCollective(world, columns=HIDDEN)
     shares = gathers.shares([1] * world.size)
     handle = ep.prepare(ids, weights)
     for name, call in (

@@ -1,8 +1,8 @@
-"""Tensors that stand for torch's CUDA tensors, on devices of the stand-in driver: torch's own code
+"""Tensors that stand for torch's CUDA tensors, on devices of the fake driver: torch's own code
 runs on them.
 
 Each operation is computed on the host, from what its inputs hold once torch's current stream has
-come past, and its results are written to the device on that stream, as late as the stand-in can. So
+come past, and its results are written to the device on that stream, as late as the fake can. So
 whoever uses a result without the stream's leave reads poison, and so does whoever uses a tensor
 that is gone: its memory is overwritten on the stream that it was made on. Within :func:`standing`,
 ``torch.cuda`` and functions with ``device="cuda"`` answer as on a machine with a GPU::
@@ -332,7 +332,7 @@ class OnCuda(TorchFunctionMode):
 
 def with_tensors(args: tuple[Any, ...], places: tuple[int, ...]) -> tuple[Any, ...]:
     """Numbers among these as tensors. torch would make them where its C++ code sees their
-    neighbours: without memory.
+    neighbors: without memory.
     """
     ours = [one for one in (args[0], *args[1:]) if isinstance(one, CudaTensor)]
     if not ours:

@@ -1,7 +1,7 @@
-"""Tensors on devices of the stand-in driver, which lend and borrow by DLPack as torch's do: each on
+"""Tensors on devices of the fake driver, which lend and borrow by DLPack as torch's do: each on
 a stream of its own.
 
-Copies of the stand-in come as late as CUDA's rules allow. So a test that uses a tensor without
+Copies of the fake driver come as late as CUDA's rules allow. So a test that uses a tensor without
 waiting for its stream reads poison.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from stand_in import CUDA, LENT, NAME, Description, Managed, call, driver, environment, give_back
+from fake_driver import CUDA, LENT, NAME, Description, Managed, call, driver, environment, give_back
 
 __all__ = ["LENT", "Device", "OnDevice", "environment"]
 

@@ -1,4 +1,4 @@
-"""Where checks of CUDA tensors run: a GPU, if torch sees one, else devices of the stand-in driver.
+"""Where checks of CUDA tensors run: a GPU, if torch sees one, else devices of the fake driver.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def no_waiting() -> Iterator[None]:
 
 
 def copy_late(into: torch.Tensor, tensor: torch.Tensor) -> None:
-    """A copy on the current stream. That of a stand-in comes when somebody asks for it, as one on a
+    """A copy on the current stream. That of a fake comes when somebody asks for it, as one on a
     GPU may.
     """
     if STANDS:

@@ -113,7 +113,7 @@ def inputs(case: Case, rank: int, batch: int = 0, hidden: int = HIDDEN) -> Input
 
 @cache
 def groups(tensor_parallel: int) -> SimpleNamespace:
-    """This rank's process groups; tensor-parallel ranks are neighbours."""
+    """This rank's process groups; tensor-parallel ranks are neighbors."""
     rank, tp = dist.get_rank(), tensor_parallel
     ep = dist.get_world_size() // tp
     tps = [dist.new_group([e * tp + t for t in range(tp)]) for e in range(ep)]

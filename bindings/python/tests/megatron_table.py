@@ -17,7 +17,7 @@ import document
 import sidelane
 
 PAGE = document.DOCS / "from-megatron.md"
-NAMES = {"sidelane": "ours", "hybridep": "`hybridep`", "ncclep": "`ncclep` (stand-in caller)", "deepep": "`deepep`"}
+NAMES = {"sidelane": "ours", "hybridep": "`hybridep`", "ncclep": "`ncclep` (fake caller)", "deepep": "`deepep`"}
 RANKS = (4, 8)
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""A stand-in for the manager of Megatron's ``ncclep`` backend, which 0.16.1 does not have: the same
+"""A fake of the manager of Megatron's ``ncclep`` backend, which 0.16.1 does not have: the same
 calls in the same order.
 
 A group is named at the first dispatch, for as many tokens as there are, rounded up to 64; each

@@ -162,7 +162,7 @@ def forked_with_devices():
         calls = [
             lambda: exchange.dispatch(*sent),
             lambda: dispatch.finish(),
-            lambda: dispatch.unfinished(),
+            lambda: dispatch.finish_async(),
             lambda: exchange.combine(rows, handle, sent[0]),
             lambda: handle.tokens_per_expert,
             lambda: handle.row_weights,

@@ -1,4 +1,4 @@
-"""Dispatch and combine of tensors on devices, without a GPU: the driver is a stand-in that does
+"""Dispatch and combine of tensors on devices, without a GPU: the driver is a fake that does
 everything late.
 """
 

@@ -43,7 +43,7 @@ def test_a_bias_moves_choices_not_weights():
     assert gate.route(logits, bias=torch.tensor([0.0, 0.0, 1.0, 0.0])).experts.tolist() == [[2]]
 
 
-def test_what_a_gate_cannot_use_is_named():
+def test_unusable_gate_input_is_named_in_error():
     with pytest.raises(sidelane.InputError, match="preset.*`mixtrall` is no preset") as unknown:
         sidelane.preset("mixtrall", 4, 2)
     assert unknown.value.setting == "preset"

@@ -1,5 +1,5 @@
 """The script for a machine with a GPU, without one: what it says is missing, and its table of
-checks on stand-ins.
+checks on fake devices.
 """
 
 import torch_needed  # noqa: F401
@@ -21,7 +21,7 @@ def test_script_without_a_gpu_says_what_is_missing():
     assert "  - a GPU: torch sees none" in made.stderr or "  - a torch with CUDA" in made.stderr
 
 
-def test_script_has_a_line_for_each_check_between_processes_that_share_a_device(monkeypatch):
+def test_gpu_script_has_line_per_check_of_processes_on_one_device(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     import run
 

@@ -3,7 +3,7 @@ torch and without a GPU.
 """
 
 import checks_heap
-from stand_in import environment
+from fake_driver import environment
 
 import sidelane
 

@@ -119,7 +119,7 @@ def test_importance_and_load_cost_where_they_are_uneven():
     close(*(grad(of, logits)[0] for of in (loss, expected)))
 
 
-def test_what_a_loss_cannot_use_is_named():
+def test_unusable_loss_input_is_named_in_error():
     logits = torch.zeros(2, 4)
     with pytest.raises(sidelane.InputError, match="balance"):
         sidelane.balance_loss({"coefficient": 1.0}, logits, top_k=1)

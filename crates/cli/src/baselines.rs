@@ -532,7 +532,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_single_bit_makes_the_difference_and_no_result_is_compared_twice() {
+    fn one_other_bit_makes_results_differ_and_each_compares_once() {
         let made = tempfile::tempdir().unwrap();
         let folder = Folder::at(made.path());
         for (rows, out, same) in [([1, 2], [3], true), ([1, 3], [3], false), ([1, 2], [2], false)] {

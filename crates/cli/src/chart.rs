@@ -304,7 +304,7 @@ pub mod tests {
     use crate::svg::tests::elements;
 
     #[test]
-    fn points_lie_between_the_axes_and_larger_ones_above_to_the_right() {
+    fn chart_points_lie_between_axes_larger_ones_above_and_right() {
         let given = [(8.0, 0.5), (1e6, 700.0), (4096.0, 3.0)];
         for count in 1..=given.len() {
             let shown = given[..count].iter().map(|&at| Point { at, said: "here".to_owned() });

@@ -49,7 +49,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn exit_statuses_are_in_the_help_with_an_example_that_parses_and_on_the_page() {
+    fn help_and_page_list_exit_statuses_and_help_example_parses() {
         let page = crate::command_frame::tests::page("troubleshooting.md");
         let (_, table) = page.split_once("## Exit status").unwrap();
         for status in ["0", "1", "2", "126", "127", "128+n"] {

@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn a_need_beyond_what_is_available_is_stated_with_both_and_what_lowers_it() {
+    fn excess_memory_need_names_need_available_and_option_to_lower() {
         let seen = |needed, available| {
             fits("the choices of 8 ranks", needed, available, "--tokens").map_err(|error| error.to_string())
         };

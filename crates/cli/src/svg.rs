@@ -167,7 +167,7 @@ pub mod tests {
     }
 
     #[test]
-    fn what_is_not_well_formed_is_found() {
+    fn malformed_svg_is_detected() {
         for wrong in
             ["<a><b></a></b>", "<a>", "<a/><b/>", "<a b=c/>", "<a>&nbsp;</a>", "<a/>text", "<a b=\"<\"/>"]
         {

@@ -253,7 +253,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn figures_that_are_too_wide_become_panels_that_begin_with_their_names() {
+    fn wide_figures_become_panels_that_repeat_row_names() {
         let mut table = figures(["name", "first", "second", "third"]);
         table.add_row(["one", "1.00", "22.00", "333.00"]).add_row(["two", "4.00", "5.00", "6.00"]);
         let text = panels(&table, 24);

@@ -243,7 +243,7 @@ mod tests {
         }
 
         #[test]
-        fn the_parts_of_a_record_do_not_overlap_and_waste_less_than_twenty_bytes() {
+        fn record_parts_never_overlap_and_waste_under_twenty_bytes() {
             for shape in (0..3000).map(Fp8RowShape::new) {
                 let content = shape.hidden() + 4 * shape.scales();
                 assert!(shape.scales_offset() >= shape.hidden());

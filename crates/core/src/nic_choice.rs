@@ -411,7 +411,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_rank_takes_a_nic_that_is_considered_and_none_of_these_is_nearer(
+        fn rank_takes_nearest_nic_of_those_not_left_out(
             nics in prop::collection::vec(any_nic(), 1..10),
             turn in any::<u32>(),
             with_gpu in any::<bool>(),

@@ -61,19 +61,19 @@ const CHOICE: u64 = 8;
 
 impl CopyEngineWork {
     /// Dispatch and combine of so many ranks of one node by slots of so many tokens, with rows of
-    /// `row_bytes` out and `home_bytes` home.
+    /// `row_bytes` out and `return_bytes` home.
     ///
     /// # Errors
     /// [`PlanError`] for sizes that no slots have.
     pub fn of_slots(
         ranks: u32,
         (tokens, top_k): (u32, u32),
-        (row_bytes, home_bytes): (u64, u64),
+        (row_bytes, return_bytes): (u64, u64),
     ) -> Result<Vec<NamedWork>, PlanError> {
         // Rows of all tokens and, in as many rows as it needs, a header of their choices.
         let header = HEAD + u64::from(tokens) * u64::from(top_k) * CHOICE;
         let slot_bytes = (header.div_ceil(row_bytes) + u64::from(tokens)) * row_bytes;
-        let slots = Slots::new(ranks, slot_bytes, u64::from(tokens) * home_bytes)?;
+        let slots = Slots::new(ranks, slot_bytes, u64::from(tokens) * return_bytes)?;
         let calls = [("slots: dispatch", SlotCall::Dispatch), ("slots: combine", SlotCall::Combine)];
         let work =
             |call| (0..ranks).map(move |me| Ok(Self::of_stream(&StreamProgram::new(call, slots, me)?, me)));
@@ -124,7 +124,7 @@ pub struct RankDispatches<'a> {
     /// Bytes of a row that is sent.
     pub row_bytes: u64,
     /// Bytes of a returned row.
-    pub home_bytes: u64,
+    pub return_bytes: u64,
 }
 
 impl CopyEngineWork {
@@ -165,7 +165,8 @@ impl CopyEngineWork {
     /// # Errors
     /// Every error of a routing.
     pub fn of_ranks(dispatch: &RankDispatches) -> Result<Vec<Self>, PlanError> {
-        let &RankDispatches { map, nodes, routings, layout, route, spans, row_bytes, home_bytes } = dispatch;
+        let &RankDispatches { map, nodes, routings, layout, route, spans, row_bytes, return_bytes } =
+            dispatch;
         let top_k = routings.iter().map(Routing::top_k).max().unwrap_or(1);
         let tokens = routings.iter().map(Routing::tokens).max().unwrap_or(0);
         let bins = Bins::of_layout(layout, map, SumOrder::Expert, nodes);
@@ -174,7 +175,7 @@ impl CopyEngineWork {
         let (words_home, partial_bytes, rank_sums) = (1, None, false);
         let sizing = RowSizes {
             row_bytes,
-            home_bytes,
+            return_bytes,
             words_out,
             words_home,
             partial_bytes,
@@ -427,7 +428,7 @@ mod tests {
                 route,
                 spans,
                 row_bytes: bytes,
-                home_bytes: bytes,
+                return_bytes: bytes,
             };
             for (me, work) in (0..).zip(CopyEngineWork::of_ranks(&dispatch).unwrap()) {
                 let expected = decided.rows(layout, route, me).map(|rows| rows * bytes);

@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_lost_depends_on_whom_one_keeps_and_how_much_does_not() {
+    fn drop_policy_changes_lost_weight_but_not_dropped_share() {
         let routing = Routing::new(2, vec![0, 1, 0, -1, 0, 1], vec![0.25, 0.75, 1.0, 0.0, 0.5, 0.5]).unwrap();
         // Five choices of two experts; three tokens x 2 / 2 x 0.5: two rows each.
         let dropped = Dropped::at(0.5, 2, &[routing]).unwrap();

@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn the_clock_of_another_machine_is_found_within_the_time_that_asking_took() {
+    fn clock_offset_of_other_machine_is_exact_to_query_time() {
         const AHEAD: u64 = 5_000_000_000;
         let begin = Instant::now();
         let machines = Machines::from(vec![0, 1, 0, 1]);

@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_have_the_windows_of_the_step_between_them_and_steps_differ() {
+    fn ranks_share_windows_of_step_and_steps_differ() {
         let tokens: Vec<u32> = (0..6000).collect();
         let batches = Batches::new(&tokens, &settings()).unwrap();
         let whole = batches.of_step(&settings(), 5, 0..4);
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn windows_of_one_token_are_held_out_to_the_last_and_what_follows_is_none() {
+    fn one_token_windows_hold_out_4096_tokens_with_4096_targets() {
         let one = Settings { shape: Shape { window: 1, ..Shape::default() }, ..settings() };
         let tokens: Vec<u32> = (0..6000).collect();
         let batches = Batches::new(&tokens, &one).unwrap();
@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_held_out_is_never_learned_from() {
+    fn held_out_tokens_are_never_trained_on() {
         let tokens: Vec<u32> = (0..6000).collect();
         let batches = Batches::new(&tokens, &settings()).unwrap();
         let held = batches.of_held(0..batches.held());

@@ -180,7 +180,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_step_has_a_point_and_every_look_at_held_out_tokens_a_dot() {
+    fn loss_plot_has_point_per_step_and_dot_per_held_out_loss() {
         let own = History { losses: vec![7.0, 5.5, 4.0], held: vec![(0, 7.1), (3, 3.9)] };
         let beside = History { losses: vec![7.0, 5.4], held: vec![] };
         let picture = losses("loss", ("a", &own), Some(("b", &beside)));

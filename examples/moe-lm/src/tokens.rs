@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn of_equally_common_pairs_of_the_same_characters_the_later_tokens_are_taken() {
+    fn equally_common_pairs_of_same_text_yield_later_tokens() {
         let tokens = ["a", "bc", "bc"].map(String::from);
         // Each map has an order of its own.
         for _ in 0..32 {

@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn of_ranks_that_are_cut_off_from_each_other_the_one_with_most_cuts_goes() {
+    fn rank_with_most_cut_connections_is_left_out() {
         let offered = |cuts: &[(u32, u32)]| {
             let now = Instant::now();
             let mut gathering = Gathering::new(Some(0), WINDOW);

@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn rank_continues_in_later_worlds_without_strangers_to_the_last_one() {
+    fn rank_accepts_only_later_worlds_of_ranks_in_its_last_world() {
         let lineage = lineage(2, 5);
         assert_eq!(lineage.accepted(), roster(0, &[0, 1, 2, 3, 4]));
         assert!(!lineage.accept(&roster(0, &[1, 2, 3])), "the epoch is taken");
@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn losses_are_those_of_the_world_that_goes_on_after_a_growth_that_failed() {
+    fn losses_after_failed_growth_are_those_of_old_world() {
         let lineage = lineage(0, 4);
         let spare = lineage.address(0);
         lineage.admit(&[0, 1, 2, 3], 4, &[spare]);

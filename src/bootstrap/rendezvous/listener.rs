@@ -516,7 +516,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_that_gave_up_as_it_was_welcomed_finds_the_door_open_when_it_comes_again() {
+    fn rank_that_left_during_welcome_can_connect_again() {
         let listener = TcpListener::bind((LOCAL, 0)).unwrap();
         let address = listener.local_addr().unwrap();
         let mut listener = pass("s", 7, 0, 4).receive(listener).unwrap();

@@ -98,7 +98,7 @@ fn listen(membership: &mut Membership) -> Option<Message> {
 
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "threads obey orders to panic in builds with assertions alone")]
-fn coordinator_that_dies_in_the_first_rendezvous_is_named_at_each_rank() {
+fn coordinator_death_in_first_rendezvous_is_named_at_each_rank() {
     let rendezvous = RendezvousId { job: job_digest("doomed"), size: 3, epoch: 0, host: 0 };
     let listener = TcpListener::bind("127.0.0.1:0").and_then(patient).unwrap();
     let meeting = Meeting { rendezvous, secret: Secret::none(), address: listener.local_addr().unwrap() };
@@ -125,7 +125,7 @@ fn coordinator_that_dies_in_the_first_rendezvous_is_named_at_each_rank() {
 }
 
 #[test]
-fn a_silent_rank_is_named_to_the_others_and_told_when_it_wakes_up() {
+fn silent_rank_is_named_to_others_and_informed_on_waking() {
     let mut memberships = memberships(3);
     let mut silent = memberships.remove(1);
     thread::scope(|scope| {

@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn a_host_says_nothing_made_of_the_secret_before_the_guest_has_proved_itself() {
+    fn host_reveals_nothing_of_secret_before_proof_of_guest() {
         let said = |secret| {
             let mut responder = responder(secret, 2);
             let challenge = responder.challenge(guest("guess", 1).hello()).unwrap();

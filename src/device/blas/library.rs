@@ -10,7 +10,7 @@ use std::mem::ManuallyDrop;
 use std::path::{Path, PathBuf};
 
 use crate::device::driver::Driver;
-use crate::device::libcuda::{STAND_IN, symbol};
+use crate::device::libcuda::{FAKE_DRIVER, symbol};
 use crate::device::wheels;
 use crate::error::DeviceError;
 
@@ -126,8 +126,8 @@ impl BlasLibrary {
             match open(path) {
                 Ok(loaded) => {
                     // SAFETY: only looks whether the symbol is there.
-                    let stand_in = unsafe { loaded.get::<*const c_void>(STAND_IN) }.is_ok();
-                    if stand_in == driver.is_stand_in() {
+                    let fake_driver = unsafe { loaded.get::<*const c_void>(FAKE_DRIVER) }.is_ok();
+                    if fake_driver == driver.is_fake() {
                         return Self::of(loaded, path);
                     }
                     std::mem::forget(loaded);

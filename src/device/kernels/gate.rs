@@ -86,7 +86,7 @@ impl LayerKernels {
         if let Some(what) = Self::gate_lacks(config) {
             return Err(lacks(what));
         }
-        let GateConfig { experts, top_k, score, select, normalise, scaling, .. } = *config;
+        let GateConfig { experts, top_k, score, select, normalize, scaling, .. } = *config;
         let (groups, kept, best_of) = match select {
             Select::Groups { count, kept, by: GroupScore::SumOfBest(n) } => (count, kept, n),
             Select::Groups { count, kept, by: GroupScore::Best } => (count, kept, 1),
@@ -94,7 +94,7 @@ impl LayerKernels {
             _ => return Err(lacks("this way to choose experts")),
         };
         let in_groups = matches!(select, Select::Groups { .. });
-        let (divisor, divisor_value) = match normalise {
+        let (divisor, divisor_value) = match normalize {
             Normalize::Never => (0, 0.0),
             Normalize::BeforeDrop(Divisor::SumPlus(more)) | Normalize::AfterDrop(Divisor::SumPlus(more)) => {
                 (1, more)

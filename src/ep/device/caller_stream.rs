@@ -209,7 +209,7 @@ impl DeviceCall<'_> {
         let (kind, context) = self.call();
         let layout = &kept[context as usize].layout;
         let rows = if common.returns_sums(kind) { layout.received() } else { layout.landed };
-        let bytes = u64::from(rows) * common.fixed.sizing(kind).home_bytes;
+        let bytes = u64::from(rows) * common.fixed.sizing(kind).return_bytes;
         Ok(Some((common.piece((base, bytes))?, rows)))
     }
 

@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn default_is_two_dispatches_of_even_routing_and_half_as_much_again() {
+    fn default_heap_fits_two_even_dispatches_and_half_more() {
         let rows = 4096 * 8 * 3 / 2;
         assert_eq!(heap(&spec(8, 7168)), (2 * rows * (2 * 14336 + 4_u64)).next_multiple_of(STEP));
         // No routing brings one rank more than it has.

@@ -339,7 +339,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_given_back_is_free_for_calls_that_were_enqueued_later() {
+    fn freed_rows_serve_only_calls_enqueued_later() {
         let space = DevicePool::new(4096, 256);
         space.count();
         let rows = space.take(256, (MemoryShape::STEP, 0)).unwrap();
@@ -366,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn what_handles_may_ask_for_is_counted_until_they_have_it_or_go() {
+    fn memory_owed_to_handles_counts_until_taken_or_dropped() {
         let all = Arc::default();
         let (one, other) = (Owed::new(&all), Owed::new(&all));
         let owed = || all.load(Ordering::Relaxed);
@@ -383,7 +383,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_trimmed_is_free_at_once() {
+    fn trimmed_memory_is_free_at_once() {
         let space = DevicePool::new(0, 256);
         let mut announced = space.announce(u64::MAX);
         announced.trim(65);

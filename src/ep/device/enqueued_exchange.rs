@@ -213,7 +213,7 @@ impl EnqueuedExchange {
     ///
     /// # Errors
     /// As [`EnqueuedExchange::finish_dispatch`]; [`PlanError::NotAvailable`].
-    pub fn unfinished_dispatch(
+    pub fn finish_dispatch_async(
         &mut self,
         started: EnqueuedDispatch,
     ) -> Result<(EnqueuedRows, EnqueuedHandle), Error> {

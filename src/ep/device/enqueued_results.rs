@@ -377,7 +377,7 @@ impl EnqueuedHandle {
     }
 
     /// How the last return went; nothing if it has yet to be finished.
-    pub fn returned(&self) -> Result<Report, Error> {
+    pub fn return_report(&self) -> Result<Report, Error> {
         let last = self.last.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let told = self.lease.told()?;
         let Some(LastReturn { kind, refused, .. }) = last.filter(|last| told.home >= last.nth) else {

@@ -171,13 +171,13 @@ impl MemoryShape {
     pub fn row_bytes(&self, kind: CallKind) -> u64 {
         match CallProperties::of(kind).payload {
             Payload::Tokens => self.sizing.row_bytes,
-            _ => self.sizing.home_bytes,
+            _ => self.sizing.return_bytes,
         }
     }
 
     /// Bytes of the longest row that goes out or comes home: weights do as rows, too.
     fn longest_row(&self) -> u64 {
-        self.sizing.row_bytes.max(self.sizing.home_bytes).max(self.sizing.of_weights().home_bytes)
+        self.sizing.row_bytes.max(self.sizing.return_bytes).max(self.sizing.of_weights().return_bytes)
     }
 
     /// Memory of so many rows that land in a call of this kind. Metadata lies with the handle.
@@ -207,7 +207,7 @@ impl MemoryShape {
     /// Bytes in which a relay sums so many rows of local peers, if relays sum.
     pub fn node_sum_bytes(&self, rows: u32) -> u64 {
         let pulled = if self.node_sums { u64::from(rows) } else { 0 };
-        let (row_bytes, tables) = (self.sizing.home_bytes, 2 * self.top_k * 4);
+        let (row_bytes, tables) = (self.sizing.return_bytes, 2 * self.top_k * 4);
         let sums = self.most_node_sums().saturating_mul(row_bytes.saturating_add(tables));
         pulled.saturating_mul(row_bytes).saturating_add(sums)
     }
@@ -500,10 +500,10 @@ mod tests {
     use crate::plan::PulledSums;
 
     fn shape(contexts: u32, row_bytes: u64) -> MemoryShape {
-        let (home_bytes, words_out, words_home, partial_bytes, rank_sums) = (row_bytes, 1, 0, None, false);
+        let (return_bytes, words_out, words_home, partial_bytes, rank_sums) = (row_bytes, 1, 0, None, false);
         let sizing = RowSizes {
             row_bytes,
-            home_bytes,
+            return_bytes,
             words_out,
             words_home,
             partial_bytes,

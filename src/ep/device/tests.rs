@@ -1,12 +1,12 @@
 //! Rows that cross straight: from memory of devices to memory of devices, by cards that read and
-//! write it. The driver is the stand-in of `tests/stand-in-cuda`; the cards are not there either,
+//! write it. The driver is the fake of `tests/fake-cuda`; the cards are not there either,
 //! or those of two machines (`tests/testbed`).
 
 use std::sync::Arc;
 
+use fake_cuda::FakeDriver;
 use half::bf16;
 use sidelane_verify::mutate::{CallChange, CallMutation, plant};
-use stand_in_cuda::StandIn;
 
 use super::EnqueuedExchange;
 use crate::config::NetChoice;
@@ -40,7 +40,7 @@ mod step;
 #[path = "../../../tests/support/mod.rs"]
 pub(in crate::ep) mod support;
 
-/// Runs the body on the stand-in, which sees what cards write as said.
+/// Runs the body on the fake driver, which sees what cards write as said.
 fn on_devices(test: &str, seed: u64, card_writes: &str, body: impl FnOnce(Arc<Stream>)) {
     let (test, seed) = (format!("ep::device::tests::{test}"), seed.to_string());
     let variables = [("SIDELANE_FAKE_CUDA_SEED", &*seed), ("SIDELANE_FAKE_CUDA_CARD_WRITES", card_writes)];
@@ -79,8 +79,8 @@ fn on_fabric(
         fabric.hold();
     }
     let settings = Settings { signal: Some(signal), ..Settings::default() };
-    let stand_in = Some(fabric.ground(settings));
-    let options = Options { net: NetChoice::Verbs, stand_in, forecast: true, ..small() };
+    let fake_verbs = Some(fabric.ground(settings));
+    let options = Options { net: NetChoice::Verbs, fake_verbs, forecast: true, ..small() };
     on_ranks(&case.nodes, &options, |world: World| {
         let group = world.all().unwrap();
         body(&group, &mut Rank::new(&group, case));
@@ -258,7 +258,7 @@ fn dispatches_are_alive_side_by_side() {
 /// dispatches.
 fn waits_without_cause(bug: Option<CallChange>) -> u64 {
     let case = Case { hidden: 8, max_tokens: 6, ..Case::new(3, 4, 2) };
-    let without = || StandIn::loaded().map_or(0, |stand_in| stand_in.counters().waits_without_cause);
+    let without = || FakeDriver::loaded().map_or(0, |fake_driver| fake_driver.counters().waits_without_cause);
     let before = without();
     on_ranks(&case.nodes, &small(), |world: World| {
         let group = world.all().unwrap();
@@ -282,8 +282,8 @@ fn waits_without_cause(bug: Option<CallChange>) -> u64 {
 }
 
 #[test]
-fn dispatches_that_do_not_say_what_is_enqueued_are_found_by_the_cause_check() {
-    let test = "dispatches_that_do_not_say_what_is_enqueued_are_found_by_the_cause_check";
+fn cause_check_finds_dispatch_without_enqueued_step() {
+    let test = "cause_check_finds_dispatch_without_enqueued_step";
     on_devices(test, 6, "ordered", |_| {
         assert_eq!(waits_without_cause(None), 0);
         assert_ne!(waits_without_cause(Some(CallChange::Drop)), 0, "a dropped step");
@@ -315,7 +315,7 @@ fn a_report_counts_what_went_straight() {
         });
         // The words behind rows are awaited with a flush: one for each dispatch and combine of two
         // ranks.
-        assert_eq!(StandIn::loaded().unwrap().counters().flushes, 4);
+        assert_eq!(FakeDriver::loaded().unwrap().counters().flushes, 4);
     });
 }
 
@@ -336,8 +336,8 @@ fn rows_are_staged_by_the_host_where_a_device_cannot_await_nics() {
 }
 
 #[test]
-fn a_rank_alone_on_its_node_returns_more_rows_than_its_outbox_holds() {
-    let name = "a_rank_alone_on_its_node_returns_more_rows_than_its_outbox_holds";
+fn rank_alone_on_node_returns_more_rows_than_outbox_holds() {
+    let name = "rank_alone_on_node_returns_more_rows_than_outbox_holds";
     on_devices(name, 13, "unordered", |_| {
         for (route, signal) in
             Route::ALL.into_iter().flat_map(|route| SignalMode::ALL.map(|signal| (route, signal)))

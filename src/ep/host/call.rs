@@ -202,7 +202,7 @@ pub(in crate::ep) struct Workspace {
     /// Weight gradients.
     pub products: Vec<f32>,
     pub calls: Calls,
-    pub licence: Arc<dyn ReleaseCheck>,
+    pub release: Arc<dyn ReleaseCheck>,
     /// Number that distinguishes handles of different instances within this process.
     pub instance: u64,
     pub spare: Arc<ArrayQueue<Inner>>,
@@ -226,7 +226,7 @@ impl Workspace {
             lane_use: LaneUse::of(&fixed.lanes).into(),
             products: Vec::new(),
             calls: Calls::new(fixed.shared.hub.epoch()),
-            licence: Arc::new(Readers { port: Arc::clone(&fixed.port), readers, _range: range }),
+            release: Arc::new(Readers { port: Arc::clone(&fixed.port), readers, _range: range }),
             instance: INSTANCES.fetch_add(1, Ordering::Relaxed),
             spare: Arc::new(ArrayQueue::new(SPARE_HANDLES)),
             on_agreed: None,
@@ -261,7 +261,7 @@ impl Workspace {
     /// Gives a chunk that peers were offered in the running call back to the pool, once they have
     /// read it.
     pub fn retire(&self, chunk: Extent, pool: &Pool) {
-        pool.retire(chunk, &self.licence, self.calls.value());
+        pool.retire(chunk, &self.release, self.calls.value());
     }
 }
 
@@ -405,7 +405,7 @@ impl HostCall<'_, '_> {
     /// Counts of what the relay has moved here since the last call of this function.
     fn take_relayed(&mut self) -> TransferCounts {
         let relay = self.space.relay.as_mut().and_then(|relay| relay.here());
-        relay.map_or(TransferCounts::default(), |relay| relay.take_moved())
+        relay.map_or(TransferCounts::default(), |relay| relay.take_counts())
     }
 
     /// Has the relay, which is here, perform a step of this call.
@@ -434,7 +434,7 @@ impl HostCall<'_, '_> {
         // Only a rank that offers has checked that the handle is one of this instance.
         let offer = flight.offer.as_ref().zip(self.lent.handle);
         let outbox = offer.map_or(0, |(offer, handle)| {
-            let home = CallerTables::home_bytes(&self.fixed.paths(), &handle.inner().layout);
+            let home = CallerTables::return_bytes(&self.fixed.paths(), &handle.inner().layout);
             offer.staging.offset() + home
         });
         RelayTask {
@@ -607,7 +607,7 @@ impl HostCall<'_, '_> {
     fn staging(&self, inner: &Inner) -> Result<Extent, Error> {
         let (fixed, paths) = (&**self.fixed, self.fixed.paths());
         let setting = fixed.agreement(self.space.calls, self.flight.kind()).setting;
-        let home = CallerTables::home_bytes(&paths, &inner.layout);
+        let home = CallerTables::return_bytes(&paths, &inner.layout);
         let outbox =
             inner.forward.as_deref().map_or(0, |forward| RelayTables::outbox_bytes(&setting, forward));
         fixed.pool().alloc(home + outbox)
@@ -664,7 +664,7 @@ impl HostCall<'_, '_> {
         for peer in self.fixed.paths().local_peers() {
             tables.bases[peer as usize] = agreement.tag_of(peer)?.base;
         }
-        host.take_moved();
+        host.take_counts();
         Ok(())
     }
 
@@ -674,7 +674,7 @@ impl HostCall<'_, '_> {
         let inner = self.lent.handle.map_or(&self.flight.made, |handle| handle.inner());
         self.space.tables.rows(&setting, &inner.layout, kind.places());
         self.flight.stores = self.fixed.stores(inner.layout.terms.len() as u64 * setting.sizing.row_bytes);
-        self.space.host.take_moved();
+        self.space.host.take_counts();
     }
 
     fn fill_sum(&mut self) {
@@ -694,7 +694,7 @@ impl HostCall<'_, '_> {
         let fixed = &**self.fixed;
         let Workspace { host, sorted, numbers, calls, instance, .. } = &mut *self.space;
         let (inner, sizing) = (&mut self.flight.made, fixed.sizing(self.flight.tag.kind));
-        inner.moves.moved = host.take_moved();
+        inner.moves.moved = host.take_counts();
         inner.moves.relayed = TransferCounts::default();
         if let Some(task) = self.flight.task.take() {
             inner.moves.moved += task.moved;
@@ -720,7 +720,7 @@ impl HostCall<'_, '_> {
     fn retire(&mut self) {
         let (Some(handle), Some(offer)) = (self.lent.handle, self.flight.offer.take()) else { return };
         let (inner, Offer { chunk, staging }) = (handle.inner(), offer);
-        let mut moved = self.space.host.take_moved();
+        let mut moved = self.space.host.take_counts();
         moved += self.flight.task.take().map_or(TransferCounts::default(), |task| task.moved);
         inner.returned.store(moved);
         self.space.calls.returned();
@@ -730,8 +730,8 @@ impl HostCall<'_, '_> {
             // Peers read it again: it is this call that they answer.
             Chunk::Kept(_) => inner.kept.lock().iter_mut().for_each(|kept| kept.value = value),
             Chunk::Output(extent) | Chunk::Copy(extent) if self.flight.keeps_chunk => {
-                let licence = Arc::clone(&self.space.licence);
-                inner.kept.put(RetainedBuffer { extent, licence, value });
+                let release = Arc::clone(&self.space.release);
+                inner.kept.put(RetainedBuffer { extent, release, value });
             }
             Chunk::Output(extent) | Chunk::Copy(extent) => self.space.retire(extent, self.fixed.pool()),
         }

@@ -220,7 +220,7 @@ impl Gather {
         let (forward, own) = (inner.forward.as_deref(), everyone.sorted(me));
         let wanted = Traffic::count(&frame, own, &inner.layout, forward, &mut space.numbers.scratch);
         let traffic = &mut inner.moves.traffic;
-        (traffic.logical, traffic.home_row_bytes) = (wanted.logical, wanted.home_row_bytes);
+        (traffic.logical, traffic.combine_row_bytes) = (wanted.logical, wanted.combine_row_bytes);
         (traffic.remote_ranks, traffic.remote_nodes) = (wanted.remote_ranks, wanted.remote_nodes);
         traffic.regrouped = regroup.runs.iter().map(|run| u64::from(run.count) + u64::from(run.pad)).sum();
     }
@@ -253,9 +253,9 @@ impl Executor for Regrouping<'_> {
         let operands = Operands { table, runs, rows, ..Operands::default() };
         let stores = self.fixed.stores(rows.len() as u64 * row_bytes);
         let host = &mut self.space.host;
-        host.take_moved();
+        host.take_counts();
         host.run(&self.fixed.port, items, &operands, &mut Io::default(), stores)?;
-        self.made.moves.moved += host.take_moved();
+        self.made.moves.moved += host.take_counts();
         Ok(())
     }
 

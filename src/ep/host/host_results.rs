@@ -186,7 +186,7 @@ impl<T> SharedOption<T> {
 /// A chunk that outlives the call in which peers were offered it.
 pub(in crate::ep) struct RetainedBuffer {
     pub extent: Extent,
-    pub licence: Arc<dyn ReleaseCheck>,
+    pub release: Arc<dyn ReleaseCheck>,
     /// The call that offered it last.
     pub value: u64,
 }
@@ -293,7 +293,7 @@ impl HostHandle {
     }
 
     /// How those of the last return went.
-    pub fn returned(&self) -> Report {
+    pub fn return_report(&self) -> Report {
         Report { lanes: self.lanes.to_vec(), moved: self.inner.returned.load(), ..Report::default() }
     }
 
@@ -313,8 +313,8 @@ impl Drop for HostHandle {
     fn drop(&mut self) {
         let inner = std::mem::take(&mut self.inner);
         drop(inner.refused.take());
-        if let Some(RetainedBuffer { extent, licence, value }) = inner.kept.take() {
-            self.pool.retire(extent, &licence, value);
+        if let Some(RetainedBuffer { extent, release, value }) = inner.kept.take() {
+            self.pool.retire(extent, &release, value);
         }
         // A full queue means that enough memory is kept for later.
         let _ = self.spare.push(inner);

@@ -62,18 +62,18 @@ impl HostRelay {
         let (mut machine, program) = (CallMachine::default(), programs.relay.of(task.kind));
         for until in [Until::Half, Until::End] {
             // Rows are what counts, and not the messages of the first half.
-            self.host.take_moved();
+            self.host.take_counts();
             let plan =
                 if task.kind.places() { CallPlan::Own(Arc::make_mut(plan)) } else { CallPlan::Known(plan) };
             self.step(programs, (task, plan), |call| drive(&mut machine, program, call, until).map(drop))?;
         }
-        task.moved = self.host.take_moved();
+        task.moved = self.host.take_counts();
         Ok(())
     }
 
     /// Counts of moves since the last call of this function.
-    pub fn take_moved(&mut self) -> TransferCounts {
-        self.host.take_moved()
+    pub fn take_counts(&mut self) -> TransferCounts {
+        self.host.take_counts()
     }
 }
 

@@ -317,7 +317,7 @@ fn the_paced_lane_conforms() {
 /// Worlds over NICs without hardware that signal like this.
 fn over(fabric: &Fabric, signal: Option<SignalMode>) -> Options {
     let settings = Settings { signal, ..Settings::default() };
-    Options { net: NetChoice::Verbs, stand_in: Some(fabric.ground(settings)), ..small() }
+    Options { net: NetChoice::Verbs, fake_verbs: Some(fabric.ground(settings)), ..small() }
 }
 
 /// Scenarios that wait long. A held NIC sends only while its rank polls, so it may be late for a
@@ -352,7 +352,7 @@ fn the_verbs_lane_conforms_when_it_signals_by_immediates() {
 }
 
 #[test]
-fn the_verbs_lane_conforms_in_any_order_of_writes_unless_writes_are_asked_for_as_signals() {
+fn verbs_lane_conforms_in_any_write_order_without_write_signals() {
     // By addition, by immediate, and as NICs that are not known to keep an order are used.
     for signal in [Some(SignalMode::FetchAdd), Some(SignalMode::Immediate), None] {
         println!("signals by {signal:?}");
@@ -367,7 +367,7 @@ fn the_verbs_lane_conforms_in_any_order_of_writes_unless_writes_are_asked_for_as
 }
 
 #[test]
-fn writes_as_signals_break_the_order_where_an_overtaken_write_is_placed_late() {
+fn write_signals_break_order_if_overtaken_write_lands_late() {
     let failed_step = |signal| {
         let fabric = Fabric::new(&["nic0", "nic1"]);
         fabric.hold();
@@ -641,7 +641,7 @@ fn refused_over(net: NetChoice, attack: &(impl Fn(&Actor, Port) + Sync)) {
 }
 
 #[test]
-fn a_put_outside_its_region_ends_the_receivers_world_and_names_the_sender() {
+fn put_outside_region_ends_receivers_world_and_names_sender() {
     refused(|_, port| {
         let heap = small().config.heap;
         let span = SpanCopy { from: PutSource::Input, from_offset: 0, to: DATA, to_offset: heap, len: 100 };

@@ -33,7 +33,7 @@ pub(super) fn options(fabric: &Arc<Fabric>, signal: impl Into<Option<SignalMode>
         timeouts: Timeouts { deadline: SHORT, ..Timeouts::default() },
         net: NetChoice::Verbs,
         forecast: true,
-        stand_in: Some(fabric.ground(settings)),
+        fake_verbs: Some(fabric.ground(settings)),
         ..Options::default()
     }
 }
@@ -81,7 +81,7 @@ fn a_round_over_nics_gives_the_bits_of_one_over_the_loop_lane() {
         for (route, order) in Route::ALL.iter().flat_map(|route| SumOrder::ALL.map(|order| (*route, order))) {
             let looped = Options {
                 net: NetChoice::Loopback,
-                stand_in: None,
+                fake_verbs: None,
                 ..options(&Fabric::new(&["a"]), SignalMode::Write)
             };
             let expected = on_ranks(nodes, &looped, |world| round_trip(&world, route, order).unwrap());
@@ -109,7 +109,7 @@ fn a_round_over_nics_gives_the_bits_of_one_over_the_loop_lane() {
 }
 
 #[test]
-fn rows_of_a_token_buffer_are_read_where_they_lie_and_all_others_copied_once() {
+fn token_buffer_rows_are_read_in_place_others_copied_once() {
     const HIDDEN: usize = 1024;
     for route in Route::ALL {
         let fabric = Fabric::new(&["nic0"]);
@@ -137,7 +137,7 @@ fn rows_of_a_token_buffer_are_read_where_they_lie_and_all_others_copied_once() {
 }
 
 #[test]
-fn a_nic_that_falls_silent_ends_the_world_and_is_named_with_its_queue_pair_and_status() {
+fn silent_nic_ends_world_and_is_named_with_pair_and_status() {
     for route in Route::ALL {
         let fabric = Fabric::new(&["nic0", "nic1"]);
         let errors = on_ranks(&[0, 0, 1, 1], &options(&fabric, SignalMode::Write), |world| {
@@ -177,7 +177,7 @@ fn a_nic_that_falls_silent_ends_the_world_and_is_named_with_its_queue_pair_and_s
 }
 
 #[test]
-fn a_nic_that_vanishes_is_an_error_of_its_rank_and_ends_the_world_for_all() {
+fn vanished_nic_is_error_of_its_rank_and_ends_world_for_all() {
     let fabric = Fabric::new(&["nic0", "nic1"]);
     let errors = on_ranks(&[0, 1], &options(&fabric, SignalMode::Write), |world| {
         let mut window = world.all().unwrap().window(64).unwrap();
@@ -243,7 +243,7 @@ fn a_port_that_stays_down_is_blamed_on_its_rank_by_all() {
     let options = options(&fabric, SignalMode::Write);
     let settings =
         Settings { grace: Some(Duration::ZERO), signal: Some(SignalMode::Write), ..Settings::default() };
-    let options = Options { stand_in: Some(fabric.ground(settings)), ..options };
+    let options = Options { fake_verbs: Some(fabric.ground(settings)), ..options };
     let errors = on_ranks(&[0, 1], &options, |world| {
         let mut window = world.all().unwrap().window(64).unwrap();
         window.barrier().unwrap();
@@ -287,7 +287,7 @@ fn a_lost_queue_pair_is_blamed_on_its_own_peer() {
 }
 
 #[test]
-fn requests_of_a_lost_queue_pair_blame_its_peer_before_the_event_is_read() {
+fn requests_of_lost_queue_pair_blame_peer_before_its_event() {
     let fabric = Fabric::new(&["nic0", "nic1", "nic2"]);
     let errors = on_ranks(&[0, 1, 2], &options(&fabric, SignalMode::Write), |world| {
         let mut window = world.all().unwrap().window(64).unwrap();
@@ -329,7 +329,7 @@ fn ranks_that_signal_differently_do_not_join() {
 }
 
 #[test]
-fn a_put_into_a_window_that_its_owner_has_given_up_meets_a_dead_key() {
+fn put_into_window_dropped_by_owner_meets_invalid_key() {
     let fabric = Fabric::new(&["nic0"]);
     let errors = on_ranks(&[0, 1], &options(&fabric, SignalMode::Write), |world| {
         let group = world.all().unwrap();
@@ -362,7 +362,7 @@ fn a_put_into_a_window_that_its_owner_has_given_up_meets_a_dead_key() {
 }
 
 #[test]
-fn late_requests_of_a_failed_world_are_counted_and_miss_the_next() {
+fn late_requests_of_failed_world_are_counted_and_miss_next_one() {
     let fabric = Fabric::new(&["nic0", "nic1"]);
     let late = on_ranks(&[0, 1], &options(&fabric, SignalMode::Write), |old| {
         let mut window = old.all().unwrap().window(4096).unwrap();
@@ -454,7 +454,7 @@ fn all_nics_of_a_rank_are_used_under_pxn() {
     let fabric = Fabric::new(&["nic0", "nic1"]);
     let mut options = options(&fabric, SignalMode::Write);
     let nics = vec!["nic0".to_owned(), "nic1".to_owned()];
-    options.stand_in = Some(fabric.ground(Settings { nics, ..Settings::default() }));
+    options.fake_verbs = Some(fabric.ground(Settings { nics, ..Settings::default() }));
     on_ranks(&[0, 0, 1, 1, 2, 2, 3, 3], &options, |world| {
         round_trip(&world, Route::Pxn, SumOrder::Expert).unwrap();
     });
@@ -463,7 +463,7 @@ fn all_nics_of_a_rank_are_used_under_pxn() {
 }
 
 #[test]
-fn a_nic_that_vanishes_from_an_idle_rank_ends_the_world_of_the_others() {
+fn vanished_nic_of_idle_rank_ends_world_of_others() {
     let fabric = Fabric::new(&["nic0", "nic1"]);
     let told = AtomicBool::new(false);
     let causes = on_ranks(&[0, 1], &options(&fabric, SignalMode::Write), |world| {
@@ -489,7 +489,7 @@ fn a_nic_that_vanishes_from_an_idle_rank_ends_the_world_of_the_others() {
 }
 
 #[test]
-fn a_nic_that_vanishes_is_noticed_though_a_peer_has_left_in_peace() {
+fn vanished_nic_is_noticed_after_peer_left_normally() {
     let fabric = Fabric::new(&["nic0", "nic1", "card2"]);
     let seen = on_ranks(&[0, 1, 2], &options(&fabric, SignalMode::Write), |world| {
         let mut window = world.all().unwrap().window(64).unwrap();
@@ -538,7 +538,7 @@ fn a_flush_that_makes_progress_is_not_late() {
     fabric.hold();
     let mut options = options(&fabric, SignalMode::Write);
     let settings = Settings { chunk: 1024, in_flight: 16384, ..Settings::default() };
-    options.stand_in = Some(fabric.ground(settings));
+    options.fake_verbs = Some(fabric.ground(settings));
     on_ranks(&[0, 1], &options, |world| {
         let group = world.all().unwrap();
         let lanes = group.lanes(Route::Direct).unwrap();
@@ -561,7 +561,7 @@ fn a_flush_that_makes_progress_is_not_late() {
 }
 
 #[test]
-fn a_signal_that_found_no_staging_can_be_made_up_for_by_the_next() {
+fn signal_without_staging_is_made_good_by_next_signal() {
     let fabric = Fabric::new(&["nic0", "nic1"]);
     let mut options = options(&fabric, SignalMode::Immediate);
     let settings = Settings {
@@ -570,7 +570,7 @@ fn a_signal_that_found_no_staging_can_be_made_up_for_by_the_next() {
         signal: Some(SignalMode::Immediate),
         ..Settings::default()
     };
-    options.stand_in = Some(fabric.ground(settings));
+    options.fake_verbs = Some(fabric.ground(settings));
     let seen = on_ranks(&[0, 1], &options, |world| {
         let group = world.all().unwrap();
         let lanes = group.lanes(Route::Direct).unwrap();
@@ -610,7 +610,7 @@ fn a_signal_that_found_no_staging_can_be_made_up_for_by_the_next() {
 }
 
 #[test]
-fn late_puts_of_a_rebuilt_world_do_not_land_in_memory_that_the_next_has_registered() {
+fn late_puts_of_old_world_miss_memory_registered_in_new_one() {
     let fabric = Fabric::new(&["nic0", "nic1"]);
     let seen = on_ranks(&[0, 1], &options(&fabric, SignalMode::Write), |world| {
         let memory = Segment::create("sidelane-test", 1 << 16).unwrap();
@@ -687,7 +687,7 @@ fn words_before_rows(fabric: &Arc<Fabric>, signal: SignalMode, rounds: u8) -> us
 }
 
 #[test]
-fn a_word_of_a_device_overtakes_no_rows_in_any_order_of_writes_unless_writes_are_asked_for_as_signals() {
+fn device_word_overtakes_rows_only_if_signals_are_writes() {
     for signal in [SignalMode::FetchAdd, SignalMode::Immediate] {
         let fabric = Fabric::new(&["nic0", "nic1"]);
         fabric.hold();
@@ -701,7 +701,7 @@ fn a_word_of_a_device_overtakes_no_rows_in_any_order_of_writes_unless_writes_are
 }
 
 #[test]
-fn one_grant_is_in_flight_at_a_time_so_that_no_older_one_is_placed_behind_it() {
+fn only_one_credit_grant_is_in_flight_at_a_time() {
     const RECEIVES: u64 = 256;
     let fabric = Fabric::new(&["nic0", "nic1"]);
     on_ranks(&[0, 1], &options(&fabric, SignalMode::Immediate), |world| {

@@ -37,7 +37,7 @@ const PATIENCE: Duration = Duration::from_secs(150);
 
 #[test]
 #[ignore = "needs four processes on two machines, and a program that holds the link between them"]
-fn late_packets_of_a_world_that_ended_in_mid_dispatch_do_not_touch_the_next() {
+fn late_packets_of_world_ended_in_dispatch_miss_next_world() {
     let signs = Signs(std::env::var_os("SIDELANE_TEST_SIGNS").expect("the folder of signs").into());
     let config = Config { heap: 32 << 20, symmetric: 4 << 20, ..Config::default() };
     let mut options = Options { config, ..Options::from_env().unwrap() };

@@ -96,8 +96,8 @@ fn fabric(pieces: u32, held: bool) -> Arc<Fabric> {
 /// Ranks with little memory: there are many of them.
 fn small(fabric: &Arc<Fabric>, settings: &Settings) -> Options {
     let config = Config { heap: 4 << 20, symmetric: 2 << 20, ..Config::default() };
-    let stand_in = Some(fabric.ground(settings.clone()));
-    Options { config, stand_in, ..options(fabric, settings.signal) }
+    let fake_verbs = Some(fabric.ground(settings.clone()));
+    Options { config, fake_verbs, ..options(fabric, settings.signal) }
 }
 
 /// Requests of rank 0 to its NIC during `act`, and the contents of rank 1 when all has landed.
@@ -143,7 +143,7 @@ fn counted(
 }
 
 #[test]
-fn a_put_takes_the_lock_of_its_connection_alone_unless_a_registration_has_come() {
+fn put_takes_only_connection_lock_unless_region_was_imported() {
     let settings = Settings { signal: Some(SignalMode::Write), ..Settings::default() };
     let _ = counted(&fabric(8, false), settings, |end| {
         let taken = |act: &dyn Fn()| {
@@ -189,7 +189,7 @@ fn alone(signal: SignalMode) -> u64 {
 }
 
 #[test]
-fn as_many_rows_as_a_request_has_pieces_are_one_with_their_signal_and_one_row_more_is_two() {
+fn rows_up_to_pieces_and_signal_are_one_request_more_are_two() {
     for (signal, pieces) in SignalMode::ALL.into_iter().flat_map(|signal| [2, 30].map(|n| (signal, n))) {
         for (rows, expected) in [(1, 1), (pieces as usize, 1), (pieces as usize + 1, 2)] {
             let seen = requests(pieces, signal, |end| end.rows(0, &scattered(rows), true));
@@ -201,7 +201,7 @@ fn as_many_rows_as_a_request_has_pieces_are_one_with_their_signal_and_one_row_mo
 }
 
 #[test]
-fn a_header_and_the_rows_behind_it_are_one_with_their_signal_and_one_row_more_is_two() {
+fn header_and_rows_that_fit_are_one_request_one_row_more_two() {
     for (signal, pieces) in SignalMode::ALL.into_iter().flat_map(|signal| [2, 30].map(|n| (signal, n))) {
         // Copied, and large enough to be read in place.
         for header in [ROW, 2048] {
@@ -239,7 +239,7 @@ fn put_to_another_place_begins_a_request() {
 }
 
 #[test]
-fn a_write_that_is_gathered_ends_with_a_chunk_a_signal_and_a_settling() {
+fn gathered_write_ends_at_chunk_signal_or_settle() {
     let settings = Settings { chunk: 4096, signal: Some(SignalMode::Immediate), ..Settings::default() };
     let (all, _) = counted(&fabric(8, false), settings, |end| {
         end.put(0, 96, false);
@@ -289,7 +289,7 @@ fn put_and_signal(fabric: &Arc<Fabric>, signal: Option<SignalMode>, len: usize) 
 }
 
 #[test]
-fn a_put_and_its_signal_are_two_work_requests_or_one_with_immediate_and_one_doorbell_each_way() {
+fn put_and_signal_are_2_requests_or_1_immediate_on_1_doorbell() {
     for len in [8u64, 4096, 8192, 8193] {
         let one_way = |signal| {
             let [from, to] = put_and_signal(&fabric(8, false), Some(signal), len as usize);
@@ -306,7 +306,7 @@ fn a_put_and_its_signal_are_two_work_requests_or_one_with_immediate_and_one_door
 }
 
 #[test]
-fn signals_are_writes_between_nics_in_order_and_immediates_if_one_of_them_is_not_known_to_be() {
+fn signals_are_immediates_unless_both_nics_keep_order() {
     const SOFT_ROCE: (u32, u32) = (0xff_ffff, 0);
     const CONNECT_X_7: (u32, u32) = (0x02c9, 4129);
     for (vendors, received) in [
@@ -336,7 +336,7 @@ fn signals_are_writes_between_nics_in_order_and_immediates_if_one_of_them_is_not
 }
 
 #[test]
-fn a_word_behind_rows_is_a_request_and_waits_for_them_with_a_doorbell_of_its_own_unless_signals_are_writes() {
+fn word_after_rows_rings_own_doorbell_unless_signals_are_writes() {
     for (signal, doorbells) in [(SignalMode::Write, 1), (SignalMode::FetchAdd, 2), (SignalMode::Immediate, 2)]
     {
         for held in [false, true] {
@@ -354,7 +354,7 @@ fn a_word_behind_rows_is_a_request_and_waits_for_them_with_a_doorbell_of_its_own
 }
 
 #[test]
-fn telling_a_peer_that_its_signals_were_taken_does_not_end_a_write_that_is_gathered() {
+fn credit_for_taken_signals_does_not_end_gathered_write() {
     let fabric = fabric(8, false);
     let options = small(&fabric, &Settings { signal: Some(SignalMode::Immediate), ..Settings::default() });
     on_ranks(&[0, 1], &options, |world| {
@@ -449,7 +449,7 @@ fn dispatched(route: Route, signal: SignalMode, tokens: usize, registered: bool)
 }
 
 #[test]
-fn a_dispatch_into_fixed_slots_is_as_many_requests_to_a_peer_as_its_puts_and_signals_say() {
+fn slot_dispatch_posts_as_many_requests_as_puts_and_signals() {
     for (signal, registered) in
         SignalMode::ALL.into_iter().flat_map(|signal| [false, true].map(|r| (signal, r)))
     {
@@ -554,7 +554,7 @@ proptest! {
     /// Little staging, so that a slow NIC makes its sender wait often, also in the middle of a
     /// write. It places writes in any order, where signals allow that.
     #[test]
-    fn how_many_requests_come_of_some_calls_does_not_depend_on_how_fast_the_nic_is(
+    fn request_count_of_calls_is_independent_of_nic_speed(
         steps in steps(),
         signal in prop::sample::select(SignalMode::ALL.to_vec()),
         pieces in 2..9u32,

@@ -78,8 +78,8 @@ impl Compute {
         let blas = match products {
             Products::Own => None,
             Products::Cublas | Products::CublasTf32 | Products::CublasBf16 => {
-                let stand_in = stream.context().driver().is_stand_in();
-                Some(Arc::new(Blas::load(stream, &wheels::folders(stand_in, Vec::new))?))
+                let fake_driver = stream.context().driver().is_fake();
+                Some(Arc::new(Blas::load(stream, &wheels::folders(fake_driver, Vec::new))?))
             }
         };
         let memory = DeviceMemory::new(stream.context());

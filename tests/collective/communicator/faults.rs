@@ -28,12 +28,12 @@ fn is_named_when_late(call: impl Fn(&mut Communicator) -> Error + Sync) {
 }
 
 #[test]
-fn a_rank_that_does_not_come_to_a_sum_is_named_when_the_deadline_is_over() {
+fn rank_absent_from_sum_is_named_after_deadline() {
     is_named_when_late(|communicator| communicator.all_reduce(&mut [1.0f32; 500]).unwrap_err());
 }
 
 #[test]
-fn a_rank_that_does_not_come_to_an_exchange_is_named_when_the_deadline_is_over() {
+fn rank_absent_from_exchange_is_named_after_deadline() {
     is_named_when_late(|communicator| communicator.all_to_all_zero_copy(&[1.0f32; 900]).unwrap_err());
 }
 

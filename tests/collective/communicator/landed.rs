@@ -56,7 +56,7 @@ fn parts_of_any_type_and_length_land_in_place() {
 
 /// Without a cache all is written past it.
 #[test]
-fn what_lands_past_the_cache_has_the_same_bits() {
+fn landed_results_written_past_cache_have_same_bits() {
     let mut options: Options = tiny();
     options.config.cache = 0;
     for nodes in SHAPES {
@@ -65,7 +65,7 @@ fn what_lands_past_the_cache_has_the_same_bits() {
 }
 
 #[test]
-fn other_calls_and_messages_between_them_change_nothing_of_what_has_landed() {
+fn calls_and_messages_in_between_leave_landed_results_intact() {
     for nodes in [&[0, 0, 0, 0][..], &[0, 0, 1, 1], &[0, 1, 2, 2]] {
         on_ranks(nodes, &tiny(), |world| {
             let (me, pair) = (world.rank() as usize, world.rank() ^ 1);
@@ -92,7 +92,7 @@ fn other_calls_and_messages_between_them_change_nothing_of_what_has_landed() {
 
 /// All others are in the next call, or about to be, while rank 0 still reads.
 #[test]
-fn nobody_writes_where_a_result_is_still_read() {
+fn no_rank_overwrites_result_that_is_still_read() {
     for nodes in [&[0; 4][..], &[0, 0, 1, 1]] {
         let about_to_land = AtomicU32::new(0);
         on_ranks(nodes, &tiny(), |world| {
@@ -118,7 +118,7 @@ fn nobody_writes_where_a_result_is_still_read() {
 }
 
 #[test]
-fn a_result_that_does_not_fit_is_refused_on_all_ranks_and_the_next_call_works() {
+fn oversized_result_is_refused_on_all_ranks_and_next_call_works() {
     for nodes in [&[0][..], &[0; 4], &[0, 0, 1, 1]] {
         on_ranks(nodes, &tiny(), |world| {
             let mut communicator = communicator(&world, AllReduceAlgorithm::Direct);

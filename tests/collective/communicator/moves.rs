@@ -95,7 +95,7 @@ fn reduce_scatter_has_the_bits_of_its_part_of_an_all_reduce() {
 }
 
 #[test]
-fn root_has_the_bits_of_an_all_reduce_and_the_others_what_they_had() {
+fn reduce_gives_root_all_reduce_bits_and_others_keep_data() {
     for nodes in SHAPES {
         on_ranks(nodes, &tiny(), |world| {
             let (me, ranks) = (world.rank() as usize, world.size() as usize);
@@ -123,7 +123,7 @@ fn each_rank_but_the_root_sends_its_elements_once() {
 
 /// Without a cache all is staged and written past it.
 #[test]
-fn what_passes_the_cache_has_the_same_bits() {
+fn collectives_staged_past_cache_have_same_bits() {
     let mut options: Options = tiny();
     options.config.cache = 0;
     for nodes in SHAPES {

@@ -30,7 +30,7 @@ fn odd_one_out(
 }
 
 #[test]
-fn ranks_that_differ_are_told_on_all_ranks_and_the_next_call_works() {
+fn differing_collective_calls_fail_on_all_ranks_next_call_works() {
     for nodes in [&[0; 4][..], &[0, 0, 1, 1]] {
         odd_one_out(
             nodes,

@@ -8,7 +8,7 @@ use super::case::{communicator, reduces, tensor};
 use crate::support::{on_ranks, tiny};
 
 #[test]
-fn messages_of_a_pair_come_in_order_and_longer_ones_than_their_slots_pass_each_other() {
+fn messages_keep_order_and_pass_crosswise_beyond_slot_size() {
     for nodes in [&[0, 0, 0][..], &[0, 1, 1]] {
         on_ranks(nodes, &tiny(), |world| {
             let mut communicator = communicator(&world, AllReduceAlgorithm::Direct);
@@ -36,7 +36,7 @@ fn messages_of_a_pair_come_in_order_and_longer_ones_than_their_slots_pass_each_o
 }
 
 #[test]
-fn a_message_of_another_length_is_refused_on_both_sides_and_the_next_one_comes() {
+fn message_of_other_length_is_refused_by_both_and_next_arrives() {
     for len in [3, 3000] {
         on_ranks(&[0, 1], &tiny(), |world| {
             let mut communicator = communicator(&world, AllReduceAlgorithm::Direct);
@@ -76,7 +76,7 @@ fn a_message_of_another_length_is_refused_on_both_sides_and_the_next_one_comes()
 }
 
 #[test]
-fn a_refusal_that_comes_with_a_wrong_message_is_told_by_the_next_call() {
+fn refusal_that_crosses_wrong_message_is_told_by_next_call() {
     on_ranks(&[0, 1], &tiny(), |world| {
         let mut communicator = communicator(&world, AllReduceAlgorithm::Direct);
         let (me, peer) = (world.rank(), 1 - world.rank());

@@ -43,7 +43,7 @@ where
 }
 
 #[test]
-fn a_ring_adds_from_rank_to_rank_and_rounds_partial_sums_to_the_wire() {
+fn ring_adds_rank_by_rank_and_rounds_partial_sums_to_wire_type() {
     let wide: fn(f32) -> f32 = |sum| sum;
     let narrow: fn(f32) -> f32 = |sum| bf16::from_f32(sum).to_f32();
     for nodes in SHAPES {

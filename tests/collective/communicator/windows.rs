@@ -26,7 +26,7 @@ fn communicators_come_and_go_without_waiting_for_each_other() {
 /// Rank 0 has sent and left when rank 2 receives: the answer, which no rank waits for, must not
 /// reach memory that others use.
 #[test]
-fn windows_are_held_until_ranks_of_other_nodes_are_done_with_them() {
+fn windows_are_held_until_ranks_of_other_nodes_finish() {
     on_ranks(&[0, 0, 1], &tiny(), |world| {
         let all = world.all().unwrap();
         let build = || Communicator::builder(&all).chunk(16 << 10).build().unwrap();

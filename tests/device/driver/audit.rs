@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use fake_cuda::all_kernels;
 use sidelane::device::{
     Activity, ActivityKind, AuditKernels, Channel, Context, CopyBatch, Cupti, PinnedMemory, Stream,
 };
@@ -11,16 +12,15 @@ use sidelane_testkit::TestError;
 use sidelane_testkit::device::copied_dispatch::{Dispatch, Peers, RANKS, all_done};
 use sidelane_testkit::device::driver::{CHECKS, Streams};
 use sidelane_testkit::device::hold::Held;
-use stand_in_cuda::all_kernels;
 
 use super::copies::memory;
 use super::{context, driver, gpu, stream, until};
 use crate::apart::{apart, each};
 
 #[test]
-fn a_hold_runs_on_every_multiprocessor_until_it_is_released_or_dropped() {
+fn hold_occupies_every_multiprocessor_until_released_or_dropped() {
     apart(
-        "driver::audit::a_hold_runs_on_every_multiprocessor_until_it_is_released_or_dropped",
+        "driver::audit::hold_occupies_every_multiprocessor_until_released_or_dropped",
         &[("SIDELANE_FAKE_CUDA_KERNELS", all_kernels().unwrap().to_str().unwrap())],
         || {
             let context = context(0);
@@ -54,9 +54,9 @@ fn a_hold_runs_on_every_multiprocessor_until_it_is_released_or_dropped() {
 }
 
 #[test]
-fn every_function_that_the_library_needs_does_what_gpu_check_asks_of_it() {
+fn every_needed_driver_function_passes_its_gpu_check() {
     apart(
-        "driver::audit::every_function_that_the_library_needs_does_what_gpu_check_asks_of_it",
+        "driver::audit::every_needed_driver_function_passes_its_gpu_check",
         &[("SIDELANE_FAKE_CUDA_KERNELS", all_kernels().unwrap().to_str().unwrap())],
         || {
             let streams = Streams::new(gpu(2)).unwrap();
@@ -68,7 +68,7 @@ fn every_function_that_the_library_needs_does_what_gpu_check_asks_of_it() {
 }
 
 #[test]
-fn a_dispatch_of_streams_lands_to_the_bit_at_peers_of_both_kinds() {
+fn stream_dispatch_lands_exact_bits_at_both_kinds_of_peers() {
     let gpu = gpu(0);
     let (staging, ranks) = (stream(&gpu.context), gpu.streams(RANKS as usize).unwrap());
     for peers in Peers::ALL {
@@ -106,7 +106,7 @@ fn touch(audit: &AuditKernels, context: &Arc<Context>, stream: &Stream, times: u
 
 #[test]
 fn cupti_lists_kernels_and_copies_with_the_queue_that_took_them() {
-    let cupti = stand_in_cuda::install().unwrap().join("libcupti.so.12");
+    let cupti = fake_cuda::install().unwrap().join("libcupti.so.12");
     apart(
         "driver::audit::cupti_lists_kernels_and_copies_with_the_queue_that_took_them",
         &[
@@ -164,10 +164,10 @@ fn cupti_lists_kernels_and_copies_with_the_queue_that_took_them() {
 }
 
 #[test]
-fn a_cupti_whose_records_are_not_known_is_refused_by_its_version() {
-    let library = stand_in_cuda::install().unwrap().join("libcupti.so.12").to_str().unwrap().to_owned();
+fn cupti_with_unknown_records_is_refused_by_version() {
+    let library = fake_cuda::install().unwrap().join("libcupti.so.12").to_str().unwrap().to_owned();
     apart(
-        "driver::audit::a_cupti_whose_records_are_not_known_is_refused_by_its_version",
+        "driver::audit::cupti_with_unknown_records_is_refused_by_version",
         &[("SIDELANE_CUPTI_LIBRARY", &library), ("SIDELANE_FAKE_CUDA_CUPTI", "17")],
         || {
             let refused = DeviceError::OldCupti { library: library.clone(), version: 17, needed: 18 };

@@ -85,7 +85,7 @@ fn copies_that_cannot_be_are_refused_before_they_are_enqueued() {
 }
 
 #[test]
-fn single_copies_are_captured_and_batches_refused_without_spoiling_the_capture() {
+fn capture_takes_single_copies_and_survives_refused_batches() {
     type Begin = unsafe extern "C" fn(*mut c_void, u32) -> u32;
     type End = unsafe extern "C" fn(*mut c_void, *mut *mut c_void) -> u32;
     /// Others of this process may go on as they like.

@@ -110,7 +110,7 @@ fn memory_stays_mapped_while_a_stream_needs_it() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused() {
+fn device_memory_of_unfit_size_is_refused() {
     let context = context(0);
     let granularity = Allocation::granularity(&context).unwrap();
     let seen = Reservation::new(&context, 2, granularity + 4096).map(|_| ());
@@ -134,7 +134,7 @@ fn a_device_without_dma_bufs_says_so() {
     let context = context(0);
     let range = super::copies::memory(&context, 4096, &[0]);
     let Err(DeviceError::Unsupported { device: 0, feature }) = range.dma_buf(&context) else {
-        panic!("the stand-in has no dma-bufs")
+        panic!("the fake driver has no dma-bufs")
     };
     assert!(feature.contains("dma-buf"), "{feature}");
 }

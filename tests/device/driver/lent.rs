@@ -13,7 +13,7 @@ fn lent(device: u32, address: u64, len: u64) -> Result<DeviceRange, DeviceError>
 }
 
 #[test]
-fn memory_of_the_device_and_pinned_memory_can_be_lent_and_is_copied() {
+fn lent_device_and_pinned_memory_can_be_copied() {
     let context = context(0);
     let (stream, bytes) = (stream(&context), pattern(4096, 3));
     let (mine, pinned) = (memory(&context, 4096, &[0]), PinnedMemory::new(&context, 4096).unwrap());
@@ -30,7 +30,7 @@ fn memory_of_the_device_and_pinned_memory_can_be_lent_and_is_copied() {
 }
 
 #[test]
-fn memory_that_the_driver_does_not_know_or_that_is_another_device_s_is_refused() {
+fn memory_unknown_to_driver_or_of_other_device_is_refused() {
     let (what, theirs) = ("x", memory(&context(1), 4096, &[1]));
     let host = [0_u8; 64];
     let address = host.as_ptr().addr() as u64;

@@ -3,8 +3,8 @@
 use std::sync::Mutex;
 use std::time::Duration;
 
+use fake_cuda::all_kernels;
 use sidelane_testkit::device::lock_and_queue::{Answer, Call, Case, Said, Sharing};
-use stand_in_cuda::all_kernels;
 
 use super::gpu;
 use crate::apart::apart;
@@ -31,9 +31,9 @@ fn answer(case: Case) -> Answer {
 }
 
 #[test]
-fn another_threads_copies_pass_beside_each_call_while_a_stream_waits() {
+fn copies_of_other_thread_pass_each_call_while_stream_waits() {
     apart(
-        "driver::lock_and_queue::another_threads_copies_pass_beside_each_call_while_a_stream_waits",
+        "driver::lock_and_queue::copies_of_other_thread_pass_each_call_while_stream_waits",
         &[("SIDELANE_FAKE_CUDA_KERNELS", all_kernels().unwrap().to_str().unwrap())],
         || {
             for call in [Call::Free, Call::Load, Call::FreeHost, Call::Launches] {
@@ -44,9 +44,9 @@ fn another_threads_copies_pass_beside_each_call_while_a_stream_waits() {
 }
 
 #[test]
-fn copies_of_other_streams_pass_one_that_waits_where_queues_are_enough() {
+fn copies_pass_waiting_stream_if_queues_suffice() {
     apart(
-        "driver::lock_and_queue::copies_of_other_streams_pass_one_that_waits_where_queues_are_enough",
+        "driver::lock_and_queue::copies_pass_waiting_stream_if_queues_suffice",
         &[("CUDA_DEVICE_MAX_CONNECTIONS", "32")],
         || {
             for priorities in [false, true] {

@@ -1,4 +1,4 @@
-//! The device room against the stand-in driver: copies as late as the rules allow, fresh memory
+//! The device room against the fake driver: copies as late as the rules allow, fresh memory
 //! poisoned, anything outside of what is mapped refused.
 #![allow(
     unsafe_code,
@@ -22,14 +22,14 @@ use std::time::{Duration, Instant};
 use sidelane::device::{Context, DeviceRange, Driver, PinnedMemory, Priority, Stream};
 use sidelane_testkit::device::gpu::Gpu;
 
-/// Where the stand-in lies.
+/// Where the fake driver lies.
 fn library() -> PathBuf {
-    stand_in_cuda::install().unwrap().join("libcuda.so.1")
+    fake_cuda::install().unwrap().join("libcuda.so.1")
 }
 
 fn driver() -> Driver {
     let driver = Driver::load(Some(&library())).unwrap();
-    assert!(driver.is_stand_in(), "tests run without a GPU");
+    assert!(driver.is_fake(), "tests run without a GPU");
     driver
 }
 

@@ -100,10 +100,10 @@ fn a_kernel_gets_the_parameters_that_it_takes_and_no_others() {
 }
 
 #[test]
-fn a_multiprocessor_runs_as_many_blocks_as_threads_and_shared_memory_allow() {
+fn multiprocessor_blocks_are_limited_by_threads_and_memory() {
     let (_folder, library) = kernels("blocks");
     apart(
-        "driver::modules::a_multiprocessor_runs_as_many_blocks_as_threads_and_shared_memory_allow",
+        "driver::modules::multiprocessor_blocks_are_limited_by_threads_and_memory",
         &[("SIDELANE_FAKE_CUDA_KERNELS", &library)],
         || {
             let context = context(0);
@@ -164,7 +164,7 @@ impl Drop for Current {
 }
 
 #[test]
-fn a_module_is_loaded_once_in_a_context_while_an_instance_has_it() {
+fn module_is_loaded_once_per_context_while_in_use() {
     let [first, again, elsewhere] = [0, 0, 1].map(context);
     let load = |context: &Arc<Context>, name| Module::load(context, name, PTX).unwrap();
     let module = load(&first, "once");
@@ -179,7 +179,7 @@ fn a_module_is_loaded_once_in_a_context_while_an_instance_has_it() {
 }
 
 #[test]
-fn a_module_that_does_not_compile_is_an_error_with_its_name_and_the_drivers_code() {
+fn module_that_fails_to_compile_is_error_with_name_and_code() {
     let context = context(0);
     for (text, code) in [(c"this is no PTX", 218), (c".version 99.0\n.target sm_80\n", 222)] {
         let Err(error) = Module::load(&context, "broken", text) else { panic!("{text:?} loads") };

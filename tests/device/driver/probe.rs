@@ -20,7 +20,7 @@ fn a_library_that_is_missing_is_an_error_with_its_name() {
 }
 
 #[test]
-fn a_library_that_is_no_driver_is_an_error_with_the_missing_symbol() {
+fn library_that_is_no_driver_is_error_with_missing_symbol() {
     // Loaded by every program, and no driver.
     let seen = Driver::load(Some(Path::new("libc.so.6"))).map(|_| ());
     assert_eq!(seen, Err(DeviceError::MissingSymbol { library: "libc.so.6".into(), symbol: "cuInit" }));
@@ -39,7 +39,7 @@ fn the_devices_of_a_driver_are_described() {
         || {
             let driver = driver();
             let probe = driver.probe().unwrap();
-            assert!(probe.stand_in);
+            assert!(probe.fake_driver);
             assert_eq!((probe.version, probe.version.to_string()), (Version(12080), "12.8".to_owned()));
             assert_eq!(probe.batched_copies, BatchedCopies::First);
             assert_eq!((probe.module_loading, probe.queues), (ModuleLoading::Eager, 2));
@@ -53,7 +53,7 @@ fn the_devices_of_a_driver_are_described() {
                 assert_eq!(device.device as usize, number);
                 assert!(!device.name.is_empty() && device.memory > 0 && device.multiprocessors > 0);
                 assert!(device.wide_memory_operations && device.virtual_memory && device.descriptors);
-                assert!(!device.dma_buf, "the stand-in has none");
+                assert!(!device.dma_buf, "the fake driver has none");
                 assert!(device.several_processes);
             }
         },
@@ -62,9 +62,9 @@ fn the_devices_of_a_driver_are_described() {
 
 /// The driver's numbers: any process, none, one.
 #[test]
-fn several_processes_may_use_a_device_in_the_default_compute_mode_alone() {
+fn only_default_compute_mode_allows_several_processes() {
     each(
-        "driver::probe::several_processes_may_use_a_device_in_the_default_compute_mode_alone",
+        "driver::probe::only_default_compute_mode_allows_several_processes",
         &[
             &[("SIDELANE_FAKE_CUDA_COMPUTE_MODE", "0")],
             &[("SIDELANE_FAKE_CUDA_COMPUTE_MODE", "2")],

@@ -28,7 +28,7 @@ fn a_wait_ends_when_another_device_writes_the_word() {
 }
 
 #[test]
-fn a_wait_ends_when_the_host_writes_the_word_and_counts_in_a_circle() {
+fn stream_wait_ends_on_host_write_and_compares_modulo_wrap() {
     let context = context(0);
     let words = PinnedMemory::new(&context, 8).unwrap();
     let stream = stream(&context);
@@ -51,7 +51,7 @@ fn a_list_of_memory_operations_of_another_device_is_refused() {
 }
 
 #[test]
-fn an_event_holds_up_a_stream_of_another_device_until_it_is_reached() {
+fn event_blocks_stream_of_other_device_until_reached() {
     let (one, other) = (context(0), context(1));
     let words = PinnedMemory::new(&one, 16).unwrap();
     let (first, second) = (stream(&one), stream(&other));
@@ -134,7 +134,7 @@ fn a_callers_stream_is_used_in_order_with_the_callers_work() {
 }
 
 #[test]
-fn a_stream_that_goes_before_its_work_is_done_leaves_its_memory_in_place() {
+fn stream_dropped_before_its_work_ends_keeps_memory_mapped() {
     let (one, other) = (context(0), context(1));
     let words = PinnedMemory::new(&one, 24).unwrap();
     let keep = Arc::new(());

@@ -1,11 +1,11 @@
 //! Limits on the blocks of kernels: no bit depends on them, and no kernel has more.
 
+use fake_cuda::FakeDriver;
 use half::bf16;
 use sidelane::dtype::PartialDtype;
 use sidelane::error::PlanError;
 use sidelane::plan::{RowLayout, SumOrder};
 use sidelane::topology::Route;
-use stand_in_cuda::StandIn;
 
 use super::calls::{on_each_of, some};
 use super::on_devices;
@@ -22,7 +22,7 @@ pub fn with_each_limit(body: impl Fn(Option<u32>)) {
     let _driver = stream(0);
     for limit in LIMITS {
         body(limit);
-        let most = StandIn::loaded().unwrap().counters().most_blocks;
+        let most = FakeDriver::loaded().unwrap().counters().most_blocks;
         assert!(limit.is_none_or(|limit| (1..=limit.into()).contains(&most)), "{most} blocks, {limit:?}");
     }
 }

@@ -3,13 +3,13 @@
 use std::panic::{UnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use fake_cuda::FakeDriver;
 use half::{bf16, f16};
 use sidelane::device::{Kernels, PermuteArgs, PinnedMemory, Priority, Stream};
 use sidelane::exec::EnqueueCounts;
 use sidelane::plan::{ExpertMap, Overflow, ReceiveMode};
 use sidelane::topology::Route;
 use sidelane::{Element, World};
-use stand_in_cuda::StandIn;
 
 use super::rank::{Case, Input, Rank, call, target};
 use super::{on_devices, on_drivers, on_settings, seeds};
@@ -43,7 +43,7 @@ where
 fn caused(body: impl FnOnce()) {
     // The driver stays until it has been asked.
     let _driver = stream(0);
-    let without = || StandIn::loaded().unwrap().counters().waits_without_cause;
+    let without = || FakeDriver::loaded().unwrap().counters().waits_without_cause;
     let before = without();
     body();
     assert_eq!(without() - before, 0, "waits without a cause");
@@ -367,7 +367,7 @@ fn engines_move_every_row_and_a_report_says_so() {
             rank.stream.synchronize().unwrap();
             drop((rows, handle));
         });
-        let counters = StandIn::loaded().unwrap().counters();
+        let counters = FakeDriver::loaded().unwrap().counters();
         assert_eq!((counters.copies_by_sms, counters.fills), (0, 0));
     });
 }
@@ -388,16 +388,16 @@ fn rank_alone_copies_no_row_within_its_device() {
             assert_eq!(report.enqueued.own_bytes, 4 * 4 * 36);
             let (y, out) = (handle.output().unwrap(), rank.room(&three().x));
             rank.planned.combine_into(y, &handle, target::<bf16>(&out)).unwrap();
-            assert_eq!(handle.returned().unwrap().enqueued.copies, 0);
+            assert_eq!(handle.return_report().unwrap().enqueued.copies, 0);
             let (x, _) = call::<bf16>(&tensors);
             let again = rank.planned.dispatch_cached(x, &handle).unwrap();
             let y = handle.output().unwrap();
             rank.planned.dispatch_backward_into(y, None, &handle, target::<bf16>(&out), None).unwrap();
-            assert_eq!(handle.returned().unwrap().enqueued.copies, 0);
+            assert_eq!(handle.return_report().unwrap().enqueued.copies, 0);
             rank.stream.synchronize().unwrap();
             drop((rows, again, handle));
         });
-        assert_eq!(StandIn::loaded().unwrap().counters().copies_by_sms, 0);
+        assert_eq!(FakeDriver::loaded().unwrap().counters().copies_by_sms, 0);
     });
 }
 

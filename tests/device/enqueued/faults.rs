@@ -39,21 +39,15 @@ fn drained(rank: &Rank<bf16>) {
 }
 
 #[test]
-fn wrong_choice_is_named_and_refused_on_all_ranks_and_streams_go_on() {
-    on_devices(
-        "enqueued::faults::wrong_choice_is_named_and_refused_on_all_ranks_and_streams_go_on",
-        8,
-        1,
-        || {
-            for (mode, nodes) in
-                MODES.into_iter().flat_map(|mode| [[0, 0, 1], [0; 3]].map(|nodes| (mode, nodes)))
-            {
-                for layout in RowLayout::ALL {
-                    wrong_choice(&Case { mode, layout, ..Case::across(&nodes, 4, 2) });
-                }
+fn wrong_choice_is_refused_by_name_on_all_ranks_streams_go_on() {
+    on_devices("enqueued::faults::wrong_choice_is_refused_by_name_on_all_ranks_streams_go_on", 8, 1, || {
+        for (mode, nodes) in MODES.into_iter().flat_map(|mode| [[0, 0, 1], [0; 3]].map(|nodes| (mode, nodes)))
+        {
+            for layout in RowLayout::ALL {
+                wrong_choice(&Case { mode, layout, ..Case::across(&nodes, 4, 2) });
             }
-        },
-    );
+        }
+    });
 }
 
 fn wrong_choice(case: &Case) {
@@ -118,7 +112,7 @@ fn another_shape(mode: ReceiveMode) {
         let out = rank.out.part(5 * columns * 2);
         let y = handle.output().unwrap();
         let called = rank.planned.combine_into(y, &handle, target::<bf16>(&out));
-        let refused = handle.returned().unwrap_err();
+        let refused = handle.return_report().unwrap_err();
         assert_eq!(called.err(), Some(refused.clone()));
         match world.rank() {
             1 => assert!(matches!(refused, Error::Plan(PlanError::WrongShape { .. })), "{refused}"),
@@ -138,8 +132,8 @@ fn another_shape(mode: ReceiveMode) {
 }
 
 #[test]
-fn tensors_that_the_device_does_not_reach_are_refused_on_all_ranks() {
-    let test = "enqueued::faults::tensors_that_the_device_does_not_reach_are_refused_on_all_ranks";
+fn tensors_beyond_reach_of_device_are_refused_on_all_ranks() {
+    let test = "enqueued::faults::tensors_beyond_reach_of_device_are_refused_on_all_ranks";
     on_devices(test, 8, 37, || {
         on_ranks(&[0; 2], &small(), |world| {
             let group = world.all().unwrap();
@@ -334,32 +328,27 @@ fn without_room_every_rank_gets_the_same_error() {
 }
 
 #[test]
-fn more_dispatches_than_memory_for_them_are_refused_on_all_ranks() {
-    on_devices(
-        "enqueued::faults::more_dispatches_than_memory_for_them_are_refused_on_all_ranks",
-        8,
-        5,
-        || {
-            on_ranks(&[0; 2], &small(), |world| {
-                let group = world.all().unwrap();
-                let mut rank = Rank::<bf16>::new(&group, &Case { max_in_flight: 1, ..Case::new(2, 4, 2) });
-                let mut alive = Some(rank.dispatch(&input(world.rank())).unwrap());
-                if world.rank() == 1 {
-                    alive = None;
-                }
-                let refused = rank.dispatch(&input(world.rank())).map(drop).unwrap_err();
-                match world.rank() {
-                    0 => assert_eq!(refused, CallError::TooManyInFlight { max: 1 }.into()),
-                    _ => assert!(
-                        matches!(refused, Error::Call(CallError::PeerRefused { peer: 0, .. })),
-                        "{refused}"
-                    ),
-                }
-                drop(alive);
-                rank.round(&input(world.rank()));
-            });
-        },
-    );
+fn dispatches_beyond_max_in_flight_are_refused_on_all_ranks() {
+    on_devices("enqueued::faults::dispatches_beyond_max_in_flight_are_refused_on_all_ranks", 8, 5, || {
+        on_ranks(&[0; 2], &small(), |world| {
+            let group = world.all().unwrap();
+            let mut rank = Rank::<bf16>::new(&group, &Case { max_in_flight: 1, ..Case::new(2, 4, 2) });
+            let mut alive = Some(rank.dispatch(&input(world.rank())).unwrap());
+            if world.rank() == 1 {
+                alive = None;
+            }
+            let refused = rank.dispatch(&input(world.rank())).map(drop).unwrap_err();
+            match world.rank() {
+                0 => assert_eq!(refused, CallError::TooManyInFlight { max: 1 }.into()),
+                _ => assert!(
+                    matches!(refused, Error::Call(CallError::PeerRefused { peer: 0, .. })),
+                    "{refused}"
+                ),
+            }
+            drop(alive);
+            rank.round(&input(world.rank()));
+        });
+    });
 }
 
 #[test]
@@ -433,8 +422,8 @@ fn cancelled((nodes, route): ([u32; 3], Route), mode: ReceiveMode) {
 }
 
 #[test]
-fn rank_whose_device_fails_ends_the_world_where_it_refuses_a_call() {
-    let test = "enqueued::faults::rank_whose_device_fails_ends_the_world_where_it_refuses_a_call";
+fn failed_device_ends_world_when_its_rank_refuses_call() {
+    let test = "enqueued::faults::failed_device_ends_world_when_its_rank_refuses_call";
     on_devices(test, 8, 41, || {
         let built = std::sync::Barrier::new(2);
         on_ranks(&[0; 2], &small(), |world| {
@@ -486,7 +475,7 @@ fn dropped(in_combine: bool) {
                 let called = rank.dispatch(&mine).and_then(|(_, handle)| {
                     let (y, out) = (handle.output()?, rank.out.part((mine.x.len() * 2) as u64));
                     rank.planned.combine_into(y, &handle, target::<bf16>(&out))?;
-                    handle.returned()
+                    handle.return_report()
                 });
                 assert!(called.is_ok() || called.as_ref() == Err(&cause), "{called:?}");
             }

@@ -1,10 +1,10 @@
 //! Device heaps that grow: the same bits, the same addresses, and one end for all ranks.
 
+use fake_cuda::FakeDriver;
 use half::bf16;
 use rustix::process::{Signal, getpid, kill_process};
 use sidelane::error::{Cause, Error, MemoryError};
 use sidelane::{Dtype, ExpertParallel, Group, World};
-use stand_in_cuda::StandIn;
 
 use super::rank::{Case, Input, Rank, call, target};
 use super::{on_devices, on_settings};
@@ -223,7 +223,7 @@ fn growth_refused_at_one_rank_is_an_error_on_all() {
                 group.gather(&[]).unwrap();
                 if me == 2 {
                     // For what the call wishes, and for what it must have.
-                    StandIn::loaded().unwrap().refuse_memory(2, kind);
+                    FakeDriver::loaded().unwrap().refuse_memory(2, kind);
                 }
                 let input = all_to(&case, 1, 2, me);
                 // A second try for less comes only if the first was for more than a call must have.
@@ -256,7 +256,7 @@ fn growth_that_is_only_wished_for_refuses_no_call() {
                 builder.device_heap(2 * rows).device_heap_limit(LIMIT)
             });
             if me == 0 {
-                StandIn::loaded().unwrap().refuse_memory(0, 0);
+                FakeDriver::loaded().unwrap().refuse_memory(0, 0);
             }
             let (first, handle) = rank.dispatch(&even(&case, 1, me)).unwrap();
             assert_eq!(heap(&rank.planned), (2 * rows, 0));
@@ -279,8 +279,8 @@ fn growth_that_is_only_wished_for_refuses_no_call() {
 }
 
 #[test]
-fn memory_that_one_rank_asked_for_is_there_after_the_next_dispatch() {
-    let test = "enqueued::growth::memory_that_one_rank_asked_for_is_there_after_the_next_dispatch";
+fn memory_requested_by_one_rank_exists_after_next_dispatch() {
+    let test = "enqueued::growth::memory_requested_by_one_rank_exists_after_next_dispatch";
     on_devices(test, 8, 81, || {
         let case = case(2);
         on_ranks(&case.nodes, &small(), |world: World| {
@@ -315,7 +315,7 @@ fn calls_with_memory_call_nothing_that_maps() {
             rank.round(&y);
             group.gather(&[]).unwrap();
             let counted = || {
-                let counters = StandIn::loaded().unwrap().counters();
+                let counters = FakeDriver::loaded().unwrap().counters();
                 (counters.mappings, counters.allocations)
             };
             let before = counted();

@@ -4,13 +4,13 @@ use std::sync::Barrier;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use fake_cuda::FakeDriver;
 use half::bf16;
 use sidelane::device::PinnedMemory;
 use sidelane::exec::EnqueueCounts;
 use sidelane::plan::{ExpertMap, Overflow, ReceiveMode};
 use sidelane::topology::Route;
 use sidelane::world::NoGpuDirect;
-use stand_in_cuda::StandIn;
 
 use super::calls::{on_each, rounds, some, three};
 use super::rank::{Case, Input, Rank};
@@ -154,19 +154,19 @@ fn a_report_says_how_rows_crossed_and_by_how_many_copies() {
             rank.stream.synchronize().unwrap();
             drop((rows, handle));
         });
-        let counters = StandIn::loaded().unwrap().counters();
+        let counters = FakeDriver::loaded().unwrap().counters();
         assert_eq!((counters.copies_by_sms, counters.fills), (0, 0));
     });
 }
 
 /// Where rows cross, the caller's thread waits for the stream of copies before it serves the net.
 #[test]
-fn own_rows_are_placed_while_the_stream_of_copies_holds_up_the_net() {
-    let test = "enqueued::nodes::own_rows_are_placed_while_the_stream_of_copies_holds_up_the_net";
+fn own_rows_are_placed_while_copy_stream_delays_net() {
+    let test = "enqueued::nodes::own_rows_are_placed_while_copy_stream_delays_net";
     on_devices(test, QUEUES as u32, 11, || {
         let (case, counted) = (Case::across(&[0, 1], 4, 2), Barrier::new(2));
         on_ranks(&case.nodes, &small(), |world| {
-            let (group, all) = (world.all().unwrap(), || StandIn::loaded().unwrap().counters().kernels);
+            let (group, all) = (world.all().unwrap(), || FakeDriver::loaded().unwrap().counters().kernels);
             let mut rank = Rank::<bf16>::new(&group, &case);
             rank.round(&three());
             counted.wait();
@@ -233,7 +233,7 @@ fn over_relays_a_report_counts_a_token_once_for_each_node() {
             rank.stream.synchronize().unwrap();
             drop((rows, handle));
         });
-        let counters = StandIn::loaded().unwrap().counters();
+        let counters = FakeDriver::loaded().unwrap().counters();
         assert_eq!((counters.copies_by_sms, counters.fills), (0, 0));
     });
 }

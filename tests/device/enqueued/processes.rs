@@ -66,7 +66,7 @@ fn there_and_back(rank: &mut Rank<bf16>, input: &Input<bf16>) -> Result<Report, 
     let (y, out) = (handle.output()?, rank.out.part((input.x.len() * 2) as u64));
     drop(rows);
     rank.planned.combine_into(y, &handle, target::<bf16>(&out))?;
-    handle.returned()
+    handle.return_report()
 }
 
 fn launched(variables: &[(&str, &str)]) -> Outcome {

@@ -231,7 +231,7 @@ where
         let out = self.out.part((sums.len() * E::DTYPE.size()) as u64);
         self.planned.combine_into(y, &planned, target::<E>(&out)).unwrap();
         assert_eq!(bits(&self.out.read::<E>(&stream, &out)), bits(&sums), "sums");
-        self.reports = vec![planned.report().unwrap(), planned.returned().unwrap()];
+        self.reports = vec![planned.report().unwrap(), planned.return_report().unwrap()];
     }
 
     /// Sums of experts that change nothing, on the host.

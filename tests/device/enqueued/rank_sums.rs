@@ -93,9 +93,8 @@ fn rows_elsewhere(case: &Case, me: u32, Input { ids, .. }: &Input<bf16>) -> [u64
 }
 
 #[test]
-fn a_combine_pulls_one_row_for_each_token_and_rank_and_one_copy_for_each_peer() {
-    let test =
-        "enqueued::rank_sums::a_combine_pulls_one_row_for_each_token_and_rank_and_one_copy_for_each_peer";
+fn combine_pulls_row_per_token_and_rank_and_copy_per_peer() {
+    let test = "enqueued::rank_sums::combine_pulls_row_per_token_and_rank_and_copy_per_peer";
     on_devices(test, 8, 83, || {
         let case = |order, wire, layout| {
             let case = Case::new(4, 16, 6);

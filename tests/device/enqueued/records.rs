@@ -45,8 +45,8 @@ fn steps_in_records_are_those_of_the_host() {
 
 /// Tokens of a third type are refused on all ranks, as on the host.
 #[test]
-fn what_is_neither_a_record_nor_a_row_is_refused_on_every_rank() {
-    let test = "enqueued::records::what_is_neither_a_record_nor_a_row_is_refused_on_every_rank";
+fn device_tokens_of_wrong_type_are_refused_on_every_rank() {
+    let test = "enqueued::records::device_tokens_of_wrong_type_are_refused_on_every_rank";
     on_devices(test, 8, 42, || {
         let case = Case { fp8: true, ..Case::new(2, 4, 2) };
         on_each_of::<bf16>(&case, |rank, me| {

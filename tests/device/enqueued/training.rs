@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use fake_cuda::FakeDriver;
 use half::{bf16, f16};
 use sidelane::device::{PinnedMemory, Priority, Stream};
 use sidelane::dtype::PartialDtype;
@@ -12,7 +13,6 @@ use sidelane::gate::Routing;
 use sidelane::plan::{ExpertMap, Overflow, ReceiveMode, SumOrder};
 use sidelane::topology::Route;
 use sidelane::{Dtype, Element, Error, World};
-use stand_in_cuda::StandIn;
 
 use super::calls::{disturbed, on_each_of, some};
 use super::rank::{Case, Rank, target};
@@ -202,8 +202,8 @@ fn steps_go_on_while_other_threads_free_load_and_launch() {
 
 /// Each refusal is seen by all ranks, loses nothing, and leaves the world usable.
 #[test]
-fn what_one_rank_cannot_bring_is_refused_on_all() {
-    on_devices("enqueued::training::what_one_rank_cannot_bring_is_refused_on_all", 8, 36, || {
+fn training_input_that_one_rank_lacks_is_refused_on_all() {
+    on_devices("enqueued::training::training_input_that_one_rank_lacks_is_refused_on_all", 8, 36, || {
         for (nodes, route) in
             [(&[0; 3][..], Route::Direct), (&[0, 0, 1], Route::Direct), (&[0, 1, 0], Route::Pxn)]
         {
@@ -340,7 +340,7 @@ fn a_backward_pass_is_enqueued_without_a_wait_for_the_stream() {
             assert_eq!(bits(&rank.seen::<bf16>(&x)), bits(&step.of_tokens), "gradients of tokens");
             assert_eq!(bits(&rank.seen::<f32>(&home)), bits(&step.of_choices), "gradients of choices");
         });
-        let without = StandIn::loaded().unwrap().counters().waits_without_cause;
+        let without = FakeDriver::loaded().unwrap().counters().waits_without_cause;
         assert_eq!(without, 3, "this thread's word at each rank, and no other");
     });
 }

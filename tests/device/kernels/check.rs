@@ -94,29 +94,26 @@ fn refusal_of_a_rank_is_the_verdict_of_its_call_and_leaves_no_rows() {
 }
 
 #[test]
-fn slots_of_another_call_or_setup_are_found_and_the_first_rank_is_named() {
-    with_kernels(
-        "kernels::check::slots_of_another_call_or_setup_are_found_and_the_first_rank_is_named",
-        |device| {
-            assert_eq!(check(device, &good(), 0), None);
-            for (rank, call, digest, expected) in [
-                (0, CALL - 1, DIGEST, KernelFault::OtherCall { rank: 0 }),
-                (17, CALL + (1 << 32), DIGEST, KernelFault::OtherCall { rank: 17 }),
-                (299, CALL, DIGEST ^ (1 << 63), KernelFault::OtherDigest { rank: 299 }),
-                (3, 0, 0, KernelFault::OtherDigest { rank: 3 }),
-            ] {
-                let mut heads = good();
-                heads[rank] = SlotHead { call, digest, ..heads[rank] };
-                assert_eq!(check(device, &heads, 0), Some(expected));
-            }
+fn slots_of_other_call_or_setup_are_found_naming_first_rank() {
+    with_kernels("kernels::check::slots_of_other_call_or_setup_are_found_naming_first_rank", |device| {
+        assert_eq!(check(device, &good(), 0), None);
+        for (rank, call, digest, expected) in [
+            (0, CALL - 1, DIGEST, KernelFault::OtherCall { rank: 0 }),
+            (17, CALL + (1 << 32), DIGEST, KernelFault::OtherCall { rank: 17 }),
+            (299, CALL, DIGEST ^ (1 << 63), KernelFault::OtherDigest { rank: 299 }),
+            (3, 0, 0, KernelFault::OtherDigest { rank: 3 }),
+        ] {
             let mut heads = good();
-            heads[270].call += 1;
-            heads[5].digest += 1;
-            assert_eq!(check(device, &heads, 0), Some(KernelFault::OtherDigest { rank: 5 }));
-            let earlier = Some(KernelFault::ExpertOutOfRange { token: 7 });
-            assert_eq!(check(device, &heads, 1 | 7 << 8), earlier, "the first fault stays");
-        },
-    );
+            heads[rank] = SlotHead { call, digest, ..heads[rank] };
+            assert_eq!(check(device, &heads, 0), Some(expected));
+        }
+        let mut heads = good();
+        heads[270].call += 1;
+        heads[5].digest += 1;
+        assert_eq!(check(device, &heads, 0), Some(KernelFault::OtherDigest { rank: 5 }));
+        let earlier = Some(KernelFault::ExpertOutOfRange { token: 7 });
+        assert_eq!(check(device, &heads, 1 | 7 << 8), earlier, "the first fault stays");
+    });
 }
 
 #[test]

@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use fake_cuda::FakeDriver;
 use half::bf16;
 use sidelane::Dtype;
 use sidelane::device::{
@@ -10,7 +11,6 @@ use sidelane::device::{
 };
 use sidelane::error::DeviceError;
 use sidelane_testkit::device::kernels::products::{Bound, Case, Way};
-use stand_in_cuda::StandIn;
 
 use super::buffer::Buffer;
 use super::{Device, with_kernels_each};
@@ -193,12 +193,12 @@ fn groups_are_one_call_where_the_library_has_it() {
     let of = |version| [("SIDELANE_FAKE_CUDA_CUBLAS", version)];
     with_kernels_each(test, &[&of("120500"), &of("120499")], |device| {
         let (blas, kernels) = load(device);
-        let (stand_in, ones) = (StandIn::loaded().unwrap(), Ones::new(device, &[1, 0, 2, 0, 3]));
-        let before = stand_in.counters().kernels;
+        let (fake_driver, ones) = (FakeDriver::loaded().unwrap(), Ones::new(device, &[1, 0, 2, 0, 3]));
+        let before = fake_driver.counters().kernels;
         blas.matmul(&kernels, &ones.args()).unwrap();
         device.stream.synchronize().unwrap();
         let expected = if blas.version() >= 120_500 { 1 } else { 3 };
-        assert_eq!(stand_in.counters().kernels - before, expected, "empty groups have no call");
+        assert_eq!(fake_driver.counters().kernels - before, expected, "empty groups have no call");
     });
 }
 
@@ -247,13 +247,13 @@ fn products_wait_for_nothing_and_allocate_nothing() {
     let locks = [("SIDELANE_FAKE_CUDA_LOCKS", "1"), ("CUDA_MODULE_LOADING", "EAGER")];
     with_kernels_each(test, &[&locks], |device| {
         let (blas, kernels) = load(device);
-        let (stand_in, ones) = (StandIn::loaded().unwrap(), Ones::new(device, &[3, 0, 2]));
+        let (fake_driver, ones) = (FakeDriver::loaded().unwrap(), Ones::new(device, &[3, 0, 2]));
         // The stream stands before a wait that only a later call ends.
         let gate = Buffer::words(&device.context, &[0_u64]);
         device.stream.wait(gate.word::<u64>(), 1).unwrap();
-        let before = stand_in.counters();
+        let before = fake_driver.counters();
         (0..3).for_each(|_| blas.matmul(&kernels, &ones.args()).unwrap());
-        let after = stand_in.counters();
+        let after = fake_driver.counters();
         assert_eq!((after.host_waits, after.allocations), (before.host_waits, before.allocations));
         assert!(!device.stream.is_done().unwrap());
         gate.write(0, &1_u64.to_ne_bytes());
@@ -294,7 +294,7 @@ fn failed_product_names_its_status() {
     let test = "kernels::cublas::failed_product_names_its_status";
     with_kernels_each(test, &[&[]], |device| {
         let (blas, kernels) = load(device);
-        StandIn::loaded().unwrap().break_cublas(0);
+        FakeDriver::loaded().unwrap().break_cublas(0);
         let one = Ones::new(device, &[3]);
         let several = Ones::new(device, &[3, 2]);
         for (ones, call) in [(one, "cublasGemmEx"), (several, "cublasGemmGroupedBatchedEx")] {

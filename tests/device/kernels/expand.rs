@@ -63,8 +63,8 @@ fn tallied(device: &Device, shape: SlotShape, ranks: usize, (experts, bin_of): (
 }
 
 #[test]
-fn each_choice_knows_its_bin_and_those_before_it_and_each_slot_all_counts() {
-    let test = "kernels::expand::each_choice_knows_its_bin_and_those_before_it_and_each_slot_all_counts";
+fn choices_get_bin_and_position_and_slots_get_all_counts() {
+    let test = "kernels::expand::choices_get_bin_and_position_and_slots_get_all_counts";
     with_kernels(test, |device| {
         let mut random = Random(1);
         for (choices, bins, n_experts, ranks) in [
@@ -261,9 +261,8 @@ impl Counted {
 }
 
 #[test]
-fn rows_are_laid_out_by_bin_and_source_and_those_behind_the_budget_find_no_room() {
-    let test =
-        "kernels::expand::rows_are_laid_out_by_bin_and_source_and_those_behind_the_budget_find_no_room";
+fn rows_are_laid_out_by_bin_and_source_up_to_budget() {
+    let test = "kernels::expand::rows_are_laid_out_by_bin_and_source_up_to_budget";
     with_kernels(test, |device| {
         let mut random = Random(2);
         for (bins_of_ranks, most, align) in [
@@ -310,8 +309,8 @@ fn rows_are_laid_out_by_bin_and_source_and_those_behind_the_budget_find_no_room(
 }
 
 #[test]
-fn first_rank_that_is_over_its_budget_is_named_and_an_earlier_fault_stays() {
-    let test = "kernels::expand::first_rank_that_is_over_its_budget_is_named_and_an_earlier_fault_stays";
+fn first_rank_over_budget_is_named_unless_earlier_fault_stands() {
+    let test = "kernels::expand::first_rank_over_budget_is_named_unless_earlier_fault_stands";
     with_kernels(test, |device| {
         let counted = |status| Counted {
             starts: vec![0, 1, 2, 3],
@@ -460,8 +459,8 @@ impl Came {
 }
 
 #[test]
-fn each_row_has_its_source_and_each_choice_its_row_if_it_has_room() {
-    let test = "kernels::expand::each_row_has_its_source_and_each_choice_its_row_if_it_has_room";
+fn each_row_has_its_source_and_each_choice_that_fits_its_row() {
+    let test = "kernels::expand::each_row_has_its_source_and_each_choice_that_fits_its_row";
     with_kernels(test, |device| {
         let mut random = Random(3);
         for (sources, own, max_tokens, top_k, bins, align) in [

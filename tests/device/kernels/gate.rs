@@ -27,14 +27,14 @@ fn gates() -> Vec<GateConfig> {
         preset(Preset::Olmoe, 33, 33),
         preset(Preset::DeepseekV3, 256, 8),
         preset(Preset::DeepseekV3, 1024, 8),
-        base.clone().with_select(groups(4, 2, GroupScore::Best)).with_normalise(Normalize::AfterDrop(more)),
+        base.clone().with_select(groups(4, 2, GroupScore::Best)).with_normalize(Normalize::AfterDrop(more)),
         base.clone().with_select(groups(1, 1, GroupScore::SumOfBest(3))).with_scaling(0.3),
         base.clone().with_select(groups(6, 3, GroupScore::SumOfBest(4))).with_score(ScoreFunction::Sigmoid),
         base.clone()
             .with_select(groups(3, 2, GroupScore::SumOfBest(2)))
             .with_score(ScoreFunction::SoftmaxOfChosen)
-            .with_normalise(Normalize::BeforeDrop(least)),
-        base.with_score(ScoreFunction::Sigmoid).with_normalise(Normalize::BeforeDrop(least)).with_top_k(1),
+            .with_normalize(Normalize::BeforeDrop(least)),
+        base.with_score(ScoreFunction::Sigmoid).with_normalize(Normalize::BeforeDrop(least)).with_top_k(1),
     ]
 }
 

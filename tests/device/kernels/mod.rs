@@ -1,7 +1,7 @@
-//! The kernels of `cuda/`, built for the CPU and launched through the stand-in driver: bit for bit
+//! The kernels of `cuda/`, built for the CPU and launched through the fake driver: bit for bit
 //! what plain references and the loops of the room `rows` give.
 //!
-//! A process of its own for each test: the stand-in loads one library of kernels.
+//! A process of its own for each test: the fake driver loads one library of kernels.
 #![allow(unsafe_code, reason = "kernels are unsafe to launch by contract")]
 
 mod buffer;
@@ -58,9 +58,9 @@ fn with_kernels(test: &str, body: impl Fn(&Device)) {
 /// The same, once for each list of variables.
 fn with_kernels_each(test: &str, runs: &[Settings<'_>], body: impl Fn(&Device)) {
     each_with_kernels(test, runs, || {
-        let library = stand_in_cuda::install().unwrap().join("libcuda.so.1");
+        let library = fake_cuda::install().unwrap().join("libcuda.so.1");
         let driver = Driver::load(Some(&library)).unwrap();
-        assert!(driver.is_stand_in(), "tests run without a GPU");
+        assert!(driver.is_fake(), "tests run without a GPU");
         let context = driver.context(0).unwrap();
         let kernels = Kernels::load(&context).unwrap();
         for limit in [None, Some(1)] {

@@ -120,18 +120,15 @@ fn every_byte_of_every_slot_is_that_of_the_reference() {
 }
 
 #[test]
-fn dropped_choices_one_rank_for_all_and_one_expert_twice_are_ordinary() {
-    with_kernels(
-        "kernels::pack::dropped_choices_one_rank_for_all_and_one_expert_twice_are_ordinary",
-        |device| {
-            let shape = SlotShape::new(20, 4, 64).unwrap();
-            for experts in [[-1; 4], [0, 1, 2, 3], [5, 5, -1, 5], [7, 0, 7, 0]] {
-                let mut input = Input::any(&mut Random(2), shape, (8, 2), 1, 20);
-                input.experts = experts.repeat(20);
-                check(device, &input);
-            }
-        },
-    );
+fn pack_takes_dropped_choices_single_rank_and_repeated_expert() {
+    with_kernels("kernels::pack::pack_takes_dropped_choices_single_rank_and_repeated_expert", |device| {
+        let shape = SlotShape::new(20, 4, 64).unwrap();
+        for experts in [[-1; 4], [0, 1, 2, 3], [5, 5, -1, 5], [7, 0, 7, 0]] {
+            let mut input = Input::any(&mut Random(2), shape, (8, 2), 1, 20);
+            input.experts = experts.repeat(20);
+            check(device, &input);
+        }
+    });
 }
 
 #[test]
@@ -184,8 +181,8 @@ fn records_are_those_that_the_loops_of_the_host_make_to_the_bit() {
 }
 
 #[test]
-fn every_bf16_has_the_code_of_the_hosts_loops_beside_every_scale() {
-    with_kernels("kernels::pack::every_bf16_has_the_code_of_the_hosts_loops_beside_every_scale", |device| {
+fn every_bf16_gets_fp8_code_of_host_loops_at_every_scale() {
+    with_kernels("kernels::pack::every_bf16_gets_fp8_code_of_host_loops_at_every_scale", |device| {
         // A row for each exponent of the largest value: itself, then 127 others that no larger one
         // hides.
         let (hidden, record) = (128, Fp8RowShape::new(128));
@@ -210,44 +207,38 @@ fn every_bf16_has_the_code_of_the_hosts_loops_beside_every_scale() {
 }
 
 #[test]
-fn an_expert_that_does_not_exist_is_reported_with_its_token_and_counts_as_dropped() {
-    with_kernels(
-        "kernels::pack::an_expert_that_does_not_exist_is_reported_with_its_token_and_counts_as_dropped",
-        |device| {
-            let shape = SlotShape::new(300, 2, 32).unwrap();
-            for bad in [8, -2, i32::MAX, i32::MIN] {
-                let mut input = Input::any(&mut Random(4), shape, (8, 4), 0, 300);
-                (input.experts[2 * 290], input.experts[2 * 271 + 1]) = (bad, bad);
-                let packed = pack(device, &input, 6);
-                assert_eq!(packed.status, Some(KernelFault::ExpertOutOfRange { token: 271 }), "{bad}");
-                for rank in 0..4 {
-                    assert!(packed.slots[rank as usize] == input.slot(rank, DIGEST, 7), "{bad}");
-                }
-                assert_eq!(packed.places, input.places());
+fn pack_reports_token_of_unknown_expert_and_drops_choice() {
+    with_kernels("kernels::pack::pack_reports_token_of_unknown_expert_and_drops_choice", |device| {
+        let shape = SlotShape::new(300, 2, 32).unwrap();
+        for bad in [8, -2, i32::MAX, i32::MIN] {
+            let mut input = Input::any(&mut Random(4), shape, (8, 4), 0, 300);
+            (input.experts[2 * 290], input.experts[2 * 271 + 1]) = (bad, bad);
+            let packed = pack(device, &input, 6);
+            assert_eq!(packed.status, Some(KernelFault::ExpertOutOfRange { token: 271 }), "{bad}");
+            for rank in 0..4 {
+                assert!(packed.slots[rank as usize] == input.slot(rank, DIGEST, 7), "{bad}");
             }
-        },
-    );
+            assert_eq!(packed.places, input.places());
+        }
+    });
 }
 
 #[test]
-fn a_map_that_names_no_rank_is_reported_with_the_first_token_and_counts_as_dropped() {
-    with_kernels(
-        "kernels::pack::a_map_that_names_no_rank_is_reported_with_the_first_token_and_counts_as_dropped",
-        |device| {
-            let shape = SlotShape::new(30, 2, 32).unwrap();
-            for rank in [4, -1, i32::MAX, i32::MIN] {
-                let mut input = Input::any(&mut Random(6), shape, (8, 4), 0, 30);
-                input.misplaced = Some((5, rank));
-                let token = input.experts.iter().position(|&expert| expert == 5).unwrap() as u32 / 2;
-                let packed = pack(device, &input, 6);
-                assert_eq!(packed.status, Some(KernelFault::RankOutOfRange { token }), "{rank}");
-                for rank in 0..4 {
-                    assert!(packed.slots[rank as usize] == input.slot(rank, DIGEST, 7), "{rank}");
-                }
-                assert_eq!(packed.places, input.places());
+fn pack_reports_first_token_of_map_to_no_rank_and_drops_it() {
+    with_kernels("kernels::pack::pack_reports_first_token_of_map_to_no_rank_and_drops_it", |device| {
+        let shape = SlotShape::new(30, 2, 32).unwrap();
+        for rank in [4, -1, i32::MAX, i32::MIN] {
+            let mut input = Input::any(&mut Random(6), shape, (8, 4), 0, 30);
+            input.misplaced = Some((5, rank));
+            let token = input.experts.iter().position(|&expert| expert == 5).unwrap() as u32 / 2;
+            let packed = pack(device, &input, 6);
+            assert_eq!(packed.status, Some(KernelFault::RankOutOfRange { token }), "{rank}");
+            for rank in 0..4 {
+                assert!(packed.slots[rank as usize] == input.slot(rank, DIGEST, 7), "{rank}");
             }
-        },
-    );
+            assert_eq!(packed.places, input.places());
+        }
+    });
 }
 
 #[test]
@@ -264,8 +255,8 @@ fn choices_of_a_masked_expert_are_dropped_and_marked() {
 }
 
 #[test]
-fn operands_that_are_too_small_or_misaligned_are_refused_by_name() {
-    with_kernels("kernels::pack::operands_that_are_too_small_or_misaligned_are_refused_by_name", |device| {
+fn pack_operands_too_small_or_misaligned_are_refused_by_name() {
+    with_kernels("kernels::pack::pack_operands_too_small_or_misaligned_are_refused_by_name", |device| {
         let Device { context, stream, kernels } = device;
         let shape = SlotShape::new(4, 2, 32).unwrap();
         let memory = Buffer::new(context, 4096);

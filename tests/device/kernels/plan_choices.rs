@@ -14,8 +14,8 @@ const SEED: u64 = 0x9e1a_77d3;
 const SIZES: [(u32, u32); 6] = [(1, 1), (2, 3), (40, 8), (257, 2), (1100, 4), (33, 40)];
 
 #[test]
-fn a_plan_by_the_device_is_that_of_the_host_until_own_rows_have_landed() {
-    let test = "kernels::plan_choices::a_plan_by_the_device_is_that_of_the_host_until_own_rows_have_landed";
+fn device_plan_equals_host_plan_until_own_rows_have_landed() {
+    let test = "kernels::plan_choices::device_plan_equals_host_plan_until_own_rows_have_landed";
     with_kernels(test, |device| {
         println!("seed {SEED:#x}");
         let mut random = Random(SEED);

@@ -116,8 +116,8 @@ fn records_in_runs_go_to_their_places_and_no_byte_else_changes() {
 }
 
 #[test]
-fn an_index_without_a_row_is_reported_and_gives_a_record_of_zeros() {
-    let test = "kernels::records::an_index_without_a_row_is_reported_and_gives_a_record_of_zeros";
+fn index_without_row_is_reported_and_yields_record_of_zeros() {
+    let test = "kernels::records::index_without_row_is_reported_and_yields_record_of_zeros";
     with_kernels(test, |device| {
         let (shape, from) = ((Arithmetic::Bf16, 16), [0x3f; 4 * 32]);
         for bad in [4, -2, i32::MAX, i32::MIN] {

@@ -43,43 +43,40 @@ fn of_rows(home: &Home, loops: RowKernels, wire: PartialDtype) -> Vec<u8> {
 }
 
 #[test]
-fn sums_are_those_of_the_reference_and_of_the_hosts_loops_to_the_bit() {
-    with_kernels(
-        "kernels::sum::sums_are_those_of_the_reference_and_of_the_hosts_loops_to_the_bit",
-        |device| {
-            let mut random = Random(1);
-            // (max_tokens, tokens, top_k, experts, ranks, columns)
-            for (max_tokens, tokens, top_k, experts, ranks, columns) in [
-                (1, 1, 1, 1, 1, 8),
-                (9, 9, 8, 4, 4, 16),
-                (7, 5, 3, 7, 3, 2056),
-                (40, 33, 8, 16, 8, 4104),
-                (30, 30, 40, 80, 40, 64),
-                (70, 70, 4, 65, 65, 8),
-                (4, 0, 2, 4, 2, 8),
-            ] {
-                for types in TYPES {
-                    let shape = SlotShape::new(max_tokens, top_k, 16).unwrap();
-                    let input = Input::any(&mut random, shape, (experts, ranks), 0, tokens);
-                    let home = home(&mut random, &input, columns, types);
-                    let what = format!("{types:?}, {tokens} tokens of {ranks} ranks, {columns} columns");
-                    home.check(&device.bench()).unwrap_or_else(|error| panic!("{what}: {error}"));
-                    let expected = home.reference().unwrap();
-                    for simd in Simd::available() {
-                        for wire in PartialDtype::ALL {
-                            let partials = types.0 != types.1 && wire != PartialDtype::F32;
-                            if wire.carries(types.1) && !partials {
-                                assert!(
-                                    expected == of_rows(&home, RowKernels::new(simd), wire),
-                                    "{what}, {simd:?}, {wire}"
-                                );
-                            }
+fn slot_sums_have_bits_of_reference_and_host_loops() {
+    with_kernels("kernels::sum::slot_sums_have_bits_of_reference_and_host_loops", |device| {
+        let mut random = Random(1);
+        // (max_tokens, tokens, top_k, experts, ranks, columns)
+        for (max_tokens, tokens, top_k, experts, ranks, columns) in [
+            (1, 1, 1, 1, 1, 8),
+            (9, 9, 8, 4, 4, 16),
+            (7, 5, 3, 7, 3, 2056),
+            (40, 33, 8, 16, 8, 4104),
+            (30, 30, 40, 80, 40, 64),
+            (70, 70, 4, 65, 65, 8),
+            (4, 0, 2, 4, 2, 8),
+        ] {
+            for types in TYPES {
+                let shape = SlotShape::new(max_tokens, top_k, 16).unwrap();
+                let input = Input::any(&mut random, shape, (experts, ranks), 0, tokens);
+                let home = home(&mut random, &input, columns, types);
+                let what = format!("{types:?}, {tokens} tokens of {ranks} ranks, {columns} columns");
+                home.check(&device.bench()).unwrap_or_else(|error| panic!("{what}: {error}"));
+                let expected = home.reference().unwrap();
+                for simd in Simd::available() {
+                    for wire in PartialDtype::ALL {
+                        let partials = types.0 != types.1 && wire != PartialDtype::F32;
+                        if wire.carries(types.1) && !partials {
+                            assert!(
+                                expected == of_rows(&home, RowKernels::new(simd), wire),
+                                "{what}, {simd:?}, {wire}"
+                            );
                         }
                     }
                 }
             }
-        },
-    );
+        }
+    });
 }
 
 #[test]
@@ -120,8 +117,8 @@ fn a_status_that_is_set_gives_zeros_and_stays() {
 }
 
 #[test]
-fn a_place_outside_of_its_slot_gives_its_token_zeros_and_a_status() {
-    with_kernels("kernels::sum::a_place_outside_of_its_slot_gives_its_token_zeros_and_a_status", |device| {
+fn place_outside_slot_yields_zeros_for_its_token_and_status() {
+    with_kernels("kernels::sum::place_outside_slot_yields_zeros_for_its_token_and_status", |device| {
         let good = believable();
         let row_bytes = 64;
         for place in [6, i32::MAX, -2] {
@@ -136,55 +133,52 @@ fn a_place_outside_of_its_slot_gives_its_token_zeros_and_a_status() {
 }
 
 #[test]
-fn types_that_no_kernel_sums_and_memory_that_is_too_small_are_refused() {
-    with_kernels(
-        "kernels::sum::types_that_no_kernel_sums_and_memory_that_is_too_small_are_refused",
-        |device| {
-            let Device { context, stream, kernels } = device;
-            let shape = SlotShape::new(4, 2, 32).unwrap();
-            let (memory, table) = (Buffer::new(context, 4096), Buffer::new(context, 16));
-            let homes = |len| {
-                Addresses::new(stream, table.range(), &[memory.part(0, len), memory.part(64, len)]).unwrap()
+fn sum_refuses_types_without_kernel_and_memory_too_small() {
+    with_kernels("kernels::sum::sum_refuses_types_without_kernel_and_memory_too_small", |device| {
+        let Device { context, stream, kernels } = device;
+        let shape = SlotShape::new(4, 2, 32).unwrap();
+        let (memory, table) = (Buffer::new(context, 4096), Buffer::new(context, 16));
+        let homes = |len| {
+            Addresses::new(stream, table.range(), &[memory.part(0, len), memory.part(64, len)]).unwrap()
+        };
+        let (large, small) = (homes(64), homes(63));
+        let good = SumArgs {
+            shape,
+            tokens: 4,
+            columns: 8,
+            rows: Dtype::Bf16,
+            dtype: Dtype::Bf16,
+            homes: &large,
+            places: memory.part(256, 32),
+            status: memory.range().word(296).unwrap(),
+            marks: None,
+            out: memory.part(2048, 64),
+        };
+        for (rows, out) in
+            [(Dtype::Bf16, Dtype::F32), (Dtype::F16, Dtype::Bf16), (Dtype::Bytes, Dtype::Bytes)]
+        {
+            let refused = kernels.sum(stream, &SumArgs { rows, dtype: out, ..good });
+            assert_eq!(refused, Err(DeviceError::NoSum { rows, out }));
+        }
+        for (sum, what, given, needed) in [
+            (SumArgs { homes: &small, ..good }, "homes", 63, 64),
+            (SumArgs { places: memory.part(256, 31), ..good }, "places", 31, 32),
+            (SumArgs { out: memory.part(2048, 63), ..good }, "out", 63, 64),
+        ] {
+            let expected = DeviceError::TooSmall { kernel: "sum", what, given, needed };
+            assert_eq!(kernels.sum(stream, &sum), Err(expected));
+        }
+        for (sum, what) in [
+            (SumArgs { tokens: 5, ..good }, "tokens"),
+            (SumArgs { columns: 9, ..good }, "columns"),
+            (SumArgs { columns: 0, ..good }, "columns"),
+        ] {
+            let Err(DeviceError::Shape { what: said, .. }) = kernels.sum(stream, &sum) else {
+                panic!("{what}")
             };
-            let (large, small) = (homes(64), homes(63));
-            let good = SumArgs {
-                shape,
-                tokens: 4,
-                columns: 8,
-                rows: Dtype::Bf16,
-                dtype: Dtype::Bf16,
-                homes: &large,
-                places: memory.part(256, 32),
-                status: memory.range().word(296).unwrap(),
-                marks: None,
-                out: memory.part(2048, 64),
-            };
-            for (rows, out) in
-                [(Dtype::Bf16, Dtype::F32), (Dtype::F16, Dtype::Bf16), (Dtype::Bytes, Dtype::Bytes)]
-            {
-                let refused = kernels.sum(stream, &SumArgs { rows, dtype: out, ..good });
-                assert_eq!(refused, Err(DeviceError::NoSum { rows, out }));
-            }
-            for (sum, what, given, needed) in [
-                (SumArgs { homes: &small, ..good }, "homes", 63, 64),
-                (SumArgs { places: memory.part(256, 31), ..good }, "places", 31, 32),
-                (SumArgs { out: memory.part(2048, 63), ..good }, "out", 63, 64),
-            ] {
-                let expected = DeviceError::TooSmall { kernel: "sum", what, given, needed };
-                assert_eq!(kernels.sum(stream, &sum), Err(expected));
-            }
-            for (sum, what) in [
-                (SumArgs { tokens: 5, ..good }, "tokens"),
-                (SumArgs { columns: 9, ..good }, "columns"),
-                (SumArgs { columns: 0, ..good }, "columns"),
-            ] {
-                let Err(DeviceError::Shape { what: said, .. }) = kernels.sum(stream, &sum) else {
-                    panic!("{what}")
-                };
-                assert_eq!(said, what);
-            }
-            stream.synchronize().unwrap();
-            assert!(memory.content().iter().all(|&byte| byte == POISON), "nothing was launched");
-        },
-    );
+            assert_eq!(said, what);
+        }
+        stream.synchronize().unwrap();
+        assert!(memory.content().iter().all(|&byte| byte == POISON), "nothing was launched");
+    });
 }

@@ -152,42 +152,39 @@ impl Choices {
 }
 
 #[test]
-fn sums_of_all_orders_are_those_of_the_reference_and_of_the_hosts_loops_to_the_bit() {
-    with_kernels(
-        "kernels::sum_choices::sums_of_all_orders_are_those_of_the_reference_and_of_the_hosts_loops_to_the_bit",
-        |device| {
-            let mut random = Random(1);
-            for (shape, experts) in
-                [((1, 1, 8), 1), ((40, 8, 40), 16), ((3, 3, 4104), 200), ((5, 150, 16), 90), ((0, 2, 8), 4)]
-            {
-                let choices = Choices::any(&mut random, shape, experts);
-                for (dtype, wire) in [
-                    (Arithmetic::F32, PartialDtype::F32),
-                    (Arithmetic::F16, PartialDtype::F32),
-                    (Arithmetic::Bf16, PartialDtype::F32),
-                    (Arithmetic::Bf16, PartialDtype::Bf16),
-                ] {
-                    for (grouped, weighted) in [(false, false), (false, true), (true, false), (true, true)] {
-                        let mut choices = choices.of_type(&mut random, dtype, wire);
-                        choices.grouped = grouped;
-                        choices.weights =
-                            weighted.then(|| choices.index.iter().map(|_| any_f32(&mut random)).collect());
-                        let (seen, status) = choices.sum(device);
-                        let what =
-                            format!("{shape:?}, {dtype:?} by {wire}, grouped {grouped}, weighted {weighted}");
-                        assert_eq!(status, None, "{what}");
-                        assert!(seen == choices.reference(), "{what}");
-                    }
+fn choice_sums_in_all_orders_match_reference_and_host_bits() {
+    with_kernels("kernels::sum_choices::choice_sums_in_all_orders_match_reference_and_host_bits", |device| {
+        let mut random = Random(1);
+        for (shape, experts) in
+            [((1, 1, 8), 1), ((40, 8, 40), 16), ((3, 3, 4104), 200), ((5, 150, 16), 90), ((0, 2, 8), 4)]
+        {
+            let choices = Choices::any(&mut random, shape, experts);
+            for (dtype, wire) in [
+                (Arithmetic::F32, PartialDtype::F32),
+                (Arithmetic::F16, PartialDtype::F32),
+                (Arithmetic::Bf16, PartialDtype::F32),
+                (Arithmetic::Bf16, PartialDtype::Bf16),
+            ] {
+                for (grouped, weighted) in [(false, false), (false, true), (true, false), (true, true)] {
+                    let mut choices = choices.of_type(&mut random, dtype, wire);
+                    choices.grouped = grouped;
+                    choices.weights =
+                        weighted.then(|| choices.index.iter().map(|_| any_f32(&mut random)).collect());
+                    let (seen, status) = choices.sum(device);
+                    let what =
+                        format!("{shape:?}, {dtype:?} by {wire}, grouped {grouped}, weighted {weighted}");
+                    assert_eq!(status, None, "{what}");
+                    assert!(seen == choices.reference(), "{what}");
                 }
             }
-        },
-    );
+        }
+    });
 }
 
 #[test]
-fn what_names_no_row_or_expert_gives_its_token_zeros_and_a_status() {
+fn choice_without_row_or_expert_yields_zero_token_and_status() {
     with_kernels(
-        "kernels::sum_choices::what_names_no_row_or_expert_gives_its_token_zeros_and_a_status",
+        "kernels::sum_choices::choice_without_row_or_expert_yields_zero_token_and_status",
         |device| {
             let mut random = Random(5);
             let mut good = Choices::any(&mut random, (4, 3, 8), 6).of_type(

@@ -7,8 +7,8 @@ use sidelane_testkit::device::kernels::copies;
 use super::with_kernels;
 
 #[test]
-fn pack_regroup_and_sum_write_the_same_bits_with_any_number_of_blocks() {
-    let test = "kernels::work::pack_regroup_and_sum_write_the_same_bits_with_any_number_of_blocks";
+fn pack_regroup_and_sum_bits_are_same_for_any_block_count() {
+    let test = "kernels::work::pack_regroup_and_sum_bits_are_same_for_any_block_count";
     with_kernels(test, |device| {
         let gpu = device.bench().gpu;
         SlotWork::new(&gpu).unwrap().equal(&gpu, &[None, Some(4), Some(2)]).unwrap();

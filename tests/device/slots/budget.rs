@@ -13,7 +13,7 @@ use sidelane::plan::{ExpertMap, Overflow, ReceiveMode, SumOrder};
 use sidelane::topology::Route;
 use sidelane::{Dtype, Element, Error, World};
 
-use super::on_stand_in;
+use super::on_fake_driver;
 use crate::enqueued::blocks::with_each_limit;
 use crate::enqueued::rank::{Case, Input, Rank, call, target};
 use crate::support::layer::bits;
@@ -71,7 +71,7 @@ where
     let expected = on_host(rank, input);
     let tensors = rank.put(input);
     let (x, choices) = call::<E>(&tensors);
-    let (rows, handle) = rank.planned.start_dispatch(x, choices).unwrap().unfinished().unwrap();
+    let (rows, handle) = rank.planned.start_dispatch(x, choices).unwrap().finish_async().unwrap();
     let out = rank.out.part(tensors[0].len());
     match expected {
         Ok(expected) => {
@@ -145,7 +145,7 @@ where
 
 #[test]
 fn rows_and_sums_within_a_budget_are_those_of_the_host() {
-    on_stand_in("slots::budget::rows_and_sums_within_a_budget_are_those_of_the_host", || {
+    on_fake_driver("slots::budget::rows_and_sums_within_a_budget_are_those_of_the_host", || {
         let mixed = ExpertMap::from_slots(6, &[vec![5, 0], vec![1, 4, 3], vec![], vec![2, 3]]).unwrap();
         for (rows, overflow, align) in [
             (200, Overflow::Error, 1),
@@ -167,7 +167,7 @@ fn rows_and_sums_within_a_budget_are_those_of_the_host() {
 /// Kernels look at 1024 choices at a time, and these are more.
 #[test]
 fn rows_and_sums_of_many_choices_are_those_of_the_host() {
-    on_stand_in("slots::budget::rows_and_sums_of_many_choices_are_those_of_the_host", || {
+    on_fake_driver("slots::budget::rows_and_sums_of_many_choices_are_those_of_the_host", || {
         for (rows, overflow, align) in [(4900, Overflow::Error, 1), (900, Overflow::Drop, 8)] {
             let case = Case { max_tokens: 600, hidden: 8, align, ..Case::new(2, 6, 4) };
             on_each::<bf16>(&budget(rows, overflow, case), |rank, me| {
@@ -181,7 +181,7 @@ fn rows_and_sums_of_many_choices_are_those_of_the_host() {
 
 #[test]
 fn rows_and_sums_have_the_bits_of_the_host_with_any_limit() {
-    on_stand_in("slots::budget::rows_and_sums_have_the_bits_of_the_host_with_any_limit", || {
+    on_fake_driver("slots::budget::rows_and_sums_have_the_bits_of_the_host_with_any_limit", || {
         with_each_limit(|max_blocks| {
             for (rows, overflow) in [(400, Overflow::Error), (20, Overflow::Drop)] {
                 let case = Case { max_tokens: 40, align: 8, max_blocks, ..Case::new(4, 6, 3) };
@@ -193,7 +193,7 @@ fn rows_and_sums_have_the_bits_of_the_host_with_any_limit() {
 
 #[test]
 fn rows_and_sums_across_nodes_are_those_of_the_host() {
-    on_stand_in("slots::budget::rows_and_sums_across_nodes_are_those_of_the_host", || {
+    on_fake_driver("slots::budget::rows_and_sums_across_nodes_are_those_of_the_host", || {
         for (nodes, rows, overflow) in [
             (&[0, 0, 1, 1][..], 9, Overflow::Drop),
             (&[0, 1, 2, 0, 1], 30, Overflow::Drop),
@@ -205,8 +205,8 @@ fn rows_and_sums_across_nodes_are_those_of_the_host() {
 }
 
 #[test]
-fn refused_call_leaves_zeros_at_all_ranks_and_the_next_one_goes_well() {
-    on_stand_in("slots::budget::refused_call_leaves_zeros_at_all_ranks_and_the_next_one_goes_well", || {
+fn refused_budget_call_leaves_zeros_and_next_call_succeeds() {
+    on_fake_driver("slots::budget::refused_budget_call_leaves_zeros_and_next_call_succeeds", || {
         for nodes in [&[0, 0, 0][..], &[0, 1, 1]] {
             let case = budget(14, Overflow::Error, Case::across(nodes, 5, 3));
             on_each::<bf16>(&case, |rank, me| {
@@ -235,7 +235,7 @@ fn replayed(rank: &mut Rank<bf16>, inputs: &[Input<bf16>], masks: &[&[bool]]) {
     let mut kept = None;
     let graph = CudaGraph::capture(&stream, || {
         let (x, choices) = call::<bf16>(&tensors);
-        let (rows, handle) = rank.planned.start_dispatch(x, choices)?.unfinished()?;
+        let (rows, handle) = rank.planned.start_dispatch(x, choices)?.finish_async()?;
         let (y, landed) = (handle.output()?, rows.range()?);
         stream.copy(y.range()?.span(0, landed.len())?, landed.span(0, landed.len())?)?;
         rank.planned.combine_into(y, &handle, target::<bf16>(&out))?;
@@ -273,7 +273,7 @@ fn replayed(rank: &mut Rank<bf16>, inputs: &[Input<bf16>], masks: &[&[bool]]) {
 
 #[test]
 fn graph_of_a_whole_layer_is_replayed_with_other_tokens() {
-    on_stand_in("slots::budget::graph_of_a_whole_layer_is_replayed_with_other_tokens", || {
+    on_fake_driver("slots::budget::graph_of_a_whole_layer_is_replayed_with_other_tokens", || {
         for nodes in [&[0; 3][..], &[0, 0, 1, 1]] {
             for (rows, overflow) in [(160, Overflow::Error), (24, Overflow::Error), (9, Overflow::Drop)] {
                 let case = budget(rows, overflow, Case { align: 2, ..Case::across(nodes, 5, 3) });
@@ -293,7 +293,7 @@ fn graph_of_a_whole_layer_is_replayed_with_other_tokens() {
 
 #[test]
 fn graph_that_was_captured_goes_by_each_new_mask() {
-    on_stand_in("slots::budget::graph_that_was_captured_goes_by_each_new_mask", || {
+    on_fake_driver("slots::budget::graph_that_was_captured_goes_by_each_new_mask", || {
         for nodes in [[0; 3], [0, 0, 1]] {
             let map = ExpertMap::from_slots(4, &[vec![0, 1], vec![2, 0], vec![3, 1]]).unwrap();
             for (rows, overflow) in [(160, Overflow::Error), (6, Overflow::Drop)] {
@@ -318,7 +318,7 @@ fn graph_that_was_captured_goes_by_each_new_mask() {
 
 #[test]
 fn bad_input_of_one_rank_is_refused_on_all_ranks() {
-    on_stand_in("slots::budget::bad_input_of_one_rank_is_refused_on_all_ranks", || {
+    on_fake_driver("slots::budget::bad_input_of_one_rank_is_refused_on_all_ranks", || {
         for nodes in [[0; 3], [0, 0, 1]] {
             on_each::<bf16>(&budget(60, Overflow::Error, Case::across(&nodes, 6, 2)), |rank, me| {
                 let good: Input<bf16> = tokens(me, 5, 16, 2, 6);
@@ -343,7 +343,7 @@ fn refused(rank: &mut Rank<bf16>, (me, missing): (u64, bool), good: &Input<bf16>
     if bad && !missing {
         x = Tensor::device(&short, Dtype::Bf16);
     }
-    let started = rank.planned.start_dispatch(x, choices).and_then(|started| started.unfinished());
+    let started = rank.planned.start_dispatch(x, choices).and_then(|started| started.finish_async());
     let by_bad = KernelFault::Refused { rank: 1 };
     let expected = if bad && missing { KernelFault::ExpertOutOfRange { token: 1 } } else { by_bad };
     if let Ok((rows, handle)) = started {
@@ -369,7 +369,7 @@ fn refused(rank: &mut Rank<bf16>, (me, missing): (u64, bool), good: &Input<bf16>
 
 #[test]
 fn settings_that_graphs_cannot_hold_are_refused_by_name() {
-    on_stand_in("slots::budget::settings_that_graphs_cannot_hold_are_refused_by_name", || {
+    on_fake_driver("slots::budget::settings_that_graphs_cannot_hold_are_refused_by_name", || {
         let within = |case| budget(40, Overflow::Drop, case);
         let case = Case::new(2, 4, 2);
         let on_device = "constant-program";
@@ -400,7 +400,7 @@ fn settings_that_graphs_cannot_hold_are_refused_by_name() {
 
 #[test]
 fn a_report_names_the_kernels_of_a_budget() {
-    on_stand_in("slots::budget::a_report_names_the_kernels_of_a_budget", || {
+    on_fake_driver("slots::budget::a_report_names_the_kernels_of_a_budget", || {
         on_each::<bf16>(&budget(40, Overflow::Drop, Case::new(2, 4, 2)), |rank, me| {
             let tensors = rank.put(&tokens(me, 5, 16, 2, 4));
             let (x, choices) = call::<bf16>(&tensors);
@@ -410,7 +410,7 @@ fn a_report_names_the_kernels_of_a_budget() {
             assert_eq!(handle.report().unwrap().kernels, kernels);
             let out = rank.out.part(tensors[0].len());
             rank.planned.combine_into(handle.output().unwrap(), &handle, target::<bf16>(&out)).unwrap();
-            assert_eq!(handle.returned().unwrap().kernels, ["sum_choices_bf16_to_f32", "sum"]);
+            assert_eq!(handle.return_report().unwrap().kernels, ["sum_choices_bf16_to_f32", "sum"]);
             rank.planned.synchronize().unwrap();
         });
     });

@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
+use fake_cuda::FakeDriver;
 use sidelane::gate::Routing;
 use sidelane::plan::{ExpertMap, SlotHead, SumOrder};
-use stand_in_cuda::StandIn;
 
-use super::on_stand_in;
+use super::on_fake_driver;
 use super::rank::{Case, Rank, combine, content, dispatch, on_ranks, options, sums};
 use crate::rows_common::Random;
 
@@ -63,7 +63,7 @@ pub fn round(rank: &mut Rank, round: u64) {
 
 #[test]
 fn every_slot_and_every_sum_is_right_to_the_bit() {
-    on_stand_in("slots::calls::every_slot_and_every_sum_is_right_to_the_bit", || {
+    on_fake_driver("slots::calls::every_slot_and_every_sum_is_right_to_the_bit", || {
         for case in CASES {
             on_ranks(case.ranks, &options(), |world| {
                 let mut rank = Rank::new(case, world);
@@ -75,7 +75,7 @@ fn every_slot_and_every_sum_is_right_to_the_bit() {
 
 #[test]
 fn rebuilt_instance_is_right_to_the_bit_on_the_survivors_group() {
-    on_stand_in("slots::calls::rebuilt_instance_is_right_to_the_bit_on_the_survivors_group", || {
+    on_fake_driver("slots::calls::rebuilt_instance_is_right_to_the_bit_on_the_survivors_group", || {
         let case = Case { ranks: 3, experts: 6, top_k: 3, hidden: 16, max_tokens: 6 };
         on_ranks(case.ranks, &options(), |world| {
             let mut rank = Rank::new(case, world);
@@ -97,7 +97,7 @@ fn rebuilt_instance_is_right_to_the_bit_on_the_survivors_group() {
 
 #[test]
 fn rows_choices_and_sums_are_those_of_the_host() {
-    on_stand_in("slots::calls::rows_choices_and_sums_are_those_of_the_host", || {
+    on_fake_driver("slots::calls::rows_choices_and_sums_are_those_of_the_host", || {
         for case in CASES {
             on_ranks(case.ranks, &options(), |world| {
                 let mut rank = Rank::new(case, world);
@@ -113,7 +113,7 @@ fn rows_choices_and_sums_are_those_of_the_host() {
 
 #[test]
 fn sums_of_scattered_experts_are_those_of_the_host() {
-    on_stand_in("slots::calls::sums_of_scattered_experts_are_those_of_the_host", || {
+    on_fake_driver("slots::calls::sums_of_scattered_experts_are_those_of_the_host", || {
         let case = Case { ranks: 3, experts: 5, top_k: 3, hidden: 16, max_tokens: 6 };
         on_ranks(case.ranks, &options(), |world| {
             let map = ExpertMap::from_slots(5, &[vec![4, 0], vec![1, 3, 4], vec![2, 0]]).unwrap();
@@ -179,11 +179,11 @@ fn like_the_host(rank: &mut Rank, order: SumOrder, map: ExpertMap) {
 #[test]
 fn between_packed_and_landed_there_is_no_kernel() {
     let test = "slots::calls::between_packed_and_landed_there_is_no_kernel";
-    on_stand_in(test, || {
+    on_fake_driver(test, || {
         let case = CASES[3];
         on_ranks(case.ranks, &options(), |world| {
             let mut rank = Rank::new(case, world);
-            let counters = || StandIn::loaded().unwrap().counters();
+            let counters = || FakeDriver::loaded().unwrap().counters();
             let whole = |rank: &Rank| rank.group.gather(&[]).unwrap();
             let tensors = rank.tensors(&case.input(1, rank.me()));
             rank.stream.synchronize().unwrap();

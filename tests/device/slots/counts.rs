@@ -1,11 +1,11 @@
 //! Counts of the time model against those of what the fake driver carries out in fixed slots.
 
+use fake_cuda::FakeDriver;
 use sidelane::exec::EnqueueCounts;
 use sidelane::plan::SlotShape;
 use sidelane_model::time::{Timing, slots};
-use stand_in_cuda::StandIn;
 
-use super::on_stand_in;
+use super::on_fake_driver;
 use super::rank::{Case, Rank, combine, dispatch, experts_copy, on_ranks, options};
 
 /// Of all ranks: copies, their bytes and batches, words and kernels.
@@ -15,13 +15,13 @@ fn modeled(Timing { total, .. }: &Timing) -> [u64; 5] {
 
 /// The same, as the fake driver has counted it.
 fn seen() -> [u64; 5] {
-    let of = StandIn::loaded().unwrap().counters();
+    let of = FakeDriver::loaded().unwrap().counters();
     [of.copies, of.copied_bytes, of.copy_batches, of.memory_operations, of.kernels]
 }
 
 #[test]
 fn model_counts_what_the_driver_carries_out_in_slots() {
-    on_stand_in("slots::counts::model_counts_what_the_driver_carries_out_in_slots", || {
+    on_fake_driver("slots::counts::model_counts_what_the_driver_carries_out_in_slots", || {
         let case = Case { ranks: 4, experts: 8, top_k: 3, hidden: 16, max_tokens: 5 };
         let row_bytes = case.hidden as u64 * 2;
         let shape = SlotShape::new(case.max_tokens, case.top_k, row_bytes).unwrap();
@@ -46,7 +46,7 @@ fn model_counts_what_the_driver_carries_out_in_slots() {
             combine(&mut rank.ep, &handle, &tensors).unwrap();
             assert_eq!(differ([before, settled(&rank)]), modeled(&times[1]), "combine");
             for (report, timing) in
-                [handle.report().unwrap(), handle.returned().unwrap()].into_iter().zip(&times)
+                [handle.report().unwrap(), handle.return_report().unwrap()].into_iter().zip(&times)
             {
                 let EnqueueCounts { copies, batches, memory_operations, .. } = report.enqueued;
                 let Timing { max, .. } = timing;

@@ -7,7 +7,7 @@ use sidelane::bootstrap::{Timeouts, panic_in};
 use sidelane::error::{Cause, LaneError};
 use sidelane::{Error, Options, World};
 
-use super::on_stand_in;
+use super::on_fake_driver;
 use super::rank::{Case, Rank, Tensors, call, content, dispatch, on_nodes, on_ranks, options, until};
 use crate::support::failed;
 
@@ -40,7 +40,7 @@ pub fn cancelled(case: Case, culprit: u32, world: World) {
 
 #[test]
 fn cancelled_world_ends_stream_waits_and_every_sum_is_zero() {
-    on_stand_in("slots::faults::cancelled_world_ends_stream_waits_and_every_sum_is_zero", || {
+    on_fake_driver("slots::faults::cancelled_world_ends_stream_waits_and_every_sum_is_zero", || {
         on_ranks(CASE.ranks, &options(), |world| cancelled(CASE, 2, world));
     });
 }
@@ -74,7 +74,7 @@ pub fn silent(case: Case, culprit: u32, world: World, lane_to: impl Fn(u32) -> &
 
 #[test]
 fn a_silent_rank_is_named_by_the_deadline() {
-    on_stand_in("slots::faults::a_silent_rank_is_named_by_the_deadline", || {
+    on_fake_driver("slots::faults::a_silent_rank_is_named_by_the_deadline", || {
         on_ranks(CASE.ranks, &impatient(), |world| silent(CASE, 1, world, |_| "copy engine"));
     });
 }
@@ -117,21 +117,21 @@ fn in_two_orders(threads: bool) {
 
 #[test]
 fn calls_of_two_instances_in_two_orders_are_named_and_end() {
-    on_stand_in("slots::faults::calls_of_two_instances_in_two_orders_are_named_and_end", || {
+    on_fake_driver("slots::faults::calls_of_two_instances_in_two_orders_are_named_and_end", || {
         in_two_orders(false);
     });
 }
 
 #[test]
 fn calls_of_two_threads_in_two_orders_are_named_and_end() {
-    on_stand_in("slots::faults::calls_of_two_threads_in_two_orders_are_named_and_end", || {
+    on_fake_driver("slots::faults::calls_of_two_threads_in_two_orders_are_named_and_end", || {
         in_two_orders(true);
     });
 }
 
 #[test]
 fn streams_of_a_dropped_instance_are_released_too() {
-    on_stand_in("slots::faults::streams_of_a_dropped_instance_are_released_too", || {
+    on_fake_driver("slots::faults::streams_of_a_dropped_instance_are_released_too", || {
         on_ranks(CASE.ranks, &options(), |world| {
             let Rank { world, group, stream, mut ep, context, .. } = Rank::new(CASE, world);
             let tensors = Tensors::of(&context, CASE, &CASE.input(2, group.rank()));
@@ -151,7 +151,7 @@ fn streams_of_a_dropped_instance_are_released_too() {
 
 #[test]
 fn dropped_pending_calls_cancel_the_world() {
-    on_stand_in("slots::faults::dropped_pending_calls_cancel_the_world", || {
+    on_fake_driver("slots::faults::dropped_pending_calls_cancel_the_world", || {
         [false, true].into_iter().for_each(dropped);
     });
 }
@@ -184,7 +184,7 @@ fn dropped(in_combine: bool) {
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "threads obey orders to panic in builds with assertions alone")]
 fn dead_slots_thread_is_named_on_all_ranks_and_streams_go_on() {
-    on_stand_in("slots::faults::dead_slots_thread_is_named_on_all_ranks_and_streams_go_on", || {
+    on_fake_driver("slots::faults::dead_slots_thread_is_named_on_all_ranks_and_streams_go_on", || {
         on_nodes(&[0, 1, 1], &options(), |world| {
             let mut rank = Rank::new(CASE, world);
             let tensors = rank.tensors(&CASE.input(2, rank.me()));
@@ -206,7 +206,7 @@ fn dead_slots_thread_is_named_on_all_ranks_and_streams_go_on() {
 #[test]
 #[cfg_attr(not(debug_assertions), ignore = "threads obey orders to panic in builds with assertions alone")]
 fn streams_are_released_although_the_thread_that_does_it_dies() {
-    on_stand_in("slots::faults::streams_are_released_although_the_thread_that_does_it_dies", || {
+    on_fake_driver("slots::faults::streams_are_released_although_the_thread_that_does_it_dies", || {
         panic_in("sidelane-drain-1");
         on_ranks(CASE.ranks, &options(), |world| {
             let Rank { world, group, stream, mut ep, context, .. } = Rank::new(CASE, world);

@@ -4,7 +4,7 @@ use sidelane::device::{CudaGraph, PinnedMemory};
 
 use super::rank::{Case, Rank, content, on_ranks, options};
 use super::replays::replays;
-use super::{on_each, on_stand_in};
+use super::{on_each, on_fake_driver};
 
 #[test]
 fn a_graph_of_a_whole_layer_is_replayed_with_other_tokens() {
@@ -23,7 +23,7 @@ fn a_graph_of_a_whole_layer_is_replayed_with_other_tokens() {
 #[test]
 fn refused_capture_leaves_no_graph_and_a_usable_stream() {
     let case = Case { ranks: 1, experts: 1, top_k: 1, hidden: 8, max_tokens: 1 };
-    on_stand_in("slots::graphs::refused_capture_leaves_no_graph_and_a_usable_stream", || {
+    on_fake_driver("slots::graphs::refused_capture_leaves_no_graph_and_a_usable_stream", || {
         on_ranks(1, &options(), |world| {
             let rank = Rank::new(case, world);
             let refused = CudaGraph::capture(&rank.stream, || Ok(rank.stream.synchronize()?));

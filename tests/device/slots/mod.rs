@@ -1,7 +1,7 @@
-//! Instances on a device in fixed slots, against the stand-in driver with kernels that are built
+//! Instances on a device in fixed slots, against the fake driver with kernels that are built
 //! for the CPU: copies as late and as torn as CUDA's rules allow, fresh memory poisoned.
 //!
-//! A process of its own for each test: the stand-in reads its settings once.
+//! A process of its own for each test: the fake driver reads its settings once.
 #![allow(unsafe_code, reason = "a caller's streams and memory are unsafe to use by contract")]
 
 mod budget;
@@ -20,8 +20,8 @@ use crate::apart::each_with_kernels as on_each;
 use crate::kernels::world as packed;
 use crate::{devices, support};
 
-/// Runs the body in a process with the stand-in's usual settings, and with kernels. `test` is the
+/// Runs the body in a process with the fake's usual settings, and with kernels. `test` is the
 /// test's full name.
-fn on_stand_in(test: &str, body: impl FnOnce()) {
+fn on_fake_driver(test: &str, body: impl FnOnce()) {
     on_each(test, &[&[]], body);
 }

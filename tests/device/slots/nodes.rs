@@ -10,7 +10,7 @@ use sidelane::{Error, World};
 use super::faults::{cancelled, impatient, silent};
 use super::rank::{Case, Rank, Tensors, content, dispatch, on_nodes, options, until};
 use super::replays::replays;
-use super::{calls, on_each, on_stand_in};
+use super::{calls, on_each, on_fake_driver};
 use crate::support::cases;
 use crate::support::processes::{Outcome, run_ranks};
 
@@ -21,7 +21,7 @@ const WIDE: Case = Case { ranks: 8, experts: 20, top_k: 4, hidden: 16, max_token
 
 #[test]
 fn every_slot_and_every_sum_is_right_across_nodes() {
-    on_stand_in("slots::nodes::every_slot_and_every_sum_is_right_across_nodes", || {
+    on_fake_driver("slots::nodes::every_slot_and_every_sum_is_right_across_nodes", || {
         let three = Case { ranks: 3, experts: 7, top_k: 2, hidden: 40, max_tokens: 5 };
         for (case, nodes) in [(CASE, &TWO_AND_TWO[..]), (WIDE, &THREE_AND_FIVE), (three, &[0, 1, 0])] {
             on_nodes(nodes, &options(), |world| {
@@ -57,7 +57,7 @@ fn hundreds_of_rounds_hold_on_one_hardware_queue_and_on_eight() {
 
 #[test]
 fn a_graph_of_a_whole_layer_is_replayed_across_nodes() {
-    on_stand_in("slots::nodes::a_graph_of_a_whole_layer_is_replayed_across_nodes", || {
+    on_fake_driver("slots::nodes::a_graph_of_a_whole_layer_is_replayed_across_nodes", || {
         on_nodes(&TWO_AND_TWO, &options(), |world| replays(Rank::new(CASE, world)));
         on_nodes(&THREE_AND_FIVE, &options(), |world| replays(Rank::new(WIDE, world)));
     });
@@ -65,7 +65,7 @@ fn a_graph_of_a_whole_layer_is_replayed_across_nodes() {
 
 #[test]
 fn released_dispatch_returns_nothing_and_the_next_one_follows() {
-    on_stand_in("slots::nodes::released_dispatch_returns_nothing_and_the_next_one_follows", || {
+    on_fake_driver("slots::nodes::released_dispatch_returns_nothing_and_the_next_one_follows", || {
         on_nodes(&TWO_AND_TWO, &options(), |world| {
             let mut rank = Rank::new(CASE, world);
             for number in 0..10 {
@@ -80,7 +80,7 @@ fn released_dispatch_returns_nothing_and_the_next_one_follows() {
 
 #[test]
 fn a_silent_rank_of_another_node_is_named_by_the_deadline() {
-    on_stand_in("slots::nodes::a_silent_rank_of_another_node_is_named_by_the_deadline", || {
+    on_fake_driver("slots::nodes::a_silent_rank_of_another_node_is_named_by_the_deadline", || {
         on_nodes(&TWO_AND_TWO, &impatient(), |world| {
             silent(CASE, 3, world, |me| if me == 2 { "copy engine" } else { "loopback" });
         });
@@ -89,14 +89,14 @@ fn a_silent_rank_of_another_node_is_named_by_the_deadline() {
 
 #[test]
 fn a_cancelled_world_ends_the_waits_of_streams_on_all_nodes() {
-    on_stand_in("slots::nodes::a_cancelled_world_ends_the_waits_of_streams_on_all_nodes", || {
+    on_fake_driver("slots::nodes::a_cancelled_world_ends_the_waits_of_streams_on_all_nodes", || {
         on_nodes(&TWO_AND_TWO, &options(), |world| cancelled(CASE, 1, world));
     });
 }
 
 #[test]
 fn an_instance_may_go_before_its_last_call_is_done() {
-    on_stand_in("slots::nodes::an_instance_may_go_before_its_last_call_is_done", || {
+    on_fake_driver("slots::nodes::an_instance_may_go_before_its_last_call_is_done", || {
         on_nodes(&TWO_AND_TWO, &options(), |world| {
             let Rank { world, group, stream, mut ep, context, .. } = Rank::new(CASE, world);
             let input = CASE.input(3, group.rank());
@@ -113,7 +113,7 @@ fn an_instance_may_go_before_its_last_call_is_done() {
 
 #[test]
 fn kept_status_range_lets_the_proxy_of_a_dropped_instance_end() {
-    on_stand_in("slots::nodes::kept_status_range_lets_the_proxy_of_a_dropped_instance_end", || {
+    on_fake_driver("slots::nodes::kept_status_range_lets_the_proxy_of_a_dropped_instance_end", || {
         on_nodes(&TWO_AND_TWO, &options(), |world| {
             let Rank { group, stream, mut ep, context, .. } = Rank::new(CASE, world);
             let tensors = Tensors::of(&context, CASE, &CASE.input(3, group.rank()));
@@ -179,7 +179,7 @@ fn launched(sizes: &[u32], variables: &[(&str, &str)]) -> Outcome {
 
 #[test]
 fn processes_of_two_nodes_agree_for_hundreds_of_rounds() {
-    on_stand_in("slots::nodes::processes_of_two_nodes_agree_for_hundreds_of_rounds", || {
+    on_fake_driver("slots::nodes::processes_of_two_nodes_agree_for_hundreds_of_rounds", || {
         let wide: &[(&str, &str)] = &[("SIDELANE_TEST_WIDE", "1")];
         let shapes = [(&[2, 2][..], &[][..]), (&[3, 5], wide)];
         for ((sizes, variables), rounds) in cases(shapes.into_iter().zip(ROUNDS), 1) {
@@ -192,7 +192,7 @@ fn processes_of_two_nodes_agree_for_hundreds_of_rounds() {
 
 #[test]
 fn a_killed_rank_of_another_node_is_named_by_all_others() {
-    on_stand_in("slots::nodes::a_killed_rank_of_another_node_is_named_by_all_others", || {
+    on_fake_driver("slots::nodes::a_killed_rank_of_another_node_is_named_by_all_others", || {
         let job = launched(&[2, 2], &[("SIDELANE_TEST_VICTIM", "3")]);
         for rank in 0..3 {
             assert!(job.text.contains(&format!("rank {rank} knows that rank 3 is lost")), "{job:?}");

@@ -3,7 +3,7 @@
 
 use sidelane::World;
 
-use super::on_stand_in;
+use super::on_fake_driver;
 use super::rank::{Case, Rank};
 use crate::support::cases;
 use crate::support::processes::run_ranks;
@@ -29,7 +29,7 @@ fn a_rank_of_the_world_below() {
 #[test]
 fn processes_exchange_hundreds_of_rounds_to_the_bit() {
     let test = "slots::processes::processes_exchange_hundreds_of_rounds_to_the_bit";
-    on_stand_in(test, || {
+    on_fake_driver(test, || {
         let test = "slots::processes::a_rank_of_the_world_below";
         let job = run_ranks(&[CASE.ranks], test, &[]);
         let right = job.text.matches(&format!("{} rounds are right to the bit", rounds())).count();

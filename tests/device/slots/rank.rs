@@ -134,7 +134,7 @@ impl Rank {
             }
         }
         let handle = last.expect("a round at least");
-        [handle.report().unwrap(), handle.returned().unwrap()]
+        [handle.report().unwrap(), handle.return_report().unwrap()]
     }
 }
 

@@ -13,7 +13,7 @@ use super::rank::{
     Case, Rank, Tensors, call, combine, content, copied_back, dispatch, experts_copy, on_nodes, on_ranks,
     options,
 };
-use super::{on_each, on_stand_in};
+use super::{on_each, on_fake_driver};
 use crate::apart::Settings;
 
 const CASE: Case = Case { ranks: 2, experts: 4, top_k: 2, hidden: 16, max_tokens: 4 };
@@ -59,7 +59,7 @@ fn is_well_again(rank: &mut Rank, input: &Input, tensors: &Tensors) {
 
 #[test]
 fn bad_tensors_of_a_dispatch_are_refused_on_all_ranks() {
-    on_stand_in("slots::refusals::bad_tensors_of_a_dispatch_are_refused_on_all_ranks", || {
+    on_fake_driver("slots::refusals::bad_tensors_of_a_dispatch_are_refused_on_all_ranks", || {
         for nodes in [&[0, 0, 0][..], &[0, 0, 1]] {
             on_nodes(nodes, &options(), bad_tensors_of_a_dispatch);
         }
@@ -132,7 +132,7 @@ fn zeros(tensors: &Tensors) -> Vec<u8> {
 
 #[test]
 fn bad_tensors_of_a_combine_are_refused_on_all_ranks() {
-    on_stand_in("slots::refusals::bad_tensors_of_a_combine_are_refused_on_all_ranks", || {
+    on_fake_driver("slots::refusals::bad_tensors_of_a_combine_are_refused_on_all_ranks", || {
         for nodes in [&[0, 0, 0][..], &[0, 0, 1], &[0, 1, 2]] {
             on_nodes(nodes, &options(), bad_tensors_of_a_combine);
         }
@@ -188,7 +188,7 @@ fn bad_tensors_of_a_combine(world: World) {
 
 #[test]
 fn refusal_amid_a_capture_is_of_this_rank_alone() {
-    on_stand_in("slots::refusals::refusal_amid_a_capture_is_of_this_rank_alone", || {
+    on_fake_driver("slots::refusals::refusal_amid_a_capture_is_of_this_rank_alone", || {
         on_ranks(CASE.ranks, &options(), |world| {
             let (mut rank, input, tensors) = with_tokens(CASE, world);
             let (good, stream) = (tensors.ranges(), rank.stream.clone());
@@ -215,7 +215,7 @@ fn refusal_amid_a_capture_is_of_this_rank_alone() {
 
 #[test]
 fn bad_masks_are_refused_on_all_ranks_and_the_old_one_stays() {
-    on_stand_in("slots::refusals::bad_masks_are_refused_on_all_ranks_and_the_old_one_stays", || {
+    on_fake_driver("slots::refusals::bad_masks_are_refused_on_all_ranks_and_the_old_one_stays", || {
         on_ranks(CASE.ranks, &options(), |world| {
             let (mut rank, input, tensors) = with_tokens(CASE, world);
             let me = rank.me();
@@ -246,7 +246,7 @@ fn bad_masks_are_refused_on_all_ranks_and_the_old_one_stays() {
 
 #[test]
 fn stream_of_a_context_before_a_reset_is_refused() {
-    on_stand_in("slots::refusals::stream_of_a_context_before_a_reset_is_refused", || {
+    on_fake_driver("slots::refusals::stream_of_a_context_before_a_reset_is_refused", || {
         on_ranks(CASE.ranks, &options(), |world| {
             let device = world.rank();
             // To drop it would release the context of another, as its own is gone.
@@ -264,7 +264,7 @@ fn stream_of_a_context_before_a_reset_is_refused() {
 /// Releases the context of a device although somebody has it, as a reset does.
 fn end_context(device: u32) {
     type Release = unsafe extern "C" fn(i32) -> u32;
-    let library = stand_in_cuda::install().unwrap().join("libcuda.so.1");
+    let library = fake_cuda::install().unwrap().join("libcuda.so.1");
     // SAFETY: the driver's library, and a function of the driver with this type.
     let driver = unsafe { libloading::Library::new(library) }.unwrap();
     // SAFETY: as above.
@@ -275,7 +275,7 @@ fn end_context(device: u32) {
 
 #[test]
 fn calls_out_of_turn_are_refused_and_nothing_is_lost() {
-    on_stand_in("slots::refusals::calls_out_of_turn_are_refused_and_nothing_is_lost", || {
+    on_fake_driver("slots::refusals::calls_out_of_turn_are_refused_and_nothing_is_lost", || {
         on_ranks(CASE.ranks, &options(), |world| {
             let (mut rank, input, tensors) = with_tokens(CASE, world);
             let turn = |call, expected| Error::Call(CallError::OutOfTurn { call, expected });
@@ -302,7 +302,7 @@ fn calls_out_of_turn_are_refused_and_nothing_is_lost() {
 
 #[test]
 fn unusable_out_of_a_second_half_uses_the_rows_up() {
-    on_stand_in("slots::refusals::unusable_out_of_a_second_half_uses_the_rows_up", || {
+    on_fake_driver("slots::refusals::unusable_out_of_a_second_half_uses_the_rows_up", || {
         on_ranks(CASE.ranks, &options(), |world| {
             let (mut rank, input, tensors) = with_tokens(CASE, world);
             let short = tensors.out.range().part(0, 16).unwrap();
@@ -327,7 +327,7 @@ fn unusable_out_of_a_second_half_uses_the_rows_up() {
 
 #[test]
 fn outputs_elsewhere_are_copied_and_counted() {
-    on_stand_in("slots::refusals::outputs_elsewhere_are_copied_and_counted", || {
+    on_fake_driver("slots::refusals::outputs_elsewhere_are_copied_and_counted", || {
         on_ranks(CASE.ranks, &options(), |world| {
             let (mut rank, input, tensors) = with_tokens(CASE, world);
             let (rows, handle) = dispatch(&mut rank.ep, &tensors).unwrap();
@@ -361,7 +361,7 @@ fn mapped(context: &Arc<Context>, memory: &Arc<Allocation>, bytes: u64) -> Resul
 
 #[test]
 fn missing_expert_of_one_rank_is_refused_on_all_ranks_by_their_streams() {
-    on_stand_in(
+    on_fake_driver(
         "slots::refusals::missing_expert_of_one_rank_is_refused_on_all_ranks_by_their_streams",
         || {
             for nodes in [&[0, 0, 0][..], &[0, 0, 1]] {
@@ -398,7 +398,7 @@ fn missing_expert_of_one_rank_is_refused_on_all_ranks_by_their_streams() {
 
 #[test]
 fn differing_or_unusable_settings_are_refused_on_every_rank() {
-    on_stand_in("slots::refusals::differing_or_unusable_settings_are_refused_on_every_rank", || {
+    on_fake_driver("slots::refusals::differing_or_unusable_settings_are_refused_on_every_rank", || {
         on_ranks(2, &options(), |world| {
             let (group, stream) = (world.all().unwrap(), stream(world.rank()));
             let odd = |yes: u32, no: u32| if world.rank() == 1 { yes } else { no };
@@ -460,8 +460,8 @@ fn driver_too_old_for_flags_beside_mapped_memory_is_refused() {
 }
 
 #[test]
-fn what_one_rank_lacks_the_others_are_told() {
-    let test = "slots::refusals::what_one_rank_lacks_the_others_are_told";
+fn device_memory_that_one_rank_lacks_is_told_to_others() {
+    let test = "slots::refusals::device_memory_that_one_rank_lacks_is_told_to_others";
     on_each(test, &[&[("SIDELANE_FAKE_CUDA_MEMORY", "67108864")]], || {
         on_ranks(2, &options(), |world| {
             // A device is asked for what it has not, on one rank alone: the other one has nothing

@@ -1,18 +1,18 @@
-//! Many rounds that are enqueued without waiting for any of them: licences and words set back have
+//! Many rounds that are enqueued without waiting for any of them: releases and words set back have
 //! to hold by themselves.
 
 use std::sync::{Arc, Mutex};
 
+use fake_cuda::FakeDriver;
 use sidelane::device::{Priority, Stream, Version};
 use sidelane::ep::ExpertParallelBuilder;
 use sidelane::exec::EnqueueCounts;
 use sidelane::overlap::{CudaExecutor, Graph, NodeLabel, StreamId as Name, StreamPool};
-use stand_in_cuda::StandIn;
 
 use super::rank::{
     Case, Rank, call, combine, content, copied_back, dispatch, experts_copy, on_nodes, on_ranks, options,
 };
-use super::{on_each, on_stand_in};
+use super::{on_each, on_fake_driver};
 use crate::enqueued::blocks::with_each_limit;
 use crate::support::cases;
 
@@ -95,7 +95,7 @@ fn batch_within_one_device_needs_sms_before_cuda_13_1() {
             let EnqueueCounts { batches, copies, copies_by_sms, .. } = report.enqueued;
             assert_eq!((batches, copies, copies_by_sms), (1, 1, by_sms));
             rank.group.gather(&[]).unwrap();
-            let seen = StandIn::loaded().unwrap().counters().copies_by_sms;
+            let seen = FakeDriver::loaded().unwrap().counters().copies_by_sms;
             assert_eq!(seen, u64::from(case.ranks) * by_sms, "reports of all ranks");
             rank.group.gather(&[]).unwrap();
         });
@@ -105,7 +105,7 @@ fn batch_within_one_device_needs_sms_before_cuda_13_1() {
 #[test]
 fn limit_on_blocks_changes_no_bit_and_stands_in_reports() {
     let case = Case { ranks: 4, experts: 6, top_k: 3, hidden: 24, max_tokens: 40 };
-    on_stand_in("slots::rounds::limit_on_blocks_changes_no_bit_and_stands_in_reports", || {
+    on_fake_driver("slots::rounds::limit_on_blocks_changes_no_bit_and_stands_in_reports", || {
         with_each_limit(|max_blocks| {
             on_ranks(case.ranks, &options(), |world| {
                 let mut rank = Rank::new(case, world);
@@ -123,7 +123,7 @@ fn limit_on_blocks_changes_no_bit_and_stands_in_reports() {
 #[test]
 fn legacy_default_stream_takes_single_copies_and_reports_them() {
     let case = Case { ranks: 2, experts: 4, top_k: 2, hidden: 16, max_tokens: 3 };
-    on_stand_in("slots::rounds::legacy_default_stream_takes_single_copies_and_reports_them", || {
+    on_fake_driver("slots::rounds::legacy_default_stream_takes_single_copies_and_reports_them", || {
         on_ranks(case.ranks, &options(), |world| {
             let mut rank = Rank::new(case, world);
             // Both names that it has: null, and CU_STREAM_LEGACY.
@@ -149,7 +149,7 @@ fn legacy_default_stream_takes_single_copies_and_reports_them() {
 #[test]
 fn calls_are_nodes_of_a_graph_on_several_streams() {
     let case = Case { ranks: 3, experts: 6, top_k: 2, hidden: 16, max_tokens: 4 };
-    on_stand_in("slots::rounds::calls_are_nodes_of_a_graph_on_several_streams", || {
+    on_fake_driver("slots::rounds::calls_are_nodes_of_a_graph_on_several_streams", || {
         on_ranks(case.ranks, &options(), |world| {
             let mut rank = Rank::new(case, world);
             let pool = StreamPool::new(&rank.context, 1, 1, Priority::Highest).unwrap();

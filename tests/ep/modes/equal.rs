@@ -118,7 +118,7 @@ fn a_choice_without_room_is_as_good_as_not_made() {
 }
 
 #[test]
-fn in_the_order_of_experts_every_mode_node_map_and_route_gives_the_bits_of_one_node() {
+fn expert_order_has_one_node_bits_for_any_mode_nodes_and_route() {
     let replicated =
         ExpertMap::from_slots(7, &[vec![4, 0], vec![1, 6], vec![2, 4, 3], vec![0, 5], vec![6, 2]]).unwrap();
     let plain = Case::new(&[0; 5], &[9, 0, 21, 3, 6], 7, 4);

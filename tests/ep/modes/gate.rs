@@ -176,7 +176,7 @@ fn slots_cannot_follow_the_need() {
 }
 
 #[test]
-fn the_recorded_routing_is_dropped_by_policy_or_by_index_at_every_factor() {
+fn recorded_routing_drops_by_policy_or_index_at_every_factor() {
     const NODES: [u32; 8] = [0, 0, 0, 0, 1, 1, 1, 1];
     const TOKENS: u32 = 128;
     let recorded = Recorded::parse(RECORDED).unwrap();

@@ -47,7 +47,7 @@ fn hold(rounds: &[Expected<bf16>], options: &Options) {
 }
 
 #[test]
-fn sums_under_random_masks_are_those_of_the_choices_that_are_left() {
+fn sums_under_random_masks_cover_remaining_choices_only() {
     let mut rng = ChaCha8Rng::seed_from_u64(random_seed());
     let overflow = Overflow::Drop;
     for case in sample(groups(), 2) {

@@ -66,7 +66,7 @@ fn any_dropped(case: &Case) -> bool {
 }
 
 #[test]
-fn what_lies_beyond_a_budget_does_not_land_and_counts_as_not_chosen() {
+fn rows_beyond_budget_never_land_and_count_as_not_chosen() {
     let (mut dropping, mut plays) = (0, 0);
     for group in sample(groups(), 2) {
         let (mean, most) = loads(&group);

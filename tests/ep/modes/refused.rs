@@ -13,7 +13,7 @@ use crate::support::reference::Case;
 use crate::support::{on_ranks, tiny};
 
 #[test]
-fn a_call_over_budget_gets_the_same_error_everywhere_and_works_with_the_rows_required() {
+fn call_over_budget_fails_alike_and_works_with_required_rows() {
     for group in groups() {
         let (mean, most) = loads(&group);
         let budget = |rows| ReceiveMode::Budget { rows, overflow: Overflow::Error };

@@ -51,7 +51,7 @@ fn staged(case: &Case, rank: u32) -> u64 {
 }
 
 #[test]
-fn what_is_announced_is_what_can_come_and_what_is_kept_is_what_came() {
+fn pool_holds_rows_that_can_come_then_only_those_that_came() {
     for group in groups() {
         let (mean, most) = loads(&group);
         let overflow = Overflow::Drop;

@@ -59,7 +59,7 @@ fn every_rank_hears_what_differs_and_where() {
 }
 
 #[test]
-fn a_rank_with_unusable_settings_says_which_and_the_others_hear_of_it() {
+fn unusable_setting_is_named_on_its_rank_and_told_to_others() {
     let unusable: [Quirk; 10] = [
         (|b| b.coalesce_relays(true).route(Route::Pxn), "coalesce_relays"),
         (|b| b.coalesce_relays(true).layout(RowLayout::RankMajor).route(Route::Direct), "coalesce_relays"),
@@ -112,7 +112,7 @@ fn a_control_window_that_does_not_fit_is_told_alike_everywhere() {
 }
 
 #[test]
-fn a_window_that_does_not_fit_or_differs_is_told_alike_everywhere() {
+fn window_too_large_or_of_other_size_fails_alike_on_all_ranks() {
     everywhere(ROOMY, |rank| {
         let crowded = crowd(rank);
         let error = rank.group.window(SYMMETRIC / 2).unwrap_err();

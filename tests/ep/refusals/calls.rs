@@ -204,7 +204,7 @@ fn ended(rank: &Rank) -> Error {
 }
 
 #[test]
-fn a_dispatch_that_is_started_and_dropped_ends_the_world_for_all() {
+fn started_dispatch_that_is_dropped_ends_world_for_all() {
     everywhere(ROOMY, |rank| {
         let (mine, bad) = (rank.mine(), rank.is_bad());
         let routing = super::routing(&mine);

@@ -67,7 +67,7 @@ fn chunk_bytes(rows: u32, row_bytes: u64) -> u64 {
 }
 
 #[test]
-fn a_pool_can_be_filled_to_its_last_byte_and_what_is_more_is_told_alike_everywhere() {
+fn pool_fills_to_last_byte_and_excess_fails_alike_on_all_ranks() {
     const TOKENS: u32 = 400;
     for (nodes, route) in worlds() {
         let map = NodeMap::from_labels(&nodes);
@@ -93,7 +93,7 @@ fn a_pool_can_be_filled_to_its_last_byte_and_what_is_more_is_told_alike_everywhe
 }
 
 #[test]
-fn a_relay_without_room_for_what_it_hands_on_is_told_alike_everywhere() {
+fn relay_without_room_for_its_block_fails_alike_on_all_ranks() {
     // Rank 1 has tokens for the bad rank, which come by rank 0.
     const RELAY: u32 = 0;
     on_ranks(&NODES[1], &options(POOL), |world| {
@@ -135,7 +135,7 @@ fn cached_rows_that_do_not_fit_are_told_alike_everywhere() {
 }
 
 #[test]
-fn a_copy_for_combine_that_does_not_fit_is_told_alike_everywhere() {
+fn combine_copy_that_does_not_fit_fails_alike_on_all_ranks() {
     everywhere(POOL, |rank| {
         let mut ep = large(rank);
         let (x, routing) = incast(300);
@@ -236,7 +236,7 @@ fn weight_gradients_without_room_keep_the_output_of_the_combine() {
 }
 
 #[test]
-fn wrong_tensor_of_weight_gradients_keeps_the_output_of_the_combine() {
+fn wrong_weight_gradient_tensor_keeps_output_of_combine() {
     refused_weights_keep_the_output(false);
 }
 

@@ -6,7 +6,7 @@ use sidelane_core::plan::{Bins, Block, ExpertMap, RelayPlan, Segment, SumOrder};
 use sidelane_core::topology::NodeMap;
 
 #[test]
-fn text_is_a_recording_of_which_every_token_can_be_routed_or_is_refused() {
+fn fuzzed_text_is_fully_routable_recording_or_refused() {
     let lines = [
         r#"{"type": "meta", "model": "small", "num_experts": 8, "top_k": 2}"#,
         r#"{"token":0,"topk_ids":[7, 0],"topk_weights":[0.75, 0.25]}"#,

@@ -17,7 +17,7 @@ pub fn config(case: &Case) -> GateConfig {
     config.noise = Noise::None;
     if let Some(score) = case.score {
         let divided = matches!(score, Scored::Sigmoid | Scored::SqrtSoftplus) && !case.sinkhorn;
-        config.normalise =
+        config.normalize =
             if divided { Normalize::BeforeDrop(Divisor::SumPlus(1e-20)) } else { Normalize::Never };
         config.score = match score {
             Scored::Softmax => ScoreFunction::Softmax,
@@ -91,7 +91,7 @@ pub fn route<T>(case: &Case, read: impl FnOnce(&Decision) -> T) -> Result<T, Gat
         let sampler = config
             .clone()
             .with_score(ScoreFunction::SoftmaxOfChosen)
-            .with_normalise(Normalize::Never)
+            .with_normalize(Normalize::Never)
             .with_capacity(None);
         let mut gate = Gate::new(sampler)?;
         replay = Some(gate.route(&GateInput::new(&noisy).with_token_mask(used))?.choices().to_vec());

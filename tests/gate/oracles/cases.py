@@ -16,29 +16,29 @@ MEGATRON_KINDS = ("plain", "plain", "groups", "capacity", "capacity", "capacity"
 
 
 def recipe(case):
-    """The formula of a case: score, normalisation, rule of capacity, whether the order of choices
+    """The formula of a case: score, normalization, rule of capacity, whether the order of choices
     matters.
     """
     preset, k = case["preset"], case["top_k"]
-    every = {"score": "softmax", "normalise": "never", "rule": "ceil_f64", "ordered": False}
+    every = {"score": "softmax", "normalize": "never", "rule": "ceil_f64", "ordered": False}
     if preset in ("megatron", "deepseek_v3"):
         score = case.get("score", "sigmoid")
         divided = score in ("sigmoid", "sqrtsoftplus") and k > 1 and not case.get("sinkhorn")
-        return every | {"score": score, "normalise": "sum" if divided else "never"}
+        return every | {"score": score, "normalize": "sum" if divided else "never"}
     if preset in ("mixtral", "qwen3"):
         # A softmax of all, divided by the sum of the chosen, is the softmax of the chosen.
-        chosen = {"score": "softmax_of_chosen"} if preset == "mixtral" else {"normalise": "sum"}
+        chosen = {"score": "softmax_of_chosen"} if preset == "mixtral" else {"normalize": "sum"}
         return every | chosen
     if preset == "deepspeed_top1":
         return every | {"rule": "ceil_f32"}
     if preset in ("deepspeed_top2", "deepspeed_topk"):
-        return every | {"rule": "ceil_f32", "normalise": "sum_at_least_after_drop", "ordered": preset == "deepspeed_top2"}
+        return every | {"rule": "ceil_f32", "normalize": "sum_at_least_after_drop", "ordered": preset == "deepspeed_top2"}
     if preset == "gshard":
-        return every | {"rule": "trunc", "normalise": "sum", "divisor": 1e-9, "ordered": True}
+        return every | {"rule": "trunc", "normalize": "sum", "divisor": 1e-9, "ordered": True}
     if preset == "switch":
         return every | {"rule": "trunc"}
     if preset == "tutel":
-        return every | {"rule": "tutel", "normalise": "sum_at_least" if k > 1 else "never", "ordered": True}
+        return every | {"rule": "tutel", "normalize": "sum_at_least" if k > 1 else "never", "ordered": True}
     return every
 
 

@@ -106,7 +106,7 @@ impl Seen {
 
     /// Weights where both keep the same.
     fn compare_weights(&mut self, case: &Case, judge: &str, answer: &Answer, ours: &Decision) {
-        let after_drop = matches!(asked::config(case).normalise, Normalize::AfterDrop(_));
+        let after_drop = matches!(asked::config(case).normalize, Normalize::AfterDrop(_));
         for token in 0..case.tokens {
             let own = kept(row(case, token, ours.experts()), row(case, token, ours.weights()));
             let left: Vec<i32> =

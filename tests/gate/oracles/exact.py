@@ -14,7 +14,7 @@ EPS = float(np.finfo(np.float32).eps)
 
 
 def ulp(*values):
-    """Distance of neighbouring float32 at the largest of some magnitudes."""
+    """Distance of neighboring float32 at the largest of some magnitudes."""
     return np.spacing(np.max([np.abs(v).astype(np.float32) for v in values], axis=0)).astype(np.float64)
 
 
@@ -111,10 +111,10 @@ def weigh(chosen, recipe):
     if recipe["score"] == "softmax_of_chosen":
         return softmax(chosen)
     total = chosen.sum(axis=1, keepdims=True)
-    normalise = recipe["normalise"]
-    if normalise == "sum":
+    normalize = recipe["normalize"]
+    if normalize == "sum":
         return chosen / (total + recipe.get("divisor", 1e-20))
-    if normalise == "sum_at_least":
+    if normalize == "sum_at_least":
         return chosen / np.maximum(total, EPS)
     return chosen
 
@@ -233,7 +233,7 @@ def route(case, recipe):
             split = decide.reshape(part_ids.shape)
             near |= np.concatenate([near_a_drop(i, keep, rows, by) for i, by in zip(part_ids, split)])
     weights = np.where(slots >= 0, weights, 0.0)
-    if recipe["normalise"] == "sum_at_least_after_drop":
+    if recipe["normalize"] == "sum_at_least_after_drop":
         weights = weights / np.maximum(weights.sum(axis=1, keepdims=True), EPS)
     return answer | {
         "slots": slots,

@@ -69,7 +69,7 @@ fn a_whole_run_of_the_judges_is_answered_alike() {
 }
 
 #[test]
-fn capacities_are_those_of_both_systems_where_their_precisions_differ() {
+fn capacities_match_both_systems_where_precisions_differ() {
     let Head { capacities, .. } = golden().head;
     assert_eq!(capacities.len(), 360);
     let mut differ = 0;

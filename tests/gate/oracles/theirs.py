@@ -173,7 +173,7 @@ def deepspeed_gate(case, recipe):
     assert ((kept == ids) | (kept == -1)).all()
     (capacity,) = {int(each[1]) for each in made}
     if not own:
-        # Theirs are normalised after dropping, those of the others before.
+        # Theirs are normalized after dropping, those of the others before.
         weights = whole
     gates = torch.softmax(logits.reshape(-1, experts), dim=1).numpy()
     decide = exact.lots(case, ids) if room["keep"] == "random" else np.take_along_axis(gates, np.maximum(ids, 0), axis=1)

@@ -33,7 +33,7 @@ fn softmax_before_the_choice_leaves_weights_below_one() {
 }
 
 #[test]
-fn softmax_of_the_chosen_sums_to_one_and_equals_a_normalised_softmax() {
+fn softmax_of_the_chosen_sums_to_one_and_equals_a_normalized_softmax() {
     let logits = [ln(1.0), ln(4.0), ln(3.0), ln(2.0), ln(3.0), ln(1.0), ln(4.0), ln(5.0)];
     for preset in [Preset::Mixtral, Preset::Megatron, Preset::Qwen3] {
         let mut gate = Gate::new(preset.config(4, 2).unwrap()).unwrap();
@@ -55,7 +55,7 @@ fn megatron_top_1_is_a_softmax_of_all() {
 fn sigmoid_with_a_bias_chooses_by_the_sum_and_weighs_without_it() {
     let config = plain(4, 2)
         .with_score(ScoreFunction::Sigmoid)
-        .with_normalise(Normalize::BeforeDrop(Divisor::SumPlus(1e-20)));
+        .with_normalize(Normalize::BeforeDrop(Divisor::SumPlus(1e-20)));
     // Scores 0.75, 0.5, 0.25, 0.2.
     let logits = [ln(3.0), 0.0, ln(1.0 / 3.0), ln(0.25)];
     let mut gate = Gate::new(config.clone()).unwrap();
@@ -72,10 +72,10 @@ fn sigmoid_with_a_bias_chooses_by_the_sum_and_weighs_without_it() {
 }
 
 #[test]
-fn a_single_sigmoid_is_not_normalised_and_scaling_comes_last() {
+fn a_single_sigmoid_is_not_normalized_and_scaling_comes_last() {
     let config = plain(2, 1)
         .with_score(ScoreFunction::Sigmoid)
-        .with_normalise(Normalize::BeforeDrop(Divisor::SumPlus(1e-20)))
+        .with_normalize(Normalize::BeforeDrop(Divisor::SumPlus(1e-20)))
         .with_scaling(2.0);
     let decision = Gate::new(config).unwrap().route(&GateInput::new(&[0.0, -1.0])).unwrap().clone();
     assert_eq!((decision.experts(), decision.weights()), (&[0][..], &[1.0][..]));
@@ -104,7 +104,7 @@ fn groups_that_are_not_kept_are_not_chosen_from() {
 }
 
 #[test]
-fn deepseek_v3_scales_normalised_sigmoids() {
+fn deepseek_v3_scales_normalized_sigmoids() {
     let logits: Vec<f32> = (0..16).map(|expert| if expert < 4 { 0.0 } else { -40.0 }).collect();
     let mut gate = Gate::new(Preset::DeepseekV3.config(16, 4).unwrap()).unwrap();
     let decision = gate.route(&GateInput::new(&logits)).unwrap();
@@ -125,9 +125,9 @@ fn tokens_that_do_not_count_choose_nothing() {
 }
 
 /// Three tokens that all want expert 0 first and expert 1 second, room for two each.
-fn crowded(normalise: Normalize, keep: DropPolicy) -> sidelane::gate::Decision {
+fn crowded(normalize: Normalize, keep: DropPolicy) -> sidelane::gate::Decision {
     let capacity = Capacity::new(CapacityRule::Rows { rows: 2 }, keep);
-    let config = plain(3, 2).with_normalise(normalise).with_capacity(Some(capacity));
+    let config = plain(3, 2).with_normalize(normalize).with_capacity(Some(capacity));
     // Scores: 0.5 0.3 0.2; 0.6 0.1 0.3; 0.7 0.2 0.1.
     let logits = [5.0, 3.0, 2.0, 6.0, 1.0, 3.0, 7.0, 2.0, 1.0].map(ln);
     Gate::new(config).unwrap().route(&GateInput::new(&logits)).unwrap().clone()
@@ -149,7 +149,7 @@ fn by_position_the_last_is_dropped_and_weights_stay() {
 fn weights_are_divided_before_or_after_dropping() {
     let divisor = Divisor::SumAtLeast(f32::EPSILON);
     let before = crowded(Normalize::BeforeDrop(divisor), DropPolicy::Score);
-    // Normalised first choices: 0.625, 0.667, 0.778: the first token loses.
+    // Normalized first choices: 0.625, 0.667, 0.778: the first token loses.
     assert_eq!(before.experts(), [-1, 1, 0, 2, 0, 1]);
     near(before.weights(), &[0.0, 0.375, 2.0 / 3.0, 1.0 / 3.0, 7.0 / 9.0, 2.0 / 9.0]);
     let after = crowded(Normalize::AfterDrop(divisor), DropPolicy::Score);
@@ -158,12 +158,12 @@ fn weights_are_divided_before_or_after_dropping() {
 }
 
 #[test]
-fn batch_priority_goes_by_scores_that_are_not_normalised() {
+fn batch_priority_goes_by_scores_that_are_not_normalized() {
     // First choices: 0.5 of 0.95, 0.6 of 0.61; divided by their sums, the second would be far ahead
     // of the third, 0.7 of 1.
     let capacity = Capacity::new(CapacityRule::Rows { rows: 1 }, DropPolicy::Priority);
-    let normalise = Normalize::BeforeDrop(Divisor::SumAtLeast(f32::EPSILON));
-    let config = plain(4, 2).with_normalise(normalise).with_capacity(Some(capacity));
+    let normalize = Normalize::BeforeDrop(Divisor::SumAtLeast(f32::EPSILON));
+    let config = plain(4, 2).with_normalize(normalize).with_capacity(Some(capacity));
     let logits = [50.0, 45.0, 4.0, 1.0, 60.0, 1.0, 20.0, 19.0, 70.0, 29.0, 0.5, 0.5].map(ln);
     let decision = Gate::new(config).unwrap().route(&GateInput::new(&logits)).unwrap().clone();
     assert_eq!(decision.choices(), [0, 1, 0, 2, 0, 1]);

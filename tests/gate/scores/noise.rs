@@ -18,7 +18,7 @@ fn route(config: &GateConfig, logits: &[f32], training: bool, draw: RngKey) -> D
 }
 
 #[test]
-fn noise_is_drawn_while_training_and_that_of_second_choices_always() {
+fn noise_is_drawn_in_training_only_except_for_second_choices() {
     let logits = numbers(1, 50 * 8);
     for noise in ALL {
         let config = plain(8, 3).with_noise(noise);
@@ -65,7 +65,7 @@ fn noisy_logits_are_those_by_which_is_chosen() {
 }
 
 #[test]
-fn a_draw_is_the_same_again_and_does_not_depend_on_the_number_of_tokens() {
+fn noise_draw_repeats_and_ignores_number_of_tokens() {
     let logits = numbers(2, 50 * 8);
     for noise in ALL {
         let config = plain(8, 3).with_noise(noise);
@@ -165,7 +165,7 @@ fn second_choices_are_thinned_out_by_their_weight() {
     let logits = [8f32, 2.0, 1.0].map(f32::ln).repeat(tokens);
     let config = plain(3, 2)
         .with_second(SecondExpertPolicy::Random { threshold: 0.5 })
-        .with_normalise(Normalize::BeforeDrop(Divisor::SumPlus(0.0)));
+        .with_normalize(Normalize::BeforeDrop(Divisor::SumPlus(0.0)));
     let thinned = route(&config, &logits, true, DRAW);
     let left = thinned.experts().chunks(2).filter(|ids| ids[1] == 1).count();
     // The weight is 0.2: twice that are kept.

@@ -27,7 +27,7 @@ fn weights_of(config: &GateConfig, logits: &[f32], ids: &[i32]) -> Vec<f64> {
         ids.iter().map(|&id| all[id as usize]).collect()
     };
     let sum: f64 = chosen.iter().sum();
-    let divisor = match config.normalise {
+    let divisor = match config.normalize {
         Normalize::Never => 1.0,
         Normalize::BeforeDrop(Divisor::SumPlus(_)) if ids.len() == 1 => 1.0,
         Normalize::BeforeDrop(Divisor::SumPlus(more)) | Normalize::AfterDrop(Divisor::SumPlus(more)) => {
@@ -73,7 +73,7 @@ fn choices(config: &GateConfig, mut keys: Vec<f32>) -> Vec<i32> {
     best(&keys, config.top_k as usize)
 }
 
-fn normalise() -> impl Strategy<Value = Normalize> {
+fn normalize() -> impl Strategy<Value = Normalize> {
     prop_oneof![
         Just(Normalize::Never),
         Just(Normalize::BeforeDrop(Divisor::SumPlus(1e-20))),
@@ -96,10 +96,10 @@ fn configs() -> impl Strategy<Value = GateConfig> {
         let by = if n == 0 { GroupScore::Best } else { GroupScore::SumOfBest(n.min(size)) };
         (count * size, k.min(kept * size), Select::Groups { count, kept, by })
     });
-    (score, prop_oneof![best, groups], normalise(), prop_oneof![Just(1.0f32), Just(2.5), 0.01f32..100.0])
-        .prop_map(|(score, (experts, top_k, select), normalise, scaling)| {
+    (score, prop_oneof![best, groups], normalize(), prop_oneof![Just(1.0f32), Just(2.5), 0.01f32..100.0])
+        .prop_map(|(score, (experts, top_k, select), normalize, scaling)| {
             let config = plain(experts, top_k).with_score(score).with_select(select);
-            config.with_normalise(normalise).with_scaling(scaling)
+            config.with_normalize(normalize).with_scaling(scaling)
         })
 }
 
@@ -138,7 +138,7 @@ proptest! {
     }
 
     #[test]
-    fn choices_are_the_best_in_falling_order_and_ties_go_to_the_first(
+    fn choices_are_best_in_falling_order_with_ties_to_first(
         (config, logits) in cases(), biased in any::<bool>(), seed in any::<u64>(),
     ) {
         let (experts, k) = (config.experts as usize, config.top_k as usize);

@@ -38,7 +38,7 @@ fn numbers_that_cannot_be_used_are_named() {
         assert_eq!(parameter(plain(4, 2).with_second(SecondExpertPolicy::Random { threshold })), "threshold");
     }
     assert_eq!(parameter(plain(4, 3).with_second(SecondExpertPolicy::Random { threshold: 0.5 })), "top_k");
-    let divided = |divisor| plain(4, 2).with_normalise(Normalize::AfterDrop(divisor));
+    let divided = |divisor| plain(4, 2).with_normalize(Normalize::AfterDrop(divisor));
     assert_eq!(parameter(divided(Divisor::SumPlus(-1.0))), "sum plus");
     assert_eq!(parameter(divided(Divisor::SumAtLeast(0.0))), "sum at least");
     let capacity = |factor| Capacity::new(CapacityRule::CeilF64 { factor }, DropPolicy::Score);

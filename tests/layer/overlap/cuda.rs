@@ -20,9 +20,9 @@ const CHUNKS: u64 = 6;
 const BYTES: u64 = 3 << 10;
 
 fn context() -> Arc<Context> {
-    let library = stand_in_cuda::install().unwrap().join("libcuda.so.1");
+    let library = fake_cuda::install().unwrap().join("libcuda.so.1");
     let driver = Driver::load(Some(&library)).unwrap();
-    assert!(driver.is_stand_in(), "tests run without a GPU");
+    assert!(driver.is_fake(), "tests run without a GPU");
     driver.context(0).unwrap()
 }
 
@@ -170,7 +170,7 @@ fn until(words: &PinnedMemory, at: usize, value: u64) {
 }
 
 #[test]
-fn nodes_wait_on_the_device_for_what_edges_name_and_for_nothing_else() {
+fn device_nodes_wait_for_exactly_their_edges() {
     let context = context();
     let (caller, pool) = (caller(&context), StreamPool::new(&context, 2, 1, Priority::Highest).unwrap());
     let words = PinnedMemory::new(&context, 40).unwrap();
@@ -199,7 +199,7 @@ fn turn() -> Error {
 }
 
 #[test]
-fn after_a_node_that_fails_streams_are_joined_and_captures_can_be_ended() {
+fn failed_node_leaves_streams_joined_and_captures_endable() {
     let context = context();
     let (caller, pool) = (caller(&context), StreamPool::new(&context, 1, 1, Priority::Highest).unwrap());
     let executor = CudaExecutor::new(&pool, &caller);
@@ -231,7 +231,7 @@ fn after_a_node_that_fails_streams_are_joined_and_captures_can_be_ended() {
 }
 
 #[test]
-fn a_stream_that_the_pool_has_not_is_named_before_anything_is_enqueued() {
+fn stream_missing_in_pool_is_named_before_any_enqueue() {
     let context = context();
     let (caller, pool) = (caller(&context), StreamPool::new(&context, 2, 1, Priority::Highest).unwrap());
     for stream in [Name::Compute(2), Name::Transfer(1)] {

@@ -68,7 +68,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
 
     #[test]
-    fn every_node_runs_once_after_its_edges_and_its_stream_and_to_the_same_bits(shape in shapes()) {
+    fn nodes_run_once_after_edges_and_stream_with_same_bits(shape in shapes()) {
         let (serial, in_order) = run(&shape, &HostExecutor::new().overlap(false));
         let (beside, ran) = run(&shape, &HostExecutor::new());
         prop_assert_eq!(serial, beside);
@@ -109,7 +109,7 @@ fn halves(
 }
 
 #[test]
-fn who_waits_for_half_of_a_node_begins_while_that_is_at_it() {
+fn node_behind_half_of_another_begins_while_that_runs() {
     let seen = halves(HostExecutor::new(), |run, changed, begun| {
         run.halfway();
         *changed.wait_while(begun.lock().unwrap(), |begun| !*begun).unwrap()
@@ -118,7 +118,7 @@ fn who_waits_for_half_of_a_node_begins_while_that_is_at_it() {
 }
 
 #[test]
-fn a_node_that_does_not_say_it_is_halfway_is_waited_for_to_its_end() {
+fn node_without_halfway_call_is_awaited_to_its_end() {
     let not_begun = |_: &Run, _: &Condvar, begun: &Mutex<bool>| !*begun.lock().unwrap();
     assert_eq!(halves(HostExecutor::new(), not_begun), [true, true]);
     // Nor does a node begin next to the rest of it on a single stream.
@@ -150,7 +150,7 @@ fn rotate(streams: u32, at_once: u32, together: usize) -> usize {
 }
 
 #[test]
-fn of_many_streams_as_many_compute_at_once_as_may_and_no_more() {
+fn round_robin_computes_at_once_on_as_many_streams_as_allowed() {
     assert_eq!(rotate(5, 2, 2), 2);
     assert_eq!(rotate(3, 3, 3), 3);
     assert_eq!(rotate(1, 4, 1), 1, "a stream does one at a time");

@@ -93,7 +93,7 @@ fn chunked(
 }
 
 #[test]
-fn chunks_of_tokens_beside_each_other_give_the_bits_of_the_whole() {
+fn overlapped_token_chunks_have_bits_of_whole() {
     on_ranks(&[0, 0, 0, 0], &small(), |world| {
         let group = world.all().unwrap();
         let (mut one, mut two) = (layer(&group), layer(&group));

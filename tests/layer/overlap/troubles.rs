@@ -114,7 +114,7 @@ fn without_overlap_nothing_runs_behind_a_failure_either() {
 }
 
 #[test]
-fn a_node_past_its_limit_is_named_while_it_is_at_it_and_returned_when_it_is_back() {
+fn overrunning_node_is_named_while_it_runs_and_returned_after() {
     for overlap in [true, false] {
         let (heard, late) = (Mutex::new(Vec::new()), Door::default());
         let limit = Duration::from_millis(20);
@@ -146,7 +146,7 @@ fn a_node_past_its_limit_is_named_while_it_is_at_it_and_returned_when_it_is_back
 }
 
 #[test]
-fn who_is_late_after_another_who_was_no_end_is_named_too() {
+fn second_late_node_is_named_too_if_hook_continues() {
     let limit = Duration::from_millis(20);
     let (heard, late) = (Mutex::new(Vec::new()), [Door::default(), Door::default()]);
     // Each ends by nothing but the hook.
@@ -202,7 +202,7 @@ fn refused_beside(
 }
 
 #[test]
-fn nobody_begins_behind_half_of_a_node_that_fails_before_it() {
+fn node_behind_half_never_begins_if_that_fails_before_halfway() {
     let mut graph = Graph::new();
     let before = graph.add(TRANSFER, work("dispatch", 0), &[], |_| Err(wrong()));
     let never = |_: &Run| panic!("it was not agreed on");
@@ -242,7 +242,7 @@ fn a_refusal_hides_nothing_worse_that_happens_beside_it() {
 }
 
 #[test]
-fn a_node_that_is_back_late_was_late_whether_anybody_looked_or_not() {
+fn node_that_returns_late_overran_even_if_unobserved() {
     let limit = Duration::from_nanos(1);
     let mut graph = Graph::new();
     graph.add(COMPUTE, work("experts", 0), &[], |_| {

@@ -1,11 +1,11 @@
 //! A layer on a device with factors of bf16: to the bit its formula with the same roundings.
 
+use fake_cuda::FakeDriver;
 use half::bf16;
 use sidelane::error::{CallError, LayerError};
 use sidelane::layer::{DeviceMoeLayerBuilder, GroupedSwiGlu, MoeLayer, Products};
 use sidelane::topology::Route;
 use sidelane::{Dtype, Error, World};
-use stand_in_cuda::StandIn;
 
 use super::bf16_reference::{Expected, Expert, Layer, Order, Rank as Tokens, weights_of};
 use super::case::{Case, EXPERTS, HIDDEN, SHARED, WHOLE, router, swiglu, tensors};
@@ -110,7 +110,7 @@ fn step_in_bf16_is_its_formula_with_the_same_roundings() {
         // No rank has tokens, and one token leaves experts without rows.
         step_is_the_formula(&case(&[0, 0], &[0, 0], WHOLE), 16);
         step_is_the_formula(&case(&[0, 0], &[0, 1], WHOLE), 16);
-        assert_eq!(StandIn::loaded().unwrap().counters().waits_without_cause, 0);
+        assert_eq!(FakeDriver::loaded().unwrap().counters().waits_without_cause, 0);
     });
 }
 
@@ -176,22 +176,22 @@ fn weights_that_are_certainly_unchanged_are_converted_once() {
             let case = case(&[0], &[9], WHOLE);
             let [x, residual, _] = tensors::<bf16>(0, 9);
             let mut rank = built(&case, &world, 16, |builder| builder);
-            let stand_in = StandIn::loaded().unwrap();
+            let fake_driver = FakeDriver::loaded().unwrap();
             let mut kernels = || {
-                let before = stand_in.counters().kernels;
+                let before = fake_driver.counters().kernels;
                 rank.forward(&x, &residual).unwrap();
                 rank.layer.synchronize().unwrap();
-                stand_in.counters().kernels - before
+                fake_driver.counters().kernels - before
             };
             let [first, second, third] = [kernels(), kernels(), kernels()];
             // Those of the experts, and those of the expert that all tokens pass.
             assert_eq!([first - 2, third], [second, second]);
             rank.layer.shared().unwrap();
             let mut kernels = || {
-                let before = stand_in.counters().kernels;
+                let before = fake_driver.counters().kernels;
                 rank.forward(&x, &residual).unwrap();
                 rank.layer.synchronize().unwrap();
-                stand_in.counters().kernels - before
+                fake_driver.counters().kernels - before
             };
             assert_eq!([kernels(), kernels()], [second + 1, second]);
         });

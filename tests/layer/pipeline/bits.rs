@@ -43,7 +43,7 @@ fn chunks_groups_transfers_streams_and_overlap_change_no_bit() {
 }
 
 #[test]
-fn they_change_none_where_nodes_hand_on_and_experts_are_replicated() {
+fn cuts_change_no_bit_with_relays_and_replicated_experts() {
     let held = [vec![4, 0], vec![1, 2], vec![3, 0], vec![2]];
     let map = ExpertMap::from_slots(EXPERTS, &held).unwrap();
     let case = Case::new(&[0, 1, 0, 1], &[12, 5, 1, 20], WHOLE);
@@ -80,7 +80,7 @@ fn a_forward_beside_a_backward_has_the_bits_of_both() {
 
 /// As in a stage of DualPipe, whose two layers have weights and chunks of their own.
 #[test]
-fn a_forward_beside_the_backward_of_another_layer_has_the_bits_of_both() {
+fn forward_beside_backward_of_other_layer_has_bits_of_both() {
     let tokens = [[9, 0, 12], [4, 17, 1]];
     let [wide, fine] = [Cut { groups: 2, ..WHOLE }, Cut { chunks: 3, overlap: true, ..WHOLE }];
     for cuts in [[wide, fine], [fine, wide]] {

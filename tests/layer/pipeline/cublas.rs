@@ -3,12 +3,12 @@
 //! Sums of whole numbers are exact in any order, so such a layer has the bits of the host's. All
 //! others are compared within what two orders of sums can differ by.
 
+use fake_cuda::FakeDriver;
 use half::bf16;
 use sidelane::error::{CallError, Cause, DeviceError};
 use sidelane::gate::Preset;
 use sidelane::layer::{GroupedSwiGlu, MoeLayer, MoeLayerBuilder, Products};
 use sidelane::{Error, World};
-use stand_in_cuda::StandIn;
 
 use super::case::{Case, EXPERTS, FFN, HIDDEN, Real, Seen, TOP_K, WHOLE, step, swiglu, tensors};
 use super::device::{CHUNKS, Rank, root};
@@ -110,7 +110,7 @@ fn whole_numbers_by_cublas_have_the_bits_of_the_host() {
     on_devices("pipeline::cublas::whole_numbers_by_cublas_have_the_bits_of_the_host", &RUNS, || {
         same_bits::<f32>();
         same_bits::<bf16>();
-        assert_eq!(StandIn::loaded().unwrap().counters().waits_without_cause, 0);
+        assert_eq!(FakeDriver::loaded().unwrap().counters().waits_without_cause, 0);
     });
 }
 
@@ -223,7 +223,7 @@ fn broken(backward: bool) {
         let tape = backward.then(|| rank.forward(&x, &residual).unwrap().1);
         rank.layer.synchronize().unwrap();
         if me == 1 {
-            StandIn::loaded().unwrap().break_cublas(1);
+            FakeDriver::loaded().unwrap().break_cublas(1);
         }
         let failed = match tape {
             Some(tape) => rank.backward(tape, &of_out).map(drop).unwrap_err(),

@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
+use fake_cuda::FakeDriver;
 use half::{bf16, f16};
 use sidelane::device::{Allocation, DeviceRange, PinnedMemory, Priority, Stream};
 use sidelane::ep::Place;
@@ -16,7 +17,6 @@ use sidelane::layer::{
 use sidelane::plan::ExpertMap;
 use sidelane::topology::Route;
 use sidelane::{Element, Error, World};
-use stand_in_cuda::StandIn;
 
 use super::case::{Case, Cut, EXPERTS, FFN, HIDDEN, Real, SHARED, Seen, TOP_K, WHOLE, gate, swiglu, tensors};
 use crate::apart::each_with_kernels;
@@ -28,7 +28,7 @@ use crate::support::{To, on_ranks, small};
 fn on_devices(test: &str, queues: u32, seed: u64, body: impl FnOnce()) {
     on_devices_of(test, queues, seed, 8 << 30, || {
         body();
-        assert_eq!(StandIn::loaded().unwrap().counters().waits_without_cause, 0);
+        assert_eq!(FakeDriver::loaded().unwrap().counters().waits_without_cause, 0);
     });
 }
 
@@ -152,7 +152,7 @@ fn step_on_a_device_has_the_bits_of_the_host() {
         let case = Case::new(&[0, 0, 0], &[17, 0, 30], WHOLE);
         same_on_devices::<bf16>(&case, |builder| builder.max_blocks(1));
         // Kernels of dispatches and combines are limited, too.
-        assert_eq!(StandIn::loaded().unwrap().counters().most_blocks, 1);
+        assert_eq!(FakeDriver::loaded().unwrap().counters().most_blocks, 1);
         same_on_devices::<f32>(&case, |builder| builder);
     });
 }
@@ -177,8 +177,8 @@ fn choices_of_a_device_have_the_bits_of_the_host() {
 }
 
 #[test]
-fn input_that_the_gate_of_a_device_cannot_use_is_refused_as_on_the_host() {
-    let test = "pipeline::device::input_that_the_gate_of_a_device_cannot_use_is_refused_as_on_the_host";
+fn input_unusable_by_device_gate_is_refused_as_on_host() {
+    let test = "pipeline::device::input_unusable_by_device_gate_is_refused_as_on_host";
     on_devices(test, 8, 15, || {
         on_ranks(&[0], &small(), |world| {
             let case = Case { losses: false, ..Case::new(&[0], &[6], WHOLE) };
@@ -275,8 +275,8 @@ fn tapes_go_backward_in_any_order() {
 }
 
 #[test]
-fn what_one_rank_cannot_bring_to_a_device_is_refused_on_all() {
-    let test = "pipeline::device::what_one_rank_cannot_bring_to_a_device_is_refused_on_all";
+fn layer_input_missing_on_device_of_one_rank_is_refused_on_all() {
+    let test = "pipeline::device::layer_input_missing_on_device_of_one_rank_is_refused_on_all";
     on_devices(test, 8, 7, || {
         let case = Case::new(&[0, 0, 0], &[5, 7, 6], CHUNKS);
         let expected: Vec<Seen<bf16>> = Case { cut: WHOLE, ..case.clone() }.step();
@@ -303,8 +303,8 @@ fn what_one_rank_cannot_bring_to_a_device_is_refused_on_all() {
 }
 
 #[test]
-fn settings_that_a_device_lacks_are_refused_when_the_layer_is_built() {
-    let test = "pipeline::device::settings_that_a_device_lacks_are_refused_when_the_layer_is_built";
+fn settings_unsupported_on_device_are_refused_at_layer_build() {
+    let test = "pipeline::device::settings_unsupported_on_device_are_refused_at_layer_build";
     on_devices(test, 8, 8, || {
         on_ranks(&[0], &small(), |world| {
             let group = world.all().unwrap();

@@ -54,7 +54,7 @@ impl Meddler for Waiting {
 }
 
 #[test]
-fn the_next_dispatch_goes_on_under_experts_and_gradients_go_home_under_those_of_weights() {
+fn dispatch_runs_under_experts_return_under_weight_gradients() {
     let case = Case::new(&[0, 0], &[10, 7], Cut { chunks: 2, overlap: true, ..WHOLE });
     let expected = Case { cut: WHOLE, ..case.clone() }.step::<f32>();
     let other = Arc::new(AtomicU32::new(0));

@@ -50,7 +50,7 @@ fn given(expert: u32) -> Vec<f32> {
 }
 
 #[test]
-fn rebuilt_layer_has_the_bits_of_one_that_was_built_for_the_survivors() {
+fn rebuilt_layer_has_bits_of_layer_built_for_survivors() {
     for (victim, nodes) in [(0, [0, 0, 0]), (1, [0, 0, 1]), (2, [0, 1, 1])] {
         let (held, lost) = left_without(victim);
         let before = Case { map: map(&HELD.map(<[u32]>::to_vec)), ..Case::new(&nodes, &COUNTS, CUT) };

@@ -17,7 +17,7 @@ fn refused_by_peer(error: &Error) -> bool {
 }
 
 #[test]
-fn bad_tensors_of_one_rank_are_refused_on_all_and_the_next_step_is_right() {
+fn bad_tensors_of_one_rank_are_refused_on_all_next_step_right() {
     let case = Case::new(&[0, 0, 0], &[5, 3, 0], Cut { chunks: 2, overlap: true, ..WHOLE });
     let expected = case.step::<f32>();
     let seen = on_ranks(&case.nodes, &small(), |world| {
@@ -53,7 +53,7 @@ fn bad_tensors_of_one_rank_are_refused_on_all_and_the_next_step_is_right() {
 }
 
 #[test]
-fn a_step_that_finds_no_room_is_refused_on_all_ranks_and_the_next_works() {
+fn step_without_memory_is_refused_on_all_ranks_and_next_works() {
     let case = Case::new(&[0, 0], &[60, 64], Cut { chunks: 2, overlap: true, ..WHOLE });
     on_ranks(&case.nodes, &small(), |world| {
         let me = world.rank() as usize;
@@ -145,7 +145,7 @@ fn weights_that_cannot_be_counted_are_not_those_of_any_experts() {
 }
 
 #[test]
-fn segments_that_do_not_add_up_to_their_rows_are_refused_by_grouped_experts() {
+fn grouped_experts_refuse_segments_that_miscount_rows() {
     let experts = GroupedSwiGlu::new(2, 4, 3, vec![1.0; GroupedSwiGlu::values(2, 4, 3)]).unwrap();
     let rows = [0.0; 8];
     let refused = |hidden, counts: &[i64], padded: &[i64]| {
@@ -166,7 +166,7 @@ fn segments_that_do_not_add_up_to_their_rows_are_refused_by_grouped_experts() {
 }
 
 #[test]
-fn ranks_of_which_one_goes_backward_alone_and_one_beside_a_forward_are_told() {
+fn backward_alone_against_combined_pass_is_told_to_both_ranks() {
     let case = Case::new(&[0, 0], &[6, 11], Cut { chunks: 2, overlap: true, ..WHOLE });
     let expected = case.step::<f32>();
     let seen = on_ranks(&case.nodes, &small(), |world| {
@@ -188,7 +188,7 @@ fn ranks_of_which_one_goes_backward_alone_and_one_beside_a_forward_are_told() {
 }
 
 #[test]
-fn settings_that_cannot_be_used_are_named_on_the_rank_that_has_them() {
+fn unusable_layer_settings_are_named_on_rank_that_has_them() {
     on_ranks(&[0, 0], &small(), |world| {
         let (group, bad) = (world.all().unwrap(), world.rank() as usize == BAD);
         let builder =

@@ -31,7 +31,7 @@ fn asked(times: impl Fn(&dyn Fn(NodeInfo) -> u64) -> Times) -> (Vec<Node>, Times
 }
 
 #[test]
-fn nodes_are_timed_in_the_order_in_which_a_layer_carries_them_out() {
+fn timed_nodes_come_in_execution_order_of_layer() {
     for chunks in [1, 3, 7] {
         let case = Case::new(&[0, 0], &[9, 14], Cut { chunks, transfers: 1, ..WHOLE });
         let options = small().with_record(4096);

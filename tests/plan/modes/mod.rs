@@ -85,7 +85,7 @@ proptest! {
     #![proptest_config(random_cases(1000))]
 
     #[test]
-    fn what_is_kept_is_sorted_as_if_the_rest_had_not_been_chosen(
+    fn kept_choices_sort_as_if_dropped_ones_were_not_chosen(
         play in plays(),
         rooms in prop::collection::vec(0..6u32, 1..8),
     ) {
@@ -112,7 +112,7 @@ proptest! {
     }
 
     #[test]
-    fn what_is_fixed_is_what_all_would_count_with_every_slot_used(
+    fn fixed_counts_equal_counts_with_every_slot_used(
         play in plays(),
         slots in 1..20u32,
         tokens in 0..30u32,

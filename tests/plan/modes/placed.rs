@@ -47,7 +47,7 @@ impl Placed {
         let sums = case.order != SumOrder::Expert && case.route == Route::Pxn && nodes.nodes() > 1;
         let sizing = RowSizes {
             row_bytes: 48,
-            home_bytes: 48,
+            return_bytes: 48,
             words_out: notes.words(case.top_k),
             words_home: if case.layout == RowLayout::RankMajor { case.top_k } else { 1 },
             partial_bytes: sums.then_some(96),

@@ -57,8 +57,8 @@ pub fn sums_find_their_rows(case: &Case, global: &GlobalSort, placed: &Placed) {
             let at = rank as usize;
             let words = u64::from(placed.sizing.words_home);
             let (held, rows, entries, row_bytes) = match (paths.same_node(rank), sums) {
-                (true, _) => (rank, global.rows[at].len(), global.rows[at].len(), placed.sizing.home_bytes),
-                (false, false) => (me, homes[at].len(), homes[at].len(), placed.sizing.home_bytes),
+                (true, _) => (rank, global.rows[at].len(), global.rows[at].len(), placed.sizing.return_bytes),
+                (false, false) => (me, homes[at].len(), homes[at].len(), placed.sizing.return_bytes),
                 (false, true) => (me, brought[at].len(), homes[at].len(), 64),
             };
             assert_eq!(layout.held_by[at], held);

@@ -167,7 +167,7 @@ fn bootstrap_error(error: Error) -> BootstrapError {
 }
 
 #[test]
-fn spare_with_another_setting_is_refused_by_name_and_another_one_is_taken_in() {
+fn spare_with_other_setting_is_refused_and_next_spare_admitted() {
     let (place, secret) = (place(), Secret::random().unwrap());
     let refused = Signal::default();
     let seen = each(vec![Part::Rank(0), Part::Rank(1), Part::Spare, Part::Other], |part| {
@@ -226,7 +226,7 @@ fn world_lives_on_without_a_spare_of_other_settings() {
 }
 
 #[test]
-fn spare_lost_while_parts_are_built_is_named_and_the_old_world_grows_again() {
+fn spare_lost_during_build_is_named_and_old_world_grows_again() {
     let (place, secret) = (place(), Secret::random().unwrap());
     let lost = Signal::default();
     let seen = each(vec![Part::Rank(0), Part::Rank(1), Part::Rank(2), Part::Spare, Part::Other], |part| {
@@ -268,7 +268,7 @@ fn spare_lost_while_parts_are_built_is_named_and_the_old_world_grows_again() {
 }
 
 #[test]
-fn rank_that_cannot_build_its_part_is_named_and_the_old_world_grows_again() {
+fn rank_that_fails_build_is_named_and_old_world_grows_again() {
     let own = BootstrapError::System { call: "mmap", errno: 12 };
     for tells in [true, false] {
         let (place, secret) = (place(), Secret::random().unwrap());
@@ -305,7 +305,7 @@ fn rank_that_cannot_build_its_part_is_named_and_the_old_world_grows_again() {
 }
 
 #[test]
-fn rebuilt_world_that_did_not_grow_counts_its_majority_without_the_spare() {
+fn failed_growth_leaves_spare_out_of_rebuild_majority() {
     let (place, secret) = (place(), Secret::random().unwrap());
     let seen = each(parts(4, 1), |part| {
         let Part::Rank(rank) = part else {

@@ -56,7 +56,7 @@ fn a_living_world_is_rebuilt_with_everyone_and_again() {
 }
 
 #[test]
-fn a_rank_that_comes_too_late_to_a_rebuild_is_told_that_it_is_out() {
+fn rank_too_late_for_rebuild_is_told_of_eviction() {
     let place = place();
     let quick =
         timeouts().with_liveness(Duration::from_millis(200)).with_heartbeat(Duration::from_millis(20));
@@ -139,7 +139,7 @@ fn threads_rebuild_as_processes_do() {
 }
 
 #[test]
-fn a_thread_that_comes_too_late_to_a_rebuild_is_told_that_it_is_out() {
+fn thread_rank_too_late_for_rebuild_is_told_of_eviction() {
     let quick = Timeouts::default().with_liveness(Duration::from_millis(100));
     let done = Signal::default();
     let seen = each(threads(3, quick), |hub| {
@@ -183,7 +183,7 @@ fn lose_another_while_building(hubs: Vec<Box<dyn Hub>>) -> Vec<Option<(bool, Vec
 }
 
 #[test]
-fn rank_lost_while_the_next_world_is_built_costs_an_epoch_and_no_survivor() {
+fn rank_lost_while_next_world_builds_costs_epoch_not_survivor() {
     let expected = Some((true, vec![0, 1]));
     let seen = lose_another_while_building(world(4));
     assert_eq!(seen, [expected.clone(), expected.clone(), None, None]);

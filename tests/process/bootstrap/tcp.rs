@@ -22,9 +22,9 @@ fn ranks_meet_and_agree() {
     let seen = each(world(4), |hub| {
         let me = hub.rank();
         if me == 2 {
-            hub.set("colour", b"green").unwrap();
+            hub.set("color", b"green").unwrap();
         }
-        assert_eq!(hub.get("colour", LONG).unwrap(), b"green");
+        assert_eq!(hub.get("color", LONG).unwrap(), b"green");
         hub.barrier("all here", me, 4, LONG).unwrap();
         let pair = hub.gather(&format!("pair {}", me % 2), me / 2, 2, &[me as u8], LONG).unwrap();
         assert_eq!(pair, [[(me % 2) as u8], [(me % 2) as u8 + 2]]);
@@ -39,7 +39,7 @@ fn ranks_meet_and_agree() {
 }
 
 #[test]
-fn the_deadline_of_a_step_names_the_missing_ranks_to_all_who_wait() {
+fn step_deadline_names_missing_ranks_to_waiting_and_late_ranks() {
     let step = Duration::from_millis(300);
     let errors = each(world(4), |hub| match hub.rank() {
         me @ (0 | 2) => {
@@ -96,7 +96,7 @@ fn user_who_stops_ends_the_rendezvous_of_either_side() {
 }
 
 #[test]
-fn user_who_stops_ends_a_step_and_a_rebuild_and_the_others_hear_who_is_missing() {
+fn user_interrupt_ends_step_and_rebuild_and_names_missing_rank() {
     let seen = each(world(2), |hub| {
         if hub.rank() == 1 {
             let error = interruptible(|| true, || hub.barrier("half", 1, 2, LONG)).unwrap_err();
@@ -115,7 +115,7 @@ fn user_who_stops_ends_a_step_and_a_rebuild_and_the_others_hear_who_is_missing()
 }
 
 #[test]
-fn nobody_at_the_address_is_an_error_that_names_it() {
+fn unanswered_rendezvous_address_is_error_that_names_it() {
     let place = place();
     let timeouts = timeouts().with_rendezvous(Duration::from_millis(200));
     let error = connect(&identity(1, 2, &place), None, timeouts).err().unwrap();

@@ -13,9 +13,9 @@ fn ranks_meet_and_agree() {
     let seen = each(threads(4, Timeouts::default()), |hub| {
         let me = hub.rank();
         if me == 1 {
-            hub.set("colour", b"green").unwrap();
+            hub.set("color", b"green").unwrap();
         }
-        assert_eq!(hub.get("colour", LONG).unwrap(), b"green");
+        assert_eq!(hub.get("color", LONG).unwrap(), b"green");
         hub.barrier("here", me, 4, LONG).unwrap();
         hub.gather("ranks", me, 4, &[me as u8], LONG).unwrap().concat()
     });

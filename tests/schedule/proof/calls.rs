@@ -8,7 +8,7 @@ use super::proved;
 use crate::groups::{Group, ROWS, dispatch, ret, rounds, ways};
 
 #[test]
-fn what_is_doubled_is_doubled_for_refused_calls() {
+fn tags_counts_and_messages_are_doubled_for_refused_calls() {
     let moves =
         |call: &Call| matches!(call, Call::Dispatch { .. } | Call::Cached { .. } | Call::Return { .. });
     let calls: Vec<Call> = rounds().into_iter().filter(moves).collect();

@@ -75,7 +75,7 @@ fn spans_are_proved_and_run_at_random_in_every_mode_and_order() {
 }
 
 #[test]
-fn rows_that_copy_engines_bring_home_are_proved_and_run_at_random() {
+fn rows_returned_by_copy_engines_are_proved_and_run_at_random() {
     let calls = [
         dispatch(0),
         dispatch(1),

@@ -24,7 +24,7 @@ fn signals(unrolled: &UnrolledProgram, call: usize) -> Vec<(u32, u32, Flag)> {
 }
 
 #[test]
-fn a_rank_hears_once_of_every_neighbour_and_of_every_other_node() {
+fn a_rank_hears_once_of_every_neighbor_and_of_every_other_node() {
     let shapes: [&[u32]; 5] = [
         &[0, 0, 0, 0, 1, 1, 1, 1],
         &[0, 0, 0, 1, 1, 1, 1, 1],
@@ -39,8 +39,8 @@ fn a_rank_hears_once_of_every_neighbour_and_of_every_other_node() {
             for (call, rank) in (0..3).flat_map(|call| (0..unrolled.ranks).map(move |rank| (call, rank))) {
                 let heard =
                     signals(&unrolled, call).iter().filter(|s| (s.1, s.2) == (rank, Flag::Entry)).count();
-                let neighbours = group.nodes.members(group.nodes.node_of(rank)).len() - 1;
-                assert_eq!(heard, neighbours + group.nodes.nodes() as usize - 1, "{labels:?} {way:?}");
+                let neighbors = group.nodes.members(group.nodes.node_of(rank)).len() - 1;
+                assert_eq!(heard, neighbors + group.nodes.nodes() as usize - 1, "{labels:?} {way:?}");
             }
         }
     }

@@ -13,7 +13,7 @@ use std::process::Command;
 
 use crate::error::{At, Error, Result};
 use crate::guest;
-use crate::programs::{DRIVER as STAND_IN, Programs};
+use crate::programs::{DRIVER as FAKE_DRIVER, Programs};
 use crate::tool::output;
 
 /// Programs of this machine that are copied unchanged. The shell prefers busybox' own versions, for
@@ -62,7 +62,8 @@ pub fn build(cache: &Path, modules: &Path, programs: &Programs) -> Result<PathBu
         libraries(path, &mut files)?;
     }
     let kernels = Path::new(KERNELS.trim_start_matches('/')).to_owned();
-    for (path, to) in [(&programs.driver, Path::new("usr/bin").join(STAND_IN)), (&programs.kernels, kernels)]
+    for (path, to) in
+        [(&programs.driver, Path::new("usr/bin").join(FAKE_DRIVER)), (&programs.kernels, kernels)]
     {
         root.stripped(path, &to)?;
         libraries(path, &mut files)?;

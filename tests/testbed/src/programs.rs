@@ -11,7 +11,7 @@ use crate::error::{At, Error, Result};
 use crate::tool::output;
 
 /// File name of the fake driver.
-pub const DRIVER: &str = "libstand_in_cuda.so";
+pub const DRIVER: &str = "libfake_cuda.so";
 
 /// Programs of this repository that the machines run.
 pub struct Programs {
@@ -81,7 +81,7 @@ pub fn build(profile: &str, all_packages: bool) -> Result<Programs> {
     // Tests find it next to themselves.
     let driver = library_tests.with_file_name(DRIVER);
     let source = repository().join("cuda/exchange.cu");
-    let kernels = stand_in_cuda::kernels(&source).at(&source)?;
+    let kernels = fake_cuda::kernels(&source).at(&source)?;
     Ok(Programs { sidelane, library_tests, driver, kernels, agent })
 }
 

@@ -7,7 +7,7 @@ use sidelane::ep::{ExpertRows, RowCollective as Gathers, RowCollectiveBuilder, R
 
 use super::combine::Outputs;
 use super::memory::{Out, slice};
-use super::objects::{Collective, Group, Output, Rows, Shares};
+use super::objects::{Group, Output, RowCollective, RowPartition, Rows};
 use super::report::{Report, report_of};
 use super::tensor::{Source, Target, Tensor};
 use super::versioned::{OutStruct, read, versioned};
@@ -38,7 +38,7 @@ pub const SIDELANE_NODE_SUMS_BF16: u32 = 2;
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct CollectiveOptions {
-    /// sizeof(sidelane_collective_options_t).
+    /// sizeof(sidelane_row_collective_options_t).
     pub size: usize,
     /// Elements of a row, which must be a multiple of 16 bytes.
     pub columns: u32,
@@ -55,14 +55,14 @@ pub struct CollectiveOptions {
     /// Whether nodes sum first, over SIDELANE_ROUTE_PXN: SIDELANE_NODE_SUMS_...
     pub node_sums: u32,
 }
-versioned!(CollectiveOptions, "sidelane_collective_options_t", node_sums: u32);
+versioned!(CollectiveOptions, "sidelane_row_collective_options_t", node_sums: u32);
 
 /// Number of rows of each rank, and so the place of its rows among all. It may be read until the
 /// shares are closed.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct SharesInfo {
-    /// sizeof(sidelane_shares_info_t).
+    /// sizeof(sidelane_row_partition_info_t).
     pub size: usize,
     /// Rows of each rank, [ranks].
     pub counts: *const u32,
@@ -71,7 +71,7 @@ pub struct SharesInfo {
     /// Rows of all ranks.
     pub rows: u64,
 }
-versioned!(SharesInfo, "sidelane_shares_info_t", rows: u64);
+versioned!(SharesInfo, "sidelane_row_partition_info_t", rows: u64);
 
 impl CollectiveOptions {
     fn apply<'g>(&self, mut builder: RowCollectiveBuilder<'g>) -> Result<RowCollectiveBuilder<'g>, Fault> {
@@ -97,10 +97,10 @@ impl CollectiveOptions {
 ///
 /// The caller guarantees: pointers are NULL or valid; `options` is as large as its size says.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn sidelane_collective_build(
+pub unsafe extern "C" fn sidelane_row_collective_build(
     group: *mut Group,
     options: *const CollectiveOptions,
-    collective: *mut *mut Collective,
+    collective: *mut *mut RowCollective,
 ) -> Status {
     border(|| {
         let group = get(group)?;
@@ -110,7 +110,7 @@ pub unsafe extern "C" fn sidelane_collective_build(
             Ok((out, options, options.apply(Gathers::builder(&group))?))
         };
         let (out, options, builder) = arguments().inspect_err(|_| refuse::collective(&group))?;
-        let cell = ExclusiveCell::new(Kind::Collective, builder.build()?);
+        let cell = ExclusiveCell::new(Kind::RowCollective, builder.build()?);
         let (dtype, columns) = (words::dtype(options.dtype)?, options.columns.into());
         give(CollectiveLayer { cell, dtype, columns }, out)
     })
@@ -124,10 +124,10 @@ pub unsafe extern "C" fn sidelane_collective_build(
 /// thread writes to it during the call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_all_gather(
-    collective: *mut Collective,
+    collective: *mut RowCollective,
     mine: *const Tensor,
     all: *mut *mut Rows,
-    shares: *mut *mut Shares,
+    shares: *mut *mut RowPartition,
 ) -> Status {
     border(|| {
         let layer = get(collective)?;
@@ -141,7 +141,7 @@ pub unsafe extern "C" fn sidelane_all_gather(
                 arguments.inspect_err(|_| refuse::gathering(gathers, layer.dtype, None, Gathering::All))?;
             let (rows, layout): (ExpertRows, Layout) = gathers.all_gather(mine.lend())?;
             give(ExclusiveCell::new(Kind::Rows, rows), all)?;
-            give(ExclusiveCell::new(Kind::Shares, layout), shares)
+            give(ExclusiveCell::new(Kind::RowPartition, layout), shares)
         })
     })
 }
@@ -151,17 +151,17 @@ pub unsafe extern "C" fn sidelane_all_gather(
 ///
 /// The caller guarantees: `counts` is NULL or points to `ranks` numbers; `shares` is NULL or valid.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn sidelane_collective_shares(
-    collective: *mut Collective,
+pub unsafe extern "C" fn sidelane_row_collective_shares(
+    collective: *mut RowCollective,
     counts: *const u32,
     ranks: u32,
-    shares: *mut *mut Shares,
+    shares: *mut *mut RowPartition,
 ) -> Status {
     border(|| {
         // SAFETY: as the caller promised.
         let (out, counts) = unsafe { (Out::new("shares", shares)?, slice("counts", counts, ranks.into())?) };
         let layout = get(collective)?.cell.lend(|gathers| Ok(gathers.shares(counts)?))?;
-        give(ExclusiveCell::new(Kind::Shares, layout), out)
+        give(ExclusiveCell::new(Kind::RowPartition, layout), out)
     })
 }
 
@@ -169,10 +169,10 @@ pub unsafe extern "C" fn sidelane_collective_shares(
 ///
 /// The caller guarantees: as sidelane_all_gather().
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn sidelane_all_gather_along(
-    collective: *mut Collective,
+pub unsafe extern "C" fn sidelane_all_gather_cached(
+    collective: *mut RowCollective,
     mine: *const Tensor,
-    shares: *mut Shares,
+    shares: *mut RowPartition,
     all: *mut *mut Rows,
 ) -> Status {
     border(|| {
@@ -198,18 +198,18 @@ pub unsafe extern "C" fn sidelane_all_gather_along(
 /// rank's rows for all ranks, [rows of all, columns], in the layout of an all-gather along these
 /// shares. Collective.
 ///
-/// Either `output`, the buffer of sidelane_shares_output(), which is consumed, or `all`, a tensor
-/// anywhere, which is copied once; the other is NULL. If an argument is invalid, `output` stays
-/// open.
+/// Either `output`, the buffer of sidelane_row_partition_output(), which is consumed, or `all`, a
+/// tensor anywhere, which is copied once; the other is NULL. If an argument is invalid, `output`
+/// stays open.
 ///
 /// The caller guarantees: pointers are NULL or valid; tensors are as large as they say, and no
 /// other thread uses them during the call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sidelane_reduce_scatter(
-    collective: *mut Collective,
+    collective: *mut RowCollective,
     output: *mut Output,
     all: *const Tensor,
-    shares: *mut Shares,
+    shares: *mut RowPartition,
     sums: *const Tensor,
 ) -> Status {
     border(|| {
@@ -238,7 +238,7 @@ pub unsafe extern "C" fn sidelane_reduce_scatter(
 
 /// Closes the collective. Rows, outputs and shares that are open stay readable. NULL is nothing.
 #[unsafe(no_mangle)]
-pub extern "C" fn sidelane_collective_close(collective: *mut Collective) -> Status {
+pub extern "C" fn sidelane_row_collective_close(collective: *mut RowCollective) -> Status {
     close(collective)
 }
 
@@ -246,7 +246,10 @@ pub extern "C" fn sidelane_collective_close(collective: *mut Collective) -> Stat
 ///
 /// The caller guarantees: `info` is NULL, or as large as its size says.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn sidelane_shares_info(shares: *mut Shares, info: *mut SharesInfo) -> Status {
+pub unsafe extern "C" fn sidelane_row_partition_info(
+    shares: *mut RowPartition,
+    info: *mut SharesInfo,
+) -> Status {
     border(|| {
         // SAFETY: as the caller promised.
         let out = unsafe { OutStruct::new(info) }?;
@@ -262,7 +265,10 @@ pub unsafe extern "C" fn sidelane_shares_info(shares: *mut Shares, info: *mut Sh
 ///
 /// The caller guarantees: `output` is NULL or valid.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn sidelane_shares_output(shares: *mut Shares, output: *mut *mut Output) -> Status {
+pub unsafe extern "C" fn sidelane_row_partition_output(
+    shares: *mut RowPartition,
+    output: *mut *mut Output,
+) -> Status {
     border(|| {
         // SAFETY: as the caller promised.
         let out = unsafe { Out::new("output", output) }?;
@@ -275,7 +281,10 @@ pub unsafe extern "C" fn sidelane_shares_output(shares: *mut Shares, output: *mu
 ///
 /// The caller guarantees: `report` is NULL, or as large as its size says.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn sidelane_shares_report(shares: *mut Shares, report: *mut Report) -> Status {
+pub unsafe extern "C" fn sidelane_row_partition_report(
+    shares: *mut RowPartition,
+    report: *mut Report,
+) -> Status {
     border(|| {
         // SAFETY: as the caller promised.
         let out = unsafe { OutStruct::new(report) }?;
@@ -288,7 +297,7 @@ pub unsafe extern "C" fn sidelane_shares_report(shares: *mut Shares, report: *mu
 
 /// Closes shares. NULL is nothing.
 #[unsafe(no_mangle)]
-pub extern "C" fn sidelane_shares_close(shares: *mut Shares) -> Status {
+pub extern "C" fn sidelane_row_partition_close(shares: *mut RowPartition) -> Status {
     close(shares)
 }
 

@@ -24,8 +24,8 @@ use crate::fault::{ArgumentError, Fault};
 /// as it was.
 ///
 /// On a device the call is enqueued, and `out` is there for later operations on the stream. Errors
-/// of this rank's own arguments are returned here; sidelane_handle_returned() returns the outcome
-/// on all ranks. A refused combine leaves zeros where `out` has room for them.
+/// of this rank's own arguments are returned here; sidelane_handle_return_report() returns the
+/// outcome on all ranks. A refused combine leaves zeros where `out` has room for them.
 ///
 /// The caller guarantees: pointers are NULL or valid; tensors are as large as they say, and no
 /// other thread uses them meanwhile.

@@ -195,7 +195,7 @@ impl TryFrom<&RouterConfig> for GateConfig {
             (SIDELANE_DIVISOR_SUM_AT_LEAST, Divisor::SumAtLeast(value)),
         ];
         let divisor = choice("divisor", flat.divisor, &divisors, "a number of SIDELANE_DIVISOR_...")?;
-        let normalises = [
+        let normalizes = [
             (SIDELANE_NORMALIZE_NEVER, Normalize::Never),
             (SIDELANE_NORMALIZE_BEFORE_DROP, Normalize::BeforeDrop(divisor)),
             (SIDELANE_NORMALIZE_AFTER_DROP, Normalize::AfterDrop(divisor)),
@@ -209,10 +209,10 @@ impl TryFrom<&RouterConfig> for GateConfig {
             .with_select(choice("select", flat.select, &selects, "a number of SIDELANE_SELECT_...")?)
             .with_noise(choice("noise", flat.noise, &noises, "a number of SIDELANE_NOISE_...")?)
             .with_second(second)
-            .with_normalise(choice(
+            .with_normalize(choice(
                 "normalize",
                 flat.normalize,
-                &normalises,
+                &normalizes,
                 "a number of SIDELANE_NORMALIZE_...",
             )?)
             .with_scaling(flat.scaling)
@@ -266,7 +266,7 @@ impl From<&GateConfig> for RouterConfig {
             Noise::Normal { deviation } => (SIDELANE_NOISE_NORMAL, deviation),
             _ => (UNNUMBERED, 0.0),
         };
-        let (normalize, by) = match config.normalise {
+        let (normalize, by) = match config.normalize {
             Normalize::Never => (SIDELANE_NORMALIZE_NEVER, Divisor::SumPlus(0.0)),
             Normalize::BeforeDrop(by) => (SIDELANE_NORMALIZE_BEFORE_DROP, by),
             Normalize::AfterDrop(by) => (SIDELANE_NORMALIZE_AFTER_DROP, by),

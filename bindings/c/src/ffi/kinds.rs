@@ -6,8 +6,8 @@ use super::collective::CollectiveLayer;
 use super::ep::Layer;
 use super::moe::{TapeAt, Whole};
 use super::objects::{
-    Collective, Communicator, Ep, Gate, Group, Handle, HeapAllocator, Moe, Opaque, Output, PendingCombine,
-    PendingDispatch, Rows, Shares, Stream, Tape, Tokens, Window, World,
+    Communicator, Ep, Gate, Group, Handle, HeapAllocator, Moe, Opaque, Output, PendingCombine,
+    PendingDispatch, RowCollective, RowPartition, Rows, Stream, Tape, Tokens, Window, World,
 };
 use super::start_finish::{CombineUnderway, DispatchUnderway};
 use crate::handles::{ExclusiveCell, Kind, Object};
@@ -37,8 +37,8 @@ objects! {
     PendingCombine = ExclusiveCell<CombineUnderway>, PendingCombine;
     Gate = ExclusiveCell<sidelane::gate::Gate>, Gate;
     Stream = sidelane::device::Stream, Stream;
-    Collective = CollectiveLayer, Collective;
-    Shares = ExclusiveCell<sidelane::ep::RowPartition>, Shares;
+    RowCollective = CollectiveLayer, RowCollective;
+    RowPartition = ExclusiveCell<sidelane::ep::RowPartition>, RowPartition;
     Communicator = ExclusiveCell<sidelane::collective::Communicator>, Communicator;
     Moe = Whole, Moe;
     Tape = ExclusiveCell<TapeAt>, Tape;

@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn neighbours_do_not_overlap_and_a_shared_byte_does() {
+    fn neighbors_do_not_overlap_and_a_shared_byte_does() {
         let bytes = [0_u8; 8];
         let apart = |a, b| apart(("a", addresses(a)), ("b", addresses(b)));
         assert_eq!(apart(&bytes[..4], &bytes[4..]), Ok(()));

@@ -79,8 +79,8 @@ pub use losses::{
 pub use moe::{MoeOptions, sidelane_moe_build, sidelane_moe_close, sidelane_moe_set_weights};
 pub use moe_pass::*;
 pub use objects::{
-    Collective, Communicator, Ep, Gate, Group, Handle, HeapAllocator, Moe, Output, PendingCombine,
-    PendingDispatch, Rows, Shares, Stream, Tape, Tokens, Window, World,
+    Communicator, Ep, Gate, Group, Handle, HeapAllocator, Moe, Output, PendingCombine, PendingDispatch,
+    RowCollective, RowPartition, Rows, Stream, Tape, Tokens, Window, World,
 };
 pub use report::*;
 pub use start_finish::*;

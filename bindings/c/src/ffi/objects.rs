@@ -74,7 +74,7 @@ pub struct Stream {
 }
 
 /// All-gather and reduce-scatter over a group.
-pub struct Collective {
+pub struct RowCollective {
     _opaque: [u8; 0],
 }
 
@@ -84,7 +84,7 @@ pub struct Communicator {
 }
 
 /// How many rows each rank has, and so where they lie among those of all.
-pub struct Shares {
+pub struct RowPartition {
     _opaque: [u8; 0],
 }
 

@@ -131,7 +131,7 @@ pub struct Report {
     /// Bytes of a row that goes out.
     pub row_bytes: u64,
     /// Bytes of a returned row.
-    pub home_row_bytes: u64,
+    pub combine_row_bytes: u64,
     /// Bytes that combines and gradients along the handle copied, because rows did not lie in one
     /// of its outputs.
     pub copied_bytes: u64,
@@ -204,12 +204,12 @@ pub unsafe extern "C" fn sidelane_handle_report(handle: *mut Handle, report: *mu
 ///
 /// The caller guarantees: `report` is NULL (then nothing is written), or as large as its size says.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn sidelane_handle_returned(handle: *mut Handle, report: *mut Report) -> Status {
+pub unsafe extern "C" fn sidelane_handle_return_report(handle: *mut Handle, report: *mut Report) -> Status {
     border(|| {
         // SAFETY: as the caller promised.
         let out = (!report.is_null()).then(|| unsafe { OutStruct::new(report) }).transpose()?;
         get(handle)?.lend(|layout| {
-            let said = layout.returned()?;
+            let said = layout.return_report()?;
             out.into_iter().for_each(|out| out.write(written(layout, &said, said.moved)));
             Ok(())
         })
@@ -221,7 +221,7 @@ pub(super) fn report_of(layout: &Layout) -> Result<Report, Fault> {
     let said = layout.report()?;
     // A device's last return has a report of its own, which may have to be waited for.
     let returned = match said.executor {
-        CallExecutor::HostStepper => layout.returned()?.moved,
+        CallExecutor::HostStepper => layout.return_report()?.moved,
         _ => TransferCounts::default(),
     };
     Ok(written(layout, &said, returned))
@@ -249,7 +249,7 @@ fn written(layout: &Layout, said: &Said, returned: TransferCounts) -> Report {
         remote_nodes: traffic.remote_nodes,
         relayed_rows: traffic.relayed,
         row_bytes: traffic.row_bytes,
-        home_row_bytes: traffic.home_row_bytes,
+        combine_row_bytes: traffic.combine_row_bytes,
         copied_bytes: layout.copied_bytes(),
         executor: short_name(said.executor.name()),
         enqueued: said.enqueued.into(),

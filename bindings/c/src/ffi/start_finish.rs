@@ -139,7 +139,7 @@ pub unsafe extern "C" fn sidelane_dispatch_unfinished(
     border(|| {
         // SAFETY: as the caller promised.
         let results = unsafe { Results::new(rows, handle) };
-        end(pending, results, |started| started.unfinished())
+        end(pending, results, |started| started.finish_async())
     })
 }
 

@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn an_older_caller_gets_defaults_and_a_newer_one_is_asked_what_it_wants() {
+    fn older_struct_gets_defaults_newer_with_unknown_is_refused() {
         assert_eq!(read_as::<New, _>(&OLD), Ok(New { size: 16, a: 1, b: 2, c: 0 }));
         assert_eq!(read_as::<Old, _>(&New { c: 0, ..NEW }), Ok(Old { size: 24, a: 1, b: 2 }));
         let unknown = ArgumentError::Unknown { name: "old_t", at: 16, known: 16 };
@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_ends_where_the_caller_says() {
+    fn out_struct_write_ends_at_size_that_caller_gave() {
         let mut bytes = [0xff_u8; 40];
         let write = |bytes: &mut [u8; 40], size: usize| {
             bytes.fill(0xff);

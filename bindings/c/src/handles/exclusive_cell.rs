@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_leased_is_underway_until_it_comes_back() {
+    fn leased_object_is_underway_until_lease_ends() {
         let cell = Arc::new(ExclusiveCell::new(KIND, 1));
         let mut lease = ExclusiveCell::lease(&cell).unwrap();
         assert_eq!(cell.lend(|_| Ok(())), Err(Fault::Underway { kind: KIND }));

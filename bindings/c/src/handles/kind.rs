@@ -31,9 +31,9 @@ pub enum Kind {
     /// A CUDA stream of the caller's.
     Stream,
     /// All-gather and reduce-scatter.
-    Collective,
+    RowCollective,
     /// How many rows each rank has.
-    Shares,
+    RowPartition,
     /// Collectives and messages.
     Communicator,
     /// A whole layer.
@@ -58,8 +58,8 @@ impl Kind {
         Kind::PendingCombine,
         Kind::Gate,
         Kind::Stream,
-        Kind::Collective,
-        Kind::Shares,
+        Kind::RowCollective,
+        Kind::RowPartition,
         Kind::Communicator,
         Kind::Moe,
         Kind::Tape,
@@ -87,8 +87,8 @@ impl fmt::Display for Kind {
             Kind::PendingCombine => "sidelane_pending_combine_t",
             Kind::Gate => "sidelane_gate_t",
             Kind::Stream => "sidelane_stream_t",
-            Kind::Collective => "sidelane_collective_t",
-            Kind::Shares => "sidelane_shares_t",
+            Kind::RowCollective => "sidelane_row_collective_t",
+            Kind::RowPartition => "sidelane_row_partition_t",
             Kind::Communicator => "sidelane_communicator_t",
             Kind::Moe => "sidelane_moe_t",
             Kind::Tape => "sidelane_tape_t",

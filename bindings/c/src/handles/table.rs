@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn who_uses_an_object_keeps_it_when_its_ticket_is_taken_back() {
+    fn object_in_use_outlives_removal_of_its_ticket() {
         let table = Table::new();
         let ticket = table.insert(Arc::new(Apple(3))).unwrap();
         let used = table.get::<Apple>(ticket).unwrap();

@@ -40,7 +40,7 @@ pub fn compiled(source: &Path, name: &str, linked: Linked) -> PathBuf {
             with_soname(&libraries);
             compiler.arg("-L").arg(&libraries).arg("-lsidelane_c").arg(rpath);
             if let Linked::WithDriver = linked {
-                compiler.arg("-L").arg(stand_in_cuda::install().expect("a driver")).arg("-lcuda");
+                compiler.arg("-L").arg(fake_cuda::install().expect("a driver")).arg("-lcuda");
             }
         }
         Linked::Static => {
@@ -85,8 +85,8 @@ pub fn launch(nodes: u32, ranks_per_node: u32) -> Command {
 
 /// Gives a program devices: the fake driver, with kernels to run.
 pub fn with_devices(command: &mut Command) -> &mut Command {
-    command.env("LD_LIBRARY_PATH", stand_in_cuda::install().expect("a driver"));
-    command.env("SIDELANE_FAKE_CUDA_KERNELS", stand_in_cuda::all_kernels().expect("kernels"))
+    command.env("LD_LIBRARY_PATH", fake_cuda::install().expect("a driver"));
+    command.env("SIDELANE_FAKE_CUDA_KERNELS", fake_cuda::all_kernels().expect("kernels"))
 }
 
 /// The text of a program that ended well.

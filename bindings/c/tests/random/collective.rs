@@ -12,7 +12,7 @@ pub fn collective(group: *mut Group, spoilt: &Spoilt) -> Vec<Status> {
     let mut collective = null_mut();
     // SAFETY: the struct is as large as any size that is read; arrays are as large as is said.
     unsafe {
-        let built = sidelane_collective_build(group, options.at(), &mut collective);
+        let built = sidelane_row_collective_build(group, options.at(), &mut collective);
         if built != Status::SIDELANE_OK {
             return vec![built];
         }
@@ -32,15 +32,17 @@ pub fn collective(group: *mut Group, spoilt: &Spoilt) -> Vec<Status> {
         let mut statuses = vec![built, gathered];
         if gathered == Status::SIDELANE_OK {
             let mut info = Struct::new::<SharesInfo>(&[], spoilt);
-            let asked = sidelane_shares_info(shares, info.at());
+            let asked = sidelane_row_partition_info(shares, info.at());
             assert!(asked == Status::SIDELANE_OK || spoilt.size != 0);
-            statuses.push(sidelane_shares_output(shares, &mut output));
+            statuses.push(sidelane_row_partition_output(shares, &mut output));
             let summed = sidelane_reduce_scatter(collective, output, null(), shares, &mine);
             statuses.push(if dtype == SIDELANE_DTYPE_BYTES { Status::SIDELANE_OK } else { summed });
         }
-        for closed in
-            [sidelane_rows_close(rows), sidelane_shares_close(shares), sidelane_collective_close(collective)]
-        {
+        for closed in [
+            sidelane_rows_close(rows),
+            sidelane_row_partition_close(shares),
+            sidelane_row_collective_close(collective),
+        ] {
             assert_eq!(closed, Status::SIDELANE_OK);
         }
         statuses

@@ -106,7 +106,7 @@ pub fn layer(group: *mut Group, device: &Device, good: &[u32], spoilt: &Spoilt) 
             let fits = |&status: &Status| status == Status::SIDELANE_OK || spoilt.size != 0;
             assert!(asked.iter().all(fits), "{asked:?}: {}", message());
             statuses.push(sidelane_ep_combine(ep, output, null(), handle, &sums));
-            statuses.push(sidelane_handle_returned(handle, null_mut()));
+            statuses.push(sidelane_handle_return_report(handle, null_mut()));
         }
         statuses.push(sidelane_ep_synchronize(ep));
         for closed in [sidelane_rows_close(rows), sidelane_handle_close(handle), sidelane_ep_close(ep)] {

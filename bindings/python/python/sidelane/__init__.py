@@ -8,7 +8,7 @@ import atexit as _atexit
 from importlib.metadata import version as _version
 
 from ._native import (
-    Collective,
+    RowCollective,
     Communicator,
     Decision,
     ExpertParallel,
@@ -19,7 +19,7 @@ from ._native import (
     MoeLayer,
     PendingCombine,
     PendingDispatch,
-    Shares,
+    RowPartition,
     Tape,
     Tensor,
     Window,
@@ -62,7 +62,7 @@ __all__ = [
     "BusyError",
     "CallError",
     "ClosedError",
-    "Collective",
+    "RowCollective",
     "Communicator",
     "Decision",
     "DeviceError",
@@ -83,7 +83,7 @@ __all__ = [
     "PendingDispatch",
     "PlanError",
     "RankError",
-    "Shares",
+    "RowPartition",
     "SimdError",
     "Tape",
     "Tensor",

@@ -16,7 +16,7 @@ _T = TypeVar("_T", bound=_SupportsDLPack)
 _Device = tuple[int, int]
 
 __all__ = [
-    "Collective",
+    "RowCollective",
     "Communicator",
     "Decision",
     "ExpertParallel",
@@ -27,7 +27,7 @@ __all__ = [
     "MoeLayer",
     "PendingCombine",
     "PendingDispatch",
-    "Shares",
+    "RowPartition",
     "Tape",
     "Tensor",
     "Window",
@@ -132,7 +132,7 @@ class Handle:
     """The placement of one dispatch.
 
     On a device what came with the rows is there as long as ``rows`` are, and sizes are empty after
-    ``unfinished``.
+    ``finish_async``.
     """
 
     @property
@@ -170,12 +170,12 @@ class Handle:
     def output(self) -> Any: ...
     def used_on(self, stream: int) -> None: ...
     def report(self) -> dict[str, Any]: ...
-    def returned(self) -> dict[str, Any]: ...
+    def return_report(self) -> dict[str, Any]: ...
 
 @final
 class PendingDispatch:
     def finish(self) -> tuple[Any, Handle]: ...
-    def unfinished(self) -> tuple[Any, Handle]: ...
+    def finish_async(self) -> tuple[Any, Handle]: ...
 
 @final
 class PendingCombine:
@@ -384,7 +384,7 @@ class MoeLayer:
     ) -> None: ...
 
 @final
-class Shares:
+class RowPartition:
     """How many rows each rank has, and so where they lie among those of all."""
 
     @property
@@ -397,7 +397,7 @@ class Shares:
     def report(self) -> dict[str, Any]: ...
 
 @final
-class Collective:
+class RowCollective:
     """All-gather and reduce-scatter of rows over a group. Calls are collective, and come in one
     order on all ranks.
     """
@@ -417,10 +417,10 @@ class Collective:
     def rank(self) -> int: ...
     @property
     def size(self) -> int: ...
-    def all_gather(self, rows: _T) -> tuple[_T, Shares]: ...
-    def shares(self, counts: list[int]) -> Shares: ...
-    def all_gather_along(self, rows: _T, shares: Shares) -> _T: ...
-    def reduce_scatter(self, rows: _T, shares: Shares) -> _T: ...
+    def all_gather(self, rows: _T) -> tuple[_T, RowPartition]: ...
+    def shares(self, counts: list[int]) -> RowPartition: ...
+    def all_gather_cached(self, rows: _T, shares: RowPartition) -> _T: ...
+    def reduce_scatter(self, rows: _T, shares: RowPartition) -> _T: ...
 
 @final
 class Communicator:

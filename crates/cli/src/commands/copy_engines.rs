@@ -141,7 +141,7 @@ impl Report {
             route: Route::Direct,
             spans: false,
             row_bytes,
-            home_bytes: combine_row_bytes,
+            return_bytes: combine_row_bytes,
         })?);
         let variants = work.into_iter().map(|(name, ranks)| Variant::new(name, &ranks, &config)).collect();
         Ok(Report { config, row_bytes, combine_row_bytes, variants })

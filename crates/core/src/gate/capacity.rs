@@ -93,7 +93,7 @@ pub struct CapacityInput<'a> {
     /// `[tokens, top_k]`: the experts chosen, -1 for none; a token names each expert at most once.
     pub ids: &'a [i32],
     /// `[tokens, top_k]`: values of choices for policies that keep the best. Megatron compares its
-    /// weights, DeepSpeed and Tutel compare unnormalised scores.
+    /// weights, DeepSpeed and Tutel compare unnormalized scores.
     pub scores: &'a [f32],
     /// The largest need of other ranks, for rules that go by need.
     pub need: Option<u32>,
@@ -120,8 +120,7 @@ pub struct PlacedChoices {
 /// ```
 /// use sidelane_core::gate::{Capacity, CapacityInput, CapacityRule, DropPolicy, apply_capacity};
 ///
-/// let capacity =
-///     Capacity { rule: CapacityRule::Rows { rows: 2 }, minimum: 0, align: 1, keep: DropPolicy::Score, groups: 1, pad: false };
+/// let capacity = Capacity::new(CapacityRule::Rows { rows: 2 }, DropPolicy::Score);
 /// let choices =
 ///     CapacityInput { experts: 4, top_k: 1, ids: &[3, 3, 0, 3], scores: &[0.5, 0.4, 0.9, 0.7], ..CapacityInput::default() };
 /// let placed = apply_capacity(&capacity, &choices)?;
@@ -458,7 +457,7 @@ mod tests {
         }
 
         #[test]
-        fn gshard_cuts_off_and_rounds_up_to_four_unless_the_minimum_is_more() {
+        fn gshard_truncates_then_rounds_up_to_four_or_uses_minimum() {
             let gshard = Capacity { minimum: 5, align: 4, ..capacity(CapacityRule::Trunc { factor: 2.0 }) };
             for (tokens, expected) in [(0, 5), (16, 5), (23, 5), (24, 8), (35, 8), (36, 12)] {
                 assert_eq!(gshard.rows(tokens, 8, 2, 0), expected, "{tokens} tokens");
@@ -477,7 +476,7 @@ mod tests {
         }
 
         #[test]
-        fn what_is_needed_is_aligned_and_for_one_choice_at_most_the_tokens() {
+        fn needed_capacity_is_aligned_and_capped_by_tokens_at_top_1() {
             let needed = Capacity { align: 8, ..capacity(CapacityRule::Needed) };
             assert_eq!(needed.rows(100, 4, 2, 37), 40);
             assert_eq!(needed.rows(39, 4, 2, 37), 40);

@@ -5,7 +5,7 @@
 //! first call, and a [`Preset`] is the configuration of a known system or model.
 //!
 //! ```text
-//!   logits [T,E] --noise--> --score--> s [T,E] --(+ bias), groups--> choices [T,K] --normalise, scale--> weights [T,K]
+//!   logits [T,E] --noise--> --score--> s [T,E] --(+ bias), groups--> choices [T,K] --normalize, scale--> weights [T,K]
 //!                                                                         |
 //!                                    capacity, drop, slots  <-------------+
 //! ```
@@ -38,7 +38,7 @@ pub struct GateConfig {
     /// How a second choice is thinned out.
     pub second: SecondExpertPolicy,
     /// Whether the weights of a token are divided by their sum.
-    pub normalise: Normalize,
+    pub normalize: Normalize,
     /// Factor on all weights, above 0 (Megatron's `moe_router_topk_scaling_factor`, which ignores
     /// 0; DeepSeek's `routed_scaling_factor`).
     pub scaling: f32,
@@ -132,7 +132,7 @@ pub enum Noise {
 pub enum SecondExpertPolicy {
     /// All are kept.
     All,
-    /// Kept with probability min(1, weight / threshold) (GShard: weights normalised, threshold
+    /// Kept with probability min(1, weight / threshold) (GShard: weights normalized, threshold
     /// 0.5).
     Random {
         /// Weight from which on it is always kept.
@@ -234,7 +234,7 @@ pub enum DropPolicy {
     /// All first choices in token order, then all second ones. Slots in that order (DeepSpeed
     /// top-2, GShard, Tutel).
     FirstChoices,
-    /// As `FirstChoices`, but tokens come by falling highest score, before weights are normalised
+    /// As `FirstChoices`, but tokens come by falling highest score, before weights are normalized
     /// (Tutel's batch-prioritised routing).
     Priority,
     /// Drawn at random, also while evaluating. Slots in token order (DeepSpeed's random token
@@ -253,7 +253,7 @@ impl GateConfig {
             select: Select::Best,
             noise: Noise::None,
             second: SecondExpertPolicy::All,
-            normalise: Normalize::Never,
+            normalize: Normalize::Never,
             scaling: 1.0,
             capacity: None,
         }
@@ -266,7 +266,7 @@ impl GateConfig {
         with_select(select: Select),
         with_noise(noise: Noise),
         with_second(second: SecondExpertPolicy),
-        with_normalise(normalise: Normalize),
+        with_normalize(normalize: Normalize),
         with_scaling(scaling: f32),
         with_capacity(capacity: Option<Capacity>),
     }
@@ -289,7 +289,7 @@ impl GateConfig {
         if let Some(capacity) = &self.capacity {
             capacity.check()?;
         }
-        match self.normalise {
+        match self.normalize {
             Normalize::BeforeDrop(divisor) | Normalize::AfterDrop(divisor) => divisor.check(),
             Normalize::Never => Ok(()),
         }
@@ -411,11 +411,11 @@ pub enum Preset {
     /// DeepSpeed's `top1gating` as its `MoE` layer calls it: random token selection, also while
     /// evaluating, at least 4 rows. Its `use_rts=False` is [`DropPolicy::Position`]. `top_k` is 1.
     DeepspeedTop1,
-    /// DeepSpeed's `top2gating`: the second expert is sampled, weights are renormalised after
+    /// DeepSpeed's `top2gating`: the second expert is sampled, weights are renormalized after
     /// dropping, at least 4 rows. `top_k` is 2. Like DeepSpeed, it samples also while evaluating;
     /// its `top2_2nd_expert_sampling=False` is no noise.
     DeepspeedTop2,
-    /// DeepSpeed's `topkgating`: the highest scores are kept, weights are renormalised after
+    /// DeepSpeed's `topkgating`: the highest scores are kept, weights are renormalized after
     /// dropping, at least 4 rows.
     DeepspeedTopk,
     /// GShard's algorithm 1 (Lepikhin and others, 2020): the second expert is kept at random by its
@@ -426,7 +426,7 @@ pub enum Preset {
     /// of rows. Its jitter of the input is [`jitter`](super::jitter()), with an eps of 0.01.
     /// `top_k` is 1.
     Switch,
-    /// Tutel's `top_k_routing`: weights normalised before dropping, first choices first, capacity
+    /// Tutel's `top_k_routing`: weights normalized before dropping, first choices first, capacity
     /// factor 1.
     Tutel,
     /// DeepSeek-V3: sigmoid, bias for the choice, 4 of 8 groups by the sum of their best two,
@@ -434,9 +434,9 @@ pub enum Preset {
     DeepseekV3,
     /// Mixtral: softmax of the chosen, dropless.
     Mixtral,
-    /// Qwen3's MoE models: softmax of all, normalised (`norm_topk_prob`), dropless.
+    /// Qwen3's MoE models: softmax of all, normalized (`norm_topk_prob`), dropless.
     Qwen3,
-    /// OLMoE: softmax of all, not normalised, dropless.
+    /// OLMoE: softmax of all, not normalized, dropless.
     Olmoe,
 }
 
@@ -521,18 +521,18 @@ impl Preset {
             Preset::DeepspeedTop1 => GateConfig { capacity: four(DropPolicy::Random), ..all },
             Preset::DeepspeedTop2 => GateConfig {
                 noise: Noise::GumbelAfterFirst,
-                normalise: Normalize::AfterDrop(at_least),
+                normalize: Normalize::AfterDrop(at_least),
                 capacity: four(DropPolicy::FirstChoices),
                 ..all
             },
             Preset::DeepspeedTopk => GateConfig {
-                normalise: Normalize::AfterDrop(at_least),
+                normalize: Normalize::AfterDrop(at_least),
                 capacity: four(DropPolicy::Score),
                 ..all
             },
             Preset::Gshard => GateConfig {
                 second: SecondExpertPolicy::Random { threshold: 0.5 },
-                normalise: Normalize::BeforeDrop(Divisor::SumPlus(1e-9)),
+                normalize: Normalize::BeforeDrop(Divisor::SumPlus(1e-9)),
                 capacity: rows(CapacityRule::Trunc { factor: 2.0 }, DropPolicy::FirstChoices)
                     .map(|c| Capacity { align: 4, ..c }),
                 ..all
@@ -543,19 +543,19 @@ impl Preset {
             },
             Preset::Tutel => GateConfig {
                 // A single weight stays as it is.
-                normalise: if all.top_k == 1 { Normalize::Never } else { Normalize::BeforeDrop(at_least) },
+                normalize: if all.top_k == 1 { Normalize::Never } else { Normalize::BeforeDrop(at_least) },
                 capacity: rows(CapacityRule::Tutel { factor: 1.0 }, DropPolicy::FirstChoices),
                 ..all
             },
             Preset::DeepseekV3 => GateConfig {
                 score: ScoreFunction::Sigmoid,
                 select: Select::Groups { count: 8, kept: 4, by: GroupScore::SumOfBest(2) },
-                normalise: Normalize::BeforeDrop(Divisor::SumPlus(1e-20)),
+                normalize: Normalize::BeforeDrop(Divisor::SumPlus(1e-20)),
                 scaling: 2.5,
                 ..all
             },
             // A single weight becomes 1, unlike Megatron's.
-            Preset::Qwen3 => GateConfig { normalise: Normalize::BeforeDrop(at_least), ..all },
+            Preset::Qwen3 => GateConfig { normalize: Normalize::BeforeDrop(at_least), ..all },
             Preset::Olmoe => all,
         }
     }

@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn sums_and_rough_numbers_have_the_same_bits_in_vectors_of_any_width() {
+    fn sums_and_rough_logistics_have_same_bits_at_any_simd_width() {
         let logits: Vec<f32> = (0..1000).map(|i| (i as f32 - 500.0) * 0.37).collect();
         let values: Vec<f64> = logits.iter().map(|&logit| exp(f64::from(logit))).collect();
         let seen = levels().into_iter().map(|level| {
@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_finite_is_found_wherever_it_is() {
+    fn value_that_is_not_finite_is_found_at_any_position() {
         for len in [1, 15, 16, 17, 40] {
             let mut values = vec![f32::MAX; len];
             assert!(finite(&values));

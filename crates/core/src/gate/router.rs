@@ -219,7 +219,7 @@ impl Decision {
 /// ```
 /// use sidelane_core::gate::{Gate, GateInput, Preset};
 /// let mut gate = Gate::new(Preset::Mixtral.config(4, 2)?)?;
-/// let decision = gate.route(&GateInput { logits: &[0.0, 2.0, 1.0, 2.0], ..GateInput::default() })?;
+/// let decision = gate.route(&GateInput::new(&[0.0, 2.0, 1.0, 2.0]))?;
 /// assert_eq!(decision.experts(), [1, 3]);
 /// assert_eq!(decision.weights(), [0.5, 0.5]);
 /// # Ok::<(), sidelane_core::error::GateError>(())
@@ -333,7 +333,7 @@ impl Gate {
     /// # use sidelane_core::gate::{Gate, GateInput, Preset};
     /// let mut gate = Gate::new(Preset::Qwen3.config(2, 1)?)?;
     /// let mut scores = [0.0; 4];
-    /// gate.scores(&GateInput { logits: &[1.0, 1.0, 2.0, 2.0], ..GateInput::default() }, &mut scores)?;
+    /// gate.scores(&GateInput::new(&[1.0, 1.0, 2.0, 2.0]), &mut scores)?;
     /// assert_eq!(scores, [0.5; 4]);
     /// # Ok::<(), sidelane_core::error::GateError>(())
     /// ```
@@ -364,8 +364,8 @@ impl Gate {
     /// From all choices to those that are left, their weights, places and counts.
     fn drop(&mut self, call: &GateInput<'_>) -> Result<(), GateError> {
         let Gate { config, decision: of, chosen, keeper, worth, .. } = self;
-        let (k, scaling, normalise) = (config.top_k as usize, config.scaling, config.normalise);
-        weigh(normalise.before(), scaling, k, chosen, &of.choices, &mut of.weights);
+        let (k, scaling, normalize) = (config.top_k as usize, config.scaling, config.normalize);
+        weigh(normalize.before(), scaling, k, chosen, &of.choices, &mut of.weights);
         of.experts.copy_from_slice(&of.choices);
         if call.training {
             config.second.thin(call.draw, &of.weights, &mut of.experts);
@@ -382,7 +382,7 @@ impl Gate {
         let chosen_by = Chosen { experts, top_k, ids: &mut of.experts, scores: worth, slots: &mut of.slots };
         let kept = keeper.keep(capacity, call.global_required, call.draw, chosen_by)?;
         (of.capacity, of.required) = (kept.capacity, kept.required);
-        if let Some(after) = normalise.after() {
+        if let Some(after) = normalize.after() {
             weigh(Some(after), scaling, k, chosen, &of.experts, &mut of.weights);
         }
         of.weights

@@ -179,7 +179,7 @@ mod tests {
     const DRAW: RngKey = RngKey { seed: 1, step: 2, rank: 3 };
 
     #[test]
-    fn values_stay_within_eps_and_do_not_depend_on_how_many_tokens_there_are() {
+    fn jitter_stays_within_eps_and_ignores_number_of_tokens() {
         let mut all = vec![2f32; 5 * 7];
         jitter(&mut all, 7, 0.25, DRAW).unwrap();
         assert!(all.iter().all(|value| (1.5..=2.5).contains(value)));

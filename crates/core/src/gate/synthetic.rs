@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn uniform_is_even_zipf_is_steep_and_spread_incast_hits_the_first_experts() {
+    fn uniform_is_even_zipf_steep_and_incast_hits_first_experts() {
         let (uniform, zipf, incast) =
             (load(Pattern::Uniform), load(Pattern::Zipf(1.0)), load(Pattern::Incast));
         assert!(uniform.iter().all(|&n| (80..180).contains(&n)), "{uniform:?}");

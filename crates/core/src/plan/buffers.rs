@@ -91,7 +91,7 @@ pub struct RowSizes {
     /// Bytes of one row that is sent; 0 if only its metadata is.
     pub row_bytes: u64,
     /// Bytes of one returned row.
-    pub home_bytes: u64,
+    pub return_bytes: u64,
     /// Words that go out with a row.
     pub words_out: u32,
     /// Words that return with a row: one per choice that it stands for.
@@ -113,19 +113,19 @@ impl RowSizes {
 
     /// Memory that a rank offers in a return: as many rows as landed.
     pub fn offer(&self, rows: u32) -> RowBuffer {
-        RowBuffer { rows, notes: u64::from(rows) * u64::from(self.words_home), row_bytes: self.home_bytes }
+        RowBuffer { rows, notes: u64::from(rows) * u64::from(self.words_home), row_bytes: self.return_bytes }
     }
 
     /// Memory that a block of `entries` entries returns: `rows` rows, or partials where relays sum.
     pub fn home(&self, rows: u32, entries: u32) -> RowBuffer {
-        let row_bytes = self.partial_bytes.unwrap_or(self.home_bytes);
+        let row_bytes = self.partial_bytes.unwrap_or(self.return_bytes);
         RowBuffer { rows, notes: u64::from(entries) * u64::from(self.words_home), row_bytes }
     }
 
     /// The same in a return of weights alone by copy engines, which bring them home as rows.
     pub fn of_weights(self) -> RowSizes {
-        let home_bytes = u64::from(self.words_home) * 4;
-        RowSizes { home_bytes, words_home: 0, partial_bytes: None, rank_sums: false, ..self }
+        let return_bytes = u64::from(self.words_home) * 4;
+        RowSizes { return_bytes, words_home: 0, partial_bytes: None, rank_sums: false, ..self }
     }
 
     /// Bytes that go out with a row.

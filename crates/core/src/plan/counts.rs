@@ -144,7 +144,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_below_is_below_in_group_order_however_nodes_interleave() {
+    fn counts_below_follow_group_order_for_interleaved_nodes() {
         // Ranks 0 and 3 are one node, ranks 1 and 2 the other; rank 2 counts.
         let counts = [[1, 0], [2, 5], [4, 0], [8, 3]];
         let mut counted = Counts::default();

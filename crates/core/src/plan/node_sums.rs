@@ -48,7 +48,7 @@ impl PulledSums {
 
     /// The same for a block with so many entries in so many bins.
     pub fn chunks(most: u8, (entries, bins): (usize, usize), sizing: &RowSizes) -> u8 {
-        let all = (entries as u64).saturating_mul(sizing.home_bytes);
+        let all = (entries as u64).saturating_mul(sizing.return_bytes);
         let enough = all / sizing.pulled_bytes.max(1) / (bins.max(1) as u64);
         enough.clamp(1, u64::from(most.max(1))) as u8
     }
@@ -174,15 +174,15 @@ mod tests {
     }
 
     #[test]
-    fn one_choice_of_each_token_and_other_node_has_the_place_of_the_sum() {
+    fn one_choice_per_token_and_remote_node_holds_place_of_sum() {
         let map = ExpertMap::contiguous(4, 4).unwrap();
         let nodes = NodeMap::from_labels(&[0, 0, 1, 1]);
         let bins = Bins::experts(&map, SumOrder::Node, &nodes);
         let (row_bytes, partial_bytes, rank_sums) = (16, Some(16), false);
-        let (home_bytes, words_out, words_home) = (16, 1, 1);
+        let (return_bytes, words_out, words_home) = (16, 1, 1);
         let sizing = RowSizes {
             row_bytes,
-            home_bytes,
+            return_bytes,
             words_out,
             words_home,
             partial_bytes,

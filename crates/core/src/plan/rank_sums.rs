@@ -130,7 +130,7 @@ mod tests {
         let bins = Bins::experts(&map, SumOrder::Rank, &nodes);
         let sizing = RowSizes {
             row_bytes: 16,
-            home_bytes: 16,
+            return_bytes: 16,
             words_out: 2,
             words_home: 1,
             partial_bytes: None,

@@ -638,7 +638,7 @@ mod tests {
             let sizes = ReceiveSizes { begin: vec![0; 3], ..ReceiveSizes::default() };
             let sizing = RowSizes {
                 row_bytes: 16,
-                home_bytes: 16,
+                return_bytes: 16,
                 words_out: 5,
                 words_home: 2,
                 partial_bytes: None,
@@ -694,7 +694,7 @@ mod tests {
         }
 
         #[test]
-        fn every_visible_row_is_made_of_the_row_of_its_token_that_arrived() {
+        fn every_visible_row_comes_from_arrived_row_of_its_token() {
             for labels in [&[0, 0, 1, 1][..], &[0, 0, 0, 1, 1, 1, 1, 1], &[0, 1, 2, 0, 1]] {
                 for mode in [ReceiveMode::Exact, ReceiveMode::Budget { rows: 9, overflow: Overflow::Drop }] {
                     [1, 4].iter().for_each(|&align| arrived(labels, mode, align));
@@ -708,7 +708,7 @@ mod tests {
             let bins = &Bins::experts(&map, SumOrder::Expert, &nodes);
             let sizing = RowSizes {
                 row_bytes: 16,
-                home_bytes: 16,
+                return_bytes: 16,
                 words_out: 1,
                 words_home: 1,
                 partial_bytes: None,

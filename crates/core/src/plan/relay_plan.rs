@@ -438,10 +438,18 @@ mod tests {
         }
 
         /// A chunk has 16 bytes of each bin.
-        fn sizing(home_bytes: u64) -> RowSizes {
-            let (partial_bytes, rank_sums, pulled_bytes) = (Some(home_bytes), false, 16);
-            let (row_bytes, words_out, words_home) = (home_bytes, 1, 1);
-            RowSizes { row_bytes, home_bytes, words_out, words_home, partial_bytes, rank_sums, pulled_bytes }
+        fn sizing(return_bytes: u64) -> RowSizes {
+            let (partial_bytes, rank_sums, pulled_bytes) = (Some(return_bytes), false, 16);
+            let (row_bytes, words_out, words_home) = (return_bytes, 1, 1);
+            RowSizes {
+                row_bytes,
+                return_bytes,
+                words_out,
+                words_home,
+                partial_bytes,
+                rank_sums,
+                pulled_bytes,
+            }
         }
 
         #[test]
@@ -467,7 +475,7 @@ mod tests {
         }
 
         #[test]
-        fn a_chunk_hands_on_the_entries_of_its_rows_and_the_last_one_the_pads() {
+        fn relay_chunk_forwards_its_rows_entries_and_last_one_pads() {
             let (bins, block) = block();
             let runs = |member, chunk| {
                 let mut runs = Vec::new();
@@ -484,7 +492,7 @@ mod tests {
         }
 
         #[test]
-        fn rows_of_a_pulled_sum_are_entries_or_own_rows_in_the_order_of_the_sum() {
+        fn pulled_sum_reads_entries_and_own_rows_in_sum_order() {
             let (_, block) = block();
             // Slots of rank 0 are experts 3 and 1, those of rank 1 experts 0 and 2. Row 2 has a
             // slot of each rank.
@@ -554,7 +562,7 @@ mod tests {
         use crate::topology::NodeMap;
 
         #[test]
-        fn runs_count_rows_from_the_first_of_all_blocks_and_notes_from_the_first_of_their_own() {
+        fn runs_count_rows_over_all_blocks_and_notes_per_block() {
             let map = ExpertMap::contiguous(2, 2).unwrap();
             let bins = Bins::experts(&map, SumOrder::Expert, &NodeMap::from_labels(&[0, 0]));
             let block = |to_row| Block {

@@ -499,7 +499,7 @@ mod tests {
     }
 
     #[test]
-    fn entries_that_are_only_counted_have_the_starts_of_those_that_are_sorted() {
+    fn counted_entries_have_same_starts_as_sorted_entries() {
         let (map, bins) = (ExpertMap::contiguous(6, 3).unwrap(), bins(2, 3));
         let (mut sorted, mut counted) = (SortedRouting::default(), SortedRouting::default());
         let routing = Routing::new(2, vec![5, 0, 3, -1, 0, 3], vec![0.5; 6]).unwrap();

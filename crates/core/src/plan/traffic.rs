@@ -43,7 +43,7 @@ pub struct Traffic {
     /// Bytes of a row that goes out.
     pub row_bytes: u64,
     /// Bytes of a returned row.
-    pub home_row_bytes: u64,
+    pub combine_row_bytes: u64,
     /// How rows cross, which determines what returns.
     pub route: Route,
 }
@@ -64,7 +64,7 @@ impl Traffic {
         let (nodes, route) = (paths.nodes(), paths.route());
         let mut traffic = Traffic {
             row_bytes: frame.sizing.row_bytes,
-            home_row_bytes: frame.sizing.home_bytes,
+            combine_row_bytes: frame.sizing.return_bytes,
             route,
             ..Traffic::default()
         };
@@ -100,10 +100,10 @@ impl Traffic {
     /// Bytes that return to this rank over the net in a return of this order, if a partial sum has
     /// `partial_bytes` bytes: where relays sum, one partial for each (token, rank) or (token,
     /// node); else a row for each (token, expert).
-    pub fn home_bytes(&self, order: SumOrder, partial_bytes: u64) -> u64 {
+    pub fn return_bytes(&self, order: SumOrder, partial_bytes: u64) -> u64 {
         match order.per_partial(self.remote_ranks, self.remote_nodes) {
             Some(partials) if self.route == Route::Pxn => partials * partial_bytes,
-            _ => self.logical.remote * self.home_row_bytes,
+            _ => self.logical.remote * self.combine_row_bytes,
         }
     }
 }

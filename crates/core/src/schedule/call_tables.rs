@@ -215,7 +215,7 @@ impl CallerTables {
     }
 
     /// Return, before its entry: splits the staging that begins at `start` into places for the rows
-    /// that each relay returns. It takes [`CallerTables::home_bytes`].
+    /// that each relay returns. It takes [`CallerTables::return_bytes`].
     pub fn stage(&mut self, paths: &Paths, layout: &DispatchLayout, start: u64) {
         let mut next = start;
         for relay in paths.relays() {
@@ -350,7 +350,7 @@ impl CallerTables {
     /// staging these are cut from `home`; where the net reaches the pool they are
     /// [those](DispatchLayout::home_of) in which rows are summed.
     pub fn stage_rows(&mut self, at: &FillContext, layout: &DispatchLayout, home: u64) {
-        let (mut next, row_bytes, sums) = (0, at.sizing.home_bytes, at.sizing.rank_sums);
+        let (mut next, row_bytes, sums) = (0, at.sizing.return_bytes, at.sizing.rank_sums);
         for (relay, block) in at.paths.relays().zip(&layout.blocks) {
             let first = match at.far {
                 WindowId::HOST_STAGING => next,
@@ -367,7 +367,7 @@ impl CallerTables {
     /// already. Own rows are summed where they lie.
     pub fn pull(&mut self, at: &FillContext, layout: &DispatchLayout, home: u64) {
         self.clear();
-        let (caller, row_bytes) = (Caller::new(at.paths, at.chunks), at.sizing.home_bytes);
+        let (caller, row_bytes) = (Caller::new(at.paths, at.chunks), at.sizing.return_bytes);
         let sums = at.sizing.rank_sums;
         let is_staged = |route| at.far == WindowId::HOST_STAGING && at.paths.route() == route;
         let direct = at.paths.relays().filter(|_| is_staged(Route::Direct));
@@ -420,7 +420,7 @@ impl CallerTables {
     }
 
     /// Bytes of a return's staging: the rows that all relays return.
-    pub fn home_bytes(paths: &Paths, layout: &DispatchLayout) -> u64 {
+    pub fn return_bytes(paths: &Paths, layout: &DispatchLayout) -> u64 {
         paths.relays().map(|relay| layout.chunks[relay as usize].bytes()).sum()
     }
 }
@@ -616,7 +616,7 @@ impl RelayTables {
                 let used = block.pulled_chunks(chunks, &at.sizing);
                 for chunk in 1..=used {
                     let first = self.spans.len() as u32;
-                    let to = pulled + first_entry * at.sizing.home_bytes;
+                    let to = pulled + first_entry * at.sizing.return_bytes;
                     self.pull_for_sums(at, block, bins, (chunk, used), to);
                     let count = self.spans.len() as u32 - first;
                     self.table[relay.pulled(nth, chunk).0 as usize] = Operand::Spans { first, count };
@@ -671,7 +671,7 @@ impl RelayTables {
 
     /// Bytes of rows that engines pull before a kernel sums them, those of this rank counted.
     pub fn pulled_bytes(at: &FillContext, forward: &RelayPlan) -> u64 {
-        at.sizing.partial_bytes.map_or(0, |_| u64::from(forward.entries()) * at.sizing.home_bytes)
+        at.sizing.partial_bytes.map_or(0, |_| u64::from(forward.entries()) * at.sizing.return_bytes)
     }
 
     /// The rows of one chunk of a block that other ranks of this node have, to this rank's pool
@@ -684,7 +684,7 @@ impl RelayTables {
         (chunk, chunks): (u8, u8),
         to: u64,
     ) {
-        let (me, row_bytes) = (at.paths.me(), at.sizing.home_bytes);
+        let (me, row_bytes) = (at.paths.me(), at.sizing.return_bytes);
         let (mut segments, mut entry) = (block.segments.iter(), 0);
         let (first, mut behind) = (self.spans.len(), self.spans.len());
         for &owner in at.paths.served_by(me) {
@@ -718,7 +718,7 @@ impl RelayTables {
         (offer, home): (u64, RowBuffer),
         parts: ReturnParts,
     ) {
-        let (row_bytes, words) = (at.sizing.home_bytes, u64::from(at.sizing.words_home) * 4);
+        let (row_bytes, words) = (at.sizing.return_bytes, u64::from(at.sizing.words_home) * 4);
         let sums = at.sizing.rank_sums;
         let segments = if sums { &block.rank_sums } else { &block.segments };
         let (mut segments, mut entry) = (segments.iter(), 0);

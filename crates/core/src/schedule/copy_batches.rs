@@ -38,7 +38,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn batches_hold_all_copies_and_grow_to_the_most_that_a_driver_takes(copies in 0usize..5000) {
+        fn copy_batches_hold_all_copies_and_grow_to_driver_maximum(copies in 0usize..5000) {
             let sizes: Vec<usize> = copy_batches(copies).collect();
             prop_assert_eq!(sizes.iter().sum::<usize>(), copies);
             prop_assert!(sizes.iter().all(|&size| 0 < size && size <= MAX_BATCH));

@@ -86,7 +86,7 @@ use crate::topology::NodeMap;
 ///
 /// ```text
 ///   slots   | * | receive[source] | send[destination] | home[peer] | partial[source] | mark[peer] |    R of each
-///               |         slot_bytes each             |       home_bytes each        |  16 each   |    * what is kept free
+///               |         slot_bytes each             |       return_bytes each        |  16 each   |    * what is kept free
 ///   flags   | words of Control::flag, a cache line each |
 /// ```
 ///
@@ -107,7 +107,7 @@ pub struct Slots {
     first: u64,
     ranks: u32,
     slot_bytes: u64,
-    home_bytes: u64,
+    return_bytes: u64,
 }
 
 impl Slots {
@@ -121,24 +121,24 @@ impl Slots {
     pub const ALIGN: u64 = 256;
 
     /// For a group of `ranks` ranks: `slot_bytes` for all rows that one rank sends another, with
-    /// their metadata, and `home_bytes` for the returned partial rows.
+    /// their metadata, and `return_bytes` for the returned partial rows.
     ///
     /// # Errors
     /// [`PlanError::BadParameter`] for no ranks, for sizes that are no multiple of 16 bytes, or
     /// beyond 64 bits together.
-    pub fn new(ranks: u32, slot_bytes: u64, home_bytes: u64) -> Result<Self, PlanError> {
+    pub fn new(ranks: u32, slot_bytes: u64, return_bytes: u64) -> Result<Self, PlanError> {
         let bad = |parameter, seen, expected| Err(PlanError::BadParameter { parameter, seen, expected });
         if ranks == 0 {
             return bad("ranks", 0, "1 or more");
         }
-        for (parameter, bytes) in [("slot bytes", slot_bytes), ("home bytes", home_bytes)] {
+        for (parameter, bytes) in [("slot bytes", slot_bytes), ("home bytes", return_bytes)] {
             let total =
                 bytes.checked_next_multiple_of(Self::ALIGN).and_then(|b| b.checked_mul(4 * u64::from(ranks)));
             if !bytes.is_multiple_of(16) || total.is_none() {
                 return bad(parameter, bytes, "a multiple of 16 that memory can hold for all ranks");
             }
         }
-        Ok(Slots { first: 0, ranks, slot_bytes, home_bytes })
+        Ok(Slots { first: 0, ranks, slot_bytes, return_bytes })
     }
 
     /// The same, behind room for the flag words: NICs that write rows to device memory raise flags
@@ -163,8 +163,8 @@ impl Slots {
     }
 
     /// Bytes of the returned rows of one slot.
-    pub fn home_bytes(&self) -> u64 {
-        self.home_bytes
+    pub fn return_bytes(&self) -> u64 {
+        self.return_bytes
     }
 
     /// Where rows of `source` land.
@@ -179,17 +179,17 @@ impl Slots {
 
     /// Where partial rows of `peer` return.
     pub fn home(&self, peer: u32) -> u64 {
-        self.first + 2 * self.all(self.slot_bytes) + u64::from(peer) * self.home_bytes
+        self.first + 2 * self.all(self.slot_bytes) + u64::from(peer) * self.return_bytes
     }
 
     /// Where experts leave partial rows for `source`.
     pub fn partial(&self, source: u32) -> u64 {
-        self.all(self.home_bytes) + self.home(source)
+        self.all(self.return_bytes) + self.home(source)
     }
 
     /// Where `peer` leaves the number of the last call that it refused.
     pub fn mark(&self, peer: u32) -> u64 {
-        let marks = self.first + 2 * self.all(self.slot_bytes) + 2 * self.all(self.home_bytes);
+        let marks = self.first + 2 * self.all(self.slot_bytes) + 2 * self.all(self.return_bytes);
         marks + u64::from(peer) * Self::MARK_BYTES
     }
 
@@ -247,7 +247,7 @@ impl SlotCall {
     fn span(self, slots: &Slots, from: u32, to: u32) -> SpanCopy {
         let (from_offset, to_offset, len) = match self {
             SlotCall::Dispatch => (slots.send(to), slots.receive(from), slots.slot_bytes()),
-            SlotCall::Combine => (slots.partial(to), slots.home(from), slots.home_bytes()),
+            SlotCall::Combine => (slots.partial(to), slots.home(from), slots.return_bytes()),
             SlotCall::Release => (slots.partial(to), slots.home(from), 0),
             SlotCall::Refusal => (slots.mark(from), slots.mark(from), Slots::MARK_BYTES),
         };
@@ -577,7 +577,7 @@ mod tests {
         }
 
         #[test]
-        fn peers_come_rotated_and_every_word_that_is_awaited_is_set_back() {
+        fn peers_are_visited_rotated_and_awaited_words_are_reset() {
             let program = program(SlotCall::Dispatch, 4, 1);
             let ops: Vec<Op> = program.stage.items.iter().map(|item| item.op).collect();
             let (flag, level) = (Flag::Landed, FlagValue::Credit);

@@ -105,7 +105,7 @@ impl<'h> DispatchTimes<'h> {
                 order: SumOrder::Expert,
                 chunks: None,
                 row_bytes,
-                home_bytes: row_bytes,
+                return_bytes: row_bytes,
                 partial_bytes: 2 * row_bytes,
                 notes: true,
             };

@@ -53,7 +53,7 @@ fn flat(dp: u32, tp: u32, zero: Zero) -> Mesh {
 }
 
 #[test]
-fn data_parallelism_binds_below_2550_tokens_a_chip_and_850_on_three_axes() {
+fn data_parallelism_binds_below_2550_tokens_850_on_three_axes() {
     near(least_data_tokens(&tpu(), 1, 1.0), 2550.0, 1e-9);
     near(least_data_tokens(&tpu(), 3, 1.0), 850.0, 1e-9);
     near(850.0 * f64::from(tpu().per_node), 7.6e6, 0.01);
@@ -101,7 +101,7 @@ fn mixed_optimum_and_least_tokens_are_those_of_the_book() {
 }
 
 #[test]
-fn links_of_a_switch_are_shared_so_that_both_take_four_times_the_tokens() {
+fn mixed_parallelism_on_switch_links_needs_four_times_tokens() {
     let switch = Devices { fabric: Fabric::Switch, ..tpu() };
     let (shared, own) = (Mixed::of(&switch, 48_000.0, 64, 32_768), Mixed::of(&tpu(), 48_000.0, 64, 32_768));
     near(shared.least_tokens, 4.0 * 2.0 * own.least_tokens, 1e-9);
@@ -154,7 +154,7 @@ fn llama_2_13b_has_its_parameters_states_and_activations() {
 }
 
 #[test]
-fn llama_2_13b_on_4096_chips_needs_both_fsdp_and_tensor_parallelism() {
+fn llama_2_13b_on_4096_chips_needs_fsdp_and_tensor_parallelism() {
     let question = on_tpu("llama-2-13b", 4_096, 3_000_000);
     let cost = |dp, tp, zero| question.cost(flat(dp, tp, zero)).unwrap();
     // Pure data parallelism does not fit.
@@ -230,7 +230,7 @@ fn states_of_f32_are_those_of_the_table_of_data_parallelism() {
 }
 
 #[test]
-fn microbatches_move_and_hold_what_the_table_of_data_parallelism_says() {
+fn microbatches_move_and_hold_amounts_of_data_parallel_table() {
     let question = Question { precision: Precision::F32, ..on_tpu("llama-2-13b", 4, 64) };
     let weights = question.model.parameters() as f64;
     let step = |zero, microbatches| {
@@ -330,7 +330,7 @@ fn fields_that_are_missing_or_impossible_are_named() {
 }
 
 #[test]
-fn more_experts_or_choices_than_the_time_model_looks_at_are_refused() {
+fn experts_or_choices_beyond_time_model_limits_are_refused() {
     let out = |field: &'static str, seen: u64, most| {
         let refused = config(field, Some(&seen.to_string()));
         assert_eq!(refused, Err(ConfigError::OutOfRange { field, seen, least: 1, most }));
@@ -357,7 +357,7 @@ fn layers_that_have_an_mlp_alone_are_counted_if_they_come_first() {
 }
 
 #[test]
-fn embeddings_are_tied_as_the_configuration_or_its_architecture_says() {
+fn embeddings_are_tied_by_configuration_or_else_architecture() {
     let field = "tie_word_embeddings";
     let tied = |value| config(field, Some(value)).map(|model| model.tied);
     assert_eq!([tied("true"), tied("false"), tied("null")], [Ok(true), Ok(false), Ok(false)]);
@@ -483,7 +483,7 @@ fn shapes_of_groups_that_cannot_be_timed_are_left_out() {
 }
 
 #[test]
-fn a_step_of_fewer_tokens_than_a_sequence_has_a_sequence_of_as_many() {
+fn sequence_is_cut_to_step_that_has_fewer_tokens() {
     let question = |sequence| Question { sequence, ..on_gpus("llama-3-70b", 64, 1024) };
     assert_eq!(question(4096).search().unwrap(), question(1024).search().unwrap());
     let shape = Shape { pp: 1, dp: 1, cp: 64, tp: 1, ep: 1 };
@@ -520,7 +520,7 @@ fn questions_without_devices_or_tokens_are_refused() {
 }
 
 #[test]
-fn experts_take_the_time_that_the_time_model_gives_dispatch_and_combine() {
+fn experts_take_time_model_time_of_dispatch_and_combine() {
     let question = on_gpus("olmoe-1b-7b", 16, 16 * 4096);
     let mesh = |ep| Mesh { shape: Shape { pp: 1, dp: 16, cp: 1, tp: 1, ep }, ..flat(16, 1, Zero::Zero1) };
     let [none, node, all] = [1, 8, 16].map(|ep| question.cost(mesh(ep)).unwrap().step);
@@ -547,7 +547,7 @@ fn pipelines_idle_less_with_more_microbatches() {
 }
 
 #[test]
-fn a_pipeline_binds_if_bubble_and_sends_take_longer_than_the_compute_of_both_passes() {
+fn pipeline_binds_if_bubble_and_sends_outlast_both_computes() {
     let question = on_gpus("llama-3-70b", 64, 1 << 22);
     let shape = Shape { pp: 32, dp: 2, cp: 1, tp: 1, ep: 1 };
     let mut seen = [false; 2];

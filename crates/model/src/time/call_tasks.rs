@@ -59,7 +59,7 @@ impl<'a> Lowering<'a> {
     /// Gradients of tokens to the rows that were summed: along the existing layout, without
     /// metadata.
     pub fn combine_backward(mut self) -> Program {
-        self.sizing.row_bytes = self.sizing.home_bytes;
+        self.sizing.row_bytes = self.sizing.return_bytes;
         self.out(CallKind::CombineBackward)
     }
 
@@ -232,7 +232,7 @@ impl<'a> Lowering<'a> {
         if self.sizing.rank_sums {
             let sums = self.placed.rank_sums_at(self.paths.me());
             let rows = u64::from(self.rank.layout.received());
-            lines.kernel((rows + sums) * self.sizing.home_bytes, 0);
+            lines.kernel((rows + sums) * self.sizing.return_bytes, 0);
         }
         lines.record_packed();
     }
@@ -279,7 +279,7 @@ impl<'a> Lowering<'a> {
             let sums: u32 = layout.rank_sums.iter().map(|run| run.count).sum();
             let (terms, ..) = layout.summands();
             let terms = if self.sizing.rank_sums { sums as usize } else { terms.len() };
-            lines.kernel((terms as u64 + u64::from(layout.tokens)) * self.sizing.home_bytes, 0);
+            lines.kernel((terms as u64 + u64::from(layout.tokens)) * self.sizing.return_bytes, 0);
         }
     }
 

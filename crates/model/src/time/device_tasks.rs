@@ -364,7 +364,7 @@ impl Lines<'_> {
         let Operand::SumPulled { first, count, .. } = operands.table[operand.0 as usize] else { return };
         let terms = |output: u32| u64::from(operands.sum.starts[output as usize]);
         let rows = terms(first + count) - terms(first) + u64::from(count);
-        let bytes = rows * self.sizing.home_bytes;
+        let bytes = rows * self.sizing.return_bytes;
         self.enqueue();
         self.program.work.kernel_bytes += bytes;
         self.launch_on(Line::Stream, at_rate(bytes, self.hardware.compute.rate));

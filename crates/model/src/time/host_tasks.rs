@@ -100,7 +100,7 @@ impl<'a> Lines<'a> {
             return;
         }
         let at = |row: u32| sum.starts[row as usize] as usize;
-        let (home, me) = (self.sizing.home_bytes, self.paths.me());
+        let (home, me) = (self.sizing.return_bytes, self.paths.me());
         let (mut own, mut near) = (0, 0);
         for term in &sum.terms[at(first)..at(first + count)] {
             match sum.held_by[term.owner as usize] == me {

@@ -36,7 +36,7 @@ pub struct Case<'a> {
     /// Bytes of a row that is sent, and of a returned one.
     pub row_bytes: u64,
     /// Bytes of a returned row.
-    pub home_bytes: u64,
+    pub return_bytes: u64,
     /// Bytes of a partial sum, as it crosses.
     pub partial_bytes: u64,
     /// Whether row metadata (weights, choices) moves with the rows; otherwise it comes with the
@@ -123,7 +123,7 @@ impl Placed {
         // On a device each rank sums a token's rows first, or each relay those of its node, if that
         // makes no longer rows. Rank-major a rank has one row.
         let device = executor == Executor::Device;
-        let summed = device && case.partial_bytes == case.home_bytes && top_k > 1;
+        let summed = device && case.partial_bytes == case.return_bytes && top_k > 1;
         let by_rank = summed && case.order == SumOrder::Rank;
         let rank_sums = by_rank && !case.layout.is_per_rank() && case.map.ranks() > 1;
         let by_node = summed && case.order == SumOrder::Node;
@@ -134,7 +134,7 @@ impl Placed {
         };
         let sizing = RowSizes {
             row_bytes: case.row_bytes,
-            home_bytes: case.home_bytes,
+            return_bytes: case.return_bytes,
             words_out: notes.words(top_k),
             words_home: 1,
             partial_bytes: sums.then_some(case.partial_bytes),
@@ -365,7 +365,7 @@ fn ring_of(case: &Case, hardware: &Hardware) -> Result<Ring, PlanError> {
     if case.chunks == Some(0) {
         return Err(bad("chunks", 0, "1 or more"));
     }
-    let sizes = [("row bytes", case.row_bytes), ("home bytes", case.home_bytes)];
+    let sizes = [("row bytes", case.row_bytes), ("home bytes", case.return_bytes)];
     if let Some(&(parameter, seen)) = sizes.iter().find(|(_, n)| *n == 0 || !n.is_multiple_of(16)) {
         return Err(PlanError::BadParameter { parameter, seen, expected: "a multiple of 16" });
     }

@@ -11,7 +11,7 @@ use super::hardware::{Place, at_rate};
 use super::{Hardware, Phase, Timing};
 
 /// Times a dispatch and a combine of `ranks` ranks of one node, whose slots have this shape;
-/// returned rows take `home_bytes`.
+/// returned rows take `return_bytes`.
 ///
 /// ```
 /// use sidelane_core::plan::SlotShape;
@@ -28,16 +28,16 @@ use super::{Hardware, Phase, Timing};
 pub fn slots(
     ranks: u32,
     shape: SlotShape,
-    home_bytes: u64,
+    return_bytes: u64,
     hardware: &Hardware,
 ) -> Result<[Timing; 2], PlanError> {
     hardware.check()?;
-    let slots = Slots::new(ranks, shape.bytes(), u64::from(shape.max_tokens()) * home_bytes)?;
+    let slots = Slots::new(ranks, shape.bytes(), u64::from(shape.max_tokens()) * return_bytes)?;
     let rows = u64::from(shape.max_tokens()) * u64::from(ranks);
     // Packed: tokens are read, all slots written. Summed: a partial of each rank is read, tokens
     // written.
     let packed = (u64::from(shape.max_tokens()) + rows) * shape.row_bytes();
-    let summed = (rows + u64::from(shape.max_tokens())) * home_bytes;
+    let summed = (rows + u64::from(shape.max_tokens())) * return_bytes;
     let ring = Ring { nodes: 1, members: ranks, whole: true };
     let time = |call: SlotCall, kernel_bytes| {
         let mut machine = Machine::new(ring, hardware);

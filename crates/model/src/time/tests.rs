@@ -65,7 +65,7 @@ fn case(group: &Group, layout: RowLayout, route: Route, order: SumOrder) -> Case
         order,
         chunks: None,
         row_bytes: 4096,
-        home_bytes: 4096,
+        return_bytes: 4096,
         partial_bytes: 8192,
         notes: group.notes,
     }
@@ -142,7 +142,7 @@ fn together(hardware: &Hardware, copies: &[(u32, u32, u32)], bytes: u64) -> u64 
 }
 
 #[test]
-fn copies_share_the_link_of_their_target_and_that_of_their_source() {
+fn copies_share_link_of_their_target_and_of_their_source() {
     let (hardware, bytes) = (h100(), 3_800_000);
     let one = together(&hardware, &[(0, 0, 3)], bytes);
     assert_eq!(one, 10_000);
@@ -153,7 +153,7 @@ fn copies_share_the_link_of_their_target_and_that_of_their_source() {
 }
 
 #[test]
-fn a_switch_has_one_engine_for_all_peers_and_each_peer_has_one_without() {
+fn switched_peers_share_one_engine_others_have_one_each() {
     let (mut hardware, bytes) = (h100(), 16);
     let copies = [(0, 0, 1), (0, 0, 2), (0, 0, 3)];
     let price = hardware.engines.peer[0].per_copy;
@@ -173,7 +173,7 @@ fn small_copies_cost_what_their_step_says() {
 }
 
 #[test]
-fn every_figure_of_a_known_machine_has_a_source_or_is_called_assumed() {
+fn every_known_machine_figure_has_source_or_is_assumed() {
     for name in Hardware::NAMES {
         let hardware: Hardware = name.parse().unwrap();
         hardware.check().unwrap();
@@ -330,11 +330,11 @@ fn bytes_to_peers_are_those_that_engines_are_counted_for() {
 }
 
 #[test]
-fn a_gradient_of_combine_is_a_dispatch_of_rows_alone_that_nobody_plans() {
+fn combine_gradient_is_timed_as_unplanned_dispatch_of_rows_only() {
     let group = group((2, 3), 256, true);
     for (layout, route) in RowLayout::ALL.into_iter().flat_map(|l| Route::ALL.map(|r| (l, r))) {
         let bare = Case { notes: false, row_bytes: 2048, ..case(&group, layout, route, SumOrder::Expert) };
-        let as_home = Placed::new(&Case { row_bytes: bare.home_bytes, ..bare }, &h100()).unwrap();
+        let as_home = Placed::new(&Case { row_bytes: bare.return_bytes, ..bare }, &h100()).unwrap();
         let (dispatch, gradient) =
             (as_home.dispatch(), Placed::new(&bare, &h100()).unwrap().combine_backward());
         let title = format!("{layout:?} {route:?}: {dispatch:?} {gradient:?}");

@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_are_a_checkpoint_in_which_each_element_comes_once_or_are_refused() {
+    fn fuzzed_bytes_hold_each_element_once_or_are_refused() {
         let (whole, part) = ([1.5, -2.0, 0.25, 8.0, 3.0], [9.0, -0.5, 1e-9]);
         let both = [shard(0, 0, &whole), shard(1, 5, &part)];
         let seeds = [joined(&both), joined(&both[..1]), joined(&[shard(0, 0, &whole), shard(1, 0, &whole)])];

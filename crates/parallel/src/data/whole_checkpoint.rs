@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn shards_of_several_ranks_are_one_checkpoint_which_is_one_shard() {
+    fn shards_join_to_one_checkpoint_writable_as_one_shard() {
         let values = |from: usize| (from..from + 8).map(|value| value as f32).collect();
         let whole = Checkpoint { steps: 5, parameters: values(0), first: values(100), second: values(200) };
         let shards = [shard(1, &whole), shard(0, &whole)];

@@ -9,7 +9,7 @@
 //!              dscale   = sum over tokens of dy normal                dbias    = sum over tokens of dy
 //! ```
 //!
-//! A row needs no other row, so ranks normalise their own tokens and no rank sends any. Scale and
+//! A row needs no other row, so ranks normalize their own tokens and no rank sends any. Scale and
 //! bias are whole on each rank. With sequence parallel activations each rank has tokens of its own,
 //! and the gradients of scale and bias are summed over the ranks.
 //!
@@ -69,7 +69,7 @@ pub struct LayerNormGradients<E = f32> {
     pub bias: Vec<f32>,
 }
 
-/// Mean and inverse deviation, by which a row is normalised.
+/// Mean and inverse deviation, by which a row is normalized.
 struct Normal {
     mean: f32,
     inverse: f32,

@@ -253,7 +253,7 @@ impl<'r, E: Real> RankCalls<'r, E> {
                 self.ep.combine_into(output, handle, target)?;
             }
         }
-        handle.returned()?;
+        handle.return_report()?;
         alive.outputs.set(number);
         self.check_tensor(&format!("sums of dispatch {nth}"), &out, &expected)
     }
@@ -399,7 +399,7 @@ impl<'r, E: Real> RankCalls<'r, E> {
         if !sidelane::ep::Feature::Capture.is_served_by(self.ep.executor()) {
             let x = self.settings.sent(&first.x)?;
             let call = |ep: &mut ExpertParallel, x: Tensor<'_>, choices: Choices<'_>| {
-                ep.start_dispatch(x, choices)?.unfinished().map(drop)
+                ep.start_dispatch(x, choices)?.finish_async().map(drop)
             };
             return Ok(self.with_input(&x, &first, call)??);
         }
@@ -730,7 +730,7 @@ impl Layer {
     ) -> Result<(CudaGraph, Option<Handle>), TestError> {
         let mut kept = None;
         let graph = CudaGraph::capture(stream, || -> Result<(), TestError> {
-            let (rows, handle) = self.start(ep)?.unfinished()?;
+            let (rows, handle) = self.start(ep)?.finish_async()?;
             let y = experts_copy(stream, &rows, &handle)?;
             self.combine(ep, y, &handle)?;
             kept = Some(handle);

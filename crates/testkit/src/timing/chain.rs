@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn the_reference_turns_each_token_by_a_column_a_pair_in_every_layout_order_and_mode() {
+    fn reference_rotates_token_by_column_per_pair_in_every_setup() {
         let usual = Case { hidden: 16, ..Case::new(&[0, 0, 1, 1], &[6; 4], 16, 4) };
         let rank_major = Case { layout: RowLayout::RankMajor, route: Route::Pxn, ..usual.clone() };
         let mode = ReceiveMode::Budget { rows: 12, overflow: Overflow::Drop };
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn the_row_that_returns_is_another_one_from_token_to_token_and_never_a_dropped_one() {
+    fn returned_row_varies_by_token_and_is_never_dropped_one() {
         let experts = [3, 0, -1, 1, 2, 0, -1, -1, -1, 1, 2, 3];
         let routing = Routing::new(3, &experts[..], &[0.5; 12][..]).unwrap();
         let mut dropped = [false; 12];

@@ -76,7 +76,7 @@ impl Planning {
         let notes = RowMetadata::of(layout, ReceiveMode::Exact, false);
         let sizing = RowSizes {
             row_bytes: ROW,
-            home_bytes: ROW,
+            return_bytes: ROW,
             words_out: notes.words(top_k),
             words_home: 1,
             partial_bytes: None,

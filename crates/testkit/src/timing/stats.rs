@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn the_interval_holds_the_true_ratio_about_as_often_as_it_promises() {
+    fn ratio_interval_covers_true_ratio_about_as_often_as_stated() {
         let mut random = ChaCha8Rng::seed_from_u64(7);
         let mut noisy = || (0..101).map(|_| 100.0 + random.random_range(0.0..20.0)).collect::<Vec<f64>>();
         let trials = 100;
@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn a_round_on_two_machines_takes_as_long_as_on_the_slower_one_whatever_their_clocks_say() {
+    fn round_takes_time_of_slower_machine_despite_clock_offsets() {
         let laps = [[1000, 3000], [2000, 6000], [900_000, 904_500], [901_000, 902_000]];
         assert_eq!(Laps::rounds_us(&laps.map(|lap| vec![lap]), &vec![0, 0, 1, 1].into()), [5.0]);
     }

@@ -246,7 +246,7 @@ pub(super) fn sizing(scenario: &ProofScenario) -> RowSizes {
     let partial_bytes = if scenario.enqueues { scenario.row_bytes } else { 2 * scenario.row_bytes };
     RowSizes {
         row_bytes: scenario.row_bytes,
-        home_bytes: scenario.row_bytes,
+        return_bytes: scenario.row_bytes,
         words_out: scenario.notes().words(top_k),
         words_home: scenario.layout.words_home(top_k),
         partial_bytes: sums.then_some(partial_bytes),

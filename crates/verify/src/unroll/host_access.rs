@@ -113,7 +113,7 @@ impl Unroller<'_> {
         sums: &Extent,
     ) -> Vec<HostAccess> {
         let [rows, _] = chunk(me, self.sizing.offer(layout.landed), extent);
-        let len = u64::from(layout.received()) * self.sizing.home_bytes;
+        let len = u64::from(layout.received()) * self.sizing.return_bytes;
         let sums = Bytes::new(me, WindowId::POOL, sums.start, len);
         vec![self.read("outputs", rows), self.write("sums by rank", sums)]
     }

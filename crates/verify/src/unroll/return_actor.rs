@@ -92,13 +92,13 @@ impl Unroller<'_> {
         let layout = &handle.placed.layouts[me as usize];
         let offered = self.sizing.offer(layout.landed);
         let size = offered.bytes();
-        let home = CallerTables::home_bytes(&paths, layout);
+        let home = CallerTables::return_bytes(&paths, layout);
         let at = self.return_setting(me, parts);
         let wait = RelayTables::outbox_bytes(&at, &handle.placed.forwards[me as usize]);
         let partial_bytes = at.sizing.partial_bytes;
         let pulled = RelayTables::pulled_bytes(&at, &handle.placed.forwards[me as usize]);
-        let summed =
-            (at.sizing.rank_sums && parts.rows).then(|| u64::from(layout.received()) * at.sizing.home_bytes);
+        let summed = (at.sizing.rank_sums && parts.rows)
+            .then(|| u64::from(layout.received()) * at.sizing.return_bytes);
         let member = &mut self.members[me as usize];
         if let Some(kept) = &handle.kept {
             match reads {
@@ -116,7 +116,7 @@ impl Unroller<'_> {
         }
         let chunk = early.unwrap_or_else(|| member.pool.take(size));
         let brought =
-            if self.scenario.pulls { layout.terms.len() as u64 * self.sizing.home_bytes } else { 0 };
+            if self.scenario.pulls { layout.terms.len() as u64 * self.sizing.return_bytes } else { 0 };
         let staging = match self.scenario.enqueues {
             // All calls return rows to one place.
             true => member.staging.get_or_insert_with(|| member.pool.take(STAGING)).clone(),
@@ -228,7 +228,7 @@ impl Returner<'_, '_> {
         if call.until < Until::End {
             return Vec::new();
         }
-        let row_bytes = unroller.return_setting(me, call.parts).sizing.home_bytes;
+        let row_bytes = unroller.return_setting(me, call.parts).sizing.return_bytes;
         let offer = &call.offers[me as usize];
         let layout = &call.handle.placed.layouts[me as usize];
         let places = (offer.staging.start, offer.base);

@@ -436,7 +436,7 @@ impl StreamUnroller<'_> {
             }
             Work::Partials => {
                 let at = |of| (me, slots.partial(of));
-                let partial = |of| self.touch("partial rows", true, call, at(of), slots.home_bytes());
+                let partial = |of| self.touch("partial rows", true, call, at(of), slots.return_bytes());
                 (0..slots.ranks()).map(partial).collect()
             }
             Work::Sum if seeded != Some(StreamBug::SumLate) => self.sum(call, me),
@@ -479,7 +479,7 @@ impl StreamUnroller<'_> {
     /// Sums the returned rows with the partial rows of this rank itself. Where a rank refuses,
     /// reads its mark alone.
     fn sum(&self, call: usize, me: u32) -> Vec<HostAccess> {
-        let (slots, bytes) = (self.scenario.slots, self.scenario.slots.home_bytes());
+        let (slots, bytes) = (self.scenario.slots, self.scenario.slots.return_bytes());
         if let Some(refuses) = self.scenario.refuses {
             let at = (me, slots.mark(refuses));
             return vec![self.touch("mark of a refusal", false, call, at, Slots::MARK_BYTES)];

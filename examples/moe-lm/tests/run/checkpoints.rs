@@ -27,7 +27,7 @@ fn go_on<R: Ranks>(mut trainer: Trainer<R>, out: &Path) -> Outcome {
 }
 
 #[test]
-fn a_run_that_goes_on_from_a_checkpoint_has_the_bits_of_one_that_never_stopped() {
+fn run_resumed_from_checkpoint_has_bits_of_unbroken_run() {
     let settings = settings(4, 2);
     let whole = finish(in_turn(&settings));
     let folder = tempfile::tempdir().unwrap();
@@ -58,7 +58,7 @@ fn names(folder: &Path) -> Vec<String> {
 }
 
 #[test]
-fn the_latest_checkpoint_is_the_one_after_most_steps_that_has_all_its_files() {
+fn latest_checkpoint_is_complete_one_with_most_steps() {
     let folder = tempfile::tempdir().unwrap();
     let place = |name: &str| folder.path().join(name);
     let latest = || checkpoint::latest(folder.path()).unwrap();
@@ -77,7 +77,7 @@ fn the_latest_checkpoint_is_the_one_after_most_steps_that_has_all_its_files() {
 }
 
 #[test]
-fn a_run_that_was_stopped_while_a_checkpoint_took_the_place_of_another_goes_on_from_either() {
+fn run_stopped_in_checkpoint_swap_resumes_from_old_or_new() {
     let settings = settings(2, 2);
     let whole = finish(in_turn(&settings));
     let folder = tempfile::tempdir().unwrap();
@@ -104,7 +104,7 @@ fn a_run_that_was_stopped_while_a_checkpoint_took_the_place_of_another_goes_on_f
 }
 
 #[test]
-fn what_has_the_name_of_a_checkpoint_is_deleted_after_the_new_one_has_it() {
+fn new_checkpoint_takes_name_before_old_entry_is_deleted() {
     let settings = settings(2, 2);
     let folder = tempfile::tempdir().unwrap();
     // A file is no folder, and so is not deleted as one.
@@ -121,7 +121,7 @@ fn what_has_the_name_of_a_checkpoint_is_deleted_after_the_new_one_has_it() {
 }
 
 #[test]
-fn a_folder_that_a_rank_cannot_write_is_named_on_all_ranks_before_a_step() {
+fn unwritable_folder_is_named_on_all_ranks_before_first_step() {
     let settings = settings(2, 2);
     let folder = tempfile::tempdir().unwrap();
     let [file, good] = ["file", "good"].map(|name| folder.path().join(name));
@@ -153,7 +153,7 @@ fn a_folder_that_a_rank_cannot_write_is_named_on_all_ranks_before_a_step() {
 }
 
 #[test]
-fn a_checkpoint_of_another_run_or_with_a_file_missing_or_a_tensor_twice_is_refused() {
+fn checkpoint_of_other_run_or_missing_or_doubled_is_refused() {
     let settings = settings(1, 1);
     let folder = tempfile::tempdir().unwrap();
     assert!(matches!(checkpoint::latest(folder.path()), Err(Error::NoCheckpoint { .. })));
@@ -203,7 +203,7 @@ fn ranks_with_folders_of_their_own_are_told_that_it_must_be_one() {
 }
 
 #[test]
-fn a_loss_that_is_not_finite_stops_the_run_before_anything_is_learned_from_it() {
+fn loss_that_is_not_finite_stops_run_before_any_update() {
     let settings = settings(2, 2);
     on_ranks(&settings, OVERLAPPED, |mut trainer| {
         let weights = &mut trainer.state.dense.weights;

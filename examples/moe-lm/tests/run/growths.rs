@@ -74,7 +74,7 @@ fn grow(trainer: &mut Trainer<Parallel>) {
 }
 
 #[test]
-fn spare_learns_what_a_rank_learns_that_was_there_from_the_start_and_survives_the_first_rank() {
+fn spare_learns_bits_of_initial_rank_and_survives_first_rank() {
     for expert_parallel in [4, 2] {
         let settings = Settings { steps: 9, ..settings(4, expert_parallel) };
         let expected = changing(&settings, &[(2, 3), (4, 4), (6, 3)]);

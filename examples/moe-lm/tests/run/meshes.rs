@@ -166,7 +166,7 @@ fn a_mesh_and_candles_model_have_the_loss_and_gradients_within_their_roundings()
 }
 
 #[test]
-fn data_and_expert_parallel_ranks_have_the_bits_of_one_process_that_plays_them() {
+fn data_and_expert_parallel_ranks_have_bits_of_one_process() {
     let small = small();
     for (sizes, batch, experts, microbatches) in [
         ("dp=2", 8, 16, 1),

@@ -156,7 +156,7 @@ fn products_of_cublas_are_refused_on_a_host() {
 
 /// Two steps with layers on devices of the fake driver.
 fn on_gpus(out: &Path, text: &Path) -> Command {
-    let (driver, kernels) = (stand_in_cuda::install().unwrap(), stand_in_cuda::all_kernels().unwrap());
+    let (driver, kernels) = (fake_cuda::install().unwrap(), fake_cuda::all_kernels().unwrap());
     let mut command = program_of(2, out, text);
     command.env("LD_LIBRARY_PATH", driver).env("SIDELANE_FAKE_CUDA_KERNELS", kernels);
     command.args(["--device", "cuda", "--token-chunks", "2"]);
@@ -170,7 +170,7 @@ fn checkpoints(lines: &[Value]) -> Vec<&str> {
 }
 
 #[test]
-fn paths_that_cannot_be_used_end_all_ranks_before_the_first_step() {
+fn unusable_paths_end_all_ranks_before_first_step() {
     let folder = tempfile::tempdir().unwrap();
     let [text, out] = ["text.md", "out"].map(|name| folder.path().join(name));
     std::fs::write(&text, TEXT).unwrap();
@@ -208,7 +208,7 @@ fn ranks_that_would_learn_different_things_do_not_begin() {
 }
 
 #[test]
-fn sizes_of_which_nothing_is_learned_or_for_which_no_memory_is_are_refused() {
+fn sizes_that_learn_nothing_or_exceed_memory_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let text = folder.path().join("text.md");
     std::fs::write(&text, TEXT).unwrap();

@@ -14,7 +14,7 @@ fn assert_learned(losses: &[f32]) {
 }
 
 #[test]
-fn ranks_learn_to_the_last_bit_what_one_process_learns_in_their_place() {
+fn ranks_learn_exact_bits_of_single_process_reference() {
     for (ranks, expert_parallel) in [(4, 4), (4, 2), (8, 4), (2, 1)] {
         let settings = settings(ranks, expert_parallel);
         let reference = finish(in_turn(&settings));
@@ -92,7 +92,7 @@ fn finish_closed<R: Ranks>(trainer: Trainer<R>) -> crate::case::Outcome {
 }
 
 #[test]
-fn a_rank_whose_experts_get_no_row_takes_part_and_bits_are_the_same() {
+fn rank_with_idle_experts_takes_part_without_changing_bits() {
     let settings = Settings { balance: 0.0, ..settings(4, 4) };
     let reference = finish_closed(in_turn(&settings));
     assert_learned(&reference.losses);

@@ -47,7 +47,7 @@ pub fn go_on(trainer: &mut Trainer<Parallel>, last: usize, leaves: &[Option<usiz
 }
 
 #[test]
-fn survivors_learn_what_a_run_learns_that_changes_its_ranks_at_the_same_steps() {
+fn survivors_learn_bits_of_run_with_same_planned_rank_changes() {
     for expert_parallel in [4, 2] {
         let settings = settings(4, expert_parallel);
         // Rank 2 is lost, and then the first: of those that are left, that had a copy of no rank's.
@@ -153,7 +153,7 @@ pub fn program(steps: u32, out: &Path, text: &Path) -> Command {
 }
 
 #[test]
-fn killed_ranks_leave_processes_that_learn_what_one_that_plays_them_learns() {
+fn killed_ranks_leave_processes_that_learn_bits_of_one_process() {
     let folder = tempfile::tempdir().unwrap();
     let text = folder.path().join("text.md");
     std::fs::write(&text, TEXT).unwrap();

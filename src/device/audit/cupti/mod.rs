@@ -73,7 +73,7 @@ impl Cupti {
         let fits = |name: &str| !old || name == NAMES[0];
         let named = |file: &&PathBuf| file.file_name().and_then(|name| name.to_str()).is_some_and(fits);
         let file = files.iter().find(named);
-        if driver.is_stand_in() {
+        if driver.is_fake() {
             if let Some(file) = file {
                 return Self::load(file);
             }

@@ -156,7 +156,7 @@ impl Tables {
             (0..slots.ranks()).map(at).collect()
         };
         let packed_at = pick(slots.receive(me), &|rank| slots.send(rank), slots.slot_bytes())?;
-        let summed_from = pick(slots.partial(me), &|rank| slots.home(rank), slots.home_bytes())?;
+        let summed_from = pick(slots.partial(me), &|rank| slots.home(rank), slots.return_bytes())?;
         let packed_at = Addresses::new(stream, &WindowLayout::part(memory, places.packed_at())?, &packed_at)?;
         let summed_from =
             Addresses::new(stream, &WindowLayout::part(memory, places.summed_from())?, &summed_from)?;

@@ -157,7 +157,7 @@ impl SlotHandle {
     }
 
     /// How those of the combine went; nothing before there was one.
-    pub fn returned(&self) -> Report {
+    pub fn return_report(&self) -> Report {
         match self.combined.load() {
             Some(enqueued) => self.facts.report(enqueued, &self.facts.kernels[1]),
             None => self.facts.report(EnqueueCounts::default(), &[]),

@@ -128,7 +128,7 @@ impl SlotExchange {
         let received = memory.part(slots.receive(0), u64::from(ranks) * slots.slot_bytes())?;
         let rows = WindowLayout::part(&memory, places.rows())?;
         let marks = WindowLayout::part(&memory, places.marks())?;
-        let partials = memory.part(slots.partial(0), u64::from(ranks) * slots.home_bytes())?;
+        let partials = memory.part(slots.partial(0), u64::from(ranks) * slots.return_bytes())?;
         let expansion = expansion.map(|(budget, layout)| {
             let memory = WindowLayout::part(&memory, places.expansion())?;
             let bins = Bins::of_layout(spec.layout, map, spec.sum_order, &nodes);

@@ -1,11 +1,11 @@
 //! Slots that cross straight: from memory of devices to memory of devices, by cards that read and
-//! write it. The driver is the stand-in of `tests/stand-in-cuda`; the cards are not there either,
+//! write it. The driver is the fake of `tests/fake-cuda`; the cards are not there either,
 //! or those of two machines (`tests/testbed`).
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use stand_in_cuda::StandIn;
+use fake_cuda::FakeDriver;
 
 use crate::bootstrap::Timeouts;
 use crate::config::NetChoice;
@@ -32,19 +32,19 @@ const THREE_AND_FIVE: [u32; 8] = [0, 0, 0, 1, 1, 1, 1, 1];
 const CASE: Case = Case { ranks: 4, experts: 10, top_k: 3, hidden: 24, max_tokens: 3 };
 const WIDE: Case = Case { ranks: 8, experts: 20, top_k: 4, hidden: 16, max_tokens: 4 };
 
-/// Runs the body on the stand-in, once for each of these settings, in processes of their own.
+/// Runs the body on the fake driver, once for each of these settings, in processes of their own.
 fn on_each(test: &str, runs: &[&[(&str, &str)]], body: impl FnOnce()) {
     apart::each_with_kernels(&format!("ep::device::slots::tests::{test}"), runs, body);
 }
 
-fn on_stand_in(test: &str, body: impl FnOnce()) {
+fn on_fake_driver(test: &str, body: impl FnOnce()) {
     on_each(test, &[&[("SIDELANE_FAKE_CUDA_CARD_WRITES", "ordered")]], body);
 }
 
 /// A world over cards that signal like this.
 fn over(fabric: &Fabric, signal: SignalMode) -> Options {
-    let stand_in = Some(fabric.ground(Settings { signal: Some(signal), ..Settings::default() }));
-    Options { net: NetChoice::Verbs, stand_in, ..options() }
+    let fake_verbs = Some(fabric.ground(Settings { signal: Some(signal), ..Settings::default() }));
+    Options { net: NetChoice::Verbs, fake_verbs, ..options() }
 }
 
 /// Each rank on a device of its own, all over two cards; nothing of these is left. The cards place
@@ -91,13 +91,13 @@ fn slots_go_from_device_to_device_for_hundreds_of_rounds() {
             });
         }
         let flushed = std::env::var("SIDELANE_FAKE_CUDA_CARD_WRITES").is_ok_and(|writes| writes == "flushed");
-        assert_eq!(StandIn::loaded().unwrap().counters().flushes > 0, flushed);
+        assert_eq!(FakeDriver::loaded().unwrap().counters().flushes > 0, flushed);
     });
 }
 
 #[test]
 fn a_graph_is_replayed_with_cards_that_write_behind_its_back() {
-    on_stand_in("a_graph_is_replayed_with_cards_that_write_behind_its_back", || {
+    on_fake_driver("a_graph_is_replayed_with_cards_that_write_behind_its_back", || {
         on_cards(&TWO_AND_TWO, CASE, SignalMode::Write, replays::replays);
         on_cards(&THREE_AND_FIVE, WIDE, SignalMode::Write, replays::replays);
     });
@@ -180,7 +180,7 @@ fn with_all_hardware_queues_blocked_the_cause_is_returned() {
 
 #[test]
 fn a_silent_rank_is_found_by_words_in_memory_of_the_device() {
-    on_stand_in("a_silent_rank_is_found_by_words_in_memory_of_the_device", || {
+    on_fake_driver("a_silent_rank_is_found_by_words_in_memory_of_the_device", || {
         let fabric = Fabric::new(&["card0", "card1"]);
         let timeouts = Timeouts { deadline: Duration::from_secs(5), ..Timeouts::default() };
         let options = Options { timeouts, ..over(&fabric, SignalMode::Write) };
@@ -215,8 +215,8 @@ fn a_silent_rank_is_found_by_words_in_memory_of_the_device() {
 }
 
 #[test]
-fn slots_are_staged_by_the_host_where_a_stream_cannot_await_nics() {
-    let test = "slots_are_staged_by_the_host_where_a_stream_cannot_await_nics";
+fn slots_are_host_staged_if_stream_cannot_await_nics() {
+    let test = "slots_are_host_staged_if_stream_cannot_await_nics";
     on_each(test, &[&[("SIDELANE_FAKE_CUDA_CARD_WRITES", "unordered")]], || {
         on_cards(&[0, 0, 1, 1], CASE, SignalMode::Immediate, |mut rank| {
             let [report, _] = rank.rounds(0..20, 5);
@@ -228,8 +228,8 @@ fn slots_are_staged_by_the_host_where_a_stream_cannot_await_nics() {
 }
 
 #[test]
-fn nic_that_refuses_the_device_is_named_as_the_reason_for_host_staging() {
-    on_stand_in("nic_that_refuses_the_device_is_named_as_the_reason_for_host_staging", || {
+fn nic_that_refuses_device_is_reason_for_host_staging() {
+    on_fake_driver("nic_that_refuses_device_is_reason_for_host_staging", || {
         let fabric = Fabric::new(&["card0"]);
         on_nodes(&[0, 1, 1], &over(&fabric, SignalMode::Write), |world| {
             let group = world.all().unwrap();

@@ -3,9 +3,9 @@
 
 use std::sync::Mutex;
 
+use fake_cuda::{Counters, FakeDriver};
 use half::bf16;
 use sidelane_model::time::{Case as Timed, Hardware, Placed, RankWork, Timing};
-use stand_in_cuda::{Counters, StandIn};
 
 use super::rank::{Case, Input, Rank, call, target};
 use super::support::{on_ranks, small, tokens};
@@ -45,7 +45,7 @@ fn modeled(case: &Case) -> [Timing; 3] {
         order: case.order,
         chunks: None,
         row_bytes,
-        home_bytes: row_bytes,
+        return_bytes: row_bytes,
         partial_bytes: (case.hidden * case.wire.size()) as u64,
         notes: true,
     };
@@ -99,7 +99,7 @@ fn counted<T>(group: &Group, rank: &mut Rank<bf16>, body: impl FnOnce(&mut Rank<
     let settled = |rank: &Rank<bf16>| {
         rank.stream.synchronize().unwrap();
         meet(group);
-        let counters = StandIn::loaded().unwrap().counters();
+        let counters = FakeDriver::loaded().unwrap().counters();
         meet(group);
         counters
     };
@@ -136,7 +136,7 @@ fn compare(case: &Case, sent: &Sent, group: &Group, rank: &mut Rank<bf16>) {
         rank.planned.combine_backward_into(gradients, &handle, None).unwrap()
     });
     assert_eq!(seen, Work::modeled(&gradient.total), "gradient of combine, {title}");
-    let reports = [handle.report().unwrap(), handle.returned().unwrap()];
+    let reports = [handle.report().unwrap(), handle.return_report().unwrap()];
     for (sum, report) in sent.lock().unwrap().iter_mut().zip(&reports) {
         let [count, bytes] = messages(report);
         (sum[0], sum[1]) = (sum[0] + count, sum[1] + bytes);
@@ -209,8 +209,8 @@ fn between_nodes_the_model_counts_what_driver_and_net_carry_out() {
 }
 
 #[test]
-fn with_sums_by_rank_the_model_counts_what_driver_and_net_carry_out() {
-    let test = "counts::with_sums_by_rank_the_model_counts_what_driver_and_net_carry_out";
+fn model_with_rank_sums_counts_operations_of_driver_and_net() {
+    let test = "counts::model_with_rank_sums_counts_operations_of_driver_and_net";
     on_devices(test, 23, "ordered", |_| {
         let (order, wire) = (SumOrder::Rank, PartialDtype::Bf16);
         for layout in RowLayout::ALL {
@@ -233,8 +233,8 @@ fn with_sums_by_rank_the_model_counts_what_driver_and_net_carry_out() {
 }
 
 #[test]
-fn with_sums_by_node_the_model_counts_what_driver_and_net_carry_out() {
-    let test = "counts::with_sums_by_node_the_model_counts_what_driver_and_net_carry_out";
+fn model_with_node_sums_counts_operations_of_driver_and_net() {
+    let test = "counts::model_with_node_sums_counts_operations_of_driver_and_net";
     on_devices(test, 24, "ordered", |_| {
         let order = SumOrder::Node;
         // Partials in f32 are longer than rows, so relays return these.

@@ -75,8 +75,8 @@ fn gradients(
 }
 
 #[test]
-fn a_fault_of_packing_or_of_placing_own_rows_is_the_status_of_its_call() {
-    let test = "kernel_faults::a_fault_of_packing_or_of_placing_own_rows_is_the_status_of_its_call";
+fn fault_in_packing_or_placing_own_rows_is_status_of_call() {
+    let test = "kernel_faults::fault_in_packing_or_placing_own_rows_is_status_of_call";
     on_devices(test, 23, "ordered", |_| {
         for (nodes, route) in [([0, 0], Route::Direct), ([0, 1], Route::Direct), ([0, 1], Route::Pxn)] {
             for weighted in [false, true] {

@@ -9,8 +9,8 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use fake_cuda::FakeDriver;
 use half::bf16;
-use stand_in_cuda::StandIn;
 
 use super::rank::{Case, Rank, call, target};
 use super::support::{repeated, tokens};
@@ -106,9 +106,8 @@ fn a_relay_serves_other_nodes_before_its_own_rows_have_left() {
 }
 
 #[test]
-fn a_combine_pulls_rows_before_those_that_its_relay_returns_have_left_and_gives_none_back() {
-    let name =
-        "late_nics::a_combine_pulls_rows_before_those_that_its_relay_returns_have_left_and_gives_none_back";
+fn combine_pulls_while_relay_rows_are_late_and_frees_no_output() {
+    let name = "late_nics::combine_pulls_while_relay_rows_are_late_and_frees_no_output";
     on_devices(name, 32, "ordered", |_| {
         for (case, fabric) in across() {
             let returned = AtomicBool::new(false);
@@ -116,7 +115,7 @@ fn a_combine_pulls_rows_before_those_that_its_relay_returns_have_left_and_gives_
                 let input = tokens(group.rank().into(), 9, case.hidden, case.top_k, 8);
                 let (rows, handle) = rank.dispatch(&input).unwrap();
                 let out = rank.out.part((input.x.len() * size_of::<bf16>()) as u64);
-                let copies = || StandIn::loaded().unwrap().counters().copies;
+                let copies = || FakeDriver::loaded().unwrap().counters().copies;
                 let combine = |rank: &mut Rank<bf16>, y: ExpertOutput| {
                     rank.planned.combine_into(y, &handle, target::<bf16>(&out)).unwrap();
                 };

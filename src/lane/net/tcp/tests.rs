@@ -205,7 +205,7 @@ fn a_put_that_was_given_up_leaves_the_stream_whole() {
 }
 
 #[test]
-fn questions_are_answered_after_all_that_came_before_and_answers_end_a_flush() {
+fn tcp_ask_is_answered_after_earlier_puts_and_answer_ends_flush() {
     let mut pair = pair();
     let question = header(Record::Ask { mark: 9 });
     pair.theirs.write_all(&[put(0, 100, b"landed"), question].concat()).unwrap();
@@ -227,7 +227,7 @@ fn questions_are_answered_after_all_that_came_before_and_answers_end_a_flush() {
 }
 
 #[test]
-fn a_connection_that_breaks_while_all_are_well_ends_the_world_after_a_moment_and_says_how() {
+fn broken_connection_of_live_peer_ends_world_after_grace() {
     for reset in [true, false] {
         let Pair { link, mut theirs, hubs, regions } = pair();
         theirs.write_all(&signal(4)).unwrap();
@@ -261,7 +261,7 @@ fn a_connection_that_breaks_while_all_are_well_ends_the_world_after_a_moment_and
 }
 
 #[test]
-fn a_reset_that_the_sender_met_is_told_although_reading_finds_only_the_end() {
+fn reset_met_by_sender_is_reported_though_read_finds_only_end() {
     let Pair { link, theirs, hubs, .. } = pair();
     rustix::net::sockopt::set_socket_linger(&theirs, Some(Duration::ZERO)).unwrap();
     drop(theirs);
@@ -303,7 +303,7 @@ fn sleeps_of_this_thread() -> u64 {
 }
 
 #[test]
-fn leaving_waits_for_what_was_sent_last_but_not_for_a_peer_that_takes_nothing() {
+fn leave_waits_for_last_sends_but_not_for_stuck_peer() {
     let mut pair = pair();
     let (since, sleeps) = (Instant::now(), sleeps_of_this_thread());
     pair.link.leave(since + GRACE);
@@ -323,7 +323,7 @@ fn leaving_waits_for_what_was_sent_last_but_not_for_a_peer_that_takes_nothing() 
 }
 
 #[test]
-fn one_look_finds_all_that_have_news_and_a_socket_that_is_removed_is_silent() {
+fn one_poll_finds_all_ready_sockets_but_no_removed_one() {
     let poller = Poller::new().unwrap();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let mut ends: Vec<_> = (0..3)

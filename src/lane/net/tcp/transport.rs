@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn an_interface_stands_for_its_address_and_a_missing_one_is_an_error() {
+    fn interface_name_means_its_address_and_missing_one_is_error() {
         let auth = threads(2, Default::default())[0].pass().unwrap();
         let find = |name: &str| ListenAddresses::find(&auth, &TcpAddress::Interface(name.to_owned()));
         assert_eq!(find("lo").unwrap().offered, [IpAddr::from(Ipv4Addr::LOCALHOST)]);
@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn the_unspecified_address_is_where_the_rendezvous_sees_the_rank() {
+    fn unspecified_address_becomes_one_that_rendezvous_sees() {
         let seen = "10.1.2.3".parse().unwrap();
         let (address, other) = ("10.1.2.3:77".parse().unwrap(), "[fd00::1]:77".parse().unwrap());
         assert_eq!(parse(b"0.0.0.0:77,[fd00::1]:77", Some(seen)), Some(vec![address, other]));

@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_in_the_first_wanted_subnet_comes_before_all_others() {
+    fn address_in_first_wanted_subnet_is_preferred() {
         use GidType::RoceV2;
         let gids = table(&[
             (0, "::ffff:10.0.0.1", RoceV2),
@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_of_another_namespace_is_left_out_even_under_an_equal_name() {
+    fn address_of_other_namespace_is_ignored_despite_equal_name() {
         let tree = Tree::new();
         let entry = |index: u8, gid: &str, device: &str| {
             tree.gid("mlx5_0", index, gid.parse().unwrap(), "RoCE v2");
@@ -343,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_with_an_flid_comes_first_on_infiniband_and_names_its_subnet_in_16_bits() {
+    fn infiniband_prefers_flid_address_with_16_bit_subnet() {
         let gid = |text: &str| text.parse::<Ipv6Addr>().unwrap();
         let own = GidType::IbOrRoceV1;
         let gids = table(&[(0, "fe80::1", own), (1, "fec0:0:a001:7::1", own)]);

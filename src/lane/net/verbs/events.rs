@@ -359,7 +359,7 @@ mod tests {
     }
 
     #[test]
-    fn a_port_that_stays_down_is_the_fault_of_its_own_rank_when_the_grace_ends() {
+    fn port_down_past_grace_blames_its_own_rank() {
         let fabric = Fabric::new(&["a"]);
         let (shared, mut seen) = shared(&fabric);
         let before = Instant::now();
@@ -394,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn a_change_of_the_own_address_is_noticed_once_and_of_others_never() {
+    fn change_of_own_address_is_noticed_and_of_others_ignored() {
         let fabric = Fabric::new(&["a"]);
         let (shared, mut seen) = shared(&fabric);
         let mut after = |index: u8, gid: &str| {

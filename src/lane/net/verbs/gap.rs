@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_pair_on_different_nodes_that_shares_nothing_is_named() {
+    fn first_pair_across_nodes_without_common_key_is_named() {
         let (a, b, both) = (said(&[&[0xffff]]), said(&[&[0x8012]]), said(&[&[0xffff, 0x8012]]));
         let ranks = |kinds: &[&Vec<u8>]| kinds.iter().map(|&kind| kind.clone()).collect::<Vec<_>>();
         assert_eq!(compared(&[0, 0, 1, 1], &ranks(&[&a, &both, &both, &a])), Ok(()));
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn what_no_correct_rank_announces_is_an_error_that_names_it() {
+    fn malformed_announcement_is_error_that_names_its_rank() {
         let good = said(&[&[0xffff]]);
         let behind = [&good[..], &[0]].concat();
         for bad in [&[][..], &[0], &good[..3], &good[..good.len() - 1], &behind] {

@@ -546,7 +546,7 @@ mod tests {
     use crate::lane::net::verbs::fake::Tree;
 
     #[test]
-    fn named_nics_are_taken_in_their_order_and_a_missing_name_is_an_error() {
+    fn named_nics_keep_their_order_and_missing_name_is_error() {
         let present = ["mlx5_0", "mlx5_1", "mlx5_2"].map(str::to_owned);
         let names = ["mlx5_2".to_owned(), "mlx5_0".to_owned()];
         assert_eq!(named(&present, &names), Ok(vec!["mlx5_2", "mlx5_0"]));

@@ -98,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_parts_that_cannot_place_out_of_order_are_known_to_keep_it() {
+    fn only_parts_unable_to_reorder_count_as_keeping_order() {
         for (vendor, part) in [(SOFT_ROCE, 0), (MELLANOX, 4115), (MELLANOX, 4118)] {
             assert!(PlacementOrder::of(vendor, part).is_kept(), "{vendor:#x} {part}");
         }
@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn signals_are_writes_only_between_two_nics_in_order_or_on_request() {
+    fn signals_are_writes_only_between_ordered_nics_or_on_request() {
         let end = |requested, in_order| Signaling { requested, in_order };
         let agreed = |mine: Signaling, theirs: Signaling| {
             assert_eq!(mine.agree(theirs, 1), theirs.agree(mine, 1));

@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reader_in_another_thread_sees_values_in_their_order_and_the_last_one() {
+    fn reader_in_other_thread_sees_values_in_order_and_last_one() {
         const LAST: usize = 1000;
         let published = Published::new(0);
         std::thread::scope(|scope| {

@@ -340,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_are_found_in_the_piece_that_holds_them_with_the_key_of_the_nic() {
+    fn remote_bytes_are_found_in_their_piece_with_key_of_nic() {
         let mut theirs = RemoteRegions::of_nic(1);
         theirs.import(3, 5, &description()).unwrap();
         let at = |offset| theirs.find(RemoteAddress { region: 5, offset });

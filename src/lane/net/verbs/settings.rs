@@ -365,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn a_port_may_be_down_for_5_seconds_or_less_where_retries_end_sooner() {
+    fn port_grace_is_5_seconds_or_less_if_retries_end_sooner() {
         let grace = |vars: &[(&str, &str)]| read(vars).unwrap().grace();
         let retries = |timeout: u32, retries: u32| Duration::from_nanos(4096 << timeout) * (retries + 1);
         assert_eq!(grace(&[]), Duration::from_secs(5));

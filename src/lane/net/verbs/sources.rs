@@ -162,7 +162,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_a_scan_of_all_pieces_finds_is_found_wherever_they_overlap(
+        fn lookup_in_overlapping_pieces_finds_all_that_scan_finds(
             pieces in prop::collection::vec((0..200u64, 1..80u64), 0..12),
             asked in prop::collection::vec((0..300u64, 1..40u64), 20),
         ) {

@@ -124,7 +124,7 @@ fn naming(nics: &[&str]) -> Settings {
 }
 
 #[test]
-fn a_library_that_is_missing_or_another_is_an_error_that_says_so() {
+fn missing_or_foreign_verbs_library_is_error_that_says_so() {
     let missing = Library::load(Some(Path::new("/nowhere/libibverbs.so.1"))).unwrap_err();
     assert!(
         matches!(&missing, VerbsError::NoLibrary { library, .. } if library == "/nowhere/libibverbs.so.1")
@@ -274,7 +274,7 @@ fn settings_of_a_nic_are_used_or_refused() {
 }
 
 #[test]
-fn a_chain_rings_one_doorbell_and_only_what_is_signaled_completes() {
+fn chain_rings_one_doorbell_and_completes_signaled_ones_only() {
     let (fabric, a, b) = two();
     a.memory.fill(0, &[1, 2, 3, 4, 5, 6, 7, 8]);
     let mut chain = SendChain::new(CHAIN);
@@ -295,7 +295,7 @@ fn a_chain_rings_one_doorbell_and_only_what_is_signaled_completes() {
 }
 
 #[test]
-fn nothing_moves_before_the_sender_polls_while_the_fabric_is_held() {
+fn held_fabric_moves_nothing_before_sender_polls() {
     let (fabric, a, b) = two();
     fabric.hold();
     let mut chain = SendChain::new(CHAIN);
@@ -317,7 +317,7 @@ fn nothing_moves_before_the_sender_polls_while_the_fabric_is_held() {
 }
 
 #[test]
-fn a_write_with_immediate_takes_a_receive_and_hands_over_its_number() {
+fn write_with_immediate_takes_receive_and_delivers_number() {
     let (fabric, a, b) = two();
     a.memory.fill(0, &[7]);
     let mut chain = SendChain::new(CHAIN);
@@ -523,7 +523,7 @@ fn a_write_outside_what_is_registered_fails_and_lands_nowhere() {
 }
 
 #[test]
-fn a_failure_is_told_behind_the_late_completions_of_its_queue_pair() {
+fn failure_follows_late_completions_of_its_queue_pair() {
     let (fabric, a, b) = two();
     fabric.delay_completions("a");
     let mut chain = SendChain::new(CHAIN);
@@ -597,7 +597,7 @@ fn a_full_queue_refuses_and_the_chain_keeps_what_was_refused() {
 }
 
 #[test]
-fn places_of_a_queue_are_free_only_when_a_signaled_request_was_polled() {
+fn queue_places_are_freed_only_by_polled_signaled_request() {
     let fabric = Fabric::new(&["a", "b"]);
     let (a, b) = connected(&fabric, &Settings::default(), Caps { sends: 3, ..CAPS });
     let mut chain = SendChain::new(CHAIN);
@@ -645,7 +645,7 @@ fn a_nic_without_atomics_refuses_fetch_add() {
 }
 
 #[test]
-fn a_nic_that_disappears_is_named_by_its_news_its_posts_and_its_completions() {
+fn lost_nic_is_named_by_event_posts_and_completions() {
     let (fabric, a, b) = two();
     let mut receives = ReceiveChain::new(1, 0);
     receives.receive(5, []).unwrap();
@@ -701,7 +701,7 @@ fn a_completion_queue_that_overflows_is_told() {
 }
 
 #[test]
-fn an_address_that_cannot_be_reached_and_another_network_are_told_apart() {
+fn unreachable_address_and_other_link_layer_are_distinct_errors() {
     let fabric = Fabric::new(&["a", "b"]);
     let settings = Settings::default();
     let (a, b) = (End::new(&fabric, "a", 1, &settings, CAPS), End::new(&fabric, "b", 0, &settings, CAPS));
@@ -723,7 +723,7 @@ fn an_address_that_cannot_be_reached_and_another_network_are_told_apart() {
 }
 
 #[test]
-fn whatever_is_dropped_first_nothing_is_destroyed_too_early_or_left() {
+fn any_drop_order_destroys_verbs_objects_in_time_and_all() {
     let (fabric, a, b) = two();
     let End { pair, queue, region, domain, nic, memory } = a;
     drop((nic, domain, queue));

@@ -121,7 +121,7 @@ fn survivors_meet_though_a_second_rank_is_killed_or_stopped() {
 }
 
 #[test]
-fn survivors_meet_though_a_second_rank_is_lost_and_a_tenth_of_syns() {
+fn survivors_meet_though_a_second_rank_is_lost_and_some_syns() {
     let lossy = || Network::new(SIZE).inspect(|network| network.lose_syns());
     storm(2, lossy, |seed, network| second_loss(seed, Some(network)));
 }

@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn words_are_waited_for_until_they_have_come_or_cannot_come_any_more() {
+    fn wait_for_words_ends_when_they_came_or_job_has_ended() {
         let (channel, _requests, guest) = pair();
         let mut job = channel.start("two").unwrap();
         for event in [line(job.job, "[0] here"), line(job.job, "noise"), line(job.job, "[1] here")] {

@@ -50,7 +50,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_rank_has_to_pass_and_to_have_sent_bytes_straight_in_each_way() {
+    fn each_rank_must_pass_and_send_bytes_straight_in_each_way() {
         let mut output = String::new();
         for (rank, way) in (0..2).flat_map(|rank| (0..WAYS).map(move |way| (rank, way))) {
             output +=

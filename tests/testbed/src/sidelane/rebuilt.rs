@@ -5,8 +5,7 @@ use super::{Cards, STOIC, command, demand_passes, unreadable};
 use crate::error::Result;
 
 /// The test that plays a rank.
-const TEST: &str =
-    "lane::tests::rebuilt::late_packets_of_a_world_that_ended_in_mid_dispatch_do_not_touch_the_next";
+const TEST: &str = "lane::tests::rebuilt::late_packets_of_world_ended_in_dispatch_miss_next_world";
 
 /// Where ranks look for signs.
 const SIGNS: &str = "/tmp/signs";

@@ -73,7 +73,7 @@ pub const STEPS: [Step; 11] = [
     step("bench", "2 x 2 ranks, pxn and direct: every row verified, every packet counted", 500, bench::run),
     step(
         "device",
-        "rows from device to device, by a stand-in driver: bit-exact, no host staging",
+        "rows from device to device, by a fake driver: bit-exact, no host staging",
         400,
         device::run,
     ),

@@ -121,7 +121,7 @@ mod tests {
     use crate::error::failed;
 
     #[test]
-    fn the_text_says_who_ran_who_did_not_and_who_computed_something_else() {
+    fn text_lists_baselines_that_ran_were_absent_or_had_other_bits() {
         let pass = BaselinePass::new(&[34_000.0; 3], &[4000.0; 3]);
         let ran = |bitwise_equal| BaselineReport {
             name: "mpi".into(),

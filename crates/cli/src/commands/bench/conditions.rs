@@ -567,7 +567,7 @@ pub mod tests {
     }
 
     #[test]
-    fn there_are_as_many_nodes_as_said_or_listed_and_four_ranks_on_each_unless_said() {
+    fn nodes_are_as_given_or_listed_with_four_ranks_each_by_default() {
         for (words, sizes) in [
             ("--nodes 3", &[4, 4, 4][..]),
             ("--nodes 1", &[4]),
@@ -598,7 +598,7 @@ pub mod tests {
     }
 
     #[test]
-    fn small_shapes_run_enough_rounds_for_p99_and_large_ones_end_in_time() {
+    fn default_rounds_suffice_for_p99_if_small_and_end_in_time() {
         assert_eq!(resolve("--tokens 64").rounds, 1000);
         assert_eq!(resolve("--tokens 65536 --hidden 7168").rounds, 10);
         assert_eq!(resolve("--backward").rounds, 100);
@@ -624,7 +624,7 @@ pub mod tests {
     }
 
     #[test]
-    fn a_file_without_meta_takes_the_experts_of_the_options_or_the_default() {
+    fn routing_file_without_meta_has_experts_of_option_or_default() {
         let file = file(false);
         assert_eq!(resolve_file(&file, "").experts, 64);
         assert_eq!(resolve_file(&file, "--experts 5").experts, 5);

@@ -154,7 +154,7 @@ fn report<E: Real>(
     chains: &Option<chain::Timed>,
 ) -> Result<Option<Report>, CliError> {
     let config = layer.config;
-    let (dispatched, combined) = (handle.report()?, handle.returned()?);
+    let (dispatched, combined) = (handle.report()?, handle.return_report()?);
     let found = [
         u64::from(!moved_as_planned(layer.world.rank(), &dispatched)),
         layer.expected.row_count(),

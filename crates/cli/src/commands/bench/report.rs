@@ -234,13 +234,13 @@ impl InterNode {
         let mut all = Traffic::default();
         (all.sent.remote, all.logical.remote) = (rows, wanted);
         (all.remote_ranks, all.remote_nodes) = (rank_rows, remote_nodes);
-        (all.home_row_bytes, all.route) = (config.row_bytes(), config.shape.route);
+        (all.combine_row_bytes, all.route) = (config.row_bytes(), config.shape.route);
         let saving = |without: u64| without as f64 / rows as f64;
         let dedup = Dedup { expert: saving(expert_rows), rank: saving(rank_rows) };
         let wires = PartialDtype::ALL.into_iter().filter(|wire| wire.carries(config.shape.dtype.element()));
         let home = |order, wire: Option<PartialDtype>| {
             let partial_bytes = u64::from(config.shape.hidden) * wire.map_or(0, |wire| wire.size() as u64);
-            Home { sum_order: order, partial_dtype: wire, bytes: all.home_bytes(order, partial_bytes) }
+            Home { sum_order: order, partial_dtype: wire, bytes: all.return_bytes(order, partial_bytes) }
         };
         let combine = SumOrder::ALL.into_iter().flat_map(|order| match order.per_partial((), ()) {
             None => vec![home(order, None)],

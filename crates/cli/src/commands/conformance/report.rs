@@ -70,10 +70,10 @@ impl Report {
         let nodes = self.ranks_per_node.iter().map(u32::to_string).collect::<Vec<_>>().join(" and ");
         let ranks: u32 = self.ranks_per_node.iter().sum();
         let mut lines = vec![("ranks", format!("{ranks} processes, on emulated nodes of {nodes}"))];
-        if let Some(DeviceReport { driver: DriverReport { library, driver, stand_in, name }, devices }) =
+        if let Some(DeviceReport { driver: DriverReport { library, driver, fake_driver, name }, devices }) =
             &self.device
         {
-            let here = if *stand_in { "; the fake driver: no GPU is here" } else { "" };
+            let here = if *fake_driver { "; the fake driver: no GPU is here" } else { "" };
             lines.push(("device", format!("{devices} x {name}, CUDA {driver} ({library}){here}")));
         }
         if let Some(reason) = &self.device_reason {
@@ -144,7 +144,7 @@ mod tests {
 
     #[test]
     fn the_page_names_the_keys_that_are_written() {
-        let probe = Probe { stand_in: true, ..crate::commands::doctor::tests::probe(1) };
+        let probe = Probe { fake_driver: true, ..crate::commands::doctor::tests::probe(1) };
         let judged = of(Feature::Gradients, &wrong());
         assert_page("conformance.md", &[Report::new(&args(None, &[]), Some(Ok(probe)), &judged)]);
     }
@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn cell_is_refused_where_the_table_says_no_and_not_run_where_nothing_ran() {
+    fn unserved_cell_is_refused_and_cell_without_cases_is_not_run() {
         let refused = Outcome::Refused("release without combine".to_owned());
         let judged = of(Feature::Release, &refused);
         let report =

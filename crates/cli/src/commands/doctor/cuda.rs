@@ -83,7 +83,7 @@ fn said(probe: &Probe, module: Option<&str>) -> Vec<Finding> {
 
 fn identity(probe: &Probe, module: Option<&str>) -> Finding {
     let Probe { version, library, .. } = probe;
-    if probe.stand_in {
+    if probe.fake_driver {
         return seen(format!("fake driver for CUDA {version} ({library})"))
             .means("This is no driver and there is no GPU: tests load it to check the host's side.")
             .note("Nothing in a test. Otherwise unset SIDELANE_CUDA_LIBRARY, and look at LD_LIBRARY_PATH.");
@@ -177,7 +177,7 @@ const ABILITIES: [Ability; 8] = [
         with: "NICs can read and write the device's mapped memory.",
         lack: Level::Note,
         without: "Rows for other machines pass through host memory.",
-        advice: "On GPUs made for data centres: update the driver; in a virtual machine pass the whole GPU through.",
+        advice: "On GPUs made for data centers: update the driver; in a virtual machine pass the whole GPU through.",
     },
     Ability {
         what: "CUDA: dma-buf",

@@ -82,7 +82,7 @@ pub struct DriverReport {
     pub library: String,
     pub driver: String,
     /// Whether there was no GPU at all.
-    pub stand_in: bool,
+    pub fake_driver: bool,
     /// Name of the device.
     pub name: String,
 }
@@ -92,7 +92,7 @@ impl DriverReport {
         let facts = probe.devices.iter().find(|facts| facts.device == device);
         let (library, name) =
             (probe.library.clone(), facts.map_or(String::new(), |facts| facts.name.clone()));
-        DriverReport { library, driver: probe.version.to_string(), stand_in: probe.stand_in, name }
+        DriverReport { library, driver: probe.version.to_string(), fake_driver: probe.fake_driver, name }
     }
 }
 

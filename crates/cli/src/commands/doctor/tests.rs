@@ -95,7 +95,7 @@ fn host_facts_are_read() {
 }
 
 #[test]
-fn available_memory_is_what_is_free_up_to_the_limit_of_a_control_group() {
+fn available_memory_is_free_memory_capped_by_control_group() {
     let machine = Machine::new().with("proc/meminfo", "MemAvailable: 1048576 kB\n");
     let available = |machine: &Machine| available_memory(&Root::new(machine.0.path()));
     assert_eq!(available(&machine), Some(1 << 30));
@@ -108,7 +108,7 @@ fn available_memory_is_what_is_free_up_to_the_limit_of_a_control_group() {
 }
 
 #[test]
-fn huge_pages_count_when_granted_and_the_setting_says_what_to_do() {
+fn huge_pages_are_ok_if_granted_else_setting_picks_advice() {
     for (setting, granted, level, advice) in [
         ("always within_size advise [never] deny force", Some(false), Level::Note, "shmem_enabled"),
         ("always within_size [advise] never deny force", Some(false), Level::Note, "compact_memory"),
@@ -123,7 +123,7 @@ fn huge_pages_count_when_granted_and_the_setting_says_what_to_do() {
 }
 
 #[test]
-fn a_card_that_works_needs_its_library_its_device_and_locked_memory() {
+fn active_nic_warns_without_library_device_or_locked_memory() {
     let machine = Machine::new().with_card("4: ACTIVE\n");
     let findings = machine.examine();
     assert_eq!(finding(&findings, "NIC mlx5_0, port 1").found, "ACTIVE, InfiniBand, 400 Gb/sec (4X NDR)");
@@ -187,7 +187,7 @@ fn the_lane_s_own_choice_is_shown_or_why_there_is_none() {
 }
 
 #[test]
-fn packets_that_were_sent_again_are_noted_where_the_driver_counts_them() {
+fn resent_packets_are_noted_if_driver_counts_them() {
     const COUNTERS: &str = "sys/class/infiniband/mlx5_0/ports/1/hw_counters";
     for (gaps, timeouts, level) in [("0", "0", Level::Ok), ("3", "0", Level::Note), ("0", "2", Level::Note)] {
         let machine = Machine::new().with_card("4: ACTIVE\n");
@@ -276,7 +276,7 @@ fn gpu(device: u32) -> DeviceProperties {
 pub(crate) fn probe(devices: u32) -> Probe {
     Probe {
         library: "libcuda.so.1".into(),
-        stand_in: false,
+        fake_driver: false,
         version: Version(13000),
         batched_copies: BatchedCopies::Second,
         module_loading: ModuleLoading::Eager,
@@ -306,7 +306,7 @@ fn a_machine_with_all_that_cuda_has_is_all_right() {
 }
 
 #[test]
-fn what_a_driver_lacks_is_named_with_its_consequence() {
+fn features_missing_in_driver_are_named_with_consequence() {
     let mut old = probe(1);
     old.version = Version(12040);
     old.batched_copies = BatchedCopies::None;
@@ -338,8 +338,8 @@ fn devices_that_lack_something_are_named() {
 }
 
 #[test]
-fn a_stand_in_is_called_one() {
-    let findings = examine_cuda(Probe { stand_in: true, ..probe(1) });
+fn a_fake_driver_is_called_one() {
+    let findings = examine_cuda(Probe { fake_driver: true, ..probe(1) });
     assert!(finding(&findings, "CUDA: driver").found.starts_with("fake driver"));
     assert_eq!(finding(&findings, "CUDA: driver").level, Level::Note);
 }

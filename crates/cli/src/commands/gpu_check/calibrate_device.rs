@@ -53,8 +53,8 @@ pub fn hardware(report: &Report) -> Result<Hardware, CliError> {
         return Err(failed!("no figures are written: not measured were {}", rows.missing.join("; ")));
     }
     let rest: Hardware = REST.parse().expect("a machine that is known");
-    let DriverReport { name, driver, stand_in, .. } = &report.driver;
-    let source = match stand_in {
+    let DriverReport { name, driver, fake_driver, .. } = &report.driver;
+    let source = match fake_driver {
         true => "measured: gpu-check on the fake driver, so it means nothing".to_owned(),
         false => format!("measured: gpu-check on {name}, a driver for CUDA {driver}"),
     };

@@ -7,7 +7,7 @@ use sidelane::device::{Driver, wheels};
 
 /// Folders of packages, those that `python3` knows among them.
 pub fn folders(driver: &Driver) -> Vec<PathBuf> {
-    wheels::folders(driver.is_stand_in(), of_python)
+    wheels::folders(driver.is_fake(), of_python)
 }
 
 /// Files of these names in the packages.

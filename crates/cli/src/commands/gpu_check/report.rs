@@ -54,7 +54,7 @@ impl Report {
             minutes: args.minutes,
             correct,
             audited,
-            holds: correct && !void && !probe.stand_in,
+            holds: correct && !void && !probe.fake_driver,
             conclusions: conclusions(&rows),
             rows,
         }
@@ -131,12 +131,12 @@ impl command_frame::Report for Report {
     fn text(&self) -> String {
         let report = self;
         let Report { program, driver, device, multiprocessors, .. } = report;
-        let DriverReport { library, driver, stand_in, name } = driver;
+        let DriverReport { library, driver, fake_driver, name } = driver;
         let mut text = format!(
             "{}\ndevice {device}: {name}, {multiprocessors} SMs; driver for CUDA {driver} ({library})\n",
             program.text()
         );
-        if *stand_in {
+        if *fake_driver {
             text += "THE FAKE DRIVER: no GPU is here. Times mean nothing, and the audit shows nothing.\n";
         }
         for &part in Part::value_variants() {
@@ -176,7 +176,7 @@ fn of(rows: &[&Row]) -> String {
 }
 
 fn verdict(report: &Report) -> &'static str {
-    match (report.correct, report.holds, report.driver.stand_in) {
+    match (report.correct, report.holds, report.driver.fake_driver) {
         (false, ..) => "NOT RIGHT: see the rows that say WRONG.",
         (true, _, true) => {
             "All that was checked is right on the fake driver. No GPU was here: nothing is shown about one."
@@ -194,10 +194,10 @@ fn verdict(report: &Report) -> &'static str {
 pub struct Checks {
     part: Part,
     pub wrong: bool,
-    stand_in: bool,
+    fake_driver: bool,
 }
 
-const STAND_IN: &str = "nothing: the fake driver's times are not a GPU's";
+const FAKE_DRIVER: &str = "nothing: the fake driver's times are not a GPU's";
 
 /// Question of a row, and the meaning of its answer.
 #[derive(Clone, Copy)]
@@ -221,8 +221,8 @@ impl<'a> About<'a> {
 
 impl Checks {
     pub fn new(part: Part) -> Self {
-        let stand_in = Driver::open().is_ok_and(|driver| driver.is_stand_in());
-        Checks { part, wrong: false, stand_in }
+        let fake_driver = Driver::open().is_ok_and(|driver| driver.is_fake());
+        Checks { part, wrong: false, fake_driver }
     }
 
     /// Runs a check, and tells what it found. What is wrong ends nothing.
@@ -285,7 +285,7 @@ impl Checks {
     }
 
     fn figure(&mut self, about: About<'_>, samples: &[f64], found: String) -> Row {
-        let shows = if self.stand_in { STAND_IN } else { about.shows };
+        let shows = if self.fake_driver { FAKE_DRIVER } else { about.shows };
         let row = self.row(About { shows, ..about }, State::Measured, found);
         Row { time: Some(Time::of(samples)), ..row }
     }
@@ -387,7 +387,7 @@ mod tests {
         assert!(report.text().ends_with("The audit was not run, or not seen."));
         report.holds = false;
         assert!(report.text().contains("the audit does not hold"));
-        report.driver.stand_in = true;
+        report.driver.fake_driver = true;
         assert!(report.text().contains("THE FAKE DRIVER"));
         report.correct = false;
         assert!(report.text().ends_with("NOT RIGHT: see the rows that say WRONG."));
@@ -408,7 +408,7 @@ mod tests {
         let probe = Probe {
             version: sidelane::device::Version(13000),
             library: "libcuda.so.1".to_owned(),
-            stand_in: false,
+            fake_driver: false,
             ..crate::commands::doctor::tests::probe(1)
         };
         Report::new(&args, &probe, rows)

@@ -414,7 +414,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_started_has_its_share_and_what_comes_later_all() {
+    fn started_rank_gets_its_cpus_and_launcher_keeps_all() {
         let (binder, all) = (binder(), processors());
         let ranks = all.len() as u32;
         for (nth, &cpu) in (0..).zip(&all) {

@@ -6,7 +6,7 @@
 //! ```text
 //!   title, conditions
 //!   rank 0
-//!       compute 0     [0][1][2] ..  [weights]      chunks, in the colour of what is done to them
+//!       compute 0     [0][1][2] ..  [weights]      chunks, in the color of what is done to them
 //!       transfer 0  [0][2][0] ..
 //!       transfer 1    [1][3][1] ..
 //!   rank 1   ..

@@ -306,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_size_is_named() {
+    fn text_that_is_no_size_is_refused_by_name() {
         for text in ["", "8,", "x", "4KB", "KM", "8..", "-1", "1.5M", "K", "4KK", "8...64"] {
             let error = text.parse::<Sizes>().unwrap_err();
             assert!(error.contains("is no size"), "{text}: {error}");

@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pass_of_which_nothing_overlaps_takes_what_its_parts_add_up_to() {
+    fn sequential_layer_pass_takes_sum_of_its_parts() {
         for preset in ["mixtral-8x7b", "deepseek-v3"] {
             for pass in layered(preset, 512, 1) {
                 assert_eq!(pass.sequential_ns, pass.experts_ns + pass.transfers_ns, "{pass:?}");

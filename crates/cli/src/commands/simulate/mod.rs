@@ -218,7 +218,7 @@ pub struct Task<'a> {
     pub hardware: Hardware,
     router: Option<Router>,
     row_bytes: u64,
-    home_bytes: u64,
+    return_bytes: u64,
 }
 
 /// Groups of more ranks are one node that stands for all.
@@ -254,7 +254,7 @@ impl<'a> Task<'a> {
             ("--tokens x --top-k of all ranks", tokens * u64::from(top_k) * u64::from(drawn), MOST_VALUES),
         ])?;
         let hidden = args.hidden.unwrap_or(layer.hidden);
-        let (row_bytes, home_bytes) = args.dtype.bytes(hidden);
+        let (row_bytes, return_bytes) = args.dtype.bytes(hidden);
         let one_device_node = args.nodes == 1 && hardware.executor == Executor::Device;
         if args.mode == ReceiveKind::Slots && !one_device_node {
             return Err(usage!(
@@ -307,7 +307,7 @@ impl<'a> Task<'a> {
             metadata_with: args.metadata_with.unwrap_or(MetadataWith::Rows),
             seed: args.seed.unwrap_or(0),
         };
-        Ok(Task { args, conditions, hardware, router, row_bytes, home_bytes })
+        Ok(Task { args, conditions, hardware, router, row_bytes, return_bytes })
     }
 
     /// The ways of a call on so many nodes.
@@ -319,7 +319,7 @@ impl<'a> Task<'a> {
     pub fn slots(&self, hardware: &Hardware) -> Result<[Timing; 2], CliError> {
         let Conditions { ranks_per_node, tokens, top_k, .. } = self.conditions;
         let shape = SlotShape::new(tokens, top_k, self.row_bytes)?;
-        Ok(slots(ranks_per_node, shape, self.home_bytes, hardware)?)
+        Ok(slots(ranks_per_node, shape, self.return_bytes, hardware)?)
     }
 
     /// Numbers of nodes that the picture has: powers of two.
@@ -363,7 +363,7 @@ pub struct Group<'a> {
 
 impl Group<'_> {
     pub fn case(&self, way: &Variant) -> Case<'_> {
-        let Task { ref conditions, row_bytes, home_bytes, .. } = *self.task;
+        let Task { ref conditions, row_bytes, return_bytes, .. } = *self.task;
         let partial = way.partial_dtype.map_or(4, |wire| wire.size() as u64);
         Case {
             nodes: self.nodes,
@@ -374,7 +374,7 @@ impl Group<'_> {
             order: way.sum_order,
             chunks: way.relay_parts,
             row_bytes,
-            home_bytes,
+            return_bytes,
             partial_bytes: u64::from(conditions.hidden) * partial,
             notes: conditions.metadata_with == MetadataWith::Rows,
         }

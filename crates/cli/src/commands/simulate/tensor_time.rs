@@ -117,7 +117,7 @@ impl Costs<'_> {
     }
 
     fn bytes(&self, rows: u64) -> u64 {
-        rows * self.task.home_bytes
+        rows * self.task.return_bytes
     }
 
     /// A product of so many rows with a rank's part of the weights.
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pass_takes_no_less_than_its_longer_half_and_no_more_than_its_steps() {
+    fn tensor_pass_takes_at_least_longer_half_at_most_sequence() {
         for pass in passes(100, "1,2,4,8") {
             assert!(pass.overlapped_ns <= pass.sequential_ns, "{pass:?}");
             // Each of at most eight chunks is rounded to a nanosecond.
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn chunks_hide_all_but_the_first_gather_or_the_last_reduce_where_products_are_slow() {
+    fn slow_products_hide_all_but_first_gather_or_last_reduce() {
         let [whole, cut] = ["1", "4"].map(|chunks| passes(1, chunks));
         for (whole, cut) in whole.iter().zip(&cut) {
             let exposed = cut.overlapped_ns.saturating_sub(cut.products_ns);

@@ -200,7 +200,7 @@ pub mod tests {
             flag: None,
             of: 0,
             part: 0,
-            licence: false,
+            release: false,
             track: 0,
             peer: 0,
             start_ns: 0,
@@ -251,7 +251,7 @@ pub mod tests {
     }
 
     #[test]
-    fn the_document_names_exactly_the_keys_of_the_json_and_every_kind() {
+    fn trace_page_names_exactly_json_keys_and_every_kind() {
         assert_page_with("trace.md", &[sample()], |key| match key.split('.').collect::<Vec<_>>()[..] {
             ["config", _, ..] => None,
             ["ranks", "operations", _, ref below @ ..] => {

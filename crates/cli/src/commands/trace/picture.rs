@@ -224,7 +224,7 @@ mod tests {
             flag: matches!(kind, OpKind::Signal | OpKind::Wait).then_some(Flag::Landed),
             of: 1,
             part: 0,
-            licence: false,
+            release: false,
             track: 9,
             peer: 1,
             start_ns: 5_000_000 + start * 1000,
@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_are_rows_in_order_of_their_nodes_and_operations_boxes_of_their_kind() {
+    fn trace_picture_has_row_per_rank_by_node_and_box_per_operation() {
         let two = [
             timeline(&[(OpKind::PutRows, 0, 500)]),
             timeline(&[(OpKind::Wait, 100, 300), (OpKind::Reduce, 400, 600)]),
@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn neighbours_of_one_kind_that_are_too_narrow_are_drawn_as_one_box() {
+    fn neighbors_of_one_kind_that_are_too_narrow_are_drawn_as_one_box() {
         let signals = draw_one(&[(OpKind::Signal, 10, 0), (OpKind::Signal, 10, 0), (OpKind::Signal, 10, 0)]);
         assert_eq!(drawn(&signals, "signal"), 1);
         assert!(signals.contains("3 x signal"), "{signals}");

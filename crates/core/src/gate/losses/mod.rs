@@ -70,7 +70,7 @@ pub struct WeightsInput<'a> {
     pub d_weights: &'a [f32],
 }
 
-/// Adds d loss / d logit to `gradient`, `[tokens, experts]`: back through scaling, normalisation
+/// Adds d loss / d logit to `gradient`, `[tokens, experts]`: back through scaling, normalization
 /// (before or after dropping, as the weights were made) and scores. Neither the choices nor the
 /// bias have a gradient.
 ///
@@ -110,9 +110,9 @@ pub fn weights_backward(
         for ((d, &id), &weight) in d_chosen.iter_mut().zip(left).zip(&input.d_weights[row]) {
             *d = if id < 0 { 0.0 } else { f64::from(weight) * f64::from(config.scaling) };
         }
-        if let Some(divisor) = config.normalise.before() {
+        if let Some(divisor) = config.normalize.before() {
             divisor.backward(&chosen, choices, &mut d_chosen);
-        } else if let Some(divisor) = config.normalise.after() {
+        } else if let Some(divisor) = config.normalize.after() {
             divisor.backward(&chosen, left, &mut d_chosen);
         }
         d_scores.fill(0.0);

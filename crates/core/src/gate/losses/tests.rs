@@ -157,7 +157,7 @@ fn even_scores_cost_one_or_as_many_as_there_are_choices() {
 }
 
 #[test]
-fn what_unused_tokens_do_is_what_their_system_does() {
+fn padding_tokens_count_in_loss_as_in_their_system() {
     let zero = [0.0; 4];
     let input = LossInput { logits: &zero, experts: 2, top_k: 1, choices: &[0, -1], ..LossInput::default() };
     let input = LossInput { used: Some(&[true, false]), ..input };
@@ -344,7 +344,7 @@ fn the_importance_loss_agrees_with_its_formula_and_its_slope() {
 }
 
 #[test]
-fn the_importance_loss_has_the_value_that_was_worked_out_elsewhere() {
+fn importance_loss_equals_value_computed_by_python() {
     // By Python's math.erf.
     let (logits, noisy) = ([1.0, 0.0, -1.0, 0.5, 2.0, 0.0], [1.25, -0.25, -1.0, 0.5, 1.5, 0.75]);
     let input =
@@ -358,7 +358,7 @@ fn the_importance_loss_has_the_value_that_was_worked_out_elsewhere() {
 }
 
 #[test]
-fn what_the_importance_loss_cannot_use_is_named() {
+fn unusable_importance_loss_input_is_named() {
     let fine = logits(T * E);
     let mut gradient = vec![0.5; T * E];
     let mut fails =
@@ -403,7 +403,7 @@ fn formula_of_weights(config: &GateConfig, x: &[f64], choices: &[i32], left: &[i
             let all = scores(config.score, x);
             choices.iter().map(|&id| if id < 0 { 0.0 } else { all[id as usize] }).collect()
         };
-        let (set, divisor) = match config.normalise {
+        let (set, divisor) = match config.normalize {
             Normalize::Never => (choices, None),
             Normalize::BeforeDrop(divisor) => (choices, Some(divisor)),
             Normalize::AfterDrop(divisor) => (left, Some(divisor)),
@@ -425,7 +425,7 @@ fn formula_of_weights(config: &GateConfig, x: &[f64], choices: &[i32], left: &[i
     weights
 }
 
-fn config(score: ScoreFunction, normalise: Normalize) -> GateConfig {
+fn config(score: ScoreFunction, normalize: Normalize) -> GateConfig {
     GateConfig {
         experts: E as u32,
         top_k: K as u32,
@@ -433,7 +433,7 @@ fn config(score: ScoreFunction, normalise: Normalize) -> GateConfig {
         select: Select::Best,
         noise: Noise::None,
         second: SecondExpertPolicy::All,
-        normalise,
+        normalize,
         scaling: 2.5,
         capacity: None,
     }
@@ -444,12 +444,12 @@ fn weights_lead_back_to_the_logits_from_which_they_were_made() {
     let logits = logits(T * E);
     // Sums lie below and above 0.5.
     let divisors = [Divisor::SumPlus(1e-20), Divisor::SumPlus(0.25), Divisor::SumAtLeast(0.5)];
-    let normalised = divisors.into_iter().flat_map(|d| [Normalize::BeforeDrop(d), Normalize::AfterDrop(d)]);
+    let normalized = divisors.into_iter().flat_map(|d| [Normalize::BeforeDrop(d), Normalize::AfterDrop(d)]);
     let d_weights: Vec<f32> = (0..T * K).map(|i| (i * 5 % 7) as f32 - 2.0).collect();
-    for normalise in normalised.chain([Normalize::Never]) {
+    for normalize in normalized.chain([Normalize::Never]) {
         for score in SCORES {
-            let config = config(score, normalise);
-            let what = format!("{score:?}, {normalise:?}");
+            let config = config(score, normalize);
+            let what = format!("{score:?}, {normalize:?}");
             let call = GateInput { logits: &logits, token_mask: Some(&USED), ..GateInput::default() };
             let mut gate = Gate::new(config.clone()).unwrap();
             let decision = gate.route(&call).unwrap();
@@ -478,8 +478,8 @@ fn weights_lead_back_to_the_logits_from_which_they_were_made() {
 
 #[test]
 fn the_weight_of_a_single_choice_moves_only_where_it_is_not_one() {
-    let single = |score, normalise| {
-        let config = GateConfig { top_k: 1, scaling: 1.0, ..config(score, normalise) };
+    let single = |score, normalize| {
+        let config = GateConfig { top_k: 1, scaling: 1.0, ..config(score, normalize) };
         let input = WeightsInput { logits: &[0.0; E], choices: &[2], experts: &[2], d_weights: &[1.0] };
         let mut gradient = [0.0; E];
         weights_backward(&config, &input, &mut gradient).unwrap();

@@ -30,7 +30,7 @@ fn ports_of_one_subnet_are_reached_by_lid() {
 }
 
 #[test]
-fn a_port_that_requires_the_global_header_gets_it_from_and_sends_it_to_all() {
+fn port_that_requires_global_header_exchanges_it_with_all() {
     for requires in [&["a"][..], &["b"], &["a", "b"]] {
         let fabric = infiniband([(3, "fe80::3"), (4, "fe80::4")]);
         requires.iter().for_each(|nic| fabric.change(nic, |nic| nic.needs_global_header = true));
@@ -39,7 +39,7 @@ fn a_port_that_requires_the_global_header_gets_it_from_and_sends_it_to_all() {
 }
 
 #[test]
-fn a_port_of_another_subnet_is_reached_by_the_flid_of_its_switch() {
+fn port_of_other_subnet_is_reached_by_flid_of_its_switch() {
     let fabric = infiniband([(3, "fec0:0:a001:7::3"), (3, "fec0:0:a002:8::4")]);
     assert_eq!(both_ways(&fabric), [true, true]);
     // One subnet behind two switches: no router between them.
@@ -48,7 +48,7 @@ fn a_port_of_another_subnet_is_reached_by_the_flid_of_its_switch() {
 }
 
 #[test]
-fn what_is_sent_to_another_lid_is_lost() {
+fn write_to_wrong_lid_is_lost_and_exceeds_retries() {
     let fabric = infiniband([(3, "fe80::3"), (4, "fe80::4")]);
     let (a, b) = (
         End::new(&fabric, "a", 1, &Settings::default(), CAPS),
@@ -71,7 +71,7 @@ fn partitions(of_a: &[(u16, u16)], of_b: &[(u16, u16)]) -> Arc<Fabric> {
 }
 
 #[test]
-fn two_ports_talk_by_the_partition_that_they_share_wherever_it_stands() {
+fn two_ports_use_shared_partition_at_any_table_index() {
     for (of_a, of_b) in [
         (&[(0, 0x7fff), (4, 0x8012)][..], &[(0, 0x8012)][..]),
         // Each prefers another one.
@@ -89,7 +89,7 @@ fn two_ports_talk_by_the_partition_that_they_share_wherever_it_stands() {
 }
 
 #[test]
-fn ranks_that_share_no_partition_are_told_before_a_packet_is_lost() {
+fn ranks_without_common_partition_fail_at_connect() {
     for (of_a, of_b) in [(&[][..], &[(0, 0x8012)][..]), (&[(0, 0x7fff), (1, 0x8013)], &[(0, 0x7fff)])] {
         let (fabric, settings) = (partitions(of_a, of_b), Settings::default());
         let (a, b) = (End::new(&fabric, "a", 1, &settings, CAPS), End::new(&fabric, "b", 0, &settings, CAPS));
@@ -146,7 +146,7 @@ fn an_address_of_the_wanted_subnet_is_used_on_every_nic() {
 }
 
 #[test]
-fn a_survey_names_the_nic_of_each_rank_as_the_lane_reports_it_and_those_left_out() {
+fn survey_names_nic_of_each_rank_as_lane_does_and_unused_ones() {
     let fabric = Fabric::new(&["a", "b", "c"]);
     fabric.change("a", |nic| nic.port = 1);
     let survey = |settings: &Settings| NicSurvey::of(&fabric.ground(settings.clone()));
