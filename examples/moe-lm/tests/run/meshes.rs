@@ -11,7 +11,6 @@ use moe_lm::mesh::{
 };
 use moe_lm::reference::Reference;
 use moe_lm::settings::{Settings, Shape};
-use moe_lm::tokens::tokenize;
 use moe_lm::trainer::{History, Trainer};
 use sidelane::{Options, World};
 
@@ -118,13 +117,13 @@ fn assert_near(seen: &[f32], exact: &[Near], name: &str) {
 #[test]
 fn a_mesh_and_candles_model_have_the_loss_and_gradients_within_their_roundings() {
     let tiny = small();
-    // Few terms a sum, so that the bound is narrow.
+    // Few terms a sum, and tokens that do not change with pages: so the bound stays narrow.
     let (vocabulary, window, layers, width, heads, experts, expert_width) = (8, 4, 1, 4, 2, 4, 2);
     let shape = Shape { vocabulary, window, layers, width, heads, experts, expert_width, ..tiny.shape };
-    let tokens = tokenize(TEXT, vocabulary);
-    let tiny = Settings { shape, batch: 2, ..tiny };
-    for (seed, balance, kv_heads, tied) in [(3, 0.0, 2, true), (5, 1.0, 1, false)] {
-        let settings = Settings { seed, balance, shape: Shape { kv_heads, tied, ..shape }, ..tiny };
+    let tokens: Vec<u32> = (0..8192).map(|nth| (nth * nth / 7 + nth) % vocabulary as u32).collect();
+    let tiny = Settings { shape, batch: 2, seed: 31, ..tiny };
+    for (balance, kv_heads, tied) in [(0.0, 2, true), (1.0, 1, false)] {
+        let settings = Settings { balance, shape: Shape { kv_heads, tied, ..shape }, ..tiny };
         let batches = || Batches::new(&tokens, &settings).unwrap();
         let alone = || World::threads(1).unwrap().remove(0);
         let in_turn = Reference::new(alone(), &settings).unwrap();
