@@ -93,8 +93,9 @@ pub trait OptimizedStage<E: Float = f32>: Stage<E> {
 /// A pipeline that makes several steps and then validates them.
 ///
 /// ```
-/// use sidelane::World; use sidelane_parallel::PipelineError; use
-/// sidelane_parallel::pipeline::{OptimizedStage, Pass, PostValidation, Schedule, Stage, Update};
+/// use sidelane::World;
+/// use sidelane_parallel::PipelineError;
+/// use sidelane_parallel::pipeline::{OptimizedStage, Pass, PostValidation, Schedule, Stage, Update};
 ///
 /// /// Adds its weight. The loss is the last sum.
 /// struct Add {

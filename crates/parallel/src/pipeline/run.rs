@@ -172,8 +172,9 @@ pub struct BackwardCall<'a, E = f32> {
 ///         pipeline.run(&mut layers)?;
 ///         Ok(layers.gradient)
 ///     })
-/// }); let gradients: Vec<f32> = ranks.collect::<Vec<_>>().into_iter().map(|rank|
-/// rank.join().unwrap().unwrap()).collect(); assert_eq!(gradients, [20.0, 30.0]);
+/// });
+/// let gradients: Vec<f32> = ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap().unwrap()).collect();
+/// assert_eq!(gradients, [20.0, 30.0]);
 /// # Ok::<(), sidelane::Error>(())
 /// ```
 #[derive(Debug)]
