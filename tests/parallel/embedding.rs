@@ -160,15 +160,20 @@ fn cross_entropy_sends_a_few_values_of_a_token_and_no_logits() {
             let mut group = counting_communicator(&world);
             let (logits, targets) = (vec![0.0f32; 64 * own], vec![0; 64]);
             cross_entropy().forward(&mut group, &logits, &targets).unwrap();
-            group.take_counts().inter_node_bytes
+            let sent = group.take_counts().inter_node_bytes;
+            // Three all-reduces, and a gather of logits.
+            (0..3).for_each(|_| group.all_reduce(&mut [0.0f32; 64]).unwrap());
+            let three = group.take_counts().inter_node_bytes;
+            group.all_gather(&logits, &mut vec![0.0f32; ranks * logits.len()]).unwrap();
+            [sent, three, group.take_counts().inter_node_bytes]
         });
         let bytes = 4 * 64 * (ranks - 1);
         // Maxima go to all. Of two sums each rank makes a share, and sends it to all.
-        assert_eq!(sent, vec![(bytes + 2 * 2 * bytes / ranks) as u64; ranks]);
-        // Three all-reduces, and a gather of logits.
-        let (three, gather) = (3 * 2 * bytes / ranks, bytes * own);
-        assert_eq!(sent[0] as f64 / three as f64, (ranks as f64 + 4.0) / 6.0);
-        assert!(sent[0] < gather as u64);
+        for [sent, three, gather] in sent {
+            assert_eq!(sent, (bytes + 2 * 2 * bytes / ranks) as u64);
+            assert_eq!(sent as f64 / three as f64, (ranks as f64 + 4.0) / 6.0);
+            assert!(sent < gather);
+        }
     }
 }
 
@@ -199,6 +204,22 @@ fn cross_entropy_is_the_formula_within_its_roundings() {
             assert!(total.abs() < 1e-5, "gradients of a token sum to 0, not {total}");
         }
     }
+}
+
+#[test]
+fn embeddings_without_ids_or_elements_are_refused_on_all_ranks() {
+    on_ranks(&[0, 1], &tiny(), |world| {
+        let mut group = communicator(&world);
+        for (vocabulary, hidden, what) in [(0, 4, "vocabulary"), (4, 0, "hidden")] {
+            let new = VocabularyParallelEmbedding::new;
+            match new(&mut group, vocabulary, hidden, Activations::Replicated, Vec::new()).unwrap_err() {
+                Error::Plan(PlanError::BadParameter { parameter, seen: 0, .. }) => {
+                    assert_eq!(parameter, what)
+                }
+                error => panic!("{error}"),
+            }
+        }
+    });
 }
 
 #[test]

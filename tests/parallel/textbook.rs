@@ -62,8 +62,8 @@ fn ring_of_3_ranks_sums_6_elements_and_sends_4_thirds_of_the_bytes_in_4_steps() 
         let (ranks, share) = (ranks as u64, 4 * 16u64);
         for counts in counts {
             assert_eq!(counts.inter_node_bytes * ranks, 2 * (ranks - 1) * (ranks * share));
-            // A step puts one share.
-            assert_eq!(counts.inter_node_bytes / share, 2 * (ranks - 1));
+            // A signal for each share that it sends, and to each other rank that it is here.
+            assert_eq!(counts.signals, 2 * (ranks - 1) + (ranks - 1));
         }
     }
 }

@@ -273,6 +273,18 @@ fn tied_weights_train_over_stages_as_in_one_process() {
 }
 
 #[test]
+fn three_stages_with_one_weight_are_refused_on_each() {
+    on_ranks(&[0, 1, 1], &tiny(), |world| {
+        match TiedWeights::new(&mut communicator(&world), &[0.5]).unwrap_err() {
+            Error::Plan(PlanError::BadParameter { parameter, seen: 3, .. }) => {
+                assert_eq!(parameter, "ranks with tied weights");
+            }
+            error => panic!("{error}"),
+        }
+    });
+}
+
+#[test]
 fn copies_that_differ_are_refused_on_both_stages() {
     on_ranks(&[0, 1], &tiny(), |world| {
         let mut ends = communicator(&world);

@@ -120,7 +120,8 @@ pub(crate) fn agree<E: From<Error>>(
     }
 }
 
-/// What a rank has made of its arguments, once all ranks have compared settings. Collective.
+/// Returns the result that a rank has made of its arguments, once all ranks have compared settings.
+/// Collective.
 pub(crate) fn agreed<T>(
     group: &mut Communicator,
     made: Result<T, PlanError>,

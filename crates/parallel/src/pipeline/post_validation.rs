@@ -11,30 +11,34 @@
 //!                      step 0   step 1   step 2 | meet   back to the copy, steps with meetings
 //! ```
 //!
-//! A decision is right if the gradients of the stage alone give that of all stages: as long as all
-//! are finite and their norm is within the limit. Then steps have the results of steps with
-//! meetings, to the bit. If any decision of any stage was wrong, all stages go back to copies of
-//! their parameters and optimizer states, and repeat the steps with meetings. A copy costs memory,
-//! where the inverse of a step would cost roundings.
+//! A decision is right if the gradients of the rank alone give that of all: as long as all are
+//! finite and their norm is within the limit. Then steps have the results of steps with meetings,
+//! to the bit. If any decision of any rank was wrong, or any layers failed, all ranks go back to
+//! copies of their parameters and optimizer states, and repeat the steps with meetings. A copy
+//! costs memory, where the inverse of a step would cost roundings.
 //!
-//! **Bits.** Sums of squares are `f64`, by ascending stage from +0.
+//! Other pipelines of the model, those of tensor and data parallelism, take part in each meeting,
+//! so all ranks go back or none does.
+//!
+//! **Bits.** Sums of squares are `f64`, by ascending rank from +0.
 
 use sidelane::Group;
 use sidelane::collective::Communicator;
 use sidelane::digest::Digest;
+use sidelane::error::{Error, PlanError};
 
 use super::plan::{Pass, Plan};
-use super::run::{BackwardCall, ForwardCall, Pipeline, Stage, first_of, verdicts};
-use crate::check::alike;
+use super::run::{BackwardCall, ForwardCall, Pipeline, Stage, verdicts};
+use crate::check::agree;
 use crate::error::{PipelineError, SettingError};
 use crate::float::Float;
 
-/// What an optimizer does with the gradients of a step.
+/// The use that an optimizer makes of the gradients of a step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Update {
     /// It leaves them out: they are not finite.
     Skip,
-    /// It multiplies them: by 1, or by the limit over their norm if that is larger.
+    /// It multiplies them: by the limit over their norm if the norm is above the limit, else by 1.
     Scale(f32),
 }
 
@@ -52,17 +56,26 @@ impl Update {
 
 /// A stage that updates its parameters behind the passes of a step, and can go back.
 ///
-/// With data parallelism, the ranks of a stage must give the same sums: those of means over all of
-/// them. Weights that are tied over two stages count on one.
+/// A step ends behind its last pass and the messages of that pass. There all stages may meet, so
+/// [`square_sum`](OptimizedStage::square_sum) may first take means over data parallel ranks, and
+/// add gradients of weights that two stages hold ([`TiedWeights`](crate::tensor::TiedWeights), and
+/// both pieces of DualPipe).
 pub trait OptimizedStage<E: Float = f32>: Stage<E> {
     /// A copy of parameters and optimizer states.
     type Kept;
 
-    /// Sum of the squares of this stage's gradients, behind the last pass of a step.
+    /// Sum of the squares of the gradients that count on this rank, at the end of a step. Each
+    /// gradient of the model counts on one rank of all: tied weights on one of their stages,
+    /// weights that tensor or data parallel ranks hold alike on one of those.
     ///
     /// # Errors
     /// Those of the layers.
     fn square_sum(&mut self) -> Result<f64, Self::Error>;
+
+    /// Comes in place of [`square_sum`](OptimizedStage::square_sum) if this stage has failed, or
+    /// has heard of one that has: refuses the calls in which `square_sum` meets other ranks, so
+    /// that none waits ([`Communicator::refuse`]). A stage that meets none there need not have it.
+    fn refuse(&mut self) {}
 
     /// Updates the parameters, and forgets the gradients.
     ///
@@ -135,7 +148,8 @@ pub trait OptimizedStage<E: Float = f32>: Stage<E> {
 /// let ranks = World::threads(2)?.into_iter().map(|world| {
 ///     std::thread::spawn(move || -> Result<(Vec<Update>, f32), PipelineError> {
 ///         let plan = Schedule::OneFOneB.plan(2, 2)?;                       // two microbatches a step
-///         let mut pipeline = PostValidation::new(&world.all()?, &plan, 3, 1, f32::INFINITY)?;
+///         let all = world.all()?;                                          // one pipeline of all ranks
+///         let mut pipeline = PostValidation::new([&all, &all], &plan, 3, 1, f32::INFINITY)?;
 ///         let mut layers = Add { stage: world.rank(), weight: 1.0, gradient: 0.0 };
 ///         Ok((pipeline.run(&mut layers)?, layers.weight))
 ///     })
@@ -152,141 +166,179 @@ pub struct PostValidation<E = f32> {
     plan: Plan,
     steps: u32,
     limit: f32,
+    stage: u32,
     /// Of all steps, and of one.
     pipelines: [Pipeline<E>; 2],
+    /// Of all ranks.
     verdicts: Communicator,
 }
 
 impl<E: Float> PostValidation<E> {
     /// A pipeline that makes so many steps of a plan at a time ([`Plan::steps`]), with messages of
-    /// so many elements. Gradients are clipped to a norm of `limit`, which may be infinite.
-    /// Collective: ranks compare all that they give. It takes the windows of two pipelines.
+    /// so many elements. Gradients are clipped to a norm of `limit`, which may be infinite. `all`
+    /// has the ranks of each pipeline of the model, which decide together, and `stages` those of
+    /// this one. Collective over `all`, whose ranks compare all other arguments. It takes the
+    /// windows of two pipelines.
     ///
     /// # Errors
     /// As [`Plan::steps`] and [`Pipeline::new`]; [`PipelineError::Setting`] for a limit that is not
-    /// above 0.
+    /// above 0; [`PlanError::BadParameter`] if `all` has not each rank of `stages`.
     pub fn new(
-        group: &Group,
+        [all, stages]: [&Group; 2],
         plan: &Plan,
         steps: u32,
         elements: usize,
         limit: f32,
     ) -> Result<PostValidation<E>, PipelineError> {
-        let mut verdicts = verdicts(group)?;
-        let plan_digest = ("plan of a step", Digest::of(format!("{plan:?}").bytes()));
-        let limit_bits = ("bits of the limit", limit.to_bits().into());
-        alike(&mut verdicts, &[plan_digest, ("steps at a time", steps.into()), limit_bits])?;
+        let (mut verdicts, stage) = (verdicts(all)?, stages.rank());
+        let settings = has_all(all, stages).map(|()| {
+            vec![
+                ("plan of a step", Digest::of(format!("{plan:?}").bytes())),
+                ("steps at a time", steps.into()),
+                ("bits of the limit", limit.to_bits().into()),
+            ]
+        });
+        agree(&mut verdicts, settings)?;
         // Alike on all ranks from here on, and so are their errors.
         if limit.is_nan() || limit <= 0.0 {
             let (setting, expected) = ("limit of the norm", "above 0");
             return Err(SettingError::OutOfRange { setting, seen: limit.into(), expected }.into());
         }
         let several = plan.steps(steps)?;
-        let pipelines = [Pipeline::new(group, &several, elements)?, Pipeline::new(group, plan, elements)?];
-        Ok(PostValidation { plan: plan.clone(), steps, limit, pipelines, verdicts })
+        let new = |plan| Pipeline::new(stages, plan, elements);
+        let pipelines = new(&several).and_then(|several| Ok([several, new(plan)?]));
+        let failed = meet(&mut verdicts, pipelines.as_ref().err().map(|_| stage), &[])?.failed;
+        let (plan, pipelines) = (plan.clone(), pipelines?);
+        match failed {
+            Some(stage) => Err(PipelineError::Elsewhere { stage }),
+            None => Ok(PostValidation { plan, steps, limit, stage, pipelines, verdicts }),
+        }
     }
 
     /// Makes the steps, and returns what was done in each. Microbatch `i` of step `k` is number `k
-    /// m + i`. Collective.
+    /// m + i`. Collective over the ranks of all pipelines.
     ///
     /// # Errors
-    /// As [`Pipeline::run`]. Then all stages have gone back to where they began.
+    /// As [`Pipeline::run`], of a step with meetings. [`PipelineError::Elsewhere`] may name a stage
+    /// of another pipeline. Then all stages have gone back to where they began.
     pub fn run<S: OptimizedStage<E>>(&mut self, layers: &mut S) -> Result<Vec<Update>, S::Error> {
         let kept = layers.keep();
         let made = match self.optimistic(layers) {
             Ok(None) => {
                 layers.restore(&kept);
-                self.with_meetings(layers)
+                (0..self.steps).map(|step| self.step(step, layers)).collect()
             }
             Ok(Some(updates)) => Ok(updates),
-            Err(error) => Err(error),
+            Err(error) => Err(error.into()),
         };
         made.inspect_err(|_| layers.restore(&kept))
     }
 
-    /// All steps, each with the decision of this stage. None if a decision of any stage was wrong.
-    fn optimistic<S: OptimizedStage<E>>(&mut self, layers: &mut S) -> Result<Option<Vec<Update>>, S::Error> {
-        let mut counted = Counted::new(&self.plan, self.verdicts.rank(), layers, 0, Some(self.limit));
-        self.pipelines[0].run(&mut counted)?;
-        let own = counted.sums;
-        let all = self.gathered(&own)?;
-        let limit = self.limit;
-        let right = (0..own.len()).map(|step| {
-            let of_stages = || all.chunks_exact(own.len()).map(|sums| sums[step]);
-            let update = Update::of(sum(of_stages()), limit);
-            of_stages().all(|sum| Update::of(sum, limit) == update).then_some(update)
+    /// All steps, each with the decision of this rank. None if the decision of any rank was wrong,
+    /// or if any layers have failed: a wrong decision may be the reason.
+    fn optimistic<S: OptimizedStage<E>>(
+        &mut self,
+        layers: &mut S,
+    ) -> Result<Option<Vec<Update>>, PipelineError> {
+        let (limit, steps) = (self.limit, self.steps as usize);
+        let (made, own) = sums(&mut self.pipelines[0], self.steps, layers, 0, Some(limit));
+        let met = meet(&mut self.verdicts, made.err().map(|_| self.stage), &own)?;
+        if met.failed.is_some() {
+            return Ok(None);
+        }
+        let right = (0..steps).map(|step| {
+            let of_ranks = || met.sums.chunks_exact(steps).map(|sums| sums[step]);
+            let update = Update::of(sum(of_ranks()), limit);
+            of_ranks().all(|sum| Update::of(sum, limit) == update).then_some(update)
         });
         Ok(right.collect())
     }
 
-    /// All steps, each with the decision of all stages.
-    fn with_meetings<S: OptimizedStage<E>>(&mut self, layers: &mut S) -> Result<Vec<Update>, S::Error> {
-        (0..self.steps).map(|step| self.step(step, layers)).collect()
-    }
-
+    /// A step with the decision of all ranks.
     fn step<S: OptimizedStage<E>>(&mut self, step: u32, layers: &mut S) -> Result<Update, S::Error> {
         let first = step * self.plan.shape().microbatches;
-        let mut counted = Counted::new(&self.plan, self.verdicts.rank(), layers, first, None);
-        self.pipelines[1].run(&mut counted)?;
-        let own = counted.sums;
-        let update = Update::of(sum(self.gathered(&own)?), self.limit);
+        let (made, own) = sums(&mut self.pipelines[1], 1, layers, first, None);
+        let update = Update::of(sum(self.all_made(made, &own)?), self.limit);
         let updated = layers.update(update);
-        let failed = first_of(&mut self.verdicts, updated.is_err()).map_err(PipelineError::from)?;
-        updated?;
-        failed.map_or(Ok(update), |stage| Err(PipelineError::Elsewhere { stage }.into()))
+        self.all_made(updated, &[])?;
+        Ok(update)
     }
 
-    /// Sums of all stages, by ascending stage.
-    fn gathered(&mut self, own: &[f64]) -> Result<Vec<f64>, PipelineError> {
-        let own: Vec<u8> = own.iter().flat_map(|sum| sum.to_le_bytes()).collect();
-        let mut all = vec![0; own.len() * self.verdicts.size() as usize];
-        self.verdicts.all_gather(&own, &mut all)?;
-        Ok(all.as_chunks::<8>().0.iter().map(|sum| f64::from_le_bytes(*sum)).collect())
+    /// Sums of all ranks, by ascending rank, if none has failed.
+    fn all_made<F: From<PipelineError>>(&mut self, made: Result<(), F>, own: &[f64]) -> Result<Vec<f64>, F> {
+        let failed = made.as_ref().err().map(|_| self.stage);
+        let met = meet(&mut self.verdicts, failed, own).map_err(PipelineError::from)?;
+        made?;
+        met.failed.map_or(Ok(met.sums), |stage| Err(PipelineError::Elsewhere { stage }.into()))
     }
 }
 
-/// By ascending stage.
-fn sum(of_stages: impl IntoIterator<Item = f64>) -> f64 {
-    of_stages.into_iter().fold(0.0, |sum, of| sum + of)
+/// Checks that a group has each rank of another.
+fn has_all(all: &Group, stages: &Group) -> Result<(), PipelineError> {
+    let Some(&rank) = stages.ranks().iter().find(|rank| !all.ranks().contains(rank)) else {
+        return Ok(());
+    };
+    let (parameter, expected) = ("rank of the pipeline", "a rank of the group of all");
+    Err(Error::from(PlanError::BadParameter { parameter, seen: rank.into(), expected }).into())
 }
 
-/// A stage whose passes are counted, so that a step is known to have ended.
-struct Counted<'l, S> {
-    layers: &'l mut S,
-    /// Passes of a step on this stage, and those that are left.
-    passes: usize,
-    left: usize,
-    /// Number of the first microbatch.
-    first: u32,
-    /// Of the steps that have ended.
+/// The answers of all ranks in a meeting.
+struct Met {
+    /// The first stage that has failed, by ascending rank.
+    failed: Option<u32>,
+    /// By ascending rank.
     sums: Vec<f64>,
-    /// Limit of the norm, if this stage decides.
-    decides: Option<f32>,
 }
 
-impl<'l, S> Counted<'l, S> {
-    fn new(plan: &Plan, stage: u32, layers: &'l mut S, first: u32, decides: Option<f32>) -> Self {
-        let passes = plan.passes(stage).count();
-        Counted { layers, passes, left: passes, first, sums: Vec::new(), decides }
-    }
+/// Tells all ranks which stage has failed here, if it has, and the sums of this rank. Collective.
+fn meet(verdicts: &mut Communicator, failed: Option<u32>, own: &[f64]) -> Result<Met, Error> {
+    let failed = failed.map_or(0, |stage| 1 + u64::from(stage));
+    let own: Vec<u64> = std::iter::once(failed).chain(own.iter().map(|sum| sum.to_bits())).collect();
+    let mut all = vec![0; own.len() * size_of::<u64>() * verdicts.size() as usize];
+    let bytes: Vec<u8> = own.iter().flat_map(|word| word.to_le_bytes()).collect();
+    verdicts.all_gather(&bytes, &mut all)?;
+    let words: Vec<u64> = all.as_chunks().0.iter().map(|word| u64::from_le_bytes(*word)).collect();
+    let of_ranks = words.chunks_exact(own.len());
+    let failed = of_ranks.clone().find_map(|of| of[0].checked_sub(1)).map(|stage| stage as u32);
+    Ok(Met { failed, sums: of_ranks.flat_map(|of| &of[1..]).map(|sum| f64::from_bits(*sum)).collect() })
+}
 
-    /// Ends a step behind its last pass.
-    fn passed<E: Float>(&mut self, passes: usize) -> Result<(), S::Error>
-    where
-        S: OptimizedStage<E>,
-    {
-        self.left -= passes;
-        if self.left > 0 {
+/// From +0, in their order.
+fn sum(of_ranks: impl IntoIterator<Item = f64>) -> f64 {
+    of_ranks.into_iter().fold(0.0, |sum, of| sum + of)
+}
+
+/// Runs a pipeline of so many steps from a microbatch on. Returns the sum of squares of each step,
+/// and zeros behind an error. This rank updates its parameters by its own sums if it decides, by a
+/// limit of the norm.
+fn sums<E: Float, S: OptimizedStage<E>>(
+    pipeline: &mut Pipeline<E>,
+    steps: u32,
+    layers: &mut S,
+    first: u32,
+    decides: Option<f32>,
+) -> (Result<(), S::Error>, Vec<f64>) {
+    let mut sums = Vec::with_capacity(steps as usize);
+    let made = pipeline.run_steps(&mut Numbered { layers, first }, steps, |of, stopped| {
+        if stopped {
+            of.layers.refuse();
             return Ok(());
         }
-        self.left = self.passes;
-        let sum = self.layers.square_sum()?;
-        self.sums.push(sum);
-        self.decides.map_or(Ok(()), |limit| self.layers.update(Update::of(sum, limit)))
-    }
+        let sum = of.layers.square_sum()?;
+        sums.push(sum);
+        decides.map_or(Ok(()), |limit| of.layers.update(Update::of(sum, limit)))
+    });
+    sums.resize(steps as usize, 0.0);
+    (made, sums)
 }
 
-impl<E: Float, S: OptimizedStage<E>> Stage<E> for Counted<'_, S> {
+/// A stage whose microbatches are numbered from another one on.
+struct Numbered<'l, S> {
+    layers: &'l mut S,
+    first: u32,
+}
+
+impl<E: Float, S: Stage<E>> Stage<E> for Numbered<'_, S> {
     type Error = S::Error;
 
     fn forward(
@@ -295,8 +347,7 @@ impl<E: Float, S: OptimizedStage<E>> Stage<E> for Counted<'_, S> {
         model_chunk: u32,
         inputs: Option<&[E]>,
     ) -> Result<Option<Vec<E>>, S::Error> {
-        let outputs = self.layers.forward(self.first + microbatch, model_chunk, inputs)?;
-        self.passed(1).and(Ok(outputs))
+        self.layers.forward(self.first + microbatch, model_chunk, inputs)
     }
 
     fn backward(
@@ -306,8 +357,7 @@ impl<E: Float, S: OptimizedStage<E>> Stage<E> for Counted<'_, S> {
         model_chunk: u32,
         gradient: Option<&[E]>,
     ) -> Result<Option<Vec<E>>, S::Error> {
-        let of_inputs = self.layers.backward(pass, self.first + microbatch, model_chunk, gradient)?;
-        self.passed(1).and(Ok(of_inputs))
+        self.layers.backward(pass, self.first + microbatch, model_chunk, gradient)
     }
 
     fn forward_and_backward(
@@ -317,7 +367,6 @@ impl<E: Float, S: OptimizedStage<E>> Stage<E> for Counted<'_, S> {
     ) -> Result<[Option<Vec<E>>; 2], S::Error> {
         let forward = ForwardCall { microbatch: self.first + forward.microbatch, ..forward };
         let backward = BackwardCall { microbatch: self.first + backward.microbatch, ..backward };
-        let made = self.layers.forward_and_backward(forward, backward)?;
-        self.passed(2).and(Ok(made))
+        self.layers.forward_and_backward(forward, backward)
     }
 }

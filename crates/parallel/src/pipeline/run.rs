@@ -244,10 +244,26 @@ impl<E: Float> Pipeline<E> {
     /// stage has failed: every stage hears of it, and the next step works.
     /// [`PipelineError::Sidelane`] if the world fails.
     pub fn run<S: Stage<E>>(&mut self, layers: &mut S) -> Result<(), S::Error> {
+        self.run_steps(layers, 1, |_, _| Ok(()))
+    }
+
+    /// As [`run`](Pipeline::run), for a plan of so many steps. A stage ends each of them by `end`,
+    /// which hears whether the stage has stopped. The messages that it made in the step have gone,
+    /// and it asks for none of the next one. So `end` may wait for the same end of other stages.
+    pub(super) fn run_steps<S: Stage<E>>(
+        &mut self,
+        layers: &mut S,
+        steps: u32,
+        end: impl FnMut(&mut S, bool) -> Result<(), S::Error>,
+    ) -> Result<(), S::Error> {
         let Pipeline { plan, elements, verdicts, channels, stage, .. } = self;
         let (kept, spare, messages) = (HashMap::new(), Vec::new(), HashMap::new());
+        let passes = plan.passes(*stage).count() / steps as usize;
         let own = StageRun {
             plan,
+            passes,
+            left: passes,
+            end,
             elements: *elements,
             verdicts,
             channels,
@@ -328,8 +344,13 @@ impl Settings {
 }
 
 /// A stage amid a step.
-struct StageRun<'p, E: Float, S: Stage<E>> {
+struct StageRun<'p, E: Float, S: Stage<E>, F> {
     plan: &'p Plan,
+    /// Passes of this stage in a step of the plan, and those that are left.
+    passes: usize,
+    left: usize,
+    /// Ends a step.
+    end: F,
     elements: usize,
     verdicts: &'p mut Communicator,
     channels: &'p mut Channels,
@@ -347,7 +368,7 @@ struct StageRun<'p, E: Float, S: Stage<E>> {
     failed: Option<S::Error>,
 }
 
-impl<E: Float, S: Stage<E>> StageRun<'_, E, S> {
+impl<E: Float, S: Stage<E>, F: FnMut(&mut S, bool) -> Result<(), S::Error>> StageRun<'_, E, S, F> {
     fn run(mut self) -> Result<(), S::Error> {
         let verdict = self.steps().and_then(|()| self.first_failed());
         match (self.failed, verdict) {
@@ -361,15 +382,33 @@ impl<E: Float, S: Stage<E>> StageRun<'_, E, S> {
     fn steps(&mut self) -> Result<(), Error> {
         let plan = self.plan;
         for step in &plan.stages()[self.stage as usize] {
-            if !self.stopped
-                && let Err(error) = self.compute(step)
-            {
-                (self.stopped, self.failed) = (true, Some(error));
+            if self.left == 0 && !sends(step) {
+                self.end_step();
             }
+            if !self.stopped {
+                let made = self.compute(step);
+                self.stop_at(made);
+            }
+            self.left -= step.passes().count();
             let Step::Transfer(group) = step else { continue };
             group.iter().try_for_each(|message| self.message(message))?;
         }
+        self.end_step();
         Ok(())
+    }
+
+    /// Behind the last pass of a step and its messages.
+    fn end_step(&mut self) {
+        self.left = self.passes;
+        let ended = (self.end)(self.layers, self.stopped);
+        self.stop_at(ended);
+    }
+
+    fn stop_at(&mut self, made: Result<(), S::Error>) {
+        if let Err(error) = made {
+            self.stopped = true;
+            self.failed.get_or_insert(error);
+        }
     }
 
     /// The passes of a step, with the tensors that have come for them.
@@ -471,13 +510,18 @@ impl<E: Float, S: Stage<E>> StageRun<'_, E, S> {
     }
 }
 
-/// A communicator of all stages, for a few bytes.
+/// Whether a step sends messages, and receives none.
+fn sends(step: &Step) -> bool {
+    matches!(step, Step::Transfer(group) if group.iter().all(|of| of.direction == Direction::Send))
+}
+
+/// A communicator for a few bytes of each rank.
 pub(super) fn verdicts(group: &Group) -> Result<Communicator, Error> {
     Communicator::builder(group).chunk(LEAST_SLOT * u64::from(group.size())).build()
 }
 
 /// The first stage of all that has failed. Collective.
-pub(super) fn first_of(verdicts: &mut Communicator, failed: bool) -> Result<Option<u32>, Error> {
+fn first_of(verdicts: &mut Communicator, failed: bool) -> Result<Option<u32>, Error> {
     let mut all = vec![0; verdicts.size() as usize];
     verdicts.all_gather(&[u8::from(failed)], &mut all)?;
     Ok((0..).zip(all).find_map(|(stage, failed)| (failed != 0).then_some(stage)))

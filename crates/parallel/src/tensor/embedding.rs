@@ -40,7 +40,7 @@ impl VocabularyParallelEmbedding {
     ///
     /// # Errors
     /// [`PlanError::WrongShape`] for weights of another length, [`PlanError::BadParameter`] if the
-    /// vocabulary does not make equal parts, and
+    /// vocabulary or a row is empty, or the vocabulary does not make equal parts, and
     /// [`PeerRefused`](sidelane::error::CallError::PeerRefused) on the other ranks;
     /// [`ConfigsDiffer`](sidelane::error::CallError::ConfigsDiffer).
     pub fn new(
@@ -51,7 +51,9 @@ impl VocabularyParallelEmbedding {
         weight: Vec<f32>,
     ) -> Result<Self, Error> {
         let (rank, ranks) = (group.rank(), group.size());
-        let part = at_least_one("hidden", hidden).and_then(|()| {
+        let sizes = [("vocabulary", vocabulary), ("hidden", hidden)];
+        let sizes = sizes.into_iter().try_for_each(|(what, size)| at_least_one(what, size));
+        let part = sizes.and_then(|()| {
             let rows = part_of("vocabulary", vocabulary, (rank, ranks))?;
             has_shape("rows of the embedding", weight.len(), rows, hidden)?;
             let ranks = ranks as usize;

@@ -122,7 +122,7 @@ impl Part {
         Ok(self)
     }
 
-    /// What ranks must have alike.
+    /// Settings that ranks must have alike.
     fn settings(&self, cut: Cut, shape: LinearShape) -> Settings {
         let whole_bias = self.bias.as_deref().filter(|_| cut == Cut::Columns);
         vec![

@@ -15,7 +15,7 @@
 
 use sidelane::Error;
 use sidelane::collective::Communicator;
-use sidelane::error::CallKind;
+use sidelane::error::{CallKind, PlanError};
 
 use super::activations::refuse;
 use crate::check::{alike, digest_of, has_ranks, has_shape};
@@ -54,8 +54,14 @@ impl TiedWeights {
     /// Collective: the stages compare their copies.
     ///
     /// # Errors
-    /// [`ConfigsDiffer`](sidelane::error::CallError::ConfigsDiffer).
+    /// [`ConfigsDiffer`](sidelane::error::CallError::ConfigsDiffer); [`PlanError::BadParameter`]
+    /// for a group of three or more ranks.
     pub fn new(ends: &mut Communicator, weight: &[f32]) -> Result<TiedWeights, Error> {
+        if ends.size() > 2 {
+            let (parameter, expected) = ("ranks with tied weights", "the first and the last stage");
+            // All ranks have this group, so none waits.
+            return Err(PlanError::BadParameter { parameter, seen: ends.size().into(), expected }.into());
+        }
         let digest = ("digest of tied weights", digest_of(weight));
         alike(ends, &[("tied weights", weight.len() as u64), digest])?;
         Ok(TiedWeights { elements: weight.len(), stages: ends.size() as usize })
@@ -64,7 +70,7 @@ impl TiedWeights {
     /// Makes this stage's gradient the sum of both, from +0 by ascending stage. Collective.
     ///
     /// # Errors
-    /// [`PlanError`](sidelane::error::PlanError) for a gradient of another length or another group;
+    /// [`PlanError`] for a gradient of another length or another group;
     /// as [`Communicator::all_reduce`].
     pub fn sum(&self, ends: &mut Communicator, gradient: &mut [f32]) -> Result<(), Error> {
         let checked = has_ranks(ends, self.stages)
