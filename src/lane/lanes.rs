@@ -170,18 +170,19 @@ impl Lanes {
         self.outlast(word, value, (from, flag), self.limits_of(from), look)
     }
 
-    /// Waits until this rank's own stream has set a word here; `look` as above. There is no
-    /// deadline: the caller's own work may come first.
+    /// Waits until this rank's own stream has set a word here to a value; `look` as above. There is
+    /// no deadline: the caller's own work may come first.
     ///
     /// # Errors
     /// The world's [`Cause`](crate::error::Cause), an interruption, or an error of `look`.
     pub fn wait_for_stream(
         &self,
         word: &AtomicU64,
+        value: u64,
         look: impl FnMut() -> Result<(), Error>,
     ) -> Result<(), Error> {
         let limits = WaitLimits { deadline: Duration::MAX, ..self.limits_of(self.rank) };
-        self.outlast(word, 1, (self.rank, Flag::Ready), limits, look)
+        self.outlast(word, value, (self.rank, Flag::Ready), limits, look)
     }
 
     fn outlast(

@@ -1,21 +1,32 @@
-//! Kinds of calls are data: one file tells them apart, and all others read its table.
+//! Kinds of calls and stages are data: few files tell them apart, and all others read their tables.
 
 use std::path::Path;
 
 use crate::module_layering::sources;
 
 /// Files that may match a kind of call or compare it with one, and why.
-const PERMITTED: [(&str, &str); 1] =
+const OF_KINDS: [(&str, &str); 1] =
     [("crates/core/src/schedule/call_properties.rs", "the table of kinds, which programs are chosen by")];
+
+/// Files that may do so with a stage.
+const OF_STAGES: [(&str, &str); 3] = [
+    ("crates/core/src/schedule/call_program.rs", "the programs"),
+    ("crates/core/src/schedule/skeleton.rs", "the table of stages"),
+    ("crates/verify/src/value_flow.rs", "the proof's table of what each step needs and gives"),
+];
 
 const FOLDERS: [&str; 4] = ["src", "crates", "bindings/c/src", "bindings/python/src"];
 
-/// Whether this code matches a kind of call or compares it, rather than names the kind of a call
-/// that it makes.
 fn tells_kinds_apart(code: &str) -> bool {
-    let imports = ["CallKind::{", "CallKind::*", "CallKind as "];
-    imports.iter().any(|import| code.contains(import))
-        || code.match_indices("CallKind::").any(|(at, name)| {
+    tells_apart(code, "CallKind")
+}
+
+/// Whether this code matches a value of a type or compares it, rather than names the one that it
+/// means.
+fn tells_apart(code: &str, of: &str) -> bool {
+    let imports = ["::{", "::*", " as "];
+    imports.iter().any(|import| code.contains(&format!("{of}{import}")))
+        || code.match_indices(&format!("{of}::")).any(|(at, name)| {
             let (before, after) = (code[..at].trim_end(), &code[at + name.len()..]);
             let before = before.strip_suffix("error::").unwrap_or(before);
             let before = before.strip_suffix("crate::").unwrap_or(before).trim_end();
@@ -65,19 +76,32 @@ fn code(path: &Path) -> String {
     lines.collect::<Vec<_>>().join("\n")
 }
 
-#[test]
-fn kinds_of_calls_are_told_apart_in_one_table() {
+/// Files of the library and its crates, without tests, that tell values of a type apart.
+fn files(of: &str) -> Vec<String> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let (mut paths, mut found) = (Vec::new(), Vec::new());
     FOLDERS.iter().for_each(|folder| sources(&root.join(folder), &mut paths));
     for path in paths {
         let name = path.strip_prefix(root).unwrap().to_str().unwrap().to_owned();
         let is_test = name.contains("/tests/") || name.ends_with("tests.rs");
-        if !is_test && tells_kinds_apart(&code(&path)) {
+        if !is_test && tells_apart(&code(&path), of) {
             found.push(name);
         }
     }
-    assert_eq!(found, PERMITTED.map(|(file, _)| file), "add a column to the table of kinds, and read that");
+    found.sort();
+    found
+}
+
+#[test]
+fn kinds_of_calls_are_told_apart_in_one_table() {
+    let permitted = OF_KINDS.map(|(file, _)| file);
+    assert_eq!(files("CallKind"), permitted, "add a column to the table of kinds, and read that");
+}
+
+#[test]
+fn stages_are_told_apart_by_programs_and_tables_alone() {
+    let permitted = OF_STAGES.map(|(file, _)| file);
+    assert_eq!(files("StageId"), permitted, "add a column beside `StageId::name`, and read that");
 }
 
 #[test]

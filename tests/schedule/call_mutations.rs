@@ -65,6 +65,7 @@ fn dropped(step: CallStep, kind: CallKind, group: &Group) -> Option<&'static str
         Action::Run(StageId::Release, _) if group.enqueues && multi_node => {
             Some("entries follow what the streams of all ranks have read")
         }
+        Action::Compute(Work::Reclaim) => Some("the release has waited for all readers"),
         Action::Run(StageId::NodeEntered, _) if inline && group.nodes.nodes() == group.nodes.ranks() => {
             Some("alone on its node, it waits for itself")
         }
@@ -91,6 +92,16 @@ fn swapped(first: CallStep, second: CallStep, kind: CallKind, group: &Group) -> 
         (Agree, Compute(Work::Judge)) => None,
         // The chunk is filled amid the call, before its readers of the last one have finished.
         (Run(StageId::Release, _), Compute(Work::Offer)) if !group.enqueues => None,
+        (Run(StageId::Reached, _), Compute(Work::Pack)) | (Compute(Work::Pack), Run(StageId::Reached, _)) => {
+            Some("copies go on behind what is packed, and the host needs none of it")
+        }
+        (Compute(Work::Follow), Run(StageId::Reached, _))
+        | (Run(StageId::Reached, _), Compute(Work::Follow)) => Some("copies begin later"),
+        (Run(StageId::Reached, _), Run(StageId::Release, _)) => Some("the host waits for both"),
+        (Compute(Work::Grow), Agree) => Some("a rank that lacks memory refuses, and nothing moves"),
+        (Compute(Work::Join), Compute(Work::Report)) | (Compute(Work::Adopt), Compute(Work::Join)) => {
+            Some("one is the host's, the other orders streams")
+        }
         (Run(StageId::RelayDone, _), Run(StageId::Posted, _)) => {
             Some("what the relay moves is enqueued by then")
         }
@@ -110,9 +121,13 @@ fn swapped(first: CallStep, second: CallStep, kind: CallKind, group: &Group) -> 
             Some("offers come with entries, before any verdict")
         }
         (Compute(Work::Publish), Compute(Work::Announce))
+        | (Compute(Work::Reclaim), Compute(Work::Publish | Work::Propose | Work::Offer))
+        | (Compute(Work::TellAgreed), Compute(Work::Follow))
+        | (Compute(Work::Follow), Compute(Work::FillRows | Work::Reclaim))
         | (Compute(Work::Describe), Compute(Work::TellAgreed))
         | (Compute(Work::TellAgreed), Compute(Work::FillRows | Work::Landings | Work::Bases))
         | (Compute(Work::Report), Compute(Work::Metadata))
+        | (Compute(Work::Metadata), Compute(Work::Regroup))
         | (Compute(Work::JoinRelay), Compute(Work::FillSum))
         | (Compute(Work::Bases), Compute(Work::Judge)) => Some("both plan, and neither needs the other"),
         (Agree, Compute(Work::Bases | Work::JoinRelay)) => Some("the verdict needs tags alone"),

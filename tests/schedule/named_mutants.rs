@@ -304,7 +304,9 @@ fn of_credits_and_memory() -> Vec<Row> {
     let ahead = one_node.clone().enqueuing();
     // Its relay has a thread of its own, which reads outputs while engines pull.
     let engines = Group::dense(&[0, 0, 1, 1], 4, 5).run((Route::Pxn, Relays::Thread)).pulling();
-    let no_await = CallMutation { at: 0, change: CallChange::Drop };
+    let programs = programs(&one_way());
+    let awaits = position(programs.own(CallKind::Combine, Relays::Inline), Run(StageId::Reached, Finish));
+    let no_await = CallMutation { at: awaits as u16, change: CallChange::Drop };
     let share = Some(InstanceBug::ShareMemory);
     vec![
         row(

@@ -25,7 +25,9 @@ use sidelane_core::plan::{
     RelayPlan, RelaySorter, RowLayout, RowMetadata, RowSizes, SumOrder,
 };
 use sidelane_core::schedule::Effect;
-use sidelane_core::schedule::call_program::{Action, Engines, RankPrograms, Relays, Role, SlotCall, StageId};
+use sidelane_core::schedule::call_program::{
+    Action, Engines, RankPrograms, Relays, SlotCall, StageOperands, StageTensor,
+};
 use sidelane_core::schedule::stream_program::{Slots, StreamProgram};
 use sidelane_core::schedule::{
     CallerTables, Calls, ControlLayout, FillContext, MAX_BATCH, Op, Operands, RelayTables, TrackOp, WindowId,
@@ -147,11 +149,10 @@ impl CopyEngineWork {
         let mut work = CopyEngineWork::default();
         for step in programs.own(CallKind::Dispatch, Relays::Inline).line(None) {
             // Entries and counts are the host's.
-            let (operands, stage, part) = match (step.role, step.action) {
-                (Role::Own, Action::Run(StageId::Rows, part)) => (&rows, StageId::Rows, part),
-                (Role::Relay, Action::Run(stage @ (StageId::Headers | StageId::RelayRows), part)) => {
-                    (&blocks, stage, part)
-                }
+            let Action::Run(stage, part) = step.action else { continue };
+            let operands = match (stage.tensor(), stage.operands()) {
+                (StageTensor::Rows, _) => &rows,
+                (_, StageOperands::Relayed) => &blocks,
                 _ => continue,
             };
             work += Self::of_items(programs.stages.items(stage, part), operands, me, near);

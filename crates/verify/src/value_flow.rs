@@ -13,8 +13,16 @@ use sidelane_core::schedule::call_program::{Action, CallProgram, CallStep, Part,
 /// A value that one step of a rank gives to later ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Value {
+    /// The choices are where they are sorted.
+    Brought,
     /// The caller's stream has reached the call.
     Reached,
+    /// The stream of copies goes on behind what the caller's has packed.
+    Followed,
+    /// Memory that nothing reads any more is free.
+    Reclaimed,
+    /// The heaps are as large as the call needs, or as they may be.
+    Room,
     /// Streams of local peers await that this rank's has reached the call.
     Ready,
     /// The next work of this rank's stream waits until those of its local peers have reached the
@@ -38,7 +46,7 @@ pub enum Value {
     Landings,
     /// Operands of the stage that moves rows; of a round, those of all its stages.
     Operands,
-    /// Rows lie in the slots that the stage moves.
+    /// Rows lie where the stage reads them.
     Packed,
     /// The call can no longer be refused; a waiting caller knows.
     Irrevocable,
@@ -52,6 +60,12 @@ pub enum Value {
     BroughtIn,
     /// Rows that relays return have landed here.
     Returned,
+    /// Rows to sum lie in memory of this rank, behind each other.
+    AtHome,
+    /// The caller's stream goes on behind the call.
+    Joined,
+    /// Rows are in visible order.
+    Regrouped,
     /// The sums of this rank's tokens are complete.
     Summed,
     /// The result of the call is in place: a handle, a chunk in the pool, an expert map.
@@ -174,14 +188,21 @@ fn gives(action: Action) -> Vec<Value> {
         Action::Run(StageId::Ready, _) => &[PeersReady],
         Action::Run(StageId::BringIn, _) => &[BroughtIn],
         Action::Run(StageId::Home, _) => &[Returned],
-        Action::Run(StageId::Sum | StageId::PullRest, _) => &[Summed],
+        Action::Run(StageId::Reached, Part::Finish) => &[Reached],
+        Action::Run(StageId::PullRest, _) => &[AtHome],
+        Action::Run(StageId::Sum, _) => &[Summed],
         Action::Run(StageId::CountsSent, _) => &[MessageSent],
         Action::Run(StageId::Agreed, _) => &[Answered],
         Action::Run(StageId::Headers, _) => &[Headers],
         Action::Run(StageId::RelayRows | StageId::ReturnRows, _) => &[Relayed],
         Action::Run(StageId::RelayDone, _) => &[Done],
         Action::Compute(work) => match work {
-            Work::AwaitStream => &[Reached],
+            Work::Bring => &[Brought],
+            Work::Follow => &[Followed],
+            Work::Reclaim => &[Reclaimed],
+            Work::Grow => &[Room],
+            Work::Join => &[Joined],
+            Work::Regroup => &[Regrouped],
             Work::Sort => &[Choices],
             Work::Announce | Work::Take | Work::Offer | Work::Propose => &[Tag],
             Work::StartRelay => &[RelayStarted],
@@ -219,8 +240,10 @@ fn needs(step: &CallStep) -> Vec<(Role, Value)> {
         Action::Round(0) => &[Operands],
         Action::Round(nth) => &[Verdict, Operands, Stage(nth - 1)],
         Action::Run(StageId::Entry | StageId::Offer, Part::Start) => &[Tag, Reached, Ready],
+        Action::Run(StageId::Reached, Part::Start) => &[Brought],
         Action::Run(StageId::Entry | StageId::Offer, _) => &[Entered, RelayStarted],
-        Action::Run(StageId::Rows, Part::Start) => &[Verdict, Operands, Packed],
+        Action::Run(StageId::Rows, Part::Start) => &[Verdict, Operands, Packed, Followed],
+        Action::Run(StageId::Ready, Part::Start) => &[Followed],
         Action::Run(StageId::Posted, _) => &[Sent],
         Action::Run(StageId::Rows, _) => &[Sent, Posted],
         Action::Run(StageId::Ready, Part::Finish) => &[Verdict],
@@ -229,7 +252,7 @@ fn needs(step: &CallStep) -> Vec<(Role, Value)> {
         Action::Run(StageId::BringIn, _) => &[BringInOperands],
         Action::Run(StageId::Home, _) => &[Verdict],
         Action::Run(StageId::Sum | StageId::PullRest, _) => &[Verdict, Operands, Returned],
-        Action::Run(StageId::Pull, _) => &[Verdict, Operands, PeersReady],
+        Action::Run(StageId::Pull, _) => &[Verdict, Operands, PeersReady, Followed],
         Action::Run(StageId::Regroup, _) => &[Verdict, Operands],
         Action::Run(StageId::CountsSent, _) => &[Message],
         Action::Run(StageId::Agreed, _) => &[AllTags],
@@ -237,9 +260,14 @@ fn needs(step: &CallStep) -> Vec<(Role, Value)> {
         Action::Run(StageId::RelayRows | StageId::ReturnRows, _) => &[Verdict, Operands, SumTables],
         Action::Run(StageId::RelayDone, _) => &[Relayed],
         Action::Agree => &[AllTags],
-        Action::Admit => &[Sizes],
+        Action::Admit => &[Sizes, Room],
         Action::Compute(work) => match work {
             Work::Sort => &[Reached],
+            Work::Follow => &[Packed],
+            Work::Announce | Work::Take | Work::Partials => &[Reclaimed],
+            Work::Grow => &[AllTags, Sizes],
+            Work::Join => &[Landed, BroughtIn, AtHome],
+            Work::Regroup => &[Joined],
             Work::Publish => &[Choices],
             Work::StartRelay => &[Entered],
             Work::JoinRelay => &[RelayStarted],
@@ -248,16 +276,16 @@ fn needs(step: &CallStep) -> Vec<(Role, Value)> {
             Work::Describe => &[Landings],
             Work::TellAgreed => &[Verdict],
             Work::Adopt => &[Verdict, RelayBack],
-            Work::Landings => &[Verdict],
+            Work::Landings => &[Verdict, Room],
             Work::Bases => &[AllTags],
             Work::FillRows => &[Landings],
             Work::FillSum | Work::FillPull => &[Bases],
             Work::FillBringIn => &[Landed],
             Work::Report => &[Landed, BroughtIn, RelayBack],
-            Work::Metadata => &[Landed, BroughtIn],
+            Work::Metadata => &[Landed, BroughtIn, Joined],
             Work::Check => &[Landed],
-            Work::Sum => &[Returned],
-            Work::Retire => &[Summed, RelayBack],
+            Work::Sum => &[Returned, AtHome, Joined],
+            Work::Retire => &[Summed, AtHome, RelayBack],
             Work::Learn => &[Headers],
             Work::FillRelay => &[Blocks, Bases, Headers],
             Work::FillReturn => &[Headers, Bases],

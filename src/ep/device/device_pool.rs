@@ -215,6 +215,11 @@ impl Progress {
         self.marks().calls.push_back((mark, call));
     }
 
+    /// The host has heard that the stream has come to a call.
+    pub fn heard(&self, call: u64) {
+        self.marks().reached = call;
+    }
+
     /// Peers say with this value that they have read what was offered.
     pub fn returned(&self, value: u64) {
         self.marks().last_return = value;
@@ -230,7 +235,7 @@ impl Progress {
         let (mark, mut marks) = (value(self.rank, Flag::Returned)?, self.marks());
         while let Some(&(_, call)) = marks.calls.front().filter(|(left, _)| *left <= mark) {
             marks.calls.pop_front();
-            marks.reached = call;
+            marks.reached = marks.reached.max(call);
         }
         for &reader in &self.locals {
             if value(reader, Flag::Read)? < marks.last_return {

@@ -30,10 +30,9 @@
 
 use super::device_pool::Extent;
 use super::dispatch_planner::Planner;
-use super::enqueuer::{CallerStream, DeviceCall, Enqueuer, Header, Kept, Scratch};
+use super::enqueuer::{DeviceCall, Enqueuer, Header, Kept, Scratch};
 use crate::device::{DeviceRange, RunArgs};
 use crate::dtype::Dtype;
-use crate::ep::Status;
 use crate::ep::call_agreement::GroupCounts;
 use crate::error::{CallError, CallKind, Error};
 use crate::exec::Until;
@@ -64,14 +63,9 @@ impl Enqueuer {
     ) -> Result<(), Error> {
         let mut call = DeviceCall { x, planner, ..DeviceCall::new(self, programs, kind, context) };
         call.tokens = tokens;
-        let refusal = call.drive(&mut machine, Until::End)?;
-        let staging = call.staging.take();
-        let status = match refusal {
-            None => Status::OK,
-            Some(error) => call.refuse_dispatch(error)?,
-        };
+        call.drive(&mut machine, Until::End)?;
+        let (staging, status) = (call.staging.take(), call.ended);
         self.kept[context as usize].status = status;
-        self.answer(context, status)?;
         if let Some(mut staging) = staging {
             staging.trim(0);
         }
@@ -236,6 +230,14 @@ impl Enqueuer {
         }
     }
 
+    /// The same of a call that is refused. One without a context has no tables.
+    pub fn send_no_tables(&mut self, planner: Planner, (context, tokens): (u32, u32)) -> Result<(), Error> {
+        match context == self.common.shape.no_context() {
+            true => Ok(()),
+            false => self.send_tables(planner, (context, tokens), false),
+        }
+    }
+
     /// Tells the caller's stream where own rows go, of this call and of those along its layout.
     fn send_own_runs(&self, context: u32) -> Result<(), Error> {
         let Enqueuer { common, caller, kept, scratch, .. } = self;
@@ -333,44 +335,6 @@ impl Enqueuer {
 }
 
 impl DeviceCall<'_> {
-    /// The call is refused.
-    fn refuse_dispatch(&mut self, error: Error) -> Result<Status, Error> {
-        let (context, tokens, status) = (self.context, self.tokens, Status::of(&error));
-        self.enqueuer.kept[context as usize].number = 0;
-        self.await_packed(false)?;
-        self.enqueuer.common.contexts[context as usize].tell(|told| {
-            told.extent = None;
-            told.refused = Some(error);
-        });
-        // A call without a context has no tables.
-        if context != self.enqueuer.common.shape.no_context() {
-            self.enqueuer.send_tables(self.planner, (context, tokens), false)?;
-        }
-        Ok(status)
-    }
-
-    /// Says how rows are packed, if that depends on where they go, and waits until they are.
-    fn await_packed(&mut self, placed: bool) -> Result<(), Error> {
-        let in_place = self.in_place().is_some();
-        let (context, enqueuer) = (self.context, &mut *self.enqueuer);
-        // Of a call that is refused nothing is packed.
-        if enqueuer.common.shape.arrives() && placed {
-            enqueuer.list(context, self.tokens)?;
-            enqueuer.engine.precede(&enqueuer.caller.stream, &enqueuer.caller.done)?;
-        }
-        let Enqueuer { common, engine, caller, .. } = enqueuer;
-        let CallerStream { stream, kernels, reached, .. } = caller;
-        let x = self.x.as_ref().map(|(x, dtype)| (x, *dtype));
-        let late = x.filter(|&x| placed && !in_place && common.packs_when_placed(x));
-        if let Some((x, dtype)) = late {
-            common.pack(stream, kernels, (self.tag.kind, context), (self.tokens, x, dtype))?;
-            reached.record(stream)?;
-        }
-        engine.follow(reached)?;
-        common.started(engine.awaited().0);
-        Ok(())
-    }
-
     /// Sorts this rank's choices; what is wrong with them it refuses.
     pub fn sort(&mut self) {
         if let Err(error) = self.planner.sort(self.enqueuer, self.tokens) {
@@ -396,7 +360,6 @@ impl DeviceCall<'_> {
         let noted = kind.places();
         if noted {
             self.enqueuer.kept[context as usize].number = self.enqueuer.calls.number();
-            self.await_packed(true)?;
             let gathered = self.gathered();
             let tell = |landing| self.enqueuer.tell_placement((context, gathered), landing);
             self.staging = self.landing.take().and_then(tell);

@@ -1,10 +1,11 @@
-//! An instance on a device with exact sizes or a budget: the calls that its caller makes, and the
-//! work that they put on the caller's stream.
+//! An instance on a device with exact sizes or a budget: the calls that its caller makes. It checks
+//! their input, gives each a context, and drives its program; all work is in that
+//! ([`caller_stream`](super::caller_stream), [`enqueuer`](super::enqueuer)).
 //!
 //! ```text
-//!   start_dispatch    check | plan, flag, pack                       enqueuer: first half
-//!   finish_dispatch   enqueuer: second half, own rows | choices apart  rows, handle
-//!   combine, ..       check | flag | enqueuer: both halves | sum
+//!   start_dispatch    check, a context | first half of the program
+//!   finish_dispatch   second half | rows, handle
+//!   combine, ..       check | both halves
 //! ```
 //!
 //! A call in flight owns its state: [`EnqueuedDispatch`], [`EnqueuedCombine`].
@@ -15,17 +16,16 @@ use std::time::{Duration, Instant};
 
 use super::REFUSED;
 use super::device_pool::{DeviceHeapReport, Extent};
-use super::dispatch_planner::Planner;
 use super::enqueued_results::{EnqueuedDispatch, EnqueuedHandle, EnqueuedOutput, EnqueuedRows, Lease};
-use super::enqueuer::Enqueuer;
+use super::enqueuer::{DeviceCall, Enqueuer};
 use super::heap_allocator::HeapAllocator;
-use super::memory::{MemoryShape, StreamFlag};
+use super::memory::StreamFlag;
 use super::row_transport::RowTransport;
 use super::session::{EnqueuedTokens, Session};
 use super::watchdog::WaitBreaker;
 use crate::bootstrap::wait;
-use crate::device::{DeviceRange, FetchWeights, Kernels, OwnRows, RecordArgs, Stream, SumChoices};
-use crate::dtype::{Dtype, PartialDtype};
+use crate::device::{DeviceRange, Kernels, RecordArgs, Stream};
+use crate::dtype::Dtype;
 use crate::ep::builder::Spec;
 use crate::ep::rows::OutputAt;
 use crate::ep::tensor::{Chosen, Shape, Side, Tensor, TensorMut, Tokens, wrong_place};
@@ -33,7 +33,7 @@ use crate::ep::{CallExecutor, Choices, CombineInput, ExpertOutput, Feature, Lane
 use crate::error::{CallError, CallKind, Error, PlanError};
 use crate::plan::ExpertMap;
 use crate::schedule::call_program::{CallMachine, RankPrograms};
-use crate::schedule::{CallProperties, Class, Payload};
+use crate::schedule::{CallProperties, Class};
 use crate::world::SymmetricRange;
 
 /// An [`ExpertParallel`](crate::ExpertParallel) whose calls are laid out one by one: see the
@@ -66,8 +66,8 @@ pub(super) struct Returning {
     options: u32,
     context: u32,
     tokens: u32,
-    /// Where what returns begins, in steps.
-    steps: u32,
+    /// Where what returns begins, unless this rank refuses the call.
+    base: Option<u64>,
     /// Sums by rank, if these return.
     _sums: Option<Extent>,
     /// Why this rank refuses the call.
@@ -137,7 +137,7 @@ impl EnqueuedExchange {
         if stream.is_capturing()? || self.stream.is_capturing()? {
             return Ok(Feature::Capture.require(CallExecutor::Enqueuer)?);
         }
-        self.enqueuer.follow(stream)?;
+        self.enqueuer.caller.follow(stream)?;
         self.stream = Arc::clone(stream);
         Ok(())
     }
@@ -194,21 +194,17 @@ impl EnqueuedExchange {
         mut started: EnqueuedDispatch,
     ) -> Result<(EnqueuedRows, EnqueuedHandle), Error> {
         self.serve(&mut started)?;
-        started.finish(&self.stream, &self.kernels)
+        started.finish()
     }
 
     /// Second half of a call that places rows.
     fn serve(&mut self, started: &mut EnqueuedDispatch) -> Result<(), Error> {
-        let (common, lease) = (&self.common, &started.lease);
+        let lease = &started.lease;
         let tokens = if started.refused.is_some() { REFUSED } else { lease.tokens };
         let call = ((started.kind, lease.context, lease.planner), (tokens, started.x.take()));
         let served = self.enqueuer.dispatch(&self.programs, started.machine, call.0, call.1);
-        served.map_err(|error| common.fixed.fail(error))?;
-        common.served.fetch_add(1, Ordering::Relaxed);
-        if let Some(rows) = self.enqueuer.landed(lease.context) {
-            let chosen = common.lay_choices_apart(&self.stream, &self.kernels, (lease.context, rows));
-            chosen.map_err(|error| common.fixed.fail(error))?;
-        }
+        served.map_err(|error| self.common.fixed.fail(error))?;
+        self.common.served.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
 
@@ -248,24 +244,20 @@ impl EnqueuedExchange {
         };
         let (brought, refused) =
             brought.map_or_else(|error| (None, Some(error)), |brought| (Some(brought), None));
-        let count = brought.map_or(0, |(chosen, _)| chosen.tokens);
+        let chosen = brought.map(|(chosen, _)| chosen);
+        let count = chosen.map_or(0, |chosen| chosen.tokens);
         self.dispatches += 1;
         let (call, lanes) = (self.dispatches, Arc::clone(&self.lanes));
         let tokens = brought.and_then(|(_, x)| x);
         let packs = common.packs(kind, tokens.map_or(Dtype::Bytes, |(_, dtype)| dtype));
         let planner = common.planner(tokens.is_some_and(|tokens| common.lie_here(kind, tokens).is_some()));
         let lease = Arc::new(Lease { common, context, call, tokens: count, planner, packs, lanes });
-        self.common.space.count();
-        self.enqueue_dispatch((context, planner), brought).map_err(|error| self.common.fixed.fail(error))?;
-        let machine = self.start(kind, context)?;
-        let x = brought.filter(|(chosen, _)| chosen.tokens > 0).and_then(|(_, x)| x);
-        let x = x.map(|(x, dtype)| (x.clone(), dtype));
+        let x = tokens.filter(|_| count > 0).map(|(x, dtype)| (x.clone(), dtype));
+        let call = DeviceCall::new(&mut self.enqueuer, &self.programs, kind, context);
+        let mut call = DeviceCall { planner, chosen, tokens: count, x, ..call };
+        let machine = call.begin().map_err(|error| self.common.fixed.fail(error))?;
+        let x = call.x;
         Ok(EnqueuedDispatch { lease, kind, refused, machine, x })
-    }
-
-    /// Drives a call to its half.
-    fn start(&mut self, kind: CallKind, context: u32) -> Result<CallMachine, Error> {
-        self.enqueuer.start(&self.programs, kind, context).map_err(|error| self.common.fixed.fail(error))
     }
 
     /// Enqueues that expert outputs come back to their tokens and are summed into `out`.
@@ -313,40 +305,16 @@ impl EnqueuedExchange {
         output: Result<&EnqueuedOutput, &Error>,
         unfit: Option<Error>,
     ) -> Result<Returning, Error> {
-        let (context, mut refused) = (handle.context(), output.err().cloned().or(unfit));
-        let (mut steps, mut sums) = (REFUSED, None);
-        match output {
-            Ok(output) if refused.is_none() && self.common.returns_sums(kind) => {
-                match self.sum_by_rank((kind, context), output) {
-                    Ok(extent) => {
-                        steps = (extent.offset() / MemoryShape::STEP) as u32;
-                        sums = Some(extent);
-                    }
-                    Err(error) => refused = Some(error),
-                }
-            }
-            Ok(output) if refused.is_none() => match self.enqueuer.take_node_sums((kind, context)) {
-                Ok(()) => steps = output.steps(kind),
-                Err(error) => refused = Some(error),
-            },
-            _ => {}
-        }
+        let (context, tokens, refused) = (handle.context(), handle.tokens(), output.err().cloned().or(unfit));
+        let outputs = output.ok().filter(|_| refused.is_none()).map(|output| output.outputs(kind));
+        let call = DeviceCall::new(&mut self.enqueuer, &self.programs, kind, context);
+        let mut call = DeviceCall { outputs, refused, ..call };
+        let machine = call.begin().map_err(|error| self.common.fixed.fail(error))?;
+        let DeviceCall { base, sums: _sums, refused: own, .. } = call;
         let returns = &mut self.returns[context as usize];
         *returns += 1;
-        let nth = *returns;
-        // No earlier call may use memory that is given back from now on.
-        self.common.space.count();
-        let machine = self.enqueue_return(kind, context, steps)?;
-        handle.returns(nth, kind, refused.clone());
-        let tokens = handle.tokens();
-        Ok(Returning { machine, kind, options, context, tokens, steps, _sums: sums, own: refused })
-    }
-
-    /// Enqueues the sums of each token's rows at this rank.
-    fn sum_by_rank(&self, call: (CallKind, u32), output: &EnqueuedOutput) -> Result<Extent, Error> {
-        let count = self.enqueuer.kept[call.1 as usize].layout.received();
-        let rows = (output.rows(), output.len());
-        self.common.sum_by_rank(&self.stream, &self.kernels, call, rows, count)
+        handle.returns(*returns, kind, own.clone());
+        Ok(Returning { machine, kind, options, context, tokens, base, _sums, own })
     }
 
     /// Second half of a combine: the sums of the rows that came back.
@@ -385,11 +353,10 @@ impl EnqueuedExchange {
     }
 
     fn serve_return(&mut self, call: Returning, out: Option<&DeviceRange>) -> Result<Option<Error>, Error> {
-        let Returning { machine, kind, options, context, tokens, steps, .. } = call;
-        let refused = self.enqueuer.ret(&self.programs, machine, (kind, context), (steps, options))?;
+        let Returning { machine, kind, options, context, tokens, base, .. } = call;
+        let (call, offered, home) = ((kind, context), (base, options), (tokens, out));
+        let refused = self.enqueuer.ret(&self.programs, machine, call, offered, home)?;
         self.common.served.fetch_add(1, Ordering::Relaxed);
-        let own = self.own_outputs((kind, context), steps)?;
-        self.enqueue_returned((kind, context), (tokens, own), out)?;
         Ok(refused)
     }
 
@@ -451,11 +418,8 @@ impl EnqueuedExchange {
         let map = map.and_then(|map| self.check_map(&map).map(|()| map));
         let (map, refused) = map.map_or_else(|error| (None, Some(error)), |map| (Some(map), None));
         let context = self.common.shape.no_context();
-        self.common.space.count();
-        let reached =
-            self.common.word(context, StreamFlag::Combine).and_then(|word| self.stream.write(word, 1));
-        reached.map_err(|error| self.common.fixed.fail(error.into()))?;
-        let machine = self.start(kind, context)?;
+        let mut call = DeviceCall::new(&mut self.enqueuer, &self.programs, kind, context);
+        let machine = call.begin().map_err(|error| self.common.fixed.fail(error))?;
         let agreed = self.enqueuer.remap(&self.programs, machine, kind, (map, refused));
         let refusal = agreed.map_err(|error| self.common.fixed.fail(error))?;
         self.common.served.fetch_add(1, Ordering::Relaxed);
@@ -554,10 +518,10 @@ impl EnqueuedExchange {
     fn refuse_without_context(&mut self, kind: CallKind) -> Result<(), Error> {
         self.common.fixed.shared.hub.health().check()?;
         let context = self.common.shape.no_context();
-        self.common.space.count();
-        let machine = self.enqueue_return(kind, context, REFUSED)?;
-        let (steps, own) = (REFUSED, None);
-        let call = Returning { machine, kind, options: 0, context, tokens: 0, steps, _sums: None, own };
+        let mut call = DeviceCall::new(&mut self.enqueuer, &self.programs, kind, context);
+        let machine = call.begin().map_err(|error| self.common.fixed.fail(error))?;
+        let (base, _sums, own) = (None, None, None);
+        let call = Returning { machine, kind, options: 0, context, tokens: 0, base, _sums, own };
         self.serve_return(call, None).map_err(|error| self.common.fixed.fail(error))?;
         Ok(())
     }
@@ -584,18 +548,6 @@ impl EnqueuedExchange {
         Ok(())
     }
 
-    /// Enqueues the first half of a return.
-    fn enqueue_return(&mut self, kind: CallKind, context: u32, steps: u32) -> Result<CallMachine, Error> {
-        self.enqueue_reached(context, steps).map_err(|error| self.common.fixed.fail(error))?;
-        let machine = self.start(kind, context)?;
-        // Weight gradients return behind a call that is the caller's as well, with its faults.
-        if CallProperties::of(kind).payload != Payload::Weights {
-            let cleared = self.common.clear_status(&self.stream, context);
-            cleared.map_err(|error| self.common.fixed.fail(error.into()))?;
-        }
-        Ok(machine)
-    }
-
     /// Enqueues that rows go along the layout of a handle, and that they come. Collective.
     ///
     /// # Errors
@@ -615,11 +567,6 @@ impl EnqueuedExchange {
         let x = x.on_device("tokens", shape, self.stream.device()).map(|x| (x, dtype));
         let extent = self.along((kind, handle.context()), handle.tokens(), x)?;
         handle.owe_output();
-        let (common, place) = (&self.common, (handle.context(), extent.offset(), handle.rows()));
-        if common.shape.arrives() {
-            let regrouped = common.regroup(&self.stream, &self.kernels, kind, place);
-            regrouped.map_err(|error| common.fixed.fail(error))?;
-        }
         EnqueuedRows::new(handle.lease(), (kind, handle.rows()), extent)
     }
 
@@ -632,132 +579,14 @@ impl EnqueuedExchange {
     ) -> Result<Extent, Error> {
         self.common.fixed.shared.hub.health().check()?;
         let (x, refused) = x.map_or_else(|error| (None, Some(error)), |x| (Some(x), None));
-        self.common.space.count();
-        let fail = |error| self.common.fixed.fail(error);
-        let x = x.filter(|_| tokens > 0);
-        let lies = x.is_some_and(|x| self.common.lie_here(kind, x).is_some() && self.may_lie(context));
-        self.common.clear_status(&self.stream, context).map_err(|error| fail(error.into()))?;
-        if let (Some((x, dtype)), false) = (x, lies) {
-            let packed = self.common.pack(&self.stream, &self.kernels, (kind, context), (tokens, x, dtype));
-            packed.map_err(fail)?;
-        }
-        self.enqueue_reached(context, 0).map_err(fail)?;
-        let machine = self.start(kind, context)?;
-        let x = x.map(|(x, dtype)| (x.clone(), dtype));
+        let x = x.filter(|_| tokens > 0).map(|(x, dtype)| (x.clone(), dtype));
+        let call = DeviceCall::new(&mut self.enqueuer, &self.programs, kind, context);
+        let mut call = DeviceCall { tokens, x, ..call };
+        let machine = call.begin().map_err(|error| self.common.fixed.fail(error))?;
+        let x = call.x;
         let landed = self.enqueuer.cached(&self.programs, machine, (kind, context), (tokens, x, refused));
         self.common.served.fetch_add(1, Ordering::Relaxed);
         landed.map_err(|error| self.common.fixed.fail(error))?
-    }
-
-    /// Whether tokens may be sent along the layout of a context as they lie.
-    fn may_lie(&self, context: u32) -> bool {
-        self.enqueuer.kept[context as usize].in_place.is_some()
-    }
-
-    /// That choices go, with their tokens or before those, or, without any, that the call is
-    /// refused; and that rows come.
-    fn enqueue_dispatch(
-        &mut self,
-        (context, planner): (u32, Planner),
-        brought: Option<Brought<'_>>,
-    ) -> Result<(), Error> {
-        let (common, stream, kernels) = (&*self.common, &*self.stream, &*self.kernels);
-        if let Some((chosen, _)) = brought {
-            planner.bring(common, (stream, kernels), (context, chosen))?;
-        }
-        stream.write(
-            common.word(context, StreamFlag::Dispatch)?,
-            brought.map_or(REFUSED, |(chosen, _)| chosen.tokens) + 1,
-        )?;
-        common.clear_status(stream, context)?;
-        let packs = brought.filter(|(chosen, _)| chosen.tokens > 0);
-        if let Some((chosen, x)) = packs {
-            planner.order(common, (stream, kernels), (context, chosen))?;
-            if let Some((x, dtype)) = x.filter(|&x| !common.packs_when_placed(x)) {
-                common.pack(stream, kernels, (CallKind::Dispatch, context), (chosen.tokens, x, dtype))?;
-            }
-        }
-        Ok(())
-    }
-
-    /// That the stream has come to a call along a known layout. In a return, outputs may be read,
-    /// which lie so many `steps` into this rank's memory. On one node the caller's thread runs
-    /// ahead: nobody hears of it but the streams of its peers.
-    fn enqueue_reached(&self, context: u32, steps: u32) -> Result<(), Error> {
-        if !self.common.fixed.paths().is_multi_node() {
-            return Ok(());
-        }
-        Ok(self.stream.write(self.common.word(context, StreamFlag::Combine)?, steps + 1)?)
-    }
-
-    /// Outputs of this rank, or sums of them, that lie so many `steps` into its memory, and how
-    /// many they are: what returns to its own tokens is read there.
-    fn own_outputs(
-        &self,
-        (kind, context): (CallKind, u32),
-        steps: u32,
-    ) -> Result<Option<(DeviceRange, u32)>, Error> {
-        if steps == REFUSED {
-            return Ok(None);
-        }
-        let layout = &self.enqueuer.kept[context as usize].layout;
-        let sums = self.common.returns_sums(kind);
-        let rows = if sums { layout.received() } else { layout.landed };
-        let bytes = u64::from(rows) * self.common.fixed.sizing(kind).home_bytes;
-        Ok(Some((self.common.piece((u64::from(steps) * MemoryShape::STEP, bytes))?, rows)))
-    }
-
-    /// That what returned goes to `out`: sums of rows, or weight gradients. Those of `own` outputs
-    /// are read where these lie.
-    fn enqueue_returned(
-        &mut self,
-        (kind, context): (CallKind, u32),
-        (tokens, own): (u32, Option<(DeviceRange, u32)>),
-        out: Option<&DeviceRange>,
-    ) -> Result<(), Error> {
-        let (common, stream) = (&*self.common, &*self.stream);
-        let (shape, spec) = (&common.shape, &common.fixed.spec);
-        let Some(out) = out.filter(|_| tokens > 0) else { return Ok(()) };
-        let (rows, index) = (common.span(shape.staging())?, common.span(shape.places(context))?);
-        let (n_rows, top_k) = (shape.entries() as u32, spec.top_k);
-        let (status, out) = (common.word(context, StreamFlag::Status)?, out.span(0, out.len())?);
-        let own = own
-            .as_ref()
-            .map(|(rows, count)| rows.span(0, rows.len()).map(|rows| OwnRows { rows, count: *count }));
-        let own = own.transpose()?;
-        if CallProperties::of(kind).payload == Payload::Weights {
-            let words = common.fixed.sizing(CallKind::Combine).words_home;
-            let choices = tokens * top_k;
-            let fetch = FetchWeights { choices, n_rows, words, from: rows, own, index, status, out };
-            return Ok(self.kernels.fetch_weights(stream, &fetch)?);
-        }
-        let weights = common.span(shape.weights(context))?;
-        let groups = common.span(shape.groups())?;
-        // Sums by rank are weighted and rounded already. A token's are added one after the other.
-        let sums = common.returns_sums(kind);
-        let partials = sums || common.sums_by_node(kind);
-        let index = if partials { common.span(shape.sum_places(context))? } else { index };
-        let weighted = common.weighs(kind);
-        Ok(self.kernels.sum_choices(
-            stream,
-            &SumChoices {
-                tokens,
-                top_k,
-                columns: spec.hidden as u32,
-                dtype: spec.dtype,
-                wire: if sums { PartialDtype::F32 } else { spec.partial_dtype },
-                n_rows,
-                rows,
-                own,
-                index,
-                n_experts: common.fixed.bins.count(),
-                experts: Some(common.span(shape.sums(context))?),
-                weights: (weighted && !sums).then_some(weights),
-                group_of: (spec.sum_order.has_partials() && !sums).then_some(groups),
-                status,
-                out,
-            },
-        )?)
     }
 }
 

@@ -24,7 +24,7 @@
 use std::sync::atomic::Ordering;
 
 use super::enqueuer::{DeviceCall, Enqueuer};
-use super::heap_growth::{HeapGrowth, NotGrown};
+use super::heap_growth::HeapGrowth;
 use crate::ep::call_agreement::CallAgreement;
 use crate::error::Error;
 use crate::schedule::{CallProperties, Class, Payload, Refusal, Tag};
@@ -63,21 +63,17 @@ impl DeviceCall<'_> {
         CallAgreement { said: &self.said, ..common.fixed.agreement(*calls, self.tag.kind) }
     }
 
-    /// Whether every rank has memory for the rows of this call, and where they land. The heap grows
-    /// before if they are too many for it.
+    /// Has the heap grow, if a rank has no memory for the rows of this call. What it says then, it
+    /// says again. A heap that does not grow refuses nothing here: the verdict is that of the next
+    /// step.
     ///
     /// # Errors
-    /// The same on every rank: as [`CallAgreement::check_space`], [`MemoryError::HeapNotGrown`].
-    pub(super) fn admit_rows(&mut self) -> Result<(), Error> {
-        let not_grown = match self.lacks_room()? {
-            true => self.grow_for_rows()?,
-            false => None,
-        };
-        let DeviceCall { enqueuer, said, tag, .. } = self;
-        let Enqueuer { common, calls, numbers, .. } = &mut **enqueuer;
-        let agreement = CallAgreement { said, ..common.fixed.agreement(*calls, tag.kind) };
-        let admitted = agreement.check_space(*tag, numbers);
-        admitted.map_err(|lacks| not_grown.map_or(lacks.clone(), |refused| refused.error(lacks)))
+    /// Those that end the world.
+    pub(super) fn grow(&mut self) -> Result<(), Error> {
+        match CallProperties::of(self.tag.kind).class {
+            Class::Cached => self.grow_along(),
+            _ => self.grow_for_rows(),
+        }
     }
 
     /// Whether the heap should grow before rows land: all ranks find the same.
@@ -102,32 +98,32 @@ impl DeviceCall<'_> {
     }
 
     /// Has the heap grow for the rows of a dispatch, and announces anew where they may land.
-    fn grow_for_rows(&mut self) -> Result<Option<NotGrown>, Error> {
+    fn grow_for_rows(&mut self) -> Result<(), Error> {
+        if !self.lacks_room()? {
+            return Ok(());
+        }
         // Nobody has written there.
         if let Some(mut extent) = self.landing.take().and_then(|landing| landing.extent) {
             extent.trim(0);
         }
         let Enqueuer { common, numbers, growth, .. } = &mut *self.enqueuer;
-        let Some(growth) = growth else { return Ok(None) };
+        let Some(growth) = growth else { return Ok(()) };
         let (rank, sizes) = (common.fixed.lanes.rank, &numbers.sizes);
         let rows = sizes.rows[rank as usize];
         let must = common.fixed.extent_bytes(self.tag.kind, rows, sizes.staged_at(rank));
         let lacking = common.lacks(must, rows);
         let grown = growth.grow(&common.space, lacking);
-        let not_grown = grown.map_err(|error| common.fixed.fail(error))?;
+        self.ungrown = grown.map_err(|error| common.fixed.fail(error))?;
         let landing = self.enqueuer.announce(self.tag.kind, self.context);
         self.tag = Tag { base: landing.base, handle: landing.len, ..self.tag };
         self.landing = Some(landing);
-        self.say_again()?;
-        Ok(not_grown)
+        self.say_again()
     }
 
     /// Has the heap grow for the rows of a call along a known layout, if a rank has found no memory
-    /// for them and none refuses the call for another reason.
-    ///
-    /// # Errors
-    /// The same on every rank: [`MemoryError::HeapNotGrown`]. Those that end the world.
-    pub(super) fn grow_along(&mut self) -> Result<(), Error> {
+    /// for them and none refuses the call for another reason. If it does not grow, all ranks refuse
+    /// with the same [`MemoryError::HeapNotGrown`](crate::error::MemoryError::HeapNotGrown).
+    fn grow_along(&mut self) -> Result<(), Error> {
         let Some((lowest, lacks)) = self.only_lacks_room()? else { return Ok(()) };
         let lacking = match &self.refused {
             Some(_) => {
@@ -140,7 +136,8 @@ impl DeviceCall<'_> {
         let Some(growth) = growth else { return Ok(()) };
         let grown = growth.grow(&common.space, lacking);
         if let Some(refused) = grown.map_err(|error| common.fixed.fail(error))? {
-            return Err(refused.error(common.fixed.room.lacks(lowest, lacks.handle, lacks.base)));
+            self.refused = Some(refused.error(common.fixed.room.lacks(lowest, lacks.handle, lacks.base)));
+            return Ok(());
         }
         if self.refused.take().is_some() {
             self.tag.refusal = Refusal::None;

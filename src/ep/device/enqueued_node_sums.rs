@@ -8,8 +8,8 @@
 //!   home                        rows of the own node, sums of other nodes | sum by ascending node
 //! ```
 //!
-//! The memory is a piece of the pool, taken before the call is entered: a rank that has none
-//! refuses the call. Nothing reads it but this rank's stream and its NIC, until the call is over.
+//! The memory is a piece of the pool, taken before this rank's entry: a rank that has none refuses
+//! the call. Nothing reads it but this rank's stream and its NIC, until the call is over.
 
 use super::device_pool::Extent;
 use super::enqueuer::{DeviceCall, Enqueuer, Kept, Scratch};

@@ -10,9 +10,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::device_pool::{Extent, Owed};
 use super::dispatch_planner::Planner;
-use super::memory::{MemoryShape, StreamFlag};
+use super::enqueuer::Outputs;
+use super::memory::StreamFlag;
 use super::session::{Alive, ContextProgress, PlacementInfo, Session};
-use crate::device::{DeviceRange, Kernels, Stream};
+use crate::device::{DeviceRange, Kernels};
 use crate::dtype::Dtype;
 use crate::ep::{CallExecutor, LaneUse, Report, Status};
 use crate::error::{CallKind, Error, PlanError};
@@ -81,24 +82,14 @@ pub(in crate::ep) struct EnqueuedDispatch {
 }
 
 impl EnqueuedDispatch {
-    /// Rows and placement of a call that is served. Where engines relay, this enqueues the kernel
-    /// that puts rows into visible order, on the stream of calls.
+    /// Rows and placement of a call that is served.
     ///
     /// # Errors
     /// As [`ExpertParallel::dispatch`](crate::ExpertParallel::dispatch). After those that leave the
     /// world usable the stream goes on with no rows, and the status word says why.
-    pub(super) fn finish(
-        self,
-        stream: &Stream,
-        kernels: &Kernels,
-    ) -> Result<(EnqueuedRows, EnqueuedHandle), Error> {
+    pub(super) fn finish(self) -> Result<(EnqueuedRows, EnqueuedHandle), Error> {
         let (placement, extent) = self.placed()?;
         let extent = extent.ok_or(PlanError::RefusedHere)?;
-        let common = &self.lease.common;
-        if common.shape.arrives() {
-            let place = (self.lease.context, extent.offset(), placement.rows);
-            common.regroup(stream, kernels, self.kind, place).map_err(|error| common.fixed.fail(error))?;
-        }
         let rows = EnqueuedRows::new(&self.lease, (self.kind, placement.rows), extent)?;
         let handle = EnqueuedHandle::new(self.lease, placement);
         handle.owe_output();
@@ -450,10 +441,10 @@ impl EnqueuedOutput {
         self.lease.common.shape.offer(self.len)
     }
 
-    /// Where in this rank's memory what returns in a call of this kind begins, in steps.
-    pub(super) fn steps(&self, kind: CallKind) -> u32 {
+    /// What returns in a call of this kind.
+    pub(super) fn outputs(&self, kind: CallKind) -> Outputs<'_> {
         let weights = CallProperties::of(kind).payload == Payload::Weights;
         let behind = if weights { self.offer().notes_at() } else { 0 };
-        ((self.base + behind) / MemoryShape::STEP) as u32
+        Outputs { rows: &self.rows, len: self.len, base: self.base + behind }
     }
 }

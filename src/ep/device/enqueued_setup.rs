@@ -172,10 +172,10 @@ impl EnqueuedExchange {
             true => engine.summing(relay_sums(&common, &kernels)?),
             false => engine,
         };
-        let [reached, done] = [Event::new(&context)?, Event::new(&context)?];
+        let [packed, done] = [Event::new(&context)?, Event::new(&context)?];
         let watch = Watch::new(&fixed, &words_here)?;
         let caller =
-            CallerStream { stream: Arc::clone(&stream), kernels: Arc::clone(&kernels), reached, done, watch };
+            CallerStream { stream: Arc::clone(&stream), kernels: Arc::clone(&kernels), packed, done, watch };
         let enqueuer = Box::new(enqueuer(&common, caller, engine, growth));
         let programs = programs(&fixed);
         Ok(EnqueuedExchange::of(Parts {
@@ -201,6 +201,7 @@ fn relay_sums(common: &Session, kernels: &Arc<Kernels>) -> Result<RelaySums, Dev
         top_k: spec.top_k,
         status: common.host_piece((status, MemoryShape::STEP))?,
         tables: (0, None),
+        unmarked: false,
     })
 }
 

@@ -3,12 +3,14 @@
 //!
 //! It serves one call after the other by the programs that the host steps, too: the same releases,
 //! entries, counts and placement, the same judgment.
-//! [`schedule::call_program`](crate::schedule::call_program) alone holds the order of steps. Rows
+//! [`schedule::call_program`](crate::schedule::call_program) alone holds the order of steps. Those
+//! of the caller's stream have a file of their own ([`caller_stream`](super::caller_stream)). Rows
 //! go by the stream of copies ([`CopyEngineStepper`]). With several nodes the enqueuer plays this
 //! rank's relay, too, at the places of launch order: own puts and signals, relayed rows, own waits.
 //!
-//! The caller's thread drives it, in the second half of each call. So no stream waits for a thread
-//! that has yet to call the driver. A dispatch has a file of its own; the other calls are:
+//! The caller's thread drives it, and waits for others in the second half of each call alone. So no
+//! stream waits for a thread that has yet to call the driver. A dispatch has a file of its own; the
+//! other calls are:
 //!
 //! ```text
 //!   cached, gradient of combine
@@ -37,14 +39,11 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
-use super::REFUSED;
 use super::device_pool::Extent;
 use super::dispatch_planner::Planner;
 use super::enqueued_dispatch::Landing;
-use super::heap_growth::HeapGrowth;
-use super::memory::{MemoryShape, StreamFlag};
+use super::heap_growth::{HeapGrowth, NotGrown};
 use super::session::Session;
 use super::watchdog::Watch;
 use crate::device::{ChoiceFault, DeviceRange, Event, Kernels, Stream};
@@ -53,22 +52,25 @@ use crate::ep::Status;
 use crate::ep::call_agreement::{CallAgreement, GroupCounts};
 use crate::ep::host::refusing;
 use crate::ep::relay::{CallPlan, Relay, RelayCall, RelayTask};
-use crate::error::{CallError, CallKind, DeviceError, Error, MemoryError, PlanError};
+use crate::ep::tensor::Chosen;
+use crate::error::{CallError, CallKind, Error, MemoryError, PlanError};
 use crate::exec::{CopyEngineStepper, Executor, Packed, Until, drive};
 use crate::plan::{
     Counts, DispatchLayout, ExpertMap, InterNodeRows, NodeSums, RankSums, ReceiveSizes, RelayPermutation,
     RelayPlan, RowRun, Segment, SortedRouting,
 };
-use crate::schedule::call_program::{CallMachine, Part, RankPrograms, Relays, Role, StageId, Work};
-use crate::schedule::{CallerTables, Calls, Operands, Refusal, ReturnParts, Tag};
+use crate::schedule::call_program::{
+    CallMachine, Part, RankPrograms, Relays, Role, StageId, StageTensor, Work,
+};
+use crate::schedule::{CallProperties, CallerTables, Calls, Class, Operands, Refusal, ReturnParts, Tag};
 
 /// The caller's stream, as the enqueuer knows it: events order the streams.
 #[derive(Debug)]
 pub(super) struct CallerStream {
     pub stream: Arc<Stream>,
     pub kernels: Arc<Kernels>,
-    /// The stream has come to the call, or has packed its rows.
-    pub reached: Event,
+    /// The stream has packed the rows of the call, or made what returns.
+    pub packed: Event,
     /// The stream of copies has done the call.
     pub done: Event,
     /// Looks whether peers' words come in time.
@@ -185,90 +187,17 @@ pub(super) struct Header {
     pub counted: Vec<u32>,
 }
 
-/// Looks at the word of a stream between two questions to the driver whether that has failed.
-const LOOKS: u32 = 4096;
-
 impl Enqueuer {
-    /// Rows of the layout that a dispatch has just given a context; none if it was refused.
-    pub fn landed(&self, context: u32) -> Option<u32> {
-        let kept = &self.kept[context as usize];
-        (kept.number != 0 && kept.status == Status::OK).then_some(kept.layout.landed)
-    }
-
     /// Enters the next call.
     ///
     /// # Errors
     /// The cause of a dead world.
     pub fn enter(&mut self) -> Result<CallMachine, Error> {
         self.common.fixed.shared.hub.health().check()?;
+        // No earlier call may use memory that is given back from now on.
+        self.common.space.count();
         self.calls.enter();
         Ok(CallMachine::default())
-    }
-
-    /// The first half of a call by the caller's thread, whose part of its stream is enqueued.
-    ///
-    /// # Errors
-    /// Those that end the world.
-    pub fn start(
-        &mut self,
-        programs: &RankPrograms,
-        kind: CallKind,
-        context: u32,
-    ) -> Result<CallMachine, Error> {
-        let mut machine = self.enter()?;
-        let CallerStream { stream, reached, .. } = &self.caller;
-        reached.record(stream)?;
-        // Returned rows land where earlier sums may still be reading; outgoing rows are packed
-        // there.
-        if !kind.places() {
-            self.engine.follow(reached)?;
-            self.common.started(self.engine.awaited().0);
-        }
-        self.common.reclaim();
-        DeviceCall::new(self, programs, kind, context).drive(&mut machine, Until::Half)?;
-        Ok(machine)
-    }
-
-    /// Goes on with another stream of the caller's, behind the one before.
-    pub fn follow(&mut self, next: &Arc<Stream>) -> Result<(), DeviceError> {
-        let CallerStream { stream, done, .. } = &mut self.caller;
-        next.join(stream, done)?;
-        *stream = Arc::clone(next);
-        Ok(())
-    }
-
-    /// Waits until the caller's stream has raised a flag.
-    ///
-    /// # Errors
-    /// The cause of a dead world, an interruption, or the failure of the stream.
-    pub fn await_stream(&self, context: u32, flag: StreamFlag) -> Result<(), Error> {
-        let CallerStream { stream, .. } = &self.caller;
-        let word = self.common.flag(context, flag)?;
-        let mut looks = 0;
-        self.common.fixed.port.lanes().wait_for_stream(word, || {
-            looks = (looks + 1) % LOOKS;
-            if looks == 0 { stream.is_done().map(drop).map_err(Error::from) } else { Ok(()) }
-        })?;
-        word.store(0, Ordering::Relaxed);
-        Ok(())
-    }
-
-    /// The call is enqueued: the caller's stream goes on behind it, and finds why it was refused.
-    /// Otherwise the word keeps what kernels of the call have reported.
-    pub fn answer(&mut self, context: u32, status: Status) -> Result<(), Error> {
-        // Of a world that died meanwhile the guard says so, again and again.
-        self.common.fixed.shared.hub.health().check()?;
-        // Later work of the caller's stream may write where NICs read.
-        self.engine.settle()?;
-        let CallerStream { stream, done, watch, .. } = &self.caller;
-        let (mark, awaited) = self.engine.awaited();
-        watch.expect(mark, awaited);
-        self.engine.precede(stream, done)?;
-        if status != Status::OK {
-            // Kernels of earlier calls may have yet to read the word.
-            stream.write(self.common.word(context, StreamFlag::Status)?, status.0)?;
-        }
-        Ok(())
     }
 
     /// Serves a call of this kind along the layout of a context, with as many tokens `x`, which are
@@ -286,8 +215,6 @@ impl Enqueuer {
         let mut call = DeviceCall { tokens, x, refused, ..DeviceCall::new(self, programs, kind, context) };
         let refusal = call.drive(&mut machine, Until::End)?;
         let landing = call.landing.take().and_then(|landing| landing.extent);
-        let status = refusal.as_ref().map_or(Status::OK, Status::of);
-        self.answer(context, status)?;
         self.engine.take_enqueued();
         Ok(match (refusal, landing) {
             (None, Some(mut extent)) => {
@@ -299,8 +226,8 @@ impl Enqueuer {
         })
     }
 
-    /// Serves a return of this kind for a context; outputs lie at `steps` steps in this rank's
-    /// memory.
+    /// Serves a return of this kind for a context, of outputs that lie at byte `base` of this
+    /// rank's memory. What comes goes to `out`, of so many tokens.
     ///
     /// # Errors
     /// Those that end the world. A refusal is told, and returned.
@@ -309,14 +236,15 @@ impl Enqueuer {
         programs: &RankPrograms,
         mut machine: CallMachine,
         (kind, context): (CallKind, u32),
-        (steps, options): (u32, u32),
+        (base, options): (Option<u64>, u32),
+        (tokens, out): (u32, Option<&DeviceRange>),
     ) -> Result<Option<Error>, Error> {
         let number = self.kept[context as usize].number;
-        let mut call = DeviceCall::new(self, programs, kind, context);
+        let call = DeviceCall::new(self, programs, kind, context);
+        let mut call = DeviceCall { base, tokens, out, ..call };
         call.tag.options = options;
-        call.base = u64::from(steps) * MemoryShape::STEP;
-        call.refused = match (steps, number) {
-            (REFUSED, _) => Some(PlanError::RefusedHere.into()),
+        call.refused = match (base, number) {
+            (None, _) => Some(PlanError::RefusedHere.into()),
             (_, 0) => {
                 Some(CallError::NotKept { missing: "the layout of a dispatch that was refused" }.into())
             }
@@ -325,12 +253,6 @@ impl Enqueuer {
         let refused = call.drive(&mut machine, Until::End)?;
         // Free for calls that are enqueued later.
         self.kept[context as usize].node_sums = None;
-        let status = match &refused {
-            None => Status::OK,
-            Some(_) if number == 0 => self.kept[context as usize].status,
-            Some(error) => Status::of(error),
-        };
-        self.answer(context, status)?;
         let enqueued = self.engine.take_enqueued();
         self.common.contexts[context as usize].tell(|told| {
             told.combined = enqueued;
@@ -354,30 +276,18 @@ impl Enqueuer {
         let context = self.common.shape.no_context();
         let call = DeviceCall::new(self, programs, kind, context);
         let refusal = DeviceCall { map, refused, ..call }.drive(&mut machine, Until::End)?;
-        self.answer(context, refusal.as_ref().map_or(Status::OK, Status::of))?;
         self.engine.take_enqueued();
         Ok(refusal)
     }
 }
 
-/// Enqueues that own rows of a call go to where they land, this rank's `landing`. The caller's
-/// stream does that while the stream of copies serves the other ranks: neither touches what the
-/// other writes.
-fn place_own_rows(
-    (common, caller): (&Session, &CallerStream),
-    landing: u64,
-    Kept { layout, own: (runs, rows), .. }: &Kept,
-    call: (CallKind, u32),
-    tokens: (u32, &DeviceRange, Dtype),
-) -> Result<(), Error> {
-    if *rows == 0 {
-        return Ok(());
-    }
-    let chunk = common.shape.landing(call.0, layout.landed);
-    let behind = if common.shape.arrives() { chunk.bytes() } else { 0 };
-    let places = (*rows, runs.end - runs.start, landing + behind, layout.landed);
-    let CallerStream { stream, kernels, .. } = caller;
-    common.place_own_rows(stream, kernels, call, tokens, places)
+/// Outputs of a rank's experts.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Outputs<'a> {
+    pub rows: &'a DeviceRange,
+    pub len: u32,
+    /// Where in this rank's memory what returns of them begins.
+    pub base: u64,
 }
 
 /// A call amid its steps.
@@ -387,21 +297,28 @@ pub(super) struct DeviceCall<'p> {
     pub context: u32,
     /// Number of tokens.
     pub tokens: u32,
-    /// Planner of a call that places rows.
+    /// Planner of a call that places rows, and choices that go to it.
     pub planner: Planner,
+    pub chosen: Option<Chosen<'p>>,
     /// The tokens. Those for other ranks go as they lie, or are packed, now or when it is known
     /// how.
     pub x: Option<(DeviceRange, Dtype)>,
-    /// The caller's stream has come to this call: what was given back before is free.
-    pub reached: bool,
-    /// Combine: where outputs begin.
-    pub base: u64,
+    /// Return: outputs of this rank; where what returns of them begins, in sums of its own if it
+    /// has made some; and where what comes goes.
+    pub outputs: Option<Outputs<'p>>,
+    pub base: Option<u64>,
+    pub sums: Option<Extent>,
+    pub out: Option<&'p DeviceRange>,
     /// The tag of this rank's entry.
     pub tag: Tag,
     /// Per rank: the tag that it has said again, since the pool has grown.
     pub said: Vec<Tag>,
+    /// The heap was to grow for this call, and has not.
+    pub ungrown: Option<NotGrown>,
     /// Why this rank refuses the call; its tag says that it does.
     pub refused: Option<Error>,
+    /// How the call has ended, if it was refused.
+    pub ended: Status,
     /// Dispatch: where rows land.
     pub landing: Option<Landing>,
     /// Memory behind what landed, which is this rank's until the call is over.
@@ -421,17 +338,32 @@ impl<'p> DeviceCall<'p> {
             context,
             tokens: 0,
             planner: Planner::default(),
+            chosen: None,
             x: None,
-            reached: false,
-            base: 0,
+            outputs: None,
+            base: None,
+            sums: None,
+            out: None,
             tag: Tag { kind, context: context as u16, ..Tag::default() },
             said: Vec::new(),
+            ungrown: None,
             refused: None,
+            ended: Status::OK,
             landing: None,
             staging: None,
             map: None,
             task: None,
         }
+    }
+
+    /// Enters the call, and drives it to its half.
+    ///
+    /// # Errors
+    /// Those that end the world.
+    pub fn begin(&mut self) -> Result<CallMachine, Error> {
+        let mut machine = self.enqueuer.enter()?;
+        self.drive(&mut machine, Until::Half)?;
+        Ok(machine)
     }
 
     /// Drives the call that was entered; returns why it was refused, if it was.
@@ -462,12 +394,15 @@ impl<'p> DeviceCall<'p> {
     }
 
     fn stage(&mut self, stage: StageId, part: Part) -> Result<(), Error> {
+        if stage.is_of_caller() {
+            return self.reached(part, self.programs.stages.items(stage, part));
+        }
         let in_place = self.in_place();
         let (kind, planner) = (self.tag.kind, self.planner);
         let Enqueuer { engine, tables, kept, common, caller, calls, scratch, .. } = &mut *self.enqueuer;
         let items = self.programs.stages.items(stage, part);
         let kept = &kept[self.context as usize];
-        let rows = stage == StageId::Rows;
+        let rows = stage.tensor() == StageTensor::Rows;
         let operands = Operands {
             runs: if rows { &kept.layout.runs } else { &[] },
             ..tables.operands(*calls, common.shape.row_bytes(kind))
@@ -487,7 +422,7 @@ impl<'p> DeviceCall<'p> {
         if let Some((x, dtype)) = &self.x {
             let landing = tables.landing[common.fixed.lanes.rank as usize];
             let (call, tokens) = ((kind, self.context), (self.tokens, x, *dtype));
-            place_own_rows((common, caller), landing, kept, call, tokens)?;
+            caller.place_own_rows(common, landing, kept, call, tokens)?;
         }
         engine.drain(Some(packed))
     }
@@ -521,12 +456,7 @@ impl Executor for DeviceCall<'_> {
         if role == Role::Relay {
             return self.relay(|relay| relay.run(role, stage, part));
         }
-        self.stage(stage, part)?;
-        if stage == StageId::Release && self.reached {
-            let common = &self.enqueuer.common;
-            common.space.reach(common.served.load(std::sync::atomic::Ordering::Relaxed) + 1);
-        }
-        Ok(())
+        self.stage(stage, part)
     }
 
     fn compute(&mut self, role: Role, work: Work) -> Result<(), Error> {
@@ -537,11 +467,16 @@ impl Executor for DeviceCall<'_> {
             };
         }
         match work {
-            Work::AwaitStream => {
-                let flag = if self.tag.kind.places() { StreamFlag::Dispatch } else { StreamFlag::Combine };
-                self.enqueuer.await_stream(self.context, flag)?;
-                self.reached = true;
-            }
+            Work::Bring => self.bring()?,
+            Work::Pack => self.pack()?,
+            Work::Partials => self.partials()?,
+            Work::Follow => self.follow()?,
+            Work::Join => self.join_streams()?,
+            Work::Metadata => self.lay_choices_apart()?,
+            Work::Regroup => self.regroup()?,
+            Work::Sum => self.sum()?,
+            Work::Reclaim => drop(self.enqueuer.common.reclaim()),
+            Work::Grow => self.grow()?,
             Work::Sort => self.sort(),
             Work::Publish => self.publish()?,
             Work::Announce => self.announce(),
@@ -568,29 +503,51 @@ impl Executor for DeviceCall<'_> {
                 calls.returned();
                 common.progress.returned(calls.last_return());
             }
-            // No thread waits for the verdict, and the caller's stream finds rows and metadata
-            // where they landed.
-            Work::TellAgreed | Work::Report | Work::Metadata => {}
+            // No thread waits for the verdict, and the handle is told where rows land before they
+            // do.
+            Work::TellAgreed | Work::Report => {}
             _ => return Err(CallError::unknown_step(self.tag.kind, &work).into()),
         }
         Ok(())
     }
 
     fn agree(&mut self, _: Role) -> Result<(), Error> {
-        let agreed = self.grow_along().and_then(|()| {
-            let refused = self.refused.take();
-            self.agreement().agree(self.tag, refused)
-        });
-        agreed.inspect_err(|_| self.landing = None)
+        let refused = self.refused.take();
+        self.agreement().agree(self.tag, refused).inspect_err(|error| self.refuse(error))
     }
 
     fn admit(&mut self, _: Role) -> Result<(), Error> {
-        // Memory is free before the caller hears of the refusal, and may enter the next call.
-        self.admit_rows().inspect_err(|_| self.landing = None)
+        let DeviceCall { enqueuer, said, tag, ungrown, .. } = self;
+        let Enqueuer { common, calls, numbers, .. } = &mut **enqueuer;
+        let agreement = CallAgreement { said, ..common.fixed.agreement(*calls, tag.kind) };
+        let admitted = agreement.check_space(*tag, numbers);
+        let admitted =
+            admitted.map_err(|lacks| ungrown.map_or(lacks.clone(), |refused| refused.error(lacks)));
+        admitted.inspect_err(|error| self.refuse(error))
     }
 }
 
 impl DeviceCall<'_> {
+    /// The call is refused. Memory is free before the caller hears of it, and may enter the next
+    /// call.
+    fn refuse(&mut self, error: &Error) {
+        self.landing = None;
+        let (kind, context) = (self.tag.kind, self.context as usize);
+        let Enqueuer { common, kept, .. } = &mut *self.enqueuer;
+        self.ended = match CallProperties::of(kind).class {
+            // As the dispatch was that made no layout for it.
+            Class::Return if kept[context].number == 0 => kept[context].status,
+            _ => Status::of(error),
+        };
+        if kind.places() {
+            kept[context].number = 0;
+            common.contexts[context].tell(|told| {
+                told.extent = None;
+                told.refused = Some(error.clone());
+            });
+        }
+    }
+
     /// Takes memory of the size that the layout asks for, and says where it lies.
     pub fn take(&mut self) -> Result<(), Error> {
         let (common, kept) = (&self.enqueuer.common, &self.enqueuer.kept[self.context as usize]);
@@ -625,13 +582,14 @@ impl DeviceCall<'_> {
     /// place.
     pub fn offer(&mut self) {
         let handle = self.enqueuer.kept[self.context as usize].number;
-        self.say(Tag { handle, base: self.base, ..self.tag });
+        let base = self.base.unwrap_or_default();
+        self.say(Tag { handle, base, ..self.tag });
         if self.tag.refusal == Refusal::None {
             let Enqueuer { common, calls, tables, kept, .. } = &mut *self.enqueuer;
             let (layout, home) = (&kept[self.context as usize].layout, common.shape.staging().0);
             let setting = common.fixed.agreement(*calls, self.tag.kind).setting;
             tables.stage_rows(&setting, layout, home);
-            tables.offer(&common.fixed.paths(), self.tag, self.base);
+            tables.offer(&common.fixed.paths(), self.tag, base);
         }
     }
 
@@ -639,7 +597,7 @@ impl DeviceCall<'_> {
     pub fn bases(&mut self) -> Result<(), MemoryError> {
         let Enqueuer { common, calls, tables, .. } = &mut *self.enqueuer;
         let agreement = common.fixed.agreement(*calls, self.tag.kind);
-        tables.bases[common.fixed.lanes.rank as usize] = self.base;
+        tables.bases[common.fixed.lanes.rank as usize] = self.base.unwrap_or_default();
         for peer in common.fixed.paths().local_peers() {
             tables.bases[peer as usize] = agreement.tag_of(peer)?.base;
         }

@@ -38,11 +38,6 @@ const FLAGS: u64 = (StreamFlag::COUNT * LINE).next_multiple_of(GRAIN);
 /// Words that a stream shares with its caller's thread, and with nobody else.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum StreamFlag {
-    /// The stream: choices are here, or their counts. The number of tokens, plus one.
-    Dispatch,
-    /// The stream: outputs may be read. Where they lie, in steps of [`MemoryShape::STEP`], plus
-    /// one.
-    Combine,
     /// The stream: how the last call ended; see [`Status`](crate::ep::Status).
     Status,
     /// The stream of copies: what is wrong with sums for other nodes. Nothing ever is, since the
@@ -51,7 +46,7 @@ pub(super) enum StreamFlag {
 }
 
 impl StreamFlag {
-    pub const COUNT: u64 = 4;
+    pub const COUNT: u64 = 2;
 }
 
 /// Sizes that all ranks have in common.
@@ -577,6 +572,6 @@ mod tests {
         let (at, len) = shape.host_faults();
         assert!(at + len <= shape.host_bytes());
         assert!(shape.host_experts().0 >= shape.flag(shape.no_context(), StreamFlag::Status) + LINE);
-        assert!(shape.flag(1, StreamFlag::Dispatch) >= shape.flag(0, StreamFlag::Status) + LINE);
+        assert!(shape.flag(1, StreamFlag::Status) >= shape.flag(0, StreamFlag::Status) + LINE);
     }
 }

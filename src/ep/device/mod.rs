@@ -55,6 +55,7 @@
 //! order, and a kernel puts what arrived into visible order.
 //! [`EnqueueCounts`](crate::exec::EnqueueCounts) counts all of them.
 
+mod caller_stream;
 mod default_heap;
 mod device_pool;
 mod dispatch_planner;
@@ -86,8 +87,7 @@ pub(super) use enqueued_setup::EnqueuedSettings;
 pub use heap_allocator::HeapAllocator;
 pub(super) use session::EnqueuedTokens;
 
-/// A flag's value, less one, that says: my caller's input was refused. No number of tokens is so
-/// large, and no place.
+/// A number of tokens that says: my caller's input was refused. No tensor has so many.
 const REFUSED: u32 = u32::MAX - 1;
 
 /// Number of a new instance on a device. It distinguishes handles within this process.

@@ -170,10 +170,9 @@ impl Session {
         (used > kept).then(|| extent.split(kept))
     }
 
-    /// The stream leaves this mark when it has come to the call that runs.
-    pub fn started(&self, mark: u64) {
-        let call = self.served.load(Ordering::Relaxed) + 1;
-        self.progress.started(mark, call);
+    /// The number of the call that runs, among those that are enqueued.
+    pub fn running(&self) -> u64 {
+        self.served.load(Ordering::Relaxed) + 1
     }
 
     /// Frees what streams and all peers have read by now. Whether nothing is left to wait for.

@@ -32,7 +32,7 @@ use crate::plan::{
     Block, ExpertMap, InterNodeRows, Overflow, PlanContext, RelayPlan, RelaySorter, SortedRouting, Traffic,
 };
 use crate::rows::Stores;
-use crate::schedule::call_program::{Part, RankPrograms, Role, StageId, Work};
+use crate::schedule::call_program::{Part, RankPrograms, Role, StageId, StageOperands, StageTensor, Work};
 use crate::schedule::{
     CallerTables, Calls, Flag, Operands, Refusal, RelayTables, ReturnParts, SumMemory, SumOperands, Tag,
     WindowId,
@@ -371,18 +371,16 @@ impl HostCall<'_, '_> {
         let Workspace { host, tables, sorted, calls, .. } = &mut *self.space;
         let inner = self.lent.handle.map_or(&self.flight.made, |handle| handle.inner());
         let (mut io, mut layout, mut stores) = (Io::default(), None, Stores::Cached);
-        match stage {
-            StageId::Rows => {
-                (layout, stores) = (Some(inner), self.flight.stores);
-                if part == Part::Start {
-                    io = Io { input: self.lent.input, notes: bytemuck::cast_slice(&sorted.notes), ..io };
-                }
+        let tensor = stage.tensor();
+        if tensor != StageTensor::None {
+            (layout, stores) = (Some(inner), self.flight.stores);
+        }
+        match tensor {
+            StageTensor::Rows if part == Part::Start => {
+                io = Io { input: self.lent.input, notes: bytemuck::cast_slice(&sorted.notes), ..io };
             }
-            StageId::Sum => {
-                (layout, stores) = (Some(inner), self.flight.stores);
-                io = self.lent.output.take().unwrap_or_default();
-            }
-            _ => {}
+            StageTensor::Sums => io = self.lent.output.take().unwrap_or_default(),
+            StageTensor::Rows | StageTensor::None => {}
         }
         let weighted = self.flight.weighted;
         let operands = Operands {
@@ -395,14 +393,11 @@ impl HostCall<'_, '_> {
     }
 
     fn run_relay(&mut self, stage: StageId) -> Result<(), Error> {
-        if stage == StageId::Headers {
-            // Rows are what counts, and not the messages before them.
-            self.take_relayed();
-        }
         self.with_relay(|relay| relay.run(Role::Relay, stage, Part::Whole))?;
-        if stage == StageId::RelayDone {
-            let moved = self.take_relayed();
-            self.flight.task.iter_mut().for_each(|task| task.moved = moved);
+        let moved = self.take_relayed();
+        // Rows are what counts, and not the messages before them.
+        if let (StageOperands::Relayed, Some(task)) = (stage.operands(), &mut self.flight.task) {
+            task.moved += moved;
         }
         Ok(())
     }

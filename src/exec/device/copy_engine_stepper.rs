@@ -13,6 +13,10 @@
 //!   Signal entry, posted   the host's store: what is collected is enqueued before it
 //!   Wait read              the host looks at the word
 //!   Wait landed, ready     the stream waits
+//!   Signal, Wait ready     a mark of the stream behind a sum, and what crosses from now on goes behind that
+//!     of a source
+//!   Signal, Wait ready     the caller's stream writes the word, the host looks at it
+//!     of this rank
 //!   Wait entry, posted     the host's wait
 //!
 //!   to another node        a batch of copies to the outbox for each signal, and a mark behind it; before the next wait the
@@ -37,6 +41,7 @@
 //! have read what crosses, except before "read" and where the [queue](super::net_queue) says.
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
 use super::net_queue::{NetOp, NetQueue};
@@ -243,6 +248,7 @@ impl CopyEngineStepper {
                 self.leave(NetOp::Signal { to, of, flag, value, tag }, packed)?;
                 self.cut()
             }
+            Op::Signal { of, flag: Flag::Ready, .. } if self.near(of).is_none() => self.tell_summed(),
             Op::Signal { to, of, flag: flag @ (Flag::Landed | Flag::Read | Flag::Ready), level } => {
                 if op.frees_sources() && self.outbox.unsettled {
                     self.flush(packed)?;
@@ -260,6 +266,12 @@ impl CopyEngineStepper {
                 if op.line(self.port.lanes().paths()) == Line::Stream =>
             {
                 self.stream_waits((from, flag), operands.value(level), packed)
+            }
+            // What crosses is queued behind the mark that says so.
+            Op::Wait { from, flag: Flag::Ready, .. } if self.near(from).is_none() => Ok(()),
+            Op::Wait { from, flag: flag @ Flag::Ready, level } => {
+                let word = self.word_here((from, flag))?;
+                self.port.lanes().wait_for_stream(word, operands.value(level), self.look())
             }
             Op::Wait { from, flag: flag @ (Flag::Landed | Flag::Read), level } if self.by_word(from) => {
                 self.flush(packed)?;
@@ -507,15 +519,45 @@ impl CopyEngineStepper {
 
     /// Looks at a word that a stream of rank `from` writes here, until it has the value.
     fn wait(&self, (from, flag): (u32, Flag), value: u64) -> Result<(), Error> {
-        let lanes = self.port.lanes();
+        let word = self.word_here((from, flag))?;
+        self.port.lanes().wait_for_word(word, value, (from, flag), self.look())
+    }
+
+    /// A word that a stream of rank `from` writes here.
+    fn word_here(&self, (from, flag): (u32, Flag)) -> Result<&AtomicU64, DeviceError> {
         let at = ControlLayout::flag(from, flag, self.ranks());
-        let word = Self::at(&self.ground, lanes.rank)?.words.word(at as usize)?;
+        Self::at(&self.ground, self.port.lanes().rank)?.words.word(at as usize)
+    }
+
+    /// Asks the driver from time to time whether the stream has failed: then it writes nothing any
+    /// more.
+    fn look(&self) -> impl FnMut() -> Result<(), Error> {
         let mut looks = 0;
-        lanes.wait_for_word(word, value, (from, flag), || {
+        move || {
             looks = (looks + 1) % LOOKS;
-            // A stream that has failed writes nothing any more.
             if looks == 0 { self.stream.is_done().map(drop).map_err(Error::from) } else { Ok(()) }
-        })
+        }
+    }
+
+    /// Has another stream of this rank raise the words of these operations, which are the rank's
+    /// own.
+    ///
+    /// # Errors
+    /// [`DeviceError`].
+    pub fn raise_on(
+        &self,
+        stream: &Stream,
+        items: &[TrackOp],
+        operands: &Operands<'_>,
+    ) -> Result<(), DeviceError> {
+        for item in items {
+            if let Op::Signal { to, of, flag, level } = item.op {
+                let at = ControlLayout::flag(of, flag, self.ranks());
+                let word = Self::at(&self.ground, to)?.words.range().word::<u64>(at)?;
+                stream.write(word, operands.value(level))?;
+            }
+        }
+        Ok(())
     }
 
     /// Waits first; then copies, in batches where the driver has them, those of metadata last;

@@ -30,6 +30,8 @@ pub struct RelaySums {
     /// Where in this rank's memory the tables of the running call lie: the rows of each sum, `i32
     /// [sums, top_k]`, and their weights, `f32`, if they have any.
     pub tables: (u64, Option<u64>),
+    /// A sum is enqueued that no mark is behind.
+    pub unmarked: bool,
 }
 
 impl CopyEngineStepper {
@@ -46,14 +48,13 @@ impl CopyEngineStepper {
         }
     }
 
-    /// Has a kernel sum rows behind all that is collected. What crosses from now on goes behind the
-    /// mark that follows it.
+    /// Has a kernel sum rows behind all that is collected.
     pub(super) fn sum_pulled(&mut self, operand: Operand, operands: &Operands<'_>) -> Result<(), Error> {
         let Operand::SumPulled { first, count, pulled, entries, to } = operand else { return Ok(()) };
         self.cut()?;
         self.enqueue()?;
         let me = self.port.lanes().rank;
-        let RelaySums { kernels, columns, dtype, top_k, status, tables } =
+        let RelaySums { kernels, columns, dtype, top_k, status, tables, .. } =
             self.sums.as_ref().ok_or(DeviceError::NoEngine { operation: "add rows" })?;
         let memory = &Self::at(&self.ground, me)?.memory;
         let row_bytes = u64::from(*columns) * dtype.size() as u64;
@@ -83,9 +84,18 @@ impl CopyEngineStepper {
             },
         )?;
         self.enqueued.relay_sums += 1;
-        self.marks += 1;
-        self.stream.write(Self::mark(&self.ground, &self.port)?, self.marks)?;
-        self.enqueued.memory_operations += 1;
+        self.sums.iter_mut().for_each(|sums| sums.unmarked = true);
+        Ok(())
+    }
+
+    /// Has the stream leave a mark behind the last sum, if there is a new one. What crosses from
+    /// now on goes behind that.
+    pub(super) fn tell_summed(&mut self) -> Result<(), Error> {
+        if self.sums.as_mut().is_some_and(|sums| std::mem::take(&mut sums.unmarked)) {
+            self.marks += 1;
+            self.stream.write(Self::mark(&self.ground, &self.port)?, self.marks)?;
+            self.enqueued.memory_operations += 1;
+        }
         Ok(())
     }
 }

@@ -8,8 +8,10 @@
 //!   return     release  offer  entry..  /  ..entry  AGREE  bases  home  fill  sum  retire
 //!   remap      release  propose  entry  AGREE  adopt
 //!   round      fill  entry  AGREE  /  copy out  further stages  end  copy out                  of a collective
-//!   enqueued   dispatch: AWAIT STREAM  sort ..  rows..  posted  ..rows     return: ready..  /  Offer ..  ..ready  pull
-//!              cached: take  entry .. rows..  posted  ..rows
+//!   enqueued   dispatch   bring  reached..  pack  /  ..reached  sort  release  reclaim ..  JUDGE  grow  ADMIT ..  follow
+//!                         fill  rows..  posted  ..rows  join  report  metadata  regroup
+//!              cached     pack  follow  reclaim  /  take  entry ..  grow  AGREE ..  rows..  posted  ..rows  join
+//!              return     reclaim  partials  follow  ready..  /  offer ..  ..ready  pull  home  pull rest  join  sum
 //!   slots      pack  rows..  /  ..rows  check     partials  home..  /  ..home  sum     home (a release)
 //!   relay      node entered  compose  counts sent  all entered  AGREE  judge  ADMIT  agreed
 //!              headers  learn  fill  relay rows, or return rows  relay done
@@ -36,7 +38,8 @@ use super::call_properties::{CallProperties, Class};
 pub use super::call_tags::Agreement;
 pub use super::op::Part;
 use super::skeleton::RelaySums;
-pub use super::skeleton::{StageId, Stages};
+pub use super::skeleton::{StageId, StageOperands, StageTensor, Stages};
+pub use super::work::Work;
 use crate::error::CallKind;
 use crate::topology::Paths;
 
@@ -84,87 +87,6 @@ pub enum Action {
     Agree,
     /// Checks that every rank has room for its rows. Cuts the call if one has not.
     Admit,
-}
-
-/// Planning or arithmetic of a rank between two stages.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Work {
-    /// Waits until the caller's stream has reached the call: its memory is this call's from then
-    /// on.
-    AwaitStream,
-    /// Sorts this rank's choices into bins. Reads the caller's routing.
-    Sort,
-    /// Writes this rank's counts per bin to its publication.
-    Publish,
-    /// Announces the largest free extent of the pool; the tag says where it lies.
-    Announce,
-    /// Takes an extent of the size that the handle knows.
-    Take,
-    /// Takes memory for rows that relays return, and offers the caller's chunk.
-    Offer,
-    /// Checks a new expert map.
-    Propose,
-    /// Gives an offloaded relay its program.
-    StartRelay,
-    /// Adds up the counts of all ranks. Reads publications of this node and messages of the others.
-    Judge,
-    /// Computes the layout, and clips what exceeds a budget.
-    Place,
-    /// Writes the headers of this rank's blocks.
-    Describe,
-    /// Cached dispatch: reads from tags where rows land at other ranks.
-    Landings,
-    /// Reads from tags where the chunks of this node's ranks begin.
-    Bases,
-    /// Tells a waiting caller that all ranks agreed: the call can no longer be refused.
-    TellAgreed,
-    /// Fills the operands of [`StageId::Rows`].
-    FillRows,
-    /// Fills the operands of [`StageId::BringIn`].
-    FillBringIn,
-    /// Fills the operands of [`StageId::Sum`].
-    FillSum,
-    /// Fills the operands of [`StageId::Pull`] and [`StageId::PullRest`].
-    FillPull,
-    /// Waits until an offloaded relay has finished.
-    JoinRelay,
-    /// Trims the extent to what landed, and fills the handle's report.
-    Report,
-    /// Reads the metadata that landed behind the rows.
-    Metadata,
-    /// Retires the chunk: the pool has it back when all readers have read it.
-    Retire,
-    /// Replaces the expert map.
-    Adopt,
-    /// Relay: adds up the counts of this node, and writes the messages to other nodes.
-    Compose,
-    /// Relay: reads the headers of its sources.
-    Learn,
-    /// Relay: fills the operands of [`StageId::RelayRows`].
-    FillRelay,
-    /// Relay: reads where its sources want their rows, and fills the operands of
-    /// [`StageId::ReturnRows`].
-    FillReturn,
-    /// Relay: sends the tables by which a kernel sums the rows of this node to the device.
-    SendNodeSums,
-    /// All-gather: sorts the choices of all ranks.
-    SortAll,
-    /// All-gather: computes the layouts of all ranks.
-    PlaceAll,
-    /// Collective: fills the operands of all stages of a round.
-    FillRound,
-    /// Collective: copies the part that is due to the caller's tensor.
-    CopyOut,
-    /// Collective: the round's result for the caller is due.
-    EndRound,
-    /// Slots: packs this rank's rows into a slot for each rank.
-    Pack,
-    /// Slots: compares the headers of landed slots with the expected ones.
-    Check,
-    /// Slots: brings the experts' partial rows to where they are sent from, if they lie elsewhere.
-    Partials,
-    /// Slots: sums the returned partial rows.
-    Sum,
 }
 
 /// Where a call may end before its last step.
@@ -297,9 +219,10 @@ pub struct Engines {
     pub pulls: bool,
     /// Dispatch: they bring in what crossed, which landed elsewhere.
     pub brings_in: bool,
-    /// The caller's thread enqueues, and may run ahead of its stream. A dispatch awaits the stream,
-    /// since it needs the choices. So does a return where relays write to this rank's memory.
-    /// Elsewhere streams signal each other that they are [`Ready`](StageId::Ready).
+    /// The caller's thread enqueues, and may run ahead of its stream. A dispatch waits until that
+    /// has [reached](StageId::Reached) it, since it needs the choices. So does a return where
+    /// relays write to this rank's memory. Elsewhere streams signal each other that they are
+    /// [`Ready`](StageId::Ready).
     pub enqueues: bool,
 }
 
@@ -307,9 +230,13 @@ impl CallShape {
     /// Dispatch and `prepare`: counts first, then rows.
     pub fn dispatch(&self) -> CallProgram {
         let own = [
-            Compute(Work::AwaitStream),
+            Compute(Work::Bring),
+            Run(StageId::Reached, Start),
+            Compute(Work::Pack),
+            Run(StageId::Reached, Finish),
             Compute(Work::Sort),
             Run(StageId::Release, Whole),
+            Compute(Work::Reclaim),
             Compute(Work::Publish),
             Compute(Work::Announce),
             Run(StageId::Entry, Start),
@@ -317,10 +244,12 @@ impl CallShape {
             Run(StageId::Entry, Finish),
             Agree,
             Compute(Work::Judge),
+            Compute(Work::Grow),
             Admit,
             Compute(Work::Place),
             Compute(Work::Describe),
             Compute(Work::TellAgreed),
+            Compute(Work::Follow),
             Compute(Work::FillRows),
             Run(StageId::Rows, Start),
             Run(StageId::Posted, Whole),
@@ -328,28 +257,28 @@ impl CallShape {
             Compute(Work::FillBringIn),
             Run(StageId::BringIn, Whole),
             Compute(Work::JoinRelay),
+            Compute(Work::Join),
             Compute(Work::Report),
             Compute(Work::Metadata),
+            Compute(Work::Regroup),
         ];
-        self.with_relay(self.own(&own), Class::Dispatch, (Run(StageId::Entry, Finish), Some(self.moves())))
+        let own = self.own(&own, &[Compute(Work::Follow), Compute(Work::Join)]);
+        self.with_relay(own, Class::Dispatch, (Run(StageId::Entry, Finish), Some(self.moves())))
     }
 
     /// Dispatch along a known layout, and the gradient of combine.
     pub fn cached(&self) -> CallProgram {
-        let mut own = Vec::new();
+        let mut own = vec![Compute(Work::Pack)];
         // A host that runs ahead allocates memory without readers. Over the net it lists arrivals
         // in separate memory, which earlier calls may still read.
-        if self.multi_node {
-            own.push(Compute(Work::AwaitStream));
-        }
-        if self.multi_node || !self.engines.enqueues {
-            own.push(Run(StageId::Release, Whole));
-        }
+        own.extend(self.heard(&[Compute(Work::Follow)]));
         own.extend([
+            Compute(Work::Reclaim),
             Compute(Work::Take),
             Run(StageId::Entry, Start),
             Compute(Work::StartRelay),
             Run(StageId::Entry, Finish),
+            Compute(Work::Grow),
             Agree,
             Compute(Work::TellAgreed),
             Compute(Work::Landings),
@@ -360,8 +289,11 @@ impl CallShape {
             Compute(Work::FillBringIn),
             Run(StageId::BringIn, Whole),
             Compute(Work::JoinRelay),
+            Compute(Work::Join),
+            Compute(Work::Regroup),
         ]);
-        self.with_relay(self.own(&own), Class::Cached, (Run(StageId::Entry, Finish), Some(self.moves())))
+        let own = self.own(&own, &[Compute(Work::Join)]);
+        self.with_relay(own, Class::Cached, (Run(StageId::Entry, Finish), Some(self.moves())))
     }
 
     /// The step of a dispatch before which a relay passes rows on.
@@ -371,13 +303,12 @@ impl CallShape {
 
     /// Combine, the gradient of dispatch, and the return of weight gradients.
     pub fn ret(&self) -> CallProgram {
-        let reached = if self.multi_node { Compute(Work::AwaitStream) } else { Run(StageId::Ready, Start) };
-        let mut own = vec![reached];
+        let mut own = vec![Compute(Work::Reclaim), Compute(Work::Partials)];
         // A host that runs ahead frees nothing in a return, and its readers are ready when they
         // have read.
-        if self.multi_node || !self.engines.enqueues {
-            own.push(Run(StageId::Release, Whole));
-        }
+        own.extend(self.heard(&[Compute(Work::Follow), Run(StageId::Ready, Start)]));
+        // Over the net it has heard of all readers by now.
+        own.extend(self.multi_node.then_some(Compute(Work::Reclaim)));
         own.extend([
             Compute(Work::Offer),
             Run(StageId::Offer, Start),
@@ -399,18 +330,23 @@ impl CallShape {
                 home,
                 join,
                 Run(StageId::PullRest, Whole),
+                Compute(Work::Join),
+                Compute(Work::Sum),
             ],
         });
         own.push(Compute(Work::Retire));
+        let own = self.own(&own, &[Compute(Work::Join), Compute(Work::Sum)]);
         let first = if self.engines.pulls { StageId::Pull } else { StageId::Home };
-        self.with_relay(self.own(&own), Class::Return, (Run(StageId::Offer, Finish), Some(Run(first, Whole))))
+        self.with_relay(own, Class::Return, (Run(StageId::Offer, Finish), Some(Run(first, Whole))))
     }
 
     /// A new expert map: ranks agree, and nothing moves.
     pub fn remap(&self) -> CallProgram {
         let own = [
-            Compute(Work::AwaitStream),
+            Run(StageId::Reached, Start),
+            Run(StageId::Reached, Finish),
             Run(StageId::Release, Whole),
+            Compute(Work::Reclaim),
             Compute(Work::Propose),
             Run(StageId::Entry, Start),
             Compute(Work::StartRelay),
@@ -418,8 +354,10 @@ impl CallShape {
             Agree,
             Compute(Work::JoinRelay),
             Compute(Work::Adopt),
+            Compute(Work::Join),
         ];
-        self.with_relay(self.own(&own), Class::Remap, (Run(StageId::Entry, Finish), None))
+        let own = self.own(&own, &[Compute(Work::Join)]);
+        self.with_relay(own, Class::Remap, (Run(StageId::Entry, Finish), None))
     }
 
     /// Steps behind a dispatch by all-gather, at each rank alone: the layout of an exchange, and
@@ -432,7 +370,7 @@ impl CallShape {
             Run(StageId::Regroup, Whole),
             Compute(Work::Metadata),
         ];
-        program(own.map(CallStep::own).into(), 0, |_| Vec::new())
+        program(own.map(CallStep::own).into(), 0, &[])
     }
 
     /// The program of an offloaded relay in calls of this class.
@@ -466,29 +404,48 @@ impl CallShape {
         if !ends_in_the_next {
             actions.push(Compute(Work::CopyOut));
         }
-        program(actions.into_iter().map(CallStep::own).collect(), half, |_| Vec::new())
+        program(actions.into_iter().map(CallStep::own).collect(), half, &[])
     }
 
-    /// Own steps: the second half begins behind the last thing that needs no other rank.
-    fn own(&self, actions: &[Action]) -> CallProgram {
+    /// Steps `between` a stream's word that it has reached the call and the host's wait for it;
+    /// then the release. A host that runs ahead on one node neither waits nor releases.
+    fn heard(&self, between: &[Action]) -> Vec<Action> {
+        let waits = |action| self.multi_node.then_some(action);
+        let releases = self.multi_node || !self.engines.enqueues;
+        let begin = waits(Run(StageId::Reached, Start)).into_iter().chain(between.iter().copied());
+        let end = waits(Run(StageId::Reached, Finish)).into_iter();
+        begin.chain(end).chain(releases.then_some(Run(StageId::Release, Whole))).collect()
+    }
+
+    /// Own steps: the second half begins behind the last thing that needs no other rank. A host
+    /// that runs ahead goes through those of `cut` where the call is refused.
+    fn own(&self, actions: &[Action], cut: &[Action]) -> CallProgram {
+        let Engines { pulls, brings_in, enqueues } = self.engines;
         let offloaded = self.multi_node && self.relays == Relays::Thread;
         let wanted = |action: &&Action| match action {
             Compute(Work::StartRelay | Work::JoinRelay) => offloaded,
-            Compute(Work::FillBringIn) | Run(StageId::BringIn, _) => self.engines.brings_in,
-            Compute(Work::AwaitStream) | Run(StageId::Posted, _) => self.engines.enqueues,
-            Run(StageId::Ready, _) => self.engines.enqueues && !self.multi_node,
+            Compute(Work::FillBringIn | Work::Regroup) | Run(StageId::BringIn, _) => brings_in,
+            Compute(Work::Bring | Work::Pack | Work::Partials | Work::Follow | Work::Join) => enqueues,
+            Compute(Work::Reclaim | Work::Grow) | Run(StageId::Reached | StageId::Posted, _) => enqueues,
+            Run(StageId::Ready, _) => enqueues && !self.multi_node,
+            Compute(Work::Sum) => pulls,
             _ => true,
         };
         let steps: Vec<_> = actions.iter().filter(wanted).copied().map(CallStep::own).collect();
         let ends_start = |step: &CallStep| match step.action {
             // The stream is still on its way to the call: the work of the caller's thread begins
             // with the second half.
-            action if self.engines.enqueues => action != Run(StageId::Ready, Start),
-            action => matches!(action, Run(_, Finish)),
+            Compute(Work::Reclaim | Work::Follow) | Run(StageId::Ready | StageId::Reached, Start) => false,
+            Compute(work) if enqueues => !work.is_of_stream(),
+            action => enqueues || matches!(action, Run(_, Finish)),
         };
         let half = steps.iter().position(ends_start).unwrap_or(0);
-        let join = CallStep::own(Compute(Work::JoinRelay));
-        program(steps, half, |_| if offloaded { vec![join] } else { Vec::new() })
+        let tail: Vec<_> = match (enqueues, offloaded) {
+            (true, _) => cut.iter().filter(wanted).copied().map(CallStep::own).collect(),
+            (false, true) => vec![CallStep::own(Compute(Work::JoinRelay))],
+            (false, false) => Vec::new(),
+        };
+        program(steps, half, &tail)
     }
 
     /// With the steps of an inlined relay, at these places of the rank's own.
@@ -532,8 +489,8 @@ impl SlotCall {
             ],
             SlotCall::Release => &[Run(StageId::Home, Whole)],
         };
-        let (relays, engines) = (Relays::Inline, Engines::default());
-        CallShape { multi_node: false, relays, engines, node_sums: false }.own(own)
+        let half = own.iter().position(|action| matches!(action, Run(_, Finish)));
+        program(own.iter().copied().map(CallStep::own).collect(), half.unwrap_or(0), &[])
     }
 
     /// The kind of call that it is to callers.
@@ -638,13 +595,13 @@ fn relay(judge: &[Action], moves: &[Action]) -> CallProgram {
     }
     // A refused call ends here, too: the rank hears that its relay has heard all nodes.
     let agreed = CallStep::relay(Run(StageId::Agreed, Whole));
-    program(actions.into_iter().map(CallStep::relay).collect(), half, |_| vec![agreed])
+    program(actions.into_iter().map(CallStep::relay).collect(), half, &[agreed])
 }
 
 /// A program whose cuts leave the steps of `tail`.
-fn program(steps: Vec<CallStep>, half: usize, tail: impl Fn(usize) -> Vec<CallStep>) -> CallProgram {
+fn program(steps: Vec<CallStep>, half: usize, tail: &[CallStep]) -> CallProgram {
     let cuts = |&at: &usize| matches!(steps[at].action, Agree | Admit);
-    let cuts = (0..steps.len()).filter(cuts).map(|at| Cut { at: at as u16, tail: tail(at).into() });
+    let cuts = (0..steps.len()).filter(cuts).map(|at| Cut { at: at as u16, tail: tail.into() });
     CallProgram { cuts: cuts.collect(), half: half as u16, steps: steps.into() }
 }
 
@@ -665,7 +622,7 @@ impl CallProgram {
         let (first, second) = (at(hears).unwrap_or(end), moves.and_then(at).unwrap_or(end));
         let heard: Vec<_> = heard.iter().filter(heard_alone).copied().collect();
         let steps = [&self.steps[..first], &heard, &self.steps[first..second], moved, &self.steps[second..]];
-        program(steps.concat(), self.half(), |_| Vec::new())
+        program(steps.concat(), self.half(), self.cuts.first().map_or(&[], |cut| &cut.tail))
     }
 }
 
@@ -738,27 +695,40 @@ mod tests {
             let enqueued = CallShape { multi_node: false, engines, ..INLINE };
             assert_eq!(
                 enqueued.dispatch().to_string(),
-                "AwaitStream Sort release Publish Announce entry.. ..entry Agree! Judge Admit! Place Describe TellAgreed \
-             FillRows rows.. posted ..rows Report Metadata"
+                "Bring reached.. Pack / ..reached Sort release Reclaim Publish Announce entry.. ..entry Agree! Judge Grow \
+             Admit! Place Describe TellAgreed Follow FillRows rows.. posted ..rows Join Report Metadata"
             );
             assert_eq!(
                 enqueued.ret().to_string(),
-                "ready.. / Offer offer.. ..offer Agree! TellAgreed Bases ..ready FillPull pull home pull rest Retire"
+                "Reclaim Partials Follow ready.. / Offer offer.. ..offer Agree! TellAgreed Bases ..ready FillPull pull home \
+             pull rest Join Sum Retire"
             );
             assert_eq!(
                 enqueued.cached().to_string(),
-                "Take entry.. ..entry Agree! TellAgreed Landings FillRows rows.. posted ..rows"
+                "Pack Follow Reclaim / Take entry.. ..entry Grow Agree! TellAgreed Landings FillRows rows.. posted ..rows Join"
             );
             assert_eq!(
                 CallShape { engines, ..INLINE }.cached().to_string(),
-                "AwaitStream release Take entry.. [ node entered Compose counts sent all entered Bases agreed ] ..entry \
-             Agree! TellAgreed Landings FillRows rows.. [ headers FillRelay relay rows relay done ] posted ..rows"
+                "Pack reached.. Follow / ..reached release Reclaim Take entry.. [ node entered Compose counts sent all entered \
+             Bases agreed ] ..entry Grow Agree! TellAgreed Landings FillRows rows.. [ headers FillRelay relay rows relay done ] \
+             posted ..rows Join"
             );
+            let relaying =
+                CallShape { engines: Engines { brings_in: true, ..engines }, node_sums: true, ..INLINE };
             assert_eq!(
-                CallShape { engines, node_sums: true, ..INLINE }.ret().to_string(),
-                "AwaitStream release Offer offer.. [ node entered Compose counts sent all entered Bases agreed ] \
-             ..offer Agree! TellAgreed Bases FillPull [ headers FillReturn SendNodeSums return rows relay done ] \
-             pull home pull rest Retire"
+                relaying.ret().to_string(),
+                "Reclaim Partials reached.. Follow / ..reached release Reclaim Offer offer.. [ node entered Compose \
+             counts sent all entered Bases agreed ] ..offer Agree! TellAgreed Bases FillPull [ headers FillReturn \
+             SendNodeSums return rows relay done ] pull home pull rest Join Sum Retire"
+            );
+            let last =
+                |program: &CallProgram| program.to_string().split_once("..rows ").unwrap().1.to_owned();
+            assert_eq!(last(&relaying.dispatch()), "FillBringIn bring in Join Report Metadata Regroup");
+            let tails = [relaying.dispatch(), relaying.ret()].map(|program| program.cuts()[0].tail.to_vec());
+            assert_eq!(
+                tails,
+                [[Work::Follow, Work::Join], [Work::Join, Work::Sum]]
+                    .map(|tail| { tail.map(|work| CallStep::own(Compute(work))).to_vec() })
             );
             let offloaded = CallShape { relays: Relays::Thread, ..INLINE };
             assert_eq!(

@@ -30,6 +30,7 @@ mod copy_batches;
 mod op;
 mod operands;
 mod skeleton;
+mod work;
 
 pub mod call_program;
 pub mod collective;

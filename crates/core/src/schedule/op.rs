@@ -33,7 +33,8 @@ pub enum Flag {
     /// done."
     Returned = 4,
     /// "My stream has reached this call: my memory may be read as agreed." Written by the stream
-    /// itself, for calls that its host enters ahead of it.
+    /// itself, for calls that its host enters ahead of it. Of a source of another node, to the
+    /// rank's own host: "this part of what I return to it is summed."
     Ready = 5,
     /// "My copies and signals of this call are enqueued." From host to host.
     Posted = 6,
@@ -202,9 +203,9 @@ impl Op {
             Op::Put { to, .. } | Op::PutRows { to, .. } => here(to),
             Op::Signal { to, flag: Flag::Landed | Flag::Read | Flag::Ready, .. } => here(to),
             // A relay of this node, or the net, announces rows of other nodes.
-            Op::Wait { from, flag: Flag::Landed | Flag::Ready, .. } => {
-                here(from) || paths.route() == Route::Pxn
-            }
+            Op::Wait { from, flag: Flag::Landed, .. } => here(from) || paths.route() == Route::Pxn,
+            // What this rank's own stream says, of itself or of sums for a source, is for its host.
+            Op::Wait { from, flag: Flag::Ready, .. } => from != paths.me() && paths.same_node(from),
             Op::Signal { .. } | Op::Wait { .. } => false,
             Op::Reduce { .. } => true,
         };

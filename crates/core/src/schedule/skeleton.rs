@@ -17,7 +17,8 @@
 //!              home      as above
 //!              pull rest Put staging -> me , Signal read -> l              rows that r returned
 //!
-//!   enqueued   posted    Signal posted -> l , Wait posted(l)              dispatch, before Wait landed: of streams
+//!   enqueued   reached   Signal ready -> me , Wait ready(me)                of the stream; the host waits for it
+//!              posted    Signal posted -> l , Wait posted(l)              dispatch, before Wait landed: of streams
 //!              ready     Signal ready -> l , Wait ready(l)                return on one node: of streams, around the entry
 //! ```
 //!
@@ -44,7 +45,8 @@
 //!
 //!   return     headers       Wait block(s)                                 its tag says where s takes its rows
 //!              return rows   Reduce chunk c of s , Put sums -> s            where relays sum; else Put rows of s -> s
-//!                            Put chunk c of s , l -> me , Reduce it , Put sums -> s   where engines pull, and a kernel sums
+//!                            Put chunk c of s , l -> me , Reduce it ,             where engines pull, and a kernel sums:
+//!                            Signal ready c of s -> me , Wait , Put sums -> s     the host waits for that
 //!                            Signal home -> s
 //!
 //!   both       relay done    Signal home -> me
@@ -167,6 +169,14 @@ impl<'a> Caller<'a> {
     fn read(&self) -> Vec<TrackOp> {
         let read = |l| self.on(l, wait(l, Flag::Read, FlagValue::LastReturn));
         self.paths.local_peers().map(read).collect()
+    }
+
+    /// Where hosts run ahead of their streams: this rank's stream says that it has reached the
+    /// call, and the host waits for that.
+    fn reached(&self) -> Vec<TrackOp> {
+        let me = self.paths.me();
+        let ops = [self.signal(me, Flag::Ready, FlagValue::Call), wait(me, Flag::Ready, FlagValue::Call)];
+        ops.map(|op| self.on(me, op)).to_vec()
     }
 
     /// Where hosts run ahead of their streams: streams say that they have reached the call, and
@@ -407,6 +417,13 @@ impl<'a> Relay<'a> {
                 if self.sums != RelaySums::None {
                     items.push(self.on(source, Op::Reduce { operand: self.partials(nth, chunk) }));
                 }
+                if self.sums == RelaySums::Pulled {
+                    // A word of the source that only this rank's stream writes here. A host sends
+                    // what it has heard to be summed.
+                    let (flag, level) = (Flag::Ready, FlagValue::Part(chunk));
+                    items.push(self.on(source, Op::Signal { to: me, of: source, flag, level }));
+                    items.push(self.on(source, wait(source, flag, level)));
+                }
                 items.push(self.on(source, Op::Put { to: source, operand: self.home(nth, chunk) }));
             }
         }
@@ -453,6 +470,8 @@ pub enum StageId {
     Rows,
     /// Dispatch, behind [`StageId::Rows`]: copy engines bring in what landed in host staging.
     BringIn,
+    /// Enqueued: the caller's stream signals its host that it has reached the call.
+    Reached,
     /// Enqueued dispatch: hosts of this node signal each other that all their copies are enqueued.
     Posted,
     /// Enqueued return: streams of this node signal each other that they have reached the call.
@@ -488,14 +507,39 @@ pub enum StageId {
     RelayDone,
 }
 
+/// A tensor of the caller, along whose layout a stage moves or sums rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StageTensor {
+    /// None.
+    None,
+    /// The rows that go out.
+    Rows,
+    /// The sums of what came back.
+    Sums,
+}
+
+/// The tables that the operands of a stage come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StageOperands {
+    /// The rank's own rows and tags.
+    Own,
+    /// What is brought in behind the rows.
+    BroughtIn,
+    /// A relay's messages, before any verdict.
+    Messages,
+    /// What a relay passes on or returns: it alone counts as relayed.
+    Relayed,
+}
+
 impl StageId {
     /// All stages.
-    pub const ALL: [StageId; 20] = [
+    pub const ALL: [StageId; 21] = [
         StageId::Release,
         StageId::Entry,
         StageId::Offer,
         StageId::Rows,
         StageId::BringIn,
+        StageId::Reached,
         StageId::Posted,
         StageId::Ready,
         StageId::Home,
@@ -521,6 +565,7 @@ impl StageId {
             StageId::Offer => "offer",
             StageId::Rows => "rows",
             StageId::BringIn => "bring in",
+            StageId::Reached => "reached",
             StageId::Posted => "posted",
             StageId::Ready => "ready",
             StageId::Home => "home",
@@ -537,6 +582,32 @@ impl StageId {
             StageId::ReturnRows => "return rows",
             StageId::RelayDone => "relay done",
         }
+    }
+
+    /// The caller's tensor of the stage.
+    pub const fn tensor(self) -> StageTensor {
+        match self {
+            StageId::Rows => StageTensor::Rows,
+            StageId::Sum => StageTensor::Sums,
+            _ => StageTensor::None,
+        }
+    }
+
+    /// Where its operands come from.
+    pub const fn operands(self) -> StageOperands {
+        use StageId::{Agreed, AllEntered, CountsSent, NodeEntered};
+        use StageId::{BringIn, Headers, RelayDone, RelayRows, ReturnRows};
+        match self {
+            BringIn => StageOperands::BroughtIn,
+            NodeEntered | CountsSent | AllEntered | Agreed => StageOperands::Messages,
+            Headers | RelayRows | ReturnRows | RelayDone => StageOperands::Relayed,
+            _ => StageOperands::Own,
+        }
+    }
+
+    /// Whether its flags are raised by the caller's stream, and not by that of copies.
+    pub const fn is_of_caller(self) -> bool {
+        matches!(self, StageId::Reached)
     }
 }
 
@@ -556,6 +627,7 @@ impl Stages {
             StageId::Offer => caller.entry(true),
             StageId::Rows => caller.rows_stage(),
             StageId::BringIn => caller.bring_in(),
+            StageId::Reached => caller.reached(),
             StageId::Posted => caller.posted(),
             StageId::Ready => caller.ready(),
             StageId::Home => caller.home(),

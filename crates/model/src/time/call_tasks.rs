@@ -1,7 +1,7 @@
 //! From a call's stages and operands to the tasks of its ranks.
 //!
 //! The order is that of the call's program, with the relay's operations interleaved. So the thread
-//! that enqueues for a device performs it, too. Between stages a device has work of its own:
+//! that enqueues for a device performs it, too. Kernels of the caller's stream are steps of it:
 //!
 //! ```text
 //!   caller's stream   dispatch   plan, called | status, pack | reached | own choices | own rows | done | choices apart
@@ -15,15 +15,16 @@
 use sidelane_core::error::CallKind;
 use sidelane_core::plan::{RelayPermutation, RelayPlan, RowBuffer, RowRun, RowSizes};
 use sidelane_core::schedule::call_program::{
-    Action, CallStep, Engines, Part, RankPrograms, Relays, Role, StageId, Work,
+    Action, CallStep, Engines, Part, RankPrograms, Relays, Role, StageOperands, StageTensor, Work,
 };
 use sidelane_core::schedule::{
-    CallerTables, Calls, FillContext, Operands, RelayTables, ReturnParts, SumMemory, SumOperands, WindowId,
+    CallProperties, CallerTables, Calls, Class, FillContext, Flag, Op, Operands, RelayTables, ReturnParts,
+    SumMemory, SumOperands, TrackOp, WindowId,
 };
 use sidelane_core::topology::Paths;
 
 use super::Phase;
-use super::events::{Line, OwnWord, Program, Task};
+use super::events::{Line, Program, Task};
 use super::hardware::Place;
 use super::host_tasks::Lines;
 use super::placement::{Placed, Rank};
@@ -66,7 +67,7 @@ impl<'a> Lowering<'a> {
     /// moves, too.
     fn out(self, kind: CallKind) -> Program {
         let (placed, rank, at, sizing) = (self.placed, self.rank, self.setting(), self.sizing);
-        let (plans, arrive) = (kind.places(), rank.arrivals.is_some());
+        let plans = kind.places();
         let noted = plans && placed.notes;
         let mut tables = CallerTables::new(self.paths, placed.chunks);
         tables.rows(&at, &rank.layout, noted);
@@ -93,62 +94,14 @@ impl<'a> Lowering<'a> {
             relayed: others(&relayed, &forward, nothing, self.calls),
         };
         let mut lines = self.lines();
-        if lines.is_device() {
-            self.bring_choices(&mut lines, kind);
-        }
         self.walk(&mut lines, kind, &operands);
-        if !lines.is_device() {
+        if lines.is_device() {
+            lines.push(Task::Join(Line::Caller));
+            lines.mark(Phase::Regroup);
+        } else {
             lines.mark(Phase::Move);
-            return lines.program();
         }
-        lines.settle();
-        lines.precede();
-        lines.push(Task::Join(Line::Stream));
-        lines.mark(Phase::Move);
-        if noted && (placed.per_rank || sizing.rank_sums) {
-            lines.lay_apart(u64::from(rank.layout.landed) * sizing.note_bytes());
-        }
-        if arrive && rank.layout.landed > 0 {
-            lines.kernel(2 * u64::from(rank.layout.landed) * sizing.row_bytes, 0);
-        }
-        lines.push(Task::Join(Line::Caller));
-        lines.mark(Phase::Regroup);
         lines.program()
-    }
-
-    /// The caller's part of its stream, before a call by which rows go out.
-    fn bring_choices(&self, lines: &mut Lines, kind: CallKind) {
-        let arrive = self.rank.arrivals.is_some();
-        if kind.places() {
-            let (choices, by_device) = (self.choices(), self.placed.device_plans);
-            match by_device {
-                true if choices > 0 => lines.sort(choices),
-                true => {}
-                false => (0..2).for_each(|_| lines.copy_of_caller(choices * 4)),
-            }
-            lines.tell_called();
-            lines.clear_status();
-            if !arrive {
-                if choices > 0 && !by_device {
-                    lines.sort(choices);
-                }
-                self.pack(lines);
-                lines.record_reached();
-            }
-            return;
-        }
-        lines.clear_status();
-        self.pack(lines);
-        self.reach(lines);
-    }
-
-    /// The caller's stream has come to a call along a known layout.
-    fn reach(&self, lines: &mut Lines) {
-        if self.paths.is_multi_node() {
-            lines.tell_called();
-        }
-        lines.record_reached();
-        lines.follow();
     }
 
     /// Rows back to their tokens.
@@ -175,26 +128,8 @@ impl<'a> Lowering<'a> {
             relayed: others(&returned, &rank.forward, (&holders, &offers), self.calls),
         };
         let mut lines = self.lines();
-        if pulls {
-            if self.sizing.rank_sums {
-                self.sum_by_rank(&mut lines);
-            }
-            self.reach(&mut lines);
-            lines.clear_status();
-        }
         self.walk(&mut lines, CallKind::Combine, &operands);
         if pulls {
-            lines.settle();
-            lines.precede();
-            lines.push(Task::Join(Line::Stream));
-            lines.mark(Phase::Pull);
-            if rank.layout.tokens > 0 {
-                let sums: u32 = rank.layout.rank_sums.iter().map(|run| run.count).sum();
-                let (terms, ..) = rank.layout.summands();
-                let terms = if self.sizing.rank_sums { sums as usize } else { terms.len() };
-                let rows = terms as u64 + u64::from(rank.layout.tokens);
-                lines.kernel(rows * self.sizing.home_bytes, 0);
-            }
             lines.push(Task::Join(Line::Caller));
         }
         lines.mark(Phase::Sum);
@@ -210,28 +145,24 @@ impl<'a> Lowering<'a> {
         let programs = RankPrograms::new(self.paths, self.placed.chunks, sums, engines);
         for CallStep { role, action } in programs.own(kind, Relays::Inline).line(None) {
             match action {
-                // Nothing was offered before the first call.
-                Action::Run(StageId::Release, _) => {}
                 Action::Run(stage, part) => {
-                    let filled = match (role, stage) {
-                        (Role::Own, StageId::BringIn) => &operands.brought,
-                        (Role::Own, _) => &operands.own,
-                        (
-                            _,
-                            StageId::Headers | StageId::RelayRows | StageId::ReturnRows | StageId::RelayDone,
-                        ) => &operands.relayed,
-                        _ => &operands.messages,
+                    let filled = match stage.operands() {
+                        StageOperands::Own => &operands.own,
+                        StageOperands::BroughtIn => &operands.brought,
+                        StageOperands::Messages => &operands.messages,
+                        StageOperands::Relayed => &operands.relayed,
                     };
                     let items = programs.stages.items(stage, part);
-                    match (role, stage, part) {
-                        (Role::Own, StageId::Rows, Part::Start) if device => {
+                    match (stage.tensor(), part) {
+                        (StageTensor::Rows, Part::Start) if device => {
                             lines.collect(items, filled);
                             self.place_own_rows(lines);
                             lines.flush();
                         }
                         _ => lines.stage(items, filled),
                     }
-                    if stage == StageId::Home && self.paths.is_multi_node() {
+                    let hears = |item: &TrackOp| matches!(item.op, Op::Wait { flag: Flag::Returned, .. });
+                    if returns(kind) && items.iter().any(hears) {
                         lines.mark(Phase::Home);
                     }
                 }
@@ -246,7 +177,14 @@ impl<'a> Lowering<'a> {
     fn plan(&self, lines: &mut Lines, work: Work, kind: CallKind) {
         let (placed, host) = (self.placed, &self.placed.hardware.host);
         match work {
-            Work::AwaitStream => lines.push(Task::Hear(OwnWord::Called, 1)),
+            Work::Bring => self.bring(lines),
+            Work::Pack => self.pack(lines, kind),
+            Work::Partials => self.partials(lines),
+            Work::Follow => self.follow(lines, kind),
+            Work::Join => self.join(lines, kind),
+            Work::Metadata => self.lay_choices_apart(lines),
+            Work::Regroup => self.regroup(lines),
+            Work::Sum => self.sum(lines),
             Work::Sort => lines.busy(host.sort * self.choices_of_host() / 1000),
             Work::Place => {
                 let bins = u64::from(placed.bins.count() + self.paths.ranks());
@@ -264,17 +202,90 @@ impl<'a> Lowering<'a> {
         }
     }
 
-    /// What the caller's stream finds beside the rows; where engines relay, first how rows are
-    /// packed.
-    fn send_tables(&self, lines: &mut Lines) {
-        let (me, choices) = (self.paths.me(), self.choices() * 4);
-        if self.rank.arrivals.is_some() {
-            lines.copy(Place::Host, (me, me), choices);
+    /// Choices go to where they are planned.
+    fn bring(&self, lines: &mut Lines) {
+        match (self.choices(), self.placed.device_plans) {
+            (0, true) => {}
+            (choices, true) => lines.sort(choices),
+            (choices, false) => (0..2).for_each(|_| lines.copy_of_caller(choices * 4)),
+        }
+    }
+
+    /// The host finds the order of rows that a dispatch packs where engines relay.
+    fn packs_later(&self, kind: CallKind) -> bool {
+        kind.places() && self.rank.arrivals.is_some()
+    }
+
+    fn pack(&self, lines: &mut Lines, kind: CallKind) {
+        lines.clear_status();
+        if kind.places() && !self.packs_later(kind) && !self.placed.device_plans && self.choices() > 0 {
+            lines.sort(self.choices());
+        }
+        if !self.packs_later(kind) {
+            self.pack_rows(lines);
+            lines.record_packed();
+        }
+    }
+
+    /// A kernel reads the rows of this rank, and writes the sums that return from it, if they do.
+    fn partials(&self, lines: &mut Lines) {
+        if self.sizing.rank_sums {
+            let sums = self.placed.rank_sums_at(self.paths.me());
+            let rows = u64::from(self.rank.layout.received());
+            lines.kernel((rows + sums) * self.sizing.home_bytes, 0);
+        }
+        lines.record_packed();
+    }
+
+    /// Where engines relay, the host first says how rows are packed.
+    fn follow(&self, lines: &mut Lines, kind: CallKind) {
+        if self.packs_later(kind) {
+            let me = self.paths.me();
+            lines.copy(Place::Host, (me, me), self.choices() * 4);
             lines.precede();
-            self.pack(lines);
-            lines.record_reached();
+            self.pack_rows(lines);
+            lines.record_packed();
         }
         lines.follow();
+    }
+
+    fn join(&self, lines: &mut Lines, kind: CallKind) {
+        lines.settle();
+        if returns(kind) {
+            lines.clear_status();
+        }
+        lines.precede();
+        lines.push(Task::Join(Line::Stream));
+        lines.mark(if returns(kind) { Phase::Pull } else { Phase::Move });
+    }
+
+    fn lay_choices_apart(&self, lines: &mut Lines) {
+        if lines.is_device() && self.placed.notes && (self.placed.per_rank || self.sizing.rank_sums) {
+            lines.lay_apart(u64::from(self.rank.layout.landed) * self.sizing.note_bytes());
+        }
+    }
+
+    /// A kernel puts what arrived into visible order.
+    fn regroup(&self, lines: &mut Lines) {
+        if self.rank.layout.landed > 0 {
+            lines.kernel(2 * u64::from(self.rank.layout.landed) * self.sizing.row_bytes, 0);
+        }
+    }
+
+    /// A kernel sums what returned.
+    fn sum(&self, lines: &mut Lines) {
+        let layout = &self.rank.layout;
+        if layout.tokens > 0 {
+            let sums: u32 = layout.rank_sums.iter().map(|run| run.count).sum();
+            let (terms, ..) = layout.summands();
+            let terms = if self.sizing.rank_sums { sums as usize } else { terms.len() };
+            lines.kernel((terms as u64 + u64::from(layout.tokens)) * self.sizing.home_bytes, 0);
+        }
+    }
+
+    /// What the caller's stream finds beside the rows.
+    fn send_tables(&self, lines: &mut Lines) {
+        let (me, choices) = (self.paths.me(), self.choices() * 4);
         // Where each choice's row lies, its place in the order of the sum, and the row of its sum.
         let sums = self.sizing.rank_sums || self.sizing.partial_bytes.is_some();
         let tables = if sums { 3 } else { 2 };
@@ -296,13 +307,6 @@ impl<'a> Lowering<'a> {
         }
     }
 
-    /// A kernel reads the rows of this rank, and writes the sums that return from it.
-    fn sum_by_rank(&self, lines: &mut Lines) {
-        let sums = self.placed.rank_sums_at(self.paths.me());
-        let rows = u64::from(self.rank.layout.received());
-        lines.kernel((rows + sums) * self.sizing.home_bytes, 0);
-    }
-
     /// The rows of each sum that this rank's relay makes.
     fn send_node_sums(&self, lines: &mut Lines) {
         let (me, sums) = (self.paths.me(), u64::from(self.rank.forward.partials.count()));
@@ -311,7 +315,7 @@ impl<'a> Lowering<'a> {
 
     /// On a device a kernel packs the rows to send, if there are other ranks: it reads each token
     /// once, the rest from its cache.
-    fn pack(&self, lines: &mut Lines) {
+    fn pack_rows(&self, lines: &mut Lines) {
         if self.choices() > 0 && self.paths.ranks() > 1 {
             let read = u64::from(self.rank.layout.tokens) * self.sizing.row_bytes;
             lines.kernel(read + self.packed_bytes(), 0);
@@ -384,6 +388,10 @@ impl<'a> Lowering<'a> {
             notes: None,
         }
     }
+}
+
+fn returns(kind: CallKind) -> bool {
+    CallProperties::of(kind).class == Class::Return
 }
 
 /// Operands of a call's stages.

@@ -7,7 +7,9 @@
 //!   Signal landed, read,   words, collected                                     stream of copies
 //!          ready
 //!   Wait landed, ready     words, collected before copies and signals           stream of copies
-//!   Reduce                 what is collected is enqueued, a kernel, a mark      stream of copies
+//!   Reduce                 what is collected is enqueued, a kernel              stream of copies
+//!   Signal ready of a      a mark, if there is a new sum: what crosses from     stream of copies
+//!          source          now on goes behind it
 //!   other Signal, Wait     what is collected is enqueued: waits, copies, words  host
 //!   PutRows far            queued behind the last mark: rows lie packed, or summed  NIC
 //!   other Put, Signal far  behind what is queued, else at once                  NIC
@@ -48,6 +50,8 @@ pub(super) struct Collected {
     seen: u64,
     /// Something was posted since the host last waited for the NIC.
     unsettled: bool,
+    /// A sum is enqueued that no mark is behind.
+    unmarked: bool,
 }
 
 /// A piece that moves for an operand.
@@ -81,6 +85,21 @@ impl Lines<'_> {
                 Op::Put { to, operand } | Op::PutRows { to, operand } => {
                     self.move_pieces(operands, to, operand)
                 }
+                // Nothing was offered before the first call.
+                Op::Wait { level: FlagValue::LastReturn, .. } => {}
+                Op::Signal { to, flag: Flag::Ready, level: FlagValue::Call, .. } if to == self.paths.me() => {
+                    self.tell_called();
+                }
+                Op::Wait { from, flag: Flag::Ready, .. } if from == self.paths.me() => {
+                    self.push(Task::Hear(OwnWord::Called, 1));
+                }
+                Op::Signal { of, flag: Flag::Ready, .. } if !self.paths.same_node(of) => {
+                    if std::mem::take(&mut self.collected.unmarked) {
+                        self.leave_mark();
+                    }
+                }
+                // What crosses is queued behind the mark.
+                Op::Wait { from, flag: Flag::Ready, .. } if !self.paths.same_node(from) => {}
                 Op::Signal { to, of, flag, level } => {
                     if op.frees_sources() && self.collected.unsettled {
                         self.flush();
@@ -340,7 +359,7 @@ impl Lines<'_> {
         self.hand(line, Task::Busy(self.hardware.compute.launch + ns));
     }
 
-    /// A kernel that sums pulled rows and own ones, and a mark behind it.
+    /// A kernel that sums pulled rows and own ones.
     fn sum_pulled(&mut self, operands: &Operands, operand: OperandId) {
         let Operand::SumPulled { first, count, .. } = operands.table[operand.0 as usize] else { return };
         let terms = |output: u32| u64::from(operands.sum.starts[output as usize]);
@@ -349,7 +368,7 @@ impl Lines<'_> {
         self.enqueue();
         self.program.work.kernel_bytes += bytes;
         self.launch_on(Line::Stream, at_rate(bytes, self.hardware.compute.rate));
-        self.leave_mark();
+        self.collected.unmarked = true;
     }
 
     fn leave_mark(&mut self) {
@@ -375,19 +394,19 @@ impl Lines<'_> {
     }
 
     /// The caller's stream says to the host that it has come to the call.
-    pub(super) fn tell_called(&mut self) {
+    fn tell_called(&mut self) {
         self.operate(Line::Caller, Task::Tell(OwnWord::Called, 1));
     }
 
-    /// The stream of copies may go on when the caller's has come so far.
-    pub(super) fn record_reached(&mut self) {
-        self.hand(Line::Caller, Task::Tell(OwnWord::Reached, 1));
+    /// The stream of copies may go on when the caller's has packed its rows.
+    pub(super) fn record_packed(&mut self) {
+        self.hand(Line::Caller, Task::Tell(OwnWord::Packed, 1));
     }
 
     /// The stream of copies follows the caller's, and leaves its mark.
     pub(super) fn follow(&mut self) {
         self.enqueue();
-        self.hand(Line::Stream, Task::Hear(OwnWord::Reached, 1));
+        self.hand(Line::Stream, Task::Hear(OwnWord::Packed, 1));
         self.leave_mark();
     }
 

@@ -41,7 +41,7 @@ pub(super) enum OwnWord {
     /// The caller's stream has come to the call: a word for the host.
     Called,
     /// Event: the caller's stream has come so far that the stream of copies may go on.
-    Reached,
+    Packed,
     /// Event: the stream of copies has done what the caller's stream needs next.
     Done,
     /// The stream of copies has followed the caller's: a word for the host.
@@ -51,7 +51,7 @@ pub(super) enum OwnWord {
 impl OwnWord {
     /// Whether it is an event, which takes no memory operation.
     fn is_event(self) -> bool {
-        matches!(self, OwnWord::Reached | OwnWord::Done)
+        matches!(self, OwnWord::Packed | OwnWord::Done)
     }
 }
 

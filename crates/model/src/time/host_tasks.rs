@@ -4,7 +4,9 @@
 //! does has a [file of its own](super::driver_calls).
 
 use sidelane_core::plan::RowSizes;
-use sidelane_core::schedule::{Index, Op, Operand, OperandId, Operands, PutSource, SumTarget, TrackOp};
+use sidelane_core::schedule::{
+    FlagValue, Index, Op, Operand, OperandId, Operands, PutSource, SumTarget, TrackOp,
+};
 use sidelane_core::topology::Paths;
 
 use super::device_tasks::Collected;
@@ -60,6 +62,8 @@ impl<'a> Lines<'a> {
                         false => self.hand(Line::Nic, signal),
                     }
                 }
+                // Nothing was offered before the first call.
+                Op::Wait { level: FlagValue::LastReturn, .. } => {}
                 Op::Wait { from, flag, level } => {
                     self.push(Task::Wait { of: from, flag, value: operands.value(level) });
                 }

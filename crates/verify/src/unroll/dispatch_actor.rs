@@ -23,7 +23,7 @@ use sidelane_core::plan::{
     DispatchLayout, GroupRouting, LocalPermutation, PlanContext, PulledSums, RankRouting, RankSums,
     RelayPermutation, RelayPlan, RelaySorter, RowBuffer,
 };
-use sidelane_core::schedule::call_program::{Action, Role, StageId, Work};
+use sidelane_core::schedule::call_program::{Action, Role, StageId, StageOperands, Work};
 use sidelane_core::schedule::{Flag, Operand, RelayTables, ReturnParts, WindowId};
 
 use super::call_sequence::{
@@ -249,7 +249,7 @@ impl Unroller<'_> {
                 tags.extend(self.messages_written(me, counts));
                 tags
             }
-            Action::Agree | Action::Admit => {
+            Action::Agree | Action::Admit | Action::Compute(Work::Grow) => {
                 tags.extend(self.messages_read(me, false));
                 tags
             }
@@ -345,6 +345,9 @@ impl Actor for Sender<'_, '_> {
             (Role::Own, Action::Compute(Work::FillBringIn)) => {
                 self.brought_in.as_ref().map_or(Vec::new(), |(_, touches)| touches.clone())
             }
+            (Role::Own, Action::Compute(Work::Regroup)) if unroller.arrives() && call.until == Until::End => {
+                unroller.arrivals_regrouped(me, call.placed, &call.ground[me as usize])
+            }
             _ => {
                 let alike = call.odd.is_none_or(|odd| !unroller.paths(me).same_node(odd));
                 unroller.verdict(me, role, action, (unroller.counted(call), alike))
@@ -353,15 +356,11 @@ impl Actor for Sender<'_, '_> {
     }
 
     fn filled(&self, stage: StageId) -> &Rc<FilledOperands> {
-        match stage {
-            StageId::BringIn => self.brought_in.as_ref().map_or(&self.own, |(filled, _)| filled),
-            StageId::NodeEntered | StageId::CountsSent | StageId::AllEntered | StageId::Agreed => {
-                &self.messages
-            }
-            StageId::Headers | StageId::RelayRows | StageId::RelayDone => {
-                self.relayed.as_ref().unwrap_or(&self.messages)
-            }
-            _ => &self.own,
+        match stage.operands() {
+            StageOperands::Own => &self.own,
+            StageOperands::BroughtIn => self.brought_in.as_ref().map_or(&self.own, |(filled, _)| filled),
+            StageOperands::Messages => &self.messages,
+            StageOperands::Relayed => self.relayed.as_ref().unwrap_or(&self.messages),
         }
     }
 
@@ -373,10 +372,9 @@ impl Actor for Sender<'_, '_> {
         if call.until < Until::End || unroller.exchange.is_some() {
             return Vec::new();
         }
-        let mut touches = match unroller.arrives() {
-            true => unroller.arrivals_regrouped(me, call.placed, ground),
-            false => vec![unroller.landed_read(me, layout, ground, unroller.call)],
-        };
+        // Where engines relay, the call itself has read what arrived.
+        let rows = || unroller.landed_read(me, layout, ground, unroller.call);
+        let mut touches = if unroller.arrives() { Vec::new() } else { vec![rows()] };
         // Where it lies with the handle, metadata is read along a known layout, too.
         if call.noted || unroller.scenario.enqueues {
             touches.push(unroller.notes_read(me, layout, ground, call.layout_of));

@@ -17,6 +17,7 @@ use sidelane_core::schedule::WindowId;
 use sidelane_core::schedule::call_program::StageId;
 
 use super::call_sequence::bad;
+use super::stage_runs::ENQUEUED;
 use super::{
     ActorCall, Bytes, Effect, Effects, HostAccess, Role, StageRun, Streams, UnrolledOp, UnrolledProgram,
     numbered,
@@ -168,8 +169,9 @@ fn half_of(instance: &UnrolledProgram, (call, rank, role): (usize, u32, Role)) -
     let parts = &instance.calls[call];
     let part_of = |role| parts.iter().find(|part| part.rank == rank && part.role == role);
     let stream = &part_of(Role::Transfers)?.scenes;
-    let ready = stream.iter().position(|scene| scene.name == StageId::Ready.name())? + 1;
-    let enqueued = |scenes: &[StageRun]| scenes.iter().filter(|scene| scene.name == "enqueued").count();
+    let name = StageId::Ready.name();
+    let ready = stream.iter().position(|scene| scene.name == name)? + 1;
+    let enqueued = |scenes: &[StageRun]| scenes.iter().filter(|scene| scene.name == ENQUEUED).count();
     match role {
         Role::Own => {
             let (host, count) = (&part_of(Role::Own)?.scenes, enqueued(&stream[..ready]));

@@ -3,7 +3,7 @@
 use std::rc::Rc;
 
 use sidelane_core::error::{CallKind, PlanError};
-use sidelane_core::schedule::call_program::{Action, Role, StageId, Work};
+use sidelane_core::schedule::call_program::{Action, Role, StageId, StageOperands, Work};
 use sidelane_core::schedule::{CallerTables, FillContext, Flag, RelayTables, ReturnParts, SumMemory, Tag};
 
 use super::call_sequence::{Extent, FilledOperands, Handle, SampledCall, Tables, Unroller, Until};
@@ -221,55 +221,11 @@ impl Returner<'_, '_> {
     fn sums_late(&self) -> bool {
         self.unroller.scenario.seeded == Some(SeededBug::SumLate)
     }
-}
 
-impl Actor for Returner<'_, '_> {
-    fn begin(&self) -> Vec<HostAccess> {
+    /// A kernel adds up what returned.
+    fn added(&self) -> Vec<HostAccess> {
         let Returner { unroller, me, call, .. } = *self;
-        let layout = &call.handle.placed.layouts[me as usize];
-        let kept = call.handle.kept.as_ref();
-        let mut touches = kept.map_or(Vec::new(), |kept| {
-            let (kept, of) = (&kept[me as usize], call.handle.call);
-            let notes = unroller.notes_read(me, layout, kept, (call.number, of));
-            vec![unroller.landed_read(me, layout, kept, of), notes]
-        });
-        // Experts write their outputs before the call; what lies elsewhere is copied amid it.
-        touches.extend(if call.copied { Vec::new() } else { self.chunk_written() });
-        touches.extend(if self.sums_late() { Vec::new() } else { self.summed() });
-        touches
-    }
-
-    fn footprint(&self, role: Role, action: Action) -> Vec<HostAccess> {
-        let Returner { unroller, me, call, .. } = *self;
-        match (role, action) {
-            (Role::Own, Action::Compute(Work::Offer)) if call.copied => self.chunk_written(),
-            (Role::Relay, Action::Compute(Work::FillReturn)) => {
-                unroller.tags_read(me, Flag::Block, unroller.paths(me).sources())
-            }
-            _ => unroller.verdict(me, role, action, (false, true)),
-        }
-    }
-
-    fn filled(&self, stage: StageId) -> &Rc<FilledOperands> {
-        match stage {
-            StageId::NodeEntered | StageId::CountsSent | StageId::AllEntered | StageId::Agreed => {
-                &self.messages
-            }
-            StageId::Headers | StageId::ReturnRows | StageId::RelayDone => {
-                self.returned.as_ref().unwrap_or(&self.messages)
-            }
-            _ => &self.own,
-        }
-    }
-
-    fn reclaims(&self) -> bool {
-        let asks = self.unroller.scenario.seeded != Some(SeededBug::FreeBeforeAck);
-        asks && self.unroller.reclaims(self.me)
-    }
-
-    fn end(&self) -> Vec<HostAccess> {
-        let Returner { unroller, me, call, .. } = *self;
-        if call.until < Until::End || !unroller.scenario.pulls {
+        if call.until < Until::End {
             return Vec::new();
         }
         let row_bytes = unroller.return_setting(me, call.parts).sizing.home_bytes;
@@ -285,5 +241,47 @@ impl Actor for Returner<'_, '_> {
             None => unroller.summed(me, layout, (places, layout.terms.len() as u32), row_bytes),
         });
         touches
+    }
+}
+
+impl Actor for Returner<'_, '_> {
+    fn begin(&self) -> Vec<HostAccess> {
+        let Returner { unroller, me, call, .. } = *self;
+        let layout = &call.handle.placed.layouts[me as usize];
+        let kept = call.handle.kept.as_ref();
+        let mut touches = kept.map_or(Vec::new(), |kept| {
+            let (kept, of) = (&kept[me as usize], call.handle.call);
+            let notes = unroller.notes_read(me, layout, kept, (call.number, of));
+            vec![unroller.landed_read(me, layout, kept, of), notes]
+        });
+        // Experts write their outputs before the call; what lies elsewhere is copied amid it.
+        touches.extend(if call.copied { Vec::new() } else { self.chunk_written() });
+        touches
+    }
+
+    fn footprint(&self, role: Role, action: Action) -> Vec<HostAccess> {
+        let Returner { unroller, me, call, .. } = *self;
+        match (role, action) {
+            (Role::Own, Action::Compute(Work::Offer)) if call.copied => self.chunk_written(),
+            (Role::Own, Action::Compute(Work::Partials)) if !self.sums_late() => self.summed(),
+            (Role::Own, Action::Compute(Work::Sum)) => self.added(),
+            (Role::Relay, Action::Compute(Work::FillReturn)) => {
+                unroller.tags_read(me, Flag::Block, unroller.paths(me).sources())
+            }
+            _ => unroller.verdict(me, role, action, (false, true)),
+        }
+    }
+
+    fn filled(&self, stage: StageId) -> &Rc<FilledOperands> {
+        match stage.operands() {
+            StageOperands::Messages => &self.messages,
+            StageOperands::Relayed => self.returned.as_ref().unwrap_or(&self.messages),
+            StageOperands::Own | StageOperands::BroughtIn => &self.own,
+        }
+    }
+
+    fn reclaims(&self) -> bool {
+        let asks = self.unroller.scenario.seeded != Some(SeededBug::FreeBeforeAck);
+        asks && self.unroller.reclaims(self.me)
     }
 }

@@ -40,7 +40,7 @@ use crate::mutate::{CallChange, ProgramId, programs_of};
 
 /// Accesses and operands of one rank in one call. The order comes from the program.
 pub(super) trait Actor {
-    /// Accesses of the caller before the call.
+    /// Accesses of the caller before the call, or before what the call packs on its stream.
     fn begin(&self) -> Vec<HostAccess> {
         Vec::new()
     }
@@ -52,14 +52,18 @@ pub(super) trait Actor {
     fn filled(&self, stage: StageId) -> &Rc<FilledOperands>;
 
     /// Accesses of the caller after the call.
-    fn end(&self) -> Vec<HostAccess>;
+    fn end(&self) -> Vec<HostAccess> {
+        Vec::new()
+    }
 
-    /// Whether a host that runs ahead takes memory for the caller before the call that it gave to
-    /// readers: it looks first whether they have read it.
+    /// Whether a host that runs ahead takes memory for this call that it gave to readers.
     fn reclaims(&self) -> bool {
         false
     }
 }
+
+/// Name of the scenes by which a stream hears that its host has enqueued what follows.
+pub(super) const ENQUEUED: &str = "enqueued";
 
 /// A host that enqueues operations on a stream, and runs ahead of it.
 #[derive(Clone, Copy)]
@@ -78,11 +82,12 @@ impl Enqueuer<'_> {
 /// The scenes of one program of a rank, driven as far as `until`: those of its thread and, where
 /// that enqueues, those of its stream.
 ///
-/// A stream begins an operation when it is enqueued, or later. Before each stage of the stream
-/// stands a wait for the host, which has come so far; the host waits for the stream in one step
-/// alone, and for the sums that its NIC reads. Kernels on the stream do the caller's work on rows.
-/// The host waits for its NIC only before the stream gives memory back to peers, and before work
-/// that follows the call.
+/// **The axiom of a stream**: it begins nothing before its host has enqueued it. No program says
+/// so, since every stream is like that: before each stage and each kernel of the stream stands a
+/// wait for the host, which has come so far ([`ENQUEUED`]). All else between the two is in the
+/// program. A host waits for its stream where the program does. It waits for its NIC only before
+/// the stream gives memory back to peers, and where the program joins the caller's work with the
+/// call.
 pub(super) fn walk(
     programs: &RankPrograms,
     (program, role, until): (&CallProgram, Role, Until),
@@ -99,32 +104,38 @@ pub(super) fn walk(
     let last = lines.len() - 1;
     lines[0].defers = enqueues.is_some();
     let base = actor.filled(StageId::Release);
-    let (mut enqueued, mut marks) = (0, 0);
+    let (mut enqueued, mut reclaims) = (0, actor.reclaims());
     // The host has come so far: its next operations on the stream come after that.
     let mut enqueue = |lines: &mut [Scenes], me: u32, settles: bool| {
         enqueued += 1;
         let (flag, level) = (Flag::Posted, FlagValue::Part(enqueued));
-        lines[0].word("enqueued", base, (me, Op::Signal { to: me, of: me, flag, level }));
+        lines[0].word(ENQUEUED, base, (me, Op::Signal { to: me, of: me, flag, level }));
         lines[0].settle(settles);
-        lines[last].word("enqueued", base, (me, Op::Wait { from: me, flag, level }));
+        lines[last].word(ENQUEUED, base, (me, Op::Wait { from: me, flag, level }));
     };
-    if role == Role::Own {
-        if let (Some(_), true) = (enqueues, actor.reclaims()) {
-            let read = steps(base, programs.stages.items(StageId::Release, Part::Whole));
-            lines[0].push("reclaim", 0, base, read);
-        }
-        // The caller's kernels are enqueued behind the calls before.
-        enqueues.iter().for_each(|host| enqueue(&mut lines, host.paths.me(), false));
-        lines[last].touches.extend(actor.begin());
+    if role == Role::Own && enqueues.is_none() {
+        lines[0].touches.extend(actor.begin());
     }
     for step in program.line(cut) {
         let Action::Run(stage, part) = step.action else {
-            lines[0].touches.extend(actor.footprint(step.role, step.action));
-            if let (Action::Compute(Work::AwaitStream), Some(host)) = (step.action, enqueues) {
-                let me = host.paths.me();
-                let (from, of, flag, level) = (me, me, Flag::Ready, FlagValue::Call);
-                lines[last].word("reached", base, (me, Op::Signal { to: me, of, flag, level }));
-                lines[0].word("reached", base, (me, Op::Wait { from, flag, level }));
+            let mut touches = actor.footprint(step.role, step.action);
+            match (step.action, enqueues) {
+                // Only the first time is there memory that this call takes.
+                (Action::Compute(Work::Reclaim), Some(_)) if std::mem::take(&mut reclaims) => {
+                    let read = steps(base, programs.stages.items(StageId::Release, Part::Whole));
+                    lines[0].push("reclaim", 0, base, read);
+                }
+                (Action::Compute(work), Some(host)) if work.is_of_stream() => {
+                    if matches!(work, Work::Pack | Work::Partials) {
+                        touches.splice(..0, actor.begin());
+                    }
+                    let settles = work == Work::Join && host.settles_unless(SeededBug::EndUnsettled);
+                    if settles || !touches.is_empty() {
+                        enqueue(&mut lines, host.paths.me(), settles);
+                    }
+                    lines[last].touches.extend(touches);
+                }
+                _ => lines[0].touches.extend(touches),
             }
             continue;
         };
@@ -147,20 +158,9 @@ pub(super) fn walk(
             }
             lines[at].stage(stage, (part, first), filled, steps(filled, run));
             first += run.len();
-            let sums = at == last && run.iter().any(|item| matches!(item.op, Op::Reduce { .. }));
-            if sums && host.seeded != Some(SeededBug::SendUnsummed) {
-                marks += 1;
-                let (me, flag, level) = (host.paths.me(), Flag::Ready, FlagValue::Part(marks));
-                lines[last].word("summed", base, (me, Op::Signal { to: me, of: me, flag, level }));
-                lines[0].word("summed", base, (me, Op::Wait { from: me, flag, level }));
-            }
         }
     }
     if role == Role::Own {
-        // So are those that follow.
-        if let Some(host) = enqueues {
-            enqueue(&mut lines, host.paths.me(), host.settles_unless(SeededBug::EndUnsettled));
-        }
         lines[last].touches.extend(actor.end());
     }
     lines.into_iter().map(|line| line.end(base)).collect()
