@@ -52,13 +52,13 @@ fn gate(c: &mut Criterion) {
             let bias = (preset == Preset::DeepseekV3).then_some(bias.as_slice());
             group.bench_function(preset.name(), |b| {
                 b.iter(|| {
-                    let call = GateInput { logits: black_box(&logits), bias, ..GateInput::default() };
+                    let call = GateInput::new(black_box(&logits)).with_bias(bias);
                     gate.route(&call).unwrap().required()
                 })
             });
             group.bench_function(format!("{preset} and placement"), |b| {
                 b.iter(|| {
-                    let call = GateInput { logits: black_box(&logits), bias, ..GateInput::default() };
+                    let call = GateInput::new(black_box(&logits)).with_bias(bias);
                     placer.place(&gate.route(&call).unwrap().routing())
                 })
             });

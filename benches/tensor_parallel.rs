@@ -59,7 +59,7 @@ type Timed = (&'static str, f64);
 
 /// Names of calls, and the median of each over rounds in which all take turns.
 fn measure(link: EmulatedLink, chunks: u32) -> Result<Vec<Timed>, Error> {
-    let options = Options { emulated_link: Some(link), ..Options::default() };
+    let options = Options::default().with_emulated_link(Some(link));
     let worlds = World::threads_with(&[0, 1], &options)?;
     let barrier = Barrier::new(RANKS);
     let mut ranks: Vec<Vec<Timed>> = std::thread::scope(|scope| {
@@ -77,8 +77,8 @@ fn rank(world: &World, chunks: u32, barrier: &Barrier) -> Result<Vec<Timed>, Err
     let (way, up) = (Activations::SequenceParallel, LinearShape { inputs: HIDDEN, outputs: FFN });
     let down = LinearShape { inputs: FFN, outputs: HIDDEN };
     let weight = vec![0.25; HIDDEN * FFN / RANKS];
-    let column = ColumnParallelLinear::new(&group, up, way, weight.clone(), None)?;
-    let row = RowParallelLinear::new(&group, down, way, weight, None)?;
+    let column = ColumnParallelLinear::new(&mut group, up, way, weight.clone(), None)?;
+    let row = RowParallelLinear::new(&mut group, down, way, weight, None)?;
     let (x, h) = (vec![0.5; TOKENS / RANKS * HIDDEN], vec![0.5; TOKENS * FFN / RANKS]);
     let chunks = TokenChunks::new(chunks);
     let (alone, both) = (HostExecutor::new().overlap(false), HostExecutor::new());
@@ -160,7 +160,7 @@ fn main() -> Result<(), Error> {
     let sent = (TOKENS / RANKS * HIDDEN * size_of::<f32>()) as f64;
     let rate = (sent / products.as_secs_f64()) as u64;
     let bytes_per_second = NonZeroU64::new(rate).unwrap_or(NonZeroU64::MIN);
-    let link = EmulatedLink { bytes_per_second, latency: LATENCY };
+    let link = EmulatedLink::new(bytes_per_second, LATENCY);
     println!("{RANKS} ranks, {TOKENS} tokens, hidden {HIDDEN}, ffn {FFN}, f32; {} MB/s", rate / 1_000_000);
     println!("products of a forward pass: {products:.2?}");
     for chunks in [1, 2, 4, 8, 16] {

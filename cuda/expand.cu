@@ -97,14 +97,15 @@ struct Admit {
     u64 index;      // i32 [budget]: -1 is written
     u64 weights;    // f32 [budget]: 0 is written
     u64 status;     // u32: what kernels found before
-    u64 verdict;    // u32: that, or which rank is over its budget
-    u64 refusal;    // u32: which rank is over its budget, as all ranks find it; 0: none
+    u64 verdict;    // u32: as check wrote it, or which rank is over its budget
+    u64 refusal;    // u32: the rank that refuses or is over its budget, as all ranks find it; 0: none
     u32 ranks, me, bins, budget, align;
     u32 strict; // more rows than the budget refuse the call at every rank
 };
 
 struct AdmitBlock {
     u32 over; // the first rank that is over its budget
+    u32 refusing;
     u32 refusal;
 };
 
@@ -153,18 +154,14 @@ KERNEL(admit, struct Admit, p) {
         }
         if (p.strict && row > p.budget) atomicMin(&s->over, rank);
     }
-    __syncthreads();
+    u32 refusing_rank = refusing(p.received, p.slot_bytes, p.ranks, &s->refusing);
     if (threadIdx.x == 0) {
         s->refusal = s->over == ~0u ? 0 : OVER_BUDGET | s->over << 8;
+        // What this rank found of its own is in the verdict. Faults of the status word are its own
+        // affair: the rows of the others are right all the same.
+        if (refusing_rank != ~0u) s->refusal = REFUSED | refusing_rank << 8;
+        else judge(p.status, p.verdict, s->refusal);
         *AT(u32, p.refusal) = s->refusal;
-        // What this rank found is its own affair: the rows of the others are right all the same.
-        u32 found = *AT(const volatile u32, p.status);
-        *AT(volatile u32, p.verdict) = found ? found : s->refusal;
-        // A host that ends a dead world writes the status first, then the verdict: if its verdict
-        // was overwritten here, its status is seen here.
-        __threadfence_system();
-        found = *AT(const volatile u32, p.status);
-        if (found) *AT(volatile u32, p.verdict) = found;
     }
     __syncthreads();
     for (u32 bin = threadIdx.x; bin < p.bins; bin += THREADS) {

@@ -26,7 +26,8 @@ struct Pack {
     u64 weights_at; // in a slot; the experts are right behind its head
     u64 rows_at;
     u32 tokens, max_tokens, top_k, n_experts, ranks, hidden;
-    u32 parts, unused; // of a slot
+    u32 parts;   // of a slot
+    u32 refused; // why the host refuses the call, as in a status word; 0: it does not
 };
 
 // Rows of a part, at most, and tokens that a thread looks at between two
@@ -105,10 +106,13 @@ DEVICE void begin_call(const struct Pack *p, struct PackBlock *s) {
         else if (expert >= 0 && rank != MASKED && (rank < 0 || rank >= (i32)p->ranks)) atomicMin(&s->fault, i / p->top_k * 2 + 1);
     }
     __syncthreads();
-    if (threadIdx.x == 0 && s->fault != ~0u)
-        report(p->status, s->fault & 1 ? RANK_OUT_OF_RANGE : EXPERT_OUT_OF_RANGE, s->fault >> 1);
-    for (u32 rank = threadIdx.x; rank < p->ranks; rank += THREADS)
-        AT(struct Head, AT(const u64, p->slots)[rank])->call = s->call;
+    u32 found = s->fault == ~0u ? 0 : (s->fault & 1 ? RANK_OUT_OF_RANGE : EXPERT_OUT_OF_RANGE) | s->fault >> 1 << 8;
+    if (threadIdx.x == 0 && found) report(p->status, found & 0xff, found >> 8);
+    for (u32 rank = threadIdx.x; rank < p->ranks; rank += THREADS) {
+        struct Head *head = AT(struct Head, AT(const u64, p->slots)[rank]);
+        head->call = s->call;
+        head->refused = p->refused ? p->refused : found;
+    }
 }
 
 // What the header says of the slot as a whole, and of a part's rows; zeros between the arrays,
@@ -142,7 +146,7 @@ DEVICE void write_header(const struct Pack *p, const struct PackBlock *s, const 
         head->rows = part->used;
         head->tokens = p->tokens;
         head->digest = p->digest;
-        for (u32 i = 0; i < 5; i++) head->reserved[i] = 0;
+        for (u32 i = 0; i < 9; i++) head->reserved[i] = 0;
     }
 }
 

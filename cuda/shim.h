@@ -59,6 +59,7 @@ enum {
     PLACE_OUT_OF_RANGE = 5,
     INDEX_OUT_OF_RANGE = 6,
     OVER_BUDGET = 7,
+    REFUSED = 8,
 };
 
 DEVICE void report(u64 status, u32 code, u32 about) { atomicCAS(AT(u32, status), 0u, code | about << 8); }

@@ -4,7 +4,8 @@
 //     grid (tokens, parts of a row). A warp finds the rows of its token together, then each lane
 //     sums 16 bytes of columns.
 //
-// Where the status word is set, zeros are written.
+// Where the status word is set, zeros are written. So they are where a rank has refused to combine:
+// its mark is then the number of this call.
 #include "rows.h"
 
 struct Sum {
@@ -12,11 +13,14 @@ struct Sum {
     u64 homes;      // u64 [ranks]: addresses of partial rows, [max_tokens, columns]
     u64 places;     // i32 [tokens, ranks], as pack wrote them
     u64 status;     // u32
+    u64 marks;      // u64 [ranks, 2], the first of each: the last call that the rank refused; or none
+    u64 counter;    // u64: this call
     u32 tokens, max_tokens, ranks, columns;
 };
 
 struct SumBlock {
-    u32 status; // as it was when the block began: the same for all of its threads
+    u32 status;   // as it was when the block began: the same for all of its threads
+    u32 refusing; // the lowest rank that refused this call
 };
 
 // Vectors that a thread has on their way at a time.
@@ -24,9 +28,20 @@ enum { SUMMED = 8 };
 
 // Whether something forbids to believe the rows.
 DEVICE int refused(const struct Sum *p, struct SumBlock *s) {
-    if (threadIdx.x == 0) s->status = *AT(const u32, p->status);
+    if (threadIdx.x == 0) {
+        s->status = *AT(const u32, p->status);
+        s->refusing = ~0u;
+    }
     __syncthreads();
-    return s->status != 0;
+    if (p->marks) {
+        u64 call = *AT(const u64, p->counter);
+        for (u32 rank = threadIdx.x; rank < p->ranks; rank += THREADS)
+            if (AT(const u64, p->marks)[2 * rank] == call) atomicMin(&s->refusing, rank);
+        __syncthreads();
+        if (s->refusing != ~0u && threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0)
+            report(p->status, REFUSED, s->refusing);
+    }
+    return s->status != 0 || s->refusing != ~0u;
 }
 
 // Adds up the rows of a token: 16 bytes of results, from `column` on. All lanes of a warp take

@@ -95,7 +95,7 @@ fn layer_on(world: &World) -> Outcome<String> {
     // SAFETY: the handle is valid until `stream` is dropped, at the end of this function.
     let on = Arc::new(unsafe { Stream::borrow(&context, stream.cu_stream().cast()) }?);
     let group = world.all()?;
-    let builder = ExpertParallel::builder(&group).map_err(sidelane::Error::from)?;
+    let builder = ExpertParallel::builder(&group);
     let builder = builder.experts(EXPERTS).top_k(TOP_K).hidden(HIDDEN);
     let mut ep = builder.dtype(Dtype::F32).max_tokens(TOKENS as u32).on(&on).build()?;
 

@@ -6,6 +6,8 @@ use std::net::IpAddr;
 use std::num::NonZeroU64;
 use std::time::Duration;
 
+use sidelane_core::with_methods;
+
 use crate::error::BootstrapError;
 
 /// What joins nodes (`SIDELANE_NET`).
@@ -55,6 +57,7 @@ impl NetChoice {
 /// with compute can be measured without such a link. Bytes move at once; signals come when the link
 /// would have delivered them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[non_exhaustive]
 pub struct EmulatedLink {
     /// Bytes that a rank sends per second, to all others together.
     pub bytes_per_second: NonZeroU64,
@@ -63,6 +66,11 @@ pub struct EmulatedLink {
 }
 
 impl EmulatedLink {
+    /// A link of so many bytes per second, over which a signal takes so long.
+    pub const fn new(bytes_per_second: NonZeroU64, latency: Duration) -> Self {
+        EmulatedLink { bytes_per_second, latency }
+    }
+
     /// Reads bytes per second, `/`, microseconds.
     pub fn parse(text: &str) -> Option<Self> {
         let (bytes, micros) = text.split_once('/')?;
@@ -124,6 +132,7 @@ impl std::fmt::Display for TcpAddress {
 
 /// Sizes of a world's memory, in bytes. Heap and symmetric part must be equal on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[non_exhaustive]
 pub struct Config {
     /// The heap of each rank.
     pub heap: u64,
@@ -140,6 +149,12 @@ impl Default for Config {
 }
 
 impl Config {
+    with_methods! {
+        with_heap(heap: u64),
+        with_symmetric(symmetric: u64),
+        with_cache(cache: u64),
+    }
+
     /// The defaults, changed by what `lookup` knows.
     ///
     /// # Errors

@@ -15,7 +15,7 @@ use half::bf16;
 use placer::Placer;
 use sidelane::collective::{AllReduceAlgorithm, Communicator};
 use sidelane::dtype::PartialDtype;
-use sidelane::gate::{Capacity, DropPolicy, Gate, GateConfig, GateInput, Noise, Preset, Routing, Select};
+use sidelane::gate::{DropPolicy, Gate, GateInput, Noise, Preset, Routing, Select};
 use sidelane::plan::{Overflow, ReceiveMode, RowLayout, SumOrder};
 use sidelane::topology::Route;
 use sidelane::{Dtype, ExpertParallel};
@@ -151,7 +151,7 @@ fn calls_of_known_shapes_do_not_allocate() {
             let library = Library::new(4);
             on_ranks(&nodes, &medium(), |world| {
                 let group = world.all().unwrap();
-                let builder = ExpertParallel::builder(&group).unwrap().experts(EXPERTS).top_k(TOP_K);
+                let builder = ExpertParallel::builder(&group).experts(EXPERTS).top_k(TOP_K);
                 let builder = builder.hidden(HIDDEN).dtype(Dtype::Bf16).sum_order(order).weighted(weighted);
                 let mut ep = builder.align(4).route(route).build().unwrap();
                 let mine = tokens::<bf16>(u64::from(world.rank()), 9, HIDDEN, TOP_K, EXPERTS);
@@ -223,7 +223,7 @@ fn calls_that_drop_rows_do_not_allocate() {
             let library = Library::new(4);
             on_ranks(&[0, 1, 1, 1], &medium(), |world| {
                 let group = world.all().unwrap();
-                let builder = ExpertParallel::builder(&group).unwrap().experts(EXPERTS).top_k(TOP_K);
+                let builder = ExpertParallel::builder(&group).experts(EXPERTS).top_k(TOP_K);
                 let builder = builder.hidden(HIDDEN).dtype(Dtype::Bf16).route(route).layout(layout);
                 let mut ep = builder.mode(mode).coalesce_relays(spans).build().unwrap();
                 let mine = tokens::<bf16>(u64::from(world.rank()), 9, HIDDEN, TOP_K, EXPERTS);
@@ -251,22 +251,22 @@ fn a_gate_and_its_placement_do_not_allocate() {
             DropPolicy::Priority,
             DropPolicy::Random,
         ] {
-            let capacity = config.capacity.map(|capacity| Capacity { keep, ..capacity });
-            configs.push(GateConfig { capacity, ..config.clone() });
+            let capacity = config.capacity.map(|capacity| capacity.with_keep(keep));
+            configs.push(config.clone().with_capacity(capacity));
         }
         let select = Select::Sinkhorn { tolerance: 1e-4 };
-        configs.push(GateConfig { select, noise: Noise::None, ..config });
+        configs.push(config.with_select(select).with_noise(Noise::None));
         for (config, layout) in configs.into_iter().flat_map(|c| RowLayout::ALL.map(|l| (c.clone(), l))) {
             let logits: Vec<f32> = (0..60 * EXPERTS).map(|i| (i * 37 % 101) as f32 * 0.05).collect();
             // All experts alike, and all tokens alike.
             let flat = vec![0.5; logits.len()];
             let crowded: Vec<f32> = (0..logits.len()).map(|i| (i % EXPERTS) as f32).collect();
-            let call = GateInput { training: true, ..GateInput::default() };
+            let call = GateInput::default().with_training(true);
             let mut gate = Gate::new(config.clone()).unwrap();
             let mut placer = Placer::new(EXPERTS as u32, 4, layout);
             let mut scores = vec![0.0; logits.len()];
             let mut place = |gate: &mut Gate, tokens: usize| {
-                let call = GateInput { logits: &logits[..tokens * EXPERTS], ..call };
+                let call = call.with_logits(&logits[..tokens * EXPERTS]);
                 placer.place(&gate.route(&call).unwrap().routing());
                 gate.scores(&call, &mut scores[..tokens * EXPERTS]).unwrap();
             };
@@ -274,7 +274,7 @@ fn a_gate_and_its_placement_do_not_allocate() {
             let before = allocations();
             [60, 1, 0, 30, 60].into_iter().for_each(|tokens| place(&mut gate, tokens));
             for logits in [&flat, &crowded] {
-                gate.route(&GateInput { logits, ..call }).unwrap();
+                gate.route(&call.with_logits(logits)).unwrap();
             }
             assert_eq!(allocations() - before, 0, "{config:?}, {layout:?}");
         }

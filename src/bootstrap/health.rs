@@ -56,6 +56,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags};
 use rustix::fs::OFlags;
 use rustix::io::Errno;
+use sidelane_core::with_methods;
 
 use super::failed;
 use super::identity::LauncherPipe;
@@ -279,6 +280,7 @@ impl LauncherWatch {
 /// Time limits. *Liveness* finds processes that are gone or stopped, in two seconds; the *deadline*
 /// ends waits for ranks that are alive but do not do their part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Timeouts {
     /// Time between two heartbeats of a rank.
     pub heartbeat: Duration,
@@ -303,6 +305,13 @@ impl Default for Timeouts {
 }
 
 impl Timeouts {
+    with_methods! {
+        with_heartbeat(heartbeat: Duration),
+        with_liveness(liveness: Duration),
+        with_deadline(deadline: Duration),
+        with_rendezvous(rendezvous: Duration),
+    }
+
     /// The defaults, with `SIDELANE_DEADLINE_MS`, `SIDELANE_RENDEZVOUS_MS` and
     /// `SIDELANE_LIVENESS_MS` if `lookup` has them. The last is for ranks with slow heartbeats: in
     /// a debugger, or under valgrind.

@@ -14,6 +14,8 @@
 
 use std::net::{IpAddr, Ipv4Addr};
 
+use sidelane_core::with_methods;
+
 use crate::digest::Digest;
 use crate::error::BootstrapError;
 
@@ -41,6 +43,7 @@ pub struct LauncherPipe {
 
 /// Identity of this process among the ranks of its job, and their meeting point.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Identity {
     /// This rank.
     pub rank: u32,
@@ -53,18 +56,48 @@ pub struct Identity {
     /// Name of the job: jobs with different names never join each other.
     pub job: String,
     /// Source of these values.
+    #[doc(hidden)]
     pub source: Launcher,
     /// Where rank 0 listens.
     pub master_addr: String,
     /// Ports to try, in order.
     pub ports: Vec<u16>,
     /// The launcher's pipe, if it made one.
+    #[doc(hidden)]
     pub launcher_pipe: Option<LauncherPipe>,
     /// Whether to do without a secret beyond loopback (`SIDELANE_INSECURE=1`).
     pub insecure: bool,
 }
 
 impl Identity {
+    /// A rank of a job that is known otherwise than from a launcher's variables. It needs at least
+    /// [`with_master_addr`](Self::with_master_addr) and [`with_ports`](Self::with_ports).
+    pub const fn new(rank: u32, size: u32) -> Self {
+        Identity {
+            rank,
+            size,
+            local_rank: None,
+            local_size: None,
+            job: String::new(),
+            source: Launcher::Sidelane,
+            master_addr: String::new(),
+            ports: Vec::new(),
+            launcher_pipe: None,
+            insecure: false,
+        }
+    }
+
+    with_methods! {
+        with_rank(rank: u32),
+        with_size(size: u32),
+        with_local_rank(local_rank: Option<u32>),
+        with_local_size(local_size: Option<u32>),
+        with_job(job: String),
+        with_master_addr(master_addr: String),
+        with_ports(ports: Vec<u16>),
+        with_insecure(insecure: bool),
+    }
+
     /// Reads the launcher's variables through `lookup`.
     pub fn from_vars(lookup: &dyn Fn(&str) -> Option<String>) -> Result<Self, BootstrapError> {
         let vars = Vars(lookup);
@@ -130,22 +163,6 @@ impl Identity {
         }
         Ok(self)
     }
-
-    /// Common values of all launchers, before any is filled in.
-    pub(super) fn blank() -> Self {
-        Identity {
-            rank: 0,
-            size: 1,
-            local_rank: None,
-            local_size: None,
-            job: String::new(),
-            source: Launcher::Sidelane,
-            master_addr: String::new(),
-            ports: Vec::new(),
-            launcher_pipe: None,
-            insecure: false,
-        }
-    }
 }
 
 /// Ports that are tried one after the other.
@@ -209,7 +226,7 @@ impl Vars<'_> {
             source: if launched.is_some() { Launcher::Sidelane } else { Launcher::Torchrun },
             job: launched.unwrap_or(run),
             master_addr,
-            ..Identity::blank()
+            ..Identity::new(0, 1)
         })
     }
 
@@ -230,7 +247,7 @@ impl Vars<'_> {
             job: self.text("SIDELANE_JOB").or(job).unwrap_or_else(|| "ompi".to_owned()),
             source: Launcher::OpenMpi,
             master_addr,
-            ..Identity::blank()
+            ..Identity::new(0, 1)
         })
     }
 
@@ -262,7 +279,7 @@ impl Vars<'_> {
             job: self.text("SIDELANE_JOB").unwrap_or(step),
             source: Launcher::Slurm,
             master_addr,
-            ..Identity::blank()
+            ..Identity::new(0, 1)
         })
     }
 

@@ -48,7 +48,6 @@ use std::io;
 
 use rustix::io::Errno;
 
-pub use file_descriptors::Location;
 pub(crate) use health::interrupted;
 pub use health::{Timeouts, interruptible};
 pub use identity::Identity;
@@ -61,7 +60,7 @@ use crate::error::BootstrapError;
 
 // For the program and the tests of this repository: no promises are made about it.
 #[doc(hidden)]
-pub use file_descriptors::exchange_fds;
+pub use file_descriptors::{Location, exchange_fds};
 #[doc(hidden)]
 pub use health::Health;
 #[doc(hidden)]

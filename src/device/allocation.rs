@@ -183,6 +183,7 @@ impl DeviceRange {
     /// # Errors
     /// [`DeviceError::Unsupported`], [`DeviceError::NoAccess`], [`DeviceError::Descriptor`],
     /// [`DeviceError::Call`].
+    #[doc(hidden)]
     pub fn dma_buf(&self, context: &Context) -> Result<DmaBuf, DeviceError> {
         const CALL: &str = "cuMemGetHandleForAddressRange";
         context.require(

@@ -50,6 +50,7 @@ impl Context {
     }
 
     /// Properties and abilities of its device.
+    #[doc(hidden)]
     pub fn facts(&self) -> &DeviceProperties {
         &self.facts
     }

@@ -21,6 +21,7 @@ impl Stream {
     ///
     /// # Errors
     /// [`DeviceError::Lengths`], [`DeviceError::NoAccess`], [`DeviceError::Call`].
+    #[doc(hidden)]
     pub fn copy(&self, to: ByteSpan<'_>, from: ByteSpan<'_>) -> Result<(), DeviceError> {
         let Some(len) = length(to, from)? else { return Ok(()) };
         let _held = self.hold(&[to.range, from.range])?;
@@ -42,6 +43,7 @@ impl Stream {
     /// # Errors
     /// [`DeviceError::TooOld`], [`DeviceError::Capturing`], [`DeviceError::OtherDevice`] for a
     /// batch of another device, [`DeviceError::Batch`], [`DeviceError::Call`].
+    #[doc(hidden)]
     pub fn copy_batch(&self, batch: &mut CopyBatch) -> Result<(), DeviceError> {
         let library = self.library();
         let Some(function) = library.batch else {
@@ -92,6 +94,7 @@ impl Stream {
     ///
     /// # Errors
     /// [`DeviceError::OtherDevice`], [`DeviceError::Call`].
+    #[doc(hidden)]
     pub fn copy_each(&self, batch: &CopyBatch) -> Result<(), DeviceError> {
         if batch.device != self.device() {
             let (found, expected) = (batch.device, self.device());

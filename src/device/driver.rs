@@ -44,6 +44,7 @@ impl Driver {
     }
 
     /// The newest CUDA version that the driver can do.
+    #[doc(hidden)]
     pub fn version(&self) -> Version {
         self.library.version
     }
@@ -68,6 +69,7 @@ impl Driver {
     ///
     /// # Errors
     /// [`DeviceError::NoSuchDevice`], [`DeviceError::Call`].
+    #[doc(hidden)]
     pub fn device(&self, device: u32) -> Result<DeviceProperties, DeviceError> {
         DeviceProperties::ask(&self.library, device, self.handle(device)?)
     }
@@ -84,6 +86,7 @@ impl Driver {
     ///
     /// # Errors
     /// [`DeviceError::Call`].
+    #[doc(hidden)]
     pub fn module_loading(&self) -> Result<ModuleLoading, DeviceError> {
         let mut mode = 0_u32;
         // SAFETY: fills the number; it is an enum in the header, and read as a number here.
@@ -132,6 +135,7 @@ impl Driver {
     ///
     /// # Errors
     /// [`DeviceError::Call`].
+    #[doc(hidden)]
     pub fn probe(&self) -> Result<Probe, DeviceError> {
         Probe::ask(self)
     }

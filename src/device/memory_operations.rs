@@ -29,6 +29,7 @@ impl Stream {
     ///
     /// # Errors
     /// [`DeviceError::NoAccess`], [`DeviceError::Unsupported`], [`DeviceError::Call`].
+    #[doc(hidden)]
     pub fn write<T: Value>(&self, word: Word<'_, T>, value: T) -> Result<(), DeviceError> {
         let wide = is_wide::<T>(&self.context)?;
         let _held = self.hold(&[word.range])?;
@@ -50,6 +51,7 @@ impl Stream {
     ///
     /// # Errors
     /// [`DeviceError::NoAccess`], [`DeviceError::Unsupported`], [`DeviceError::Call`].
+    #[doc(hidden)]
     pub fn wait<T: Value>(&self, word: Word<'_, T>, value: T) -> Result<(), DeviceError> {
         self.wait_as(word, value, AT_OR_PAST)
     }
@@ -60,6 +62,7 @@ impl Stream {
     ///
     /// # Errors
     /// As [`Stream::wait`]; [`DeviceError::Unsupported`] if the device can do neither.
+    #[doc(hidden)]
     pub fn wait_for_card<T: Value>(&self, word: Word<'_, T>, value: T) -> Result<(), DeviceError> {
         self.wait_as(word, value, card_wait(&self.context)?)
     }
@@ -84,6 +87,7 @@ impl Stream {
     ///
     /// # Errors
     /// [`DeviceError::OtherDevice`] for a list of another device, [`DeviceError::Call`].
+    #[doc(hidden)]
     pub fn operate(&self, list: &mut MemOpBatch) -> Result<(), DeviceError> {
         if list.device != self.device() {
             let (found, expected) = (list.device, self.device());

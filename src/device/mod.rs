@@ -55,7 +55,6 @@ pub mod wheels;
 
 pub use context::Context;
 pub use driver::Driver;
-pub use pinned::PinnedMemory;
 pub use range::DeviceRange;
 pub use stream::{CudaGraph, Event, Priority, Stream};
 
@@ -76,8 +75,8 @@ pub use kernels::{
 #[doc(hidden)]
 pub use kernels::{
     Addresses, Admit, Check, ChoiceArgs, ChoiceFault, CountArgs, DotScale, Expand, FetchWeights, Kernels,
-    OwnRows, Pack, PermuteArgs, PlaceArgs, PlanArgs, RankSumArgs, RecordArgs, RunArgs, SortArgs, SumArgs,
-    SumChoices, Tally,
+    OwnRows, Pack, PermuteArgs, PlaceArgs, PlanArgs, RankSumArgs, RecordArgs, RefusalMarks, RunArgs,
+    SortArgs, SumArgs, SumChoices, Tally,
 };
 #[doc(hidden)]
 pub use libcuda::Version;
@@ -85,6 +84,8 @@ pub use libcuda::Version;
 pub use memory_operations::MemOpBatch;
 #[doc(hidden)]
 pub use module::{Function, Grid, Module, Parameters};
+#[doc(hidden)]
+pub use pinned::PinnedMemory;
 #[doc(hidden)]
 pub use probe::{BatchedCopies, DeviceProperties, ModuleLoading, Probe, WriteOrder};
 #[doc(hidden)]

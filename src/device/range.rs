@@ -116,6 +116,7 @@ impl DeviceRange {
     ///
     /// # Errors
     /// [`DeviceError::OutOfRange`].
+    #[doc(hidden)]
     pub fn span(&self, offset: u64, len: u64) -> Result<ByteSpan<'_>, DeviceError> {
         Ok(ByteSpan { range: self, address: self.inside(offset, len)?, len })
     }
@@ -124,6 +125,7 @@ impl DeviceRange {
     ///
     /// # Errors
     /// [`DeviceError::OutOfRange`], [`DeviceError::Misaligned`].
+    #[doc(hidden)]
     pub fn word<T: Value>(&self, offset: u64) -> Result<Word<'_, T>, DeviceError> {
         let align = size_of::<T>() as u64;
         let address = self.inside(offset, align)?;

@@ -124,12 +124,12 @@ pub struct ExpertParallelBuilder<'g> {
 /// Settings that instances on a device have besides their stream.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct DeviceSettings {
-    graphs: Graphs,
-    max_in_flight: Option<u32>,
-    device_heap: Option<u64>,
-    device_heap_limit: Option<u64>,
+    pub graphs: Graphs,
+    pub max_in_flight: Option<u32>,
+    pub device_heap: Option<u64>,
+    pub device_heap_limit: Option<u64>,
     heap_load: HeapLoad,
-    priority: Option<Priority>,
+    pub priority: Option<Priority>,
 }
 
 /// Default limit of dispatches that may be alive at once on a device.
@@ -165,7 +165,7 @@ impl Instance {
 }
 
 impl<'g> ExpertParallelBuilder<'g> {
-    pub(super) fn new(group: &'g Group) -> Result<Self, PlanError> {
+    pub(super) fn new(group: &'g Group) -> Self {
         let spec = Spec {
             top_k: 1,
             hidden: 0,
@@ -174,7 +174,8 @@ impl<'g> ExpertParallelBuilder<'g> {
             align: 1,
             max_tokens: 4096,
             weighted: false,
-            map: Arc::new(ExpertMap::contiguous(1, group.size())?),
+            // `build` makes the map, which is checked there; this one always exists.
+            map: Arc::new(ExpertMap::contiguous(1, group.size()).expect("a group has this rank")),
             route: Route::Direct,
             partial_dtype: PartialDtype::F32,
             layout: RowLayout::default(),
@@ -187,7 +188,7 @@ impl<'g> ExpertParallelBuilder<'g> {
             rank_sums: false,
             node_sums: false,
         };
-        Ok(ExpertParallelBuilder {
+        ExpertParallelBuilder {
             group,
             experts: 0,
             map: None,
@@ -195,7 +196,7 @@ impl<'g> ExpertParallelBuilder<'g> {
             spec,
             stream: None,
             device: DeviceSettings::default(),
-        })
+        }
     }
 
     /// Settings of an instance, for this group and map.
@@ -497,43 +498,17 @@ impl<'g> ExpertParallelBuilder<'g> {
 
     /// Whether calls on a device are programs of constants.
     fn is_constant(&self) -> bool {
-        match self.spec.mode {
-            ReceiveMode::Exact => false,
-            ReceiveMode::Budget { .. } => self.device.graphs == Graphs::Slots,
-            ReceiveMode::Slots { .. } => true,
-        }
+        let mode = self.spec.mode;
+        mode.slots().is_some() || mode.budget().is_some() && self.device.graphs == Graphs::Slots
     }
 
-    /// Refuses settings that what serves them does not have.
+    /// Refuses features that the executor lacks, and numbers that it cannot count with.
     fn check_instance(&self, instance: &Instance) -> Result<(), PlanError> {
-        Feature::check(&self.spec, instance.executor())?;
-        if self.device.graphs != Graphs::Off {
-            Feature::Capture.require(instance.executor())?;
-        }
+        Feature::check((&self.spec, &self.device), instance.executor())?;
         if matches!(instance, Instance::Slots(_)) {
-            SlotExchange::check_settings(&self.spec)?;
+            SlotExchange::check_sizes(&self.spec)?;
         }
-        let bad = |parameter, seen, expected| Err(PlanError::BadParameter { parameter, seen, expected });
-        match (instance, self.spec.max_blocks) {
-            (_, Some(0)) => return bad("max_blocks", 0, "at least 1"),
-            (Instance::Host, Some(seen)) => {
-                return bad("max_blocks", seen.into(), "none on the host");
-            }
-            _ => {}
-        }
-        if matches!(instance, Instance::Enqueued(_)) {
-            return Ok(());
-        }
-        let of_enqueuer = [
-            ("max_in_flight", self.device.max_in_flight.map(u64::from)),
-            ("device_heap", self.device.device_heap),
-            ("device_heap_limit", self.device.device_heap_limit),
-            ("priority", self.device.priority.map(|priority| priority as u64)),
-        ];
-        of_enqueuer.into_iter().try_for_each(|(parameter, seen)| match seen {
-            Some(seen) => bad(parameter, seen, "none, except on a device for calls that the host finishes"),
-            None => Ok(()),
-        })
+        Ok(())
     }
 
     fn check(&self) -> Result<(), PlanError> {
@@ -565,6 +540,9 @@ impl<'g> ExpertParallelBuilder<'g> {
         }
         if spec.align == 0 {
             return bad("align", 0, "at least 1");
+        }
+        if spec.max_blocks == Some(0) {
+            return bad("max_blocks", 0, "at least 1");
         }
         if u64::from(spec.max_tokens) * u64::from(spec.top_k) > u64::from(u32::MAX / 2) {
             return bad("max_tokens", spec.max_tokens.into(), "fewer: entries are counted in 32 bits");
@@ -707,7 +685,7 @@ mod tests {
     fn instance_keeps_every_setting_in_a_rebuild() {
         let world = World::threads(1).unwrap().remove(0);
         let group = world.all().unwrap();
-        let plain = || ExpertParallelBuilder::new(&group).unwrap();
+        let plain = || ExpertParallelBuilder::new(&group);
         let budget = ReceiveMode::Budget { rows: 64, overflow: Overflow::Drop };
         let sums = plain().experts(6).top_k(2).hidden(16).dtype(Dtype::F32).align(4).max_tokens(10);
         let sums = sums.weighted(true).mode(budget).route(Route::Pxn).sum_order(SumOrder::Node);

@@ -15,7 +15,7 @@ use super::{
 use crate::device::Stream;
 use crate::dtype::{Dtype, Element, Fp8RowShape};
 use crate::ep::device::slots::SlotExchange;
-use crate::error::{CallError, CallKind, Error, PlanError};
+use crate::error::{CallError, CallKind, Error};
 use crate::memory::Pool;
 use crate::plan::ExpertMap;
 use crate::rows::Arithmetic;
@@ -29,7 +29,7 @@ use crate::world::{Group, WorldState};
 ///
 /// let ranks = World::threads(2)?.into_iter().map(|world| {
 ///     std::thread::spawn(move || -> sidelane::Result<()> {
-///         let mut ep = sidelane::ExpertParallel::builder(&world.all()?)?
+///         let mut ep = sidelane::ExpertParallel::builder(&world.all()?)
 ///             .experts(4).top_k(2).hidden(8).dtype(Dtype::Bf16).build()?;
 ///         let x = vec![bf16::ONE; 3 * 8];                                   // 3 tokens of 8 elements
 ///         let routing = Routing::new(2, vec![0, 3, 1, 2, 3, 0], vec![0.5; 6])?;
@@ -59,7 +59,7 @@ use crate::world::{Group, WorldState};
 /// # fn layer([x, experts, weights, out]: [sidelane::device::DeviceRange; 4]) -> sidelane::Result<()> {
 /// let world = World::from_env()?;
 /// let stream = Arc::new(Stream::new(&Driver::open()?.context(0)?, Priority::Normal)?);
-/// let mut ep = ExpertParallel::builder(&world.all()?)?
+/// let mut ep = ExpertParallel::builder(&world.all()?)
 ///     .experts(64).top_k(8).hidden(2048).dtype(Dtype::Bf16).on(&stream).build()?;
 /// let choices = Choices::Device { experts: &experts, weights: &weights };
 /// let (rows, handle) = ep.dispatch(Tensor::device(&x, Dtype::Bf16), choices)?;
@@ -95,10 +95,7 @@ enum InstanceAt {
 
 impl ExpertParallel {
     /// Starts to describe one.
-    ///
-    /// # Errors
-    /// [`PlanError`] if the group is empty.
-    pub fn builder(group: &Group) -> Result<ExpertParallelBuilder<'_>, PlanError> {
+    pub fn builder(group: &Group) -> ExpertParallelBuilder<'_> {
         ExpertParallelBuilder::new(group)
     }
 
@@ -176,7 +173,8 @@ impl ExpertParallel {
     /// # Errors
     /// [`DeviceError::OtherDevice`](crate::error::DeviceError) for a stream of another device, and
     /// [`DeviceError::OtherContext`](crate::error::DeviceError) for one of another context of the
-    /// device, such as that before a reset. [`PlanError::NotAvailable`] for other instances.
+    /// device, such as that before a reset. [`PlanError::NotAvailable`](crate::error::PlanError)
+    /// for other instances.
     pub fn set_stream(&mut self, stream: &Arc<Stream>) -> Result<(), Error> {
         match &mut self.at {
             InstanceAt::Slots { stream: of_calls, .. } => {
@@ -218,8 +216,8 @@ impl ExpertParallel {
     /// of them with a scale. `records` is overwritten. On the host.
     ///
     /// # Errors
-    /// [`CallError::NotKept`] where rows are not dispatched in fp8; [`PlanError`] for tensors of
-    /// another shape, type or place.
+    /// [`CallError::NotKept`] where rows are not dispatched in fp8;
+    /// [`PlanError`](crate::error::PlanError) for tensors of another shape, type or place.
     pub fn quantize<'a>(&self, tokens: impl Into<Tensor<'a>>, records: &mut Vec<u8>) -> Result<(), Error> {
         let (shape, tokens) = (self.records()?, tokens.into());
         let (rows, dtype) = tokens.on_host("tokens")?;
@@ -272,7 +270,8 @@ impl ExpertParallel {
     /// they can.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfSpace`](crate::error::MemoryError), [`PlanError::NotAvailable`].
+    /// [`MemoryError::OutOfSpace`](crate::error::MemoryError),
+    /// [`PlanError::NotAvailable`](crate::error::PlanError).
     pub fn token_buffer(&self, tokens: u32) -> Result<TokenBuffer, Error> {
         Feature::TokenBuffers.require(self.executor())?;
         let row_bytes = self.spec.sizing(CallKind::Dispatch, None).row_bytes;
@@ -291,9 +290,9 @@ impl ExpertParallel {
     ///
     /// # Errors
     /// [`MemoryError::AllocatorTaken`](crate::error::MemoryError) while another one serves the
-    /// device, [`PlanError::WrongPlace`] on the host, [`PlanError::NotAvailable`] in slots.
+    /// device, [`PlanError::NotAvailable`](crate::error::PlanError) on the host and in slots.
     pub fn heap_allocator(&self) -> Result<HeapAllocator, Error> {
-        Feature::TokenBuffers.require(self.executor())?;
+        Feature::DeviceHeap.require(self.executor())?;
         match &self.at {
             InstanceAt::Enqueued(ep) => ep.heap_allocator(),
             _ => Err(wrong_place("a heap allocator", Side::Device)),
@@ -310,6 +309,7 @@ impl ExpertParallel {
     }
 
     /// The receive pool of this rank's host memory.
+    #[doc(hidden)]
     pub fn pool(&self) -> &Arc<Pool> {
         self.shared.heap.pool()
     }
@@ -329,24 +329,30 @@ impl ExpertParallel {
     /// `x` is `[tokens, hidden]`, `choices` `[tokens, top_k]`; both may be empty.
     ///
     /// # Errors
-    /// On every rank, before a byte moves: [`PlanError`] where the input is wrong
-    /// ([`PeerRefused`](crate::error::CallError) on the others), [`CallError`] where ranks make
-    /// different calls, [`MemoryError::OutOfSpace`](crate::error::MemoryError) if a rank cannot
-    /// hold its rows. The world stays usable after these. [`LaneError`](crate::error::LaneError),
-    /// [`DeviceError`](crate::error::DeviceError) of calls that the host finishes, and
-    /// [`Cause`](crate::error::Cause) end it.
+    /// On every rank, before a byte moves: [`PlanError`](crate::error::PlanError) where the input
+    /// is wrong ([`PeerRefused`](crate::error::CallError) on the others), [`CallError`] where ranks
+    /// make different calls, [`MemoryError::OutOfSpace`](crate::error::MemoryError) if a rank
+    /// cannot hold its rows. The world stays usable after these.
+    /// [`LaneError`](crate::error::LaneError), [`DeviceError`](crate::error::DeviceError) of calls
+    /// that the host finishes, and [`Cause`](crate::error::Cause) end it.
     ///
     /// A rank on whose device as many dispatches are alive as there is memory for refuses the call
     /// likewise, by [`CallError::TooManyInFlight`].
     ///
-    /// On a device two refusals are this rank's alone. They come before anything is enqueued, and
-    /// the other ranks wait until this one makes the call again:
+    /// In slots, fixed ones and those of a budget with [`Graphs::Slots`](super::Graphs::Slots), no
+    /// host waits for another. So the rank that refuses gets its error at once, and the others'
+    /// streams find it in the call: no rank has rows, and sums are zeros. The verdict of the call
+    /// says so at each rank ([`Handle::status`]), and so do [`synchronize`](Self::synchronize) and
+    /// [`check`](Self::check) until the next call: by [`PeerRefused`](crate::error::CallError) or,
+    /// where a rank is over its budget, by [`DeviceError::Fault`](crate::error::DeviceError). An
+    /// expert that does not exist is found by streams alone, and refused likewise.
     ///
-    /// - [`PlanError::NotAvailable`] for any call of exact sizes, or of a budget without graphs, on
-    ///   a stream that is being captured: a graph does not know the sizes of its launches;
-    /// - all refusals in slots, where ranks agree on nothing: fixed ones, and those of a budget
-    ///   with [`Graphs::Slots`](super::Graphs::Slots). That a rank is over its budget is then known
-    ///   to streams alone ([`Handle::status`]).
+    /// On a device two refusals are this rank's alone. They come before anything is enqueued:
+    ///
+    /// - [`PlanError::NotAvailable`](crate::error::PlanError) for any call of exact sizes, or of a
+    ///   budget without graphs, on a stream that is being captured: a graph does not know the sizes
+    ///   of its launches;
+    /// - all refusals in slots of a call that is being captured, which can be captured again.
     pub fn dispatch<'a>(
         &mut self,
         x: impl Into<Tensor<'a>>,
@@ -467,8 +473,7 @@ impl ExpertParallel {
     /// call went on all ranks.
     ///
     /// # Errors
-    /// As [`ExpertParallel::combine`]; in slots on a device, of these, what this rank finds
-    /// wrong.
+    /// As [`ExpertParallel::combine`]; in slots on a device as [`ExpertParallel::dispatch`].
     pub fn combine_into<'a, 'o>(
         &mut self,
         y: impl Into<CombineInput<'a>>,
@@ -486,7 +491,7 @@ impl ExpertParallel {
                 ep.finish_combine(stream, started, handle, out)
             }
             (InstanceAt::Enqueued(ep), _) => Err(ep.refuse(CallKind::Combine, None, foreign)),
-            (InstanceAt::Slots { .. }, _) => Err(foreign),
+            (InstanceAt::Slots { ep, stream }, _) => Err(ep.refuse(stream, CallKind::Combine, foreign)),
         }
     }
 
@@ -515,7 +520,9 @@ impl ExpertParallel {
                 CombineAt::Slots { started, handle, unfinished: Unfinished::new(&self.shared), ep, stream }
             }
             (InstanceAt::Enqueued(ep), _) => return Err(ep.refuse(CallKind::Combine, None, foreign)),
-            (InstanceAt::Slots { .. }, _) => return Err(foreign),
+            (InstanceAt::Slots { ep, stream }, _) => {
+                return Err(ep.refuse(stream, CallKind::Combine, foreign));
+            }
         }))
     }
 
@@ -523,8 +530,8 @@ impl ExpertParallel {
     /// returns. Without a handle, of the last dispatch. Collective.
     ///
     /// # Errors
-    /// As [`ExpertParallel::combine_into`]; [`PlanError::NotAvailable`] for other instances, whose
-    /// dispatches need no combine.
+    /// As [`ExpertParallel::combine_into`]; [`PlanError::NotAvailable`](crate::error::PlanError)
+    /// for other instances, whose dispatches need no combine.
     pub fn release(&mut self, handle: Option<&Handle>) -> Result<(), Error> {
         let (executor, foreign) = (self.executor(), handle.map(|handle| self.foreign(handle)));
         match (&mut self.at, handle.map(|handle| &handle.0)) {
@@ -532,7 +539,9 @@ impl ExpertParallel {
                 ep.release(stream, Some(handle))
             }
             (InstanceAt::Slots { ep, stream }, None) => ep.release(stream, None),
-            (InstanceAt::Slots { .. }, Some(_)) => foreign.map_or(Ok(()), Err),
+            (InstanceAt::Slots { ep, stream }, Some(_)) => {
+                foreign.map_or(Ok(()), |foreign| Err(ep.refuse(stream, CallKind::Combine, foreign)))
+            }
             _ => Ok(Feature::Release.require(executor)?),
         }
     }
@@ -645,9 +654,9 @@ impl ExpertParallel {
     /// The mask of ranks stays ([`ExpertParallel::mask`]).
     ///
     /// # Errors
-    /// On every rank, and the old map stays: [`PlanError::BadParameter`] if the map is of other
-    /// ranks or experts, or has not as many slots; [`CallError::HandlesAlive`];
-    /// [`CallError::Disagree`] if ranks bring different maps.
+    /// On every rank, and the old map stays: [`PlanError::BadParameter`](crate::error::PlanError)
+    /// if the map is of other ranks or experts, or has not as many slots;
+    /// [`CallError::HandlesAlive`]; [`CallError::Disagree`] if ranks bring different maps.
     pub fn set_expert_map(&mut self, map: ExpertMap) -> Result<(), Error> {
         Feature::ExpertMaps.require(self.executor())?;
         // A map of other ranks is refused as such.
@@ -676,11 +685,12 @@ impl ExpertParallel {
     /// The loss of a rank ends the world, with a mask or without.
     ///
     /// # Errors
-    /// On every rank, and the old mask stays: [`PlanError::BadParameter`] if there is not a flag
-    /// for each rank, or no rank is active; [`CallError::HandlesAlive`]; [`CallError::Disagree`] if
-    /// ranks bring different masks. In slots on a device, where ranks agree through the
-    /// coordinator: [`CallError::OutOfTurn`] and what [`synchronize`](Self::synchronize) finds; for
-    /// other ranks' refusals and different masks, [`CallError::ConfigsDiffer`].
+    /// On every rank, and the old mask stays: [`PlanError::BadParameter`](crate::error::PlanError)
+    /// if there is not a flag for each rank, or no rank is active; [`CallError::HandlesAlive`];
+    /// [`CallError::Disagree`] if ranks bring different masks. In slots on a device, where ranks
+    /// agree through the coordinator: [`CallError::OutOfTurn`] and what
+    /// [`synchronize`](Self::synchronize) finds; for other ranks' refusals and different masks,
+    /// [`CallError::ConfigsDiffer`].
     pub fn mask(&mut self, active: &[bool]) -> Result<(), Error> {
         let map = self.expert_map().with_active(active).map_err(Error::from);
         match &mut self.at {
@@ -701,7 +711,8 @@ impl ExpertParallel {
     /// `handle` is that of calls along one, if there is any. Returns the error to report here:
     /// `error`, or the one that ended the world meanwhile.
     ///
-    /// In fixed slots on a device nothing is entered: the call can be made again.
+    /// In slots on a device the other ranks' streams hear of it, and then their hosts
+    /// ([`dispatch`](Self::dispatch)). The next call is a dispatch.
     pub fn refuse(&mut self, call: CallKind, handle: Option<&Handle>, error: Error) -> Error {
         match &mut self.at {
             InstanceAt::Host(ep) => ep.refuse(call, handle.and_then(Handle::host), error),
@@ -712,7 +723,7 @@ impl ExpertParallel {
                 });
                 ep.refuse(call, handle, error)
             }
-            InstanceAt::Slots { .. } => error,
+            InstanceAt::Slots { ep, stream } => ep.refuse(stream, call, error),
         }
     }
 
@@ -743,8 +754,10 @@ impl ExpertParallel {
     /// Known errors, without waiting.
     ///
     /// # Errors
-    /// [`Cause`](crate::error::Cause); in fixed slots on a device,
-    /// [`DeviceError::Fault`](crate::error::DeviceError), the fault that a kernel has found. Sums
+    /// [`Cause`](crate::error::Cause); in slots on a device
+    /// [`DeviceError::Fault`](crate::error::DeviceError), the fault that a kernel has found, and
+    /// [`PeerRefused`](CallError::PeerRefused) or
+    /// [`PlanError::RefusedHere`](crate::error::PlanError) where the last call was refused. Sums
     /// are zeros then.
     pub fn check(&self) -> Result<(), Error> {
         match &self.at {

@@ -4,11 +4,14 @@
 //! |---|---|
 //! | host | the host stepper |
 //! | device; exact sizes or a budget | the enqueuer, in the caller's thread |
-//! | device; fixed slots, or a budget that graphs hold | the constant program |
+//! | device; fixed slots, or a budget that graphs hold | the constant program, a column for each |
+//!
+//! Settings that no place has are refused by the builder, and numbers that are too large by what
+//! counts with them.
 
-use super::builder::Spec;
+use super::builder::{DeviceSettings, Graphs, Spec};
 use super::report::CallExecutor;
-use crate::dtype::PartialDtype;
+use crate::dtype::{Dtype, PartialDtype};
 use crate::error::PlanError;
 use crate::plan::{ReceiveMode, Strategy, SumOrder};
 use crate::topology::Route;
@@ -23,7 +26,7 @@ pub enum Feature {
     RankMajor,
     /// Receive memory within a budget ([`ReceiveMode::Budget`]).
     Budget,
-    /// Slots for fewer rows than a rank may have tokens ([`ReceiveMode::Slots`]).
+    /// Slots for another number of rows than a rank may have tokens ([`ReceiveMode::Slots`]).
     ScarceSlots,
     /// Sums by expert, of rows that lie by expert ([`SumOrder::Expert`]).
     OrderExpert,
@@ -45,8 +48,24 @@ pub enum Feature {
     AllGather,
     /// Dispatch of rows in fp8.
     Fp8,
+    /// Rows that no sum can be made of ([`Dtype::Bytes`]).
+    Bytes,
     /// Combines that multiply rows with routing weights.
     WeightedCombine,
+    /// A limit of dispatches in flight
+    /// ([`max_in_flight`](super::ExpertParallelBuilder::max_in_flight)). Elsewhere as many are
+    /// alive as there is memory for or, in slots, one.
+    MaxInFlight,
+    /// A device heap whose size is a setting, from which other libraries allocate, too
+    /// ([`device_heap`](super::ExpertParallelBuilder::device_heap),
+    /// [`heap_allocator`](crate::ExpertParallel::heap_allocator)).
+    DeviceHeap,
+    /// A priority of the instance's own stream
+    /// ([`priority`](super::ExpertParallelBuilder::priority)).
+    Priority,
+    /// A limit of the blocks of kernels
+    /// ([`max_blocks`](super::ExpertParallelBuilder::max_blocks)).
+    MaxBlocks,
     /// [`ExpertParallel::prepare`](crate::ExpertParallel::prepare) and
     /// [`dispatch_cached`](crate::ExpertParallel::dispatch_cached).
     CachedDispatch,
@@ -80,7 +99,7 @@ pub enum Feature {
 
 impl Feature {
     /// All features.
-    pub const ALL: [Feature; 23] = [
+    pub const ALL: [Feature; 28] = [
         Feature::ExpertMajor,
         Feature::RankMajor,
         Feature::Budget,
@@ -94,7 +113,12 @@ impl Feature {
         Feature::Spans,
         Feature::AllGather,
         Feature::Fp8,
+        Feature::Bytes,
         Feature::WeightedCombine,
+        Feature::MaxInFlight,
+        Feature::DeviceHeap,
+        Feature::Priority,
+        Feature::MaxBlocks,
         Feature::CachedDispatch,
         Feature::Gradients,
         Feature::ExpertMaps,
@@ -106,33 +130,39 @@ impl Feature {
         Feature::Floor,
     ];
 
-    /// Name, and whether host stepper, enqueuer and constant program have it: the table.
-    const fn row(self) -> (&'static str, [bool; 3]) {
+    /// Name, and whether host stepper, enqueuer and constant program, in fixed slots and within a
+    /// budget, have it: the table.
+    const fn row(self) -> (&'static str, [bool; 4]) {
         let (yes, no) = (true, false);
         match self {
-            Feature::ExpertMajor => ("expert-major rows", [yes, yes, yes]),
-            Feature::RankMajor => ("rank-major rows", [yes, yes, yes]),
-            Feature::Budget => ("a receive budget", [yes, yes, yes]),
-            Feature::ScarceSlots => ("fewer slots than tokens", [yes, no, no]),
-            Feature::OrderExpert => ("sums by expert", [yes, yes, no]),
-            Feature::OrderRank => ("sums by rank", [yes, yes, yes]),
-            Feature::OrderNode => ("sums by node", [yes, yes, no]),
-            Feature::RoundedPartials => ("partial sums in bf16", [yes, yes, yes]),
-            Feature::Alignment => ("aligned segments", [yes, yes, yes]),
-            Feature::Relays => ("relays (route pxn)", [yes, yes, no]),
-            Feature::Spans => ("relays that copy spans", [yes, no, no]),
-            Feature::AllGather => ("dispatch by all-gather", [yes, no, no]),
-            Feature::Fp8 => ("dispatch in fp8", [yes, yes, no]),
-            Feature::WeightedCombine => ("weighted combine", [yes, yes, no]),
-            Feature::CachedDispatch => ("cached dispatch", [yes, yes, no]),
-            Feature::Gradients => ("gradients", [yes, yes, no]),
-            Feature::ExpertMaps => ("another expert map", [yes, yes, no]),
-            Feature::RankMask => ("a rank mask", [yes, yes, yes]),
-            Feature::TokenBuffers => ("token buffers", [yes, yes, no]),
-            Feature::Capture => ("sizes on the device, and capture", [no, no, yes]),
-            Feature::Release => ("release without combine", [no, no, yes]),
-            Feature::Streams => ("calls on several streams", [no, yes, yes]),
-            Feature::Floor => ("the floor", [yes, no, no]),
+            Feature::ExpertMajor => ("expert-major rows", [yes, yes, no, yes]),
+            Feature::RankMajor => ("rank-major rows", [yes, yes, yes, no]),
+            Feature::Budget => ("a receive budget", [yes, yes, no, yes]),
+            Feature::ScarceSlots => ("fewer or more slots than tokens", [yes, no, no, no]),
+            Feature::OrderExpert => ("sums by expert", [yes, yes, no, no]),
+            Feature::OrderRank => ("sums by rank", [yes, yes, yes, yes]),
+            Feature::OrderNode => ("sums by node", [yes, yes, no, no]),
+            Feature::RoundedPartials => ("partial sums in bf16", [yes, yes, no, yes]),
+            Feature::Alignment => ("aligned segments", [yes, yes, no, yes]),
+            Feature::Relays => ("relays (route pxn)", [yes, yes, no, no]),
+            Feature::Spans => ("relays that copy spans", [yes, no, no, no]),
+            Feature::AllGather => ("dispatch by all-gather", [yes, no, no, no]),
+            Feature::Fp8 => ("dispatch in fp8", [yes, yes, no, no]),
+            Feature::Bytes => ("rows of bytes", [yes, no, no, no]),
+            Feature::WeightedCombine => ("weighted combine", [yes, yes, no, no]),
+            Feature::MaxInFlight => ("a limit of dispatches (max_in_flight)", [no, yes, no, no]),
+            Feature::DeviceHeap => ("a device heap (device_heap)", [no, yes, no, no]),
+            Feature::Priority => ("a priority of copies (priority)", [no, yes, no, no]),
+            Feature::MaxBlocks => ("a limit of blocks (max_blocks)", [no, yes, yes, yes]),
+            Feature::CachedDispatch => ("cached dispatch", [yes, yes, no, no]),
+            Feature::Gradients => ("gradients", [yes, yes, no, no]),
+            Feature::ExpertMaps => ("another expert map", [yes, yes, no, no]),
+            Feature::RankMask => ("a rank mask", [yes, yes, yes, yes]),
+            Feature::TokenBuffers => ("token buffers", [yes, yes, no, no]),
+            Feature::Capture => ("sizes on the device, and capture", [no, no, yes, yes]),
+            Feature::Release => ("release without combine", [no, no, yes, yes]),
+            Feature::Streams => ("calls on several streams", [no, yes, yes, yes]),
+            Feature::Floor => ("the floor", [yes, no, no, no]),
         }
     }
 
@@ -141,9 +171,24 @@ impl Feature {
         self.row().0
     }
 
-    /// Whether an executor has it.
-    pub fn is_served_by(self, executor: CallExecutor) -> bool {
-        self.row().1[executor as usize]
+    /// Whether an executor has it, in one mode at least.
+    pub const fn is_served_by(self, executor: CallExecutor) -> bool {
+        let [host, enqueuer, slots, budget] = self.row().1;
+        match executor {
+            CallExecutor::HostStepper => host,
+            CallExecutor::Enqueuer => enqueuer,
+            CallExecutor::ConstantProgram => slots || budget,
+        }
+    }
+
+    /// Whether an executor has it in this mode.
+    pub fn is_served_in(self, executor: CallExecutor, mode: ReceiveMode) -> bool {
+        let [.., slots, budget] = self.row().1;
+        match (executor, mode.slots()) {
+            (CallExecutor::ConstantProgram, Some(_)) => slots,
+            (CallExecutor::ConstantProgram, None) => budget,
+            _ => self.is_served_by(executor),
+        }
     }
 
     /// Refuses what an executor does not have.
@@ -157,13 +202,13 @@ impl Feature {
     }
 
     /// Whether these settings ask for it.
-    fn is_asked(self, spec: &Spec) -> bool {
+    fn is_asked(self, spec: &Spec, device: &DeviceSettings) -> bool {
         match self {
             Feature::ExpertMajor => !spec.layout.is_per_rank(),
             Feature::RankMajor => spec.layout.is_per_rank(),
             Feature::Budget => spec.mode.budget().is_some(),
             Feature::ScarceSlots => {
-                matches!(spec.mode, ReceiveMode::Slots { rows, .. } if rows < spec.max_tokens)
+                matches!(spec.mode, ReceiveMode::Slots { rows, .. } if rows != spec.max_tokens)
             }
             Feature::OrderExpert => spec.sum_order == SumOrder::Expert && !spec.layout.is_per_rank(),
             Feature::OrderRank => spec.sum_order == SumOrder::Rank,
@@ -176,25 +221,23 @@ impl Feature {
             Feature::Spans => spec.coalesce_relays,
             Feature::AllGather => spec.strategy == Strategy::AllGather,
             Feature::Fp8 => spec.record.is_some(),
+            Feature::Bytes => spec.dtype == Dtype::Bytes,
             Feature::WeightedCombine => spec.weighted,
+            Feature::MaxInFlight => device.max_in_flight.is_some(),
+            Feature::DeviceHeap => device.device_heap.or(device.device_heap_limit).is_some(),
+            Feature::Priority => device.priority.is_some(),
+            Feature::MaxBlocks => spec.max_blocks.is_some(),
+            Feature::Capture => device.graphs != Graphs::Off,
             _ => false,
         }
     }
 
-    /// Whether an executor has it in this mode: the constant program makes rows by expert within a
-    /// budget, and leaves them in fixed slots.
-    pub fn is_served_in(self, executor: CallExecutor, mode: ReceiveMode) -> bool {
-        let in_mode = match self {
-            Feature::ExpertMajor | Feature::RoundedPartials | Feature::Alignment => mode.budget().is_some(),
-            Feature::RankMajor => mode.slots().is_some(),
-            _ => true,
-        };
-        self.is_served_by(executor) && (executor != CallExecutor::ConstantProgram || in_mode)
-    }
-
     /// Refuses the first setting that an executor does not have.
-    pub(super) fn check(spec: &Spec, executor: CallExecutor) -> Result<(), PlanError> {
-        let mut asked = Feature::ALL.into_iter().filter(|feature| feature.is_asked(spec));
+    pub(super) fn check(
+        (spec, device): (&Spec, &DeviceSettings),
+        executor: CallExecutor,
+    ) -> Result<(), PlanError> {
+        let mut asked = Feature::ALL.into_iter().filter(|feature| feature.is_asked(spec, device));
         asked.try_for_each(|feature| match feature.is_served_in(executor, spec.mode) {
             true => Ok(()),
             false => Err(feature.refused_by(executor)),

@@ -89,6 +89,7 @@ impl ExpertParallel {
     ///
     /// # Errors
     /// Those of an exchange of addresses.
+    #[doc(hidden)]
     pub fn floor_bench(
         &self,
         group: &Group,

@@ -59,15 +59,12 @@ pub(crate) use device::HeapLoad;
 pub use device::{DeviceHeapReport, HeapAllocator};
 pub use expert_parallel::ExpertParallel;
 pub use features::Feature;
-pub use row_collective::{CollectiveBuilder, RowCollective, RowPartition, TokenSlices};
+pub use row_collective::{RowCollective, RowCollectiveBuilder, RowPartition, TokenSlices};
 // For the program and the tests of this repository: no promises are made about it.
 #[doc(hidden)]
 pub use floor_bench::FloorBench;
 pub use handle::{Handle, PendingCombine, PendingDispatch};
 pub use report::{CallExecutor, LaneUse, Report, Status};
-pub use row_metadata::RowIndex;
+pub use row_metadata::{RowIndex, Strided};
 pub use rows::{CombineInput, ExpertOutput, ExpertRows, TokenBuffer};
 pub use tensor::{Choices, Place, Tensor, TensorMut};
-
-#[doc(hidden)]
-pub use row_metadata::Strided;

@@ -150,11 +150,10 @@ impl Relay {
             fixed.port.read(me, WindowId::CONTROL, at + control.segments(), &mut block.segments)?;
             let bound = u64::from(entries) <= control.max_entries() && rows <= entries;
             block.index.resize(if bound { entries as usize } else { 0 }, 0);
-            match setting.paths.route() {
-                Route::Pxn => {
-                    fixed.port.read(me, WindowId::CONTROL, at + control.index(), &mut block.index)?
-                }
-                Route::Direct => (0..).zip(&mut block.index).for_each(|(row, entry)| *entry = row),
+            if setting.paths.route() == Route::Pxn {
+                fixed.port.read(me, WindowId::CONTROL, at + control.index(), &mut block.index)?;
+            } else {
+                (0..).zip(&mut block.index).for_each(|(row, entry)| *entry = row);
             }
             if !bound || !block.is_sound(entries, !fixed.arrives()) {
                 return Err(Cause::Protocol { rank: fixed.lanes.world_ranks[source as usize] }.into());

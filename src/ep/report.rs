@@ -70,14 +70,28 @@ pub struct Report {
     pub max_blocks: Option<u32>,
     /// Device: other ranks on this rank's own device.
     pub same_device: u32,
-    /// Device: reason why inter-node rows are staged in memory of the host, if they are. Then
-    /// [`EnqueueCounts::staged_out_bytes`] and [`EnqueueCounts::staged_in_bytes`] count them.
+    /// Device: reason why inter-node rows are staged in memory of the host, if they are.
+    #[doc(hidden)]
     #[serde(serialize_with = "reason")]
     pub host_staged: Option<NoGpuDirect>,
     /// Device: how NICs know the device's memory, where they read and write inter-node rows there.
-    /// Then [`EnqueueCounts::gpu_direct_bytes`] counts them.
+    #[doc(hidden)]
     #[serde(serialize_with = "registration")]
     pub registration: Option<Registration>,
+}
+
+impl Report {
+    /// Device: reason why inter-node rows are staged in memory of the host, if they are. Then
+    /// [`EnqueueCounts::staged_out_bytes`] and [`EnqueueCounts::staged_in_bytes`] count them.
+    pub fn host_staged(&self) -> Option<&'static str> {
+        self.host_staged.map(NoGpuDirect::name)
+    }
+
+    /// Device: how NICs know the device's memory, where they read and write inter-node rows there:
+    /// `dma-buf` or `address`. Then [`EnqueueCounts::gpu_direct_bytes`] counts them.
+    pub fn registration(&self) -> Option<&'static str> {
+        self.registration.map(Registration::name)
+    }
 }
 
 fn reason<S: serde::Serializer>(host_staged: &Option<NoGpuDirect>, to: S) -> Result<S::Ok, S::Error> {
@@ -137,8 +151,9 @@ impl LaneUse {
 ///
 /// From 1 to 4 and of 65536: nothing moved, and sums are zeros. Each other value is a
 /// [`KernelFault`](crate::error::KernelFault) that a kernel has found: rows or sums of the call are
-/// wrong. In slots that holds for 1 to 4, too: with a budget that graphs hold, a fault is also that
-/// a rank is over it. The fault of a kernel about token 0 or rank 0 may be one of 1 to 4 as well.
+/// wrong. In slots that holds for 1 to 4, too: a fault there is also that a rank refuses the call
+/// or, with a budget that graphs hold, is over it. The fault of a kernel about token 0 or rank 0
+/// may be one of 1 to 4 as well.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Status(pub u32);

@@ -36,7 +36,7 @@ use crate::world::Group;
 
 /// Settings of a [`RowCollective`]. All ranks must choose the same.
 #[derive(Clone, Debug)]
-pub struct CollectiveBuilder<'g> {
+pub struct RowCollectiveBuilder<'g> {
     group: &'g Group,
     columns: usize,
     dtype: Dtype,
@@ -107,7 +107,7 @@ impl RowPartition {
     }
 }
 
-impl<'g> CollectiveBuilder<'g> {
+impl<'g> RowCollectiveBuilder<'g> {
     /// Elements of a row. A row must be a multiple of 16 bytes.
     pub fn columns(mut self, columns: usize) -> Self {
         self.columns = columns;
@@ -221,9 +221,9 @@ impl<'g> CollectiveBuilder<'g> {
 
 impl RowCollective {
     /// Starts to describe one.
-    pub fn builder(group: &Group) -> CollectiveBuilder<'_> {
+    pub fn builder(group: &Group) -> RowCollectiveBuilder<'_> {
         let (dtype, route) = (Dtype::Bf16, Route::Pxn);
-        CollectiveBuilder { group, columns: 0, dtype, segments: 1, max_rows: 4096, route, node_sums: None }
+        RowCollectiveBuilder { group, columns: 0, dtype, segments: 1, max_rows: 4096, route, node_sums: None }
     }
 
     /// Rows of all ranks, `[rows of all, columns]`, from this rank's, `[rows, columns]`. Ranks

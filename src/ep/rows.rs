@@ -151,6 +151,7 @@ impl ExpertRows {
     }
 
     /// Device, fixed slots: where things lie in a slot.
+    #[doc(hidden)]
     pub fn slots(&self) -> Option<SlotShape> {
         match &self.0 {
             RowsAt::Slots(rows) if rows.expanded.is_none() => Some(rows.shape),
@@ -334,7 +335,7 @@ impl<'a, T: Into<Tensor<'a>>> From<T> for CombineInput<'a> {
 /// ```
 /// # use sidelane::{World, gate::Routing};
 /// # let world = World::threads(1)?.remove(0);
-/// let mut ep = sidelane::ExpertParallel::builder(&world.all()?)?.experts(2).top_k(1).hidden(8).build()?;
+/// let mut ep = sidelane::ExpertParallel::builder(&world.all()?).experts(2).top_k(1).hidden(8).build()?;
 /// let mut x = ep.token_buffer(3)?;
 /// x.rows_mut::<half::bf16>()?.fill(half::bf16::ONE);
 /// let (rows, _) = ep.dispatch(x.rows::<half::bf16>()?, &Routing::new(1, vec![0, 1, 1], vec![1.0; 3])?)?;

@@ -20,6 +20,7 @@ use crate::gate::Routing;
 /// Where an instance has its rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum Place {
     /// Memory of the host.
     Host,

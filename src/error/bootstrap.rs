@@ -296,6 +296,7 @@ pub enum BootstrapError {
 
 /// Joins that rank 0 refused because their secret is another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+#[non_exhaustive]
 pub struct RefusedJoins {
     /// Number of attempts: a rank tries again for two seconds.
     pub joins: u32,

@@ -365,14 +365,14 @@ fn init_advice(code: u32) -> &'static str {
 #[non_exhaustive]
 pub enum KernelFault {
     /// A choice is neither an expert nor -1. It counts as dropped; a sum of choices gives its token
-    /// zeros.
+    /// zeros. In slots the rank refuses the call.
     #[error("token {token} names an expert that does not exist")]
     ExpertOutOfRange {
         /// The token; for pack the first one.
         token: u32,
     },
     /// The map has an expert at a rank that does not exist. The choice counts as dropped; a sum of
-    /// choices gives its token zeros.
+    /// choices gives its token zeros. In slots the rank refuses the call.
     #[error("the expert map has an expert of token {token} at a rank that does not exist")]
     RankOutOfRange {
         /// The token that chose it; for pack the first one.
@@ -411,6 +411,14 @@ pub enum KernelFault {
         /// The first such rank.
         rank: u32,
     },
+    /// In slots, a rank refuses the call: it has nothing usable to bring, or its host could not
+    /// make the call. No rank has rows, and results are zeros at all ranks; the next call is judged
+    /// anew.
+    #[error("rank {rank} refuses the call")]
+    Refused {
+        /// The first such rank.
+        rank: u32,
+    },
     /// A word that no kernel writes: another writer set it.
     #[error("the status word was set to {word:#x}")]
     Foreign {
@@ -420,6 +428,11 @@ pub enum KernelFault {
 }
 
 impl KernelFault {
+    /// The status word of a rank that refuses a call.
+    pub(crate) const fn refused_by(rank: u32) -> u32 {
+        8 | rank << 8
+    }
+
     /// Reads a status word; `None` while nothing is wrong.
     pub fn of(word: u32) -> Option<KernelFault> {
         let (code, about) = (word & 0xff, word >> 8);
@@ -432,6 +445,7 @@ impl KernelFault {
             5 => KernelFault::PlaceOutOfRange { token: about },
             6 => KernelFault::IndexOutOfRange { at: about },
             7 => KernelFault::OverBudget { rank: about },
+            8 => KernelFault::Refused { rank: about },
             _ => KernelFault::Foreign { word },
         })
     }

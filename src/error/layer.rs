@@ -17,6 +17,7 @@ pub enum ExpertKind {
 
 /// Work that experts were asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize)]
+#[non_exhaustive]
 pub enum ExpertPass {
     /// Rows to outputs.
     Forward,
@@ -115,6 +116,7 @@ impl fmt::Display for StreamId {
 
 /// A node's work, for people.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+#[non_exhaustive]
 pub struct NodeLabel {
     /// The work: "dispatch", "experts".
     pub name: &'static str,
@@ -124,11 +126,26 @@ pub struct NodeLabel {
 
 /// A node, as errors and timelines name it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+#[non_exhaustive]
 pub struct NodeInfo {
     /// Its work.
     pub work: NodeLabel,
     /// Where.
     pub stream: StreamId,
+}
+
+impl NodeLabel {
+    /// A part of a layer, applied to a chunk.
+    pub const fn new(name: &'static str, chunk: u32) -> Self {
+        NodeLabel { name, chunk }
+    }
+}
+
+impl NodeInfo {
+    /// This work on this stream.
+    pub const fn new(work: NodeLabel, stream: StreamId) -> Self {
+        NodeInfo { work, stream }
+    }
 }
 
 impl fmt::Display for NodeInfo {

@@ -17,6 +17,7 @@ use crate::schedule::{Index, Op, Operand, Operands, PutSource, TrackOp, WindowId
 
 /// Counts of a host executor's moves since they were read last.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+#[non_exhaustive]
 pub struct TransferCounts {
     /// Bytes of rows copied or put within the node, own rows included.
     pub intra_node_bytes: u64,

@@ -169,15 +169,19 @@ pub struct NodeSpan {
     pub nanos: u64,
 }
 
-/// Operations, calls and spans of one rank.
+/// Operations, calls and spans of one rank, to be shown
+/// ([`write_chrome_trace`](Timeline::write_chrome_trace)) or serialized.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Timeline {
     /// Calls, in order.
+    #[doc(hidden)]
     pub calls: Vec<TimedCall>,
     /// Nodes of overlaps, in the order in which they ended.
     #[serde(default)]
+    #[doc(hidden)]
     pub spans: Vec<NodeSpan>,
     /// Operations, in the order in which they ended.
+    #[doc(hidden)]
     pub events: Vec<Event>,
 }
 
@@ -197,6 +201,7 @@ impl Recorder {
     }
 
     /// Keeps an event, if there is room.
+    #[doc(hidden)]
     pub fn record(&self, event: Event) {
         let mut timeline = self.timeline.lock().unwrap_or_else(PoisonError::into_inner);
         if timeline.events.len() < self.bound {

@@ -271,18 +271,18 @@ impl<'g> MoeLayerBuilder<'g> {
 
     /// One that moves rows of a chunk at a time.
     fn mover(&self) -> Result<ExpertParallel, Error> {
-        self.exchange()?.build()
+        self.exchange().build()
     }
 
     /// Settings of such a one.
-    pub(super) fn exchange(&self) -> Result<ExpertParallelBuilder<'g>, PlanError> {
-        let builder = ExpertParallel::builder(self.group)?.top_k(self.gate.top_k).hidden(self.hidden);
+    pub(super) fn exchange(&self) -> ExpertParallelBuilder<'g> {
+        let builder = ExpertParallel::builder(self.group).top_k(self.gate.top_k).hidden(self.hidden);
         let builder = builder.dtype(self.dtype).route(self.route).sum_order(self.sum_order).align(self.align);
         let builder = builder.max_tokens(self.max_tokens.div_ceil(self.plan.chunks));
-        Ok(match &self.map {
+        match &self.map {
             Some(map) => builder.expert_map(map.clone()),
             None => builder.experts(self.gate.experts),
-        })
+        }
     }
 
     /// A step of the most tokens.

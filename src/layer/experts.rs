@@ -7,6 +7,7 @@ use super::{GradientOrder, GroupedSwiGlu};
 /// The rows of all experts of one rank, `[rows, hidden]`: expert after expert, each with pads
 /// behind where the layer aligns.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct Segments<'a> {
     /// The rows, pads (zeros) counted.
     pub rows: &'a [f32],
@@ -18,7 +19,12 @@ pub struct Segments<'a> {
     pub padded: &'a [i64],
 }
 
-impl Segments<'_> {
+impl<'a> Segments<'a> {
+    /// Rows of `hidden` elements, so many of each expert, without and with pads.
+    pub const fn new(rows: &'a [f32], hidden: usize, counts: &'a [i64], padded: &'a [i64]) -> Self {
+        Segments { rows, hidden, counts, padded }
+    }
+
     /// Number of rows, pads counted.
     pub fn len(&self) -> usize {
         self.rows.len() / self.hidden.max(1)

@@ -6,24 +6,26 @@ use half::{bf16, f16};
 use crate::dtype::{Dtype, Element};
 use crate::ep::ExpertRows;
 use crate::error::Error;
+use crate::rows::Arithmetic;
 
-/// Elements as f32, exactly. Of bytes there are none: a layer is not built for them.
+/// Elements as f32, exactly. Without arithmetic there are none: a layer is not built for such a
+/// type.
 pub(super) fn widened<E: Element>(values: &[E]) -> Vec<f32> {
-    match E::DTYPE {
-        Dtype::F32 => bytemuck::cast_slice(values).to_vec(),
-        Dtype::Bf16 => bytemuck::cast_slice::<_, bf16>(values).to_f32_vec(),
-        Dtype::F16 => bytemuck::cast_slice::<_, f16>(values).to_f32_vec(),
-        Dtype::Bytes => Vec::new(),
+    match Arithmetic::try_from(E::DTYPE) {
+        Ok(Arithmetic::F32) => bytemuck::cast_slice(values).to_vec(),
+        Ok(Arithmetic::Bf16) => bytemuck::cast_slice::<_, bf16>(values).to_f32_vec(),
+        Ok(Arithmetic::F16) => bytemuck::cast_slice::<_, f16>(values).to_f32_vec(),
+        Err(_) => Vec::new(),
     }
 }
 
 /// f32 rounded to elements, to nearest even.
 pub(super) fn round_into<E: Element>(values: &[f32], to: &mut [E]) {
-    match E::DTYPE {
-        Dtype::F32 => bytemuck::cast_slice_mut::<_, f32>(to).copy_from_slice(values),
-        Dtype::Bf16 => bytemuck::cast_slice_mut::<_, bf16>(to).convert_from_f32_slice(values),
-        Dtype::F16 => bytemuck::cast_slice_mut::<_, f16>(to).convert_from_f32_slice(values),
-        Dtype::Bytes => {}
+    match Arithmetic::try_from(E::DTYPE) {
+        Ok(Arithmetic::F32) => bytemuck::cast_slice_mut::<_, f32>(to).copy_from_slice(values),
+        Ok(Arithmetic::Bf16) => bytemuck::cast_slice_mut::<_, bf16>(to).convert_from_f32_slice(values),
+        Ok(Arithmetic::F16) => bytemuck::cast_slice_mut::<_, f16>(to).convert_from_f32_slice(values),
+        Err(_) => {}
     }
 }
 

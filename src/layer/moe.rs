@@ -32,7 +32,7 @@ use crate::world::{Group, WorldState};
 ///         let mut layer = MoeLayer::builder(&world.all()?, Preset::Mixtral.config(4, 2)?, hidden, experts)
 ///             .dtype(Dtype::F32).chunks(2).build()?;
 ///         let x = vec![0.5f32; 3 * hidden];                                         // [tokens, hidden]
-///         let (out, tape) = layer.forward(&Input { residual: Some(&x), ..Input::new(&x) })?;
+///         let (out, tape) = layer.forward(&Input::new(&x[..]).with_residual(Some(&x)))?;
 ///         let gradients = layer.backward(tape, &vec![1.0f32; out.len()])?;          // of a loss that is the sum of out
 ///         assert_eq!(gradients.experts.len(), layer.experts().weights().len());
 ///         Ok(())

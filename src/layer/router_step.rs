@@ -65,8 +65,11 @@ impl Gated {
         options: GateOptions<'_>,
     ) -> Result<Self, Error> {
         let GateOptions { bias, used, training, draw } = options;
-        let call =
-            GateInput { logits: &logits, bias, token_mask: used, training, draw, ..GateInput::default() };
+        let call = GateInput::new(&logits)
+            .with_bias(bias)
+            .with_token_mask(used)
+            .with_training(training)
+            .with_draw(draw);
         let decision = gate.route(&call)?.clone();
         let experts = gate.config().experts;
         let mut of_logits = vec![0.0; logits.len()];

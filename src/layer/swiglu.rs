@@ -27,7 +27,7 @@ use crate::rows::{Matrix, product};
 /// use sidelane::layer::{Experts, GroupedSwiGlu, Segments};
 /// let weights = vec![1.0; GroupedSwiGlu::values(2, 4, 3)];              // 2 experts, hidden 4, ffn 3
 /// let experts = GroupedSwiGlu::new(2, 4, 3, weights)?;
-/// let rows = Segments { rows: &[0.25; 8], hidden: 4, counts: &[0, 2], padded: &[0, 2] };
+/// let rows = Segments::new(&[0.25; 8], 4, &[0, 2], &[0, 2]);
 /// let (y, _) = experts.forward(rows).unwrap();
 /// let silu = 1.0 / (1.0 + (-1.0f32).exp());
 /// assert!(y.iter().all(|y| (y - 3.0 * silu).abs() < 1e-5));

@@ -59,6 +59,7 @@ struct Retired {
 
 /// Contents of a pool. All sizes in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+#[non_exhaustive]
 pub struct PoolReport {
     /// Size of the pool.
     pub total: u64,
@@ -256,14 +257,11 @@ impl Extent {
         self.len = keep;
     }
 
-    /// Cuts it in two, the second from byte `at`, rounded up to a multiple of 64, on.
-    pub fn split(mut self, at: u64) -> (Extent, Extent) {
-        let keep = Extents::round(at).min(self.len);
-        self.pool.state().live += 1;
-        let behind =
-            Extent { pool: Arc::clone(&self.pool), offset: self.offset + keep, len: self.len - keep };
-        self.len = keep;
-        (self, behind)
+    /// Gives back everything before byte `at`, rounded up to a multiple of 64.
+    pub fn skip(&mut self, at: u64) {
+        let gone = Extents::round(at).min(self.len);
+        self.pool.state().extents.free(self.offset, gone);
+        (self.offset, self.len) = (self.offset + gone, self.len - gone);
     }
 
     /// `count` elements from byte `offset` on.

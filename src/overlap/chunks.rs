@@ -38,6 +38,7 @@ pub struct CallCost {
 ///   n  =  min( sqrt(bytes / call_bytes),  expert_rows / gemm_rows,  most ),   at least 1
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ChunkRule {
     /// Fixed cost of a call, as the bytes that could be sent in that time: `sidelane bench` shows
     /// the time of a small call, and the bytes per second of a large one.
@@ -49,8 +50,14 @@ pub struct ChunkRule {
 }
 
 impl ChunkRule {
+    /// A rule of these numbers.
+    pub const fn new(call_bytes: u64, gemm_rows: u32, most: u32) -> Self {
+        ChunkRule { call_bytes, gemm_rows, most }
+    }
+
     /// Number of slices of a call of this cost: a function of its arguments, so the same on all
     /// ranks that pass the same.
+    #[doc(hidden)]
     pub fn slices(&self, load: &CallCost) -> TokenChunks {
         let bytes = u64::from(load.tokens).saturating_mul(load.token_bytes);
         let by_cost = (bytes / self.call_bytes.max(1)).isqrt();

@@ -25,8 +25,8 @@ pub struct NodeTime {
 /// let mut graph: Graph<'_, ()> = Graph::new();
 /// let nothing = |_: &()| Ok(());
 /// for chunk in 0..3 {
-///     let there = graph.add(StreamId::Transfer(0), NodeLabel { name: "dispatch", chunk }, &[], nothing);
-///     graph.add(StreamId::Compute(0), NodeLabel { name: "experts", chunk }, &[there], nothing);
+///     let there = graph.add(StreamId::Transfer(0), NodeLabel::new("dispatch", chunk), &[], nothing);
+///     graph.add(StreamId::Compute(0), NodeLabel::new("experts", chunk), &[there], nothing);
 /// }
 /// let forecast = GraphTimer::new(|at| if at.work.name == "dispatch" { 10 } else { 7 });
 /// graph.run(&forecast)?;

@@ -42,6 +42,7 @@ pub enum LayerOp {
 
 /// A node of the two passes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct LayerStep {
     /// Of which pass.
     pub pass: Direction,
@@ -122,6 +123,7 @@ impl LayerStep {
 
 /// The last nodes of both passes, for the next layer of each.
 #[derive(Clone, Copy, Debug, Default)]
+#[non_exhaustive]
 pub struct Passes {
     /// Of the forward.
     pub forward: Option<Node>,

@@ -61,8 +61,8 @@ pub(super) struct Entry<'a, G> {
 ///
 /// let (arrived, mut sum) = (Handoff::empty(), 0);
 /// let mut graph = Graph::new();
-/// let there = graph.add(StreamId::Transfer(0), NodeLabel { name: "fetch", chunk: 0 }, &[], |_| arrived.put(vec![1, 2, 3]));
-/// graph.add(StreamId::Compute(0), NodeLabel { name: "sum", chunk: 0 }, &[there], |_| {
+/// let there = graph.add(StreamId::Transfer(0), NodeLabel::new("fetch", 0), &[], |_| arrived.put(vec![1, 2, 3]));
+/// graph.add(StreamId::Compute(0), NodeLabel::new("sum", 0), &[there], |_| {
 ///     sum = arrived.take()?.iter().sum();
 ///     Ok(())
 /// });

@@ -37,7 +37,7 @@ impl TryFrom<Dtype> for Arithmetic {
             Dtype::F32 => Ok(Arithmetic::F32),
             Dtype::Bf16 => Ok(Arithmetic::Bf16),
             Dtype::F16 => Ok(Arithmetic::F16),
-            Dtype::Bytes => Err(PlanError::NoArithmetic { dtype }),
+            _ => Err(PlanError::NoArithmetic { dtype }),
         }
     }
 }

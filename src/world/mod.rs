@@ -21,9 +21,11 @@ mod setup;
 mod window;
 mod window_growth;
 
+// For the program and the bindings of this repository: no promises are made about them.
 #[doc(hidden)]
-pub use crate::lane::NoDmaBuf;
-pub use crate::lane::{NicCounters, NoGpuDirect, Registration};
+pub use crate::lane::{NicCounters, NoDmaBuf, NoGpuDirect, Registration};
+#[doc(inline)]
+pub use crate::memory::PoolReport;
 pub use group::Group;
 pub use net_selection::NetReport;
 pub use setup::{Options, World};

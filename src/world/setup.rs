@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use sha2::{Digest, Sha256};
+use sidelane_core::with_methods;
 
 use super::net_selection::{NetReport, NetSelection, NetState};
 use super::{Group, NicCounters};
@@ -13,12 +14,13 @@ use crate::bootstrap::{self, Health, Hub, Identity, Location, Secret, Setting, T
 use crate::config::{Config, EmulatedLink, NetChoice, TcpAddress};
 use crate::error::{BootstrapError, CallError, Cause, Error, LaneError, LostReason, MemoryError};
 use crate::exec::Recorder;
-use crate::memory::{Heap, HeapSizes, Pool, Segment};
+use crate::memory::{Heap, HeapSizes, Pool, PoolReport, Segment};
 use crate::rows::{RowKernels, Simd};
 use crate::topology::NodeMap;
 
 /// How a world is built.
 #[derive(Clone, Debug, Default)]
+#[non_exhaustive]
 pub struct Options {
     /// Sizes of memory.
     pub config: Config,
@@ -45,6 +47,17 @@ pub struct Options {
 }
 
 impl Options {
+    with_methods! {
+        with_config(config: Config),
+        with_timeouts(timeouts: Timeouts),
+        with_record(record: usize),
+        with_net(net: NetChoice),
+        with_emulated_link(emulated_link: Option<EmulatedLink>),
+        with_tcp_address(tcp_address: TcpAddress),
+        with_forecast(forecast: bool),
+        with_job_fingerprint(job_fingerprint: String),
+    }
+
     /// From the environment: see [`config`](crate::config).
     ///
     /// # Errors
@@ -245,11 +258,18 @@ impl World {
     }
 
     /// Whether the world is alive.
+    #[doc(hidden)]
     pub fn health(&self) -> &Health {
         self.shared.hub.health()
     }
 
+    /// Contents of this rank's receive pool.
+    pub fn pool_report(&self) -> PoolReport {
+        self.pool().report()
+    }
+
     /// This rank's receive pool.
+    #[doc(hidden)]
     pub fn pool(&self) -> &Arc<Pool> {
         self.shared.heap.pool()
     }
@@ -260,16 +280,19 @@ impl World {
     }
 
     /// Requests to this rank's NICs so far; all 0 if the lane has no NICs.
+    #[doc(hidden)]
     pub fn nic_counters(&self) -> NicCounters {
         self.shared.net.as_ref().map(|net| net.thread.counters()).unwrap_or_default()
     }
 
     /// The same, predicted from the calls alone; all 0 without [`Options::forecast`].
+    #[doc(hidden)]
     pub fn nic_forecast(&self) -> NicCounters {
         self.shared.net.as_ref().map(|net| net.thread.forecast()).unwrap_or_default()
     }
 
     /// Pages that the operating system granted for the heap.
+    #[doc(hidden)]
     pub fn pages(&self) -> crate::memory::PageReport {
         self.shared.heap.pages()
     }

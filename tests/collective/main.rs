@@ -12,6 +12,6 @@ use sidelane::config::Config;
 
 /// Options for worlds whose windows take megabytes.
 fn roomy() -> Options {
-    let config = Config { heap: 16 << 20, symmetric: 4 << 20, ..Config::default() };
-    Options { config, ..Options::default() }
+    let config = Config::default().with_heap(16 << 20).with_symmetric(4 << 20);
+    Options::default().with_config(config)
 }

@@ -11,7 +11,7 @@ use sidelane::topology::Route;
 use sidelane::{Dtype, ExpertParallel, Options, Window, World};
 
 fn at(link: &str) -> Options {
-    Options { emulated_link: EmulatedLink::parse(link), ..medium() }
+    medium().with_emulated_link(EmulatedLink::parse(link))
 }
 
 fn bytes(window: &Window, len: usize) -> Vec<u8> {
@@ -50,7 +50,7 @@ fn rows_and_sums_are_those_of_any_other_lane() {
     for route in Route::ALL {
         on_ranks(&[0, 0, 1, 1], &at("1G/200"), |world| {
             let group = world.all().unwrap();
-            let builder = ExpertParallel::builder(&group).unwrap().experts(13).top_k(4).hidden(HIDDEN);
+            let builder = ExpertParallel::builder(&group).experts(13).top_k(4).hidden(HIDDEN);
             let mut ep = builder.dtype(Dtype::Bf16).route(route).build().unwrap();
             for round in 0..10 {
                 let mine = tokens::<bf16>(round * 4 + u64::from(world.rank()), 19, HIDDEN, 4, 13);
@@ -78,7 +78,7 @@ fn a_rank_that_leaves_at_once_has_been_heard() {
 
 #[test]
 fn only_wires_within_a_machine_keep_another_links_time() {
-    let options = Options { net: NetChoice::Tcp, ..at("1G/5") };
+    let options = at("1G/5").with_net(NetChoice::Tcp);
     let error = World::threads_with(&[0, 1], &options).unwrap_err();
     assert!(matches!(error, Error::Lane(LaneError::NoLinkEmulation { .. })), "{error:?}");
 }

@@ -189,7 +189,7 @@ fn combine_by_rank_is_reduce_scatter_with_the_zeros_left_out() {
                     })
                     .collect()
             };
-            let builder = ExpertParallel::builder(&group).unwrap().experts(experts as u32).top_k(3);
+            let builder = ExpertParallel::builder(&group).experts(experts as u32).top_k(3);
             let builder =
                 builder.hidden(COLUMNS).dtype(Dtype::F32).sum_order(SumOrder::Rank).route(Route::Pxn);
             let mut ep = builder.strategy(Strategy::AllGather).build().unwrap();
@@ -238,7 +238,7 @@ fn with_token_slices_the_result_is_the_same_and_half_as_much_crosses() {
         )
         .unwrap();
         let buffer = tensor((me / 2) as usize, EXPERTS * CAPACITY, 1);
-        let builder = ExpertParallel::builder(&expert_parallel).unwrap().experts(EXPERTS as u32).top_k(1);
+        let builder = ExpertParallel::builder(&expert_parallel).experts(EXPERTS as u32).top_k(1);
         let mut ep = builder.hidden(COLUMNS).route(Route::Direct).build().unwrap();
         let mut through = |x: &[bf16]| -> (Vec<bf16>, u64) {
             let rows = x.len() / COLUMNS;

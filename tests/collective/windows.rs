@@ -17,7 +17,7 @@ use sidelane::bootstrap::Timeouts;
 use sidelane::error::{Error, LaneError, MemoryError};
 use sidelane::gate::Routing;
 use sidelane::topology::Route;
-use sidelane::{ExpertParallel, Options, Window};
+use sidelane::{ExpertParallel, Window};
 
 /// All on one node; all apart; both.
 const NODES: [[u32; 3]; 3] = [[0, 0, 0], [0, 1, 2], [0, 1, 0]];
@@ -137,7 +137,7 @@ fn accesses_outside_a_window_are_refused_and_move_nothing() {
 fn a_window_reaches_ranks_that_a_layer_of_its_group_reaches_by_relays_only() {
     on_ranks(&[0, 0, 1, 1], &small(), |world| {
         let group = world.all().unwrap();
-        let builder = ExpertParallel::builder(&group).unwrap().experts(4).hidden(8).route(Route::Pxn);
+        let builder = ExpertParallel::builder(&group).experts(4).hidden(8).route(Route::Pxn);
         let mut ep = builder.build().unwrap();
         let routing = Routing::new(1, vec![0, 3], vec![1.0; 2]).unwrap();
         let mut window = group.window(4).unwrap();
@@ -153,8 +153,8 @@ fn a_window_reaches_ranks_that_a_layer_of_its_group_reaches_by_relays_only() {
 
 #[test]
 fn a_silent_peer_is_named_by_the_deadline() {
-    let timeouts = Timeouts { deadline: Duration::from_secs(1), ..Timeouts::default() };
-    on_ranks(&[0, 1], &Options { timeouts, ..small() }, |world| {
+    let timeouts = Timeouts::default().with_deadline(Duration::from_secs(1));
+    on_ranks(&[0, 1], &small().with_timeouts(timeouts), |world| {
         let group = world.all().unwrap();
         let mut window = group.window(64).unwrap();
         if world.rank() == 0 {

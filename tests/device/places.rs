@@ -2,10 +2,11 @@
 //! executor does not have.
 
 use half::bf16;
-use sidelane::device::DeviceRange;
+use sidelane::device::{DeviceRange, Priority};
 use sidelane::dtype::PartialDtype;
 use sidelane::ep::{
-    CallExecutor, Choices, ExpertParallelBuilder, ExpertRows, Feature, Handle, Place, Tensor, TensorMut,
+    CallExecutor, Choices, ExpertParallelBuilder, ExpertRows, Feature, Graphs, Handle, Place, Tensor,
+    TensorMut,
 };
 use sidelane::error::{CallError, PlanError};
 use sidelane::gate::Routing;
@@ -157,8 +158,7 @@ fn handle_of_another_instance_on_a_device_is_refused() {
         assert!(matches!(refused, Error::Call(CallError::ForeignHandle { .. })), "{refused}");
         let refused = slots.release(Some(&own)).unwrap_err();
         assert!(matches!(refused, Error::Call(CallError::ForeignHandle { .. })), "{refused}");
-        slots.release(None).unwrap();
-        slots.synchronize().unwrap();
+        assert_eq!(slots.synchronize(), Err(PlanError::RefusedHere.into()), "on all ranks");
 
         // The other ranks hear of it, while every dispatch that there is memory for is alive.
         let (_, second) = rank.dispatch(&mine).unwrap();
@@ -181,7 +181,7 @@ const DEVICE_EXECUTORS: [CallExecutor; 2] = [CallExecutor::Enqueuer, CallExecuto
 
 /// Settings that an executor serves; on a device once there is a stream.
 fn builder(group: &Group, executor: CallExecutor) -> ExpertParallelBuilder<'_> {
-    let builder = ExpertParallel::builder(group).unwrap().experts(4).top_k(2).hidden(16);
+    let builder = ExpertParallel::builder(group).experts(4).top_k(2).hidden(16);
     let builder = builder.max_tokens(MAX_TOKENS);
     match executor {
         CallExecutor::ConstantProgram => builder.layout(RowLayout::RankMajor).mode(slots(MAX_TOKENS)),
@@ -228,40 +228,64 @@ fn asked<'g>(feature: Feature, builder: ExpertParallelBuilder<'g>) -> Option<Exp
         Feature::Spans => builder.layout(RowLayout::RankMajor).route(Route::Pxn).coalesce_relays(true),
         Feature::AllGather => builder.strategy(Strategy::AllGather),
         Feature::Fp8 => builder.fp8(true),
+        Feature::Bytes => builder.dtype(Dtype::Bytes),
         Feature::WeightedCombine => builder.weighted(true),
+        Feature::MaxInFlight => builder.max_in_flight(2),
+        Feature::DeviceHeap => builder.device_heap_limit(1 << 20),
+        Feature::Priority => builder.priority(Priority::Normal),
+        Feature::MaxBlocks => builder.max_blocks(4),
+        Feature::Capture => builder.graphs(Graphs::Slots),
         _ => return None,
     })
 }
 
 /// The feature that a refusal of these settings names: the first one that the executor lacks.
 /// Nothing where the settings do not go together in any place.
-fn named(feature: Feature, executor: CallExecutor) -> Option<Feature> {
-    match (executor, feature) {
-        (CallExecutor::ConstantProgram, Feature::Spans) => Some(Feature::Relays),
-        (CallExecutor::ConstantProgram, Feature::AllGather | Feature::WeightedCombine) => None,
-        // Another executor serves them.
-        (CallExecutor::Enqueuer, Feature::ScarceSlots) => None,
+fn named(feature: Feature, mode: ReceiveMode) -> Option<Feature> {
+    match (mode, feature) {
+        (ReceiveMode::Slots { .. }, Feature::Spans) => Some(Feature::Relays),
+        (ReceiveMode::Budget { .. }, Feature::Spans) => Some(Feature::RankMajor),
+        (ReceiveMode::Slots { .. }, Feature::AllGather | Feature::WeightedCombine) => None,
+        // Another mode serves them.
+        (ReceiveMode::Exact | ReceiveMode::Budget { .. }, Feature::ScarceSlots) => None,
         _ => Some(feature),
     }
 }
 
 #[test]
-fn settings_that_a_device_lacks_are_refused_on_all_ranks() {
-    let test = "places::settings_that_a_device_lacks_are_refused_on_all_ranks";
+fn settings_that_a_place_lacks_are_refused_by_name_on_all_ranks() {
+    let test = "places::settings_that_a_place_lacks_are_refused_by_name_on_all_ranks";
     each_with_kernels(test, &[&[]], || {
         on_ranks(&NODES, &small(), |world| {
             let (group, stream) = (world.all().unwrap(), stream(world.rank()));
-            for (executor, settings) in DEVICE_EXECUTORS.into_iter().zip([2, 5]) {
+            let budget = ReceiveMode::Budget { rows: 64, overflow: Overflow::Error };
+            for (executor, mode, settings) in [
+                (CallExecutor::HostStepper, ReceiveMode::Exact, 5),
+                (CallExecutor::Enqueuer, ReceiveMode::Exact, 4),
+                (CallExecutor::ConstantProgram, slots(MAX_TOKENS), 12),
+                (CallExecutor::ConstantProgram, budget, 11),
+            ] {
+                let plain = || match (executor, mode.slots()) {
+                    (CallExecutor::HostStepper, _) => builder(&group, executor),
+                    (CallExecutor::ConstantProgram, None) => {
+                        let within = builder(&group, CallExecutor::Enqueuer).on(&stream).mode(budget);
+                        within.graphs(Graphs::Slots).sum_order(SumOrder::Rank)
+                    }
+                    _ => builder(&group, executor).on(&stream),
+                };
+                assert_eq!(plain().build().unwrap().executor(), executor);
+                let place = if executor == CallExecutor::HostStepper { "the host" } else { "a device" };
+                let lacks = |feature: &Feature| !feature.is_served_in(executor, mode);
                 let mut refusals = 0;
-                for feature in Feature::ALL.into_iter().filter(|feature| !feature.is_served_by(executor)) {
-                    let Some(asked) = asked(feature, builder(&group, executor).on(&stream)) else { continue };
-                    let Some(named) = named(feature, executor) else { continue };
+                for feature in Feature::ALL.into_iter().filter(lacks) {
+                    let Some(asked) = asked(feature, plain()) else { continue };
+                    let Some(named) = named(feature, mode) else { continue };
                     let (feature, executor) = (named.name(), executor.name());
-                    let expected = PlanError::NotAvailable { feature, place: "a device", executor };
+                    let expected = PlanError::NotAvailable { feature, place, executor };
                     assert_eq!(asked.build().map(drop).unwrap_err(), expected.into());
                     refusals += 1;
                 }
-                assert_eq!(refusals, settings, "{executor:?}");
+                assert_eq!(refusals, settings, "{executor:?}, {mode:?}");
             }
         });
     });
@@ -288,11 +312,8 @@ fn called(
             error
         }
         Feature::ExpertMaps => ep.set_expert_map(ExpertMap::contiguous(4, ep.size()).unwrap()).unwrap_err(),
-        Feature::TokenBuffers => {
-            let error = ep.token_buffer(1).map(drop).unwrap_err();
-            assert_eq!(ep.heap_allocator().map(drop).unwrap_err(), error);
-            error
-        }
+        Feature::TokenBuffers => ep.token_buffer(1).map(drop).unwrap_err(),
+        Feature::DeviceHeap => ep.heap_allocator().map(drop).unwrap_err(),
         Feature::Capture => {
             let started = match ep.place() {
                 Place::Host => ep.start_dispatch(&x, &routing),
@@ -324,7 +345,7 @@ fn calls_that_an_executor_lacks_are_refused_by_name() {
                 memory().fill(&stream, &mine.ids),
                 memory().fill(&stream, &mine.weights),
             ];
-            for (executor, calls) in CallExecutor::ALL.into_iter().zip([3, 3, 5]) {
+            for (executor, calls) in CallExecutor::ALL.into_iter().zip([4, 3, 6]) {
                 let (builder, on_host) = (builder(&group, executor), executor == CallExecutor::HostStepper);
                 let builder = if on_host { builder } else { builder.on(&stream) };
                 let mut ep = builder.build().unwrap();

@@ -85,6 +85,7 @@ fn terms(
                     SumOrder::Expert => [0, 0],
                     SumOrder::Rank => [rank as u32, 0],
                     SumOrder::Node => [nodes.node_of(rank as u32), rank as u32],
+                    other => unreachable!("{other:?}"),
                 };
                 found.push((place, ids[choice], rank, row, choice));
             }
@@ -122,7 +123,7 @@ where
     on_ranks(case.nodes, &tiny(), |world| {
         let me = world.rank() as usize;
         let group = world.all().unwrap();
-        let builder = ExpertParallel::builder(&group).unwrap().expert_map(case.map.clone());
+        let builder = ExpertParallel::builder(&group).expert_map(case.map.clone());
         let builder = builder.top_k(TOP_K as u32).hidden(HIDDEN).dtype(E::DTYPE).sum_order(case.order);
         let builder = builder.align(case.align).weighted(case.weighted).route(case.route).max_tokens(16);
         let mut ep = builder.build().unwrap();

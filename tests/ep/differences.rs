@@ -105,7 +105,7 @@ fn agree(seen: f32, plus: f64, minus: f64, what: &str) {
 fn differentiate(nodes: &[u32], route: Route, order: SumOrder, align: u32, weighted: bool, map: &ExpertMap) {
     on_ranks(nodes, &tiny(), |world| {
         let group = world.all().unwrap();
-        let builder = ExpertParallel::builder(&group).unwrap().expert_map(map.clone()).route(route);
+        let builder = ExpertParallel::builder(&group).expert_map(map.clone()).route(route);
         let builder = builder.top_k(TOP_K).hidden(HIDDEN).dtype(Dtype::F32).sum_order(order).align(align);
         let ep = builder.weighted(weighted).max_tokens(16).build().unwrap();
         let me = world.rank();

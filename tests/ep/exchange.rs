@@ -1,6 +1,6 @@
 //! Dispatch and combine between ranks that are threads, bit for bit against a naive reference.
 
-use crate::support::{To, Tokens, on_ranks, placement, small, tokens};
+use crate::support::{To, Tokens, on_ranks, placement, sample, small, tokens};
 use half::{bf16, f16};
 use sidelane::config::Config;
 use sidelane::dtype::PartialDtype;
@@ -112,6 +112,7 @@ where
                     SumOrder::Expert => (0, 0),
                     SumOrder::Rank => (owner, owner),
                     SumOrder::Node => (nodes.node_of(owner), owner),
+                    other => unreachable!("{other:?}"),
                 };
                 (group, owner, tokens.ids[choice], choice)
             })
@@ -156,12 +157,11 @@ where
         .collect();
     let expected = placement(&all, case.top_k, &map, case.align);
     let pool = if case.hidden == WIDE { 8 << 20 } else { 256 << 10 };
-    let config = Config { heap: SYMMETRIC + pool, symmetric: SYMMETRIC, ..Config::default() };
-    let options = Options { config, ..Options::default() };
+    let config = Config::default().with_heap(SYMMETRIC + pool).with_symmetric(SYMMETRIC);
+    let options = Options::default().with_config(config);
     on_ranks(&case.nodes, &options, |world| {
         let me = world.rank() as usize;
         let mut ep = ExpertParallel::builder(&world.all().unwrap())
-            .unwrap()
             .expert_map(map.clone())
             .top_k(case.top_k)
             .hidden(case.hidden)
@@ -232,17 +232,17 @@ where
 
 #[test]
 fn every_row_lands_in_its_place_and_comes_home_in_bf16() {
-    cases().iter().for_each(exchange_as::<bf16>(Dtype::Bf16));
+    sample(cases(), 2).iter().for_each(exchange_as::<bf16>(Dtype::Bf16));
 }
 
 #[test]
 fn every_row_lands_in_its_place_and_comes_home_in_f32() {
-    cases().iter().for_each(exchange_as::<f32>(Dtype::F32));
+    sample(cases(), 2).iter().for_each(exchange_as::<f32>(Dtype::F32));
 }
 
 #[test]
 fn every_row_lands_in_its_place_and_comes_home_in_f16() {
-    cases().iter().for_each(exchange_as::<f16>(Dtype::F16));
+    sample(cases(), 2).iter().for_each(exchange_as::<f16>(Dtype::F16));
 }
 
 fn exchange_as<E: Element + Copy + PartialEq + std::fmt::Debug + Into<f32>>(dtype: Dtype) -> impl Fn(&Case)
@@ -276,7 +276,7 @@ fn blocks_that_are_as_large_as_they_can_be_arrive_whole() {
         on_ranks(&nodes, &small(), |world| {
             let me = world.rank() as usize;
             let group = world.all().unwrap();
-            let builder = ExpertParallel::builder(&group).unwrap().expert_map(map.clone()).top_k(top_k);
+            let builder = ExpertParallel::builder(&group).expert_map(map.clone()).top_k(top_k);
             let builder = builder.hidden(hidden).max_tokens(TOKENS).route(route).weighted(true);
             let mut ep = builder.build().unwrap();
             let mine = &all[me];

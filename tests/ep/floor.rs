@@ -38,7 +38,7 @@ fn ready<'a>(
     wire: PartialDtype,
 ) -> Ready<'a> {
     let group = world.all().unwrap();
-    let builder = ExpertParallel::builder(&group).unwrap().experts(EXPERTS).top_k(TOP_K).hidden(HIDDEN);
+    let builder = ExpertParallel::builder(&group).experts(EXPERTS).top_k(TOP_K).hidden(HIDDEN);
     let mut ep = builder
         .dtype(Dtype::Bf16)
         .align(ALIGN)

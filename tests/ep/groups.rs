@@ -8,7 +8,7 @@ use sidelane::bootstrap::Timeouts;
 use sidelane::error::{Cause, Error, LaneError};
 use sidelane::gate::Routing;
 use sidelane::topology::{NodeMap, Route};
-use sidelane::{Dtype, ExpertParallel, Group, Options};
+use sidelane::{Dtype, ExpertParallel, Group};
 
 const HIDDEN: usize = 16;
 const TOP_K: u32 = 3;
@@ -22,7 +22,7 @@ fn worlds() -> impl Iterator<Item = ([u32; 8], Route)> {
 }
 
 fn layer(group: &Group, route: Route) -> ExpertParallel {
-    let builder = ExpertParallel::builder(group).unwrap().experts(EXPERTS).top_k(TOP_K).hidden(HIDDEN);
+    let builder = ExpertParallel::builder(group).experts(EXPERTS).top_k(TOP_K).hidden(HIDDEN);
     builder.dtype(Dtype::Bf16).max_tokens(32).route(route).build().unwrap()
 }
 
@@ -132,9 +132,9 @@ fn one_rank_works_in_two_groups_at_once() {
 #[test]
 fn a_silent_rank_is_named_by_its_place_in_the_group_and_by_its_rank_in_the_world() {
     const RANKS: [u32; 5] = [7, 0, 5, 2, 3];
-    let timeouts = Timeouts { deadline: Duration::from_secs(2), ..Timeouts::default() };
+    let timeouts = Timeouts::default().with_deadline(Duration::from_secs(2));
     for route in Route::ALL {
-        on_ranks(&THREE_AND_FIVE, &Options { timeouts, ..small() }, |world| {
+        on_ranks(&THREE_AND_FIVE, &small().with_timeouts(timeouts), |world| {
             if !RANKS.contains(&world.rank()) {
                 return;
             }

@@ -25,11 +25,11 @@ const WORLDS: [(&[u32], Route); 6] = [
 
 /// A rank that waits for an absent rank reports it soon.
 fn impatient() -> Options {
-    Options { timeouts: Timeouts { deadline: Duration::from_secs(30), ..Timeouts::default() }, ..tiny() }
+    tiny().with_timeouts(Timeouts::default().with_deadline(Duration::from_secs(30)))
 }
 
 fn layer(group: &Group, route: Route) -> ExpertParallel {
-    let builder = ExpertParallel::builder(group).unwrap().experts(EXPERTS).top_k(TOP_K).hidden(HIDDEN);
+    let builder = ExpertParallel::builder(group).experts(EXPERTS).top_k(TOP_K).hidden(HIDDEN);
     builder.dtype(Dtype::Bf16).max_tokens(32).route(route).build().unwrap()
 }
 
@@ -175,7 +175,7 @@ fn raised_by_relay(world: &World) -> usize {
 
 #[test]
 fn a_relay_hands_on_all_that_crosses_while_its_caller_is_away() {
-    let options = Options { record: 1 << 12, ..impatient() };
+    let options = impatient().with_record(1 << 12);
     for (nodes, route) in WORLDS.into_iter().filter(|(nodes, _)| nodes.contains(&1)) {
         for away in 0..nodes.len() as u32 {
             on_ranks(nodes, &options, |world| {

@@ -19,7 +19,7 @@ const WORLDS: [(&[u32], Route); 5] = [
 ];
 
 fn layer(group: &Group, route: Route) -> ExpertParallel {
-    let builder = ExpertParallel::builder(group).unwrap().experts(EXPERTS).top_k(TOP_K).hidden(HIDDEN);
+    let builder = ExpertParallel::builder(group).experts(EXPERTS).top_k(TOP_K).hidden(HIDDEN);
     builder.dtype(Dtype::Bf16).max_tokens(32).route(route).build().unwrap()
 }
 
@@ -184,7 +184,7 @@ fn what_is_dropped_while_peers_still_read_it_stays_until_they_have() {
     for ((nodes, route), weighted) in plain.into_iter().chain(WORLDS.map(|world| (world, true))) {
         on_ranks(nodes, &medium(), |world| {
             let group = world.all().unwrap();
-            let builder = ExpertParallel::builder(&group).unwrap().experts(4).top_k(1).hidden(WIDE);
+            let builder = ExpertParallel::builder(&group).experts(4).top_k(1).hidden(WIDE);
             let builder = builder.dtype(Dtype::F32).max_tokens(32).weighted(weighted).route(route);
             let mut ep = builder.build().unwrap();
             for round in 0..30 {

@@ -94,6 +94,7 @@ fn weighted_sums(case: &Case) -> Vec<Vec<u8>> {
                     row.iter_mut().for_each(|x| *x *= scale);
                 }
             }
+            other => unreachable!("{other:?}"),
         }
         bits(&ep.combine::<f32>(&y, &handle).unwrap()).to_vec()
     })

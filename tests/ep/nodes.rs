@@ -7,7 +7,7 @@ use sidelane::dtype::PartialDtype;
 use sidelane::gate::Routing;
 use sidelane::plan::SumOrder;
 use sidelane::topology::Route;
-use sidelane::{Dtype, ExpertParallel, Options};
+use sidelane::{Dtype, ExpertParallel};
 
 const HIDDEN: usize = 24;
 const TOP_K: u32 = 4;
@@ -32,10 +32,10 @@ fn inter_node_bytes(nodes: &[u32], route: Route, order: SumOrder, wire: PartialD
 
 /// Rounds in which every rank moves the planned bytes.
 fn rounds(net: NetChoice, nodes: &[u32], route: Route, order: SumOrder, wire: PartialDtype) -> Moved {
-    let ranks = on_ranks(nodes, &Options { net, ..medium() }, |world| {
+    let ranks = on_ranks(nodes, &medium().with_net(net), |world| {
         assert_eq!(world.net().map(|net| net.lane), nodes.contains(&1).then_some(net.name()));
         let group = world.all().unwrap();
-        let builder = ExpertParallel::builder(&group).unwrap().experts(EXPERTS).top_k(TOP_K).hidden(HIDDEN);
+        let builder = ExpertParallel::builder(&group).experts(EXPERTS).top_k(TOP_K).hidden(HIDDEN);
         let mut ep = builder
             .dtype(Dtype::Bf16)
             .align(4)

@@ -16,7 +16,7 @@ const EXPERTS: u32 = 7;
 const NODES: [&[u32]; 3] = [&[0], &[0, 0, 0], &[0, 0, 1, 1, 1]];
 
 fn builder(group: &Group) -> ExpertParallelBuilder<'_> {
-    let builder = ExpertParallel::builder(group).unwrap().experts(EXPERTS).top_k(TOP_K).hidden(HIDDEN);
+    let builder = ExpertParallel::builder(group).experts(EXPERTS).top_k(TOP_K).hidden(HIDDEN);
     builder.max_tokens(16)
 }
 

@@ -17,7 +17,6 @@ const COUNTS: [u32; 5] = [6, 0, 11, 3, 1];
 
 fn layer(world: &World, route: Route) -> ExpertParallel {
     ExpertParallel::builder(&world.all().unwrap())
-        .unwrap()
         .experts(EXPERTS)
         .top_k(TOP_K)
         .hidden(HIDDEN)
@@ -104,7 +103,6 @@ fn records_land_whole_and_rows_come_home() {
 fn records_go_with_rank_major_rows_too() {
     on_ranks(&[0, 0, 1, 1], &medium(), |world| {
         let mut ep = ExpertParallel::builder(&world.all().unwrap())
-            .unwrap()
             .experts(8)
             .top_k(2)
             .hidden(128)
@@ -145,8 +143,7 @@ fn what_is_no_record_is_refused_on_every_rank() {
         let mut records = Vec::new();
         ep.quantize(&plain, &mut records).unwrap();
         ep.dispatch(&records, &routing).expect("the world stays usable");
-        let mut other =
-            ExpertParallel::builder(&world.all().unwrap()).unwrap().experts(2).hidden(8).build().unwrap();
+        let mut other = ExpertParallel::builder(&world.all().unwrap()).experts(2).hidden(8).build().unwrap();
         let error = other.quantize(&plain[..8], &mut records).unwrap_err();
         assert!(matches!(error, Error::Call(CallError::NotKept { .. })), "{error}");
         drop(other.dispatch(&plain[..8], &Routing::new(1, vec![0], vec![1.0]).unwrap()).unwrap());

@@ -21,7 +21,6 @@ fn after() -> ExpertMap {
 
 fn layer(world: &World, route: Route) -> ExpertParallel {
     ExpertParallel::builder(&world.all().unwrap())
-        .unwrap()
         .expert_map(before())
         .top_k(2)
         .hidden(HIDDEN)

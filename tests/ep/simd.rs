@@ -17,12 +17,8 @@ const MARK: &str = "digest ";
 fn digest() -> u64 {
     let shares = on_ranks(&[0, 0, 1, 1], &small(), |world| {
         let group = world.all().unwrap();
-        let builder = ExpertParallel::builder(&group)
-            .unwrap()
-            .experts(5)
-            .top_k(3)
-            .hidden(104)
-            .sum_order(SumOrder::Rank);
+        let builder =
+            ExpertParallel::builder(&group).experts(5).top_k(3).hidden(104).sum_order(SumOrder::Rank);
         let mut ep = builder.dtype(Dtype::Bf16).weighted(true).align(4).build().unwrap();
         let mine = tokens::<bf16>(u64::from(world.rank()), 33, 104, 3, 5);
         let routing = Routing::new(3, mine.ids.as_slice(), mine.weights.as_slice()).unwrap();

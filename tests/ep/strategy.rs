@@ -68,7 +68,7 @@ fn recorded(rank: u32) -> Routing<'static> {
 }
 
 fn layer(group: &Group, strategy: Strategy, route: Route, order: SumOrder) -> ExpertParallel {
-    let builder = ExpertParallel::builder(group).unwrap().experts(64).top_k(8).hidden(HIDDEN);
+    let builder = ExpertParallel::builder(group).experts(64).top_k(8).hidden(HIDDEN);
     builder
         .dtype(Dtype::Bf16)
         .strategy(strategy)
@@ -134,7 +134,7 @@ fn wrong_input_is_refused_everywhere_and_the_next_call_works() {
     for (nodes, route) in [(&[0, 0, 1, 1][..], Route::Pxn), (&[0; 3], Route::Direct)] {
         on_ranks(nodes, &medium(), |world| {
             let group = world.all().unwrap();
-            let builder = ExpertParallel::builder(&group).unwrap().experts(8).top_k(1).hidden(8);
+            let builder = ExpertParallel::builder(&group).experts(8).top_k(1).hidden(8);
             let mut ep = builder.route(route).strategy(Strategy::AllGather).build().unwrap();
             let x = vec![bf16::ONE; 2 * 8];
             let wrong = if world.rank() == 1 { 8 } else { 0 };
@@ -157,7 +157,7 @@ fn too_many_rows_are_the_same_error_everywhere_and_the_next_call_works() {
         let group = world.all().unwrap();
         let build = |rows| {
             let mode = ReceiveMode::Budget { rows, overflow: Overflow::Error };
-            let builder = ExpertParallel::builder(&group).unwrap().experts(4).top_k(1).hidden(8).mode(mode);
+            let builder = ExpertParallel::builder(&group).experts(4).top_k(1).hidden(8).mode(mode);
             builder.route(Route::Pxn).strategy(Strategy::AllGather).build().unwrap()
         };
         let mut ep = build(7);
@@ -176,7 +176,7 @@ fn too_many_rows_are_the_same_error_everywhere_and_the_next_call_works() {
 fn a_pool_without_room_for_the_rows_is_named_everywhere() {
     on_ranks(&[0, 0, 1], &medium(), |world| {
         let group = world.all().unwrap();
-        let builder = ExpertParallel::builder(&group).unwrap().experts(3).top_k(1).hidden(8);
+        let builder = ExpertParallel::builder(&group).experts(3).top_k(1).hidden(8);
         let mut ep = builder.route(Route::Pxn).strategy(Strategy::AllGather).build().unwrap();
         let total = world.pool().report().total;
         // What all gather has room: 3 x 64 tokens. Their rows at rank 1 behind it have none.
@@ -195,8 +195,7 @@ fn a_pool_without_room_for_the_rows_is_named_everywhere() {
 fn what_only_an_exchange_can_do_is_refused_at_build() {
     on_ranks(&[0, 1], &medium(), |world| {
         let group = world.all().unwrap();
-        let builder =
-            || ExpertParallel::builder(&group).unwrap().experts(2).hidden(8).strategy(Strategy::AllGather);
+        let builder = || ExpertParallel::builder(&group).experts(2).hidden(8).strategy(Strategy::AllGather);
         let slots = ReceiveMode::Slots { rows: 4, overflow: Overflow::Error };
         let spans = builder().coalesce_relays(true).layout(RowLayout::RankMajor).route(Route::Pxn);
         for builder in [builder().mode(slots), spans] {
@@ -217,7 +216,7 @@ fn what_only_an_exchange_can_do_is_refused_at_build() {
 fn a_started_dispatch_that_is_dropped_ends_the_world_with_a_named_rank() {
     let errors = on_ranks(&[0, 0, 1, 1], &medium(), |world| {
         let group = world.all().unwrap();
-        let builder = ExpertParallel::builder(&group).unwrap().experts(4).top_k(1).hidden(8);
+        let builder = ExpertParallel::builder(&group).experts(4).top_k(1).hidden(8);
         let mut ep = builder.route(Route::Pxn).strategy(Strategy::AllGather).build().unwrap();
         let (x, routing) = (vec![bf16::ONE; 8], Routing::new(1, vec![3], vec![1.0]).unwrap());
         if world.rank() == 2 {

@@ -8,7 +8,7 @@ use sidelane::ep::LaneUse;
 use sidelane::exec::OpKind;
 use sidelane::gate::Routing;
 use sidelane::topology::{NodeMap, Paths, Route};
-use sidelane::{Dtype, ExpertParallel, Options, World};
+use sidelane::{Dtype, ExpertParallel, World};
 
 const HIDDEN: usize = 16;
 const ROW: u64 = 2 * HIDDEN as u64;
@@ -26,7 +26,7 @@ fn worlds() -> impl Iterator<Item = ([u32; 8], Route)> {
 
 fn layer(world: &World, route: Route) -> ExpertParallel {
     let group = world.all().unwrap();
-    let builder = ExpertParallel::builder(&group).unwrap().experts(EXPERTS).top_k(TOP_K).hidden(HIDDEN);
+    let builder = ExpertParallel::builder(&group).experts(EXPERTS).top_k(TOP_K).hidden(HIDDEN);
     builder.dtype(Dtype::Bf16).max_tokens(32).route(route).build().unwrap()
 }
 
@@ -68,6 +68,7 @@ fn the_report_counts_exactly_the_bytes_of_the_plan() {
             let (local, remote) = match route {
                 Route::Direct => (near.len(), far.len()),
                 Route::Pxn => (near.len() + handed_on, crossing.len()),
+                other => unreachable!("{other:?}"),
             };
             let moved = handle.report().unwrap().moved;
             let expected = [local, remote, local + remote].map(|rows| rows as u64);
@@ -148,7 +149,7 @@ fn expected(nodes: &NodeMap, route: Route, me: u32) -> [BTreeMap<u32, u64>; 2] {
 
 #[test]
 fn a_call_raises_the_signals_of_its_schedule_and_no_other() {
-    let options = Options { record: 1 << 12, ..small() };
+    let options = small().with_record(1 << 12);
     for (nodes, route) in worlds() {
         let sent = on_ranks(&nodes, &options, |world| {
             let mut ep = layer(&world, route);

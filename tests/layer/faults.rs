@@ -140,6 +140,7 @@ fn is_of_the_fault(error: &Error, fault: Fault, pass: ExpertPass, cut: Cut) -> b
         ExpertPass::RowsBackward => ("gradient of rows", CALL),
         ExpertPass::WeightsBackward => ("gradient of weights", 0),
         ExpertPass::WithWeights => return false,
+        other => unreachable!("{other:?}"),
     };
     // Concurrent streams may reach their calls in any order.
     let in_order = !cut.overlap || pass == ExpertPass::WeightsBackward;

@@ -121,8 +121,8 @@ impl Stage for Layers {
 fn pairs_of_dual_pipe_are_one_call_and_change_no_bit() {
     let mesh = Mesh::new(4, [("pp", 2), ("ep", 2)]).unwrap();
     let plan = dual_pipe(2, MICROBATCHES).unwrap();
-    let config = Config { heap: 24 << 20, symmetric: 16 << 20, ..Config::default() };
-    let options = Options { config, ..Options::default() };
+    let config = Config::default().with_heap(24 << 20).with_symmetric(16 << 20);
+    let options = Options::default().with_config(config);
     let train = |together| {
         on_ranks(&[0, 0, 1, 1], &options, |world| {
             let group = mesh.world_group(&world, &["pp"]).unwrap();

@@ -9,7 +9,8 @@ use sidelane_parallel::tensor::{
 
 use crate::ranks::{on_ranks, random_seed, tiny};
 use crate::tensors::{
-    Elements, WORLDS, bits, bits_of, columns, communicator, elements, rounded, summed, tensor, values,
+    Elements, WORLDS, bits, bits_of, columns, communicator, counting_communicator,
+    cross_entropy as reference, differing, elements, rounded, tensor, values,
 };
 
 const VOCABULARY: usize = 48;
@@ -42,7 +43,8 @@ fn check_embedding<E: Elements>(seed: u64) {
                 let part = (world.rank(), world.size());
                 let mut group = communicator(&world);
                 let own = cut_rows(&weight, HIDDEN, part).unwrap().to_vec();
-                let layer = VocabularyParallelEmbedding::new(&group, VOCABULARY, HIDDEN, way, own).unwrap();
+                let layer =
+                    VocabularyParallelEmbedding::new(&mut group, VOCABULARY, HIDDEN, way, own).unwrap();
                 let layer = layer.with_rows::<E>();
                 let tokens = |whole: &[f32]| match way {
                     Activations::Replicated => whole.to_vec(),
@@ -72,10 +74,15 @@ fn embedding_has_the_bits_of_its_rows_and_sums_in_order() {
 #[test]
 fn rows_of_other_ranks_are_zeros_before_the_sum() {
     let parts = on_ranks(&[0, 0], &tiny(), |world| {
-        let group = communicator(&world);
-        let layer =
-            VocabularyParallelEmbedding::new(&group, 50_000, 1, Activations::Replicated, vec![1.0; 25_000])
-                .unwrap();
+        let mut group = communicator(&world);
+        let layer = VocabularyParallelEmbedding::new(
+            &mut group,
+            50_000,
+            1,
+            Activations::Replicated,
+            vec![1.0; 25_000],
+        )
+        .unwrap();
         layer.lookup(&[0, 1, 25_000, 25_001]).unwrap()
     });
     assert_eq!(parts, [[1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 1.0]]);
@@ -125,23 +132,43 @@ fn check_cross_entropy<E: Elements>(seed: u64) {
         let own = VOCABULARY / nodes.len();
         let results = on_ranks(nodes, &tiny(), |world| trained::<E>(&world, &logits, &targets, &of_losses));
         for (token, row) in logits.chunks_exact(VOCABULARY).enumerate() {
-            let largest = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-            let powers: Vec<f32> = row.iter().map(|logit| libm::expf(logit - largest)).collect();
-            let sum = summed(powers.chunks_exact(own).map(|part| vec![part.iter().sum()]))[0];
             let target = targets[token];
-            let ignored = target == IGNORED;
-            let loss = if ignored { 0.0 } else { libm::logf(sum) - (row[target as usize] - largest) };
+            let (loss, of_logits) = match target {
+                IGNORED => (0.0, vec![0.0; VOCABULARY]),
+                target => reference(row, own, target as usize),
+            };
             for (rank, (losses, gradient)) in results.iter().enumerate() {
                 assert_eq!(losses[token].to_bits(), loss.to_bits(), "token {token} of rank {rank}");
                 for column in 0..own {
                     let id = rank * own + column;
-                    let hit = if id as u32 == target { 1.0 } else { 0.0 };
-                    let right = if ignored { 0.0 } else { (powers[id] / sum - hit) * of_losses[token] };
+                    // An ignored token has no gradient, whatever that of its loss is.
+                    let of_loss = if target == IGNORED { 1.0 } else { of_losses[token] };
+                    let right = of_logits[id] * of_loss;
                     let got = gradient[token * own + column];
                     assert_eq!(bits(&[got]), bits(&rounded::<E>(&[right])), "{token} {id}");
                 }
             }
         }
+    }
+}
+
+#[test]
+fn cross_entropy_sends_a_few_values_of_a_token_and_no_logits() {
+    for nodes in [&[0, 1][..], &[0, 1, 2, 3]] {
+        let (ranks, own) = (nodes.len(), VOCABULARY / nodes.len());
+        let sent = on_ranks(nodes, &tiny(), |world| {
+            let mut group = counting_communicator(&world);
+            let (logits, targets) = (vec![0.0f32; 64 * own], vec![0; 64]);
+            cross_entropy().forward(&mut group, &logits, &targets).unwrap();
+            group.take_counts().inter_node_bytes
+        });
+        let bytes = 4 * 64 * (ranks - 1);
+        // Maxima go to all. Of two sums each rank makes a share, and sends it to all.
+        assert_eq!(sent, vec![(bytes + 2 * 2 * bytes / ranks) as u64; ranks]);
+        // Three all-reduces, and a gather of logits.
+        let (three, gather) = (3 * 2 * bytes / ranks, bytes * own);
+        assert_eq!(sent[0] as f64 / three as f64, (ranks as f64 + 4.0) / 6.0);
+        assert!(sent[0] < gather as u64);
     }
 }
 
@@ -178,8 +205,12 @@ fn cross_entropy_is_the_formula_within_its_roundings() {
 fn ids_outside_the_vocabulary_are_refused_on_all_ranks() {
     on_ranks(&[0, 1], &tiny(), |world| {
         let mut group = communicator(&world);
-        let own = vec![1.0; 4];
-        let layer = VocabularyParallelEmbedding::new(&group, 8, 1, Activations::Replicated, own).unwrap();
+        let (own, vocabulary) = (vec![1.0; 4], if world.rank() == 0 { 8 } else { 4 });
+        let rows = vec![1.0; vocabulary / 2];
+        let error =
+            VocabularyParallelEmbedding::new(&mut group, vocabulary, 1, Activations::Replicated, rows);
+        assert_eq!(differing(error.unwrap_err()), "vocabulary");
+        let layer = VocabularyParallelEmbedding::new(&mut group, 8, 1, Activations::Replicated, own).unwrap();
         let wrong = world.rank() == 0;
         let refused = |error: Error| match error {
             Error::Plan(PlanError::BadParameter { seen: 8, .. }) => wrong,

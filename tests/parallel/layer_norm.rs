@@ -7,7 +7,8 @@ use sidelane_parallel::tensor::{Activations, LayerNorm, cut_rows};
 
 use crate::ranks::{on_ranks, random_seed, tiny};
 use crate::tensors::{
-    Elements, WORLDS, bits, bits_of, communicator, counting_communicator, elements, rounded, summed, tensor,
+    Elements, WORLDS, bits, bits_of, communicator, counting_communicator, differing, elements, rounded,
+    summed, tensor,
 };
 
 const TOKENS: usize = 24;
@@ -88,7 +89,7 @@ fn check<E: Elements>(seed: u64) {
                 let part = (world.rank() % parts as u32, parts as u32);
                 let cut = |of: &[f32]| cut_rows(of, WIDTH, part).unwrap().to_vec();
                 let (scale, bias) = (whole.scale.clone(), whole.bias.clone());
-                let norm = LayerNorm::new(&group, way, EPSILON, scale, bias).unwrap().with_rows::<E>();
+                let norm = LayerNorm::new(&mut group, way, EPSILON, scale, bias).unwrap().with_rows::<E>();
                 let (x, of_output) = (elements::<E>(&cut(&whole.x)), elements::<E>(&cut(&whole.of_output)));
                 let case = format!("{nodes:?} {way:?} {}", E::NAME);
                 let y = norm.forward(&x).unwrap();
@@ -147,7 +148,7 @@ fn ranks_send_gradients_of_scale_and_bias_alone() {
         let mut group = counting_communicator(&world);
         let rows = vec![bf16::ONE; TOKENS / 2 * WIDTH];
         for (way, sent) in [(Activations::Replicated, 0), (Activations::SequenceParallel, 2 * WIDTH * 4)] {
-            let norm = LayerNorm::new(&group, way, EPSILON, vec![1.0; WIDTH], vec![0.0; WIDTH]).unwrap();
+            let norm = LayerNorm::new(&mut group, way, EPSILON, vec![1.0; WIDTH], vec![0.0; WIDTH]).unwrap();
             let norm = norm.with_rows::<bf16>();
             group.take_counts();
             norm.forward(&rows).unwrap();
@@ -163,11 +164,19 @@ fn wrong_rows_of_a_layer_norm_are_refused_on_all_ranks() {
     on_ranks(&[0, 1], &tiny(), |world| {
         let (mut group, wrong) = (communicator(&world), world.rank() == 0);
         let way = Activations::SequenceParallel;
-        let error = LayerNorm::new(&group, way, EPSILON, vec![1.0; 2], vec![0.0; 3]).unwrap_err();
-        assert_eq!(error, PlanError::WrongShape { what: "bias", seen: 3, rows: 1, columns: 2 });
-        let error = LayerNorm::new(&group, way, EPSILON, vec![], vec![]).unwrap_err();
-        assert!(matches!(error, PlanError::BadParameter { parameter: "elements of a row", .. }), "{error}");
-        let norm = LayerNorm::new(&group, way, EPSILON, vec![1.0; 2], vec![0.0; 2]).unwrap();
+        let error = LayerNorm::new(&mut group, way, EPSILON, vec![1.0; 2], vec![0.0; 3]).unwrap_err();
+        let shape = PlanError::WrongShape { what: "bias", seen: 3, rows: 1, columns: 2 };
+        assert_eq!(error, Error::Plan(shape));
+        let error = LayerNorm::new(&mut group, way, EPSILON, vec![], vec![]).unwrap_err();
+        let bad = |error: &_| matches!(error, PlanError::BadParameter { parameter: "elements of a row", .. });
+        assert!(matches!(&error, Error::Plan(plan) if bad(plan)), "{error}");
+        let epsilon = if wrong { EPSILON } else { 0.0 };
+        let error = LayerNorm::new(&mut group, way, epsilon, vec![1.0; 2], vec![0.0; 2]).unwrap_err();
+        assert_eq!(differing(error), "bits of epsilon");
+        let bias = vec![if wrong { 0.0 } else { -0.0 }; 2];
+        let error = LayerNorm::new(&mut group, way, EPSILON, vec![1.0; 2], bias).unwrap_err();
+        assert_eq!(differing(error), "digest of the bias");
+        let norm = LayerNorm::new(&mut group, way, EPSILON, vec![1.0; 2], vec![0.0; 2]).unwrap();
         let error = norm.forward(&[1.0; 3]).unwrap_err();
         assert!(matches!(error, PlanError::WrongShape { what: "rows of a layer norm", .. }), "{error}");
         let of_output: &[f32] = if wrong { &[1.0; 2] } else { &[1.0; 4] };

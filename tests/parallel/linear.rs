@@ -4,13 +4,13 @@ use half::bf16;
 use sidelane::error::{CallError, PlanError};
 use sidelane::{Error, World};
 use sidelane_parallel::tensor::{
-    Activations, ColumnParallelLinear, LinearShape, RowParallelLinear, cut_columns, cut_rows,
+    Activations, ColumnParallelLinear, LinearShape, RowParallelLinear, cut_columns, cut_rows, gather_columns,
 };
 
 use crate::ranks::{on_ranks, random_seed, tiny};
 use crate::tensors::{
-    Elements, WORLDS, bits, bits_of, columns, communicator, counting_communicator, elements, is_product,
-    rounded, summed, tensor, times_transposed, transposed, transposed_times,
+    Elements, WORLDS, bits, bits_of, columns, communicator, counting_communicator, differing, elements,
+    is_product, rounded, summed, tensor, times_transposed, transposed, transposed_times,
 };
 
 const TOKENS: usize = 12;
@@ -78,14 +78,16 @@ fn check_column_parallel_layer<E: Elements>(world: &World, way: Activations, who
     let mut group = communicator(world);
     let weight = cut_rows(&whole.weight, INPUTS, part).unwrap().to_vec();
     let bias = whole.bias.as_ref().map(|bias| cut_rows(bias, 1, part).unwrap().to_vec());
-    let layer = ColumnParallelLinear::new(&group, SHAPE, way, weight, bias).unwrap().with_rows::<E>();
+    let layer = ColumnParallelLinear::new(&mut group, SHAPE, way, weight, bias).unwrap().with_rows::<E>();
     let x = elements::<E>(&tokens(way, world, &whole.x, INPUTS));
 
     let y = layer.forward(&mut group, &x).unwrap();
     let right = rounded::<E>(&whole.biased(times_transposed(&whole.x, &whole.factors, INPUTS)));
     assert_eq!(bits_of(&y), bits(&columns(&right, OUTPUTS, me * own, own)));
 
-    let of_y = elements::<E>(&columns(&whole.of_y, OUTPUTS, me * own, own));
+    assert_eq!(bits_of(&gather_columns(&mut group, &y, OUTPUTS).unwrap()), bits(&right));
+
+    let of_y = cut_columns(&elements::<E>(&whole.of_y), OUTPUTS, part).unwrap();
     let gradients = layer.backward(&mut group, &x, &of_y).unwrap();
     // Gradients of inputs: parts of the outputs, by ascending rank.
     let parts = (0..ranks).map(|rank| {
@@ -122,9 +124,9 @@ fn check_row_parallel_layer<E: Elements>(world: &World, way: Activations, whole:
     let (part, own) = ((world.rank(), world.size()), INPUTS / ranks);
     let mut group = communicator(world);
     let weight = cut_columns(&whole.weight, INPUTS, part).unwrap();
-    let layer = RowParallelLinear::new(&group, SHAPE, way, weight, whole.bias.clone()).unwrap();
+    let layer = RowParallelLinear::new(&mut group, SHAPE, way, weight, whole.bias.clone()).unwrap();
     let layer = layer.with_rows::<E>();
-    let x = elements::<E>(&columns(&whole.x, INPUTS, me * own, own));
+    let x = cut_columns(&elements::<E>(&whole.x), INPUTS, part).unwrap();
 
     let y = layer.forward(&mut group, &x).unwrap();
     let parts = (0..ranks).map(|rank| {
@@ -139,6 +141,8 @@ fn check_row_parallel_layer<E: Elements>(world: &World, way: Activations, whole:
     let gradients = layer.backward(&mut group, &x, &of_y).unwrap();
     let of_x = times_transposed(&whole.of_y, &transposed(&whole.factors, INPUTS), OUTPUTS);
     assert_eq!(bits_of(&gradients.input), bits(&rounded::<E>(&columns(&of_x, INPUTS, me * own, own))));
+    let of_whole_x = gather_columns(&mut group, &gradients.input, INPUTS).unwrap();
+    assert_eq!(bits_of(&of_whole_x), bits(&rounded::<E>(&of_x)));
     let of_weight = transposed_times(&whole.of_y, &whole.x, TOKENS);
     assert_eq!(bits(&gradients.weight), bits(&cut_columns(&of_weight, INPUTS, part).unwrap()));
     // The bias is not cut, so its gradient is that of all tokens, on every rank.
@@ -162,9 +166,9 @@ fn sent<E: Elements>(world: &World, way: Activations) -> [u64; 4] {
     let mut group = counting_communicator(world);
     let whole = Whole::new::<E>(1, false);
     let weight = cut_rows(&whole.weight, INPUTS, part).unwrap().to_vec();
-    let column = ColumnParallelLinear::new(&group, SHAPE, way, weight, None).unwrap().with_rows::<E>();
+    let column = ColumnParallelLinear::new(&mut group, SHAPE, way, weight, None).unwrap().with_rows::<E>();
     let weight = cut_columns(&whole.weight, INPUTS, part).unwrap();
-    let row = RowParallelLinear::new(&group, SHAPE, way, weight, None).unwrap().with_rows::<E>();
+    let row = RowParallelLinear::new(&mut group, SHAPE, way, weight, None).unwrap().with_rows::<E>();
     let (own_inputs, own_outputs) = (INPUTS / part.1 as usize, OUTPUTS / part.1 as usize);
     let (x, of_x) = (tokens(way, world, &whole.x, INPUTS), columns(&whole.of_y, OUTPUTS, 0, own_outputs));
     let (h, of_h) = (columns(&whole.x, INPUTS, 0, own_inputs), tokens(way, world, &whole.of_y, OUTPUTS));
@@ -199,57 +203,115 @@ fn rows_of_bf16_send_half_the_bytes() {
     }
 }
 
-#[test]
-fn block_of_both_layers_trains_as_a_whole_one() {
-    let seed = random_seed();
-    let (hidden, rate) = (16, 0.01f32);
-    let up = LinearShape { inputs: 8, outputs: hidden };
-    let down = LinearShape { inputs: hidden, outputs: 8 };
-    let (x, up_weight, down_weight) =
-        (tensor(seed, 0, 8 * 8), tensor(seed, 1, 8 * hidden), tensor(seed, 2, 8 * hidden));
-    let losses = |nodes: &[u32], way: Activations| {
-        on_ranks(nodes, &tiny(), |world| {
-            let mut group = communicator(&world);
-            let part = (world.rank(), world.size());
-            let of_up = cut_rows(&up_weight, 8, part).unwrap().to_vec();
-            let mut up =
-                ColumnParallelLinear::new(&group, up, way, of_up, Some(vec![0.0; hidden / nodes.len()]))
-                    .unwrap();
-            let of_down = cut_columns(&down_weight, hidden, part).unwrap();
-            let mut down = RowParallelLinear::new(&group, down, way, of_down, Some(vec![0.0; 8])).unwrap();
-            let x = tokens(way, &world, &x, 8);
-            let mut losses = Vec::new();
-            for _ in 0..8 {
-                let h: Vec<_> = up.forward(&mut group, &x).unwrap().iter().map(|h| h.max(0.0)).collect();
-                let y = down.forward(&mut group, &h).unwrap();
-                let mut loss = [y.iter().map(|y| y * y).sum::<f32>()];
-                if way == Activations::SequenceParallel {
-                    group.all_reduce(&mut loss).unwrap();
+/// Sizes for which a rank has more than 256 weights of each layer.
+const HIDDEN: usize = 256;
+const WIDTH: usize = 8;
+const RATE: f32 = 1e-4;
+
+/// `y = relu(x up' + a) down' + b`, whose loss is the sum of squares.
+struct Block {
+    x: Vec<f32>,
+    up: Vec<f32>,
+    down: Vec<f32>,
+    biases: [Vec<f32>; 2],
+}
+
+fn learn(weights: &mut [f32], gradient: &[f32]) {
+    weights.iter_mut().zip(gradient).for_each(|(weight, of)| *weight -= RATE * of);
+}
+
+fn relu(h: &[f32]) -> Vec<f32> {
+    h.iter().map(|h| h.max(0.0)).collect()
+}
+
+/// Gradients of what `relu` took.
+fn of_relu(of: &[f32], h: &[f32]) -> Vec<f32> {
+    of.iter().zip(h).map(|(of, h)| if *h > 0.0 { *of } else { 0.0 }).collect()
+}
+
+fn squares(y: &[f32]) -> f32 {
+    y.iter().map(|y| y * y).sum()
+}
+
+impl Block {
+    fn new(seed: u64) -> Block {
+        let (up, down) = (tensor(seed, 1, WIDTH * HIDDEN), tensor(seed, 2, WIDTH * HIDDEN));
+        Block { x: tensor(seed, 0, 8 * WIDTH), up, down, biases: [vec![0.0; HIDDEN], vec![0.0; WIDTH]] }
+    }
+
+    /// Losses of steps in one process, with sums as these ranks have them.
+    fn replay(mut self, ranks: usize, way: Activations) -> Vec<f32> {
+        let own = HIDDEN / ranks;
+        let steps = (0..8).map(|_| {
+            let biased = |rows: Vec<f32>, bias: &[f32]| -> Vec<f32> {
+                rows.iter().enumerate().map(|(at, row)| row + bias[at % bias.len()]).collect()
+            };
+            let h = relu(&biased(times_transposed(&self.x, &self.up, WIDTH), &self.biases[0]));
+            let parts = (0..ranks).map(|rank| {
+                let [h, down] = [&h, &self.down].map(|of| columns(of, HIDDEN, rank * own, own));
+                times_transposed(&h, &down, own)
+            });
+            let y = biased(summed(parts), &self.biases[1]);
+            let of_y: Vec<f32> = y.iter().map(|y| 2.0 * y).collect();
+            let of_h = times_transposed(&of_y, &transposed(&self.down, HIDDEN), WIDTH);
+            let of_h = of_relu(&of_h, &h);
+            let rows = |of: &[f32], width| summed(of.chunks_exact(width).map(<[f32]>::to_vec));
+            learn(&mut self.down, &transposed_times(&of_y, &h, 8));
+            learn(&mut self.up, &transposed_times(&of_h, &self.x, 8));
+            learn(&mut self.biases[0], &rows(&of_h, HIDDEN));
+            learn(&mut self.biases[1], &rows(&of_y, WIDTH));
+            match way {
+                Activations::Replicated => squares(&y),
+                Activations::SequenceParallel => {
+                    summed(y.chunks_exact(y.len() / ranks).map(|y| vec![squares(y)]))[0]
                 }
-                losses.push(loss[0]);
-                let of_y: Vec<_> = y.iter().map(|y| 2.0 * y).collect();
-                let of_down = down.backward(&mut group, &h, &of_y).unwrap();
-                let of_h = of_down.input.iter().zip(&h).map(|(of, h)| if *h > 0.0 { *of } else { 0.0 });
-                let of_up = up.backward(&mut group, &x, &of_h.collect::<Vec<_>>()).unwrap();
-                let learn = |weights: &mut [f32], gradient: &[f32]| {
-                    weights.iter_mut().zip(gradient).for_each(|(weight, of)| *weight -= rate * of);
-                };
-                learn(up.weight_mut(), &of_up.weight);
-                learn(down.weight_mut(), &of_down.weight);
-                learn(up.bias_mut().unwrap(), &of_up.bias.unwrap());
-                learn(down.bias_mut().unwrap(), &of_down.bias.unwrap());
             }
-            losses
-        })
-    };
-    let [alone] = losses(&[0], Activations::Replicated).try_into().unwrap();
-    assert!(alone[7] < alone[0] / 2.0, "{alone:?}");
+        });
+        steps.collect()
+    }
+
+    /// Losses of the same steps on a rank.
+    fn train(&self, world: &World, way: Activations) -> Vec<f32> {
+        let (mut group, part) = (communicator(world), (world.rank(), world.size()));
+        let shape = LinearShape { inputs: WIDTH, outputs: HIDDEN };
+        let weight = cut_rows(&self.up, WIDTH, part).unwrap().to_vec();
+        let bias = Some(vec![0.0; HIDDEN / part.1 as usize]);
+        let mut up = ColumnParallelLinear::new(&mut group, shape, way, weight, bias).unwrap();
+        let shape = LinearShape { inputs: HIDDEN, outputs: WIDTH };
+        let (weight, bias) = (cut_columns(&self.down, HIDDEN, part).unwrap(), Some(vec![0.0; WIDTH]));
+        let mut down = RowParallelLinear::new(&mut group, shape, way, weight, bias).unwrap();
+        let x = tokens(way, world, &self.x, WIDTH);
+        let steps = (0..8).map(|_| {
+            let h = relu(&up.forward(&mut group, &x).unwrap());
+            let y = down.forward(&mut group, &h).unwrap();
+            let mut loss = [squares(&y)];
+            if way == Activations::SequenceParallel {
+                group.all_reduce(&mut loss).unwrap();
+            }
+            let of_y: Vec<_> = y.iter().map(|y| 2.0 * y).collect();
+            let of_down = down.backward(&mut group, &h, &of_y).unwrap();
+            let of_up = up.backward(&mut group, &x, &of_relu(&of_down.input, &h)).unwrap();
+            learn(up.weight_mut(), &of_up.weight);
+            learn(down.weight_mut(), &of_down.weight);
+            learn(up.bias_mut().unwrap(), &of_up.bias.unwrap());
+            learn(down.bias_mut().unwrap(), &of_down.bias.unwrap());
+            loss[0]
+        });
+        steps.collect()
+    }
+}
+
+#[test]
+fn block_of_both_layers_trains_as_one_process_that_sums_by_rank() {
+    let seed = random_seed();
     for (nodes, way) in
-        [(WORLDS[2], WAYS[0]), (WORLDS[2], WAYS[1]), (WORLDS[3], WAYS[0]), (WORLDS[3], WAYS[1])]
+        WORLDS.into_iter().filter(|nodes| nodes.len() != 3).flat_map(|of| WAYS.map(|way| (of, way)))
     {
-        for losses in losses(nodes, way) {
-            let near = |(got, right): (&f32, &f32)| (got - right).abs() <= 1e-4 * right;
-            assert!(losses.iter().zip(&alone).all(near), "{nodes:?} {way:?}: {losses:?} {alone:?}");
+        let replayed = Block::new(seed).replay(nodes.len(), way);
+        assert_ne!(replayed[0], replayed[7]);
+        let block = Block::new(seed);
+        for losses in on_ranks(nodes, &tiny(), |world| block.train(&world, way)) {
+            assert_eq!(bits(&losses), bits(&replayed), "{nodes:?} {way:?}");
         }
     }
 }
@@ -259,8 +321,8 @@ fn wrong_input_is_refused_on_all_ranks_and_the_next_call_works() {
     on_ranks(&[0, 0, 1], &tiny(), |world| {
         let mut group = communicator(&world);
         let shape = LinearShape { inputs: 6, outputs: 2 };
-        let layer = |way| RowParallelLinear::new(&group, shape, way, vec![1.0; 4], None).unwrap();
-        let (replicated, sequence) = (layer(WAYS[0]), layer(WAYS[1]));
+        let [replicated, sequence] =
+            WAYS.map(|way| RowParallelLinear::new(&mut group, shape, way, vec![1.0; 4], None).unwrap());
         let wrong = world.rank() == 1;
 
         let x = vec![1.0; if wrong { 5 } else { 6 }];
@@ -288,26 +350,68 @@ fn wrong_input_is_refused_on_all_ranks_and_the_next_call_works() {
         assert_eq!(sequence.backward(&mut group, &[1.0; 6], &[1.0; 2]).unwrap().weight, [3.0; 4]);
         let (_, delayed) = sequence.backward_input(&mut group, &[1.0; 6], &[1.0; 2]).unwrap();
         assert_eq!(delayed.weights().0, [3.0; 4]);
+
+        let error = gather_columns(&mut group, &vec![1.0; if wrong { 3 } else { 4 }], 6).unwrap_err();
+        let right = if wrong {
+            matches!(error, Error::Plan(PlanError::WrongShape { what: "columns of a rank", seen: 3, .. }))
+        } else {
+            matches!(error, Error::Call(CallError::PeerRefused { peer: 1, .. }))
+        };
+        assert!(right, "{error}");
+        assert_eq!(gather_columns(&mut group, &[1.0; 2], 3).unwrap(), [1.0; 6]);
     });
 }
 
 #[test]
 fn layers_that_do_not_make_equal_parts_are_refused() {
     on_ranks(&[0, 0], &tiny(), |world| {
-        let group = communicator(&world);
-        let new = |inputs, outputs, weights: usize, bias: Option<usize>| {
+        let mut group = communicator(&world);
+        let mut new = |inputs, outputs, weights: usize, bias: Option<usize>| {
             let bias = bias.map(|bias| vec![0.0; bias]);
             let shape = LinearShape { inputs, outputs };
-            ColumnParallelLinear::new(&group, shape, Activations::Replicated, vec![0.0; weights], bias)
+            ColumnParallelLinear::new(&mut group, shape, Activations::Replicated, vec![0.0; weights], bias)
                 .map(drop)
         };
         assert_eq!(new(3, 4, 6, Some(2)), Ok(()));
-        let bad = |parameter, seen, expected| Err(PlanError::BadParameter { parameter, seen, expected });
+        let bad = |parameter, seen, expected| {
+            Err(Error::Plan(PlanError::BadParameter { parameter, seen, expected }))
+        };
         assert_eq!(new(3, 5, 6, None), bad("outputs", 5, "a multiple of the ranks of the group"));
         assert_eq!(new(0, 4, 0, None), bad("inputs", 0, "at least 1"));
         assert_eq!(new(3, 0, 0, None), bad("outputs", 0, "at least 1"));
-        let wrong = |what, seen, rows, columns| Err(PlanError::WrongShape { what, seen, rows, columns });
+        let wrong =
+            |what, seen, rows, columns| Err(Error::Plan(PlanError::WrongShape { what, seen, rows, columns }));
         assert_eq!(new(3, 4, 7, None), wrong("weights", 7, 2, 3));
         assert_eq!(new(3, 4, 6, Some(4)), wrong("bias", 4, 1, 2));
+    });
+}
+
+#[test]
+fn settings_that_differ_between_ranks_are_refused_on_all() {
+    on_ranks(&[0, 1], &tiny(), |world| {
+        let mut group = communicator(&world);
+        let wrong = world.rank() == 1;
+        let shape = LinearShape { inputs: 4, outputs: if wrong { 8 } else { 4 } };
+        let weight = vec![1.0; 2 * shape.outputs];
+        let error = ColumnParallelLinear::new(&mut group, shape, WAYS[0], weight, None).unwrap_err();
+        assert_eq!(differing(error), "outputs");
+
+        let shape = LinearShape { inputs: 4, outputs: 4 };
+        let mut row =
+            |way, bias| RowParallelLinear::new(&mut group, shape, way, vec![1.0; 8], bias).map(drop);
+        let error = row(WAYS[usize::from(wrong)], None).unwrap_err();
+        assert_eq!(differing(error), "sequence parallel activations");
+        assert_eq!(differing(row(WAYS[0], wrong.then(|| vec![0.0; 4])).unwrap_err()), "bias");
+        let of_rank = Some(vec![world.rank() as f32; 4]);
+        assert_eq!(differing(row(WAYS[0], of_rank).unwrap_err()), "digest of the bias");
+
+        // The bias of a column parallel layer is cut, so ranks have different ones.
+        let of_rank = Some(vec![world.rank() as f32; 2]);
+        ColumnParallelLinear::new(&mut group, shape, WAYS[0], vec![1.0; 8], of_rank).unwrap();
+        let error = match wrong {
+            true => ColumnParallelLinear::new(&mut group, shape, WAYS[0], vec![1.0; 8], None).unwrap_err(),
+            false => RowParallelLinear::new(&mut group, shape, WAYS[0], vec![1.0; 8], None).unwrap_err(),
+        };
+        assert_eq!(differing(error), "column parallel layer");
     });
 }

@@ -38,7 +38,7 @@ struct Layers<E> {
 }
 
 impl<E: Elements> Layers<E> {
-    fn new(world: &World, group: &Communicator, seed: u64) -> Self {
+    fn new(world: &World, group: &mut Communicator, seed: u64) -> Self {
         let (part, ranks) = ((world.rank(), world.size()), world.size() as usize);
         let (weight, bias) = (tensor(seed, 0, OUTPUTS * INPUTS), tensor(seed, 1, OUTPUTS));
         let rows = |of: &[f32], width| cut_rows(of, width, part).unwrap().to_vec();
@@ -101,7 +101,7 @@ fn rows_of_different_elements_are_an_error_on_all_ranks() {
     on_ranks(&[0, 0, 1], &tiny(), |world| {
         let mut group = communicator(&world);
         let shape = LinearShape { inputs: 6, outputs: 3 };
-        let column = ColumnParallelLinear::new(&group, shape, WAY, vec![1.0; 6], None).unwrap();
+        let column = ColumnParallelLinear::new(&mut group, shape, WAY, vec![1.0; 6], None).unwrap();
         let narrow = column.clone().with_rows::<bf16>();
         let executor = HostExecutor::new();
         for chunks in [1, 2].map(TokenChunks::new) {
@@ -121,7 +121,7 @@ fn ranks_without_tokens_pass_in_chunks() {
     on_ranks(&[0, 0, 1], &tiny(), |world| {
         let mut group = communicator(&world);
         let shape = LinearShape { inputs: 6, outputs: 3 };
-        let column = ColumnParallelLinear::new(&group, shape, WAY, vec![1.0; 6], None).unwrap();
+        let column = ColumnParallelLinear::new(&mut group, shape, WAY, vec![1.0; 6], None).unwrap();
         let (chunks, executor) = (TokenChunks::new(2), HostExecutor::new());
         assert_eq!(column.forward_in_chunks(&mut group, &[], chunks, &executor), Ok(Vec::new()));
         let gradients = column.backward_in_chunks(&mut group, &[], &[], chunks, &executor).unwrap();
@@ -135,8 +135,8 @@ fn different_chunks_or_tokens_are_an_error_on_all_ranks() {
         let mut group = communicator(&world);
         let odd = world.rank() == 2;
         let shape = LinearShape { inputs: 6, outputs: 3 };
-        let column = ColumnParallelLinear::new(&group, shape, WAY, vec![1.0; 6], None).unwrap();
-        let row = RowParallelLinear::new(&group, shape, WAY, vec![1.0; 6], None).unwrap();
+        let column = ColumnParallelLinear::new(&mut group, shape, WAY, vec![1.0; 6], None).unwrap();
+        let row = RowParallelLinear::new(&mut group, shape, WAY, vec![1.0; 6], None).unwrap();
         let executor = HostExecutor::new();
         let named = |error: Error, right: &str| {
             let named =
@@ -173,7 +173,7 @@ fn rank_whose_run_fails_refuses_the_next_call_and_the_pass_after_works() {
     on_ranks(&[0, 1], &tiny(), |world| {
         let mut group = communicator(&world);
         let shape = LinearShape { inputs: 6, outputs: 2 };
-        let column = ColumnParallelLinear::new(&group, shape, WAY, vec![1.0; 6], None).unwrap();
+        let column = ColumnParallelLinear::new(&mut group, shape, WAY, vec![1.0; 6], None).unwrap();
         let (late, chunks) = (world.rank() == 1, TokenChunks::new(2));
         let alone = HostExecutor::new().overlap(false);
         // Its first node, the comparison, overruns; the gathers are left.

@@ -2,6 +2,8 @@
 //! parallel layers.
 
 mod buckets;
+#[path = "../support/cases.rs"]
+mod cases;
 mod context;
 mod data;
 mod dropout;
@@ -18,8 +20,12 @@ mod mutants;
 mod naive_pipeline;
 mod overlap_plans;
 mod pipelines;
+mod post_validation;
 #[path = "../support/ranks.rs"]
 mod ranks;
+mod recomputation;
 mod schedules;
 mod tensors;
+mod textbook;
+mod tied;
 mod wire;

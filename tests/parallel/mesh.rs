@@ -2,10 +2,12 @@
 
 use std::collections::BTreeSet;
 
+use sidelane::collective::Communicator;
 use sidelane::gate::Routing;
 use sidelane::{Dtype, ExpertParallel, World};
 use sidelane_parallel::{Mesh, MeshError};
 
+use crate::pipelines::options;
 use crate::ranks::{on_ranks, tiny};
 
 /// Ranks by their positions, counted in nested loops as Megatron's order of `tp-cp-ep-dp-pp` has
@@ -135,6 +137,8 @@ fn mesh_refuses_a_world_of_another_size() {
     for world in World::threads(2).unwrap() {
         let refused = mesh.world_group(&world, &["tp"]).err();
         assert_eq!(refused, Some(MeshError::OtherWorld { ranks: 4, world: 2 }));
+        let refused = mesh.world_ends(&world, "dp").err();
+        assert_eq!(refused, Some(MeshError::OtherWorld { ranks: 4, world: 2 }));
     }
 }
 
@@ -160,36 +164,68 @@ fn tokens_are_sliced_over_tensor_parallel_ranks_of_whole_experts_alone() {
     assert_eq!(slices, [half(0), half(8), half(0), half(8)]);
 }
 
-/// A pyramid as PR-MoE has it: later layers have more experts, over more ranks.
+/// A pyramid as PR-MoE has it: later layers have more experts, over more ranks. An expert doubles a
+/// row and adds its number. Copies of an expert add the gradients of that number.
 #[test]
-fn layers_have_experts_and_groups_of_their_own() {
+fn layers_have_experts_and_groups_of_their_own_forward_and_backward() {
     const HIDDEN: usize = 4;
     let mesh = Mesh::new(4, [("dp", 4), ("tp", 1)]).unwrap();
     let layers = [(4, 1), (4, 2), (8, 4)].map(|(experts, ep)| (experts, mesh.experts(ep, 1).unwrap()));
-    let input = |rank: u32| [1.0, 2.0, 3.0].map(|token| [token + 10.0 * rank as f32; HIDDEN]).concat();
+    let tokens = |of: [f32; 3], rank: u32| of.map(|token| [token + 10.0 * rank as f32; HIDDEN]).concat();
+    let (input, of_output) = (|rank| tokens([1.0, 2.0, 3.0], rank), |rank| tokens([5.0, 7.0, 9.0], rank));
     let chosen = |experts: u32, rank: u32| [0, 1, 2].map(|token| (5 * rank + 3 * token) % experts);
-    let outputs = on_ranks(&[0, 0, 1, 1], &tiny(), |world| {
-        let mut x: Vec<f32> = input(world.rank());
+    let results = on_ranks(&[0, 0, 1, 1], &options(), |world| {
+        let (mut x, mut passed) = (input(world.rank()), Vec::new());
         for (experts, mesh) in &layers {
             let group = mesh.world_group(&world, &["ep"]).unwrap();
-            let builder = ExpertParallel::builder(&group).unwrap().experts(*experts).top_k(1).hidden(HIDDEN);
+            let builder = ExpertParallel::builder(&group).experts(*experts).top_k(1).hidden(HIDDEN);
             let mut ep = builder.dtype(Dtype::F32).max_tokens(4).build().unwrap();
             let ids = chosen(*experts, world.rank()).map(|id| id as i32);
             let routing = Routing::new(1, &ids[..], &[1.0; 3][..]).unwrap();
             let (rows, handle) = ep.dispatch(&x, &routing).unwrap();
-            let held = experts / group.size();
+            let first = group.rank() * (experts / group.size());
             let mut y = rows.to_vec::<f32>().unwrap();
             let mut rest = &mut y[..];
-            for (expert, &rows) in (group.rank() * held..).zip(handle.tokens_per_expert()) {
+            for (expert, &rows) in (first..).zip(handle.tokens_per_expert()) {
                 let (own, others) = rest.split_at_mut(rows as usize * HIDDEN);
                 own.iter_mut().for_each(|y| *y = *y * 2.0 + expert as f32);
                 rest = others;
             }
             x = ep.combine(&y, &handle).unwrap();
+            let copies = mesh.world_group(&world, &["edp"]).unwrap();
+            passed.push((ep, handle, first, Communicator::builder(&copies).chunk(2048).build().unwrap()));
         }
-        x
+        let (mut of_x, mut of_experts) = (of_output(world.rank()), Vec::new());
+        for (mut ep, handle, first, mut copies) in passed.into_iter().rev() {
+            let (rows, _) = ep.combine_backward(&of_x, &handle).unwrap();
+            let mut of_rows = rows.to_vec::<f32>().unwrap();
+            let mut rest = &of_rows[..];
+            let sums = handle.tokens_per_expert().iter().map(|&rows| {
+                let (own, others) = rest.split_at(rows as usize * HIDDEN);
+                rest = others;
+                own.iter().sum::<f32>()
+            });
+            let mut sums: Vec<f32> = sums.collect();
+            copies.all_reduce(&mut sums).unwrap();
+            of_experts.push((first as usize, sums));
+            of_rows.iter_mut().for_each(|of| *of *= 2.0);
+            of_x = ep.dispatch_backward(&of_rows, None, &handle).unwrap().0;
+        }
+        (x, of_x, of_experts)
     });
-    for (rank, seen) in (0..).zip(outputs) {
+    // Gradients of the numbers of all experts, the last layer first.
+    let of_numbers = layers.iter().rev().zip([1.0, 2.0, 4.0]).map(|((experts, _), factor)| {
+        let mut sums = vec![0.0; *experts as usize];
+        for rank in 0..4 {
+            let of_rows = of_output(rank);
+            for (of_row, expert) in of_rows.chunks_exact(HIDDEN).zip(chosen(*experts, rank)) {
+                sums[expert as usize] += factor * of_row.iter().sum::<f32>();
+            }
+        }
+        sums
+    });
+    let of_numbers: Vec<Vec<f32>> = of_numbers.collect();
+    for (rank, (seen, of_x, of_experts)) in (0..).zip(results) {
         let mut right = input(rank);
         for (experts, _) in &layers {
             for (token, expert) in right.chunks_exact_mut(HIDDEN).zip(chosen(*experts, rank)) {
@@ -197,5 +233,9 @@ fn layers_have_experts_and_groups_of_their_own() {
             }
         }
         assert_eq!(seen, right, "rank {rank}");
+        assert_eq!(of_x, of_output(rank).iter().map(|of| of * 8.0).collect::<Vec<_>>(), "rank {rank}");
+        for ((first, sums), right) in of_experts.into_iter().zip(&of_numbers) {
+            assert_eq!(sums, right[first..][..sums.len()], "rank {rank}");
+        }
     }
 }

@@ -1,9 +1,11 @@
 //! The messages of a pipeline are proved down to the words of their channels; seeded bugs are
 //! found, or listed with the reason why they are harmless.
 
+use std::collections::{HashMap, HashSet};
+
 use sidelane_core::schedule::collective::Staging;
 use sidelane_core::schedule::{Flag, Op};
-use sidelane_parallel::pipeline::{Direction, Plan, Schedule, Step, Transfer};
+use sidelane_parallel::pipeline::{Direction, Plan, Schedule, Step, Tensor, Transfer, WarmUp, dual_pipe};
 use sidelane_verify::mutate::{Change, Mutation, mutations};
 use sidelane_verify::prove::{MutantProver, ProofFailure, prove};
 use sidelane_verify::random_check::check;
@@ -40,16 +42,42 @@ fn calls(plan: &Plan) -> Vec<Vec<MessageCall>> {
     stages.map(|(steps, stage)| steps.iter().flat_map(|step| of(stage, step)).collect()).collect()
 }
 
-/// The calls of a [`Pipeline`](sidelane_parallel::pipeline::Pipeline): messages one by one.
-fn calls_one_by_one(plan: &Plan) -> Vec<Vec<MessageCall>> {
-    let of = |step: &Step| match step {
-        Step::Transfer(group) => Some(match group[0].direction {
-            Direction::Send => MessageCall::Send(group[0].peer),
-            Direction::Receive => MessageCall::Receive(group[0].peer),
-        }),
+/// Messages of one part that a receiver holds unread, in each communicator of a pair.
+const HELD: u32 = 2;
+
+/// The calls of a [`Pipeline`](sidelane_parallel::pipeline::Pipeline), with its communicators of a
+/// pair: messages one by one, which take communicators in turn, each kind its own if both kinds go
+/// from one stage to another.
+fn calls_one_by_one(plan: &Plan) -> (Vec<Vec<MessageCall>>, u32) {
+    let plan = plan.one_by_one();
+    let message = |step: &Step| match step {
+        Step::Transfer(group) => Some(group[0]),
         Step::Compute(_) | Step::Overlap { .. } => None,
     };
-    plan.one_by_one().stages().iter().map(|steps| steps.iter().filter_map(of).collect()).collect()
+    let kinds = plan.stages().iter().any(|steps| {
+        let sends = steps.iter().filter_map(message).filter(|of| of.direction == Direction::Send);
+        let sends: HashSet<(u32, Tensor)> = sends.map(|of| (of.peer, of.tensor)).collect();
+        sends
+            .iter()
+            .any(|&(peer, tensor)| tensor == Tensor::Activation && sends.contains(&(peer, Tensor::Gradient)))
+    });
+    let in_turn = plan.least_unread().unwrap().div_ceil(HELD).max(1);
+    let of_stage = |steps: &Vec<Step>| {
+        let mut messages: HashMap<(Direction, Tensor, u32), u32> = HashMap::new();
+        let calls = steps.iter().filter_map(message).map(|of| {
+            let nth = messages.entry((of.direction, of.tensor, of.peer)).or_default();
+            let kind = if kinds { of.tensor as u32 } else { 0 };
+            let communicator = kind * in_turn + *nth % in_turn;
+            *nth += 1;
+            let peer = communicator * plan.shape().stages + of.peer;
+            match of.direction {
+                Direction::Send => MessageCall::Send(peer),
+                Direction::Receive => MessageCall::Receive(peer),
+            }
+        });
+        calls.collect()
+    };
+    (plan.stages().iter().map(of_stage).collect(), in_turn * if kinds { 2 } else { 1 })
 }
 
 fn one_forward_one_backward(stages: u32, microbatches: u32) -> Vec<Vec<MessageCall>> {
@@ -57,7 +85,16 @@ fn one_forward_one_backward(stages: u32, microbatches: u32) -> Vec<Vec<MessageCa
 }
 
 fn unroll(calls: &[Vec<MessageCall>], parts: u64, seeded: Option<MessageBug>) -> UnrolledProgram {
-    let ranks = calls.len() as u64;
+    unroll_in((calls, 1), parts, seeded)
+}
+
+/// With so many communicators.
+fn unroll_in(
+    (calls, communicators): (&[Vec<MessageCall>], u32),
+    parts: u64,
+    seeded: Option<MessageBug>,
+) -> UnrolledProgram {
+    let ranks = calls.len() as u64 * u64::from(communicators);
     let staging = Staging::new(ranks as u32, ranks * 128).unwrap().with_room(ranks * 164).unwrap();
     let len = parts * staging.slot();
     UnrolledProgram::of_messages(&MessageScenario { calls, staging, len, seeded }).unwrap()
@@ -67,7 +104,7 @@ fn unroll(calls: &[Vec<MessageCall>], parts: u64, seeded: Option<MessageBug>) ->
 fn a_pipeline_ends_for_any_stages_and_microbatches_and_messages_of_any_length() {
     for (stages, microbatches) in (1..=8).flat_map(|stages| (1..=9).map(move |of| (stages, of))) {
         let plan = Schedule::OneFOneB.plan(stages, microbatches).unwrap();
-        let pipelines = [calls(&plan), calls_one_by_one(&plan)];
+        let pipelines = [calls(&plan), calls_one_by_one(&plan).0];
         for (pipeline, parts) in
             pipelines.iter().flat_map(|pipeline| [1, 2, 3, 5].map(|parts| (pipeline, parts)))
         {
@@ -83,10 +120,63 @@ fn a_pipeline_ends_for_any_stages_and_microbatches_and_messages_of_any_length() 
     prove(&unroll(&deep, 1, None)).unwrap_or_else(|fault| panic!("64 stages: {fault}"));
 }
 
+/// Plans of all schedules that these numbers allow.
+fn plans(stages: u32, microbatches: u32) -> Vec<Plan> {
+    let interleaved = |model_chunks, warm_up| Schedule::Interleaved { model_chunks, warm_up };
+    let schedules = [
+        Schedule::GPipe,
+        Schedule::ZeroBubbleH1,
+        Schedule::ZeroBubbleH2,
+        interleaved(2, WarmUp::Megatron),
+        interleaved(3, WarmUp::Least),
+    ];
+    let plans = schedules.into_iter().filter_map(|schedule| schedule.plan(stages, microbatches).ok());
+    plans.chain(dual_pipe(stages, microbatches)).collect()
+}
+
+#[test]
+fn every_schedule_is_proved_down_to_the_words_of_its_channels() {
+    let (mut proofs, mut several) = (0, 0);
+    for (stages, microbatches) in (1..=8).flat_map(|stages| [1, 3, stages, 2 * stages].map(|of| (stages, of)))
+    {
+        for plan in plans(stages, microbatches) {
+            let (calls, communicators) = calls_one_by_one(&plan);
+            // Slots are smaller than a message only where none is unread.
+            let lengths: &[u64] = if plan.one_by_one().least_unread() == Ok(0) { &[1, 2, 5] } else { &[1] };
+            for &parts in lengths {
+                prove(&unroll_in((&calls, communicators), parts, None)).unwrap_or_else(|fault| {
+                    panic!("{stages} stages, {microbatches} microbatches, {parts} parts: {fault}")
+                });
+            }
+            (proofs, several) = (proofs + 1, several + usize::from(communicators > 1));
+        }
+    }
+    assert!(proofs > 100 && several > 10, "{proofs} proofs, {several} of several communicators");
+}
+
+#[test]
+fn one_communicator_for_messages_that_need_several_is_a_deadlock() {
+    let least = Schedule::Interleaved { model_chunks: 2, warm_up: WarmUp::Least }.plan(8, 16).unwrap();
+    let (calls, communicators) = calls_one_by_one(&least);
+    assert_eq!(communicators, 2);
+    let in_one = |call: &MessageCall| match *call {
+        MessageCall::Send(to) => MessageCall::Send(to % 8),
+        MessageCall::Receive(from) => MessageCall::Receive(from % 8),
+        MessageCall::Exchange(peer) => MessageCall::Exchange(peer % 8),
+    };
+    let calls: Vec<Vec<_>> = calls.iter().map(|calls| calls.iter().map(in_one).collect()).collect();
+    let seen = prove(&unroll(&calls, 1, None));
+    assert!(matches!(seen, Err(ProofFailure::Deadlock { .. })), "{seen:?}");
+}
+
 #[test]
 fn pipelines_run_at_random() {
     for (stages, microbatches) in [(2, 3), (4, 2), (4, 6)] {
         check(&unroll(&one_forward_one_backward(stages, microbatches), 3, None), 0..5).unwrap();
+    }
+    for plan in plans(4, 8) {
+        let (calls, communicators) = calls_one_by_one(&plan);
+        check(&unroll_in((&calls, communicators), 1, None), 0..5).unwrap();
     }
 }
 

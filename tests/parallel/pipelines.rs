@@ -130,9 +130,9 @@ fn plans(stages: u32, microbatches: u32) -> Vec<Plan> {
 }
 
 /// Room for windows of many communicators.
-fn options() -> Options {
-    let config = Config { heap: 16 << 20, symmetric: 12 << 20, ..Config::default() };
-    Options { config, ..Options::default() }
+pub fn options() -> Options {
+    let config = Config::default().with_heap(16 << 20).with_symmetric(12 << 20);
+    Options::default().with_config(config)
 }
 
 /// Gradients of weights of two steps on each rank.

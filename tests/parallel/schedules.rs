@@ -86,26 +86,29 @@ fn timed(plan: &Plan, costs: Costs) -> (u64, u64) {
     (timeline.time(), timeline.bubble())
 }
 
+/// Costs of passes: forward, gradients of inputs, gradients of weights.
+const COSTS: [[u64; 3]; 6] = [[1, 1, 1], [2, 3, 1], [10, 12, 8], [9, 5, 8], [7, 7, 0], [3, 1, 1]];
+
 #[test]
-fn bubbles_are_those_of_the_published_formulas() {
-    for [f, b, w] in [[1, 1, 1], [2, 3, 1], [10, 12, 8], [9, 5, 8], [7, 7, 0], [3, 1, 1]] {
-        let (pass, costs) = (f + b + w, Costs::new(f, b, w));
-        for p in 1..=8u32 {
-            for m in [1, 2, p, 2 * p - 1, 2 * p, 4 * p, 4 * p + 1] {
-                let others = u64::from(p - 1);
-                let full = (u64::from(m) * pass + others * pass, others * pass);
-                for schedule in [Schedule::GPipe, Schedule::OneFOneB] {
-                    assert_eq!(timed(&schedule.plan(p, m).unwrap(), costs), full, "{schedule:?} {p} {m}");
-                }
-                let (h1, h2) = (Schedule::ZeroBubbleH1, Schedule::ZeroBubbleH2);
-                if m >= p {
-                    let bubble = others * (f + b - w);
-                    assert_eq!(timed(&h1.plan(p, m).unwrap(), costs).1, bubble, "H1 {p} {m} {costs:?}");
-                }
-                if m >= 2 * p - 1 {
-                    let bubble = others * (f + b).saturating_sub(2 * w);
-                    assert_eq!(timed(&h2.plan(p, m).unwrap(), costs).1, bubble, "H2 {p} {m} {costs:?}");
-                }
+fn bubbles_up_to_16_stages_and_64_microbatches_are_the_published_ones() {
+    for (p, m) in (1..=16u32).flat_map(|p| (1..=64).map(move |m| (p, m))) {
+        // All costs of some shapes, and each cost of many.
+        let all = p <= 8 && [1, 2, p, 2 * p - 1, 2 * p, 4 * p + 1].contains(&m);
+        let nth = (p + m) as usize % COSTS.len();
+        for &[f, b, w] in if all { &COSTS[..] } else { &COSTS[nth..][..1] } {
+            let (pass, costs, others) = (f + b + w, Costs::new(f, b, w), u64::from(p - 1));
+            let full = (u64::from(m) * pass + others * pass, others * pass);
+            for schedule in [Schedule::GPipe, Schedule::OneFOneB] {
+                assert_eq!(timed(&schedule.plan(p, m).unwrap(), costs), full, "{schedule:?} {p} {m}");
+            }
+            let (h1, h2) = (Schedule::ZeroBubbleH1, Schedule::ZeroBubbleH2);
+            if m >= p {
+                let bubble = others * (f + b - w);
+                assert_eq!(timed(&h1.plan(p, m).unwrap(), costs).1, bubble, "H1 {p} {m} {costs:?}");
+            }
+            if m >= 2 * p - 1 {
+                let bubble = others * (f + b).saturating_sub(2 * w);
+                assert_eq!(timed(&h2.plan(p, m).unwrap(), costs).1, bubble, "H2 {p} {m} {costs:?}");
             }
         }
     }
@@ -113,20 +116,81 @@ fn bubbles_are_those_of_the_published_formulas() {
 
 #[test]
 fn interleaving_divides_the_bubble_by_the_model_chunks() {
-    for [f, b] in [[1, 1], [1, 2], [3, 2]] {
-        for (p, v, rounds) in [(2, 2, 1), (4, 2, 2), (4, 3, 4), (8, 4, 2), (3, 2, 5), (1, 2, 3)] {
-            let m = p * rounds;
-            for warm_up in [MEGATRON, LEAST] {
-                // A model chunk has 1 / v of the layers: so do its passes cost.
-                let plan = interleaved(v, warm_up).plan(p, m).unwrap();
-                let (time, bubble) = timed(&plan, Costs::new(f, b, 0));
-                let work = u64::from(m * v) * (f + b);
-                assert_eq!(bubble, u64::from(p - 1) * (f + b), "{p} {v} {m} {warm_up:?}");
-                assert_eq!(time, work + bubble);
-                let (_, whole) = timed(&Schedule::OneFOneB.plan(p, m).unwrap(), Costs::new(f, b, 0));
-                assert_eq!(whole * u64::from(v), bubble * u64::from(v));
+    let shapes = (1..=16u32).flat_map(|p| (1..=64 / p).map(move |rounds| (p, p * rounds)));
+    for (nth, (p, m)) in shapes.enumerate() {
+        let ([f, b], v) = ([[1, 1], [1, 2], [3, 2]][nth % 3], [2, 3, 4][nth / 3 % 3]);
+        // A model chunk has 1 / v of the layers: so do its passes cost.
+        let chunks = u64::from(v);
+        let layers = Costs::new(chunks * f, chunks * b, 0);
+        let (whole_time, whole) = timed(&Schedule::OneFOneB.plan(p, m).unwrap(), layers);
+        for warm_up in [MEGATRON, LEAST] {
+            let (time, bubble) = timed(&interleaved(v, warm_up).plan(p, m).unwrap(), Costs::new(f, b, 0));
+            assert_eq!(bubble, u64::from(p - 1) * (f + b), "{p} {v} {m} {warm_up:?}");
+            assert_eq!(whole, chunks * bubble, "{p} {v} {m} {warm_up:?}");
+            assert_eq!(whole_time - whole, time - bubble, "{p} {v} {m} {warm_up:?}");
+        }
+    }
+}
+
+/// Forward passes before the first backward pass, pairs of one of each, and the rest.
+fn phases(plan: &Plan, stage: u32) -> [usize; 3] {
+    let passes: Vec<bool> = plan.passes(stage).map(|of| of.pass == Pass::Forward).collect();
+    let warm_up = passes.iter().position(|forward| !forward).unwrap() - 1;
+    let pairs = passes[warm_up..].chunks(2).take_while(|pair| pair == &[true, false]).count();
+    [warm_up, pairs, passes.len() - warm_up - 2 * pairs]
+}
+
+#[test]
+fn warm_up_steady_state_and_cool_down_have_megatrons_numbers_of_passes() {
+    for (p, m) in [(1, 1), (2, 5), (4, 8), (8, 8), (16, 64)] {
+        let plan = Schedule::OneFOneB.plan(p, m).unwrap();
+        for stage in 0..p {
+            let behind = (p - stage - 1) as usize;
+            assert_eq!(phases(&plan, stage), [behind, m as usize - behind, behind], "{p} {m} {stage}");
+        }
+    }
+    for (p, v, m) in [(2, 2, 4), (4, 2, 8), (4, 3, 16), (8, 4, 24)] {
+        for (warm_up, factor) in [(MEGATRON, 2), (LEAST, 1)] {
+            let plan = interleaved(v, warm_up).plan(p, m).unwrap();
+            for stage in 0..p {
+                let first = (factor * (p - stage - 1) + (v - 1) * p).min(m * v) as usize;
+                let steady = (m * v) as usize - first;
+                assert_eq!(phases(&plan, stage), [first, steady, first], "{p} {v} {m} {stage} {warm_up:?}");
             }
         }
+    }
+}
+
+#[test]
+fn slots_of_an_interleaved_schedule_have_megatrons_model_chunks() {
+    for (p, v, m) in [(2, 2, 4), (3, 2, 6), (4, 3, 8), (8, 4, 16), (16, 2, 64)] {
+        for warm_up in [MEGATRON, LEAST] {
+            let plan = interleaved(v, warm_up).plan(p, m).unwrap();
+            for stage in 0..p {
+                let chunks = |forward| {
+                    let passes = plan.passes(stage).filter(move |of| (of.pass == Pass::Forward) == forward);
+                    passes.map(|of| of.model_chunk).collect::<Vec<_>>()
+                };
+                let right: Vec<u32> = (0..m * v).map(|slot| slot % (p * v) / p).collect();
+                assert_eq!(chunks(true), right, "{p} {v} {m} {stage}");
+                let right: Vec<u32> = right.iter().map(|chunk| v - 1 - chunk).collect();
+                assert_eq!(chunks(false), right, "{p} {v} {m} {stage}");
+            }
+        }
+    }
+}
+
+/// Stages that meet behind a step begin the next one together. The last one began later.
+#[test]
+fn zero_bubble_steps_between_meetings_take_as_long_as_the_page_says() {
+    for (p, m) in (1..=16u32).flat_map(|p| (2 * p - 1..=64).map(move |m| (p, m))) {
+        let [f, b, w] = COSTS[(p + m) as usize % COSTS.len()];
+        let costs = Costs::new(f, b, w);
+        let (work, others) = (u64::from(m) * (f + b + w), u64::from(p - 1));
+        let (h1, _) = timed(&Schedule::ZeroBubbleH1.plan(p, m).unwrap(), costs);
+        assert_eq!(h1, work + others * (f + b - w).max(f), "H1 {p} {m} {costs:?}");
+        let (h2, _) = timed(&Schedule::ZeroBubbleH2.plan(p, m).unwrap(), costs);
+        assert_eq!(h2, work + others * (f + b).saturating_sub(2 * w).max(f), "H2 {p} {m} {costs:?}");
     }
 }
 

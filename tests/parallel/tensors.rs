@@ -3,9 +3,10 @@
 use half::bf16;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use sidelane::World;
 use sidelane::collective::Communicator;
+use sidelane::error::CallError;
 use sidelane::rows::{Matrix, product};
+use sidelane::{Error, World};
 use sidelane_parallel::Float;
 
 /// Nodes of the ranks: alone, on one node, on two, and not a power of two.
@@ -36,6 +37,9 @@ pub fn bits(of: &[f32]) -> Vec<u32> {
 pub trait Elements: Float {
     const NAME: &str;
 
+    /// By which share of its size a value of `f32` is off at most when it becomes an element.
+    const ROUNDING: f64;
+
     /// The nearest element, the even one of two.
     fn nearest(value: f32) -> Self;
 
@@ -48,6 +52,7 @@ pub trait Elements: Float {
 
 impl Elements for f32 {
     const NAME: &str = "f32";
+    const ROUNDING: f64 = 0.0;
 
     fn nearest(value: f32) -> f32 {
         value
@@ -68,6 +73,7 @@ impl Elements for f32 {
 
 impl Elements for bf16 {
     const NAME: &str = "bf16";
+    const ROUNDING: f64 = 1.0 / 256.0;
 
     fn nearest(value: f32) -> bf16 {
         let (upper, lower) = (value.to_bits() >> 16, value.to_bits() & 0xffff);
@@ -131,6 +137,25 @@ pub fn transposed_times(a: &[f32], b: &[f32], rows: usize) -> Vec<f32> {
 /// The transpose of `[rows, width]`.
 pub fn transposed(of: &[f32], width: usize) -> Vec<f32> {
     (0..width).flat_map(|column| of.iter().skip(column).step_by(width).copied()).collect()
+}
+
+/// Loss of a token whose logits are in parts of `own` on each rank, and the gradient of its logits.
+/// Sums are those of a rank, and then by ascending rank.
+pub fn cross_entropy(logits: &[f32], own: usize, target: usize) -> (f32, Vec<f32>) {
+    let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let powers: Vec<f32> = logits.iter().map(|logit| libm::expf(logit - largest)).collect();
+    let sum = summed(powers.chunks_exact(own).map(|part| vec![part.iter().sum()]))[0];
+    let hit = |id| if id == target { 1.0 } else { 0.0 };
+    let gradient = powers.iter().enumerate().map(|(id, power)| power / sum - hit(id)).collect();
+    (libm::logf(sum) - (logits[target] - largest), gradient)
+}
+
+/// The setting in which ranks differ, of an error that says so.
+pub fn differing(error: Error) -> &'static str {
+    match error {
+        Error::Call(CallError::ConfigsDiffer { what, .. }) => what,
+        error => panic!("{error}"),
+    }
 }
 
 /// Sums of equal tensors in their order, from +0.

@@ -122,15 +122,9 @@ fn planned(case: &Case, map: &ExpertMap, nodes: &NodeMap) -> Vec<(DispatchLayout
 
 /// The same numbers, pair by pair.
 fn counted(case: &Case, map: &ExpertMap, nodes: &NodeMap) -> Vec<Traffic> {
-    let mut all = vec![
-        Traffic {
-            row_bytes: ROW_BYTES,
-            home_row_bytes: ROW_BYTES,
-            route: case.route,
-            ..Traffic::default()
-        };
-        case.labels.len()
-    ];
+    let mut none = Traffic::default();
+    (none.row_bytes, none.home_row_bytes, none.route) = (ROW_BYTES, ROW_BYTES, case.route);
+    let mut all = vec![none; case.labels.len()];
     let mut pairs: Vec<(u32, u32, u32)> = Vec::new();
     for (source, ids) in (0..).zip(&case.ids) {
         for (choice, &id) in (0..).zip(ids).filter(|(_, id)| **id >= 0) {
@@ -198,16 +192,14 @@ proptest! {
 
 #[test]
 fn a_return_moves_a_row_per_expert_or_a_partial_per_rank_or_node() {
-    let traffic = Traffic {
-        logical: RowsByDistance { own: 5, local: 6, remote: 100 },
-        remote_ranks: 60,
-        remote_nodes: 20,
-        row_bytes: 8,
-        home_row_bytes: 10,
-        route: Route::Pxn,
-        ..Traffic::default()
+    let mut traffic = Traffic::default();
+    traffic.logical = RowsByDistance { own: 5, local: 6, remote: 100 };
+    (traffic.remote_ranks, traffic.remote_nodes) = (60, 20);
+    (traffic.row_bytes, traffic.home_row_bytes) = (8, 10);
+    let mut home = |route| {
+        traffic.route = route;
+        SumOrder::ALL.map(|order| traffic.home_bytes(order, 7))
     };
-    let home = |traffic: Traffic| SumOrder::ALL.map(|order| traffic.home_bytes(order, 7));
-    assert_eq!(home(traffic), [1000, 420, 140]);
-    assert_eq!(home(Traffic { route: Route::Direct, ..traffic }), [1000; 3], "nobody sums on the way");
+    assert_eq!(home(Route::Pxn), [1000, 420, 140]);
+    assert_eq!(home(Route::Direct), [1000; 3], "no rank sums on the way");
 }

@@ -1,5 +1,6 @@
-//! Worlds of real processes: their exchanges, failures and rebuilds.
+//! Worlds of real processes: their bootstrap, exchanges, failures and rebuilds.
 
+mod bootstrap;
 mod common;
 mod cuts;
 mod enqueued;

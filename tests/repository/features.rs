@@ -2,6 +2,7 @@
 //! distinguish layouts and orders; and the diffs that CONTRIBUTING.md shows.
 
 use sidelane::ep::{CallExecutor, Feature};
+use sidelane::plan::{Overflow, ReceiveMode};
 
 #[test]
 fn documented_table_is_the_table_of_the_library() {
@@ -12,13 +13,21 @@ fn documented_table_is_the_table_of_the_library() {
     };
     let mut lines = page.lines().skip_while(|line| !line.starts_with("| feature |"));
     let head = cells(lines.next().expect("the table is there"));
-    assert_eq!(head[1..], CallExecutor::ALL.map(|executor| executor.name().to_owned()));
+    let slots = ReceiveMode::Slots { rows: 1, overflow: Overflow::Error };
+    let budget = ReceiveMode::Budget { rows: 1, overflow: Overflow::Error };
+    let columns = [
+        ("host-stepper", CallExecutor::HostStepper, ReceiveMode::Exact),
+        ("enqueuer", CallExecutor::Enqueuer, ReceiveMode::Exact),
+        ("constant-program, slots", CallExecutor::ConstantProgram, slots),
+        ("constant-program, budget", CallExecutor::ConstantProgram, budget),
+    ];
+    assert_eq!(head[1..], columns.map(|(name, ..)| name.to_owned()));
     let rows: Vec<_> = lines.skip(1).take_while(|line| line.starts_with('|')).map(cells).collect();
-    let served = |feature: Feature, executor| if feature.is_served_by(executor) { "yes" } else { "no" };
+    let served = |served| if served { "yes" } else { "no" };
     let expected: Vec<_> = Feature::ALL
         .into_iter()
         .map(|feature| {
-            let cells = CallExecutor::ALL.map(|executor| served(feature, executor));
+            let cells = columns.map(|(_, executor, mode)| served(feature.is_served_in(executor, mode)));
             [feature.name()].into_iter().chain(cells).map(str::to_owned).collect::<Vec<_>>()
         })
         .collect();
@@ -32,8 +41,8 @@ fn code(path: &std::path::Path) -> String {
     code.lines().filter(|line| !line.trim_start().starts_with("//")).collect::<Vec<_>>().join("\n")
 }
 
-#[test]
-fn few_files_tell_layouts_and_orders_apart() {
+/// Files of the library whose code has one of these words.
+fn files_with(words: &[&str]) -> Vec<String> {
     let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
     let (mut folders, mut named) = (vec![root.join("src"), root.join("crates/core/src")], Vec::new());
     while let Some(folder) = folders.pop() {
@@ -45,9 +54,7 @@ fn few_files_tell_layouts_and_orders_apart() {
                 true => folders.push(path),
                 false if name.ends_with(".rs") && !is_test => {
                     let code = code(&path);
-                    let variants = ["RowLayout::ExpertMajor", "RowLayout::RankMajor"];
-                    let orders = ["Order::Expert", "Order::Rank", "Order::Node"];
-                    if variants.iter().chain(&orders).any(|variant| code.contains(variant)) {
+                    if words.iter().any(|word| code.contains(word)) {
                         named.push(name);
                     }
                 }
@@ -56,7 +63,25 @@ fn few_files_tell_layouts_and_orders_apart() {
         }
     }
     named.sort();
+    named
+}
+
+#[test]
+fn few_files_tell_layouts_and_orders_apart() {
+    let variants = ["RowLayout::ExpertMajor", "RowLayout::RankMajor"];
+    let orders = ["Order::Expert", "Order::Rank", "Order::Node"];
+    let named = files_with(&[variants.as_slice(), &orders].concat());
     assert!(named.len() <= 5, "{named:?}");
+}
+
+#[test]
+fn files_that_ask_for_the_layout_are_those_of_contributing() {
+    let page = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/CONTRIBUTING.md")).unwrap();
+    let (_, list) = page.split_once("has to look at each of them:").expect("the list is there");
+    let (list, _) = list.split_once("So rank-major rows").expect("the list ends");
+    let mut listed: Vec<_> = list.split('`').skip(1).step_by(2).map(str::to_owned).collect();
+    listed.sort();
+    assert_eq!(listed, files_with(&["is_per_rank(", "laid_apart("]));
 }
 
 #[test]

@@ -10,7 +10,7 @@ use crate::module_layering::sources;
 
 /// Files that use each other, at most.
 const MOST: usize = 3;
-const CRATES: [&str; 8] = [
+const CRATES: [&str; 9] = [
     "src",
     "crates/core/src",
     "crates/verify/src",
@@ -19,6 +19,7 @@ const CRATES: [&str; 8] = [
     "crates/parallel/src",
     "crates/cli/src",
     "bindings/c/src",
+    "bindings/python/src",
 ];
 
 /// Path of a module within its crate.

@@ -1,6 +1,7 @@
 //! Rules that the files of this repository keep.
 
 mod call_kinds;
+mod cargo_features;
 mod comments;
 mod features;
 mod imports;
@@ -8,4 +9,5 @@ mod module_layering;
 mod orders;
 mod pages;
 mod parts;
+mod public_face;
 mod waits;

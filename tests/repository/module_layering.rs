@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 /// From the lowest to the highest; modules of one line do not use each other.
 const MODULES: [&[&str]; 15] = [
-    &["sync", "digest"],
+    &["sync", "digest", "inputs"],
     &["dtype"],
     &["error", "nic_choice", "topology"],
     &["config"],

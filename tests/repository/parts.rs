@@ -34,7 +34,7 @@ fn table_names_paths_that_exist_and_all_parts() {
 }
 
 /// Folders that ask for no part, with the reason.
-const EXEMPT: [(&str, &str); 22] = [
+const EXEMPT: [(&str, &str); 21] = [
     ("crates/cli/src/commands", "the quick gate tests all commands; those that parts play with have lines"),
     ("crates/model/src/parallel", "the quick gate runs all tests of models"),
     ("crates/model/src/time", "the quick gate runs all tests of models"),
@@ -47,7 +47,6 @@ const EXEMPT: [(&str, &str); 22] = [
     ("crates/testkit/src/timing", "the quick gate runs its tests"),
     ("src/error", "types alone"),
     ("tests/atomics", "the quick gate runs all models"),
-    ("tests/bootstrap", "the quick gate runs all of its cases"),
     ("tests/cli", "the quick gate runs all of its cases; baselines have lines of their own"),
     ("tests/collective", "the quick gate runs all of its cases"),
     ("tests/cupti-abi", "the quick gate compares all declarations"),

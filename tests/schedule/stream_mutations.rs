@@ -119,6 +119,7 @@ fn unroll(ranks: u32, calls: &[StreamCall]) -> UnrolledProgram {
         streams: Streams::One,
         across: None,
         calls,
+        refuses: None,
         seeded: None,
         planted: None,
     })
@@ -297,6 +298,7 @@ fn every_bug_across(labels: &[u32], way: RowPath) {
         streams: Streams::One,
         across,
         calls: &calls,
+        refuses: None,
         seeded: None,
         planted: None,
     };
@@ -320,12 +322,19 @@ fn every_bug_across(labels: &[u32], way: RowPath) {
 }
 
 /// Reason why ranks do not see a bug of a driver: the rank itself misses a value.
-fn unseen(mutation: &CallMutation, (step, next): (Action, Option<Action>)) -> Option<&'static str> {
+fn unseen(
+    call: SlotCall,
+    mutation: &CallMutation,
+    (step, next): (Action, Option<Action>),
+) -> Option<&'static str> {
     let check = Action::Compute(Work::Check);
     match mutation.change {
         CallChange::Drop if step == check => Some("a check finds ranks that make another call"),
         CallChange::Swap if next == Some(check) => Some("it reads what experts read behind it"),
         CallChange::Drop if step == Action::Compute(Work::Sum) => Some("sums are the caller's"),
+        CallChange::Swap if call == SlotCall::Refusal && matches!(step, Action::Run(..)) => {
+            Some("one rank refuses, and the others signal before they wait")
+        }
         _ => None,
     }
 }
@@ -343,7 +352,7 @@ fn driver_mutants_of_slots_are_found_by_flow_and_between_ranks() {
         for mutation in mutations {
             let (planted, (step, next)) = (mutation.plant(&program), mutation.steps(&program));
             let lacking = value_flow::check(&planted, &program).expect_err("the rank itself lacks a value");
-            let unseen = unseen(&mutation, (step.action, next.map(|next| next.action)));
+            let unseen = unseen(call, &mutation, (step.action, next.map(|next| next.action)));
             println!("{call:?} {:?} {}: {lacking}; {unseen:?}", mutation.change, step.action);
             for across in groups {
                 let unrolled = UnrolledProgram::of_streams(&StreamScenario {
@@ -351,6 +360,7 @@ fn driver_mutants_of_slots_are_found_by_flow_and_between_ranks() {
                     streams: Streams::One,
                     across,
                     calls: &thrice(&[Dispatch(0), answer]),
+                    refuses: (call == SlotCall::Refusal).then_some(1),
                     seeded: None,
                     planted: Some((call, &planted)),
                 });

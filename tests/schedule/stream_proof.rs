@@ -2,8 +2,10 @@
 //! queues that streams share.
 
 use sidelane_core::error::PlanError;
+use sidelane_core::schedule::Op;
 use sidelane_core::schedule::stream_program::RowPath;
 use sidelane_core::topology::NodeMap;
+use sidelane_verify::mutate::{Change, Mutation, mutations};
 use sidelane_verify::prove::{ProofFailure, ends, prove};
 use sidelane_verify::random_check::check;
 use sidelane_verify::unroll::StreamCall::{self, Combine, Dispatch, Release};
@@ -17,6 +19,7 @@ fn unroll(ranks: u32, streams: Streams, calls: &[StreamCall], seeded: Option<Str
         streams,
         across: None,
         calls,
+        refuses: None,
         seeded,
         planted: None,
     })
@@ -61,6 +64,7 @@ fn unroll_across(
         streams,
         across: Some((&nodes, way)),
         calls,
+        refuses: None,
         seeded,
         planted: None,
     })
@@ -178,6 +182,49 @@ fn a_word_that_is_set_back_too_late_is_lost_in_some_random_run() {
     assert!(matches!(fault, ProofFailure::Differs { .. }), "{fault}");
 }
 
+/// One rank refuses what the others combine: in one node, and between nodes in every way.
+fn refused(labels: &[u32], way: Option<RowPath>, streams: Streams, refuses: u32) -> UnrolledProgram {
+    let nodes = NodeMap::from_labels(labels);
+    UnrolledProgram::of_streams(&StreamScenario {
+        slots: slots(labels.len() as u32),
+        streams,
+        across: way.map(|way| (&nodes, way)),
+        calls: &thrice(&[Dispatch(0), Combine(0)]),
+        refuses: Some(refuses),
+        seeded: None,
+        planted: None,
+    })
+    .unwrap()
+}
+
+#[test]
+fn a_refusal_among_combines_is_seen_by_all_and_its_bugs_are_found() {
+    let near = [(&[0, 0][..], None), (&[0; 4], None)];
+    let far = SHAPES.into_iter().flat_map(|shape| WAYS.map(|way| (shape, Some(way))));
+    let all = near.into_iter().chain(far).flat_map(|at| Streams::ALL.map(|streams| (at, streams)));
+    for (((labels, way), streams), refuses) in all.flat_map(|at| [(at, 0), (at, at.0.0.len() as u32 - 1)]) {
+        let unrolled = refused(labels, way, streams, refuses);
+        let title = format!("{labels:?}, {way:?}, {streams:?}, rank {refuses} refuses");
+        prove(&unrolled).unwrap_or_else(|fault| panic!("{title}: {fault}"));
+        if labels.len() > 3 {
+            continue;
+        }
+        check(&unrolled, 0..3).unwrap_or_else(|fault| panic!("{title}: {fault}"));
+        // The mark, its words, and what the rank itself awaits: none can be left out.
+        let is_of_refusal = |mutation: &Mutation| {
+            let by_proxy = mutation.rank == refuses && mutation.stage == "out";
+            let puts = matches!(mutation.item.op, Op::Put { .. });
+            let of_stage = mutation.stage == "refusal" && (!puts || mutation.moves(&unrolled));
+            mutation.change == Change::Drop && (of_stage || by_proxy && puts)
+        };
+        let dropped: Vec<_> = mutations(&unrolled).into_iter().filter(is_of_refusal).collect();
+        assert!(dropped.len() >= 4, "{title}: {}", dropped.len());
+        for mutation in dropped {
+            assert!(prove(&mutation.plant(&unrolled)).is_err(), "{title}: {mutation:?}");
+        }
+    }
+}
+
 #[test]
 fn a_dispatch_that_is_not_answered_and_an_answer_without_one_are_refused() {
     for calls in
@@ -188,6 +235,7 @@ fn a_dispatch_that_is_not_answered_and_an_answer_without_one_are_refused() {
             streams: Streams::One,
             across: None,
             calls,
+            refuses: None,
             seeded: None,
             planted: None,
         };

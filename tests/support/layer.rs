@@ -61,7 +61,7 @@ where
     /// The settings that the case describes.
     pub fn builder<'g>(&self, group: &'g Group) -> ExpertParallelBuilder<'g> {
         let case = &self.case;
-        let builder = ExpertParallel::builder(group).unwrap().expert_map(case.map.clone()).top_k(case.top_k);
+        let builder = ExpertParallel::builder(group).expert_map(case.map.clone()).top_k(case.top_k);
         let builder = builder.hidden(case.hidden).dtype(E::DTYPE).align(case.align).partial_dtype(case.wire);
         let builder = builder.layout(case.layout).mode(case.mode).route(case.route).sum_order(case.order);
         builder

@@ -8,7 +8,7 @@ pub mod processes;
 mod ranks;
 
 #[allow(unused_imports, reason = "each test program uses a part of this")]
-pub use cases::cases;
+pub use cases::{cases, sample};
 #[allow(unused_imports, reason = "each test program uses a part of this")]
 pub use ranks::{failed, on_ranks, random_seed, tiny};
 
@@ -22,14 +22,14 @@ pub use sidelane_verify::reference::{self, To, Tokens, tokens};
 /// Options for small worlds. Making a world touches its pages, which is most of the work of a test
 /// that moves a few rows.
 pub fn small() -> Options {
-    let config = Config { heap: 1 << 20, symmetric: 512 << 10, ..Config::default() };
-    Options { config, ..Options::default() }
+    let config = Config::default().with_heap(1 << 20).with_symmetric(512 << 10);
+    Options::default().with_config(config)
 }
 
 /// Options for worlds with long rows or many tokens.
 pub fn medium() -> Options {
-    let config = Config { heap: 4 << 20, symmetric: 2 << 20, ..Config::default() };
-    Options { config, ..Options::default() }
+    let config = Config::default().with_heap(4 << 20).with_symmetric(2 << 20);
+    Options::default().with_config(config)
 }
 
 /// Results of experts that change nothing: each token times its number of choices, summed from +0.

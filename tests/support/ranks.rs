@@ -1,6 +1,5 @@
-//! Worlds of threads, and seeds of random cases.
+//! Worlds of threads.
 
-use std::hash::{BuildHasher, RandomState};
 use std::sync::mpsc;
 use std::time::Duration;
 
@@ -8,10 +7,12 @@ use sidelane::config::Config;
 use sidelane::error::Cause;
 use sidelane::{Options, World};
 
+pub use super::cases::random_seed;
+
 /// Options for worlds that are many and hold a few rows.
 pub fn tiny() -> Options {
-    let config = Config { heap: 640 << 10, symmetric: 256 << 10, ..Config::default() };
-    Options { config, ..Options::default() }
+    let config = Config::default().with_heap(640 << 10).with_symmetric(256 << 10);
+    Options::default().with_config(config)
 }
 
 /// Runs `body` on every rank of a world of threads; rank r is on node `nodes[r]`. Results in order
@@ -36,13 +37,4 @@ pub fn failed(world: &World) -> Cause {
     let (tell, told) = mpsc::channel();
     world.health().on_failure(move |cause| drop(tell.send(cause.clone())));
     told.recv_timeout(Duration::from_secs(120)).expect("the world ends")
-}
-
-/// Seed of random cases, another one in each run: the test's output names the one to repeat.
-pub fn random_seed() -> u64 {
-    const SEED: &str = "SIDELANE_TEST_SEED";
-    let given = std::env::var(SEED).ok().map(|seed| seed.parse().expect("a seed is a number"));
-    let seed = given.unwrap_or_else(|| RandomState::new().hash_one(SEED));
-    println!("{SEED}={seed} repeats these cases");
-    seed
 }

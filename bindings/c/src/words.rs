@@ -110,9 +110,12 @@ pub(crate) fn choice<T: Copy>(
     found.map(|&(_, choice)| choice).ok_or(ArgumentError::Value { what, seen: seen.into(), expected })
 }
 
+/// Takes the place of a number for a choice that C has none for. It is refused when it comes back.
+pub(crate) const UNNUMBERED: u32 = u32::MAX;
+
 /// The number of a choice.
 pub(crate) fn number<T: PartialEq>(all: &[(u32, T)], of: &T) -> u32 {
-    all.iter().find(|(_, choice)| choice == of).map_or(u32::MAX, |&(number, _)| number)
+    all.iter().find(|(_, choice)| choice == of).map_or(UNNUMBERED, |&(number, _)| number)
 }
 
 /// 0 or 1.

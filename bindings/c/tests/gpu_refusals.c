@@ -108,7 +108,9 @@ static void builds(void) {
     options = good();
     options.stream = NULL;
     REFUSED(sidelane_ep_build(group, &options, NULL, &ep), SIDELANE_ERROR_PLAN, "max_in_flight");
-    options.max_blocks = 4;
+    options.max_in_flight = 0;
+    REFUSED(sidelane_ep_build(group, &options, NULL, &ep), SIDELANE_ERROR_PLAN, "device_heap");
+    options.device_heap = 0, options.max_blocks = 4;
     REFUSED(sidelane_ep_build(group, &options, NULL, &ep), SIDELANE_ERROR_PLAN, "max_blocks");
     options = good();
     CHECK(sidelane_ep_build(group, &options, NULL, &ep));
@@ -116,7 +118,7 @@ static void builds(void) {
     few.max_in_flight = 0, few.device_heap = 0;
     few.mode = SIDELANE_MODE_SLOTS, few.layout = SIDELANE_LAYOUT_RANK_MAJOR, few.sum_order = SIDELANE_ORDER_RANK;
     few.max_tokens = TOKENS, few.mode_rows = rank == 1 ? TOKENS - 1 : TOKENS;
-    REFUSED_ON_BOTH(sidelane_ep_build(group, &few, NULL, &slots), SIDELANE_ERROR_PLAN, "fewer slots than tokens",
+    REFUSED_ON_BOTH(sidelane_ep_build(group, &few, NULL, &slots), SIDELANE_ERROR_PLAN, "slots than tokens",
                     SIDELANE_ERROR_CALL, "the settings of rank 1 cannot be used");
     few.mode_rows = TOKENS;
     CHECK(sidelane_ep_build(group, &few, NULL, &slots));

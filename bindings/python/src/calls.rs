@@ -11,7 +11,6 @@
 
 use std::sync::Arc;
 
-use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 use sidelane::Dtype;
 use sidelane::device::DeviceRange;
@@ -20,7 +19,7 @@ use sidelane::error::{CallKind, PlanError};
 use sidelane::gate::Routing;
 
 use crate::device::{OnStream, Place};
-use crate::errors::{Wrong, raise};
+use crate::errors::{Wrong, first, raise};
 use crate::handle::{Handle, Shape};
 use crate::input::{Input, Rows};
 use crate::lending::LendingCell;
@@ -349,9 +348,4 @@ fn narrowed<'py>(ids: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
 /// Rows that every library refuses: bytes cannot be summed.
 pub fn unusable<'a>() -> CombineInput<'a> {
     Tensor::Host { bytes: &[], dtype: Dtype::Bytes }.into()
-}
-
-/// Of this rank's own error and what the refused call said: Ctrl-C comes first.
-pub fn first<T>(py: Python<'_>, said: PyResult<T>, own: PyErr) -> PyErr {
-    said.err().filter(|said| !said.is_instance_of::<PyException>(py)).unwrap_or(own)
 }

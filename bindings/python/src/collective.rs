@@ -5,11 +5,11 @@ use std::sync::Arc;
 use pyo3::prelude::*;
 use sidelane::Dtype;
 use sidelane::dtype::PartialDtype;
-use sidelane::ep::{CollectiveBuilder, RowCollective as Gathers, RowPartition as Layout, Tensor as Sent};
+use sidelane::ep::{RowCollective as Gathers, RowCollectiveBuilder, RowPartition as Layout, Tensor as Sent};
 
-use crate::calls::{Brought, Sums, first, unusable};
+use crate::calls::{Brought, Sums, unusable};
 use crate::device::Place;
-use crate::errors::raise;
+use crate::errors::{first, raise};
 use crate::expert_parallel::group_of;
 use crate::handle::tensor_of;
 use crate::input::Input;
@@ -125,15 +125,15 @@ impl Collective {
         let group = group_of(group)?;
         let (open_world, members) = (group.get().open_world(), group.get().get()?);
         let dtype_given = dtype.is_some();
-        let set = || -> PyResult<(CollectiveBuilder<'_>, Dtype)> {
+        let set = || -> PyResult<(RowCollectiveBuilder<'_>, Dtype)> {
             let dtype = dtype.map_or(Ok(Dtype::Bf16), settings::dtype)?;
             let builder = Gathers::builder(&members).columns(columns).dtype(dtype).segments(segments);
             let builder = builder.max_rows(max_rows).route(settings::word("route", route)?);
             let wire = node_sums.map(|wire| settings::word::<PartialDtype>("node_sums", wire)).transpose()?;
-            Ok((wire.into_iter().fold(builder, CollectiveBuilder::node_sums), dtype))
+            Ok((wire.into_iter().fold(builder, RowCollectiveBuilder::node_sums), dtype))
         };
         let refuse = || Gathers::builder(&members).build().map(drop);
-        let (cell, dtype) = open_world.build(py, "Collective", set(), refuse, CollectiveBuilder::build)?;
+        let (cell, dtype) = open_world.build(py, "Collective", set(), refuse, RowCollectiveBuilder::build)?;
         let place = Place::Host(Arc::clone(open_world.world()?.pool()));
         let shape = Shape { columns, dtype, dtype_given, place };
         Ok(Collective {

@@ -7,15 +7,13 @@
 use std::sync::Arc;
 
 use bytemuck::{try_cast_slice, try_cast_slice_mut};
-use half::{bf16, f16};
 use pyo3::prelude::*;
 use sidelane::Dtype;
 use sidelane::collective::{AllReduceAlgorithm, Communicator as Group, CommunicatorBuilder};
-use sidelane::dtype::PartialDtype;
+use sidelane::dtype::{PartialDtype, with_element};
 use sidelane::error::{CallKind, Error, PlanError};
 
-use crate::calls::first;
-use crate::errors::Wrong;
+use crate::errors::{Wrong, first};
 use crate::expert_parallel::group_of;
 use crate::input::Input;
 use crate::lending::LendingCell;
@@ -33,31 +31,6 @@ pub struct Communicator {
     rank: u32,
     #[pyo3(get)]
     size: u32,
-}
-
-/// Runs an expression with the Rust type of a row type. Bytes are those of elements: a slice of
-/// none may lie anywhere.
-macro_rules! with_element {
-    ($dtype:expr, $element:ident => $call:expr) => {
-        match $dtype {
-            Dtype::F32 => {
-                type $element = f32;
-                $call
-            }
-            Dtype::Bf16 => {
-                type $element = bf16;
-                $call
-            }
-            Dtype::F16 => {
-                type $element = f16;
-                $call
-            }
-            Dtype::Bytes => {
-                type $element = u8;
-                $call
-            }
-        }
-    };
 }
 
 /// A result: in memory of the caller's, or in new memory.

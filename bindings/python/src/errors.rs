@@ -4,6 +4,7 @@
 //! the error itself, which is data: `Error::Lane(LaneError::Deadline { rank, peer, .. })` becomes a
 //! `LaneError` with `kind` "Deadline", `rank`, `peer` ...
 
+use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use serde_json::{Map, Value};
@@ -34,6 +35,11 @@ impl Wrong {
         let fields = fields.iter().map(|(name, value)| ((*name).to_owned(), value.clone())).collect();
         Python::attach(|py| make(py, class, kind, message, fields))
     }
+}
+
+/// Of this rank's own error and what the refused call said: Ctrl-C comes first.
+pub fn first<T>(py: Python<'_>, said: PyResult<T>, own: PyErr) -> PyErr {
+    said.err().filter(|said| !said.is_instance_of::<PyException>(py)).unwrap_or(own)
 }
 
 /// The exception of an error of the library.

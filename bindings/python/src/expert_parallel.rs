@@ -89,8 +89,7 @@ impl ExpertParallel {
     ) -> PyResult<Self> {
         let group = group_of(group)?;
         let (open_world, members) = (group.get().open_world(), group.get().get()?);
-        let (blank, dtype_given) =
-            (sidelane::ExpertParallel::builder(&members).map_err(raise)?, dtype.is_some());
+        let (blank, dtype_given) = (sidelane::ExpertParallel::builder(&members), dtype.is_some());
         let set = || {
             let dtype = dtype.map_or(Ok(Dtype::Bf16), settings::dtype)?;
             let rows: RowLayout = settings::word("layout", layout)?;
@@ -490,7 +489,7 @@ pub fn group_of<'py>(group: &Bound<'py, PyAny>) -> PyResult<Bound<'py, Group>> {
 
 /// A layer that no rank can build: of tokens that choose nobody.
 fn no_layer(members: &sidelane::Group) -> Result<(), sidelane::Error> {
-    sidelane::ExpertParallel::builder(members)?.top_k(0).build().map(drop)
+    sidelane::ExpertParallel::builder(members).top_k(0).build().map(drop)
 }
 
 /// Says how many experts there are, and where.

@@ -51,16 +51,14 @@ struct Asked {
 
 impl Asked {
     fn call(&self) -> PyResult<GateInput<'_>> {
-        Ok(GateInput {
-            logits: self.logits.slice()?,
-            bias: self.bias.as_ref().map(Input::slice).transpose()?,
-            noise_std: self.deviation.as_ref().map(Input::slice).transpose()?,
-            token_mask: self.used.as_deref(),
-            replay: self.replay.as_ref().map(Input::slice).transpose()?,
-            global_required: self.needed,
-            training: self.training,
-            draw: self.draw,
-        })
+        Ok(GateInput::new(self.logits.slice()?)
+            .with_bias(self.bias.as_ref().map(Input::slice).transpose()?)
+            .with_noise_std(self.deviation.as_ref().map(Input::slice).transpose()?)
+            .with_token_mask(self.used.as_deref())
+            .with_replay(self.replay.as_ref().map(Input::slice).transpose()?)
+            .with_global_required(self.needed)
+            .with_training(self.training)
+            .with_draw(self.draw))
     }
 }
 
@@ -122,7 +120,7 @@ impl Gate {
             replay: lent(replay, "replay", Element::I32)?,
             needed,
             training,
-            draw: RngKey { seed, step, rank },
+            draw: RngKey::new(seed, step, rank),
         };
         let call = asked.call()?;
         let decision = self.cell.lend(|gate| {
@@ -153,7 +151,7 @@ impl Gate {
             replay: None,
             needed: None,
             training,
-            draw: RngKey { seed, step, rank },
+            draw: RngKey::new(seed, step, rank),
         };
         let call = asked.call()?;
         let mut noisy = vec![0.0; call.logits.len()];

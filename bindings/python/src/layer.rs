@@ -18,9 +18,8 @@ use sidelane::layer::{
     Input as Step, MoeLayer as HostMoeLayer, MoeLayerBuilder, Products, Tape as HostTape,
 };
 
-use crate::calls::first;
 use crate::device::{Lender, OnStream, Place};
-use crate::errors::raise;
+use crate::errors::{first, raise};
 use crate::expert_parallel::{group_of, map};
 use crate::gate::{Decision, config_of};
 use crate::input::{Input, Rows};
@@ -70,7 +69,7 @@ impl LayerAt {
             (LayerAt::Host(layer), _) => layer.forward(&Step::new(&[0.0_f32][..])).map(drop),
             (LayerAt::Device(layer), Some(TapeAt::Device(tape))) => {
                 let none = layer.router().part(0, 4)?;
-                let into = DeviceGradients { x: &none, router: &none, experts: &none, shared: None };
+                let into = DeviceGradients::new(&none, &none, &none, None);
                 layer.backward(*tape, &none, into)
             }
             (LayerAt::Device(layer), _) => {
@@ -113,8 +112,8 @@ struct Asked {
 impl Asked {
     fn step<'a, X: ?Sized>(&'a self, x: &'a X, residual: Option<&'a X>) -> PyResult<Step<'a, X>> {
         let bias = self.bias.as_ref().map(Input::slice).transpose()?;
-        let (used, training, draw) = (self.used.as_deref(), self.training, self.draw);
-        Ok(Step { x, residual, bias, used, training, draw })
+        let step = Step::new(x).with_residual(residual).with_bias(bias).with_used(self.used.as_deref());
+        Ok(step.with_training(self.training).with_draw(self.draw))
     }
 
     fn inputs(&self) -> impl Iterator<Item = &Input> {
@@ -271,7 +270,7 @@ impl MoeLayer {
                 bias: bias.map(|bias| Input::new(bias, "bias")?.of(Element::F32)).transpose()?,
                 used: used.map(flags).transpose()?,
                 training,
-                draw: RngKey { seed, step, rank },
+                draw: RngKey::new(seed, step, rank),
             };
             let tokens = asked.x.input.len() / self.hidden;
             let out = self.place.on().map(|on| self.home(py, on, kind, ([tokens, self.hidden], self.dtype)));
@@ -478,12 +477,7 @@ impl MoeLayer {
     ) -> PyResult<Bound<'py, PyDict>> {
         let ranges = homes.iter().map(|(_, home)| range(&home.input)).collect::<PyResult<Vec<_>>>()?;
         let from = range(&of_out.input)?;
-        let into = DeviceGradients {
-            x: ranges[0],
-            router: ranges[1],
-            experts: ranges[2],
-            shared: ranges.get(3).copied(),
-        };
+        let into = DeviceGradients::new(ranges[0], ranges[1], ranges[2], ranges.get(3).copied());
         let made = self.call(py, |layer| match (layer, tape) {
             (LayerAt::Device(layer), TapeAt::Device(tape)) => layer.backward(*tape, from, into),
             (layer, _) => {

@@ -91,6 +91,7 @@ impl From<Dtype> for Element {
             Dtype::F16 => Element::F16,
             Dtype::Bf16 => Element::Bf16,
             Dtype::Bytes => Element::U8,
+            other => unreachable!("settings::dtype has no word for {other}"),
         }
     }
 }

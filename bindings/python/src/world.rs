@@ -9,8 +9,7 @@ use sidelane::Options;
 use sidelane::bootstrap::{Identity, Secret, Timeouts};
 use sidelane::config::Config;
 
-use crate::calls::first;
-use crate::errors::{Wrong, raise};
+use crate::errors::{Wrong, first, raise};
 use crate::lending::{Close, LendingCell, Maker};
 use crate::wait::{self, Interrupt};
 use crate::window::Window;
@@ -145,7 +144,7 @@ impl Described {
     fn by(variables: HashMap<String, String>) -> Result<Self, sidelane::Error> {
         let lookup = move |name: &str| variables.get(name).cloned().or_else(|| std::env::var(name).ok());
         let (config, timeouts) = (Config::from_vars(&lookup)?, Timeouts::from_vars(&lookup)?);
-        let options = Options { config, timeouts, ..Options::from_env()? };
+        let options = Options::from_env()?.with_config(config).with_timeouts(timeouts);
         Ok(Described {
             identity: Identity::from_vars(&lookup)?,
             secret: Secret::from_vars(&lookup)?,

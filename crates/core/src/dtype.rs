@@ -16,11 +16,13 @@
 //! Otherwise a result would depend on which ranks share a node, and no other machine could
 //! reproduce it.
 
-use half::{bf16, f16};
+#[doc(hidden)]
+pub use half::{bf16, f16};
 
 /// The type of one element of a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum Dtype {
     /// IEEE binary32.
     F32,
@@ -83,6 +85,7 @@ impl Element for u8 {
 /// that does not travel.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum PartialDtype {
     /// Partials keep all the bits of the `f32` sum.
     #[default]

@@ -5,6 +5,7 @@ use crate::dtype::Dtype;
 /// Kind of a collective call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 #[repr(u8)]
+#[non_exhaustive]
 pub enum CallKind {
     /// Dispatch with counts.
     Dispatch = 1,
@@ -474,6 +475,34 @@ pub enum PlanError {
         /// The rank.
         rank: u32,
     },
+}
+
+/// An expression, a result, with the Rust type of an element type: `with_element!(dtype, E =>
+/// sum::<E>(rows))`. An element type that the caller's crate does not know is refused.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! with_element {
+    ($dtype:expr, $element:ident => $with:expr) => {
+        match $dtype {
+            $crate::dtype::Dtype::F32 => {
+                type $element = f32;
+                $with
+            }
+            $crate::dtype::Dtype::Bf16 => {
+                type $element = $crate::dtype::bf16;
+                $with
+            }
+            $crate::dtype::Dtype::F16 => {
+                type $element = $crate::dtype::f16;
+                $with
+            }
+            $crate::dtype::Dtype::Bytes => {
+                type $element = u8;
+                $with
+            }
+            dtype => Err($crate::error::PlanError::NoArithmetic { dtype }.into()),
+        }
+    };
 }
 
 #[cfg(test)]

@@ -20,6 +20,7 @@ pub mod digest;
 pub mod dtype;
 pub mod error;
 pub mod gate;
+mod inputs;
 pub mod nic_choice;
 pub mod plan;
 pub mod schedule;

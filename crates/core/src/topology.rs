@@ -93,6 +93,7 @@ impl NodeMap {
 /// How rows reach the rank of their expert.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum Route {
     /// Directly from the source to the destination.
     #[default]

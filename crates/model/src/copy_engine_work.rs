@@ -377,6 +377,7 @@ mod tests {
             match layout {
                 RowLayout::ExpertMajor => ranks.collect(),
                 RowLayout::RankMajor => ranks.collect::<BTreeSet<u32>>().into_iter().collect(),
+                other => unreachable!("{other:?}"),
             }
         }
 
@@ -394,6 +395,7 @@ mod tests {
                         Route::Pxn => {
                             far.iter().map(|&rank| nodes.node_of(rank)).collect::<BTreeSet<u32>>().len()
                         }
+                        other => unreachable!("{other:?}"),
                     };
                 } else if route == Route::Pxn && !nodes.same_node(source, me) && rail(source) {
                     engines += near.len();

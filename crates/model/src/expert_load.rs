@@ -163,7 +163,7 @@ impl Dropped {
         let place = |keep| {
             let groups = routings.len() as u32;
             let rule = CapacityRule::CeilF64 { factor };
-            apply_capacity(&Capacity { rule, minimum: 0, align: 1, keep, groups, pad: false }, &choices)
+            apply_capacity(&Capacity::new(rule, keep).with_groups(groups), &choices)
         };
         let mut dropped = Dropped { factor, rows: 0, choices: 0.0, lost: Vec::with_capacity(WAYS.len()) };
         for (keep, name) in WAYS {

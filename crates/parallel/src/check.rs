@@ -3,7 +3,13 @@
 
 use sidelane::Error;
 use sidelane::collective::Communicator;
-use sidelane::error::{CallError, PlanError};
+use sidelane::digest::Digest;
+use sidelane::error::{CallError, CallKind, PlanError};
+
+use crate::calls::Calls;
+
+/// Settings of a rank: their names, and their values as numbers.
+pub(crate) type Settings = Vec<(&'static str, u64)>;
 
 /// Size of a part, of `count` in all.
 pub(crate) fn part_of(
@@ -101,4 +107,36 @@ pub(crate) fn alike(group: &mut Communicator, settings: &[(&'static str, u64)]) 
         }
     }
     Ok(())
+}
+
+/// As [`alike`]. A rank whose own settings cannot be used says so to the others. Collective.
+pub(crate) fn agree<E: From<Error>>(
+    group: &mut Communicator,
+    settings: Result<Settings, E>,
+) -> Result<(), E> {
+    match settings {
+        Ok(settings) => Ok(alike(group, &settings)?),
+        Err(error) => Err(Calls::new(group, vec![CallKind::AllGather]).refuse(error)),
+    }
+}
+
+/// What a rank has made of its arguments, once all ranks have compared settings. Collective.
+pub(crate) fn agreed<T>(
+    group: &mut Communicator,
+    made: Result<T, PlanError>,
+    settings: impl FnOnce(&T) -> Settings,
+) -> Result<T, Error> {
+    let made = made.map_err(Error::from);
+    let settings = made.as_ref().map(settings).map_err(Clone::clone);
+    agree(group, settings).and(made)
+}
+
+/// A digest of numbers, which ranks compare.
+pub(crate) fn digest(numbers: impl IntoIterator<Item = u64>) -> u64 {
+    Digest::of(numbers.into_iter().flat_map(u64::to_le_bytes))
+}
+
+/// A digest of the bits of values.
+pub(crate) fn digest_of(values: &[f32]) -> u64 {
+    digest(values.iter().map(|value| value.to_bits().into()))
 }

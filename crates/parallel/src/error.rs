@@ -287,6 +287,9 @@ pub enum PipelineError {
         /// The first stage that has failed.
         stage: u32,
     },
+    /// A setting is out of its range.
+    #[error(transparent)]
+    Setting(#[from] SettingError),
     /// The group cannot be used.
     #[error(transparent)]
     Sidelane(#[from] sidelane::Error),

@@ -120,7 +120,8 @@ impl Mesh {
     }
 
     /// The first and the last rank of a rank's group of a dimension: one rank alone, if it has only
-    /// one. On the ends of `pp` tied embeddings are there twice, and their gradients are added.
+    /// one. On the ends of `pp` tied embeddings are there twice, and their gradients are added
+    /// ([`TiedWeights`](crate::tensor::TiedWeights)).
     ///
     /// ```
     /// use sidelane_parallel::Mesh;
@@ -202,10 +203,20 @@ impl Mesh {
     /// [`MeshError::OtherWorld`] if the world has another number of ranks; as [`Mesh::group`] and
     /// [`World::group`].
     pub fn world_group(&self, world: &World, of: &[&str]) -> Result<Group, MeshError> {
-        if world.size() != self.ranks {
-            return Err(MeshError::OtherWorld { ranks: self.ranks, world: world.size() });
-        }
+        self.has_ranks_of(world)?;
         Ok(world.group(&self.group(world.rank(), of)?)?)
+    }
+
+    /// The group of this rank's [`ends`](Mesh::ends), and none on the ranks between them.
+    /// Collective among the ends.
+    ///
+    /// # Errors
+    /// As [`world_group`](Mesh::world_group).
+    pub fn world_ends(&self, world: &World, dimension: &str) -> Result<Option<Group>, MeshError> {
+        self.has_ranks_of(world)?;
+        let ends = self.ends(world.rank(), dimension)?;
+        let group = ends.contains(&world.rank()).then(|| world.group(&ends));
+        Ok(group.transpose()?)
     }
 
     /// Slices of the buffer of a layer's experts, `[experts, capacity, columns]`, over this rank's
@@ -244,6 +255,13 @@ impl Mesh {
             return Err(MeshError::CutExperts { expert_tensor });
         }
         Ok(TokenSlices::new(&self.world_group(world, &["tp"])?, buffer, dtype)?)
+    }
+
+    fn has_ranks_of(&self, world: &World) -> Result<(), MeshError> {
+        if world.size() == self.ranks {
+            return Ok(());
+        }
+        Err(MeshError::OtherWorld { ranks: self.ranks, world: world.size() })
     }
 
     fn check(&self, rank: u32) -> Result<(), MeshError> {

@@ -1,5 +1,6 @@
 //! Settings of an [`ExpertParallel`] as data, for measurements and checks alike.
 
+use sidelane::device::Priority;
 use sidelane::dtype::{Dtype, Fp8RowShape};
 use sidelane::ep::{ExpertParallelBuilder, Graphs};
 use sidelane::error::PlanError;
@@ -20,18 +21,38 @@ pub struct Settings {
     pub fp8: bool,
     /// What CUDA graphs hold.
     pub graphs: Graphs,
+    /// Settings of devices alone.
+    pub device: OfDevice,
+}
+
+/// Settings that instances on a device have, where they are not the default.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct OfDevice {
+    /// Dispatches in flight.
+    pub max_in_flight: Option<u32>,
+    /// Bytes of the device heap.
+    pub device_heap: Option<u64>,
+    /// Priority of copies.
+    pub priority: Option<Priority>,
+    /// Blocks of each kernel.
+    pub max_blocks: Option<u32>,
 }
 
 impl Settings {
     /// The builder with them, still without a place.
-    pub fn builder<'g>(&self, group: &'g Group) -> Result<ExpertParallelBuilder<'g>, PlanError> {
+    pub fn builder<'g>(&self, group: &'g Group) -> ExpertParallelBuilder<'g> {
         let case = &self.case;
-        let builder = ExpertParallel::builder(group)?.expert_map(case.map.clone()).top_k(case.top_k);
+        let builder = ExpertParallel::builder(group).expert_map(case.map.clone()).top_k(case.top_k);
         let builder = builder.hidden(case.hidden).dtype(self.dtype).max_tokens(self.max_tokens);
         let builder = builder.layout(case.layout).mode(case.mode).align(case.align).route(case.route);
         let builder = builder.sum_order(case.order).partial_dtype(case.wire).weighted(case.weighted);
         let builder = builder.coalesce_relays(case.spans).strategy(case.strategy);
-        Ok(builder.fp8(self.fp8).graphs(self.graphs))
+        let builder = builder.fp8(self.fp8).graphs(self.graphs);
+        let OfDevice { max_in_flight, device_heap, priority, max_blocks } = self.device;
+        let builder = max_in_flight.into_iter().fold(builder, ExpertParallelBuilder::max_in_flight);
+        let builder = device_heap.into_iter().fold(builder, ExpertParallelBuilder::device_heap);
+        let builder = priority.into_iter().fold(builder, ExpertParallelBuilder::priority);
+        max_blocks.into_iter().fold(builder, ExpertParallelBuilder::max_blocks)
     }
 
     /// Type of dispatched rows, and bytes of one.
@@ -54,17 +75,4 @@ impl Settings {
         loops.quantize(Arithmetic::try_from(E::DTYPE)?, shape, bytes, &mut records)?;
         Ok(records)
     }
-}
-
-/// A call of a generic function with the element of a type.
-#[macro_export]
-macro_rules! with_element {
-    ($dtype:expr, $run:ident($($argument:expr),*)) => {
-        match $dtype {
-            sidelane::Dtype::F32 => $run::<f32>($($argument),*),
-            sidelane::Dtype::F16 => $run::<half::f16>($($argument),*),
-            sidelane::Dtype::Bf16 => $run::<half::bf16>($($argument),*),
-            sidelane::Dtype::Bytes => $run::<u8>($($argument),*),
-        }
-    };
 }

@@ -182,6 +182,7 @@ mod tests {
     use sidelane_verify::reference::Case;
 
     use super::*;
+    use crate::ep_settings::OfDevice;
 
     #[test]
     fn flipped_bit_is_one_row_and_one_token_less() {
@@ -192,6 +193,7 @@ mod tests {
             max_tokens: 6,
             fp8: false,
             graphs: Graphs::Off,
+            device: OfDevice::default(),
         };
         let expected = Expected::<bf16>::new(Reference::seeded(&case, 1), settings, 1, 0);
         let rows = expected.reference.rows(1, |rank| expected.reference.sent(expected.tensors[0], rank));

@@ -36,7 +36,7 @@ pub struct Arguments {
     #[arg(long)]
     pub expert_parallel: Option<usize>,
     /// Plays this many ranks in this process, one after another: the same bits. 4,3@5 plays 4, and
-    /// 3 from step 5 on. With --mesh, all ranks of the mesh, which has no cp and tp then.
+    /// 3 from step 5 on. With --mesh, all ranks of the mesh.
     #[arg(
         long,
         value_name = "RANKS[,RANKS@STEP..]",
@@ -68,6 +68,10 @@ pub struct Arguments {
     /// ring.
     #[arg(long, value_enum, requires = "mesh")]
     pub attention: Option<Attention>,
+    /// With --mesh: keeps the inputs of model chunks alone, and repeats forward passes before
+    /// backward passes. The same bits.
+    #[arg(long, requires = "mesh")]
+    pub recompute: bool,
     /// Whether transfers overlap with compute: the same bits.
     #[arg(long, value_enum, default_value_t = Switch::On)]
     pub overlap: Switch,
@@ -218,6 +222,9 @@ struct ModelSizes {
     /// Heads of attention.
     #[arg(long, default_value_t = Shape::default().heads)]
     heads: usize,
+    /// Heads of keys and values. Default: as many.
+    #[arg(long)]
+    kv_heads: Option<usize>,
     /// Experts of a layer.
     #[arg(long, default_value_t = Shape::default().experts)]
     experts: usize,
@@ -227,6 +234,9 @@ struct ModelSizes {
     /// Inner width of an expert.
     #[arg(long, default_value_t = Shape::default().expert_width)]
     expert_width: usize,
+    /// The head has the weights of the embedding.
+    #[arg(long)]
+    tied: bool,
 }
 
 impl Arguments {
@@ -251,9 +261,21 @@ impl Arguments {
 
     /// The run that is asked for, on so many ranks.
     pub fn settings(&self, ranks: usize) -> Settings {
-        let ModelSizes { vocabulary, window, layers, width, heads, experts, top_k, expert_width } =
-            self.sizes;
-        let shape = Shape { vocabulary, window, layers, width, heads, experts, top_k, expert_width };
+        let ModelSizes {
+            vocabulary,
+            window,
+            layers,
+            width,
+            heads,
+            kv_heads,
+            experts,
+            top_k,
+            expert_width,
+            tied,
+        } = self.sizes;
+        let kv_heads = kv_heads.unwrap_or(heads);
+        let shape =
+            Shape { vocabulary, window, layers, width, heads, kv_heads, experts, top_k, expert_width, tied };
         Settings {
             shape,
             batch: self.batch,
@@ -279,6 +301,7 @@ impl Arguments {
             order: self.schedule,
             microbatches: self.microbatches.unwrap_or(sizes.pp),
             context,
+            recompute: self.recompute,
         })
     }
 

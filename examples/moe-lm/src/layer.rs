@@ -144,12 +144,7 @@ impl Layer {
                 let router = layer.tensor(layer.router().len())?;
                 let experts = layer.tensor(layer.experts().len())?;
                 layer.send(from.range(), of_out)?;
-                let into = DeviceGradients {
-                    x: of_x.range(),
-                    router: router.range(),
-                    experts: experts.range(),
-                    shared: None,
-                };
+                let into = DeviceGradients::new(of_x.range(), router.range(), experts.range(), None);
                 layer.backward(*tape, from.range(), into)?;
                 let x = layer.receive(of_x.range())?;
                 let router = layer.receive(router.range())?;

@@ -51,7 +51,7 @@ fn run(arguments: &Arguments) -> Result<()> {
     let page = arguments.text.clone().map_or_else(text::book, Ok)?;
     let batches = Batches::new(&tokens::tokenize(&text::read(&page)?, settings.shape.vocabulary), &settings)?;
     let options = Options::from_env().map_err(sidelane::Error::from)?;
-    let options = Options { job_fingerprint: arguments.conditions(&settings, &batches), ..options };
+    let options = options.with_job_fingerprint(arguments.conditions(&settings, &batches));
     if let Some(patience) = arguments.spare {
         let Some(identity) = identity else { return Err(sidelane::Error::from(NoEnvironment).into()) };
         let secret = Secret::from_env().map_err(sidelane::Error::from)?;

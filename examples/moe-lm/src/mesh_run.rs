@@ -1,11 +1,8 @@
 //! A run over a mesh, as a program.
 
-use std::time::Duration;
-
 use moe_lm::error::{Error, Result};
-use moe_lm::mesh::{MeshTrainer, ScheduleName, Strategy, checkpoint};
+use moe_lm::mesh::{MeshTrainer, ScheduleName, checkpoint};
 use moe_lm::plot;
-use sidelane_parallel::pipeline::Costs;
 
 use crate::args::Arguments;
 use crate::losses_of;
@@ -34,7 +31,7 @@ pub fn train(arguments: &Arguments, mut trainer: MeshTrainer) -> Result<()> {
     }
     // Of the last step, if this run has made it.
     let stepped = first < all;
-    let times = stepped.then(|| trainer.pass_times()).transpose()?;
+    let spans = stepped.then(|| trainer.spans_of_ranks()).transpose()?;
     if stepped {
         report.traffic(&trainer.traffic_of_ranks()?);
     }
@@ -55,31 +52,13 @@ pub fn train(arguments: &Arguments, mut trainer: MeshTrainer) -> Result<()> {
         let beside = beside.as_ref().map(|(name, run)| (&name[..], run));
         let own = (&name[..], &trainer.history);
         write("losses.svg", plot::losses("Loss of each step, nats per token", own, beside))?;
-        if let Some(times) = times.filter(|_| trainer.strategy.sizes.pp > 1) {
-            write("timeline.svg", timelines(&trainer.strategy, times)?)?;
+        if let Some(spans) = spans.filter(|_| trainer.strategy.sizes.pp > 1) {
+            let schedule = trainer.strategy.order.unwrap_or(ScheduleName::OneFOneB);
+            write(
+                "timeline.svg",
+                plot::timeline(&format!("The last step of each rank, {schedule}"), &spans),
+            )?;
         }
     }
     Ok(())
-}
-
-/// A step by each schedule, with the times of the passes of this run.
-fn timelines(strategy: &Strategy, times: [Duration; 3]) -> Result<String> {
-    let mut drawn = Vec::new();
-    let mut orders = vec![
-        ScheduleName::GPipe,
-        ScheduleName::OneFOneB,
-        ScheduleName::Interleaved(2),
-        ScheduleName::ZeroBubbleH1,
-    ];
-    orders.extend(strategy.order.filter(|own| !orders.contains(own)));
-    for order in orders {
-        let of = Strategy { order: Some(order), ..*strategy };
-        // Microbatches that do not make whole rounds cannot be interleaved.
-        let Ok(plan) = of.plan() else { continue };
-        let chunks = u64::from(of.model_chunks());
-        let [forward, inputs, weights] = times.map(|time| time.as_micros() as u64 / chunks);
-        let unread = plan.least_unread()?.max(1);
-        drawn.push((order.to_string(), plan.time(unread, Costs::new(forward, inputs, weights))?));
-    }
-    Ok(plot::timelines("One step by each schedule, with the times of this run's passes", &drawn))
 }

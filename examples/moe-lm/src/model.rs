@@ -37,7 +37,7 @@ impl Model {
     /// # Errors
     /// If there is no memory.
     pub fn new(shape: Shape, layers: Vec<Moe>) -> Result<Model> {
-        Ok(Model { shape, attention: Attention::new(shape.window, shape.heads)?, layers })
+        Ok(Model { shape, attention: Attention::new(&shape)?, layers })
     }
 
     /// The MoE layers.
@@ -150,7 +150,8 @@ impl Model {
             x = (&x + self.attention.forward(&norm(&x)?, qkv, out)?)?;
             x = (&x + norm(&x)?.apply_op1(layer.clone())?)?;
         }
-        let scores = norm(&x)?.matmul(&vars["head"])?;
+        let head = if self.shape.tied { vars["token"].t()? } else { vars["head"].as_tensor().clone() };
+        let scores = norm(&x)?.matmul(&head)?;
         let following = Tensor::from_slice(&windows.following, (rows, 1), &Device::Cpu)?;
         log_softmax(&scores)?.gather(&following, 1)?.sum_all()? * (-1.0 / tokens as f64)
     }

@@ -45,7 +45,7 @@ impl Chunks {
     /// Measured with ranks as processes on the cores of one machine: a dispatch or combine of one
     /// token takes as long as about 64 KiB of a large one, and a row costs an expert hardly less in
     /// products of more than 32.
-    pub const AUTO: Chunks = Chunks::By(ChunkRule { call_bytes: 64 << 10, gemm_rows: 32, most: 8 });
+    pub const AUTO: Chunks = Chunks::By(ChunkRule::new(64 << 10, 32, 8));
 }
 
 /// How a step is carried out. No bit depends on it, but for products by cuBLAS.
@@ -282,13 +282,11 @@ pub fn layers<E: Experts + 'static>(
 
 /// Settings of layers that go by the number of ranks.
 fn limits(settings: &Settings) -> Limits {
-    let balance = BalanceLoss {
-        // Of each window by itself, so that it does not depend on how windows are spread.
-        parts: TokenGroups::Consecutive(settings.windows() as u32),
-        coefficient: settings.balance / settings.ranks as f32,
-        share: CountDivisor::OfChoices,
-        ..BalanceLoss::of(Preset::Mixtral)
-    };
+    // Of each window by itself, so that it does not depend on how windows are spread.
+    let balance = BalanceLoss::of(Preset::Mixtral)
+        .with_parts(TokenGroups::Consecutive(settings.windows() as u32))
+        .with_coefficient(settings.balance / settings.ranks as f32)
+        .with_share(CountDivisor::OfChoices);
     Limits { tokens: (settings.windows() * settings.shape.window) as u32, balance }
 }
 

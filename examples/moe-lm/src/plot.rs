@@ -1,6 +1,6 @@
-//! The loss curve, and the timelines of a pipeline, as pictures.
+//! The loss curve, and the passes of a pipeline, as pictures.
 
-use sidelane_parallel::pipeline::{Pass, Span, Timeline};
+use sidelane_parallel::pipeline::{Pass, Span};
 
 use crate::svg::{self, Attribute, Style, Svg, round};
 use crate::trainer::History;
@@ -119,17 +119,18 @@ const PASSES_LIGHT: &str =
 .pass { stroke: #ffffff; stroke-width: 0.5; }";
 const PASSES_DARK: &str = ".forward { fill: #1f6feb; } .backward { fill: #238636; } .weight { fill: #9e6a03; } .pass { stroke: #0d1117; }";
 
-/// Height of a stage's line, and of a schedule's heading.
+/// Height of a rank's line.
 const LINE: f64 = 18.0;
-const HEADING: f64 = 26.0;
 
-/// Timelines of schedules one under another, each with its name. All have one scale, in
-/// microseconds.
-pub fn timelines(title: &str, drawn: &[(String, Timeline)]) -> String {
-    let stages: usize = drawn.iter().map(|(_, timeline)| timeline.stages().len()).sum();
-    let height = TOP + drawn.len() as f64 * HEADING + stages as f64 * LINE + 12.0;
-    let longest = drawn.iter().map(|(_, timeline)| timeline.time()).max().unwrap_or(0).max(1) as f64;
-    let scale = (RIGHT - LEFT) / longest;
+/// Passes of each rank in a step, in nanoseconds: a line for each rank.
+pub fn timeline(title: &str, ranks: &[Vec<Span>]) -> String {
+    let spans = ranks.iter().flatten();
+    let first = spans.clone().map(|span| span.begin).min().unwrap_or(0);
+    let whole = spans.map(|span| span.end - first).max().unwrap_or(0).max(1);
+    let waits = |spans: &Vec<Span>| whole - spans.iter().map(|span| span.end - span.begin).sum::<u64>();
+    let waits = ranks.iter().map(waits).max().unwrap_or(0);
+    let scale = (RIGHT - LEFT) / whole as f64;
+    let height = TOP + 14.0 + ranks.len() as f64 * LINE + 12.0;
     let style = Style { light: PASSES_LIGHT, dark: PASSES_DARK };
     svg::picture((SIZE.0, height), title, style, |svg| {
         let mut x = LEFT;
@@ -140,33 +141,25 @@ pub fn timelines(title: &str, drawn: &[(String, Timeline)]) -> String {
             svg.label("quiet", x + 18.0, 48.0, name);
             x += 130.0;
         }
-        let mut y = TOP;
-        for (name, timeline) in drawn {
-            let (time, bubble) = (timeline.time(), timeline.bubble());
-            svg.label(
-                "",
-                LEFT,
-                y + 12.0,
-                &format!("{name}: {time} us, of which a stage waits {bubble} at most"),
-            );
-            y += HEADING - 6.0;
-            for (stage, spans) in timeline.stages().iter().enumerate() {
-                svg.label("quiet end", LEFT - 8.0, y + 12.0, &stage.to_string());
-                spans.iter().for_each(|span| pass(svg, span, (scale, y)));
-                y += LINE;
-            }
-            y += 6.0;
+        let (whole, waits) = (whole / 1000, waits / 1000);
+        let said = format!("{whole} us, of which a rank computes no pass for {waits} at most");
+        svg.label("quiet", LEFT, TOP + 4.0, &said);
+        for (rank, spans) in ranks.iter().enumerate() {
+            let y = TOP + 14.0 + rank as f64 * LINE;
+            svg.label("quiet end", LEFT - 8.0, y + 12.0, &rank.to_string());
+            spans.iter().for_each(|span| pass(svg, span, (first, scale, y)));
         }
     })
 }
 
-fn pass(svg: &mut Svg, span: &Span, (scale, y): (f64, f64)) {
+fn pass(svg: &mut Svg, span: &Span, (first, scale, y): (u64, f64, f64)) {
     let class = match span.compute.pass {
         Pass::Forward => "forward",
         Pass::Backward | Pass::BackwardInput => "backward",
         Pass::BackwardWeight => "weight",
     };
-    let (from, width) = (LEFT + span.begin as f64 * scale, (span.end - span.begin) as f64 * scale);
+    let from = LEFT + (span.begin - first) as f64 * scale;
+    let width = (span.end - span.begin) as f64 * scale;
     rectangle(svg, class, (from, y), (width, LINE - 4.0));
     let label = span.compute.microbatch.to_string();
     if width > 8.0 * label.len() as f64 {
@@ -205,21 +198,26 @@ mod tests {
     }
 
     #[test]
-    fn every_pass_of_every_stage_has_a_rectangle() {
+    fn every_pass_of_every_rank_has_a_rectangle_from_the_first_on() {
         use sidelane_parallel::pipeline::{Costs, Schedule};
-        let timeline =
-            |schedule: Schedule| schedule.plan(3, 5).unwrap().time(1, Costs::new(100, 80, 80)).unwrap();
-        let drawn = [
-            ("1f1b".to_owned(), timeline(Schedule::OneFOneB)),
-            ("zb-h1".to_owned(), timeline(Schedule::ZeroBubbleH1)),
-        ];
-        let elements = svg::tests::elements(&timelines("a step", &drawn));
+        let made = Schedule::ZeroBubbleH1.plan(3, 5).unwrap().time(1, Costs::new(2000, 1000, 1000)).unwrap();
+        // Clocks that began long before the first pass.
+        let later = |span: &Span| Span { begin: span.begin + 5000, end: span.end + 5000, ..*span };
+        let ranks: Vec<Vec<Span>> =
+            made.stages().iter().map(|spans| spans.iter().map(later).collect()).collect();
+        let picture = timeline("a step", &ranks);
+        let elements = svg::tests::elements(&picture);
         let passes = |class: &str| {
             let class = format!("rect class=\"pass {class}\"");
             // One of each is in the legend.
             elements.iter().filter(|element| element.starts_with(&class)).count() - 1
         };
-        assert_eq!((passes("forward"), passes("backward"), passes("weight")), (30, 30, 15));
+        assert_eq!((passes("forward"), passes("backward"), passes("weight")), (15, 15, 15));
+        let (time, computed) = (made.time() / 1000, 5 * (2 + 1 + 1));
+        let said = format!("{time} us, of which a rank computes no pass for {} at most", time - computed);
+        assert!(picture.contains(&said), "{said}");
+        let from_left = format!("class=\"pass forward\" x=\"{}\"", round(LEFT));
+        assert!(elements.iter().any(|element| element.contains(&from_left)));
     }
 
     #[test]

@@ -155,7 +155,7 @@ struct Came {
 impl Came {
     fn chunk(&self) -> (Segments<'_>, &Saved) {
         let Came { rows, hidden, counts, padded, saved } = self;
-        (Segments { rows, hidden: *hidden, counts, padded }, saved)
+        (Segments::new(rows, *hidden, counts, padded), saved)
     }
 }
 
@@ -202,7 +202,7 @@ impl Experts for InTurn {
             let left = saved.downcast_ref::<Left>().ok_or("saved by others")?;
             let saved =
                 left.lock().unwrap_or_else(PoisonError::into_inner).take().ok_or("nothing was saved")?;
-            let Segments { rows, hidden, counts, padded } = *rows;
+            let Segments { rows, hidden, counts, padded, .. } = *rows;
             let (rows, counts, padded) = (rows.to_vec(), counts.to_vec(), padded.to_vec());
             came.push(Came { rows, hidden, counts, padded, saved });
         }

@@ -23,12 +23,17 @@ pub struct Shape {
     pub width: usize,
     /// Heads of attention.
     pub heads: usize,
+    /// Heads of keys and values, each of which serves as many heads of attention next to each
+    /// other.
+    pub kv_heads: usize,
     /// Experts of a layer.
     pub experts: usize,
     /// Experts that a token chooses.
     pub top_k: usize,
     /// Inner width of an expert.
     pub expert_width: usize,
+    /// Whether the head has the weights of the embedding.
+    pub tied: bool,
 }
 
 impl Default for Shape {
@@ -39,10 +44,24 @@ impl Default for Shape {
             layers: 2,
             width: 128,
             heads: 4,
+            kv_heads: 4,
             experts: 64,
             top_k: 8,
             expert_width: 64,
+            tied: false,
         }
+    }
+}
+
+impl Shape {
+    /// Elements of a token's keys, and of its values.
+    pub fn kv_width(&self) -> usize {
+        self.width / self.heads * self.kv_heads
+    }
+
+    /// Elements of a token's queries, keys and values.
+    pub fn qkv_width(&self) -> usize {
+        self.width + 2 * self.kv_width()
     }
 }
 
@@ -75,7 +94,9 @@ impl Settings {
     /// # Errors
     /// [`Error::TooFew`], [`Error::TooMany`], [`Error::NotMultiple`], [`Error::NotANumber`].
     pub fn check(&self) -> Result<()> {
-        let Shape { vocabulary, window, layers, width, heads, experts, top_k, expert_width } = self.shape;
+        let Shape {
+            vocabulary, window, layers, width, heads, kv_heads, experts, top_k, expert_width, ..
+        } = self.shape;
         let least = [
             ("different tokens", vocabulary, 8),
             ("tokens of a window", window, 1),
@@ -91,6 +112,7 @@ impl Settings {
             ("ranks, by those of an expert-parallel group", self.ranks, self.expert_parallel),
             ("experts, by ranks of an expert-parallel group", experts, self.expert_parallel),
             ("width, by heads", width, heads),
+            ("heads, by those of keys and values", heads, kv_heads),
         ];
         for (what, seen, of) in multiples {
             if seen == 0 || !seen.is_multiple_of(of) {

@@ -31,7 +31,7 @@ pub struct Weights {
 impl Weights {
     /// Weights that are equal on all ranks: embeddings, attention, routers, head.
     pub fn dense(settings: &Settings) -> Weights {
-        let Shape { vocabulary, window, layers, width, experts, .. } = settings.shape;
+        let Shape { vocabulary, window, layers, width, experts, tied, .. } = settings.shape;
         let mut weights = Weights::default();
         let mut add = |name: String, shape: &[usize]| {
             let stream = weights.entries.len() as u64;
@@ -40,9 +40,11 @@ impl Weights {
         };
         add("token".into(), &[vocabulary, width]);
         add("place".into(), &[window, width]);
-        add("head".into(), &[width, vocabulary]);
+        if !tied {
+            add("head".into(), &[width, vocabulary]);
+        }
         for layer in 0..layers {
-            add(format!("qkv.{layer}"), &[width, 3 * width]);
+            add(format!("qkv.{layer}"), &[width, settings.shape.qkv_width()]);
             add(format!("out.{layer}"), &[width, width]);
             add(format!("router.{layer}"), &[width, experts]);
         }

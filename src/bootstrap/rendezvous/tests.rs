@@ -43,7 +43,7 @@ struct Meeting {
 impl Meeting {
     fn new(size: u32, secret: Secret, timeouts: Timeouts) -> Self {
         let rendezvous = RendezvousId { job: job_digest("test"), size, epoch: 3, host: 0 };
-        let identity = Identity::blank();
+        let identity = Identity::new(0, 1);
         let job = Job { digest: rendezvous.job, secret: secret.clone(), timeouts, identity };
         let listener = TcpListener::bind("127.0.0.1:0").and_then(patient).unwrap();
         let (meeting, until) =

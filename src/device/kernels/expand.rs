@@ -72,10 +72,11 @@ pub struct Admit<'a> {
     pub weights: ByteSpan<'a>,
     /// Fault that kernels found before: a [`KernelFault`](crate::error::KernelFault).
     pub status: Word<'a, u32>,
-    /// That, or which rank is over its budget: the status of this call alone.
+    /// What [`Kernels::check`] found, or which rank is over its budget: the status of this call
+    /// alone.
     pub verdict: Word<'a, u32>,
-    /// Where it is said which rank is over its budget, likewise, and nothing else: all ranks find
-    /// the same.
+    /// Where it is said which rank refuses the call or is over its budget, likewise, and nothing
+    /// else: all ranks find the same.
     pub refusal: Word<'a, u32>,
 }
 

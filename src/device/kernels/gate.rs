@@ -81,14 +81,17 @@ impl LayerKernels {
     /// [`DeviceError::OtherDevice`], [`DeviceError::Call`].
     pub fn gate(&self, stream: &Stream, config: &GateConfig, gate: &GateArgs<'_>) -> Result<(), DeviceError> {
         const KERNEL: &str = "gate";
+        let lacks =
+            |what| DeviceError::Shape { kernel: KERNEL, what, given: 1, expected: "a gate without it" };
         if let Some(what) = Self::gate_lacks(config) {
-            return Err(DeviceError::Shape { kernel: KERNEL, what, given: 1, expected: "a gate without it" });
+            return Err(lacks(what));
         }
         let GateConfig { experts, top_k, score, select, normalise, scaling, .. } = *config;
         let (groups, kept, best_of) = match select {
             Select::Groups { count, kept, by: GroupScore::SumOfBest(n) } => (count, kept, n),
             Select::Groups { count, kept, by: GroupScore::Best } => (count, kept, 1),
-            _ => (1, 1, 1),
+            Select::Best => (1, 1, 1),
+            _ => return Err(lacks("this way to choose experts")),
         };
         let in_groups = matches!(select, Select::Groups { .. });
         let (divisor, divisor_value) = match normalise {
@@ -98,6 +101,13 @@ impl LayerKernels {
             }
             Normalize::BeforeDrop(Divisor::SumAtLeast(least))
             | Normalize::AfterDrop(Divisor::SumAtLeast(least)) => (2, least),
+            _ => return Err(lacks("this divisor of weights")),
+        };
+        let score = match score {
+            ScoreFunction::Softmax => 0,
+            ScoreFunction::SoftmaxOfChosen => 1,
+            ScoreFunction::Sigmoid => 2,
+            _ => return Err(lacks("this function of scores")),
         };
         let choices = bytes([gate.tokens.into(), top_k.into(), WORD]);
         let logits = bytes([gate.tokens.into(), experts.into(), WORD]);
@@ -112,12 +122,9 @@ impl LayerKernels {
             tokens: gate.tokens,
             experts,
             top_k,
-            score: match score {
-                ScoreFunction::Softmax | ScoreFunction::SqrtSoftplus => 0,
-                ScoreFunction::SoftmaxOfChosen => 1,
-                ScoreFunction::Sigmoid => 2,
-            },
-            by_scores: (in_groups && score != ScoreFunction::SoftmaxOfChosen || gate.bias.is_some()).into(),
+            score,
+            by_scores: (in_groups && config.score != ScoreFunction::SoftmaxOfChosen || gate.bias.is_some())
+                .into(),
             groups,
             kept,
             best_of,

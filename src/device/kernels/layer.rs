@@ -432,7 +432,7 @@ impl LayerKernels {
         let function = match dtype {
             Dtype::Bf16 => &self.widen[0],
             Dtype::F16 => &self.widen[1],
-            Dtype::F32 | Dtype::Bytes => return Err(DeviceError::NoSum { rows: dtype, out: Dtype::F32 }),
+            _ => return Err(DeviceError::NoSum { rows: dtype, out: Dtype::F32 }),
         };
         let mut operands = Operands::of("widen", stream);
         let parameters = [
@@ -562,6 +562,6 @@ fn of(dtype: Dtype) -> Result<usize, DeviceError> {
         Dtype::F32 => Ok(0),
         Dtype::Bf16 => Ok(1),
         Dtype::F16 => Ok(2),
-        Dtype::Bytes => Err(DeviceError::NoSum { rows: dtype, out: dtype }),
+        _ => Err(DeviceError::NoSum { rows: dtype, out: dtype }),
     }
 }

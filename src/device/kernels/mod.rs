@@ -42,7 +42,7 @@ use rank_sums::RankSumFunctions;
 pub use routing::{Check, ChoiceArgs, CountArgs};
 use rows::RecordFunctions;
 pub use rows::{Pack, PermuteArgs, RecordArgs, RunArgs};
-pub use sum::{DotScale, FetchWeights, OwnRows, SumArgs, SumChoices};
+pub use sum::{DotScale, FetchWeights, OwnRows, RefusalMarks, SumArgs, SumChoices};
 use sum::{GradientFunctions, SumChoicesFunctions, SumFunctions};
 pub use swiglu_bf16::SwigluRows;
 

@@ -167,12 +167,16 @@ pub struct Check<'a> {
     pub shape: SlotShape,
     /// Number of ranks.
     pub ranks: u32,
+    /// This rank.
+    pub rank: u32,
     /// The slots that this rank received, one for each rank, one behind the other.
     pub received: ByteSpan<'a>,
     /// The call of which they must be: the word that [`Kernels::pack`] counts in.
     pub counter: Word<'a, u64>,
     /// Where a fault is written, a [`KernelFault`](crate::error::KernelFault).
     pub status: Word<'a, u32>,
+    /// Where this call's own verdict is written: the status or, if a rank refuses the call, why.
+    pub verdict: Word<'a, u32>,
     /// The expected digest in the header of every slot.
     pub digest: u64,
 }
@@ -185,20 +189,28 @@ struct CheckParameters {
     slot_bytes: u64,
     counter: u64,
     status: u64,
+    verdict: u64,
     digest: u64,
     ranks: u32,
+    me: u32,
+    choices: u32,
     unused: u32,
 }
 
 impl Kernels {
     /// Enqueues a comparison of the heads of received slots with this rank's digest and counter:
-    /// rows of another call, or of ranks with other settings, must not be used. It must run before
-    /// the sources may write their next slots.
+    /// rows of another call, or of ranks with other settings, must not be used. If a rank refuses
+    /// the call, all slots are left without rows. It must run before the sources may write their
+    /// next slots.
     ///
     /// # Errors
-    /// [`DeviceError::TooSmall`], [`DeviceError::Misaligned`], [`DeviceError::NoAccess`],
-    /// [`DeviceError::OtherDevice`], [`DeviceError::Call`].
+    /// [`DeviceError::Shape`], [`DeviceError::TooSmall`], [`DeviceError::Misaligned`],
+    /// [`DeviceError::NoAccess`], [`DeviceError::OtherDevice`], [`DeviceError::Call`].
     pub fn check(&self, stream: &Stream, check: &Check<'_>) -> Result<(), DeviceError> {
+        if check.rank >= check.ranks {
+            let (given, expected) = (check.rank.into(), "one of the ranks");
+            return Err(DeviceError::Shape { kernel: "check", what: "rank", given, expected });
+        }
         let received = bytes([check.ranks.into(), check.shape.bytes()]);
         let mut operands = Operands::of("check", stream);
         let parameters = CheckParameters {
@@ -206,12 +218,15 @@ impl Kernels {
             slot_bytes: check.shape.bytes(),
             counter: operands.word(check.counter)?,
             status: operands.word(check.status)?,
+            verdict: operands.word(check.verdict)?,
             digest: check.digest,
             ranks: check.ranks,
+            me: check.rank,
+            choices: check.shape.max_tokens() * check.shape.top_k(),
             unused: 0,
         };
-        // SAFETY: the struct is the one of the source. The kernel reads the heads of the checked
-        // slots only.
+        // SAFETY: the struct is the one of the source. The kernel stays inside the heads of the
+        // checked slots and the experts behind them.
         unsafe { self.check.launch_struct(stream, operands.held(), Grid::line(1, THREADS), &parameters) }
     }
 }

@@ -55,6 +55,9 @@ pub struct Pack<'a> {
     pub status: Word<'a, u32>,
     /// Goes into each header.
     pub digest: u64,
+    /// Why the host refuses the call, as the word of a fault; 0 if it does not. It goes into each
+    /// header or, if it is 0, the fault that the launch finds.
+    pub refused: u32,
 }
 
 impl Pack<'_> {
@@ -87,7 +90,7 @@ struct PackParameters {
     ranks: u32,
     hidden: u32,
     parts: u32,
-    unused: u32,
+    refused: u32,
 }
 
 impl Kernels {
@@ -171,7 +174,7 @@ impl Kernels {
             ranks,
             hidden,
             parts,
-            unused: 0,
+            refused: pack.refused,
         };
         let grid = self.limit.grid([parts, ranks]);
         // SAFETY: the struct is the one of the source. The kernel stays inside the checked memory:
@@ -394,7 +397,7 @@ impl Kernels {
             Dtype::F32 => Ok("records_f32"),
             Dtype::Bf16 => Ok("records_bf16"),
             Dtype::F16 => Ok("records_f16"),
-            Dtype::Bytes => Err(DeviceError::NoSum { rows: dtype, out: dtype }),
+            _ => Err(DeviceError::NoSum { rows: dtype, out: dtype }),
         }
     }
 
@@ -415,7 +418,7 @@ impl Kernels {
             Dtype::F32 => &self.records.f32,
             Dtype::Bf16 => &self.records.bf16,
             Dtype::F16 => &self.records.f16,
-            Dtype::Bytes => return Err(DeviceError::NoSum { rows: dtype, out: dtype }),
+            _ => return Err(DeviceError::NoSum { rows: dtype, out: dtype }),
         };
         let row_bytes = u64::from(hidden) * dtype.size() as u64;
         if hidden == 0 || !row_bytes.is_multiple_of(VECTOR) || hidden >= 1 << 28 {

@@ -41,8 +41,20 @@ pub struct SumArgs<'a> {
     /// Where a fault is written, a [`KernelFault`](crate::error::KernelFault). If it is not 0,
     /// results are zeros.
     pub status: Word<'a, u32>,
+    /// Where ranks refuse to combine, if they can.
+    pub marks: Option<RefusalMarks<'a>>,
     /// Results, `[tokens, columns]`, at a multiple of 16 bytes.
     pub out: ByteSpan<'a>,
+}
+
+/// Marks by which ranks refuse to combine.
+#[derive(Clone, Copy, Debug)]
+pub struct RefusalMarks<'a> {
+    /// Of each rank, the last call that it refused, `u64 [ranks, 2]`, of which the second is
+    /// unused.
+    pub marks: ByteSpan<'a>,
+    /// This call: the word that [`Kernels::pack`] counts in.
+    pub counter: Word<'a, u64>,
 }
 
 /// `struct Sum` of the source.
@@ -53,6 +65,8 @@ struct SumParameters {
     homes: u64,
     places: u64,
     status: u64,
+    marks: u64,
+    counter: u64,
     tokens: u32,
     max_tokens: u32,
     ranks: u32,
@@ -116,11 +130,20 @@ impl Kernels {
         let (tokens, columns) = (u64::from(sum.tokens), u64::from(sum.columns));
         let home = bytes([shape.max_tokens().into(), columns, sum.rows.size() as u64]);
         let mut operands = Operands::of(KERNEL, stream);
+        let (marks, counter) = match sum.marks {
+            Some(RefusalMarks { marks, counter }) => {
+                let len = bytes([ranks.into(), 2 * WORD, 2]);
+                (operands.span("marks", marks, len, VECTOR)?, operands.word(counter)?)
+            }
+            None => (0, 0),
+        };
         let parameters = SumParameters {
             out: operands.span("out", sum.out, bytes([tokens, columns, sum.dtype.size() as u64]), VECTOR)?,
             homes: operands.addresses("homes", sum.homes, home)?,
             places: operands.span("places", sum.places, bytes([tokens, ranks.into(), WORD]), WORD)?,
             status: operands.word(sum.status)?,
+            marks,
+            counter,
             tokens: sum.tokens,
             max_tokens: shape.max_tokens(),
             ranks,
@@ -254,7 +277,7 @@ impl Kernels {
             Dtype::F32 => Ok(&["sum_choices_f32"]),
             Dtype::Bf16 => Ok(&["sum_choices_bf16"]),
             Dtype::F16 => Ok(&["sum_choices_f16"]),
-            Dtype::Bytes => Err(DeviceError::NoSum { rows: dtype, out: dtype }),
+            _ => Err(DeviceError::NoSum { rows: dtype, out: dtype }),
         }
     }
 
@@ -477,7 +500,7 @@ impl Kernels {
             Dtype::F32 => &self.gradients.f32,
             Dtype::Bf16 => &self.gradients.bf16,
             Dtype::F16 => &self.gradients.f16,
-            Dtype::Bytes => return Err(DeviceError::NoSum { rows: dtype, out: dtype }),
+            _ => return Err(DeviceError::NoSum { rows: dtype, out: dtype }),
         };
         check_columns(KERNEL, columns, dtype)?;
         let all = bytes([rows.into(), columns.into(), dtype.size() as u64]);

@@ -34,7 +34,7 @@ use super::enqueuer::{DeviceCall, Enqueuer, Header, Kept, Scratch};
 use crate::device::{DeviceRange, RunArgs};
 use crate::dtype::Dtype;
 use crate::ep::call_agreement::GroupCounts;
-use crate::error::{CallError, CallKind, Error};
+use crate::error::{CallKind, Cause, Error};
 use crate::exec::Until;
 use crate::plan::Segment;
 use crate::schedule::call_program::{CallMachine, RankPrograms};
@@ -392,25 +392,19 @@ impl DeviceCall<'_> {
 
     /// Finds where metadata lands: here, and at peers, whose entries name the contexts that they
     /// use, if it goes there.
+    ///
+    /// # Errors
+    /// [`Cause::Protocol`].
     fn find_notes(&mut self, noted: bool) -> Result<(), Error> {
         let (kind, rank) = (self.tag.kind, self.enqueuer.common.fixed.lanes.rank);
         let Enqueuer { common, calls, notes_at, .. } = &mut *self.enqueuer;
         notes_at[rank as usize] = common.shape.notes(self.context).0;
         let agreement = common.fixed.agreement(*calls, kind);
         for peer in (0..common.fixed.lanes.ranks()).filter(|&peer| noted && peer != rank) {
-            let (theirs, contexts) = (agreement.tag_of(peer)?.context, common.shape.contexts());
-            if u32::from(theirs) >= contexts {
-                let (call, what, mine) = (calls.number(), "dispatch contexts", contexts.into());
-                return Err(CallError::Disagree {
-                    call,
-                    kind,
-                    what,
-                    rank,
-                    peer,
-                    mine,
-                    theirs: theirs.into(),
-                }
-                .into());
+            let theirs = agreement.tag_of(peer)?.context;
+            // No rank names a context that it lacks, and only its peers here would see it.
+            if u32::from(theirs) >= common.shape.contexts() {
+                return Err(Cause::Protocol { rank: common.fixed.lanes.world_ranks[peer as usize] }.into());
             }
             notes_at[peer as usize] = common.shape.notes(theirs.into()).0;
         }

@@ -77,7 +77,7 @@ impl EnqueuedExchange {
             _ => pool,
         };
         let shape = shape_with((pool, limit));
-        let usable = check(&spec, contexts).and_then(|()| Ok(shape.check()?));
+        let usable = check_contexts(contexts).and_then(|()| Ok(shape.check()?));
         let usable = usable.and_then(|()| check_limit((pool, limit), several));
         let usable = usable.and_then(|()| prepare(&context, priority, spec.max_blocks));
         let usable_here = [("whether their streams can be used (1: yes)", usable.is_ok().into())];
@@ -212,14 +212,14 @@ fn most_staged(paths: &Paths<'_>, max_tokens: u32) -> Option<u64> {
     (paths.route() == Route::Pxn && paths.is_multi_node()).then(most)
 }
 
-/// Refuses settings that no call can be made with.
-fn check(spec: &Spec, contexts: u32) -> Result<(), Error> {
+/// Refuses no dispatches in flight, and more than tags number.
+fn check_contexts(contexts: u32) -> Result<(), Error> {
     // Tags number the contexts in 16 bits, and one more is for calls without any.
     if !(1..u32::from(u16::MAX)).contains(&contexts) {
         let (parameter, expected) = ("max_in_flight", "between 1 and 65534");
         return Err(PlanError::BadParameter { parameter, seen: contexts.into(), expected }.into());
     }
-    Ok(Kernels::sum_choices_names(spec.dtype).map(drop)?)
+    Ok(())
 }
 
 /// Refuses a limit below the size, and growth where NICs or memory of the host know the heap, too.

@@ -221,8 +221,7 @@ impl Case {
         let Case { route, layout, mode, order, strategy, .. } = *self;
         let group = world.all().unwrap();
         let (me, tokens) = (group.rank() as usize, 2 * group.size());
-        let builder =
-            ExpertParallel::builder(&group).unwrap().expert_map(self.map()).top_k(TOP_K).hidden(HIDDEN);
+        let builder = ExpertParallel::builder(&group).expert_map(self.map()).top_k(TOP_K).hidden(HIDDEN);
         let builder = builder.dtype(Dtype::Bf16).max_tokens(tokens).route(route).layout(layout);
         let mut ep = builder.mode(mode).sum_order(order).strategy(strategy).build().unwrap();
         let x = vec![half::bf16::ONE; tokens as usize * HIDDEN];

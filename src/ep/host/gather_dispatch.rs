@@ -96,7 +96,8 @@ impl Gather {
         space: &mut Workspace,
         (flight, weights): (&mut Flight, &[f32]),
     ) -> Result<(), Error> {
-        let (kind, Some(mut extent)) = (flight.kind(), flight.landing.take()) else { return Ok(()) };
+        let kind = flight.kind();
+        let Some(extent) = &mut flight.landing else { return Ok(()) };
         let gathered = std::mem::replace(&mut flight.made, space.spare_handle());
         let chunk = self.engine.fixed.sizing(kind).landing(gathered.layout.landed);
         let mut call = Regrouping {
@@ -109,16 +110,17 @@ impl Gather {
             gathered: &gathered,
             behind: chunk.bytes(),
             words: (chunk.notes_at(), chunk.notes as usize),
-            extent: &mut extent,
+            extent: &mut *extent,
             made: &mut flight.made,
         };
         let driven = drive(&mut CallMachine::default(), &programs.regroup, &mut call, Until::End);
         // The gathered rows and their layout have served.
         let _ = self.engine.space.spare.push(gathered);
-        match driven.map_err(|error| fixed.fail(error))? {
-            Some(refusal) => return Err(refusal),
-            None => flight.landing = Some(extent.split(chunk.bytes()).1),
+        if let Some(refusal) = driven.map_err(|error| fixed.fail(error))? {
+            flight.landing = None;
+            return Err(refusal);
         }
+        extent.skip(chunk.bytes());
         Ok(())
     }
 
@@ -217,11 +219,10 @@ impl Gather {
         inner.moves = gathered.moves;
         let (forward, own) = (inner.forward.as_deref(), everyone.sorted(me));
         let wanted = Traffic::count(&frame, own, &inner.layout, forward, &mut space.numbers.scratch);
-        let Traffic { logical: wanted, remote_ranks, remote_nodes, home_row_bytes, .. } = wanted;
-        let regrouped = regroup.runs.iter().map(|run| u64::from(run.count) + u64::from(run.pad)).sum();
-        let traffic = inner.moves.traffic;
-        inner.moves.traffic =
-            Traffic { logical: wanted, remote_ranks, remote_nodes, home_row_bytes, regrouped, ..traffic };
+        let traffic = &mut inner.moves.traffic;
+        (traffic.logical, traffic.home_row_bytes) = (wanted.logical, wanted.home_row_bytes);
+        (traffic.remote_ranks, traffic.remote_nodes) = (wanted.remote_ranks, wanted.remote_nodes);
+        traffic.regrouped = regroup.runs.iter().map(|run| u64::from(run.count) + u64::from(run.pad)).sum();
     }
 }
 

@@ -47,10 +47,8 @@ pub(in crate::ep) struct HostExchange {
 impl HostExchange {
     /// Collective.
     pub fn new(group: &Group, spec: Spec) -> Result<Self, Error> {
-        let gather = match spec.strategy {
-            Strategy::AllToAll => None,
-            Strategy::AllGather => Some(Box::new(Gather::new(group, &spec)?)),
-        };
+        let gathers = spec.strategy == Strategy::AllGather;
+        let gather = gathers.then(|| Gather::new(group, &spec)).transpose()?.map(Box::new);
         let total = group.shared.heap.pool().total();
         let room = ReceiveMemory::pool(total);
         let (fixed, range) = EpState::new(group, spec, room, RowMemory::Near)?;

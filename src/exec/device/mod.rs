@@ -19,6 +19,7 @@ pub(crate) use relay_sums::RelaySums;
 
 /// Work that was enqueued on a stream.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+#[non_exhaustive]
 pub struct EnqueueCounts {
     /// Calls that enqueued a batch of copies.
     pub batches: u64,

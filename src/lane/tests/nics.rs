@@ -55,7 +55,7 @@ pub(super) fn on_ranks<T: Send>(
 /// A round trip of random rows: what came out of the combine.
 fn round_trip(world: &World, route: Route, order: SumOrder) -> Result<Vec<bf16>, Error> {
     const HIDDEN: usize = 64;
-    let mut ep = ExpertParallel::builder(&world.all()?)?
+    let mut ep = ExpertParallel::builder(&world.all()?)
         .experts(13)
         .top_k(4)
         .hidden(HIDDEN)
@@ -115,7 +115,7 @@ fn rows_of_a_token_buffer_are_read_where_they_lie_and_all_others_copied_once() {
         let fabric = Fabric::new(&["nic0"]);
         let inter_node_bytes = on_ranks(&[0, 0, 1, 1], &options(&fabric, SignalMode::Write), |world| {
             let group = world.all().unwrap();
-            let builder = ExpertParallel::builder(&group).unwrap().experts(8).top_k(4).hidden(HIDDEN);
+            let builder = ExpertParallel::builder(&group).experts(8).top_k(4).hidden(HIDDEN);
             let mut ep = builder.route(route).build().unwrap();
             let routing = synthetic(Pattern::Uniform, 8, 4, 30, 7, world.rank()).unwrap();
             let elsewhere = vec![bf16::ONE; 30 * HIDDEN];

@@ -92,7 +92,7 @@ impl Signs {
 
 fn layer(world: &World, route: Route) -> ExpertParallel {
     let group = world.all().unwrap();
-    let builder = ExpertParallel::builder(&group).unwrap();
+    let builder = ExpertParallel::builder(&group);
     builder.experts(EXPERTS).top_k(TOP_K).hidden(HIDDEN).route(route).build().unwrap()
 }
 

@@ -414,8 +414,7 @@ fn dispatched(route: Route, signal: SignalMode, tokens: usize, registered: bool)
         &small(&fabric(8, false), &Settings { signal: Some(signal), ..Settings::default() }),
         |world| {
             let group = world.all().unwrap();
-            let builder =
-                ExpertParallel::builder(&group).unwrap().experts(experts).top_k(experts).hidden(HIDDEN);
+            let builder = ExpertParallel::builder(&group).experts(experts).top_k(experts).hidden(HIDDEN);
             let mode = ReceiveMode::Slots { rows: 7, overflow: Overflow::Error };
             let mut ep =
                 builder.layout(RowLayout::RankMajor).mode(mode).route(route).max_tokens(7).build().unwrap();

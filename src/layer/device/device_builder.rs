@@ -150,7 +150,7 @@ impl<'g> DeviceMoeLayerBuilder<'g> {
             _ => &self.stream,
         };
         let in_flight = settings.plan.chunks.max(1).saturating_mul(self.tapes.saturating_add(1));
-        let exchange = settings.exchange()?.on(transfers).max_in_flight(in_flight).priority(self.priority);
+        let exchange = settings.exchange().on(transfers).max_in_flight(in_flight).priority(self.priority);
         let exchange = exchange.heap_load(self.heap_load());
         let exchange = self.device_heap.into_iter().fold(exchange, ExpertParallelBuilder::device_heap);
         let exchange = self.max_blocks.into_iter().fold(exchange, ExpertParallelBuilder::max_blocks);

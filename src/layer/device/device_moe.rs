@@ -36,9 +36,9 @@ use crate::world::WorldState;
 /// let experts = GroupedSwiGlu::new(8, hidden, ffn, weights)?;
 /// let gate = Preset::Mixtral.config(16, 2)?;
 /// let mut layer = MoeLayer::builder(&world.all()?, gate, hidden, experts).chunks(2).on(&stream).build()?;
-/// let tape = layer.forward(&Input { residual: Some(&x), ..Input::new(&x) }, &out)?;
+/// let tape = layer.forward(&Input::new(&x).with_residual(Some(&x)), &out)?;
 /// // ... enqueue on `stream` what reads `out` and writes `of_out` ...
-/// let gradients = DeviceGradients { x: &of_x, router: &of_router, experts: &of_experts, shared: None };
+/// let gradients = DeviceGradients::new(&of_x, &of_router, &of_experts, None);
 /// layer.backward(tape, &of_out, gradients)?;                                           // there for what is enqueued next
 /// # Ok(())
 /// # }

@@ -20,6 +20,7 @@ use crate::overlap::Handoff;
 
 /// Where the gradients of one step go: memory of the device, at multiples of 16 bytes.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct DeviceGradients<'a> {
     /// Of the tokens, `[tokens, hidden]`, in the element type. That of the residual is what came
     /// in.
@@ -31,6 +32,18 @@ pub struct DeviceGradients<'a> {
     pub experts: &'a DeviceRange,
     /// Of the shared expert, f32, by this rank's tokens: given if there is one.
     pub shared: Option<&'a DeviceRange>,
+}
+
+impl<'a> DeviceGradients<'a> {
+    /// Memory for the gradients of a layer; `shared` where it has a shared expert.
+    pub const fn new(
+        x: &'a DeviceRange,
+        router: &'a DeviceRange,
+        experts: &'a DeviceRange,
+        shared: Option<&'a DeviceRange>,
+    ) -> Self {
+        DeviceGradients { x, router, experts, shared }
+    }
 }
 
 /// What nodes work on.

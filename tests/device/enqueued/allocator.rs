@@ -161,7 +161,7 @@ fn refused_allocations_name_the_setting_and_the_mistake() {
             let taken = MemoryError::AllocatorTaken { device: 0 };
             assert_eq!(rank.planned.heap_allocator().unwrap_err(), taken.into());
             let on_host = rank.host.heap_allocator().unwrap_err();
-            assert!(matches!(on_host, Error::Plan(PlanError::WrongPlace { .. })), "{on_host}");
+            assert!(matches!(on_host, Error::Plan(PlanError::NotAvailable { .. })), "{on_host}");
 
             assert_eq!((allocator.device(), allocator.refused()), (0, None));
             let full = HeapAllocator::alloc_on(0, u64::MAX).unwrap_err();

@@ -21,7 +21,7 @@ fn first_calls_of_one_rank_fit_however_long_its_rows_are() {
     on_devices("enqueued::heap::first_calls_of_one_rank_fit_however_long_its_rows_are", 8, 61, || {
         on_ranks(&[0], &small(), |world| {
             let (group, stream, (count, k)) = (world.all().unwrap(), stream(0), (16, 8));
-            let builder = ExpertParallel::builder(&group).unwrap().experts(8).top_k(k).hidden(HIDDEN);
+            let builder = ExpertParallel::builder(&group).experts(8).top_k(k).hidden(HIDDEN);
             let builder = builder.dtype(Dtype::Bf16).max_tokens(count).max_in_flight(2).on(&stream);
             let mut ep = builder.build().unwrap();
 

@@ -25,7 +25,14 @@ pub mod step;
 mod training;
 
 use crate::apart::{Settings, each_with_kernels};
+use crate::support::sample;
 use crate::{devices, support};
+
+/// Seeds of the driver, of which each process has one: a sample of so many, and any in the process
+/// of one.
+fn seeds(count: u64) -> Vec<u64> {
+    if std::env::var_os("SIDELANE_FAKE_CUDA_SEED").is_some() { vec![0] } else { sample(0..count, 3) }
+}
 
 /// Runs the body with kernels to launch, hardware queues, and a seed for all that the rules leave
 /// open. `test` is the test's full name.

@@ -11,10 +11,10 @@ use sidelane::plan::{ExpertMap, RowLayout, SumOrder};
 use sidelane::topology::{NodeMap, Paths, Route};
 
 use super::calls::{on_each_of, rounds};
-use super::on_devices;
 use super::rank::{Case, Input};
 use super::training::steps;
-use crate::support::tokens;
+use super::{on_devices, seeds};
+use crate::support::{sample, tokens};
 
 /// Two nodes of two and of four ranks, nodes of one rank each, and nodes of unlike size.
 const NODES: [&[u32]; 5] =
@@ -56,11 +56,14 @@ fn sums_that_return_in_chunks_are_those_of_the_host() {
             Case { hidden: 1 << 15, max_tokens: 64, ..case }
         };
         let by_rank = Case { layout: RowLayout::RankMajor, ..long(&[0, 0, 1, 1], 8, 4) };
-        in_chunks(&by_rank);
-        in_chunks(&by_rank.dropping(200));
-        in_chunks(&Case { weighted: true, align: 4, ..long(&[0, 1, 1, 2], 4, 2) });
         let replicated = ExpertMap::from_slots(3, &[vec![0], vec![1], vec![2], vec![0]]).unwrap();
-        in_chunks(&Case { map: replicated, ..long(&[0, 0, 1, 1], 4, 2) });
+        let all = [
+            by_rank.clone(),
+            by_rank.dropping(200),
+            Case { weighted: true, align: 4, ..long(&[0, 1, 1, 2], 4, 2) },
+            Case { map: replicated, ..long(&[0, 0, 1, 1], 4, 2) },
+        ];
+        sample(all, 4).iter().for_each(in_chunks);
     });
 }
 
@@ -78,7 +81,7 @@ fn in_chunks(case: &Case) {
 #[test]
 fn steps_with_sums_by_node_are_those_of_the_host() {
     on_devices("enqueued::node_sums::steps_with_sums_by_node_are_those_of_the_host", 8, 92, || {
-        for nodes in NODES {
+        for nodes in sample(NODES, 2) {
             let case = by_node(nodes, PartialDtype::Bf16);
             steps::<bf16>(&case, 2, 9);
             steps::<bf16>(&Case { weighted: true, align: 2, ..case.clone() }, 1, 10);
@@ -97,9 +100,7 @@ fn steps_with_sums_by_node_are_those_of_the_host() {
 
 #[test]
 fn no_seed_of_the_driver_is_seen_in_sums_by_node() {
-    // Each process has one seed.
-    let seeds = if std::env::var_os("SIDELANE_FAKE_CUDA_SEED").is_some() { 0..1 } else { 0..6 };
-    for seed in seeds {
+    for seed in seeds(6) {
         let test = "enqueued::node_sums::no_seed_of_the_driver_is_seen_in_sums_by_node";
         on_devices(test, 3 + seed as u32 % 3, seed, || {
             let case = by_node(&[0, 1, 0, 1], PartialDtype::Bf16);

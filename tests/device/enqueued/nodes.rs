@@ -14,7 +14,7 @@ use stand_in_cuda::StandIn;
 
 use super::calls::{on_each, rounds, some, three};
 use super::rank::{Case, Input, Rank};
-use super::{on_devices, on_drivers};
+use super::{on_devices, on_drivers, seeds};
 use crate::devices::stream;
 use crate::support::{on_ranks, small, tokens};
 
@@ -70,9 +70,7 @@ fn relays_of_engines_go_on_for_hundreds_of_rounds() {
 
 #[test]
 fn no_seed_of_the_driver_is_seen_across_nodes() {
-    // Each process has one seed.
-    let seeds = if std::env::var_os("SIDELANE_FAKE_CUDA_SEED").is_some() { 0..1 } else { 0..8 };
-    for seed in seeds {
+    for seed in seeds(8) {
         on_devices(
             "enqueued::nodes::no_seed_of_the_driver_is_seen_across_nodes",
             3 + seed as u32 % 3,

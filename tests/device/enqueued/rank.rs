@@ -75,7 +75,7 @@ impl Case {
     }
 
     pub fn settings<'g, E: Element>(&self, group: &'g Group) -> ExpertParallelBuilder<'g> {
-        let builder = ExpertParallel::builder(group).unwrap().expert_map(self.map.clone()).top_k(self.top_k);
+        let builder = ExpertParallel::builder(group).expert_map(self.map.clone()).top_k(self.top_k);
         let builder = builder.hidden(self.hidden).dtype(E::DTYPE).align(self.align);
         let builder = builder.sum_order(self.order).partial_dtype(self.wire).weighted(self.weighted);
         let builder = builder.fp8(self.fp8).layout(self.layout);

@@ -10,10 +10,10 @@ use sidelane::plan::{ExpertMap, RowLayout, SumOrder};
 use sidelane::topology::Route;
 
 use super::calls::{on_each_of, rounds};
-use super::on_devices;
 use super::rank::{Case, Input};
 use super::training::steps;
-use crate::support::tokens;
+use super::{on_devices, seeds};
+use crate::support::{sample, tokens};
 
 /// Nodes and routes: one node, two of them, and nodes whose ranks are anywhere.
 const SHAPES: [(&[u32], Route); 5] = [
@@ -49,7 +49,7 @@ fn rounds_with_sums_by_rank_are_those_of_the_host() {
 #[test]
 fn steps_with_sums_by_rank_are_those_of_the_host() {
     on_devices("enqueued::rank_sums::steps_with_sums_by_rank_are_those_of_the_host", 8, 82, || {
-        for (nodes, route) in SHAPES {
+        for (nodes, route) in sample(SHAPES, 2) {
             let case = by_rank(nodes, route, PartialDtype::Bf16);
             steps::<bf16>(&case, 2, 7);
             steps::<bf16>(&Case { weighted: true, align: 2, ..case.clone() }, 1, 8);
@@ -68,9 +68,7 @@ fn steps_with_sums_by_rank_are_those_of_the_host() {
 
 #[test]
 fn no_seed_of_the_driver_is_seen_in_sums_by_rank() {
-    // Each process has one seed.
-    let seeds = if std::env::var_os("SIDELANE_FAKE_CUDA_SEED").is_some() { 0..1 } else { 0..6 };
-    for seed in seeds {
+    for seed in seeds(6) {
         let test = "enqueued::rank_sums::no_seed_of_the_driver_is_seen_in_sums_by_rank";
         on_devices(test, 3 + seed as u32 % 3, seed, || {
             for (nodes, route) in [(&[0; 3][..], Route::Direct), (&[0, 1, 0], Route::Pxn)] {

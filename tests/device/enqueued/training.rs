@@ -16,10 +16,10 @@ use stand_in_cuda::StandIn;
 
 use super::calls::{disturbed, on_each_of, some};
 use super::rank::{Case, Rank, target};
-use super::{on_devices, on_settings};
+use super::{on_devices, on_settings, seeds};
 use crate::devices::stream;
 use crate::support::layer::bits;
-use crate::support::{To, on_ranks, small};
+use crate::support::{To, on_ranks, sample, small};
 
 /// Steps of random tokens, each rank with a number of its own.
 pub fn steps<E: Element + Into<f32>>(case: &Case, rounds: u64, seed: u64)
@@ -133,9 +133,9 @@ fn orders_by_rank_and_node_are_those_of_the_host() {
             (SumOrder::Node, PartialDtype::F32),
             (SumOrder::Node, PartialDtype::Bf16),
         ] {
-            for (nodes, route) in
-                [(&[0; 4][..], Route::Direct), (&[0, 1, 1, 0], Route::Direct), (&[0, 0, 1, 1], Route::Pxn)]
-            {
+            let shapes =
+                [(&[0; 4][..], Route::Direct), (&[0, 1, 1, 0], Route::Direct), (&[0, 0, 1, 1], Route::Pxn)];
+            for (nodes, route) in sample(shapes, 2) {
                 let case = Case { order, wire, route, ..Case::across(nodes, 6, 4) };
                 let weighted = Case { map: mixed.clone(), weighted: true, ..case.clone() };
                 steps::<bf16>(&case, 1, 10);
@@ -152,9 +152,8 @@ fn steps_within_a_budget_are_those_of_the_host() {
         let shapes =
             [(&[0; 4][..], Route::Direct), (&[0, 1, 1, 0], Route::Direct), (&[0, 0, 1, 1], Route::Pxn)];
         let budgets = [(Overflow::Drop, 11, 1), (Overflow::Drop, 16, 8), (Overflow::Error, 200, 8)];
-        for ((nodes, route), (overflow, rows, align)) in
-            shapes.into_iter().flat_map(|shape| budgets.map(|budget| (shape, budget)))
-        {
+        let all = shapes.into_iter().flat_map(|shape| budgets.map(|budget| (shape, budget)));
+        for ((nodes, route), (overflow, rows, align)) in sample(all, 2) {
             let mode = ReceiveMode::Budget { rows, overflow };
             let case = Case { mode, route, align, ..Case::across(nodes, 6, 4) };
             for (order, wire, weighted) in [
@@ -171,9 +170,7 @@ fn steps_within_a_budget_are_those_of_the_host() {
 
 #[test]
 fn no_seed_of_the_driver_is_seen_in_a_step() {
-    // Each process has one seed.
-    let seeds = if std::env::var_os("SIDELANE_FAKE_CUDA_SEED").is_some() { 0..1 } else { 0..6 };
-    for seed in seeds {
+    for seed in seeds(6) {
         let test = "enqueued::training::no_seed_of_the_driver_is_seen_in_a_step";
         on_devices(test, 3 + seed as u32 % 3, seed, || {
             let seed = std::env::var("SIDELANE_FAKE_CUDA_SEED").unwrap().parse().unwrap();

@@ -1,10 +1,10 @@
 //! Slots to expert-major rows within a budget: what `tally` counts, `admit` lays out and `expand`
 //! finds. The loops over choices take 1024 at a time.
 
-use bytemuck::cast_slice;
+use bytemuck::{bytes_of, cast_slice};
 use sidelane::device::{Addresses, Admit, Expand, Tally};
 use sidelane::error::{DeviceError, KernelFault};
-use sidelane::plan::{Overflow, SlotShape};
+use sidelane::plan::{Overflow, SlotHead, SlotShape};
 
 use super::buffer::{Buffer, POISON};
 use super::{Device, with_kernels};
@@ -103,7 +103,12 @@ struct Counted {
     overflow: Overflow,
     /// What kernels found before.
     status: u32,
+    /// The rank that refuses the call, if one does.
+    refuses: Option<u32>,
 }
+
+/// The verdict before: that of a refusal, which stays.
+const BEFORE: u32 = 8 | 1 << 8;
 
 /// What `admit` makes of it.
 #[derive(Debug, PartialEq)]
@@ -155,8 +160,13 @@ impl Counted {
             }
             over = over.or((row > budget && self.overflow == Overflow::Error).then_some(rank as u32));
         }
-        let refusal = over.map_or(0, |rank| 7 | rank << 8);
-        let verdict = if self.status == 0 { refusal } else { self.status };
+        let over = over.map_or(0, |rank| 7 | rank << 8);
+        let refusal = self.refuses.map_or(over, |rank| 8 | rank << 8);
+        let verdict = match (self.refuses, self.status) {
+            (Some(_), _) => BEFORE,
+            (None, 0) => over,
+            (None, status) => status,
+        };
         let word = |number: u64| u32::try_from(number).unwrap_or(u32::MAX);
         let place = |source: usize, bin: usize| begin[bin] + self.before(source, bin);
         let room = |bin| match refusal {
@@ -181,6 +191,9 @@ impl Counted {
         let (shape, ranks, own) = (shape((3, 2), self.bins() as u32), self.ranks(), self.bins_of(self.me));
         let received = Buffer::new(context, shape.bytes() * ranks as u64);
         for (source, counts) in (0..).zip(&self.counts) {
+            let refused = if self.refuses == Some(source as u32) { 1 } else { 0 };
+            let head = SlotHead { refused, ..SlotHead::default() };
+            received.write(source * shape.bytes(), bytes_of(&head));
             received.write(source * shape.bytes() + shape.counts_at(), cast_slice(counts));
         }
         let came = received.content();
@@ -188,7 +201,8 @@ impl Counted {
         let words = |count: usize| Buffer::new(context, count as u64 * 4);
         let (begin, room, first) = (words(self.bins()), words(self.bins()), words(ranks * own.len()));
         let (index, weights) = (words(self.budget as usize), words(self.budget as usize));
-        let (counts, verdict, refusal) = (words(4 * own.len()), words(1), words(1));
+        let (counts, refusal) = (words(4 * own.len()), words(1));
+        let verdict = Buffer::words(context, &[BEFORE]);
         let status = Buffer::words(context, &[self.status]);
         let admit = Admit {
             shape,
@@ -280,6 +294,7 @@ fn rows_are_laid_out_by_bin_and_source_and_those_behind_the_budget_find_no_room(
                         align,
                         overflow,
                         status: 0,
+                        refuses: None,
                     };
                     let all = counted.required();
                     for budget in [0, 1, all / 2, all.saturating_sub(1), all, all + 300] {
@@ -306,6 +321,7 @@ fn first_rank_that_is_over_its_budget_is_named_and_an_earlier_fault_stays() {
             align: 2,
             overflow: Overflow::Error,
             status,
+            refuses: None,
         };
         let over = Some(KernelFault::OverBudget { rank: 1 });
         assert_eq!(KernelFault::of(counted(0).check(device).verdict), over);
@@ -315,6 +331,8 @@ fn first_rank_that_is_over_its_budget_is_named_and_an_earlier_fault_stays() {
             assert_eq!(KernelFault::of(earlier.verdict), Some(KernelFault::OtherCall { rank: 2 }));
             let expected = if overflow == Overflow::Error { over } else { None };
             assert_eq!(KernelFault::of(earlier.refusal), expected);
+            let refused = Counted { overflow, refuses: Some(2), ..counted(0) }.check(device);
+            assert_eq!(KernelFault::of(refused.refusal), Some(KernelFault::Refused { rank: 2 }));
         }
     });
 }
@@ -326,7 +344,8 @@ fn counts_beyond_words_find_no_room() {
             for me in 0..2 {
                 let counts = vec![vec![5, 3_000_000_000, 7, u32::MAX], vec![3, 3_000_000_000, 1, u32::MAX]];
                 let starts = vec![0, 3, 4];
-                Counted { starts, counts, me, budget: 5000, align, overflow, status: 0 }.check(device);
+                Counted { starts, counts, me, budget: 5000, align, overflow, status: 0, refuses: None }
+                    .check(device);
             }
         }
     });

@@ -27,29 +27,14 @@ fn gates() -> Vec<GateConfig> {
         preset(Preset::Olmoe, 33, 33),
         preset(Preset::DeepseekV3, 256, 8),
         preset(Preset::DeepseekV3, 1024, 8),
-        GateConfig {
-            select: groups(4, 2, GroupScore::Best),
-            normalise: Normalize::AfterDrop(more),
-            ..base.clone()
-        },
-        GateConfig { select: groups(1, 1, GroupScore::SumOfBest(3)), scaling: 0.3, ..base.clone() },
-        GateConfig {
-            select: groups(6, 3, GroupScore::SumOfBest(4)),
-            score: ScoreFunction::Sigmoid,
-            ..base.clone()
-        },
-        GateConfig {
-            select: groups(3, 2, GroupScore::SumOfBest(2)),
-            score: ScoreFunction::SoftmaxOfChosen,
-            normalise: Normalize::BeforeDrop(least),
-            ..base.clone()
-        },
-        GateConfig {
-            score: ScoreFunction::Sigmoid,
-            normalise: Normalize::BeforeDrop(least),
-            top_k: 1,
-            ..base
-        },
+        base.clone().with_select(groups(4, 2, GroupScore::Best)).with_normalise(Normalize::AfterDrop(more)),
+        base.clone().with_select(groups(1, 1, GroupScore::SumOfBest(3))).with_scaling(0.3),
+        base.clone().with_select(groups(6, 3, GroupScore::SumOfBest(4))).with_score(ScoreFunction::Sigmoid),
+        base.clone()
+            .with_select(groups(3, 2, GroupScore::SumOfBest(2)))
+            .with_score(ScoreFunction::SoftmaxOfChosen)
+            .with_normalise(Normalize::BeforeDrop(least)),
+        base.with_score(ScoreFunction::Sigmoid).with_normalise(Normalize::BeforeDrop(least)).with_top_k(1),
     ]
 }
 
@@ -77,7 +62,7 @@ fn choices_and_weights_are_those_of_the_host() {
                 let bias: Vec<f32> = (0..experts).map(|_| (random.next() % 7) as f32 / 8.0 - 0.4).collect();
                 let used: Vec<bool> = (0..tokens).map(|_| !random.next().is_multiple_of(5)).collect();
                 let (bias, used) = (with_bias.then_some(&bias[..]), (case % 2 == 0).then_some(&used[..]));
-                let call = GateInput { logits: &logits, bias, token_mask: used, ..GateInput::default() };
+                let call = GateInput::new(&logits).with_bias(bias).with_token_mask(used);
                 gate::check(&device.bench(), &kernels.clone().max_blocks(limit), &config, &call)
                     .unwrap_or_else(|error| panic!("{config:?}, {tokens} tokens: {error}"));
             }
@@ -114,22 +99,16 @@ fn gate_without_a_kernel_is_refused_by_name() {
             let kernels = LayerKernels::load(context).unwrap();
             let base = Preset::Olmoe.config(8, 2).unwrap();
             for (config, lacks) in [
+                (base.clone().with_score(ScoreFunction::SqrtSoftplus), "scores by the root of softplus"),
+                (base.clone().with_select(Select::Sinkhorn { tolerance: 0.1 }), "Sinkhorn's balancing"),
+                (base.clone().with_noise(Noise::Gumbel), "noise"),
                 (
-                    GateConfig { score: ScoreFunction::SqrtSoftplus, ..base.clone() },
-                    "scores by the root of softplus",
-                ),
-                (
-                    GateConfig { select: Select::Sinkhorn { tolerance: 0.1 }, ..base.clone() },
-                    "Sinkhorn's balancing",
-                ),
-                (GateConfig { noise: Noise::Gumbel, ..base.clone() }, "noise"),
-                (
-                    GateConfig { second: SecondExpertPolicy::Random { threshold: 0.5 }, ..base.clone() },
+                    base.clone().with_second(SecondExpertPolicy::Random { threshold: 0.5 }),
                     "second choices that are thinned out",
                 ),
                 (Preset::Switch.config(8, 1).unwrap(), "a capacity"),
-                (GateConfig { experts: 1025, ..base.clone() }, "more than 1024 experts"),
-                (GateConfig { experts: 100, top_k: 65, ..base }, "more than 64 choices"),
+                (base.clone().with_experts(1025), "more than 1024 experts"),
+                (base.with_experts(100).with_top_k(65), "more than 64 choices"),
             ] {
                 assert_eq!(LayerKernels::gate_lacks(&config), Some(lacks));
                 let memory = Buffer::words(context, &[0_u32; 4]);

@@ -61,6 +61,7 @@ fn packed(
         counter: counter.word(),
         status: status.word(),
         digest: DIGEST,
+        refused: 0,
     };
     launch(&pack).unwrap();
     stream.synchronize().unwrap();
@@ -287,6 +288,7 @@ fn operands_that_are_too_small_or_misaligned_are_refused_by_name() {
             counter: memory.range().word(2400).unwrap(),
             status: memory.range().word(2408).unwrap(),
             digest: DIGEST,
+            refused: 0,
         };
         let too_small =
             |what, given, needed| Err(DeviceError::TooSmall { kernel: "pack", what, given, needed });

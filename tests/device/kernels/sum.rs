@@ -156,6 +156,7 @@ fn types_that_no_kernel_sums_and_memory_that_is_too_small_are_refused() {
                 homes: &large,
                 places: memory.part(256, 32),
                 status: memory.range().word(296).unwrap(),
+                marks: None,
                 out: memory.part(2048, 64),
             };
             for (rows, out) in

@@ -88,6 +88,23 @@ impl Input {
         places
     }
 
+    /// The word of the first token that has no usable choice; 0 if all have.
+    fn refused(&self) -> u32 {
+        let (rank_of, _) = self.tables();
+        let ranks = 0..self.map.ranks() as i32;
+        let code = |&expert: &i32| match usize::try_from(expert).ok().and_then(|at| rank_of.get(at)) {
+            None => u32::from(expert != -1),
+            Some(rank) if ranks.contains(rank) || *rank == Pack::MASKED => 0,
+            Some(_) => 2,
+        };
+        let tokens = (0..).zip(self.experts.chunks(self.shape.top_k() as usize));
+        let mut faults = tokens.filter_map(|(token, choices): (u32, &[i32])| {
+            let code = choices.iter().map(code).filter(|&code| code > 0).min()?;
+            Some(code | token << 8)
+        });
+        faults.next().unwrap_or_default()
+    }
+
     /// Every byte of the slot for `rank`.
     pub fn slot(&self, rank: u32, digest: u64, call: u64) -> Vec<u8> {
         let (shape, chosen) = (self.shape, self.tokens_at(rank));
@@ -105,8 +122,8 @@ impl Input {
             let from = &self.x[token as usize * row_bytes..][..row_bytes];
             slot[shape.rows_at() as usize + row * row_bytes..][..row_bytes].copy_from_slice(from);
         }
-        let head =
-            SlotHead { rows: chosen.len() as u32, tokens: self.tokens, digest, call, ..SlotHead::default() };
+        let (rows, tokens, refused) = (chosen.len() as u32, self.tokens, self.refused());
+        let head = SlotHead { rows, tokens, digest, call, refused, ..SlotHead::default() };
         slot[..64].copy_from_slice(bytes_of(&head));
         for (at, array) in
             [(shape.experts_at(), cast_slice(&experts)), (shape.weights_at(), cast_slice(&weights))]

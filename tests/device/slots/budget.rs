@@ -6,12 +6,12 @@ use std::sync::Arc;
 use half::{bf16, f16};
 use sidelane::device::{CudaGraph, DeviceRange};
 use sidelane::dtype::PartialDtype;
-use sidelane::ep::{ExpertRows, Graphs, Handle};
-use sidelane::error::{CallError, KernelFault, PlanError};
+use sidelane::ep::{ExpertRows, Graphs, Handle, Tensor};
+use sidelane::error::{CallError, DeviceError, KernelFault, PlanError};
 use sidelane::gate::Routing;
 use sidelane::plan::{ExpertMap, Overflow, ReceiveMode, SumOrder};
 use sidelane::topology::Route;
-use sidelane::{Element, Error, World};
+use sidelane::{Dtype, Element, Error, World};
 
 use super::on_stand_in;
 use crate::enqueued::blocks::with_each_limit;
@@ -89,6 +89,9 @@ where
             rank.planned.combine_into(handle.output().unwrap(), &handle, target::<E>(&out)).unwrap();
             let sums = seen::<u8, E>(rank, &out, out.len() as usize);
             assert!(sums.iter().all(|&byte| byte == 0), "sums of a refused call");
+            let (device, fault) = (rank.stream.device(), KernelFault::OverBudget { rank: over });
+            assert_eq!(rank.planned.synchronize(), Err(DeviceError::Fault { device, fault }.into()));
+            return;
         }
     }
     rank.planned.synchronize().unwrap();
@@ -253,6 +256,7 @@ fn replayed(rank: &mut Rank<bf16>, inputs: &[Input<bf16>], masks: &[&[bool]]) {
         graph.launch(&stream).unwrap();
         let sums = rank.out.read::<bf16>(&stream, &out);
         let Ok((landed, on_host)) = expected else {
+            assert!(rank.planned.synchronize().is_err(), "until the next replay");
             assert!(sums.iter().all(|sum| sum.to_bits() == 0), "sums of a refused replay");
             assert_ne!(seen::<u32, _>(rank, &handle.status().unwrap(), 1), [0]);
             continue;
@@ -263,8 +267,8 @@ fn replayed(rank: &mut Rank<bf16>, inputs: &[Input<bf16>], masks: &[&[bool]]) {
         assert_eq!(mask, on_host.dropped().iter().map(|&is| u8::from(is)).collect::<Vec<_>>());
         let counts = [on_host.tokens_per_expert(), on_host.padded_tokens_per_expert()].concat();
         assert_eq!(seen::<i64, _>(rank, &rows.counts().unwrap(), counts.len()), counts);
+        rank.planned.synchronize().unwrap();
     }
-    rank.planned.synchronize().unwrap();
 }
 
 #[test]
@@ -313,41 +317,54 @@ fn graph_that_was_captured_goes_by_each_new_mask() {
 }
 
 #[test]
-fn missing_expert_gives_zeros_at_its_rank_alone() {
-    on_stand_in("slots::budget::missing_expert_gives_zeros_at_its_rank_alone", || {
-        on_each::<bf16>(&budget(60, Overflow::Error, Case::new(3, 6, 2)), |rank, me| {
-            let mut input: Input<bf16> = tokens(me, 5, 16, 2, 6);
-            let missing = 3;
-            if me == 1 {
-                // To the other ranks it is a choice that was not made.
-                input.ids[missing] = -1;
-            }
-            let expected = on_host(rank, &input).expect("within the budget");
-            if me == 1 {
-                input.ids[missing] = 6;
-            }
-            let tensors = rank.put(&input);
-            let (x, choices) = call::<bf16>(&tensors);
-            let (rows, handle) = rank.planned.start_dispatch(x, choices).unwrap().unfinished().unwrap();
-            let range = rows.range().unwrap();
-            let seen_rows = seen::<bf16, bf16>(rank, &range, expected.rows.len());
-            assert_eq!(bits(&seen_rows), bits(&expected.rows), "rows");
-            let y = handle.output().unwrap();
-            rank.rows.send(&rank.stream, y.range().unwrap(), bits(&expected.made));
-            let out = rank.out.part(tensors[0].len());
-            rank.planned.combine_into(y, &handle, target::<bf16>(&out)).unwrap();
-            let sums = seen::<bf16, bf16>(rank, &out, expected.sums.len());
-            let done = rank.planned.synchronize();
-            if me == 1 {
-                let fault = KernelFault::ExpertOutOfRange { token: 1 };
-                assert_eq!(KernelFault::of(handle.status_now().0), Some(fault));
-                assert!(done.is_err() && sums.iter().all(|sum| sum.to_bits() == 0), "{done:?}");
-            } else {
-                assert_eq!((done, handle.status_now().0), (Ok(()), 0));
-                assert_eq!(bits(&sums), bits(&expected.sums), "sums");
-            }
-        });
+fn bad_input_of_one_rank_is_refused_on_all_ranks() {
+    on_stand_in("slots::budget::bad_input_of_one_rank_is_refused_on_all_ranks", || {
+        for nodes in [[0; 3], [0, 0, 1]] {
+            on_each::<bf16>(&budget(60, Overflow::Error, Case::across(&nodes, 6, 2)), |rank, me| {
+                let good: Input<bf16> = tokens(me, 5, 16, 2, 6);
+                for missing in [true, false, true] {
+                    refused(rank, (me, missing), &good);
+                    round(rank, &good);
+                }
+            });
+        }
     });
+}
+
+/// A layer for which rank 1 names an expert that does not exist, or brings rows that are too short.
+fn refused(rank: &mut Rank<bf16>, (me, missing): (u64, bool), good: &Input<bf16>) {
+    let (mut input, bad) = (good.clone(), me == 1);
+    if bad && missing {
+        input.ids[3] = 6;
+    }
+    let tensors = rank.put(&input);
+    let (mut x, choices) = call::<bf16>(&tensors);
+    let short = tensors[0].part(0, 64).unwrap();
+    if bad && !missing {
+        x = Tensor::device(&short, Dtype::Bf16);
+    }
+    let started = rank.planned.start_dispatch(x, choices).and_then(|started| started.unfinished());
+    let by_bad = KernelFault::Refused { rank: 1 };
+    let expected = if bad && missing { KernelFault::ExpertOutOfRange { token: 1 } } else { by_bad };
+    if let Ok((rows, handle)) = started {
+        let status = seen::<u32, bf16>(rank, &handle.status().unwrap(), 1)[0];
+        assert_eq!(KernelFault::of(status), Some(expected));
+        let counts = rows.counts().unwrap();
+        assert!(seen::<i64, bf16>(rank, &counts, (counts.len() / 8) as usize).iter().all(|&rows| rows == 0));
+        let out = rank.out.part(tensors[0].len());
+        rank.planned.combine_into(handle.output().unwrap(), &handle, target::<bf16>(&out)).unwrap();
+        let sums = seen::<u8, bf16>(rank, &out, out.len() as usize);
+        assert!(sums.iter().all(|&byte| byte == 0), "sums of a refused call");
+        assert_eq!(KernelFault::of(handle.status_now().0), Some(expected));
+    } else {
+        assert!(bad && !missing);
+    }
+    match rank.planned.synchronize().unwrap_err() {
+        Error::Device(DeviceError::Fault { fault, .. }) => assert!(bad && missing && fault == expected),
+        Error::Plan(PlanError::RefusedHere) => assert!(bad && !missing),
+        Error::Call(CallError::PeerRefused { peer: 1, .. }) => assert!(!bad),
+        other => panic!("rank {me}: {other}"),
+    }
 }
 
 #[test]

@@ -47,8 +47,8 @@ fn cancelled_world_ends_stream_waits_and_every_sum_is_zero() {
 
 /// A deadline that comes soon, and later than anything that a busy machine holds up.
 pub fn impatient() -> Options {
-    let timeouts = Timeouts { deadline: Duration::from_secs(5), ..Timeouts::default() };
-    Options { timeouts, ..options() }
+    let timeouts = Timeouts::default().with_deadline(Duration::from_secs(5));
+    options().with_timeouts(timeouts)
 }
 
 /// A rank makes no call. Who finds it says by which lane it was to come, or hears it from who did.

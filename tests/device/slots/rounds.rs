@@ -158,7 +158,7 @@ fn calls_are_nodes_of_a_graph_on_several_streams() {
                 let input = case.input(round, rank.me());
                 let tensors = rank.tensors(&input);
                 let call = Mutex::new((&mut rank.ep, None));
-                let work = |name| NodeLabel { name, chunk: 0 };
+                let work = |name| NodeLabel::new(name, 0);
                 let mut graph = Graph::new();
                 let sent = graph.add(Name::Transfer(0), work("dispatch"), &[], |stream: &Arc<Stream>| {
                     let (ep, landed) = &mut *call.lock().unwrap();

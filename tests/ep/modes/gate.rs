@@ -16,7 +16,7 @@ use sidelane::topology::Route;
 use super::equal::{steps, steps_in};
 use crate::support::layer::Expected;
 use crate::support::reference::Case;
-use crate::support::{Tokens, cases, small, tiny};
+use crate::support::{Tokens, sample, small, tiny};
 
 /// The recorded decisions of a small trained model.
 const RECORDED: &str = include_str!("../../../data/routing.jsonl");
@@ -37,8 +37,7 @@ fn decide(config: &GateConfig, count: u32, hidden: usize, draw: RngKey) -> Decid
         .flat_map(|_| wanted.iter().map(|w| w + random.random::<f32>() * 2.0).collect::<Vec<_>>())
         .collect();
     let mut gate = Gate::new(config.clone()).unwrap();
-    let decision =
-        gate.route(&GateInput { logits: &logits, training: true, draw, ..GateInput::default() }).unwrap();
+    let decision = gate.route(&GateInput::new(&logits).with_training(true).with_draw(draw)).unwrap();
     let x = (0..count as usize * hidden).map(|_| bf16::from_f32(random.random::<f32>() - 0.5)).collect();
     Decided {
         tokens: Tokens { x, ids: decision.experts().to_vec(), weights: decision.weights().to_vec() },
@@ -64,22 +63,19 @@ fn drawn(seed: u64) -> (Case, GateConfig, Vec<Decided>) {
         DropPolicy::Priority,
         DropPolicy::Random,
     ];
-    let capacity = Capacity {
-        rule: CapacityRule::CeilF64 { factor: [0.5, 1.0, 1.25, 2.0][random.random_range(0..4)] },
-        minimum: 0,
-        align: 1,
-        keep: keeps[random.random_range(0..keeps.len())],
-        groups,
-        pad: false,
-    };
+    let capacity = Capacity::new(
+        CapacityRule::CeilF64 { factor: [0.5, 1.0, 1.25, 2.0][random.random_range(0..4)] },
+        keeps[random.random_range(0..keeps.len())],
+    )
+    .with_groups(groups);
     let capacity = [None, Some(capacity)][random.random_range(0..2)];
-    let config = GateConfig { capacity, ..config };
+    let config = config.with_capacity(capacity);
     let case = Case { hidden: 8, ..Case::new(nodes, &counts, experts, top_k) };
     let layouts = RowLayout::ALL;
     let layout = layouts[random.random_range(0..layouts.len())];
     let route = Route::ALL[random.random_range(0..2)];
     let case = Case { layout, route, ..case };
-    let rank = |(rank, &count)| decide(&config, count, case.hidden, RngKey { seed, step: 1, rank });
+    let rank = |(rank, &count)| decide(&config, count, case.hidden, RngKey::new(seed, 1, rank));
     let decided = (0..).zip(&counts).map(rank).collect();
     (case, config, decided)
 }
@@ -117,8 +113,7 @@ fn kept_as_the_policy_says(config: &GateConfig, decided: &Decided) {
 #[test]
 fn gates_give_the_same_bits_in_every_mode_that_has_room() {
     let (mut gates_that_drop, mut slots_that_bite) = (0, 0);
-    let seeds: Vec<u64> =
-        cases([0, 250, 500, 750], 0).into_iter().flat_map(|first| first..first + 250).collect();
+    let seeds: Vec<u64> = sample(0..1000, 8);
     for &seed in &seeds {
         let (case, config, decided) = drawn(seed);
         gates_that_drop += usize::from(decided.iter().any(|decided| decided.dropped > 0));
@@ -146,11 +141,11 @@ fn a_padded_capacity_fills_slots_that_always_suffice() {
     for seed in 0..100 {
         let (case, config, _) = drawn(seed);
         let Some(capacity) = config.capacity else { continue };
-        let config = GateConfig { capacity: Some(Capacity { pad: true, ..capacity }), ..config };
+        let config = config.with_capacity(Some(capacity.with_pad(true)));
         // A size that all ranks have in common: slots are fixed before any rank knows the counts.
         let count = 6 * capacity.groups;
         let mode = ReceiveMode::from_gate(&config, count).unwrap();
-        let rank = |rank| decide(&config, count, case.hidden, RngKey { seed, step: 1, rank });
+        let rank = |rank| decide(&config, count, case.hidden, RngKey::new(seed, 1, rank));
         let decided: Vec<Decided> = (0..case.nodes.len() as u32).map(rank).collect();
         dropped += decided.iter().map(|decided| decided.dropped).sum::<usize>();
         let case =
@@ -168,15 +163,15 @@ fn slots_cannot_follow_the_need() {
     for rule in
         [CapacityRule::Needed, CapacityRule::Tutel { factor: 0.0 }, CapacityRule::Tutel { factor: -1.0 }]
     {
-        let capacity = config.capacity.map(|capacity| Capacity { rule, pad: true, ..capacity });
-        let config = GateConfig { capacity, ..config.clone() };
+        let capacity = config.capacity.map(|capacity| capacity.with_rule(rule).with_pad(true));
+        let config = config.clone().with_capacity(capacity);
         assert!(matches!(
             ReceiveMode::from_gate(&config, 64),
             Err(GateError::Conflict { one: "capacity pad", .. })
         ));
     }
-    let capacity = config.capacity.map(|capacity| Capacity { groups: 3, pad: true, ..capacity });
-    let error = ReceiveMode::from_gate(&GateConfig { capacity, ..config }, 64).unwrap_err();
+    let capacity = config.capacity.map(|capacity| capacity.with_groups(3).with_pad(true));
+    let error = ReceiveMode::from_gate(&config.with_capacity(capacity), 64).unwrap_err();
     assert!(matches!(error, GateError::BadNumber { parameter: "capacity groups", .. }), "{error}");
 }
 
@@ -197,7 +192,7 @@ fn the_recorded_routing_is_dropped_by_policy_or_by_index_at_every_factor() {
     let mut lost = Vec::new();
     for factor in [0.5, 1.0, 1.25, 2.0] {
         let rule = CapacityRule::CeilF64 { factor };
-        let capacity = Capacity { rule, minimum: 0, align: 1, keep: DropPolicy::Score, groups: 1, pad: true };
+        let capacity = Capacity::new(rule, DropPolicy::Score).with_pad(true);
         let rows = capacity.rows(TOKENS, experts, top_k, 0);
         let by_policy: Vec<Tokens<bf16>> = all
             .iter()

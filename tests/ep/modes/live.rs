@@ -2,7 +2,6 @@
 
 use half::bf16;
 use sidelane::Options;
-use sidelane::config::Config;
 use sidelane::plan::{ExpertMap, Overflow, ReceiveMode};
 
 use super::{groups, loads};
@@ -25,7 +24,7 @@ fn modes(case: &Case) -> [ReceiveMode; 5] {
 
 /// Room for several layers.
 fn roomy() -> Options {
-    Options { config: Config { heap: 3 << 20, symmetric: 2 << 20, ..tiny().config }, ..tiny() }
+    tiny().with_config(tiny().config.with_heap(3 << 20).with_symmetric(2 << 20))
 }
 
 /// Four rounds of a case: other tokens in each, with the number that the next rank had in the round

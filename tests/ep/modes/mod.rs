@@ -11,7 +11,7 @@ mod room;
 
 use crate::support::layer::{Expected, nothing_is_held, play};
 use crate::support::reference::Case;
-use crate::support::{Tokens, on_ranks, tiny};
+use crate::support::{Tokens, on_ranks, sample, tiny};
 use half::{bf16, f16};
 use sidelane::dtype::{Fp8RowShape, PartialDtype};
 use sidelane::plan::{ExpertMap, Overflow, ReceiveMode, RowLayout, SumOrder};
@@ -50,6 +50,7 @@ fn weighted_or_not(case: Case) -> Vec<Case> {
     match case.layout {
         RowLayout::ExpertMajor => vec![Case { weighted: true, ..case.clone() }, case],
         RowLayout::RankMajor => vec![case],
+        other => unreachable!("{other:?}"),
     }
 }
 
@@ -66,35 +67,37 @@ fn any_dropped(case: &Case) -> bool {
 
 #[test]
 fn what_lies_beyond_a_budget_does_not_land_and_counts_as_not_chosen() {
-    let mut dropping = 0;
-    for group in groups() {
+    let (mut dropping, mut plays) = (0, 0);
+    for group in sample(groups(), 2) {
         let (mean, most) = loads(&group);
         for rows in [0, mean, mean + mean / 4, u32::MAX] {
             let mode = ReceiveMode::Budget { rows, overflow: Overflow::Drop };
             for case in weighted_or_not(Case { mode, ..group.clone() }) {
                 assert!(rows < most || !any_dropped(&case));
                 dropping += u32::from(any_dropped(&case));
+                plays += 1;
                 if case.align == 1 { play::<f32>(&case) } else { play::<bf16>(&case) }
             }
         }
     }
-    assert!(dropping > 80, "budgets that bite: {dropping}");
+    assert!(dropping > plays / 3, "budgets that bite: {dropping} of {plays}");
 }
 
 #[test]
 fn fixed_slots_take_what_fits_and_are_zero_elsewhere() {
-    let mut dropping = 0;
-    for group in groups() {
+    let (mut dropping, mut plays) = (0, 0);
+    for group in sample(groups(), 2) {
         for rows in [1, 3, group.max_tokens(), group.max_tokens() + 2] {
             let mode = ReceiveMode::Slots { rows, overflow: Overflow::Drop };
             for case in weighted_or_not(Case { mode, ..group.clone() }) {
                 assert!(rows < case.max_tokens() || !any_dropped(&case));
                 dropping += u32::from(any_dropped(&case));
+                plays += 1;
                 if case.align == 1 { play::<f16>(&case) } else { play::<bf16>(&case) }
             }
         }
     }
-    assert!(dropping > 30, "slots that are too few: {dropping}");
+    assert!(dropping > plays / 8, "slots that are too few: {dropping} of {plays}");
 }
 
 #[test]

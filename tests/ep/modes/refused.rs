@@ -115,7 +115,7 @@ fn built(
 ) -> Vec<Option<Error>> {
     on_ranks(&[0, 0, 1], &tiny(), |world| {
         let group = world.all().unwrap();
-        let builder = ExpertParallel::builder(&group).unwrap().experts(4).top_k(2).hidden(8).max_tokens(16);
+        let builder = ExpertParallel::builder(&group).experts(4).top_k(2).hidden(8).max_tokens(16);
         settings(builder.dtype(Dtype::Bf16), world.rank()).build().err()
     })
 }

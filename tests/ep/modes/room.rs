@@ -1,7 +1,6 @@
 //! Memory that a dispatch reserves, and its messages.
 
 use half::bf16;
-use sidelane::Options;
 use sidelane::exec::OpKind;
 use sidelane::plan::{ExpertMap, Overflow, ReceiveMode, RowLayout, SumOrder};
 use sidelane::topology::{NodeMap, Paths, Route};
@@ -17,6 +16,7 @@ fn landing(case: &Case, rows: u32) -> u64 {
         (RowLayout::RankMajor, _) => 2 * case.top_k,
         (RowLayout::ExpertMajor, ReceiveMode::Slots { .. }) => 2,
         (RowLayout::ExpertMajor, _) => 1,
+        other => unreachable!("{other:?}"),
     };
     let behind = (u64::from(rows) * 2 * case.hidden as u64).next_multiple_of(64);
     (behind + u64::from(rows) * u64::from(words) * 4).next_multiple_of(64)
@@ -27,6 +27,7 @@ fn most_rows(case: &Case, required: u32, rank: u32) -> u32 {
     let bins = match case.layout {
         RowLayout::ExpertMajor => case.map.slots_of(rank).len() as u32,
         RowLayout::RankMajor => 1,
+        other => unreachable!("{other:?}"),
     };
     let all = case.nodes.len() as u32 * case.max_tokens() * case.top_k.min(bins) + (case.align - 1) * bins;
     case.mode.slots().map_or(all.min(case.mode.budget().unwrap_or(u32::MAX)), |_| required)
@@ -43,6 +44,7 @@ fn staged(case: &Case, rank: u32) -> u64 {
     let bins: u32 = match case.layout {
         RowLayout::ExpertMajor => served.map(|&member| case.map.slots_of(member).len() as u32).sum(),
         RowLayout::RankMajor => served.count() as u32,
+        other => unreachable!("{other:?}"),
     };
     let room = case.mode.slots().map_or(u32::MAX, |slots| slots * bins);
     paths.sources().count() as u64 * u64::from(case.max_tokens().min(room)) * 2 * case.hidden as u64
@@ -88,7 +90,7 @@ fn between_fixed_slots_no_counts_are_told() {
     for mode in [ReceiveMode::Exact, ReceiveMode::Slots { rows: 9, overflow: Overflow::Error }] {
         for layout in RowLayout::ALL {
             let all = Expected::<bf16>::new(&Case { mode, layout, ..case.clone() });
-            on_ranks(&nodes, &Options { record: 1000, ..tiny() }, |world| {
+            on_ranks(&nodes, &tiny().with_record(1000), |world| {
                 let (group, recorder) = (world.all().unwrap(), world.recorder().unwrap());
                 let mut ep = all.layer(&group);
                 recorder.take();

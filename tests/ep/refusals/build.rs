@@ -43,6 +43,7 @@ fn every_rank_hears_what_differs_and_where() {
         let other: Quirk = match rank.route {
             Route::Direct => (|b| b.route(Route::Pxn), "route"),
             Route::Pxn => (|b| b.route(Route::Direct), "route"),
+            other => unreachable!("{other:?}"),
         };
         for (quirk, setting) in QUIRKS.into_iter().chain([other]) {
             let Error::Call(CallError::ConfigsDiffer { what, rank: here, peer, mine, theirs }) =
@@ -137,7 +138,7 @@ fn a_window_that_does_not_fit_or_differs_is_told_alike_everywhere() {
 fn a_map_for_another_number_of_ranks_is_refused() {
     fn build(group: &Group) -> Error {
         let map = ExpertMap::contiguous(EXPERTS, 3).unwrap();
-        ExpertParallel::builder(group).unwrap().expert_map(map).hidden(HIDDEN).build().unwrap_err()
+        ExpertParallel::builder(group).expert_map(map).hidden(HIDDEN).build().unwrap_err()
     }
     on_ranks(&NODES[0], &options(ROOMY), |world| {
         let error = build(&world.all().unwrap());

@@ -29,6 +29,7 @@ fn extent(nodes: &NodeMap, route: Route, tokens: u32) -> u64 {
     let staged = match route {
         Route::Pxn => Paths::new(nodes, route, BAD).sources().count() as u64 * u64::from(tokens),
         Route::Direct => 0,
+        other => unreachable!("{other:?}"),
     };
     chunk_bytes(RANKS as u32 * tokens, ROW) + staged * ROW
 }

@@ -44,14 +44,7 @@ pub fn config(case: &Case) -> GateConfig {
 /// Megatron's preset is dropless: what its capacity is like stands here.
 fn capacity(room: &Room, preset: Option<Capacity>) -> Capacity {
     let megatron = CapacityRule::CeilF64 { factor: room.factor };
-    let preset = preset.unwrap_or(Capacity {
-        rule: megatron,
-        minimum: 0,
-        align: 1,
-        keep: room.keep,
-        groups: 1,
-        pad: room.pad,
-    });
+    let preset = preset.unwrap_or(Capacity::new(megatron, room.keep).with_pad(room.pad));
     let rule = match preset.rule {
         _ if room.needed => CapacityRule::Needed,
         CapacityRule::CeilF32 { .. } => CapacityRule::CeilF32 { factor: room.factor },
@@ -59,30 +52,21 @@ fn capacity(room: &Room, preset: Option<Capacity>) -> Capacity {
         CapacityRule::Tutel { .. } => CapacityRule::Tutel { factor: room.factor },
         _ => megatron,
     };
-    Capacity {
-        rule,
-        minimum: room.minimum,
-        align: room.align.unwrap_or(preset.align),
-        keep: room.keep,
-        groups: room.local_groups.unwrap_or(1),
-        ..preset
-    }
+    preset
+        .with_rule(rule)
+        .with_minimum(room.minimum)
+        .with_align(room.align.unwrap_or(preset.align))
+        .with_keep(room.keep)
+        .with_groups(room.local_groups.unwrap_or(1))
 }
 
 /// Capacity for given choices: random policies get the drawn numbers, of which the highest are
 /// kept.
 pub fn placed_by(case: &Case) -> Capacity {
-    let dropless = Capacity {
-        rule: CapacityRule::Needed,
-        minimum: 0,
-        align: 1,
-        keep: DropPolicy::Position,
-        groups: 1,
-        pad: false,
-    };
+    let dropless = Capacity::new(CapacityRule::Needed, DropPolicy::Position);
     let capacity = config(case).capacity.unwrap_or(dropless);
     let keep = if capacity.keep == DropPolicy::Random { DropPolicy::Score } else { capacity.keep };
-    Capacity { keep, ..capacity }
+    capacity.with_keep(keep)
 }
 
 /// Runs our gate, and passes its decision to `read`.
@@ -97,35 +81,26 @@ pub fn route<T>(case: &Case, read: impl FnOnce(&Decision) -> T) -> Result<T, Gat
     if let Some(noise) = case.noise {
         let mut noisy = draw::noisy(case);
         if noise == Noised::AfterFirst {
-            let mut gate = Gate::new(GateConfig { capacity: None, ..config.clone() })?;
-            let first =
-                gate.route(&GateInput { logits: &logits, token_mask: used, ..GateInput::default() })?;
+            let mut gate = Gate::new(config.clone().with_capacity(None))?;
+            let first = gate.route(&GateInput::new(&logits).with_token_mask(used))?;
             let rows = noisy.chunks_exact_mut(case.experts as usize);
             for (row, ids) in rows.zip(first.choices().chunks_exact(case.top_k as usize)) {
                 row[ids[0] as usize] = f32::MAX;
             }
         }
-        let sampler = GateConfig {
-            score: ScoreFunction::SoftmaxOfChosen,
-            normalise: Normalize::Never,
-            capacity: None,
-            ..config.clone()
-        };
+        let sampler = config
+            .clone()
+            .with_score(ScoreFunction::SoftmaxOfChosen)
+            .with_normalise(Normalize::Never)
+            .with_capacity(None);
         let mut gate = Gate::new(sampler)?;
-        replay = Some(
-            gate.route(&GateInput { logits: &noisy, token_mask: used, ..GateInput::default() })?
-                .choices()
-                .to_vec(),
-        );
+        replay = Some(gate.route(&GateInput::new(&noisy).with_token_mask(used))?.choices().to_vec());
     }
     let mut gate = Gate::new(config)?;
-    let call = GateInput {
-        logits: &logits,
-        bias: bias.as_deref(),
-        token_mask: used,
-        replay: replay.as_deref(),
-        training: case.training,
-        ..GateInput::default()
-    };
+    let call = GateInput::new(&logits)
+        .with_bias(bias.as_deref())
+        .with_token_mask(used)
+        .with_replay(replay.as_deref())
+        .with_training(case.training);
     gate.route(&call).map(read)
 }

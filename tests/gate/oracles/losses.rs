@@ -61,30 +61,26 @@ fn ours(case: &Case, loss: &Loss, gradient: &mut [f32]) -> Result<f32, GateError
         totals: None,
     };
     let preset: Preset = case.preset.parse().expect("a preset");
-    let balance = BalanceLoss { coefficient, ..BalanceLoss::of(preset) };
+    let balance = BalanceLoss::of(preset).with_coefficient(coefficient);
     let local = case.capacity.and_then(|room| room.local_groups).unwrap_or(1);
     let balance = match loss.kind {
-        Lost::Balance => BalanceLoss { parts: TokenGroups::Consecutive(local), ..balance },
+        Lost::Balance => balance.with_parts(TokenGroups::Consecutive(local)),
         // Their own loss: where choices are free of bias, groups and replay, it is Megatron's times
         // the choices.
-        Lost::Aux if preset != Preset::Megatron => {
-            BalanceLoss { coefficient: coefficient / case.top_k as f32, ..balance }
-        }
-        kind => BalanceLoss {
-            score: match asked::config(case).score {
+        Lost::Aux if preset != Preset::Megatron => balance.with_coefficient(coefficient / case.top_k as f32),
+        kind => balance
+            .with_score(match asked::config(case).score {
                 ScoreFunction::SoftmaxOfChosen => ScoreFunction::Softmax,
                 score => score,
-            },
-            map: CountedChoices::Fresh,
-            share: CountDivisor::OfChoices,
-            unused: PaddingTokens::LeftOut,
-            parts: if kind == Lost::SeqAux {
+            })
+            .with_map(CountedChoices::Fresh)
+            .with_share(CountDivisor::OfChoices)
+            .with_unused(PaddingTokens::LeftOut)
+            .with_parts(if kind == Lost::SeqAux {
                 TokenGroups::Interleaved(loss.sequences)
             } else {
                 TokenGroups::Whole
-            },
-            ..balance
-        },
+            }),
     };
     if loss.kind != Lost::GlobalAux {
         return balance.loss(&input, Some(gradient));

@@ -75,8 +75,7 @@ fn capacities_are_those_of_both_systems_where_their_precisions_differ() {
     let mut differ = 0;
     for (tokens, experts, factor, megatron, deepspeed) in capacities {
         let rows = |rule| {
-            let capacity =
-                Capacity { rule, minimum: 0, align: 1, keep: DropPolicy::Score, groups: 1, pad: false };
+            let capacity = Capacity::new(rule, DropPolicy::Score);
             capacity.rows(tokens, experts, 1, 0)
         };
         let ours = (rows(CapacityRule::CeilF64 { factor }), rows(CapacityRule::CeilF32 { factor }));

@@ -24,7 +24,7 @@ fn softmax_before_the_choice_leaves_weights_below_one() {
     let logits = [ln(1.0), ln(4.0), ln(3.0), ln(2.0)];
     let config = Preset::Olmoe.config(4, 2).unwrap();
     let mut gate = Gate::new(config.clone()).unwrap();
-    let call = GateInput { logits: &logits, ..GateInput::default() };
+    let call = GateInput::new(&logits);
     let decision = gate.route(&call).unwrap();
     assert_eq!(decision.experts(), [1, 2]);
     near(decision.weights(), &[0.4, 0.3]);
@@ -37,7 +37,7 @@ fn softmax_of_the_chosen_sums_to_one_and_equals_a_normalised_softmax() {
     let logits = [ln(1.0), ln(4.0), ln(3.0), ln(2.0), ln(3.0), ln(1.0), ln(4.0), ln(5.0)];
     for preset in [Preset::Mixtral, Preset::Megatron, Preset::Qwen3] {
         let mut gate = Gate::new(preset.config(4, 2).unwrap()).unwrap();
-        let decision = gate.route(&GateInput { logits: &logits, ..GateInput::default() }).unwrap();
+        let decision = gate.route(&GateInput::new(&logits)).unwrap();
         assert_eq!(decision.experts(), [1, 2, 3, 2], "{preset}");
         near(decision.weights(), &[4.0 / 7.0, 3.0 / 7.0, 5.0 / 9.0, 4.0 / 9.0]);
     }
@@ -46,23 +46,21 @@ fn softmax_of_the_chosen_sums_to_one_and_equals_a_normalised_softmax() {
 #[test]
 fn megatron_top_1_is_a_softmax_of_all() {
     let mut gate = Gate::new(Preset::Megatron.config(2, 1).unwrap()).unwrap();
-    let decision = gate.route(&GateInput { logits: &[ln(1.0), ln(3.0)], ..GateInput::default() }).unwrap();
+    let decision = gate.route(&GateInput::new(&[ln(1.0), ln(3.0)])).unwrap();
     assert_eq!(decision.experts(), [1]);
     near(decision.weights(), &[0.75]);
 }
 
 #[test]
 fn sigmoid_with_a_bias_chooses_by_the_sum_and_weighs_without_it() {
-    let config = GateConfig {
-        score: ScoreFunction::Sigmoid,
-        normalise: Normalize::BeforeDrop(Divisor::SumPlus(1e-20)),
-        ..plain(4, 2)
-    };
+    let config = plain(4, 2)
+        .with_score(ScoreFunction::Sigmoid)
+        .with_normalise(Normalize::BeforeDrop(Divisor::SumPlus(1e-20)));
     // Scores 0.75, 0.5, 0.25, 0.2.
     let logits = [ln(3.0), 0.0, ln(1.0 / 3.0), ln(0.25)];
     let mut gate = Gate::new(config.clone()).unwrap();
     let bias = [0.0, 0.0, 0.5, 0.0];
-    let call = GateInput { logits: &logits, bias: Some(&bias), ..GateInput::default() };
+    let call = GateInput::new(&logits).with_bias(Some(&bias));
     let decision = gate.route(&call).unwrap();
     near(&scores(&config, &call), &[0.75, 0.5, 0.25, 0.2]);
     // 0.75 and 0.25 + 0.5.
@@ -75,30 +73,20 @@ fn sigmoid_with_a_bias_chooses_by_the_sum_and_weighs_without_it() {
 
 #[test]
 fn a_single_sigmoid_is_not_normalised_and_scaling_comes_last() {
-    let config = GateConfig {
-        score: ScoreFunction::Sigmoid,
-        normalise: Normalize::BeforeDrop(Divisor::SumPlus(1e-20)),
-        scaling: 2.0,
-        ..plain(2, 1)
-    };
-    let decision = Gate::new(config)
-        .unwrap()
-        .route(&GateInput { logits: &[0.0, -1.0], ..GateInput::default() })
-        .unwrap()
-        .clone();
+    let config = plain(2, 1)
+        .with_score(ScoreFunction::Sigmoid)
+        .with_normalise(Normalize::BeforeDrop(Divisor::SumPlus(1e-20)))
+        .with_scaling(2.0);
+    let decision = Gate::new(config).unwrap().route(&GateInput::new(&[0.0, -1.0])).unwrap().clone();
     assert_eq!((decision.experts(), decision.weights()), (&[0][..], &[1.0][..]));
 }
 
 #[test]
 fn sqrt_softplus_is_what_its_name_says() {
-    let config = GateConfig { score: ScoreFunction::SqrtSoftplus, ..plain(3, 3) };
+    let config = plain(3, 3).with_score(ScoreFunction::SqrtSoftplus);
     // softplus(ln(e - 1)) is 1; of a large x it is x.
     let logits = [(std::f64::consts::E - 1.0).ln() as f32, 64.0, 0.0];
-    let decision = Gate::new(config)
-        .unwrap()
-        .route(&GateInput { logits: &logits, ..GateInput::default() })
-        .unwrap()
-        .clone();
+    let decision = Gate::new(config).unwrap().route(&GateInput::new(&logits)).unwrap().clone();
     assert_eq!(decision.experts(), [1, 0, 2]);
     near(decision.weights(), &[8.0, 1.0, std::f64::consts::LN_2.sqrt()]);
 }
@@ -109,12 +97,8 @@ fn groups_that_are_not_kept_are_not_chosen_from() {
     let logits = [2.0, 1.9, 9.0, -9.0, 0.0, 0.0, 3.0, 1.0];
     let groups = |by| Select::Groups { count: 4, kept: 2, by };
     for (by, expected) in [(GroupScore::SumOfBest(2), [6, 0, 1]), (GroupScore::Best, [2, 6, 7])] {
-        let config = GateConfig { score: ScoreFunction::Sigmoid, select: groups(by), ..plain(8, 3) };
-        let decision = Gate::new(config)
-            .unwrap()
-            .route(&GateInput { logits: &logits, ..GateInput::default() })
-            .unwrap()
-            .clone();
+        let config = plain(8, 3).with_score(ScoreFunction::Sigmoid).with_select(groups(by));
+        let decision = Gate::new(config).unwrap().route(&GateInput::new(&logits)).unwrap().clone();
         assert_eq!(decision.experts(), expected, "{by:?}");
     }
 }
@@ -123,7 +107,7 @@ fn groups_that_are_not_kept_are_not_chosen_from() {
 fn deepseek_v3_scales_normalised_sigmoids() {
     let logits: Vec<f32> = (0..16).map(|expert| if expert < 4 { 0.0 } else { -40.0 }).collect();
     let mut gate = Gate::new(Preset::DeepseekV3.config(16, 4).unwrap()).unwrap();
-    let decision = gate.route(&GateInput { logits: &logits, ..GateInput::default() }).unwrap();
+    let decision = gate.route(&GateInput::new(&logits)).unwrap();
     assert_eq!((decision.experts(), decision.weights()), (&[0, 1, 2, 3][..], &[0.625; 4][..]));
 }
 
@@ -131,11 +115,7 @@ fn deepseek_v3_scales_normalised_sigmoids() {
 fn tokens_that_do_not_count_choose_nothing() {
     let mut gate = Gate::new(Preset::Mixtral.config(2, 2).unwrap()).unwrap();
     let used = [true, false, true];
-    let call = GateInput {
-        logits: &[1.0, 1.0, 2.0, 2.0, 3.0, 3.0],
-        token_mask: Some(&used),
-        ..GateInput::default()
-    };
+    let call = GateInput::new(&[1.0, 1.0, 2.0, 2.0, 3.0, 3.0]).with_token_mask(Some(&used));
     let decision = gate.route(&call).unwrap();
     assert_eq!(decision.experts(), [0, 1, -1, -1, 0, 1]);
     assert_eq!(decision.weights(), [0.5, 0.5, 0.0, 0.0, 0.5, 0.5]);
@@ -146,12 +126,11 @@ fn tokens_that_do_not_count_choose_nothing() {
 
 /// Three tokens that all want expert 0 first and expert 1 second, room for two each.
 fn crowded(normalise: Normalize, keep: DropPolicy) -> sidelane::gate::Decision {
-    let capacity =
-        Capacity { rule: CapacityRule::Rows { rows: 2 }, minimum: 0, align: 1, keep, groups: 1, pad: false };
-    let config = GateConfig { normalise, capacity: Some(capacity), ..plain(3, 2) };
+    let capacity = Capacity::new(CapacityRule::Rows { rows: 2 }, keep);
+    let config = plain(3, 2).with_normalise(normalise).with_capacity(Some(capacity));
     // Scores: 0.5 0.3 0.2; 0.6 0.1 0.3; 0.7 0.2 0.1.
     let logits = [5.0, 3.0, 2.0, 6.0, 1.0, 3.0, 7.0, 2.0, 1.0].map(ln);
-    Gate::new(config).unwrap().route(&GateInput { logits: &logits, ..GateInput::default() }).unwrap().clone()
+    Gate::new(config).unwrap().route(&GateInput::new(&logits)).unwrap().clone()
 }
 
 #[test]
@@ -182,22 +161,11 @@ fn weights_are_divided_before_or_after_dropping() {
 fn batch_priority_goes_by_scores_that_are_not_normalised() {
     // First choices: 0.5 of 0.95, 0.6 of 0.61; divided by their sums, the second would be far ahead
     // of the third, 0.7 of 1.
-    let capacity = Capacity {
-        rule: CapacityRule::Rows { rows: 1 },
-        minimum: 0,
-        align: 1,
-        keep: DropPolicy::Priority,
-        groups: 1,
-        pad: false,
-    };
+    let capacity = Capacity::new(CapacityRule::Rows { rows: 1 }, DropPolicy::Priority);
     let normalise = Normalize::BeforeDrop(Divisor::SumAtLeast(f32::EPSILON));
-    let config = GateConfig { normalise, capacity: Some(capacity), ..plain(4, 2) };
+    let config = plain(4, 2).with_normalise(normalise).with_capacity(Some(capacity));
     let logits = [50.0, 45.0, 4.0, 1.0, 60.0, 1.0, 20.0, 19.0, 70.0, 29.0, 0.5, 0.5].map(ln);
-    let decision = Gate::new(config)
-        .unwrap()
-        .route(&GateInput { logits: &logits, ..GateInput::default() })
-        .unwrap()
-        .clone();
+    let decision = Gate::new(config).unwrap().route(&GateInput::new(&logits)).unwrap().clone();
     assert_eq!(decision.choices(), [0, 1, 0, 2, 0, 1]);
     assert_eq!(decision.experts(), [-1, -1, -1, 2, 0, 1]);
     assert_eq!(decision.dropped_tokens().collect::<Vec<_>>(), [0]);

@@ -7,23 +7,11 @@ mod refusals;
 mod replay;
 mod sinkhorn;
 
-use sidelane::gate::{
-    Gate, GateConfig, GateInput, Noise, Normalize, ScoreFunction, SecondExpertPolicy, Select,
-};
+use sidelane::gate::{Gate, GateConfig, GateInput};
 
 /// A softmax of all, dropless.
 pub fn plain(experts: u32, top_k: u32) -> GateConfig {
-    GateConfig {
-        experts,
-        top_k,
-        score: ScoreFunction::Softmax,
-        select: Select::Best,
-        noise: Noise::None,
-        second: SecondExpertPolicy::All,
-        normalise: Normalize::Never,
-        scaling: 1.0,
-        capacity: None,
-    }
+    GateConfig::new(experts, top_k)
 }
 
 /// All scores of a call.

@@ -8,20 +8,20 @@ use sidelane::gate::{
 
 use super::{numbers, plain, scores, ulps};
 
-const DRAW: RngKey = RngKey { seed: 7, step: 3, rank: 1 };
+const DRAW: RngKey = RngKey::new(7, 3, 1);
 const ALL: [Noise; 4] =
     [Noise::Gumbel, Noise::GumbelAfterFirst, Noise::Jitter { eps: 0.5 }, Noise::Normal { deviation: 1.0 }];
 
 fn route(config: &GateConfig, logits: &[f32], training: bool, draw: RngKey) -> Decision {
     let mut gate = Gate::new(config.clone()).unwrap();
-    gate.route(&GateInput { logits, training, draw, ..GateInput::default() }).unwrap().clone()
+    gate.route(&GateInput::new(logits).with_training(training).with_draw(draw)).unwrap().clone()
 }
 
 #[test]
 fn noise_is_drawn_while_training_and_that_of_second_choices_always() {
     let logits = numbers(1, 50 * 8);
     for noise in ALL {
-        let config = GateConfig { noise, ..plain(8, 3) };
+        let config = plain(8, 3).with_noise(noise);
         let quiet = route(&plain(8, 3), &logits, true, DRAW);
         let (trained, evaluated) =
             (route(&config, &logits, true, DRAW), route(&config, &logits, false, DRAW));
@@ -40,7 +40,7 @@ fn deepspeed_draws_while_evaluating_as_it_does_while_training() {
             (route(&config, &logits, true, DRAW), route(&config, &logits, false, DRAW));
         assert!(evaluated.dropped().any(|dropped| dropped));
         assert_eq!(evaluated.experts(), trained.experts(), "{preset}");
-        let other = route(&config, &logits, false, RngKey { seed: 8, ..DRAW });
+        let other = route(&config, &logits, false, DRAW.with_seed(8));
         assert_ne!(evaluated.experts(), other.experts(), "{preset}");
     }
 }
@@ -49,8 +49,8 @@ fn deepspeed_draws_while_evaluating_as_it_does_while_training() {
 fn noisy_logits_are_those_by_which_is_chosen() {
     let logits = numbers(5, 50 * 8);
     for noise in [Noise::None, Noise::Gumbel, Noise::Jitter { eps: 0.5 }, Noise::Normal { deviation: 1.0 }] {
-        let config = GateConfig { noise, ..plain(8, 3) };
-        let call = GateInput { logits: &logits, training: true, draw: DRAW, ..GateInput::default() };
+        let config = plain(8, 3).with_noise(noise);
+        let call = GateInput::new(&logits).with_training(true).with_draw(DRAW);
         let mut noisy = vec![0.0; logits.len()];
         let mut gate = Gate::new(config.clone()).unwrap();
         gate.noisy_logits(&call, &mut noisy).unwrap();
@@ -59,7 +59,7 @@ fn noisy_logits_are_those_by_which_is_chosen() {
         assert_eq!(route(&config, &logits, true, DRAW).choices(), expected.choices(), "{noise:?}");
     }
     let mut gate = Gate::new(plain(8, 3)).unwrap();
-    let short = gate.noisy_logits(&GateInput { logits: &logits, ..GateInput::default() }, &mut [0.0; 8]);
+    let short = gate.noisy_logits(&GateInput::new(&logits), &mut [0.0; 8]);
     let error = GateError::WrongShape { what: "noisy logits", seen: 8, rows: 50, columns: 8 };
     assert_eq!(short, Err(error));
 }
@@ -68,12 +68,12 @@ fn noisy_logits_are_those_by_which_is_chosen() {
 fn a_draw_is_the_same_again_and_does_not_depend_on_the_number_of_tokens() {
     let logits = numbers(2, 50 * 8);
     for noise in ALL {
-        let config = GateConfig { noise, ..plain(8, 3) };
+        let config = plain(8, 3).with_noise(noise);
         let all = route(&config, &logits, true, DRAW);
         let few = route(&config, &logits[..20 * 8], true, DRAW);
         assert_eq!(few.choices(), &all.choices()[..20 * 3], "{noise:?}");
         assert_eq!(few.weights(), &all.weights()[..20 * 3], "{noise:?}");
-        for other in [RngKey { seed: 8, ..DRAW }, RngKey { step: 4, ..DRAW }, RngKey { rank: 2, ..DRAW }] {
+        for other in [DRAW.with_seed(8), DRAW.with_step(4), DRAW.with_rank(2)] {
             assert_ne!(route(&config, &logits, true, other).choices(), all.choices(), "{noise:?} {other:?}");
         }
     }
@@ -83,10 +83,10 @@ fn a_draw_is_the_same_again_and_does_not_depend_on_the_number_of_tokens() {
 fn gumbel_noise_moves_the_choice_and_not_the_weights() {
     let logits = numbers(3, 200 * 8);
     for (noise, kept) in [(Noise::Gumbel, 0), (Noise::GumbelAfterFirst, 1)] {
-        let config = GateConfig { noise, ..plain(8, 2) };
+        let config = plain(8, 2).with_noise(noise);
         let decision = route(&config, &logits, true, DRAW);
         let quiet = route(&plain(8, 2), &logits, false, DRAW);
-        let call = GateInput { logits: &logits, training: true, draw: DRAW, ..GateInput::default() };
+        let call = GateInput::new(&logits).with_training(true).with_draw(DRAW);
         let scores = scores(&config, &call);
         assert_eq!(scores, super::scores(&plain(8, 2), &call));
         for (token, ids) in decision.experts().chunks(2).enumerate() {
@@ -105,14 +105,14 @@ fn gumbel_noise_samples_the_softmax() {
     let tokens = 20_000;
     let row = [5f32, 3.0, 2.0].map(f32::ln);
     let logits = row.repeat(tokens);
-    let decision = route(&GateConfig { noise: Noise::Gumbel, ..plain(3, 1) }, &logits, true, DRAW);
+    let decision = route(&plain(3, 1).with_noise(Noise::Gumbel), &logits, true, DRAW);
     let shares = decision.counts_before().iter().map(|&count| f64::from(count) / tokens as f64);
     for (share, expected) in shares.zip([0.5, 0.3, 0.2]) {
         // Five standard deviations.
         assert!((share - expected).abs() < 5.0 * (0.25 / tokens as f64).sqrt(), "{share}, not {expected}");
     }
     // The second, of those that are left, once the first is known.
-    let after = route(&GateConfig { noise: Noise::GumbelAfterFirst, ..plain(3, 2) }, &logits, true, DRAW);
+    let after = route(&plain(3, 2).with_noise(Noise::GumbelAfterFirst), &logits, true, DRAW);
     let seconds = after.choices().chunks(2).filter(|ids| ids[1] == 1).count();
     assert!(after.choices().chunks(2).all(|ids| ids[0] == 0));
     assert!((seconds as f64 / tokens as f64 - 0.6).abs() < 5.0 * (0.25 / tokens as f64).sqrt());
@@ -120,15 +120,9 @@ fn gumbel_noise_samples_the_softmax() {
 
 /// Noise on `tokens` equal logits: their sigmoids are the weights, and are turned back.
 fn noisy_logits(noise: Noise, logit: f32, deviation: Option<&[f32]>, tokens: usize) -> Vec<f64> {
-    let config = GateConfig { noise, score: ScoreFunction::Sigmoid, ..plain(1, 1) };
+    let config = plain(1, 1).with_noise(noise).with_score(ScoreFunction::Sigmoid);
     let logits = vec![logit; tokens];
-    let call = GateInput {
-        logits: &logits,
-        noise_std: deviation,
-        training: true,
-        draw: DRAW,
-        ..GateInput::default()
-    };
+    let call = GateInput::new(&logits).with_noise_std(deviation).with_training(true).with_draw(DRAW);
     let decision = Gate::new(config).unwrap().route(&call).unwrap().clone();
     decision.weights().iter().map(|&weight| (f64::from(weight) / (1.0 - f64::from(weight))).ln()).collect()
 }
@@ -159,7 +153,7 @@ fn normal_noise_has_its_deviation_times_that_of_each_logit() {
 #[test]
 fn noise_leaves_the_largest_logits_finite() {
     for noise in ALL {
-        let config = GateConfig { noise, ..plain(2, 2) };
+        let config = plain(2, 2).with_noise(noise);
         let decision = route(&config, &[f32::MAX, f32::MIN], true, DRAW);
         assert!(decision.weights().iter().all(|weight| weight.is_finite()), "{noise:?}");
     }
@@ -169,11 +163,9 @@ fn noise_leaves_the_largest_logits_finite() {
 fn second_choices_are_thinned_out_by_their_weight() {
     let tokens = 10_000;
     let logits = [8f32, 2.0, 1.0].map(f32::ln).repeat(tokens);
-    let config = GateConfig {
-        second: SecondExpertPolicy::Random { threshold: 0.5 },
-        normalise: Normalize::BeforeDrop(Divisor::SumPlus(0.0)),
-        ..plain(3, 2)
-    };
+    let config = plain(3, 2)
+        .with_second(SecondExpertPolicy::Random { threshold: 0.5 })
+        .with_normalise(Normalize::BeforeDrop(Divisor::SumPlus(0.0)));
     let thinned = route(&config, &logits, true, DRAW);
     let left = thinned.experts().chunks(2).filter(|ids| ids[1] == 1).count();
     // The weight is 0.2: twice that are kept.

@@ -15,6 +15,7 @@ fn scores_of(score: ScoreFunction, logits: &[f32]) -> Vec<f64> {
         }
         ScoreFunction::Sigmoid => all.map(|x| 1.0 / (1.0 + (-x).exp())).collect(),
         ScoreFunction::SqrtSoftplus => all.map(|x| (x.max(0.0) + (-x.abs()).exp().ln_1p()).sqrt()).collect(),
+        other => unreachable!("{other:?}"),
     }
 }
 
@@ -34,6 +35,7 @@ fn weights_of(config: &GateConfig, logits: &[f32], ids: &[i32]) -> Vec<f64> {
         }
         Normalize::BeforeDrop(Divisor::SumAtLeast(least))
         | Normalize::AfterDrop(Divisor::SumAtLeast(least)) => sum.max(f64::from(least)),
+        other => unreachable!("{other:?}"),
     };
     chosen.iter().map(|score| score / divisor * f64::from(config.scaling)).collect()
 }
@@ -56,6 +58,7 @@ fn choices(config: &GateConfig, mut keys: Vec<f32>) -> Vec<i32> {
                 let n = match by {
                     GroupScore::Best => 1,
                     GroupScore::SumOfBest(n) => n as usize,
+                    other => unreachable!("{other:?}"),
                 };
                 best(group, n).iter().map(|&at| group[at as usize]).sum()
             })
@@ -94,12 +97,9 @@ fn configs() -> impl Strategy<Value = GateConfig> {
         (count * size, k.min(kept * size), Select::Groups { count, kept, by })
     });
     (score, prop_oneof![best, groups], normalise(), prop_oneof![Just(1.0f32), Just(2.5), 0.01f32..100.0])
-        .prop_map(|(score, (experts, top_k, select), normalise, scaling)| GateConfig {
-            score,
-            select,
-            normalise,
-            scaling,
-            ..plain(experts, top_k)
+        .prop_map(|(score, (experts, top_k, select), normalise, scaling)| {
+            let config = plain(experts, top_k).with_score(score).with_select(select);
+            config.with_normalise(normalise).with_scaling(scaling)
         })
 }
 
@@ -122,7 +122,7 @@ proptest! {
     fn scores_and_weights_are_within_two_ulps_of_f64((config, logits) in cases()) {
         let (experts, k) = (config.experts as usize, config.top_k as usize);
         let mut gate = Gate::new(config.clone()).unwrap();
-        let call = GateInput { logits: &logits, ..GateInput::default() };
+        let call = GateInput::new(&logits);
         let scores = scores(&config, &call);
         let decision = gate.route(&call).unwrap();
         prop_assert_eq!(decision.tokens() as usize, logits.len() / experts);
@@ -145,7 +145,7 @@ proptest! {
         let biased = biased && config.score != ScoreFunction::SoftmaxOfChosen;
         let bias = biased.then(|| super::numbers(seed, experts));
         let mut gate = Gate::new(config.clone()).unwrap();
-        let call = GateInput { logits: &logits, bias: bias.as_deref(), ..GateInput::default() };
+        let call = GateInput::new(&logits).with_bias(bias.as_deref());
         let scores = scores(&config, &call);
         let decision = gate.route(&call).unwrap();
         for (token, logits) in logits.chunks(experts).enumerate() {
@@ -168,13 +168,13 @@ proptest! {
     ) {
         let select = Select::Groups { count: 8, kept: 4, by: GroupScore::SumOfBest(2) };
         let select = if grouped { select } else { Select::Best };
-        let config = GateConfig { score: ScoreFunction::Sigmoid, select, ..plain(256, 8) };
+        let config = plain(256, 8).with_score(ScoreFunction::Sigmoid).with_select(select);
         let steps = steps.iter().flat_map(|&step| [10f32.powi(step); 256]);
         let numbers = super::numbers(seed, steps.clone().count());
         let logits: Vec<f32> = steps.zip(numbers).map(|(step, x)| 1.0 + (x * 8.0).round() * step).collect();
         let bias: Vec<f32> =
             super::numbers(!seed, 256).iter().map(|x| (x * 4.0).round() * [0.0, 1e-6, 0.5, 1e5][size]).collect();
-        let call = GateInput { logits: &logits, bias: Some(&bias), ..GateInput::default() };
+        let call = GateInput::new(&logits).with_bias(Some(&bias));
         let scores = scores(&config, &call);
         let mut gate = Gate::new(config.clone()).unwrap();
         let decision = gate.route(&call).unwrap();
@@ -188,10 +188,10 @@ proptest! {
     fn a_token_is_decided_alike_in_any_company((config, logits) in cases(), seed in any::<u64>()) {
         let (experts, k) = (config.experts as usize, config.top_k as usize);
         let mut gate = Gate::new(config).unwrap();
-        let all = gate.route(&GateInput { logits: &logits, ..GateInput::default() }).unwrap().clone();
+        let all = gate.route(&GateInput::new(&logits)).unwrap().clone();
         if all.tokens() > 0 {
             let token = (seed % u64::from(all.tokens())) as usize;
-            let call = GateInput { logits: &logits[token * experts..][..experts], ..GateInput::default() };
+            let call = GateInput::new(&logits[token * experts..][..experts]);
             let alone = gate.route(&call).unwrap();
             prop_assert_eq!(alone.experts(), &all.experts()[token * k..][..k]);
             let bits = |weights: &[f32]| weights.iter().map(|weight| weight.to_bits()).collect::<Vec<_>>();
@@ -202,7 +202,7 @@ proptest! {
     #[test]
     fn dropless_choices_all_have_places((config, logits) in cases()) {
         let mut gate = Gate::new(config.clone()).unwrap();
-        let decision = gate.route(&GateInput { logits: &logits, training: true, ..GateInput::default() }).unwrap();
+        let decision = gate.route(&GateInput::new(&logits).with_training(true)).unwrap();
         prop_assert!(decision.dropped().all(|dropped| !dropped));
         prop_assert_eq!(decision.dropped_tokens().count(), 0);
         prop_assert_eq!(decision.counts_before(), decision.counts_after());

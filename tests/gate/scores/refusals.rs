@@ -22,51 +22,35 @@ fn numbers_that_cannot_be_used_are_named() {
     assert_eq!(parameter(plain(4, 0)), "top_k");
     assert_eq!(parameter(plain(4, 5)), "top_k");
     for scaling in [0.0, -1.0, f32::NAN, f32::INFINITY] {
-        assert_eq!(parameter(GateConfig { scaling, ..plain(4, 1) }), "scaling");
+        assert_eq!(parameter(plain(4, 1).with_scaling(scaling)), "scaling");
     }
     for tolerance in [0.0, -1e-4, f32::NAN] {
         let select = Select::Sinkhorn { tolerance };
-        assert_eq!(parameter(GateConfig { select, ..plain(4, 1) }), "tolerance");
+        assert_eq!(parameter(plain(4, 1).with_select(select)), "tolerance");
     }
     for eps in [-0.1, 1.1, f32::NAN] {
-        assert_eq!(parameter(GateConfig { noise: Noise::Jitter { eps }, ..plain(4, 1) }), "eps");
+        assert_eq!(parameter(plain(4, 1).with_noise(Noise::Jitter { eps })), "eps");
     }
     for deviation in [-0.1, f32::NAN, f32::INFINITY] {
-        assert_eq!(parameter(GateConfig { noise: Noise::Normal { deviation }, ..plain(4, 1) }), "deviation");
+        assert_eq!(parameter(plain(4, 1).with_noise(Noise::Normal { deviation })), "deviation");
     }
     for threshold in [0.0, -0.5, f32::NAN] {
-        assert_eq!(
-            parameter(GateConfig { second: SecondExpertPolicy::Random { threshold }, ..plain(4, 2) }),
-            "threshold"
-        );
+        assert_eq!(parameter(plain(4, 2).with_second(SecondExpertPolicy::Random { threshold })), "threshold");
     }
-    assert_eq!(
-        parameter(GateConfig { second: SecondExpertPolicy::Random { threshold: 0.5 }, ..plain(4, 3) }),
-        "top_k"
-    );
-    let divided = |divisor| GateConfig { normalise: Normalize::AfterDrop(divisor), ..plain(4, 2) };
+    assert_eq!(parameter(plain(4, 3).with_second(SecondExpertPolicy::Random { threshold: 0.5 })), "top_k");
+    let divided = |divisor| plain(4, 2).with_normalise(Normalize::AfterDrop(divisor));
     assert_eq!(parameter(divided(Divisor::SumPlus(-1.0))), "sum plus");
     assert_eq!(parameter(divided(Divisor::SumAtLeast(0.0))), "sum at least");
-    let capacity = |factor| Capacity {
-        rule: CapacityRule::CeilF64 { factor },
-        minimum: 0,
-        align: 1,
-        keep: DropPolicy::Score,
-        groups: 1,
-        pad: false,
-    };
+    let capacity = |factor| Capacity::new(CapacityRule::CeilF64 { factor }, DropPolicy::Score);
     for factor in [0.0, -1.0, f64::NAN] {
-        assert_eq!(
-            parameter(GateConfig { capacity: Some(capacity(factor)), ..plain(4, 2) }),
-            "capacity factor"
-        );
+        assert_eq!(parameter(plain(4, 2).with_capacity(Some(capacity(factor)))), "capacity factor");
     }
 }
 
 #[test]
 fn groups_must_fit_the_experts_and_the_choices() {
     let of = |experts, top_k, count, kept, by| {
-        parameter(GateConfig { select: Select::Groups { count, kept, by }, ..plain(experts, top_k) })
+        parameter(plain(experts, top_k).with_select(Select::Groups { count, kept, by }))
     };
     assert_eq!(of(8, 2, 0, 1, GroupScore::Best), "groups");
     assert_eq!(of(8, 2, 3, 1, GroupScore::Best), "groups");
@@ -84,14 +68,14 @@ fn settings_that_exclude_each_other_are_named() {
     let sinkhorn = Select::Sinkhorn { tolerance: 1e-4 };
     let groups = Select::Groups { count: 2, kept: 1, by: GroupScore::Best };
     for noise in [Noise::Gumbel, Noise::GumbelAfterFirst] {
-        assert!(conflict(GateConfig { noise, select: sinkhorn, ..plain(4, 1) }));
-        assert!(conflict(GateConfig { noise, select: groups, ..plain(4, 1) }));
+        assert!(conflict(plain(4, 1).with_noise(noise).with_select(sinkhorn)));
+        assert!(conflict(plain(4, 1).with_noise(noise).with_select(groups)));
         for score in [ScoreFunction::Sigmoid, ScoreFunction::SqrtSoftplus] {
-            assert!(conflict(GateConfig { noise, score, ..plain(4, 1) }));
+            assert!(conflict(plain(4, 1).with_noise(noise).with_score(score)));
         }
-        assert!(!conflict(GateConfig { noise, score: ScoreFunction::SoftmaxOfChosen, ..plain(4, 1) }));
+        assert!(!conflict(plain(4, 1).with_noise(noise).with_score(ScoreFunction::SoftmaxOfChosen)));
     }
-    assert!(conflict(GateConfig { noise: Noise::Jitter { eps: 0.1 }, select: sinkhorn, ..plain(4, 1) }));
+    assert!(conflict(plain(4, 1).with_noise(Noise::Jitter { eps: 0.1 }).with_select(sinkhorn)));
 }
 
 #[test]
@@ -116,43 +100,37 @@ fn logits_that_are_not_finite_are_named() {
             for (token, expert) in [(0, 0), (1, 63), (2, 31)] {
                 let mut logits = vec![0.5; 3 * 64];
                 logits[token as usize * 64 + expert as usize] = seen;
-                let error = gate.route(&GateInput { logits: &logits, ..GateInput::default() }).unwrap_err();
+                let error = gate.route(&GateInput::new(&logits)).unwrap_err();
                 let GateError::NotFinite { token: t, expert: e, seen: s } = error else { panic!("{error}") };
                 assert_eq!((t, e, s.to_bits()), (token, expert, seen.to_bits()));
             }
         }
-        assert_eq!(
-            gate.route(&GateInput { logits: &[0.5; 64], ..GateInput::default() }).unwrap().tokens(),
-            1
-        );
+        assert_eq!(gate.route(&GateInput::new(&[0.5; 64])).unwrap().tokens(), 1);
     }
 }
 
 #[test]
 fn arrays_of_the_wrong_length_are_named() {
-    let config = GateConfig { noise: Noise::Normal { deviation: 1.0 }, ..plain(4, 2) };
+    let config = plain(4, 2).with_noise(Noise::Normal { deviation: 1.0 });
     let mut gate = Gate::new(config).unwrap();
     let logits = [0.0; 12];
-    let right = GateInput { logits: &logits, ..GateInput::default() };
+    let right = GateInput::new(&logits);
     let calls = [
-        ("logits", GateInput { logits: &logits[..11], ..right }),
-        ("bias", GateInput { bias: Some(&[0.0; 5]), ..right }),
-        ("deviation", GateInput { noise_std: Some(&[0.0; 11]), ..right }),
-        ("used", GateInput { token_mask: Some(&[true; 4]), ..right }),
-        ("recorded choices", GateInput { replay: Some(&[0; 5]), ..right }),
+        ("logits", right.with_logits(&logits[..11])),
+        ("bias", right.with_bias(Some(&[0.0; 5]))),
+        ("deviation", right.with_noise_std(Some(&[0.0; 11]))),
+        ("used", right.with_token_mask(Some(&[true; 4]))),
+        ("recorded choices", right.with_replay(Some(&[0; 5]))),
     ];
     for (name, call) in calls {
         let error = gate.route(&call).unwrap_err();
         assert!(matches!(error, GateError::WrongShape { what, .. } if what == name), "{name}: {error}");
     }
     for (name, call) in [
-        ("bias", GateInput { bias: Some(&[0.0, 0.0, f32::NAN, 0.0]), ..right }),
+        ("bias", right.with_bias(Some(&[0.0, 0.0, f32::NAN, 0.0]))),
         (
             "deviation",
-            GateInput {
-                noise_std: Some(&[0.0, 0.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]),
-                ..right
-            },
+            right.with_noise_std(Some(&[0.0, 0.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0])),
         ),
     ] {
         let error = gate.route(&call).unwrap_err();
@@ -165,15 +143,15 @@ fn arrays_of_the_wrong_length_are_named() {
 fn arrays_that_a_router_has_no_use_for_are_refused() {
     let bias = Some(&[0.0; 4][..]);
     for config in [
-        GateConfig { score: ScoreFunction::SoftmaxOfChosen, ..plain(4, 2) },
-        GateConfig { select: Select::Sinkhorn { tolerance: 1e-4 }, ..plain(4, 2) },
-        GateConfig { noise: Noise::Gumbel, ..plain(4, 1) },
+        plain(4, 2).with_score(ScoreFunction::SoftmaxOfChosen),
+        plain(4, 2).with_select(Select::Sinkhorn { tolerance: 1e-4 }),
+        plain(4, 1).with_noise(Noise::Gumbel),
     ] {
-        let call = GateInput { logits: &[0.0; 4], bias, ..GateInput::default() };
+        let call = GateInput::new(&[0.0; 4]).with_bias(bias);
         let error = Gate::new(config).unwrap().route(&call).unwrap_err();
         assert!(matches!(error, GateError::Conflict { one: "bias", .. }), "{error}");
     }
-    let call = GateInput { logits: &[0.0; 4], noise_std: bias, ..GateInput::default() };
+    let call = GateInput::new(&[0.0; 4]).with_noise_std(bias);
     let error = Gate::new(plain(4, 2)).unwrap().route(&call).unwrap_err();
     assert!(matches!(error, GateError::Conflict { one: "deviation", .. }), "{error}");
 }

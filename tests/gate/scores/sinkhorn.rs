@@ -7,11 +7,11 @@ use super::{numbers, plain};
 
 fn config(experts: u32, top_k: u32) -> GateConfig {
     let score = if top_k == 1 { ScoreFunction::Sigmoid } else { ScoreFunction::Softmax };
-    GateConfig { select: Select::Sinkhorn { tolerance: 1e-4 }, score, ..plain(experts, top_k) }
+    plain(experts, top_k).with_select(Select::Sinkhorn { tolerance: 1e-4 }).with_score(score)
 }
 
 fn route(config: GateConfig, logits: &[f32], training: bool, used: Option<&[bool]>) -> Decision {
-    let call = GateInput { logits, training, token_mask: used, ..GateInput::default() };
+    let call = GateInput::new(logits).with_training(training).with_token_mask(used);
     Gate::new(config).unwrap().route(&call).unwrap().clone()
 }
 
@@ -81,7 +81,7 @@ fn padding_has_no_part_in_the_balance() {
 
 #[test]
 fn logits_whose_exponential_is_too_large_are_refused() {
-    let call = GateInput { logits: &[0.0, 88.5], training: true, ..GateInput::default() };
+    let call = GateInput::new(&[0.0, 88.5]).with_training(true);
     let error = Gate::new(config(2, 1)).unwrap().route(&call).unwrap_err();
     assert!(matches!(error, GateError::BadNumber { parameter: "logit", seen: 88.5, .. }), "{error}");
     assert_eq!(route(config(2, 1), &[], true, None).tokens(), 0);

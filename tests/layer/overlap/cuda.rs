@@ -37,7 +37,7 @@ fn memory(context: &Arc<Context>, bytes: u64) -> DeviceRange {
 }
 
 fn work(name: &'static str, chunk: u64) -> NodeLabel {
-    NodeLabel { name, chunk: chunk as u32 }
+    NodeLabel::new(name, chunk as u32)
 }
 
 fn pattern(round: u64) -> Vec<u8> {
@@ -217,7 +217,7 @@ fn after_a_node_that_fails_streams_are_joined_and_captures_can_be_ended() {
             graph.add(Name::Transfer(0), work("combine", 0), &[], |_| Ok(()));
             graph.run(&executor)
         };
-    let at = NodeInfo { work: work("experts", 0), stream: Name::Compute(0) };
+    let at = NodeInfo::new(work("experts", 0), Name::Compute(0));
     let failed = OverlapError::Failed { at, error: Box::new(turn()), not_begun: 1 };
     assert_eq!(run(1, true), Err(failed.clone()));
     caller.synchronize().unwrap();
@@ -240,7 +240,7 @@ fn a_stream_that_the_pool_has_not_is_named_before_anything_is_enqueued() {
             unreachable!("nothing is begun")
         });
         graph.add(stream, work("combine", 5), &[], |_: &Arc<Stream>| unreachable!("nothing is begun"));
-        let at = NodeInfo { work: work("combine", 5), stream };
+        let at = NodeInfo::new(work("combine", 5), stream);
         let refused = graph.run(&CudaExecutor::new(&pool, &caller));
         assert_eq!(refused, Err(OverlapError::NoStream { at }));
     }

@@ -47,7 +47,7 @@ fn run(shape: &Shape, executor: &HostExecutor<'_>) -> (Vec<u64>, Vec<Ran>) {
     for (at, ((stream, after), ran)) in shape.iter().zip(&mut ran).enumerate() {
         let edges: Vec<Node> = after.iter().map(|&before| nodes[before]).collect();
         let (clock, values) = (&clock, &values);
-        nodes.push(graph.add(*stream, NodeLabel { name: "mix", chunk: at as u32 }, &edges, move |_| {
+        nodes.push(graph.add(*stream, NodeLabel::new("mix", at as u32), &edges, move |_| {
             ran.times += 1;
             ran.began = clock.fetch_add(1, Ordering::SeqCst);
             let mut value = at as u64 + 1;
@@ -94,11 +94,11 @@ fn halves(
     let (begun, changed, mut both) = (Mutex::new(false), Condvar::new(), [false; 2]);
     let [one, other] = &mut both;
     let mut graph = Graph::new();
-    let before = graph.add(StreamId::Transfer(0), NodeLabel { name: "dispatch", chunk: 0 }, &[], |run| {
+    let before = graph.add(StreamId::Transfer(0), NodeLabel::new("dispatch", 0), &[], |run| {
         *one = first(run, &changed, &begun);
         Ok(())
     });
-    graph.add(StreamId::Transfer(1), NodeLabel { name: "dispatch", chunk: 1 }, &[before.halfway()], |_| {
+    graph.add(StreamId::Transfer(1), NodeLabel::new("dispatch", 1), &[before.halfway()], |_| {
         *begun.lock().unwrap() = true;
         changed.notify_all();
         *other = true;
@@ -135,7 +135,7 @@ fn rotate(streams: u32, at_once: u32, together: usize) -> usize {
     let mut graph = Graph::new();
     let mut rotation = RoundRobin::new(streams, at_once);
     for chunk in 0..12 {
-        rotation.add(&mut graph, NodeLabel { name: "experts", chunk }, &[], |_| {
+        rotation.add(&mut graph, NodeLabel::new("experts", chunk), &[], |_| {
             let mut now = at_it.lock().unwrap();
             now.0 += 1;
             now.1 = now.0.max(now.1);
@@ -162,7 +162,7 @@ fn chunks_go_round_the_compute_streams() {
     let mut graph = Graph::new();
     let mut rotation = RoundRobin::new(3, 2);
     for chunk in 0..5 {
-        rotation.add(&mut graph, NodeLabel { name: "experts", chunk }, &[], |_| Ok(()));
+        rotation.add(&mut graph, NodeLabel::new("experts", chunk), &[], |_| Ok(()));
     }
     let streams: Vec<StreamId> = graph.places().map(|place| place.stream).collect();
     assert_eq!(streams, [0, 1, 2, 0, 1].map(StreamId::Compute));
@@ -179,7 +179,7 @@ fn the_callers_thread_is_compute_0_or_else_the_first_stream() {
         let mut seen = [None; 2];
         let mut graph = Graph::new();
         for (stream, seen) in streams.into_iter().zip(&mut seen) {
-            graph.add(stream, NodeLabel { name: "look", chunk: 0 }, &[], move |_| {
+            graph.add(stream, NodeLabel::new("look", 0), &[], move |_| {
                 *seen = Some(std::thread::current().id() == here);
                 Ok(())
             });

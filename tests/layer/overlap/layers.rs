@@ -14,7 +14,7 @@ const EXPERTS: u32 = 8;
 const CHUNKS: usize = 4;
 
 fn layer(group: &Group) -> ExpertParallel {
-    let builder = ExpertParallel::builder(group).unwrap().experts(EXPERTS).top_k(TOP_K).hidden(HIDDEN);
+    let builder = ExpertParallel::builder(group).experts(EXPERTS).top_k(TOP_K).hidden(HIDDEN);
     builder.dtype(Dtype::Bf16).max_tokens(64).build().unwrap()
 }
 
@@ -66,7 +66,7 @@ fn chunked(
 
     let (ep, landed, done) = (&ep, &landed, &done);
     let mut graph = Graph::new();
-    let work = |name, chunk: usize| NodeLabel { name, chunk: chunk as u32 };
+    let work = |name, chunk: usize| NodeLabel::new(name, chunk as u32);
     let dispatch = |chunk: usize| {
         move |_: &Run| {
             let (x, routing) = slice(chunk);

@@ -14,7 +14,7 @@ const COMPUTE: StreamId = StreamId::Compute(0);
 const TRANSFER: StreamId = StreamId::Transfer(0);
 
 fn work(name: &'static str, chunk: u32) -> NodeLabel {
-    NodeLabel { name, chunk }
+    NodeLabel::new(name, chunk)
 }
 
 fn wrong() -> Error {
@@ -84,7 +84,7 @@ fn failing(
 #[test]
 fn a_node_that_fails_is_named_and_no_other_begins() {
     let (error, begun) = failing(HostExecutor::new(), || Err(wrong()));
-    let at = NodeInfo { work: work("experts", 0), stream: COMPUTE };
+    let at = NodeInfo::new(work("experts", 0), COMPUTE);
     assert_eq!(error, OverlapError::Failed { at, error: Box::new(wrong()), not_begun: 2 });
     assert_eq!(begun, [1, 1, 0, 0]);
     assert!(error.to_string().starts_with("experts of chunk 0 on compute 0: "), "{error}");
@@ -93,7 +93,7 @@ fn a_node_that_fails_is_named_and_no_other_begins() {
 #[test]
 fn a_node_that_panics_is_named_with_what_it_said() {
     let (error, begun) = failing(HostExecutor::new(), || panic!("{} is too many", 7));
-    let at = NodeInfo { work: work("experts", 0), stream: COMPUTE };
+    let at = NodeInfo::new(work("experts", 0), COMPUTE);
     assert_eq!(error, OverlapError::Panicked { at, message: "7 is too many".into(), not_begun: 2 });
     assert_eq!(begun, [1, 1, 0, 0]);
 }
@@ -107,7 +107,7 @@ fn without_overlap_nothing_runs_behind_a_failure_either() {
         begun += 1;
         Ok(())
     });
-    let at = NodeInfo { work: work("dispatch", 0), stream: TRANSFER };
+    let at = NodeInfo::new(work("dispatch", 0), TRANSFER);
     let failed = OverlapError::Failed { at, error: Box::new(wrong()), not_begun: 1 };
     assert_eq!(graph.run(&HostExecutor::new().overlap(false)), Err(failed));
     assert_eq!(begun, 0);
@@ -209,7 +209,7 @@ fn nobody_begins_behind_half_of_a_node_that_fails_before_it() {
     graph.add(StreamId::Transfer(1), work("dispatch", 1), &[before.halfway()], never);
     let error = graph.run(&HostExecutor::new()).unwrap_err();
     let OverlapError::Failed { at, not_begun: 1, .. } = error else { panic!("{error}") };
-    assert_eq!(at, NodeInfo { work: work("dispatch", 0), stream: TRANSFER });
+    assert_eq!(at, NodeInfo::new(work("dispatch", 0), TRANSFER));
 }
 
 #[test]
@@ -225,7 +225,7 @@ fn a_refusal_hides_nothing_worse_that_happens_beside_it() {
         panic!("bad luck")
     });
     assert!(refused(&first) && second == error, "{first} {second}");
-    let at = NodeInfo { work: work("experts", 0), stream: COMPUTE };
+    let at = NodeInfo::new(work("experts", 0), COMPUTE);
     assert_eq!(error, OverlapError::Panicked { at, message: "bad luck".into(), not_begun: 0 });
 
     // Only the hook ends it, which is called while it runs.
@@ -262,7 +262,7 @@ fn a_node_that_waits_for_another_graph_refuses_its_graph() {
     let mut graph = Graph::new();
     graph.add(COMPUTE, work("experts", 0), &[], |_| unreachable!("nothing is begun"));
     graph.add(TRANSFER, work("combine", 4), &[foreign], |_| unreachable!("nothing is begun"));
-    let at = NodeInfo { work: work("combine", 4), stream: TRANSFER };
+    let at = NodeInfo::new(work("combine", 4), TRANSFER);
     assert_eq!(graph.run(&HostExecutor::new()), Err(OverlapError::ForeignNode { at }));
 }
 

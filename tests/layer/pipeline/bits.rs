@@ -62,10 +62,10 @@ fn a_forward_beside_a_backward_has_the_bits_of_both() {
             let mut layer = case.layer::<f32>(&world);
             let [[x, residual, of_out], [next, of_next, of_next_out]] =
                 [first, second].map(|tokens| tensors::<f32>(rank, tokens[rank]));
-            let (out, tape) = layer.forward(&Input { residual: Some(&residual), ..Input::new(&x) }).unwrap();
+            let (out, tape) = layer.forward(&Input::new(&x[..]).with_residual(Some(&residual))).unwrap();
             let losses = |tape: &Tape| [tape.balance_loss(), tape.z_loss()];
             let of_first = losses(&tape);
-            let input = Input { residual: Some(&of_next[..]), ..Input::new(&next[..]) };
+            let input = Input::new(&next[..]).with_residual(Some(&of_next[..]));
             let (out_of_next, tape, gradients) =
                 layer.combined_forward_backward(&input, tape, &of_out).unwrap();
             let of_second = losses(&tape);
@@ -92,8 +92,8 @@ fn a_forward_beside_the_backward_of_another_layer_has_the_bits_of_both() {
                 layer.router_mut().iter_mut().for_each(|weight| *weight = 0.5 - *weight);
                 let [[x, residual, _], [before, of_before, of_out]] =
                     [0, 1].map(|nth| tensors::<f32>(rank, tokens[nth][rank]));
-                let input = Input { residual: Some(&residual[..]), ..Input::new(&x[..]) };
-                let of_other = Input { residual: Some(&of_before[..]), ..Input::new(&before[..]) };
+                let input = Input::new(&x[..]).with_residual(Some(&residual[..]));
+                let of_other = Input::new(&before[..]).with_residual(Some(&of_before[..]));
                 let (_, tape) = other.forward(&of_other).unwrap();
                 let (out, tape, of) = if together {
                     layer.combined_with(&input, &mut other, tape, &of_out).unwrap()

@@ -77,7 +77,7 @@ pub fn gate() -> GateConfig {
 }
 
 pub fn balance() -> BalanceLoss {
-    BalanceLoss { coefficient: COEFFICIENT, ..BalanceLoss::of(Preset::Qwen3) }
+    BalanceLoss::of(Preset::Qwen3).with_coefficient(COEFFICIENT)
 }
 
 pub fn router() -> Vec<f32> {
@@ -160,7 +160,7 @@ impl Case {
 }
 
 pub fn step<E: Real>(layer: &mut MoeLayer, x: &[E], residual: &[E], of_out: &[E]) -> Seen<E> {
-    let input = Input { residual: Some(residual), ..Input::new(x) };
+    let input = Input::new(x).with_residual(Some(residual));
     let (out, tape) = layer.forward(&input).unwrap();
     let losses = [tape.balance_loss(), tape.z_loss()];
     let gradients = layer.backward(tape, of_out).unwrap();

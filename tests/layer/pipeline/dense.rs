@@ -22,7 +22,7 @@ fn through(expert: u32, row: &[f32]) -> (Vec<f32>, impl FnOnce(Vec<f32>) -> Vec<
 }
 
 fn one(row: &[f32]) -> Segments<'_> {
-    Segments { rows: row, hidden: HIDDEN, counts: &[1], padded: &[1] }
+    Segments::new(row, HIDDEN, &[1], &[1])
 }
 
 fn wide<E: Real>(values: &[E]) -> Vec<f32> {
@@ -40,7 +40,7 @@ where
     let mut logits = vec![0.0; tokens * experts];
     product(&mut logits, Matrix::new(&x, tokens, HIDDEN), Matrix::new(&router, HIDDEN, experts), false);
     let mut gate = Gate::new(gate.clone()).unwrap();
-    let decision = gate.route(&GateInput { logits: &logits, ..GateInput::default() }).unwrap().clone();
+    let decision = gate.route(&GateInput::new(&logits)).unwrap().clone();
     let (mut out, mut of_tokens, mut of_weights) = (Vec::new(), Vec::new(), vec![0.0f32; tokens * k]);
     let round = |value: f32| -> f32 { To::<E>::to(value).into() };
     for token in 0..tokens {

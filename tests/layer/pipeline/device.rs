@@ -9,7 +9,7 @@ use half::{bf16, f16};
 use sidelane::device::{Allocation, DeviceRange, PinnedMemory, Priority, Stream};
 use sidelane::ep::Place;
 use sidelane::error::{CallError, Cause, DeviceError, GateError, LayerError, OverlapError, PlanError};
-use sidelane::gate::{GateConfig, Preset, ScoreFunction};
+use sidelane::gate::{Preset, ScoreFunction};
 use sidelane::layer::{
     DeviceGradients, DeviceMoeLayer, DeviceMoeLayerBuilder, DeviceTape, GroupedSwiGlu, Input, MoeLayer,
 };
@@ -95,7 +95,7 @@ impl Rank {
     ) -> Result<(DeviceRange, DeviceTape), Error> {
         let (x, residual) = (self.sent(x), self.sent(residual));
         let out = self.room(x.len() as usize);
-        let input = Input { residual: Some(&residual), ..Input::new(&x) };
+        let input = Input::new(&x).with_residual(Some(&residual));
         let tape = self.layer.forward(&input, &out)?;
         Ok((out, tape))
     }
@@ -106,7 +106,7 @@ impl Rank {
         let [router, experts, shared] = words.map(|weights| weights.len() as usize);
         let homes = [of_out.len() as usize, router, experts, shared].map(|bytes| self.room(bytes));
         let [x, router, experts, shared] = &homes;
-        self.layer.backward(tape, &of_out, DeviceGradients { x, router, experts, shared: Some(shared) })?;
+        self.layer.backward(tape, &of_out, DeviceGradients::new(x, router, experts, Some(shared)))?;
         Ok(homes)
     }
 
@@ -160,7 +160,7 @@ fn step_on_a_device_has_the_bits_of_the_host() {
 #[test]
 fn choices_of_a_device_have_the_bits_of_the_host() {
     on_devices("pipeline::device::choices_of_a_device_have_the_bits_of_the_host", 8, 14, || {
-        let sigmoid = GateConfig { score: ScoreFunction::Sigmoid, scaling: 2.5, ..gate() };
+        let sigmoid = gate().with_score(ScoreFunction::Sigmoid).with_scaling(2.5);
         for gate in [gate(), Preset::Mixtral.config(EXPERTS, TOP_K).unwrap(), sigmoid] {
             for losses in [false, true] {
                 let cut = Case::new(&[0, 0, 0], &[17, 0, 30], CHUNKS);
@@ -186,17 +186,15 @@ fn input_that_the_gate_of_a_device_cannot_use_is_refused_as_on_the_host() {
             let [x, residual, _] = tensors::<f32>(0, 6);
             let (bias, used) = ([0.25, -0.5, 0.0, 0.125, 0.5], [true, false, true, true, false, true]);
             let mut host = case.layer::<f32>(&world);
-            let input = Input {
-                residual: Some(&residual[..]),
-                bias: Some(&bias),
-                used: Some(&used),
-                ..Input::new(&x[..])
-            };
+            let input = Input::new(&x[..])
+                .with_residual(Some(&residual[..]))
+                .with_bias(Some(&bias))
+                .with_used(Some(&used));
             let (expected, of_host) = host.forward(&input).unwrap();
             let (there, residual) = (rank.sent(&x), rank.sent(&residual));
             let out = rank.room(x.len() * 4);
-            let good = Input { residual: Some(&residual), ..Input::new(&there) };
-            let chosen = Input { bias: Some(&bias), used: Some(&used), ..good };
+            let good = Input::new(&there).with_residual(Some(&residual));
+            let chosen = good.with_bias(Some(&bias)).with_used(Some(&used));
             let tape = rank.layer.forward(&chosen, &out).unwrap();
             assert_eq!(rank.read::<f32>(&out), expected);
             assert_eq!(tape.decision().choices(), of_host.decision().choices());
@@ -211,11 +209,11 @@ fn input_that_the_gate_of_a_device_cannot_use_is_refused_as_on_the_host() {
                 other => panic!("{other:?}"),
             };
             let wrong = |error| matches!(error, GateError::WrongShape { .. });
-            assert!(wrong(refused(Input { bias: Some(&bias[1..]), ..good })));
-            assert!(wrong(refused(Input { used: Some(&used[1..]), ..good })));
+            assert!(wrong(refused(good.with_bias(Some(&bias[1..])))));
+            assert!(wrong(refused(good.with_used(Some(&used[1..])))));
             let bias = [f32::NAN; 5];
-            assert!(matches!(refused(Input { bias: Some(&bias), ..good }), GateError::BadElement { .. }));
-            let refused = rank.layer.forward(&Input { x: &bad, ..good }, &out).map(drop).unwrap_err();
+            assert!(matches!(refused(good.with_bias(Some(&bias))), GateError::BadElement { .. }));
+            let refused = rank.layer.forward(&good.with_x(&bad), &out).map(drop).unwrap_err();
             assert!(matches!(refused, Error::Gate(GateError::NotFinite { token: 2, .. })), "{refused}");
         });
     });
@@ -426,12 +424,11 @@ fn broken(backward: bool) {
         }
         let passed = match tape {
             Some(tape) => {
-                let into =
-                    DeviceGradients { x: &out, router: &router, experts: &experts, shared: Some(&shared) };
+                let into = DeviceGradients::new(&out, &router, &experts, Some(&shared));
                 rank.layer.backward(tape, &of_out, into)
             }
             None => {
-                let input = Input { residual: Some(&residual), ..Input::new(&x) };
+                let input = Input::new(&x).with_residual(Some(&residual));
                 rank.layer.forward(&input, &out).map(drop)
             }
         };
@@ -470,8 +467,7 @@ fn gradients_of_a_world_that_fails_meanwhile_are_none() {
                     world.cancel();
                     gate.word(0).unwrap().store(1, Ordering::Release);
                 });
-                let into =
-                    DeviceGradients { x: &of_x, router: &router, experts: &experts, shared: Some(&shared) };
+                let into = DeviceGradients::new(&of_x, &router, &experts, Some(&shared));
                 rank.layer.backward(tape, &of_out, into).unwrap_err()
             });
             assert!(matches!(root(&refused), Error::World(Cause::Cancelled { .. })), "{refused}");

@@ -79,7 +79,7 @@ fn gradients_are_finite_differences() {
             if mine {
                 *change.place(&mut layer, &mut x) = before + step;
             }
-            let (out, tape) = layer.forward(&Input { residual: Some(&residual), ..Input::new(&x) }).unwrap();
+            let (out, tape) = layer.forward(&Input::new(&x[..]).with_residual(Some(&residual))).unwrap();
             let loss: f64 = out.iter().zip(&of_out).map(|(out, g)| f64::from(*out) * f64::from(*g)).sum();
             losses.push(loss + f64::from(tape.balance_loss()) + f64::from(tape.z_loss()));
             if mine {

@@ -47,6 +47,7 @@ impl Meddler for Waiting {
             ExpertPass::Forward if self.rank != WAITS => _ = self.other.fetch_max(1, Ordering::Release),
             ExpertPass::WeightsBackward => self.wait_for(2)?,
             ExpertPass::Forward | ExpertPass::RowsBackward | ExpertPass::WithWeights => {}
+            other => unreachable!("{other:?}"),
         }
         Ok(())
     }
@@ -64,7 +65,7 @@ fn the_next_dispatch_goes_on_under_experts_and_gradients_go_home_under_those_of_
         let builder = MoeLayer::builder(&group, gate(), HIDDEN, Meddled { inner, by }).dtype(Dtype::F32);
         let mut layer = case.cut(builder).build().unwrap();
         let [x, residual, of_out] = tensors::<f32>(rank as usize, case.tokens[rank as usize]);
-        let (out, tape) = layer.forward(&Input { residual: Some(&residual), ..Input::new(&x) }).unwrap();
+        let (out, tape) = layer.forward(&Input::new(&x[..]).with_residual(Some(&residual))).unwrap();
         let losses = [tape.balance_loss(), tape.z_loss()];
         let gradients = layer.backward(tape, &of_out).unwrap();
         if rank != WAITS {

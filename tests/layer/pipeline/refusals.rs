@@ -29,7 +29,7 @@ fn bad_tensors_of_one_rank_are_refused_on_all_and_the_next_step_is_right() {
         };
 
         let short = if me == BAD { &residual[1..] } else { &residual[..] };
-        let error = layer.forward(&Input { residual: Some(short), ..Input::new(&x) }).unwrap_err();
+        let error = layer.forward(&Input::new(&x[..]).with_residual(Some(short))).unwrap_err();
         told(error, |error| matches!(error, Error::Plan(PlanError::WrongShape { what: "residual", .. })));
         // As many as two chunks have room for, and one more than was promised for a step.
         let many = vec![0.5; 65 * HIDDEN];
@@ -149,7 +149,7 @@ fn segments_that_do_not_add_up_to_their_rows_are_refused_by_grouped_experts() {
     let experts = GroupedSwiGlu::new(2, 4, 3, vec![1.0; GroupedSwiGlu::values(2, 4, 3)]).unwrap();
     let rows = [0.0; 8];
     let refused = |hidden, counts: &[i64], padded: &[i64]| {
-        let refused = experts.forward(Segments { rows: &rows, hidden, counts, padded }).err().unwrap();
+        let refused = experts.forward(Segments::new(&rows, hidden, counts, padded)).err().unwrap();
         assert!(
             matches!(refused.downcast_ref(), Some(Error::Plan(PlanError::WrongShape { .. }))),
             "{refused}"
@@ -162,7 +162,7 @@ fn segments_that_do_not_add_up_to_their_rows_are_refused_by_grouped_experts() {
     refused(4, &[-1, 1], &[1, 1]);
     refused(4, &[0, 0], &[i64::MAX, i64::MAX]);
     refused(2, &[2, 2], &[2, 2]);
-    assert!(experts.forward(Segments { rows: &rows, hidden: 4, counts: &[0, 1], padded: &[1, 1] }).is_ok());
+    assert!(experts.forward(Segments::new(&rows, 4, &[0, 1], &[1, 1])).is_ok());
 }
 
 #[test]
@@ -234,9 +234,9 @@ fn settings_that_cannot_be_used_are_named_on_the_rank_that_has_them() {
         differ(right().z_loss(if bad { 0.25 } else { 0.5 }), "losses");
         differ(if bad { right().balance(balance()) } else { right() }, "losses");
         differ(if bad { right().shared(swiglu(0..1)) } else { right() }, "shared expert");
-        let rule = ChunkRule { call_bytes: 64, gemm_rows: 1, most: 2 + world.rank() };
+        let rule = ChunkRule::new(64, 1, 2 + world.rank());
         differ(right().slices(rule), "chunks");
-        let noisy = GateConfig { noise: Noise::Jitter { eps: 0.1 }, ..gate() };
+        let noisy = gate().with_noise(Noise::Jitter { eps: 0.1 });
         let experts = swiglu(if bad { 3..5 } else { 0..3 });
         let error = MoeLayer::builder(&group, noisy, HIDDEN, experts).build().unwrap_err();
         assert!(matches!(error, Error::Plan(PlanError::BadParameter { parameter: "noise", .. })), "{error}");

@@ -2,7 +2,6 @@
 
 use std::cell::RefCell;
 
-use sidelane::Options;
 use sidelane::exec::Timeline;
 use sidelane::layer::{Input, Times, backward_times, forward_times};
 use sidelane::overlap::NodeInfo;
@@ -22,7 +21,7 @@ fn carried_out(timeline: Timeline) -> Vec<Node> {
 fn asked(times: impl Fn(&dyn Fn(NodeInfo) -> u64) -> Times) -> (Vec<Node>, Times) {
     let asked = RefCell::default();
     let cost = |at: NodeInfo| {
-        let NodeInfo { work, stream } = at;
+        let NodeInfo { work, stream, .. } = at;
         let mut asked: std::cell::RefMut<'_, Vec<Node>> = RefCell::borrow_mut(&asked);
         asked.push((stream.to_string(), work.name.to_owned(), work.chunk));
         1
@@ -35,7 +34,7 @@ fn asked(times: impl Fn(&dyn Fn(NodeInfo) -> u64) -> Times) -> (Vec<Node>, Times
 fn nodes_are_timed_in_the_order_in_which_a_layer_carries_them_out() {
     for chunks in [1, 3, 7] {
         let case = Case::new(&[0, 0], &[9, 14], Cut { chunks, transfers: 1, ..WHOLE });
-        let options = Options { record: 4096, ..small() };
+        let options = small().with_record(4096);
         let seen = on_ranks(&case.nodes, &options, |world| {
             let rank = world.rank() as usize;
             let mut layer = case.layer::<f32>(&world);

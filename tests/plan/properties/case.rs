@@ -64,6 +64,7 @@ impl Case {
         match self.layout {
             RowLayout::ExpertMajor => self.slots().iter().map(|&(rank, _)| rank).collect(),
             RowLayout::RankMajor => (0..self.ranks()).collect(),
+            other => unreachable!("{other:?}"),
         }
     }
 
@@ -105,6 +106,7 @@ impl Case {
                 }
                 words
             }
+            other => unreachable!("{other:?}"),
         }
     }
 
@@ -118,6 +120,7 @@ impl Case {
             SumOrder::Expert => (0, 0, expert),
             SumOrder::Rank => (entry.rank, 0, expert),
             SumOrder::Node => (node(entry.rank), entry.rank, expert),
+            other => unreachable!("{other:?}"),
         }
     }
 }
@@ -134,6 +137,7 @@ impl GlobalSort {
         entries.dedup_by_key(|entry| match case.layout {
             RowLayout::ExpertMajor => (entry.bin, entry.source, entry.token, entry.choice),
             RowLayout::RankMajor => (entry.bin, entry.source, entry.token, 0),
+            other => unreachable!("{other:?}"),
         });
         let mut rows = vec![Vec::new(); case.labels.len()];
         for (bin, rank) in (0..).zip(case.bins()) {

@@ -191,6 +191,7 @@ fn arrivals_are_described(case: &Case, global: &GlobalSort, placed: &Placed) {
             let kept = match case.layout {
                 RowLayout::ExpertMajor => global.entries.contains(choice),
                 RowLayout::RankMajor => global.entries.iter().any(lands),
+                other => unreachable!("{other:?}"),
             };
             assert_eq!(dropped[choice.choice as usize], !kept);
         }

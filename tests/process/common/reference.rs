@@ -42,7 +42,7 @@ impl Round {
     pub fn builder(world: &World, (route, strategy): (Route, Strategy)) -> Result<ExpertParallel, Error> {
         let group = world.all()?;
         let builder =
-            ExpertParallel::builder(&group)?.experts(EXPERTS).top_k(TOP_K).route(route).strategy(strategy);
+            ExpertParallel::builder(&group).experts(EXPERTS).top_k(TOP_K).route(route).strategy(strategy);
         builder.hidden(HIDDEN).dtype(Dtype::Bf16).max_tokens(16).build()
     }
 

@@ -6,7 +6,7 @@ use sidelane_verify::random_check::check;
 use sidelane_verify::unroll::{Call, Relays};
 
 use super::{proved, titled};
-use crate::cases::cases;
+use crate::cases::{cases, sample};
 use crate::groups::{
     Group, ROWS, copy, dispatch, enqueued_rounds, gathering_rounds, placements, placements_in_spans, ret,
     rounds, ways,
@@ -43,7 +43,8 @@ fn every_placement_is_proved_and_run_at_random() {
     let shapes: [(&str, &[u32]); 3] =
         [("2 x 2", &[0, 0, 1, 1]), ("3 + 1", &[0, 0, 1, 0]), ("1 x 3", &[0, 0, 0])];
     for (name, labels) in shapes {
-        for (way, placement) in ways().flat_map(|way| placements().map(move |placement| (way, placement))) {
+        let all = ways().flat_map(|way| placements().map(move |placement| (way, placement)));
+        for (way, placement) in sample(all, 3) {
             let group = Group::new(labels, 2, 5).run(way).placed(placement);
             let unrolled = group.unroll(&rounds(), None);
             let name = format!("{} {placement:?}", titled(name, way));
@@ -62,7 +63,8 @@ fn spans_are_proved_and_run_at_random_in_every_mode_and_order() {
         ("3, mixed", &[0, 1, 2, 0, 1]),
     ];
     for (name, labels) in shapes {
-        for (relays, placed) in Relays::ALL.iter().flat_map(|r| placements_in_spans().map(move |p| (*r, p))) {
+        let all = Relays::ALL.iter().flat_map(|r| placements_in_spans().map(move |p| (*r, p)));
+        for (relays, placed) in sample(all, 3) {
             let group = Group::new(labels, 2, 5).in_spans(relays, placed);
             let unrolled = group.unroll(&rounds(), None);
             let name = format!("{name} in spans, {relays:?} {placed:?}");
@@ -100,8 +102,8 @@ fn rows_that_copy_engines_bring_home_are_proved_and_run_at_random() {
         ("3 + 5", &[0, 0, 0, 1, 1, 1, 1, 1]),
         ("5, mixed", &[0, 1, 2, 0, 1]),
     ];
-    for ((name, labels), route) in shapes.into_iter().flat_map(|shape| Route::ALL.map(|route| (shape, route)))
-    {
+    let all = shapes.into_iter().flat_map(|shape| Route::ALL.map(|route| (shape, route)));
+    for ((name, labels), route) in sample(all, 2) {
         for (align, gpu_direct) in cases([(1, false), (4, false), (1, true), (4, true)], 3) {
             let group = Group::new(labels, align, 5).run((route, Relays::Inline)).pulling();
             let group = if gpu_direct { group.straight() } else { group };

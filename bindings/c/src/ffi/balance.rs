@@ -15,7 +15,7 @@ use super::memory::{Out, optional, optional_flags, slice, slice_mut, text};
 use super::versioned::{OutStruct, read, versioned};
 use crate::Status;
 use crate::fault::{ArgumentError, Fault};
-use crate::words::{choice, number};
+use crate::words::{UNNUMBERED, choice, number};
 
 /// The first choice of each token is counted.
 pub const SIDELANE_MAP_FIRST_CHOICES: u32 = 0;
@@ -189,14 +189,13 @@ impl TryFrom<&Balance> for Loss {
             (SIDELANE_PARTS_INTERLEAVED, TokenGroups::Interleaved(flat.parts)),
         ];
         let split = choice("split", flat.split, &splits, "SIDELANE_PARTS_CONSECUTIVE or _INTERLEAVED")?;
-        Ok(Loss {
-            coefficient: flat.coefficient,
-            score: choice("score", flat.score, &SCORES, "a number of SIDELANE_SCORE_...")?,
-            map: choice("map", flat.map, &MAPS, "a number of SIDELANE_MAP_...")?,
-            share: choice("share", flat.share, &SHARES, "a number of SIDELANE_SHARE_...")?,
-            unused: choice("unused", flat.unused, &UNUSED, "a number of SIDELANE_UNUSED_...")?,
-            parts: if flat.parts < 2 { TokenGroups::Whole } else { split },
-        })
+        Ok(Loss::of(Preset::Megatron)
+            .with_coefficient(flat.coefficient)
+            .with_score(choice("score", flat.score, &SCORES, "a number of SIDELANE_SCORE_...")?)
+            .with_map(choice("map", flat.map, &MAPS, "a number of SIDELANE_MAP_...")?)
+            .with_share(choice("share", flat.share, &SHARES, "a number of SIDELANE_SHARE_...")?)
+            .with_unused(choice("unused", flat.unused, &UNUSED, "a number of SIDELANE_UNUSED_...")?)
+            .with_parts(if flat.parts < 2 { TokenGroups::Whole } else { split }))
     }
 }
 
@@ -206,6 +205,7 @@ impl From<&Loss> for Balance {
             TokenGroups::Whole => (1, SIDELANE_PARTS_CONSECUTIVE),
             TokenGroups::Consecutive(parts) => (parts, SIDELANE_PARTS_CONSECUTIVE),
             TokenGroups::Interleaved(parts) => (parts, SIDELANE_PARTS_INTERLEAVED),
+            _ => (0, UNNUMBERED),
         };
         Balance {
             size: 0,
@@ -262,7 +262,7 @@ mod tests {
         for preset in Preset::ALL {
             let loss = Loss::of(preset);
             for parts in [TokenGroups::Whole, TokenGroups::Consecutive(3), TokenGroups::Interleaved(4)] {
-                let loss = Loss { parts, ..loss };
+                let loss = loss.with_parts(parts);
                 assert_eq!(Loss::try_from(&Balance::from(&loss)).unwrap(), loss, "{preset}");
             }
         }

@@ -3,7 +3,7 @@
 
 use sidelane::Dtype;
 use sidelane::dtype::PartialDtype;
-use sidelane::ep::{CollectiveBuilder, ExpertRows, RowCollective as Gathers, RowPartition as Layout};
+use sidelane::ep::{ExpertRows, RowCollective as Gathers, RowCollectiveBuilder, RowPartition as Layout};
 
 use super::combine::Outputs;
 use super::memory::{Out, slice};
@@ -74,7 +74,7 @@ pub struct SharesInfo {
 versioned!(SharesInfo, "sidelane_shares_info_t", rows: u64);
 
 impl CollectiveOptions {
-    fn apply<'g>(&self, mut builder: CollectiveBuilder<'g>) -> Result<CollectiveBuilder<'g>, Fault> {
+    fn apply<'g>(&self, mut builder: RowCollectiveBuilder<'g>) -> Result<RowCollectiveBuilder<'g>, Fault> {
         let sums = [
             (SIDELANE_NODE_SUMS_NONE, None),
             (SIDELANE_NODE_SUMS_F32, Some(PartialDtype::F32)),
@@ -89,7 +89,7 @@ impl CollectiveOptions {
         if self.max_rows > 0 {
             builder = builder.max_rows(self.max_rows);
         }
-        Ok(sums.into_iter().fold(builder, CollectiveBuilder::node_sums))
+        Ok(sums.into_iter().fold(builder, RowCollectiveBuilder::node_sums))
     }
 }
 

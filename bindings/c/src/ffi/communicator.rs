@@ -4,10 +4,9 @@
 //! bytes, which can be moved and not summed.
 
 use bytemuck::{try_cast_slice, try_cast_slice_mut};
-use half::{bf16, f16};
 use sidelane::Dtype;
 use sidelane::collective::{AllReduceAlgorithm, Communicator as Collectives, CommunicatorBuilder};
-use sidelane::dtype::PartialDtype;
+use sidelane::dtype::{PartialDtype, with_element};
 use sidelane::error::{CallKind, Error, PlanError};
 
 use super::memory::{Out, addresses, apart, structure};
@@ -269,32 +268,6 @@ pub extern "C" fn sidelane_communicator_flush(communicator: *mut Communicator, p
 pub extern "C" fn sidelane_communicator_close(communicator: *mut Communicator) -> Status {
     close(communicator)
 }
-
-/// Runs an expression with the Rust type of a row type. Its slices are aligned to their elements,
-/// unless they are empty.
-macro_rules! with_element {
-    ($dtype:expr, $element:ident => $call:expr) => {
-        match $dtype {
-            Dtype::F32 => {
-                type $element = f32;
-                $call
-            }
-            Dtype::Bf16 => {
-                type $element = bf16;
-                $call
-            }
-            Dtype::F16 => {
-                type $element = f16;
-                $call
-            }
-            Dtype::Bytes => {
-                type $element = u8;
-                $call
-            }
-        }
-    };
-}
-use with_element;
 
 /// A collective call, or its refusal on all ranks.
 fn collective<T>(

@@ -211,7 +211,7 @@ pub unsafe extern "C" fn sidelane_ep_build(
             let (out, options, map) =
                 unsafe { (Out::new("ep", ep)?, read(options)?, ExpertMap::read(expert_map)?) };
             let stream = (!options.stream.is_null()).then(|| get(options.stream)).transpose()?;
-            let builder = options.apply(ExpertParallel::builder(&group)?, stream.as_ref())?;
+            let builder = options.apply(ExpertParallel::builder(&group), stream.as_ref())?;
             let builder = map.map_or(builder.clone(), |map| builder.expert_map(map));
             Ok((out, options, stream, builder))
         };
@@ -243,6 +243,7 @@ pub unsafe extern "C" fn sidelane_ep_info(ep: *mut Ep, info: *mut EpInfo) -> Sta
             let (place, device) = match ep.place() {
                 Place::Host => (SIDELANE_PLACE_HOST, 0),
                 Place::Device(device) => (SIDELANE_PLACE_DEVICE, device),
+                _ => (words::UNNUMBERED, 0),
             };
             out.write(EpInfo {
                 size: 0,

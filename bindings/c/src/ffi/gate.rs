@@ -160,20 +160,20 @@ impl GateCall {
         let all = Logits::new(tokens, *experts)?.elements;
         let choices = Logits::new(tokens, *top_k)?.elements;
         let has_needed = switch("has_needed", self.has_needed)?;
-        Ok(GateInput {
-            // SAFETY: as the caller promised; the others likewise.
-            logits: unsafe { slice("logits", self.logits, all) }?,
-            // SAFETY: as above.
-            bias: unsafe { optional("bias", self.bias, (*experts).into()) }?,
-            // SAFETY: as above.
-            noise_std: unsafe { optional("deviation", self.deviation, all) }?,
-            // SAFETY: as above.
-            token_mask: unsafe { optional_flags("used", self.used, tokens) }?,
-            // SAFETY: as above.
-            replay: unsafe { optional("replay", self.replay, choices) }?,
-            global_required: has_needed.then_some(self.needed),
-            training: switch("training", self.training)?,
-            draw: RngKey { seed: self.seed, step: self.step, rank: self.rank },
-        })
+        // SAFETY: as the caller promised; the others likewise.
+        let logits = unsafe { slice("logits", self.logits, all) }?;
+        // SAFETY: as above.
+        let bias = unsafe { optional("bias", self.bias, (*experts).into()) }?;
+        // SAFETY: as above.
+        let noise_std = unsafe { optional("deviation", self.deviation, all) }?;
+        // SAFETY: as above.
+        let token_mask = unsafe { optional_flags("used", self.used, tokens) }?;
+        // SAFETY: as above.
+        let replay = unsafe { optional("replay", self.replay, choices) }?;
+        let input = GateInput::new(logits).with_bias(bias).with_noise_std(noise_std);
+        let input = input.with_token_mask(token_mask).with_replay(replay);
+        let input = input.with_global_required(has_needed.then_some(self.needed));
+        let input = input.with_training(switch("training", self.training)?);
+        Ok(input.with_draw(RngKey::new(self.seed, self.step, self.rank)))
     }
 }

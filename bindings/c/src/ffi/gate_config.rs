@@ -12,7 +12,7 @@ use super::memory::text;
 use super::versioned::{OutStruct, versioned};
 use crate::Status;
 use crate::fault::{ArgumentError, Fault};
-use crate::words::{choice, number, switch};
+use crate::words::{UNNUMBERED, choice, number, switch};
 
 /// Softmax over all experts, then the choice.
 pub const SIDELANE_SCORE_SOFTMAX: u32 = 0;
@@ -204,22 +204,19 @@ impl TryFrom<&RouterConfig> for GateConfig {
             0.0 => SecondExpertPolicy::All,
             threshold => SecondExpertPolicy::Random { threshold },
         };
-        Ok(GateConfig {
-            experts: flat.experts,
-            top_k: flat.top_k,
-            score: choice("score", flat.score, &SCORES, "a number of SIDELANE_SCORE_...")?,
-            select: choice("select", flat.select, &selects, "a number of SIDELANE_SELECT_...")?,
-            noise: choice("noise", flat.noise, &noises, "a number of SIDELANE_NOISE_...")?,
-            second,
-            normalise: choice(
+        Ok(GateConfig::new(flat.experts, flat.top_k)
+            .with_score(choice("score", flat.score, &SCORES, "a number of SIDELANE_SCORE_...")?)
+            .with_select(choice("select", flat.select, &selects, "a number of SIDELANE_SELECT_...")?)
+            .with_noise(choice("noise", flat.noise, &noises, "a number of SIDELANE_NOISE_...")?)
+            .with_second(second)
+            .with_normalise(choice(
                 "normalize",
                 flat.normalize,
                 &normalises,
                 "a number of SIDELANE_NORMALIZE_...",
-            )?,
-            scaling: flat.scaling,
-            capacity: flat.room()?,
-        })
+            )?)
+            .with_scaling(flat.scaling)
+            .with_capacity(flat.room()?))
     }
 }
 
@@ -239,7 +236,10 @@ impl RouterConfig {
         let keep = choice("keep", self.keep, &KEEPS, "a number of SIDELANE_DROP_...")?;
         let pad = switch("pad", self.pad)?;
         let (minimum, align, groups) = (self.capacity_minimum, self.capacity_align, self.capacity_groups);
-        Ok(rule.map(|rule| Capacity { rule, minimum, align, keep, groups, pad }))
+        Ok(rule.map(|rule| {
+            let capacity = Capacity::new(rule, keep).with_minimum(minimum).with_align(align);
+            capacity.with_groups(groups).with_pad(pad)
+        }))
     }
 }
 
@@ -248,10 +248,15 @@ impl From<&GateConfig> for RouterConfig {
         let (select, groups, groups_kept, group_best, tolerance) = match config.select {
             Select::Best => (SIDELANE_SELECT_BEST, 0, 0, 0, 0.0),
             Select::Groups { count, kept, by } => {
-                let best = if let GroupScore::SumOfBest(best) = by { best } else { 0 };
+                let best = match by {
+                    GroupScore::Best => 0,
+                    GroupScore::SumOfBest(best) => best,
+                    _ => UNNUMBERED,
+                };
                 (SIDELANE_SELECT_GROUPS, count, kept, best, 0.0)
             }
             Select::Sinkhorn { tolerance } => (SIDELANE_SELECT_SINKHORN, 0, 0, 0, tolerance),
+            _ => (UNNUMBERED, 0, 0, 0, 0.0),
         };
         let (noise, noise_size) = match config.noise {
             Noise::None => (SIDELANE_NOISE_NONE, 0.0),
@@ -259,15 +264,18 @@ impl From<&GateConfig> for RouterConfig {
             Noise::GumbelAfterFirst => (SIDELANE_NOISE_GUMBEL_AFTER_FIRST, 0.0),
             Noise::Jitter { eps } => (SIDELANE_NOISE_JITTER, eps),
             Noise::Normal { deviation } => (SIDELANE_NOISE_NORMAL, deviation),
+            _ => (UNNUMBERED, 0.0),
         };
         let (normalize, by) = match config.normalise {
             Normalize::Never => (SIDELANE_NORMALIZE_NEVER, Divisor::SumPlus(0.0)),
             Normalize::BeforeDrop(by) => (SIDELANE_NORMALIZE_BEFORE_DROP, by),
             Normalize::AfterDrop(by) => (SIDELANE_NORMALIZE_AFTER_DROP, by),
+            _ => (UNNUMBERED, Divisor::SumPlus(0.0)),
         };
         let (divisor, divisor_value) = match by {
             Divisor::SumPlus(value) => (SIDELANE_DIVISOR_SUM_PLUS, value),
             Divisor::SumAtLeast(value) => (SIDELANE_DIVISOR_SUM_AT_LEAST, value),
+            _ => (UNNUMBERED, 0.0),
         };
         let (capacity, capacity_factor, capacity_rows) = match config.capacity.map(|capacity| capacity.rule) {
             None => (SIDELANE_CAPACITY_NONE, 0.0, 0),
@@ -277,6 +285,7 @@ impl From<&GateConfig> for RouterConfig {
             Some(CapacityRule::Tutel { factor }) => (SIDELANE_CAPACITY_TUTEL, factor, 0),
             Some(CapacityRule::Rows { rows }) => (SIDELANE_CAPACITY_ROWS, 0.0, rows),
             Some(CapacityRule::Needed) => (SIDELANE_CAPACITY_NEEDED, 0.0, 0),
+            Some(_) => (UNNUMBERED, 0.0, 0),
         };
         let room = config.capacity;
         RouterConfig {
@@ -291,10 +300,11 @@ impl From<&GateConfig> for RouterConfig {
             tolerance,
             noise,
             noise_size,
-            second_threshold: if let SecondExpertPolicy::Random { threshold } = config.second {
-                threshold
-            } else {
-                0.0
+            second_threshold: match config.second {
+                SecondExpertPolicy::All => 0.0,
+                SecondExpertPolicy::Random { threshold } => threshold,
+                // No number: refused when it comes back.
+                _ => f32::NAN,
             },
             normalize,
             divisor,

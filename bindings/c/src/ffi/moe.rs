@@ -327,7 +327,7 @@ impl LayerAt {
             (LayerAt::Host(layer), _) => layer.forward(&Input::new(&[0.0_f32][..])).map(drop),
             (LayerAt::Device(layer), tape) => match (layer.router().part(0, 4), tape) {
                 (Ok(none), Some(TapeAt::Device(tape))) => {
-                    let into = DeviceGradients { x: &none, router: &none, experts: &none, shared: None };
+                    let into = DeviceGradients::new(&none, &none, &none, None);
                     layer.backward(*tape, &none, into)
                 }
                 (Ok(none), _) => layer.forward(&Input::new(&none), &none).map(drop),

@@ -242,14 +242,19 @@ impl<'a> Asked<'a> {
             ("used", used.map_or(0..0, addresses)),
         ];
         read.into_iter().try_for_each(|read| apart(read, ("out", to.addresses())))?;
-        let draw = RngKey { seed: input.seed, step: input.step, rank: input.rank };
+        let draw = RngKey::new(input.seed, input.step, input.rank);
         let training = words::switch("training", input.training)?;
         Ok((slot, Asked { x, residual, bias, used, training, draw }, to))
     }
 
     fn input<'s, X: ?Sized>(&'s self, x: &'s X, residual: Option<&'s X>) -> Input<'s, X> {
         let Asked { bias, used, training, draw, .. } = *self;
-        Input { x, residual, bias, used, training, draw }
+        Input::new(x)
+            .with_residual(residual)
+            .with_bias(bias)
+            .with_used(used)
+            .with_training(training)
+            .with_draw(draw)
     }
 
     fn forward(&self, at: &mut LayerAt, dtype: Dtype, mut out: Target<'_>) -> Result<TapeAt, Fault> {
@@ -355,12 +360,12 @@ impl<'a> Homes<'a> {
                 _ => self.backward_here::<f16>(layer, *tape, of_out),
             },
             (LayerAt::Device(layer), TapeAt::Device(tape)) => {
-                let into = DeviceGradients {
-                    x: to_device(&self.x)?,
-                    router: to_device(&self.router)?,
-                    experts: to_device(&self.experts)?,
-                    shared: self.shared.as_ref().map(to_device).transpose()?,
-                };
+                let into = DeviceGradients::new(
+                    to_device(&self.x)?,
+                    to_device(&self.router)?,
+                    to_device(&self.experts)?,
+                    self.shared.as_ref().map(to_device).transpose()?,
+                );
                 Ok(layer.backward(*tape, of_device(of_out)?, into)?)
             }
             (at, _) => Err(at.refuse(None, elsewhere("tape"))),

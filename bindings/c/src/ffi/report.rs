@@ -5,7 +5,6 @@ use std::ffi::c_char;
 use sidelane::ep::{CallExecutor, Handle as Layout, Report as Said};
 use sidelane::exec::{EnqueueCounts, TransferCounts};
 use sidelane::plan::RowsByDistance;
-use sidelane::world::{NoGpuDirect, Registration};
 
 use super::memory::short_name;
 use super::objects::Handle;
@@ -76,6 +75,8 @@ pub struct EnqueuedWork {
     pub copies_by_sms: u64,
     /// Memory operations: writes and waits.
     pub memory_operations: u64,
+    /// Kernels that summed rows for other nodes.
+    pub relay_sums: u64,
     /// Bytes that left the device by memory of the host, on the way to other nodes; not among
     /// `bytes`.
     pub staged_out_bytes: u64,
@@ -153,47 +154,32 @@ pub struct Report {
     /// Device: limit on the blocks of each kernel (sidelane_ep_options_t.max_blocks); 0: none.
     pub max_blocks: u64,
 }
-versioned!(Report, "sidelane_report_t", max_blocks: u64, 464, 768);
+// Structs of the sizes between held shorter counts, so none of them begins this one.
+versioned!(Report, "sidelane_report_t", max_blocks: u64, 464);
 
-impl From<TransferCounts> for MovedBytes {
-    fn from(moved: TransferCounts) -> Self {
-        let TransferCounts {
-            intra_node_bytes,
-            inter_node_bytes,
-            control_bytes,
-            rows,
-            copies,
-            signals,
-            summed_bytes,
-        } = moved;
-        MovedBytes { intra_node_bytes, inter_node_bytes, control_bytes, rows, copies, signals, summed_bytes }
-    }
-}
+/// Structs of C that mirror counts of the library, which are all u64. A count that the library
+/// gains stops the build here until its mirror and this list have it.
+macro_rules! mirrored {
+    ($($counts:ident => $mirror:ident { $($field:ident),+ $(,)? })+) => {$(
+        const _: () = assert!(size_of::<$counts>() == size_of::<$mirror>(), "a count without its mirror");
 
-impl From<RowsByDistance> for HopRows {
-    fn from(RowsByDistance { own, local, remote }: RowsByDistance) -> Self {
-        HopRows { own, local, remote }
-    }
-}
-
-impl From<EnqueueCounts> for EnqueuedWork {
-    fn from(work: EnqueueCounts) -> Self {
-        EnqueuedWork {
-            batches: work.batches,
-            copies: work.copies,
-            bytes: work.bytes,
-            own_bytes: work.own_bytes,
-            single_copies: work.single_copies,
-            copies_by_sms: work.copies_by_sms,
-            memory_operations: work.memory_operations,
-            staged_out_bytes: work.staged_out_bytes,
-            staged_in_bytes: work.staged_in_bytes,
-            inter_node_puts: work.inter_node_puts,
-            inter_node_bytes: work.inter_node_bytes,
-            inter_node_signals: work.inter_node_signals,
-            gpu_direct_puts: work.gpu_direct_puts,
-            gpu_direct_bytes: work.gpu_direct_bytes,
+        impl From<$counts> for $mirror {
+            fn from(counts: $counts) -> Self {
+                $mirror { $($field: counts.$field),+ }
+            }
         }
+    )+};
+}
+
+mirrored! {
+    TransferCounts => MovedBytes {
+        intra_node_bytes, inter_node_bytes, control_bytes, rows, copies, signals, summed_bytes,
+    }
+    RowsByDistance => HopRows { own, local, remote }
+    EnqueueCounts => EnqueuedWork {
+        batches, copies, bytes, own_bytes, single_copies, copies_by_sms, memory_operations, relay_sums,
+        staged_out_bytes, staged_in_bytes, inter_node_puts, inter_node_bytes, inter_node_signals,
+        gpu_direct_puts, gpu_direct_bytes,
     }
 }
 
@@ -269,8 +255,8 @@ fn written(layout: &Layout, said: &Said, returned: TransferCounts) -> Report {
         enqueued: said.enqueued.into(),
         kernels,
         same_device: said.same_device.into(),
-        host_staged: short_name(said.host_staged.map_or("", NoGpuDirect::name)),
-        registration: short_name(said.registration.map_or("", Registration::name)),
+        host_staged: short_name(said.host_staged().unwrap_or("")),
+        registration: short_name(said.registration().unwrap_or("")),
         max_blocks: said.max_blocks.unwrap_or(0).into(),
     }
 }

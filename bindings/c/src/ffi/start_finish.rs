@@ -72,8 +72,9 @@ pub struct CombineUnderway {
 /// Until it is finished the layer takes no other call. On the host, what this rank does for other
 /// nodes is done in a thread of its own; on a device the dispatch is enqueued.
 ///
-/// Input that the library refuses is reported by the second half, on all ranks. In fixed slots on a
-/// device it is refused here, at this rank alone, and the call can be made again.
+/// Input that the library refuses is reported by the second half, on all ranks. In slots on a
+/// device it is refused here, and the other ranks hear of it from their streams
+/// (sidelane_ep_synchronize()).
 ///
 /// The caller guarantees: as sidelane_ep_dispatch(), and `x` and the arrays of `routing` stay as
 /// they are until the dispatch is finished or closed.

@@ -18,10 +18,12 @@ use serde::{Deserialize, Serialize};
 use super::ensure;
 use super::top_k::PLACES;
 use crate::error::GateError;
+use crate::with_methods;
 
 /// A router. The arrays it works on: logits `[T, experts]`, choices `[T, top_k]`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct GateConfig {
     /// Experts, at most 2^20.
     pub experts: u32,
@@ -47,6 +49,7 @@ pub struct GateConfig {
 /// Function from logits to scores. Scores choose, and become the weights of the chosen experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum ScoreFunction {
     /// Softmax over all experts, then the choice.
     Softmax,
@@ -63,6 +66,7 @@ pub enum ScoreFunction {
 /// in groups.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum Select {
     /// The best of all.
     Best,
@@ -86,6 +90,7 @@ pub enum Select {
 /// Score of a group of experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum GroupScore {
     /// The sum of its best so many (Megatron: `top_k / kept`; DeepSeek-V3: 2).
     SumOfBest(u32),
@@ -97,6 +102,7 @@ pub enum GroupScore {
 /// separate function, applied before the logits are computed.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum Noise {
     /// None.
     None,
@@ -122,6 +128,7 @@ pub enum Noise {
 /// How a token's second choice, of two, is thinned out while training, before the capacity applies.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum SecondExpertPolicy {
     /// All are kept.
     All,
@@ -136,6 +143,7 @@ pub enum SecondExpertPolicy {
 /// Whether and when the weights of a token are divided by their sum.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum Normalize {
     /// Never.
     Never,
@@ -148,6 +156,7 @@ pub enum Normalize {
 /// Divisor of weights, never zero.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum Divisor {
     /// Their sum plus this (Megatron: 1e-20; a top-1 weight stays as it is).
     SumPlus(f32),
@@ -158,6 +167,7 @@ pub enum Divisor {
 /// Room per expert and local group of tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct Capacity {
     /// The formula.
     pub rule: CapacityRule,
@@ -177,6 +187,7 @@ pub struct Capacity {
 /// Formulas of capacity: S tokens of the group, E experts, K choices.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum CapacityRule {
     /// `ceil(S * K / E * factor)` in f64 (Megatron).
     CeilF64 {
@@ -212,6 +223,7 @@ pub enum CapacityRule {
 /// Choices that are kept where an expert is full. Slots are numbered without gaps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum DropPolicy {
     /// The highest weights, before dropping; of equal ones, the first token. Slots in token order
     /// (Megatron and DeepSpeed `probs`).
@@ -231,6 +243,34 @@ pub enum DropPolicy {
 }
 
 impl GateConfig {
+    /// A softmax of all experts that drops nothing: each token chooses the best, and its weights
+    /// are their scores. [`check`](GateConfig::check) says whether the numbers can be used.
+    pub const fn new(experts: u32, top_k: u32) -> Self {
+        GateConfig {
+            experts,
+            top_k,
+            score: ScoreFunction::Softmax,
+            select: Select::Best,
+            noise: Noise::None,
+            second: SecondExpertPolicy::All,
+            normalise: Normalize::Never,
+            scaling: 1.0,
+            capacity: None,
+        }
+    }
+
+    with_methods! {
+        with_experts(experts: u32),
+        with_top_k(top_k: u32),
+        with_score(score: ScoreFunction),
+        with_select(select: Select),
+        with_noise(noise: Noise),
+        with_second(second: SecondExpertPolicy),
+        with_normalise(normalise: Normalize),
+        with_scaling(scaling: f32),
+        with_capacity(capacity: Option<Capacity>),
+    }
+
     /// Checks all that can be known before a call; [`Gate::new`](super::Gate::new) does.
     ///
     /// # Errors
@@ -253,6 +293,22 @@ impl GateConfig {
             Normalize::BeforeDrop(divisor) | Normalize::AfterDrop(divisor) => divisor.check(),
             Normalize::Never => Ok(()),
         }
+    }
+}
+
+impl Capacity {
+    /// Room by this formula, as it is, for all tokens together.
+    pub const fn new(rule: CapacityRule, keep: DropPolicy) -> Self {
+        Capacity { rule, minimum: 0, align: 1, keep, groups: 1, pad: false }
+    }
+
+    with_methods! {
+        with_rule(rule: CapacityRule),
+        with_minimum(minimum: u32),
+        with_align(align: u32),
+        with_keep(keep: DropPolicy),
+        with_groups(groups: u32),
+        with_pad(pad: bool),
     }
 }
 
@@ -448,17 +504,7 @@ impl Preset {
             Some(_) => number("top_k", top_k, 2..=2, "2 for this preset")?,
             None => {}
         }
-        let config = self.data(GateConfig {
-            experts,
-            top_k,
-            score: ScoreFunction::Softmax,
-            select: Select::Best,
-            noise: Noise::None,
-            second: SecondExpertPolicy::All,
-            normalise: Normalize::Never,
-            scaling: 1.0,
-            capacity: None,
-        });
+        let config = self.data(GateConfig::new(experts, top_k));
         config.check()?;
         Ok(config)
     }
@@ -466,7 +512,7 @@ impl Preset {
     /// Differences from a dropless softmax of all.
     fn data(self, all: GateConfig) -> GateConfig {
         let at_least = Divisor::SumAtLeast(f32::EPSILON);
-        let rows = |rule, keep| Some(Capacity { rule, minimum: 0, align: 1, keep, groups: 1, pad: false });
+        let rows = |rule, keep| Some(Capacity::new(rule, keep));
         let four =
             |keep| rows(CapacityRule::CeilF32 { factor: 1.0 }, keep).map(|c| Capacity { minimum: 4, ..c });
         match self {

@@ -15,15 +15,17 @@ use super::{
     shape,
 };
 use crate::error::GateError;
+use crate::with_methods;
 
 /// One forward pass over the tokens of a rank. Only the logits must be given.
 ///
 /// ```
 /// use sidelane_core::gate::GateInput;
-/// let call = GateInput { logits: &[0.5, 1.0, -2.0, 0.0], training: true, ..GateInput::default() };
+/// let call = GateInput::new(&[0.5, 1.0, -2.0, 0.0]).with_training(true);
 /// assert!(call.bias.is_none());
 /// ```
 #[derive(Clone, Copy, Debug, Default)]
+#[non_exhaustive]
 pub struct GateInput<'a> {
     /// The router's logits, `[tokens, experts]`.
     pub logits: &'a [f32],
@@ -48,7 +50,23 @@ pub struct GateInput<'a> {
     pub draw: RngKey,
 }
 
-impl GateInput<'_> {
+impl<'a> GateInput<'a> {
+    /// The pass over these logits, and nothing else.
+    pub fn new(logits: &'a [f32]) -> Self {
+        GateInput { logits, ..GateInput::default() }
+    }
+
+    with_methods! {
+        with_logits(logits: &'a [f32]),
+        with_bias(bias: Option<&'a [f32]>),
+        with_noise_std(noise_std: Option<&'a [f32]>),
+        with_token_mask(token_mask: Option<&'a [bool]>),
+        with_replay(replay: Option<&'a [i32]>),
+        with_global_required(global_required: Option<u32>),
+        with_training(training: bool),
+        with_draw(draw: RngKey),
+    }
+
     /// Checks all but the values of logits and recorded choices; returns the number of tokens.
     fn check(&self, config: &GateConfig) -> Result<u32, GateError> {
         let (experts, k) = (config.experts as usize, config.top_k as usize);

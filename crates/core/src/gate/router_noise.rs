@@ -15,9 +15,11 @@ use super::config::share;
 use super::{Noise, SecondExpertPolicy, shape};
 use crate::dtype::{Dtype, Element};
 use crate::error::GateError;
+use crate::with_methods;
 
 /// Which numbers: the same draw gives the same numbers, on every machine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub struct RngKey {
     /// Of the run.
     pub seed: u64,
@@ -37,6 +39,17 @@ pub(super) enum Purpose {
 }
 
 impl RngKey {
+    /// The numbers of this rank in this step of a run.
+    pub const fn new(seed: u64, step: u64, rank: u32) -> Self {
+        RngKey { seed, step, rank }
+    }
+
+    with_methods! {
+        with_seed(seed: u64),
+        with_step(step: u64),
+        with_rank(rank: u32),
+    }
+
     /// The stream of one token.
     pub(super) fn stream(self, purpose: Purpose, token: u32) -> ChaCha8Rng {
         let mut key = [0; 32];

@@ -151,8 +151,10 @@ pub struct SlotHead {
     pub digest: u64,
     /// Which call of the source this is, counted from 1.
     pub call: u64,
+    /// Why the source refuses the call, as a status word of its kernels; 0 if it does not.
+    pub refused: u32,
     /// Zero.
-    pub reserved: [u64; 5],
+    pub reserved: [u32; 9],
 }
 
 const _: () = assert!(size_of::<SlotHead>() == LINE as usize);

@@ -11,6 +11,7 @@ use crate::gate::{CapacityRule, GateConfig};
 /// | `Budget` | at most so many rows per rank | exchanged: all ranks see the same overflow |
 /// | `Slots` | fixed slots for each pair of ranks | none: the layout is known before the call |
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum ReceiveMode {
     /// Exact sizes.
     #[default]
@@ -36,6 +37,7 @@ pub enum ReceiveMode {
 /// Treatment of rows for which there is no room.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum Overflow {
     /// Nothing moves. Over budget, every rank gets the same error with the number of required rows.
     /// Where slots are full, the rank that would overfill them says so, and the others name it.
@@ -58,7 +60,7 @@ impl ReceiveMode {
     /// use sidelane_core::plan::{Overflow, ReceiveMode};
     /// let mut config = Preset::Switch.config(8, 1)?;
     /// assert_eq!(ReceiveMode::from_gate(&config, 64)?, ReceiveMode::Exact);
-    /// config.capacity = config.capacity.map(|capacity| Capacity { pad: true, ..capacity });
+    /// config.capacity = config.capacity.map(|capacity| capacity.with_pad(true));
     /// assert_eq!(ReceiveMode::from_gate(&config, 64)?, ReceiveMode::Slots { rows: 10, overflow: Overflow::Error });
     /// # Ok::<(), sidelane_core::error::GateError>(())
     /// ```

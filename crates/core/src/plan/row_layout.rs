@@ -13,6 +13,7 @@ use super::ReceiveMode;
 /// Order in which a rank sees the rows that it received.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum RowLayout {
     /// (local expert, source rank, token): a row for each choice of a token, as grouped GEMMs need
     /// them.

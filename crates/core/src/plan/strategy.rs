@@ -4,6 +4,7 @@
 /// the same to the bit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum Strategy {
     /// Each row to the ranks that its token chose, directly to its place (all-to-all).
     #[default]

@@ -10,6 +10,7 @@
 /// Order in which the rows of a token are added up.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum SumOrder {
     /// By ascending expert id, one rounding at the end: the same bits on every lane, layout and
     /// topology.

@@ -10,7 +10,7 @@
 use super::{DispatchLayout, PlanContext, RelayPlan, SortedRouting, SumOrder, refill};
 use crate::topology::Route;
 
-/// Rows, by how far they go.
+/// Rows, by how far they go. Closed: a row stays at its rank, stays in its node, or leaves it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct RowsByDistance {
     /// From a rank to itself.
@@ -23,6 +23,7 @@ pub struct RowsByDistance {
 
 /// The rows of one dispatch at one rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+#[non_exhaustive]
 pub struct Traffic {
     /// (token, expert) pairs, by where the expert is: the rows that would move without merging.
     /// Rank-major, (token, rank) pairs.
@@ -50,6 +51,7 @@ pub struct Traffic {
 impl Traffic {
     /// Counts the rows of this sorted and placed dispatch, at a rank that relays `forward`. `seen`
     /// is scratch.
+    #[doc(hidden)]
     pub fn count(
         frame: &PlanContext,
         sorted: &SortedRouting,

@@ -466,11 +466,15 @@ pub enum SlotCall {
     Combine,
     /// Replaces a combine: nothing returns.
     Release,
+    /// Replaces a combine or a release at a rank that refuses it: a mark goes to each peer, and no
+    /// rows.
+    Refusal,
 }
 
 impl SlotCall {
     /// All of them.
-    pub const ALL: [SlotCall; 3] = [SlotCall::Dispatch, SlotCall::Combine, SlotCall::Release];
+    pub const ALL: [SlotCall; 4] =
+        [SlotCall::Dispatch, SlotCall::Combine, SlotCall::Release, SlotCall::Refusal];
 
     /// The steps. All operands are constants, so there is nothing to fill and nothing to agree on.
     pub fn program(self) -> CallProgram {
@@ -488,6 +492,9 @@ impl SlotCall {
                 Compute(Work::Sum),
             ],
             SlotCall::Release => &[Run(StageId::Home, Whole)],
+            SlotCall::Refusal => {
+                &[Compute(Work::Partials), Run(StageId::Home, Start), Run(StageId::Home, Finish)]
+            }
         };
         let half = own.iter().position(|action| matches!(action, Run(_, Finish)));
         program(own.iter().copied().map(CallStep::own).collect(), half.unwrap_or(0), &[])
@@ -749,7 +756,15 @@ mod tests {
         #[test]
         fn programs_of_slots_agree_on_nothing() {
             let lines = SlotCall::ALL.map(|call| call.program().to_string());
-            assert_eq!(lines, ["Pack rows.. / ..rows Check", "Partials home.. / ..home Sum", "home"]);
+            assert_eq!(
+                lines,
+                [
+                    "Pack rows.. / ..rows Check",
+                    "Partials home.. / ..home Sum",
+                    "home",
+                    "Partials home.. / ..home"
+                ]
+            );
             assert!(SlotCall::ALL.iter().all(|call| call.program().cuts().is_empty()));
         }
 

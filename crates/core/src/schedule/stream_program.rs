@@ -33,7 +33,11 @@
 //! Between nodes a stream moves nothing: a host thread does, at the stream's request
 //! ([`StreamProgram::across`]).
 //!
-//! A dispatch that no combine follows is ended by a release: the combine without its puts. Several
+//! A dispatch that no combine follows is ended by a release: the combine without its puts. **A rank
+//! that refuses** a dispatch says so in the heads of its slots, which are empty. It answers a
+//! dispatch that it refuses, and where it refuses to combine, by a *refusal*: a release that puts
+//! the number of the call, its mark, to each peer. Its words are those of a combine, so the others
+//! do not wait. Their sums find the mark behind the words that they await. Several
 //! microbatches may be in flight, each with windows and flags of its own. **All ranks enqueue calls
 //! in the same order.** Streams may share a hardware queue, where a blocked wait blocks later
 //! operations: two ranks that enqueue two dispatches in different orders then wait for each other
@@ -57,7 +61,8 @@
 //! ```
 //!
 //! A *request flag* is a word between a stream and its own proxy, a rank's own word: `landed[me]`
-//! for a dispatch, `home[me]` for a combine, `read[me]` for a release. Like all words of a stream
+//! for a dispatch, `home[me]` for a combine, `read[me]` for a release, `ready[me]` for a refusal.
+//! Like all words of a stream
 //! it is a constant, so a graph can set it. Words that cross on the host-staged path are those of
 //! nets, which grow: the proxies count.
 //!
@@ -80,21 +85,21 @@ use crate::topology::NodeMap;
 /// Geometry of two symmetric windows: slots, and flags.
 ///
 /// ```text
-///   slots   | * | receive[source] | send[destination] | home[peer] | partial[source] |    R of each
-///               |         slot_bytes each             |       home_bytes each        |    * what is kept free
+///   slots   | * | receive[source] | send[destination] | home[peer] | partial[source] | mark[peer] |    R of each
+///               |         slot_bytes each             |       home_bytes each        |  16 each   |    * what is kept free
 ///   flags   | words of Control::flag, a cache line each |
 /// ```
 ///
-/// A kernel indexes all four by rank. So each has a place for the rank itself, though two of them
-/// stay empty: own rows are packed straight to `receive[me]`, own partial rows are summed in
-/// `partial[me]`.
+/// A kernel indexes all of them by rank. So each has a place for the rank itself, though two of
+/// them stay empty: own rows are packed straight to `receive[me]`, own partial rows are summed in
+/// `partial[me]`. A rank's own mark is what it puts to the others.
 ///
 /// ```
 /// use sidelane_core::schedule::stream_program::Slots;
 ///
 /// let slots = Slots::new(8, 128 * 7168 * 2, 128 * 7168 * 2)?;
 /// assert_eq!(slots.send(1) - slots.send(0), 128 * 7168 * 2);
-/// assert_eq!(slots.bytes(), 4 * 8 * 128 * 7168 * 2);
+/// assert_eq!(slots.bytes(), 4 * 8 * 128 * 7168 * 2 + 256);
 /// # Ok::<(), sidelane_core::error::PlanError>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -110,7 +115,9 @@ impl Slots {
     pub const WINDOW: WindowId = WindowId::POOL;
     /// Where flags lie.
     pub const FLAGS: WindowId = WindowId::CONTROL;
-    /// Each of the four begins at a multiple of so many bytes, as whatever a device allocates does.
+    /// Bytes of a mark: the number of a call, and as many zeros.
+    pub const MARK_BYTES: u64 = 16;
+    /// Each of the five begins at a multiple of so many bytes, as whatever a device allocates does.
     pub const ALIGN: u64 = 256;
 
     /// For a group of `ranks` ranks: `slot_bytes` for all rows that one rank sends another, with
@@ -180,9 +187,15 @@ impl Slots {
         self.all(self.home_bytes) + self.home(source)
     }
 
+    /// Where `peer` leaves the number of the last call that it refused.
+    pub fn mark(&self, peer: u32) -> u64 {
+        let marks = self.first + 2 * self.all(self.slot_bytes) + 2 * self.all(self.home_bytes);
+        marks + u64::from(peer) * Self::MARK_BYTES
+    }
+
     /// Size of the window of slots.
     pub fn bytes(&self) -> u64 {
-        self.first + 2 * self.all(self.slot_bytes) + 2 * self.all(self.home_bytes)
+        self.mark(0) + self.all(Self::MARK_BYTES)
     }
 
     /// The flag word of this kind that speaks of a rank, in the window of flags. 8 bytes, of which
@@ -202,7 +215,8 @@ impl Slots {
     }
 }
 
-/// A dispatch, combine or release of one rank, built once and enqueued as often as one likes.
+/// A dispatch, combine, release or refusal of one rank, built once and enqueued as often as one
+/// likes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StreamProgram {
     call: SlotCall,
@@ -220,6 +234,7 @@ impl SlotCall {
             SlotCall::Dispatch => "dispatch",
             SlotCall::Combine => "combine",
             SlotCall::Release => "release",
+            SlotCall::Refusal => "refusal",
         }
     }
 
@@ -234,6 +249,7 @@ impl SlotCall {
             SlotCall::Dispatch => (slots.send(to), slots.receive(from), slots.slot_bytes()),
             SlotCall::Combine => (slots.partial(to), slots.home(from), slots.home_bytes()),
             SlotCall::Release => (slots.partial(to), slots.home(from), 0),
+            SlotCall::Refusal => (slots.mark(from), slots.mark(from), Slots::MARK_BYTES),
         };
         let source = PutSource::Window { owner: from, window: Slots::WINDOW };
         SpanCopy { from: source, from_offset, to: Slots::WINDOW, to_offset, len }
@@ -242,8 +258,9 @@ impl SlotCall {
 
 impl StreamProgram {
     /// Operations that rank `me` enqueues for a call. A dispatch moves `send[d]` here to
-    /// `receive[me]` at `d`, and a combine `partial[p]` here to `home[me]` at `p`. A combine and a
-    /// release say, too, that all slots have been read.
+    /// `receive[me]` at `d`, a combine `partial[p]` here to `home[me]` at `p`, and a refusal
+    /// `mark[me]` to the same place at each. All but a dispatch say, too, that all slots have been
+    /// read.
     ///
     /// # Errors
     /// [`PlanError::BadParameter`] if the group has no rank `me`.
@@ -353,6 +370,7 @@ impl StreamProgram {
             SlotCall::Dispatch => Flag::Landed,
             SlotCall::Combine => Flag::Returned,
             SlotCall::Release => Flag::Read,
+            SlotCall::Refusal => Flag::Ready,
         };
         let word = |to, of, flag, level| Op::Signal { to, of, flag, level };
         let requests = word(me, me, request, FlagValue::Credit);
@@ -385,7 +403,8 @@ impl StreamProgram {
         Ok(self)
     }
 
-    /// Rows to and from a peer go through host staging.
+    /// Rows to and from a peer go through host staging; behind the rows of a combine, the mark that
+    /// the peer leaves there if it refuses. What a peer sends to a rank that refuses stays there.
     fn stage_rows(&mut self, peer: u32) {
         let (me, ranks) = (self.me, self.slots.ranks());
         let Operand::Spans { first, count: 1 } = self.table[peer as usize] else { return };
@@ -394,11 +413,22 @@ impl StreamProgram {
         let staging = PutSource::Window { owner: me, window: WindowId::HOST_STAGING };
         *crosses = SpanCopy { from: staging, to: WindowId::HOST_STAGING, ..*crosses };
         let leaves = SpanCopy { from, from_offset, to: WindowId::HOST_STAGING, to_offset: from_offset, len };
-        let lands = self.call.span(&self.slots, peer, me).to_offset;
-        let enters = SpanCopy { from: staging, from_offset: lands, to: Slots::WINDOW, to_offset: lands, len };
-        for (slot, span) in [(ranks + peer, leaves), (2 * ranks + peer, enters)] {
-            self.table[slot as usize] = Operand::Spans { first: self.spans.len() as u32, count: 1 };
-            self.spans.push(span);
+        let enters = |call: SlotCall| {
+            let SpanCopy { to_offset: at, len, .. } = call.span(&self.slots, peer, me);
+            SpanCopy { from: staging, from_offset: at, to: Slots::WINDOW, to_offset: at, len }
+        };
+        let entering = match self.call {
+            SlotCall::Refusal => Vec::new(),
+            SlotCall::Combine => vec![enters(SlotCall::Combine), enters(SlotCall::Refusal)],
+            call => vec![enters(call)],
+        };
+        // A mark leaves once for all peers.
+        let leaving = if self.spans.contains(&leaves) { Vec::new() } else { vec![leaves] };
+        for (slot, spans) in [(ranks + peer, leaving), (2 * ranks + peer, entering)] {
+            let (first, count) = (self.spans.len() as u32, spans.len() as u32);
+            self.table[slot as usize] =
+                if count == 0 { Operand::Empty } else { Operand::Spans { first, count } };
+            self.spans.extend(spans);
         }
     }
 }
@@ -579,6 +609,15 @@ mod tests {
         }
 
         #[test]
+        fn a_refusal_signals_like_a_combine_and_moves_a_mark() {
+            let [combine, refusal] = [SlotCall::Combine, SlotCall::Refusal].map(|call| program(call, 3, 2));
+            assert_eq!(combine.stage.items, refusal.stage.items);
+            let slots = refusal.slots;
+            let marks = refusal.spans.iter().map(|span| (span.from_offset, span.to_offset, span.len));
+            assert_eq!(marks.collect::<Vec<_>>(), [(slots.mark(2), slots.mark(2), 16); 2]);
+        }
+
+        #[test]
         fn a_rank_alone_has_nothing_to_do_and_one_outside_is_refused() {
             assert!(program(SlotCall::Dispatch, 1, 0).stage.items.is_empty());
             let outside = StreamProgram::new(SlotCall::Combine, Slots::new(2, 512, 256).unwrap(), 2);
@@ -639,8 +678,8 @@ mod tests {
             let came = Op::Wait { from: 2, flag: Flag::Block, level: FlagValue::Call };
             assert_eq!(ops(&proxied.back), [came, raise(1, 2, Flag::Returned)].map(|op| (2, op)));
             let (operands, slots) = (program.operands(), program.slots());
-            let span = |slot: usize| match operands.table[slot] {
-                Operand::Spans { first, count: 1 } => operands.spans[first as usize],
+            let spans = |slot: usize| match operands.table[slot] {
+                Operand::Spans { first, count } => &operands.spans[first as usize..][..count as usize],
                 other => panic!("{other:?}"),
             };
             let window = |window| PutSource::Window { owner: 1, window };
@@ -652,9 +691,21 @@ mod tests {
                 to_offset,
                 len: 256,
             };
-            assert_eq!(span(5), copy(pool, slots.partial(2), staging, slots.partial(2)));
-            assert_eq!(span(2), copy(staging, slots.partial(2), staging, slots.home(1)));
-            assert_eq!(span(8), copy(staging, slots.home(2), pool, slots.home(2)));
+            assert_eq!(spans(5), [copy(pool, slots.partial(2), staging, slots.partial(2))]);
+            assert_eq!(spans(2), [copy(staging, slots.partial(2), staging, slots.home(1))]);
+            let mark = SpanCopy { len: 16, ..copy(staging, slots.mark(2), pool, slots.mark(2)) };
+            assert_eq!(spans(8), [copy(staging, slots.home(2), pool, slots.home(2)), mark]);
+        }
+
+        #[test]
+        fn refusal_crosses_as_a_mark_with_a_request_of_its_own() {
+            for way in [RowPath::GpuDirect, RowPath::HostStaged] {
+                let refusal = program(way, SlotCall::Refusal);
+                assert_eq!(refusal.proxied().unwrap().request, Flag::Ready);
+                // To one peer of the node, and to one of another or to and from staging.
+                assert_eq!(refusal.spans.len(), if way == RowPath::HostStaged { 3 } else { 2 });
+                assert!(refusal.spans.iter().all(|span| span.len == Slots::MARK_BYTES));
+            }
         }
 
         #[test]

@@ -66,6 +66,8 @@ fn pods_need_73600_tokens_each() {
     near(least_node_tokens(&tpu(), 1.0), 73_440.0, 1e-9);
     near(least_node_tokens(&Devices { flops: 4.6e14, ..tpu() }, 1.0), 73_600.0, 1e-9);
     near(least_node_tokens(&Devices { flops: 4.46e14, ..tpu() }, 1.0), 71_360.0, 1e-9);
+    // The book rounds once more, to 75,000.
+    assert!((71_360.0..75_000.0).contains(&least_node_tokens(&tpu(), 1.0)));
 }
 
 #[test]
@@ -104,6 +106,23 @@ fn links_of_a_switch_are_shared_so_that_both_take_four_times_the_tokens() {
     let (shared, own) = (Mixed::of(&switch, 48_000.0, 64, 32_768), Mixed::of(&tpu(), 48_000.0, 64, 32_768));
     near(shared.least_tokens, 4.0 * 2.0 * own.least_tokens, 1e-9);
     near(shared.data_ways, own.data_ways / 2f64.sqrt(), 1e-9);
+}
+
+/// Ring attention with as many KV heads as query heads, in bf16.
+#[test]
+fn blocks_of_c_tokens_hide_in_4_d_c_squared_operations_from_f_over_b_tokens_on() {
+    let (model, tpu) = (model("llama-2-13b"), tpu());
+    let width = model.kv_width() as f64 / 2.0;
+    let times = |tokens: f64| {
+        let operations = model.flops_per_pair() as f64 * tokens * tokens;
+        near(operations, 2.0 * (2.0 * width * tokens * tokens), 1e-9);
+        [operations / tpu.flops, 2.0 * model.kv_width() as f64 * tokens / tpu.link_rate]
+    };
+    let least = tpu.intensity();
+    let [compute, transfer] = times(least);
+    near(compute, transfer, 1e-9);
+    let [compute, transfer] = times(0.99 * least);
+    assert!(compute < transfer);
 }
 
 #[test]

@@ -2,9 +2,9 @@
 
 use sidelane::Error;
 use sidelane::collective::Communicator;
-use sidelane::error::{CallKind, PlanError};
+use sidelane::error::PlanError;
 
-use crate::check::{alike, at_least_one, has_shape, rows_of};
+use crate::check::{agree, at_least_one, has_shape, rows_of};
 
 /// Sizes of attention, of all ranks together.
 ///
@@ -58,11 +58,14 @@ impl AttentionShape {
 
     /// Refuses a shape that was found wrong on this rank, and compares it with those of the others.
     pub(super) fn agree(self, group: &mut Communicator, found: Result<(), PlanError>) -> Result<(), Error> {
-        found.map_err(|error| group.refuse(CallKind::AllGather, error.into()))?;
-        let AttentionShape { query_heads, kv_heads, head_dim, causal } = self;
-        let heads = [("query heads", query_heads), ("KV heads", kv_heads), ("elements of a head", head_dim)];
-        let [query_heads, kv_heads, head_dim] = heads.map(|(what, count)| (what, count as u64));
-        alike(group, &[query_heads, kv_heads, head_dim, ("causal attention", causal.into())])
+        let settings = found.map(|()| {
+            let AttentionShape { query_heads, kv_heads, head_dim, causal } = self;
+            let heads =
+                [("query heads", query_heads), ("KV heads", kv_heads), ("elements of a head", head_dim)];
+            let heads = heads.into_iter().map(|(what, count)| (what, count as u64));
+            heads.chain([("causal attention", causal.into())]).collect()
+        });
+        agree(group, settings.map_err(Error::from))
     }
 
     /// Tokens of a rank's tensors, which must have as many each.

@@ -57,7 +57,7 @@ impl Work {
             Work::Pass(nth) => ("pass", nth),
             Work::Add(nth) => ("add", nth),
         };
-        NodeLabel { name, chunk }
+        NodeLabel::new(name, chunk)
     }
 }
 
@@ -239,7 +239,7 @@ mod tests {
         for passes in [false, true] {
             let timer = timed(8, passes, |name| if name == "see" { 100 } else { 1 });
             let span = |name, chunk| {
-                let of = NodeLabel { name, chunk };
+                let of = NodeLabel::new(name, chunk);
                 timer.spans().into_iter().find(|span| span.at.work == of).unwrap()
             };
             for nth in 2..8 {

@@ -20,9 +20,8 @@ use sidelane::Error;
 use sidelane::collective::Communicator;
 use sidelane::digest::Digest;
 
-use super::agree::agree;
 use super::error::{CheckpointError, DataError};
-use crate::check::Member;
+use crate::check::{Member, agree};
 
 const MAGIC: [u8; 8] = *b"SLSHARD1";
 /// Elements that are read or written at once.

@@ -14,7 +14,6 @@ use sidelane::error::CallKind;
 use sidelane::overlap::{Graph, HostExecutor, NodeLabel, StreamId};
 
 use super::adam::{Adam, States};
-use super::agree::{agree, digest};
 use super::buckets::{Cut, Layout};
 use super::checkpoint::{Run, Shard, Wanted, load};
 use super::error::DataError;
@@ -22,7 +21,7 @@ use super::memory::{Buffer, Counted, Gauge, MemoryUsage, bytes};
 use super::pass::{add, keep, mean, reason};
 use super::wire_dtype::{Wire, WireDtype};
 use crate::calls::Calls;
-use crate::check::Member;
+use crate::check::{Member, agree, digest, digest_of};
 
 /// State that is cut over the ranks of a group, where each rank has all parameters.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -75,13 +74,12 @@ impl DataParallel {
         adam: Adam,
     ) -> Result<Self, DataError> {
         let settings = layout.check(&parameters).and_then(|()| adam.check()).map(|()| {
-            let of_parameters = parameters.iter().map(|value| value.to_bits().into());
             vec![
                 ("sharding", sharding as u64),
                 ("number of parameters", layout.parameters() as u64),
                 ("digest of sizes and buckets", digest(layout.numbers())),
                 ("digest of Adam's settings", digest(adam.numbers())),
-                ("digest of the parameters", digest(of_parameters)),
+                ("digest of the parameters", digest_of(&parameters)),
             ]
         });
         agree(group, settings)?;
@@ -220,13 +218,13 @@ impl DataParallel {
         let mut backward = Backward::new(self, sums, ready);
         let (mut said, mut means) = (None, Vec::with_capacity(buckets));
         let mut graph = Graph::new();
-        graph.add(StreamId::Compute(0), NodeLabel { name: "backward", chunk: 0 }, &[], |_| {
+        graph.add(StreamId::Compute(0), NodeLabel::new("backward", 0), &[], |_| {
             keep(&mut said, body(&mut backward).and_then(|()| backward.is_complete()))?;
             // The other node ends when no bucket can come any more.
             drop(backward);
             Ok(())
         });
-        graph.add(StreamId::Transfer(0), NodeLabel { name: "reduce", chunk: 0 }, &[], |_| {
+        graph.add(StreamId::Transfer(0), NodeLabel::new("reduce", 0), &[], |_| {
             for bucket in arrivals {
                 pass.call(|group| {
                     let mut sums = self.reduce(group, bucket)?;

@@ -16,7 +16,6 @@ use sidelane::error::CallKind;
 use sidelane::overlap::{Graph, Handoff, HostExecutor, Node, NodeLabel, Run as NodeRun, StreamId};
 
 use super::adam::{Adam, States};
-use super::agree::{agree, digest};
 use super::buckets::{Cut, Layout};
 use super::checkpoint::{Run, Shard, Wanted, load};
 use super::error::DataError;
@@ -24,7 +23,7 @@ use super::memory::{Buffer, Gauge, MemoryUsage, bytes};
 use super::pass::{add, keep, mean, reason};
 use super::wire_dtype::Wire;
 use crate::calls::Calls;
-use crate::check::Member;
+use crate::check::{Member, agree, digest, digest_of};
 
 /// A model whose parameters, gradients and optimizer states are cut over the ranks of a group:
 /// ZeRO-3, or FSDP's full shard. A layer is a bucket of the layout.
@@ -79,13 +78,12 @@ impl FullySharded {
         adam: Adam,
     ) -> Result<Self, DataError> {
         let settings = layout.check(parameters).and_then(|()| adam.check()).map(|()| {
-            let of_parameters = parameters.iter().map(|value| value.to_bits().into());
             vec![
                 ("prefetch", prefetch as u64),
                 ("number of parameters", layout.parameters() as u64),
                 ("digest of sizes and layers", digest(layout.numbers())),
                 ("digest of Adam's settings", digest(adam.numbers())),
-                ("digest of the parameters", digest(of_parameters)),
+                ("digest of the parameters", digest_of(parameters)),
             ]
         });
         agree(group, settings)?;
@@ -170,7 +168,7 @@ impl FullySharded {
                 gathers.push(self.add_gather(&mut graph, step, step, &computed, &turns));
             }
             let Some(layer) = step.checked_sub(self.prefetch) else { continue };
-            let (turns, label) = (&turns, NodeLabel { name: "forward", chunk: layer as u32 });
+            let (turns, label) = (&turns, NodeLabel::new("forward", layer as u32));
             let node = graph.add(StreamId::Compute(0), label, &[gathers[layer]], move |_| {
                 let all = turns.gathered[layer].take()?;
                 turns
@@ -269,7 +267,7 @@ impl FullySharded {
             let Some(nth) = step.checked_sub(prefetch) else { continue };
             let layer = layers - 1 - nth;
             let (model, turns, sums, gradients) = (&*self, &turns, &sums, &of_layers[layer]);
-            let label = |name| NodeLabel { name, chunk: layer as u32 };
+            let label = |name| NodeLabel::new(name, layer as u32);
             let node = graph.add(StreamId::Compute(0), label("backward"), &[gathers[nth]], move |_| {
                 let all = turns.gathered[layer].take()?;
                 let len = model.layout.bucket(layer).len();
@@ -368,7 +366,7 @@ impl FullySharded {
         turns: &'a Turns<'_, '_, B>,
     ) -> Node {
         let dropped = nth.checked_sub(1 + self.prefetch).map(|before| computed[before]);
-        let label = NodeLabel { name: "gather", chunk: layer as u32 };
+        let label = NodeLabel::new("gather", layer as u32);
         graph.add(StreamId::Transfer(0), label, dropped.as_slice(), move |_| {
             let all = turns.pass.with(|pass| self.gather_layer(layer, pass))?;
             turns.gathered[layer].put(all)

@@ -34,7 +34,6 @@
 //! parameter changes, and the next pass works.
 
 mod adam;
-mod agree;
 mod buckets;
 mod checkpoint;
 mod data_parallel;

@@ -37,12 +37,14 @@
 //! warm-up needs `p / 2`, because the last stage runs ahead of the first.
 //!
 //! A [`Pipeline`] carries out a plan: it calls the layers of a rank ([`Stage`]), and sends and
-//! receives by communicators. Passes that overlap are one call of the layers.
+//! receives by communicators. Passes that overlap are one call of the layers. Stages meet behind a
+//! run, which may have several steps ([`Plan::steps`], [`PostValidation`]).
 
 mod dual_pipe;
 mod plan;
 mod plan_replay;
 mod plan_times;
+mod post_validation;
 mod prove;
 mod run;
 mod schedules;
@@ -50,6 +52,7 @@ mod schedules;
 pub use dual_pipe::dual_pipe;
 pub use plan::{Compute, Direction, Pass, Plan, Route, Shape, Step, Tensor, Transfer};
 pub use plan_times::{Costs, Span, Timeline};
+pub use post_validation::{OptimizedStage, PostValidation, Update};
 pub use prove::{Peak, Proof};
 pub use run::{BackwardCall, ForwardCall, Pipeline, Stage};
 pub use schedules::{Schedule, WarmUp};

@@ -273,6 +273,47 @@ impl Plan {
         Plan::new(shape, (0..).zip(stages).map(complete).collect())
     }
 
+    /// So many steps one behind another, without a meeting between them: a stage begins the next
+    /// one when its own passes of the last have ended. Microbatch `i` of step `k` is number `k m +
+    /// i`, with `m` microbatches in a step. Messages are those of [`with_messages`].
+    ///
+    /// [`with_messages`]: Plan::with_messages
+    ///
+    /// ```
+    /// use sidelane_parallel::pipeline::{Costs, Schedule};
+    ///
+    /// let (step, costs) = (Schedule::ZeroBubbleH2.plan(3, 5)?, Costs::new(1, 1, 1));
+    /// assert_eq!(step.time(2, costs)?.time(), 17);
+    /// assert_eq!(step.steps(4)?.time(2, costs)?.time(), 4 * 15 + 2);
+    /// # Ok::<(), sidelane_parallel::PipelineError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`PipelineError::None`] for no step, [`PipelineError::TooMany`] for too many.
+    pub fn steps(&self, steps: u32) -> Result<Plan, PipelineError> {
+        let of_step = self.shape.microbatches;
+        let shape = Shape { microbatches: of_step.saturating_mul(steps), ..self.shape };
+        if steps == 0 {
+            return Err(PipelineError::None { what: "step" });
+        }
+        shape.check()?;
+        let later = |of: Compute, nth| Compute { microbatch: nth * of_step + of.microbatch, ..of };
+        let repeated = |own: &Vec<Step>| {
+            let step = |nth| {
+                own.iter().filter_map(move |step| match *step {
+                    Step::Compute(compute) => Some(Step::Compute(later(compute, nth))),
+                    Step::Overlap { forward, backward } => {
+                        Some(Step::Overlap { forward: later(forward, nth), backward: later(backward, nth) })
+                    }
+                    Step::Transfer(_) => None,
+                })
+            };
+            (0..steps).flat_map(step).collect()
+        };
+        let plan = Plan::with_messages(shape, self.stages.iter().map(repeated).collect())?;
+        Ok(plan.recompute(self.recompute))
+    }
+
     /// With full activation recomputation: a stage keeps the inputs of a forward pass alone, and
     /// repeats the pass before it computes the gradients of inputs.
     pub fn recompute(mut self, recompute: bool) -> Plan {

@@ -210,8 +210,7 @@ impl<E: Float> Pipeline<E> {
     /// is no room for the windows; [`PipelineError::Elsewhere`] if another rank has none.
     pub fn new(group: &Group, plan: &Plan, elements: usize) -> Result<Pipeline<E>, PipelineError> {
         let (own, stage) = (Settings::of::<E>(plan, group.size(), elements), group.rank());
-        let chunk = LEAST_SLOT * u64::from(group.size());
-        let mut verdicts = Communicator::builder(group).chunk(chunk).build()?;
+        let mut verdicts = verdicts(group)?;
         let own = own.inspect_err(|_| {
             verdicts.refuse(CallKind::AllGather, PlanError::RefusedHere.into());
         })?;
@@ -472,8 +471,13 @@ impl<E: Float, S: Stage<E>> StageRun<'_, E, S> {
     }
 }
 
+/// A communicator of all stages, for a few bytes.
+pub(super) fn verdicts(group: &Group) -> Result<Communicator, Error> {
+    Communicator::builder(group).chunk(LEAST_SLOT * u64::from(group.size())).build()
+}
+
 /// The first stage of all that has failed. Collective.
-fn first_of(verdicts: &mut Communicator, failed: bool) -> Result<Option<u32>, Error> {
+pub(super) fn first_of(verdicts: &mut Communicator, failed: bool) -> Result<Option<u32>, Error> {
     let mut all = vec![0; verdicts.size() as usize];
     verdicts.all_gather(&[u8::from(failed)], &mut all)?;
     Ok((0..).zip(all).find_map(|(stage, failed)| (failed != 0).then_some(stage)))

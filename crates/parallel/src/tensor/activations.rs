@@ -56,9 +56,13 @@ impl Activations {
         }
     }
 
+    pub(super) fn is_sequence_parallel(self) -> bool {
+        self == Activations::SequenceParallel
+    }
+
     /// The call that [`gather`](Activations::gather) makes, if any.
     pub(super) fn gather_call(self) -> Option<CallKind> {
-        (self == Activations::SequenceParallel).then_some(CallKind::AllGather)
+        self.is_sequence_parallel().then_some(CallKind::AllGather)
     }
 
     /// The call that [`reduce`](Activations::reduce) makes.

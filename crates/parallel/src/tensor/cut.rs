@@ -1,7 +1,10 @@
-//! Parts of whole weights and rows, for ranks that read them from one file.
+//! Parts of whole weights and rows, and whole rows of the parts of all ranks.
 
-use sidelane::error::PlanError;
+use sidelane::collective::Communicator;
+use sidelane::error::{CallKind, PlanError};
+use sidelane::{Element, Error};
 
+use super::activations::refuse;
 use crate::check::{at_least_one, part_of, rows_of};
 
 /// Part `part` of `parts` of the rows of a matrix, where it lies. So column parallel layers,
@@ -25,7 +28,8 @@ pub fn cut_rows<T>(whole: &[T], columns: usize, (part, parts): (u32, u32)) -> Re
     Ok(&whole[part as usize * each..][..each])
 }
 
-/// Part `part` of `parts` of the columns of a matrix. So row parallel layers are cut.
+/// Part `part` of `parts` of the columns of a matrix. So row parallel layers are cut, and whole
+/// rows for them (Megatron's `input_is_parallel=False`). The gradient of [`gather_columns`].
 ///
 /// # Errors
 /// As [`cut_rows`].
@@ -39,4 +43,47 @@ pub fn cut_columns<T: Copy>(
     let each = part_of("columns", columns, (part, parts))?;
     let rows = whole.chunks_exact(columns);
     Ok(rows.flat_map(|row| &row[part as usize * each..][..each]).copied().collect())
+}
+
+/// Whole rows, `[T, columns]`, of which each rank has `[T, columns / ranks]`: of the outputs of a
+/// column parallel layer (Megatron's `gather_output`). The gradient of [`cut_columns`]. Collective.
+///
+/// ```
+/// use sidelane::{World, collective::Communicator};
+/// use sidelane_parallel::tensor::{cut_columns, gather_columns};
+///
+/// let ranks = World::threads(2)?.into_iter().map(|world| {
+///     std::thread::spawn(move || -> sidelane::Result<()> {
+///         let mut group = Communicator::builder(&world.all()?).build()?;
+///         let rows = [1.0, 2.0, 3.0, 4.0];                       // [2, 2]
+///         let own = cut_columns(&rows, 2, (world.rank(), 2))?;
+///         assert_eq!(own, [[1.0, 3.0], [2.0, 4.0]][world.rank() as usize]);
+///         assert_eq!(gather_columns(&mut group, &own, 2)?, rows);
+///         Ok(())
+///     })
+/// });
+/// for rank in ranks.collect::<Vec<_>>() {
+///     rank.join().unwrap()?;
+/// }
+/// # Ok::<(), sidelane::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`cut_rows`] and [`Communicator::all_gather`].
+pub fn gather_columns<E: Element>(
+    group: &mut Communicator,
+    own: &[E],
+    columns: usize,
+) -> Result<Vec<E>, Error> {
+    let ranks = group.size() as usize;
+    let checked = at_least_one("columns", columns).and_then(|()| {
+        let each = part_of("columns", columns, (group.rank(), group.size()))?;
+        Ok((each, rows_of("columns of a rank", own.len(), each)?))
+    });
+    let (each, rows) = checked.map_err(|error| refuse(group, Some(CallKind::AllGather), error))?;
+    let mut parts = vec![E::zeroed(); ranks * own.len()];
+    group.all_gather(own, &mut parts)?;
+    let row =
+        |row| (0..ranks).flat_map(move |rank| (rank * rows + row) * each..(rank * rows + row + 1) * each);
+    Ok((0..rows).flat_map(row).map(|at| parts[at]).collect())
 }

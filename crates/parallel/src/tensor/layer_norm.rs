@@ -23,7 +23,7 @@ use sidelane::collective::Communicator;
 use sidelane::error::{CallKind, PlanError};
 
 use super::activations::{Activations, refuse};
-use crate::check::{at_least_one, has_ranks, has_shape, rows_of};
+use crate::check::{agreed, at_least_one, digest_of, has_ranks, has_shape, rows_of};
 use crate::float::Float;
 
 /// Layer norm whose scale and bias each rank has.
@@ -35,7 +35,7 @@ use crate::float::Float;
 /// let ranks = World::threads(2)?.into_iter().map(|world| {
 ///     std::thread::spawn(move || -> sidelane::Result<()> {
 ///         let mut group = Communicator::builder(&world.all()?).build()?;
-///         let norm = LayerNorm::new(&group, Activations::SequenceParallel, 0.0, vec![1.0; 2], vec![5.0; 2])?;
+///         let norm = LayerNorm::new(&mut group, Activations::SequenceParallel, 0.0, vec![1.0; 2], vec![5.0; 2])?;
 ///         let x = [[1.0, 3.0], [4.0, 0.0]][world.rank() as usize];               // a token of each rank
 ///         assert_eq!(norm.forward(&x)?, [[4.0, 6.0], [6.0, 4.0]][world.rank() as usize]);
 ///         let of = norm.backward(&mut group, &x, &[1.0, 2.0])?;
@@ -90,22 +90,32 @@ impl Normal {
 
 impl LayerNorm {
     /// Layer norm of rows of `scale.len()` elements. `epsilon` is added to the variance. `scale`
-    /// and `bias` are the same on all ranks.
+    /// and `bias` are the same on all ranks. Collective: ranks compare all that they give.
     ///
     /// # Errors
     /// [`PlanError::BadParameter`] for rows without elements, [`PlanError::WrongShape`] for a bias
-    /// of another length.
+    /// of another length, and [`PeerRefused`](sidelane::error::CallError::PeerRefused) on the other
+    /// ranks; [`ConfigsDiffer`](sidelane::error::CallError::ConfigsDiffer).
     pub fn new(
-        group: &Communicator,
+        group: &mut Communicator,
         activations: Activations,
         epsilon: f32,
         scale: Vec<f32>,
         bias: Vec<f32>,
-    ) -> Result<Self, PlanError> {
-        at_least_one("elements of a row", scale.len())?;
-        has_shape("bias", bias.len(), 1, scale.len())?;
+    ) -> Result<Self, Error> {
         let ranks = group.size() as usize;
-        Ok(LayerNorm { ranks, activations, epsilon, scale, bias, rows: PhantomData })
+        let made = at_least_one("elements of a row", scale.len())
+            .and_then(|()| has_shape("bias", bias.len(), 1, scale.len()))
+            .map(|()| LayerNorm { ranks, activations, epsilon, scale, bias, rows: PhantomData });
+        agreed(group, made, |norm| {
+            vec![
+                ("elements of a row", norm.scale.len() as u64),
+                ("sequence parallel activations", norm.activations.is_sequence_parallel().into()),
+                ("bits of epsilon", norm.epsilon.to_bits().into()),
+                ("digest of the scale", digest_of(&norm.scale)),
+                ("digest of the bias", digest_of(&norm.bias)),
+            ]
+        })
     }
 }
 
@@ -145,7 +155,7 @@ impl<E: Float> LayerNorm<E> {
         of_output: &[E],
     ) -> Result<LayerNormGradients<E>, Error> {
         let width = self.scale.len();
-        let sums = self.activations == Activations::SequenceParallel;
+        let sums = self.activations.is_sequence_parallel();
         let checked = has_ranks(group, self.ranks).and_then(|()| {
             let tokens = rows_of("rows of a layer norm", x.len(), width)?;
             has_shape("gradients of outputs", of_output.len(), tokens, width)

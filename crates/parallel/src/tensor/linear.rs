@@ -26,7 +26,7 @@ use sidelane::rows::{Matrix, product};
 
 use super::activations::{Activations, refuse};
 use super::overlap::{LinearPass, Pass, Rows, first_call};
-use crate::check::{at_least_one, has_ranks, has_shape, part_of, rows_of};
+use crate::check::{Settings, agreed, at_least_one, digest_of, has_ranks, has_shape, part_of, rows_of};
 use crate::float::Float;
 
 /// A plan has a few steps for each chunk, and a chunk pays with hundreds of tokens.
@@ -93,23 +93,46 @@ fn of_weights(x: &[f32], of_output: &[f32], (inputs, outputs): (usize, usize), b
 /// Gradients of a rank's weights and bias.
 type OfWeights = (Vec<f32>, Option<Vec<f32>>);
 
+/// How weights are cut.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Cut {
+    /// In a column parallel layer. The bias is cut with them.
+    Rows,
+    /// In a row parallel layer. All ranks have the bias.
+    Columns,
+}
+
 /// The part of a layer that a rank holds, and its products.
 #[derive(Clone, Debug)]
-struct Part {
-    inputs: usize,
-    outputs: usize,
-    ranks: usize,
-    activations: Activations,
-    weight: Vec<f32>,
-    bias: Option<Vec<f32>>,
+pub(super) struct Part {
+    pub inputs: usize,
+    pub outputs: usize,
+    pub ranks: usize,
+    pub activations: Activations,
+    pub weight: Vec<f32>,
+    pub bias: Option<Vec<f32>>,
 }
 
 impl Part {
-    fn check(&self) -> Result<(), PlanError> {
+    fn checked(self) -> Result<Part, PlanError> {
         at_least_one("inputs", self.inputs)?;
         at_least_one("outputs", self.outputs)?;
         has_shape("weights", self.weight.len(), self.outputs, self.inputs)?;
-        self.bias.as_ref().map_or(Ok(()), |bias| has_shape("bias", bias.len(), 1, self.outputs))
+        self.bias.as_ref().map_or(Ok(()), |bias| has_shape("bias", bias.len(), 1, self.outputs))?;
+        Ok(self)
+    }
+
+    /// What ranks must have alike.
+    fn settings(&self, cut: Cut, shape: LinearShape) -> Settings {
+        let whole_bias = self.bias.as_deref().filter(|_| cut == Cut::Columns);
+        vec![
+            ("column parallel layer", (cut == Cut::Rows).into()),
+            ("inputs", shape.inputs as u64),
+            ("outputs", shape.outputs as u64),
+            ("sequence parallel activations", self.activations.is_sequence_parallel().into()),
+            ("bias", self.bias.is_some().into()),
+            ("digest of the bias", whole_bias.map_or(0, digest_of)),
+        ]
     }
 
     /// The weights as factors of products with rows of these elements.
@@ -191,9 +214,9 @@ fn whole() -> (TokenChunks, HostExecutor<'static>) {
 ///     std::thread::spawn(move || -> sidelane::Result<()> {
 ///         let mut group = Communicator::builder(&world.all()?).build()?;
 ///         let (up, down) = (LinearShape { inputs: 2, outputs: 4 }, LinearShape { inputs: 4, outputs: 2 });
-///         let up = ColumnParallelLinear::new(&group, up, Activations::Replicated, vec![0.5; 4], None)?;
+///         let up = ColumnParallelLinear::new(&mut group, up, Activations::Replicated, vec![0.5; 4], None)?;
 ///         let down =
-///             RowParallelLinear::new(&group, down, Activations::Replicated, vec![1.0; 4], Some(vec![0.0, 1.0]))?;
+///             RowParallelLinear::new(&mut group, down, Activations::Replicated, vec![1.0; 4], Some(vec![0.0, 1.0]))?;
 ///         let x = [1.0, 3.0];                                  // one token, on both ranks
 ///         let h = up.forward(&mut group, &x)?;                 // two of four values on each
 ///         assert_eq!(h, [2.0, 2.0]);
@@ -210,27 +233,29 @@ fn whole() -> (TokenChunks, HostExecutor<'static>) {
 /// # Ok::<(), sidelane::Error>(())
 /// ```
 #[derive(Clone, Debug)]
-pub struct ColumnParallelLinear<E = f32>(Part, PhantomData<E>);
+pub struct ColumnParallelLinear<E = f32>(pub(super) Part, pub(super) PhantomData<E>);
 
 impl ColumnParallelLinear {
     /// This rank's part: `weight` is `[outputs / ranks, inputs]`, `bias` `[outputs / ranks]`. See
-    /// [`cut_rows`](super::cut_rows).
+    /// [`cut_rows`](super::cut_rows). Collective: ranks compare shapes and activations.
     ///
     /// # Errors
     /// [`PlanError::WrongShape`] for weights of another length, [`PlanError::BadParameter`] if the
-    /// outputs do not make equal parts.
+    /// outputs do not make equal parts, and
+    /// [`PeerRefused`](sidelane::error::CallError::PeerRefused) on the other ranks;
+    /// [`ConfigsDiffer`](sidelane::error::CallError::ConfigsDiffer).
     pub fn new(
-        group: &Communicator,
+        group: &mut Communicator,
         shape: LinearShape,
         activations: Activations,
         weight: Vec<f32>,
         bias: Option<Vec<f32>>,
-    ) -> Result<Self, PlanError> {
+    ) -> Result<Self, Error> {
         let LinearShape { inputs, outputs } = shape;
-        let outputs = part_of("outputs", outputs, (group.rank(), group.size()))?;
         let ranks = group.size() as usize;
-        let part = Part { inputs, outputs, ranks, activations, weight, bias };
-        part.check()?;
+        let part = part_of("outputs", outputs, (group.rank(), group.size()))
+            .and_then(|outputs| Part { inputs, outputs, ranks, activations, weight, bias }.checked());
+        let part = agreed(group, part, |part| part.settings(Cut::Rows, shape))?;
         Ok(ColumnParallelLinear(part, PhantomData))
     }
 }
@@ -410,21 +435,22 @@ pub struct RowParallelLinear<E = f32>(Part, PhantomData<E>);
 impl RowParallelLinear {
     /// This rank's part: `weight` is `[outputs, inputs / ranks]`, see
     /// [`cut_columns`](super::cut_columns); `bias` is `[outputs]`, the same on all ranks.
+    /// Collective: ranks compare shapes, activations and the bias.
     ///
     /// # Errors
     /// As [`ColumnParallelLinear::new`], for inputs that do not make equal parts.
     pub fn new(
-        group: &Communicator,
+        group: &mut Communicator,
         shape: LinearShape,
         activations: Activations,
         weight: Vec<f32>,
         bias: Option<Vec<f32>>,
-    ) -> Result<Self, PlanError> {
+    ) -> Result<Self, Error> {
         let LinearShape { inputs, outputs } = shape;
-        let inputs = part_of("inputs", inputs, (group.rank(), group.size()))?;
         let ranks = group.size() as usize;
-        let part = Part { inputs, outputs, ranks, activations, weight, bias };
-        part.check()?;
+        let part = part_of("inputs", inputs, (group.rank(), group.size()))
+            .and_then(|inputs| Part { inputs, outputs, ranks, activations, weight, bias }.checked());
+        let part = agreed(group, part, |part| part.settings(Cut::Columns, shape))?;
         Ok(RowParallelLinear(part, PhantomData))
     }
 }

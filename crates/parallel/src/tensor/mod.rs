@@ -28,6 +28,11 @@
 //! The one sums the gradients of its scale and bias over the ranks, the other makes the choices of
 //! the whole tensor.
 //!
+//! An output layer may have the weights of the embedding
+//! ([`VocabularyParallelEmbedding::output`]), also where the two are on different stages of a
+//! pipeline ([`TiedWeights`]). [`gather_columns`] and [`cut_columns`] lead from cut rows to whole
+//! ones and back.
+//!
 //! [`overlap`] has the plans by which sequence parallel layers compute next to their transfers.
 //!
 //! **Bits.** Sums over ranks are by ascending rank from +0
@@ -42,9 +47,9 @@
 //! gradients are bf16, each rounded once from sums in `f32`. Weights and their gradients stay
 //! `f32`.
 //!
-//! **Errors.** A rank whose arguments are wrong says so to the others before anything moves, if the
-//! call communicates: they get [`PeerRefused`](sidelane::error::CallError::PeerRefused), and the
-//! next call works.
+//! **Errors.** Ranks compare settings when they make a layer with a group. A rank whose arguments
+//! are wrong says so to the others before anything moves, if the call communicates: they get
+//! [`PeerRefused`](sidelane::error::CallError::PeerRefused), and the next call works.
 
 mod activations;
 mod cross_entropy;
@@ -54,11 +59,13 @@ mod embedding;
 mod layer_norm;
 mod linear;
 pub mod overlap;
+mod tied;
 
 pub use activations::Activations;
 pub use cross_entropy::{CrossEntropyTape, VocabularyParallelCrossEntropy};
-pub use cut::{cut_columns, cut_rows};
+pub use cut::{cut_columns, cut_rows, gather_columns};
 pub use dropout::Dropout;
 pub use embedding::VocabularyParallelEmbedding;
 pub use layer_norm::{LayerNorm, LayerNormGradients};
 pub use linear::{ColumnParallelLinear, DelayedWeights, LinearGradients, LinearShape, RowParallelLinear};
+pub use tied::TiedWeights;

@@ -5,6 +5,7 @@
 
 use serde::{Deserialize, Serialize};
 use sidelane::Dtype;
+use sidelane::device::Priority;
 use sidelane::dtype::PartialDtype;
 use sidelane::ep::{CallExecutor, Feature, Graphs};
 use sidelane::error::PlanError;
@@ -12,7 +13,7 @@ use sidelane::plan::{ExpertMap, Overflow, ReceiveMode, RowLayout, Strategy, SumO
 use sidelane::topology::Route;
 use sidelane_verify::reference;
 
-use crate::ep_settings::Settings;
+use crate::ep_settings::{OfDevice, Settings};
 
 /// Place and mode to which a case adds its settings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -87,6 +88,14 @@ pub enum Setting {
     Weighted,
     /// Some experts at several ranks, one rank without any.
     Replicas,
+    /// Dispatches that may be alive at once.
+    MaxInFlight(u32),
+    /// Bytes of the device heap.
+    DeviceHeap(u64),
+    /// Priority of copies.
+    CopyPriority(Priority),
+    /// Blocks of each kernel.
+    MaxBlocks(u32),
 }
 
 /// Call of all ranks of a group. A number names the dispatch that it follows, the first
@@ -224,7 +233,7 @@ impl Case {
                 (case.layout, case.order) = (RowLayout::RankMajor, SumOrder::Rank);
             }
         }
-        let mut fp8 = false;
+        let (mut fp8, mut device) = (false, OfDevice::default());
         for &setting in self.settings {
             match setting {
                 Setting::Layout(layout) => case.layout = layout,
@@ -239,9 +248,13 @@ impl Case {
                 Setting::Fp8 => fp8 = true,
                 Setting::Weighted => case.weighted = true,
                 Setting::Replicas => case.map = replicated(self.experts, ranks)?,
+                Setting::MaxInFlight(dispatches) => device.max_in_flight = Some(dispatches),
+                Setting::DeviceHeap(bytes) => device.device_heap = Some(bytes),
+                Setting::CopyPriority(priority) => device.priority = Some(priority),
+                Setting::MaxBlocks(blocks) => device.max_blocks = Some(blocks),
             }
         }
-        Ok(Settings { case, dtype: self.dtype, max_tokens, fp8, graphs })
+        Ok(Settings { case, dtype: self.dtype, max_tokens, fp8, graphs, device })
     }
 
     /// The first feature that it asks for and this executor lacks: settings at build, then calls.
@@ -260,7 +273,7 @@ impl Settings {
             Feature::ExpertMajor => case.layout == RowLayout::ExpertMajor,
             Feature::RankMajor => case.layout == RowLayout::RankMajor,
             Feature::Budget => case.mode.budget().is_some(),
-            Feature::ScarceSlots => case.mode.slots().is_some_and(|rows| rows < self.max_tokens),
+            Feature::ScarceSlots => case.mode.slots().is_some_and(|rows| rows != self.max_tokens),
             Feature::OrderExpert => case.order == SumOrder::Expert && case.layout == RowLayout::ExpertMajor,
             Feature::OrderRank => case.order == SumOrder::Rank,
             Feature::OrderNode => case.order == SumOrder::Node,
@@ -270,7 +283,13 @@ impl Settings {
             Feature::Spans => case.spans,
             Feature::AllGather => case.strategy == Strategy::AllGather,
             Feature::Fp8 => self.fp8,
+            Feature::Bytes => self.dtype == Dtype::Bytes,
             Feature::WeightedCombine => case.weighted,
+            Feature::MaxInFlight => self.device.max_in_flight.is_some(),
+            Feature::DeviceHeap => self.device.device_heap.is_some(),
+            Feature::Priority => self.device.priority.is_some(),
+            Feature::MaxBlocks => self.device.max_blocks.is_some(),
+            Feature::Capture => self.graphs != Graphs::Off,
             _ => false,
         };
         Feature::ALL.into_iter().filter(asks).collect()

@@ -2,17 +2,18 @@
 //! all.
 
 use serde::{Deserialize, Serialize};
+use sidelane::dtype::with_element;
 use sidelane::ep::{CallExecutor, Feature};
 use sidelane::error::PlanError;
 use sidelane::{Error, World};
 use sidelane_verify::reference::Real;
 
+use crate::TestError;
 use crate::conformance::case::{Case, Way};
 use crate::conformance::rank_calls::RankCalls;
 use crate::conformance::suite::SUITE;
 use crate::conformance::tensors::{Device, Memory};
 use crate::difference::Difference;
-use crate::{TestError, with_element};
 
 /// Memory of a device that every run of the suite fits in.
 pub const MEMORY: Memory = Memory { tensors: 8 << 20, staging: 1 << 20, heap: 4 << 20 };
@@ -70,7 +71,7 @@ impl Run {
     /// Plays it at this rank, which is one of its group.
     pub fn carry_out(self, seed: u64, world: &World, device: Option<&Device>) -> Line {
         let device = device.filter(|_| self.way.is_on_device());
-        with_element!(self.case().dtype, carry_out(self, seed, world, device))
+        carry_out(self, seed, world, device)
     }
 
     /// The runs that a job of these ranks has finished, by the lines of each rank, and the one that
@@ -95,10 +96,11 @@ impl Run {
     }
 }
 
-fn carry_out<E: Real>(run: Run, seed: u64, world: &World, device: Option<&Device>) -> Line {
+fn carry_out(run: Run, seed: u64, world: &World, device: Option<&Device>) -> Line {
     let (case, mut executor) = (run.case(), None);
     let mut found = Vec::new();
-    let played = calls::<E>(&run, seed, world, device, &mut executor, &mut found);
+    let played =
+        with_element!(case.dtype, E => calls::<E>(&run, seed, world, device, &mut executor, &mut found));
     let me = case.group.iter().position(|&rank| rank == world.rank()).unwrap_or(0) as u32;
     let refused = match &played {
         Err(TestError::Library(Error::Plan(PlanError::NotAvailable { feature, executor: name, .. }))) => {

@@ -6,11 +6,13 @@
 //! before the first call and keeps it until the last.
 
 use half::bf16;
+use sidelane::dtype::with_element;
 use sidelane::ep::Feature;
 use sidelane::plan::Overflow;
 use sidelane::{Dtype, World};
 use sidelane_verify::reference::{self, Real};
 
+use crate::TestError;
 use crate::conformance::case::{Call, Case, Setting, Way};
 use crate::conformance::rank_calls::{RankCalls, experts_copy};
 use crate::conformance::tensors::{Device, Memory};
@@ -18,7 +20,6 @@ use crate::difference::Difference;
 use crate::ep_settings::Settings;
 use crate::machines::Machines;
 use crate::timing::stats::Laps;
-use crate::{TestError, with_element};
 
 /// Four layers.
 const LAYERS: &[Call] = &[
@@ -161,7 +162,7 @@ impl LayerCase {
         world: &World,
         device: u32,
     ) -> Result<Result<String, Difference>, TestError> {
-        with_element!(self.case.dtype, calls(self, nodes, world, device))
+        with_element!(self.case.dtype, E => calls::<E>(self, nodes, world, device))
     }
 }
 

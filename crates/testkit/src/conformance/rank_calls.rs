@@ -11,7 +11,7 @@ use sidelane::dtype::Dtype;
 use sidelane::ep::{
     CallExecutor, Choices, ExpertOutput, ExpertRows, Graphs, Handle, PendingDispatch, Tensor,
 };
-use sidelane::error::{CallError, KernelFault, PlanError};
+use sidelane::error::{CallError, DeviceError, KernelFault, PlanError};
 use sidelane::gate::Routing;
 use sidelane::plan::RowLayout;
 use sidelane::rows::Stores;
@@ -23,7 +23,7 @@ use crate::conformance::case::{Bad, Call, reversed};
 use crate::conformance::tensors::{Buffer, Device, Place};
 use crate::device::whole;
 use crate::difference::{Difference, compare, compare_list};
-use crate::ep_settings::Settings;
+use crate::ep_settings::{OfDevice, Settings};
 use crate::expected::Landing;
 
 /// Dispatches that may be alive there.
@@ -46,6 +46,8 @@ pub struct RankCalls<'r, E> {
     /// Tensors so far: each has another number, and other elements.
     tensors: u32,
     alive: Vec<Rc<Alive<E>>>,
+    /// What kernels found in the last call that they refused, as they should.
+    refused: Option<KernelFault>,
     /// Differences so far.
     pub found: Vec<Difference>,
 }
@@ -59,16 +61,18 @@ impl<'r, E: Real> RankCalls<'r, E> {
         (seed, part): (u64, u64),
     ) -> Result<Self, TestError> {
         let place = Place::new(device, part);
-        let mut builder = settings.builder(group)?;
+        let mut builder = settings.builder(group);
         if let (Some(device), Some(stream)) = (device, place.stream()) {
             builder = builder.on(stream);
             if settings.case.mode.slots().is_none() && settings.graphs == Graphs::Off {
-                builder = builder.device_heap(device.heap).max_in_flight(MAX_IN_FLIGHT);
+                let OfDevice { max_in_flight, device_heap, .. } = settings.device;
+                builder = builder.device_heap(device_heap.unwrap_or(device.heap));
+                builder = builder.max_in_flight(max_in_flight.unwrap_or(MAX_IN_FLIGHT));
             }
         }
         let (ep, settings) = (builder.build()?, settings.clone());
-        let (alive, found) = (Vec::new(), Vec::new());
-        Ok(RankCalls { settings, group, ep, place, seed, dispatches: 0, tensors: 0, alive, found })
+        let (alive, refused, found) = (Vec::new(), None, Vec::new());
+        Ok(RankCalls { settings, group, ep, place, seed, dispatches: 0, tensors: 0, alive, refused, found })
     }
 
     /// Number of dispatches, and the requests of the last one that is alive.
@@ -82,7 +86,7 @@ impl<'r, E: Real> RankCalls<'r, E> {
         ))
     }
 
-    /// Whether sizes stay on the device: then a handle knows nothing, and ranks agree on nothing.
+    /// Whether sizes stay on the device: then a handle knows nothing, and hosts agree on nothing.
     fn sizes_stay(&self) -> bool {
         self.ep.executor() == CallExecutor::ConstantProgram
     }
@@ -130,8 +134,11 @@ impl<'r, E: Real> RankCalls<'r, E> {
 
     /// Waits for all calls, and says how they went.
     pub fn end(&self) -> Result<(), TestError> {
-        self.ep.synchronize()?;
-        Ok(self.ep.check()?)
+        match self.ep.synchronize() {
+            // That of the last call, by its kernels.
+            Err(Error::Device(DeviceError::Fault { fault, .. })) if Some(fault) == self.refused => Ok(()),
+            ended => Ok(ended.and_then(|()| self.ep.check())?),
+        }
     }
 
     fn me(&self) -> usize {
@@ -296,15 +303,11 @@ impl<'r, E: Real> RankCalls<'r, E> {
         Ok(())
     }
 
-    /// One member's bad input is an error at all ranks; in slots on a device at that one alone,
-    /// which makes the call again.
+    /// One member's bad input is an error at all ranks; in slots on a device streams find it, but
+    /// for what the member itself sees.
     fn refused(&mut self, bad: Bad) -> Result<(), TestError> {
-        let alone = self.sizes_stay();
         let is_bad = self.ep.rank() == BAD_MEMBER;
         let mut reference = self.input();
-        if alone && !is_bad {
-            return Ok(());
-        }
         let me = self.me();
         let mut x = self.settings.sent(&reference.all[me].x)?;
         if is_bad {
@@ -314,7 +317,16 @@ impl<'r, E: Real> RankCalls<'r, E> {
             }
         }
         let seen = self.with_input(&x, &reference.all[me], |ep, x, choices| ep.dispatch(x, choices))?;
-        let seen = seen.map(drop);
+        let seen = match seen {
+            Ok((_, handle)) if self.sizes_stay() => {
+                let fault = match bad {
+                    Bad::Expert if is_bad => KernelFault::ExpertOutOfRange { token: 0 },
+                    _ => KernelFault::Refused { rank: BAD_MEMBER },
+                };
+                return self.refused_by_kernels(&handle, Some(fault), reference.all[me].x.len());
+            }
+            seen => seen.map(drop),
+        };
         let (right, expected) = match (&seen, bad) {
             (Err(Error::Plan(PlanError::WrongShape { .. })), Bad::Shape) => (is_bad, "a wrong shape"),
             (Err(Error::Plan(PlanError::ExpertOutOfRange { .. })), Bad::Expert) => {
@@ -336,7 +348,8 @@ impl<'r, E: Real> RankCalls<'r, E> {
         let call = |ep: &mut ExpertParallel, x: Tensor<'_>, choices: Choices<'_>| ep.dispatch(x, choices);
         let seen = match self.with_input(&self.settings.sent(&tokens.x)?, tokens, call)? {
             Ok((_, handle)) if self.sizes_stay() => {
-                return self.over_budget_by_kernels(&handle, needs.map(|(rank, _)| rank), tokens.x.len());
+                let fault = needs.map(|(rank, _)| KernelFault::OverBudget { rank });
+                return self.refused_by_kernels(&handle, fault, tokens.x.len());
             }
             seen => seen.map(drop),
         };
@@ -350,19 +363,19 @@ impl<'r, E: Real> RankCalls<'r, E> {
         Ok(())
     }
 
-    /// The stream alone finds that a rank is over its budget, and sums that are zeros.
-    fn over_budget_by_kernels(
+    /// The stream alone finds why a call is refused, and sums that are zeros.
+    fn refused_by_kernels(
         &mut self,
         handle: &Handle,
-        over: Option<u32>,
+        expected: Option<KernelFault>,
         sums: usize,
     ) -> Result<(), TestError> {
         let status: Vec<u32> = bytemuck::pod_collect_to_vec(&self.place.read(&handle.status()?)?);
-        let expected = over.map(|rank| KernelFault::OverBudget { rank });
         let seen = status.first().and_then(|&status| KernelFault::of(status));
+        self.refused = expected;
         if seen != expected {
             let [expected, seen] = [expected, seen].map(|fault| format!("{fault:?}"));
-            self.found.push(Difference::outcome(self.ep.rank(), "status over budget", expected, seen));
+            self.found.push(Difference::outcome(self.ep.rank(), "status of a refused call", expected, seen));
         }
         let mut out = self.place.room(sums * E::DTYPE.size())?;
         self.ep.combine_into(handle.output()?, handle, out.tensor_mut(E::DTYPE))?;
@@ -526,12 +539,11 @@ impl<'r, E: Real> RankCalls<'r, E> {
             None => {
                 let mut weights = self.place.read(&rows.weights()?)?;
                 weights.truncate(self.rows_seen(alive) * words * 4);
-                match reference.case.layout {
-                    RowLayout::RankMajor => (weights, self.place.read(rows.experts()?)?),
-                    RowLayout::ExpertMajor => {
-                        experts.clear();
-                        (weights, Vec::new())
-                    }
+                if reference.case.layout.is_per_rank() {
+                    (weights, self.place.read(rows.experts()?)?)
+                } else {
+                    experts.clear();
+                    (weights, Vec::new())
                 }
             }
             Some(shape) => {
@@ -555,9 +567,10 @@ impl<'r, E: Real> RankCalls<'r, E> {
         if on_device && rows.slots().is_none() {
             let seen: Vec<i64> = bytemuck::pod_collect_to_vec(&self.place.read(&rows.counts()?)?);
             let per_expert = &reference.seen.per_expert[*me][..];
-            let expected = match reference.case.layout {
-                RowLayout::ExpertMajor => [per_expert, &reference.seen.padded[*me]].concat(),
-                RowLayout::RankMajor => per_expert.to_vec(),
+            // Where rows are per rank, pads lie behind all experts.
+            let expected = match reference.case.layout.is_per_rank() {
+                true => per_expert.to_vec(),
+                false => [per_expert, &reference.seen.padded[*me]].concat(),
             };
             self.compare_list("counts on the device", per_expert.len(), &seen, &expected);
         }

@@ -1,6 +1,7 @@
 //! The suite: lines of data, by the features of the table. A new case is a new line.
 
 use sidelane::Dtype;
+use sidelane::device::Priority;
 use sidelane::dtype::PartialDtype;
 use sidelane::ep::Feature;
 use sidelane::plan::{Overflow, RowLayout, SumOrder};
@@ -12,7 +13,10 @@ use Call::{
     DispatchHalves, Floor, Forget, Mask, OverBudget, Prepare, Refused, Release, SetMap, Stream, TokenBuffer,
 };
 use Overflow::{Drop, Error};
-use Setting::{Align, AllGather, Budget, Fp8, Layout, Order, Partial, Replicas, Slots, Spans, Weighted};
+use Setting::{
+    Align, AllGather, Budget, CopyPriority, DeviceHeap, Fp8, Layout, MaxBlocks, MaxInFlight, Order, Partial,
+    Replicas, Slots, Spans, Weighted,
+};
 
 /// Ranks of each node of the job in which all cases run.
 pub const RANKS_PER_NODE: [u32; 2] = [4, 2];
@@ -62,7 +66,7 @@ const MASKING: &[Call] = &[
 ];
 
 const EVERYWHERE: &[Way] = &Way::ALL;
-/// Slots take their calls in turns, and read experts in a kernel.
+/// Slots take their calls in turns.
 const COUNTED: &[Way] = &[Way::Host, Way::Exact, Way::Budget];
 const ON_HOST: &[Way] = &[Way::Host];
 const ON_DEVICE: &[Way] = &[Way::Exact, Way::Budget, Way::Slots, Way::Graphs];
@@ -103,7 +107,13 @@ const IN_SPANS: Case =
     Case { group: TWO_NODES, name: "two nodes", ..row(Feature::Spans, &[RANK_MAJOR, PXN, Spans]) };
 const GATHERED: Case = Case { ways: COUNTED, ..row(Feature::AllGather, &[AllGather]) };
 const RECORDS: Case = Case { hidden: 200, ..row(Feature::Fp8, &[Fp8]) };
+const OF_BYTES: Case =
+    Case { dtype: Dtype::Bytes, hidden: 48, calls: &[Dispatch], ..row(Feature::Bytes, &[]) };
 const WEIGHED: Case = row(Feature::WeightedCombine, &[EXPERT_MAJOR, Weighted]);
+const IN_FLIGHT: Case = row(Feature::MaxInFlight, &[MaxInFlight(3)]);
+const HEAP: Case = row(Feature::DeviceHeap, &[DeviceHeap(2 << 20)]);
+const COPIES_FIRST: Case = row(Feature::Priority, &[CopyPriority(Priority::Normal)]);
+const FEW_BLOCKS: Case = row(Feature::MaxBlocks, &[MaxBlocks(1)]);
 const CACHED: Case =
     Case { calls: &[Dispatch, Combine(0), Cached(0), Cached(0)], ..row(Feature::CachedDispatch, &[]) };
 const PREPARED: Case =
@@ -142,7 +152,6 @@ pub const SUITE: &[Case] = &[
     Case { name: "replicas", settings: &[EXPERT_MAJOR, Replicas], ..EXPERTS },
     Case { name: "f32", dtype: Dtype::F32, ..EXPERTS },
     Case { name: "f16", dtype: Dtype::F16, hidden: 40, ..EXPERTS },
-    Case { name: "bytes", dtype: Dtype::Bytes, hidden: 48, calls: &[Dispatch], ways: ON_HOST, ..EXPERTS },
     Case { name: "rows elsewhere", calls: &[Dispatch, CombineCopy(0)], ..EXPERTS },
     Case { name: "halves", calls: HALVES, ..EXPERTS },
     Case { name: "halves, two nodes", group: TWO_NODES, calls: HALVES, ..EXPERTS },
@@ -151,7 +160,7 @@ pub const SUITE: &[Case] = &[
     Case { name: "two groups in turns, two nodes", group: TWO_NODES, second: &[4, 0], ..EXPERTS },
     Case { name: "slots", settings: &[EXPERT_MAJOR, Slots(12, Error)], ways: ON_HOST, ..EXPERTS },
     Case { name: "a row is missing", tokens: &[5, 4, 12, 3], calls: SHAPE, ..EXPERTS },
-    Case { name: "an unknown expert", tokens: &[5, 4, 12, 3], calls: EXPERT, ways: COUNTED, ..EXPERTS },
+    Case { name: "an unknown expert", tokens: &[5, 4, 12, 3], calls: EXPERT, ..EXPERTS },
     RANKS,
     Case { name: "one rank", group: &[2], tokens: &[7], ..RANKS },
     Case { name: "two nodes", group: TWO_NODES, ..RANKS },
@@ -229,6 +238,8 @@ pub const SUITE: &[Case] = &[
     Case { name: "two nodes, relays, aligned", group: TWO_NODES, settings: &[Fp8, PXN, Align(4)], ..RECORDS },
     Case { name: "rank-major", settings: &[Fp8, RANK_MAJOR], ..RECORDS },
     Case { name: "cached", calls: &[Dispatch, Cached(0), Combine(0)], ..RECORDS },
+    OF_BYTES,
+    Case { name: "two nodes, relays", group: TWO_NODES, settings: &[PXN], ..OF_BYTES },
     WEIGHED,
     Case { name: "two nodes, relays", group: TWO_NODES, settings: &[EXPERT_MAJOR, Weighted, PXN], ..WEIGHED },
     Case {
@@ -238,6 +249,18 @@ pub const SUITE: &[Case] = &[
         settings: &[EXPERT_MAJOR, Weighted, BY_NODE],
         ..WEIGHED
     },
+    IN_FLIGHT,
+    Case { name: "several handles", calls: ALIVE, ..IN_FLIGHT },
+    HEAP,
+    COPIES_FIRST,
+    Case {
+        name: "two nodes, relays",
+        group: TWO_NODES,
+        settings: &[PXN, CopyPriority(Priority::Normal)],
+        ..COPIES_FIRST
+    },
+    FEW_BLOCKS,
+    Case { name: "two nodes, relays", group: TWO_NODES, settings: &[PXN, MaxBlocks(2)], ..FEW_BLOCKS },
     CACHED,
     PREPARED,
     Case { name: "two nodes, relays, aligned", group: TWO_NODES, settings: &[PXN, Align(4)], ..CACHED },

@@ -1,6 +1,6 @@
 //! Tensors of a rank: in memory of the host, or of a device behind a pinned page.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use sidelane::Dtype;
@@ -42,7 +42,14 @@ pub struct Device {
 
 impl Device {
     /// This one, or the rank's, where ranks take the devices in turns.
+    ///
+    /// Ranks that are threads of a process open their devices one after another: the driver makes
+    /// contexts and memory under one lock, and their times would be those of the queue. What all
+    /// ranks then build together, collectives of the library, ends with a meeting of all ranks, and
+    /// needs no such order.
     pub fn new(device: Option<u32>, rank: u32, memory: Memory) -> Result<Self, TestError> {
+        static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+        let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
         let driver = Driver::open()?;
         let in_turn = rank % driver.device_count()?.max(1);
         let context = driver.context(device.unwrap_or(in_turn))?;

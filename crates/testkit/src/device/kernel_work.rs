@@ -164,6 +164,7 @@ impl SlotWork {
                 counter: self.words.word(0)?,
                 status: self.status()?,
                 digest: 0,
+                refused: 0,
             },
         )
     }
@@ -198,6 +199,7 @@ impl SlotWork {
                 homes: &self.summed_from,
                 places: whole(&self.places)?,
                 status: self.status()?,
+                marks: None,
                 out: whole(&self.out)?,
             },
         )

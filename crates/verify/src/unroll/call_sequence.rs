@@ -49,6 +49,7 @@ pub(super) fn unroll(scenario: &ProofScenario) -> Result<UnrolledProgram, PlanEr
             let gathering = scenario.gathering(&map);
             Unroller { exchange: Some(Exchange::new(scenario)), ..Unroller::new(&gathering) }.run()
         }
+        other => Err(bad("strategy", other as usize, "one whose programs are known here")),
     }
 }
 

@@ -35,11 +35,14 @@ pub enum MessageCall {
 }
 
 /// The calls of each rank, and where messages land.
+///
+/// Ranks with several communicators have a number in each: of `n` ranks, number `r` is rank `r mod
+/// n` in communicator `r / n`.
 #[derive(Clone, Debug)]
 pub struct MessageScenario<'a> {
-    /// The calls of each rank, in order.
+    /// The calls of each rank, in order, with the numbers of their peers.
     pub calls: &'a [Vec<MessageCall>],
-    /// Where parts land.
+    /// Where parts land, for all numbers.
     pub staging: Staging,
     /// Bytes of each message.
     pub len: u64,
@@ -70,6 +73,10 @@ impl MessageBug {
 #[derive(Clone, Copy)]
 struct Passed {
     sends: bool,
+    /// The communicator that carries it.
+    communicator: usize,
+    /// The number of the rank in it, and that of the peer.
+    me: u32,
     peer: u32,
     nth: u64,
 }
@@ -97,21 +104,22 @@ impl Effects for MessageOperands {
 }
 
 pub(super) fn unroll(scenario: &MessageScenario) -> Result<UnrolledProgram, PlanError> {
-    let ranks = scenario.staging.ranks();
-    if scenario.calls.len() != ranks as usize {
-        let (parameter, seen) = ("ranks", scenario.calls.len() as u64);
-        let expected = "as many as there are places for";
+    let (ranks, actors) = (scenario.staging.ranks(), scenario.calls.len() as u32);
+    if actors == 0 || !ranks.is_multiple_of(actors) {
+        let (parameter, seen) = ("ranks", actors.into());
+        let expected = "as many as there are places for in each communicator";
         return Err(PlanError::BadParameter { parameter, seen, expected });
     }
     let nodes = NodeMap::from_labels(&vec![0; ranks as usize]);
     let views: Vec<RankView> =
         (0..ranks).map(|me| RankView { nodes: nodes.clone(), me, staging: scenario.staging }).collect();
+    let own = |me: u32| views.iter().skip(me as usize).step_by(actors as usize).collect::<Vec<_>>();
     let orders: Vec<Vec<Passed>> =
-        views.iter().zip(scenario.calls).map(|(view, calls)| order(scenario, view, calls)).collect();
+        scenario.calls.iter().zip(0..).map(|(calls, me)| order(scenario, &own(me), calls)).collect();
     let sent = sent(&orders);
     let most = orders.iter().map(Vec::len).max().unwrap_or(0);
     let mut all: Vec<Vec<ActorCall>> =
-        orders.iter().zip(&views).map(|(order, view)| rank(scenario, view, order, &sent)).collect();
+        orders.iter().zip(0..).map(|(order, me)| rank(scenario, &own(me), order, &sent)).collect();
     for (parts, rank) in all.iter_mut().zip(0..) {
         parts.extend((parts.len()..most).map(|call| part(rank, call, CallKind::Unknown, Vec::new())));
     }
@@ -119,19 +127,23 @@ pub(super) fn unroll(scenario: &MessageScenario) -> Result<UnrolledProgram, Plan
     let calls = numbered(calls.collect());
     let control_bytes = ControlLayout::flag_bytes(ranks);
     let pool_bytes = scenario.staging.bytes();
-    Ok(UnrolledProgram { ranks, actors: ranks, control_bytes, pool_bytes, calls, assumed: Vec::new() })
+    Ok(UnrolledProgram { ranks, actors, control_bytes, pool_bytes, calls, assumed: Vec::new() })
 }
 
 /// The parts that a rank sends and receives, in order.
-fn order(scenario: &MessageScenario, view: &RankView, calls: &[MessageCall]) -> Vec<Passed> {
-    let parts = MessageChannel::parts(view, scenario.len);
-    let all = |sends, peer| (0..parts).map(move |nth| Passed { sends, peer, nth }).collect::<Vec<_>>();
+fn order(scenario: &MessageScenario, own: &[&RankView], calls: &[MessageCall]) -> Vec<Passed> {
+    let parts = MessageChannel::parts(own[0], scenario.len);
+    let passed = |sends, peer, nth| {
+        let communicator = peer as usize / scenario.calls.len();
+        Passed { sends, communicator, me: own[communicator].me, peer, nth }
+    };
+    let all = |sends, peer| (0..parts).map(|nth| passed(sends, peer, nth)).collect::<Vec<_>>();
     let both = |peer| match scenario.seeded {
         Some(MessageBug::SendFirst) => [all(true, peer), all(false, peer)].concat(),
         Some(MessageBug::ReceiveFirst) => [all(false, peer), all(true, peer)].concat(),
-        _ => MessagePart::both(parts, parts)
-            .map(|passing| Passed { sends: passing.sends, peer, nth: passing.nth })
-            .collect(),
+        _ => {
+            MessagePart::both(parts, parts).map(|passing| passed(passing.sends, peer, passing.nth)).collect()
+        }
     };
     let of = |call: &MessageCall| match *call {
         MessageCall::Send(to) => all(true, to),
@@ -146,21 +158,21 @@ type Sent = HashMap<(u32, u32), Vec<usize>>;
 
 fn sent(orders: &[Vec<Passed>]) -> Sent {
     let mut sent = Sent::new();
-    for (order, me) in orders.iter().zip(0..) {
+    for order in orders {
         for (call, passed) in order.iter().enumerate().filter(|(_, passed)| passed.sends) {
-            sent.entry((me, passed.peer)).or_default().push(call);
+            sent.entry((passed.me, passed.peer)).or_default().push(call);
         }
     }
     sent
 }
 
 /// One rank's parts: each of a message is a call.
-fn rank(scenario: &MessageScenario, view: &RankView, order: &[Passed], sent: &Sent) -> Vec<ActorCall> {
-    let me = view.me;
+fn rank(scenario: &MessageScenario, own: &[&RankView], order: &[Passed], sent: &Sent) -> Vec<ActorCall> {
     let mut pairs: HashMap<(bool, u32), (MessageChannel, usize)> = HashMap::new();
     let mut late: Vec<HostAccess> = Vec::new();
     let mut parts = Vec::new();
-    for (call, &Passed { sends, peer, nth }) in order.iter().enumerate() {
+    for (call, &Passed { sends, communicator, me, peer, nth }) in order.iter().enumerate() {
+        let view = own[communicator];
         let (pair, count) =
             pairs.entry((sends, peer)).or_insert_with(|| (MessageChannel::new(peer, EPOCH), 0));
         pair.advance();

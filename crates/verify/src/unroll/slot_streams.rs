@@ -5,7 +5,10 @@
 //!   combine    experts read receive  |  partials: write partial  |  puts, signals, waits, words set back
 //!              |  sum: read own partial, home
 //!   release    the caller has read receive           |        signals, waits, words set back
+//!   refusal    the same  |  write own mark           |  puts, signals, waits, words set back
 //! ```
+//!
+//! Where a rank refuses, the sums of the others read its mark and no rows.
 //!
 //! Kernels may run [aside](Streams::Aside). Then two events join the streams, modeled as words that
 //! grow:
@@ -62,6 +65,8 @@ pub struct StreamScenario<'a> {
     pub across: Option<(&'a NodeMap, RowPath)>,
     /// The calls.
     pub calls: &'a [StreamCall],
+    /// The rank that refuses what the others combine, if one does.
+    pub refuses: Option<u32>,
     /// A rule that the caller breaks: `None`, except to see that `prove` notices.
     pub seeded: Option<StreamBug>,
     /// The program of these calls, in place of [theirs](SlotCall::program): `None`, except to see
@@ -214,7 +219,7 @@ struct StreamUnroller<'a> {
 impl StreamUnroller<'_> {
     /// Work of all actors in one call.
     fn parts(&self, call: usize) -> Result<Vec<ActorCall>, PlanError> {
-        let kind = self.scenario.calls[call].call().kind();
+        let kind = self.turns.calls[call].kind();
         let (turn, aside) = (self.scenario.calls[call].microbatch(), self.scenario.streams == Streams::Aside);
         let parts = self.actors.iter().map(|&actor| {
             let filled = self.filled(call, actor.rank())?;
@@ -235,7 +240,7 @@ impl StreamUnroller<'_> {
     }
 
     fn filled(&self, call: usize, me: u32) -> Result<Rc<StreamOperands>, PlanError> {
-        let mut program = StreamProgram::new(self.scenario.calls[call].call(), self.scenario.slots, me)?;
+        let mut program = StreamProgram::new(self.turns.call_at(me, call), self.scenario.slots, me)?;
         if let Some((nodes, way)) = self.scenario.across {
             program = program.across(nodes, way)?;
         }
@@ -246,7 +251,7 @@ impl StreamUnroller<'_> {
     /// Walks the program of a call: the accesses of kernels, and then the steps of the stage behind
     /// them. After the last stage there are only kernels.
     fn walk(&self, call: usize, filled: &Rc<StreamOperands>) -> Vec<(Vec<HostAccess>, Vec<UnrolledOp>)> {
-        let (which, me) = (self.scenario.calls[call].call(), filled.me);
+        let (which, me) = (self.turns.call_at(filled.me, call), filled.me);
         let planted = self.scenario.planted.filter(|(planted, _)| *planted == which);
         let program = planted.map_or_else(|| which.program(), |(_, program)| program.clone());
         let (mut walked, mut touches, mut steps) =
@@ -410,7 +415,7 @@ impl StreamUnroller<'_> {
     fn experts(&self, call: usize, me: u32) -> Vec<HostAccess> {
         match self.scenario.calls[call].call() {
             SlotCall::Dispatch => Vec::new(),
-            SlotCall::Combine | SlotCall::Release => self.landed(call, me),
+            SlotCall::Combine | SlotCall::Release | SlotCall::Refusal => self.landed(call, me),
         }
     }
 
@@ -425,6 +430,9 @@ impl StreamUnroller<'_> {
                 let send = if packed { Vec::new() } else { self.pack(call, me) };
                 let own = self.touch("own rows", true, call, (me, slots.receive(me)), self.slot());
                 send.into_iter().chain([own]).collect()
+            }
+            Work::Partials if self.turns.call_at(me, call) == SlotCall::Refusal => {
+                vec![self.touch("own mark", true, call, (me, slots.mark(me)), Slots::MARK_BYTES)]
             }
             Work::Partials => {
                 let at = |of| (me, slots.partial(of));
@@ -448,7 +456,9 @@ impl StreamUnroller<'_> {
                 let next = self.turns.after(call, Flag::Landed);
                 next.map_or_else(Vec::new, |next| self.pack(next, me))
             }
-            (Some(StreamBug::KeepSlots), SlotCall::Combine | SlotCall::Release) => self.landed(call, me),
+            (Some(StreamBug::KeepSlots), SlotCall::Combine | SlotCall::Release | SlotCall::Refusal) => {
+                self.landed(call, me)
+            }
             _ => Vec::new(),
         }
     }
@@ -466,9 +476,14 @@ impl StreamUnroller<'_> {
         (0..slots.ranks()).map(slot).collect()
     }
 
-    /// Sums the returned rows with the partial rows of this rank itself.
+    /// Sums the returned rows with the partial rows of this rank itself. Where a rank refuses,
+    /// reads its mark alone.
     fn sum(&self, call: usize, me: u32) -> Vec<HostAccess> {
         let (slots, bytes) = (self.scenario.slots, self.scenario.slots.home_bytes());
+        if let Some(refuses) = self.scenario.refuses {
+            let at = (me, slots.mark(refuses));
+            return vec![self.touch("mark of a refusal", false, call, at, Slots::MARK_BYTES)];
+        }
         let read = |what, at| self.touch(what, false, call, (me, at), bytes);
         let home = self.peers(me).map(|peer| read("rows that came home", slots.home(peer)));
         iter::once(read("own partial rows", slots.partial(me))).chain(home).collect()
@@ -505,6 +520,19 @@ struct StreamOperands {
 }
 
 impl StreamOperands {
+    /// Whether a stream brings in from host staging what was not sent: the rows of a rank that
+    /// refuses, or the mark of one that does not. No sum reads it.
+    fn brings_nothing(&self, effect: &Effect) -> bool {
+        let Effect::Copy { from: Some(from), .. } = effect else { return false };
+        let (slots, at) = (self.program.slots(), from.range.start);
+        let (refuses, marks) = (self.turns.refuses, slots.mark(0)..slots.bytes());
+        let sent = match marks.contains(&at) {
+            true => refuses.is_some_and(|refuses| at == slots.mark(refuses)),
+            false => refuses.is_none_or(|refuses| at != slots.home(refuses)),
+        };
+        from.window == WindowId::HOST_STAGING && from.owner == self.me && !sent
+    }
+
     fn word(&self, owner: u32, of: u32, flag: Flag) -> Bytes {
         let slots = self.program.slots();
         let at = u64::from(self.set) * slots.flag_bytes() + slots.flag(of, flag);
@@ -534,6 +562,7 @@ impl Effects for StreamOperands {
                 .operands()
                 .puts(to, operand)
                 .into_iter()
+                .filter(|effect| !self.brings_nothing(effect))
                 .map(|effect| match effect {
                     Effect::Copy { from, to } => Effect::Copy { from: from.map(shift), to: shift(to) },
                     other => other,
@@ -544,7 +573,8 @@ impl Effects for StreamOperands {
             }
             Op::Signal { to, of, flag, level: FlagValue::Credit } => {
                 let call = call_of(step.value);
-                let after = if of == to { self.turns.rung(call) } else { self.turns.before(call, flag) };
+                let rung = || self.turns.rung(call, self.me);
+                let after = if of == to { rung() } else { self.turns.before(call, flag) };
                 vec![Effect::Raises { word: self.word(to, of, flag), call, after }]
             }
             Op::Wait { from, flag, level: FlagValue::Credit } => {
@@ -564,6 +594,8 @@ struct Turns {
     words: Vec<(u32, Flag)>,
     /// Per call: its kind, which decides whose request flag it sets.
     calls: Vec<SlotCall>,
+    /// The rank that refuses to combine.
+    refuses: Option<u32>,
     /// Per call: the dispatch whose slots it uses; itself, if it is one.
     slots_of: Vec<usize>,
 }
@@ -571,7 +603,8 @@ struct Turns {
 impl Turns {
     fn of(scenario: &StreamScenario) -> Result<Self, PlanError> {
         let sets = scenario.calls.iter().map(|call| call.microbatch() + 1).max().unwrap_or(1);
-        let mut turns = Turns { sets, words: Vec::new(), calls: Vec::new(), slots_of: Vec::new() };
+        let (words, calls, slots_of) = (Vec::new(), Vec::new(), Vec::new());
+        let mut turns = Turns { sets, words, calls, refuses: scenario.refuses, slots_of };
         let mut dispatched: Vec<Option<usize>> = vec![None; sets as usize];
         for (number, call) in scenario.calls.iter().enumerate() {
             let of = call.microbatch();
@@ -605,9 +638,17 @@ impl Turns {
         self.next(call, flag, (0..call).rev())
     }
 
-    /// The previous call that sets the same request flag.
-    fn rung(&self, call: usize) -> Option<usize> {
-        let same = |other: &usize| (self.words[*other].0, self.calls[*other]);
+    /// The call as a rank makes it.
+    fn call_at(&self, me: u32, call: usize) -> SlotCall {
+        match self.calls[call] {
+            SlotCall::Combine if self.refuses == Some(me) => SlotCall::Refusal,
+            call => call,
+        }
+    }
+
+    /// The previous call of a rank that sets the same request flag.
+    fn rung(&self, call: usize, me: u32) -> Option<usize> {
+        let same = |other: &usize| (self.words[*other].0, self.call_at(me, *other));
         (0..call).rev().find(|other| same(other) == same(&call))
     }
 

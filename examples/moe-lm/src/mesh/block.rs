@@ -20,10 +20,10 @@ use sidelane_parallel::tensor::{
     Activations, ColumnParallelLinear, DelayedWeights, LinearShape, RowParallelLinear,
 };
 
+use super::groups::LayerGroups;
 use super::strategy::{Context, Strategy};
 use super::tensors::{Rows, Sections};
 use crate::error::{Error, Result};
-use crate::reference::InTurn;
 use crate::settings::Settings;
 
 /// Between layers, each tensor parallel rank has tokens of its own.
@@ -36,6 +36,12 @@ pub struct MicrobatchSizes {
     pub width: usize,
     /// Elements of a token's queries on this rank.
     pub own_width: usize,
+    /// Elements of a token's keys on this rank, and of its values.
+    pub own_kv_width: usize,
+    /// The same of what attention keeps of them, with replicas of KV heads.
+    kept_kv_width: usize,
+    /// Query heads of this rank.
+    own_heads: usize,
     /// Windows of a microbatch.
     pub windows: usize,
     /// Tokens of a window.
@@ -48,12 +54,47 @@ pub struct MicrobatchSizes {
 
 impl MicrobatchSizes {
     /// Of a strategy.
-    pub fn new(strategy: &Strategy, settings: &Settings, parts: usize) -> MicrobatchSizes {
+    pub fn new(strategy: &Strategy, settings: &Settings) -> MicrobatchSizes {
         let [dp, cp, tp] = [strategy.sizes.dp, strategy.sizes.cp, strategy.sizes.tp].map(|of| of as usize);
-        let windows = settings.batch / parts / dp / strategy.microbatches as usize;
+        let windows = settings.batch / dp / strategy.microbatches as usize;
         let (width, window) = (settings.shape.width, settings.shape.window);
         let piece = window / cp;
-        MicrobatchSizes { width, own_width: width / tp, windows, window, piece, tokens: windows * piece / tp }
+        let AttentionShape { query_heads: own_heads, kv_heads, head_dim, .. } =
+            attention_shape(strategy, settings);
+        let kept_kv_heads = match strategy.context(&settings.shape) {
+            Context::Ulysses => kv_heads.max(cp),
+            Context::Ring => kv_heads,
+        };
+        MicrobatchSizes {
+            width,
+            own_width: own_heads * head_dim,
+            own_kv_width: kv_heads * head_dim,
+            kept_kv_width: kept_kv_heads * head_dim,
+            own_heads,
+            windows,
+            window,
+            piece,
+            tokens: windows * piece / tp,
+        }
+    }
+
+    /// Elements of a token's queries, keys and values on this rank.
+    pub fn own_qkv_width(&self) -> usize {
+        self.own_width + 2 * self.own_kv_width
+    }
+
+    /// Bytes that the attention of a window keeps: queries, outputs, keys, values and sums, of the
+    /// same sizes for [`Context::Ulysses`] and [`Context::Ring`].
+    fn attention_bytes(&self) -> u64 {
+        let rows = 2 * (self.own_width + self.kept_kv_width) * size_of::<f32>();
+        let sums = 2 * self.own_heads * size_of::<f32>();
+        (self.piece * (rows + sums)) as u64
+    }
+
+    /// Gradient of the loss of a token: a rank's loss is the mean over its own tokens of a step.
+    pub fn of_loss(&self, strategy: &Strategy) -> f32 {
+        let tokens = self.windows * self.piece * strategy.microbatches as usize;
+        1.0 / tokens as f32
     }
 }
 
@@ -77,10 +118,8 @@ impl Attention {
     /// # Errors
     /// Those of the group.
     pub fn new(cp: &mut Communicator, strategy: &Strategy, settings: &Settings) -> Result<Attention> {
-        let (shape, tp) = (settings.shape, strategy.sizes.tp as usize);
-        let (heads, head_dim) = (shape.heads / tp, shape.width / shape.heads);
-        let of = AttentionShape { query_heads: heads, kv_heads: heads, head_dim, causal: true };
-        Ok(match strategy.context(&shape) {
+        let of = attention_shape(strategy, settings);
+        Ok(match strategy.context(&settings.shape) {
             Context::Ulysses => Attention::Ulysses(UlyssesAttention::new(cp, of)?),
             Context::Ring => Attention::Ring(RingAttention::new(cp, of)?),
         })
@@ -143,6 +182,14 @@ pub struct DelayedBlock {
     experts: Vec<f32>,
 }
 
+impl BlockTape {
+    /// Bytes that it holds, without the rows of experts.
+    pub fn bytes(&self, of_microbatch: &MicrobatchSizes) -> u64 {
+        let rows = [&self.x, &self.attended, &self.between].map(|rows| size_of_val(&rows[..]) as u64);
+        rows.iter().sum::<u64>() + self.windows.len() as u64 * of_microbatch.attention_bytes()
+    }
+}
+
 impl DelayedBlock {
     /// The gradients of the weights of each section.
     pub fn weights(self) -> Rows {
@@ -152,32 +199,27 @@ impl DelayedBlock {
 }
 
 impl Block {
-    /// With weights of zeros. `in_turn` is the number of ranks whose tokens the experts of a
-    /// [reference](super::MeshTrainer::reference) get in turn.
+    /// With weights of zeros.
     ///
     /// # Errors
     /// Those of the layers.
     pub fn new(
-        tp: &Communicator,
-        ep: &Group,
+        LayerGroups { tp, ep, .. }: &mut LayerGroups,
         attention: Attention,
-        (strategy, settings): (&Strategy, &Settings),
-        (of_microbatch, in_turn): (MicrobatchSizes, Option<usize>),
+        strategy: &Strategy,
+        settings: &Settings,
     ) -> Result<Block> {
+        let of_microbatch = MicrobatchSizes::new(strategy, settings);
         let MicrobatchSizes { width, own_width, .. } = of_microbatch;
-        let plan = sidelane::Error::from;
-        let qkv = LinearShape { inputs: width, outputs: 3 * width };
-        let qkv = ColumnParallelLinear::new(tp, qkv, BETWEEN, vec![0.0; 3 * own_width * width], None);
+        let qkv = LinearShape { inputs: width, outputs: settings.shape.qkv_width() };
+        let weight = vec![0.0; of_microbatch.own_qkv_width() * width];
+        let qkv = ColumnParallelLinear::new(tp, qkv, BETWEEN, weight, None)?;
         let out = LinearShape { inputs: width, outputs: width };
-        let out = RowParallelLinear::new(tp, out, BETWEEN, vec![0.0; own_width * width], None);
+        let out = RowParallelLinear::new(tp, out, BETWEEN, vec![0.0; own_width * width], None)?;
         let (ffn, own) = (settings.shape.expert_width, settings.shape.experts / strategy.sizes.ep as usize);
         let weights = vec![0.0; GroupedSwiGlu::values(own, width, ffn)];
-        let experts = GroupedSwiGlu::new(own, width, ffn, weights).map_err(plan)?;
-        let moe = match in_turn {
-            Some(ranks) => moe(ep, strategy, settings, of_microbatch, InTurn::new(experts, ranks))?,
-            None => moe(ep, strategy, settings, of_microbatch, experts)?,
-        };
-        let (qkv, out) = (qkv.map_err(plan)?, out.map_err(plan)?);
+        let experts = GroupedSwiGlu::new(own, width, ffn, weights).map_err(sidelane::Error::from)?;
+        let moe = moe(ep, strategy, settings, of_microbatch, experts)?;
         Ok(Block { of_microbatch, attention, qkv, out, moe, ep: ep.rank() as usize, expert_bytes: 0 })
     }
 
@@ -196,14 +238,14 @@ impl Block {
     /// Those of the layers.
     pub fn forward(
         &mut self,
-        (tp, cp): (&mut Communicator, &mut Communicator),
+        LayerGroups { tp, cp, .. }: &mut LayerGroups,
         x: Vec<f32>,
     ) -> Result<(Vec<f32>, BlockTape)> {
         let MicrobatchSizes { own_width, windows, piece, .. } = self.of_microbatch;
         let qkv = self.qkv.forward(tp, &norm(&x, self.of_microbatch.width))?;
         let (mut attended, mut tapes) = (Vec::with_capacity(windows * piece * own_width), Vec::new());
-        for of_window in qkv.chunks_exact(piece * 3 * own_width) {
-            let (out, tape) = self.attention.forward(cp, &split(of_window, own_width))?;
+        for of_window in qkv.chunks_exact(piece * self.of_microbatch.own_qkv_width()) {
+            let (out, tape) = self.attention.forward(cp, &split(of_window, &self.of_microbatch))?;
             attended.extend(out);
             tapes.push(tape);
         }
@@ -223,7 +265,7 @@ impl Block {
     /// Those of the layers.
     pub fn backward(
         &mut self,
-        (tp, cp): (&mut Communicator, &mut Communicator),
+        LayerGroups { tp, cp, .. }: &mut LayerGroups,
         tape: BlockTape,
         of_y: &[f32],
     ) -> Result<(Vec<f32>, DelayedBlock)> {
@@ -232,14 +274,9 @@ impl Block {
         let moe = self.moe.backward(tape.moe, of_y)?;
         let of_between = sum(of_y, &norm_backward(&tape.between, &moe.x, width));
         let (of_attended, out) = self.out.backward_input(tp, &tape.attended, &of_between)?;
-        let mut of_qkv = Vec::with_capacity(3 * of_attended.len());
+        let mut of_qkv = Vec::new();
         for (tape, of_out) in tape.windows.iter().zip(of_attended.chunks_exact(piece * own_width)) {
-            let AttentionGradients { query, key, value } = tape.backward(cp, of_out)?;
-            let rows = [&query, &key, &value].map(|of| of.chunks_exact(own_width));
-            let [query, key, value] = rows;
-            for (query, (key, value)) in query.zip(key.zip(value)) {
-                [query, key, value].into_iter().for_each(|row| of_qkv.extend_from_slice(row));
-            }
+            of_qkv.extend(interleaved(&tape.backward(cp, of_out)?, &self.of_microbatch));
         }
         let (of_normed, qkv) = self.qkv.backward_input(tp, &norm(&tape.x, width), &of_qkv)?;
         let of_x = sum(&of_between, &norm_backward(&tape.x, &of_normed, width));
@@ -265,7 +302,18 @@ impl Block {
     }
 }
 
-fn moe(
+/// Heads of a tensor parallel rank.
+pub fn attention_shape(strategy: &Strategy, settings: &Settings) -> AttentionShape {
+    let (shape, tp) = (settings.shape, strategy.sizes.tp as usize);
+    let (query_heads, kv_heads) = (shape.heads / tp, shape.kv_heads / tp);
+    AttentionShape { query_heads, kv_heads, head_dim: shape.width / shape.heads, causal: true }
+}
+
+/// The layer of experts of a block, with a router of zeros.
+///
+/// # Errors
+/// Those of the layer's builder.
+pub fn moe(
     ep: &Group,
     strategy: &Strategy,
     settings: &Settings,
@@ -274,22 +322,30 @@ fn moe(
 ) -> Result<MoeLayer> {
     let gate = Preset::Mixtral.config(settings.shape.experts as u32, settings.shape.top_k as u32);
     let gate = gate.map_err(sidelane::Error::from)?;
-    let balance = BalanceLoss {
-        // Of each window by itself, as in the plain model, and the mean over a rank's microbatches.
-        parts: TokenGroups::Consecutive(of_microbatch.windows as u32),
-        coefficient: settings.balance / strategy.microbatches as f32,
-        share: CountDivisor::OfChoices,
-        ..BalanceLoss::of(Preset::Mixtral)
-    };
+    // Of each window by itself, as in the plain model, and the mean over a rank's microbatches.
+    let balance = BalanceLoss::of(Preset::Mixtral)
+        .with_parts(TokenGroups::Consecutive(of_microbatch.windows as u32))
+        .with_coefficient(settings.balance / strategy.microbatches as f32)
+        .with_share(CountDivisor::OfChoices);
     let builder =
         MoeLayer::builder(ep, gate, of_microbatch.width, experts).dtype(Dtype::F32).balance(balance);
     builder.max_tokens(of_microbatch.tokens as u32).chunks(1).overlap(false).build().map_err(Error::from)
 }
 
 /// Queries, keys and values of each token, in vectors of their own.
-fn split(qkv: &[f32], width: usize) -> [Vec<f32>; 3] {
-    [0, 1, 2]
-        .map(|of| qkv.chunks_exact(3 * width).flat_map(|row| &row[of * width..][..width]).copied().collect())
+pub fn split(qkv: &[f32], of_microbatch: &MicrobatchSizes) -> [Vec<f32>; 3] {
+    let MicrobatchSizes { own_width, own_kv_width, .. } = *of_microbatch;
+    let rows = qkv.chunks_exact(of_microbatch.own_qkv_width());
+    [(0, own_width), (own_width, own_kv_width), (own_width + own_kv_width, own_kv_width)]
+        .map(|(first, width)| rows.clone().flat_map(|row| &row[first..][..width]).copied().collect())
+}
+
+/// Gradients of queries, keys and values, token by token as they were [split].
+pub fn interleaved(of: &AttentionGradients, of_microbatch: &MicrobatchSizes) -> Vec<f32> {
+    let query = of.query.chunks_exact(of_microbatch.own_width);
+    let [key, value] = [&of.key, &of.value].map(|of| of.chunks_exact(of_microbatch.own_kv_width));
+    let rows = query.zip(key.zip(value)).flat_map(|(query, (key, value))| [query, key, value]);
+    rows.flatten().copied().collect()
 }
 
 /// Fills weights with the first values, and goes on behind them.
@@ -299,7 +355,8 @@ pub fn take(rows: &mut &[f32], weight: &mut [f32]) {
     *rows = rest;
 }
 
-fn sum(a: &[f32], b: &[f32]) -> Vec<f32> {
+/// Sums of each two values.
+pub fn sum(a: &[f32], b: &[f32]) -> Vec<f32> {
     a.iter().zip(b).map(|(a, b)| a + b).collect()
 }
 

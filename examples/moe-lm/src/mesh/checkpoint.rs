@@ -44,7 +44,7 @@ fn files(ranks: u32) -> Vec<String> {
 /// # Errors
 /// As [`save`].
 pub fn prepare(trainer: &MeshTrainer, out: &Path) -> Result<()> {
-    let all = &trainer.stage.groups.all;
+    let all = &trainer.groups.all;
     let probe = |rank| format!("rank-{rank}.probe");
     let own = out.join(probe(all.rank()));
     let wrote = fs::create_dir_all(out).map_err(Error::file(out)).and_then(|()| {
@@ -82,7 +82,7 @@ pub fn save(trainer: &MeshTrainer, out: &Path) -> Result<PathBuf> {
     let part = place.with_extension("part");
     on_first(trainer, || checkpoint::remove(&part))?;
     let digests = trainer.agree(write_own(trainer, &part))?;
-    let digests = trainer.stage.groups.all.gather(&digests.map(u64::to_le_bytes).concat())?;
+    let digests = trainer.groups.all.gather(&digests.map(u64::to_le_bytes).concat())?;
     on_first(trainer, || {
         let files = files(trainer.strategy.sizes.ranks());
         find(&part, files.clone())?;
@@ -99,7 +99,7 @@ pub fn save(trainer: &MeshTrainer, out: &Path) -> Result<PathBuf> {
 /// Writes this rank's shards. Returns their digests.
 fn write_own(trainer: &MeshTrainer, part: &Path) -> Result<[u64; 3]> {
     fs::create_dir_all(part).map_err(Error::file(part))?;
-    let rank = trainer.stage.groups.all.rank();
+    let rank = trainer.groups.all.rank();
     let write = |(kind, optimizer): (&str, &Optimizer)| -> Result<u64> {
         let path = part.join(file(kind, rank));
         let mut shard = Vec::new();
@@ -120,10 +120,10 @@ fn write_own(trainer: &MeshTrainer, part: &Path) -> Result<[u64; 3]> {
 /// [`Error::NoCheckpoint`], [`Error::Data`], and those of files; [`Error::Elsewhere`] where another
 /// rank has them.
 pub fn resume(trainer: &mut MeshTrainer, out: &Path) -> Result<PathBuf> {
-    let place = latest_of_all(out, |name| Ok(trainer.stage.groups.all.gather(name)?))?;
+    let place = latest_of_all(out, |name| Ok(trainer.groups.all.gather(name)?))?;
     let read = read(trainer, &place);
     let (run, own) = trainer.agree(read)?;
-    let (optimizers, copies) = (trainer.optimizers.as_mut(), trainer.stage.groups.copies.as_mut());
+    let (optimizers, copies) = (trainer.optimizers.as_mut(), trainer.groups.copies.as_mut());
     let load = |((optimizer, group), shard): ((&mut Optimizer, &mut Communicator), Vec<u8>)| {
         optimizer.load(group, &shard[..])
     };

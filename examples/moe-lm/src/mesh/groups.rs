@@ -19,7 +19,17 @@ use super::tensors::{Place, Sections, part};
 use crate::error::Result;
 use crate::settings::Settings;
 
-/// The groups of a rank, and its place in each.
+/// The groups over which a rank's layers communicate.
+pub struct LayerGroups {
+    /// Ranks that cut its matrices.
+    pub tp: Communicator,
+    /// Ranks that cut its windows.
+    pub cp: Communicator,
+    /// Ranks that share the experts.
+    pub ep: Group,
+}
+
+/// The other groups of a rank, and its place in each.
 pub struct Groups {
     /// All ranks.
     pub all: Group,
@@ -27,12 +37,8 @@ pub struct Groups {
     pub pipeline: Group,
     /// Number of them.
     pub stages: u32,
-    /// Ranks that cut its matrices.
-    pub tp: Communicator,
-    /// Ranks that cut its windows.
-    pub cp: Communicator,
-    /// Ranks that share the experts.
-    pub ep: Group,
+    /// The first and the last of them, if this is one of the two.
+    pub ends: Option<Group>,
     /// Ranks that have the same tensors of each kind.
     pub copies: Sections<Communicator>,
     /// Its place, as far as its tensors depend on it.
@@ -41,17 +47,24 @@ pub struct Groups {
     pub parts: (usize, usize),
 }
 
+/// A communicator with small chunks: the symmetric memory of worlds of threads holds all of them.
+///
+/// # Errors
+/// Those of the communicator.
+pub fn communicator(group: &Group) -> Result<Communicator> {
+    Ok(Communicator::builder(group).chunk(64 << 10).build()?)
+}
+
 impl Groups {
     /// Those of a world. Collective.
     ///
     /// # Errors
     /// Those of the mesh and of the communicators.
-    pub fn new(world: &World, strategy: &Strategy) -> Result<Groups> {
+    pub fn new(world: &World, strategy: &Strategy) -> Result<(Groups, LayerGroups)> {
         let mesh = strategy.sizes.mesh(world.size())?;
         let experts = mesh.experts(strategy.sizes.ep, 1)?;
         let position = |mesh: &sidelane_parallel::Mesh, name| mesh.position(world.rank(), name);
-        // Small chunks: the symmetric memory of worlds of threads holds all communicators.
-        let sums = |group: Group| Communicator::builder(&group).chunk(64 << 10).build();
+        let sums = |group: Group| communicator(&group);
         let copies = Sections {
             cut: sums(mesh.world_group(world, &["dp", "cp"])?)?,
             whole: sums(mesh.world_group(world, &["dp", "cp", "tp"])?)?,
@@ -60,32 +73,36 @@ impl Groups {
         let [stage, tp] = ["pp", "tp"].map(|name| position(&mesh, name));
         let [dp, cp] = ["dp", "cp"].map(|name| position(&mesh, name));
         let ep = position(&experts, "ep")?;
-        Ok(Groups {
-            all: world.all()?,
-            pipeline: mesh.world_group(world, &["pp"])?,
-            stages: strategy.sizes.pp,
+        let layers = LayerGroups {
             tp: sums(mesh.world_group(world, &["tp"])?)?,
             cp: sums(mesh.world_group(world, &["cp"])?)?,
             ep: experts.world_group(world, &["ep"])?,
+        };
+        let groups = Groups {
+            all: world.all()?,
+            pipeline: mesh.world_group(world, &["pp"])?,
+            ends: mesh.world_ends(world, "pp")?,
+            stages: strategy.sizes.pp,
             copies,
             place: Place { stage: stage? as usize, tp: tp? as usize, ep: ep as usize },
             parts: (dp? as usize, cp? as usize),
-        })
-    }
-
-    /// Positions of this rank's tokens in a window: a part of it, or two pieces where attention is
-    /// a ring.
-    pub fn positions(&self, strategy: &Strategy, settings: &Settings) -> Vec<usize> {
-        let (window, (_, own), ranks) = (settings.shape.window, self.parts, strategy.sizes.cp as usize);
-        if strategy.context(&settings.shape) == Context::Ulysses {
-            return part(window, own, ranks).collect();
-        }
-        let pieces = zig_zag_pieces((own as u32, ranks as u32)).unwrap_or_default();
-        pieces.into_iter().flat_map(|piece| part(window, piece, 2 * ranks)).collect()
+        };
+        Ok((groups, layers))
     }
 
     /// Whether this rank's losses count: it is the first tensor parallel rank of the last stage.
     pub fn counts_losses(&self) -> bool {
         self.place.stage + 1 == self.stages as usize && self.place.tp == 0
     }
+}
+
+/// Positions of a context parallel rank's tokens in a window: a part of it, or two pieces where
+/// attention is a ring.
+pub fn positions(rank: usize, strategy: &Strategy, settings: &Settings) -> Vec<usize> {
+    let (window, ranks) = (settings.shape.window, strategy.sizes.cp as usize);
+    if strategy.context(&settings.shape) == Context::Ulysses {
+        return part(window, rank, ranks).collect();
+    }
+    let pieces = zig_zag_pieces((rank as u32, ranks as u32)).unwrap_or_default();
+    pieces.into_iter().flat_map(|piece| part(window, piece, 2 * ranks)).collect()
 }

@@ -8,13 +8,15 @@
 //! | `block` | norm, attention, experts: forward and backward |
 //! | `stage` | embedding, blocks and loss as a stage of a pipeline |
 //! | `optimizer` | parameters of one kind, whole or cut by ZeRO |
-//! | `train` | steps, losses, counts of bytes, and the reference in one process |
+//! | `train` | steps, losses, counts of bytes |
+//! | `replay` | the reference: one process that computes what all ranks do |
 //! | [`checkpoint`] | shards of all ranks, which any other mesh reads |
 
 mod block;
 pub mod checkpoint;
 mod groups;
 mod optimizer;
+mod replay;
 mod stage;
 mod strategy;
 mod tensors;

@@ -11,12 +11,15 @@
 //! microbatch, so they give the same bits. Where a schedule asks for the gradients of inputs first,
 //! the products of linear layers' weights wait for their own pass. Those of router, experts and
 //! embedding do not: they are made with the gradients of inputs.
+//!
+//! With recomputation a stage keeps the inputs of a forward pass alone. Before the backward pass
+//! the layers are called once more: they exchange and compute the same, to the bit.
 
 use std::collections::HashMap;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use sidelane::collective::Communicator;
-use sidelane_parallel::pipeline::{Pass, Stage as PipelineStage};
+use sidelane_parallel::pipeline::{Compute, Pass, Span, Stage as PipelineStage};
 use sidelane_parallel::tensor::{
     ColumnParallelLinear, CrossEntropyTape, DelayedWeights, LinearShape, VocabularyParallelCrossEntropy,
     VocabularyParallelEmbedding,
@@ -25,7 +28,7 @@ use sidelane_parallel::tensor::{
 use super::block::{
     Attention, BETWEEN, Block, BlockTape, DelayedBlock, MicrobatchSizes, norm, norm_backward, take,
 };
-use super::groups::Groups;
+use super::groups::{Groups, LayerGroups, positions};
 use super::strategy::Strategy;
 use super::tensors::{Rows, Sections, Tensor, layers_of};
 use crate::batches::Windows;
@@ -40,8 +43,19 @@ struct Embedding {
 
 /// The last layer.
 struct Head {
-    linear: ColumnParallelLinear,
+    weights: HeadWeights,
     loss: VocabularyParallelCrossEntropy,
+    /// Different tokens of this rank's logits.
+    columns: usize,
+}
+
+/// Weights of the last layer.
+enum HeadWeights {
+    Own(ColumnParallelLinear),
+    /// A copy of the first stage's embedding.
+    Copy(VocabularyParallelEmbedding),
+    /// Those of the embedding of the same model chunk.
+    Embedding,
 }
 
 /// Layers of a model chunk.
@@ -53,10 +67,64 @@ struct Chunk {
     first: Sections<usize>,
 }
 
-/// Tensors that a forward pass of a model chunk keeps for the backward pass.
+impl Chunk {
+    /// Different tokens of this rank's logits.
+    fn columns(&self) -> usize {
+        self.head.as_ref().map_or(0, |head| head.columns)
+    }
+
+    /// The last layer, if this is the last model chunk.
+    fn output(&self) -> Option<(&Head, &ColumnParallelLinear)> {
+        let head = self.head.as_ref()?;
+        let linear = match &head.weights {
+            HeadWeights::Own(linear) => linear,
+            HeadWeights::Copy(token) => token.output(),
+            HeadWeights::Embedding => self.embedding.as_ref()?.token.output(),
+        };
+        Some((head, linear))
+    }
+}
+
+/// Tensors that a forward pass of a model chunk makes for the backward pass.
 struct ChunkTape {
     blocks: Vec<BlockTape>,
     head: Option<(Vec<f32>, CrossEntropyTape)>,
+}
+
+/// What is kept of a forward pass until the backward pass.
+enum Kept {
+    /// All that it made.
+    Tape(ChunkTape),
+    /// Its inputs, from which it is repeated. The first virtual stage has none.
+    Inputs(Vec<f32>),
+}
+
+/// Results of the layers of a model chunk.
+struct Made {
+    /// None behind the head.
+    outputs: Option<Vec<f32>>,
+    tape: ChunkTape,
+    /// Sum of the losses of this rank's tokens.
+    loss: f64,
+}
+
+/// Bytes that are held, and the most that were.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Gauge {
+    held: u64,
+    most: u64,
+}
+
+impl Gauge {
+    fn add(&mut self, bytes: u64) {
+        self.held += bytes;
+        self.most = self.most.max(self.held);
+    }
+
+    /// The most bytes that were held at a time.
+    pub fn most(&self) -> u64 {
+        self.most
+    }
 }
 
 /// Factors of the gradients of a model chunk's weights.
@@ -69,14 +137,13 @@ struct DelayedChunk {
 }
 
 impl DelayedChunk {
-    /// The gradients of the weights of each section.
-    fn weights(self) -> Rows {
+    /// The gradients of the weights of each section, and those of the head.
+    fn weights(self) -> (Rows, Vec<f32>) {
         let mut sections = self.embedding;
         for block in self.blocks {
             sections.as_mut().zip(block.weights()).map(|(all, of)| all.extend(of));
         }
-        sections.cut.extend(self.head.map(|head| head.weights().0).unwrap_or_default());
-        sections
+        (sections, self.head.map(|head| head.weights().0).unwrap_or_default())
     }
 }
 
@@ -87,100 +154,88 @@ struct Microbatch {
     following: Vec<u32>,
 }
 
-/// Times of passes of one kind.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Times {
-    /// Of all.
-    pub total: Duration,
-    /// How many there were.
-    pub passes: u32,
-}
-
-impl Times {
-    fn add(&mut self, began: Instant) {
-        (self.total, self.passes) = (self.total + began.elapsed(), self.passes + 1);
-    }
-}
-
-/// Data parallel ranks that one process plays.
-#[derive(Clone, Copy, Debug)]
-pub struct Played {
-    /// Parts of the batch, one for each.
-    pub parts: usize,
-    /// Those of them that share experts.
-    pub sharing: usize,
-}
-
 /// A rank's layers, and what a step has come to.
 pub struct Stage {
-    /// The groups of the rank.
-    pub groups: Groups,
-    /// Gradients of each part of the batch, summed over its microbatches. A rank has one part; a
-    /// reference has all.
-    pub gradients: Vec<Rows>,
+    /// The groups of its layers.
+    pub groups: LayerGroups,
+    /// Gradients of its tokens, summed over microbatches.
+    pub gradients: Rows,
+    /// Those of the head, where it has the weights of this rank's embedding; else none.
+    pub of_tied_head: Vec<f32>,
     /// Sum of the losses of this rank's tokens, on the last stage.
     pub loss: f64,
     /// Bytes sent to other stages.
     pub stage_bytes: u64,
-    /// Times of its passes: forward, and the gradients of inputs and of weights.
-    pub times: [Times; 3],
+    /// Bytes that it keeps between passes.
+    pub activations: Gauge,
+    /// Its passes in order, in nanoseconds since its clock began.
+    pub spans: Vec<Span>,
+    clock: Instant,
+    /// Whether other stages get what it makes.
+    sends: bool,
     of_microbatch: MicrobatchSizes,
     /// Positions of this rank's tokens in a window.
     positions: Vec<usize>,
     of_loss: f32,
     chunks: Vec<Chunk>,
     microbatches: Vec<Microbatch>,
-    tapes: HashMap<(u32, u32), ChunkTape>,
+    recompute: bool,
+    kept: HashMap<(u32, u32), Kept>,
     waiting: HashMap<(u32, u32), DelayedChunk>,
 }
 
 impl Stage {
-    /// With weights of zeros. A reference plays some ranks. Collective.
+    /// With weights of zeros. Collective.
     ///
     /// # Errors
     /// Those of the layers.
     pub fn new(
-        mut groups: Groups,
+        rank: &Groups,
+        mut groups: LayerGroups,
         strategy: &Strategy,
         settings: &Settings,
         tensors: &[Sections<Vec<Tensor>>],
-        played: Option<Played>,
     ) -> Result<Stage> {
-        let parts = played.map_or(1, |played| played.parts);
-        let of_microbatch = MicrobatchSizes::new(strategy, settings, parts);
+        let of_microbatch = MicrobatchSizes::new(strategy, settings);
         let attention = Attention::new(&mut groups.cp, strategy, settings)?;
         let mut first = Sections { cut: 0, whole: 0, experts: 0 };
         let mut chunks = Vec::new();
         for (nth, tensors) in tensors.iter().enumerate() {
-            let layers = layers_of(strategy, &settings.shape, groups.place.stage, nth);
-            let block = |_| {
-                let in_turn = played.map(|played| played.sharing);
-                Block::new(&groups.tp, &groups.ep, attention, (strategy, settings), (of_microbatch, in_turn))
-            };
+            let layers = layers_of(strategy, &settings.shape, rank.place.stage, nth);
+            let is_first = layers.start == 0;
+            let embedding = is_first.then(|| Embedding::new(&mut groups.tp, settings)).transpose()?;
+            let block = |_| Block::new(&mut groups, attention, strategy, settings);
             chunks.push(Chunk {
-                embedding: (layers.start == 0).then(|| Embedding::new(&groups.tp, settings)).transpose()?,
+                embedding,
                 blocks: layers.clone().map(block).collect::<Result<_>>()?,
                 head: (layers.end == settings.shape.layers)
-                    .then(|| Head::new(&groups.tp, settings))
+                    .then(|| Head::new(&mut groups.tp, settings, is_first))
                     .transpose()?,
                 first: first.clone(),
             });
             let len = |of: &Vec<Tensor>| of.iter().map(Tensor::elements).sum::<usize>();
             first = first.zip(tensors.as_ref().map(len)).map(|(first, len)| first + len);
         }
-        let zeros = first.map(|len| vec![0.0; len]);
-        let tokens = of_microbatch.windows * of_microbatch.piece * strategy.microbatches as usize;
+        let is_tied =
+            |chunk: &&Chunk| matches!(&chunk.head, Some(Head { weights: HeadWeights::Embedding, .. }));
+        let columns = chunks.iter().find(is_tied).map_or(0, Chunk::columns);
+        let of_tied_head = vec![0.0; columns * of_microbatch.width];
         Ok(Stage {
-            positions: groups.positions(strategy, settings),
-            gradients: vec![zeros; parts],
+            positions: positions(rank.parts.1, strategy, settings),
+            gradients: first.map(|len| vec![0.0; len]),
+            of_tied_head,
             loss: 0.0,
             stage_bytes: 0,
-            times: Default::default(),
+            activations: Gauge::default(),
+            spans: Vec::new(),
+            clock: Instant::now(),
+            sends: rank.stages > 1,
+            of_loss: of_microbatch.of_loss(strategy),
             of_microbatch,
-            of_loss: 1.0 / tokens as f32,
             chunks,
             microbatches: Vec::new(),
-            tapes: HashMap::new(),
+            recompute: strategy.recompute,
+            kept: HashMap::new(),
             waiting: HashMap::new(),
             groups,
         })
@@ -200,28 +255,42 @@ impl Stage {
                 take(&mut rows.whole, &mut embedding.place);
             }
             chunk.blocks.iter_mut().for_each(|block| block.load(&mut rows));
-            if let Some(head) = &mut chunk.head {
-                take(&mut rows.cut, head.linear.weight_mut());
+            match chunk.head.as_mut().map(|head| &mut head.weights) {
+                Some(HeadWeights::Own(linear)) => take(&mut rows.cut, linear.weight_mut()),
+                Some(HeadWeights::Copy(token)) => take(&mut rows.cut, token.weight_mut()),
+                Some(HeadWeights::Embedding) | None => {}
             }
         }
     }
 
-    /// Begins a step with the windows of its microbatches, one after another.
-    pub fn begin(&mut self, windows: &Windows) {
-        let MicrobatchSizes { windows: count, window, .. } = self.of_microbatch;
+    /// Begins a step with the windows of each of its microbatches.
+    pub fn begin(&mut self, microbatches: impl Iterator<Item = Windows>) {
         let own = |of: &[u32]| -> Vec<u32> {
-            let windows = of.chunks_exact(window);
+            let windows = of.chunks_exact(self.of_microbatch.window);
             windows.flat_map(|of| self.positions.iter().map(|&position| of[position])).collect()
         };
-        let microbatches = windows.tokens.chunks_exact(count * window);
-        let microbatches = microbatches.zip(windows.following.chunks_exact(count * window));
-        let own = |(tokens, following)| Microbatch { tokens: own(tokens), following: own(following) };
+        let own = |of: Windows| Microbatch { tokens: own(&of.tokens), following: own(&of.following) };
         self.microbatches = microbatches.map(own).collect();
-        self.gradients.iter_mut().for_each(|of| {
-            of.as_mut().map(|values| values.fill(0.0));
-        });
-        (self.loss, self.stage_bytes, self.times) = (0.0, 0, Default::default());
-        (self.tapes, self.waiting) = (HashMap::new(), HashMap::new());
+        self.gradients.as_mut().map(|values| values.fill(0.0));
+        self.of_tied_head.fill(0.0);
+        (self.loss, self.stage_bytes, self.spans) = (0.0, 0, Vec::new());
+        (self.kept, self.waiting) = (HashMap::new(), HashMap::new());
+        self.activations = Gauge::default();
+    }
+
+    /// Begins the clock of the step's passes.
+    pub fn begin_clock(&mut self) {
+        self.clock = Instant::now();
+    }
+
+    fn now(&self) -> u64 {
+        self.clock.elapsed().as_nanos() as u64
+    }
+
+    /// Records a pass that ends now.
+    fn ends(&mut self, pass: Pass, (microbatch, model_chunk): (u32, u32), begin: u64) {
+        let compute = Compute { pass, microbatch, model_chunk };
+        self.spans.push(Span { compute, begin, end: self.now() });
     }
 
     /// Bytes of rows of experts since the last call.
@@ -230,10 +299,16 @@ impl Stage {
         blocks.map(|block| std::mem::take(&mut block.expert_bytes)).sum()
     }
 
-    fn add(&mut self, (microbatch, chunk): (u32, u32), gradients: Rows) {
-        let parts = self.gradients.len();
-        let first = self.chunks[chunk as usize].first.clone();
-        let sums = self.gradients[microbatch as usize % parts].as_mut();
+    /// Adds the gradients of a pass' weights.
+    fn add_weights(&mut self, model_chunk: u32, delayed: DelayedChunk) {
+        let (mut gradients, of_head) = delayed.weights();
+        if self.of_tied_head.is_empty() {
+            gradients.cut.extend(of_head);
+        } else {
+            self.of_tied_head.iter_mut().zip(of_head).for_each(|(sum, of)| *sum += of);
+        }
+        let first = self.chunks[model_chunk as usize].first.clone();
+        let sums = self.gradients.as_mut();
         sums.zip(gradients.zip(first)).map(|(sums, (gradient, first))| {
             sums[first..].iter_mut().zip(gradient).for_each(|(sum, of)| *sum += of);
         });
@@ -241,9 +316,67 @@ impl Stage {
 
     /// Counts a message to another stage.
     fn sends(&mut self, tensor: &[f32]) {
-        if self.groups.stages > 1 {
+        if self.sends {
             self.stage_bytes += size_of_val(tensor) as u64;
         }
+    }
+
+    /// The layers of a model chunk, forward.
+    fn make(&mut self, (microbatch, model_chunk): (u32, u32), inputs: &[f32]) -> Result<Made> {
+        let Stage { groups, chunks, microbatches, positions, of_microbatch, .. } = self;
+        let (chunk, data) = (&mut chunks[model_chunk as usize], &microbatches[microbatch as usize]);
+        let mut x = match &chunk.embedding {
+            Some(embedding) => {
+                let mut rows = embedding.token.forward(&mut groups.tp, &data.tokens)?;
+                let own = own_tokens(&groups.tp, of_microbatch, positions);
+                for (position, row) in own.zip(rows.chunks_exact_mut(of_microbatch.width)) {
+                    let place = &embedding.place[position * of_microbatch.width..];
+                    row.iter_mut().zip(place).for_each(|(value, place)| *value += place);
+                }
+                rows
+            }
+            None => inputs.to_vec(),
+        };
+        let mut blocks = Vec::new();
+        for block in &mut chunk.blocks {
+            let (y, tape) = block.forward(groups, x)?;
+            x = y;
+            blocks.push(tape);
+        }
+        let Some((head, linear)) = chunk.output() else {
+            return Ok(Made { outputs: Some(x), tape: ChunkTape { blocks, head: None }, loss: 0.0 });
+        };
+        let logits = linear.forward(&mut groups.tp, &norm(&x, of_microbatch.width))?;
+        let (losses, tape) = head.loss.forward(&mut groups.tp, &logits, &data.following)?;
+        let loss = losses.into_iter().map(f64::from).sum();
+        Ok(Made { outputs: None, tape: ChunkTape { blocks, head: Some((x, tape)) }, loss })
+    }
+
+    /// Bytes of a tape, without the rows of experts.
+    fn bytes(&self, tape: &ChunkTape, model_chunk: u32) -> u64 {
+        let blocks = tape.blocks.iter().map(|block| block.bytes(&self.of_microbatch));
+        let tokens = self.of_microbatch.windows * self.of_microbatch.piece;
+        let head = tape.head.as_ref().map_or(0, |(x, _)| {
+            let softmax = tokens * self.chunks[model_chunk as usize].columns();
+            size_of_val(&x[..]) + softmax * size_of::<f32>()
+        });
+        blocks.sum::<u64>() + head as u64
+    }
+
+    /// The tape of a forward pass: as it was kept, or of the same pass once more.
+    fn tape(&mut self, of: (u32, u32)) -> Result<ChunkTape> {
+        let kept = self.kept.remove(&of).ok_or(Error::NoForward { microbatch: of.0 })?;
+        let tape = match kept {
+            Kept::Tape(tape) => return Ok(tape),
+            Kept::Inputs(inputs) => {
+                let made = self.make(of, &inputs)?;
+                self.activations.held -= size_of_val(&inputs[..]) as u64;
+                made.tape
+            }
+        };
+        let bytes = self.bytes(&tape, of.1);
+        self.activations.add(bytes);
+        Ok(tape)
     }
 
     /// The gradients of a pass' inputs, and what those of its weights are made of.
@@ -252,23 +385,23 @@ impl Stage {
         (microbatch, model_chunk): (u32, u32),
         gradient: Option<&[f32]>,
     ) -> Result<(Option<Vec<f32>>, DelayedChunk)> {
-        let tape = self.tapes.remove(&(microbatch, model_chunk)).ok_or(Error::NoForward { microbatch })?;
+        let tape = self.tape((microbatch, model_chunk))?;
+        self.activations.held -= self.bytes(&tape, model_chunk);
         let Stage { groups, chunks, microbatches, positions, of_microbatch, of_loss, .. } = self;
-        let Groups { tp, cp, .. } = groups;
         let (chunk, data) = (&mut chunks[model_chunk as usize], &microbatches[microbatch as usize]);
-        let (mut of_x, head) = match (&chunk.head, tape.head) {
-            (Some(head), Some((x, tape))) => {
+        let (mut of_x, head) = match (chunk.output(), tape.head) {
+            (Some((head, linear)), Some((x, tape))) => {
                 let of_losses = vec![*of_loss; data.tokens.len()];
                 let of_logits = head.loss.backward(tape, &of_losses).map_err(sidelane::Error::from)?;
                 let normed = norm(&x, of_microbatch.width);
-                let (of_normed, delayed) = head.linear.backward_input(tp, &normed, &of_logits)?;
+                let (of_normed, delayed) = linear.backward_input(&mut groups.tp, &normed, &of_logits)?;
                 (norm_backward(&x, &of_normed, of_microbatch.width), Some(delayed))
             }
             _ => (gradient.unwrap_or_default().to_vec(), None),
         };
         let mut blocks = Vec::new();
         for (block, tape) in chunk.blocks.iter_mut().zip(tape.blocks).rev() {
-            let (of_inputs, delayed) = block.backward((tp, cp), tape, &of_x)?;
+            let (of_inputs, delayed) = block.backward(groups, tape, &of_x)?;
             of_x = of_inputs;
             blocks.push(delayed);
         }
@@ -276,23 +409,15 @@ impl Stage {
         let mut embedding = Rows::default();
         let first = chunk.embedding.as_ref();
         if let Some(layer) = first {
-            embedding.cut = layer.token.backward(tp, &data.tokens, &of_x)?;
+            embedding.cut = layer.token.backward(&mut groups.tp, &data.tokens, &of_x)?;
             embedding.whole = vec![0.0; layer.place.len()];
-            let own = own_tokens(tp, of_microbatch, positions);
+            let own = own_tokens(&groups.tp, of_microbatch, positions);
             for (position, row) in own.zip(of_x.chunks_exact(of_microbatch.width)) {
                 let sum = &mut embedding.whole[position * of_microbatch.width..][..of_microbatch.width];
                 sum.iter_mut().zip(row).for_each(|(sum, of)| *sum += of);
             }
         }
         Ok((first.is_none().then_some(of_x), DelayedChunk { embedding, blocks, head }))
-    }
-
-    /// Adds the gradients of a pass' weights.
-    fn add_weights(&mut self, of: (u32, u32), delayed: DelayedChunk) {
-        let began = Instant::now();
-        let gradients = delayed.weights();
-        self.times[2].add(began);
-        self.add(of, gradients);
     }
 }
 
@@ -305,39 +430,23 @@ impl PipelineStage for Stage {
         model_chunk: u32,
         inputs: Option<&[f32]>,
     ) -> Result<Option<Vec<f32>>> {
-        let began = Instant::now();
-        let Stage { groups, chunks, microbatches, positions, of_microbatch, loss, tapes, .. } = self;
-        let Groups { tp, cp, .. } = groups;
-        let (chunk, data) = (&mut chunks[model_chunk as usize], &microbatches[microbatch as usize]);
-        let mut x = match &chunk.embedding {
-            Some(embedding) => {
-                let mut rows = embedding.token.forward(tp, &data.tokens)?;
-                let own = own_tokens(tp, of_microbatch, positions);
-                for (position, row) in own.zip(rows.chunks_exact_mut(of_microbatch.width)) {
-                    let place = &embedding.place[position * of_microbatch.width..];
-                    row.iter_mut().zip(place).for_each(|(value, place)| *value += place);
-                }
-                rows
+        let (of, begin) = ((microbatch, model_chunk), self.now());
+        let Made { outputs, tape, loss } = self.make(of, inputs.unwrap_or_default())?;
+        self.loss += loss;
+        let (kept, bytes) = match self.recompute {
+            true => {
+                let inputs = inputs.unwrap_or_default().to_vec();
+                let bytes = size_of_val(&inputs[..]) as u64;
+                (Kept::Inputs(inputs), bytes)
             }
-            None => inputs.unwrap_or_default().to_vec(),
-        };
-        let mut blocks = Vec::new();
-        for block in &mut chunk.blocks {
-            let (y, tape) = block.forward((tp, cp), x)?;
-            x = y;
-            blocks.push(tape);
-        }
-        let (outputs, head) = match &chunk.head {
-            Some(head) => {
-                let logits = head.linear.forward(tp, &norm(&x, of_microbatch.width))?;
-                let (losses, tape) = head.loss.forward(tp, &logits, &data.following)?;
-                *loss += losses.iter().copied().map(f64::from).sum::<f64>();
-                (None, Some((x, tape)))
+            false => {
+                let bytes = self.bytes(&tape, model_chunk);
+                (Kept::Tape(tape), bytes)
             }
-            None => (Some(x), None),
         };
-        tapes.insert((microbatch, model_chunk), ChunkTape { blocks, head });
-        self.times[0].add(began);
+        self.activations.add(bytes);
+        self.kept.insert(of, kept);
+        self.ends(Pass::Forward, of, begin);
         self.sends(outputs.as_deref().unwrap_or_default());
         Ok(outputs)
     }
@@ -349,41 +458,50 @@ impl PipelineStage for Stage {
         model_chunk: u32,
         gradient: Option<&[f32]>,
     ) -> Result<Option<Vec<f32>>> {
-        let of = (microbatch, model_chunk);
+        let (of, begin) = ((microbatch, model_chunk), self.now());
         if pass == Pass::BackwardWeight {
             let delayed = self.waiting.remove(&of).ok_or(Error::NoForward { microbatch })?;
-            self.add_weights(of, delayed);
+            self.add_weights(model_chunk, delayed);
+            self.ends(pass, of, begin);
             return Ok(None);
         }
-        let began = Instant::now();
         let (of_inputs, delayed) = self.gradients_of(of, gradient)?;
-        self.times[1].add(began);
         match pass {
             Pass::BackwardInput => drop(self.waiting.insert(of, delayed)),
-            _ => self.add_weights(of, delayed),
+            _ => self.add_weights(model_chunk, delayed),
         }
+        self.ends(pass, of, begin);
         self.sends(of_inputs.as_deref().unwrap_or_default());
         Ok(of_inputs)
     }
 }
 
 impl Embedding {
-    fn new(tp: &Communicator, settings: &Settings) -> Result<Embedding> {
+    fn new(tp: &mut Communicator, settings: &Settings) -> Result<Embedding> {
         let Shape { vocabulary, window, width, .. } = settings.shape;
         let weight = vec![0.0; vocabulary / tp.size() as usize * width];
-        let token = VocabularyParallelEmbedding::new(tp, vocabulary, width, BETWEEN, weight);
-        Ok(Embedding { token: token.map_err(sidelane::Error::from)?, place: vec![0.0; window * width] })
+        let token = VocabularyParallelEmbedding::new(tp, vocabulary, width, BETWEEN, weight)?;
+        Ok(Embedding { token, place: vec![0.0; window * width] })
     }
 }
 
 impl Head {
-    fn new(tp: &Communicator, settings: &Settings) -> Result<Head> {
-        let Shape { vocabulary, width, .. } = settings.shape;
-        let weight = vec![0.0; vocabulary / tp.size() as usize * width];
+    /// `is_first` is whether its model chunk has the embedding, too.
+    fn new(tp: &mut Communicator, settings: &Settings, is_first: bool) -> Result<Head> {
+        let Shape { vocabulary, width, tied, .. } = settings.shape;
+        let columns = vocabulary / tp.size() as usize;
+        let weight = vec![0.0; columns * width];
         let shape = LinearShape { inputs: width, outputs: vocabulary };
-        let linear = ColumnParallelLinear::new(tp, shape, BETWEEN, weight, None);
+        let weights = match (tied, is_first) {
+            (true, true) => HeadWeights::Embedding,
+            (true, false) => {
+                let token = VocabularyParallelEmbedding::new(tp, vocabulary, width, BETWEEN, weight)?;
+                HeadWeights::Copy(token)
+            }
+            (false, _) => HeadWeights::Own(ColumnParallelLinear::new(tp, shape, BETWEEN, weight, None)?),
+        };
         let loss = VocabularyParallelCrossEntropy { vocabulary, ignore: None };
-        Ok(Head { linear: linear.map_err(sidelane::Error::from)?, loss })
+        Ok(Head { weights, loss, columns })
     }
 }
 

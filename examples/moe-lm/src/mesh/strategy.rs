@@ -82,6 +82,8 @@ pub struct Strategy {
     pub microbatches: u32,
     /// Kind of attention; if none is named, Ulysses where heads divide, else a ring.
     pub context: Option<Context>,
+    /// Whether ranks keep inputs of model chunks alone, and repeat forward passes.
+    pub recompute: bool,
 }
 
 /// A strategy that does not fit together.
@@ -115,14 +117,6 @@ pub enum StrategyError {
     /// A schedule without a pipeline.
     #[error("--schedule orders the passes of stages, and the mesh has one: name pp")]
     NoPipeline,
-    /// A reference of ranks that cut matrices or windows, whose sums it does not have.
-    #[error("one process plays ranks of dp, pp and ep, and not cp {cp} x tp {tp}")]
-    NotPlayed {
-        /// Parts of each window.
-        cp: u32,
-        /// Parts of each matrix.
-        tp: u32,
-    },
     /// A balance of windows that no rank has whole.
     #[error(
         "the balance is one of each window, and cp {cp} x tp {tp} cut windows over ranks: \
@@ -216,7 +210,7 @@ impl fmt::Display for ScheduleName {
 impl Strategy {
     /// Of a mesh, with all else as by default.
     pub fn of(sizes: Sizes) -> Strategy {
-        Strategy { sizes, zero: Zero::None, order: None, microbatches: 1, context: None }
+        Strategy { sizes, zero: Zero::None, order: None, microbatches: 1, context: None, recompute: false }
     }
 
     /// Model chunks of a stage.
@@ -240,13 +234,15 @@ impl Strategy {
             }
             ScheduleName::ZeroBubbleH1 => Schedule::ZeroBubbleH1,
         };
-        Ok(schedule.plan(self.sizes.pp, self.microbatches)?)
+        Ok(schedule.plan(self.sizes.pp, self.microbatches)?.recompute(self.recompute))
     }
 
     /// The kind of attention.
     pub fn context(&self, shape: &Shape) -> Context {
-        let heads = shape.heads / self.sizes.tp as usize;
-        let divides = heads.is_multiple_of(self.sizes.cp as usize);
+        let [heads, kv_heads] = [shape.heads, shape.kv_heads].map(|heads| heads / self.sizes.tp as usize);
+        let cp = self.sizes.cp as usize;
+        let divides =
+            heads.is_multiple_of(cp) && (kv_heads.is_multiple_of(cp) || cp.is_multiple_of(kv_heads));
         self.context.unwrap_or(if divides { Context::Ulysses } else { Context::Ring })
     }
 
@@ -273,11 +269,14 @@ impl Strategy {
             return Err(StrategyError::CutBalance { cp, tp }.into());
         }
         self.plan()?;
-        let Shape { vocabulary, window, layers, heads, experts, .. } = settings.shape;
+        let Shape { vocabulary, window, layers, heads, kv_heads, experts, .. } = settings.shape;
         let [pp, dp, cp, tp, ep] = [pp, dp, cp, tp, ep].map(|size| size as usize);
         let (chunks, microbatches) = (self.model_chunks() as usize, self.microbatches as usize);
         let ring = self.context(&settings.shape) == Context::Ring;
         let (heads_by, pieces) = if ring { (1, 2 * cp) } else { (cp, cp) };
+        // With Ulysses several ranks have a replica of a KV head where these are fewer.
+        let replicated = cp.is_multiple_of((kv_heads / tp).max(1));
+        let kv_heads_by = if replicated { 1 } else { heads_by };
         for (what, seen, of) in [
             ("windows of a step, by dp and microbatches", settings.batch, dp.saturating_mul(microbatches)),
             ("tokens of a window, by the pieces of cp", window, pieces),
@@ -288,6 +287,8 @@ impl Strategy {
             ),
             ("heads, by tp", heads, tp),
             ("heads of a tensor parallel rank, by cp", heads / tp, heads_by),
+            ("KV heads, by tp", kv_heads, tp),
+            ("KV heads of a tensor parallel rank, by cp", kv_heads / tp, kv_heads_by),
             ("different tokens, by tp", vocabulary, tp),
             ("layers, by stages and model chunks", layers, pp * chunks),
             ("experts, by ep", experts, ep),

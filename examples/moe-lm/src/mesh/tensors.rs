@@ -5,13 +5,15 @@
 //!
 //! ```text
 //!   token    [vocabulary, width]   rows of a part of the vocabulary       cut over tp
-//!   qkv.n    [width, 3 width]      columns of some heads, transposed      cut over tp
+//!   qkv.n    [width, qkv width]    columns of some heads, transposed      cut over tp
 //!   out.n    [width, width]        rows of some heads, transposed         cut over tp
 //!   head     [width, vocabulary]   columns of the vocabulary, transposed  cut over tp
 //!   place    [window, width]       whole                                  the same on all ranks of a stage
 //!   router.n [width, experts]      whole                                  the same on all ranks of a stage
 //!   gate.n.e, up.n.e, down.n.e     whole, of some experts                 cut over ep
 //! ```
+//!
+//! Tied, the head is `token`, which the last stage has, too.
 //!
 //! Gradients of the three kinds are added over different ranks: [`Sections`].
 
@@ -152,17 +154,19 @@ fn of_chunk(strategy: &Strategy, shape: &Shape, place: Place, chunk: usize) -> S
     let Shape { vocabulary, window, layers, width, experts, expert_width, .. } = *shape;
     let (tp, ep) = (strategy.sizes.tp as usize, strategy.sizes.ep as usize);
     let (own, vocabulary_part) = (part(width, place.tp, tp), part(vocabulary, place.tp, tp));
+    let own_kv = part(shape.kv_width(), place.tp, tp);
     let held = layers_of(strategy, shape, place.stage, chunk);
     let mut sections = Sections::<Vec<Tensor>>::default();
+    let token = Tensor::whole("token".into(), [vocabulary, width]);
     if held.start == 0 {
-        let token = Tensor::whole("token".into(), [vocabulary, width]);
-        sections.cut.push(Tensor { rows: vocabulary_part.clone(), ..token });
+        sections.cut.push(Tensor { rows: vocabulary_part.clone(), ..token.clone() });
         sections.whole.push(Tensor::whole("place".into(), [window, width]));
     }
     for layer in held.clone() {
-        let heads = (0..3).flat_map(|of| own.clone().map(move |column| of * width + column)).collect();
-        let qkv = Tensor::whole(format!("qkv.{layer}"), [width, 3 * width]);
-        sections.cut.push(Tensor { columns: heads, transposed: true, ..qkv });
+        let parts = [(0, &own), (width, &own_kv), (width + shape.kv_width(), &own_kv)];
+        let heads = parts.into_iter().flat_map(|(first, own)| first + own.start..first + own.end);
+        let qkv = Tensor::whole(format!("qkv.{layer}"), [width, shape.qkv_width()]);
+        sections.cut.push(Tensor { columns: heads.collect(), transposed: true, ..qkv });
         let out = Tensor::whole(format!("out.{layer}"), [width, width]);
         sections.cut.push(Tensor { rows: own.clone(), transposed: true, ..out });
         sections.whole.push(Tensor::whole(format!("router.{layer}"), [width, experts]));
@@ -176,7 +180,12 @@ fn of_chunk(strategy: &Strategy, shape: &Shape, place: Place, chunk: usize) -> S
             }
         }
     }
-    if held.end == layers {
+    if held.end == layers && shape.tied {
+        // A stage with both ends of the model has one tensor for both.
+        if held.start != 0 {
+            sections.cut.push(Tensor { rows: vocabulary_part, ..token });
+        }
+    } else if held.end == layers {
         let head = Tensor::whole("head".into(), [width, vocabulary]);
         sections.cut.push(Tensor { columns: vocabulary_part.collect(), transposed: true, ..head });
     }

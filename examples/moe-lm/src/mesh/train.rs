@@ -12,29 +12,31 @@
 //! tensors are `tp` parts of one sum. The gradient of an expert is a sum over the `ep` ranks whose
 //! rows came to it. So these two are multiplied by `tp`, and by `tp / ep`.
 //!
-//! **Reference.** One process plays a batch in parts, microbatch by microbatch and part by part. It
-//! adds the gradients of each part by themselves, and the parts by ascending number, as data
-//! parallel ranks do. The gradient of an expert is one product over the rows of the parts that
-//! share it ([`InTurn`](crate::reference)), as on the rank that has it.
+//! **Reference.** One process [replays](super::replay) all ranks, to the bit.
 
 use std::collections::HashMap;
-use std::time::Duration;
+use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
-use sidelane::World;
 use sidelane::collective::Communicator;
-use sidelane_parallel::pipeline::{Pipeline, Plan};
+use sidelane::{Group, World};
+use sidelane_parallel::pipeline::{Compute, Pass, Pipeline, Span};
+use sidelane_parallel::tensor::TiedWeights;
 
-use super::groups::Groups;
+use super::groups::{Groups, LayerGroups, communicator};
 use super::optimizer::Optimizer;
-use super::stage::{Played, Stage};
-use super::strategy::{Sizes, Strategy, StrategyError};
+use super::replay::Replay;
+use super::stage::Stage;
+use super::strategy::{Sizes, Strategy};
 use super::tensors::{Rows, Sections, Tensor, part, tensors_of};
-use crate::batches::{Batches, Windows};
+use crate::batches::Batches;
 use crate::error::{Error, Result};
 use crate::settings::Settings;
 use crate::trainer::{History, agree_by};
 use crate::weights::Weights;
+
+/// Passes by number, for the messages in which ranks gather their spans.
+const PASSES: [Pass; 4] = [Pass::Forward, Pass::Backward, Pass::BackwardInput, Pass::BackwardWeight];
 
 /// Bytes that a rank put into memory of ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -60,6 +62,8 @@ pub struct Traffic {
     pub ep_bytes: u64,
     /// Parameters, gradients and optimizer states that the rank holds between steps.
     pub state_bytes: u64,
+    /// The most that the rank held for backward passes at a time, without the rows of experts.
+    pub activation_bytes: u64,
 }
 
 /// A rank's part of a tensor.
@@ -79,16 +83,55 @@ pub struct MeshTrainer {
     pub strategy: Strategy,
     /// Losses so far.
     pub history: History,
-    pub(super) stage: Stage,
+    pub(super) groups: Groups,
+    model: Model,
+    tied: Option<Tied>,
     pub(super) optimizers: Sections<Optimizer>,
     pub(super) batches: Batches,
     /// Of the last step.
     traffic: Traffic,
     /// By model chunk.
     tensors: Vec<Sections<Vec<Tensor>>>,
-    pipeline: Pipeline,
-    /// The ranks that a reference plays; else one, and those that share its experts.
-    played: Played,
+}
+
+/// The embedding of a first or last stage, whose weights the head has, too.
+struct Tied {
+    ends: Communicator,
+    weights: TiedWeights,
+    /// Where its values are among those that are cut over tp.
+    range: Range<usize>,
+}
+
+impl Tied {
+    /// With these values. Collective over both ends of a pipeline, which compare them.
+    fn new(ends: &Group, tensors: &[&Tensor], values: &[f32]) -> Result<Tied> {
+        let mut ends = communicator(ends)?;
+        let before = tensors.iter().take_while(|tensor| tensor.name != "token");
+        let first: usize = before.map(|tensor| tensor.elements()).sum();
+        let own = tensors.iter().find(|tensor| tensor.name == "token");
+        let range = first..first + own.map_or(0, |tensor| tensor.elements());
+        let weights = TiedWeights::new(&mut ends, &values[range.clone()])?;
+        Ok(Tied { ends, weights, range })
+    }
+
+    /// Adds what the embedding and the head have: the embedding's first, from +0. Collective as
+    /// [`Tied::new`].
+    fn sum(&mut self, stage: &mut Stage) -> Result<()> {
+        let gradient = &mut stage.gradients.cut[self.range.clone()];
+        gradient.iter_mut().zip(&stage.of_tied_head).for_each(|(sum, of)| *sum += of);
+        self.weights.sum(&mut self.ends, gradient)?;
+        // Of two stages, each sends the other one as much as it has.
+        stage.stage_bytes += u64::from(self.ends.size() - 1) * size_of_val(gradient) as u64;
+        Ok(())
+    }
+}
+
+/// What makes the passes of a step.
+enum Model {
+    /// The layers of a rank, and the order of their passes.
+    Stage(Box<Stage>, Box<Pipeline>),
+    /// Those of all ranks.
+    Replay(Box<Replay>),
 }
 
 impl MeshTrainer {
@@ -103,63 +146,67 @@ impl MeshTrainer {
         batches: Batches,
     ) -> Result<MeshTrainer> {
         strategy.check(settings, world.size())?;
-        MeshTrainer::playing(world, settings, (strategy, strategy.plan()?), None, batches)
+        let of_rank = |groups: &Groups, layers: LayerGroups, tensors: &[Sections<Vec<Tensor>>]| {
+            let stage = Stage::new(groups, layers, strategy, settings, tensors)?;
+            let pipeline = Pipeline::new(&groups.pipeline, &strategy.plan()?, stage.message_elements())?;
+            Ok(Model::Stage(Box::new(stage), Box::new(pipeline)))
+        };
+        MeshTrainer::of_model(world, settings, strategy, of_rank, batches)
     }
 
-    /// One process that plays the data parallel ranks of a mesh, in the order of their sums. It has
-    /// no stages, schedule and ZeRO, which change no bit.
+    /// One process that [replays](super::replay) the ranks of a mesh, in the order of their sums.
+    /// It has no stages, schedule and ZeRO, which change no bit.
     ///
     /// # Errors
-    /// [`StrategyError::NotPlayed`] for a mesh with `cp` or `tp`; as [`MeshTrainer::new`].
+    /// As [`MeshTrainer::new`].
     pub fn reference(
         world: &World,
         settings: &Settings,
         strategy: &Strategy,
         batches: Batches,
     ) -> Result<MeshTrainer> {
-        let Strategy { sizes: Sizes { dp, cp, tp, ep, .. }, microbatches, .. } = *strategy;
-        if cp > 1 || tp > 1 {
-            return Err(StrategyError::NotPlayed { cp, tp }.into());
-        }
-        let of = |sizes, microbatches| Strategy { microbatches, ..Strategy::of(sizes) };
-        of(Sizes { dp, ep, ..Sizes::ONE }, microbatches).check(settings, dp)?;
-        let (own, passes) = (of(Sizes::ONE, microbatches), of(Sizes::ONE, microbatches.saturating_mul(dp)));
-        let played = Played { parts: dp as usize, sharing: ep as usize };
-        MeshTrainer::playing(world, settings, (&own, passes.plan()?), Some(played), batches)
+        strategy.check(settings, strategy.sizes.ranks())?;
+        let own = Strategy { microbatches: strategy.microbatches, ..Strategy::of(Sizes::ONE) };
+        let of_ranks = |_: &Groups, layers: LayerGroups, tensors: &[Sections<Vec<Tensor>>]| {
+            let replay = Replay::new(&layers.ep, strategy, settings, &of_chunks(tensors))?;
+            Ok(Model::Replay(Box::new(replay)))
+        };
+        MeshTrainer::of_model(world, settings, &own, of_ranks, batches)
     }
 
-    fn playing(
+    fn of_model(
         world: &World,
         settings: &Settings,
-        (strategy, plan): (&Strategy, Plan),
-        played: Option<Played>,
+        strategy: &Strategy,
+        model: impl FnOnce(&Groups, LayerGroups, &[Sections<Vec<Tensor>>]) -> Result<Model>,
         batches: Batches,
     ) -> Result<MeshTrainer> {
-        let groups = Groups::new(world, strategy)?;
+        let (mut groups, layers) = Groups::new(world, strategy)?;
         let tensors = tensors_of(strategy, &settings.shape, groups.place);
-        let mut stage = Stage::new(groups, strategy, settings, &tensors, played)?;
-        let pipeline = Pipeline::new(&stage.groups.pipeline, &plan, stage.message_elements())?;
+        let model = model(&groups, layers, &tensors)?;
         let first = first_values(settings, &tensors);
+        let ends = groups.ends.as_ref().filter(|_| settings.shape.tied);
+        let tied = ends.map(|ends| Tied::new(ends, &of_chunks(&tensors).cut, &first.cut)).transpose()?;
         let sizes =
             of_chunks(&tensors).map(|of| of.iter().map(|tensor| tensor.elements()).collect::<Vec<_>>());
         let rate = settings.rate as f32;
         let each = |((sizes, values), group): ((Vec<usize>, Vec<f32>), &mut Communicator)| {
             Optimizer::new(group, strategy.zero, &sizes, values, rate)
         };
-        let optimizers = sizes.zip(first).zip(stage.groups.copies.as_mut()).map(each).all()?;
-        let played = played.unwrap_or(Played { parts: 1, sharing: strategy.sizes.ep as usize });
+        let optimizers = sizes.zip(first).zip(groups.copies.as_mut()).map(each).all()?;
         let (settings, strategy, history) = (*settings, *strategy, History::default());
+        let traffic = Traffic::default();
         let mut trainer = MeshTrainer {
             settings,
             strategy,
             history,
-            stage,
+            groups,
+            model,
+            tied,
             optimizers,
             batches,
-            traffic: Traffic::default(),
+            traffic,
             tensors,
-            pipeline,
-            played,
         };
         trainer.load_parameters()?;
         Ok(trainer)
@@ -167,7 +214,7 @@ impl MeshTrainer {
 
     /// Whether this rank writes what all ranks have alike.
     pub fn writes(&self) -> bool {
-        self.stage.groups.all.rank() == 0
+        self.groups.all.rank() == 0
     }
 
     /// The result of this rank, if all ranks have one, as [`Ranks::agree`](crate::trainer::Ranks).
@@ -176,7 +223,7 @@ impl MeshTrainer {
     /// # Errors
     /// As there.
     pub fn agree<T>(&self, own: Result<T>) -> Result<T> {
-        agree_by(own, |said| Ok(self.stage.groups.all.gather(said)?))
+        agree_by(own, |said| Ok(self.groups.all.gather(said)?))
     }
 
     /// Steps that were made.
@@ -191,14 +238,13 @@ impl MeshTrainer {
     pub fn step(&mut self) -> Result<f32> {
         let steps = self.steps();
         self.take_traffic();
-        self.stage.begin(&self.windows(steps));
-        self.pipeline.run(&mut self.stage)?;
+        self.make_passes(steps)?;
         let loss = self.mean_loss()?;
         if !loss.is_finite() {
             return Err(Error::NotFinite { what: "the loss of the next step", loss, steps });
         }
         let gradients = self.gradients();
-        let (optimizers, copies) = (self.optimizers.as_mut(), self.stage.groups.copies.as_mut());
+        let (optimizers, copies) = (self.optimizers.as_mut(), self.groups.copies.as_mut());
         let each = |((optimizer, group), gradient): ((&mut Optimizer, &mut Communicator), Vec<f32>)| {
             optimizer.step(group, &gradient)
         };
@@ -215,27 +261,40 @@ impl MeshTrainer {
     /// Those of the gather.
     pub fn traffic_of_ranks(&mut self) -> Result<Vec<Traffic>> {
         let own = serde_json::to_vec(&self.traffic).map_err(Error::malformed("the counts of a rank"))?;
-        let all = self.stage.groups.all.gather(&own)?;
+        let all = self.groups.all.gather(&own)?;
         let of_rank = |said: &Vec<u8>| serde_json::from_slice(said);
         let all: std::result::Result<_, _> = all.iter().map(of_rank).collect();
         all.map_err(Error::malformed("the counts of a rank"))
     }
 
-    /// Mean times of a stage's passes over a microbatch, over all stages, in the last step: those
-    /// forward, and of the gradients of inputs and of weights. Collective.
+    /// Passes of each rank in the last step, as they were made, in nanoseconds. Ranks begin their
+    /// clocks when they leave a gather: two lines are shifted by as much as one of them leaves it
+    /// later. Collective.
     ///
     /// # Errors
     /// Those of the gather.
-    pub fn pass_times(&self) -> Result<[Duration; 3]> {
-        let chunks = self.strategy.model_chunks();
-        let own = self.stage.times.map(|of| (of.total * chunks / of.passes.max(1)).as_nanos() as u64);
-        let all = self.stage.groups.all.gather(&own.map(u64::to_le_bytes).concat())?;
-        let mean = |nth| {
-            let times = all.iter().filter_map(|said| said.as_chunks::<8>().0.get(nth).copied());
-            let times: Vec<u64> = times.map(u64::from_le_bytes).collect();
-            Duration::from_nanos(times.iter().sum::<u64>() / times.len().max(1) as u64)
+    pub fn spans_of_ranks(&self) -> Result<Vec<Vec<Span>>> {
+        let spans = match &self.model {
+            Model::Stage(stage, _) => &stage.spans[..],
+            Model::Replay(_) => &[],
         };
-        Ok([mean(0), mean(1), mean(2)])
+        let number = |pass| PASSES.iter().position(|of| *of == pass).unwrap_or_default() as u64;
+        let numbers = |span: &Span| {
+            let Compute { pass, microbatch, model_chunk } = span.compute;
+            [number(pass), microbatch.into(), model_chunk.into(), span.begin, span.end]
+        };
+        let own: Vec<u8> = spans.iter().flat_map(numbers).flat_map(u64::to_le_bytes).collect();
+        let span = |numbers: &[u64; 5]| {
+            let [pass, microbatch, model_chunk, begin, end] = *numbers;
+            let pass = PASSES[pass as usize % PASSES.len()];
+            let compute = Compute { pass, microbatch: microbatch as u32, model_chunk: model_chunk as u32 };
+            Span { compute, begin, end }
+        };
+        let of_rank = |said: Vec<u8>| {
+            let numbers = said.as_chunks::<8>().0.iter().copied().map(u64::from_le_bytes);
+            numbers.collect::<Vec<_>>().as_chunks().0.iter().map(span).collect()
+        };
+        Ok(self.groups.all.gather(&own)?.into_iter().map(of_rank).collect())
     }
 
     /// Counts since the last call.
@@ -244,16 +303,23 @@ impl MeshTrainer {
             let counts = group.take_counts();
             Moved { intra_node_bytes: counts.intra_node_bytes, inter_node_bytes: counts.inter_node_bytes }
         };
-        let Groups { tp, cp, copies, .. } = &mut self.stage.groups;
         let mut dp = Moved::default();
-        copies.as_mut().map(|group| {
+        self.groups.copies.as_mut().map(|group| {
             let of = moved(group);
             dp.intra_node_bytes += of.intra_node_bytes;
             dp.inter_node_bytes += of.inter_node_bytes;
         });
-        let (tp, cp) = (moved(tp), moved(cp));
-        let (pp_bytes, ep_bytes) = (self.stage.stage_bytes, self.stage.take_expert_bytes());
-        Traffic { tp, cp, dp, pp_bytes, ep_bytes, state_bytes: self.state_bytes() }
+        let of_state = Traffic { dp, state_bytes: self.state_bytes(), ..Traffic::default() };
+        match &mut self.model {
+            Model::Stage(stage, _) => {
+                let LayerGroups { tp, cp, .. } = &mut stage.groups;
+                let (tp, cp, pp_bytes) = (moved(tp), moved(cp), stage.stage_bytes);
+                let activation_bytes = stage.activations.most();
+                let ep_bytes = stage.take_expert_bytes();
+                Traffic { tp, cp, pp_bytes, ep_bytes, activation_bytes, ..of_state }
+            }
+            Model::Replay(_) => of_state,
+        }
     }
 
     fn state_bytes(&self) -> u64 {
@@ -293,29 +359,41 @@ impl MeshTrainer {
         parts
     }
 
-    /// The windows of this rank's microbatches, one after another; of a reference, those of each
-    /// part of a microbatch.
-    fn windows(&self, step: usize) -> Windows {
-        let ranks = self.strategy.sizes.dp as usize * self.played.parts;
-        let microbatches = self.strategy.microbatches as usize;
-        let mut all = Windows { tokens: Vec::new(), following: Vec::new() };
-        let (first, parts) = (self.stage.groups.parts.0, 0..self.played.parts);
-        for (microbatch, of) in (0..microbatches).flat_map(|nth| parts.clone().map(move |of| (nth, of))) {
-            let own = part(self.settings.batch, first + of, ranks);
+    /// All passes of a step.
+    fn make_passes(&mut self, step: usize) -> Result<()> {
+        let MeshTrainer { settings, batches, groups, model, tied, strategy, .. } = self;
+        let microbatches = strategy.microbatches as usize;
+        // Windows of a data parallel rank and a microbatch.
+        let windows = |(rank, ranks), microbatch| {
+            let own = part(settings.batch, rank, ranks);
             let windows = part(own.len(), microbatch, microbatches);
-            let range = own.start + windows.start..own.start + windows.end;
-            let Windows { tokens, following } = self.batches.of_step(&self.settings, step, range);
-            all.tokens.extend(tokens);
-            all.following.extend(following);
+            batches.of_step(settings, step, own.start + windows.start..own.start + windows.end)
+        };
+        match model {
+            Model::Stage(stage, pipeline) => {
+                let rank = (groups.parts.0, strategy.sizes.dp as usize);
+                stage.begin((0..microbatches).map(|microbatch| windows(rank, microbatch)));
+                groups.all.gather(&[])?;
+                stage.begin_clock();
+                pipeline.run(&mut **stage)?;
+                tied.as_mut().map_or(Ok(()), |tied| tied.sum(stage))
+            }
+            Model::Replay(replay) => {
+                let ranks = replay.strategy.sizes.dp as usize;
+                replay.step(|rank, microbatch| windows((rank, ranks), microbatch))
+            }
         }
-        all
     }
 
     /// The mean over all tokens of the step. The sum is in `f64`, where sums of losses above 1e-5
     /// are exact, so it does not depend on the mesh.
     fn mean_loss(&self) -> Result<f32> {
-        let groups = &self.stage.groups;
-        let own = self.stage.loss.to_le_bytes();
+        let groups = &self.groups;
+        let own = match &self.model {
+            Model::Stage(stage, _) => stage.loss,
+            Model::Replay(replay) => replay.loss,
+        };
+        let own = own.to_le_bytes();
         let said = groups.all.gather(if groups.counts_losses() { &own } else { &[] })?;
         let losses = said.iter().filter_map(|said| said.first_chunk().copied().map(f64::from_le_bytes));
         Ok((losses.sum::<f64>() / self.settings.tokens() as f64) as f32)
@@ -323,33 +401,33 @@ impl MeshTrainer {
 
     /// Gradients of the step on this rank, scaled so that means over ranks are those of the loss.
     fn gradients(&self) -> Rows {
-        let Played { parts, sharing } = self.played;
-        let (tp, ep) = (self.strategy.sizes.tp as f32, sharing as f32);
-        let scale = Sections { cut: (1.0, 1.0), whole: (tp, 1.0), experts: (tp, ep) };
-        let copies = Sections { cut: parts, whole: parts, experts: parts.div_ceil(sharing) };
-        let zeros = self.stage.gradients[0].as_ref().map(|of| vec![0.0f32; of.len()]);
-        let parts = self.stage.gradients.iter();
-        let sums = parts.fold(zeros, |sums, part| {
-            sums.zip(part.as_ref().zip(scale.clone())).map(|(mut sums, (part, (factor, divisor)))| {
-                sums.iter_mut().zip(part).for_each(|(sum, of)| *sum += of * factor / divisor);
-                sums
-            })
-        });
-        sums.zip(copies).map(|(mut sums, copies)| {
-            sums.iter_mut().for_each(|sum| *sum /= copies as f32);
-            sums
-        })
+        let scales = |strategy: &Strategy| {
+            let (tp, ep) = (strategy.sizes.tp as f32, strategy.sizes.ep as f32);
+            Sections { cut: (1.0, 1.0), whole: (tp, 1.0), experts: (tp, ep) }
+        };
+        match &self.model {
+            Model::Stage(stage, _) => {
+                stage.gradients.as_ref().zip(scales(&self.strategy)).map(|(gradient, (factor, divisor))| {
+                    gradient.iter().map(|of| of * factor / divisor).collect()
+                })
+            }
+            Model::Replay(replay) => replay.gradients(scales(&replay.strategy)),
+        }
     }
 
     fn gathered(&mut self) -> Result<Rows> {
-        let copies = self.stage.groups.copies.as_mut();
+        let copies = self.groups.copies.as_mut();
         self.optimizers.as_ref().zip(copies).map(|(optimizer, group)| optimizer.parameters(group)).all()
     }
 
     /// Gives the layers the optimizers' parameters.
     pub(super) fn load_parameters(&mut self) -> Result<()> {
         let values = self.gathered()?;
-        self.stage.load(values.as_ref().map(|of| &of[..]));
+        let values = values.as_ref().map(|of| &of[..]);
+        match &mut self.model {
+            Model::Stage(stage, _) => stage.load(values),
+            Model::Replay(replay) => replay.load(values),
+        }
         Ok(())
     }
 

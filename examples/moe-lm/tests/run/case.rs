@@ -34,9 +34,11 @@ pub fn settings(ranks: usize, expert_parallel: usize) -> Settings {
         layers: 2,
         width: 32,
         heads: 2,
+        kv_heads: 2,
         experts: 16,
         top_k: 2,
         expert_width: 16,
+        tied: false,
     };
     let (batch, steps) = (8, 20);
     Settings { shape, batch, steps, rate: 2e-3, warm_up: 5, balance: 0.001, seed: 7, ranks, expert_parallel }

@@ -10,7 +10,7 @@ use moe_lm::parallel::Parallel;
 use moe_lm::settings::Settings;
 use moe_lm::trainer::{Ranks, Trainer};
 use serde_json::Value;
-use sidelane::bootstrap::{Identity, Launcher, Secret, Timeouts};
+use sidelane::bootstrap::{Identity, Secret, Timeouts};
 use sidelane::config::Config;
 use sidelane::{Options, World};
 
@@ -33,27 +33,20 @@ impl Place {
     fn of(settings: &Settings) -> Place {
         let first = master_port();
         let size = settings.ranks as u32;
-        let identity = Identity {
-            rank: 0,
-            size,
-            local_rank: None,
-            local_size: Some(size),
-            job: format!("growth at {first}"),
-            source: Launcher::Sidelane,
-            master_addr: "127.0.0.1".into(),
-            ports: (first..first + 3).collect(),
-            launcher_pipe: None,
-            insecure: false,
-        };
-        let config = Config { heap: 32 << 20, symmetric: 8 << 20, ..Config::default() };
+        let identity = Identity::new(0, size)
+            .with_local_size(Some(size))
+            .with_job(format!("growth at {first}"))
+            .with_master_addr("127.0.0.1".into())
+            .with_ports((first..first + 3).collect());
+        let config = Config::default().with_heap(32 << 20).with_symmetric(8 << 20);
         // A rank that a busy machine leaves without a core for long is not lost.
-        let timeouts = Timeouts { liveness: Duration::from_secs(20), ..Timeouts::default() };
-        let options = Options { config, timeouts, ..Options::default() };
+        let timeouts = Timeouts::default().with_liveness(Duration::from_secs(20));
+        let options = Options::default().with_config(config).with_timeouts(timeouts);
         Place { identity, secret: Secret::random().unwrap(), options }
     }
 
     fn trainer(&self, rank: u32, settings: &Settings) -> Trainer<Parallel> {
-        let identity = Identity { rank, ..self.identity.clone() };
+        let identity = self.identity.clone().with_rank(rank);
         let world = World::join(&identity, Some(self.secret.clone()), self.options.clone()).unwrap();
         Trainer::new(*settings, Parallel::new(world, settings, SURVIVING).unwrap(), batches(settings))
     }

@@ -9,4 +9,5 @@ mod meshes;
 mod processes;
 mod program;
 mod references;
+mod rounding;
 mod survivals;

@@ -1,26 +1,29 @@
-//! Ranks of a mesh learn what one process learns: to the bit where sums have one order, else within
-//! the roundings of their orders.
+//! Ranks of a mesh learn what one process learns that replays their sums, to the bit.
 
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
+use moe_lm::batches::Batches;
 use moe_lm::error::Error;
 use moe_lm::mesh::{
     Context, MeshTrainer, ScheduleName, Sizes, Strategy, StrategyError, TensorPart, Traffic, Zero, checkpoint,
 };
+use moe_lm::reference::Reference;
 use moe_lm::settings::{Settings, Shape};
+use moe_lm::tokens::tokenize;
 use moe_lm::trainer::{History, Trainer};
 use sidelane::{Options, World};
 
-use crate::case::{TEXT, batches, in_turn, settings};
-use crate::program::{ranks_of, said};
+use crate::case::{TEXT, batches, settings};
+use crate::program::{many_ranks_of, ranks_of, said};
+use crate::rounding::{Exact, Near};
 
 /// A model whose sizes go with all meshes here. A balance of windows would go with none that cuts
 /// them.
 fn small() -> Settings {
     let of = settings(1, 1);
-    let shape = Shape { layers: 4, heads: 4, ..of.shape };
+    let shape = Shape { layers: 4, heads: 4, kv_heads: 4, ..of.shape };
     Settings { shape, balance: 0.0, steps: 2, ..of }
 }
 
@@ -29,7 +32,7 @@ fn strategy(sizes: &str) -> Strategy {
 }
 
 /// Whole tensors, by name, with the values that ranks have of them.
-type Tensors = BTreeMap<String, Vec<f32>>;
+pub type Tensors = BTreeMap<String, Vec<f32>>;
 
 /// Result of a run: losses, and the whole parameters.
 #[derive(Clone, Debug, PartialEq)]
@@ -97,53 +100,68 @@ fn run(settings: &Settings, strategy: &Strategy) -> Outcome {
     outcome(on_ranks(settings, strategy, |trainer| finish(trainer.unwrap())))
 }
 
-/// One process that plays the data parallel ranks.
+/// One process that replays all ranks.
 fn reference(settings: &Settings, strategy: &Strategy) -> Outcome {
     let world = World::threads(1).unwrap().remove(0);
     let trainer = MeshTrainer::reference(&world, settings, strategy, batches(settings)).unwrap();
     outcome(vec![finish(trainer)])
 }
 
-/// Gradients of the first step, and its loss; on several ranks, those of a rank's tokens.
-fn first_step(mut trainer: MeshTrainer) -> (f32, Vec<TensorPart>) {
-    let loss = trainer.step().unwrap();
-    (loss, trainer.local_gradients())
-}
-
-/// The length of a difference, by that of the second.
-fn apart(own: &[f32], other: &[f32]) -> f64 {
-    let length =
-        |values: &mut dyn Iterator<Item = f64>| values.map(|value| value * value).sum::<f64>().sqrt();
-    assert_eq!(own.len(), other.len());
-    let whole = length(&mut other.iter().map(|&value| value.into()));
-    let pairs = own.iter().zip(other);
-    let difference = length(&mut pairs.map(|(&own, &other)| f64::from(own) - f64::from(other)));
-    if difference == 0.0 { 0.0 } else { difference / whole }
+/// Checks that values are within the bound of their roundings.
+fn assert_near(seen: &[f32], exact: &[Near], name: &str) {
+    assert_eq!(seen.len(), exact.len(), "{name}");
+    for (nth, (&seen, Near { value, off })) in seen.iter().zip(exact).enumerate() {
+        assert!((f64::from(seen) - value).abs() <= *off, "{name}[{nth}]: {seen}, not {value} by {off}");
+    }
 }
 
 #[test]
-fn layers_of_a_mesh_have_the_loss_and_gradients_of_candles_model() {
-    for balance in [0.0, 1.0] {
-        let settings = Settings { balance, ..small() };
-        let ranks = on_ranks(&settings, &strategy("dp=1"), |trainer| first_step(trainer.unwrap()));
-        let (loss, named) = &ranks[0];
-        let mut gradients = Tensors::new();
-        put(&mut gradients, named);
-        let mut plain: Trainer<_> = in_turn(&settings);
-        let expected = plain.step().unwrap();
-        assert!((loss - expected).abs() < 1e-5, "{loss} {expected}");
-        let mut seen = 0;
+fn a_mesh_and_candles_model_have_the_loss_and_gradients_within_their_roundings() {
+    let tiny = small();
+    // Few terms a sum, so that the bound is narrow.
+    let (vocabulary, window, layers, width, heads, experts, expert_width) = (8, 4, 1, 4, 2, 4, 2);
+    let shape = Shape { vocabulary, window, layers, width, heads, experts, expert_width, ..tiny.shape };
+    let tokens = tokenize(TEXT, vocabulary);
+    let tiny = Settings { shape, batch: 2, ..tiny };
+    for (seed, balance, kv_heads, tied) in [(3, 0.0, 2, true), (5, 1.0, 1, false)] {
+        let settings = Settings { seed, balance, shape: Shape { kv_heads, tied, ..shape }, ..tiny };
+        let batches = || Batches::new(&tokens, &settings).unwrap();
+        let alone = || World::threads(1).unwrap().remove(0);
+        let in_turn = Reference::new(alone(), &settings).unwrap();
+        let mut plain = Trainer::new(settings, in_turn, batches());
+        let mut weights = Tensors::new();
         for learned in [&plain.state.dense, &plain.state.experts] {
             for entry in &learned.weights.entries {
-                // After one step the first mean is a tenth of the gradient.
-                let tenth: Vec<f32> =
-                    gradients[&entry.name].iter().map(|of| of * (1.0 - 0.9f64) as f32).collect();
-                let apart = apart(&tenth, &learned.adam.first[entry.range.clone()]);
-                assert!(apart < 1e-4, "{}: {apart}", entry.name);
-                seen += 1;
+                let values = learned.weights.values[entry.range.clone()].to_vec();
+                weights.insert(entry.name.clone(), values);
             }
         }
-        assert_eq!(seen, gradients.len());
+        let mut exact = Exact::new(&settings, &weights);
+        let loss = exact.pass(&batches().of_step(&settings, 0, 0..settings.batch));
+
+        let mut mesh = MeshTrainer::new(&alone(), &settings, &strategy("dp=1"), batches()).unwrap();
+        let of_mesh = mesh.step().unwrap();
+        let mut gradients = Tensors::new();
+        put(&mut gradients, &mesh.local_gradients());
+        assert_near(&[of_mesh, plain.step().unwrap()], &[loss; 2], "loss");
+        assert!(gradients.keys().eq(exact.gradients.keys()));
+        for (name, of_mesh) in &gradients {
+            assert_near(of_mesh, &exact.gradients[name], name);
+        }
+        // After one step the first mean is a tenth of the gradient.
+        let tenth = Near { value: (1.0 - 0.9f64) as f32 as f64, off: 0.0 };
+        for learned in [&plain.state.dense, &plain.state.experts] {
+            for entry in &learned.weights.entries {
+                let expected: Vec<_> = exact.gradients[&entry.name].iter().map(|&of| of * tenth).collect();
+                assert_near(&learned.adam.first[entry.range.clone()], &expected, &entry.name);
+            }
+        }
+        // The bound tells a gradient from none.
+        for (name, gradient) in &exact.gradients {
+            let largest = |of: fn(&Near) -> f64| gradient.iter().map(of).fold(0.0, f64::max);
+            let (value, off) = (largest(|of| of.value.abs()), largest(|of| of.off));
+            assert!(off < value || value == 0.0, "{name}: {off} of {value}");
+        }
     }
 }
 
@@ -188,68 +206,76 @@ fn no_schedule_and_no_zero_stage_changes_a_bit() {
     assert_eq!(run(&settings, &all), expected);
 }
 
-/// Means over ranks of the gradients of the first step, and its loss.
-fn mean_gradients(settings: &Settings, strategy: &Strategy) -> (f32, Tensors) {
-    let ranks = on_ranks(settings, strategy, |trainer| first_step(trainer.unwrap()));
-    let mut sums = BTreeMap::<_, BTreeMap<usize, (f32, f32)>>::new();
-    for TensorPart { name, values } in ranks.iter().flat_map(|(_, parts)| parts) {
-        let of_tensor = sums.entry(name.clone()).or_default();
-        for &(place, value) in values {
-            let (sum, count) = of_tensor.entry(place).or_default();
-            (*sum, *count) = (*sum + value, *count + 1.0);
-        }
+#[test]
+fn tensor_and_context_parallel_ranks_have_the_bits_of_one_process_that_replays_them() {
+    let settings = small();
+    let ring = |sizes| Strategy { context: Some(Context::Ring), ..strategy(sizes) };
+    for strategy in [
+        strategy("cp=4,ep=2"),
+        strategy("dp=2,cp=2,ep=4"),
+        ring("cp=2"),
+        ring("cp=4,ep=4"),
+        strategy("tp=4,ep=2"),
+        strategy("dp=2,tp=2,ep=2"),
+        // With a window a microbatch, a tensor parallel rank has a part of it between layers.
+        Strategy { microbatches: 8, ..strategy("tp=2,ep=2") },
+        Strategy { zero: Zero::Three, microbatches: 2, ..strategy("cp=2,tp=2,ep=2") },
+        Strategy { microbatches: 2, ..ring("pp=2,cp=2,tp=2,ep=4") },
+    ] {
+        assert_eq!(run(&settings, &strategy), reference(&settings, &strategy), "{}", strategy.sizes);
     }
-    let mean = |of: BTreeMap<usize, (f32, f32)>| of.values().map(|(sum, count)| sum / count).collect();
-    (ranks[0].0, sums.into_iter().map(|(name, of)| (name, mean(of))).collect())
-}
-
-/// Checks gradients of the first step against those of one process.
-///
-/// A sum of `n` terms in another order is off by at most `n` roundings of 2^-24 of the sizes of its
-/// terms. Roundings go either way, so they add up like the root of `n`. Terms have either sign, so
-/// their sizes are about as many roots of `n` as long as their sum. So the sum is off by `n` 2^-24
-/// of itself. A norm in front of each layer keeps gains at about one, so a gradient is off by as
-/// much for each of the sums on its way that have another order.
-fn assert_gradients(settings: &Settings, strategy: &Strategy, sums: usize, terms: usize) {
-    let one = Strategy::of(Sizes::ONE);
-    let ((loss, gradients), (expected, whole)) =
-        (mean_gradients(settings, strategy), mean_gradients(settings, &one));
-    let most = (sums * terms) as f64 * 2f64.powi(-24);
-    assert!(f64::from((loss - expected).abs()) <= most * f64::from(expected), "{loss}, not {expected}");
-    assert_eq!(gradients.keys().collect::<Vec<_>>(), whole.keys().collect::<Vec<_>>());
-    for (name, gradient) in &gradients {
-        let apart = apart(gradient, &whole[name]);
-        assert!(apart <= most, "{}: {name} is {apart} of itself off, {most} at most", strategy.sizes);
-    }
-    assert_ne!(gradients, whole, "{}: sums have one order", strategy.sizes);
 }
 
 #[test]
-fn tensor_and_context_parallel_ranks_differ_by_the_roundings_of_their_sums() {
-    let settings = small();
-    let Shape { vocabulary, window, layers, width, .. } = settings.shape;
-    let tokens = settings.batch * window;
-    // Gradients of weights are sums over all tokens.
-    let of_weights = 1;
-    for sizes in ["cp=2", "cp=4,ep=2", "dp=2,cp=2,ep=4"] {
-        assert_gradients(&settings, &strategy(sizes), of_weights, tokens);
+fn ranks_with_fewer_heads_of_keys_have_the_bits_of_one_process() {
+    let of = |kv_heads| {
+        let small = small();
+        Settings { shape: Shape { kv_heads, ..small.shape }, ..small }
+    };
+    // With one head of keys, Ulysses gives each rank a replica of it.
+    for (kv_heads, sizes, context) in [
+        (2, "dp=2,tp=2,ep=2", None),
+        (2, "cp=2,tp=2", Some(Context::Ulysses)),
+        (1, "cp=4,ep=4", Some(Context::Ulysses)),
+        (1, "cp=2", Some(Context::Ring)),
+    ] {
+        let strategy = Strategy { context, ..strategy(sizes) };
+        assert_eq!(run(&of(kv_heads), &strategy), reference(&of(kv_heads), &strategy), "{kv_heads}, {sizes}");
     }
-    // In each layer, attention has a sum over keys forward, and over queries backward.
-    let ring = |sizes| Strategy { context: Some(Context::Ring), ..strategy(sizes) };
-    for sizes in ["cp=2", "cp=4,ep=4"] {
-        assert_gradients(&settings, &ring(sizes), of_weights + 3 * layers, tokens);
-    }
-    // Forward each layer has a sum over heads, and backward over the columns of q, k and v. The
-    // head has one over the vocabulary each way.
-    let longest = tokens.max(vocabulary).max(3 * width);
-    for sizes in ["tp=2", "tp=4,ep=4", "dp=2,tp=2,ep=2"] {
-        assert_gradients(&settings, &strategy(sizes), of_weights + 2 * layers + 2, longest);
-    }
-    // With a window a microbatch, a tensor parallel rank has a part of it between layers.
-    let parts_of_windows = Strategy { microbatches: 8, ..strategy("tp=2,ep=2") };
-    assert_gradients(&settings, &parts_of_windows, of_weights + 2 * layers + 2, longest);
-    for strategy in [strategy("pp=2,dp=2,cp=2,tp=2,ep=4"), ring("pp=2,cp=2,tp=2,ep=4")] {
-        assert_gradients(&settings, &strategy, of_weights + 5 * layers + 2, longest);
+}
+
+/// Bytes of tied embeddings and of messages between stages are in this test, too.
+#[test]
+fn a_head_with_the_weights_of_the_embedding_learns_on_both_ends() {
+    let small = small();
+    let settings = Settings { shape: Shape { tied: true, ..small.shape }, ..small };
+    let Shape { vocabulary, window, width, .. } = settings.shape;
+    let interleaved = Some(ScheduleName::Interleaved(2));
+    for strategy in [
+        strategy("dp=2,tp=2"),
+        Strategy { order: interleaved, zero: Zero::Two, microbatches: 4, ..strategy("pp=2,dp=2,ep=2") },
+        Strategy { microbatches: 4, ..strategy("pp=4,tp=2") },
+    ] {
+        // Both ends have the embedding, with the same bits.
+        let (seen, traffic) = run_with_traffic(&settings, &strategy);
+        assert_eq!(seen, reference(&settings, &strategy), "{}", strategy.sizes);
+        assert!(!seen.parameters.contains_key("head"));
+        let Sizes { pp, dp, tp, .. } = strategy.sizes;
+        let (message, chunks) = (4 * settings.batch * window * width, strategy.model_chunks());
+        for (rank, of_rank) in (0..).zip(traffic) {
+            let stage = rank / (dp * tp);
+            // Outputs go to the next virtual stage, and gradients to the one before.
+            let borders = match stage {
+                _ if pp == 1 => 0,
+                0 => 2 * chunks - 1,
+                last if last + 1 == pp => 2 * chunks - 1,
+                _ => 2 * chunks,
+            };
+            let is_end = pp > 1 && (stage == 0 || stage + 1 == pp);
+            let token = if is_end { 4 * vocabulary * width / tp as usize } else { 0 };
+            let messages = borders as usize * message / (dp * tp) as usize;
+            assert_eq!(of_rank.pp_bytes, (messages + token) as u64, "{}, {rank}", strategy.sizes);
+        }
     }
 }
 
@@ -266,11 +292,11 @@ fn the_heads_of_ulysses_give_each_token_the_bits_of_one_process() {
 #[test]
 fn strategies_that_do_not_fit_are_refused_on_every_rank() {
     let settings = small();
-    let refused = |settings: Settings, strategy: Strategy, ranks: u32| {
-        let worlds = World::threads(ranks).unwrap();
-        let errors = worlds.into_iter().map(|world| {
+    let worlds = [2, 3, 4].map(|ranks| World::threads(ranks).unwrap());
+    let refused = |settings: Settings, strategy: Strategy, ranks: usize| {
+        let errors = worlds[ranks - 2].iter().map(|world| {
             // One after another: a rank that waited for another one would never end.
-            MeshTrainer::new(&world, &settings, &strategy, batches(&settings)).err().unwrap().to_string()
+            MeshTrainer::new(world, &settings, &strategy, batches(&settings)).err().unwrap().to_string()
         });
         let errors: Vec<_> = errors.collect();
         assert!(errors.iter().all(|error| *error == errors[0]), "{errors:?}");
@@ -282,7 +308,12 @@ fn strategies_that_do_not_fit_are_refused_on_every_rank() {
         (settings, strategy("dp=2"), 3, "3 ranks, but pp 1 x dp 2 x cp 1 x tp 1 = 2"),
         (settings, strategy("dp=3,ep=2"), 3, "ep 2 x etp 1 = 2 does not divide dp 3 x cp 1 x tp 1 = 3"),
         (settings, strategy("tp=3"), 3, "tokens of a microbatch, by tp: 128 is not a multiple of 3"),
-        (shape(Shape { heads: 2, ..base }), strategy("tp=4"), 4, "heads, by tp: 2 is not a multiple of 4"),
+        (
+            shape(Shape { heads: 2, kv_heads: 2, ..base }),
+            strategy("tp=4"),
+            4,
+            "heads, by tp: 2 is not a multiple of 4",
+        ),
         (settings, strategy("cp=3"), 3, "tokens of a window, by the pieces of cp: 16 is not a multiple of 6"),
         (settings, strategy("pp=3"), 3, "layers, by stages and model chunks: 4 is not a multiple of 3"),
         (
@@ -324,9 +355,6 @@ fn strategies_that_do_not_fit_are_refused_on_every_rank() {
     ] {
         assert_eq!(refused(settings, strategy, ranks), expected, "{}", strategy.sizes);
     }
-    let world = World::threads(1).unwrap().remove(0);
-    let played = MeshTrainer::reference(&world, &settings, &strategy("dp=2,tp=2"), batches(&settings));
-    assert!(matches!(played, Err(Error::Strategy(StrategyError::NotPlayed { cp: 1, tp: 2 }))));
     for (said, expected) in [
         ("tp=2,dp", StrategyError::Dimension { said: "dp".into() }),
         ("tp=two", StrategyError::Dimension { said: "tp=two".into() }),
@@ -399,15 +427,21 @@ fn checkpoint_of(seed: u64) -> tempfile::TempDir {
 
 #[test]
 fn shards_that_the_run_did_not_write_stop_all_ranks() {
-    let (settings, other) = (small(), checkpoint_of(small().seed + 1));
+    let settings = small();
+    let [whole, other] = [settings.seed, settings.seed + 1].map(checkpoint_of);
     let damage = |shard: &Path| {
         let mut bytes = std::fs::read(shard).unwrap();
         *bytes.last_mut().unwrap() ^= 1;
         std::fs::write(shard, bytes).unwrap();
     };
     for case in ["damaged", "swapped", "of another run", "missing", "fewer losses"] {
-        let folder = checkpoint_of(settings.seed);
+        let folder = tempfile::tempdir().unwrap();
         let step = folder.path().join("step-000001");
+        std::fs::create_dir(&step).unwrap();
+        for file in std::fs::read_dir(whole.path().join("step-000001")).unwrap() {
+            let file = file.unwrap();
+            std::fs::copy(file.path(), step.join(file.file_name())).unwrap();
+        }
         let [first, second] = ["cut-0.shard", "cut-1.shard"].map(|name| step.join(name));
         match case {
             "damaged" => damage(&second),
@@ -447,26 +481,39 @@ fn shards_that_the_run_did_not_write_stop_all_ranks() {
     }
 }
 
-/// A wrong group of copies would show in the second loss, or in copies that differ.
 #[test]
-fn steps_over_cut_windows_and_matrices_stay_within_the_bound_of_one_rank() {
+fn spans_of_a_step_are_the_passes_of_the_plan_in_their_order() {
     let settings = small();
-    let losses = |strategy: &Strategy| {
-        let of_ranks = on_ranks(&settings, strategy, |trainer| {
-            let mut trainer = trainer.unwrap();
-            [(); 3].map(|()| trainer.step().unwrap())
-        });
-        assert!(of_ranks.iter().all(|of| *of == of_ranks[0]));
-        of_ranks[0]
-    };
-    let one = losses(&strategy("dp=1"));
-    for zero in [Zero::None, Zero::Three] {
-        let seen = losses(&Strategy { zero, ..strategy("cp=2,tp=2,ep=2") });
-        for (seen, one) in seen.into_iter().zip(one) {
-            assert!((seen - one).abs() < 1e-5, "{zero:?}: {seen}, {one}");
-        }
-        assert!(one[2] < one[0] - 1e-3, "it learns");
+    let order = Some(ScheduleName::ZeroBubbleH1);
+    let strategy = Strategy { order, microbatches: 4, ..strategy("pp=2,dp=2") };
+    let plan = strategy.plan().unwrap();
+    let ranks = on_ranks(&settings, &strategy, |trainer| {
+        let mut trainer = trainer.unwrap();
+        trainer.step().unwrap();
+        trainer.step().unwrap();
+        trainer.spans_of_ranks().unwrap()
+    });
+    assert!(ranks.iter().all(|of| *of == ranks[0]));
+    for (rank, spans) in ranks[0].iter().enumerate() {
+        let passes: Vec<_> = spans.iter().map(|span| span.compute).collect();
+        assert_eq!(passes, plan.passes(rank as u32 / 2).collect::<Vec<_>>(), "rank {rank}");
+        assert!(spans.iter().all(|span| span.begin < span.end));
+        assert!(spans.windows(2).all(|pair| pair[0].end <= pair[1].begin));
     }
+}
+
+/// A run, and what each rank moved and held in its last step.
+fn run_with_traffic(settings: &Settings, strategy: &Strategy) -> (Outcome, Vec<Traffic>) {
+    let ranks = on_ranks(settings, strategy, |trainer| {
+        let mut trainer = trainer.unwrap();
+        for _ in 0..settings.steps {
+            trainer.step().unwrap();
+        }
+        (trainer.traffic_of_ranks().unwrap(), finish(trainer))
+    });
+    let (mut traffic, ranks): (Vec<_>, Vec<_>) = ranks.into_iter().unzip();
+    assert!(traffic.iter().all(|of| *of == traffic[0]));
+    (outcome(ranks), traffic.remove(0))
 }
 
 /// Each rank a node of its own, so that bytes to other nodes are those to other ranks.
@@ -490,8 +537,44 @@ fn traffic(settings: &Settings, strategy: &Strategy) -> Vec<Traffic> {
 }
 
 #[test]
-fn bytes_of_a_step_are_those_that_the_tables_of_strategies_say() {
+fn recomputation_changes_no_bit_and_keeps_inputs_and_one_tape() {
     let settings = small();
+    let Shape { window, layers, width, heads, vocabulary, .. } = settings.shape;
+    let (microbatches, stages) = (4, 2);
+    let tokens = settings.batch * window / 2 / microbatches as usize;
+    // Of a token: inputs, outputs of attention, and their sum; queries, keys, values, outputs, and
+    // two sums for each head.
+    let block = (3 + 4) * width + 2 * heads;
+    let tape = |stage: u32| {
+        let head = if stage + 1 == stages { width + vocabulary } else { 0 };
+        4 * tokens * (layers / stages as usize * block + head)
+    };
+    let message = |stage: u32| if stage == 0 { 0 } else { 4 * tokens * width };
+    for order in [ScheduleName::GPipe, ScheduleName::ZeroBubbleH1] {
+        let kept = Strategy { order: Some(order), microbatches, ..strategy("pp=2,dp=2,ep=2") };
+        let repeated = Strategy { recompute: true, ..kept };
+        let [(all, of_all), (least, of_least)] =
+            [kept, repeated].map(|strategy| run_with_traffic(&settings, &strategy));
+        assert_eq!(least, all, "{order}");
+        for (rank, (all, least)) in of_all.iter().zip(&of_least).enumerate() {
+            let stage = rank as u32 / 2;
+            let in_flight = match order {
+                ScheduleName::GPipe => microbatches,
+                _ => stages - stage,
+            } as usize;
+            assert_eq!(all.activation_bytes, (in_flight * tape(stage)) as u64, "{order}, {rank}");
+            let inputs = (in_flight - 1) * message(stage) + tape(stage);
+            assert_eq!(least.activation_bytes, inputs as u64, "{order}, {rank}");
+            // Rows go to their experts and back once more.
+            assert_eq!(least.ep_bytes, all.ep_bytes / 4 * 6, "{order}, {rank}");
+        }
+    }
+}
+
+#[test]
+fn bytes_of_a_step_are_those_that_the_tables_of_strategies_say() {
+    let small = small();
+    let settings = Settings { shape: Shape { layers: 2, ..small.shape }, ..small };
     let Shape { vocabulary, window, layers, width, experts, expert_width, .. } = settings.shape;
     let tokens = settings.batch * window;
     let whole = layers * width * experts + window * width;
@@ -514,12 +597,6 @@ fn bytes_of_a_step_are_those_that_the_tables_of_strategies_say() {
         assert_eq!(rank.state_bytes, 3 * parameters / 2);
     }
 
-    // A message for each microbatch and border, each way.
-    let stages = Strategy { microbatches: 4, ..strategy("pp=4") };
-    let message = 4 * (tokens * width) as u64;
-    let sent: Vec<_> = traffic(&settings, &stages).iter().map(|rank| rank.pp_bytes).collect();
-    assert_eq!(sent, [message, 2 * message, 2 * message, message]);
-
     // Of a rank's queries, keys and values, and of its outputs, half belongs to the other rank's
     // heads; backward the same.
     for rank in traffic(&settings, &strategy("cp=2")) {
@@ -536,7 +613,7 @@ fn bytes_of_a_step_are_those_that_the_tables_of_strategies_say() {
 
 #[test]
 fn processes_of_a_mesh_write_the_losses_of_one_that_plays_them() {
-    let shape = Shape { layers: 2, heads: 2, ..small().shape };
+    let shape = Shape { layers: 2, heads: 2, kv_heads: 2, ..small().shape };
     let settings = Settings { shape, batch: 4, steps: 4, balance: 0.001, seed: 0, ..small() };
     let folder = tempfile::tempdir().unwrap();
     let [text, out] = ["text.md", "out"].map(|name| folder.path().join(name));
@@ -555,7 +632,10 @@ fn processes_of_a_mesh_write_the_losses_of_one_that_plays_them() {
     let traffic = lines[0].iter().find_map(|line| line["traffic"].as_array()).unwrap();
     assert!(traffic.len() == 4 && traffic.iter().all(|rank| rank["pp_bytes"] == 2 * 16 * 32 * 4));
     let timeline = std::fs::read_to_string(out.join("timeline.svg")).unwrap();
-    assert!(["gpipe", "1f1b", "interleaved:2", "zb-h1"].iter().all(|name| timeline.contains(name)));
+    // Of four ranks and two microbatches, and one of each in the legend.
+    for pass in ["forward", "backward", "weight"] {
+        assert_eq!(timeline.matches(&format!("class=\"pass {pass}\"")).count(), 4 * 2 + 1);
+    }
 
     let losses = std::fs::read(out.join("losses.json")).unwrap();
     let history: History = serde_json::from_slice(&losses).unwrap();
@@ -592,4 +672,39 @@ fn processes_of_a_mesh_write_the_losses_of_one_that_plays_them() {
         String::from_utf8_lossy(&output.stderr),
         "moe-lm: 1 ranks, but pp 2 x dp 2 x cp 1 x tp 1 = 4\n"
     );
+}
+
+#[test]
+fn eight_and_sixteen_processes_write_the_losses_of_one_that_replays_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let text = folder.path().join("text.md");
+    std::fs::write(&text, TEXT).unwrap();
+    let cases = [
+        (8, "pp=2,dp=2,tp=2,ep=4", "--schedule zb-h1 --zero 3 --tied"),
+        (
+            16,
+            "pp=2,dp=2,cp=2,tp=2,ep=4",
+            "--schedule interleaved --zero 1 --attention ring --recompute --kv-heads 2",
+        ),
+    ];
+    for (ranks, mesh, more) in cases {
+        let command = |name: &str| {
+            let sizes = "--vocabulary 256 --window 8 --layers 4 --width 32 --heads 4 --experts 8 --top-k 2";
+            let run = "--expert-width 16 --batch 4 --steps 2 --balance 0 --json --mesh";
+            let mut command = Command::new(env!("CARGO_BIN_EXE_moe-lm"));
+            command.args(sizes.split(' ')).args(run.split(' ')).arg(mesh).args(more.split(' '));
+            command.arg("--out").args([&folder.path().join(name), &text]);
+            command.env("RAYON_NUM_THREADS", "1").env("SIDELANE_HEAP", "48M").stdout(Stdio::piped());
+            command
+        };
+        let (together, in_turn) = (format!("{ranks}"), format!("{ranks}-in-turn"));
+        let lines = said(many_ranks_of(ranks, || command(&together), &together, |_| &[]));
+        let traffic = lines[0].iter().find_map(|line| line["traffic"].as_array()).unwrap();
+        assert_eq!(traffic.len(), ranks as usize);
+        let replay = command(&in_turn).args(["--reference", &ranks.to_string()]).spawn().unwrap();
+        said(vec![replay]);
+        let losses = [together, in_turn].map(|name| folder.path().join(name).join("losses.json"));
+        let [together, in_turn] = losses.map(|path| std::fs::read_to_string(path).unwrap());
+        assert_eq!(together, in_turn, "{mesh}");
+    }
 }

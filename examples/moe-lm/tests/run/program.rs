@@ -28,8 +28,18 @@ fn ranks<'a>(out: &Path, text: &Path, job: &str, more: impl Fn(u32) -> &'a [&'a 
     ranks_of(|| program(out, text), job, more)
 }
 
-/// Ranks of this command.
+/// Four ranks of this command.
 pub fn ranks_of<'a>(
+    command: impl Fn() -> Command,
+    job: &str,
+    more: impl Fn(u32) -> &'a [&'a str],
+) -> Vec<Child> {
+    many_ranks_of(4, command, job, more)
+}
+
+/// So many ranks of this command.
+pub fn many_ranks_of<'a>(
+    ranks: u32,
     command: impl Fn() -> Command,
     job: &str,
     more: impl Fn(u32) -> &'a [&'a str],
@@ -38,11 +48,11 @@ pub fn ranks_of<'a>(
         let mut command = command();
         let job = format!("moe-lm-{job}-{}", std::process::id());
         command.args(more(rank)).envs([("MASTER_ADDR", "127.0.0.1"), ("SIDELANE_JOB", &job)]);
-        command.envs([("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "4")]);
+        command.envs(["WORLD_SIZE", "LOCAL_WORLD_SIZE"].map(|name| (name, ranks.to_string())));
         command.envs(["RANK", "LOCAL_RANK"].map(|name| (name, rank.to_string())));
         command.stderr(Stdio::piped()).spawn().unwrap()
     };
-    (0..4).map(rank).collect()
+    (0..ranks).map(rank).collect()
 }
 
 /// Output of the ranks, one object per line.

@@ -20,7 +20,7 @@ fn ranks_learn_to_the_last_bit_what_one_process_learns_in_their_place() {
         let reference = finish(in_turn(&settings));
         assert_learned(&reference.losses);
         // As by size, but by figures that cut a small model.
-        let rule = ChunkRule { call_bytes: 512, gemm_rows: 4, most: 8 };
+        let rule = ChunkRule::new(512, 4, 8);
         for plan in [OVERLAPPED, PLAIN, Plan { chunks: Chunks::By(rule), ..OVERLAPPED }] {
             let outcomes = on_ranks(&settings, plan, finish);
             assert_eq!(outcomes.len(), ranks);

@@ -6,11 +6,15 @@
 //!   start_combine     bring, fold | stage, start | half
 //!   finish_combine                                 stage, finish | sum
 //!   release                         stage
+//!   refuse            pack     | stage, start               stage, finish | check, expand    of a dispatch
+//!                                stage                                                       always
 //! ```
 //!
-//! One dispatch is in flight, and each half is made once ([`CallState`]). A kernel or copy before
-//! the first stage can be refused, and the call made again. Peers wait for later steps, so an error
-//! there ends the world. Sums concern this rank only, so their errors do not.
+//! One dispatch is in flight, and each half is made once ([`CallState`]). What a kernel or copy
+//! before the first stage refuses, and what is wrong with the tensors, this rank refuses at all
+//! ranks: it enters the call with no rows, and answers it by a refusal at once. The verdict of the
+//! call then names it everywhere. Peers wait for later steps, so an error there ends the world.
+//! Sums concern this rank only, so their errors do not.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -20,18 +24,19 @@ use super::proxy::Proxy;
 use super::slot_memory::{WindowLayout, Windows, write_map};
 use super::slot_results::{ExpandedRows, Facts, SlotHandle, SlotRows};
 use crate::bootstrap::wait::Polling;
-use crate::device::{Addresses, Check, DeviceRange, Kernels, Pack, Stream, SumArgs, Word};
+use crate::device::{Addresses, Check, DeviceRange, Kernels, Pack, RefusalMarks, Stream, SumArgs, Word};
 use crate::ep::builder::Spec;
 use crate::ep::device::watchdog::{BypassStream, WaitBreaker};
 use crate::ep::rows::OutputAt;
 use crate::ep::tensor::{Shape, Side, Tensor, TensorMut, Tokens, wrong_place};
 use crate::ep::{Choices, CombineInput, ExpertOutput, LaneUse};
-use crate::error::{CallError, DeviceError, Error, KernelFault, LaneError, PlanError};
+use crate::error::{CallError, CallKind, DeviceError, Error, KernelFault, LaneError, PlanError};
 use crate::exec::{EnqueueCounts, Executor, Lowered, Until, drive};
 use crate::lane::COPY_ENGINE;
 use crate::plan::{ExpertMap, SlotShape};
 use crate::schedule::Flag;
 use crate::schedule::call_program::{CallMachine, CallProgram, Part, Role, SlotCall, StageId, Work};
+use crate::schedule::stream_program::Slots;
 use crate::world::{Group, WorldState};
 
 /// Flags that this rank awaits from each peer.
@@ -52,9 +57,9 @@ pub(super) const DEAD: u64 = 1 << 16;
 #[derive(Debug)]
 pub(in crate::ep) struct SlotExchange {
     /// Programs of its calls, by [`SlotCall`].
-    pub(super) programs: [CallProgram; 3],
+    pub(super) programs: [CallProgram; 4],
     /// Their operations, lowered for a stream.
-    pub(super) lowered: [LoweredCall; 3],
+    pub(super) lowered: [LoweredCall; 4],
     pub(super) turn: CallState,
     /// Dropped last, because of its proxy.
     pub(super) state: SlotState,
@@ -80,6 +85,8 @@ pub(super) struct SlotState {
     pub(super) local_of: DeviceRange,
     /// Which choices of the last dispatch were dropped, `u8 [max_tokens, top_k]`.
     pub(super) dropped: DeviceRange,
+    /// Marks of ranks that refuse a call.
+    pub(super) marks: DeviceRange,
     pub(super) rows: DeviceRange,
     pub(super) received: DeviceRange,
     /// Rows on their way home, `[ranks, max_tokens, hidden]`.
@@ -151,11 +158,11 @@ impl SlotExchange {
     /// the stream. Ranks agree through the coordinator, because their streams agree on nothing.
     ///
     /// # Errors
-    /// [`CallError::OutOfTurn`], an error of `map`, what [`synchronize`](Self::synchronize) finds;
+    /// [`CallError::OutOfTurn`], an error of `map`, what [`settle`](Self::settle) finds;
     /// [`CallError::ConfigsDiffer`] at the other ranks, and where ranks bring different masks: the
     /// old mask stays everywhere. Later errors end the world.
     pub fn mask(&mut self, stream: &Stream, map: Result<ExpertMap, Error>) -> Result<(), Error> {
-        let idle = self.turn("mask", SlotCall::Dispatch, false).and_then(|()| self.synchronize(stream));
+        let idle = self.turn("mask", SlotCall::Dispatch, false).and_then(|()| self.settle(stream));
         let map = idle.and(map);
         let agreed = self.state.group.alike(&[
             ("whether their masks can be used (1: yes)", map.is_ok().into()),
@@ -178,9 +185,9 @@ impl SlotExchange {
     /// before the second half runs meanwhile.
     ///
     /// # Errors
-    /// [`CallError::OutOfTurn`], [`PlanError`](crate::error::PlanError), and [`DeviceError`] for
-    /// tensors of another shape, misaligned or out of reach: nothing was enqueued, and the call can
-    /// be made again. The reason of the world's failure.
+    /// [`CallError::OutOfTurn`]: nothing was enqueued. [`PlanError`](crate::error::PlanError) and
+    /// [`DeviceError`] for tensors of another shape, misaligned or out of reach: the call is
+    /// refused at all ranks, as by [`refuse`](Self::refuse). The reason of the world's failure.
     pub fn start_dispatch(
         &mut self,
         stream: &Stream,
@@ -188,9 +195,11 @@ impl SlotExchange {
         choices: Choices<'_>,
     ) -> Result<SlotDispatch, Error> {
         self.turn("start_dispatch", SlotCall::Dispatch, false)?;
-        let tokens = Tokens::check(&self.state.spec, stream.device(), x, choices)?;
-        let count = tokens.count;
-        let machine = self.start(stream, SlotCall::Dispatch, Given::Tokens(tokens))?;
+        let started = Tokens::check(&self.state.spec, stream.device(), x, choices).and_then(|tokens| {
+            let count = tokens.count;
+            Ok((self.start(stream, SlotCall::Dispatch, Given::Tokens(tokens))?, count))
+        });
+        let (machine, count) = started.map_err(|error| self.refuse(stream, CallKind::Dispatch, error))?;
         self.turn.tokens = count;
         Ok(SlotDispatch { machine })
     }
@@ -229,12 +238,11 @@ impl SlotExchange {
         handle: &SlotHandle,
         out: Option<&TensorMut<'_>>,
     ) -> Result<SlotCombine, Error> {
-        self.own(handle)?;
+        self.own(handle).map_err(|error| self.refuse(stream, CallKind::Combine, error))?;
         self.turn("start_combine", SlotCall::Combine, false)?;
-        if let Some(out) = out {
-            self.state.sums(out, self.turn.tokens)?;
-        }
-        let machine = self.start(stream, SlotCall::Combine, Given::Outputs(y, handle))?;
+        let usable = out.map_or(Ok(()), |out| self.state.sums(out, self.turn.tokens).map(drop));
+        let started = usable.and_then(|()| self.start(stream, SlotCall::Combine, Given::Outputs(y, handle)));
+        let machine = started.map_err(|error| self.refuse(stream, CallKind::Combine, error))?;
         handle.combined(self.lowered[SlotCall::Combine as usize].enqueued());
         Ok(SlotCombine { machine })
     }
@@ -242,8 +250,8 @@ impl SlotExchange {
     /// Second half of a combine: sums.
     ///
     /// # Errors
-    /// An error of the driver ends the world. With an `out` that cannot be used, the rows are used
-    /// up.
+    /// An error of the driver ends the world. An `out` that cannot be used is this rank's error
+    /// alone: the rows have returned, and are used up.
     pub fn finish_combine(
         &mut self,
         stream: &Stream,
@@ -262,9 +270,38 @@ impl SlotExchange {
     /// # Errors
     /// As [`start_dispatch`](Self::start_dispatch).
     pub fn release(&mut self, stream: &Stream, handle: Option<&SlotHandle>) -> Result<(), Error> {
-        handle.map_or(Ok(()), |handle| self.own(handle))?;
+        let own = handle.map_or(Ok(()), |handle| self.own(handle));
+        own.map_err(|error| self.refuse(stream, CallKind::Combine, error))?;
         self.turn("release", SlotCall::Combine, false)?;
         self.end(CallMachine::default(), stream, SlotCall::Release, Given::Nothing)
+    }
+
+    /// Enters a call that this rank cannot make: the others find in its verdict that this rank
+    /// refuses it, none of them has rows or sums, and the next call is a dispatch. Returns the
+    /// error to report here: `error`, or that of what could not be enqueued, which ends the world.
+    ///
+    /// Nothing is entered out of turn, in a world that has failed, and amid a capture: launches of
+    /// the graph come later, and are not refused.
+    pub fn refuse(&mut self, stream: &Stream, kind: CallKind, error: Error) -> Error {
+        self.enter_refused(stream, kind).map_or_else(|failed| failed, |()| error)
+    }
+
+    fn enter_refused(&mut self, stream: &Stream, kind: CallKind) -> Result<(), Error> {
+        let next = self.turn.call.kind() == kind && !self.turn.pending;
+        let lives = self.state.shared.hub.health().check().is_ok();
+        if !next || !lives || stream.is_capturing()? {
+            return Ok(());
+        }
+        if self.turn.call == SlotCall::Dispatch {
+            self.turn.tokens = 0;
+            self.end(CallMachine::default(), stream, SlotCall::Dispatch, Given::Refusal)?;
+            self.turn.dispatches += 1;
+        }
+        self.end(CallMachine::default(), stream, SlotCall::Refusal, Given::Refusal)?;
+        // Behind the check of a dispatch, which found the same.
+        let word = KernelFault::refused_by(self.state.me);
+        let said = self.state.verdict().and_then(|verdict| stream.write(verdict, word));
+        said.map_err(|error| self.state.fail(error.into()))
     }
 
     /// Makes the first half of a call.
@@ -316,7 +353,8 @@ impl SlotExchange {
     }
 
     /// Blocks until everything in the stream is done, even if the world fails, and returns the
-    /// outcome. Use it at the end of a step or of a test: nothing else here blocks.
+    /// outcome, that of the last call included. Use it at the end of a step or of a test: nothing
+    /// else here blocks.
     ///
     /// With words in device memory, a stream of Sidelane's ends the waits of a failed world. If
     /// blocked streams hold all hardware queues, there is none. Then this returns the cause with
@@ -328,6 +366,11 @@ impl SlotExchange {
     /// not answer, those of the host. If these show no late peer, it names this rank itself. Else
     /// as [`status`](Self::status).
     pub fn synchronize(&self, stream: &Stream) -> Result<(), Error> {
+        self.settle(stream).and_then(|()| self.status())
+    }
+
+    /// Blocks likewise, and leaves the last call's verdict out.
+    fn settle(&self, stream: &Stream) -> Result<(), Error> {
         let (start, deadline) = (Instant::now(), self.state.shared.options.timeouts.deadline);
         let mut late = None;
         let mut polling = Polling::new(self.state.shared.hub.health());
@@ -345,19 +388,31 @@ impl SlotExchange {
             }
             polling.rest().map_err(|_| PlanError::Interrupted)?;
         }
-        late.map_or_else(|| self.status(), Err)
+        late.map_or_else(|| self.lasting(), Err)
     }
 
-    /// Known errors: the world's cause, or the fault that a kernel has found. Sums are zeros then.
+    /// Errors that stay: the world's cause, or that slots were not of the calls that they should
+    /// be.
+    fn lasting(&self) -> Result<(), Error> {
+        self.state.shared.hub.health().check()?;
+        let fault = KernelFault::of(self.state.guard.status() as u32);
+        fault.map_or(Ok(()), |fault| Err(DeviceError::Fault { device: self.state.device, fault }.into()))
+    }
+
+    /// Known errors: those that stay, or the verdict of the last call that the stream has come to.
+    /// Sums are zeros then.
     ///
     /// # Errors
-    /// [`Cause`](crate::error::Cause), [`DeviceError::Fault`].
+    /// [`Cause`](crate::error::Cause), [`DeviceError::Fault`]; [`CallError::PeerRefused`], and at
+    /// the rank itself [`PlanError::RefusedHere`] or the fault for which it refused.
     pub fn status(&self) -> Result<(), Error> {
-        self.state.shared.hub.health().check()?;
-        let status = self.state.guard.status();
-        match KernelFault::of(status as u32) {
-            Some(fault) => Err(DeviceError::Fault { device: self.state.device, fault }.into()),
+        self.lasting()?;
+        let (me, call) = (self.state.me, self.turn.dispatches);
+        match KernelFault::of(self.state.facts.verdict().0) {
             None => Ok(()),
+            Some(KernelFault::Refused { rank }) if rank == me => Err(PlanError::RefusedHere.into()),
+            Some(KernelFault::Refused { rank: peer }) => Err(CallError::PeerRefused { call, peer }.into()),
+            Some(fault) => Err(DeviceError::Fault { device: self.state.device, fault }.into()),
         }
     }
 
@@ -382,9 +437,9 @@ impl SlotState {
         self.facts.words.range().word(self.places.status())
     }
 
-    /// The status of a call: within a budget, that of the last one alone.
-    fn call_status(&self) -> Result<Word<'_, u32>, DeviceError> {
-        self.facts.words.range().word(self.facts.status)
+    /// The verdict of the last call, for kernels.
+    fn verdict(&self) -> Result<Word<'_, u32>, DeviceError> {
+        self.facts.words.range().word(self.facts.verdict)
     }
 
     /// Number of ranks.
@@ -413,14 +468,22 @@ impl SlotState {
         LaneError::Deadline { rank, peer, lane, flag, awaited: 1, seen: 0, waited }.into()
     }
 
-    fn pack(&self, stream: &Stream, tokens: &Tokens<'_>) -> Result<(), Error> {
-        let Tokens { count, x, experts, weights, .. } = *tokens;
+    /// Packs the rows of these tokens; none where this rank refuses the call.
+    fn pack(&self, stream: &Stream, tokens: Option<&Tokens<'_>>) -> Result<(), Error> {
+        let none = self.rows.span(0, 0)?;
+        let (count, [x, experts, weights]) = match tokens {
+            Some(Tokens { count, x, experts, weights, .. }) => (
+                *count,
+                [x.span(0, x.len())?, experts.span(0, experts.len())?, weights.span(0, weights.len())?],
+            ),
+            None => (0, [none; 3]),
+        };
         let pack = Pack {
             shape: self.shape,
             tokens: count,
-            x: x.span(0, x.len())?,
-            experts: experts.span(0, experts.len())?,
-            weights: weights.span(0, weights.len())?,
+            x,
+            experts,
+            weights,
             n_experts: self.experts,
             rank_of: self.rank_of.span(0, self.rank_of.len())?,
             local_of: self.local_of.span(0, self.local_of.len())?,
@@ -428,8 +491,9 @@ impl SlotState {
             places: self.rows.span(0, self.rows.len())?,
             dropped: self.dropped.span(0, self.dropped.len())?,
             counter: self.counter()?,
-            status: self.status_word()?,
+            status: self.verdict()?,
             digest: self.digest,
+            refused: if tokens.is_some() { 0 } else { KernelFault::refused_by(self.me) },
         };
         self.kernels.pack(stream, &pack)?;
         let Some(expansion) = &self.expansion else { return Ok(()) };
@@ -438,20 +502,22 @@ impl SlotState {
         tallied.map_err(|error| self.fail(error))
     }
 
-    /// Compares the headers with what they must be. So a rank that makes another call is found
-    /// before its rows are used.
+    /// Compares the headers with what they must be. So a rank that makes another call, or refuses
+    /// this one, is found before its rows are used.
     fn check(&self, stream: &Stream, tokens: u32) -> Result<(), Error> {
         let check = Check {
             shape: self.shape,
             ranks: self.size(),
+            rank: self.me,
             received: self.received.span(0, self.received.len())?,
             counter: self.counter()?,
             status: self.status_word()?,
+            verdict: self.verdict()?,
             digest: self.digest,
         };
         self.kernels.check(stream, &check)?;
         let Some(expansion) = &self.expansion else { return Ok(()) };
-        let (status, verdict) = (self.status_word()?, self.call_status()?);
+        let (status, verdict) = (self.status_word()?, self.verdict()?);
         let received = Received { slots: &self.received, dropped: &self.dropped, status, verdict };
         expansion.expand((&self.kernels, stream), received, tokens)
     }
@@ -491,6 +557,13 @@ impl SlotState {
         Ok(())
     }
 
+    /// Makes the number of this call the mark that goes to the others.
+    fn mark(&self, stream: &Stream) -> Result<(), DeviceError> {
+        let counter = WindowLayout::part(&self.memory, self.places.counter())?;
+        let own = self.marks.span(u64::from(self.me) * Slots::MARK_BYTES, Slots::MARK_BYTES)?;
+        stream.copy(own, counter.span(0, Slots::MARK_BYTES)?)
+    }
+
     /// Where sums of the last dispatch's tokens go.
     pub(super) fn sums<'o>(&self, out: &TensorMut<'o>, tokens: u32) -> Result<&'o DeviceRange, Error> {
         let (rows, columns) = (tokens.into(), self.spec.hidden);
@@ -498,7 +571,7 @@ impl SlotState {
         out.on_device("combined tokens", Shape { rows, columns, dtype }, self.device)
     }
 
-    /// Sums by rank, ascending.
+    /// Sums by rank, ascending; zeros where a rank refuses to combine.
     fn sum(&self, stream: &Stream, out: &TensorMut<'_>, tokens: u32) -> Result<(), Error> {
         let out = self.sums(out, tokens)?;
         let sum = SumArgs {
@@ -509,7 +582,11 @@ impl SlotState {
             dtype: self.spec.dtype,
             homes: &self.summed_from,
             places: self.rows.span(0, self.rows.len())?,
-            status: self.call_status()?,
+            status: self.verdict()?,
+            marks: Some(RefusalMarks {
+                marks: self.marks.span(0, self.marks.len())?,
+                counter: self.counter()?,
+            }),
             out: out.span(0, out.len())?,
         };
         Ok(self.kernels.sum(stream, &sum)?)
@@ -564,6 +641,8 @@ pub(super) enum Given<'a> {
     Nothing,
     /// First half of a dispatch.
     Tokens(Tokens<'a>),
+    /// Of a call that this rank refuses.
+    Refusal,
     /// First half of a combine.
     Outputs(CombineInput<'a>, &'a SlotHandle),
     /// Second half of a combine.
@@ -590,12 +669,14 @@ impl Executor for ConstantCall<'_> {
     fn compute(&mut self, _: Role, work: Work) -> Result<(), Error> {
         let ConstantCall { state, stream, given, tokens: last, .. } = self;
         match (work, given) {
-            (Work::Pack, Given::Tokens(tokens)) => state.pack(stream, tokens),
+            (Work::Pack, Given::Tokens(tokens)) => state.pack(stream, Some(tokens)),
+            (Work::Pack, Given::Refusal) => state.pack(stream, None).map_err(|error| state.fail(error)),
             (Work::Check, _) => state.check(stream, *last).map_err(|error| state.fail(error)),
             (Work::Partials, Given::Outputs(y, handle)) => {
                 state.bring(stream, y, handle)?;
                 state.fold(stream)
             }
+            (Work::Partials, Given::Refusal) => state.mark(stream).map_err(|error| state.fail(error.into())),
             (Work::Sum, Given::Sums(out)) => state.sum(stream, out, *last),
             _ => Err(CallError::unknown_step(self.call.kind(), &work).into()),
         }

@@ -73,9 +73,14 @@ impl WindowLayout {
         after(self.summed_from(), self.max_tokens * self.ranks * 4)
     }
 
-    /// `u64`.
+    /// The number of calls, and what else a mark has: `u64 [2]`.
     pub fn counter(&self) -> (u64, u64) {
-        after(self.rows(), 8)
+        after(self.rows(), Slots::MARK_BYTES)
+    }
+
+    /// Marks of ranks that refuse a call, `u64 [ranks, 2]`.
+    pub fn marks(&self) -> (u64, u64) {
+        (self.slots.mark(0), self.ranks * Slots::MARK_BYTES)
     }
 
     /// `u8 [max_tokens, top_k]`.
@@ -98,7 +103,7 @@ impl WindowLayout {
         self.slots.flag_bytes()
     }
 
-    /// In the words: the status of the last call alone.
+    /// In the words: the status of the last call alone, its verdict.
     pub fn verdict(&self) -> u64 {
         self.status() + 64
     }
@@ -155,7 +160,9 @@ impl Tables {
         let packed_at = Addresses::new(stream, &WindowLayout::part(memory, places.packed_at())?, &packed_at)?;
         let summed_from =
             Addresses::new(stream, &WindowLayout::part(memory, places.summed_from())?, &summed_from)?;
-        stream.write::<u64>(memory.word(places.counter().0)?, 0)?;
+        let [marks, counter] = [places.marks(), places.counter()].map(|at| WindowLayout::part(memory, at));
+        let zero = |words: DeviceRange| write(stream, &words, &vec![0; (words.len() / 4) as usize]);
+        let _staged = [zero(marks?)?, zero(counter?)?];
         stream.synchronize()?;
         Ok(Tables { rank_of, local_of, dropped, packed_at, summed_from })
     }

@@ -22,10 +22,10 @@ pub(super) struct Facts {
     /// Where experts leave their rows, and how many there are.
     pub outputs: DeviceRange,
     pub rows: u32,
-    /// The words of the host, and the place of the status among them. No clone or range of their
-    /// memory: it would count as a stream that still uses them.
+    /// The words of the host, and the place of the verdict of the last call among them. No clone or
+    /// range of their memory: it would count as a stream that still uses them.
     pub words: Arc<Words>,
-    pub status: u64,
+    pub verdict: u64,
     /// Kernels of a dispatch, and of a combine.
     pub kernels: [Vec<&'static str>; 2],
     pub max_blocks: Option<u32>,
@@ -36,6 +36,11 @@ pub(super) struct Facts {
 }
 
 impl Facts {
+    /// How the last call ended here, as the host sees it.
+    pub fn verdict(&self) -> Status {
+        Status(self.words.get(self.verdict as usize) as u32)
+    }
+
     /// A report of what was enqueued, and of the kernels around it.
     fn report(&self, enqueued: EnqueueCounts, kernels: &[&'static str]) -> Report {
         let Facts { max_blocks, same_device, no_gpu_direct: host_staged, registration, .. } = *self;
@@ -162,12 +167,12 @@ impl SlotHandle {
     /// The status word, for kernels. It claims the words, not their memory, so it does not count as
     /// a stream that still uses them.
     pub fn status(&self) -> Result<DeviceRange, Error> {
-        Ok(DeviceRange::part_of(&self.facts.words, Words::range, (self.facts.status, 4))?)
+        Ok(DeviceRange::part_of(&self.facts.words, Words::range, (self.facts.verdict, 4))?)
     }
 
     /// The status word as the host sees it.
     pub fn status_now(&self) -> Status {
-        Status(self.facts.words.get(self.facts.status as usize) as u32)
+        self.facts.verdict()
     }
 }
 

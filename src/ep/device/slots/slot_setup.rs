@@ -20,7 +20,6 @@ use crate::error::{DeviceError, Error, LaneError, MemoryError, PlanError};
 use crate::exec::{Lowered, PeerWindows, ProxyOps};
 use crate::lane::{self, COPY_ENGINE, Port};
 use crate::plan::{Bins, ExpertMap, SlotShape};
-use crate::rows::Arithmetic;
 use crate::schedule::WindowId;
 use crate::schedule::call_program::SlotCall;
 use crate::schedule::stream_program::{RowPath, Slots, StreamProgram};
@@ -47,16 +46,8 @@ impl SlotExchange {
         }
     }
 
-    /// Checks settings that only slots on a device have limits for.
-    pub fn check_settings(spec: &Spec) -> Result<(), PlanError> {
-        Arithmetic::try_from(spec.dtype)?;
-        match spec.mode.slots() {
-            Some(rows) if rows != spec.max_tokens => {
-                let (parameter, expected) = ("slots", "max_tokens: on a device each token has one");
-                return Err(PlanError::BadParameter { parameter, seen: rows.into(), expected });
-            }
-            _ => {}
-        }
+    /// Refuses more rows and bytes than kernels count, and a device has.
+    pub fn check_sizes(spec: &Spec) -> Result<(), PlanError> {
         let (shape, expansion) = shapes(spec)?;
         expansion.map_or(Ok(()), |(budget, layout)| layout.check(spec, &shape, budget))
     }
@@ -116,8 +107,8 @@ impl SlotExchange {
             }));
             Ok(LoweredCall { stage, counts })
         };
-        let [dispatch, combine, release] = SlotCall::ALL.map(&mut make);
-        let lowered = [dispatch?, combine?, release?];
+        let [dispatch, combine, release, refusal] = SlotCall::ALL.map(&mut make);
+        let lowered = [dispatch?, combine?, release?, refusal?];
 
         let place = |peer| FLAGS.map(|flag| slots.flag(peer, flag) as usize);
         let by_host = (0..ranks).filter(|&peer| peer != me && !(gpu_direct && far.contains(&peer)));
@@ -136,6 +127,7 @@ impl SlotExchange {
         });
         let received = memory.part(slots.receive(0), u64::from(ranks) * slots.slot_bytes())?;
         let rows = WindowLayout::part(&memory, places.rows())?;
+        let marks = WindowLayout::part(&memory, places.marks())?;
         let partials = memory.part(slots.partial(0), u64::from(ranks) * slots.home_bytes())?;
         let expansion = expansion.map(|(budget, layout)| {
             let memory = WindowLayout::part(&memory, places.expansion())?;
@@ -152,7 +144,7 @@ impl SlotExchange {
             outputs: expansion.as_ref().map_or(&partials, Expansion::outputs).clone(),
             rows: expansion.as_ref().map_or(ranks * spec.max_tokens, Expansion::budget),
             words: Arc::clone(guard.words()),
-            status: if expansion.is_some() { places.verdict() } else { places.status() },
+            verdict: places.verdict(),
             kernels: kernels_of(expansion.as_ref())?,
             max_blocks: spec.max_blocks,
             lanes: lanes.clone(),
@@ -175,6 +167,7 @@ impl SlotExchange {
             rank_of,
             local_of,
             dropped,
+            marks,
             rows,
             received,
             partials,

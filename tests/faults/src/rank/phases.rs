@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use sidelane::bootstrap::{Identity, Launcher, Secret};
+use sidelane::bootstrap::{Identity, Secret};
 use sidelane::collective::Communicator;
 use sidelane::ep::Handle;
 use sidelane::error::Cause;
@@ -116,19 +116,13 @@ impl Rank {
 
     fn join(&mut self, suffix: &str) -> Result<(), Trouble> {
         let seat = self.seat.as_ref().expect("the parent gives a seat first");
-        let identity = Identity {
-            rank: seat.rank,
-            size: seat.size,
-            local_rank: Some(seat.local_rank),
-            local_size: Some(seat.local_size),
-            job: format!("{}{suffix}", seat.job),
-            source: Launcher::Sidelane,
-            master_addr: seat.master.clone(),
-            ports: (seat.port..seat.port + PORTS).collect(),
-            launcher_pipe: None,
-            insecure: false,
-        };
-        let options = Options { net: seat.lane.net(), ..Options::from_env()? };
+        let identity = Identity::new(seat.rank, seat.size)
+            .with_local_rank(Some(seat.local_rank))
+            .with_local_size(Some(seat.local_size))
+            .with_job(format!("{}{suffix}", seat.job))
+            .with_master_addr(seat.master.clone())
+            .with_ports((seat.port..seat.port + PORTS).collect());
+        let options = Options::from_env()?.with_net(seat.lane.net());
         self.world = Some(World::join(&identity, Secret::from_env()?, options)?);
         Ok(())
     }

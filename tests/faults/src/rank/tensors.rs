@@ -58,7 +58,7 @@ impl Calls {
     /// Those of the builder.
     pub fn build(world: &World, route: Route) -> Result<ExpertParallel, Error> {
         let group = world.all()?;
-        let builder = ExpertParallel::builder(&group)?.experts(EXPERTS).top_k(TOP_K).route(route);
+        let builder = ExpertParallel::builder(&group).experts(EXPERTS).top_k(TOP_K).route(route);
         builder.hidden(HIDDEN).dtype(Dtype::Bf16).max_tokens(16).build()
     }
 

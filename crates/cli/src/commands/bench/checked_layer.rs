@@ -120,7 +120,7 @@ impl<'c, E: Real> Layer<'c, E> {
         let world = ranks::join(command, task, *sizes, if *records { EVENTS } else { 0 })?;
         let group = world.all()?;
         let machines = Machines::of(&group)?;
-        let ep = config.settings()?.builder(&group)?.build()?;
+        let ep = config.settings()?.builder(&group).build()?;
         let router = Router::open(&config.routing)?;
         let routing = router.routing(config.share(), world.rank()).map_err(Error::from)?;
         let reference = config.reference(&router)?;

@@ -5,7 +5,6 @@
 //! unavailable: isolated calls and round trips. What follows from them is absent.
 
 use serde_json::{Value, json};
-use sidelane::plan::RowLayout;
 use sidelane_testkit::timing::stats::Percentiles;
 
 use super::chain::ChainReport;
@@ -30,9 +29,9 @@ fn case(report: &Report, chain: &ChainReport) -> Value {
     let transport = [intra_node.as_deref(), inter_node.as_deref()].into_iter().flatten().collect::<Vec<_>>();
     let phase = if tokens <= DECODE { "decode" } else { "prefill" };
     let mode = if config.receive.mode == ReceiveKind::Slots { "low-latency" } else { "normal" };
-    let (payload, wire) = match layout {
-        RowLayout::ExpertMajor => ("token-expert", "per-assignment"),
-        RowLayout::RankMajor => ("token-rank", "rank-deduplicated"),
+    let (payload, wire) = match layout.is_per_rank() {
+        true => ("token-rank", "rank-deduplicated"),
+        false => ("token-expert", "per-assignment"),
     };
     let workload = match (hidden, top_k, experts) {
         (7168, 8, 256) => "deepseek-v3".to_owned(),

@@ -11,7 +11,7 @@ use sidelane::ep::Graphs;
 use sidelane::error::PlanError;
 use sidelane::plan::{ExpertMap, Overflow, ReceiveMode, RowLayout, Strategy, SumOrder};
 use sidelane::topology::{NodeMap, Route};
-use sidelane_testkit::ep_settings::Settings;
+use sidelane_testkit::ep_settings::{OfDevice, Settings};
 use sidelane_verify::reference::{Case, Real, Reference, Row, Tokens};
 
 use crate::commands::launch::{MachineArgs, node_labels, shape_words};
@@ -214,7 +214,8 @@ impl Conditions {
             ..Case::new(&nodes, &counts, self.experts, self.top_k)
         };
         let (dtype, fp8) = (shape.dtype.element(), shape.dtype == RowType::Fp8);
-        Ok(Settings { case, dtype, max_tokens: self.tokens, fp8, graphs: Graphs::Off })
+        let device = OfDevice::default();
+        Ok(Settings { case, dtype, max_tokens: self.tokens, fp8, graphs: Graphs::Off, device })
     }
 
     pub fn node_map(&self) -> NodeMap {
@@ -421,9 +422,9 @@ impl ReceiveConfig {
             return Err(usage!("--budget {factor} is not a positive number"));
         }
         let all = needs.seen.rows.iter().flatten().flatten().count();
-        let mean = match config.shape.layout {
-            RowLayout::ExpertMajor => f64::from(config.tokens) * f64::from(config.top_k),
-            RowLayout::RankMajor => all as f64 / f64::from(config.ranks()),
+        let mean = match config.shape.layout.is_per_rank() {
+            true => all as f64 / f64::from(config.ranks()),
+            false => f64::from(config.tokens) * f64::from(config.top_k),
         };
         let rows = (factor * mean).ceil() as u32;
         let worst = (0..).zip(needs.seen.required.iter().copied()).max_by_key(|&(_, required)| required);

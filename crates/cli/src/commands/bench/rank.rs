@@ -7,6 +7,7 @@
 use std::process::ExitCode;
 
 use serde::Serialize;
+use sidelane::dtype::with_element;
 use sidelane::ep::{FloorBench, Handle};
 use sidelane::plan::{Bins, ExpertMap, RowMetadata, Strategy, SumOrder};
 use sidelane::rows::{Arithmetic, Stores};
@@ -16,7 +17,6 @@ use sidelane::{Error, Window};
 use sidelane_core::schedule::ControlLayout;
 use sidelane_testkit::machines;
 use sidelane_testkit::timing::stats::{Laps, median};
-use sidelane_testkit::with_element;
 use sidelane_verify::reference::{Real, Reference};
 
 use super::call_baselines::{self, Baselines};
@@ -33,7 +33,7 @@ use crate::ranks::{self, Assignment, Files, Sizes};
 use crate::routing_source::Router;
 
 pub fn main(Assignment { task, files }: &Assignment<Task>) -> Result<ExitCode, CliError> {
-    let report = with_element!(task.config.shape.dtype.element(), run(task, files))?;
+    let report = with_element!(task.config.shape.dtype.element(), E => run::<E>(task, files))?;
     let Some(report) = report else { return Ok(ExitCode::SUCCESS) };
     command_frame::draw(&files.collectivex, || collectivex::document(&report))?;
     command_frame::finish(&report, &files.json)
@@ -367,12 +367,9 @@ pub fn sizes(config: &Conditions) -> Result<Sizes, CliError> {
     let busiest = seen.rows.iter().map(|rows| rows.len() as u64).max().unwrap_or(0);
     let (nodes, tokens) = (config.node_map(), u64::from(config.tokens));
     let paths = Paths::new(&nodes, config.shape.route, 0);
-    let relayed = match config.shape.route {
-        Route::Pxn => {
-            (0..config.ranks()).map(|rank| paths.of(rank).sources().count() as u64).max().unwrap_or(0)
-        }
-        Route::Direct => 0,
-    };
+    let relayed = |rank| paths.of(rank).sources().count() as u64;
+    let relays = if config.shape.route == Route::Pxn { 0..config.ranks() } else { 0..0 };
+    let relayed = relays.map(relayed).max().unwrap_or(0);
     let own = tokens * u64::from(config.top_k);
     let notes = RowMetadata::of(config.shape.layout, config.receive.mode(), config.shape.coalesce_relays);
     let note_bytes = u64::from(notes.words(config.top_k)) * size_of::<u32>() as u64;

@@ -5,7 +5,7 @@ use std::fmt::Write;
 use comfy_table::CellAlignment;
 use serde::Serialize;
 use sidelane::dtype::PartialDtype;
-use sidelane::plan::{RowLayout, RowsByDistance, SumOrder, Traffic};
+use sidelane::plan::{SumOrder, Traffic};
 use sidelane::topology::Route;
 use sidelane_testkit::machines::Hosts;
 use sidelane_testkit::timing::stats::{Ratio, Summary, ratio_of_medians, summary};
@@ -231,15 +231,10 @@ impl InterNode {
 
     pub fn new(config: &Conditions, words: [u64; 7]) -> Self {
         let [rows, wanted, rank_rows, remote_nodes, expert_rows, relay_rows, relay_copies] = words;
-        let all = Traffic {
-            sent: RowsByDistance { remote: rows, ..RowsByDistance::default() },
-            logical: RowsByDistance { remote: wanted, ..RowsByDistance::default() },
-            remote_ranks: rank_rows,
-            remote_nodes,
-            home_row_bytes: config.row_bytes(),
-            route: config.shape.route,
-            ..Traffic::default()
-        };
+        let mut all = Traffic::default();
+        (all.sent.remote, all.logical.remote) = (rows, wanted);
+        (all.remote_ranks, all.remote_nodes) = (rank_rows, remote_nodes);
+        (all.home_row_bytes, all.route) = (config.row_bytes(), config.shape.route);
         let saving = |without: u64| without as f64 / rows as f64;
         let dedup = Dedup { expert: saving(expert_rows), rank: saving(rank_rows) };
         let wires = PartialDtype::ALL.into_iter().filter(|wire| wire.carries(config.shape.dtype.element()));
@@ -247,9 +242,9 @@ impl InterNode {
             let partial_bytes = u64::from(config.shape.hidden) * wire.map_or(0, |wire| wire.size() as u64);
             Home { sum_order: order, partial_dtype: wire, bytes: all.home_bytes(order, partial_bytes) }
         };
-        let combine = SumOrder::ALL.into_iter().flat_map(|order| match order {
-            SumOrder::Expert => vec![home(order, None)],
-            SumOrder::Rank | SumOrder::Node => wires.clone().map(|wire| home(order, Some(wire))).collect(),
+        let combine = SumOrder::ALL.into_iter().flat_map(|order| match order.per_partial((), ()) {
+            None => vec![home(order, None)],
+            Some(()) => wires.clone().map(|wire| home(order, Some(wire))).collect(),
         });
         InterNode {
             rows,
@@ -284,10 +279,7 @@ impl InterNode {
             let _ = writeln!(text, "relays copy {relayed} rows in {copies} copies ({how})");
         }
         if config.shape.route == Route::Direct {
-            let of = match config.shape.layout {
-                RowLayout::ExpertMajor => "expert",
-                RowLayout::RankMajor => "rank",
-            };
+            let of = if config.shape.layout.is_per_rank() { "rank" } else { "expert" };
             let _ = write!(text, "combine brings a row home for each (token, {of}), in every order");
             return Some(text);
         }

@@ -102,7 +102,7 @@ pub fn on_nodes<T: Send>(
 }
 
 fn options(task: &Task) -> Options {
-    let config = Config { heap: task.few(64 << 20, 16 << 20), symmetric: 4 << 20, ..Config::default() };
-    let timeouts = Timeouts { deadline: patience(task.quick), ..Timeouts::default() };
-    Options { config, timeouts, ..Options::default() }
+    let config = Config::default().with_heap(task.few(64 << 20, 16 << 20)).with_symmetric(4 << 20);
+    let timeouts = Timeouts::default().with_deadline(patience(task.quick));
+    Options::default().with_config(config).with_timeouts(timeouts)
 }

@@ -117,7 +117,7 @@ fn gates(bench: &Bench, kernels: &LayerKernels) -> Result<String, CliError> {
     let (tokens, mut random) = (bench.gpu.few(4096, 64), Random(6));
     for (preset, experts, top_k) in GATES {
         let logits: Vec<f32> = (0..tokens * experts).map(|_| random.unit() * 8.0).collect();
-        let call = GateInput { logits: &logits, ..GateInput::default() };
+        let call = GateInput::new(&logits);
         gate::check(bench, kernels, &preset.config(experts, top_k)?, &call)?;
     }
     Ok(format!("{tokens} tokens, {}", GATES.map(|(preset, ..)| preset.name()).join(", ")))

@@ -315,7 +315,7 @@ impl LinkArg {
                 let took = experts_alone(shape).as_secs_f64();
                 let rate = shape.bytes_across() as f64 / took.max(1e-6);
                 let bytes_per_second = NonZeroU64::new(rate as u64)?;
-                Some(EmulatedLink { bytes_per_second, latency: LATENCY })
+                Some(EmulatedLink::new(bytes_per_second, LATENCY))
             }
         }
     }
@@ -337,7 +337,7 @@ fn experts_alone(shape: &Shape) -> Duration {
     let one = || {
         let begin = Instant::now();
         for _ in 0..chunks {
-            let done = experts.forward(Segments { rows: &x, hidden, counts: &counts, padded: &counts });
+            let done = experts.forward(Segments::new(&x, hidden, &counts, &counts));
             std::hint::black_box(done.map_or(0, |(y, _)| y.len()));
         }
         begin.elapsed()

@@ -86,7 +86,7 @@ fn loops(ranks: u32, hidden: u32) -> Result<Loops, CliError> {
 
 fn measured(world: &World, ranks: u32, hidden: u32) -> Result<Loops, CliError> {
     let group = world.all()?;
-    let mut ep = ExpertParallel::builder(&group)?
+    let mut ep = ExpertParallel::builder(&group)
         .experts(ranks * TOP_K)
         .top_k(TOP_K)
         .hidden(hidden as usize)

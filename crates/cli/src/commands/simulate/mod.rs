@@ -477,7 +477,7 @@ impl Model {
         let mut gate = Gate::new(self.preset.config(experts, top_k)?)?;
         let bias = vec![0.0; experts as usize];
         let bias = (self.preset == Preset::DeepseekV3).then_some(&bias[..]);
-        let decision = gate.route(&GateInput { logits: &logits, bias, ..GateInput::default() })?;
+        let decision = gate.route(&GateInput::new(&logits).with_bias(bias))?;
         let (experts, weights) = (decision.experts().to_vec(), decision.weights().to_vec());
         Ok(Routing::new(top_k, experts, weights)?)
     }

@@ -17,10 +17,10 @@ use std::process::ExitCode;
 
 use clap::Args;
 use serde::Serialize;
+use sidelane::dtype::with_element;
 use sidelane::exec::{OpKind, Timeline};
 use sidelane::topology::NodeMap;
 use sidelane_testkit::machines::{self, Machines};
-use sidelane_testkit::with_element;
 use sidelane_verify::reference::Real;
 
 use crate::command_frame::{self, Command};
@@ -69,7 +69,7 @@ impl Command for TraceArgs {
 
     fn rank(task: &str) -> Result<ExitCode, CliError> {
         let Assignment { task, files } = ranks::task::<Assignment<Task>>(task)?;
-        with_element!(task.config.shape.dtype.element(), run(&task, &files))
+        with_element!(task.config.shape.dtype.element(), E => run::<E>(&task, &files))
     }
 }
 

@@ -40,20 +40,26 @@ use crate::error::GateError;
 use crate::gate::math::exp;
 use crate::gate::top_k::TopK;
 use crate::gate::{Preset, ScoreFunction, ensure, shape};
+use crate::with_methods;
 
-/// A loss that is least where all experts are chosen equally often, as data.
+/// A loss that is least where all experts are chosen equally often, as data: that of a preset
+/// ([`of`](BalanceLoss::of)), with a coefficient of the caller's.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct BalanceLoss {
     /// Factor on all.
     pub coefficient: f32,
     /// Source of shares: the softmax of all, or scores divided by their sum.
     pub score: ScoreFunction,
     /// Which choices are counted: always before any is dropped.
+    #[doc(hidden)]
     pub map: CountedChoices,
     /// Divisor of counts.
+    #[doc(hidden)]
     pub share: CountDivisor,
     /// Treatment of tokens that are not used.
+    #[doc(hidden)]
     pub unused: PaddingTokens,
     /// Parts of the tokens that are balanced each for itself; the loss is the mean of theirs.
     pub parts: TokenGroups,
@@ -62,6 +68,7 @@ pub struct BalanceLoss {
 /// Which choices are counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum CountedChoices {
     /// The first choice of each token.
     FirstChoices,
@@ -74,6 +81,7 @@ pub enum CountedChoices {
 /// Divisor that turns counts into shares.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum CountDivisor {
     /// The tokens.
     OfTokens,
@@ -84,6 +92,7 @@ pub enum CountDivisor {
 /// Treatment of tokens that are not used. They are never counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum PaddingTokens {
     /// They do not exist: means are over the other tokens. As in Megatron, parts with different
     /// numbers of used tokens are all divided by the mean of these numbers.
@@ -97,6 +106,7 @@ pub enum PaddingTokens {
 /// How tokens are split.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum TokenGroups {
     /// All tokens together.
     Whole,
@@ -173,6 +183,18 @@ impl TokenGroups {
 }
 
 impl BalanceLoss {
+    with_methods! {
+        with_coefficient(coefficient: f32),
+        with_score(score: ScoreFunction),
+        #[doc(hidden)]
+        with_map(map: CountedChoices),
+        #[doc(hidden)]
+        with_share(share: CountDivisor),
+        #[doc(hidden)]
+        with_unused(unused: PaddingTokens),
+        with_parts(parts: TokenGroups),
+    }
+
     /// The loss that belongs to a preset, with a coefficient of 1 and all tokens in one part.
     pub fn of(preset: Preset) -> BalanceLoss {
         let first = BalanceLoss {
@@ -202,6 +224,7 @@ impl BalanceLoss {
     ///
     /// # Errors
     /// As [`loss`](BalanceLoss::loss).
+    #[doc(hidden)]
     pub fn counts(&self, input: &LossInput<'_>, counts: &mut [f64]) -> Result<(), GateError> {
         let tokens = self.check(input)?;
         let (experts, k) = (input.experts as usize, input.top_k as usize);
@@ -229,6 +252,7 @@ impl BalanceLoss {
     /// [`GateError::WrongShape`], [`GateError::NotFinite`], [`GateError::BadChoice`], and
     /// [`GateError::BadNumber`] for tokens that cannot be split into the parts, more choices than
     /// experts, a coefficient or totals that are not finite. Then the gradient is unchanged.
+    #[doc(hidden)]
     pub fn loss(&self, input: &LossInput<'_>, mut gradient: Option<&mut [f32]>) -> Result<f32, GateError> {
         let tokens = self.check(input)?;
         let experts = input.experts as usize;
@@ -282,6 +306,7 @@ impl BalanceLoss {
     ///
     /// # Errors
     /// As [`loss`](BalanceLoss::loss).
+    #[doc(hidden)]
     pub fn check(&self, input: &LossInput<'_>) -> Result<usize, GateError> {
         let (experts, k) = (input.experts as usize, input.top_k as usize);
         let tokens = rows_of(input.logits, experts)?;

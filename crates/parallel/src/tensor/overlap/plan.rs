@@ -87,13 +87,13 @@ impl Work {
             Work::Reduce(chunk) => ("reduce", chunk),
             Work::Weights => ("weights", 0),
         };
-        NodeLabel { name, chunk }
+        NodeLabel::new(name, chunk)
     }
 }
 
 impl fmt::Display for Work {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let NodeLabel { name, chunk } = self.label();
+        let NodeLabel { name, chunk, .. } = self.label();
         match self {
             Work::Compare | Work::Own | Work::Weights => write!(f, "{name}"),
             Work::Gather(_) | Work::Multiply(_) | Work::Reduce(_) => write!(f, "{name} {chunk}"),

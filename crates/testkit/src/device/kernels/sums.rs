@@ -77,6 +77,7 @@ impl Home {
             homes: &Addresses::new(&bench.stream, table.range(), &spans)?,
             places: places.span()?,
             status: status.word()?,
+            marks: None,
             out: out.span()?,
         };
         bench.kernels.sum(&bench.stream, &sum)?;

@@ -11,9 +11,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::common::{LONG, Place, SOON, Signal, death, each, identity, place, timeouts, world};
+use crate::bootstrap::common::{LONG, Place, SOON, Signal, death, each, identity, place, timeouts, world};
 use sidelane::{
-    bootstrap::{Identity, LauncherPipe, Secret, Timeouts, connect, interruptible},
+    bootstrap::{LauncherPipe, Secret, connect, interruptible},
     error::{BootstrapError, Cause, LostReason},
 };
 
@@ -77,7 +77,7 @@ fn a_value_that_is_never_set_ends_with_the_deadline() {
 #[test]
 fn a_rendezvous_names_the_rank_that_did_not_come() {
     let place = place();
-    let timeouts = Timeouts { rendezvous: Duration::from_millis(700), ..timeouts() };
+    let timeouts = timeouts().with_rendezvous(Duration::from_millis(700));
     let errors = each(vec![0, 2], |rank| connect(&identity(rank, 3, &place), None, timeouts).err().unwrap());
     for error in errors {
         assert!(matches!(&error, BootstrapError::Deadline { missing, .. } if *missing == [1]), "{error}");
@@ -117,7 +117,7 @@ fn user_who_stops_ends_a_step_and_a_rebuild_and_the_others_hear_who_is_missing()
 #[test]
 fn nobody_at_the_address_is_an_error_that_names_it() {
     let place = place();
-    let timeouts = Timeouts { rendezvous: Duration::from_millis(200), ..timeouts() };
+    let timeouts = timeouts().with_rendezvous(Duration::from_millis(200));
     let error = connect(&identity(1, 2, &place), None, timeouts).err().unwrap();
     let BootstrapError::NoRendezvous { address, .. } = &error else { panic!("{error}") };
     assert!(address.contains("127.0.0.1") && address.contains(&place.ports[0].to_string()), "{address}");
@@ -126,7 +126,7 @@ fn nobody_at_the_address_is_an_error_that_names_it() {
 #[test]
 fn job_of_another_name_at_the_address_is_named() {
     let place = place();
-    let timeouts = Timeouts { rendezvous: Duration::from_millis(700), ..timeouts() };
+    let timeouts = timeouts().with_rendezvous(Duration::from_millis(700));
     let other = Place { job: "another".to_owned(), ports: place.ports.clone() };
     let errors = each(vec![(0, &place), (1, &other)], |(rank, place)| {
         connect(&identity(rank, 2, place), None, timeouts).err().unwrap()
@@ -139,7 +139,7 @@ fn job_of_another_name_at_the_address_is_named() {
 #[test]
 fn rank_0_that_waits_in_vain_reports_joins_with_another_secret() {
     let place = place();
-    let timeouts = Timeouts { rendezvous: Duration::from_millis(1500), ..timeouts() };
+    let timeouts = timeouts().with_rendezvous(Duration::from_millis(1500));
     let errors = each(vec![(0, "right"), (1, "wrong")], |(rank, secret)| {
         connect(&identity(rank, 2, &place), Some(Secret::from_bytes(secret)), timeouts).err().unwrap()
     });
@@ -237,7 +237,7 @@ fn job_without_a_secret_refuses_processes_of_other_users() {
         if rank == 2 {
             let ports: Vec<_> = place.ports.iter().map(u16::to_string).collect();
             let said = Command::new(&program)
-                .args(["--exact", "tcp::process_of_another_user", "--ignored", "--nocapture"])
+                .args(["--exact", "bootstrap::tcp::process_of_another_user", "--ignored", "--nocapture"])
                 .envs([("SIDELANE_TEST_JOB", &place.job), ("SIDELANE_TEST_PORTS", &ports.join(","))])
                 .uid(65534)
                 .gid(65534)
@@ -313,7 +313,7 @@ fn two_processes_of_one_rank_are_one_too_many() {
 
 #[test]
 fn listening_beyond_loopback_needs_a_secret() {
-    let open = Identity { local_size: None, master_addr: "192.0.2.1".into(), ..identity(0, 2, &place()) };
+    let open = identity(0, 2, &place()).with_local_size(None).with_master_addr("192.0.2.1".into());
     let error = connect(&open, None, timeouts()).err().unwrap();
     assert_eq!(error, BootstrapError::NoSecret { address: "192.0.2.1".into() });
 }
@@ -405,7 +405,9 @@ fn the_end_of_the_launcher_ends_the_world() {
     let (reader, writer) = rustix::pipe::pipe().unwrap();
     let launcher_pipe = Some(LauncherPipe { fd: reader.as_raw_fd() as u32, pid: 4711 });
     let hubs = each(vec![0, 1], |rank| {
-        connect(&Identity { launcher_pipe, ..identity(rank, 2, &place) }, None, timeouts()).unwrap()
+        let mut identity = identity(rank, 2, &place);
+        identity.launcher_pipe = launcher_pipe;
+        connect(&identity, None, timeouts()).unwrap()
     });
     assert!(hubs.iter().all(|hub| hub.health().check().is_ok()));
     drop(writer);

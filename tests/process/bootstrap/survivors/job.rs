@@ -12,12 +12,12 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::rank::{Fault, PART, Part};
-use crate::common::LONG;
-use crate::network::Network;
-use crate::processes::master_port;
+use crate::bootstrap::common::LONG;
+use crate::support::network::Network;
+use crate::support::processes::master_port;
 
 /// The test of this program that serves as a rank.
-const RANK_TEST: &str = "survivors::rank_serves_its_job";
+const RANK_TEST: &str = "bootstrap::survivors::rank_serves_its_job";
 /// How often the parent looks whether a rank was stopped or killed.
 const LOOK: Duration = Duration::from_millis(10);
 

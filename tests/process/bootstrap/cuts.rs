@@ -10,9 +10,9 @@ use rand_chacha::ChaCha8Rng;
 use rustix::process::Signal;
 use sidelane::bootstrap::Timeouts;
 
-use crate::network::Network;
-use crate::survivors::job::Setup;
-use crate::survivors::{SIZE, storm, two_ranks};
+use crate::bootstrap::survivors::job::Setup;
+use crate::bootstrap::survivors::{SIZE, storm, two_ranks};
+use crate::support::network::Network;
 
 /// A rank is killed while pairs of machines are cut off from each other; later the cuts heal.
 fn partition(seed: u64, network: &Arc<Network>) -> Result<Duration, String> {

@@ -10,7 +10,6 @@ pub mod job;
 mod rank;
 
 use std::collections::BTreeMap;
-use std::hash::{BuildHasher, RandomState};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
@@ -20,12 +19,12 @@ use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use rustix::process::Signal;
 
-use crate::common::REBUILDS;
-use crate::network::Network;
+use crate::bootstrap::common::REBUILDS;
+use crate::support::network::Network;
+use crate::support::random_seed;
 use job::Setup;
 use rank::Fault;
 
-const SEED: &str = "SIDELANE_TEST_SEED";
 /// Ranks of a world.
 pub const SIZE: u32 = 8;
 /// Rebuilds at a time: most of a rebuild is waiting.
@@ -51,9 +50,8 @@ pub fn storm<P: Sync>(
     case: impl Fn(u64, &P) -> Result<Duration, String> + Sync,
 ) {
     let cases = number(REBUILDS).map_or(few, |cases| cases as u32);
-    let fresh = || RandomState::new().hash_one(0);
-    let seed = number(SEED).unwrap_or_else(fresh);
-    println!("{SEED}={seed}, {cases} rebuilds");
+    let seed = random_seed();
+    println!("{cases} rebuilds");
     let (next, times, failed) = (AtomicU32::new(0), Mutex::new(Vec::new()), Mutex::new(Vec::new()));
     thread::scope(|scope| {
         for _ in 0..AT_ONCE.min(cases) {

@@ -9,11 +9,11 @@ use std::{
 };
 
 use sidelane::{
-    bootstrap::{Hub, Identity, Launcher, Secret, Timeouts, connect},
+    bootstrap::{Hub, Identity, Secret, Timeouts, connect},
     error::Cause,
 };
 
-use crate::processes::master_port;
+use crate::support::processes::master_port;
 
 /// Longer than anything takes that works.
 pub const LONG: Duration = Duration::from_secs(20);
@@ -38,22 +38,16 @@ pub fn place() -> Place {
 }
 
 pub fn timeouts() -> Timeouts {
-    Timeouts { rendezvous: LONG, ..Timeouts::default() }
+    Timeouts::default().with_rendezvous(LONG)
 }
 
 pub fn identity(rank: u32, size: u32, place: &Place) -> Identity {
-    Identity {
-        rank,
-        size,
-        local_rank: Some(rank),
-        local_size: Some(size),
-        job: place.job.clone(),
-        source: Launcher::Sidelane,
-        master_addr: "127.0.0.1".into(),
-        ports: place.ports.clone(),
-        launcher_pipe: None,
-        insecure: false,
-    }
+    Identity::new(rank, size)
+        .with_local_rank(Some(rank))
+        .with_local_size(Some(size))
+        .with_job(place.job.clone())
+        .with_master_addr("127.0.0.1".into())
+        .with_ports(place.ports.clone())
 }
 
 /// Runs `work` for each item in a thread of its own and returns the results in order.

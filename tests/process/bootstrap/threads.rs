@@ -2,7 +2,7 @@
 
 use std::{thread, time::Duration};
 
-use crate::common::{LONG, Signal, death, each};
+use crate::bootstrap::common::{LONG, Signal, death, each};
 use sidelane::{
     bootstrap::{Timeouts, threads},
     error::{BootstrapError, Cause, LostReason},

@@ -15,11 +15,11 @@ use std::thread;
 use std::time::Duration;
 
 use rustix::process::{Signal, getpid, kill_process};
-use sidelane::bootstrap::{Hub, Identity, Launcher, Secret, Timeouts, connect};
+use sidelane::bootstrap::{Hub, Identity, Secret, Timeouts, connect};
 use sidelane::error::{BootstrapError, Cause};
 use tracing::{Event, Metadata, Subscriber, span};
 
-use crate::common::LONG;
+use crate::bootstrap::common::LONG;
 
 /// The variable that makes this program a rank; its value is read by [`Part::parse`].
 pub const PART: &str = "SIDELANE_TEST_SURVIVOR";
@@ -66,18 +66,12 @@ impl Part {
 
     fn identity(&self) -> Identity {
         let local = self.master == "127.0.0.1";
-        Identity {
-            rank: self.rank,
-            size: self.size,
-            local_rank: Some(if local { self.rank } else { 0 }),
-            local_size: Some(if local { self.size } else { 1 }),
-            job: self.job.clone(),
-            source: Launcher::Sidelane,
-            master_addr: self.master.clone(),
-            ports: vec![self.port],
-            launcher_pipe: None,
-            insecure: false,
-        }
+        Identity::new(self.rank, self.size)
+            .with_local_rank(Some(if local { self.rank } else { 0 }))
+            .with_local_size(Some(if local { self.size } else { 1 }))
+            .with_job(self.job.clone())
+            .with_master_addr(self.master.clone())
+            .with_ports(vec![self.port])
     }
 }
 
@@ -122,7 +116,7 @@ pub fn serve() {
     if let Some(fault) = part.fault {
         tracing::subscriber::set_global_default(Events { fault }).expect("the only subscriber");
     }
-    let timeouts = Timeouts { rendezvous: LONG, ..Timeouts::default() };
+    let timeouts = Timeouts::default().with_rendezvous(LONG);
     let secret = Secret::from_env().expect("a secret of the test");
     let mut hub = connect(&part.identity(), secret, timeouts).expect("the first world");
     let mut firsts: Vec<u32> = (0..part.size).collect();

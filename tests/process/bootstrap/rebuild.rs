@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::common::{LONG, REBUILDS, Signal, death, each, identity, place, timeouts, world};
+use crate::bootstrap::common::{LONG, REBUILDS, Signal, death, each, identity, place, timeouts, world};
 use sidelane::{
     bootstrap::{Hub, Timeouts, connect, threads},
     error::{BootstrapError, Cause, LostReason},
@@ -59,7 +59,7 @@ fn a_living_world_is_rebuilt_with_everyone_and_again() {
 fn a_rank_that_comes_too_late_to_a_rebuild_is_told_that_it_is_out() {
     let place = place();
     let quick =
-        Timeouts { liveness: Duration::from_millis(200), heartbeat: Duration::from_millis(20), ..timeouts() };
+        timeouts().with_liveness(Duration::from_millis(200)).with_heartbeat(Duration::from_millis(20));
     let hubs = each(vec![0, 1, 2], |rank| connect(&identity(rank, 3, &place), None, quick).unwrap());
     let done = Signal::default();
     let seen = each(hubs, |hub| {
@@ -140,7 +140,7 @@ fn threads_rebuild_as_processes_do() {
 
 #[test]
 fn a_thread_that_comes_too_late_to_a_rebuild_is_told_that_it_is_out() {
-    let quick = Timeouts { liveness: Duration::from_millis(100), ..Timeouts::default() };
+    let quick = Timeouts::default().with_liveness(Duration::from_millis(100));
     let done = Signal::default();
     let seen = each(threads(3, quick), |hub| {
         hub.cancel(Cause::Cancelled { by: 0 });

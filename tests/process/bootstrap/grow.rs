@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use crate::common::{LONG, Place, Signal, each, identity, place, timeouts};
+use crate::bootstrap::common::{LONG, Place, Signal, each, identity, place, timeouts};
 use sidelane::{
     bootstrap::{self, Hub, Secret, Setting, connect},
     error::{BootstrapError, Cause, Error},
