@@ -99,9 +99,15 @@ fn swapped(first: CallStep, second: CallStep, kind: CallKind, group: &Group) -> 
         | (Run(StageId::Reached, _), Compute(Work::Follow)) => Some("copies begin later"),
         (Run(StageId::Reached, _), Run(StageId::Release, _)) => Some("the host waits for both"),
         (Compute(Work::Grow), Agree) => Some("a rank that lacks memory refuses, and nothing moves"),
-        (Compute(Work::Join), Compute(Work::Report)) | (Compute(Work::Adopt), Compute(Work::Join)) => {
+        (Compute(Work::Join), Compute(Work::Report))
+        | (Compute(Work::Adopt), Compute(Work::Join))
+        | (Compute(Work::TellAgreed), Compute(Work::Follow))
+        | (Compute(Work::Follow), Compute(Work::Reclaim)) => {
             Some("one is the host's, the other orders streams")
         }
+        (Compute(Work::Follow), Compute(Work::FillRows)) => Some("copies need both, and are enqueued later"),
+        (Compute(Work::Report), Compute(Work::Metadata)) => Some("one is the host's, the other a kernel"),
+        (Compute(Work::Metadata), Compute(Work::Regroup)) => Some("kernels touch different bytes"),
         (Run(StageId::RelayDone, _), Run(StageId::Posted, _)) => {
             Some("what the relay moves is enqueued by then")
         }
@@ -122,12 +128,8 @@ fn swapped(first: CallStep, second: CallStep, kind: CallKind, group: &Group) -> 
         }
         (Compute(Work::Publish), Compute(Work::Announce))
         | (Compute(Work::Reclaim), Compute(Work::Publish | Work::Propose | Work::Offer))
-        | (Compute(Work::TellAgreed), Compute(Work::Follow))
-        | (Compute(Work::Follow), Compute(Work::FillRows | Work::Reclaim))
         | (Compute(Work::Describe), Compute(Work::TellAgreed))
         | (Compute(Work::TellAgreed), Compute(Work::FillRows | Work::Landings | Work::Bases))
-        | (Compute(Work::Report), Compute(Work::Metadata))
-        | (Compute(Work::Metadata), Compute(Work::Regroup))
         | (Compute(Work::JoinRelay), Compute(Work::FillSum))
         | (Compute(Work::Bases), Compute(Work::Judge)) => Some("both plan, and neither needs the other"),
         (Agree, Compute(Work::Bases | Work::JoinRelay)) => Some("the verdict needs tags alone"),
@@ -161,11 +163,13 @@ impl Findings {
     ) {
         value_flow::check(program, program).unwrap_or_else(|lacking| panic!("{lacking}: {program}"));
         for mutation in CallMutation::all(program, ranks) {
-            let class = match mutation.change {
-                CallChange::Drop => "a step is dropped",
-                CallChange::Swap => "two steps change places",
-                CallChange::GoOn { .. } => "a refused rank goes on",
-                CallChange::MoveRelay { .. } => "a relay's part moves",
+            let class = match (mutation.change, mutation.cut) {
+                (CallChange::Drop, None) => "a step is dropped",
+                (CallChange::Drop, Some(_)) => "a step of a cut is dropped",
+                (CallChange::Swap, None) => "two steps change places",
+                (CallChange::Swap, Some(_)) => "two of a cut change places",
+                (CallChange::GoOn { .. }, _) => "a refused rank goes on",
+                (CallChange::MoveRelay { .. }, _) => "a relay's part moves",
             };
             let tally = self.tallies.entry(class).or_default();
             tally.mutants += 1;

@@ -152,7 +152,7 @@ fn planted(group: &Group, calls: &[Call], (kind, mutation): (CallKind, CallMutat
 fn changed(group: &Group, kind: CallKind, action: Action, change: CallChange) -> UnrolledProgram {
     let programs = programs(group);
     let at = position(programs.own(kind, Relays::Inline), action) as u16;
-    planted(group, &rounds_of(group), (kind, CallMutation { at, change }))
+    planted(group, &rounds_of(group), (kind, CallMutation { cut: None, at, change }))
 }
 
 fn position(program: &CallProgram, action: Action) -> usize {
@@ -167,7 +167,7 @@ fn relay_moved(group: &Group, kind: CallKind, first: StageId, behind: Action) ->
     let part = program.steps()[at..].iter().take_while(|step| step.role == program.steps()[at].role).count();
     let behind = position(program, behind);
     let to = if behind < at { behind + 1 } else { behind + 1 - part } as u16;
-    let mutation = CallMutation { at: at as u16, change: CallChange::MoveRelay { to } };
+    let mutation = CallMutation { cut: None, at: at as u16, change: CallChange::MoveRelay { to } };
     planted(group, &rounds_of(group), (kind, mutation))
 }
 
@@ -306,7 +306,7 @@ fn of_credits_and_memory() -> Vec<Row> {
     let engines = Group::dense(&[0, 0, 1, 1], 4, 5).run((Route::Pxn, Relays::Thread)).pulling();
     let programs = programs(&one_way());
     let awaits = position(programs.own(CallKind::Combine, Relays::Inline), Run(StageId::Reached, Finish));
-    let no_await = CallMutation { at: awaits as u16, change: CallChange::Drop };
+    let no_await = CallMutation { cut: None, at: awaits as u16, change: CallChange::Drop };
     let share = Some(InstanceBug::ShareMemory);
     vec![
         row(

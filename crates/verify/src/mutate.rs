@@ -7,7 +7,7 @@
 //! ```
 
 use sidelane_core::error::CallKind;
-use sidelane_core::schedule::call_program::{CallProgram, CallStep, RankPrograms, Relays, Role};
+use sidelane_core::schedule::call_program::{CallProgram, CallStep, Cut, RankPrograms, Relays, Role};
 use sidelane_core::schedule::{Calls, FlagValue, Op, TrackOp};
 
 use crate::unroll::{ActorCall, StageRun, UnrolledOp, UnrolledProgram};
@@ -263,7 +263,10 @@ pub enum ProgramId {
 /// One bug of a program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CallMutation {
-    /// Index of the step.
+    /// Number of the cut in whose tail the step stands; `None`: among those of a call that nothing
+    /// cuts.
+    pub cut: Option<u16>,
+    /// Index of the step there.
     pub at: u16,
     /// The action.
     pub change: CallChange,
@@ -273,15 +276,18 @@ impl CallMutation {
     /// All mutations of a program, where a group has this many ranks.
     pub fn all(program: &CallProgram, ranks: u32) -> Vec<CallMutation> {
         let mut all = Vec::new();
-        let mut add = |at: usize, change| all.push(CallMutation { at: at as u16, change });
-        for at in 0..program.steps().len() {
-            add(at, CallChange::Drop);
-            if at + 1 < program.steps().len() {
-                add(at, CallChange::Swap);
+        let tails = (0..).zip(program.cuts()).map(|(cut, Cut { tail, .. })| (Some(cut), &**tail));
+        for (cut, steps) in std::iter::once((None, program.steps())).chain(tails) {
+            for at in 0..steps.len() as u16 {
+                all.push(CallMutation { cut, at, change: CallChange::Drop });
+                if usize::from(at) + 1 < steps.len() {
+                    all.push(CallMutation { cut, at, change: CallChange::Swap });
+                }
             }
         }
         for cut in program.cuts() {
-            (0..ranks).for_each(|rank| add(usize::from(cut.at), CallChange::GoOn { rank }));
+            let goes_on = |rank| CallMutation { cut: None, at: cut.at, change: CallChange::GoOn { rank } };
+            all.extend((0..ranks).map(goes_on));
         }
         all
     }
@@ -295,6 +301,7 @@ impl CallMutation {
             let len = relayed(&steps[at..]);
             let places = (0..=steps.len() - len).filter(move |&to| to != at);
             places.map(move |to| CallMutation {
+                cut: None,
                 at: at as u16,
                 change: CallChange::MoveRelay { to: to as u16 },
             })
@@ -305,7 +312,8 @@ impl CallMutation {
     /// The step, and the one behind it.
     pub fn steps(&self, program: &CallProgram) -> (CallStep, Option<CallStep>) {
         let at = usize::from(self.at);
-        (program.steps()[at], program.steps().get(at + 1).copied())
+        let steps = self.cut.map_or(program.steps(), |cut| &program.cuts()[usize::from(cut)].tail);
+        (steps[at], steps.get(at + 1).copied())
     }
 
     /// A program with this bug.
@@ -313,6 +321,11 @@ impl CallMutation {
         let at = usize::from(self.at);
         let (mut steps, mut half) = (program.steps().to_vec(), program.half() as u16);
         let mut cuts = program.cuts().to_vec();
+        if let Some(cut) = self.cut {
+            let tail = &mut cuts[usize::from(cut)].tail;
+            *tail = self.changed(tail.to_vec()).into();
+            return CallProgram::new(steps, half, cuts);
+        }
         match self.change {
             CallChange::Drop => {
                 steps.remove(at);
@@ -347,6 +360,18 @@ impl CallMutation {
             }
         }
         CallProgram::new(steps, half, cuts)
+    }
+
+    /// The tail of a cut with this bug.
+    fn changed(&self, mut tail: Vec<CallStep>) -> Vec<CallStep> {
+        let at = usize::from(self.at);
+        match self.change {
+            CallChange::Drop => drop(tail.remove(at)),
+            CallChange::Swap => tail.swap(at, at + 1),
+            // These are changes of a call that goes on.
+            CallChange::GoOn { .. } | CallChange::MoveRelay { .. } => {}
+        }
+        tail
     }
 }
 

@@ -120,15 +120,31 @@ impl fmt::Display for Lacking {
     }
 }
 
-/// Checks that every step of a program finds the values that it needs, and that the call ends with
-/// all values of `whole`, a well-formed program of the same call.
+/// Checks each straight line of a program: every step finds the values that it needs. The call ends
+/// with all values of `whole`, a well-formed program of the same call, and a call that is cut with
+/// those that its tail owes.
 ///
 /// # Errors
 /// The first step that misses a value.
 pub fn check(program: &CallProgram, whole: &CallProgram) -> Result<(), Lacking> {
-    let given = flow(program, whole)?;
-    let lacking = flow(whole, whole)?.into_iter().find(|value| !given.contains(value));
-    match lacking {
+    check_line((program.steps(), whole.steps()), 0)?;
+    for cut in whole.cuts() {
+        // A program that never looks there is not cut there.
+        let Some(same) = program.cut_at(whole.steps()[usize::from(cut.at)].action) else { continue };
+        let (line, like): (Vec<_>, Vec<_>) =
+            (program.line(Some(same)).collect(), whole.line(Some(cut)).collect());
+        check_line((&line, &like), like.len() - cut.tail.len())?;
+    }
+    Ok(())
+}
+
+/// Checks a line like `whole`, whose steps from the one of this number on give the values that the
+/// line owes.
+fn check_line((line, whole): (&[CallStep], &[CallStep]), owes: usize) -> Result<(), Lacking> {
+    let given = flow(line, whole)?;
+    let mut owed = flow(whole, whole)?;
+    owed.retain(|value| whole[owes..].iter().any(|step| given_by(whole, step).contains(value)));
+    match owed.into_iter().find(|value| !given.contains(value)) {
         Some((_, value)) => Err(Lacking { step: None, value }),
         None => Ok(()),
     }
@@ -137,11 +153,10 @@ pub fn check(program: &CallProgram, whole: &CallProgram) -> Result<(), Lacking> 
 /// All values that are given, if each is there when a step needs it. A value that no step of
 /// `whole` gives comes from outside: a handle has a layout, and the verdict of an inlined relay
 /// is its rank's.
-fn flow(program: &CallProgram, whole: &CallProgram) -> Result<Vec<(Role, Value)>, Lacking> {
-    let gives =
-        |value: &(Role, Value)| whole.steps().iter().any(|step| given_by(whole, step).contains(value));
+fn flow(line: &[CallStep], whole: &[CallStep]) -> Result<Vec<(Role, Value)>, Lacking> {
+    let gives = |value: &(Role, Value)| whole.iter().any(|step| given_by(whole, step).contains(value));
     let mut given = Vec::new();
-    for &step in program.steps() {
+    for &step in line {
         for need in needs(&step) {
             let need = match (need, gives(&need)) {
                 (_, true) => need,
@@ -161,14 +176,10 @@ fn flow(program: &CallProgram, whole: &CallProgram) -> Result<Vec<(Role, Value)>
     Ok(given)
 }
 
-/// Values that a step gives. The last cut of each role gives the verdict.
-fn given_by(program: &CallProgram, step: &CallStep) -> Vec<(Role, Value)> {
-    let last = program
-        .steps()
-        .iter()
-        .rev()
-        .find(|other| other.role == step.role && matches!(other.action, Action::Agree | Action::Admit));
-    let verdict = matches!(step.action, Action::Agree | Action::Admit) && last == Some(step);
+/// Values that a step of a line gives. The last cut of each role gives the verdict.
+fn given_by(line: &[CallStep], step: &CallStep) -> Vec<(Role, Value)> {
+    let mut cuts = line.iter().rev().filter(|other| matches!(other.action, Action::Agree | Action::Admit));
+    let verdict = cuts.find(|other| other.role == step.role) == Some(step);
     let values = if verdict { vec![Value::Verdict] } else { gives(step.action) };
     values.into_iter().map(|value| (step.role, value)).collect()
 }
@@ -266,7 +277,7 @@ fn needs(step: &CallStep) -> Vec<(Role, Value)> {
             Work::Follow => &[Packed],
             Work::Announce | Work::Take | Work::Partials => &[Reclaimed],
             Work::Grow => &[AllTags, Sizes],
-            Work::Join => &[Landed, BroughtIn, AtHome],
+            Work::Join => &[Followed, Landed, BroughtIn, AtHome],
             Work::Regroup => &[Joined],
             Work::Publish => &[Choices],
             Work::StartRelay => &[Entered],

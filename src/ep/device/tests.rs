@@ -270,7 +270,7 @@ fn waits_without_cause(bug: Option<CallChange>) -> u64 {
         let program = programs.own(CallKind::Dispatch, Relays::Inline);
         let at = program.steps().iter().position(|step| step.action == posted).unwrap();
         if let Some(change) = bug {
-            let bug = CallMutation { at: at as u16, change };
+            let bug = CallMutation { cut: None, at: at as u16, change };
             plant(programs, CallKind::Dispatch, bug);
         }
         for round in 0..40 {
