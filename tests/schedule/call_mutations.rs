@@ -252,7 +252,9 @@ fn driver_mutants_with_offloaded_relays_are_found() {
 fn driver_mutants_of_callers_that_run_ahead_are_found() {
     let direct = (Route::Direct, Relays::Inline);
     all_of_group_found(Group::new(&[0; 4], 4, 5).run(direct).enqueuing());
-    all_of_group_found(Group::new(&[0, 0, 1, 1], 4, 5).run(direct).enqueuing());
+    let two_nodes = Group::new(&[0, 0, 1, 1], 4, 5).run(direct).enqueuing();
+    all_of_group_found(two_nodes.clone());
+    all_of_group_found(Group { read_early: false, ..two_nodes });
     all_of_group_found(Group::dense(&[0, 0, 1, 1], 4, 5).run((Route::Pxn, Relays::Inline)).enqueuing());
     all_of_group_found(Group { gpu_direct: true, ..Group::new(&[0, 0, 1, 1], 4, 5).run(direct).enqueuing() });
     let by_rank = (RowLayout::ExpertMajor, ReceiveMode::Exact, SumOrder::Rank);

@@ -31,6 +31,7 @@ pub struct Group {
     pub pulls: bool,
     pub gpu_direct: bool,
     pub enqueues: bool,
+    pub read_early: bool,
 }
 
 /// In how many parts blocks go.
@@ -90,6 +91,7 @@ impl Group {
             pulls: false,
             gpu_direct: false,
             enqueues: false,
+            read_early: true,
         }
     }
 
@@ -178,6 +180,7 @@ impl Group {
             pulls: self.pulls,
             gpu_direct: self.gpu_direct,
             enqueues: self.enqueues,
+            read_early: self.read_early,
             mode: self.mode,
             order: self.order,
             row_bytes: 32,

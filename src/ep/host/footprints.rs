@@ -205,6 +205,7 @@ impl Case {
             pulls: false,
             gpu_direct: false,
             enqueues: false,
+            read_early: false,
             mode,
             row_bytes: ROW_BYTES,
             routings,

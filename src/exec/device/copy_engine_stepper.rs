@@ -476,6 +476,8 @@ impl CopyEngineStepper {
     }
 
     /// Words that the stream awaits since it followed another one, and the mark that it left there.
+    /// None where another stream has gone on behind them: a call that only joins streams awaits
+    /// none of the call before.
     pub fn awaited(&self) -> (u64, &[Awaited]) {
         (self.marks, &self.awaited)
     }
@@ -486,7 +488,9 @@ impl CopyEngineStepper {
     /// [`DeviceError`].
     pub fn precede(&mut self, other: &Stream, mark: &Event) -> Result<(), DeviceError> {
         self.enqueue()?;
-        other.join(&self.stream, mark)
+        other.join(&self.stream, mark)?;
+        self.awaited.clear();
+        Ok(())
     }
 
     /// Collects one copy.

@@ -114,8 +114,11 @@ fn rows_returned_by_copy_engines_are_proved_and_run_at_random() {
             check(&unrolled, 0..3).unwrap_or_else(|fault| panic!("{name}: {fault}"));
             // The same by callers' threads that run ahead of their streams.
             let group = Group { enqueues: true, ..group };
-            for calls in [&calls[..], &enqueued_rounds()] {
-                let (unrolled, ahead) = (group.unroll(calls, None), format!("{name}, enqueued"));
+            let rounds = enqueued_rounds();
+            for (calls, read_early) in [(&calls[..], true), (&rounds, true), (&rounds, false)] {
+                let group = Group { read_early, ..group.clone() };
+                let ahead = format!("{name}, enqueued, peers have read early: {read_early}");
+                let unrolled = group.unroll(calls, None);
                 proved(&ahead, &unrolled);
                 check(&unrolled, 0..3).unwrap_or_else(|fault| panic!("{ahead}: {fault}"));
             }

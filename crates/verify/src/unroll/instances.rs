@@ -13,8 +13,7 @@ use std::collections::VecDeque;
 use std::rc::Rc;
 
 use sidelane_core::error::PlanError;
-use sidelane_core::schedule::WindowId;
-use sidelane_core::schedule::call_program::StageId;
+use sidelane_core::schedule::{Flag, Op, WindowId};
 
 use super::call_sequence::bad;
 use super::stage_runs::ENQUEUED;
@@ -41,7 +40,8 @@ pub struct InstanceScenario<'a> {
 pub enum Turn {
     /// Its next call, whole.
     Call(usize),
-    /// The first half of its next return, up to where its stream is [`StageId::Ready`].
+    /// The first half of its next return, up to where its stream signals that it is
+    /// [ready](Flag::Ready).
     Start(usize),
     /// The second half.
     Finish(usize),
@@ -163,14 +163,14 @@ fn taken(
 }
 
 /// How many scenes of an actor the first half of a call has: as many as it takes until the rank's
-/// stream is ready. Its host has enqueued that much. They move nothing, so they may stand in the
-/// call of another instance.
+/// stream signals that it is ready. Its host has enqueued that much. They move nothing, so they may
+/// stand in the call of another instance.
 fn half_of(instance: &UnrolledProgram, (call, rank, role): (usize, u32, Role)) -> Option<usize> {
     let parts = &instance.calls[call];
     let part_of = |role| parts.iter().find(|part| part.rank == rank && part.role == role);
     let stream = &part_of(Role::Transfers)?.scenes;
-    let name = StageId::Ready.name();
-    let ready = stream.iter().position(|scene| scene.name == name)? + 1;
+    let signals = |step: &UnrolledOp| matches!(step.op, Op::Signal { flag: Flag::Ready, .. });
+    let ready = stream.iter().position(|scene| scene.steps.iter().any(signals))? + 1;
     let enqueued = |scenes: &[StageRun]| scenes.iter().filter(|scene| scene.name == ENQUEUED).count();
     match role {
         Role::Own => {

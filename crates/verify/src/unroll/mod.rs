@@ -88,6 +88,10 @@ pub struct ProofScenario<'a> {
     /// With `pulls`: callers' threads enqueue, and run ahead of their streams. These are actors of
     /// their own.
     pub enqueues: bool,
+    /// With `enqueues`, where there are several nodes: peers have read what the return before
+    /// offered when a host looks for memory for the next one, so it takes the same again. Else it
+    /// takes other memory, and has that of the return before when the release has waited for them.
+    pub read_early: bool,
     /// How much a rank receives; what does not fit is dropped.
     pub mode: ReceiveMode,
     /// Bytes of one row: a multiple of 16.

@@ -147,9 +147,10 @@ impl Unroller<'_> {
         Offer { chunk, sums, base, staging, node_sums, memory, tags: tables.tags, bases: tables.bases }
     }
 
-    /// Whether memory for the outputs of a return may be that of the return before.
+    /// Whether memory for the outputs of a return may be that of the return before. On one node
+    /// streams alone know who has read that, and a later call has it.
     fn reclaims(&self, me: u32) -> bool {
-        self.scenario.enqueues && self.paths(me).is_multi_node()
+        self.scenario.enqueues && self.scenario.read_early && self.paths(me).is_multi_node()
     }
 
     /// Constants of all operands of a return.

@@ -56,7 +56,8 @@ pub(super) trait Actor {
         Vec::new()
     }
 
-    /// Whether a host that runs ahead takes memory for this call that it gave to readers.
+    /// Whether a host that runs ahead takes memory for this call that it gave to readers. It looks,
+    /// and takes none that is still read: so where it takes some, its look is a wait that is over.
     fn reclaims(&self) -> bool {
         false
     }
@@ -82,12 +83,19 @@ impl Enqueuer<'_> {
 /// The scenes of one program of a rank, driven as far as `until`: those of its thread and, where
 /// that enqueues, those of its stream.
 ///
-/// **The axiom of a stream**: it begins nothing before its host has enqueued it. No program says
-/// so, since every stream is like that: before each stage and each kernel of the stream stands a
-/// wait for the host, which has come so far ([`ENQUEUED`]). All else between the two is in the
-/// program. A host waits for its stream where the program does. It waits for its NIC only before
-/// the stream gives memory back to peers, and where the program joins the caller's work with the
-/// call.
+/// **Assumed of streams**:
+///
+/// ```text
+///   a stream begins nothing before its host has enqueued it   every stream is like that, and no program says so: before each
+///                                                             stage and each kernel stands a wait for the host (ENQUEUED)
+///   the caller's stream and that of copies are one line       `Follow` and `Join` order the two, and have no operation here:
+///                                                             a lack of them is found by the flow of values alone
+///   what is packed is read as early as it can be              where rows are packed at `Follow`, the caller's accesses stand at
+///                                                             `Pack` all the same
+/// ```
+///
+/// A host waits for its stream where the program does. It waits for its NIC only before the stream
+/// gives memory back to peers, and where the program joins the caller's work with the call.
 pub(super) fn walk(
     programs: &RankPrograms,
     (program, role, until): (&CallProgram, Role, Until),
@@ -120,7 +128,7 @@ pub(super) fn walk(
         let Action::Run(stage, part) = step.action else {
             let mut touches = actor.footprint(step.role, step.action);
             match (step.action, enqueues) {
-                // Only the first time is there memory that this call takes.
+                // A later look stands behind the release, which waits for the same.
                 (Action::Compute(Work::Reclaim), Some(_)) if std::mem::take(&mut reclaims) => {
                     let read = steps(base, programs.stages.items(StageId::Release, Part::Whole));
                     lines[0].push("reclaim", 0, base, read);
