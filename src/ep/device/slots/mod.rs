@@ -34,8 +34,8 @@
 //! for each token and rank. Counts travel in the slots, so each rank drops the rows that the host
 //! would.
 //!
-//! **Bad input** of one rank is refused at all. The rank enters the call with empty slots, whose
-//! heads say why, or answers a dispatch by a mark in place of rows. So `check` or `sum` of each
+//! **Bad input** of one rank is refused on all ranks. The rank enters the call with empty slots,
+//! whose heads say why, or answers a dispatch by a mark in place of rows. So `check` or `sum` of each
 //! rank find it: no rank has rows, sums are zeros, and each rank's *verdict* of this call names the
 //! rank.
 //!
