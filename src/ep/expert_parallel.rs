@@ -93,6 +93,14 @@ enum InstanceAt {
     Slots { ep: Box<SlotExchange>, stream: Arc<Stream> },
 }
 
+impl Drop for ExpertParallel {
+    fn drop(&mut self) {
+        if let InstanceAt::Slots { ep, stream } = &mut self.at {
+            ep.close(stream);
+        }
+    }
+}
+
 impl ExpertParallel {
     /// Starts to describe one.
     pub fn builder(group: &Group) -> ExpertParallelBuilder<'_> {
@@ -527,7 +535,8 @@ impl ExpertParallel {
     }
 
     /// Fixed slots on a device, instead of a combine: what was received has been read, and nothing
-    /// returns. Without a handle, of the last dispatch. Collective.
+    /// returns. Without a handle, of the last dispatch. Collective. A rank that refused its last
+    /// dispatch may make it before it captures the next one.
     ///
     /// # Errors
     /// As [`ExpertParallel::combine_into`]; [`PlanError::NotAvailable`](crate::error::PlanError)

@@ -13,7 +13,7 @@ use sidelane_verify::mutate::{Change, Mutation, mutations};
 use sidelane_verify::prove::{MutantProver, prove};
 use sidelane_verify::random_check::check;
 use sidelane_verify::unroll::StreamCall::{self, Combine, Dispatch, Release};
-use sidelane_verify::unroll::{StreamScenario, Streams, UnrolledOp, UnrolledProgram};
+use sidelane_verify::unroll::{Refusals, RefusedCall, StreamScenario, Streams, UnrolledOp, UnrolledProgram};
 use sidelane_verify::value_flow;
 
 use crate::replays::{slots, thrice};
@@ -360,7 +360,11 @@ fn driver_mutants_of_slots_are_found_by_flow_and_between_ranks() {
                     streams: Streams::One,
                     across,
                     calls: &thrice(&[Dispatch(0), answer]),
-                    refuses: (call == SlotCall::Refusal).then_some(1),
+                    refuses: (call == SlotCall::Refusal).then_some(Refusals {
+                        rank: 1,
+                        in_turn: false,
+                        refused: RefusedCall::Answer,
+                    }),
                     seeded: None,
                     planted: Some((call, &planted)),
                 });

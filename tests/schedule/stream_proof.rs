@@ -1,7 +1,7 @@
 //! Slots on streams are proved: every rank, constants that are reset, microbatches that interleave,
 //! queues that streams share.
 
-use sidelane_core::error::PlanError;
+use sidelane_core::error::{CallKind, PlanError};
 use sidelane_core::schedule::Op;
 use sidelane_core::schedule::stream_program::RowPath;
 use sidelane_core::topology::NodeMap;
@@ -9,7 +9,7 @@ use sidelane_verify::mutate::{Change, Mutation, mutations};
 use sidelane_verify::prove::{ProofFailure, ends, prove};
 use sidelane_verify::random_check::check;
 use sidelane_verify::unroll::StreamCall::{self, Combine, Dispatch, Release};
-use sidelane_verify::unroll::{StreamBug, StreamScenario, Streams, UnrolledProgram};
+use sidelane_verify::unroll::{Refusals, RefusedCall, StreamBug, StreamScenario, Streams, UnrolledProgram};
 
 use crate::replays::{replays, slots, thrice};
 
@@ -182,14 +182,20 @@ fn a_word_that_is_set_back_too_late_is_lost_in_some_random_run() {
     assert!(matches!(fault, ProofFailure::Differs { .. }), "{fault}");
 }
 
-/// One rank refuses what the others combine: in one node, and between nodes in every way.
-fn refused(labels: &[u32], way: Option<RowPath>, streams: Streams, refuses: u32) -> UnrolledProgram {
+/// One rank refuses: in one node, and between nodes in every way.
+fn refused(
+    labels: &[u32],
+    way: Option<RowPath>,
+    streams: Streams,
+    calls: &[StreamCall],
+    refuses: Refusals,
+) -> UnrolledProgram {
     let nodes = NodeMap::from_labels(labels);
     UnrolledProgram::of_streams(&StreamScenario {
         slots: slots(labels.len() as u32),
         streams,
         across: way.map(|way| (&nodes, way)),
-        calls: &thrice(&[Dispatch(0), Combine(0)]),
+        calls,
         refuses: Some(refuses),
         seeded: None,
         planted: None,
@@ -197,21 +203,60 @@ fn refused(labels: &[u32], way: Option<RowPath>, streams: Streams, refuses: u32)
     .unwrap()
 }
 
-#[test]
-fn a_refusal_among_combines_is_seen_by_all_and_its_bugs_are_found() {
+/// Groups in which a rank refuses.
+fn refusing_groups() -> impl Iterator<Item = (&'static [u32], Option<RowPath>, Streams)> {
     let near = [(&[0, 0][..], None), (&[0; 4], None)];
     let far = SHAPES.into_iter().flat_map(|shape| WAYS.map(|way| (shape, Some(way))));
-    let all = near.into_iter().chain(far).flat_map(|at| Streams::ALL.map(|streams| (at, streams)));
-    for (((labels, way), streams), refuses) in all.flat_map(|at| [(at, 0), (at, at.0.0.len() as u32 - 1)]) {
-        let unrolled = refused(labels, way, streams, refuses);
-        let title = format!("{labels:?}, {way:?}, {streams:?}, rank {refuses} refuses");
+    let all = near.into_iter().chain(far);
+    all.flat_map(|(labels, way)| Streams::ALL.map(|streams| (labels, way, streams)))
+}
+
+#[test]
+fn refusals_in_every_replay_are_proved_by_one_rank_and_in_turn() {
+    for (labels, way, streams) in refusing_groups() {
+        for (name, calls) in replays() {
+            for (refused_call, in_turn) in [
+                (RefusedCall::Dispatch, false),
+                (RefusedCall::Dispatch, true),
+                (RefusedCall::Answer, false),
+                (RefusedCall::Answer, true),
+            ] {
+                let refuses = Refusals { rank: 1, in_turn, refused: refused_call };
+                let unrolled = refused(labels, way, streams, &calls, refuses);
+                let title = format!("{labels:?}, {way:?}, {streams:?}, {name}, {refuses:?}");
+                prove(&unrolled).unwrap_or_else(|fault| panic!("{title}: {fault}"));
+                if labels.len() <= 4 {
+                    check(&unrolled, 0..2).unwrap_or_else(|fault| panic!("{title}: {fault}"));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_refusal_among_combines_is_seen_by_all_and_its_bugs_are_found() {
+    let each_end = refusing_groups().flat_map(|at| [(at, 0), (at, at.0.len() as u32 - 1)]);
+    let both = [RefusedCall::Dispatch, RefusedCall::Answer];
+    for (((labels, way, streams), refuses), refused_call) in
+        each_end.flat_map(|at| both.map(|refused_call| (at, refused_call)))
+    {
+        let refusals = Refusals { rank: refuses, in_turn: false, refused: refused_call };
+        let unrolled = refused(labels, way, streams, &thrice(&[Dispatch(0), Combine(0)]), refusals);
+        let title = format!("{labels:?}, {way:?}, {streams:?}, {refusals:?}");
         prove(&unrolled).unwrap_or_else(|fault| panic!("{title}: {fault}"));
         if labels.len() > 3 {
             continue;
         }
         check(&unrolled, 0..3).unwrap_or_else(|fault| panic!("{title}: {fault}"));
         // The mark, its words, and what the rank itself awaits: none can be left out.
+        // But behind what a refused dispatch leaves for the end, there is no call that could tell.
         let is_of_refusal = |mutation: &Mutation| {
+            if refused_call == RefusedCall::Dispatch
+                && mutation.stage == "refusal"
+                && mutation.kind == CallKind::Combine
+            {
+                return false;
+            }
             let by_proxy = mutation.rank == refuses && mutation.stage == "out";
             let puts = matches!(mutation.item.op, Op::Put { .. });
             let of_stage = mutation.stage == "refusal" && (!puts || mutation.moves(&unrolled));

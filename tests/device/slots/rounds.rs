@@ -5,9 +5,11 @@ use std::sync::{Arc, Mutex};
 
 use fake_cuda::FakeDriver;
 use sidelane::device::{Priority, Stream, Version};
-use sidelane::ep::ExpertParallelBuilder;
+use sidelane::ep::{ExpertParallelBuilder, Tensor};
+use sidelane::error::PlanError;
 use sidelane::exec::EnqueueCounts;
 use sidelane::overlap::{CudaExecutor, Graph, NodeLabel, StreamId as Name, StreamPool};
+use sidelane::{Dtype, Error, World};
 
 use super::rank::{
     Case, Rank, call, combine, content, copied_back, dispatch, experts_copy, on_nodes, on_ranks, options,
@@ -74,6 +76,61 @@ fn two_instances_take_turns_in_any_common_order() {
             }
         });
     });
+}
+
+#[test]
+fn refusals_keep_the_common_order_of_two_instances_on_one_stream() {
+    let test = "slots::rounds::refusals_keep_the_common_order_of_two_instances_on_one_stream";
+    let runs = ["1", "2"].map(|queues| [("CUDA_DEVICE_MAX_CONNECTIONS", queues)]);
+    on_each(test, &runs.each_ref().map(|run| &run[..]), || {
+        for nodes in [[0, 0, 0], [0, 0, 1]] {
+            on_nodes(&nodes, &options(), refusals_of_two_instances);
+        }
+    });
+}
+
+/// A rank refuses a dispatch in each round, another one each time, while an instance of all ranks
+/// makes a whole layer before the others combine.
+fn refusals_of_two_instances(world: World) {
+    let case = Case { ranks: 3, experts: 6, top_k: 2, hidden: 8, max_tokens: 3 };
+    let mut rank = Rank::new(case, world);
+    let mut other = case.builder(&rank.group).on(&rank.stream).build().unwrap();
+    for round in 0..12 {
+        let inputs = [round, round + 1000].map(|round| case.input(round, rank.me()));
+        let [a, b] = [&inputs[0], &inputs[1]].map(|input| rank.tensors(input));
+        let refuses = round as u32 / 2 % 3 == rank.me();
+        let ranges = a.ranges();
+        let (x, choices) = call(&ranges);
+        let first = if refuses {
+            let refused = rank.ep.dispatch(Tensor::device(&ranges[0], Dtype::F16), choices).map(drop);
+            assert!(matches!(refused, Err(Error::Plan(PlanError::WrongDtype { .. }))), "{refused:?}");
+            None
+        } else {
+            Some(rank.ep.dispatch(x, choices).unwrap().1)
+        };
+        // The stream of each rank comes so far before any rank answers.
+        assert!(rank.ep.synchronize().is_err());
+        rank.group.gather(&[]).unwrap();
+        let (rows, second) = dispatch(&mut other, &b).unwrap();
+        experts_copy(&rank.stream, &rows, &second).unwrap();
+        combine(&mut other, &second, &b).unwrap();
+        other.synchronize().unwrap();
+        let expected = copied_back(case, &inputs[1]);
+        assert_eq!(content(&b.out)[..expected.len()], expected);
+        rank.group.gather(&[]).unwrap();
+        match first {
+            Some(first) if round % 3 == 0 => rank.ep.release(Some(&first)).unwrap(),
+            Some(first) => combine(&mut rank.ep, &first, &a).unwrap(),
+            None if round % 3 == 1 => rank.ep.release(None).unwrap(),
+            None => {}
+        }
+        if round % 2 == 1 {
+            rank.layer(&a).unwrap();
+            rank.ep.synchronize().unwrap();
+            let expected = copied_back(case, &inputs[0]);
+            assert_eq!(content(&a.out)[..expected.len()], expected);
+        }
+    }
 }
 
 #[test]

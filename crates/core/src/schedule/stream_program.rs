@@ -37,11 +37,13 @@
 //! that refuses** a dispatch says so in the heads of its slots, which are empty. It answers a
 //! dispatch that it refuses, and where it refuses to combine, by a *refusal*: a release that puts
 //! the number of the call, its mark, to each peer. Its words are those of a combine, so the others
-//! do not wait. Their sums find the mark behind the words that they await. Several
-//! microbatches may be in flight, each with windows and flags of its own. **All ranks enqueue calls
-//! in the same order.** Streams may share a hardware queue, where a blocked wait blocks later
-//! operations: two ranks that enqueue two dispatches in different orders then wait for each other
-//! forever.
+//! do not wait. Their sums find the mark behind the words that they await. Where it refuses the
+//! dispatch, it marks and signals at once, and waits before its next dispatch: to wait at once
+//! would break the common order, because calls that peers make before they answer come behind.
+//! Several microbatches may be in flight, each with windows and flags of its own. **All ranks
+//! enqueue calls in the same order.** Streams may share a hardware queue, where a blocked wait
+//! blocks later operations: two ranks that enqueue two dispatches in different orders then wait for
+//! each other forever.
 //!
 //! **Across nodes.** Rows for other nodes leave the stream for a *proxy*, a host thread next to it:
 //!

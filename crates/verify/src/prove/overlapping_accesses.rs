@@ -197,7 +197,7 @@ fn same_accesses((base, old): (&Program, &Node), (mutant, new): (&Program, &Node
 fn of_op(program: &Program, node: &Node, add: &mut impl FnMut(&Bytes, Access)) {
     let scene = program.scene_of(node);
     let rank = program.part(node.actor, node.call).rank;
-    let own = Version::of(node.call);
+    let own = Version::of(scene.targets_of().map_or(node.call, |of| of as u32));
     let here = |to: &Bytes| to.owner == rank;
     let mut access = |bytes: &Bytes, write, version, how| {
         access(bytes, (node.step.id, write, version, how), add);

@@ -244,4 +244,8 @@ impl Effects for InstanceOperands {
     fn sources_of(&self) -> Option<usize> {
         self.filled.sources_of().map(|call| self.place.calls[call])
     }
+
+    fn targets_of(&self) -> Option<usize> {
+        self.filled.targets_of().map(|call| self.place.calls[call])
+    }
 }

@@ -48,7 +48,7 @@ pub use instances::{InstanceBug, InstanceScenario, Turn};
 pub use messages::{MessageBug, MessageCall, MessageScenario};
 pub use sidelane_core::schedule::call_program::Relays;
 pub use sidelane_core::schedule::{Bytes, Effect};
-pub use slot_streams::{StreamBug, StreamCall, StreamScenario, Streams};
+pub use slot_streams::{Refusals, RefusedCall, StreamBug, StreamCall, StreamScenario, Streams};
 
 /// The calls of a group.
 #[derive(Clone, Debug)]
@@ -492,6 +492,11 @@ pub(super) trait Effects: fmt::Debug {
     fn sources_of(&self) -> Option<usize> {
         None
     }
+
+    /// The call whose bytes puts write; `None`: that in which the actor runs them.
+    fn targets_of(&self) -> Option<usize> {
+        None
+    }
 }
 
 impl StageRun {
@@ -503,6 +508,11 @@ impl StageRun {
     /// The call that wrote what puts read from windows; `None`: their own.
     pub fn sources_of(&self) -> Option<usize> {
         self.filled.sources_of()
+    }
+
+    /// The call whose bytes puts write; `None`: that in which the actor runs them.
+    pub fn targets_of(&self) -> Option<usize> {
+        self.filled.targets_of()
     }
 
     /// Whether the operands of another stage are the very same.

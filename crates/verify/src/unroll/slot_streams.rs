@@ -8,7 +8,14 @@
 //!   refusal    the same  |  write own mark           |  puts, signals, waits, words set back
 //! ```
 //!
-//! Where a rank refuses, the sums of the others read its mark and no rows.
+//! Where a rank refuses, the sums of the others read its mark and no rows. If it refuses the
+//! dispatch, the first half of its refusal is right behind this, and the second before its next
+//! dispatch or, if there is none, at the end:
+//!
+//! ```text
+//!   rank that refuses a    dispatch a, refusal a: signal | dispatch b |           | refusal a: wait, dispatch a
+//!   others                 dispatch a                    | dispatch b | combine a | dispatch a
+//! ```
 //!
 //! Kernels may run [aside](Streams::Aside). Then two events join the streams, modeled as words that
 //! grow:
@@ -65,13 +72,33 @@ pub struct StreamScenario<'a> {
     pub across: Option<(&'a NodeMap, RowPath)>,
     /// The calls.
     pub calls: &'a [StreamCall],
-    /// The rank that refuses what the others combine, if one does.
-    pub refuses: Option<u32>,
+    /// Which rank refuses what the others combine or release, if one does.
+    pub refuses: Option<Refusals>,
     /// A rule that the caller breaks: `None`, except to see that `prove` notices.
     pub seeded: Option<StreamBug>,
     /// The program of these calls, in place of [theirs](SlotCall::program): `None`, except to see
     /// that `prove` notices bugs of a driver.
     pub planted: Option<(SlotCall, &'a CallProgram)>,
+}
+
+/// One rank refuses each round of each microbatch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Refusals {
+    /// The rank, or the first one.
+    pub rank: u32,
+    /// Whether ranks take turns: the number of the answering call is added to the first.
+    pub in_turn: bool,
+    /// The call that it refuses.
+    pub refused: RefusedCall,
+}
+
+/// A call that a rank refuses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RefusedCall {
+    /// It sends empty slots and answers them at once.
+    Dispatch,
+    /// A combine or a release.
+    Answer,
 }
 
 /// One call. Microbatches are numbered from 0, and each has windows and flags of its own.
@@ -224,12 +251,23 @@ impl StreamUnroller<'_> {
         let parts = self.actors.iter().map(|&actor| {
             let filled = self.filled(call, actor.rank())?;
             let (role, scenes) = match actor {
-                Actor::Stream { nth, .. } => match (self.scenario.streams, nth) {
-                    (Streams::Each, nth) if nth != turn => (Role::Own, Vec::new()),
-                    (_, 0) if aside => (Role::Own, self.kernels(call, &filled)),
-                    _ if aside => (Role::Transfers, self.transfers(call, &filled)),
-                    _ => (Role::Own, self.whole(call, &filled)),
-                },
+                Actor::Stream { rank, nth } => {
+                    let mut scenes = Vec::new();
+                    for (of, piece) in self.turns.pieces(rank, call) {
+                        if self.scenario.streams == Streams::Each
+                            && self.scenario.calls[of].microbatch() != nth
+                        {
+                            continue;
+                        }
+                        let filled = self.filled(of, rank)?;
+                        scenes.extend(match nth {
+                            0 if aside => self.kernels(of, &filled, piece),
+                            _ if aside => self.transfers(of, &filled, piece),
+                            _ => self.whole(of, &filled, piece),
+                        });
+                    }
+                    (if aside && nth > 0 { Role::Transfers } else { Role::Own }, scenes)
+                }
                 Actor::Out { of, .. } | Actor::Back { of, .. } if of != turn => (Role::Relay, Vec::new()),
                 Actor::Out { .. } => (Role::Relay, proxied_out(call, &filled)),
                 Actor::Back { from, .. } => (Role::Relay, proxied_back(call, from, &filled)),
@@ -245,18 +283,28 @@ impl StreamUnroller<'_> {
             program = program.across(nodes, way)?;
         }
         let set = self.turns.words[call].0;
-        Ok(Rc::new(StreamOperands { program, me, set, turns: Rc::clone(&self.turns) }))
+        Ok(Rc::new(StreamOperands { program, me, set, call, turns: Rc::clone(&self.turns) }))
     }
 
-    /// Walks the program of a call: the accesses of kernels, and then the steps of the stage behind
-    /// them. After the last stage there are only kernels.
-    fn walk(&self, call: usize, filled: &Rc<StreamOperands>) -> Vec<(Vec<HostAccess>, Vec<UnrolledOp>)> {
+    /// Walks the program of a call, or half of it: the accesses of kernels, and then the steps of
+    /// the stage behind them. After the last stage there are only kernels.
+    fn walk(
+        &self,
+        call: usize,
+        filled: &Rc<StreamOperands>,
+        piece: Piece,
+    ) -> Vec<(Vec<HostAccess>, Vec<UnrolledOp>)> {
         let (which, me) = (self.turns.call_at(filled.me, call), filled.me);
         let planted = self.scenario.planted.filter(|(planted, _)| *planted == which);
         let program = planted.map_or_else(|| which.program(), |(_, program)| program.clone());
-        let (mut walked, mut touches, mut steps) =
-            (Vec::new(), self.experts(call, me), None::<Vec<UnrolledOp>>);
-        for step in program.line(None) {
+        let (half, all) = (program.half(), program.steps().len());
+        let (taken, read) = match piece {
+            Piece::Whole => (0..all, self.experts(call, me)),
+            Piece::Start => (0..half, self.experts(call, me)),
+            Piece::Finish => (half..all, Vec::new()),
+        };
+        let (mut walked, mut touches, mut steps) = (Vec::new(), read, None::<Vec<UnrolledOp>>);
+        for step in program.line(None).take(taken.end).skip(taken.start) {
             match step.action {
                 Action::Run(_, part) => {
                     let items = filled.program.stage().part(part).iter();
@@ -277,8 +325,8 @@ impl StreamUnroller<'_> {
     }
 
     /// Everything, on one stream.
-    fn whole(&self, call: usize, filled: &Rc<StreamOperands>) -> Vec<StageRun> {
-        let (walked, stage) = (self.walk(call, filled), filled.program.stage().name);
+    fn whole(&self, call: usize, filled: &Rc<StreamOperands>, piece: Piece) -> Vec<StageRun> {
+        let (walked, stage) = (self.walk(call, filled, piece), filled.program.stage().name);
         let last = walked.len() - 1;
         let scenes = walked.into_iter().enumerate().map(|(nth, (touches, steps))| {
             scene(if nth == last { "end" } else { stage }, touches, steps, filled)
@@ -287,28 +335,30 @@ impl StreamUnroller<'_> {
     }
 
     /// Work of kernels, on a stream of their own.
-    fn kernels(&self, call: usize, filled: &Rc<StreamOperands>) -> Vec<StageRun> {
-        let me = filled.me;
+    fn kernels(&self, call: usize, filled: &Rc<StreamOperands>, piece: Piece) -> Vec<StageRun> {
         let arrived = |of| match self.scenario.seeded {
             Some(StreamBug::NotArrived) => scene("arrived", Vec::new(), Vec::new(), filled),
-            _ => scene("arrived", Vec::new(), vec![awaits(me, Flag::Entry, of)], filled),
+            _ => scene("arrived", Vec::new(), vec![awaits(filled, Flag::Entry, of)], filled),
         };
-        let mut walked = self.walk(call, filled).into_iter().map(|(touches, _)| touches);
+        let mut walked = self.walk(call, filled, piece).into_iter().map(|(touches, _)| touches);
         let before = walked.next().unwrap_or_default();
-        let ready = scene("kernels", before, vec![signals(me, Flag::Block, call)], filled);
+        let ready = scene("kernels", before, vec![signals(filled, Flag::Block, call)], filled);
         let end = scene("end", walked.flatten().collect(), Vec::new(), filled);
-        match self.turns.slots_of[call] {
-            dispatch if dispatch == call => vec![ready, end],
-            dispatch => vec![arrived(dispatch), ready, arrived(call), end],
+        match (piece, self.turns.slots_of[call]) {
+            (Piece::Finish, _) => vec![arrived(call), end],
+            (Piece::Start, dispatch) => vec![arrived(dispatch), ready, end],
+            (Piece::Whole, dispatch) if dispatch == call => vec![ready, end],
+            (Piece::Whole, dispatch) => vec![arrived(dispatch), ready, arrived(call), end],
         }
     }
 
     /// Work of transfers, on a stream of their own.
-    fn transfers(&self, call: usize, filled: &Rc<StreamOperands>) -> Vec<StageRun> {
-        let ready =
-            (self.scenario.seeded != Some(StreamBug::NotReady)).then(|| awaits(filled.me, Flag::Block, call));
-        let steps = self.walk(call, filled).into_iter().flat_map(|(_, steps)| steps);
-        let steps = ready.into_iter().chain(steps).chain([signals(filled.me, Flag::Entry, call)]).collect();
+    fn transfers(&self, call: usize, filled: &Rc<StreamOperands>, piece: Piece) -> Vec<StageRun> {
+        let ready = (self.scenario.seeded != Some(StreamBug::NotReady) && piece != Piece::Finish)
+            .then(|| awaits(filled, Flag::Block, call));
+        let arrived = (piece != Piece::Start).then(|| signals(filled, Flag::Entry, call));
+        let steps = self.walk(call, filled, piece).into_iter().flat_map(|(_, steps)| steps);
+        let steps = ready.into_iter().chain(steps).chain(arrived).collect();
         vec![
             scene(filled.program.stage().name, Vec::new(), steps, filled),
             scene("end", Vec::new(), Vec::new(), filled),
@@ -389,25 +439,15 @@ fn scene(
     StageRun { name, first: 0, settled: true, touches, steps, filled }
 }
 
-/// An event of a rank's streams is over: a word that grows.
-fn signals(me: u32, flag: Flag, call: usize) -> UnrolledOp {
-    UnrolledOp {
-        id: 0,
-        track: 0,
-        set: 0,
-        op: Op::Signal { to: me, of: me, flag, level: FlagValue::Call },
-        value: value(call),
-    }
+/// An event of a rank's streams is over: a word of the microbatch that grows.
+fn signals(filled: &Rc<StreamOperands>, flag: Flag, call: usize) -> UnrolledOp {
+    let op = Op::Signal { to: filled.me, of: filled.me, flag, level: FlagValue::Call };
+    UnrolledOp { id: 0, track: 0, set: filled.set, op, value: value(call) }
 }
 
-fn awaits(me: u32, flag: Flag, call: usize) -> UnrolledOp {
-    UnrolledOp {
-        id: 0,
-        track: 0,
-        set: 0,
-        op: Op::Wait { from: me, flag, level: FlagValue::Call },
-        value: value(call),
-    }
+fn awaits(filled: &Rc<StreamOperands>, flag: Flag, call: usize) -> UnrolledOp {
+    let op = Op::Wait { from: filled.me, flag, level: FlagValue::Call };
+    UnrolledOp { id: 0, track: 0, set: filled.set, op, value: value(call) }
 }
 
 impl StreamUnroller<'_> {
@@ -480,7 +520,7 @@ impl StreamUnroller<'_> {
     /// reads its mark alone.
     fn sum(&self, call: usize, me: u32) -> Vec<HostAccess> {
         let (slots, bytes) = (self.scenario.slots, self.scenario.slots.return_bytes());
-        if let Some(refuses) = self.scenario.refuses {
+        if let Some(refuses) = self.turns.refuses(call) {
             let at = (me, slots.mark(refuses));
             return vec![self.touch("mark of a refusal", false, call, at, Slots::MARK_BYTES)];
         }
@@ -516,6 +556,7 @@ struct StreamOperands {
     program: StreamProgram,
     me: u32,
     set: u32,
+    call: usize,
     turns: Rc<Turns>,
 }
 
@@ -525,7 +566,7 @@ impl StreamOperands {
     fn brings_nothing(&self, effect: &Effect) -> bool {
         let Effect::Copy { from: Some(from), .. } = effect else { return false };
         let (slots, at) = (self.program.slots(), from.range.start);
-        let (refuses, marks) = (self.turns.refuses, slots.mark(0)..slots.bytes());
+        let (refuses, marks) = (self.turns.refuses(self.call), slots.mark(0)..slots.bytes());
         let sent = match marks.contains(&at) {
             true => refuses.is_some_and(|refuses| at == slots.mark(refuses)),
             false => refuses.is_none_or(|refuses| at != slots.home(refuses)),
@@ -551,6 +592,14 @@ fn call_of(value: u64) -> usize {
 }
 
 impl Effects for StreamOperands {
+    fn sources_of(&self) -> Option<usize> {
+        Some(self.call)
+    }
+
+    fn targets_of(&self) -> Option<usize> {
+        Some(self.call)
+    }
+
     fn effects(&self, step: &UnrolledOp) -> Vec<Effect> {
         let first = u64::from(self.set) * self.program.slots().bytes();
         let shift = |to: Bytes| {
@@ -585,6 +634,14 @@ impl Effects for StreamOperands {
     }
 }
 
+/// A call, or half of one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Piece {
+    Whole,
+    Start,
+    Finish,
+}
+
 /// Which call follows which.
 #[derive(Debug)]
 struct Turns {
@@ -594,8 +651,8 @@ struct Turns {
     words: Vec<(u32, Flag)>,
     /// Per call: its kind, which decides whose request flag it sets.
     calls: Vec<SlotCall>,
-    /// The rank that refuses to combine.
-    refuses: Option<u32>,
+    refusals: Option<Refusals>,
+    ranks: u32,
     /// Per call: the dispatch whose slots it uses; itself, if it is one.
     slots_of: Vec<usize>,
 }
@@ -604,7 +661,8 @@ impl Turns {
     fn of(scenario: &StreamScenario) -> Result<Self, PlanError> {
         let sets = scenario.calls.iter().map(|call| call.microbatch() + 1).max().unwrap_or(1);
         let (words, calls, slots_of) = (Vec::new(), Vec::new(), Vec::new());
-        let mut turns = Turns { sets, words, calls, refuses: scenario.refuses, slots_of };
+        let (refusals, ranks) = (scenario.refuses, scenario.slots.ranks());
+        let mut turns = Turns { sets, words, calls, refusals, ranks, slots_of };
         let mut dispatched: Vec<Option<usize>> = vec![None; sets as usize];
         for (number, call) in scenario.calls.iter().enumerate() {
             let of = call.microbatch();
@@ -638,12 +696,44 @@ impl Turns {
         self.next(call, flag, (0..call).rev())
     }
 
+    /// The rank that refuses this answer to a dispatch, or the dispatch.
+    fn refuses(&self, call: usize) -> Option<u32> {
+        let Refusals { rank, in_turn, .. } = self.refusals?;
+        let moved = if in_turn { rank + call as u32 } else { rank };
+        (self.calls[call] != SlotCall::Dispatch).then_some(moved % self.ranks)
+    }
+
     /// The call as a rank makes it.
     fn call_at(&self, me: u32, call: usize) -> SlotCall {
         match self.calls[call] {
-            SlotCall::Combine if self.refuses == Some(me) => SlotCall::Refusal,
+            SlotCall::Combine | SlotCall::Release if self.refuses(call) == Some(me) => SlotCall::Refusal,
             call => call,
         }
+    }
+
+    /// What the streams of a rank do in the turn of a call: pieces of which calls.
+    fn pieces(&self, me: u32, call: usize) -> Vec<(usize, Piece)> {
+        let at_once = |answer: &usize| {
+            let of_dispatch = self.refusals.is_some_and(|all| all.refused == RefusedCall::Dispatch);
+            of_dispatch && self.refuses(*answer) == Some(me)
+        };
+        let answers = |dispatch: usize| {
+            (dispatch + 1..self.calls.len()).find(|&answer| self.slots_of[answer] == dispatch)
+        };
+        let mut pieces = Vec::new();
+        if self.calls[call] == SlotCall::Dispatch {
+            let before = self.before(call, Flag::Returned).filter(at_once);
+            pieces.extend(before.map(|answer| (answer, Piece::Finish)));
+            pieces.push((call, Piece::Whole));
+            pieces.extend(answers(call).filter(at_once).map(|answer| (answer, Piece::Start)));
+        } else if !at_once(&call) {
+            pieces.push((call, Piece::Whole));
+        }
+        if call + 1 == self.calls.len() {
+            let last = |answer: &usize| at_once(answer) && self.after(*answer, Flag::Landed).is_none();
+            pieces.extend((0..self.calls.len()).filter(last).map(|answer| (answer, Piece::Finish)));
+        }
+        pieces
     }
 
     /// The previous call of a rank that sets the same request flag.

@@ -34,10 +34,10 @@
 //! for each token and rank. Counts travel in the slots, so each rank drops the rows that the host
 //! would.
 //!
-//! **Bad input** of one rank is refused at all. The rank enters the call with empty slots, whose
-//! heads say why, or answers a dispatch by a mark in place of rows. So `check` or `sum` of each
-//! rank find it: no rank has rows, sums are zeros, and each rank's *verdict* of this call names the
-//! rank.
+//! **Bad input** of one rank is refused on all ranks. The rank enters the call with empty slots,
+//! whose heads say why, or answers a dispatch by a mark in place of rows. So `check` or `sum` of
+//! each rank find it: no rank has rows, sums are zeros, and each rank's *verdict* of this call
+//! names the rank.
 //!
 //! **Shared devices.** A stream waits for peers whose hosts may have enqueued nothing yet. If such
 //! a host is in a driver call that waits until the device is idle, such as a free of memory, and

@@ -7,7 +7,8 @@
 //!   finish_combine                                 stage, finish | sum
 //!   release                         stage
 //!   refuse            pack     | stage, start               stage, finish | check, expand    of a dispatch
-//!                                stage                                                       always
+//!                     mark     | stage, start                                               always
+//!                                                           stage, finish                   of a combine
 //! ```
 //!
 //! One dispatch is in flight, and each half is made once ([`CallState`]). What a kernel or copy
@@ -15,6 +16,11 @@
 //! ranks: it enters the call with no rows, and answers it by a refusal at once. The verdict of the
 //! call then names it everywhere. Peers wait for later steps, so an error there ends the world.
 //! Sums concern this rank only, so their errors do not.
+//!
+//! The refusal of a dispatch signals at once, but waits late: peers answer after calls that the
+//! stream has yet to reach, perhaps of another instance, so to wait at once would break the common
+//! order. Its second half is enqueued by the next dispatch, by a release, or at the end
+//! ([`close`](SlotExchange::close)).
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -195,6 +201,7 @@ impl SlotExchange {
         choices: Choices<'_>,
     ) -> Result<SlotDispatch, Error> {
         self.turn("start_dispatch", SlotCall::Dispatch, false)?;
+        self.finish_refusal(stream)?;
         let started = Tokens::check(&self.state.spec, stream.device(), x, choices).and_then(|tokens| {
             let count = tokens.count;
             Ok((self.start(stream, SlotCall::Dispatch, Given::Tokens(tokens))?, count))
@@ -265,13 +272,16 @@ impl SlotExchange {
     }
 
     /// Ends the dispatch of this handle, or the last one, without a combine: the received rows have
-    /// been read. Collective.
+    /// been read. Collective. Of a dispatch that this rank refused, it ends the refusal.
     ///
     /// # Errors
     /// As [`start_dispatch`](Self::start_dispatch).
     pub fn release(&mut self, stream: &Stream, handle: Option<&SlotHandle>) -> Result<(), Error> {
         let own = handle.map_or(Ok(()), |handle| self.own(handle));
         own.map_err(|error| self.refuse(stream, CallKind::Combine, error))?;
+        if self.turn.refusal.is_some() {
+            return self.finish_refusal(stream);
+        }
         self.turn("release", SlotCall::Combine, false)?;
         self.end(CallMachine::default(), stream, SlotCall::Release, Given::Nothing)
     }
@@ -292,16 +302,41 @@ impl SlotExchange {
         if !next || !lives || stream.is_capturing()? {
             return Ok(());
         }
-        if self.turn.call == SlotCall::Dispatch {
-            self.turn.tokens = 0;
-            self.end(CallMachine::default(), stream, SlotCall::Dispatch, Given::Refusal)?;
-            self.turn.dispatches += 1;
+        if self.turn.call == SlotCall::Combine {
+            self.end(CallMachine::default(), stream, SlotCall::Refusal, Given::Refusal)?;
+            let word = KernelFault::refused_by(self.state.me);
+            let said = self.state.verdict().and_then(|verdict| stream.write(verdict, word));
+            return said.map_err(|error| self.state.fail(error.into()));
         }
-        self.end(CallMachine::default(), stream, SlotCall::Refusal, Given::Refusal)?;
-        // Behind the check of a dispatch, which found the same.
-        let word = KernelFault::refused_by(self.state.me);
-        let said = self.state.verdict().and_then(|verdict| stream.write(verdict, word));
-        said.map_err(|error| self.state.fail(error.into()))
+        self.finish_refusal(stream)?;
+        self.turn.tokens = 0;
+        self.end(CallMachine::default(), stream, SlotCall::Dispatch, Given::Refusal)?;
+        self.turn.dispatches += 1;
+        let mut machine = CallMachine::default();
+        self.drive(&mut machine, stream, SlotCall::Refusal, Given::Refusal, Until::Half)?;
+        self.turn.call = SlotCall::Dispatch;
+        self.turn.refusal = Some(machine);
+        Ok(())
+    }
+
+    /// Enqueues the waits of a refused dispatch, if there are any yet. A graph cannot hold them,
+    /// because peers answer once, and launches are many.
+    fn finish_refusal(&mut self, stream: &Stream) -> Result<(), Error> {
+        let Some(machine) = self.turn.refusal else { return Ok(()) };
+        self.state.shared.hub.health().check()?;
+        if stream.is_capturing()? {
+            let expected = "release or start_dispatch outside of a capture, after a refusal";
+            return Err(CallError::OutOfTurn { call: "start_dispatch", expected }.into());
+        }
+        self.turn.refusal = None;
+        self.end(machine, stream, SlotCall::Refusal, Given::Nothing)
+    }
+
+    /// Enqueues what is left of a refusal before the exchange is dropped, because peers still write
+    /// to its memory. A stream with such waits holds that.
+    pub fn close(&mut self, stream: &Stream) {
+        // What cannot be enqueued has ended the world, and so the writes of peers.
+        let _ = self.finish_refusal(stream);
     }
 
     /// Makes the first half of a call.
@@ -381,7 +416,8 @@ impl SlotExchange {
                     break;
                 }
             } else if waited > deadline && late.is_none() {
-                let landing = (self.turn.call == SlotCall::Dispatch) == self.turn.pending;
+                let CallState { call, pending, refusal, .. } = self.turn;
+                let landing = refusal.is_some() || (call == SlotCall::Dispatch) == pending;
                 let missing = self.state.missing(waited, landing);
                 // Words of a world that has died meanwhile tell nothing. Ending it ends the waits.
                 late = self.state.shared.hub.health().check().is_ok().then(|| self.state.fail(missing));
@@ -600,6 +636,8 @@ pub(super) struct CallState {
     pub call: SlotCall,
     /// It stands at its half.
     pub pending: bool,
+    /// The refusal of the last dispatch, if its second half is not enqueued yet.
+    pub refusal: Option<CallMachine>,
     /// Dispatches so far.
     pub dispatches: u64,
     /// Tokens of the last one.

@@ -183,7 +183,8 @@ impl SlotExchange {
             window,
             proxy,
         };
-        let turn = CallState { call: SlotCall::Dispatch, pending: false, dispatches: 0, tokens: 0 };
+        let turn =
+            CallState { call: SlotCall::Dispatch, pending: false, refusal: None, dispatches: 0, tokens: 0 };
         Ok(SlotExchange { programs: SlotCall::ALL.map(SlotCall::program), lowered, turn, state })
     }
 }
