@@ -318,9 +318,6 @@ typedef int32_t sidelane_status_t;
 #endif // __STDC_VERSION__ >= 202311L
 #endif // __cplusplus
 
-// All-gather and reduce-scatter over a group.
-typedef struct sidelane_row_collective_t sidelane_row_collective_t;
-
 // All-reduce, reduce-scatter, broadcast, all-to-all, all-gather and messages over a group.
 typedef struct sidelane_communicator_t sidelane_communicator_t;
 
@@ -351,11 +348,14 @@ typedef struct sidelane_pending_combine_t sidelane_pending_combine_t;
 // A dispatch that was started.
 typedef struct sidelane_pending_dispatch_t sidelane_pending_dispatch_t;
 
-// Rows that a dispatch brought. They go back to the receive pool when they are closed.
-typedef struct sidelane_rows_t sidelane_rows_t;
+// All-gather and reduce-scatter over a group.
+typedef struct sidelane_row_collective_t sidelane_row_collective_t;
 
 // How many rows each rank has, and so where they lie among those of all.
 typedef struct sidelane_row_partition_t sidelane_row_partition_t;
+
+// Rows that a dispatch brought. They go back to the receive pool when they are closed.
+typedef struct sidelane_rows_t sidelane_rows_t;
 
 // A CUDA stream of the caller's, and the device it is of.
 typedef struct sidelane_stream_t sidelane_stream_t;
@@ -1753,8 +1753,8 @@ sidelane_status_t sidelane_handle_return_report(sidelane_handle_t *handle, sidel
 //
 // The caller guarantees: pointers are NULL or valid; `options` is as large as its size says.
 sidelane_status_t sidelane_row_collective_build(sidelane_group_t *group,
-                                            const sidelane_row_collective_options_t *options,
-                                            sidelane_row_collective_t **collective);
+                                                const sidelane_row_collective_options_t *options,
+                                                sidelane_row_collective_t **collective);
 
 // Gathers the rows of all ranks, by rank, from this rank's, [rows, columns]. Ranks may have
 // different numbers of rows, or none, and exchange these numbers: the shares. Collective. The
@@ -1772,17 +1772,17 @@ sidelane_status_t sidelane_all_gather(sidelane_row_collective_t *collective,
 //
 // The caller guarantees: `counts` is NULL or points to `ranks` numbers; `shares` is NULL or valid.
 sidelane_status_t sidelane_row_collective_shares(sidelane_row_collective_t *collective,
-                                             const uint32_t *counts,
-                                             uint32_t ranks,
-                                             sidelane_row_partition_t **shares);
+                                                 const uint32_t *counts,
+                                                 uint32_t ranks,
+                                                 sidelane_row_partition_t **shares);
 
 // Gathers the rows of all ranks when all know the shares, so no counts are exchanged. Collective.
 //
 // The caller guarantees: as sidelane_all_gather().
 sidelane_status_t sidelane_all_gather_cached(sidelane_row_collective_t *collective,
-                                            const sidelane_tensor_t *mine,
-                                            sidelane_row_partition_t *shares,
-                                            sidelane_rows_t **all);
+                                             const sidelane_tensor_t *mine,
+                                             sidelane_row_partition_t *shares,
+                                             sidelane_rows_t **all);
 
 // Sums over all ranks of this rank's rows, to `sums`, [rows of this rank, columns]: from each
 // rank's rows for all ranks, [rows of all, columns], in the layout of an all-gather along these
@@ -1806,7 +1806,8 @@ sidelane_status_t sidelane_row_collective_close(sidelane_row_collective_t *colle
 // Says how many rows each rank has.
 //
 // The caller guarantees: `info` is NULL, or as large as its size says.
-sidelane_status_t sidelane_row_partition_info(sidelane_row_partition_t *shares, sidelane_row_partition_info_t *info);
+sidelane_status_t sidelane_row_partition_info(sidelane_row_partition_t *shares,
+                                              sidelane_row_partition_info_t *info);
 
 // A buffer for rows of all ranks that a reduce-scatter takes without a copy. Local.
 //
