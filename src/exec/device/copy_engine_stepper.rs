@@ -267,7 +267,7 @@ impl CopyEngineStepper {
             {
                 self.stream_waits((from, flag), operands.value(level), packed)
             }
-            // What crosses is queued behind the mark that says so.
+            // Rows that cross are queued behind the mark that says so.
             Op::Wait { from, flag: Flag::Ready, .. } if self.near(from).is_none() => Ok(()),
             Op::Wait { from, flag: flag @ Flag::Ready, level } => {
                 let word = self.word_here((from, flag))?;

@@ -204,7 +204,7 @@ impl Op {
             Op::Signal { to, flag: Flag::Landed | Flag::Read | Flag::Ready, .. } => here(to),
             // A relay of this node, or the net, announces rows of other nodes.
             Op::Wait { from, flag: Flag::Landed, .. } => here(from) || paths.route() == Route::Pxn,
-            // What this rank's own stream says, of itself or of sums for a source, is for its host.
+            // Signals of its own stream, of itself or of sums for a source, are for its host.
             Op::Wait { from, flag: Flag::Ready, .. } => from != paths.me() && paths.same_node(from),
             Op::Signal { .. } | Op::Wait { .. } => false,
             Op::Reduce { .. } => true,

@@ -419,7 +419,7 @@ impl<'a> Relay<'a> {
                 }
                 if self.sums == RelaySums::Pulled {
                     // A word of the source that only this rank's stream writes here. A host sends
-                    // what it has heard to be summed.
+                    // sums only behind this word.
                     let (flag, level) = (Flag::Ready, FlagValue::Part(chunk));
                     items.push(self.on(source, Op::Signal { to: me, of: source, flag, level }));
                     items.push(self.on(source, wait(source, flag, level)));
@@ -523,11 +523,11 @@ pub enum StageTensor {
 pub enum StageOperands {
     /// The rank's own rows and tags.
     Own,
-    /// What is brought in behind the rows.
+    /// Operands of the copies that bring rows in.
     BroughtIn,
     /// A relay's messages, before any verdict.
     Messages,
-    /// What a relay passes on or returns: it alone counts as relayed.
+    /// Blocks that a relay passes on or returns: they alone count as relayed.
     Relayed,
 }
 

@@ -283,7 +283,7 @@ impl<'a> Lowering<'a> {
         }
     }
 
-    /// What the caller's stream finds beside the rows.
+    /// Tables and metadata that the caller's stream finds next to the rows.
     fn send_tables(&self, lines: &mut Lines) {
         let (me, choices) = (self.paths.me(), self.choices() * 4);
         // Where each choice's row lies, its place in the order of the sum, and the row of its sum.

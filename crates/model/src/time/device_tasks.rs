@@ -98,7 +98,7 @@ impl Lines<'_> {
                         self.leave_mark();
                     }
                 }
-                // What crosses is queued behind the mark.
+                // Rows that cross are queued behind the mark.
                 Op::Wait { from, flag: Flag::Ready, .. } if !self.paths.same_node(from) => {}
                 Op::Signal { to, of, flag, level } => {
                     if op.frees_sources() && self.collected.unsettled {

@@ -46,7 +46,7 @@ pub struct RankCalls<'r, E> {
     /// Tensors so far: each has another number, and other elements.
     tensors: u32,
     alive: Vec<Rc<Alive<E>>>,
-    /// What kernels found in the last call that they refused, as they should.
+    /// Fault that kernels found in the last call that they refused, as they should.
     refused: Option<KernelFault>,
     /// Differences so far.
     pub found: Vec<Difference>,

@@ -711,7 +711,7 @@ impl Turns {
         }
     }
 
-    /// What the streams of a rank do in the turn of a call: pieces of which calls.
+    /// Pieces of calls that the streams of a rank run in the turn of a call.
     fn pieces(&self, me: u32, call: usize) -> Vec<(usize, Piece)> {
         let at_once = |answer: &usize| {
             let of_dispatch = self.refusals.is_some_and(|all| all.refused == RefusedCall::Dispatch);

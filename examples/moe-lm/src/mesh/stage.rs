@@ -91,7 +91,7 @@ struct ChunkTape {
     head: Option<(Vec<f32>, CrossEntropyTape)>,
 }
 
-/// What is kept of a forward pass until the backward pass.
+/// Values of a forward pass that are kept until the backward pass.
 enum Kept {
     /// All that it made.
     Tape(ChunkTape),

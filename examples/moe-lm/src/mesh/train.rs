@@ -126,7 +126,7 @@ impl Tied {
     }
 }
 
-/// What makes the passes of a step.
+/// Model whose passes a step makes: that of this rank, or of all.
 enum Model {
     /// The layers of a rank, and the order of their passes.
     Stage(Box<Stage>, Box<Pipeline>),

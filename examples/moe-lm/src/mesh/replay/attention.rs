@@ -31,7 +31,7 @@ pub struct Window {
     pub value: Vec<f32>,
 }
 
-/// What a query has of the keys that it has seen.
+/// State of a query after the keys that it has seen.
 #[derive(Clone, Debug)]
 struct Seen {
     largest: f32,
@@ -85,7 +85,7 @@ impl Window {
         dot(&self.query[self.of_query(token, head)], &self.key[self.of_key(key, head)]) * self.scale()
     }
 
-    /// What a query has of the block of a rank.
+    /// A query's part from the block of a rank.
     fn see(&self, (token, head): (usize, usize), rank: usize) -> Seen {
         let scores: Vec<f32> = self.visible(token, rank).map(|key| self.score((token, head), key)).collect();
         let largest = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
