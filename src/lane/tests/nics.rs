@@ -2,6 +2,12 @@
 //! silent or vanish. Late data, and data from a NIC that fails, neither touch present data nor
 //! block other ranks.
 //!
+//! ```text
+//!   world 1   puts --> NIC: held | silent | gone | port down | queue pair lost
+//!               |                              `--> cause: named by all ranks, with the pair and the status
+//!   world 2   puts, while requests of world 1 still execute: they meet keys that have expired
+//! ```
+//!
 //! They run on NICs without hardware; `tests/testbed` runs the same lane over a real connection.
 
 use std::os::fd::AsFd;
