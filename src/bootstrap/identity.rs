@@ -7,6 +7,14 @@
 //! | Open MPI | OMPI_COMM_WORLD_RANK | MASTER_ADDR, or loopback if all ranks are local | from the job's name |
 //! | SLURM | SLURM_PROCID | MASTER_ADDR, or the first host of SLURM's list | from the job's name |
 //!
+//! ```text
+//!   variables --which launcher?--> rank, size, local rank and size, job, address
+//!                                     |
+//!     ports   SIDELANE_PORT alone, else the 16 after MASTER_PORT, else the 16 after 20000 + hash(job) mod 12000
+//!                                     |
+//!     checks  rank < size, local rank < local size --> Identity --> rendezvous
+//! ```
+//!
 //! The order is that of the table: torchrun runs under srun and mpirun runs inside SLURM
 //! allocations, and the inner launcher applies. SIDELANE_PORT and MASTER_PORT overrule a derived
 //! port everywhere. SLURM writes lists of hosts: `node[03-05,09],x1` is node03, node04, node05,

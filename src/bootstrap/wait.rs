@@ -11,7 +11,7 @@
 //! owner, the failure of the world, and the interrupt of the thread's user. A sleep of this module
 //! returns before [`LONGEST`] has passed, so its caller looks at all three at least so often. A
 //! test of this repository walks the sources, and finds other calls that block. Waits for the flags
-//! of other ranks have a ladder of their own, `lane::wait`, whose last step is one of these sleeps.
+//! of other ranks have a ladder of their own, `lane::flag`, whose last step is one of these sleeps.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};

@@ -35,53 +35,39 @@
 
 #![allow(unsafe_code, reason = "the driver is C")]
 
-mod allocation;
 mod audit;
 mod blas;
-mod context;
-mod copies;
 mod driver;
 mod kernels;
 mod libcuda;
-mod memory_operations;
 mod module;
 mod pinned;
 mod probe;
 mod range;
 mod reservation;
 mod stream;
+mod stream_operations;
 #[doc(hidden)]
 pub mod wheels;
 
-pub use context::Context;
-pub use driver::Driver;
+pub use driver::{Context, Driver};
 pub use range::DeviceRange;
 pub use stream::{CudaGraph, Event, Priority, Stream};
 
 // For the program and the tests of this repository: no promises are made about it.
 #[doc(hidden)]
-pub use allocation::{Allocation, DmaBuf};
-#[doc(hidden)]
 pub use audit::{Activity, ActivityKind, AuditKernels, Channel, Cupti, PlainMemory, Product, SmHold, TILE};
 #[doc(hidden)]
 pub use blas::{Bf16Product, Blas, Columns};
 #[doc(hidden)]
-pub use copies::CopyBatch;
-#[doc(hidden)]
 pub use kernels::{
-    AccumulateArgs, GateArgs, GatherRun, GatherRuns, GroupSegments, LayerKernels, MatmulArgs, MatmulShape,
-    SwigluRows,
-};
-#[doc(hidden)]
-pub use kernels::{
-    Addresses, Admit, Check, ChoiceArgs, ChoiceFault, CountArgs, DotScale, Expand, FetchWeights, Kernels,
-    OwnRows, Pack, PermuteArgs, PlaceArgs, PlanArgs, RankSumArgs, RecordArgs, RefusalMarks, RunArgs,
-    SortArgs, SumArgs, SumChoices, Tally,
+    AccumulateArgs, Addresses, Admit, Check, ChoiceArgs, ChoiceFault, CountArgs, DotScale, Expand,
+    FetchWeights, GateArgs, GatherRun, GatherRuns, GroupSegments, Kernels, LayerKernels, MatmulArgs,
+    MatmulShape, OwnRows, Pack, PermuteArgs, PlaceArgs, PlanArgs, RankSumArgs, RecordArgs, RefusalMarks,
+    RunArgs, SortArgs, SumArgs, SumChoices, SwigluRows, Tally,
 };
 #[doc(hidden)]
 pub use libcuda::Version;
-#[doc(hidden)]
-pub use memory_operations::MemOpBatch;
 #[doc(hidden)]
 pub use module::{Function, Grid, Module, Parameters};
 #[doc(hidden)]
@@ -91,7 +77,9 @@ pub use probe::{BatchedCopies, DeviceProperties, ModuleLoading, Probe, WriteOrde
 #[doc(hidden)]
 pub use range::{ByteSpan, Value, Word};
 #[doc(hidden)]
-pub use reservation::{GrowingRange, MappedBehind, Reservation};
+pub use reservation::{Allocation, DmaBuf, GrowingRange, MappedBehind, Reservation};
+#[doc(hidden)]
+pub use stream_operations::{CopyBatch, MemOpBatch};
 
 /// Calls a function of the table and turns its code into a result. The caller writes `unsafe` and
 /// its reason.

@@ -17,7 +17,7 @@ use sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK;
 use sys::CUjit_option_enum::{CU_JIT_ERROR_LOG_BUFFER, CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES};
 
 use super::call;
-use super::context::Context;
+use super::driver::Context;
 use super::libcuda::{Code, Library, Version, too_old};
 use super::range::{ByteSpan, Claim, Claims, Value, Word};
 use super::stream::Stream;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 
 use super::call;
-use super::context::Context;
+use super::driver::Context;
 use super::range::{DeviceRange, Reach};
 use crate::error::DeviceError;
 use crate::sync::stream_use::is_shared;

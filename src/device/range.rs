@@ -19,7 +19,7 @@ use std::sync::{Arc, OnceLock};
 use cudarc::driver::sys;
 
 use super::call;
-use super::context::Context;
+use super::driver::Context;
 use crate::error::DeviceError;
 
 /// Keeps memory where it is.

@@ -16,7 +16,7 @@ use cudarc::driver::sys;
 use sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
 
 use super::call;
-use super::context::{Context, Owner};
+use super::driver::{Context, Owner};
 use super::libcuda::{Code, Library};
 use super::range::{Claims, DeviceRange};
 use crate::error::DeviceError;

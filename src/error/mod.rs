@@ -23,16 +23,14 @@ mod device;
 mod lane;
 mod layer;
 mod memory;
-mod verbs;
 
 pub use sidelane_core::error::{CallError, CallKind, GateError, PlanError};
 
 pub use bootstrap::{BootstrapError, Cause, LostReason, RefusedJoins};
 pub use device::{DeviceError, KernelFault};
-pub use lane::LaneError;
+pub use lane::{CompletionStatus, LaneError, Operation, VerbsError};
 pub use layer::{ExpertKind, ExpertPass, LayerError, NodeInfo, NodeLabel, OverlapError, StreamId};
 pub use memory::MemoryError;
-pub use verbs::{CompletionStatus, Operation, VerbsError};
 
 /// Any error of the library.
 #[derive(Debug, Clone, PartialEq, thiserror::Error, serde::Serialize)]

@@ -11,8 +11,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use super::flag::{Unmet, WaitLimits, Waiter};
 use super::net::NetConnection;
-use super::wait::{Unmet, WaitLimits, Waiter};
 use crate::bootstrap::Health;
 use crate::bootstrap::wait::nap;
 use crate::error::{Error, LaneError};

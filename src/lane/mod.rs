@@ -31,12 +31,11 @@ mod floor_copies;
 mod lanes;
 mod net;
 mod port;
-mod pull;
 #[cfg(test)]
 mod tests;
-mod wait;
 
 pub use flag::FlagLine;
+pub use flag::{now, yield_to_compute};
 pub use floor_copies::{Floor, Moves, RAW};
 pub use lanes::{COPY_ENGINE, Lanes, PeerLane};
 pub use net::{
@@ -46,6 +45,4 @@ pub use net::{
 };
 #[cfg(test)]
 pub use net::{Fabric, LoopbackConnection, Settings, SignalMode, ring_bytes};
-pub use port::{Io, MappedWindow, Port, RowSource, WindowPart, flush};
-pub use pull::Scratch;
-pub use wait::{now, yield_to_compute};
+pub use port::{Io, MappedWindow, Port, RowSource, Scratch, WindowPart, flush};

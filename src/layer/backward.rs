@@ -3,15 +3,15 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::f32_rows::{F32Rows, round_into, widened};
 use super::forward::weigh_into;
-use super::groups::Outgoing;
 use super::moe::Plan;
 use super::pass_order::{self, BackwardOps};
 use super::router_step::Routed;
-use super::step_context::StepContext;
-use super::tape::{ChunkTape, GroupOutputs, ReceivedChunk, SavedShared};
-use super::{GradientOrder, MoeLayer, Saved, Segments, Tape, row_counts};
+use super::step::{
+    ChunkTape, F32Rows, GroupOutputs, Outgoing, ReceivedChunk, SavedShared, StepContext, own_row_counts,
+    round_into, source_row_counts, widened,
+};
+use super::{GradientOrder, MoeLayer, Saved, Segments, Tape};
 use crate::dtype::Element;
 use crate::error::{CallKind, Error, LayerError, PlanError};
 use crate::overlap::{Handoff, Run};
@@ -159,7 +159,7 @@ impl<'s, 'm, E: Element> Step<'s, 'm, E> {
     ) -> Result<Self, Error> {
         let slices: Vec<_> = plan.slices(routed.tokens()).collect();
         let (choices, slots, own) = context.mover(0).with(|ep| {
-            let (map, choices) = (ep.expert_map(), row_counts::choices(ep, &routed.gated.decision, &slices));
+            let (map, choices) = (ep.expert_map(), own_row_counts(ep, &routed.gated.decision, &slices));
             Ok((choices, map.slots() as usize, map.slots_of(ep.rank())))
         })?;
         Ok(Step {
@@ -211,7 +211,7 @@ impl<E: Element> BackwardOps<Run> for Step<'_, '_, E> {
             self.context.gathers(run, |sources| sources.all_gather_cached(mine, self.context.one_each))?;
         let all: Vec<u32> = bytemuck::pod_collect_to_vec(all.rows::<u8>()?);
         let expected = self.chunks.iter().map(|places| places.landed.handle.tokens_per_expert());
-        let counts = row_counts::counts(&all, self.choices.len(), (self.slots, &self.own), expected)?;
+        let counts = source_row_counts(&all, self.choices.len(), (self.slots, &self.own), expected)?;
         // A group is a chunk to the code that computes it.
         let pieces = self.chunks.iter().zip(&counts).flat_map(|(places, counts)| {
             places.landed.groups.iter().map(move |group| (group.counts_of(counts), group.padded()))

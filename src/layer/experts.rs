@@ -1,8 +1,20 @@
-//! Interface of a layer to its experts.
+//! Experts of a layer: the interface that callers implement, the order in which gradients of
+//! weights are summed, and the checks of what experts return, since their code is foreign.
+//!
+//! Rows of a chunk lie by (expert, source rank, token). Chunks are consecutive tokens of each
+//! source, so the rows of one expert, put together as below, are by (source rank, token) again, as
+//! without chunks:
+//!
+//! ```text
+//!   chunk 0   | e0: s0 s0 s1 | e1: s1 |          chunk 1   | e0: s0 s1 | e1: s0 s1 |
+//!
+//!   order     e0:  s0 s0 (0)   s0 (1)   s1 (0)   s1 (1)         e1:  s0 (1)   s1 (0)   s1 (1)
+//! ```
 
 use std::any::Any;
 
-use super::{GradientOrder, GroupedSwiGlu};
+use super::GroupedSwiGlu;
+use crate::error::{Error, ExpertKind, ExpertPass, LayerError};
 
 /// The rows of all experts of one rank, `[rows, hidden]`: expert after expert, each with pads
 /// behind where the layer aligns.
@@ -134,4 +146,183 @@ pub trait Experts: Send + Sync {
 
     /// All weights, to be changed between steps.
     fn weights_mut(&mut self) -> &mut [f32];
+}
+/// Consecutive rows of one expert and one source in one chunk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Run {
+    pub chunk: usize,
+    pub first: usize,
+    pub rows: usize,
+}
+
+/// All rows of a step in the order (expert, source rank, token).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GradientOrder {
+    runs: Vec<Vec<Run>>,
+}
+
+impl GradientOrder {
+    /// From the numbers of rows of each source for each expert in each chunk,
+    /// `[chunks, sources, experts]`, and the lengths of the experts' segments with pads, per chunk.
+    ///
+    /// # Panics
+    /// If a chunk has fewer sources or experts than the first.
+    pub fn new(counts: &[Vec<Vec<u32>>], padded: &[&[i64]]) -> GradientOrder {
+        let experts = padded.first().map_or(0, |padded| padded.len());
+        let sources = counts.first().map_or(0, Vec::len);
+        let mut runs = vec![Vec::new(); experts];
+        let mut segments = vec![0; counts.len()];
+        for (expert, runs) in runs.iter_mut().enumerate() {
+            let mut next = segments.clone();
+            for source in 0..sources {
+                for (chunk, counts) in counts.iter().enumerate() {
+                    let rows = counts[source][expert] as usize;
+                    if rows > 0 {
+                        runs.push(Run { chunk, first: next[chunk], rows });
+                        next[chunk] += rows;
+                    }
+                }
+            }
+            segments.iter_mut().zip(padded).for_each(|(first, padded)| *first += padded[expert] as usize);
+        }
+        GradientOrder { runs }
+    }
+
+    /// All rows in one segment, as they lie: of experts that take all tokens.
+    pub(super) fn whole(rows: usize) -> GradientOrder {
+        GradientOrder { runs: vec![vec![Run { chunk: 0, first: 0, rows }]] }
+    }
+
+    /// Runs of an expert, in order.
+    pub(super) fn runs(&self, expert: usize) -> impl Iterator<Item = Run> + '_ {
+        self.runs[expert].iter().copied()
+    }
+
+    /// Rows of an expert, of all chunks.
+    pub fn rows(&self, expert: usize) -> usize {
+        self.runs[expert].iter().map(|run| run.rows).sum()
+    }
+
+    /// The rows of an expert in order, `[rows, columns]`, from those of the chunks,
+    /// `[rows, columns]` each.
+    pub fn gather<'a>(
+        &self,
+        expert: usize,
+        columns: usize,
+        of_chunk: impl Fn(usize) -> &'a [f32],
+    ) -> Vec<f32> {
+        let mut gathered = Vec::with_capacity(self.rows(expert) * columns);
+        for run in &self.runs[expert] {
+            gathered.extend_from_slice(&of_chunk(run.chunk)[run.first * columns..][..run.rows * columns]);
+        }
+        gathered
+    }
+}
+
+/// Experts, and their kind.
+#[derive(Clone, Copy)]
+pub(super) struct CheckedExperts<'e> {
+    pub whose: ExpertKind,
+    pub experts: &'e dyn Experts,
+}
+
+impl CheckedExperts<'_> {
+    pub fn forward(self, rows: Segments<'_>) -> Result<(Vec<f32>, Saved), Error> {
+        let (outputs, saved) = self.given(ExpertPass::Forward, self.experts.forward(rows))?;
+        self.fits(ExpertPass::Forward, &outputs, (rows.len(), rows.hidden))?;
+        Ok((outputs, saved))
+    }
+
+    pub fn rows_backward(
+        self,
+        rows: Segments<'_>,
+        saved: &mut Saved,
+        of_outputs: Vec<f32>,
+    ) -> Result<Vec<f32>, Error> {
+        let of_rows = self.experts.rows_backward(rows, saved, of_outputs);
+        let of_rows = self.given(ExpertPass::RowsBackward, of_rows)?;
+        self.fits(ExpertPass::RowsBackward, &of_rows, (rows.len(), rows.hidden))?;
+        Ok(of_rows)
+    }
+
+    pub fn weights_backward(
+        self,
+        chunks: &[(Segments<'_>, &Saved)],
+        order: &GradientOrder,
+    ) -> Result<Vec<f32>, Error> {
+        let of_weights = self.experts.weights_backward(chunks, order);
+        let of_weights = self.given(ExpertPass::WeightsBackward, of_weights)?;
+        self.fits(ExpertPass::WeightsBackward, &of_weights, (self.experts.weights().len(), 1))?;
+        Ok(of_weights)
+    }
+
+    pub fn with_weights(self, count: usize, weights: Vec<f32>) -> Result<Box<dyn Experts>, Error> {
+        self.given(ExpertPass::WithWeights, self.experts.with_weights(count, weights))
+    }
+
+    /// Errors of this library keep their type; of others, their messages and those of their sources
+    /// are kept.
+    fn given<T>(self, pass: ExpertPass, given: Result<T, ExpertError>) -> Result<T, Error> {
+        given.map_err(|failure| {
+            let failure = match failure.downcast::<Error>() {
+                Ok(error) => return *error,
+                Err(failure) => failure,
+            };
+            let failure = match failure.downcast::<LayerError>() {
+                Ok(error) => return Error::Layer(*error),
+                Err(failure) => failure,
+            };
+            LayerError::Failed { whose: self.whose, pass, reason: with_sources(&*failure) }.into()
+        })
+    }
+
+    fn fits(self, pass: ExpertPass, values: &[f32], (rows, columns): (usize, usize)) -> Result<(), Error> {
+        let (whose, seen) = (self.whose, values.len());
+        if seen == rows * columns {
+            return Ok(());
+        }
+        Err(LayerError::WrongShape { whose, pass, seen, rows, columns }.into())
+    }
+}
+
+fn with_sources(error: &(dyn std::error::Error + 'static)) -> String {
+    let errors = std::iter::successors(Some(error), |error| error.source());
+    errors.map(ToString::to_string).collect::<Vec<_>>().join(": ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::PlanError;
+    use crate::layer::GroupedSwiGlu;
+
+    #[test]
+    fn rows_of_chunks_come_in_the_order_of_source_and_token() {
+        // The picture above; expert 0 is padded to 4 rows in chunk 0.
+        let counts = [vec![vec![2, 0], vec![1, 1]], vec![vec![1, 1], vec![1, 1]]];
+        let order = GradientOrder::new(&counts, &[&[4, 1], &[2, 2]]);
+        let rows = [vec![0.0, 1.0, 4.0, -1.0, 8.0], vec![2.0, 5.0, 6.0, 9.0]];
+        assert_eq!(order.gather(0, 1, |chunk| &rows[chunk]), [0.0, 1.0, 2.0, 4.0, 5.0]);
+        assert_eq!(order.gather(1, 1, |chunk| &rows[chunk]), [6.0, 8.0, 9.0]);
+        assert_eq!((order.rows(0), order.rows(1)), (5, 3));
+    }
+
+    #[test]
+    fn expert_errors_of_library_stay_and_others_keep_sources() {
+        #[derive(Debug, thiserror::Error)]
+        #[error("no luck")]
+        struct NoLuck(#[source] std::fmt::Error);
+        let experts = GroupedSwiGlu::new(0, 1, 1, Vec::new()).unwrap();
+        let called = CheckedExperts { whose: ExpertKind::Shared, experts: &experts };
+        let told = |failure: ExpertError| called.given::<()>(ExpertPass::Forward, Err(failure)).unwrap_err();
+        let refused = Error::Plan(PlanError::RefusedHere);
+        assert_eq!(told(Box::new(refused.clone())), refused);
+        assert_eq!(told(Box::new(LayerError::ForeignSaved)), LayerError::ForeignSaved.into());
+        let reason = format!("no luck: {}", std::fmt::Error);
+        let (whose, pass) = (ExpertKind::Shared, ExpertPass::Forward);
+        assert_eq!(
+            told(Box::new(NoLuck(std::fmt::Error))),
+            LayerError::Failed { whose, pass, reason }.into()
+        );
+    }
 }

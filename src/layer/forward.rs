@@ -3,14 +3,12 @@
 use std::ops::Range;
 use std::sync::OnceLock;
 
-use super::f32_rows::{F32Rows, round_into, widened};
-use super::groups::Outgoing;
-use super::input::Input;
 use super::moe::{Plan, routing_of};
 use super::pass_order::{self, ForwardOps};
-use super::router_step::Routed;
-use super::step_context::StepContext;
-use super::tape::{ChunkTape, GroupOutputs, ReceivedChunk, SavedShared};
+use super::router_step::{Input, Routed};
+use super::step::{
+    ChunkTape, F32Rows, GroupOutputs, Outgoing, ReceivedChunk, SavedShared, StepContext, round_into, widened,
+};
 use super::{MoeLayer, Saved, Segments, Tape};
 use crate::dtype::Element;
 use crate::error::{CallKind, Error, OverlapError};

@@ -1,14 +1,11 @@
 //! Two microbatches at once: the forward pass of one concurrent with the backward pass of another.
 
 use super::backward::{self, Gradients, Whole};
-use super::forward;
-use super::input::Input;
 use super::moe::Plan;
 use super::pass_order::{BackwardOps, ChunkCounts, ForwardOps};
-use super::router_step::Routed;
-use super::step_context::StepContext;
-use super::tape::{ChunkTape, SavedShared};
-use super::{MoeLayer, Tape};
+use super::router_step::{Input, Routed};
+use super::step::{ChunkTape, SavedShared, StepContext};
+use super::{MoeLayer, Tape, forward};
 use crate::dtype::Element;
 use crate::error::{Error, NodeLabel, StreamId};
 use crate::overlap::{Body, Direction, Graph, LayerOp, LayerStep, Passes, Run};

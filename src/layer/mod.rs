@@ -55,38 +55,25 @@
 //! their error at the deadline, its own comes when the experts have returned.
 
 mod backward;
-mod builder;
-mod checked_experts;
 mod device;
 mod experts;
-mod f32_rows;
 mod forward;
 mod forward_backward;
-mod gradient_order;
-mod groups;
-mod input;
 mod moe;
 mod pass_order;
-mod rebuilt;
 mod router_step;
-mod row_counts;
-mod step_context;
+mod step;
 mod swiglu;
-mod tape;
-mod timed;
-mod transfers;
 
 pub use backward::Gradients;
-pub use builder::MoeLayerBuilder;
 pub use device::{
     DeviceGradients, DeviceMoeLayer, DeviceMoeLayerBuilder, DeviceTape, DeviceTensor, Products,
 };
-pub use experts::{ExpertError, Experts, Saved, Segments};
-pub use gradient_order::GradientOrder;
-pub use input::Input;
-pub use moe::MoeLayer;
+pub use experts::{ExpertError, Experts, GradientOrder, Saved, Segments};
+pub use moe::{MoeLayer, MoeLayerBuilder};
+pub use router_step::Input;
+pub use step::Tape;
 pub use swiglu::GroupedSwiGlu;
-pub use tape::Tape;
 // For the program and the tests of this repository: no promises are made about it.
 #[doc(hidden)]
-pub use timed::{Times, backward_times, forward_times};
+pub use pass_order::{Times, backward_times, forward_times};

@@ -1,11 +1,18 @@
 //! The router's part of a step: from tokens to choices, and back.
 //!
+//! ```text
+//!   Input x [T,H] --> logits = x w --> Gate --> Decision: choices, weights, losses
+//!
+//!   of weights [T,k], of losses --> of logits [T,E] --> of w = x' (of logits),  of x = (of logits) w'
+//! ```
+//!
 //! Products are made where the tokens are. A layer on a device may choose experts there. All else
 //! of the gate, its losses and their gradients are the host's in either place.
 
+use sidelane_core::with_methods;
+
 use super::MoeLayer;
-use super::f32_rows::widened;
-use super::input::Input;
+use super::step::widened;
 use crate::dtype::Element;
 use crate::error::{Error, PlanError};
 use crate::gate::{
@@ -13,6 +20,52 @@ use crate::gate::{
     weights_backward, z_loss,
 };
 use crate::rows::{Matrix, product};
+
+/// One step's tokens, and inputs of their gate. Tensors are slices (`[E]`) or, for a layer on a
+/// device, [`DeviceRange`](crate::device::DeviceRange)s of the layer's element type, at multiples
+/// of 16 bytes.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct Input<'a, X: ?Sized> {
+    /// The tokens, `[tokens, hidden]`; there may be none.
+    pub x: &'a X,
+    /// Added to the layer's result, `[tokens, hidden]`.
+    pub residual: Option<&'a X>,
+    /// `[experts]`, for the choice alone ([`GateInput::bias`](crate::gate::GateInput::bias)).
+    pub bias: Option<&'a [f32]>,
+    /// `[tokens]`: which tokens choose; all do where it is not given.
+    pub used: Option<&'a [bool]>,
+    /// Whether this is a training pass, with noise.
+    pub training: bool,
+    /// Which random numbers.
+    pub draw: RngKey,
+}
+
+impl<'a, X: ?Sized> Input<'a, X> {
+    /// Tokens, and nothing else.
+    pub fn new(x: &'a X) -> Self {
+        let draw = RngKey::default();
+        Input { x, residual: None, bias: None, used: None, training: false, draw }
+    }
+
+    with_methods! {
+        with_x(x: &'a X),
+        with_residual(residual: Option<&'a X>),
+        with_bias(bias: Option<&'a [f32]>),
+        with_used(used: Option<&'a [bool]>),
+        with_training(training: bool),
+        with_draw(draw: RngKey),
+    }
+}
+
+// Derived, these would ask the same of `X`.
+impl<X: ?Sized> Clone for Input<'_, X> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<X: ?Sized> Copy for Input<'_, X> {}
 
 /// Losses whose gradients go to the logits.
 #[derive(Clone, Copy, Debug, Default)]

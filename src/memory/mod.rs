@@ -22,18 +22,16 @@
 
 pub(crate) mod access;
 mod heap;
-mod mapping;
 mod numa;
 mod pool;
 
-pub(crate) use heap::{Heap, HeapSizes, SymmetricExtent};
-pub(crate) use mapping::{PeerMapping, Segment, pin, shared_huge_bytes};
+pub(crate) use heap::{Heap, HeapSizes, PeerMapping, Segment, SymmetricExtent, pin};
 pub(crate) use pool::{Extents, ReleaseCheck};
 pub use pool::{Pool, PoolReport};
 
 // For the program and the tests of this repository: no promises are made about it.
 #[doc(hidden)]
-pub use mapping::{PageReport, huge_pages_granted};
+pub use heap::{PageReport, huge_pages_granted};
 #[doc(hidden)]
 pub use numa::Numa;
 #[doc(hidden)]

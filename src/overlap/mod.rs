@@ -43,8 +43,6 @@
 
 mod chunks;
 mod cuda;
-mod forecast;
-mod handoff;
 mod host;
 mod one_f_one_b;
 mod task_graph;
@@ -52,15 +50,12 @@ mod task_graph;
 pub use crate::error::{NodeInfo, NodeLabel, StreamId};
 pub use chunks::{ChunkRule, TokenChunks};
 pub use cuda::{CudaExecutor, StreamPool};
-pub use handoff::Handoff;
 pub use host::{HostExecutor, Run};
 pub use one_f_one_b::{Direction, LayerOp, LayerStep, Passes};
-pub use task_graph::{Body, Executor, Graph, Node};
+pub use task_graph::{Body, Executor, Graph, Handoff, Node};
 
 // For the program and the tests of this repository: no promises are made about it.
 #[doc(hidden)]
 pub use chunks::{CallCost, expert_groups};
 #[doc(hidden)]
-pub use forecast::{GraphTimer, NodeTime};
-#[doc(hidden)]
-pub use task_graph::RoundRobin;
+pub use task_graph::{GraphTimer, NodeTime, RoundRobin};

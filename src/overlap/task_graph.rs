@@ -1,7 +1,21 @@
-//! The graph: work, its place, its dependencies, and how the work of a node ended.
+//! The graph: work, its place, its dependencies, values between nodes, and how long it would take.
+//!
+//! ```text
+//!   Graph::add(stream, label, after, body) --> Node         launch order is the order of adding
+//!
+//!   entries    | 0: transfer 0 | 1: compute 0 | 2: transfer 0 | ..      Executor::run moves them out
+//!                    ^               |   after: [0]       |
+//!                    |   Handoff     |                    |   after: [1.halfway()]
+//!                    +--- value ---->+<-------------------+
+//!
+//!   executors   HostExecutor  threads     CudaExecutor  CUDA streams     GraphTimer  given times, no node runs
+//! ```
 
+use std::cell::RefCell;
+use std::collections::HashMap;
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError, TryLockError};
 
 use super::{NodeInfo, NodeLabel, StreamId};
 use crate::bootstrap::caught;
@@ -213,4 +227,211 @@ impl NodeError {
 /// are never used.
 pub fn run_body<G>(body: Body<'_, G>, ground: &G) -> Result<(), NodeError> {
     caught(|| body(ground)).map_err(NodeError::Panicked)?.map_err(NodeError::Failed)
+}
+
+/// A value that passes from node to node along edges.
+///
+/// Rust lets no two nodes borrow a value that one of them changes, since it does not see the edges
+/// between them. A handoff allows it and checks it: concurrent access is an error, since then no
+/// edge orders the nodes. A value that several nodes read at once belongs in a
+/// [`OnceLock`](std::sync::OnceLock).
+#[derive(Debug, Default)]
+pub struct Handoff<T>(Mutex<Option<T>>);
+
+impl<T> Handoff<T> {
+    /// With nothing in it yet.
+    pub const fn empty() -> Self {
+        Handoff(Mutex::new(None))
+    }
+
+    /// With a value in it that several nodes use in turn, such as the layer that runs their
+    /// transfers.
+    pub const fn new(value: T) -> Self {
+        Handoff(Mutex::new(Some(value)))
+    }
+
+    /// Leaves a value, in place of the present one.
+    ///
+    /// # Errors
+    /// [`OverlapError::HandoffInUse`].
+    pub fn put(&self, value: T) -> Result<(), Error> {
+        self.at(|place| {
+            *place = Some(value);
+            Ok(())
+        })
+    }
+
+    /// Takes the value away.
+    ///
+    /// # Errors
+    /// [`OverlapError::HandoffEmpty`], [`OverlapError::HandoffInUse`].
+    pub fn take(&self) -> Result<T, Error> {
+        self.at(|place| Ok(place.take().ok_or(OverlapError::HandoffEmpty)?))
+    }
+
+    /// Works on the value where it is.
+    ///
+    /// # Errors
+    /// [`OverlapError::HandoffEmpty`], [`OverlapError::HandoffInUse`], and what `work` answers.
+    pub fn with<R>(&self, work: impl FnOnce(&mut T) -> Result<R, Error>) -> Result<R, Error> {
+        self.at(|place| work(place.as_mut().ok_or(OverlapError::HandoffEmpty)?))
+    }
+
+    /// The value that is left at the end.
+    pub fn into_inner(self) -> Option<T> {
+        self.0.into_inner().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn at<R>(&self, work: impl FnOnce(&mut Option<T>) -> Result<R, Error>) -> Result<R, Error> {
+        match self.0.try_lock() {
+            Ok(mut place) => work(&mut place),
+            // The run has reported the panic that poisoned this.
+            Err(TryLockError::Poisoned(place)) => work(&mut place.into_inner()),
+            Err(TryLockError::WouldBlock) => Err(OverlapError::HandoffInUse.into()),
+        }
+    }
+}
+
+/// When a node would run, in nanoseconds from the beginning of the graph.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NodeTime {
+    /// The node.
+    pub at: NodeInfo,
+    /// Its begin.
+    pub begin: u64,
+    /// Its end.
+    pub end: u64,
+}
+
+/// Times graphs by what their nodes would take.
+///
+/// ```
+/// use sidelane::overlap::{Graph, GraphTimer, NodeLabel, StreamId};
+///
+/// let mut graph: Graph<'_, ()> = Graph::new();
+/// let nothing = |_: &()| Ok(());
+/// for chunk in 0..3 {
+///     let there = graph.add(StreamId::Transfer(0), NodeLabel::new("dispatch", chunk), &[], nothing);
+///     graph.add(StreamId::Compute(0), NodeLabel::new("experts", chunk), &[there], nothing);
+/// }
+/// let forecast = GraphTimer::new(|at| if at.work.name == "dispatch" { 10 } else { 7 });
+/// graph.run(&forecast)?;
+/// assert_eq!(forecast.ns(), 3 * 10 + 7);
+/// # Ok::<(), sidelane::error::OverlapError>(())
+/// ```
+#[derive(Debug)]
+pub struct GraphTimer<F> {
+    cost: F,
+    spans: RefCell<Vec<NodeTime>>,
+}
+
+impl<F: Fn(NodeInfo) -> u64> GraphTimer<F> {
+    /// By nanoseconds of each node.
+    pub fn new(cost: F) -> Self {
+        GraphTimer { cost, spans: RefCell::default() }
+    }
+
+    /// Of the graph that was run last, in launch order.
+    pub fn spans(&self) -> Vec<NodeTime> {
+        self.spans.borrow().clone()
+    }
+
+    /// When all of it has ended.
+    pub fn ns(&self) -> u64 {
+        self.spans.borrow().iter().map(|span| span.end).max().unwrap_or(0)
+    }
+}
+
+impl<F: Fn(NodeInfo) -> u64> Executor for GraphTimer<F> {
+    type Context = ();
+
+    fn run(&self, graph: Graph<'_, ()>) -> Result<(), OverlapError> {
+        let mut free: HashMap<StreamId, u64> = HashMap::new();
+        let mut spans: Vec<NodeTime> = Vec::with_capacity(graph.len());
+        // Launch order: a node comes after the nodes that it waits for.
+        for entry in &graph.entries {
+            let free = free.entry(entry.place.stream).or_default();
+            let begin = entry.after.iter().map(|edge| spans[edge.node].end).fold(*free, u64::max);
+            *free = begin.saturating_add((self.cost)(entry.place));
+            spans.push(NodeTime { at: entry.place, begin, end: *free });
+        }
+        *self.spans.borrow_mut() = spans;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::overlap::{NodeLabel, RoundRobin};
+
+    #[test]
+    fn a_value_is_taken_once() {
+        let handoff = Handoff::empty();
+        let empty = Err(OverlapError::HandoffEmpty.into());
+        assert_eq!(handoff.take(), empty);
+        handoff.put(4).unwrap();
+        handoff
+            .with(|value| {
+                *value += 1;
+                Ok(())
+            })
+            .unwrap();
+        assert_eq!(handoff.take(), Ok(5));
+        assert_eq!(handoff.with(|value| Ok(*value)), empty);
+        assert_eq!(handoff.into_inner(), None);
+    }
+
+    #[test]
+    fn node_that_meets_another_gets_an_error() {
+        let handoff = Handoff::new(1);
+        let met = handoff.with(|_| handoff.take());
+        assert_eq!(met, Err(OverlapError::HandoffInUse.into()));
+        assert_eq!(handoff.take(), Ok(1));
+    }
+
+    fn nothing(_: &()) -> Result<(), crate::Error> {
+        Ok(())
+    }
+
+    #[test]
+    fn streams_go_on_beside_each_other_and_edges_hold() {
+        let mut graph = Graph::new();
+        let work = |name, chunk| NodeLabel { name, chunk };
+        let mut turns = RoundRobin::new(2, 1);
+        for chunk in 0..3 {
+            let there = graph.add(StreamId::Transfer(0), work("d", chunk), &[], nothing);
+            let made = turns.add(&mut graph, work("g", chunk), &[there], nothing);
+            graph.add(StreamId::Transfer(1), work("c", chunk), &[made], nothing);
+        }
+        let forecast = GraphTimer::new(|at| match at.work.name {
+            "d" => 4,
+            "g" => 10,
+            _ => 1,
+        });
+        graph.run(&forecast).unwrap();
+        let seen: Vec<_> =
+            forecast.spans().iter().map(|span| (span.at.work.name, span.begin, span.end)).collect();
+        // One at a time, although there are two streams to compute on.
+        let expected = [
+            ("d", 0, 4),
+            ("g", 4, 14),
+            ("c", 14, 15),
+            ("d", 4, 8),
+            ("g", 14, 24),
+            ("c", 24, 25),
+            ("d", 8, 12),
+            ("g", 24, 34),
+            ("c", 34, 35),
+        ];
+        assert_eq!(seen, expected);
+        assert_eq!(forecast.ns(), 35);
+    }
+
+    #[test]
+    fn an_empty_graph_takes_no_time() {
+        let forecast = GraphTimer::new(|_| 1);
+        Graph::new().run(&forecast).unwrap();
+        assert_eq!((forecast.ns(), forecast.spans()), (0, vec![]));
+    }
 }

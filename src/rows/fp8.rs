@@ -22,8 +22,7 @@
 //!
 //! Both directions are free of branches and of tables, so that the compiler vectorizes their loops.
 
-use super::arithmetic::{Arithmetic, Format, with_format};
-use super::vector::{Kernel, LANES, Vector};
+use super::vector::{Arithmetic, Format, Kernel, LANES, Vector, with_format};
 use crate::dtype::Fp8RowShape;
 
 const BLOCK: usize = Fp8RowShape::BLOCK;

@@ -27,7 +27,6 @@
     reason = "vector intrinsics and raw pointers into shared memory are the purpose of this module"
 )]
 
-mod arithmetic;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
@@ -39,11 +38,10 @@ mod sum;
 mod transfer;
 mod vector;
 
-pub use arithmetic::Arithmetic;
 pub use product::{Matrix, product};
 pub use sum::{GroupedSum, SumOutput};
+pub use vector::{Arithmetic, SIMD_VARIABLE, Simd};
 use vector::{Kernel, Set};
-pub use vector::{SIMD_VARIABLE, Simd};
 
 use crate::dtype::{Fp8RowShape, rows_of};
 use crate::error::PlanError;

@@ -28,8 +28,9 @@
 //! ```
 
 use super::Stores;
-use super::arithmetic::{Arithmetic, Bf16, F16, F32, Format, WireFormat, with_format};
-use super::vector::{Kernel, LANES, LINE, Vector};
+use super::vector::{
+    Arithmetic, Bf16, F16, F32, Format, Kernel, LANES, LINE, Vector, WireFormat, with_format,
+};
 use crate::dtype::{PARTIAL, PartialDtype};
 
 /// Vectors per visit of a row: 64 columns, two lines of bf16, so that no line is touched by two

@@ -19,7 +19,6 @@ mod group;
 mod net_selection;
 mod setup;
 mod window;
-mod window_growth;
 
 // For the program and the bindings of this repository: no promises are made about them.
 #[doc(hidden)]
@@ -31,7 +30,6 @@ pub use net_selection::NetReport;
 pub use setup::{Options, World};
 pub use window::Window;
 
-pub(crate) use device_window::{DeviceWindow, GpuDirectMemory, HostStaging, Member, WindowSizes};
+pub(crate) use device_window::{DeviceWindow, GpuDirectMemory, Growth, HostStaging, Member, WindowSizes};
 pub(crate) use group::SymmetricRange;
 pub(crate) use setup::WorldState;
-pub(crate) use window_growth::Growth;

@@ -1,4 +1,18 @@
 //! Building a world, and building it again.
+//!
+//! ```text
+//!   join           a hub: rendezvous of all ranks            epoch 0    ranks 0 1 2 3
+//!     Parts          places of all ranks --> nodes
+//!                    do all have the same fingerprint, the same sizes?
+//!                    heap, and those of the node: descriptors --> one reservation
+//!                    net, if there are several nodes
+//!
+//!   rebuild        a hub: survivors of the old world         epoch 1    ranks 0   2 3  --> 0 1 2
+//!   grow, spare    a hub: all old ranks, and spares          epoch 2    ranks 0 1 2 + a spare --> 0 1 2 3
+//!     Parts          as above, on the new hub
+//! ```
+//!
+//! A rank that cannot build its part ends the new world, so that the others hear the first reason.
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};

@@ -1,5 +1,11 @@
 //! `MoeLayer`: gate, dispatch, experts, combine and gradients, on the host or on a GPU.
 //!
+//! ```text
+//!   Python   x, residual --DLPack--> Input of the host, or a DeviceRange on its stream
+//!   MoeLayer   forward  --> (out, Tape)           out: memory of torch, written in place
+//!              backward (tape, d_out) --> gradients, into tensors of the caller or new ones
+//! ```
+//!
 //! The class is the same in both places. The library has a type for each, and a layer on a GPU is
 //! enqueued on the stream that it was built with: tensors of other streams are ordered with it by
 //! DLPack's events.

@@ -8,7 +8,6 @@
 //! The store makes all decisions and knows neither sockets nor time, so both kinds of world behave
 //! alike.
 
-mod admission;
 mod client;
 mod coordinator;
 mod in_process;
@@ -17,9 +16,8 @@ mod kv_store;
 use std::sync::Arc;
 use std::time::Duration;
 
-pub(super) use admission::{HubConfig, Meeting};
 pub(super) use client::{HOST, Job, TcpHub};
-pub(super) use coordinator::coordinate;
+pub(super) use coordinator::{HubConfig, Meeting, coordinate};
 pub use in_process::threads;
 
 use crate::bootstrap::health::Health;

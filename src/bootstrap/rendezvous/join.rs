@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
-use super::lineage::Lineage;
+use super::gathering::Lineage;
 use super::listener::{HandshakeQueue, patient};
 use crate::bootstrap::health::{Health, Timeouts};
 use crate::bootstrap::hub::{HOST, Hub, HubConfig, Job, Meeting, TcpHub, coordinate};

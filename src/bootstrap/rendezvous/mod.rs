@@ -15,20 +15,16 @@
 mod gathering;
 mod grow;
 mod join;
-mod lineage;
 mod listener;
 mod rebuild;
-mod spare;
 #[cfg(test)]
 mod tests;
 
-pub(super) use gathering::{Gathering, Step};
-pub use grow::Growth;
+pub(super) use gathering::{Gathering, Lineage, Step};
 pub(super) use grow::grow;
+pub use grow::{Growth, spare};
 pub use join::connect;
 pub(super) use join::{Hosted, JoinBarrier, Membership};
-pub(super) use lineage::Lineage;
 pub(super) use listener::{AuthenticatedPeer, HandshakeQueue};
 pub use listener::{PeerAuth, PeerListener};
 pub(super) use rebuild::{Search, rebuild, window};
-pub use spare::spare;

@@ -38,9 +38,8 @@ use std::time::{Duration, Instant};
 
 use sha2::{Digest, Sha256};
 
-use super::gathering::Gathering;
+use super::gathering::{Gathering, Lineage};
 use super::join::{Hosted, Interrupt, Membership, host, shake_hands};
-use super::lineage::Lineage;
 use crate::bootstrap::health::{Liveness, Timeouts, lock};
 use crate::bootstrap::hub::{Hub, Job, Meeting, TcpHub};
 use crate::bootstrap::secret::random;

@@ -1,18 +1,22 @@
-//! A TCP connection that carries messages and never blocks.
+//! A TCP connection that carries messages and never blocks, and the frames on its stream of bytes.
+//!
+//! ```text
+//!   | length: u32 | body: length bytes |      little endian; the length is bounded before a byte is kept
+//!
+//!   Message --Writer--> frame ==stream==> Inbox: whole frames --Reader--> Message
+//! ```
+//!
+//! All code here reads bytes that a stranger may have written: it trusts no length, and never
+//! panics.
 
-use std::{
-    io::{self, ErrorKind, Read, Write},
-    net::{IpAddr, TcpStream},
-    os::fd::{AsFd, BorrowedFd},
-    time::{Duration, Instant},
-};
+use std::io::{self, ErrorKind, Read, Write};
+use std::net::{IpAddr, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 
-use super::{
-    frame::{Inbox, MAX_FRAME, MAX_GREETING},
-    message::Message,
-};
+use super::message::Message;
 use crate::bootstrap::wait::poll_until;
 
 /// Bytes read in one turn, so that one loud peer does not starve the others.
@@ -160,5 +164,227 @@ impl MessageConnection {
 impl AsFd for MessageConnection {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.stream.as_fd()
+    }
+}
+/// Longest frame between authenticated ranks.
+pub const MAX_FRAME: usize = 64 << 20;
+/// Longest frame of an unauthenticated peer.
+pub(super) const MAX_GREETING: usize = 4 << 10;
+
+/// Bytes that no correct peer sends.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Malformed;
+
+/// Collects bytes as they come and gives out whole frames.
+#[derive(Debug)]
+pub(super) struct Inbox {
+    bytes: Vec<u8>,
+    start: usize,
+    limit: usize,
+}
+
+impl Inbox {
+    /// An inbox that takes frames of at most `limit` bytes.
+    pub(super) fn new(limit: usize) -> Self {
+        Inbox { bytes: Vec::new(), start: 0, limit }
+    }
+
+    /// Bytes of the longest frame.
+    pub(super) fn limit(&self) -> usize {
+        self.limit
+    }
+
+    /// From now on frames may be this long.
+    pub(super) fn set_limit(&mut self, limit: usize) {
+        self.limit = limit;
+    }
+
+    /// Whether everything that came was given out.
+    pub(super) fn is_empty(&self) -> bool {
+        self.start == self.bytes.len()
+    }
+
+    /// Adds bytes as they came.
+    pub(super) fn push(&mut self, bytes: &[u8]) {
+        self.bytes.extend_from_slice(bytes);
+    }
+
+    /// The body of the next whole frame, if it is here.
+    pub(super) fn next(&mut self) -> Result<Option<&[u8]>, Malformed> {
+        let Some((head, _)) = self.bytes[self.start..].split_first_chunk::<4>() else {
+            self.compact();
+            return Ok(None);
+        };
+        let length = u32::from_le_bytes(*head) as usize;
+        if length > self.limit {
+            return Err(Malformed);
+        }
+        let body = self.start + 4;
+        if self.bytes.len() < body + length {
+            self.compact();
+            return Ok(None);
+        }
+        self.start = body + length;
+        Ok(Some(&self.bytes[body..body + length]))
+    }
+
+    /// Drops the consumed bytes. It runs when a frame is incomplete, so once per read and not once
+    /// per frame.
+    fn compact(&mut self) {
+        self.bytes.drain(..self.start);
+        self.start = 0;
+    }
+}
+
+/// Writes a frame.
+pub struct Writer(Vec<u8>);
+
+impl Writer {
+    /// A frame with an empty body.
+    pub fn new() -> Self {
+        Writer(vec![0; 4])
+    }
+
+    pub fn u8(&mut self, value: u8) {
+        self.0.push(value);
+    }
+
+    pub(super) fn u16(&mut self, value: u16) {
+        self.0.extend(value.to_le_bytes());
+    }
+
+    pub fn u32(&mut self, value: u32) {
+        self.0.extend(value.to_le_bytes());
+    }
+
+    pub fn u64(&mut self, value: u64) {
+        self.0.extend(value.to_le_bytes());
+    }
+
+    pub fn array(&mut self, value: &[u8]) {
+        self.0.extend_from_slice(value);
+    }
+
+    /// Bytes with their length before them.
+    pub fn bytes(&mut self, value: &[u8]) {
+        self.u32(value.len() as u32);
+        self.array(value);
+    }
+
+    /// The frame, with its length in front.
+    pub fn finish(mut self) -> Vec<u8> {
+        let length = (self.0.len() - 4) as u32;
+        self.0[..4].copy_from_slice(&length.to_le_bytes());
+        self.0
+    }
+}
+
+/// Reads a body.
+pub struct Reader<'a>(&'a [u8]);
+
+impl<'a> Reader<'a> {
+    pub fn new(body: &'a [u8]) -> Self {
+        Reader(body)
+    }
+
+    pub fn array<const N: usize>(&mut self) -> Result<[u8; N], Malformed> {
+        let (head, rest) = self.0.split_first_chunk::<N>().ok_or(Malformed)?;
+        self.0 = rest;
+        Ok(*head)
+    }
+
+    pub fn u8(&mut self) -> Result<u8, Malformed> {
+        self.array::<1>().map(|[byte]| byte)
+    }
+
+    pub(super) fn u16(&mut self) -> Result<u16, Malformed> {
+        self.array().map(u16::from_le_bytes)
+    }
+
+    pub fn u32(&mut self) -> Result<u32, Malformed> {
+        self.array().map(u32::from_le_bytes)
+    }
+
+    pub fn u64(&mut self) -> Result<u64, Malformed> {
+        self.array().map(u64::from_le_bytes)
+    }
+
+    /// Bytes with their length before them.
+    pub fn bytes(&mut self) -> Result<&'a [u8], Malformed> {
+        let length = self.u32()? as usize;
+        let (head, rest) = self.0.split_at_checked(length).ok_or(Malformed)?;
+        self.0 = rest;
+        Ok(head)
+    }
+
+    /// Text with its length before it.
+    pub fn text(&mut self) -> Result<String, Malformed> {
+        std::str::from_utf8(self.bytes()?).map(str::to_owned).map_err(|_| Malformed)
+    }
+
+    /// A list of at most as many elements as there are bytes left: a lying count allocates nothing.
+    pub(super) fn list<T>(
+        &mut self,
+        mut element: impl FnMut(&mut Self) -> Result<T, Malformed>,
+    ) -> Result<Vec<T>, Malformed> {
+        let count = self.u32()? as usize;
+        if count > self.0.len() {
+            return Err(Malformed);
+        }
+        (0..count).map(|_| element(self)).collect()
+    }
+
+    /// The end: nothing may be left over.
+    pub fn end(self) -> Result<(), Malformed> {
+        if self.0.is_empty() { Ok(()) } else { Err(Malformed) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn frame(body: &[u8]) -> Vec<u8> {
+        let mut writer = Writer::new();
+        writer.array(body);
+        writer.finish()
+    }
+
+    proptest! {
+        #[test]
+        fn frames_come_out_whole_however_the_stream_is_cut(
+            bodies in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..50), 1..8),
+            cut in 1usize..40,
+        ) {
+            let stream: Vec<u8> = bodies.iter().flat_map(|body| frame(body)).collect();
+            let mut inbox = Inbox::new(MAX_GREETING);
+            let mut seen = Vec::new();
+            for piece in stream.chunks(cut) {
+                inbox.push(piece);
+                while let Some(body) = inbox.next().unwrap() {
+                    seen.push(body.to_vec());
+                }
+            }
+            prop_assert_eq!(seen, bodies);
+        }
+    }
+
+    #[test]
+    fn a_frame_beyond_the_limit_is_refused_by_its_header_alone() {
+        let mut inbox = Inbox::new(MAX_GREETING);
+        inbox.push(&(MAX_GREETING as u32 + 1).to_le_bytes());
+        assert_eq!(inbox.next(), Err(Malformed));
+        let mut inbox = Inbox::new(MAX_GREETING);
+        inbox.push(&(MAX_GREETING as u32).to_le_bytes());
+        assert_eq!(inbox.next(), Ok(None));
+    }
+
+    #[test]
+    fn a_lying_count_is_refused_before_anything_is_allocated() {
+        let body = u32::MAX.to_le_bytes();
+        assert_eq!(Reader::new(&body).list(|reader| reader.u8()), Err(Malformed));
+        assert_eq!(Reader::new(&body).bytes(), Err(Malformed));
     }
 }

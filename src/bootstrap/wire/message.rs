@@ -16,7 +16,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::frame::{Malformed, Reader, Writer};
+use super::connection::{Malformed, Reader, Writer};
 use crate::error::{Cause, LostReason, RefusedJoins};
 
 /// Version of everything in this file.
@@ -577,8 +577,8 @@ mod tests {
     use proptest::strategy::ValueTree;
     use proptest::test_runner::TestRunner;
 
-    use super::super::frame::{Inbox, MAX_GREETING};
     use super::*;
+    use crate::bootstrap::wire::connection::{Inbox, MAX_GREETING};
 
     fn causes() -> impl Strategy<Value = Cause> {
         let time = || any::<u32>().prop_map(|ms| Duration::from_millis(ms.into()));

@@ -11,12 +11,10 @@
 
 mod auth;
 mod connection;
-mod frame;
 mod message;
 
 pub(super) use auth::{Initiator, RendezvousId, Responder, job_digest, keyed};
-pub(super) use connection::MessageConnection;
-pub(super) use frame::{MAX_FRAME, Malformed, Reader, Writer};
+pub(super) use connection::{MAX_FRAME, Malformed, MessageConnection, Reader, Writer};
 pub use message::Setting;
 pub(super) use message::{
     Admission, Answer, Hello, JoinRefusal, ListenAddress, Message, PROTOCOL, Roster, Survivor,

@@ -25,14 +25,13 @@ use cudarc::driver::sys;
 
 pub use cupti::{Activity, ActivityKind, Channel, Cupti};
 
-use super::allocation::Allocation;
 use super::blas::{Blas, Gemm};
 use super::call;
-use super::context::Context;
+use super::driver::Context;
 use super::module::{Function, Grid, Module, Parameters};
 use super::pinned::PinnedMemory;
 use super::range::{ByteSpan, DeviceRange, Word};
-use super::reservation::Reservation;
+use super::reservation::{Allocation, Reservation};
 use super::stream::Stream;
 use crate::error::DeviceError;
 

@@ -18,24 +18,20 @@
 //! **Layout.** cuBLAS counts along columns, where everything here lies along rows. A matrix along
 //! rows is its transpose along columns. So each product is made as `out' = b' * a'`.
 
-mod gemms;
 mod library;
-mod pointers;
 
 use std::ffi::c_int;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use gemms::Gemms;
 use library::{BlasLibrary, Grouped, Handle};
-use pointers::Pointers;
 
-use super::allocation::Allocation;
-use super::context::Context;
+use super::driver::Context;
 use super::kernels::{LayerKernels, MatmulArgs, MatmulShape, Operands, VECTOR};
+use super::pinned::PinnedMemory;
 use super::range::{ByteSpan, DeviceRange};
-use super::reservation::Reservation;
-use super::stream::Stream;
+use super::reservation::{Allocation, Reservation};
+use super::stream::{Event, Stream};
 use crate::dtype::Dtype;
 use crate::error::DeviceError;
 
@@ -320,7 +316,7 @@ impl Blas {
         let mut owned = self.owned.lock().unwrap_or_else(PoisonError::into_inner);
         let in_vectors = || all.iter().all(|gemm| gemm.is_in_vectors(types.element));
         let fits = types.can_group() && (!types.need_vectors() || in_vectors());
-        let grouped = self.grouped.filter(|_| fits && (2..=pointers::MOST).contains(&all.len()));
+        let grouped = self.grouped.filter(|_| fits && (2..=MOST).contains(&all.len()));
         let table = match grouped {
             // A graph would read the addresses again that its capture saw.
             Some(grouped) if !self.stream.is_capturing()? => {
@@ -328,7 +324,7 @@ impl Blas {
             }
             _ => None,
         };
-        let [a, b, out] = gemms::needed(matmul, types, b_columns);
+        let [a, b, out] = needed(matmul, types, b_columns);
         let mut operands = Operands::of(KERNEL, &self.stream);
         operands.span("a", matmul.a, a, types.element.size())?;
         operands.span("b", matmul.b, b, types.element.size())?;
@@ -429,5 +425,138 @@ impl Blas {
             )
         };
         self.library.check("cublasGemmGroupedBatchedEx", self.stream.device(), status)
+    }
+}
+
+/// The products of those groups that have rows, and where sums without a term go.
+#[derive(Debug, Default)]
+struct Gemms {
+    all: Vec<Gemm>,
+    /// Bytes from the result's begin, and rows and columns, of matrices that are to be zeros.
+    empty: Vec<(u64, [u32; 2])>,
+}
+
+/// Bytes that a, b and the result must have, if they can be counted.
+fn needed(matmul: &MatmulArgs<'_>, types: Types, b_columns: Option<Columns>) -> [Option<u64>; 3] {
+    let [a, b, out] = matmul.elements();
+    let b = match (matmul.shape, b_columns) {
+        (MatmulShape::Depth { depth, .. }, Some(of)) => Some(u64::from(depth) * u64::from(of.row)),
+        _ => b,
+    };
+    let (element, out_size) = (types.element.size(), types.out.size());
+    [(a, element), (b, element), (out, out_size)].map(|(count, size)| count?.checked_mul(size))
+}
+
+impl Gemms {
+    fn of(matmul: &MatmulArgs<'_>, types: Types, b_columns: Option<Columns>) -> Result<Self, DeviceError> {
+        let (element, out_size) = (types.element.size(), types.out.size());
+        let (a, b, out) = (matmul.a.address, matmul.b.address, matmul.out.address);
+        let mut gemms = Gemms::default();
+        for group in matmul.groups() {
+            let (first, nth) = (u64::from(group.first), group.nth);
+            match matmul.shape {
+                MatmulShape::Rows { depth, columns, transposed, apart, .. } => {
+                    let offset = first * u64::from(columns) * out_size;
+                    if depth == 0 {
+                        gemms.zeros(matmul, offset, [group.rows, columns]);
+                        continue;
+                    }
+                    gemms.push(Gemm {
+                        transposed: [transposed, false],
+                        sides: [side(columns)?, side(group.rows)?, side(depth)?],
+                        at: [b + nth * apart * element, a + first * u64::from(depth) * element, out + offset],
+                        pitches: [
+                            side(if transposed { depth } else { columns })?,
+                            side(depth)?,
+                            side(columns)?,
+                        ],
+                    });
+                }
+                MatmulShape::Depth { rows, columns, apart, .. } => {
+                    let offset = nth * apart * out_size;
+                    if group.rows == 0 {
+                        gemms.zeros(matmul, offset, [rows, columns]);
+                        continue;
+                    }
+                    let Columns { first: b_first, row: b_row } =
+                        b_columns.unwrap_or(Columns { first: 0, row: columns });
+                    let of_a = first * u64::from(rows) * element;
+                    let of_b = (first * u64::from(b_row) + u64::from(b_first)) * element;
+                    gemms.push(Gemm {
+                        transposed: [false, true],
+                        sides: [side(columns)?, side(rows)?, side(group.rows)?],
+                        at: [b + of_b, a + of_a, out + offset],
+                        pitches: [side(b_row)?, side(rows)?, side(columns)?],
+                    });
+                }
+            }
+        }
+        Ok(gemms)
+    }
+
+    /// A product, unless its result has no element.
+    fn push(&mut self, gemm: Gemm) {
+        if gemm.sides.iter().all(|&side| side > 0) {
+            self.all.push(gemm);
+        }
+    }
+
+    /// An empty sum, unless it is added to what is there.
+    fn zeros(&mut self, matmul: &MatmulArgs<'_>, offset: u64, sides: [u32; 2]) {
+        if !matmul.add && sides.iter().all(|&side| side > 0) {
+            self.empty.push((offset, sides));
+        }
+    }
+}
+
+fn side(number: u32) -> Result<c_int, DeviceError> {
+    let (what, given, expected) = ("a side of a matrix", number.into(), "at most 2147483647");
+    c_int::try_from(number).map_err(|_| DeviceError::Shape { kernel: KERNEL, what, given, expected })
+}
+
+/// Bytes of one half of the pinned memory, and of the table.
+const HALF: usize = 256 << 10;
+
+/// Products of one call, at most.
+const MOST: usize = HALF / 24;
+
+/// Two halves of pinned memory, used in turn, and one table on the device: what writes the table
+/// goes in the same stream as what reads it.
+#[derive(Debug)]
+struct Pointers {
+    pinned: PinnedMemory,
+    table: DeviceRange,
+    used: usize,
+    /// Behind the last copy out of each half.
+    marks: [Event; 2],
+}
+
+impl Pointers {
+    fn new(context: &Arc<Context>) -> Result<Self, DeviceError> {
+        let allocation = Allocation::new(context, HALF as u64)?;
+        let place = Reservation::new(context, 1, allocation.bytes())?;
+        let table = place.map(0, &allocation, &[context.device()])?;
+        let marks = [Event::new(context)?, Event::new(context)?];
+        Ok(Pointers { pinned: PinnedMemory::new(context, 2 * HALF)?, table, used: 0, marks })
+    }
+
+    /// Has the stream write the addresses of at most [`MOST`] products to the table, and returns
+    /// where they begin: all of a, all of b, all of c.
+    fn send(&mut self, stream: &Stream, all: &[Gemm]) -> Result<u64, DeviceError> {
+        let addresses: Vec<u64> =
+            (0..3).flat_map(|matrix| all.iter().map(move |gemm| gemm.at[matrix])).collect();
+        let bytes: &[u8] = bytemuck::cast_slice(&addresses);
+        if self.used % HALF + bytes.len() > HALF {
+            let half = self.used / HALF;
+            self.marks[half].record(stream)?;
+            // Its copies are long done, unless the host is that far ahead of the stream.
+            self.marks[1 - half].synchronize()?;
+            self.used = (1 - half) * HALF;
+        }
+        self.pinned.write(self.used, bytes)?;
+        let len = bytes.len() as u64;
+        stream.copy(self.table.span(0, len)?, self.pinned.range().span(self.used as u64, len)?)?;
+        self.used += bytes.len();
+        Ok(self.table.address())
     }
 }

@@ -18,39 +18,30 @@
 //! stream. [`Addresses`] is a table of addresses in memory that kernels read.
 
 mod expand;
-mod gate;
 mod layer;
-mod place_choices;
-mod rank_sums;
 mod routing;
 mod rows;
 mod sum;
-mod swiglu_bf16;
 
 use std::ffi::CStr;
 use std::sync::{Arc, MutexGuard};
 
 use expand::ExpandFunctions;
 pub use expand::{Admit, Expand, Tally};
-pub use gate::GateArgs;
 pub use layer::{
-    AccumulateArgs, GatherRun, GatherRuns, GroupSegments, LayerKernels, MatmulArgs, MatmulShape,
+    AccumulateArgs, GatherRun, GatherRuns, GroupSegments, LayerKernels, MatmulArgs, MatmulShape, SwigluRows,
 };
-pub use place_choices::{ChoiceFault, PlaceArgs, PlanArgs, SortArgs};
-pub use rank_sums::RankSumArgs;
-use rank_sums::RankSumFunctions;
-pub use routing::{Check, ChoiceArgs, CountArgs};
+pub use routing::{Check, ChoiceArgs, ChoiceFault, CountArgs, GateArgs, PlaceArgs, PlanArgs, SortArgs};
 use rows::RecordFunctions;
 pub use rows::{Pack, PermuteArgs, RecordArgs, RunArgs};
-pub use sum::{DotScale, FetchWeights, OwnRows, RefusalMarks, SumArgs, SumChoices};
-use sum::{GradientFunctions, SumChoicesFunctions, SumFunctions};
-pub use swiglu_bf16::SwigluRows;
+pub use sum::{DotScale, FetchWeights, OwnRows, RankSumArgs, RefusalMarks, SumArgs, SumChoices};
+use sum::{GradientFunctions, RankSumFunctions, SumChoicesFunctions, SumFunctions};
 
-use super::context::Context;
-use super::memory_operations::MemOpBatch;
+use super::driver::Context;
 use super::module::{Function, Grid, Module};
 use super::range::{ByteSpan, Claims, DeviceRange, Value, Word};
 use super::stream::Stream;
+use super::stream_operations::MemOpBatch;
 use crate::error::DeviceError;
 #[cfg(doc)]
 use crate::error::KernelFault;

@@ -53,8 +53,8 @@ use crate::bootstrap::wait::nap;
 use crate::bootstrap::{FatalLock, Health};
 use crate::config::EmulatedLink;
 use crate::error::{Cause, Error, LaneError};
-use crate::lane::wait::{self, WaitLimits, now};
-use crate::lane::{FlagLine, RowSource};
+use crate::lane::flag::{WaitLimits, now};
+use crate::lane::{FlagLine, RowSource, flag};
 use crate::memory::{PeerMapping, Segment};
 use crate::schedule::Tag;
 use crate::sync::wake_request::WakeRequest;
@@ -286,7 +286,7 @@ impl NetConnection for LoopbackConnection {
         // Without the lock: other threads of this rank send while this one waits, and the peer may
         // need what they send before it reads on.
         let reached = if self.emulated.is_some() { ring.done() } else { ring.tail() };
-        wait::until(reached, awaited, limits, || {
+        flag::until(reached, awaited, limits, || {
             self.progress(limits.health);
         })
         .map_err(|(seen, why)| SendBlocked { awaited, seen, why })
@@ -367,7 +367,7 @@ impl LoopbackConnection {
         let skip = Ring::skip(out.head, bytes);
         let begin = out.head + skip;
         let needed = Ring::needed_tail(begin + bytes);
-        wait::until(out.ring.tail(), needed, limits, || {
+        flag::until(out.ring.tail(), needed, limits, || {
             self.progress(limits.health);
         })
         .map_err(|(seen, why)| SendBlocked { awaited: needed, seen, why })?;

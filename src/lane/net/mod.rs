@@ -48,7 +48,7 @@ pub use verbs::{Fabric, Settings, SignalMode};
 pub use verbs::{NicSurvey, Setup, VerbsEnvironment, VerbsTransport};
 
 use super::RowSource;
-use super::wait::{WaitError, WaitLimits};
+use super::flag::{WaitError, WaitLimits};
 use crate::bootstrap::Health;
 use crate::device::{Context, DeviceRange};
 use crate::error::{Cause, Error, LaneError};

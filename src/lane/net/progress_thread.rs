@@ -20,7 +20,7 @@ use super::{Counters, NetConnection, Regions, system};
 use crate::bootstrap::wait::{epoll_for, join};
 use crate::bootstrap::{Health, Thread, turn};
 use crate::error::{Cause, LaneError};
-use crate::lane::wait;
+use crate::lane::flag;
 
 /// The thread that receives for a rank, and sends what still waits for credit, while the rank does
 /// other things. A waiting rank serves its connections by itself.
@@ -122,7 +122,7 @@ impl ProgressThread {
     /// Receives from all connections. A thread next to compute sleeps without events until the NIC
     /// signals one: from now on the NIC interrupts.
     pub fn progress(&self) {
-        if wait::is_beside_compute() {
+        if flag::is_beside_compute() {
             // A wish about time alone: the progress thread may see it a round later.
             self.shared.beside_compute.store(true, Ordering::Relaxed);
         }
@@ -167,7 +167,7 @@ impl Shared {
         while !self.stop.load(Ordering::Acquire) && self.health.check().is_ok() {
             turn();
             if alone && self.beside_compute.load(Ordering::Relaxed) {
-                wait::request_short_timeslice();
+                flag::request_short_timeslice();
                 alone = false;
             }
             if self.progress() {

@@ -22,8 +22,8 @@ use Act::*;
 use Expect::*;
 use rustix::event::EventfdFlags;
 
+use super::flag::{WaitError, WaitLimits};
 use super::net::{Fabric, NetConnection, RemoteAddress, SendBlocked, Settings, SignalMode};
-use super::wait::{WaitError, WaitLimits};
 use super::{Io, Lanes, LoopbackConnection, MappedWindow, PeerLane, Port, RowSource, WindowPart, ring_bytes};
 use crate::bootstrap::Health;
 use crate::config::{Config, EmulatedLink, NetChoice};

@@ -2,6 +2,12 @@
 //! silent or vanish. Late data, and data from a NIC that fails, neither touch present data nor
 //! block other ranks.
 //!
+//! ```text
+//!   world 1   puts --> NIC: held | silent | gone | port down | queue pair lost
+//!               |                              `--> cause: named by all ranks, with the pair and the status
+//!   world 2   puts, while requests of world 1 still execute: they meet keys that have expired
+//! ```
+//!
 //! They run on NICs without hardware; `tests/testbed` runs the same lane over a real connection.
 
 use std::os::fd::AsFd;
@@ -15,8 +21,8 @@ use crate::bootstrap::Timeouts;
 use crate::config::{Config, NetChoice};
 use crate::error::{Cause, CompletionStatus, Error, LaneError, VerbsError};
 use crate::gate::{Pattern, synthetic};
+use crate::lane::flag::WaitLimits;
 use crate::lane::net::{Fabric, Settings, SignalMode};
-use crate::lane::wait::WaitLimits;
 use crate::lane::{NicCounters, PeerLane};
 use crate::memory::Segment;
 use crate::plan::SumOrder;

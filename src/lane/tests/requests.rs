@@ -3,6 +3,13 @@
 //!
 //! Fixed sequences have fixed numbers. For random sequences the three agree, and the same bytes
 //! land over fast and slow NICs.
+//!
+//! ```text
+//!   put, rows, zero, signal, word --> connection's count     requests, packets, bytes, doorbells
+//!                                 --> forecast               the same, from the calls alone
+//!                                 --> fake NIC's count       as executed
+//!                                 --> window of rank 1       bytes: equal if NICs are fast or held
+//! ```
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -14,8 +21,8 @@ use super::nics::{SHORT, on_ranks, options};
 use crate::bootstrap::locks;
 use crate::config::Config;
 use crate::gate::{Pattern, synthetic};
+use crate::lane::flag::WaitLimits;
 use crate::lane::net::{Fabric, NetConnection, RemoteAddress, Settings, SignalMode};
-use crate::lane::wait::WaitLimits;
 use crate::lane::{MappedWindow, NicCounters, PeerLane, RowSource};
 use crate::plan::{Overflow, ReceiveMode, RowLayout};
 use crate::schedule::{Index, Tag};

@@ -3,19 +3,18 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::chunk_rows::{DeviceChunk, Differentials};
-use super::device_experts::{RoutedSaved, SharedSaved};
+use super::device_experts::{DeviceChunk, Differentials, RoutedSaved, SharedSaved};
 use super::device_memory::{DeviceTensor, HostStaging, span};
-use super::device_moe::Placed;
-use super::device_tape::{ChunkTape, FactorRows, Made};
+use super::device_moe::{ChunkTape, FactorRows, Made, Placed};
 use super::{DeviceMoeLayer, DeviceTape};
 use crate::device::{AccumulateArgs, ByteSpan, DeviceRange, MatmulArgs, MatmulShape, Stream};
 use crate::dtype::Dtype;
 use crate::ep::{ExpertOutput, ExpertParallel, ExpertRows, RowCollective, RowPartition, Tensor, TensorMut};
 use crate::error::{CallKind, DeviceError, Error, LayerError, PlanError};
+use crate::layer::GradientOrder;
 use crate::layer::pass_order::{self, BackwardOps};
 use crate::layer::router_step::Gated;
-use crate::layer::{GradientOrder, row_counts};
+use crate::layer::step::{own_row_counts, source_row_counts};
 use crate::overlap::Handoff;
 
 /// Where the gradients of one step go: memory of the device, at multiples of 16 bytes.
@@ -106,7 +105,7 @@ struct Home {
 
 /// What the tape has of a chunk.
 struct ChunkPlace {
-    received: super::device_tape::Received,
+    received: super::device_moe::Received,
     rows: FactorRows,
     saved: Handoff<RoutedSaved>,
 }
@@ -138,7 +137,7 @@ impl DeviceMoeLayer {
         let map = mover.expert_map();
         let own = map.slots_of(mover.rank());
         let counted = Counted {
-            choices: row_counts::choices(mover, &gated.decision, &slices),
+            choices: own_row_counts(mover, &gated.decision, &slices),
             slots: map.slots() as usize,
             own: own.start as usize..own.end as usize,
         };
@@ -329,7 +328,7 @@ impl BackwardOps<Arc<Stream>> for Step<'_> {
                 sources.all_gather_cached(bytemuck::cast_slice::<_, u8>(choices), one_each)
             })?;
             let all: Vec<u32> = bytemuck::pod_collect_to_vec(all.rows::<u8>()?);
-            row_counts::counts(&all, choices.len(), (*slots, own), came())?
+            source_row_counts(&all, choices.len(), (*slots, own), came())?
         };
         let handles = self.chunks.iter().map(|places| &places.tape.received.handle);
         let padded: Vec<_> = handles.map(|handle| handle.padded_tokens_per_expert()).collect();

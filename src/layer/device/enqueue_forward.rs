@@ -5,8 +5,7 @@ use std::sync::{Arc, OnceLock};
 
 use super::device_experts::SharedSaved;
 use super::device_memory::{DeviceTensor, span};
-use super::device_moe::Placed;
-use super::device_tape::{ChunkTape, Made, Received};
+use super::device_moe::{ChunkTape, Made, Placed, Received};
 use super::{DeviceMoeLayer, DeviceTape};
 use crate::device::{AccumulateArgs, DeviceRange, GateArgs, MatmulArgs, MatmulShape, Stream};
 use crate::ep::{Choices, ExpertOutput, ExpertParallel, ExpertRows, Tensor, TensorMut};

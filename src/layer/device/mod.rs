@@ -31,22 +31,14 @@
 //! **Faults.** What one rank cannot bring is refused on all, as on the host. A device that fails
 //! ends the world.
 
-mod chunk_rows;
-mod device_builder;
 mod device_experts;
 mod device_memory;
 mod device_moe;
-mod device_tape;
+mod device_swiglu;
 mod enqueue_backward;
 mod enqueue_forward;
-mod expert_products;
-mod swiglu_bf16;
-mod swiglu_f32;
-mod weights;
 
-pub use device_builder::DeviceMoeLayerBuilder;
+pub use device_experts::Products;
 pub use device_memory::DeviceTensor;
-pub use device_moe::DeviceMoeLayer;
-pub use device_tape::DeviceTape;
+pub use device_moe::{DeviceMoeLayer, DeviceMoeLayerBuilder, DeviceTape};
 pub use enqueue_backward::DeviceGradients;
-pub use expert_products::Products;

@@ -30,14 +30,11 @@ mod capacity;
 mod config;
 mod losses;
 mod math;
-mod recorded;
 mod residual;
 mod route_token;
 mod router;
 mod router_noise;
 mod routing;
-mod score;
-mod synthetic;
 mod top_k;
 
 pub use capacity::{CapacityInput, PlacedChoices, apply_capacity};
@@ -49,12 +46,10 @@ pub use losses::{
     BalanceLoss, CountDivisor, CountedChoices, ImportanceInput, LossInput, PaddingTokens, TokenGroups,
     Totals, WeightsInput, importance_loss, update_bias, weights_backward, z_loss,
 };
-pub use recorded::{Recorded, RecordedError};
 pub use residual::{Residual, ResidualGradients};
 pub use router::{Decision, Gate, GateInput};
 pub use router_noise::{RngKey, jitter};
-pub use routing::Routing;
-pub use synthetic::{Pattern, PatternError, synthetic};
+pub use routing::{Pattern, PatternError, Recorded, RecordedError, Routing, synthetic};
 
 use crate::error::GateError;
 

@@ -8,8 +8,7 @@ use std::slice::ChunksExactMut;
 
 use super::capacity::{CapacityAssigner, Chosen};
 use super::config::conflict;
-use super::route_token::{Row, Tokens, check_recorded};
-use super::score::weigh;
+use super::route_token::{Row, Tokens, check_recorded, weigh};
 use super::{
     Capacity, CapacityRule, DropPolicy, GateConfig, Noise, RngKey, Routing, ScoreFunction, Select, ensure,
     shape,

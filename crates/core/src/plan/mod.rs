@@ -18,16 +18,12 @@ mod counts;
 mod dispatch_layout;
 mod expert_map;
 mod group_routing;
-mod inter_node_rows;
-mod node_sums;
-mod rank_sums;
-mod receive_mode;
+mod modes;
+mod partial_sums;
 mod relay_order;
 mod relay_plan;
 mod row_layout;
 mod sorted_routing;
-mod strategy;
-mod sum_order;
 mod traffic;
 
 pub use bins::Bins;
@@ -36,17 +32,13 @@ pub use counts::{Counts, ReceiveSizes};
 pub use dispatch_layout::{DispatchLayout, PlanContext, RowRun, Summand};
 pub use expert_map::ExpertMap;
 pub use group_routing::{GroupRouting, LocalPermutation, RankRouting};
-pub use inter_node_rows::InterNodeRows;
-pub use node_sums::{NodeSums, PulledSums};
-pub use rank_sums::RankSums;
-pub use receive_mode::{Overflow, ReceiveMode};
+pub use modes::{Overflow, ReceiveMode, Strategy, SumOrder};
+pub use partial_sums::{NodeSums, PulledSums, RankSums};
 pub use relay_order::{RankSets, RelayOrder, RelayPermutation, RelaySorter, first_of};
 pub use relay_plan::{Block, Partials, RelayPlan, Segment};
 pub use row_layout::{RowLayout, RowMetadata};
 pub use sorted_routing::SortedRouting;
-pub use strategy::Strategy;
-pub use sum_order::SumOrder;
-pub use traffic::{RowsByDistance, Traffic};
+pub use traffic::{InterNodeRows, RowsByDistance, Traffic};
 
 /// Bytes that a table has taken from the allocator.
 pub fn vec_memory_usage<T>(table: &Vec<T>) -> usize {

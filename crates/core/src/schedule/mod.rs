@@ -26,7 +26,6 @@ mod call_properties;
 mod call_tables;
 mod call_tags;
 mod control_window;
-mod copy_batches;
 mod op;
 mod operands;
 mod skeleton;
@@ -41,9 +40,9 @@ pub use call_properties::{CallProperties, Class, Payload};
 pub use call_tables::{CallerTables, FillContext, RelayTables, ReturnParts, SumMemory};
 pub use call_tags::{Refusal, Tag};
 pub use control_window::{Calls, ControlLayout};
-pub use copy_batches::{MAX_BATCH, copy_batches};
 pub use op::{Flag, FlagValue, Line, Op, OperandId, Stage, TrackOp};
 pub use operands::{
-    Bytes, Effect, Index, Operand, Operands, PutSource, SpanCopy, SumOperands, SumTarget, WindowId,
+    Bytes, Effect, Index, MAX_BATCH, Operand, Operands, PutSource, SpanCopy, SumOperands, SumTarget,
+    WindowId, copy_batches,
 };
 pub use skeleton::{Caller, Relay, RelaySums};

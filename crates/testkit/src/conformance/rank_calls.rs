@@ -1,4 +1,12 @@
-//! One rank in one group: makes the calls of a case, and holds what it sees against the reference.
+//! One rank in one group: makes the calls of a case, and compares the results with the reference.
+//!
+//! ```text
+//!   case     dispatch ----> combine | cached | gradients | refused | captured ...
+//!              |               |
+//!   ranks    ExpertRows      sums of tokens                 on the host or a device
+//!              |               |
+//!   compare  rows, metadata, layout, counts      sums, weights   --bit for bit-- Reference: naive, of all ranks
+//! ```
 //!
 //! A difference is written down and ends nothing: the other ranks wait for the calls that follow.
 

@@ -25,10 +25,10 @@ use rustix::net::{SendAncillaryBuffer, SendFlags};
 use crate::bootstrap::wait::{epoll_for, park, poll_for};
 use crate::bootstrap::{FatalGuard, FatalLock, Health};
 use crate::error::{Cause, LaneError, MemoryError};
+use crate::lane::flag::{WaitLimits, Waiter};
 use crate::lane::net::regions::{HEADER, Record};
 use crate::lane::net::{NetConnection, Regions, RemoteAddress, SendBlocked, system};
-use crate::lane::wait::{self, WaitLimits, Waiter};
-use crate::lane::{FlagLine, RowSource};
+use crate::lane::{FlagLine, RowSource, flag};
 use crate::schedule::Tag;
 use crate::sync::owed_answers::Answers;
 
@@ -178,7 +178,7 @@ impl NetConnection for TcpConnection {
             self.send(out, &mut [IoSlice::new(&Record::Ask { mark }.to_bytes())], limits)?;
             Ok(mark)
         })?;
-        wait::until(self.landed.line(), mark, limits, || {
+        flag::until(self.landed.line(), mark, limits, || {
             self.progress(limits.health);
         })
         .map_err(|(seen, why)| SendBlocked { awaited: mark, seen, why })

@@ -1,20 +1,19 @@
-//! Tests at a connection: one end is the lane's, and the test acts as the other one.
+//! Addresses that a rank offers; and tests at a connection: one end is the lane's, and the test
+//! acts as the other one.
 
 use std::io::{Read, Write};
-use std::net::{TcpListener, TcpStream};
+use std::net::{IpAddr, Ipv4Addr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::connection::LONGEST;
-use super::connection::Poller;
-use super::connection::{Shared, TcpConnection};
-use super::transport::TcpTransport;
+use super::connection::{LONGEST, Poller, Shared, TcpConnection};
+use super::{ListenAddresses, TcpTransport, parse};
 use crate::bootstrap::{Health, Hub, Timeouts, threads};
 use crate::config::TcpAddress;
 use crate::error::{BootstrapError, Cause, Error, LaneError};
+use crate::lane::flag::{WaitError, WaitLimits};
 use crate::lane::net::regions::{HEADER, Record};
 use crate::lane::net::{NetConnection, NetTransport, Region, Regions, RemoteAddress};
-use crate::lane::wait::{WaitError, WaitLimits};
 use crate::memory::{PeerMapping, Segment};
 
 const LONG: Duration = Duration::from_secs(60);
@@ -368,4 +367,32 @@ fn connect_to_an_unserved_address_names_the_reason() {
     assert_eq!(addresses, [address]);
     let errno = rustix::io::Errno::CONNREFUSED.raw_os_error();
     assert_eq!(reason.as_deref(), Some(&BootstrapError::System { call: "connect", errno }));
+}
+
+#[test]
+fn ranks_that_meet_on_loopback_stay_there() {
+    let auth = threads(2, Default::default())[1].pass().unwrap();
+    let addresses = ListenAddresses::find(&auth, &TcpAddress::Any).unwrap();
+    let loopback = IpAddr::from(Ipv4Addr::LOCALHOST);
+    assert_eq!(addresses, ListenAddresses { bind: loopback, offered: vec![loopback] });
+    assert_eq!(parse(addresses.to_text(80).as_bytes(), None), Some(vec![(loopback, 80).into()]));
+}
+
+#[test]
+fn interface_name_means_its_address_and_missing_one_is_error() {
+    let auth = threads(2, Default::default())[0].pass().unwrap();
+    let find = |name: &str| ListenAddresses::find(&auth, &TcpAddress::Interface(name.to_owned()));
+    assert_eq!(find("lo").unwrap().offered, [IpAddr::from(Ipv4Addr::LOCALHOST)]);
+    let error = find("no such interface").unwrap_err();
+    assert!(matches!(error, BootstrapError::BadVariable { name: "SIDELANE_TCP_ADDRESS", .. }), "{error}");
+}
+
+#[test]
+fn unspecified_address_becomes_one_that_rendezvous_sees() {
+    let seen = "10.1.2.3".parse().unwrap();
+    let (address, other) = ("10.1.2.3:77".parse().unwrap(), "[fd00::1]:77".parse().unwrap());
+    assert_eq!(parse(b"0.0.0.0:77,[fd00::1]:77", Some(seen)), Some(vec![address, other]));
+    assert_eq!(parse(b"0.0.0.0:77", None), None);
+    assert_eq!(parse(b"10.1.2.3", Some(seen)), None);
+    assert_eq!(parse(b"\xff", Some(seen)), None);
 }

@@ -31,22 +31,20 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use super::completion::Failed;
 use super::forecast::Forecast;
-use super::published::{Published, Reader};
 use super::receiver::{Receiver, SignalSender};
-use super::registration::{NicMemory, RemoteRegions};
+use super::registration::{NicMemory, Published, Reader, RemoteRegions, Source, Sources};
 use super::sender::{self, Kind, PieceSource, RECEIVE, Sender, Staged};
-use super::sources::{Source, Sources};
+use super::work::Failed;
 use super::{Completion, CompletionQueue, Remote, SignalMode};
 use crate::bootstrap::wait::nap;
 use crate::bootstrap::{FatalGuard, FatalLock, Health};
 use crate::error::{Cause, CompletionStatus, LaneError, LostReason, VerbsError};
+use crate::lane::flag::{WaitError, WaitLimits, Waiter};
 use crate::lane::net::regions::Record;
 use crate::lane::net::{
     Counters, DeviceAddress, DeviceConnection, NetConnection, RemoteAddress, SendBlocked,
 };
-use crate::lane::wait::{WaitError, WaitLimits, Waiter};
 use crate::lane::{FlagLine, RowSource};
 use crate::schedule::Tag;
 

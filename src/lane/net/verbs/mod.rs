@@ -31,35 +31,27 @@
 //!
 //! The module `library` gives the reason for own declarations instead of a crate for verbs.
 
-mod address;
-mod completion;
 mod connection;
 mod events;
 #[cfg(test)]
 mod fake;
 mod ffi;
 mod forecast;
-mod gap;
 mod library;
 mod memory;
 mod nic;
 mod order;
-mod partition;
-mod published;
 mod queue_pair;
+mod reach;
 mod receiver;
 mod registration;
 mod sender;
 mod settings;
-mod sources;
 #[cfg(test)]
 mod tests;
 mod transport;
 mod work;
 
-pub use completion::{Completion, CompletionQueue};
-#[cfg(test)]
-pub use completion::{Done, Failed, Kind};
 #[cfg(test)]
 pub use fake::Fabric;
 pub use library::{Context, Library};
@@ -71,3 +63,6 @@ pub use queue_pair::{Caps, Endpoint, Path, QueuePair, Queues};
 pub use settings::{Settings, SignalMode};
 pub use transport::{Setup, VerbsEnvironment, VerbsTransport};
 pub use work::{ChainCaps, Flags, ReceiveChain, SendChain};
+pub use work::{Completion, CompletionQueue};
+#[cfg(test)]
+pub use work::{Done, Failed, Kind};

@@ -7,8 +7,8 @@
 //!   else                    one, by the places of NICs and GPUs in the machine (sidelane_core::nic_choice)
 //! ```
 //!
-//! `address` and `partition` say which entries of a port's tables a connection uses. The kernel's
-//! files ([`Sysfs`]) have these tables, and the place of NICs in the machine:
+//! `reach` says which entries of a port's tables a connection uses. The kernel's files ([`Sysfs`])
+//! have these tables, and the place of NICs in the machine:
 //!
 //! ```text
 //!   class/infiniband/<nic>/device                           link into the PCI tree; none for a soft NIC
@@ -32,14 +32,13 @@ use std::sync::Arc;
 use rustix::thread::{CpuSet, sched_getaffinity};
 use sidelane_core::nic_choice::{self, GpuPlace, LinkLayer, Nearness, NicPlace, PciPath, RankPlace};
 
-use super::address::{Gid, own_addresses};
 use super::ffi::{
     IBV_LINK_LAYER_ETHERNET, IBV_LINK_LAYER_INFINIBAND, IBV_MTU_256, IBV_MTU_512, IBV_MTU_1024, IBV_MTU_2048,
     IBV_MTU_4096, IBV_PORT_ACTIVE, IBV_PORT_ARMED, IBV_PORT_DOWN, IBV_PORT_INIT, IBV_QPF_GRH_REQUIRED,
     ibv_port_attr,
 };
 use super::order::PlacementOrder;
-use super::partition::{Pkey, Pkeys};
+use super::reach::{Gid, Pkey, Pkeys, own_addresses};
 use super::{Context, Library, Path, Settings, VerbsEnvironment};
 use crate::error::{Error, VerbsError};
 use crate::memory::Numa;

@@ -24,15 +24,13 @@ use std::sync::Arc;
 use rustix::io::Errno;
 use sidelane_core::nic_choice::LinkLayer;
 
-use super::address::{flid, same_subnet};
-use super::completion::{CompletionQueue, Failed};
 use super::ffi::{
     self, ibv_ah_attr, ibv_gid, ibv_global_route, ibv_qp, ibv_qp_attr, ibv_qp_cap, ibv_qp_init_attr,
 };
 use super::library::{check_object, check_status, trace_failure};
 use super::nic::Mtu;
-use super::partition::{Pkey, Pkeys, Reach};
-use super::work::{Chain, Request};
+use super::reach::{Pkey, Pkeys, Reach, flid, same_subnet};
+use super::work::{Chain, CompletionQueue, Failed, Request};
 use super::{Context, ProtectionDomain, ReceiveChain, SendChain};
 use crate::error::{Operation, VerbsError};
 

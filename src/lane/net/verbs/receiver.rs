@@ -13,8 +13,8 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use super::completion::{Done, Kind};
 use super::sender::{Block, RECEIVE};
+use super::work::{Done, Kind};
 use super::{QueuePair, ReceiveChain, Remote};
 use crate::error::VerbsError;
 use crate::lane::net::regions::Record;

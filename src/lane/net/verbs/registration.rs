@@ -10,20 +10,43 @@
 //!
 //!   description   | pieces: u8 | start, len, address: u64 each, per piece | NICs: u8 | rkey: u32 per piece and NIC |
 //! ```
+//!
+//! **Sources** are the registered memory of this process, as puts find it: by address, or as memory
+//! of a device. They own nothing: a piece that is deregistered meanwhile has a key that the NIC
+//! refuses.
+//!
+//! ```text
+//!   by_address   | start, end, lkey | ...    ascending: the piece of an address is found by bisection
+//!   members      (region, member) --> pieces, one behind the other
+//! ```
+//!
+//! **Published** values are read by every put and change seldom: sources, and the keys of peers. A
+//! value is never changed in place, so a reader may keep using its copy while the next is made.
+//!
+//! ```text
+//!   Published   latest, version  <-- change: a new value, then a new version
+//!       | version as in the reader: its copy is the latest, and no lock is taken
+//!       '-> another version: the lock, for as long as it takes to share the latest
+//!   Reader      copy, version
+//! ```
 
 use std::any::Any;
 use std::collections::HashMap;
+use std::ops::Deref;
 use std::os::fd::AsFd;
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use super::ffi::ibv_sge;
 use super::nic::Nic;
-use super::published::Published;
-use super::sources::{SourceRange, Sources};
 use super::{Access, MemoryRegion, ProtectionDomain, Remote, Sge};
+use crate::bootstrap::count_lock;
 use crate::device::{Context, DeviceRange, DmaBuf};
 use crate::error::{Error, LaneError, VerbsError};
-use crate::lane::net::{DeviceMemory, NoDmaBuf, NoGpuDirect, Region, Registration, RemoteAddress};
+use crate::lane::net::{
+    DeviceAddress, DeviceMemory, NoDmaBuf, NoGpuDirect, Region, Registration, RemoteAddress,
+};
 use crate::memory::{PeerMapping, Segment};
 
 /// Zeros that are sent as one piece.
@@ -325,9 +348,176 @@ fn parse(description: &[u8], nic: u8) -> Option<Vec<Piece>> {
     Some(pieces)
 }
 
+/// Registered bytes of this process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Source {
+    address: u64,
+    len: usize,
+    lkey: u32,
+}
+
+impl Source {
+    /// A piece of them.
+    pub fn piece(&self, offset: usize, len: usize) -> Sge {
+        debug_assert!(offset + len <= self.len);
+        // The NIC refuses addresses outside the region.
+        Sge(ibv_sge { addr: self.address + offset as u64, length: len as u32, lkey: self.lkey })
+    }
+}
+
+/// A piece of memory, registered by itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SourceRange {
+    start: u64,
+    end: u64,
+    lkey: u32,
+}
+
+impl SourceRange {
+    /// Of this region of the NIC.
+    pub fn of(region: &MemoryRegion) -> Self {
+        SourceRange { start: region.base(), end: region.base() + region.len(), lkey: region.lkey() }
+    }
+
+    fn len(&self) -> u64 {
+        self.end - self.start
+    }
+
+    /// Its bytes from an address on, if all of them are inside.
+    fn source(&self, address: u64, len: u64) -> Option<Source> {
+        let inside = self.start <= address && address.checked_add(len)? <= self.end;
+        inside.then_some(Source { address, len: len as usize, lkey: self.lkey })
+    }
+}
+
+/// All of it that is registered with one NIC.
+#[derive(Clone, Debug, Default)]
+pub struct Sources {
+    members: HashMap<(u32, u32), Vec<SourceRange>>,
+    /// Each with the largest end of it and all before it: those may reach beyond it.
+    by_address: Vec<(SourceRange, u64)>,
+}
+
+impl Sources {
+    /// Adds what is registered of a region: pieces of each member.
+    pub fn add(&mut self, region: u32, members: impl IntoIterator<Item = (u32, Vec<SourceRange>)>) {
+        self.members.extend(members.into_iter().map(|(member, pieces)| ((region, member), pieces)));
+        self.sort();
+    }
+
+    /// Takes a region out.
+    pub fn remove(&mut self, region: u32) {
+        self.members.retain(|(number, _), _| *number != region);
+        self.sort();
+    }
+
+    fn sort(&mut self) {
+        let mut pieces: Vec<SourceRange> = self.members.values().flatten().copied().collect();
+        pieces.sort_unstable_by_key(|piece| (piece.start, piece.end));
+        let reaches = pieces.iter().scan(0, |reach: &mut u64, piece| {
+            *reach = piece.end.max(*reach);
+            Some(*reach)
+        });
+        self.by_address = pieces.iter().copied().zip(reaches).collect();
+    }
+
+    /// Bytes of this process as the NIC may read them, if one piece holds them all.
+    pub fn find(&self, bytes: &[u8]) -> Option<Source> {
+        self.at(bytes.as_ptr().addr() as u64, bytes.len() as u64)
+    }
+
+    fn at(&self, address: u64, len: u64) -> Option<Source> {
+        let before = self.by_address.partition_point(|(piece, _)| piece.start <= address);
+        let reaching = self.by_address[..before].iter().rev().take_while(|(_, reach)| *reach > address);
+        reaching.filter_map(|(piece, _)| piece.source(address, len)).next()
+    }
+
+    /// `len` bytes of a device's memory as the NIC may read them, if one piece holds them all.
+    pub fn find_device(&self, from: DeviceAddress, len: u64) -> Option<Source> {
+        let DeviceAddress { region, member, offset } = from;
+        let mut start = 0;
+        self.members.get(&(region, member))?.iter().find_map(|piece| {
+            let inside = offset.checked_sub(start)?;
+            start += piece.len();
+            piece.source(piece.start.checked_add(inside)?, len)
+        })
+    }
+}
+
+/// A value that is replaced as a whole.
+#[derive(Debug, Default)]
+pub struct Published<T> {
+    /// Grows with each value.
+    version: AtomicU64,
+    latest: Mutex<Arc<T>>,
+}
+
+/// A copy of it, as of the last [`refresh`](Reader::refresh).
+#[derive(Debug)]
+pub struct Reader<T> {
+    version: u64,
+    copy: Arc<T>,
+}
+
+impl<T: Clone> Published<T> {
+    /// With this value.
+    pub fn new(value: T) -> Self {
+        Published { version: AtomicU64::new(0), latest: Mutex::new(Arc::new(value)) }
+    }
+
+    /// Replaces the value by a changed copy.
+    pub fn change<R>(&self, act: impl FnOnce(&mut T) -> R) -> R {
+        let mut latest = self.lock();
+        let mut next = T::clone(&latest);
+        let answer = act(&mut next);
+        *latest = Arc::new(next);
+        // Release, under the lock: a reader that sees the version takes the lock and finds this
+        // value there, or a later one.
+        self.version.fetch_add(1, Ordering::Release);
+        answer
+    }
+
+    /// A reader of it.
+    pub fn reader(&self) -> Reader<T> {
+        let latest = self.lock();
+        Reader { version: self.version.load(Ordering::Relaxed), copy: Arc::clone(&latest) }
+    }
+}
+
+impl<T> Published<T> {
+    fn lock(&self) -> MutexGuard<'_, Arc<T>> {
+        count_lock();
+        self.latest.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<T> Reader<T> {
+    /// Takes the latest value, if it is another than the copy.
+    pub fn refresh(&mut self, published: &Published<T>) {
+        // Acquire: all that was done before a change is seen with its version.
+        if published.version.load(Ordering::Acquire) != self.version {
+            let latest = published.lock();
+            // Under the lock, the version is that of the value.
+            self.version = published.version.load(Ordering::Relaxed);
+            self.copy = Arc::clone(&latest);
+        }
+    }
+}
+
+impl<T> Deref for Reader<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.copy
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
+    use crate::bootstrap::locks;
 
     fn description() -> Vec<u8> {
         let mut description = vec![2];
@@ -360,5 +550,98 @@ mod tests {
         for len in 0..description().len() {
             assert_eq!(error(&description()[..len], 0), expected, "{len} bytes");
         }
+    }
+
+    fn piece(start: u64, len: u64, lkey: u32) -> SourceRange {
+        SourceRange { start, end: start + len, lkey }
+    }
+
+    /// Two members of region 1, and one of region 2.
+    fn sources() -> Sources {
+        let mut sources = Sources::default();
+        sources.add(1, [(0, vec![piece(1000, 64, 1), piece(1064, 936, 2)]), (1, vec![piece(5000, 100, 3)])]);
+        sources.add(2, [(0, vec![piece(3000, 10, 4)])]);
+        sources
+    }
+
+    #[test]
+    fn bytes_are_found_in_the_one_piece_that_holds_them() {
+        let sources = sources();
+        let key = |address, len| sources.at(address, len).map(|source| source.lkey);
+        assert_eq!([key(1000, 64), key(1064, 1), key(1999, 1), key(5099, 1)], [1, 2, 2, 3].map(Some));
+        assert_eq!(sources.at(3002, 8), Some(Source { address: 3002, len: 8, lkey: 4 }));
+        for (address, len) in [(999, 1), (1063, 2), (1999, 2), (3002, 9), (5100, 1), (0, 9000), (u64::MAX, 8)]
+        {
+            assert_eq!(key(address, len), None, "{address}, {len}");
+        }
+    }
+
+    #[test]
+    fn memory_of_a_device_is_found_by_its_place_in_the_region() {
+        let sources = sources();
+        let at = |region, member, offset, len| {
+            sources.find_device(DeviceAddress { region, member, offset }, len).map(|source| source.address)
+        };
+        assert_eq!([at(1, 0, 8, 8), at(1, 0, 64, 936), at(1, 1, 99, 1)], [1008, 1064, 5099].map(Some));
+        for (region, member, offset, len) in
+            [(1, 0, 60, 8), (1, 0, 1000, 1), (1, 2, 0, 1), (3, 0, 0, 1), (2, 0, u64::MAX, 1)]
+        {
+            assert_eq!(at(region, member, offset, len), None, "{region} {member} {offset} {len}");
+        }
+    }
+
+    #[test]
+    fn a_region_that_was_taken_out_is_found_no_more() {
+        let mut sources = sources();
+        sources.remove(1);
+        assert_eq!((sources.at(1000, 1), sources.at(3000, 1).map(|source| source.lkey)), (None, Some(4)));
+    }
+
+    proptest! {
+        #[test]
+        fn lookup_in_overlapping_pieces_finds_all_that_scan_finds(
+            pieces in prop::collection::vec((0..200u64, 1..80u64), 0..12),
+            asked in prop::collection::vec((0..300u64, 1..40u64), 20),
+        ) {
+            let all: Vec<SourceRange> = (0..).zip(&pieces).map(|(key, &(start, len))| piece(start, len, key)).collect();
+            let mut sources = Sources::default();
+            sources.add(0, [(0, all.clone())]);
+            for (address, len) in asked {
+                let scanned = all.iter().any(|piece| piece.source(address, len).is_some());
+                prop_assert_eq!(sources.at(address, len).is_some(), scanned, "{}, {}", address, len);
+            }
+        }
+    }
+
+    #[test]
+    fn a_reader_takes_a_lock_once_for_each_change() {
+        let published = Published::new(1);
+        let mut reader = published.reader();
+        let refresh = |reader: &mut Reader<i32>| {
+            let before = locks::taken();
+            reader.refresh(&published);
+            (locks::taken() - before, **reader)
+        };
+        assert_eq!([refresh(&mut reader), refresh(&mut reader)], [(0, 1), (0, 1)]);
+        published.change(|value| *value = 2);
+        published.change(|value| *value += 1);
+        assert_eq!([refresh(&mut reader), refresh(&mut reader)], [(1, 3), (0, 3)]);
+    }
+
+    #[test]
+    fn reader_in_other_thread_sees_values_in_order_and_last_one() {
+        const LAST: usize = 1000;
+        let published = Published::new(0);
+        std::thread::scope(|scope| {
+            scope.spawn(|| (0..LAST).for_each(|_| published.change(|value| *value += 1)));
+            let mut reader = published.reader();
+            while *reader < LAST {
+                let before = *reader;
+                reader.refresh(&published);
+                assert!(*reader >= before);
+                std::thread::yield_now();
+            }
+        });
+        assert_eq!(*published.reader(), LAST);
     }
 }

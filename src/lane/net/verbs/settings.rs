@@ -6,8 +6,8 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
-use super::address::Subnet;
 use super::nic::Mtu;
+use super::reach::Subnet;
 use crate::config::parse_bytes;
 use crate::error::BootstrapError;
 

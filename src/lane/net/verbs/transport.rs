@@ -10,7 +10,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use super::connection::{Connection, Parts, SMALL};
 use super::events::EventThread;
 use super::forecast::{Forecast, Rules};
-use super::gap;
 use super::nic::Nic;
 use super::order::Signaling;
 use super::receiver::Receiver;
@@ -18,7 +17,7 @@ use super::registration::{NicMemory, RemoteRegions, Rights, ZEROS, describe_regi
 use super::sender::{ALONG, Block, Bounds, Limits, Sender};
 use super::{
     Caps, ChainCaps, CompletionQueue, Endpoint, Library, MemoryRegion, QueuePair, Queues, Remote, SendChain,
-    Settings, SignalMode, Sysfs,
+    Settings, SignalMode, Sysfs, reach,
 };
 use crate::bootstrap::Health;
 use crate::error::{Error, LaneError, VerbsError};
@@ -144,7 +143,7 @@ impl VerbsTransport {
 
     /// Number of the NIC towards a peer.
     fn nic_for(&self, peer: u32) -> usize {
-        gap::rail(&self.nodes, self.rank, peer, self.memories.len())
+        reach::rail(&self.nodes, self.rank, peer, self.memories.len())
     }
 
     /// The thread that reads events of the NICs blames a connection for those of its queue pair. It
@@ -301,11 +300,11 @@ impl NetTransport for VerbsTransport {
     }
 
     fn announcement(&self) -> Vec<u8> {
-        gap::announcement(self.memories.iter().map(|memory| &memory.nic))
+        reach::announcement(self.memories.iter().map(|memory| &memory.nic))
     }
 
     fn compare(&self, announced: &[&[u8]]) -> Result<(), (u32, Error)> {
-        gap::compare(&self.nodes, announced).map_err(|(rank, error)| (rank, LaneError::from(error).into()))
+        reach::compare(&self.nodes, announced).map_err(|(rank, error)| (rank, LaneError::from(error).into()))
     }
 
     fn deregister(&self, number: u32) {

@@ -491,3 +491,25 @@ fn the_weight_of_a_single_choice_moves_only_where_it_is_not_one() {
     assert_eq!(single(ScoreFunction::SoftmaxOfChosen, plus), [0.0; E]);
     assert_eq!(single(ScoreFunction::Sigmoid, Normalize::AfterDrop(Divisor::SumAtLeast(1e-6))), [0.0; E]);
 }
+
+#[test]
+fn a_count_equal_to_the_mean_moves_nothing() {
+    let mut bias = [0.25, -0.5, 1.0, 0.0];
+    update_bias(&mut bias, &[3, 3, 3, 3], 0.125).unwrap();
+    assert_eq!(bias, [0.25, -0.5, 1.0, 0.0]);
+    // No f64 tells this mean from the counts.
+    let large = 1 << 60;
+    update_bias(&mut bias, &[large + 1, large, large, large], 0.125).unwrap();
+    assert_eq!(bias, [0.125, -0.375, 1.125, 0.125]);
+}
+
+#[test]
+fn wrong_lengths_and_rates_are_refused() {
+    let mut bias = [0.0; 2];
+    let wrong = GateError::WrongShape { what: "counts", seen: 3, rows: 2, columns: 1 };
+    assert_eq!(update_bias(&mut bias, &[1, 2, 3], 0.1), Err(wrong));
+    for rate in [-0.1, f32::NAN, f32::INFINITY] {
+        assert!(matches!(update_bias(&mut bias, &[1, 2], rate), Err(GateError::BadNumber { .. })));
+    }
+    assert_eq!(bias, [0.0; 2]);
+}

@@ -2,6 +2,13 @@
 //! requests.
 //!
 //! Each finds the fabric behind its object, and reports errors as libibverbs does.
+//!
+//! ```text
+//!   get_device_list    no argument: one function per fabric, by its slot 0 to 31 --> Weak<Fabric>
+//!   open_device        Open | raw: ibv_context | number | NIC | fabric |      callers hold a pointer to `raw`
+//!   all others         object --> its ibv_context --> Open --> State of the fabric, locked
+//!   post, poll         by the operations of the ibv_context --> execute
+//! ```
 
 use std::ffi::{c_char, c_int, c_void};
 use std::mem::zeroed;

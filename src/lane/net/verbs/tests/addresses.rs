@@ -1,7 +1,7 @@
 //! Addresses and partitions, over fake NICs that refuse or lose what hardware refuses or loses.
 
-use super::super::partition::{Pkey, Pkeys};
 use super::*;
+use crate::lane::net::verbs::reach::{Pkey, Pkeys};
 
 /// Ranks 0 and 1 over NICs `a` and `b` of InfiniBand, of these LIDs and GIDs.
 fn infiniband(ends: [(u16, &str); 2]) -> Arc<Fabric> {

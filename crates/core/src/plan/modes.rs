@@ -1,7 +1,48 @@
-//! Modes by which receive memory is sized, and what happens to rows beyond it.
+//! Modes of an instance: which ranks its rows go to, how receive memory is sized, and in which
+//! order rows are summed.
+//!
+//! ```text
+//!   Strategy      all-to-all  x -> the ranks that a token chose      all-gather  x -> all ranks
+//!   ReceiveMode   Exact  counted      Budget  at most so many rows      Slots  a fixed slot per pair
+//!   SumOrder      Expert  e0 + e1 + e2 + e3
+//!                 Rank    (e0 + e1) + (e2 + e3)           partial sums of ranks, or of nodes:
+//!                 Node    (e0 + e1 + e2) + (e3)           has_partials, per_partial
+//! ```
+//!
+//! Placement calls the functions of a mode and knows no variant, so a new order is a new variant
+//! here.
 
 use crate::error::GateError;
 use crate::gate::{CapacityRule, GateConfig};
+
+/// How the rows of a dispatch reach the ranks of their experts. The received rows and every sum are
+/// the same to the bit.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
+pub enum Strategy {
+    /// Each row to the ranks that its token chose, directly to its place (all-to-all).
+    #[default]
+    AllToAll,
+    /// Every row to every rank, its choices along with it; each rank then copies those of its
+    /// experts to their places (all-gather). It moves `ranks` rows per token, independent of the
+    /// choices, and as many more as its experts get. It suits small groups, and a top-k near or
+    /// above the number of ranks.
+    AllGather,
+}
+
+impl Strategy {
+    /// All strategies, for error messages and tests.
+    pub const ALL: [Strategy; 2] = [Strategy::AllToAll, Strategy::AllGather];
+
+    /// The name used on the command line, in JSON and by Python.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Strategy::AllToAll => "all-to-all",
+            Strategy::AllGather => "all-gather",
+        }
+    }
+}
 
 /// How receive memory is sized.
 ///
@@ -116,6 +157,51 @@ impl ReceiveMode {
             ReceiveMode::Exact => [0, 0],
             ReceiveMode::Budget { rows, overflow } => [1 + (overflow as u64) * 4, rows.into()],
             ReceiveMode::Slots { rows, overflow } => [2 + (overflow as u64) * 4, rows.into()],
+        }
+    }
+}
+/// Order in which the rows of a token are added up.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum SumOrder {
+    /// By ascending expert id, one rounding at the end: the same bits on every lane, layout and
+    /// topology.
+    #[default]
+    Expert,
+    /// Per rank by ascending expert id, then the ranks' partial sums (kept in `f32`) by ascending
+    /// rank. Depends on the expert map.
+    Rank,
+    /// Per node by ascending rank and expert id, then the nodes' partial sums (kept in `f32`) by
+    /// ascending node. Depends on the expert map and on which ranks share a node.
+    Node,
+}
+
+impl SumOrder {
+    /// All orders, for error messages and tests.
+    pub const ALL: [SumOrder; 3] = [SumOrder::Expert, SumOrder::Rank, SumOrder::Node];
+
+    /// The name used on the command line.
+    pub const fn name(self) -> &'static str {
+        match self {
+            SumOrder::Expert => "expert",
+            SumOrder::Rank => "rank",
+            SumOrder::Node => "node",
+        }
+    }
+
+    /// Whether a token's sum is made of partial sums.
+    pub const fn has_partials(self) -> bool {
+        !matches!(self, SumOrder::Expert)
+    }
+
+    /// Chooses between the value for partial sums per rank and that for partial sums per node.
+    /// `None` where a token's sum has no parts.
+    pub fn per_partial<T>(self, of_rank: T, of_node: T) -> Option<T> {
+        match self {
+            SumOrder::Expert => None,
+            SumOrder::Rank => Some(of_rank),
+            SumOrder::Node => Some(of_node),
         }
     }
 }
