@@ -58,7 +58,8 @@ impl Spec {
     /// rank. That changes no bit where sums are by rank. Partial sums of another type than rows are
     /// longer.
     pub fn gains_by_rank_sums(&self) -> bool {
-        let several = self.top_k > 1 && self.map.ranks() > 1 && !self.layout.is_per_rank();
+        let bins = self.layout.most_bins(self.map.slots());
+        let several = self.map.ranks() > 1 && self.rows_of_token(bins) > 1;
         let gains = several && self.partial_dtype.dtype() == self.dtype;
         self.sum_order.per_partial(gains, false).unwrap_or_default()
     }
@@ -550,16 +551,7 @@ impl<'g> ExpertParallelBuilder<'g> {
         if spec.partial_dtype == PartialDtype::Bf16 && !spec.partial_dtype.carries(spec.dtype) {
             return bad("partial_dtype", spec.partial_dtype as u64, "f32, unless rows are bf16");
         }
-        if spec.weighted && spec.layout.is_per_rank() {
-            return bad("weighted", 1, "off: with rank-major rows your experts apply the weights");
-        }
-        if spec.coalesce_relays && !(spec.layout.is_per_rank() && spec.route == Route::Pxn) {
-            return bad(
-                "coalesce_relays",
-                1,
-                "off, unless rows are rank-major and go over relays (route pxn)",
-            );
-        }
+        spec.layout.check(spec.weighted, spec.coalesce_relays, spec.route)?;
         if spec.strategy == Strategy::AllGather && spec.mode.slots().is_some() {
             return bad("strategy", 1, "all-to-all: with fixed slots no rank knows which rank gets a row");
         }
@@ -568,8 +560,8 @@ impl<'g> ExpertParallelBuilder<'g> {
         }
         if let Some(slots) = spec.mode.slots() {
             // Experts may all move to one rank.
-            let slots_of_map = || self.map.as_ref().map_or(self.experts, ExpertMap::slots);
-            let bins = if spec.layout.is_per_rank() { 1 } else { slots_of_map() };
+            let slots_of_map = self.map.as_ref().map_or(self.experts, ExpertMap::slots);
+            let bins = spec.layout.most_bins(slots_of_map);
             let of_bin = u64::from(slots) * u64::from(self.group.size());
             let rows = of_bin.next_multiple_of(spec.align.into()).saturating_mul(bins.into());
             if slots == 0 || rows > u64::from(u32::MAX / 2) {

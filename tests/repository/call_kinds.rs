@@ -23,7 +23,7 @@ fn tells_kinds_apart(code: &str) -> bool {
 
 /// Whether this code matches a value of a type or compares it, rather than names the one that it
 /// means.
-fn tells_apart(code: &str, of: &str) -> bool {
+pub fn tells_apart(code: &str, of: &str) -> bool {
     let imports = ["::{", "::*", " as "];
     imports.iter().any(|import| code.contains(&format!("{of}{import}")))
         || code.match_indices(&format!("{of}::")).any(|(at, name)| {
@@ -69,7 +69,7 @@ fn leads_to_arm(after: &str) -> bool {
 }
 
 /// Code of a file, without its tests and comments.
-fn code(path: &Path) -> String {
+pub fn code(path: &Path) -> String {
     let text = std::fs::read_to_string(path).unwrap();
     let code = text.split("#[cfg(test)]").next().unwrap_or_default();
     let lines = code.lines().map(|line| line.split("//").next().unwrap_or_default());

@@ -1,5 +1,5 @@
-//! The table of features in docs/from-rust.md, which is `ep::Feature`; the few files that
-//! distinguish layouts and orders; and the diffs that CONTRIBUTING.md shows.
+//! The table of features in docs/from-rust.md, which is `ep::Feature`, and the diffs that
+//! CONTRIBUTING.md shows.
 
 use sidelane::ep::{CallExecutor, Feature};
 use sidelane::plan::{Overflow, ReceiveMode};
@@ -32,56 +32,6 @@ fn documented_table_is_the_table_of_the_library() {
         })
         .collect();
     assert_eq!(rows, expected);
-}
-
-/// Lines of library code in a file, without its tests.
-fn code(path: &std::path::Path) -> String {
-    let text = std::fs::read_to_string(path).unwrap();
-    let code = text.split("#[cfg(test)]").next().unwrap_or_default();
-    code.lines().filter(|line| !line.trim_start().starts_with("//")).collect::<Vec<_>>().join("\n")
-}
-
-/// Files of the library whose code has one of these words.
-fn files_with(words: &[&str]) -> Vec<String> {
-    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
-    let (mut folders, mut named) = (vec![root.join("src"), root.join("crates/core/src")], Vec::new());
-    while let Some(folder) = folders.pop() {
-        for entry in std::fs::read_dir(folder).unwrap() {
-            let path = entry.unwrap().path();
-            let name = path.strip_prefix(root).unwrap().to_str().unwrap().to_owned();
-            let is_test = name.ends_with("tests.rs") || name.contains("/tests/");
-            match path.is_dir() {
-                true => folders.push(path),
-                false if name.ends_with(".rs") && !is_test => {
-                    let code = code(&path);
-                    if words.iter().any(|word| code.contains(word)) {
-                        named.push(name);
-                    }
-                }
-                _ => {}
-            }
-        }
-    }
-    named.sort();
-    named
-}
-
-#[test]
-fn few_files_tell_layouts_and_orders_apart() {
-    let variants = ["RowLayout::ExpertMajor", "RowLayout::RankMajor"];
-    let orders = ["Order::Expert", "Order::Rank", "Order::Node"];
-    let named = files_with(&[variants.as_slice(), &orders].concat());
-    assert!(named.len() <= 5, "{named:?}");
-}
-
-#[test]
-fn files_that_ask_for_the_layout_are_those_of_contributing() {
-    let page = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/CONTRIBUTING.md")).unwrap();
-    let (_, list) = page.split_once("has to look at each of them:").expect("the list is there");
-    let (list, _) = list.split_once("So rank-major rows").expect("the list ends");
-    let mut listed: Vec<_> = list.split('`').skip(1).step_by(2).map(str::to_owned).collect();
-    listed.sort();
-    assert_eq!(listed, files_with(&["is_per_rank(", "laid_apart("]));
 }
 
 #[test]

@@ -10,4 +10,5 @@ mod orders;
 mod pages;
 mod parts;
 mod public_face;
+mod row_layouts;
 mod waits;

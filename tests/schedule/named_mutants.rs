@@ -14,6 +14,7 @@
 //! | an offer overtakes blocks of an earlier call | [`Change::Overtake`] |
 //! | memory of an unfinished call is used again | [`SeededBug::TakeUnread`], [`InstanceBug::ShareMemory`] |
 //! | two instances cross | [`InstanceBug::Crossed`] |
+//! | streams of a rank go on without each other | a dropped `Follow` or `Join` |
 //!
 //! **No credit of staging.** Calls take turns on the stream, so one staging area serves all of
 //! them, and no `Ready` waits for a credit of it. On one node the rank's own stream alone writes
@@ -57,9 +58,10 @@ const READY_BEFORE_A_CREDIT: &str = "`Ready` before a credit of staging";
 const OVERTAKEN: &str = "an offer overtakes blocks of an earlier call";
 const USED_AGAIN: &str = "memory of an unfinished call is used again";
 const CROSSED: &str = "two instances cross";
+const UNORDERED: &str = "streams of a rank go on without each other";
 
 /// All of them.
-const NAMES: [&str; 11] = [
+const NAMES: [&str; 12] = [
     DROPPED,
     SWAPPED,
     UNAGREED,
@@ -71,6 +73,7 @@ const NAMES: [&str; 11] = [
     OVERTAKEN,
     USED_AGAIN,
     CROSSED,
+    UNORDERED,
 ];
 
 /// One side of a pair: a stage, and the operation or access there.
@@ -258,8 +261,8 @@ fn of_steps() -> Vec<Row> {
             UNAGREED,
             changed(&host, dispatch, Agree, drop),
             "Deadlock",
-            ("relay rows", "wait block"),
-            ("rows", "signal block"),
+            ("rows", "wait landed"),
+            ("relay rows", "signal landed"),
         ),
         row(
             MOVED_RELAY,
@@ -334,7 +337,7 @@ fn of_credits_and_memory() -> Vec<Row> {
             READY_BEFORE_A_CREDIT,
             signal(&ahead, "ready", Flag::Ready, Change::Before("enqueued")),
             "Race",
-            ("enqueued", "writes chunk"),
+            ("packed", "writes chunk"),
             ("pull", "put"),
         ),
         row(
@@ -361,9 +364,9 @@ fn of_credits_and_memory() -> Vec<Row> {
         row(
             USED_AGAIN,
             two_instances(&BETWEEN_HALVES, Streams::One, share),
-            "Overwritten",
-            ("enqueued", "writes chunk"),
-            ("end", "reads own outputs"),
+            "Race",
+            ("pull", "put"),
+            ("end", "reads rows at home"),
         ),
         row(
             USED_AGAIN,
@@ -382,9 +385,66 @@ fn of_credits_and_memory() -> Vec<Row> {
     ]
 }
 
+fn of_streams() -> Vec<Row> {
+    let group = on_one_node().enqueuing();
+    let changed = |kind, work| changed(&group, kind, Compute(work), CallChange::Drop);
+    vec![
+        row(
+            UNORDERED,
+            changed(CallKind::Dispatch, Work::Follow),
+            "Race",
+            ("packed", "writes packed rows"),
+            ("rows", "put rows"),
+        ),
+        row(
+            UNORDERED,
+            changed(CallKind::Combine, Work::Follow),
+            "Race",
+            ("pull", "put"),
+            ("end", "reads rows at home"),
+        ),
+        row(
+            UNORDERED,
+            changed(CallKind::Dispatch, Work::Join),
+            "Race",
+            ("rows", "put rows"),
+            ("end", "reads landed notes"),
+        ),
+        row(
+            UNORDERED,
+            changed(CallKind::Combine, Work::Join),
+            "Race",
+            ("packed", "writes packed rows"),
+            ("pull", "put"),
+        ),
+    ]
+}
+
+#[test]
+fn every_lost_order_of_streams_is_found_by_proof_alone() {
+    let one_node = on_one_node().enqueuing();
+    let two_nodes = Group::new(&[0, 0, 1, 1], 4, 5).run((Route::Direct, Relays::Inline)).enqueuing();
+    for group in [one_node, two_nodes.clone(), Group { gpu_direct: true, ..two_nodes }, over_relays()] {
+        let programs = programs(&group);
+        for kind in [CallKind::Dispatch, CallKind::CachedDispatch, CallKind::Combine] {
+            let steps = programs.own(kind, Relays::Inline).steps();
+            let at = |action| steps.iter().position(|step| step.action == action);
+            for work in [Work::Follow, Work::Join] {
+                let seen = prove(&changed(&group, kind, Compute(work), CallChange::Drop));
+                // The host awaits the caller's stream behind what that packs, then enqueues copies.
+                let (packs, reached) = (at(Compute(Work::Pack)), at(Run(StageId::Reached, Part::Start)));
+                let packs = packs.or(at(Compute(Work::Partials)));
+                let implied = work == Work::Follow && reached.is_some_and(|reached| packs < Some(reached));
+                assert_eq!(seen.is_ok(), implied, "{:?} {kind:?} {work:?}: {seen:?}", group.route);
+            }
+        }
+    }
+}
+
 #[test]
 fn every_named_bug_of_a_driver_breaks_the_pair_that_is_listed() {
-    let rows: Vec<Row> = of_steps().into_iter().chain(of_credits_and_memory()).collect();
+    let rows = of_steps().into_iter().chain(of_credits_and_memory()).chain(of_streams());
+    let rows: Vec<Row> = rows.collect();
     let named: BTreeSet<&str> = rows.iter().map(|row| row.bug).collect();
     assert_eq!(named, NAMES.into_iter().collect());
     let mut wrong = Vec::new();

@@ -57,6 +57,11 @@ impl<'a> Mutant<'a> {
         }
     }
 
+    /// The word orders streams of its rank.
+    fn of_streams(&self) -> bool {
+        ["packed", "follow", "mark", "join"].contains(&self.mutation.stage)
+    }
+
     fn swapped(&self, op: Op, next: Op) -> Option<&'static str> {
         let me = self.mutation.rank;
         match (op, next) {
@@ -82,6 +87,12 @@ impl<'a> Mutant<'a> {
         let (me, change) = (self.mutation.rank, self.mutation.change);
         let parts = self.paths.route() == Route::Pxn && self.mutation.stage == "rows";
         match (flag, change) {
+            (Flag::Posted, Change::Raise) if self.of_streams() => Some(RECORDED_ONCE),
+            (Flag::Posted, Change::Drop | Change::Lower)
+                if self.mutation.stage == "follow" && self.mutation.kind == CallKind::Combine =>
+            {
+                Some("no NIC reads rows that were packed in such calls")
+            }
             (Flag::Block, Change::Drop) if parts && level != FlagValue::Part(crate::groups::CHUNKS) => {
                 Some("the next part says it too")
             }
@@ -111,6 +122,11 @@ impl<'a> Mutant<'a> {
         let relayed = |s: u32| paths.route() == Route::Pxn && paths.sources().any(|source| source == s);
         match (flag, stage) {
             (Flag::Posted, "posted") => Some(FOR_CAUSES),
+            (Flag::Posted, "join") if kind == CallKind::ExpertMap => Some("nothing moves in such calls"),
+            (Flag::Posted, _) if change == Change::Lower && self.of_streams() => Some(RECORDED_ONCE),
+            (Flag::Posted, "follow" | "mark") if paths.is_multi_node() && kind != CallKind::Dispatch => {
+                Some("its host has awaited the caller's stream before it enqueues copies")
+            }
             (Flag::Read, "release") if self.ahead => Some(ANOTHER_RELEASES),
             (Flag::Ready, "reached") if kind == CallKind::ExpertMap && paths.is_multi_node() => {
                 Some("calls that take memory await their stream")
@@ -168,6 +184,7 @@ impl<'a> Mutant<'a> {
     }
 }
 
+const RECORDED_ONCE: &str = "an event is recorded once in a call: its word has no value between";
 const FOR_CAUSES: &str = "bytes are as before: the fake driver counts waits whose cause is not enqueued";
 const ANOTHER_RELEASES: &str =
     "a reader says so to all owners behind its last copy, and the entry of each other one vouches for it";

@@ -66,7 +66,7 @@ impl Session {
             bin_of: self.span(self.shape.map())?,
             n_experts: spec.map.experts(),
             bins: self.fixed.bins.count(),
-            once: spec.layout.is_per_rank(),
+            once: spec.layout.merges(),
             order: self.span(self.shape.order(context))?,
         })
     }

@@ -186,11 +186,9 @@ impl Enqueuer {
         common.contexts[context as usize].tell(|told| {
             let placement = &mut told.placement;
             (placement.number, placement.rows, placement.gathered) = (number, layout.landed, gathered);
+            let counted = common.fixed.spec.layout.expert_bins(layout.rows_per_bin.len());
             placement.tokens_per_expert.clear();
-            // Rank-major, choices are counted on the device.
-            if !common.fixed.spec.layout.is_per_rank() {
-                placement.tokens_per_expert.extend_from_slice(&layout.rows_per_bin);
-            }
+            placement.tokens_per_expert.extend_from_slice(&layout.rows_per_bin[..counted]);
             placement.padded_per_expert.clone_from(&layout.padded_per_bin);
             placement.dropped.clone_from(&sorted.dropped);
             placement.dropped_weight = sorted.dropped_weight(bytemuck::cast_slice(&scratch.weights));
@@ -214,19 +212,21 @@ impl Enqueuer {
         let Enqueuer { common, engine, kept, scratch: Scratch { counts, .. }, .. } = self;
         let (fixed, shape) = (&common.fixed, &common.shape);
         let layout = &kept[context as usize].layout;
+        let experts = fixed.spec.layout.expert_bins(fixed.bins.of(fixed.lanes.rank).len());
         counts.clear();
         if placed {
-            counts.extend_from_slice(&layout.rows_per_bin);
-            counts.extend_from_slice(&layout.padded_per_bin);
+            counts.extend_from_slice(&layout.rows_per_bin[..experts]);
+            counts.extend_from_slice(&layout.padded_per_bin[..experts]);
         } else {
-            counts.resize(2 * fixed.bins.of(fixed.lanes.rank).len(), 0);
+            counts.resize(2 * experts, 0);
         }
         let counted: &[u32] = bytemuck::cast_slice(counts);
         let len = counted.len() as u64 * 4;
         common.host.write_words(shape.host_counts().0 as usize, counted)?;
-        match fixed.spec.layout.is_per_rank() {
-            true => Ok(()),
-            false => common.send(engine, (shape.host_counts(), shape.counts(context)), len),
+        match len {
+            // The device counts the choices of each row.
+            0 => Ok(()),
+            _ => common.send(engine, (shape.host_counts(), shape.counts(context)), len),
         }
     }
 

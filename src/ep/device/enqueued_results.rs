@@ -147,15 +147,16 @@ impl EnqueuedRows {
         let shape = &common.shape;
         let landing = shape.landing(kind, landed);
         let base = extent.offset();
-        let spec = &common.fixed.spec;
-        let (per_rank, [experts, apart]) = (spec.layout.is_per_rank(), shape.row_choices(context));
-        let choices = u64::from(landed) * u64::from(spec.top_k) * 4;
-        let weights = match common.laid_apart() {
-            Some(words) => (apart.0, u64::from(landed) * u64::from(words) * 4),
-            None => (shape.notes(context).0, u64::from(landed) * 4),
+        let (notes, top_k) = (common.fixed.spec.notes(), common.fixed.spec.top_k);
+        let [experts, apart] = shape.row_choices(context);
+        let words = |per_row: u32| u64::from(landed) * u64::from(per_row) * 4;
+        let weights = match common.pairs() {
+            0 => (shape.notes(context).0, words(1)),
+            pairs => (apart.0, words(pairs)),
         };
         let (memory, weights) = (common.piece((base, landing.bytes()))?, common.piece(weights)?);
-        let experts = per_rank.then(|| common.piece((experts.0, choices))).transpose()?;
+        let named = notes.experts(top_k);
+        let experts = (named > 0).then(|| common.piece((experts.0, words(named)))).transpose()?;
         let arrived = match shape.arrives() {
             true => {
                 let (at, (index, end)) = (landing.bytes(), landing.arrivals());
@@ -369,7 +370,7 @@ impl EnqueuedHandle {
             true => (&[][..], Some("regroup")),
             false => (planner.kernels(self.placement.has_own), None),
         };
-        let apart = common.laid_apart().map(|_| "choices");
+        let apart = (common.pairs() > 0).then_some("choices");
         let gathered = std::iter::repeat_n(*packs, self.placement.gathered);
         let kernels: Vec<_> = first.iter().copied().chain(gathered).chain(last).chain(apart).collect();
         let dropped_weight = self.placement.dropped_weight;

@@ -63,8 +63,8 @@ pub(super) struct MemoryShape {
     /// there is one bin.
     experts: u64,
     segments: u64,
-    /// A row stands for all choices of its token at a rank.
-    per_rank: bool,
+    /// Pairs of words of a row that a kernel lays apart.
+    pairs: u64,
     /// Ranks sum a token's rows before they return.
     rank_sums: bool,
     /// Relays sum a token's rows of their node before they return.
@@ -100,18 +100,17 @@ impl MemoryShape {
         words: u64,
     ) -> Self {
         let experts = spec.map.slots().into();
-        let per_rank = spec.layout.is_per_rank();
         MemoryShape {
             contexts,
             ids: spec.map.experts().into(),
-            bins: if per_rank { spec.map.ranks().into() } else { spec.map.slots().into() },
+            bins: spec.layout.first_bin(&spec.map, spec.map.ranks()).into(),
             ranks: spec.map.ranks().into(),
             max_tokens: spec.max_tokens.into(),
             top_k: spec.top_k.into(),
             align: spec.align.into(),
             experts,
-            segments: if per_rank { 1 } else { experts },
-            per_rank,
+            segments: spec.layout.most_bins(spec.map.slots()).into(),
+            pairs: spec.notes().pairs(spec.top_k).into(),
             rank_sums: spec.rank_sums,
             node_sums: spec.node_sums,
             weighted: spec.weighted,
@@ -345,11 +344,7 @@ impl MemoryShape {
     }
 
     fn row_choice_bytes(&self) -> u64 {
-        match (self.per_rank, self.rank_sums) {
-            (true, _) => self.most_rows() * self.top_k * 4,
-            (false, true) => self.most_rows() * 4,
-            (false, false) => 0,
-        }
+        self.most_rows() * self.pairs * 4
     }
 
     pub fn pool(&self) -> ByteRange {
@@ -520,7 +515,7 @@ mod tests {
             align: 1,
             experts: 2,
             segments: 2,
-            per_rank: false,
+            pairs: 0,
             rank_sums: false,
             node_sums: false,
             weighted: true,

@@ -36,7 +36,6 @@ use crate::device::{
 };
 use crate::dtype::{Dtype, Fp8RowShape};
 use crate::ep::Status;
-use crate::ep::builder::Spec;
 use crate::ep::state::{EpState, ReceiveMemory};
 use crate::error::{CallKind, DeviceError, Error, PlanError};
 use crate::exec::{CopyEngineStepper, EnqueueCounts};
@@ -255,7 +254,7 @@ impl Session {
         EpState { spec, bins, lanes, .. }: &EpState,
     ) -> Result<(), Error> {
         let (shape, map) = (&self.shape, &spec.map);
-        let bin = |slot| if spec.layout.is_per_rank() { map.rank_of(slot) } else { slot };
+        let bin = |slot| spec.layout.bin_of(map, slot);
         let local = |slot| slot - map.slots_of(map.rank_of(slot)).start;
         // An expert without a bin has no row.
         let of_slots = |of: &dyn Fn(u32) -> u32| -> Vec<u32> {
@@ -293,8 +292,8 @@ impl Session {
     pub fn counts(&self, context: u32) -> ByteRange {
         let spec = &self.fixed.spec;
         let experts = spec.map.slots_of(self.fixed.lanes.rank).len() as u64;
-        let each = if spec.layout.is_per_rank() { 8 } else { 16 };
-        (self.shape.counts(context).0, experts * each)
+        let numbers = u64::from(spec.layout.numbers_per_expert());
+        (self.shape.counts(context).0, experts * numbers * 8)
     }
 
     /// Enqueues that what came with `rows` rows of a context is laid apart, where a row stands for
@@ -305,15 +304,17 @@ impl Session {
         kernels: &Kernels,
         (context, rows): (u32, u32),
     ) -> Result<(), Error> {
-        let spec = &self.fixed.spec;
-        let Some(top_k) = self.laid_apart() else { return Ok(()) };
+        let (spec, pairs) = (&self.fixed.spec, self.pairs());
+        if pairs == 0 {
+            return Ok(());
+        }
         let [experts, weights] = self.shape.row_choices(context);
         let n_experts = spec.map.slots_of(self.fixed.lanes.rank).len() as u32;
         let args = ChoiceArgs {
             rows,
-            top_k,
+            top_k: pairs,
             // Sums are not counted.
-            n_experts: if spec.rank_sums { 0 } else { n_experts },
+            n_experts: if spec.notes().experts(spec.top_k) == 0 { 0 } else { n_experts },
             notes: self.span(self.shape.notes(context))?,
             experts: self.span(experts)?,
             weights: self.span(weights)?,
@@ -322,14 +323,9 @@ impl Session {
         Ok(kernels.choices(stream, &args)?)
     }
 
-    /// Pairs of words that came with each row and are laid apart, if they are.
-    pub fn laid_apart(&self) -> Option<u32> {
-        let Spec { layout, top_k, rank_sums, .. } = self.fixed.spec;
-        match (layout.is_per_rank(), rank_sums) {
-            (true, _) => Some(top_k),
-            (false, true) => Some(1),
-            (false, false) => None,
-        }
+    /// Pairs of words that came with each row and are laid apart.
+    pub fn pairs(&self) -> u32 {
+        self.fixed.spec.notes().pairs(self.fixed.spec.top_k)
     }
 
     /// Whether the rows that return in a call of this kind are sums by rank.

@@ -6,7 +6,6 @@ use std::sync::Arc;
 use sidelane::device::{Context, Stream as Borrowed};
 use sidelane::ep::{ExpertParallelBuilder, Handle as Layout, Place};
 use sidelane::error::CallKind;
-use sidelane::plan::RowLayout;
 use sidelane::{Dtype, ExpertParallel};
 
 use super::memory::{Out, apart, flags, short_name, slice_mut};
@@ -221,10 +220,10 @@ pub unsafe extern "C" fn sidelane_ep_build(
         let hidden = ep.hidden() as u64;
         let sent = ep.record().map_or(hidden, |shape| shape.bytes() as u64);
         let top_k: u64 = ep.top_k().into();
+        let numbers = words::layout(options.layout)?.words_home(ep.top_k()).into();
         let (dtype, weighted) = (words::dtype(options.dtype)?, options.weighted == 1);
         let context = stream.map(|stream| Arc::clone(stream.context()));
         let cell = Arc::new(ExclusiveCell::new(Kind::Ep, ep));
-        let numbers = if words::layout(options.layout)? == RowLayout::RankMajor { top_k } else { 1 };
         give(Layer { cell, context, dtype, hidden, sent, top_k, numbers, weighted }, out)
     })
 }

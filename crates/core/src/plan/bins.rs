@@ -31,37 +31,24 @@ pub struct Bins {
 impl Bins {
     /// The bins of a layout.
     pub fn of_layout(layout: RowLayout, map: &ExpertMap, order: SumOrder, nodes: &NodeMap) -> Self {
-        if !layout.is_per_rank() {
-            return Self::experts(map, order, nodes);
-        }
-        let ranks: Vec<u32> = (0..map.ranks()).collect();
-        Self::new((0..=map.ranks()).collect(), ranks, order, nodes, |rank| rank)
-    }
-
-    /// A bin per expert slot.
-    pub fn experts(map: &ExpertMap, order: SumOrder, nodes: &NodeMap) -> Self {
-        let rank_of: Vec<u32> = (0..map.slots()).map(|slot| map.rank_of(slot)).collect();
-        let mut starts: Vec<u32> = (0..map.ranks()).map(|rank| map.slots_of(rank).start).collect();
-        starts.push(map.slots());
-        Self::new(starts, rank_of, order, nodes, |slot| map.expert_of(slot))
-    }
-
-    fn new(
-        starts: Vec<u32>,
-        rank_of: Vec<u32>,
-        order: SumOrder,
-        nodes: &NodeMap,
-        expert_of: impl Fn(u32) -> u32,
-    ) -> Self {
+        let starts: Vec<u32> = (0..=map.ranks()).map(|rank| layout.first_bin(map, rank)).collect();
+        let bins_of = |rank: u32| starts[rank as usize]..starts[rank as usize + 1];
+        let rank_of: Vec<u32> = (0..map.ranks()).flat_map(|rank| bins_of(rank).map(move |_| rank)).collect();
         let partial = |&rank: &u32| order.per_partial(rank, nodes.node_of(rank)).unwrap_or(0);
         let partial_of: Vec<u32> = rank_of.iter().map(partial).collect();
         let mut in_order: Vec<u32> = (0..rank_of.len() as u32).collect();
         // Replicas of an expert are told apart by their rank, which only makes the order total.
         in_order.sort_unstable_by_key(|&bin| {
-            let (partial, rank, expert) = (partial_of[bin as usize], rank_of[bin as usize], expert_of(bin));
+            let (partial, rank, expert) =
+                (partial_of[bin as usize], rank_of[bin as usize], layout.expert_of(map, bin));
             if order.has_partials() { (partial, rank, expert) } else { (0, expert, rank) }
         });
         Bins { starts, rank_of, in_order, partial_of, order }
+    }
+
+    /// A bin per expert slot.
+    pub fn experts(map: &ExpertMap, order: SumOrder, nodes: &NodeMap) -> Self {
+        Self::of_layout(RowLayout::ExpertMajor, map, order, nodes)
     }
 
     /// Number of bins.

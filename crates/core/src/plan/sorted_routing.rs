@@ -93,7 +93,7 @@ impl SortedRouting {
                 return Expert { bin: NONE, local: 0, named: 0 };
             };
             let rank = map.rank_of(slot);
-            let bin = if notes.layout().is_per_rank() { rank } else { slot };
+            let bin = notes.layout().bin_of(map, slot);
             Expert { bin, local: slot - map.slots_of(rank).start, named: 0 }
         }));
         self.dropped.resize(routing.experts().len(), false);
@@ -269,7 +269,7 @@ impl SortedRouting {
     }
 
     fn count(&mut self, map: &ExpertMap, notes: RowMetadata, routing: &Routing) -> Result<(), PlanError> {
-        let columns = routing.top_k() as usize;
+        let (columns, merges) = (routing.top_k() as usize, notes.layout().merges());
         let (mut entries, mut token) = (0, 0);
         let choices = routing.experts().chunks_exact(columns).zip(routing.weights().chunks_exact(columns));
         for (ids, weights) in choices {
@@ -290,7 +290,7 @@ impl SortedRouting {
                     self.dropped[token as usize * columns + k as usize] = true;
                     continue;
                 };
-                if notes.layout().is_per_rank() {
+                if merges {
                     let latest = &mut self.latest[expert.bin as usize].0;
                     if std::mem::replace(latest, token + 1) == token + 1 {
                         continue;

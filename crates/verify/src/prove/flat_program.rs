@@ -285,15 +285,31 @@ fn begin(program: &Program, actor: usize, state: &mut Actor, ready: &mut Vec<(us
     }
 }
 
-/// The stuck wait of the earliest call: others may only follow from it.
+/// The stuck wait that others follow from: its signal comes behind no other wait, or behind waits
+/// in a circle with it, of which this one is in the earliest call.
 fn stuck(program: &Program, actors: &[Actor], words: &[u64], queues: u32) -> ProofFailure {
-    let heads = actors
+    let heads: Vec<u32> = actors
         .iter()
         .filter(|actor| actor.left > 0)
-        .flat_map(|actor| actor.queues.iter().filter_map(|queue| queue.ops.get(queue.done)));
-    let op = *heads
-        .min_by_key(|&&op| (program.nodes[op as usize].call, program.nodes[op as usize].at, op))
-        .expect("whatever is not done stands behind a wait");
-    let node = &program.nodes[op as usize];
-    ProofFailure::Deadlock { queues, op: program.op_ref(op), seen: words[node.word()] }
+        .flat_map(|actor| actor.queues.iter().filter_map(|queue| queue.ops.get(queue.done).copied()))
+        .collect();
+    let node = |op: u32| &program.nodes[op as usize];
+    let first = |ops: &mut dyn Iterator<Item = u32>| ops.min_by_key(|&op| (node(op).call, node(op).at, op));
+    // What keeps the signal of a wait from coming.
+    let behind = |wait: u32| {
+        let (word, value) = (node(wait).word(), node(wait).step.value);
+        let signals = |node: &&Node| matches!(node.step.op, Op::Signal { .. }) && node.word() == word;
+        let signal = program.nodes.iter().find(|node| signals(node) && node.step.value >= value)?;
+        first(&mut heads.iter().copied().filter(|&head| node(head).actor == signal.actor))
+    };
+    let mut op = first(&mut heads.iter().copied()).expect("an operation that is not done is behind a wait");
+    let mut chain = Vec::new();
+    while let Some(next) = behind(op).filter(|_| !chain.contains(&op)) {
+        chain.push(op);
+        op = next;
+    }
+    if let Some(begin) = chain.iter().position(|&other| other == op) {
+        op = first(&mut chain[begin..].iter().copied()).unwrap_or(op);
+    }
+    ProofFailure::Deadlock { queues, op: program.op_ref(op), seen: words[node(op).word()] }
 }

@@ -322,6 +322,7 @@ impl fmt::Display for Role {
         f.write_str(match self {
             Role::Own => "",
             Role::Relay => "'s relay",
+            Role::Caller => "'s caller",
             Role::Transfers => "'s transfers",
         })
     }

@@ -20,7 +20,8 @@ use std::rc::Rc;
 use sidelane_core::error::{CallKind, PlanError};
 use sidelane_core::gate::Routing;
 use sidelane_core::plan::{
-    Bins, Counts, DispatchLayout, ExpertMap, ReceiveSizes, RelayPlan, RowBuffer, RowSizes, Strategy,
+    Bins, Counts, DispatchLayout, ExpertMap, ReceiveMode, ReceiveSizes, RelayPlan, RowBuffer, RowSizes,
+    Strategy,
 };
 use sidelane_core::schedule::call_program::{Engines, RankPrograms};
 use sidelane_core::schedule::{
@@ -105,8 +106,11 @@ impl<'a> Unroller<'a> {
             match sampled {
                 SampledCall::Inside(kind, all) => {
                     // No relay is offloaded where callers' threads enqueue.
-                    let beside = if self.scenario.enqueues { Role::Transfers } else { Role::Relay };
-                    for (scenes, role) in all.into_iter().zip([Role::Own, beside]) {
+                    let beside: &[Role] = match self.scenario.enqueues {
+                        true => &[Role::Caller, Role::Transfers],
+                        false => &[Role::Relay],
+                    };
+                    for (scenes, &role) in all.into_iter().zip([Role::Own].iter().chain(beside)) {
                         let part = ActorCall { rank, role, call, kind, scenes };
                         if role == Role::Own { own.push(part) } else { others.push(part) }
                     }
@@ -131,6 +135,8 @@ const EPOCH: u16 = 1;
 /// here has.
 const CONTEXTS: u64 = 8;
 const NOTES: u64 = 1 << 14;
+/// Bytes of packed rows, and of rows that return: more than any scenario here has.
+const STAGING: u64 = 1 << 20;
 
 pub(super) type Extent = Range<u64>;
 
@@ -155,8 +161,8 @@ pub(super) struct Member {
     /// Memory that peers may be reading or, where callers' threads enqueue, that their streams may
     /// be using.
     pub offered: Vec<Extent>,
-    /// The one place of returned rows, where callers' threads enqueue.
-    pub staging: Option<Extent>,
+    /// The one place of packed and of returned rows, where callers' threads enqueue.
+    pub staging: Extent,
 }
 
 /// A dispatch that calls can follow.
@@ -356,6 +362,12 @@ impl<'a> Unroller<'a> {
         self.scenario.enqueues && self.scenario.seeded != Some(SeededBug::TakeUnread)
     }
 
+    /// Whether the device plans dispatches: its counts are enough for the host.
+    pub(super) fn plans_on_device(&self) -> bool {
+        let exact = self.scenario.mode == ReceiveMode::Exact;
+        exact && !self.sizing.rank_sums && !self.paths(0).is_multi_node()
+    }
+
     /// Whether engines relay.
     pub(super) fn arrives(&self) -> bool {
         self.scenario.pulls && self.scenario.route == Route::Pxn && self.paths(0).is_multi_node()
@@ -392,10 +404,12 @@ impl ProofScenario<'_> {
 impl Member {
     fn new(enqueues: bool) -> Self {
         let mut pool = Pool::default();
+        let mut staging = Extent::default();
         if enqueues {
             pool.take(CONTEXTS * NOTES);
+            staging = pool.take(STAGING);
         }
-        Member { calls: Calls::new(EPOCH), dispatches: 0, pool, offered: Vec::new(), staging: None }
+        Member { calls: Calls::new(EPOCH), dispatches: 0, pool, offered: Vec::new(), staging }
     }
 
     /// The readers of the offered memory have confirmed, and the stream has passed: it is free.

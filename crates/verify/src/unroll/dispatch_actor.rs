@@ -24,7 +24,9 @@ use sidelane_core::plan::{
     RelayPermutation, RelayPlan, RelaySorter, RowBuffer,
 };
 use sidelane_core::schedule::call_program::{Action, Role, StageId, StageOperands, Work};
-use sidelane_core::schedule::{Flag, Operand, RelayTables, ReturnParts, WindowId};
+use sidelane_core::schedule::{
+    CallerTables, Flag, Index, Operand, PutSource, RelayTables, ReturnParts, WindowId,
+};
 
 use super::call_sequence::{
     Exchange, Extent, FilledOperands, Handle, Member, Placed, SampledCall, Tables, Unroller, Until, bad,
@@ -169,9 +171,31 @@ impl Unroller<'_> {
                 let first = call.placed.arrivals[me as usize];
                 tables.to_arrivals(&setting, layout, first, |rows| self.landing(rows));
             }
+            if self.scenario.enqueues {
+                self.send_packed(me, &mut tables);
+            }
         }
         let (layout, row_bytes) = (Rc::clone(layout), self.scenario.row_bytes);
         self.filled(me, Tables::Caller { tables, layout, row_bytes })
+    }
+
+    /// Rows for other ranks leave from where they lie packed.
+    fn send_packed(&self, me: u32, tables: &mut CallerTables) {
+        let staging = self.members[me as usize].staging.start;
+        for (_, operand) in (0..).zip(&mut tables.table).filter(|&(nth, _)| nth != me) {
+            if let Operand::Rows { from: from @ PutSource::Input, from_offset, index, .. } = operand {
+                *from = PutSource::Window { owner: me, window: WindowId::POOL };
+                (*from_offset, *index) = (staging, Index::Contiguous);
+            }
+        }
+    }
+
+    /// A kernel packs rows.
+    fn packed(&self, me: u32, layout: &DispatchLayout) -> Vec<HostAccess> {
+        let rows = layout.runs.iter().map(|run| run.first + run.count).max().unwrap_or(0);
+        let (staging, bytes) = (&self.members[me as usize].staging, u64::from(rows) * self.sizing.row_bytes);
+        debug_assert!(bytes <= staging.end - staging.start, "packed rows fit their place");
+        vec![self.write("packed rows", Bytes::new(me, WindowId::POOL, staging.start, bytes))]
     }
 
     /// Rows that engines bring in, and the planner's accesses before.
@@ -332,10 +356,29 @@ impl Unroller<'_> {
     }
 }
 
+impl Sender<'_, '_> {
+    /// Whether the order of rows is known only when they have places: engines relay, and the call
+    /// places them.
+    fn packs_later(&self) -> bool {
+        self.unroller.arrives() && self.call.noted
+    }
+}
+
 impl Actor for Sender<'_, '_> {
     fn footprint(&self, role: Role, action: Action) -> Vec<HostAccess> {
         let Sender { unroller, me, call, .. } = *self;
+        let moves = !call.placed.forwards.is_empty();
         match (role, action) {
+            (Role::Own, Action::Compute(Work::Pack)) if moves && !self.packs_later() => {
+                unroller.packed(me, &call.placed.layouts[me as usize])
+            }
+            (Role::Own, Action::Compute(Work::Follow)) if moves && self.packs_later() => {
+                match call.until {
+                    Until::End => unroller.packed(me, &call.placed.layouts[me as usize]),
+                    // Of a call that is refused nothing is packed.
+                    _ => Vec::new(),
+                }
+            }
             (Role::Own, Action::Compute(Work::Describe)) if call.noted => {
                 unroller.headers_written(me, &call.placed.layouts[me as usize])
             }

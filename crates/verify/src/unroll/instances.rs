@@ -16,7 +16,7 @@ use sidelane_core::error::PlanError;
 use sidelane_core::schedule::{Flag, Op, WindowId};
 
 use super::call_sequence::bad;
-use super::stage_runs::ENQUEUED;
+use super::stage_runs::{ENQUEUED, SETS};
 use super::{
     ActorCall, Bytes, Effect, Effects, HostAccess, Role, StageRun, Streams, UnrolledOp, UnrolledProgram,
     numbered,
@@ -163,19 +163,28 @@ fn taken(
 }
 
 /// How many scenes of an actor the first half of a call has: as many as it takes until the rank's
-/// stream signals that it is ready. Its host has enqueued that much. They move nothing, so they may
-/// stand in the call of another instance.
+/// stream of copies signals that it is ready. Its host has enqueued that much, and what precedes it
+/// on the caller's stream. They move nothing, so they may stand in the call of another instance.
 fn half_of(instance: &UnrolledProgram, (call, rank, role): (usize, u32, Role)) -> Option<usize> {
     let parts = &instance.calls[call];
     let part_of = |role| parts.iter().find(|part| part.rank == rank && part.role == role);
-    let stream = &part_of(Role::Transfers)?.scenes;
+    let [host, stream] = [part_of(Role::Own)?, part_of(Role::Transfers)?].map(|part| &part.scenes);
     let signals = |step: &UnrolledOp| matches!(step.op, Op::Signal { flag: Flag::Ready, .. });
     let ready = stream.iter().position(|scene| scene.steps.iter().any(signals))? + 1;
-    let enqueued = |scenes: &[StageRun]| scenes.iter().filter(|scene| scene.name == ENQUEUED).count();
+    // The word by which a line hears that its host has enqueued what follows.
+    let word = |scene: &StageRun| {
+        let step = scene.steps.first().filter(|_| scene.name == ENQUEUED)?;
+        Some((step.set, step.value))
+    };
+    let last = stream[..ready].iter().rev().find_map(word)?;
+    let half = host.iter().position(|scene| word(scene) == Some(last))? + 1;
     match role {
-        Role::Own => {
-            let (host, count) = (&part_of(Role::Own)?.scenes, enqueued(&stream[..ready]));
-            (0..=host.len()).find(|&half| enqueued(&host[..half]) == count)
+        Role::Own => Some(half),
+        Role::Caller => {
+            let enqueued: Vec<_> = host[..half].iter().filter_map(word).collect();
+            let later = |scene: &StageRun| word(scene).is_some_and(|word| !enqueued.contains(&word));
+            let scenes = &part_of(Role::Caller)?.scenes;
+            Some(scenes.iter().position(later).unwrap_or(scenes.len()))
         }
         _ => Some(ready),
     }
@@ -207,7 +216,11 @@ impl Place {
         let filled = Rc::new(InstanceOperands { place: Rc::clone(self), filled: Rc::clone(&scene.filled) });
         StageRun {
             touches: scene.touches.iter().map(touch).collect(),
-            steps: scene.steps.iter().map(|step| UnrolledOp { set: self.set, ..*step }).collect(),
+            steps: scene
+                .steps
+                .iter()
+                .map(|step| UnrolledOp { set: self.set * SETS + step.set, ..*step })
+                .collect(),
             filled,
             ..scene.clone()
         }

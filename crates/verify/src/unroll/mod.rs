@@ -17,7 +17,8 @@
 //! each one every rank copies its own rows to their places. That copy is a call of its own here.
 //!
 //! An *actor* runs by itself. It is a rank or, where its relay is [offloaded](Relays::Thread), the
-//! rank's own program or its relay's, which interact only through flags. Slots on
+//! rank's own program or its relay's, which interact only through flags. Of a rank whose host runs
+//! ahead of a device, actors are the host, the caller's stream and the stream of copies. Slots on
 //! [streams](StreamScenario) have unrolled programs of their own kind, where an actor is a stream.
 
 mod call_sequence;
@@ -294,8 +295,8 @@ pub struct UnrolledOp {
     pub id: u32,
     /// Its track.
     pub track: u32,
-    /// Of which set of flags its word is: 0, but for microbatches on streams and for
-    /// instances, which have one each.
+    /// Of which set of flags its word is: 0, but for microbatches on streams, for instances, and
+    /// for words between a host and its streams.
     pub set: u32,
     /// The operation.
     pub op: Op,
@@ -352,6 +353,8 @@ pub enum Role {
     Own,
     /// Its relayed operations, in a thread of their own.
     Relay,
+    /// Its caller's stream, where another one has the transfers.
+    Caller,
     /// Its transfers, on a stream of their own.
     Transfers,
 }
@@ -377,7 +380,7 @@ pub struct UnrolledProgram {
     /// Number of ranks of the group.
     pub ranks: u32,
     /// Number of actors: those of the unrolled ranks, then those of their relays, if these have
-    /// threads. For unrolled streams: see [`Streams`].
+    /// threads, or of their streams. For unrolled streams: see [`Streams`].
     pub actors: u32,
     /// Bytes of the control windows.
     pub control_bytes: u64,

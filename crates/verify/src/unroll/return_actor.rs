@@ -10,9 +10,6 @@ use super::call_sequence::{Extent, FilledOperands, Handle, SampledCall, Tables, 
 use super::stage_runs::Actor;
 use super::{HostAccess, SeededBug};
 
-/// Bytes for returned rows that callers' threads enqueue: more than any scenario here has.
-const STAGING: u64 = 1 << 20;
-
 /// Contribution of a rank to a return.
 struct Offer {
     chunk: Extent,
@@ -119,7 +116,7 @@ impl Unroller<'_> {
             if self.scenario.pulls { layout.terms.len() as u64 * self.sizing.return_bytes } else { 0 };
         let staging = match self.scenario.enqueues {
             // All calls return rows to one place.
-            true => member.staging.get_or_insert_with(|| member.pool.take(STAGING)).clone(),
+            true => member.staging.clone(),
             false => member.pool.take(home + wait + brought),
         };
         let (at, (mut tables, _)) = (self.return_setting(me, parts), self.tables(me));
@@ -281,8 +278,9 @@ impl Actor for Returner<'_, '_> {
         }
     }
 
-    fn reclaims(&self) -> bool {
+    fn finds_raised(&self, work: Work) -> Option<StageId> {
         let asks = self.unroller.scenario.seeded != Some(SeededBug::FreeBeforeAck);
-        asks && self.unroller.reclaims(self.me)
+        let finds = asks && self.unroller.reclaims(self.me);
+        (finds && work == Work::Reclaim).then_some(StageId::Release)
     }
 }

@@ -30,8 +30,10 @@
 use std::rc::Rc;
 
 use sidelane_core::error::CallKind;
-use sidelane_core::schedule::call_program::{Action, CallProgram, Part, RankPrograms, Role, StageId, Work};
-use sidelane_core::schedule::{Flag, FlagValue, Line, Op, TrackOp};
+use sidelane_core::schedule::call_program::{
+    Action, CallProgram, CallStep, Part, RankPrograms, Role, StageId, StageTensor, Work,
+};
+use sidelane_core::schedule::{Caller, Flag, FlagValue, Line, Op, TrackOp};
 use sidelane_core::topology::Paths;
 
 use super::call_sequence::{AssumedEffects, FilledOperands, Raised, SampledCall, Unroller, Until, Word};
@@ -48,6 +50,13 @@ pub(super) trait Actor {
     /// Reads and writes of a step in windows.
     fn footprint(&self, role: Role, action: Action) -> Vec<HostAccess>;
 
+    /// Stage whose words a step of a host that runs ahead looks at, and finds raised: it takes
+    /// memory for this call that it gave to readers. It looks, and takes none that is still read,
+    /// so where it takes some, its look is a wait that is over.
+    fn finds_raised(&self, _: Work) -> Option<StageId> {
+        None
+    }
+
     /// Operands of a stage.
     fn filled(&self, stage: StageId) -> &Rc<FilledOperands>;
 
@@ -55,21 +64,17 @@ pub(super) trait Actor {
     fn end(&self) -> Vec<HostAccess> {
         Vec::new()
     }
-
-    /// Whether a host that runs ahead takes memory for this call that it gave to readers. It looks,
-    /// and takes none that is still read: so where it takes some, its look is a wait that is over.
-    fn reclaims(&self) -> bool {
-        false
-    }
 }
 
 /// Name of the scenes by which a stream hears that its host has enqueued what follows.
 pub(super) const ENQUEUED: &str = "enqueued";
 
-/// A host that enqueues operations on a stream, and runs ahead of it.
+/// A host that enqueues operations on two streams, and runs ahead of them.
 #[derive(Clone, Copy)]
 pub(super) struct Enqueuer<'a> {
     paths: Paths<'a>,
+    /// The device plans dispatches, so kernels place metadata of own rows, too.
+    plans_on_device: bool,
     seeded: Option<SeededBug>,
 }
 
@@ -78,24 +83,64 @@ impl Enqueuer<'_> {
     fn settles_unless(&self, bug: SeededBug) -> bool {
         self.seeded != Some(bug)
     }
+
+    /// The line of an operation. Kernels of the caller's stream place own rows, and that stream
+    /// says that it has reached a call.
+    fn line(&self, stage: StageId, op: Op) -> usize {
+        let me = self.paths.me();
+        let placed = |operand| self.plans_on_device || operand == Caller::new(self.paths, 1).rows(me);
+        let own = stage.tensor() == StageTensor::Rows
+            && matches!(op, Op::PutRows { to, operand } if to == me && placed(operand));
+        match op.line(self.paths) {
+            Line::Host => HOST,
+            Line::Stream if own || stage.is_of_caller() => CALLER,
+            Line::Stream => COPIES,
+        }
+    }
 }
 
+/// Lines of a rank whose host enqueues: the host, the caller's stream, and that of copies.
+const LINES: usize = 3;
+const HOST: usize = 0;
+const CALLER: usize = 1;
+const COPIES: usize = 2;
+
+/// Words between the lines of a rank, which no program raises. Each has a set of flags of its own,
+/// behind that of the programs.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum OwnWord {
+    /// The host has enqueued what comes next on the caller's stream.
+    ToCaller = 1,
+    /// The same on the stream of copies.
+    ToCopies = 2,
+    /// Event of the caller's stream: it has packed rows, or made what returns.
+    Packed = 3,
+    /// The stream of copies has come behind that event: its host awaits this mark before NICs read
+    /// packed rows.
+    Mark = 4,
+    /// Event of the stream of copies: it has done the call.
+    Done = 5,
+}
+
+/// Sets of flags of an instance.
+pub(super) const SETS: u32 = 6;
+
 /// The scenes of one program of a rank, driven as far as `until`: those of its thread and, where
-/// that enqueues, those of its stream.
+/// that enqueues, those of the caller's stream and of the stream of copies.
 ///
-/// **Assumed of streams**:
+/// **Assumed of streams**: a stream begins nothing before its host has enqueued it. Every stream is
+/// like that, and no program says so. Before each stage and each kernel stands a wait for the host
+/// ([`ENQUEUED`]).
 ///
 /// ```text
-///   a stream begins nothing before its host has enqueued it   every stream is like that, and no program says so: before each
-///                                                             stage and each kernel stands a wait for the host (ENQUEUED)
-///   the caller's stream and that of copies are one line       `Follow` and `Join` order the two, and have no operation here:
-///                                                             a lack of them is found by the flow of values alone
-///   what is packed is read as early as it can be              where rows are packed at `Follow`, the caller's accesses stand at
-///                                                             `Pack` all the same
+///   caller's stream    Pack, Partials: touches, raise packed        own rows     Join: await done, touches of kernels
+///   stream of copies   Follow: await packed, raise the mark         stages ..    Join: raise done
+///   host               before rows that NICs read: await the mark
 /// ```
 ///
-/// A host waits for its stream where the program does. It waits for its NIC only before the stream
-/// gives memory back to peers, and where the program joins the caller's work with the call.
+/// A host waits for its streams where the program does. It waits for its NIC only before the stream
+/// of copies gives memory back to peers, and where the program joins the caller's work with the
+/// call.
 pub(super) fn walk(
     programs: &RankPrograms,
     (program, role, until): (&CallProgram, Role, Until),
@@ -107,71 +152,179 @@ pub(super) fn walk(
         Until::Counts => program.cut_at(Action::Admit),
         Until::End => None,
     };
-    let lines = if enqueues.is_some() { 2 } else { 1 };
-    let mut lines: Vec<Scenes> = (0..lines).map(|_| Scenes::default()).collect();
-    let last = lines.len() - 1;
-    lines[0].defers = enqueues.is_some();
     let base = actor.filled(StageId::Release);
-    let (mut enqueued, mut reclaims) = (0, actor.reclaims());
-    // The host has come so far: its next operations on the stream come after that.
-    let mut enqueue = |lines: &mut [Scenes], me: u32, settles: bool| {
-        enqueued += 1;
-        let (flag, level) = (Flag::Posted, FlagValue::Part(enqueued));
-        lines[0].word(ENQUEUED, base, (me, Op::Signal { to: me, of: me, flag, level }));
-        lines[0].settle(settles);
-        lines[last].word(ENQUEUED, base, (me, Op::Wait { from: me, flag, level }));
+    let lines: Vec<Scenes> = match enqueues {
+        Some(host) => {
+            let mut walk =
+                Walk { programs, actor, base, host, lines: Default::default(), raised: [0; SETS as usize] };
+            walk.lines[HOST].defers = true;
+            program.line(cut).for_each(|step| walk.step(step));
+            walk.lines[CALLER].touches.extend(actor.end());
+            walk.lines.into()
+        }
+        None => {
+            let mut line = Scenes::default();
+            line.touches.extend(if role == Role::Own { actor.begin() } else { Vec::new() });
+            for step in program.line(cut) {
+                let Action::Run(stage, part) = step.action else {
+                    line.touches.extend(actor.footprint(step.role, step.action));
+                    continue;
+                };
+                let (filled, items) = (actor.filled(stage), programs.stages.items(stage, part));
+                line.stage(stage, (part, first_of(programs, stage, part)), filled, steps(filled, items));
+            }
+            line.touches.extend(if role == Role::Own { actor.end() } else { Vec::new() });
+            vec![line]
+        }
     };
-    if role == Role::Own && enqueues.is_none() {
-        lines[0].touches.extend(actor.begin());
+    lines.into_iter().map(|line| line.end(base)).collect()
+}
+
+/// Position in its stage of the first operation of a part.
+fn first_of(programs: &RankPrograms, stage: StageId, part: Part) -> usize {
+    if part == Part::Finish { programs.stages.of(stage).start().len() } else { 0 }
+}
+
+/// A program of a rank whose host enqueues, amid its steps.
+struct Walk<'a, A> {
+    programs: &'a RankPrograms,
+    actor: &'a A,
+    base: &'a Rc<FilledOperands>,
+    host: Enqueuer<'a>,
+    lines: [Scenes; LINES],
+    /// Per word: how often it has been raised in this call.
+    raised: [u8; SETS as usize],
+}
+
+impl<A: Actor> Walk<'_, A> {
+    fn step(&mut self, step: CallStep) {
+        let touches = self.actor.footprint(step.role, step.action);
+        match step.action {
+            Action::Run(stage, part) => self.stage(stage, part),
+            Action::Compute(work) => self.compute(work, touches),
+            _ => self.lines[HOST].touches.extend(touches),
+        }
     }
-    for step in program.line(cut) {
-        let Action::Run(stage, part) = step.action else {
-            let mut touches = actor.footprint(step.role, step.action);
-            match (step.action, enqueues) {
-                // A later look stands behind the release, which waits for the same.
-                (Action::Compute(Work::Reclaim), Some(_)) if std::mem::take(&mut reclaims) => {
-                    let read = steps(base, programs.stages.items(StageId::Release, Part::Whole));
-                    lines[0].push("reclaim", 0, base, read);
-                }
-                (Action::Compute(work), Some(host)) if work.is_of_stream() => {
-                    if matches!(work, Work::Pack | Work::Partials) {
-                        touches.splice(..0, actor.begin());
-                    }
-                    let settles = work == Work::Join && host.settles_unless(SeededBug::EndUnsettled);
-                    if settles || !touches.is_empty() {
-                        enqueue(&mut lines, host.paths.me(), settles);
-                    }
-                    lines[last].touches.extend(touches);
-                }
-                _ => lines[0].touches.extend(touches),
+
+    fn compute(&mut self, work: Work, touches: Vec<HostAccess>) {
+        if let Some(stage) = self.actor.finds_raised(work) {
+            self.look(stage);
+        }
+        match work {
+            Work::Pack | Work::Partials => {
+                let begin = self.actor.begin();
+                self.pack(begin.into_iter().chain(touches).collect());
             }
-            continue;
-        };
-        let filled = actor.filled(stage);
-        let (items, start) = (programs.stages.items(stage, part), programs.stages.of(stage).start().len());
-        let first = if part == Part::Finish { start } else { 0 };
-        let Some(host) = enqueues else {
-            lines[0].stage(stage, (part, first), filled, steps(filled, items));
-            continue;
-        };
-        // One thread: it comes to each operation when it is done with those before.
-        let line = |item: &TrackOp| (item.op.line(host.paths), item.op.frees_sources());
-        let mut first = first;
-        for run in items.chunk_by(|one, next| line(one) == line(next)) {
-            let (line, frees_sources) = line(&run[0]);
-            let at = if line == Line::Stream { last } else { 0 };
-            if at == last {
-                let settles = frees_sources && host.settles_unless(SeededBug::ReadUnsettled);
-                enqueue(&mut lines, host.paths.me(), settles);
+            Work::Follow => {
+                // Rows whose order was not known before.
+                if !touches.is_empty() {
+                    self.pack(touches);
+                }
+                self.follow();
             }
-            lines[at].stage(stage, (part, first), filled, steps(filled, run));
+            Work::Join => {
+                let settles = self.host.settles_unless(SeededBug::EndUnsettled);
+                self.enqueue(COPIES, settles);
+                self.raise(COPIES, ("join", OwnWord::Done));
+                self.enqueue(CALLER, false);
+                self.wait(CALLER, ("join", OwnWord::Done));
+                self.lines[CALLER].touches.extend(touches);
+            }
+            _ if work.is_of_stream() => {
+                if !touches.is_empty() {
+                    self.enqueue(CALLER, false);
+                }
+                self.lines[CALLER].touches.extend(touches);
+            }
+            _ => self.lines[HOST].touches.extend(touches),
+        }
+    }
+
+    /// The caller's stream packs rows, or makes what returns.
+    fn pack(&mut self, touches: Vec<HostAccess>) {
+        self.enqueue(CALLER, false);
+        self.lines[CALLER].touches.extend(touches);
+        self.raise(CALLER, ("packed", OwnWord::Packed));
+    }
+
+    /// The stream of copies goes on behind what is packed.
+    fn follow(&mut self) {
+        self.enqueue(COPIES, false);
+        self.wait(COPIES, ("follow", OwnWord::Packed));
+        if self.host.paths.is_multi_node() {
+            self.raise(COPIES, ("follow", OwnWord::Mark));
+        }
+    }
+
+    /// One thread comes to each operation when it is done with those before.
+    fn stage(&mut self, stage: StageId, part: Part) {
+        let filled = self.actor.filled(stage);
+        let items = self.programs.stages.items(stage, part);
+        let mut first = first_of(self.programs, stage, part);
+        let mut crosses = false;
+        let key = |item: &TrackOp| {
+            let line = self.host.line(stage, item.op);
+            let rows = stage.tensor() == StageTensor::Rows && matches!(item.op, Op::PutRows { .. });
+            crosses |= line == HOST && rows;
+            (line, item.op.frees_sources(), line == HOST && crosses)
+        };
+        let keys: Vec<_> = items.iter().map(key).collect();
+        for run in keys.chunk_by(|one, next| one == next) {
+            let (line, frees_sources, reads_packed) = run[0];
+            if line != HOST {
+                self.enqueue(line, frees_sources && self.host.settles_unless(SeededBug::ReadUnsettled));
+            } else if reads_packed {
+                self.wait(HOST, ("mark", OwnWord::Mark));
+            }
+            let from = first - first_of(self.programs, stage, part);
+            let items = &items[from..from + run.len()];
+            self.lines[line].stage(stage, (part, first), filled, steps(filled, items));
             first += run.len();
         }
     }
-    if role == Role::Own {
-        lines[last].touches.extend(actor.end());
+
+    /// The host has come so far: its next operations on the line come after that.
+    fn enqueue(&mut self, line: usize, settles: bool) {
+        let word = if line == CALLER { OwnWord::ToCaller } else { OwnWord::ToCopies };
+        self.raise(HOST, (ENQUEUED, word));
+        self.lines[HOST].settle(settles);
+        self.wait(line, (ENQUEUED, word));
     }
-    lines.into_iter().map(|line| line.end(base)).collect()
+
+    fn raise(&mut self, line: usize, (name, word): (&'static str, OwnWord)) {
+        self.raised[word as usize] += 1;
+        let (me, flag) = (self.host.paths.me(), Flag::Posted);
+        let level = FlagValue::Part(self.raised[word as usize]);
+        self.word(line, (name, word), Op::Signal { to: me, of: me, flag, level });
+    }
+
+    /// The line awaits the word as it was raised last, if it was in this call.
+    fn wait(&mut self, line: usize, (name, word): (&'static str, OwnWord)) {
+        let level = FlagValue::Part(self.raised[word as usize]);
+        if level != FlagValue::Part(0) {
+            let from = self.host.paths.me();
+            self.word(line, (name, word), Op::Wait { from, flag: Flag::Posted, level });
+        }
+    }
+
+    /// A scene of one operation on a word of this rank alone.
+    fn word(&mut self, line: usize, (name, word): (&'static str, OwnWord), op: Op) {
+        let item = TrackOp { track: self.host.paths.me(), op };
+        let step = UnrolledOp { set: word as u32, ..UnrolledOp::of(&item, &self.base.operands()) };
+        self.lines[line].push(name, 0, self.base, vec![step]);
+    }
+
+    /// The host finds the words of a stage raised. Those that it has awaited in this call tell it
+    /// nothing new.
+    fn look(&mut self, stage: StageId) {
+        let known: Vec<Op> =
+            self.lines[HOST].all.iter().flat_map(|scene| &scene.steps).map(|step| step.op).collect();
+        let mut waits = steps(self.base, self.programs.stages.items(stage, Part::Whole));
+        waits.retain(|wait| !known.contains(&wait.op));
+        if !waits.is_empty() {
+            self.lines[HOST].push("reclaim", 0, self.base, waits);
+        }
+    }
 }
 
 /// Scenes of one actor, and its accesses before the next.
@@ -199,11 +352,6 @@ impl Scenes {
             }
             _ => self.push(stage.name(), first, filled, steps),
         }
-    }
-
-    /// A scene of one operation on a word between a host and its stream.
-    fn word(&mut self, name: &'static str, filled: &Rc<FilledOperands>, (track, op): (u32, Op)) {
-        self.push(name, 0, filled, steps(filled, &[TrackOp { track, op }]));
     }
 
     fn push(
@@ -271,7 +419,8 @@ impl Unroller<'_> {
             let goes_on = planted.is_some_and(|bug| bug.change == CallChange::GoOn { rank: me });
             let until = if goes_on { Until::End } else { until };
             let role = if matches!(id, ProgramId::Relay(_)) { Role::Relay } else { Role::Own };
-            let host = Enqueuer { paths: self.paths(me), seeded: self.scenario.seeded };
+            let (paths, seeded) = (self.paths(me), self.scenario.seeded);
+            let host = Enqueuer { paths, plans_on_device: self.plans_on_device(), seeded };
             let planted = planted.map(|bug| bug.plant(program));
             let line = (planted.as_ref().unwrap_or(program), role, until);
             scenes.extend(walk(programs, line, self.scenario.enqueues.then_some(host), actor));
