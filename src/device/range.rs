@@ -236,6 +236,18 @@ impl Claims {
         self.0.clear();
     }
 
+    /// All of them; none are left.
+    pub fn take(&mut self) -> Claims {
+        Claims(std::mem::take(&mut self.0))
+    }
+
+    /// Takes over the list of others, which has none left, unless it has one.
+    pub fn reuse(&mut self, empty: Claims) {
+        if self.0.capacity() == 0 {
+            *self = empty;
+        }
+    }
+
     pub fn len(&self) -> usize {
         self.0.len()
     }

@@ -155,7 +155,7 @@ impl Stream {
     /// [`DeviceError::Call`], also for the failure of something that was enqueued.
     pub fn synchronize(&self) -> Result<(), DeviceError> {
         // Others may enqueue more meanwhile, and claim what that needs.
-        let mut before = std::mem::take(&mut *self.held());
+        let before = self.held().take();
         let entered = self.context.enter();
         // SAFETY: the stream lives.
         let synchronized = entered.and_then(|_entered| unsafe {
@@ -164,7 +164,7 @@ impl Stream {
         if synchronized.is_err() {
             self.held().add_all(&before);
         }
-        before.clear();
+        self.drop_taken(before);
         synchronized
     }
 
@@ -205,13 +205,16 @@ impl Stream {
             // between is of work that this stream does not wait for.
             let mut held = other.held();
             at.record(other)?;
-            std::mem::take(&mut *held)
+            held.take()
         };
         // Until the wait is enqueued: before it this stream may look done, and a check would drop
         // the claims.
         let mut held = self.held();
         held.add_all(&claims);
-        self.wait_event(at)
+        let waits = self.wait_event(at);
+        drop(held);
+        other.drop_taken(claims);
+        waits
     }
 
     /// How many claims on memory the stream holds since it was last seen to be done.
@@ -231,6 +234,13 @@ impl Stream {
         let mut held = self.held();
         ranges.iter().for_each(|range| held.add(range.keep()));
         Ok(held)
+    }
+
+    /// Drops claims that were taken, with no lock held: owners of memory may do anything then.
+    /// Later claims use their list again, so that a steady call allocates none.
+    fn drop_taken(&self, mut taken: Claims) {
+        taken.clear();
+        self.held().reuse(taken);
     }
 
     pub(super) fn held(&self) -> MutexGuard<'_, Claims> {

@@ -431,7 +431,7 @@ impl ExpertParallel {
                 RowsAt::Host(ep.cached((kind, 0), x.on_host("tokens"), handle.on_host())?)
             }
             (InstanceAt::Enqueued(ep), HandleAt::Enqueued(handle)) => {
-                RowsAt::Enqueued(Box::new(ep.cached(kind, x, handle)?))
+                RowsAt::Enqueued(ep.cached(kind, x, handle)?)
             }
             (InstanceAt::Enqueued(ep), _) => return Err(ep.refuse(kind, None, foreign)),
             (InstanceAt::Slots { .. }, _) => return Err(foreign),
@@ -650,7 +650,7 @@ impl ExpertParallel {
                 RowsAt::Host(ep.combine_backward(gradients.on_host("tokens"), handle.on_host(), weights)?)
             }
             (InstanceAt::Enqueued(ep), HandleAt::Enqueued(handle)) => {
-                RowsAt::Enqueued(Box::new(ep.combine_backward(gradients, handle, weights)?))
+                RowsAt::Enqueued(ep.combine_backward(gradients, handle, weights)?)
             }
             (InstanceAt::Enqueued(ep), _) => return Err(ep.refuse(kind, None, foreign)),
             (InstanceAt::Slots { .. }, _) => return Err(foreign),

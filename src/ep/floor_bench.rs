@@ -54,6 +54,7 @@ impl FloorBench {
     ///
     /// # Errors
     /// The rows.
+    #[allow(clippy::result_large_err, reason = "rows come back as they are: calls allocate nothing")]
     pub fn keep_rows(&mut self, rows: ExpertRows) -> Result<(), ExpertRows> {
         match rows.host().is_ok_and(|rows| rows.extent.offset() == self.rows.home) {
             true => self.rows.kept = Some(rows),

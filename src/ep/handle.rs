@@ -26,7 +26,7 @@ use crate::world::WorldState;
 pub struct Handle(pub(super) HandleAt);
 
 #[derive(Debug)]
-#[allow(clippy::large_enum_variant, reason = "calls on the host allocate nothing")]
+#[allow(clippy::large_enum_variant, reason = "calls allocate nothing")]
 pub(super) enum HandleAt {
     Host(HostHandle),
     Enqueued(EnqueuedHandle),
@@ -268,7 +268,7 @@ impl PendingDispatch<'_> {
             DispatchAt::Enqueued { started, unfinished, ep } => {
                 unfinished.end();
                 let (rows, handle) = ep.finish_dispatch(started)?;
-                Ok((ExpertRows(RowsAt::Enqueued(Box::new(rows))), Handle(HandleAt::Enqueued(handle))))
+                Ok((ExpertRows(RowsAt::Enqueued(rows)), Handle(HandleAt::Enqueued(handle))))
             }
             DispatchAt::Slots { started, unfinished, ep, stream } => {
                 unfinished.end();
@@ -292,7 +292,7 @@ impl PendingDispatch<'_> {
             DispatchAt::Enqueued { started, unfinished, ep } => {
                 unfinished.end();
                 let (rows, handle) = ep.finish_dispatch_async(started)?;
-                Ok((ExpertRows(RowsAt::Enqueued(Box::new(rows))), Handle(HandleAt::Enqueued(handle))))
+                Ok((ExpertRows(RowsAt::Enqueued(rows)), Handle(HandleAt::Enqueued(handle))))
             }
             DispatchAt::Slots { .. } => self.finish(),
             DispatchAt::Host(started) => {

@@ -21,10 +21,10 @@ use crate::plan::SlotShape;
 pub struct ExpertRows(pub(super) RowsAt);
 
 #[derive(Debug)]
+#[allow(clippy::large_enum_variant, reason = "calls allocate nothing")]
 pub(super) enum RowsAt {
     Host(HostRows),
-    /// Larger than the others by far, which every caller would carry.
-    Enqueued(Box<EnqueuedRows>),
+    Enqueued(EnqueuedRows),
     Slots(SlotRows),
 }
 

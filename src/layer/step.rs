@@ -313,6 +313,7 @@ pub(super) fn round_into<E: Element>(values: &[f32], to: &mut [E]) {
 }
 
 /// Received rows as f32: where they lie if they are, else a copy, and the pool has its memory back.
+#[allow(clippy::large_enum_variant, reason = "calls allocate nothing")]
 pub(super) enum F32Rows {
     Landed(ExpertRows),
     Widened(Vec<f32>),

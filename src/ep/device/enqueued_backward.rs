@@ -38,14 +38,14 @@ impl EnqueuedExchange {
             tokens.on_device("token gradients", self.tokens_shape(handle.tokens()), self.stream.device());
         let keeps = of_rows.is_some();
         let checked = self.weights(of_rows, handle, weights.as_ref());
-        let output = Kernels::sum_choices_names(self.common.fixed.spec.dtype)
+        let output = Kernels::sum_choices_names(self.common().fixed.spec.dtype)
             .map_err(Error::from)
             .and_then(|_| self.output(rows, handle));
         let unfit = sums.as_ref().err().or(checked.as_ref().err()).cloned();
         let (sums, (of_rows, home)) = (sums.ok(), checked.unwrap_or_default());
         if let (Some(from), Ok(output), None) = (of_rows, &output, &unfit) {
             let copied = self.copy_behind(output, from);
-            copied.map_err(|error| self.common.fixed.fail(error))?;
+            copied.map_err(|error| self.common().fixed.fail(error))?;
         }
         let options = if keeps { WITH_WEIGHTS } else { 0 };
         let call = self.offer((CallKind::DispatchBackward, options), handle, output.as_ref(), unfit)?;
@@ -69,10 +69,10 @@ impl EnqueuedExchange {
     ) -> Result<(Option<&'t DeviceRange>, Option<&'t DeviceRange>), Error> {
         let device = self.stream.device();
         let words = |rows: u64| Shape { rows, columns: 1, dtype: Dtype::F32 };
-        let of_row = u64::from(self.common.fixed.sizing(CallKind::Combine).words_home);
+        let of_row = u64::from(self.common().fixed.sizing(CallKind::Combine).words_home);
         let of_all = words(u64::from(handle.rows()) * of_row);
         let rows = of_rows.map(|given| given.on_device("row weight gradients", of_all, device));
-        let all = u64::from(handle.tokens()) * u64::from(self.common.fixed.spec.top_k);
+        let all = u64::from(handle.tokens()) * u64::from(self.common().fixed.spec.top_k);
         let expected = if of_rows.is_some() { all } else { 0 };
         let choices = of_choices.map(|out| out.on_device("weight gradients", words(expected), device));
         let (rows, choices) = (rows.transpose()?, choices.transpose()?);
@@ -95,10 +95,10 @@ impl EnqueuedExchange {
         handle: &EnqueuedHandle,
         weights: Option<TensorMut<'_>>,
     ) -> Result<EnqueuedRows, Error> {
-        if !self.common.fixed.spec.weighted {
+        if !self.common().fixed.spec.weighted {
             return self.cached(CallKind::CombineBackward, gradients, handle);
         }
-        let choices = u64::from(handle.tokens()) * u64::from(self.common.fixed.spec.top_k);
+        let choices = u64::from(handle.tokens()) * u64::from(self.common().fixed.spec.top_k);
         let words = Shape { rows: choices, columns: 1, dtype: Dtype::F32 };
         let home = weights
             .as_ref()
@@ -115,7 +115,7 @@ impl EnqueuedExchange {
         let lacking = CallError::NotKept { missing }.into();
         let output = kept.as_ref().ok_or(&lacking);
         if let Ok(output) = output {
-            self.enqueue_products(output, &rows).map_err(|error| self.common.fixed.fail(error))?;
+            self.enqueue_products(output, &rows).map_err(|error| self.common().fixed.fail(error))?;
         }
         self.weights_home(handle, output, home)?;
         Ok(rows)
@@ -135,7 +135,7 @@ impl EnqueuedExchange {
     /// That gradients of a weighted combine are multiplied with the weights of their rows, after
     /// `<y, g>` was taken of each.
     fn enqueue_products(&self, y: &EnqueuedOutput, gradients: &EnqueuedRows) -> Result<(), Error> {
-        let (spec, rows) = (&self.common.fixed.spec, gradients.len());
+        let (spec, rows) = (&self.common().fixed.spec, gradients.len());
         if rows == 0 {
             return Ok(());
         }

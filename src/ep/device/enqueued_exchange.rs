@@ -41,11 +41,13 @@ use crate::world::SymmetricRange;
 ///
 /// Calls may be under way when it is dropped.
 pub(in crate::ep) struct EnqueuedExchange {
-    pub(super) common: Arc<Session>,
     pub(super) programs: RankPrograms,
     pub(super) stream: Arc<Stream>,
     pub(super) kernels: Arc<Kernels>,
     pub(super) enqueuer: Box<Enqueuer>,
+    /// Of each context, and of calls without any. One that no result has is free, and the next
+    /// dispatch fills it.
+    leases: Vec<Arc<Lease>>,
     /// Per context: returns started.
     returns: Vec<u64>,
     /// All dispatches.
@@ -89,7 +91,6 @@ const DRAIN: Duration = Duration::from_secs(10);
 
 /// Parts of an exchange.
 pub(super) struct Parts {
-    pub common: Arc<Session>,
     pub programs: RankPrograms,
     pub stream: Arc<Stream>,
     pub kernels: Arc<Kernels>,
@@ -102,22 +103,28 @@ pub(super) struct Parts {
 impl EnqueuedExchange {
     /// Of these parts.
     pub(super) fn of(parts: Parts) -> Self {
-        let Parts { common, programs, stream, kernels, enqueuer, guards, passage, control } = parts;
-        let returns = vec![0; common.shape.word_sets() as usize];
-        let lanes = LaneUse::of_devices(&common.fixed.lanes).into();
+        let Parts { programs, stream, kernels, enqueuer, guards, passage, control } = parts;
+        let contexts = enqueuer.common.shape.word_sets();
+        let lanes = LaneUse::of_devices(&enqueuer.common.fixed.lanes).into();
+        let lease = |context| Arc::new(Lease::new(&enqueuer.common, context, &lanes));
         EnqueuedExchange {
-            common,
             programs,
             stream,
             kernels,
+            leases: (0..contexts).map(lease).collect(),
+            returns: vec![0; contexts as usize],
             enqueuer,
-            returns,
             dispatches: 0,
             lanes,
             _guards: guards,
             _passage: passage,
             _control: control,
         }
+    }
+
+    /// What never changes but by another expert map.
+    pub(super) fn common(&self) -> &Arc<Session> {
+        &self.enqueuer.common
     }
 
     /// The stream of its calls.
@@ -144,7 +151,7 @@ impl EnqueuedExchange {
 
     /// Its number among instances on devices.
     pub fn instance(&self) -> u64 {
-        self.common.instance
+        self.common().instance
     }
 
     /// The lanes of the group.
@@ -154,7 +161,7 @@ impl EnqueuedExchange {
 
     /// Shape of a tensor of so many tokens.
     pub fn tokens_shape(&self, tokens: u32) -> Shape {
-        let Spec { hidden, dtype, .. } = self.common.fixed.spec;
+        let Spec { hidden, dtype, .. } = self.common().fixed.spec;
         Shape { rows: tokens.into(), columns: hidden, dtype }
     }
 
@@ -166,7 +173,7 @@ impl EnqueuedExchange {
     /// [`EnqueuedDispatch::finish`], on all ranks, and so is [`CallError::TooManyInFlight`], if as
     /// many dispatches are alive as there are contexts.
     pub fn start_dispatch(&mut self, x: Tensor<'_>, choices: Choices<'_>) -> Result<EnqueuedDispatch, Error> {
-        let tokens = Tokens::check(&self.common.fixed.spec, self.stream.device(), x, choices);
+        let tokens = Tokens::check(&self.common().fixed.spec, self.stream.device(), x, choices);
         self.begin_placing(
             CallKind::Dispatch,
             tokens.map(|tokens| (tokens.chosen(), Some((tokens.x, tokens.dtype)))),
@@ -178,7 +185,7 @@ impl EnqueuedExchange {
     /// # Errors
     /// As [`ExpertParallel::prepare`](crate::ExpertParallel::prepare).
     pub fn prepare(&mut self, choices: Choices<'_>) -> Result<EnqueuedHandle, Error> {
-        let chosen = Chosen::check(&self.common.fixed.spec, self.stream.device(), choices);
+        let chosen = Chosen::check(&self.common().fixed.spec, self.stream.device(), choices);
         let mut started = self.begin_placing(CallKind::Prepare, chosen.map(|chosen| (chosen, None)))?;
         self.serve(&mut started)?;
         started.prepared()
@@ -203,8 +210,8 @@ impl EnqueuedExchange {
         let tokens = if started.refused.is_some() { REFUSED } else { lease.tokens };
         let call = ((started.kind, lease.context, lease.planner), (tokens, started.x.take()));
         let served = self.enqueuer.dispatch(&self.programs, started.machine, call.0, call.1);
-        served.map_err(|error| self.common.fixed.fail(error))?;
-        self.common.served.fetch_add(1, Ordering::Relaxed);
+        served.map_err(|error| self.common().fixed.fail(error))?;
+        self.common().served.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
 
@@ -229,11 +236,11 @@ impl EnqueuedExchange {
         kind: CallKind,
         brought: Result<Brought<'_>, Error>,
     ) -> Result<EnqueuedDispatch, Error> {
-        self.common.fixed.shared.hub.health().check()?;
+        self.common().fixed.shared.hub.health().check()?;
         self.refuse_capture()?;
-        let common = Arc::clone(&self.common);
+        let common = &self.enqueuer.common;
         let contexts = common.shape.contexts();
-        let free = (0..contexts).find(|&context| common.contexts[context as usize].take());
+        let free = (0..contexts).find(|&context| Arc::get_mut(&mut self.leases[context as usize]).is_some());
         // Without a context the call is entered all the same: the other ranks do not wait.
         let (context, brought) = match free {
             Some(context) => (context, brought),
@@ -247,15 +254,16 @@ impl EnqueuedExchange {
         let chosen = brought.map(|(chosen, _)| chosen);
         let count = chosen.map_or(0, |chosen| chosen.tokens);
         self.dispatches += 1;
-        let (call, lanes) = (self.dispatches, Arc::clone(&self.lanes));
         let tokens = brought.and_then(|(_, x)| x);
         let packs = common.packs(kind, tokens.map_or(Dtype::Bytes, |(_, dtype)| dtype));
         let planner = common.planner(tokens.is_some_and(|tokens| common.lie_here(kind, tokens).is_some()));
-        let lease = Arc::new(Lease { common, context, call, tokens: count, planner, packs, lanes });
+        let lease = &mut self.leases[context as usize];
+        Arc::make_mut(lease).fill(common, self.dispatches, (count, planner, packs));
+        let lease = Arc::clone(lease);
         let x = tokens.filter(|_| count > 0).map(|(x, dtype)| (x.clone(), dtype));
         let call = DeviceCall::new(&mut self.enqueuer, &self.programs, kind, context);
         let mut call = DeviceCall { planner, chosen, tokens: count, x, ..call };
-        let machine = call.begin().map_err(|error| self.common.fixed.fail(error))?;
+        let machine = call.begin()?;
         let x = call.x;
         Ok(EnqueuedDispatch { lease, kind, refused, machine, x })
     }
@@ -289,7 +297,7 @@ impl EnqueuedExchange {
         if let Err(foreign) = self.own(handle) {
             return Err(self.refuse(CallKind::Combine, None, foreign));
         }
-        let output = Kernels::sum_choices_names(self.common.fixed.spec.dtype)
+        let output = Kernels::sum_choices_names(self.common().fixed.spec.dtype)
             .map_err(Error::from)
             .and_then(|_| self.output(y, handle));
         let call = self.offer((CallKind::Combine, 0), handle, output.as_ref(), unfit)?;
@@ -309,7 +317,7 @@ impl EnqueuedExchange {
         let outputs = output.ok().filter(|_| refused.is_none()).map(|output| output.outputs(kind));
         let call = DeviceCall::new(&mut self.enqueuer, &self.programs, kind, context);
         let mut call = DeviceCall { outputs, refused, ..call };
-        let machine = call.begin().map_err(|error| self.common.fixed.fail(error))?;
+        let machine = call.begin()?;
         let DeviceCall { base, sums: _sums, refused: own, .. } = call;
         let returns = &mut self.returns[context as usize];
         *returns += 1;
@@ -329,7 +337,7 @@ impl EnqueuedExchange {
     ) -> Result<(), Error> {
         let EnqueuedCombine { call, output } = started;
         self.finish_return(call, out)?;
-        if let Some(output) = output.filter(|_| self.common.fixed.spec.weighted) {
+        if let Some(output) = output.filter(|_| self.common().fixed.spec.weighted) {
             handle.keep(output);
         }
         Ok(())
@@ -345,7 +353,7 @@ impl EnqueuedExchange {
         out: Option<&DeviceRange>,
     ) -> Result<(), Error> {
         let own = call.own.take();
-        let refused = self.serve_return(call, out).map_err(|error| self.common.fixed.fail(error))?;
+        let refused = self.serve_return(call, out).map_err(|error| self.common().fixed.fail(error))?;
         match (refused, own) {
             (None | Some(Error::Plan(PlanError::RefusedHere)), Some(own)) => Err(own),
             (refused, _) => refused.map_or(Ok(()), Err),
@@ -356,14 +364,14 @@ impl EnqueuedExchange {
         let Returning { machine, kind, options, context, tokens, base, .. } = call;
         let (call, offered, home) = ((kind, context), (base, options), (tokens, out));
         let refused = self.enqueuer.ret(&self.programs, machine, call, offered, home)?;
-        self.common.served.fetch_add(1, Ordering::Relaxed);
+        self.common().served.fetch_add(1, Ordering::Relaxed);
         Ok(refused)
     }
 
     /// Calls are not captured: a graph would replay them with the words of this call. A query that
     /// fails reports earlier work of the device: then the call cannot be entered.
     pub(super) fn refuse_capture(&self) -> Result<(), Error> {
-        match self.stream.is_capturing().map_err(|error| self.common.fixed.fail(error.into()))? {
+        match self.stream.is_capturing().map_err(|error| self.common().fixed.fail(error.into()))? {
             true => Ok(Feature::Capture.require(CallExecutor::Enqueuer)?),
             false => Ok(()),
         }
@@ -401,7 +409,7 @@ impl EnqueuedExchange {
 
     /// Where experts live.
     pub fn expert_map(&self) -> &ExpertMap {
-        &self.common.fixed.spec.map
+        &self.common().fixed.spec.map
     }
 
     /// Adopts another expert map, if all ranks bring the same and no handle is alive.
@@ -414,22 +422,21 @@ impl EnqueuedExchange {
 
     fn remap(&mut self, kind: CallKind, map: Result<ExpertMap, Error>) -> Result<(), Error> {
         self.refuse_capture()?;
-        self.common.fixed.shared.hub.health().check()?;
+        self.common().fixed.shared.hub.health().check()?;
         let map = map.and_then(|map| self.check_map(&map).map(|()| map));
         let (map, refused) = map.map_or_else(|error| (None, Some(error)), |map| (Some(map), None));
-        let context = self.common.shape.no_context();
+        let context = self.common().shape.no_context();
         let mut call = DeviceCall::new(&mut self.enqueuer, &self.programs, kind, context);
-        let machine = call.begin().map_err(|error| self.common.fixed.fail(error))?;
+        let machine = call.begin()?;
         let agreed = self.enqueuer.remap(&self.programs, machine, kind, (map, refused));
-        let refusal = agreed.map_err(|error| self.common.fixed.fail(error))?;
-        self.common.served.fetch_add(1, Ordering::Relaxed);
-        self.common = Arc::clone(&self.enqueuer.common);
+        let refusal = agreed.map_err(|error| self.common().fixed.fail(error))?;
+        self.common().served.fetch_add(1, Ordering::Relaxed);
         refusal.map_or(Ok(()), Err)
     }
 
     fn check_map(&self, map: &ExpertMap) -> Result<(), Error> {
-        self.common.fixed.check_map(map)?;
-        match self.common.handles.load(Ordering::Relaxed) as usize {
+        self.common().fixed.check_map(map)?;
+        match self.common().handles.load(Ordering::Relaxed) as usize {
             0 => Ok(()),
             count => Err(CallError::HandlesAlive { count }.into()),
         }
@@ -440,13 +447,13 @@ impl EnqueuedExchange {
     /// # Errors
     /// As [`Session::take`].
     pub fn token_buffer(&self, tokens: u32) -> Result<EnqueuedTokens, Error> {
-        self.common.token_buffer(tokens)
+        self.common().token_buffer(tokens)
     }
 
     /// Size, limit and use of its device heap.
     pub fn device_heap(&self) -> DeviceHeapReport {
-        let limit = self.common.shape.pool_limit();
-        self.common.space.report(if self.enqueuer.growth.is_some() { limit } else { 0 })
+        let limit = self.common().shape.pool_limit();
+        self.common().space.report(if self.enqueuer.growth.is_some() { limit } else { 0 })
     }
 
     /// An allocator over its device heap.
@@ -454,7 +461,7 @@ impl EnqueuedExchange {
     /// # Errors
     /// [`MemoryError::AllocatorTaken`](crate::error::MemoryError).
     pub fn heap_allocator(&self) -> Result<HeapAllocator, Error> {
-        HeapAllocator::serve(&self.common, self.stream.context())
+        HeapAllocator::serve(self.common(), self.stream.context())
     }
 
     /// Enqueues that tokens of this type become records.
@@ -466,7 +473,7 @@ impl EnqueuedExchange {
         (tokens, dtype): (&DeviceRange, Dtype),
         records: &DeviceRange,
     ) -> Result<(), Error> {
-        let (common, spec) = (&self.common, &self.common.fixed.spec);
+        let (common, spec) = (self.common(), &self.common().fixed.spec);
         let rows = tokens.len() / (spec.hidden * dtype.size()) as u64;
         let rows = u32::try_from(rows).unwrap_or(u32::MAX);
         // Without an index there is no fault to report.
@@ -506,7 +513,7 @@ impl EnqueuedExchange {
                 })
             }
             (Class::Cached, handle) => {
-                let context = handle.map_or(self.common.shape.no_context(), EnqueuedHandle::context);
+                let context = handle.map_or(self.common().shape.no_context(), EnqueuedHandle::context);
                 self.along((call, context), 0, Err(error.clone())).map(drop)
             }
             (Class::Remap, _) => self.remap(call, Err(error.clone())),
@@ -516,13 +523,13 @@ impl EnqueuedExchange {
 
     /// Enters a return for which this rank has no layout, to refuse it.
     fn refuse_without_context(&mut self, kind: CallKind) -> Result<(), Error> {
-        self.common.fixed.shared.hub.health().check()?;
-        let context = self.common.shape.no_context();
+        self.common().fixed.shared.hub.health().check()?;
+        let context = self.common().shape.no_context();
         let mut call = DeviceCall::new(&mut self.enqueuer, &self.programs, kind, context);
-        let machine = call.begin().map_err(|error| self.common.fixed.fail(error))?;
+        let machine = call.begin()?;
         let (base, _sums, own) = (None, None, None);
         let call = Returning { machine, kind, options: 0, context, tokens: 0, base, _sums, own };
-        self.serve_return(call, None).map_err(|error| self.common.fixed.fail(error))?;
+        self.serve_return(call, None).map_err(|error| self.common().fixed.fail(error))?;
         Ok(())
     }
 
@@ -531,16 +538,16 @@ impl EnqueuedExchange {
     /// # Errors
     /// The cause of a failed world, [`PlanError::Interrupted`].
     pub fn synchronize(&self) -> Result<(), Error> {
-        let mut polling = wait::Polling::new(self.common.fixed.shared.hub.health());
+        let mut polling = wait::Polling::new(self.common().fixed.shared.hub.health());
         while !self.stream.is_done()? {
             polling.rest().map_err(|_| PlanError::Interrupted)?;
         }
-        Ok(self.common.fixed.shared.hub.health().check()?)
+        Ok(self.common().fixed.shared.hub.health().check()?)
     }
 
     /// Whether a handle is one of this exchange.
     pub(super) fn own(&self, handle: &EnqueuedHandle) -> Result<(), Error> {
-        self.common.fixed.shared.hub.health().check()?;
+        self.common().fixed.shared.hub.health().check()?;
         let (seen, expected) = (handle.instance(), self.instance());
         if seen != expected {
             return Err(CallError::ForeignHandle { seen, expected }.into());
@@ -563,7 +570,7 @@ impl EnqueuedExchange {
             return Err(self.refuse(kind, None, foreign));
         }
         let dtype = x.dtype();
-        let shape = Shape::brought(&self.common.fixed.spec, kind, handle.tokens(), dtype);
+        let shape = Shape::brought(&self.common().fixed.spec, kind, handle.tokens(), dtype);
         let x = x.on_device("tokens", shape, self.stream.device()).map(|x| (x, dtype));
         let extent = self.along((kind, handle.context()), handle.tokens(), x)?;
         handle.owe_output();
@@ -577,27 +584,27 @@ impl EnqueuedExchange {
         tokens: u32,
         x: Result<(&DeviceRange, Dtype), Error>,
     ) -> Result<Extent, Error> {
-        self.common.fixed.shared.hub.health().check()?;
+        self.common().fixed.shared.hub.health().check()?;
         let (x, refused) = x.map_or_else(|error| (None, Some(error)), |x| (Some(x), None));
         let x = x.filter(|_| tokens > 0).map(|(x, dtype)| (x.clone(), dtype));
         let call = DeviceCall::new(&mut self.enqueuer, &self.programs, kind, context);
         let mut call = DeviceCall { tokens, x, ..call };
-        let machine = call.begin().map_err(|error| self.common.fixed.fail(error))?;
+        let machine = call.begin()?;
         let x = call.x;
         let landed = self.enqueuer.cached(&self.programs, machine, (kind, context), (tokens, x, refused));
-        self.common.served.fetch_add(1, Ordering::Relaxed);
-        landed.map_err(|error| self.common.fixed.fail(error))?
+        self.common().served.fetch_add(1, Ordering::Relaxed);
+        landed.map_err(|error| self.common().fixed.fail(error))?
     }
 }
 
 impl Drop for EnqueuedExchange {
     fn drop(&mut self) {
-        if self.common.fixed.shared.hub.health().check().is_err() {
+        if self.common().fixed.shared.hub.health().check().is_err() {
             self.enqueuer.engine.await_queues(DRAIN);
         }
         // The guard ends waits as long as it lives.
         let since = Instant::now();
-        while self.common.fixed.shared.hub.health().check().is_err()
+        while self.common().fixed.shared.hub.health().check().is_err()
             && self.stream.is_done() == Ok(false)
             && since.elapsed() < DRAIN
         {
@@ -608,6 +615,6 @@ impl Drop for EnqueuedExchange {
 
 impl std::fmt::Debug for EnqueuedExchange {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("EnqueuedExchange").field("spec", &self.common.fixed.spec).finish_non_exhaustive()
+        f.debug_struct("EnqueuedExchange").field("spec", &self.common().fixed.spec).finish_non_exhaustive()
     }
 }

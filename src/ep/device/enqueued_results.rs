@@ -23,8 +23,9 @@ use crate::schedule::call_program::CallMachine;
 use crate::schedule::{CallProperties, Payload};
 
 /// A context, as long as anything of its dispatch is alive: rows, handle and outputs share it. They
-/// may outlive the instance, so it owns what they use of that.
-#[derive(Debug)]
+/// may outlive the instance, so it owns what they use of that. The instance has one for each
+/// context, and lends it again when no result shares it any more.
+#[derive(Clone, Debug)]
 pub(super) struct Lease {
     pub common: Arc<Session>,
     pub context: u32,
@@ -37,13 +38,24 @@ pub(super) struct Lease {
     pub lanes: Arc<[LaneUse]>,
 }
 
-impl Drop for Lease {
-    fn drop(&mut self) {
-        self.common.contexts[self.context as usize].free();
-    }
-}
-
 impl Lease {
+    /// That of a context, for a dispatch to fill.
+    pub fn new(common: &Arc<Session>, context: u32, lanes: &Arc<[LaneUse]>) -> Self {
+        let (common, lanes, planner) = (Arc::clone(common), Arc::clone(lanes), Planner::default());
+        Lease { common, context, call: 0, tokens: 0, planner, packs: "", lanes }
+    }
+
+    /// Makes it that of a dispatch.
+    pub fn fill(
+        &mut self,
+        common: &Arc<Session>,
+        call: u64,
+        (tokens, planner, packs): (u32, Planner, &'static str),
+    ) {
+        self.common.clone_from(common);
+        (self.call, self.tokens, self.planner, self.packs) = (call, tokens, planner, packs);
+    }
+
     /// How the last calls of its context went.
     ///
     /// # Errors
@@ -114,7 +126,7 @@ impl EnqueuedDispatch {
         match (told.refused.take(), &self.refused) {
             (Some(Error::Plan(PlanError::RefusedHere)), Some(own)) => Err(own.clone()),
             (Some(error), _) => Err(error),
-            (None, _) => Ok((told.placement.clone(), told.extent.take())),
+            (None, _) => Ok((std::mem::take(&mut told.placement), told.extent.take())),
         }
     }
 }
@@ -233,6 +245,14 @@ pub(in crate::ep) struct EnqueuedHandle {
     /// Bytes that it may yet ask of the pool.
     owed: Owed,
     _alive: Alive,
+}
+
+impl Drop for EnqueuedHandle {
+    /// The context gets its lists back, and the next dispatch fills them again.
+    fn drop(&mut self) {
+        let placement = std::mem::take(&mut self.placement);
+        self.lease.common.contexts[self.lease.context as usize].tell(|told| told.placement = placement);
+    }
 }
 
 /// The return that answers for a handle.

@@ -178,16 +178,7 @@ impl EnqueuedExchange {
             CallerStream { stream: Arc::clone(&stream), kernels: Arc::clone(&kernels), packed, done, watch };
         let enqueuer = Box::new(enqueuer(&common, caller, engine, growth));
         let programs = programs(&fixed);
-        Ok(EnqueuedExchange::of(Parts {
-            common,
-            programs,
-            stream,
-            kernels,
-            enqueuer,
-            guards,
-            passage,
-            control,
-        }))
+        Ok(EnqueuedExchange::of(Parts { programs, stream, kernels, enqueuer, guards, passage, control }))
     }
 }
 

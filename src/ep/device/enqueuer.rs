@@ -359,11 +359,13 @@ impl<'p> DeviceCall<'p> {
     /// Enters the call, and drives it to its half.
     ///
     /// # Errors
-    /// Those that end the world.
+    /// Those that end the world, which has ended then.
     pub fn begin(&mut self) -> Result<CallMachine, Error> {
-        let mut machine = self.enqueuer.enter()?;
-        self.drive(&mut machine, Until::Half)?;
-        Ok(machine)
+        let begun = self.enqueuer.enter().and_then(|mut machine| {
+            self.drive(&mut machine, Until::Half)?;
+            Ok(machine)
+        });
+        begun.map_err(|error| self.enqueuer.common.fixed.fail(error))
     }
 
     /// Drives the call that was entered; returns why it was refused, if it was.

@@ -23,7 +23,7 @@
 //! the rows of each expert. Where ranks sum a token's rows, the same kernel lays apart which sum
 //! each row is part of, and its weight.
 
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -505,7 +505,6 @@ impl Session {
 /// One context: memory and flags of a dispatch that is alive, and of the returns that follow it.
 #[derive(Debug, Default)]
 pub(super) struct DispatchContext {
-    taken: AtomicBool,
     told: Mutex<ContextProgress>,
 }
 
@@ -546,16 +545,6 @@ pub(super) struct PlacementInfo {
 }
 
 impl DispatchContext {
-    /// Takes the context, if it is free.
-    pub fn take(&self) -> bool {
-        !self.taken.swap(true, Ordering::AcqRel)
-    }
-
-    /// Gives it back.
-    pub fn free(&self) {
-        self.taken.store(false, Ordering::Release);
-    }
-
     /// Says something.
     pub fn tell(&self, say: impl FnOnce(&mut ContextProgress)) {
         say(&mut self.told());

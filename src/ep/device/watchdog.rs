@@ -322,16 +322,17 @@ struct Watched {
 #[derive(Debug, Default)]
 struct Calls {
     ahead: VecDeque<Expected>,
-    /// Buffers of calls that have ended: a steady call allocates none.
-    spare: Vec<Vec<Awaited>>,
+    /// The words of all of them, those of the oldest call first.
+    words: VecDeque<Awaited>,
 }
 
-/// Words that the stream awaits in one call.
+/// A call whose words the stream awaits.
 #[derive(Debug)]
 struct Expected {
     /// The stream leaves this mark when it has come to the call.
     mark: u64,
-    awaited: Vec<Awaited>,
+    /// How many words it awaits.
+    words: usize,
     /// When it was first seen that it has.
     since: Option<Instant>,
 }
@@ -360,9 +361,8 @@ impl Watch {
         let mut calls = self.watched.calls.lock().unwrap_or_else(PoisonError::into_inner);
         // Words that cannot be read are the other thread's to report.
         let _ = self.watched.forget_ended(&mut calls);
-        let mut words = calls.spare.pop().unwrap_or_default();
-        words.extend_from_slice(awaited);
-        calls.ahead.push_back(Expected { mark, awaited: words, since: None });
+        calls.ahead.push_back(Expected { mark, words: awaited.len(), since: None });
+        calls.words.extend(awaited);
     }
 }
 
@@ -398,16 +398,14 @@ impl Watched {
 
     /// Forgets the oldest calls whose words are all there.
     fn forget_ended(&self, calls: &mut Calls) -> Result<(), DeviceError> {
-        while let Some(oldest) = calls.ahead.front() {
-            for &Awaited { from, flag, value } in &oldest.awaited {
+        while let Some(&Expected { words, .. }) = calls.ahead.front() {
+            for &Awaited { from, flag, value } in calls.words.range(..words) {
                 if self.seen(from, flag)? < value {
                     return Ok(());
                 }
             }
-            if let Some(mut ended) = calls.ahead.pop_front() {
-                ended.awaited.clear();
-                calls.spare.push(ended.awaited);
-            }
+            calls.ahead.pop_front();
+            calls.words.drain(..words);
         }
         Ok(())
     }
@@ -417,7 +415,8 @@ impl Watched {
         let rank = self.fixed.lanes.rank;
         let mut calls = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
         self.forget_ended(&mut calls)?;
-        let Some(oldest) = calls.ahead.front_mut() else { return Ok(None) };
+        let Calls { ahead, words } = &mut *calls;
+        let Some(oldest) = ahead.front_mut() else { return Ok(None) };
         if self.seen(rank, Flag::Returned)? < oldest.mark {
             return Ok(None);
         }
@@ -425,7 +424,7 @@ impl Watched {
         if waited < deadline {
             return Ok(None);
         }
-        for &Awaited { from, flag, value } in &oldest.awaited {
+        for &Awaited { from, flag, value } in words.range(..oldest.words) {
             let (seen, flag) = (self.seen(from, flag)?, flag as u32);
             if seen < value {
                 let (peer, lane, awaited) = (from, COPY_ENGINE, value);

@@ -350,6 +350,7 @@ pub(super) struct Made {
 
 /// Rows as factors of products: where they lie if they are, else a copy.
 #[derive(Debug)]
+#[allow(clippy::large_enum_variant, reason = "calls allocate nothing")]
 pub(super) enum FactorRows {
     /// Received ones hold their memory.
     InPlace(DeviceRange, #[expect(dead_code, reason = "held, not read")] Option<ExpertRows>),

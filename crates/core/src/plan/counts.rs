@@ -23,12 +23,24 @@ use crate::topology::Paths;
 /// Where rows are relayed, a word per rank follows those of the bins: the number of rows that it
 /// stages. So these rows find their place by the same arithmetic, and no rank has to hold room for
 /// the worst case.
-#[derive(Clone, Debug, Default)]
+#[derive(Debug, Default)]
 pub struct Counts {
     /// Per bin: rows from ranks below this one.
     pub below: Vec<u32>,
     /// Per bin: rows from all ranks.
     pub total: Vec<u32>,
+}
+
+impl Clone for Counts {
+    fn clone(&self) -> Self {
+        Counts { below: self.below.clone(), total: self.total.clone() }
+    }
+
+    /// Its tables keep their memory.
+    fn clone_from(&mut self, other: &Self) {
+        self.below.clone_from(&other.below);
+        self.total.clone_from(&other.total);
+    }
 }
 
 impl Counts {
@@ -88,7 +100,7 @@ fn add(sums: &mut [u32], counts: &[u32]) {
 }
 
 /// Rows per rank, pads counted: known to every rank from the totals.
-#[derive(Clone, Debug, Default)]
+#[derive(Debug, Default)]
 pub struct ReceiveSizes {
     /// First row of each bin at its rank.
     pub begin: Vec<u32>,
@@ -98,6 +110,22 @@ pub struct ReceiveSizes {
     pub required: Vec<u32>,
     /// Rows that each rank stages; empty where none does.
     pub staged: Vec<u32>,
+}
+
+impl Clone for ReceiveSizes {
+    fn clone(&self) -> Self {
+        let ReceiveSizes { begin, rows, required, staged } = self;
+        let [begin, rows, required, staged] = [begin, rows, required, staged].map(Vec::clone);
+        ReceiveSizes { begin, rows, required, staged }
+    }
+
+    /// Its tables keep their memory.
+    fn clone_from(&mut self, other: &Self) {
+        self.begin.clone_from(&other.begin);
+        self.rows.clone_from(&other.rows);
+        self.required.clone_from(&other.required);
+        self.staged.clone_from(&other.staged);
+    }
 }
 
 impl ReceiveSizes {

@@ -226,7 +226,7 @@ impl SlotExchange {
         self.turn.dispatches += 1;
         let enqueued = self.lowered[SlotCall::Dispatch as usize].enqueued();
         let facts = Arc::clone(&self.state.facts);
-        let expanded = self.state.expansion.as_ref().map(ExpandedRows::of).transpose()?.map(Box::new);
+        let expanded = self.state.expansion.as_ref().map(ExpandedRows::of).transpose()?;
         let dropped = self.state.dropped.part(0, u64::from(tokens) * u64::from(self.state.spec.top_k))?;
         let (received, ranks) = (self.state.received.clone(), self.state.size());
         let rows = SlotRows { received, shape: self.state.shape, ranks, expanded };

@@ -66,9 +66,8 @@ pub(in crate::ep) struct SlotRows {
     pub received: DeviceRange,
     pub shape: SlotShape,
     pub(super) ranks: u32,
-    /// Within a budget: what they are expanded to. Larger than the rest, which every caller would
-    /// carry.
-    pub expanded: Option<Box<ExpandedRows>>,
+    /// Within a budget: what they are expanded to.
+    pub expanded: Option<ExpandedRows>,
 }
 
 /// Expert-major rows within a budget.

@@ -7,7 +7,6 @@ use super::devices::Memory;
 use super::on_devices;
 use super::rank::{Case, Rank, target};
 use super::support::{on_ranks, small};
-use crate::ep::device::EnqueuedExchange;
 use crate::ep::device::memory::{ByteRange, MemoryShape};
 use crate::ep::{Handle, Status, Tensor, TensorMut};
 use crate::error::KernelFault;
@@ -30,7 +29,7 @@ fn input() -> Tokens<bf16> {
 /// Changes a word of what a dispatch has left in this rank's memory; returns that it was.
 fn change(rank: &mut Rank<bf16>, (range, at): (fn(&MemoryShape, u32) -> ByteRange, u64), word: u32) -> u32 {
     let stream = rank.stream.clone();
-    let Some(EnqueuedExchange { common, .. }) = rank.planned.enqueued() else {
+    let Some(common) = rank.planned.enqueued().map(|ep| ep.common()) else {
         panic!("exact sizes are the enqueuer's")
     };
     let (begin, _) = range(&common.shape, CONTEXT);

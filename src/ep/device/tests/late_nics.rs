@@ -17,7 +17,6 @@ use super::support::{repeated, tokens};
 use super::{on_devices, on_fabric};
 use crate::Group;
 use crate::dtype::PartialDtype;
-use crate::ep::device::EnqueuedExchange;
 use crate::ep::{ExpertOutput, Handle};
 use crate::lane::{Fabric, SignalMode};
 use crate::plan::SumOrder;
@@ -139,7 +138,7 @@ fn combine_pulls_while_relay_rows_are_late_and_frees_no_output() {
                     (group, rank),
                     |rank| combine(rank, y),
                     |rank| {
-                        let Some(EnqueuedExchange { common, .. }) = rank.planned.enqueued() else {
+                        let Some(common) = rank.planned.enqueued().map(|ep| ep.common()) else {
                             panic!("exact sizes are the enqueuer's")
                         };
                         while copies() - before < all {
