@@ -160,9 +160,6 @@ impl Config {
     /// # Errors
     /// [`BootstrapError::BadVariable`], [`BootstrapError::NoRoomForRows`].
     pub fn from_vars(lookup: &dyn Fn(&str) -> Option<String>) -> Result<Self, BootstrapError> {
-        if let Some((name, new)) = RENAMED.into_iter().find(|(name, _)| lookup(name).is_some()) {
-            return Err(BootstrapError::RenamedVariable { name, new });
-        }
         let mut config = Config::default();
         for (name, field) in [
             ("SIDELANE_HEAP", &mut config.heap),
@@ -190,10 +187,129 @@ impl Config {
     /// From this process's environment.
     ///
     /// # Errors
-    /// As [`Config::from_vars`].
+    /// As [`Config::from_vars`]; [`BootstrapError::RenamedVariable`] and
+    /// [`BootstrapError::MisspeltVariable`] for any variable that has such a name.
     pub fn from_env() -> Result<Self, BootstrapError> {
+        check_names(std::env::vars_os().filter_map(|(name, _)| name.into_string().ok()))?;
         Self::from_vars(&|name| std::env::var(name).ok())
     }
+}
+
+/// What the names of Sidelane's variables begin with.
+const PREFIX: &str = "SIDELANE_";
+
+/// Variables that the library reads.
+const OF_THE_LIBRARY: [&str; 39] = [
+    "SIDELANE_CACHE",
+    "SIDELANE_CUBLAS_LIBRARY",
+    "SIDELANE_CUDA_LIBRARY",
+    "SIDELANE_CUPTI_LIBRARY",
+    "SIDELANE_DEADLINE_MS",
+    "SIDELANE_EMULATED_LINK",
+    "SIDELANE_HEAP",
+    "SIDELANE_IBVERBS_LIBRARY",
+    "SIDELANE_INSECURE",
+    "SIDELANE_JOB",
+    "SIDELANE_LAUNCHER_FD",
+    "SIDELANE_LAUNCHER_PID",
+    "SIDELANE_LIVENESS_MS",
+    "SIDELANE_NET",
+    "SIDELANE_NODE",
+    "SIDELANE_PORT",
+    "SIDELANE_RENDEZVOUS_MS",
+    "SIDELANE_SECRET",
+    "SIDELANE_SECRET_FILE",
+    "SIDELANE_SIMD",
+    "SIDELANE_SITE_PACKAGES",
+    "SIDELANE_SYMMETRIC",
+    "SIDELANE_TCP_ADDRESS",
+    "SIDELANE_VERBS_CHUNK",
+    "SIDELANE_VERBS_GID_INDEX",
+    "SIDELANE_VERBS_GRACE_MS",
+    "SIDELANE_VERBS_IN_FLIGHT",
+    "SIDELANE_VERBS_MTU",
+    "SIDELANE_VERBS_NICS",
+    "SIDELANE_VERBS_PKEY_INDEX",
+    "SIDELANE_VERBS_PORT",
+    "SIDELANE_VERBS_RELAXED_ORDERING",
+    "SIDELANE_VERBS_RETRIES",
+    "SIDELANE_VERBS_RNR_RETRIES",
+    "SIDELANE_VERBS_SERVICE_LEVEL",
+    "SIDELANE_VERBS_SIGNAL",
+    "SIDELANE_VERBS_SUBNETS",
+    "SIDELANE_VERBS_TIMEOUT",
+    "SIDELANE_VERBS_TRAFFIC_CLASS",
+];
+
+/// Variables of tests, benchmarks and scripts. A rank inherits them and does not read them.
+const OF_TESTS: [&str; 13] = [
+    "SIDELANE_GATE_CASES",
+    "SIDELANE_MEGATRON_SOURCE",
+    "SIDELANE_NEED_BASELINES",
+    "SIDELANE_NEED_CMAKE",
+    "SIDELANE_NEED_DEVICES",
+    "SIDELANE_NEED_MEGATRON",
+    "SIDELANE_NEED_NAMESPACES",
+    "SIDELANE_NEED_TORCH",
+    "SIDELANE_NEED_VALGRIND",
+    "SIDELANE_PROGRAM",
+    "SIDELANE_PYTHON",
+    "SIDELANE_RANDOM_SECONDS",
+    "SIDELANE_WRITE_HEADER",
+];
+
+/// What the names of variables between tests and their processes begin with, and of those that the
+/// fake CUDA driver reads.
+const OF_TESTS_BY_PREFIX: [&str; 2] = ["SIDELANE_TEST_", "SIDELANE_FAKE_CUDA_"];
+
+/// Refuses old names, and names that are nearly one of ours: such a variable would do nothing. Any
+/// other unknown name may be another tool's (CMake reads `SIDELANE_ROOT`) or a later version's, so
+/// it is a warning.
+fn check_names(names: impl IntoIterator<Item = String>) -> Result<(), BootstrapError> {
+    for name in names.into_iter().filter(|name| name.starts_with(PREFIX)) {
+        let by_prefix = || OF_TESTS_BY_PREFIX.iter().any(|prefix| name.starts_with(prefix));
+        if OF_THE_LIBRARY.contains(&&*name) || OF_TESTS.contains(&&*name) || by_prefix() {
+            continue;
+        }
+        if let Some((name, new)) = RENAMED.into_iter().find(|(old, _)| *old == name) {
+            return Err(BootstrapError::RenamedVariable { name, new });
+        }
+        if let Some(near) = nearest(&name) {
+            return Err(BootstrapError::MisspeltVariable { name, near });
+        }
+        tracing::warn!(name, "no variable of this version of Sidelane: it has no effect");
+    }
+    Ok(())
+}
+
+/// The variable of the library that a name may be meant to be: it takes changes of at most a third
+/// of its characters, as many as in a forgotten `_MS`, or one change.
+fn nearest(name: &str) -> Option<&'static str> {
+    let word = |name: &str| name[PREFIX.len()..].bytes().collect::<Vec<_>>();
+    let tried = OF_THE_LIBRARY.into_iter().map(|known| {
+        let (given, known_word) = (word(name), word(known));
+        (edits(&given, &known_word), (known_word.len() / 3).max(1), known)
+    });
+    tried.filter(|(edits, most, _)| edits <= most).min().map(|(.., known)| known)
+}
+
+/// The fewest changes from one word to another: a character more, less or other, or two neighbours
+/// in the other order.
+fn edits(from: &[u8], to: &[u8]) -> usize {
+    let mut table: Vec<Vec<usize>> = vec![(0..=to.len()).collect()];
+    for i in 1..=from.len() {
+        let mut row = vec![i];
+        for j in 1..=to.len() {
+            let other = table[i - 1][j - 1] + usize::from(from[i - 1] != to[j - 1]);
+            let mut fewest = other.min(table[i - 1][j] + 1).min(row[j - 1] + 1);
+            if i > 1 && j > 1 && from[i - 1] == to[j - 2] && from[i - 2] == to[j - 1] {
+                fewest = fewest.min(table[i - 2][j - 2] + 1);
+            }
+            row.push(fewest);
+        }
+        table.push(row);
+    }
+    table[from.len()][to.len()]
 }
 
 /// Variables that have other names now. One that is set would do nothing, so it is an error.
@@ -241,9 +357,39 @@ mod tests {
 
     #[test]
     fn old_name_of_a_variable_is_refused_by_its_new_one() {
-        let seen =
-            Config::from_vars(&|name| (name == "SIDELANE_RAIL").then(|| "tcp".to_owned())).unwrap_err();
-        assert_eq!(seen.to_string(), "SIDELANE_RAIL is now SIDELANE_NET");
+        for (old, new) in RENAMED {
+            let error = check_names(["PATH".to_owned(), old.to_owned()]).unwrap_err();
+            assert_eq!(error, BootstrapError::RenamedVariable { name: old, new });
+        }
+        let error = check_names(["SIDELANE_RAIL".to_owned()]).unwrap_err();
+        assert_eq!(error.to_string(), "SIDELANE_RAIL is now SIDELANE_NET");
+    }
+
+    #[test]
+    fn misspelt_variable_is_refused_by_the_nearest_name() {
+        for (name, near) in [
+            ("SIDELANE_NETT", "SIDELANE_NET"),
+            ("SIDELANE_HAEP", "SIDELANE_HEAP"),
+            ("SIDELANE_SYMETRIC", "SIDELANE_SYMMETRIC"),
+            ("SIDELANE_DEADLINE", "SIDELANE_DEADLINE_MS"),
+            ("SIDELANE_SECRETFILE", "SIDELANE_SECRET_FILE"),
+            ("SIDELANE_VERBS_NIC", "SIDELANE_VERBS_NICS"),
+        ] {
+            let error = check_names([name.to_owned()]).unwrap_err();
+            assert_eq!(error, BootstrapError::MisspeltVariable { name: name.to_owned(), near });
+        }
+        let error = check_names(["SIDELANE_NETT".to_owned()]).unwrap_err();
+        assert_eq!(error.to_string(), "SIDELANE_NETT is no variable of Sidelane, SIDELANE_NET is");
+    }
+
+    #[test]
+    fn variables_of_ours_and_those_of_other_tools_are_no_misspelling() {
+        let ours = OF_THE_LIBRARY.into_iter().chain(OF_TESTS);
+        let of_tests = ["SIDELANE_TEST_CASE", "SIDELANE_FAKE_CUDA_SEED"];
+        let others = ["ROOT", "DIR", "HOME", "PATH", "BIN", "LIB", "INCLUDE", "VERSION", "PREFIX", "LOG"];
+        let others = others.map(|other| format!("{PREFIX}{other}"));
+        let names = ours.chain(of_tests).map(str::to_owned).chain(others);
+        check_names(names.chain(["SIDELANE".to_owned(), "PATH".to_owned()])).unwrap();
     }
 
     #[test]

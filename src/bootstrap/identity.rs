@@ -124,7 +124,7 @@ impl Identity {
         let identity = Identity {
             ports,
             launcher_pipe: fd.map(|fd| LauncherPipe { fd, pid }),
-            insecure: vars.text("SIDELANE_INSECURE").as_deref() == Some("1"),
+            insecure: vars.switch("SIDELANE_INSECURE")?,
             ..named
         };
         identity.checked()
@@ -199,6 +199,17 @@ impl Vars<'_> {
         match value.parse() {
             Ok(number) if number >= least => Ok(Some(number)),
             _ => Err(BootstrapError::BadVariable { name, value, expected }),
+        }
+    }
+
+    /// Off unless it is set.
+    fn switch(&self, name: &'static str) -> Result<bool, BootstrapError> {
+        match self.text(name).as_deref() {
+            None | Some("0") => Ok(false),
+            Some("1") => Ok(true),
+            Some(value) => {
+                Err(BootstrapError::BadVariable { name, value: value.to_owned(), expected: "0 or 1" })
+            }
         }
     }
 
@@ -491,6 +502,19 @@ mod tests {
             (identity.launcher_pipe, identity.insecure),
             (Some(LauncherPipe { fd: 9, pid: 123 }), true)
         );
+    }
+
+    #[test]
+    fn a_world_without_secret_is_asked_for_by_1_and_by_no_other_word() {
+        let with = |value| read(&[&[("SIDELANE_INSECURE", value)], TORCHRUN].concat());
+        for (value, insecure) in [("1", true), (" 1 ", true), ("0", false), ("", false)] {
+            assert_eq!(with(value).unwrap().insecure, insecure, "{value:?}");
+        }
+        for value in ["yes", "true", "2"] {
+            let (name, expected) = ("SIDELANE_INSECURE", "0 or 1");
+            let refused = BootstrapError::BadVariable { name, value: value.to_owned(), expected };
+            assert_eq!(with(value), Err(refused));
+        }
     }
 
     #[test]

@@ -263,7 +263,10 @@ mod tests {
         {
             let seen = Secret::from_vars(&|asked| (asked == name).then(|| text.to_owned()));
             assert_eq!(seen, Err(BootstrapError::WeakSecret { name, bits, least: 128 }), "{text}");
+            let few = seen.unwrap_err().to_string().contains("fewer than 8 different characters");
+            assert_eq!(few, bits == 0, "{text}");
         }
+        assert_eq!(LEAST_CHARACTERS, 8, "the error's text says so");
         assert!(
             Secret::from_vars(&|name| (name == "SIDELANE_SECRET_FILE").then(|| "/nowhere".into())).is_err()
         );

@@ -531,7 +531,7 @@ impl<'g> ExpertParallelBuilder<'g> {
             return bad("experts", experts.into(), "below 2^31");
         }
         if u64::from(experts) * 4 > self.group.shared.options.config.symmetric {
-            return bad("experts", experts.into(), "fewer: their counts must fit SIDELANE_SYMMETRIC");
+            return bad("experts", experts.into(), "fewer, or a larger SIDELANE_SYMMETRIC for counts");
         }
         if spec.top_k == 0 || spec.top_k > experts {
             return bad("top_k", spec.top_k.into(), "between 1 and the number of experts");

@@ -194,7 +194,7 @@ impl<'g> RowCollectiveBuilder<'g> {
         }
         let segments = u64::from(self.segments);
         if segments * ranks * 4 > self.group.shared.options.config.symmetric {
-            return bad("segments", segments, "fewer: their counts must fit SIDELANE_SYMMETRIC");
+            return bad("segments", segments, "fewer, or a larger SIDELANE_SYMMETRIC for counts");
         }
         if u64::from(self.max_rows) * ranks > u64::from(u32::MAX / 2) {
             return bad("max_rows", self.max_rows.into(), "fewer: rows are counted in 32 bits");

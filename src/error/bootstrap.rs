@@ -20,6 +20,14 @@ pub enum BootstrapError {
         /// Its name now.
         new: &'static str,
     },
+    /// An environment variable has nearly the name of one that is read, and would do nothing.
+    #[error("{name} is no variable of Sidelane, {near} is")]
+    MisspeltVariable {
+        /// The variable that is set.
+        name: String,
+        /// The variable that it may be meant to be.
+        near: &'static str,
+    },
     /// An environment variable has a value that cannot be used.
     #[error("environment variable {name}={value:?}: expected {expected}")]
     BadVariable {
@@ -42,7 +50,8 @@ pub enum BootstrapError {
     },
     /// Rank 0 can listen on none of the ports of the rendezvous.
     #[error(
-        "rank 0 can listen on none of the ports from {first} to {last}: {}: set SIDELANE_PORT to a free one on all ranks, and join a job once in a process",
+        "rank 0 cannot listen on {}: {}: join a job once in a process; if another process has the port, set SIDELANE_PORT to a free one on all ranks",
+        ports(*first, *last),
         std::io::Error::from_raw_os_error(*errno)
     )]
     NoPort {
@@ -111,6 +120,14 @@ pub enum BootstrapError {
         /// Number of ranks that the host was started with.
         expected: u32,
     },
+    /// The name of the master has no address.
+    #[error("the name {name} has no address (tried for {} ms)", waited.as_millis())]
+    NoAddress {
+        /// The name.
+        name: String,
+        /// How long it was looked up.
+        waited: Duration,
+    },
     /// Listening beyond this machine without a secret.
     #[error(
         "refusing to listen on {address} without a secret: set SIDELANE_SECRET or SIDELANE_SECRET_FILE (or SIDELANE_INSECURE=1 on a trusted network)"
@@ -121,12 +138,13 @@ pub enum BootstrapError {
     },
     /// A secret that can be guessed.
     #[error(
-        "{name} is too weak, by its characters {bits} bits of at least {least}: set it to what `openssl rand -hex 32` prints"
+        "{name} is too weak: {}: set it to what `openssl rand -hex 32` prints",
+        strength(*bits, *least)
     )]
     WeakSecret {
         /// The variable.
         name: &'static str,
-        /// Bits that the text has at most.
+        /// Bits that the text has at most; 0 if it has fewer than 8 different characters.
         bits: u32,
         /// Bits that are needed.
         least: u32,
@@ -141,9 +159,9 @@ pub enum BootstrapError {
     },
     /// The deadline of a rendezvous step passed.
     #[error(
-        "rendezvous step {step:?} not complete after {} ms: missing ranks {}{}",
+        "{} within {} ms{}",
+        incomplete(step, missing),
         waited.as_millis(),
-        some(missing),
         with(refused)
     )]
     Deadline {
@@ -304,6 +322,29 @@ pub struct RefusedJoins {
     pub last: IpAddr,
 }
 
+/// The ports that rank 0 tried.
+fn ports(first: u16, last: u16) -> String {
+    if first == last { format!("port {first}") } else { format!("any of the ports {first} to {last}") }
+}
+
+/// The reason why a secret is weak.
+fn strength(bits: u32, least: u32) -> String {
+    match bits {
+        0 => "it has fewer than 8 different characters".to_owned(),
+        _ => format!("by its characters it has at most {bits} bits, and {least} are needed"),
+    }
+}
+
+/// A step, and the ranks that did not come to it.
+fn incomplete(step: &str, missing: &[u32]) -> String {
+    let step = if step == "rendezvous" { "the rendezvous".to_owned() } else { format!("step {step:?}") };
+    match missing {
+        [] => format!("{step} was not complete"),
+        [rank] => format!("rank {rank} did not come to {step}"),
+        _ => format!("ranks {} did not come to {step}", some(missing)),
+    }
+}
+
 /// The hint that another job answered.
 fn other(job: &Option<String>) -> String {
     match job {
@@ -438,7 +479,7 @@ mod tests {
         let (step, waited) = ("rendezvous".to_owned(), Duration::from_secs(1));
         let missing = (1..2000).collect();
         let error = BootstrapError::Deadline { step, missing, waited, refused: None }.to_string();
-        assert!(error.ends_with("14, 15, 16] and 1983 others"), "{error}");
+        assert!(error.contains("14, 15, 16] and 1983 others did not come to the rendezvous"), "{error}");
     }
 
     #[test]
@@ -446,7 +487,23 @@ mod tests {
         let (step, waited) = ("rendezvous".to_owned(), Duration::from_secs(1));
         let refused = Some(RefusedJoins { joins: 7, last: [10, 0, 0, 2].into() });
         let error = BootstrapError::Deadline { step, missing: vec![1], waited, refused }.to_string();
-        let hint = "missing ranks [1]; 7 joins with another secret were refused, the last from 10.0.0.2";
-        assert!(error.ends_with(hint), "{error}");
+        let whole = "rank 1 did not come to the rendezvous within 1000 ms; \
+                     7 joins with another secret were refused, the last from 10.0.0.2";
+        assert_eq!(error, whole);
+    }
+
+    #[test]
+    fn a_step_without_known_ranks_is_named_alone() {
+        let (step, waited) = ("nothing".to_owned(), Duration::from_millis(50));
+        let error = BootstrapError::Deadline { step, missing: Vec::new(), waited, refused: None };
+        assert_eq!(error.to_string(), "step \"nothing\" was not complete within 50 ms");
+    }
+
+    #[test]
+    fn one_port_is_no_range_and_a_second_join_is_the_first_guess() {
+        let said = |last| BootstrapError::NoPort { first: 29501, last, errno: 98 }.to_string();
+        let one = "rank 0 cannot listen on port 29501: Address already in use (os error 98): join a job once";
+        assert!(said(29501).starts_with(one), "{}", said(29501));
+        assert!(said(29516).contains("on any of the ports 29501 to 29516: "), "{}", said(29516));
     }
 }

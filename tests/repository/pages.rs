@@ -139,7 +139,13 @@ fn prose_of_pages_is_at_most_100_columns_wide() {
     }
 }
 
-/// Variables of Sidelane's that the sources below a folder name in string literals.
+/// Names of variables of Sidelane's in the string literals of a text.
+fn names(text: &str) -> impl Iterator<Item = &str> {
+    let literals = text.split('"').filter(|text| text.starts_with("SIDELANE_") && !text.ends_with('_'));
+    literals.filter(|text| text.chars().all(|c| c.is_ascii_uppercase() || c == '_'))
+}
+
+/// Variables of Sidelane's that the sources below a folder name.
 fn variables(folder: &Path, found: &mut BTreeSet<String>) {
     for entry in fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
@@ -148,26 +154,39 @@ fn variables(folder: &Path, found: &mut BTreeSet<String>) {
             variables(&path, found);
         } else if name.ends_with(".rs") && !name.contains("tests") {
             let text = fs::read_to_string(&path).unwrap();
-            let literals = text.split('"').filter(|text| text.starts_with("SIDELANE_"));
-            let names = literals.filter(|text| text.chars().all(|c| c.is_ascii_uppercase() || c == '_'));
-            found.extend(names.filter(|name| !name.ends_with('_')).map(str::to_owned));
+            let code = text.split("#[cfg(test)]\nmod tests {").next().unwrap();
+            found.extend(names(code).map(str::to_owned));
         }
     }
 }
 
+/// The library refuses names that are nearly one that it knows, so it must know all of them.
 #[test]
-fn every_variable_is_in_the_table_of_the_environment() {
+fn every_variable_is_known_to_the_library_and_in_the_table_of_the_environment() {
     let mut found = BTreeSet::new();
-    for folder in ["src", "bindings/python/src"] {
+    for folder in ["src", "bindings/python/src", "crates"] {
         variables(&root().join(folder), &mut found);
     }
-    let table = fs::read_to_string(root().join("docs/environment.md")).unwrap();
+    assert!(found.len() > 30, "the sources were read: {found:?}");
     // Variables of tests, and those that `build.rs` sets for the compiler.
     let others = ["SIDELANE_TEST_", "SIDELANE_FAKE_CUDA_", "SIDELANE_COMMIT", "SIDELANE_TARGET"];
-    let read = found.iter().filter(|name| !others.iter().any(|other| name.starts_with(other)));
-    let missing: Vec<_> = read.filter(|name| !table.contains(&format!("| `{name}` |"))).collect();
-    assert!(missing.is_empty(), "{missing:?}");
-    assert!(found.len() > 30, "the sources were read: {found:?}");
+    let other = |name: &str| others.iter().any(|other| name.starts_with(other));
+
+    let page = fs::read_to_string(root().join("docs/environment.md")).unwrap();
+    let (table, old) = page.split_once("## Old names").unwrap();
+    let rows = |text: &str| -> BTreeSet<String> {
+        let named = text.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next());
+        named.filter(|name| name.starts_with("SIDELANE_") && !other(name)).map(str::to_owned).collect()
+    };
+    let sources = fs::read_to_string(root().join("src/config.rs")).unwrap();
+    let lists = sources.split("const OF_").skip(1).map(|list| list.split("];").next().unwrap());
+    let known: BTreeSet<_> = lists.flat_map(names).map(str::to_owned).collect();
+    assert_eq!(rows(table), known);
+
+    let renamed = rows(old);
+    let unknown = |name: &&String| !other(name) && !known.contains(*name) && !renamed.contains(*name);
+    let unknown: Vec<_> = found.iter().filter(unknown).collect();
+    assert!(unknown.is_empty(), "{unknown:?}");
 }
 
 /// Folders below `src/` of a package, with the package's own path in front.

@@ -402,15 +402,21 @@ fn handle_of(number: usize) -> usize {
     if number == LEGACY { 0 } else { number }
 }
 
+/// Neither the settings nor torch say on which stream calls go.
+fn no_stream(reason: &str) -> PyErr {
+    let remedy = "import a torch with CUDA, or pass device= (a number) and stream= (a handle)";
+    settings::wrong("stream", &format!("{reason}: {remedy}"))
+}
+
 /// The device and the stream that torch uses now.
 fn of_torch(py: Python<'_>, device: Option<u32>) -> PyResult<(u32, usize)> {
     let modules = py.import("sys")?.getattr("modules")?;
     let cuda = match modules.get_item("torch") {
         Ok(torch) => torch.getattr("cuda")?,
-        Err(_) => return Err(settings::wrong("stream", "needed, and device, unless torch uses a GPU")),
+        Err(_) => return Err(no_stream("torch is not imported")),
     };
     if !cuda.call_method0("is_available")?.extract::<bool>()? {
-        return Err(settings::wrong("stream", "needed, and device: torch sees no GPU"));
+        return Err(no_stream("torch sees no GPU"));
     }
     let device = match device {
         Some(device) => device,

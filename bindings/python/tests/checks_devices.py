@@ -459,7 +459,9 @@ def check_the_current_stream_of_torch_is_the_default(world):
 
     device = Device(world.rank)
     settings = {"experts": 4, "hidden": 8, "device_heap": 1 << 20, "max_tokens": 4}
-    assert raised(lambda: sidelane.ExpertParallel(world, **settings, device="cuda")).setting == "stream"
+    refused = raised(lambda: sidelane.ExpertParallel(world, **settings, device="cuda"))
+    remedy = "import a torch with CUDA, or pass device= (a number) and stream= (a handle)"
+    assert refused.setting == "stream" and str(refused) == f"stream: torch sees no GPU: {remedy}"
     assert raised(lambda: sidelane.ExpertParallel(world, **settings, device="cpu")).setting == "device"
     with mock.patch.multiple(
         torch.cuda,

@@ -24,7 +24,7 @@ ALL_TO_ALL = ("test_a2a_token_dispatcher.py", "test_shared_experts.py")
 MODES = {"theirs": ALL_TO_ALL, "enabled": ALL_TO_ALL, "installed": ("test_token_dispatcher.py::TestFlexDispatcher",)}
 
 
-PREPARED = "SIDELANE_MEGATRON_TESTS"
+PREPARED = "SIDELANE_TEST_MEGATRON"
 """Set where ranks are forked: what they import first."""
 
 

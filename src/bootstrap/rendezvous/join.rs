@@ -219,7 +219,7 @@ fn seek(
             hosted.failure.get().cloned().map_or(Ok(()), Err)?;
         }
         let candidates = hosted.map_or_else(|| candidates(identity, until), |hosted| vec![hosted.address]);
-        let unknown = if candidates.is_empty() { ", a name without an address" } else { "" };
+        let unknown = candidates.is_empty();
         for address in candidates {
             let now = Instant::now();
             let request = JoinRequest {
@@ -256,8 +256,12 @@ fn seek(
             return Err(explain(JoinRefusal::WrongSecret, identity, address, start));
         }
         if over {
-            let address = format!("{} (ports {}){unknown}", identity.master_addr, list(&identity.ports));
-            return Err(BootstrapError::NoRendezvous { address, waited: start.elapsed(), other_job });
+            let (master, waited) = (identity.master_addr.clone(), start.elapsed());
+            if unknown && other_job.is_none() {
+                return Err(BootstrapError::NoAddress { name: master, waited });
+            }
+            let address = format!("{master} (ports {})", list(&identity.ports));
+            return Err(BootstrapError::NoRendezvous { address, waited, other_job });
         }
         wait::nap(PAUSE);
     }

@@ -1,10 +1,11 @@
 //! Ranks that want different things when they build.
 
+use sidelane::config::Config;
 use sidelane::ep::ExpertParallelBuilder;
 use sidelane::error::{CallError, Error, MemoryError, PlanError};
 use sidelane::plan::{ExpertMap, RowLayout, SumOrder};
 use sidelane::topology::Route;
-use sidelane::{Dtype, ExpertParallel, Group};
+use sidelane::{Dtype, ExpertParallel, Group, Options, World};
 
 use super::space::wide;
 use super::{BAD, EXPERTS, HIDDEN, NODES, ROOMY, Rank, SYMMETRIC, everywhere, options};
@@ -86,6 +87,16 @@ fn unusable_setting_is_named_on_its_rank_and_told_to_others() {
         }
         rank.works();
     });
+}
+
+#[test]
+fn experts_whose_counts_have_no_room_name_the_setting_to_raise() {
+    let config = Config::default().with_heap(2 << 20).with_symmetric(4 * 7);
+    let world = World::threads_with(&[0], &Options::default().with_config(config)).unwrap().remove(0);
+    let group = world.all().unwrap();
+    let builder = ExpertParallel::builder(&group).experts(8).top_k(2).hidden(HIDDEN);
+    let error = builder.build().unwrap_err().to_string();
+    assert!(error.starts_with("experts = 8: ") && error.contains("a larger SIDELANE_SYMMETRIC"), "{error}");
 }
 
 /// Takes so much of the bad rank's symmetric heap that half of it is no longer free there.

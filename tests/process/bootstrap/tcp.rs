@@ -124,6 +124,14 @@ fn unanswered_rendezvous_address_is_error_that_names_it() {
 }
 
 #[test]
+fn master_whose_name_has_no_address_is_error_that_names_it() {
+    let timeouts = timeouts().with_rendezvous(Duration::from_millis(200));
+    let identity = identity(1, 2, &place()).with_local_size(None).with_master_addr("nowhere.invalid".into());
+    let error = connect(&identity, Some(Secret::random().unwrap()), timeouts).err().unwrap();
+    assert!(matches!(&error, BootstrapError::NoAddress { name, .. } if name == "nowhere.invalid"), "{error}");
+}
+
+#[test]
 fn job_of_another_name_at_the_address_is_named() {
     let place = place();
     let timeouts = timeouts().with_rendezvous(Duration::from_millis(700));
