@@ -12,7 +12,7 @@ use sidelane::topology::Route;
 use sidelane_testkit::timing::planning_steps::{Planning, Shape};
 use sidelane_testkit::timing::stats::median;
 
-use crate::chart::{Chart, Curve, Panel, Point};
+use crate::chart::{Arrangement, Chart, Curve, Panel, Point};
 use crate::command_frame::{self, Command};
 use crate::error::{CliError, usage};
 use crate::options::one_of;
@@ -182,7 +182,7 @@ fn draw(args: &PlanBenchArgs, rows: &[Row]) -> String {
         Route::ALL.map(of_route).into()
     };
     let bytes = |bytes: f64| volume(bytes as u64);
-    let numbers = &|ranks: u64| ranks.to_string();
+    let numbers = &|ranks: f64| ranks.to_string();
     let PlanBenchArgs { tokens, top_k, layout, ranks_per_node, .. } = args;
     let conditions =
         format!("{tokens} tokens, top-{top_k}, {}, nodes of {ranks_per_node} ranks", layout.name());
@@ -190,14 +190,15 @@ fn draw(args: &PlanBenchArgs, rows: &[Row]) -> String {
     let curves = curves(|cost| cost.bytes as f64, &bytes);
     let memory = Panel { curves, ..Panel::new("memory of the tables", numbers, &bytes) };
     let title = "What a rank's operands cost, by number of ranks";
-    Chart { title, conditions: vec![conditions], panels: vec![times, memory], alike: false }.draw()
+    let panels = vec![times, memory];
+    Chart { title, conditions: vec![conditions], panels, arrangement: Arrangement::Apart }.draw()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::command_frame::tests::parsed;
-    use crate::svg::tests::elements;
+    use crate::chart::svg::tests::elements;
 
     #[test]
     fn every_group_has_a_line_and_a_point_for_each_route() {

@@ -9,7 +9,7 @@ use sidelane_testkit::timing::stats::{Ratio, Summary, ratio_of_medians, summary}
 use super::measure::Found;
 use super::{Run, Test};
 use crate::baselines::Unavailable;
-use crate::chart::{Chart, Curve, Panel, Point};
+use crate::chart::{Arrangement, Chart, Curve, Panel, Point};
 use crate::command_frame;
 use crate::commands::launch::shape_words;
 use crate::options::{Scaled, word};
@@ -263,10 +263,11 @@ pub fn draw(report: &Report) -> String {
         let reason = table::because(lane_reason);
         format!("rank {} and rank {} · lane {lane}{reason} · {unit} by bytes of a put", from.rank, to.rank)
     }));
-    let (numbers, figures) = (&|bytes| Scaled(bytes).to_string(), &|figure| format!("{figure} {unit}"));
+    let (numbers, figures) =
+        (&|bytes| Scaled(bytes as u64).to_string(), &|figure| format!("{figure} {unit}"));
     let panels = vec![Panel { curves: curves(report), ..Panel::new("", numbers, figures) }];
     let title = format!("{}: {}", word(test), test.title());
-    Chart { title: &title, conditions, panels, alike: false }.draw()
+    Chart { title: &title, conditions, panels, arrangement: Arrangement::Apart }.draw()
 }
 
 fn curves(report: &Report) -> Vec<Curve> {
@@ -299,10 +300,10 @@ fn curves(report: &Report) -> Vec<Curve> {
 #[cfg(test)]
 pub mod tests {
     use super::*;
+    use crate::chart::svg::tests::elements;
     use crate::command_frame::Report as _;
     use crate::command_frame::tests::{assert_page, assert_words};
     use crate::commands::put_bench::Test;
-    use crate::svg::tests::elements;
 
     /// A report of puts of 8 bytes and of 1 MiB between two nodes.
     pub fn sample(test: Test) -> Report {

@@ -9,7 +9,7 @@ use sidelane_model::time::{
 use super::layer_time::{self, Layered, Products};
 use super::tensor_time::{self, TensorLayers};
 use super::{Conditions, MetadataWith, ReceiveKind, Task, sensitivity};
-use crate::chart::{Chart, Curve, Panel, Point};
+use crate::chart::{Arrangement, Chart, Curve, Panel, Point};
 use crate::command_frame;
 use crate::error::CliError;
 use crate::table::{self, time, time_ns, volume};
@@ -240,7 +240,7 @@ pub fn draw(report: &Report) -> String {
             panel("dispatch", |timed| timed.dispatch.ns),
             panel("combine", |timed| timed.combine.ns),
         ],
-        alike: true,
+        arrangement: Arrangement::Alike,
     }
     .draw()
 }
@@ -248,8 +248,8 @@ pub fn draw(report: &Report) -> String {
 #[cfg(test)]
 pub mod tests {
     use super::*;
+    use crate::chart::svg::tests::elements;
     use crate::command_frame::tests::{assert_page, parsed};
-    use crate::svg::tests::elements;
 
     /// The report of a command line.
     pub fn report(line: &str) -> Report {
