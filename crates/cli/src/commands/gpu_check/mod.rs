@@ -31,7 +31,6 @@ mod audit;
 mod calibrate_device;
 mod costs;
 mod expert_parallel;
-mod expert_products;
 mod interference;
 mod kernels;
 mod lock_and_queue_processes;
