@@ -36,7 +36,7 @@ use crate::error::CliError;
 use crate::ranks::{self, Assignment, Files, RankMemory, Sizes};
 
 pub use checked_layer::{CALLS, EVENTS, Layer, Verdict, record, share, write_trace};
-pub use conditions::{ConditionArgs, Conditions, RowType};
+pub use conditions::{ConditionArgs, Conditions};
 
 #[cfg(test)]
 pub use report::tests::sample;

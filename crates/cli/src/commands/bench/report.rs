@@ -319,8 +319,9 @@ pub mod tests {
     use crate::command_frame::tests::{assert_page_with, assert_words};
     use crate::commands::bench::call_baselines::Calls;
     use crate::commands::bench::chain;
+    use crate::commands::bench::conditions::Shape;
     use crate::commands::bench::conditions::tests::resolve;
-    use crate::commands::bench::conditions::{RowType, Shape};
+    use crate::options::RowType;
 
     #[test]
     fn the_text_holds_conditions_verdict_figures_and_memcpy() {
