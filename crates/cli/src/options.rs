@@ -2,6 +2,7 @@
 //! router, rows, and values of options. Defaults that differ are parameters, stated at the use.
 
 use std::fmt;
+use std::path::PathBuf;
 use std::str::FromStr;
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
@@ -160,6 +161,16 @@ impl RowType {
 /// A default in words: this figure, unless a model has one of its own.
 fn own(of_model: bool, figure: u32) -> String {
     if of_model { "the model's".to_owned() } else { figure.to_string() }
+}
+
+/// Where a report goes as JSON, by this process or by ranks.
+#[derive(Args, Clone, Debug, Default)]
+pub struct JsonFile<const RANKS: bool = false> {
+    #[arg(long, value_name = "FILE", help = match RANKS {
+        true => "Write the report as JSON, on the machine of rank 0; - is its standard output",
+        false => "Write the report as JSON; - is standard output",
+    })]
+    pub json: Option<PathBuf>,
 }
 
 pub fn at_least_one(options: &[(&str, u32)]) -> Result<(), CliError> {

@@ -9,7 +9,6 @@
 //!                                \--> CopyEngineWork of every rank --> mean, max, time
 //! ```
 
-use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
@@ -22,7 +21,7 @@ use sidelane_model::{CopyEngineWork, RankDispatches};
 use crate::command_frame::{self, Command};
 use crate::commands::launch::shape_words;
 use crate::error::CliError;
-use crate::options::{RoutedArgs, RowArgs, RowType, at_least_one, up_to};
+use crate::options::{JsonFile, RoutedArgs, RowArgs, RowType, at_least_one, up_to};
 use crate::routing_source::{self, Decided};
 use crate::table::{self, time, volume};
 
@@ -50,17 +49,16 @@ pub struct CopyEnginesArgs {
     #[arg(long, value_name = "GB/S", default_value_t = 380.0, value_parser = up_to(1e9))]
     pub copy_gbps: f64,
 
-    /// Write the report as JSON; - is standard output
-    #[arg(long, value_name = "FILE")]
-    pub json: Option<PathBuf>,
+    #[command(flatten)]
+    pub report: JsonFile,
 }
 
 impl Command for CopyEnginesArgs {
     const NAME: &'static str = "copy-engines";
 
     fn run(self) -> Result<ExitCode, CliError> {
-        command_frame::claim(&self.json, [])?;
-        command_frame::finish(&Report::new(&self)?, &self.json)
+        command_frame::claim(&self.report.json, [])?;
+        command_frame::finish(&Report::new(&self)?, &self.report.json)
     }
 }
 

@@ -129,10 +129,9 @@ impl RunReport {
 impl command_frame::Report for Report {
     /// Conditions, verdict, and figures: of each size, or of each pair.
     fn text(&self) -> String {
-        let report = self;
         let verdict =
-            if report.verified { "verified: what was received last, bit by bit" } else { "NOT VERIFIED" };
-        let wrong = report.pairs.iter().flat_map(|pair| pair.runs.iter().map(move |run| (pair, run)));
+            if self.verified { "verified: what was received last, bit by bit" } else { "NOT VERIFIED" };
+        let wrong = self.pairs.iter().flat_map(|pair| pair.runs.iter().map(move |run| (pair, run)));
         let wrong = wrong.filter(|(_, run)| !run.verified).fold(String::new(), |mut text, (pair, run)| {
             let (from, to) = (pair.from.rank, pair.to.rank);
             let _ = write!(
@@ -142,8 +141,8 @@ impl command_frame::Report for Report {
             );
             text
         });
-        let figures = if report.config.matrix { matrices(report) } else { figures(report) };
-        format!("{}{verdict}{wrong}\n\n{figures}{}", head(report), beside(report))
+        let figures = if self.config.matrix { matrices(self) } else { figures(self) };
+        format!("{}{verdict}{wrong}\n\n{figures}{}", head(self), beside(self))
     }
 
     fn is_right(&self) -> bool {

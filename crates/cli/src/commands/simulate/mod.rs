@@ -10,7 +10,6 @@
 mod calibrate_host;
 mod layer_time;
 mod report;
-mod sensitivity;
 mod tensor_time;
 
 use std::path::PathBuf;
@@ -30,7 +29,7 @@ use sidelane_model::time::{Case, Executor, Hardware, Placed, Timing, Variant, Wi
 
 use crate::command_frame::{self, Command};
 use crate::error::{CliError, usage};
-use crate::options::{RouterArgs, RowArgs, RowType, at_most, hardware, one_of};
+use crate::options::{JsonFile, RouterArgs, RowArgs, RowType, at_most, hardware, one_of};
 use crate::routing_source::{Routed, Router, Share, Source};
 use crate::table;
 
@@ -128,9 +127,8 @@ pub struct SimulateArgs {
     #[arg(long)]
     all_ranks: bool,
 
-    /// Write the report as JSON; - is standard output
-    #[arg(long, value_name = "FILE")]
-    pub json: Option<PathBuf>,
+    #[command(flatten)]
+    pub report: JsonFile,
 
     /// Draw times by number of ranks, in powers of two of nodes up to --max-ranks
     #[arg(long, value_name = "FILE")]
@@ -149,7 +147,7 @@ impl Command for SimulateArgs {
     const NAME: &'static str = "simulate";
 
     fn run(self) -> Result<ExitCode, CliError> {
-        command_frame::claim(&self.json, self.svg.iter().chain(&self.calibrate))?;
+        command_frame::claim(&self.report.json, self.svg.iter().chain(&self.calibrate))?;
         if self.calibrate.is_some() {
             let hardware = calibrate_host::measure()?;
             command_frame::draw(&self.calibrate, || command_frame::pretty(&hardware) + "\n")?;
@@ -158,7 +156,7 @@ impl Command for SimulateArgs {
         }
         let report = Report::new(&Task::resolve(&self)?)?;
         command_frame::draw(&self.svg, || report::draw(&report))?;
-        command_frame::finish(&report, &self.json)
+        command_frame::finish(&report, &self.report.json)
     }
 }
 
