@@ -6,6 +6,10 @@
 //!      v                                                           |
 //!   arguments --> task --> files are claimed --> (ranks::start) ---+--> Report --> text, --json, exit status
 //! ```
+//!
+//! A page of `docs` describes the JSON of a report. Tests compare its keys and types with reports
+//! that have every key. Pages made by schemars would cost six crates and 5.9 s of the first build,
+//! as types of four other crates are in reports, and no crate has features.
 
 use std::collections::BTreeSet;
 use std::io::{self, IsTerminal, Write};
@@ -157,6 +161,8 @@ pub fn progress(rank: u32, work: u64) -> ProgressBar {
 pub mod tests {
     use super::*;
 
+    use std::collections::BTreeMap;
+
     use clap::{Args, Parser};
     use serde_json::Value;
 
@@ -184,7 +190,8 @@ pub mod tests {
         std::fs::read_to_string(format!("{path}{name}")).unwrap()
     }
 
-    /// Asserts that a page names exactly the keys of these reports, a line each between backquotes.
+    /// Asserts that a page names exactly the keys of these reports, a line each between backquotes,
+    /// with their types.
     pub fn assert_page(name: &str, reports: &[impl Report]) {
         assert_page_with(name, reports, |key| Some(key.to_owned()));
     }
@@ -196,17 +203,33 @@ pub mod tests {
             collect(&serde_json::from_str(&report.json()).unwrap(), "", &mut written);
         }
         let page = page(name);
-        let rows = page.lines().filter_map(|line| line.strip_prefix("| `")?.split_once('`'));
-        let documented: BTreeSet<String> = rows.map(|(key, _)| key.to_owned()).collect();
-        assert_eq!(documented, written.iter().filter_map(|key| shared(key)).collect());
+        let rows = page.lines().filter_map(|line| line.strip_prefix("| `")?.split_once("` | "));
+        let documented: BTreeMap<&str, &str> =
+            rows.map(|(key, row)| (key, row.split(" | ").next().unwrap())).collect();
+        let written: BTreeSet<_> =
+            written.into_iter().filter_map(|(key, kind)| Some((shared(&key)?, kind))).collect();
+        let keys: BTreeSet<&str> = written.iter().map(|(key, _)| &key[..]).collect();
+        assert_eq!(documented.keys().copied().collect::<BTreeSet<_>>(), keys);
+        for (key, kind) in &written {
+            assert!(documented[&key[..]].contains(kind), "{key} is {kind}, not {}", documented[&key[..]]);
+        }
     }
 
-    /// Dotted paths of all keys; the elements of a list share theirs.
-    fn collect(value: &Value, path: &str, into: &mut BTreeSet<String>) {
+    /// Dotted paths of all keys, with the types of their values; elements of a list share theirs.
+    fn collect(value: &Value, path: &str, into: &mut BTreeSet<(String, &'static str)>) {
         value.as_array().into_iter().flatten().for_each(|element| collect(element, path, into));
         for (key, value) in value.as_object().into_iter().flatten() {
             collect(value, &format!("{path}{key}."), into);
-            into.insert(format!("{path}{key}"));
+            let kind = match value {
+                Value::Null => "null",
+                Value::Bool(_) => "boolean",
+                Value::Number(number) if number.is_f64() => "number",
+                Value::Number(_) => "integer",
+                Value::String(_) => "string",
+                Value::Array(_) => "list",
+                Value::Object(_) => "object",
+            };
+            into.insert((format!("{path}{key}"), kind));
         }
     }
 }

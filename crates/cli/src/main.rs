@@ -8,7 +8,6 @@ mod error;
 mod options;
 mod ranks;
 mod routing_source;
-mod svg;
 mod table;
 
 use std::process::ExitCode;

@@ -1,17 +1,20 @@
 //! Options that several commands have, each in one place: placement of ranks, decisions of a
-//! router, and values of options.
+//! router, rows, and values of options. Defaults that differ are parameters, stated at the use.
 
 use std::fmt;
+use std::path::PathBuf;
 use std::str::FromStr;
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
+use serde::{Deserialize, Serialize};
+use sidelane::dtype::{Dtype, Fp8RowShape};
 use sidelane_model::time::Hardware;
 
 use crate::commands::doctor::{Root, available_memory};
 use crate::commands::launch::node_sizes;
 use crate::error::{CliError, usage};
-use crate::routing_source::{self, Decided, Routed, Share, Source};
+use crate::routing_source::{Decided, EXPERTS, Routed, Share, Source, TOP_K};
 use crate::table::bytes;
 
 /// Ranks by node; `NODES` of `RANKS` where nothing is said.
@@ -35,36 +38,45 @@ impl<const NODES: u32, const RANKS: u32> NodeArgs<NODES, RANKS> {
     }
 }
 
-/// Decisions of a router; with `TOKENS` tokens by default.
+/// Decisions of a router; with `TOKENS` tokens by default, and with experts of a model or of the
+/// recording.
 #[derive(Args, Clone, Debug)]
-pub struct RouterArgs<const TOKENS: u32> {
-    /// Number of experts [default: 64, or from the routing file]
-    #[arg(long, value_name = "E")]
+pub struct RouterArgs<const TOKENS: u32, const MODEL: bool = false> {
+    #[arg(long, value_name = "E",
+          help = format!("Number of experts [default: {}, or from the routing file]", own(MODEL, EXPERTS)))]
     pub experts: Option<u32>,
 
-    /// Experts that each token chooses [default: 8, or from the routing file]
-    #[arg(long, value_name = "K")]
+    #[arg(long, value_name = "K",
+          help = format!("Experts that each token chooses [default: {}, or from the routing file]", own(MODEL, TOP_K)))]
     pub top_k: Option<u32>,
 
     #[arg(long, value_name = "T", help = format!("Tokens of each rank [default: {TOKENS}]"))]
     pub tokens: Option<u32>,
 
-    /// Draws synthetic routing, and rows
-    #[arg(long, default_value_t = 0)]
-    pub seed: u64,
+    /// Draws synthetic routing, logits and rows [default: 0]
+    #[arg(long)]
+    pub seed: Option<u64>,
 }
 
-impl<const TOKENS: u32> RouterArgs<TOKENS> {
+impl<const TOKENS: u32, const MODEL: bool> RouterArgs<TOKENS, MODEL> {
+    pub fn tokens(&self) -> u32 {
+        self.tokens.unwrap_or(TOKENS)
+    }
+
+    pub fn seed(&self) -> u64 {
+        self.seed.unwrap_or(0)
+    }
+
     /// The requested routing, completed from the recording or the routing file. Prints a note when
     /// it draws a pattern because no routing was requested and the recording does not fit.
     pub fn resolve(&self, asked: &Option<Source>) -> Result<(Routed, Share), CliError> {
         let routed = Routed::resolve(asked.clone(), self.experts, self.top_k)?;
         let Routed { experts, top_k, .. } = routed;
-        let share = Share { experts, top_k, tokens: self.tokens.unwrap_or(TOKENS), seed: self.seed };
+        let share = Share { experts, top_k, tokens: self.tokens(), seed: self.seed() };
         at_least_one(&[("--tokens", share.tokens), ("--experts", experts), ("--top-k", top_k)])?;
         if asked.is_none() && routed.source != Source::Recorded {
-            let (source, experts, top_k) = (&routed.source, routing_source::EXPERTS, routing_source::TOP_K);
-            eprintln!("sidelane: routing is {source}: the recorded one has {experts} experts, top-{top_k}");
+            let source = &routed.source;
+            eprintln!("sidelane: routing is {source}: the recorded one has {EXPERTS} experts, top-{TOP_K}");
         }
         Ok((routed, share))
     }
@@ -95,6 +107,70 @@ impl<const NODES: u32, const RANKS: u32, const TOKENS: u32> RoutedArgs<NODES, RA
         let (routed, share) = self.router.resolve(&asked)?;
         Decided::new(self.nodes.sizes()?, routed, share, choice_bytes)
     }
+}
+
+/// A row: so many elements by default, or those of the model, for which 0 stands.
+#[derive(Args, Clone, Debug)]
+pub struct RowArgs<const HIDDEN: u32> {
+    #[arg(long, value_name = "H",
+          help = format!("Elements of a row [default: {}]", own(HIDDEN == 0, HIDDEN)))]
+    pub hidden: Option<u32>,
+
+    /// Type of an element; fp8 is sent as records with scales, and bf16 returns
+    #[arg(long, value_enum, default_value_t = RowType::Bf16)]
+    pub dtype: RowType,
+}
+
+impl<const HIDDEN: u32> RowArgs<HIDDEN> {
+    pub fn hidden(&self) -> u32 {
+        self.hidden.unwrap_or(HIDDEN)
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum RowType {
+    Bf16,
+    F16,
+    F32,
+    /// Dispatched as records of e4m3 values and their scales; what comes back is bf16
+    Fp8,
+}
+
+impl RowType {
+    pub fn element(self) -> Dtype {
+        match self {
+            RowType::Bf16 | RowType::Fp8 => Dtype::Bf16,
+            RowType::F16 => Dtype::F16,
+            RowType::F32 => Dtype::F32,
+        }
+    }
+
+    /// Bytes of a row of `hidden` elements that is dispatched, and of one that comes back.
+    pub fn bytes(self, hidden: u32) -> (u64, u64) {
+        let home = u64::from(hidden) * self.element().size() as u64;
+        let sent = if self == RowType::Fp8 { Fp8RowShape::new(hidden).bytes() as u64 } else { home };
+        (sent, home)
+    }
+
+    pub fn name(self) -> String {
+        word(&self)
+    }
+}
+
+/// A default in words: this figure, unless a model has one of its own.
+fn own(of_model: bool, figure: u32) -> String {
+    if of_model { "the model's".to_owned() } else { figure.to_string() }
+}
+
+/// Where a report goes as JSON, by this process or by ranks.
+#[derive(Args, Clone, Debug, Default)]
+pub struct JsonFile<const RANKS: bool = false> {
+    #[arg(long, value_name = "FILE", help = match RANKS {
+        true => "Write the report as JSON, on the machine of rank 0; - is its standard output",
+        false => "Write the report as JSON; - is standard output",
+    })]
+    pub json: Option<PathBuf>,
 }
 
 pub fn at_least_one(options: &[(&str, u32)]) -> Result<(), CliError> {

@@ -35,7 +35,7 @@ pub mod record;
 pub mod reference;
 pub mod settings;
 pub mod survival;
-#[path = "../../../crates/cli/src/svg.rs"]
+#[path = "../../../crates/cli/src/chart/svg.rs"]
 mod svg;
 pub mod text;
 pub mod tokens;

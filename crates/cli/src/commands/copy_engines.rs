@@ -9,7 +9,6 @@
 //!                                \--> CopyEngineWork of every rank --> mean, max, time
 //! ```
 
-use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
@@ -20,10 +19,9 @@ use sidelane::topology::Route;
 use sidelane_model::{CopyEngineWork, RankDispatches};
 
 use crate::command_frame::{self, Command};
-use crate::commands::bench::RowType;
 use crate::commands::launch::shape_words;
 use crate::error::CliError;
-use crate::options::{RoutedArgs, at_least_one, up_to};
+use crate::options::{JsonFile, RoutedArgs, RowArgs, RowType, at_least_one, up_to};
 use crate::routing_source::{self, Decided};
 use crate::table::{self, time, volume};
 
@@ -40,13 +38,8 @@ pub struct CopyEnginesArgs {
     #[command(flatten)]
     pub routed: RoutedArgs<2, 8, 4096>,
 
-    /// Elements of a row
-    #[arg(long, value_name = "H", default_value_t = 7168)]
-    pub hidden: u32,
-
-    /// Type of an element
-    #[arg(long, value_enum, default_value_t = RowType::Bf16)]
-    pub dtype: RowType,
+    #[command(flatten)]
+    pub row: RowArgs<7168>,
 
     /// Price of a copy in microseconds, however small; by default the published figure of an H100
     #[arg(long, value_name = "US", default_value_t = 2.3, value_parser = up_to(1e9))]
@@ -56,17 +49,16 @@ pub struct CopyEnginesArgs {
     #[arg(long, value_name = "GB/S", default_value_t = 380.0, value_parser = up_to(1e9))]
     pub copy_gbps: f64,
 
-    /// Write the report as JSON; - is standard output
-    #[arg(long, value_name = "FILE")]
-    pub json: Option<PathBuf>,
+    #[command(flatten)]
+    pub report: JsonFile,
 }
 
 impl Command for CopyEnginesArgs {
     const NAME: &'static str = "copy-engines";
 
     fn run(self) -> Result<ExitCode, CliError> {
-        command_frame::claim(&self.json, [])?;
-        command_frame::finish(&Report::new(&self)?, &self.json)
+        command_frame::claim(&self.report.json, [])?;
+        command_frame::finish(&Report::new(&self)?, &self.report.json)
     }
 }
 
@@ -117,7 +109,8 @@ const PLANNED_BYTES: u64 = 72;
 impl Report {
     /// All variants of this group: slots on one node; planned rows, direct or through relays.
     pub fn new(args: &CopyEnginesArgs) -> Result<Self, CliError> {
-        let &CopyEnginesArgs { hidden, dtype, copy_us, copy_gbps, .. } = args;
+        let &CopyEnginesArgs { copy_us, copy_gbps, .. } = args;
+        let (hidden, dtype) = (args.row.hidden(), args.row.dtype);
         let Decided { conditions, map, nodes, routings } = args.routed.decide(None, PLANNED_BYTES)?;
         at_least_one(&[("--hidden", hidden)])?;
         let (row_bytes, combine_row_bytes) = dtype.bytes(hidden);

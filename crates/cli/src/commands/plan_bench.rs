@@ -2,17 +2,14 @@
 
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::time::Instant;
 
 use clap::Args;
-use sidelane::error::PlanError;
 use sidelane::gate::Pattern;
 use sidelane::plan::RowLayout;
 use sidelane::topology::Route;
-use sidelane_testkit::timing::planning_steps::{Planning, Shape};
-use sidelane_testkit::timing::stats::median;
+use sidelane_testkit::timing::planning_steps::{Cost, Shape, measure};
 
-use crate::chart::{Chart, Curve, Panel, Point};
+use crate::chart::{Arrangement, Chart, Curve, Panel, Point};
 use crate::command_frame::{self, Command};
 use crate::error::{CliError, usage};
 use crate::options::one_of;
@@ -121,53 +118,6 @@ fn text(args: &PlanBenchArgs, rows: &[Row]) -> String {
     )
 }
 
-/// Times in microseconds, the middle of all rounds.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Cost {
-    /// A rank's own routing by bin.
-    pub sort: f64,
-    /// The sum of all ranks' counts, and the layout.
-    pub place: f64,
-    /// Operands of the rank's own program.
-    pub fill: f64,
-    /// Its relayed rows, if blocks of its sources are like its own: runs and operands.
-    pub relay: f64,
-    pub bytes: u64,
-}
-
-impl Cost {
-    /// All that a rank does for itself.
-    pub fn together(&self) -> f64 {
-        self.sort + self.place + self.fill
-    }
-}
-
-/// Measures so many rounds.
-///
-/// # Errors
-/// Sizes that cannot be planned.
-pub fn measure(shape: &Shape, rounds: u32) -> Result<Cost, PlanError> {
-    let (mut planning, mut laps) = (Planning::new(*shape)?, [(); 4].map(|()| Vec::new()));
-    for _ in 0..rounds {
-        let mut lap = |step: usize, begin: Instant| laps[step].push(begin.elapsed().as_secs_f64() * 1e6);
-        let begin = Instant::now();
-        let words = planning.sort()?;
-        lap(0, begin);
-        let begin = Instant::now();
-        planning.place(&words);
-        lap(1, begin);
-        let begin = Instant::now();
-        planning.fill();
-        lap(2, begin);
-        let blocks = planning.blocks();
-        let begin = Instant::now();
-        planning.relay(blocks);
-        lap(3, begin);
-    }
-    let [sort, place, fill, relay] = laps.map(|mut laps: Vec<f64>| median(&mut laps));
-    Ok(Cost { sort, place, fill, relay, bytes: planning.memory_usage() as u64 })
-}
-
 fn draw(args: &PlanBenchArgs, rows: &[Row]) -> String {
     let curves = |of: fn(&Cost) -> f64, said: &dyn Fn(f64) -> String| {
         let of_route = |route: Route| {
@@ -182,7 +132,7 @@ fn draw(args: &PlanBenchArgs, rows: &[Row]) -> String {
         Route::ALL.map(of_route).into()
     };
     let bytes = |bytes: f64| volume(bytes as u64);
-    let numbers = &|ranks: u64| ranks.to_string();
+    let numbers = &|ranks: f64| ranks.to_string();
     let PlanBenchArgs { tokens, top_k, layout, ranks_per_node, .. } = args;
     let conditions =
         format!("{tokens} tokens, top-{top_k}, {}, nodes of {ranks_per_node} ranks", layout.name());
@@ -190,14 +140,15 @@ fn draw(args: &PlanBenchArgs, rows: &[Row]) -> String {
     let curves = curves(|cost| cost.bytes as f64, &bytes);
     let memory = Panel { curves, ..Panel::new("memory of the tables", numbers, &bytes) };
     let title = "What a rank's operands cost, by number of ranks";
-    Chart { title, conditions: vec![conditions], panels: vec![times, memory], alike: false }.draw()
+    let panels = vec![times, memory];
+    Chart { title, conditions: vec![conditions], panels, arrangement: Arrangement::Apart }.draw()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::chart::svg::tests::elements;
     use crate::command_frame::tests::parsed;
-    use crate::svg::tests::elements;
 
     #[test]
     fn every_group_has_a_line_and_a_point_for_each_route() {

@@ -10,11 +10,13 @@
 
 pub mod copied_dispatch;
 pub mod driver;
+pub mod expert_products;
 pub mod gpu;
 pub mod hold;
 pub mod kernel_work;
 pub mod kernels;
 pub mod lock_and_queue;
+pub mod products_beside;
 pub mod timer;
 
 use std::sync::Arc;

@@ -8,6 +8,7 @@
 //! ```
 
 use std::hint::black_box;
+use std::time::Instant;
 
 use sidelane::error::PlanError;
 use sidelane::gate::{Pattern, Routing, synthetic};
@@ -17,6 +18,8 @@ use sidelane::plan::{
 };
 use sidelane::topology::{NodeMap, Paths, Route};
 use sidelane_core::schedule::{CallerTables, ControlLayout, FillContext, RelayTables, WindowId};
+
+use super::stats::median;
 
 /// A group, and what rank 0 of it plans.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -163,6 +166,54 @@ impl Planning {
             + self.layout.memory_usage()
             + self.own.memory_usage()
     }
+}
+
+/// Times in microseconds, the middle of all rounds.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Cost {
+    /// A rank's own routing by bin.
+    pub sort: f64,
+    /// The sum of all ranks' counts, and the layout.
+    pub place: f64,
+    /// Operands of the rank's own program.
+    pub fill: f64,
+    /// Its relayed rows, if blocks of its sources are like its own: runs and operands.
+    pub relay: f64,
+    /// Memory of the tables.
+    pub bytes: u64,
+}
+
+impl Cost {
+    /// All that a rank does for itself.
+    pub fn together(&self) -> f64 {
+        self.sort + self.place + self.fill
+    }
+}
+
+/// Measures so many rounds.
+///
+/// # Errors
+/// Sizes that cannot be planned.
+pub fn measure(shape: &Shape, rounds: u32) -> Result<Cost, PlanError> {
+    let (mut planning, mut laps) = (Planning::new(*shape)?, [(); 4].map(|()| Vec::new()));
+    for _ in 0..rounds {
+        let mut lap = |step: usize, begin: Instant| laps[step].push(begin.elapsed().as_secs_f64() * 1e6);
+        let begin = Instant::now();
+        let words = planning.sort()?;
+        lap(0, begin);
+        let begin = Instant::now();
+        planning.place(&words);
+        lap(1, begin);
+        let begin = Instant::now();
+        planning.fill();
+        lap(2, begin);
+        let blocks = planning.blocks();
+        let begin = Instant::now();
+        planning.relay(blocks);
+        lap(3, begin);
+    }
+    let [sort, place, fill, relay] = laps.map(|mut laps: Vec<f64>| median(&mut laps));
+    Ok(Cost { sort, place, fill, relay, bytes: planning.memory_usage() as u64 })
 }
 
 fn context<'a>(bins: &'a Bins, paths: Paths<'a>, sizing: RowSizes) -> PlanContext<'a> {

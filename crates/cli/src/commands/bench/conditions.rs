@@ -6,7 +6,7 @@
 
 use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
-use sidelane::dtype::{Dtype, Fp8RowShape, PartialDtype};
+use sidelane::dtype::PartialDtype;
 use sidelane::ep::Graphs;
 use sidelane::error::PlanError;
 use sidelane::plan::{ExpertMap, Overflow, ReceiveMode, RowLayout, Strategy, SumOrder};
@@ -16,7 +16,7 @@ use sidelane_verify::reference::{Case, Real, Reference, Row, Tokens};
 
 use crate::commands::launch::{MachineArgs, node_labels, shape_words};
 use crate::error::{CliError, usage};
-use crate::options::{NodeArgs, RouterArgs, at_least_one, fits_in_memory, one_of, word};
+use crate::options::{NodeArgs, RouterArgs, RowArgs, RowType, at_least_one, fits_in_memory, one_of, word};
 use crate::routing_source::{Router, Share, Source};
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -48,7 +48,12 @@ impl Conditions {
             tokens: share.tokens,
             top_k: share.top_k,
             experts: share.experts,
-            shape: Shape { partial_dtype: args.partial_dtype.unwrap_or(PartialDtype::F32), ..args.shape },
+            shape: Shape {
+                hidden: args.row.hidden(),
+                dtype: args.row.dtype,
+                partial_dtype: args.partial_dtype.unwrap_or(PartialDtype::F32),
+                ..args.shape
+            },
             receive: ReceiveConfig::default(),
             backward,
             chained: false,
@@ -269,6 +274,9 @@ pub struct ConditionArgs {
     pub router: RouterArgs<512>,
 
     #[command(flatten)]
+    pub row: RowArgs<2048>,
+
+    #[command(flatten)]
     pub shape: Shape,
 
     /// Type of partial sums, for --sum-order rank or node [default: f32]
@@ -306,12 +314,10 @@ pub struct ConditionArgs {
 /// Shape of the rows, and how they are sent, laid out and summed.
 #[derive(Args, Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Shape {
-    /// Elements of a row
-    #[arg(long, value_name = "H", default_value_t = 2048)]
+    #[arg(skip)]
     pub hidden: u32,
 
-    /// Type of an element
-    #[arg(long, value_enum, default_value_t = RowType::Bf16)]
+    #[arg(skip = RowType::Bf16)]
     pub dtype: RowType,
 
     /// Summation order of combine: by expert, or partial sums per rank or per node first, which
@@ -464,37 +470,6 @@ impl ReceiveConfig {
     }
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum RowType {
-    Bf16,
-    F16,
-    F32,
-    /// Dispatched as records of e4m3 values and their scales; what comes back is bf16
-    Fp8,
-}
-
-impl RowType {
-    pub fn element(self) -> Dtype {
-        match self {
-            RowType::Bf16 | RowType::Fp8 => Dtype::Bf16,
-            RowType::F16 => Dtype::F16,
-            RowType::F32 => Dtype::F32,
-        }
-    }
-
-    /// Bytes of a row of `hidden` elements that is dispatched, and of one that comes back.
-    pub fn bytes(self, hidden: u32) -> (u64, u64) {
-        let home = u64::from(hidden) * self.element().size() as u64;
-        let sent = if self == RowType::Fp8 { Fp8RowShape::new(hidden).bytes() as u64 } else { home };
-        (sent, home)
-    }
-
-    pub fn name(self) -> String {
-        word(&self)
-    }
-}
-
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     Dispatch,
@@ -536,7 +511,7 @@ pub mod tests {
             (args.shape.route, args.shape.sum_order, args.shape.partial_dtype),
             (Route::Pxn, SumOrder::Expert, PartialDtype::F32)
         );
-        assert_eq!((args.shape.hidden, args.shape.dtype, args.routing), (2048, RowType::Bf16, None));
+        assert_eq!((args.row.hidden(), args.row.dtype, args.routing), (2048, RowType::Bf16, None));
     }
 
     pub fn resolve(words: &str) -> Conditions {

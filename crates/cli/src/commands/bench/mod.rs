@@ -33,10 +33,11 @@ use crate::baselines::Folder;
 use crate::command_frame::Command;
 use crate::commands::launch::MachineArgs;
 use crate::error::CliError;
+use crate::options::JsonFile;
 use crate::ranks::{self, Assignment, Files, RankMemory, Sizes};
 
 pub use checked_layer::{CALLS, EVENTS, Layer, Verdict, record, share, write_trace};
-pub use conditions::{ConditionArgs, Conditions, RowType};
+pub use conditions::{ConditionArgs, Conditions};
 
 #[cfg(test)]
 pub use report::tests::sample;
@@ -74,9 +75,8 @@ pub struct BenchArgs {
     #[arg(long, conflicts_with = "master")]
     pub baselines: bool,
 
-    /// Write the report as JSON, on the machine of rank 0; - is its standard output
-    #[arg(long, value_name = "FILE")]
-    pub json: Option<PathBuf>,
+    #[command(flatten)]
+    pub report: JsonFile<true>,
 
     /// Write the chains as a case of CollectiveX, on the machine of rank 0
     #[arg(long, value_name = "FILE", requires = "chained")]
@@ -105,7 +105,7 @@ impl Command for BenchArgs {
         // Ranks may be killed: the folder is held here, where Ctrl-C is waited for.
         let folder = self.baselines.then(Folder::make).transpose()?;
         let baselines = folder.as_ref().map(|folder| folder.path().to_owned());
-        let (json, collectivex, trace) = (self.json, self.collectivex, self.trace_out);
+        let (json, collectivex, trace) = (self.report.json, self.collectivex, self.trace_out);
         let files = Files { json, collectivex, trace, baselines, ..Files::default() };
         start(Self::NAME, config, files, &self.conditions.machines)
     }

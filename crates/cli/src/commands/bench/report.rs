@@ -123,36 +123,31 @@ impl Report {
 
 impl command_frame::Report for Report {
     fn text(&self) -> String {
-        let report = self;
-        let verdict = report.verdict.text();
-        let room = match report.config.config.receive.mode {
+        let verdict = self.verdict.text();
+        let room = match self.config.config.receive.mode {
             ReceiveKind::Exact => String::new(),
             _ => format!(
                 ", {} choices dropped, {} rows needed at most by a rank",
-                report.dropped_choices, report.required_rows
+                self.dropped_choices, self.required_rows
             ),
         };
-        let place = if report.config.hosts.machines == 1 {
-            "on the same machine"
-        } else {
-            "on all machines together"
-        };
-        let FirstCall { dispatch_us, combine_us } = report.first_call;
+        let place =
+            if self.config.hosts.machines == 1 { "on the same machine" } else { "on all machines together" };
+        let FirstCall { dispatch_us, combine_us } = self.first_call;
         let first = format!("first calls: dispatch {}, combine {}", time(dispatch_us), time(combine_us));
         // A slow floor flatters, so the speed of memcpy stands beside it.
         let memcpy = format!(
             "memcpy: {:.1} GB/s {place}, of buffers larger than its caches\n{first}",
-            report.memcpy_gbps
+            self.memcpy_gbps
         );
         let next = "next: bench --help lists shapes, routes and modes; doctor describes this machine";
-        let crossing =
-            report.inter_node.text(&report.config.config).map_or(String::new(), |text| text + "\n\n");
-        let chain = report.chain.as_ref().map_or(String::new(), |chain| chain.text() + "\n\n");
-        let baselines = report.baselines.as_ref().map_or(String::new(), |baselines| baselines.text() + "\n");
+        let crossing = self.inter_node.text(&self.config.config).map_or(String::new(), |text| text + "\n\n");
+        let chain = self.chain.as_ref().map_or(String::new(), |chain| chain.text() + "\n\n");
+        let baselines = self.baselines.as_ref().map_or(String::new(), |baselines| baselines.text() + "\n");
         format!(
             "{}\n{verdict}{room}\n\n{}\n\n{chain}{baselines}{crossing}{memcpy}\n\n{next}",
-            conditions(report),
-            figures(report)
+            conditions(self),
+            figures(self)
         )
     }
 
@@ -319,8 +314,9 @@ pub mod tests {
     use crate::command_frame::tests::{assert_page_with, assert_words};
     use crate::commands::bench::call_baselines::Calls;
     use crate::commands::bench::chain;
+    use crate::commands::bench::conditions::Shape;
     use crate::commands::bench::conditions::tests::resolve;
-    use crate::commands::bench::conditions::{RowType, Shape};
+    use crate::options::RowType;
 
     #[test]
     fn the_text_holds_conditions_verdict_figures_and_memcpy() {

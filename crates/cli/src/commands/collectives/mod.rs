@@ -11,7 +11,6 @@
 
 mod operation;
 
-use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Args, ValueEnum};
@@ -26,7 +25,7 @@ use crate::command_frame::{self, Command};
 use crate::commands::launch::MachineArgs;
 use crate::commands::put_bench::Sizes;
 use crate::error::{CliError, usage};
-use crate::options::{NodeArgs, Scaled, at_least_one};
+use crate::options::{JsonFile, NodeArgs, Scaled, at_least_one};
 use crate::ranks::{self, Assignment, Files, RankMemory};
 use crate::table::{self, Column, time};
 
@@ -60,9 +59,8 @@ pub struct CollectivesArgs {
     #[arg(long, conflicts_with = "master")]
     pub baselines: bool,
 
-    /// Write the report as JSON, on the machine of rank 0; - is its standard output
-    #[arg(long, value_name = "FILE")]
-    pub json: Option<PathBuf>,
+    #[command(flatten)]
+    pub report: JsonFile<true>,
 
     #[command(flatten)]
     pub machines: MachineArgs,
@@ -76,7 +74,8 @@ impl Command for CollectivesArgs {
         // Ranks may be killed: the folder is held here, where Ctrl-C is waited for.
         let folder = self.baselines.then(Folder::make).transpose()?;
         let baselines = folder.as_ref().map(|folder| folder.path().to_owned());
-        let files = Files { json: self.json, baselines, ..Files::default() }.claimed(&self.machines)?;
+        let files =
+            Files { json: self.report.json, baselines, ..Files::default() }.claimed(&self.machines)?;
         let (nodes, memory) = (task.ranks_per_node.clone(), task.memory());
         ranks::start(Self::NAME, &nodes, &self.machines, &Assignment { task, files }, Vec::new(), &memory)
     }

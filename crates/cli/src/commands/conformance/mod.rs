@@ -31,7 +31,7 @@ use sidelane_testkit::conformance::tensors::Device;
 use self::report::Report;
 use crate::command_frame::{self, Command};
 use crate::error::{CliError, failed};
-use crate::options::one_of;
+use crate::options::{JsonFile, one_of};
 use crate::ranks::{self, Sizes, VARIABLES, missing, one_process};
 
 const EXAMPLES: &str = "\
@@ -55,9 +55,8 @@ pub struct ConformanceArgs {
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub seed: u64,
 
-    /// Write the report as JSON; - is standard output
-    #[arg(long, value_name = "FILE")]
-    pub json: Option<PathBuf>,
+    #[command(flatten)]
+    pub report: JsonFile,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -70,7 +69,7 @@ impl Command for ConformanceArgs {
     const NAME: &'static str = "conformance";
 
     fn run(self) -> Result<ExitCode, CliError> {
-        command_frame::claim(&self.json, [])?;
+        command_frame::claim(&self.report.json, [])?;
         let device = match self.place {
             Some(PlaceArg::Host) => None,
             Some(PlaceArg::Device) => Some(Ok(probe()?)),
@@ -85,7 +84,7 @@ impl Command for ConformanceArgs {
         let runs = Way::ALL.into_iter().filter(places).flat_map(Run::all).filter(asked).collect();
         let task = Task { runs, seed: self.seed, device: None, has_bar: true, folder: PathBuf::new() };
         let lines = run_all(task)?;
-        command_frame::finish(&Report::new(&self, device, &lines), &self.json)
+        command_frame::finish(&Report::new(&self, device, &lines), &self.report.json)
     }
 
     /// Plays the cases, one after another, each behind a barrier.

@@ -122,7 +122,7 @@ mod tests {
     use crate::command_frame::tests::assert_page;
 
     fn args(place: Option<PlaceArg>, only: &[Feature]) -> ConformanceArgs {
-        ConformanceArgs { place, only: only.to_vec(), seed: 7, json: None }
+        ConformanceArgs { place, only: only.to_vec(), seed: 7, report: Default::default() }
     }
 
     /// Runs of this feature on the host, all with this outcome.

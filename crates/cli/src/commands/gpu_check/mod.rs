@@ -31,7 +31,6 @@ mod audit;
 mod calibrate_device;
 mod costs;
 mod expert_parallel;
-mod expert_products;
 mod interference;
 mod kernels;
 mod lock_and_queue_processes;
@@ -58,7 +57,7 @@ use sidelane_testkit::device::lock_and_queue::Case;
 use crate::command_frame::{self, Command as _};
 use crate::commands::doctor::{self, Level};
 use crate::error::CliError;
-use crate::options::{up_to, word};
+use crate::options::{JsonFile, up_to, word};
 use crate::ranks::{self, VARIABLES, missing};
 
 /// The driver, if it is there, new enough, and has the device.
@@ -112,9 +111,8 @@ pub struct GpuCheckArgs {
     #[arg(long, value_name = "N", value_parser = size)]
     pub size: Option<u32>,
 
-    /// Write the report as JSON; - is standard output
-    #[arg(long, value_name = "FILE")]
-    pub json: Option<PathBuf>,
+    #[command(flatten)]
+    pub report: JsonFile,
 
     /// Write the figures of this GPU for `simulate --hardware`: from the parts costs and rates
     #[arg(long, value_name = "FILE")]
@@ -125,7 +123,7 @@ impl command_frame::Command for GpuCheckArgs {
     const NAME: &'static str = "gpu-check";
 
     fn run(self) -> Result<ExitCode, CliError> {
-        command_frame::claim(&self.json, &self.calibrate)?;
+        command_frame::claim(&self.report.json, &self.calibrate)?;
         let probe = probe(self.device)?;
         let asked = |part: &Part| self.parts.is_empty() || self.parts.contains(part);
         let chosen: Vec<Part> = Part::value_variants().iter().copied().filter(asked).collect();
@@ -134,7 +132,7 @@ impl command_frame::Command for GpuCheckArgs {
         }
         let rows = run_parts(&Task::of(&self), &chosen, self.minutes)?;
         let report = Report::new(&self, &probe, rows);
-        let status = command_frame::finish(&report, &self.json)?;
+        let status = command_frame::finish(&report, &self.report.json)?;
         if self.calibrate.is_some() {
             let hardware = calibrate_device::hardware(&report)?;
             command_frame::draw(&self.calibrate, || command_frame::pretty(&hardware) + "\n")?;

@@ -1,8 +1,8 @@
 //! Rates: our kernels alone, at the size of a training step, in bytes read and written.
 //!
 //! The kernels are those of slots and of exact sizes in the test kit's
-//! [list](sidelane_testkit::device::kernel_work), and [products of cuBLAS](super::expert_products)
-//! for experts.
+//! [list](sidelane_testkit::device::kernel_work), and
+//! [products of cuBLAS](sidelane_testkit::device::expert_products) for experts.
 //!
 //! The rate of a kernel that moves rows says how far it is from the memory's. Kernels that read
 //! choices alone say how long a dispatch plans. A kernel of one row says what each of them takes
@@ -11,15 +11,15 @@
 use sidelane::Dtype;
 use sidelane::device::Stream;
 use sidelane::error::DeviceError;
+use sidelane_testkit::device::expert_products::{ExpertProducts, Sizes};
 use sidelane_testkit::device::gpu::Gpu;
 use sidelane_testkit::device::kernel_work::{ExactWork, RANKS, SlotWork, ranks_of};
 use sidelane_testkit::device::kernels::products::Way;
 use sidelane_testkit::device::timer::Timer;
 use sidelane_testkit::timing::stats::summary;
 
-use super::Task;
-use super::expert_products::{ExpertProducts, Sizes};
 use super::report::{About, Checks, State};
+use super::{Task, packages};
 use crate::error::CliError;
 
 /// Questions of the rows that [`super::calibrate`] reads.
@@ -69,7 +69,8 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
 fn products(gpu: &Gpu, checks: &mut Checks) -> Result<(), CliError> {
     let shows = "how long the experts of a layer take";
     let sizes = gpu.few(EXPERT_SIZES, Sizes { experts: 4, rows: 16, depth: 64, columns: 32 });
-    let Some(products) = ExpertProducts::new(gpu, sizes)? else {
+    let folders = packages::folders(gpu.context.driver());
+    let Some(products) = ExpertProducts::new(gpu, sizes, &folders)? else {
         let about = About::new("products of experts", shows);
         return checks.tell(about, State::Skipped, "no cuBLAS was found".to_owned());
     };

@@ -129,8 +129,7 @@ impl Time {
 
 impl command_frame::Report for Report {
     fn text(&self) -> String {
-        let report = self;
-        let Report { program, driver, device, multiprocessors, .. } = report;
+        let Report { program, driver, device, multiprocessors, .. } = self;
         let DriverReport { library, driver, fake_driver, name } = driver;
         let mut text = format!(
             "{}\ndevice {device}: {name}, {multiprocessors} SMs; driver for CUDA {driver} ({library})\n",
@@ -140,15 +139,15 @@ impl command_frame::Report for Report {
             text += "THE FAKE DRIVER: no GPU is here. Times mean nothing, and the audit shows nothing.\n";
         }
         for &part in Part::value_variants() {
-            let rows: Vec<&Row> = report.rows.iter().filter(|row| row.part == part).collect();
+            let rows: Vec<&Row> = self.rows.iter().filter(|row| row.part == part).collect();
             if !rows.is_empty() {
                 text += &format!("\n{}\n{}\n", word(&part), of(&rows));
             }
         }
-        if !report.conclusions.is_empty() {
-            text += &format!("\n{}\n", report.conclusions.join("\n"));
+        if !self.conclusions.is_empty() {
+            text += &format!("\n{}\n", self.conclusions.join("\n"));
         }
-        text + "\n" + verdict(report)
+        text + "\n" + verdict(self)
     }
 
     fn is_right(&self) -> bool {
@@ -402,7 +401,7 @@ mod tests {
             minutes: None,
             case_seconds: 10,
             size: None,
-            json: None,
+            report: Default::default(),
             calibrate: None,
         };
         let probe = Probe {

@@ -29,7 +29,7 @@ use sidelane::layer::{Experts, GroupedSwiGlu, Segments};
 use crate::command_frame::Command;
 use crate::commands::launch::MachineArgs;
 use crate::error::{CliError, usage};
-use crate::options::{NodeArgs, at_most};
+use crate::options::{JsonFile, NodeArgs, at_most};
 use crate::ranks::{self, Assignment, Files, RankMemory, Sizes};
 
 const EXAMPLES: &str = "\
@@ -62,9 +62,8 @@ pub struct LayerArgs {
     #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..))]
     pub rounds: u32,
 
-    /// Write the report as JSON, on the machine of rank 0; - is its standard output
-    #[arg(long, value_name = "FILE")]
-    pub json: Option<PathBuf>,
+    #[command(flatten)]
+    pub report: JsonFile<true>,
 
     /// Write one overlapped step as a Chrome trace, on the machine of rank 0
     #[arg(long, value_name = "FILE")]
@@ -82,7 +81,7 @@ impl Command for LayerArgs {
     const NAME: &'static str = "layer";
 
     fn run(self) -> Result<ExitCode, CliError> {
-        let (json, svg, trace) = (self.json.clone(), self.svg.clone(), self.trace_out.clone());
+        let (json, svg, trace) = (self.report.json.clone(), self.svg.clone(), self.trace_out.clone());
         // First: a link as fast as the experts is found by timing them.
         let files = Files { json, svg, trace, ..Files::default() }.claimed(&self.machines)?;
         let task = Task::resolve(&self)?;

@@ -1,18 +1,6 @@
 //! Results, and their JSON. `docs/layer-json.md` describes the keys.
-//!
-//! The picture shows one overlapped step at a glance: the streams of every rank, one below the
-//! other, time from left to right.
-//!
-//! ```text
-//!   title, conditions
-//!   rank 0
-//!       compute 0     [0][1][2] ..  [weights]      chunks, in the color of what is done to them
-//!       transfer 0  [0][2][0] ..
-//!       transfer 1    [1][3][1] ..
-//!   rank 1   ..
-//!                        0       1       2 ms
-//!            legend
-//! ```
+
+use std::collections::BTreeSet;
 
 use serde::Serialize;
 use sidelane::World;
@@ -22,10 +10,9 @@ use sidelane_testkit::machines::{self, Hosts, Machines};
 use sidelane_testkit::timing::stats::summary;
 
 use super::{Shape, Task};
-use crate::chart::{self, LEFT, Times, WIDTH, legend};
+use crate::chart::{self, Color, Row, Span};
 use crate::command_frame;
 use crate::commands::launch::shape_words;
-use crate::svg::{self, Style, Svg};
 use crate::table::{self, time, time_ns};
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -140,88 +127,60 @@ impl command_frame::Report for Report {
     }
 }
 
-const TOP: f64 = 74.0;
-/// Height of a stream, and the gap between ranks.
-const STREAM: f64 = 22.0;
-const GAP: f64 = 22.0;
-
-const STYLE: Style = Style {
-    light: "\
-.chunk { font-size: 9px; fill: #ffffff; }
-.wide { stroke: #ffffff; stroke-width: 0.5; }
-.rows { fill: #d9820f; } .weights { fill: #a65208; }
-.out { fill: #2166c2; } .home { fill: #0f8a86; } .other { fill: #8a939c; }",
-    dark: "\
-.chunk { fill: #ffffff; }
-.wide { stroke: #0d1117; }
-.rows { fill: #e0962f; } .weights { fill: #b96a1e; }
-.out { fill: #3f83dd; } .home { fill: #1f9e99; } .other { fill: #6b747e; }",
-};
-
-/// Work on a chunk: its rule in the style, its words, and its spans; the last entry has all others.
-const KINDS: [(&str, &str, &[&str]); 5] = [
-    ("out", "to experts", &["dispatch", "gradient of combine"]),
-    ("home", "home, summed", &["combine", "gradient of dispatch"]),
-    ("rows", "experts, gradients of rows", &["experts", "gradient of rows"]),
-    ("weights", "gradients of weights", &["gradient of weights", "gradient of shared weights"]),
-    ("other", "else", &[]),
+/// Work on a chunk: its color, its words, and its spans; the last entry has all others.
+const KINDS: [(Color, &str, &[&str]); 5] = [
+    (Color::Blue, "to experts", &["dispatch", "gradient of combine"]),
+    (Color::Teal, "home, summed", &["combine", "gradient of dispatch"]),
+    (Color::Orange, "experts, gradients of rows", &["experts", "gradient of rows"]),
+    (Color::Brown, "gradients of weights", &["gradient of weights", "gradient of shared weights"]),
+    (Color::Gray, "else", &[]),
 ];
 
-fn kind(span: &NodeSpan) -> (&'static str, &'static str) {
-    let (class, said, _) =
-        KINDS.into_iter().find(|(_, _, names)| names.contains(&&*span.name)).unwrap_or(KINDS[4]);
-    (class, said)
+/// One overlapped step at a glance: the streams of every rank. Boxes are chunks.
+pub fn draw(shape: &Shape, timelines: &[Timeline]) -> String {
+    chart::Timeline {
+        title: "One step of a layer: transfers during experts",
+        conditions: vec![shape.words()],
+        kinds: &KINDS.map(|(color, said, _)| (color, said)),
+        rows: timelines
+            .iter()
+            .enumerate()
+            .flat_map(|(rank, timeline)| streams(rank, &timeline.spans))
+            .collect(),
+    }
+    .draw()
 }
 
-pub fn draw(shape: &Shape, timelines: &[Timeline]) -> String {
-    let spans = timelines.iter().flat_map(|timeline| &timeline.spans);
-    let scale = Times::of(spans.clone().map(|span| (span.start_ns, span.nanos)));
-    let ranks: Vec<_> = timelines.iter().map(|timeline| streams(&timeline.spans)).collect();
-    let lines: usize = ranks.iter().map(Vec::len).sum();
-    let bottom = TOP + STREAM * lines as f64 + GAP * ranks.len().saturating_sub(1) as f64;
-    let title = "One step of a layer: transfers during experts";
-    svg::picture((WIDTH, bottom + 64.0), title, STYLE, |svg| {
-        svg.label("quiet", 16.0, 45.0, &shape.words());
-        scale.axis(svg, (TOP, bottom));
-        let mut y = TOP;
-        for (rank, streams) in ranks.iter().enumerate() {
-            svg.label("quiet", 16.0, y - 5.0, &format!("rank {rank}"));
-            for (stream, spans) in streams {
-                svg.label("end", LEFT - 8.0, y + STREAM / 2.0 + 4.0, stream);
-                spans.iter().for_each(|span| draw_span(svg, &scale, y, span));
-                y += STREAM;
-            }
-            y += GAP;
-        }
-        let kinds = KINDS.map(|(class, said, _)| (class, said));
-        let kinds = kinds.into_iter().filter(|one| spans.clone().any(|span| kind(span) == *one));
-        legend(svg, bottom + 46.0, kinds.map(|(class, said)| (class.to_owned(), said)));
+fn streams(rank: usize, spans: &[NodeSpan]) -> impl Iterator<Item = Row<'_>> {
+    let names: BTreeSet<&str> = spans.iter().map(|span| &span.stream[..]).collect();
+    names.into_iter().enumerate().map(move |(nth, name)| Row {
+        group: (nth == 0).then(|| format!("rank {rank}")),
+        name: name.to_owned(),
+        calls: &[],
+        spans: spans.iter().filter(|span| span.stream == name).map(chunk).collect(),
     })
 }
 
-fn streams(spans: &[NodeSpan]) -> Vec<(&str, Vec<&NodeSpan>)> {
-    let mut names: Vec<&str> = spans.iter().map(|span| span.stream.as_str()).collect();
-    names.sort_unstable();
-    names.dedup();
-    let of = |name| spans.iter().filter(|span| span.stream == name).collect();
-    names.into_iter().map(|name| (name, of(name))).collect()
-}
-
-fn draw_span(svg: &mut Svg, scale: &Times, y: f64, span: &NodeSpan) {
-    let (from, to) = (scale.x(span.start_ns), scale.x(span.start_ns + span.nanos));
-    let ((class, _), chunk) = (kind(span), span.chunk.to_string());
-    let said = format!("{} {chunk}: {}", span.name, time_ns(span.nanos));
-    chart::span(svg, class, (from, y, to - from, STREAM - 2.0), &said, ("chunk", &chunk));
+fn chunk(span: &NodeSpan) -> Span {
+    let NodeSpan { name, chunk, start_ns, nanos, .. } = span;
+    let kind = KINDS.iter().position(|(.., names)| names.contains(&&name[..]));
+    Span {
+        kind: kind.unwrap_or(KINDS.len() - 1),
+        start_ns: *start_ns,
+        nanos: *nanos,
+        said: format!("{name} {chunk}: {}", time_ns(*nanos)),
+        inside: chunk.to_string(),
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::chart::svg::tests::elements;
     use crate::chart::tests::number;
     use crate::command_frame::Report as _;
     use crate::command_frame::tests::{assert_page, assert_words};
     use crate::commands::layer::sample as shape;
-    use crate::svg::tests::elements;
 
     fn sample() -> Report {
         let shape = shape();
@@ -284,10 +243,11 @@ mod tests {
                 elements(&picture).into_iter().filter(|tag| tag.starts_with("rect") && tag.contains(class));
             tags.map(|tag| (number(&tag, "x"), number(&tag, "y"), number(&tag, "width"))).collect()
         };
-        let [rows, out, home] = ["wide rows", "wide out", "wide home"].map(boxes);
+        let [rows, out, home] = ["wide box orange", "wide box blue", "wide box teal"].map(boxes);
         assert_eq!((rows.len(), out.len(), home.len()), (2, 2, 2), "once for each rank");
         assert!(rows[0].1 < out[0].1 && out[0].1 == home[0].1 && home[0].1 < rows[1].1);
-        assert_eq!((rows[0].0, rows[0].2), (LEFT + 193.0, 579.0), "the last three quarters");
+        let (begin, step) = (out[0].0, out[0].2);
+        assert_eq!((rows[0].0, rows[0].2), (begin + step, 3.0 * step), "the last three quarters");
         assert!(!picture.contains(KINDS[3].1), "the legend names what occurs");
         for text in ["experts 3: 300 us", ">transfer 0<", ">rank 1<", "64 tokens a rank in 4 chunks"] {
             assert!(picture.contains(text), "{text} in\n{picture}");

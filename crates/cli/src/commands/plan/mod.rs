@@ -21,7 +21,7 @@ use sidelane_model::parallel::{
 
 use crate::command_frame::{self, Command};
 use crate::error::{CliError, usage};
-use crate::options::{Scaled, hardware_or, known_or_file, one_of};
+use crate::options::{JsonFile, Scaled, hardware_or, known_or_file, one_of};
 use crate::table::volume;
 
 const EXAMPLES: &str = "\
@@ -102,9 +102,8 @@ pub struct PlanArgs {
     #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub top: u32,
 
-    /// Write the report as JSON; - is standard output
-    #[arg(long, value_name = "FILE")]
-    pub json: Option<PathBuf>,
+    #[command(flatten)]
+    pub report: JsonFile,
 
     /// Draw time by tokens, with the part that binds
     #[arg(long, value_name = "FILE")]
@@ -120,14 +119,14 @@ impl Command for PlanArgs {
     const NAME: &'static str = "plan";
 
     fn run(self) -> Result<ExitCode, CliError> {
-        command_frame::claim(&self.json, &self.svg)?;
+        command_frame::claim(&self.report.json, &self.svg)?;
         let question = self.question()?;
         let report = Report::new(&question, self.fitting(&question)?, self.top);
         if self.svg.is_some() {
             let picture = picture::draw(&question)?;
             command_frame::draw(&self.svg, || picture)?;
         }
-        command_frame::finish(&report, &self.json)
+        command_frame::finish(&report, &self.report.json)
     }
 }
 

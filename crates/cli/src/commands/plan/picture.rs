@@ -2,7 +2,7 @@
 
 use sidelane_model::parallel::{Bound, Candidate, Question};
 
-use crate::chart::{Band, Chart, Curve, Panel, Point};
+use crate::chart::{Arrangement, Band, Chart, Color, Curve, Panel, Point};
 use crate::command_frame;
 use crate::error::CliError;
 use crate::options::Scaled;
@@ -90,7 +90,7 @@ fn bands(searched: &[Searched]) -> Vec<Band> {
         match bands.last_mut() {
             Some(last) if last.name == bound.name() => last.to = to,
             _ => {
-                let color = Bound::ALL.iter().position(|&known| known == bound).unwrap_or(0);
+                let color = Color::nth(Bound::ALL.iter().position(|&known| known == bound).unwrap_or(0));
                 bands.push(Band { from, to, color, name: bound.name() });
             }
         }
@@ -103,7 +103,8 @@ fn drawn(question: &Question, searched: &[Searched]) -> String {
     let families = families(searched);
     let of_families = families.iter().map(|name| curve(name, searched));
     let curves = std::iter::once(compute(searched)).chain(of_families).collect();
-    let panel = Panel::new("time of a step by tokens, and the part that binds the fastest", &numbers, &time);
+    let numbers = &|tokens| Scaled(tokens as u64).to_string();
+    let panel = Panel::new("time of a step by tokens, and the part that binds the fastest", numbers, &time);
     Chart {
         title: &format!(
             "{} on {count} devices of {}: the fastest mesh of each family",
@@ -116,21 +117,17 @@ fn drawn(question: &Question, searched: &[Searched]) -> String {
             overlap.name()
         )],
         panels: vec![Panel { curves, bands: bands(searched), ..panel }],
-        alike: true,
+        arrangement: Arrangement::Alike,
     }
     .draw()
-}
-
-fn numbers(tokens: u64) -> String {
-    Scaled(tokens).to_string()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::chart::svg::tests::elements;
     use crate::command_frame::tests::parsed;
     use crate::commands::plan::PlanArgs;
-    use crate::svg::tests::elements;
 
     #[test]
     fn doublings_end_at_the_most_tokens_that_a_step_may_have() {
@@ -148,7 +145,7 @@ mod tests {
         let tags = elements(&picture);
         let bands: Vec<_> = tags.iter().filter(|tag| tag.contains("\"band ")).collect();
         assert!(bands.len() >= 2, "{bands:?}");
-        assert!(bands.last().unwrap().contains("\"band a\""), "compute: {bands:?}");
+        assert!(bands.last().unwrap().contains("\"band blue\""), "compute: {bands:?}");
         let curves = tags.iter().filter(|tag| tag.starts_with("polyline")).count();
         assert!((3..=FAMILIES + 1).contains(&curves), "{curves}");
     }

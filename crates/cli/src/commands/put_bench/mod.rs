@@ -24,7 +24,7 @@ use serde::{Deserialize, Serialize};
 use crate::command_frame::Command;
 use crate::commands::launch::{MachineArgs, places};
 use crate::error::{CliError, usage};
-use crate::options::{NodeArgs, Scaled, at_least_one};
+use crate::options::{JsonFile, NodeArgs, Scaled, at_least_one};
 use crate::ranks::{self, Assignment, Files, RankMemory};
 
 /// Measured operations.
@@ -92,9 +92,8 @@ pub struct PutBenchArgs {
     #[arg(long, value_name = "N")]
     pub warmup: Option<u32>,
 
-    /// Write the report as JSON, on the machine of rank 0; - is its standard output
-    #[arg(long, value_name = "FILE")]
-    pub json: Option<PathBuf>,
+    #[command(flatten)]
+    pub report: JsonFile<true>,
 
     /// Draw the figures by size, on the machine of rank 0
     #[arg(long, value_name = "FILE")]
@@ -109,7 +108,8 @@ impl Command for PutBenchArgs {
 
     fn run(self) -> Result<ExitCode, CliError> {
         let task = Task::resolve(&self)?;
-        let files = Files { json: self.json, svg: self.svg, ..Files::default() }.claimed(&self.machines)?;
+        let files =
+            Files { json: self.report.json, svg: self.svg, ..Files::default() }.claimed(&self.machines)?;
         let (nodes, memory) = (task.ranks_per_node.clone(), task.memory());
         ranks::start(Self::NAME, &nodes, &self.machines, &Assignment { task, files }, Vec::new(), &memory)
     }

@@ -9,7 +9,7 @@ use sidelane_testkit::timing::stats::{Ratio, Summary, ratio_of_medians, summary}
 use super::measure::Found;
 use super::{Run, Test};
 use crate::baselines::Unavailable;
-use crate::chart::{Chart, Curve, Panel, Point};
+use crate::chart::{Arrangement, Chart, Curve, Panel, Point};
 use crate::command_frame;
 use crate::commands::launch::shape_words;
 use crate::options::{Scaled, word};
@@ -129,10 +129,9 @@ impl RunReport {
 impl command_frame::Report for Report {
     /// Conditions, verdict, and figures: of each size, or of each pair.
     fn text(&self) -> String {
-        let report = self;
         let verdict =
-            if report.verified { "verified: what was received last, bit by bit" } else { "NOT VERIFIED" };
-        let wrong = report.pairs.iter().flat_map(|pair| pair.runs.iter().map(move |run| (pair, run)));
+            if self.verified { "verified: what was received last, bit by bit" } else { "NOT VERIFIED" };
+        let wrong = self.pairs.iter().flat_map(|pair| pair.runs.iter().map(move |run| (pair, run)));
         let wrong = wrong.filter(|(_, run)| !run.verified).fold(String::new(), |mut text, (pair, run)| {
             let (from, to) = (pair.from.rank, pair.to.rank);
             let _ = write!(
@@ -142,8 +141,8 @@ impl command_frame::Report for Report {
             );
             text
         });
-        let figures = if report.config.matrix { matrices(report) } else { figures(report) };
-        format!("{}{verdict}{wrong}\n\n{figures}{}", head(report), beside(report))
+        let figures = if self.config.matrix { matrices(self) } else { figures(self) };
+        format!("{}{verdict}{wrong}\n\n{figures}{}", head(self), beside(self))
     }
 
     fn is_right(&self) -> bool {
@@ -263,10 +262,11 @@ pub fn draw(report: &Report) -> String {
         let reason = table::because(lane_reason);
         format!("rank {} and rank {} · lane {lane}{reason} · {unit} by bytes of a put", from.rank, to.rank)
     }));
-    let (numbers, figures) = (&|bytes| Scaled(bytes).to_string(), &|figure| format!("{figure} {unit}"));
+    let (numbers, figures) =
+        (&|bytes| Scaled(bytes as u64).to_string(), &|figure| format!("{figure} {unit}"));
     let panels = vec![Panel { curves: curves(report), ..Panel::new("", numbers, figures) }];
     let title = format!("{}: {}", word(test), test.title());
-    Chart { title: &title, conditions, panels, alike: false }.draw()
+    Chart { title: &title, conditions, panels, arrangement: Arrangement::Apart }.draw()
 }
 
 fn curves(report: &Report) -> Vec<Curve> {
@@ -299,10 +299,10 @@ fn curves(report: &Report) -> Vec<Curve> {
 #[cfg(test)]
 pub mod tests {
     use super::*;
+    use crate::chart::svg::tests::elements;
     use crate::command_frame::Report as _;
     use crate::command_frame::tests::{assert_page, assert_words};
     use crate::commands::put_bench::Test;
-    use crate::svg::tests::elements;
 
     /// A report of puts of 8 bytes and of 1 MiB between two nodes.
     pub fn sample(test: Test) -> Report {

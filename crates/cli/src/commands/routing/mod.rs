@@ -20,7 +20,7 @@ use sidelane_model::Dropped;
 
 use crate::command_frame::{self, Command};
 use crate::error::CliError;
-use crate::options::RoutedArgs;
+use crate::options::{JsonFile, RoutedArgs};
 use crate::routing_source::{Decided, Source};
 
 const EXAMPLES: &str = "\
@@ -48,9 +48,8 @@ pub struct RoutingArgs {
     #[arg(long, value_name = "FILE")]
     pub svg: Option<PathBuf>,
 
-    /// Write the report as JSON; - is standard output
-    #[arg(long, value_name = "FILE")]
-    pub json: Option<PathBuf>,
+    #[command(flatten)]
+    pub report: JsonFile,
 }
 
 impl Command for RoutingArgs {
@@ -58,13 +57,13 @@ impl Command for RoutingArgs {
 
     fn run(self) -> Result<ExitCode, CliError> {
         let decided = self.decide()?;
-        command_frame::claim(&self.json, &self.svg)?;
+        command_frame::claim(&self.report.json, &self.svg)?;
         let report = Report::new(&decided, &self.factors)?;
         if self.svg.is_some() {
             let curves = dropped(&decided, &curve_factors())?;
             command_frame::draw(&self.svg, || report::draw(&report, &decided.map, &curves))?;
         }
-        command_frame::finish(&report, &self.json)
+        command_frame::finish(&report, &self.report.json)
     }
 }
 

@@ -10,19 +10,6 @@
 //!       0 +-------
 //!          0
 //! ```
-//!
-//! The picture shows load and losses:
-//!
-//! ```text
-//!   title, conditions
-//!   2x |      _
-//!   1x |--_--| |-_--        a bar for each expert, in two shades: rank by rank
-//!      +-------------
-//!  50% |\
-//!      | \__                choices, and weight by each way of dropping, by capacity factor
-//!      |    \_______
-//!      0   1   2   4
-//! ```
 
 use std::fmt::Write;
 
@@ -31,11 +18,10 @@ use sidelane::plan::ExpertMap;
 use sidelane_model::{Dropped, Loads, Spread};
 
 use super::dropped;
-use crate::chart::{curve, key, rect};
+use crate::chart::{Arrangement, Bar, Chart, Color, Curve, Panel, Point};
 use crate::commands::launch::shape_words;
 use crate::error::CliError;
 use crate::routing_source::{Conditions, Decided};
-use crate::svg::{self, Style, Svg, round};
 use crate::{command_frame, table};
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -169,118 +155,54 @@ fn ruler(first: usize, columns: usize) -> String {
     marks.collect::<String>().trim_end().to_owned()
 }
 
-const WIDTH: f64 = 720.0;
-const HEIGHT: f64 = 520.0;
-/// Where the axes begin and end.
-const LEFT: f64 = 70.0;
-const RIGHT: f64 = 700.0;
-const BARS: (f64, f64) = (76.0, 236.0);
-const CURVES: (f64, f64) = (290.0, 450.0);
-
-const STYLE: Style = Style {
-    light: "\
-.even { fill: #2166c2; } .odd { fill: #7ba7dd; } .mean { stroke: #c2307f; stroke-dasharray: 4 3; }
-.curve { fill: none; stroke-width: 2; stroke-linejoin: round; }
-.c0 { stroke: #8c959f; stroke-dasharray: 5 3; } .c1 { stroke: #2166c2; } .c2 { stroke: #d9820f; }
-.c3 { stroke: #0f8a86; } .c4 { stroke: #c2307f; }",
-    dark: "\
-.even { fill: #3f83dd; } .odd { fill: #234a7d; } .c1 { stroke: #3f83dd; } .c2 { stroke: #e0962f; }
-.c3 { stroke: #1f9e99; } .c4 { stroke: #e0579f; }",
-};
-
 pub fn draw(report: &Report, map: &ExpertMap, curves: &[Dropped]) -> String {
-    svg::picture((WIDTH, HEIGHT), "Load of the experts, and what a capacity drops", STYLE, |svg| {
-        let [routing, ranks] = report.config.words();
-        svg.label("quiet", 16.0, 43.0, &routing);
-        svg.label("quiet", 16.0, 59.0, &ranks);
-        bars(svg, report, map);
-        axes(svg, curves);
-        lines(svg, curves);
-    })
+    let title = "Load of the experts, and what a capacity drops";
+    let panels = vec![load(report, map), losses(curves)];
+    Chart { title, conditions: report.config.words().into(), panels, arrangement: Arrangement::Stacked }
+        .draw()
 }
 
-/// A bar for each expert; the mean as a line.
-fn bars(svg: &mut Svg, report: &Report, map: &ExpertMap) {
+/// A bar for each expert, in two colors: rank by rank.
+fn load<'a>(report: &Report, map: &ExpertMap) -> Panel<'a> {
     let choices = &report.load.experts.choices;
-    let (top, bottom) = BARS;
-    let most = report.load.experts.max_over_mean.max(1.0).ceil();
-    let height = |over_mean: f64| (bottom - top) * over_mean / most;
-    let step = (RIGHT - LEFT) / choices.len() as f64;
     let mean = (choices.iter().sum::<u64>() as f64 / choices.len() as f64).max(f64::MIN_POSITIVE);
-    for (expert, &load) in choices.iter().enumerate() {
-        let (x, tall) = (LEFT + step * expert as f64, height(load as f64 / mean));
-        let rank = map.slot_for(0, expert as u32).map(|slot| map.rank_of(slot));
-        let class = if rank.is_some_and(|rank| rank.is_multiple_of(2)) { "even" } else { "odd" };
-        let said = format!("expert {expert}: {load} choices, {:.2} of the mean", load as f64 / mean);
-        rect(svg, class, (x, round(bottom - tall), step * 0.86, round(tall)), &said);
-    }
-    svg.line("mean", (LEFT, bottom - height(1.0)), (RIGHT, bottom - height(1.0)));
-    for (over_mean, y) in [(most, top), (1.0, bottom - height(1.0))] {
-        svg.label("quiet end", LEFT - 8.0, y + 4.0, &format!("{over_mean}x"));
-    }
-    svg.line("line", (LEFT, bottom), (RIGHT, bottom));
-    svg.label("quiet", LEFT, bottom + 16.0, "expert 0");
-    svg.label("quiet end", RIGHT, bottom + 16.0, &format!("expert {}", choices.len() - 1));
-    svg.label(
-        "quiet middle",
-        (LEFT + RIGHT) / 2.0,
-        bottom + 16.0,
-        "choices by their mean; two shades: ranks",
-    );
+    let bar = |(expert, &load): (u32, &u64)| {
+        let rank = map.slot_for(0, expert).map_or(0, |slot| map.rank_of(slot));
+        let color = if rank.is_multiple_of(2) { Color::Orange } else { Color::Brown };
+        let tall = load as f64 / mean;
+        Bar { tall, color, said: format!("expert {expert}: {load} choices, {tall:.2} of the mean") }
+    };
+    let place = |at| Point { at, said: String::new() };
+    let mean_line = [(0.0, 1.0), (choices.len() as f64, 1.0)].map(place);
+    let curves = vec![Curve { name: "mean".to_owned(), points: mean_line.into() }];
+    let title = "choices of each expert, by their mean; two colors: ranks";
+    let panel = Panel::new(title, &|expert| expert.to_string(), &|tall| format!("{tall:.1}x"));
+    Panel { bars: (0..).zip(choices).map(bar).collect(), curves, linear: true, ..panel }
 }
 
-/// Where a factor and a share lie.
-fn place(curves: &[Dropped], factor: f64, share: f64) -> (f64, f64) {
-    let (top, bottom) = CURVES;
-    let (first, last) = (curves[0].factor, curves[curves.len() - 1].factor);
-    (
-        LEFT + (factor - first) / (last - first) * (RIGHT - LEFT),
-        bottom - share / highest(curves) * (bottom - top),
-    )
-}
-
-/// The upper end of the shares: a multiple of a tenth.
-fn highest(curves: &[Dropped]) -> f64 {
-    let most = curves.iter().map(|dropped| dropped.choices).fold(0.0, f64::max);
-    (most * 10.0).ceil().max(1.0) / 10.0
-}
-
-fn axes(svg: &mut Svg, curves: &[Dropped]) {
-    let (top, bottom) = CURVES;
-    for dropped in curves.iter().filter(|dropped| (dropped.factor * 2.0).fract() == 0.0) {
-        let (x, _) = place(curves, dropped.factor, 0.0);
-        svg.line("line", (x, top), (x, bottom));
-        svg.label("quiet middle", x, bottom + 16.0, &dropped.factor.to_string());
-    }
-    for quarter in 0..=4 {
-        let share = highest(curves) * f64::from(quarter) / 4.0;
-        let (_, y) = place(curves, curves[0].factor, share);
-        svg.line("line", (LEFT, y), (RIGHT, y));
-        svg.label("quiet end", LEFT - 8.0, y + 4.0, &format!("{:.0}%", share * 100.0));
-    }
-}
-
-/// Choices, and the weights of each way; with a legend.
-fn lines(svg: &mut Svg, curves: &[Dropped]) {
-    let mut x = LEFT;
-    let names = curves[0].lost.iter().map(|lost| format!("weight: {}", lost.policy.replace('_', " ")));
-    for (n, name) in ["choices".to_owned()].into_iter().chain(names).enumerate() {
-        let share = |dropped: &Dropped| if n == 0 { dropped.choices } else { dropped.lost[n - 1].weight };
-        let class = format!("c{n}");
-        curve(svg, &class, curves.iter().map(|dropped| place(curves, dropped.factor, share(dropped))));
-        key(svg, &class, &name, (x, CURVES.1 + 44.0));
-        x += 42.0 + 5.9 * name.len() as f64;
-    }
-    svg.label("quiet end", RIGHT, CURVES.0 - 10.0, "share dropped, by capacity factor");
+/// Choices that a capacity drops, and the weight by each way of dropping.
+fn losses<'a>(dropped: &[Dropped]) -> Panel<'a> {
+    let curve = |name: String, share: &dyn Fn(&Dropped) -> f64| {
+        let point = |dropped: &Dropped| Point { at: (dropped.factor, share(dropped)), said: String::new() };
+        Curve { name, points: dropped.iter().map(point).collect() }
+    };
+    let ways = dropped[0].lost.iter().enumerate();
+    let ways = ways.map(|(n, lost)| {
+        curve(format!("weight: {}", lost.policy.replace('_', " ")), &|dropped| dropped.lost[n].weight)
+    });
+    let choices = curve("choices".to_owned(), &|dropped| dropped.choices);
+    let title = "share dropped, by capacity factor";
+    let panel = Panel::new(title, &|factor| factor.to_string(), &|share| format!("{:.0}%", share * 100.0));
+    Panel { curves: [choices].into_iter().chain(ways).collect(), linear: true, ..panel }
 }
 
 #[cfg(test)]
 pub mod tests {
     use super::*;
+    use crate::chart::svg::tests::elements;
     use crate::chart::tests::points;
     use crate::command_frame::tests::{assert_page, parsed};
     use crate::commands::routing::{RoutingArgs, curve_factors};
-    use crate::svg::tests::elements;
 
     fn resolve(words: &str) -> (Decided, Report) {
         let args: RoutingArgs = parsed(words).unwrap();
@@ -342,14 +264,10 @@ pub mod tests {
             let tags = elements(&draw(&report, &decided.map, &curves));
             let of = |name: &str| tags.iter().filter(|tag| tag.starts_with(name)).collect::<Vec<_>>();
             assert_eq!(of("rect").len(), 1 + report.config.experts as usize, "the paper and the bars");
-            assert_eq!(of("polyline").len(), 1 + curves[0].lost.len());
-            for line in of("polyline") {
+            assert_eq!(of("polyline").len(), 2 + curves[0].lost.len());
+            for line in of("polyline").into_iter().skip(1) {
                 let points = points(line);
                 assert!(points.is_sorted_by(|a, b| a.0 < b.0 && a.1 <= b.1), "more room, less lost: {line}");
-                let (top, bottom) = CURVES;
-                assert!(
-                    points.iter().all(|&(x, y)| (LEFT..=RIGHT).contains(&x) && (top..=bottom).contains(&y))
-                );
             }
         }
     }

@@ -21,10 +21,9 @@ use sidelane::rows::{Arithmetic, Stores};
 use sidelane::topology::Route;
 use sidelane::{Dtype, Error, ExpertParallel, Options, World};
 use sidelane_model::time::{Hardware, HostFigures, Loops};
-use sidelane_testkit::timing::planning_steps::Shape;
+use sidelane_testkit::timing::planning_steps::{self, Cost, Shape};
 use sidelane_testkit::worlds::on_ranks;
 
-use crate::commands::plan_bench::Cost;
 use crate::error::{CliError, failed};
 use crate::table;
 
@@ -168,7 +167,7 @@ fn planning() -> Result<[f64; 3], Error> {
         let (route, layout) = (Route::Direct, RowLayout::ExpertMajor);
         let (pattern, tokens, top_k) = (Pattern::Uniform, MANY, TOP_K);
         let shape = Shape { pattern, tokens, top_k, experts, ranks, per_node, route, layout };
-        crate::commands::plan_bench::measure(&shape, ROUNDS)
+        planning_steps::measure(&shape, ROUNDS)
     };
     let (few, many) = (cost(8)?, cost(128)?);
     let bins = |ranks: u32| f64::from(ranks * (TOP_K + 1));

@@ -25,7 +25,7 @@ use sidelane::layer::{Times, backward_times, forward_times};
 use sidelane::overlap::{NodeInfo, TokenChunks};
 use sidelane_model::time::{Timing, Variant};
 
-use super::{Model, SimulateArgs, Task};
+use super::{SimulateArgs, Task};
 use crate::error::CliError;
 use crate::options::word;
 use crate::table::{self, time_ns};
@@ -79,8 +79,8 @@ impl Pass {
 impl Products {
     /// Of the options, and else of the model.
     pub fn of(args: &SimulateArgs) -> Self {
-        let Model { ffn, shared_ffn, .. } = args.model;
-        Products { ffn: args.ffn.unwrap_or(ffn), shared_ffn, tflops: args.tflops }
+        let (_, own) = args.model.sizes();
+        Products { ffn: args.ffn.unwrap_or(own.ffn), shared_ffn: own.shared_ffn, tflops: args.tflops }
     }
 
     /// Nanoseconds for so many rows of an expert of this width: three products.
@@ -166,11 +166,12 @@ struct Cut {
 impl Cut {
     fn of(task: &Task, way: &Variant, products: &Products, chunks: u32) -> Result<Self, CliError> {
         let lengths: Vec<u32> =
-            TokenChunks::new(chunks).of(task.args.tokens).map(|chunk| chunk.len() as u32).collect();
+            TokenChunks::new(chunks).of(task.conditions.tokens).map(|chunk| chunk.len() as u32).collect();
         let mut sizes: Vec<(u32, Parts)> = Vec::new();
         for &tokens in &lengths {
             if sizes.iter().all(|(known, _)| *known != tokens) {
-                let args = SimulateArgs { tokens, ..task.args.clone() };
+                let mut args = task.args.clone();
+                args.router.tokens = Some(tokens);
                 sizes.push((tokens, Parts::of(&Task::resolve(&args)?, way, products)?));
             }
         }

@@ -10,7 +10,6 @@
 mod calibrate_host;
 mod layer_time;
 mod report;
-mod sensitivity;
 mod tensor_time;
 
 use std::path::PathBuf;
@@ -25,12 +24,12 @@ use sidelane::dtype::PartialDtype;
 use sidelane::gate::{Gate, GateInput, Preset, Routing};
 use sidelane::plan::{ExpertMap, RowLayout, SlotShape, SumOrder};
 use sidelane::topology::Route;
+use sidelane_model::parallel::{Experts, Transformer};
 use sidelane_model::time::{Case, Executor, Hardware, Placed, Timing, Variant, Wishes, slots};
 
 use crate::command_frame::{self, Command};
-use crate::commands::bench::RowType;
 use crate::error::{CliError, usage};
-use crate::options::{at_most, hardware, one_of};
+use crate::options::{JsonFile, RouterArgs, RowArgs, RowType, at_most, hardware, one_of};
 use crate::routing_source::{Routed, Router, Share, Source};
 use crate::table;
 
@@ -64,25 +63,11 @@ pub struct SimulateArgs {
     #[arg(long, value_name = "M", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=MOST_RANKS.into()))]
     pub ranks_per_node: u32,
 
-    /// Tokens of each rank
-    #[arg(long, value_name = "T", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
-    pub tokens: u32,
+    #[command(flatten)]
+    pub router: RouterArgs<4096, true>,
 
-    /// Elements of a row [default: the model's]
-    #[arg(long, value_name = "H", value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
-    pub hidden: Option<u32>,
-
-    /// Number of experts [default: the model's, or from the routing file]
-    #[arg(long, value_name = "E")]
-    pub experts: Option<u32>,
-
-    /// Experts that each token chooses [default: the model's, or from the routing file]
-    #[arg(long, value_name = "K")]
-    pub top_k: Option<u32>,
-
-    /// Type of an element; fp8 is sent as records with scales, and bf16 returns
-    #[arg(long, value_enum, default_value_t = RowType::Bf16)]
-    pub dtype: RowType,
+    #[command(flatten)]
+    pub row: RowArgs<0>,
 
     /// Source of decisions: recorded, uniform, zipf:S, incast, or a file [default: the model's
     /// router, on random logits]
@@ -142,13 +127,8 @@ pub struct SimulateArgs {
     #[arg(long)]
     all_ranks: bool,
 
-    /// Draws random logits and synthetic routing [default: 0]
-    #[arg(long)]
-    pub seed: Option<u64>,
-
-    /// Write the report as JSON; - is standard output
-    #[arg(long, value_name = "FILE")]
-    pub json: Option<PathBuf>,
+    #[command(flatten)]
+    pub report: JsonFile,
 
     /// Draw times by number of ranks, in powers of two of nodes up to --max-ranks
     #[arg(long, value_name = "FILE")]
@@ -167,7 +147,7 @@ impl Command for SimulateArgs {
     const NAME: &'static str = "simulate";
 
     fn run(self) -> Result<ExitCode, CliError> {
-        command_frame::claim(&self.json, self.svg.iter().chain(&self.calibrate))?;
+        command_frame::claim(&self.report.json, self.svg.iter().chain(&self.calibrate))?;
         if self.calibrate.is_some() {
             let hardware = calibrate_host::measure()?;
             command_frame::draw(&self.calibrate, || command_frame::pretty(&hardware) + "\n")?;
@@ -176,7 +156,7 @@ impl Command for SimulateArgs {
         }
         let report = Report::new(&Task::resolve(&self)?)?;
         command_frame::draw(&self.svg, || report::draw(&report))?;
-        command_frame::finish(&report, &self.json)
+        command_frame::finish(&report, &self.report.json)
     }
 }
 
@@ -231,30 +211,35 @@ const MOST_VALUES: u32 = 1 << 28;
 
 impl<'a> Task<'a> {
     pub fn resolve(args: &'a SimulateArgs) -> Result<Self, CliError> {
-        let layer = args.model;
+        let (own_hidden, own) = args.model.sizes();
         let hardware = hardware(&args.hardware)?;
         let ranks = args.nodes * args.ranks_per_node;
         at_most(&[("--nodes x --ranks-per-node", ranks, MOST_RANKS)])?;
+        let RouterArgs { experts, top_k, .. } = args.router;
         let (router, experts, top_k) = match &args.routing {
-            None => (None, args.experts.unwrap_or(layer.experts), args.top_k.unwrap_or(layer.top_k)),
+            None => (None, experts.unwrap_or(own.count), top_k.unwrap_or(own.top_k)),
             Some(source) => {
                 let drawn = matches!(source, Source::Pattern(_));
                 let or = |asked: Option<u32>, own| asked.or(drawn.then_some(own));
-                let (experts, top_k) = (or(args.experts, layer.experts), or(args.top_k, layer.top_k));
+                let (experts, top_k) = (or(experts, own.count), or(top_k, own.top_k));
                 let Routed { router, experts, top_k, .. } =
                     Routed::resolve(Some(source.clone()), experts, top_k)?;
                 (Some(router), experts, top_k)
             }
         };
-        at_most(&[("--experts", experts, MOST_EXPERTS)])?;
-        let drawn = if args.all_ranks { ranks } else { ranks.min(PLAYED.max(args.ranks_per_node)) };
-        let tokens = u64::from(args.tokens);
+        let (tokens, hidden) = (args.router.tokens(), args.row.hidden.unwrap_or(own_hidden));
         at_most(&[
-            ("--tokens x --experts", tokens * u64::from(experts), MOST_VALUES),
-            ("--tokens x --top-k of all ranks", tokens * u64::from(top_k) * u64::from(drawn), MOST_VALUES),
+            ("--experts", experts, MOST_EXPERTS),
+            ("--tokens", tokens, 1 << 20),
+            ("--hidden", hidden, 1 << 24),
         ])?;
-        let hidden = args.hidden.unwrap_or(layer.hidden);
-        let (row_bytes, return_bytes) = args.dtype.bytes(hidden);
+        let drawn = if args.all_ranks { ranks } else { ranks.min(PLAYED.max(args.ranks_per_node)) };
+        let all = u64::from(tokens);
+        at_most(&[
+            ("--tokens x --experts", all * u64::from(experts), MOST_VALUES),
+            ("--tokens x --top-k of all ranks", all * u64::from(top_k) * u64::from(drawn), MOST_VALUES),
+        ])?;
+        let (row_bytes, return_bytes) = args.row.dtype.bytes(hidden);
         let one_device_node = args.nodes == 1 && hardware.executor == Executor::Device;
         if args.mode == ReceiveKind::Slots && !one_device_node {
             return Err(usage!(
@@ -275,7 +260,7 @@ impl<'a> Task<'a> {
             ));
         }
         let chunks = args.token_chunks.iter().copied().max().unwrap_or(1);
-        at_most(&[("--token-chunks", chunks, args.tokens)])?;
+        at_most(&[("--token-chunks", chunks, tokens)])?;
         if let Some(option) = no_option_of_slots(args) {
             return Err(usage!(
                 "--mode slots has one way for one group, and slots are full whatever the routing: {option} has no effect there"
@@ -300,12 +285,12 @@ impl<'a> Task<'a> {
             top_k,
             nodes: args.nodes,
             ranks_per_node: args.ranks_per_node,
-            tokens: args.tokens,
+            tokens,
             hidden,
-            dtype: args.dtype,
+            dtype: args.row.dtype,
             mode: args.mode,
             metadata_with: args.metadata_with.unwrap_or(MetadataWith::Rows),
-            seed: args.seed.unwrap_or(0),
+            seed: args.router.seed(),
         };
         Ok(Task { args, conditions, hardware, router, row_bytes, return_bytes })
     }
@@ -399,73 +384,41 @@ fn no_option_of_slots(args: &SimulateArgs) -> Option<&'static str> {
     let given = [
         ("--svg", args.svg.is_some()),
         ("--routing", args.routing.is_some()),
-        ("--experts", args.experts.is_some()),
+        ("--experts", args.router.experts.is_some()),
         ("--layout", args.layout.is_some()),
         ("--route", args.route.is_some()),
         ("--sum-order", args.sum_order.is_some()),
         ("--partial-dtype", args.partial_dtype.is_some()),
         ("--relay-parts", !args.relay_parts.is_empty()),
         ("--metadata-with", args.metadata_with.is_some()),
-        ("--seed", args.seed.is_some()),
+        ("--seed", args.router.seed.is_some()),
         ("--all-ranks", args.all_ranks),
     ];
     let slots = args.mode == ReceiveKind::Slots;
     given.into_iter().find(|&(_, given)| slots && given).map(|(option, _)| option)
 }
 
+/// A model of `plan` whose router has a preset.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Model {
-    /// As for `plan`.
     pub name: &'static str,
     preset: Preset,
-    pub experts: u32,
-    pub top_k: u32,
-    pub hidden: u32,
-    /// Width of an expert, and of the one that all tokens pass (0: there is none).
-    pub ffn: u32,
-    pub shared_ffn: u32,
 }
 
 const MODELS: [Model; 4] = [
-    Model {
-        name: "deepseek-v3",
-        preset: Preset::DeepseekV3,
-        experts: 256,
-        top_k: 8,
-        hidden: 7168,
-        ffn: 2048,
-        shared_ffn: 2048,
-    },
-    Model {
-        name: "qwen3-235b-a22b",
-        preset: Preset::Qwen3,
-        experts: 128,
-        top_k: 8,
-        hidden: 4096,
-        ffn: 1536,
-        shared_ffn: 0,
-    },
-    Model {
-        name: "mixtral-8x7b",
-        preset: Preset::Mixtral,
-        experts: 8,
-        top_k: 2,
-        hidden: 4096,
-        ffn: 14_336,
-        shared_ffn: 0,
-    },
-    Model {
-        name: "olmoe-1b-7b",
-        preset: Preset::Olmoe,
-        experts: 64,
-        top_k: 8,
-        hidden: 2048,
-        ffn: 1024,
-        shared_ffn: 0,
-    },
+    Model { name: "deepseek-v3", preset: Preset::DeepseekV3 },
+    Model { name: "qwen3-235b-a22b", preset: Preset::Qwen3 },
+    Model { name: "mixtral-8x7b", preset: Preset::Mixtral },
+    Model { name: "olmoe-1b-7b", preset: Preset::Olmoe },
 ];
 
 impl Model {
+    /// Elements of a row, and experts.
+    pub fn sizes(self) -> (u32, Experts) {
+        let model: Transformer = self.name.parse().expect("`plan` knows the model");
+        (model.hidden, model.experts.expect("the model has experts"))
+    }
+
     /// Decisions of the model's router for one rank whose logits are random, and about normal: all
     /// experts are alike, in the long run.
     pub fn routing(self, share: Share, rank: u32) -> Result<Routing<'static>, CliError> {
@@ -480,5 +433,25 @@ impl Model {
         let decision = gate.route(&GateInput::new(&logits).with_bias(bias))?;
         let (experts, weights) = (decision.experts().to_vec(), decision.weights().to_vec());
         Ok(Routing::new(top_k, experts, weights)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn plan_knows_the_sizes_of_every_model() {
+        let sizes = |model: Model| {
+            let (hidden, Experts { count, top_k, ffn, shared_ffn, .. }) = model.sizes();
+            [hidden, count, top_k, ffn, shared_ffn]
+        };
+        let expected = [
+            [7168, 256, 8, 2048, 2048],
+            [4096, 128, 8, 1536, 0],
+            [4096, 8, 2, 14_336, 0],
+            [2048, 64, 8, 1024, 0],
+        ];
+        assert_eq!(MODELS.map(sizes), expected);
     }
 }

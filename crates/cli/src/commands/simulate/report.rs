@@ -8,8 +8,8 @@ use sidelane_model::time::{
 
 use super::layer_time::{self, Layered, Products};
 use super::tensor_time::{self, TensorLayers};
-use super::{Conditions, MetadataWith, ReceiveKind, Task, sensitivity};
-use crate::chart::{Chart, Curve, Panel, Point};
+use super::{Conditions, MetadataWith, ReceiveKind, Task};
+use crate::chart::{Arrangement, Chart, Curve, Panel, Point};
 use crate::command_frame;
 use crate::error::CliError;
 use crate::table::{self, time, time_ns, volume};
@@ -167,6 +167,26 @@ impl Group {
     }
 }
 
+/// What the least certain figures decide, as the [model](Assumption) concludes: a line for each.
+fn sensitivity_text(outcomes: &[Outcome]) -> String {
+    let table = table::of(
+        outcomes,
+        &[
+            ("sensitivity", &|one| one.assumption.clone()),
+            ("fastest dispatch", &|one| one.dispatch.variant.clone()),
+            ("time", &|one| time_ns(one.dispatch.ns)),
+            ("bottleneck", &|one| one.dispatch.bottleneck.name().to_owned()),
+            ("fastest combine", &|one| one.combine.variant.clone()),
+            ("time", &|one| time_ns(one.combine.ns)),
+            ("bottleneck", &|one| one.combine.bottleneck.name().to_owned()),
+            ("flips", &|one| if one.flips.is_empty() { "none".to_owned() } else { one.flips.join("; ") }),
+        ],
+    );
+    format!(
+        "{table}\n\nEach line changes one price and leaves the others as given. A flip is a conclusion that is another then."
+    )
+}
+
 impl command_frame::Report for Report {
     fn text(&self) -> String {
         let Conditions { nodes, ranks_per_node, tokens, top_k, hidden, dtype, metadata_with, mode, .. } =
@@ -197,7 +217,7 @@ impl command_frame::Report for Report {
         let layer = self.layer.as_ref().map(|layer| layer_time::text(&layer.products, &layer.variants));
         let sensitivity = match &self.sensitivity[..] {
             [] => String::new(),
-            outcomes => format!("\n\n{}", sensitivity::text(outcomes)),
+            outcomes => format!("\n\n{}", sensitivity_text(outcomes)),
         };
         let layer = layer.map_or(String::new(), |text| format!("\n\n{text}"));
         let tensor =
@@ -240,7 +260,7 @@ pub fn draw(report: &Report) -> String {
             panel("dispatch", |timed| timed.dispatch.ns),
             panel("combine", |timed| timed.combine.ns),
         ],
-        alike: true,
+        arrangement: Arrangement::Alike,
     }
     .draw()
 }
@@ -248,8 +268,8 @@ pub fn draw(report: &Report) -> String {
 #[cfg(test)]
 pub mod tests {
     use super::*;
+    use crate::chart::svg::tests::elements;
     use crate::command_frame::tests::{assert_page, parsed};
-    use crate::svg::tests::elements;
 
     /// The report of a command line.
     pub fn report(line: &str) -> Report {
@@ -272,5 +292,31 @@ pub mod tests {
         let ways = report.groups.iter().map(|group| group.variants.len());
         assert_eq!(report.groups.iter().map(|group| group.nodes).collect::<Vec<_>>(), [2, 1, 4]);
         assert_eq!((count("polyline"), count("circle")), (24, 2 * ways.sum::<usize>()));
+    }
+
+    #[test]
+    fn each_price_has_its_conclusions_and_flips_are_differences() {
+        let line = "--nodes 1 --ranks-per-node 4 --tokens 64 --hidden 128 --seed 7";
+        let outcomes = report(line).sensitivity;
+        let prices: Vec<_> = outcomes.iter().map(|one| (one.copy_us, one.word_us)).collect();
+        assert_eq!(prices, [(0.6, 0.63), (0.6, 0.63), (2.3, 0.63), (0.6, 0.1), (0.6, 0.5)]);
+        let [given, same, dear_copies, cheap_words, ..] = &outcomes[..] else { panic!("{outcomes:?}") };
+        assert_eq!((&given.dispatch, &given.combine), (&same.dispatch, &same.combine));
+        assert!(given.flips.is_empty() && same.flips.is_empty());
+        assert!(dear_copies.dispatch.ns > given.dispatch.ns && cheap_words.dispatch.ns < given.dispatch.ns);
+        for one in &outcomes {
+            let moved = one.dispatch.variant != given.dispatch.variant
+                || one.combine.variant != given.combine.variant
+                || one.dispatch.bottleneck != given.dispatch.bottleneck
+                || one.combine.bottleneck != given.combine.bottleneck;
+            assert_eq!(moved, !one.flips.is_empty(), "{one:?}");
+        }
+    }
+
+    #[test]
+    fn slots_have_conclusions_too() {
+        let report = report("--mode slots --nodes 1 --ranks-per-node 4 --tokens 8 --hidden 128");
+        assert!(report.sensitivity.iter().all(|one| one.dispatch.variant == "slots"));
+        assert_eq!(report.sensitivity.len(), 5);
     }
 }

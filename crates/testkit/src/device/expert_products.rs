@@ -1,26 +1,30 @@
 //! Products of a layer's experts by cuBLAS, in f32, in TF32 and with factors of bf16, to be timed.
 //! All of them multiply the same numbers, which bf16 holds.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use sidelane::Dtype;
 use sidelane::device::{Blas, DeviceRange, GroupSegments, LayerKernels, MatmulArgs, MatmulShape, Stream};
 use sidelane::error::DeviceError;
-use sidelane_testkit::device::gpu::{Gpu, write};
-use sidelane_testkit::device::kernel_work::elements;
-use sidelane_testkit::device::kernels::products::Way;
-use sidelane_testkit::device::whole;
-use sidelane_testkit::values::Random;
 
-use super::packages;
-use crate::error::CliError;
+use super::gpu::{Gpu, write};
+use super::kernel_work::elements;
+use super::kernels::products::Way;
+use super::whole;
+use crate::TestError;
+use crate::values::Random;
 
 /// Experts, rows of each, and the sizes of their matrices.
 #[derive(Clone, Copy, Debug)]
 pub struct Sizes {
+    /// Number of experts.
     pub experts: u32,
+    /// Rows of each.
     pub rows: u32,
+    /// Elements of a row, and rows of a matrix.
     pub depth: u32,
+    /// Columns of a matrix.
     pub columns: u32,
 }
 
@@ -49,6 +53,7 @@ impl Sizes {
         2.0 * f64::from(self.all_rows()) * f64::from(self.depth) * f64::from(self.columns)
     }
 
+    /// Shapes of the factors.
     pub fn describe(self) -> String {
         let Sizes { experts, rows, depth, columns } = self;
         format!("{experts} x [{rows}, {depth}] [{depth}, {columns}]")
@@ -56,13 +61,16 @@ impl Sizes {
 }
 
 impl ExpertProducts {
-    /// None where there is no cuBLAS.
-    pub fn new(gpu: &Gpu, sizes: Sizes) -> Result<Option<Self>, CliError> {
+    /// None where there is no cuBLAS, in these folders neither.
+    ///
+    /// # Errors
+    /// What the device refuses.
+    pub fn new(gpu: &Gpu, sizes: Sizes, folders: &[PathBuf]) -> Result<Option<Self>, TestError> {
         let stream = Arc::new(gpu.stream()?);
-        let Ok(blas) = Blas::load(&stream, &packages::folders(gpu.context.driver())) else { return Ok(None) };
+        let Ok(blas) = Blas::load(&stream, folders) else { return Ok(None) };
         let of_rows = u64::from(sizes.all_rows()) * u64::from(sizes.depth);
         let of_matrices = u64::from(sizes.experts) * u64::from(sizes.depth) * u64::from(sizes.columns);
-        let both = |seed, count: u64| -> Result<[DeviceRange; 2], CliError> {
+        let both = |seed, count: u64| -> Result<[DeviceRange; 2], TestError> {
             let both = [gpu.memory(count * 4)?, gpu.memory(count * 2)?];
             // The same numbers again and again: more take long to draw, and change no rate.
             let narrow = elements(&mut Random(seed), count.min(1 << 22));
@@ -90,10 +98,12 @@ impl ExpertProducts {
         }))
     }
 
+    /// The stream of the products.
     pub fn stream(&self) -> &Stream {
         &self.stream
     }
 
+    /// Name of cuBLAS.
     pub fn name(&self) -> &str {
         self.blas.name()
     }
@@ -104,6 +114,9 @@ impl ExpertProducts {
     }
 
     /// Rows of each expert times its matrix.
+    ///
+    /// # Errors
+    /// What the device refuses.
     pub fn rows(&self, way: Way) -> Result<(), DeviceError> {
         let Sizes { depth, columns, .. } = self.sizes;
         let apart = u64::from(depth) * u64::from(columns);
@@ -114,6 +127,9 @@ impl ExpertProducts {
     }
 
     /// The gradient of the matrices: rows of each expert with themselves, as many columns of them.
+    ///
+    /// # Errors
+    /// What the device refuses.
     pub fn gradient(&self, way: Way) -> Result<(), DeviceError> {
         let Sizes { depth, columns, .. } = self.sizes;
         let apart = u64::from(depth) * u64::from(columns);

@@ -1,5 +1,5 @@
 //! A writer of well-formed SVG, with the common look of all pictures: a sheet of paper, light or
-//! dark as the reader prefers.
+//! dark as the reader prefers. The trainer of `examples/moe-lm` has this file as a module, too.
 
 use std::fmt::{Display, Write};
 
