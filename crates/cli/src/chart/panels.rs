@@ -30,14 +30,14 @@ pub struct Bar {
     pub said: String,
 }
 
-/// What is drawn between two axes.
+/// Curves, bands and bars between one pair of axes.
 pub struct Panel<'a> {
     pub title: &'a str,
     pub curves: Vec<Curve>,
     /// Regions, from left to right.
     pub bands: Vec<Band>,
     pub bars: Vec<Bar>,
-    /// Both axes count alike, or else powers: of 2 across, of 10 upward.
+    /// Whether axes are linear. Otherwise marks are powers: of 2 across, of 10 upward.
     pub linear: bool,
     /// Words for marks across, and for those upward.
     pub numbers: &'a dyn Fn(f64) -> String,

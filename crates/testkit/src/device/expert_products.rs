@@ -64,7 +64,7 @@ impl ExpertProducts {
     /// None where there is no cuBLAS, in these folders neither.
     ///
     /// # Errors
-    /// What the device refuses.
+    /// Refusals of the device.
     pub fn new(gpu: &Gpu, sizes: Sizes, folders: &[PathBuf]) -> Result<Option<Self>, TestError> {
         let stream = Arc::new(gpu.stream()?);
         let Ok(blas) = Blas::load(&stream, folders) else { return Ok(None) };
@@ -116,7 +116,7 @@ impl ExpertProducts {
     /// Rows of each expert times its matrix.
     ///
     /// # Errors
-    /// What the device refuses.
+    /// Refusals of the device.
     pub fn rows(&self, way: Way) -> Result<(), DeviceError> {
         let Sizes { depth, columns, .. } = self.sizes;
         let apart = u64::from(depth) * u64::from(columns);
@@ -129,7 +129,7 @@ impl ExpertProducts {
     /// The gradient of the matrices: rows of each expert with themselves, as many columns of them.
     ///
     /// # Errors
-    /// What the device refuses.
+    /// Refusals of the device.
     pub fn gradient(&self, way: Way) -> Result<(), DeviceError> {
         let Sizes { depth, columns, .. } = self.sizes;
         let apart = u64::from(depth) * u64::from(columns);

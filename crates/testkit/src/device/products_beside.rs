@@ -77,7 +77,7 @@ impl<'a> Products<'a> {
     /// Traffic goes on a stream of this priority.
     ///
     /// # Errors
-    /// What the device refuses.
+    /// Refusals of the device.
     pub fn new(
         gpu: &'a Gpu,
         size: Option<u32>,
@@ -135,7 +135,7 @@ impl<'a> Products<'a> {
     /// word, while products run.
     ///
     /// # Errors
-    /// What the device refuses, and a wait that does not end.
+    /// Refusals of the device, and a wait that does not end.
     pub fn transfers(
         &self,
         mut transfer: impl FnMut(&Stream) -> Result<Duration, TestError>,
@@ -160,7 +160,7 @@ impl<'a> Products<'a> {
     /// that clocks and heat touch them alike. The first round of each warms up.
     ///
     /// # Errors
-    /// What the device refuses, and a wait that does not end.
+    /// Refusals of the device, and a wait that does not end.
     pub fn beside(&self, bursts: &[Burst<'_>]) -> Result<(Beside, Vec<Beside>), TestError> {
         let mut alone = Beside { rounds: Vec::new(), slowdown: 1.0 };
         let mut all: Vec<Vec<Round>> = bursts.iter().map(|_| Vec::new()).collect();

@@ -167,7 +167,7 @@ impl Group {
     }
 }
 
-/// What the least certain figures decide, as the [model](Assumption) concludes: a line for each.
+/// Conclusions of the model for each [assumption](Assumption): a line for each.
 fn sensitivity_text(outcomes: &[Outcome]) -> String {
     let table = table::of(
         outcomes,
