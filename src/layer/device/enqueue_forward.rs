@@ -132,8 +132,8 @@ impl DeviceMoeLayer {
         let logits = self.staging.receive(&compute.stream, logits.range())?;
         // The stream of a failed world goes on with values that are invalid.
         self.world.hub.health().check()?;
-        let Input { bias, used, training, draw, .. } = *input;
-        let options = GateOptions { bias, used, training, draw };
+        let Input { bias, token_mask, training, draw, .. } = *input;
+        let options = GateOptions { bias, token_mask, training, draw };
         let gated = Gated::new(&mut self.gate, &self.losses, logits, options)?;
         let [experts, weights] = halves(choices.range(), count)?;
         self.staging.send(&compute.stream, &experts, gated.decision.experts())?;
@@ -150,27 +150,28 @@ impl DeviceMoeLayer {
         (choices, count): (&DeviceTensor, usize),
     ) -> Result<Option<Gated>, Error> {
         let (compute, config) = (&self.placed.compute, self.gate.config());
-        let Input { bias, used, .. } = *input;
+        let Input { bias, token_mask, .. } = *input;
         let tokens = count / config.top_k as usize;
         let good = |bias: &[f32]| {
             let finite = bias.iter().all(|value| value.is_finite());
             finite && bias.len() == config.experts as usize && config.score != ScoreFunction::SoftmaxOfChosen
         };
-        if !self.device_gate || !bias.is_none_or(good) || used.is_some_and(|used| used.len() != tokens) {
+        if !self.device_gate || !bias.is_none_or(good) || token_mask.is_some_and(|mask| mask.len() != tokens)
+        {
             return Ok(None);
         }
         let (stream, memory, range) = (&compute.stream, &compute.memory, choices.range());
-        let (of_bias, of_used) = (memory.words(config.experts as usize)?, memory.take(tokens as u64)?);
+        let (of_bias, of_mask) = (memory.words(config.experts as usize)?, memory.take(tokens as u64)?);
         bias.map_or(Ok(()), |bias| self.staging.send(stream, of_bias.range(), bias))?;
-        let flags = used.map(|used| used.iter().map(|&used| used.into()).collect::<Vec<u8>>());
-        flags.map_or(Ok(()), |flags| self.staging.send(stream, of_used.range(), &flags))?;
+        let flags = token_mask.map(|mask| mask.iter().map(|&chooses| chooses.into()).collect::<Vec<u8>>());
+        flags.map_or(Ok(()), |flags| self.staging.send(stream, of_mask.range(), &flags))?;
         let ([experts, weights], status) = (halves(range, count)?, range.part(count as u64 * 8, 4)?);
         self.staging.send(stream, &status, &[0_u32])?;
         let gate = GateArgs {
             tokens: tokens as u32,
             logits: logits.span()?,
             bias: bias.map(|_| of_bias.span()).transpose()?,
-            used: used.map(|_| of_used.span()).transpose()?,
+            used: token_mask.map(|_| of_mask.span()).transpose()?,
             experts: span(&experts)?,
             weights: span(&weights)?,
             status: status.word(0)?,
