@@ -87,7 +87,7 @@ pub fn exchange_fds<'fd>(
     let notices: Vec<Notice> = notices.collect::<Result<_, _>>()?;
     agree(key, members, &notices)?;
 
-    let exchange = Exchange { key, epoch: hub.epoch() };
+    let exchange = ExchangeKey { key, epoch: hub.epoch() };
     let table = Table { hub, members, me, exchange, notices: &notices, offers: &offers, listener };
     table.run(start, deadline)
 }
@@ -155,7 +155,7 @@ struct Table<'a, 'fd> {
     hub: &'a dyn Hub,
     members: &'a [u32],
     me: usize,
-    exchange: Exchange<'a>,
+    exchange: ExchangeKey<'a>,
     notices: &'a [Notice],
     offers: &'a [Option<Vec<BorrowedFd<'fd>>>],
     listener: OwnedFd,
@@ -167,7 +167,7 @@ impl<'fd> Table<'_, 'fd> {
         let mut to_call: Vec<usize> = (0..self.me).filter(linked).collect();
         let mut to_come: Vec<usize> = (self.me + 1..self.members.len()).filter(linked).collect();
         let mut unknown: Vec<OwnedFd> = Vec::new();
-        let mut pairs: Vec<Pair<'fd>> = Vec::new();
+        let mut pairs: Vec<PeerExchange<'fd>> = Vec::new();
         let mut reached = BTreeSet::new();
         let mut results: Vec<Vec<OwnedFd>> = self.members.iter().map(|_| Vec::new()).collect();
         loop {
@@ -216,7 +216,7 @@ impl<'fd> Table<'_, 'fd> {
                 let (step, waited) = (self.exchange.key.to_owned(), now - start);
                 return Err(BootstrapError::Deadline { step, missing, waited, refused: None });
             }
-            let mut fds: Vec<PollFd<'_>> = pairs.iter().filter_map(Pair::poll_fd).collect();
+            let mut fds: Vec<PollFd<'_>> = pairs.iter().filter_map(PeerExchange::poll_fd).collect();
             // Short of descriptors, the next slice tries again.
             if !to_come.is_empty() && shortage.is_none() {
                 fds.push(PollFd::new(&self.listener, PollFlags::IN));
@@ -228,7 +228,11 @@ impl<'fd> Table<'_, 'fd> {
 
     /// Connects to a member of lower index, which may have been reached before. None: its queue is
     /// full, try again.
-    fn call(&self, peer: usize, reached: &BTreeSet<usize>) -> Result<Option<Pair<'fd>>, BootstrapError> {
+    fn call(
+        &self,
+        peer: usize,
+        reached: &BTreeSet<usize>,
+    ) -> Result<Option<PeerExchange<'fd>>, BootstrapError> {
         let socket = socket()?;
         match connect(&socket, &self.notices[peer].address()?) {
             Ok(()) => {}
@@ -274,7 +278,7 @@ impl<'fd> Table<'_, 'fd> {
         &self,
         connection: OwnedFd,
         to_come: &mut Vec<usize>,
-        pairs: &mut Vec<Pair<'fd>>,
+        pairs: &mut Vec<PeerExchange<'fd>>,
         unknown: &mut Vec<OwnedFd>,
     ) -> Result<(), BootstrapError> {
         let hello = match receive(&connection)? {
@@ -296,10 +300,16 @@ impl<'fd> Table<'_, 'fd> {
         Ok(())
     }
 
-    fn pair(&self, peer: usize, socket: OwnedFd, greeting: Vec<u8>, expects: Option<Vec<u8>>) -> Pair<'fd> {
+    fn pair(
+        &self,
+        peer: usize,
+        socket: OwnedFd,
+        greeting: Vec<u8>,
+        expects: Option<Vec<u8>>,
+    ) -> PeerExchange<'fd> {
         let offer = self.offers[peer].as_deref().unwrap_or_default();
         let awaited = self.notices[peer].counts[self.me].unwrap_or(0) as usize;
-        Pair::new(peer, socket, greeting, expects, offer, awaited)
+        PeerExchange::new(peer, socket, greeting, expects, offer, awaited)
     }
 
     /// A member that hung up leaves the world, or has heard why the world fails. The hub says which
@@ -326,12 +336,12 @@ const PER_PACKET: usize = 253;
 
 /// Knowledge of both sides of a pair: the exchange, sender and receiver.
 #[derive(Clone, Copy)]
-struct Exchange<'a> {
+struct ExchangeKey<'a> {
     key: &'a str,
     epoch: u16,
 }
 
-impl Exchange<'_> {
+impl ExchangeKey<'_> {
     /// Proof of the member `from` for the member `to`, which drew the nonce and sent it over the
     /// hub.
     fn mac(&self, nonce: &[u8; 32], from: usize, to: usize) -> impl Mac {
@@ -419,7 +429,7 @@ enum Progress {
 
 /// A conversation with one linked member.
 #[derive(Debug)]
-struct Pair<'fd> {
+struct PeerExchange<'fd> {
     /// Index of the member.
     peer: usize,
     received: Vec<OwnedFd>,
@@ -431,7 +441,7 @@ struct Pair<'fd> {
     awaited: usize,
 }
 
-impl<'fd> Pair<'fd> {
+impl<'fd> PeerExchange<'fd> {
     /// Sends `greeting`, receives `expects` if it is not empty, and only then sends `offer` and
     /// takes `awaited` descriptors.
     fn new(
@@ -443,7 +453,7 @@ impl<'fd> Pair<'fd> {
         awaited: usize,
     ) -> Self {
         let offer = offer.iter().copied().collect();
-        Pair { peer, received: Vec::new(), socket, greeting: Some(greeting), expects, offer, awaited }
+        PeerExchange { peer, received: Vec::new(), socket, greeting: Some(greeting), expects, offer, awaited }
     }
 
     /// Event to wait for. None at the end.
@@ -616,7 +626,7 @@ mod tests {
     fn converse(peer: usize, socket: OwnedFd) -> Result<Progress, BootstrapError> {
         let stdin = std::io::stdin();
         let (greeting, expects) = (vec![1 - peer as u8], Some(vec![peer as u8]));
-        let mut pair = Pair::new(peer, socket, greeting, expects, &[stdin.as_fd()], 1);
+        let mut pair = PeerExchange::new(peer, socket, greeting, expects, &[stdin.as_fd()], 1);
         for look in 1u32.. {
             match pair.step()? {
                 Progress::Waiting if look.is_multiple_of(100) => thread::yield_now(),
@@ -680,7 +690,8 @@ mod tests {
             // As one does that is short of descriptors.
             poll_until(&mut [PollFd::new(&listener, PollFlags::IN)], Instant::now() + within).unwrap();
             drop(accept_with(&listener, FLAGS).unwrap());
-            let (exchange, offers) = (Exchange { key: "again", epoch: host.epoch() }, [None, Some(vec![])]);
+            let (exchange, offers) =
+                (ExchangeKey { key: "again", epoch: host.epoch() }, [None, Some(vec![])]);
             let (members, notices) = (&[0, 1], &notices);
             let table = Table { hub: &*host, members, me: 0, exchange, notices, offers: &offers, listener };
             assert_eq!(table.run(Instant::now(), within).map(|fds| fds.len()), Ok(2));

@@ -157,7 +157,7 @@ pub enum Ended {
 /// Looks before the waiter sleeps between them.
 const YIELDS: u32 = 400;
 /// Sleep between two looks.
-const NAP: Duration = Duration::from_micros(50);
+const POLL_INTERVAL: Duration = Duration::from_micros(50);
 
 /// A wait for a condition without a wake-up: the waiter looks again and again.
 #[derive(Debug)]
@@ -203,7 +203,7 @@ impl<'a> Polling<'a> {
         if self.turns <= YIELDS {
             std::thread::yield_now()
         } else {
-            nap(NAP)
+            nap(POLL_INTERVAL)
         }
         Ok(())
     }

@@ -245,8 +245,8 @@ impl Communicator {
             return Err(self.enter_refused(call, Program::AllToAll, error.into()));
         }
         let part = total / ranks;
-        Counts::lay(&mut self.counts.sends, (0..ranks).map(|_| part));
-        Counts::lay(&mut self.counts.receives, (0..ranks).map(|_| part));
+        ElementRanges::lay(&mut self.counts.sends, (0..ranks).map(|_| part));
+        ElementRanges::lay(&mut self.counts.receives, (0..ranks).map(|_| part));
         let (input, output): (&[u8], &mut [u8]) =
             (bytemuck::cast_slice(send), bytemuck::cast_slice_mut(receive));
         let entered = self.enter_all_to_all(call, 0, input, part)?;
@@ -281,7 +281,7 @@ impl Communicator {
             let error = PlanError::WrongShape { what, seen, rows, columns };
             return Err(self.enter_refused(call, Program::AllToAll, error.into()));
         }
-        Counts::lay(&mut self.counts.sends, counts.iter().map(|&count| count as u64 * size));
+        ElementRanges::lay(&mut self.counts.sends, counts.iter().map(|&count| count as u64 * size));
         let to_others =
             counts.iter().enumerate().filter(|&(to, _)| to != me).map(|(_, &count)| count as u64 * size);
         let most = to_others.max().unwrap_or(0);
@@ -294,8 +294,8 @@ impl Communicator {
             self.counts.elements[from as usize] = (said.handle / size) as usize;
             longest = longest.max(said.base);
         }
-        let Counts { receives, elements, .. } = &mut self.counts;
-        let bytes = Counts::lay(receives, elements.iter().map(|&count| count as u64 * size));
+        let ElementRanges { receives, elements, .. } = &mut self.counts;
+        let bytes = ElementRanges::lay(receives, elements.iter().map(|&count| count as u64 * size));
         receive.resize((bytes / size) as usize, E::zeroed());
         self.finish_all_to_all(entered, (call, longest), input, bytemuck::cast_slice_mut(receive))?;
         Ok(&self.counts.elements)
@@ -438,7 +438,7 @@ const CHAIN: u64 = 64 << 10;
 
 /// Which bytes go where, kept from call to call.
 #[derive(Debug, Default)]
-pub(super) struct Counts {
+pub(super) struct ElementRanges {
     /// Per rank: bytes of the input for it.
     sends: Vec<Range<u64>>,
     /// Per rank: where its bytes lie in the output.
@@ -447,10 +447,10 @@ pub(super) struct Counts {
     elements: Vec<usize>,
 }
 
-impl Counts {
+impl ElementRanges {
     pub fn new(ranks: u32) -> Self {
         let ranges = || vec![0..0; ranks as usize];
-        Counts { sends: ranges(), receives: ranges(), elements: vec![0; ranks as usize] }
+        ElementRanges { sends: ranges(), receives: ranges(), elements: vec![0; ranks as usize] }
     }
 
     /// Each range behind the last; these are their lengths.

@@ -66,7 +66,7 @@ mod rounds;
 
 use std::sync::Arc;
 
-use calls::Counts;
+use calls::ElementRanges;
 
 use crate::dtype::{Dtype, PartialDtype};
 use crate::error::{Error, PlanError};
@@ -133,7 +133,7 @@ pub struct Communicator {
     whole: u64,
     /// Skeletons of the programs that were called.
     programs: Vec<(Program, Skeleton)>,
-    counts: calls::Counts,
+    counts: calls::ElementRanges,
     /// By peer: parts of messages to it, and from it.
     outgoing: Vec<Outgoing>,
     incoming: Vec<Incoming>,
@@ -281,7 +281,7 @@ impl<'g> CommunicatorBuilder<'g> {
             sums: self.sums,
             whole: self.whole.min(staging.slot()),
             programs: Vec::new(),
-            counts: Counts::new(ranks),
+            counts: ElementRanges::new(ranks),
             outgoing: pairs.clone().map(|pair| Outgoing { pair, heard: 0, unsaid: 0 }).collect(),
             incoming: pairs.map(|pair| Incoming { pair, refused: 0 }).collect(),
             held: Arc::new(held),

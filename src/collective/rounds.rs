@@ -56,7 +56,7 @@ impl Tensors<'_> {
 }
 
 /// Contribution of a rank to the entry of a round.
-struct Entry<'r> {
+struct RoundEntry<'r> {
     call: CallSpec,
     round: &'r Round,
     input: &'r [u8],
@@ -70,7 +70,7 @@ struct Entry<'r> {
 struct RoundCall<'r, 't> {
     state: &'r mut RoundState,
     skeleton: &'r Skeleton,
-    entry: Option<Entry<'r>>,
+    entry: Option<RoundEntry<'r>>,
     tensors: Option<&'r mut Tensors<'t>>,
 }
 
@@ -81,7 +81,7 @@ impl Executor for RoundCall<'_, '_> {
 
     fn round(&mut self, nth: u8) -> Result<(), Error> {
         let RoundCall { state, skeleton, entry, tensors } = self;
-        if let Some(Entry { input, stores, .. }) = entry {
+        if let Some(RoundEntry { input, stores, .. }) = entry {
             return state.run(skeleton, nth, &mut Io { input, ..Io::default() }, *stores);
         }
         let Some(tensors) = tensors else { return Ok(()) };
@@ -101,7 +101,7 @@ impl Executor for RoundCall<'_, '_> {
     fn compute(&mut self, _: Role, work: Work) -> Result<(), Error> {
         let RoundCall { state, entry, tensors, .. } = self;
         match (work, entry, tensors) {
-            (Work::FillRound, Some(Entry { round, .. }), _) => {
+            (Work::FillRound, Some(RoundEntry { round, .. }), _) => {
                 state.rounds.fill(&state.view, &Round { parity: state.calls.parity(), ..**round });
             }
             (Work::CopyOut, _, Some(tensors)) => state.copy_all(tensors)?,
@@ -112,7 +112,7 @@ impl Executor for RoundCall<'_, '_> {
     }
 
     fn agree(&mut self, _: Role) -> Result<(), Error> {
-        let Some(Entry { call, refused, .. }) = &mut self.entry else { return Ok(()) };
+        let Some(RoundEntry { call, refused, .. }) = &mut self.entry else { return Ok(()) };
         let (group, refused) = (self.state.agreement(*call), refused.take());
         group.alike(call.tag(refused.is_some()), |peer| self.state.said(peer))?;
         if let Some(own) = refused {
@@ -146,7 +146,7 @@ impl Communicator {
         self.state.rounds.sends.clear();
         self.state.rounds.tags.fill(call.tag(true));
         let refused =
-            self.begin(Entry { call, round, input: &[], stores: Stores::Cached, refused: Some(why) });
+            self.begin(RoundEntry { call, round, input: &[], stores: Stores::Cached, refused: Some(why) });
         // A round that a rank refuses has no other end.
         refused.err().unwrap_or_else(|| PlanError::RefusedHere.into())
     }
@@ -183,10 +183,10 @@ impl Communicator {
         round: &Round,
         (input, stores): (&[u8], Stores),
     ) -> Result<CallMachine, Error> {
-        self.begin(Entry { call, round, input, stores, refused: None })
+        self.begin(RoundEntry { call, round, input, stores, refused: None })
     }
 
-    fn begin(&mut self, entry: Entry<'_>) -> Result<CallMachine, Error> {
+    fn begin(&mut self, entry: RoundEntry<'_>) -> Result<CallMachine, Error> {
         self.state.lanes.check()?;
         if entry.round.at == 0 {
             // A call that failed may have left some.

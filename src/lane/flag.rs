@@ -210,7 +210,7 @@ pub enum WaitError {
 
 /// A wait that ended without its value: its place and its progress, for the error.
 #[derive(Debug)]
-pub(super) struct Unmet {
+pub(super) struct WaitProgress {
     /// The rank that waited.
     pub rank: u32,
     /// The rank that was awaited.
@@ -225,10 +225,10 @@ pub(super) struct Unmet {
     pub seen: u64,
 }
 
-impl Unmet {
+impl WaitProgress {
     /// The error of the wait. A connection's `fault` says more than the cause of a failed world.
     pub fn error(self, why: WaitError, fault: impl FnOnce() -> Option<LaneError>) -> Error {
-        let Unmet { rank, peer, lane, flag, awaited, seen } = self;
+        let WaitProgress { rank, peer, lane, flag, awaited, seen } = self;
         match why {
             WaitError::Dead(cause) => fault().map_or(cause.into(), Error::from),
             WaitError::Asked => LaneError::Interrupted { rank, peer }.into(),

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use super::flag::{Unmet, WaitLimits, Waiter};
+use super::flag::{WaitLimits, WaitProgress, Waiter};
 use super::net::NetConnection;
 use crate::bootstrap::Health;
 use crate::bootstrap::wait::nap;
@@ -167,7 +167,7 @@ impl Lanes {
         (from, flag): (u32, Flag),
         look: impl FnMut() -> Result<(), Error>,
     ) -> Result<(), Error> {
-        self.outlast(word, value, (from, flag), self.limits_of(from), look)
+        self.poll_word(word, value, (from, flag), self.limits_of(from), look)
     }
 
     /// Waits until this rank's own stream has set a word here to a value; `look` as above. There is
@@ -182,10 +182,10 @@ impl Lanes {
         look: impl FnMut() -> Result<(), Error>,
     ) -> Result<(), Error> {
         let limits = WaitLimits { deadline: Duration::MAX, ..self.limits_of(self.rank) };
-        self.outlast(word, value, (self.rank, Flag::Ready), limits, look)
+        self.poll_word(word, value, (self.rank, Flag::Ready), limits, look)
     }
 
-    fn outlast(
+    fn poll_word(
         &self,
         word: &AtomicU64,
         value: u64,
@@ -204,7 +204,7 @@ impl Lanes {
             self.progress();
             waiter.turn(nap).map_err(|why| {
                 let (rank, lane, flag) = (self.rank, COPY_ENGINE, flag as u32);
-                Unmet { rank, peer: from, lane, flag, awaited: value, seen }.error(why, || None)
+                WaitProgress { rank, peer: from, lane, flag, awaited: value, seen }.error(why, || None)
             })?;
         }
     }

@@ -25,7 +25,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::flag::{SLEEP_INTERVAL, Unmet, WaitLimits, Waiter};
+use super::flag::{SLEEP_INTERVAL, WaitLimits, WaitProgress, Waiter};
 use super::net::{DeviceAddress, DeviceConnection, NetConnection, RemoteAddress, SendBlocked};
 use super::{FlagLine, Lanes, PeerLane, flag};
 use crate::bootstrap::Health;
@@ -408,12 +408,12 @@ impl Port {
         let line = self.flag(from, flag)?;
         match flag::poll_once(line, value, self.lanes.oversubscribed) {
             true => Ok(()),
-            false => self.outlast(line, (from, flag), value, reach.name()),
+            false => self.wait_beyond_poll(line, (from, flag), value, reach.name()),
         }
     }
 
     #[cold]
-    fn outlast(
+    fn wait_beyond_poll(
         &self,
         line: FlagLine<'_>,
         (from, flag): (u32, Flag),
@@ -423,8 +423,8 @@ impl Port {
         let limits = self.lanes.limits_for(from, flag);
         flag::wait_slow(line, value, limits, || self.lanes.progress()).map_err(|(seen, why)| {
             let (rank, peer) = (self.lanes.rank, self.lanes.writer_of(from));
-            let unmet = Unmet { rank, peer, lane, flag: flag as u32, awaited: value, seen };
-            unmet.error(why, || self.lanes.fault())
+            let progress = WaitProgress { rank, peer, lane, flag: flag as u32, awaited: value, seen };
+            progress.error(why, || self.lanes.fault())
         })
     }
 
@@ -513,8 +513,8 @@ pub fn flush(
 
 fn explain(connection: &dyn NetConnection, (rank, peer): (u32, u32), stuck: SendBlocked) -> Error {
     let SendBlocked { awaited, seen, why } = stuck;
-    let unmet = Unmet { rank, peer, lane: connection.lane(), flag: u32::MAX, awaited, seen };
-    unmet.error(why, || connection.fault())
+    let progress = WaitProgress { rank, peer, lane: connection.lane(), flag: u32::MAX, awaited, seen };
+    progress.error(why, || connection.fault())
 }
 
 /// A window: one range of bytes at each rank of the group.
@@ -580,12 +580,12 @@ impl MappedWindow {
 struct LocalWindows {
     ranks: u32,
     /// Per window and rank: its part, unless that is out of reach.
-    parts: Vec<Option<Reached>>,
+    parts: Vec<Option<MappedBytes>>,
 }
 
 /// Bytes that are mapped here.
 #[derive(Clone, Copy, Debug)]
-struct Reached {
+struct MappedBytes {
     first: NonNull<u8>,
     len: u64,
 }
@@ -604,7 +604,7 @@ impl LocalWindows {
             parts.extend((0..).zip(&lanes.reach).map(|(rank, reach)| match reach {
                 PeerLane::Own | PeerLane::Load => {
                     let len = window.parts.get(rank as usize)?.len;
-                    Some(Reached { first: window.at(rank, 0, len).ok()?, len })
+                    Some(MappedBytes { first: window.at(rank, 0, len).ok()?, len })
                 }
                 PeerLane::Net(_) | PeerLane::Relayed => None,
             }));

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::forward::weigh_into;
-use super::moe::Plan;
+use super::moe::OverlapSettings;
 use super::pass_order::{self, BackwardOps};
 use super::router_step::Routed;
 use super::step::{
@@ -34,8 +34,8 @@ pub struct Gradients<E> {
     pub shared: Vec<f32>,
 }
 
-/// What nodes work on.
-pub(super) struct Step<'s, 'm, E> {
+/// Inputs of the nodes.
+pub(super) struct BackwardStep<'s, 'm, E> {
     context: &'s StepContext<'m>,
     of_out: &'s [E],
     routed: &'s Routed,
@@ -47,28 +47,28 @@ pub(super) struct Step<'s, 'm, E> {
     /// How many rows this rank has for each slot, chunk after chunk.
     choices: Vec<u32>,
     order: Handoff<GradientOrder>,
-    chunks: Vec<Places<E>>,
+    chunks: Vec<ChunkGradients<E>>,
     /// By the shared expert.
     saved: Handoff<Saved>,
     /// Through the shared expert, `[tokens, hidden]`.
-    beside: Handoff<Vec<f32>>,
+    of_shared_expert: Handoff<Vec<f32>>,
     of_experts: Handoff<Vec<f32>>,
     of_shared: Handoff<Vec<f32>>,
 }
 
-/// What nodes leave to each other, of one chunk.
-struct Places<E> {
+/// Values that nodes leave to each other, of one chunk.
+struct ChunkGradients<E> {
     tokens: Range<usize>,
     landed: ReceivedChunk,
-    groups: Vec<OfGroup>,
+    groups: Vec<GroupGradients>,
     /// Gradients of rows, where peers read them.
     of_rows: Outgoing,
     /// Gradients of tokens and of routing weights.
-    home: Handoff<(Vec<E>, Vec<f32>)>,
+    returned: Handoff<(Vec<E>, Vec<f32>)>,
 }
 
 /// The same, of one group of its experts.
-struct OfGroup {
+struct GroupGradients {
     /// Outputs of the experts, until the gradients of routing weights are computed; and their saved
     /// values.
     made: Handoff<GroupOutputs>,
@@ -91,7 +91,7 @@ impl MoeLayer {
         let Tape { routed, chunks, shared, .. } = tape;
         let plan = self.plan;
         let (context, world) = self.context();
-        let step = Step::new(&context, of_out, &routed, (chunks, shared), &plan)?;
+        let step = BackwardStep::new(&context, of_out, &routed, (chunks, shared), &plan)?;
         plan.run(pass_order::backward(&step, plan.cut(), plan.turns()), &world)?;
         let made = step.made()?;
         self.gradients(&routed, made)
@@ -100,14 +100,20 @@ impl MoeLayer {
     /// In place of the first transfer of a backward pass.
     pub(super) fn refuse_backward(&mut self, tape: &Tape, error: Error) -> Error {
         match tape.chunks.first() {
-            Some(kept) => self.movers[0].refuse(CallKind::CombineBackward, Some(&kept.landed.handle), error),
+            Some(kept) => {
+                self.exchanges[0].refuse(CallKind::CombineBackward, Some(&kept.landed.handle), error)
+            }
             None => error,
         }
     }
 
     /// What nodes have made, and through the router.
-    pub(super) fn gradients<E: Element>(&self, routed: &Routed, made: Whole) -> Result<Gradients<E>, Error> {
-        let Whole { mut of_x, of_weights, experts, shared } = made;
+    pub(super) fn gradients<E: Element>(
+        &self,
+        routed: &Routed,
+        made: StepGradients,
+    ) -> Result<Gradients<E>, Error> {
+        let StepGradients { mut of_x, of_weights, experts, shared } = made;
         let (through_router, router) = self.route_backward(routed, &of_weights)?;
         add(&mut of_x, &through_router);
         let mut x = vec![E::zeroed(); of_x.len()];
@@ -127,42 +133,42 @@ impl MoeLayer {
     }
 }
 
-impl<E> Places<E> {
+impl<E> ChunkGradients<E> {
     fn new((tokens, kept): (Range<usize>, ChunkTape)) -> Self {
         let ChunkTape { landed, made } = kept;
-        let group = |made| OfGroup {
+        let group = |made| GroupGradients {
             made: Handoff::new(made),
             of_outputs: Handoff::empty(),
             of_weights: Handoff::empty(),
         };
         let groups = made.into_iter().map(group).collect();
-        Places { tokens, landed, groups, of_rows: Outgoing::default(), home: Handoff::empty() }
+        ChunkGradients { tokens, landed, groups, of_rows: Outgoing::default(), returned: Handoff::empty() }
     }
 }
 
 /// Results of the nodes when all have ended: gradients of tokens but through the router, of routing
 /// weights, of weights.
-pub(super) struct Whole {
+pub(super) struct StepGradients {
     of_x: Vec<f32>,
     of_weights: Vec<f32>,
     experts: Vec<f32>,
     shared: Vec<f32>,
 }
 
-impl<'s, 'm, E: Element> Step<'s, 'm, E> {
+impl<'s, 'm, E: Element> BackwardStep<'s, 'm, E> {
     pub fn new(
         context: &'s StepContext<'m>,
         of_out: &'s [E],
         routed: &'s Routed,
         (chunks, shared): (Vec<ChunkTape>, Option<SavedShared>),
-        plan: &Plan,
+        plan: &OverlapSettings,
     ) -> Result<Self, Error> {
         let slices: Vec<_> = plan.slices(routed.tokens()).collect();
-        let (choices, slots, own) = context.mover(0).with(|ep| {
+        let (choices, slots, own) = context.exchange(0).with(|ep| {
             let (map, choices) = (ep.expert_map(), own_row_counts(ep, &routed.gated.decision, &slices));
             Ok((choices, map.slots() as usize, map.slots_of(ep.rank())))
         })?;
-        Ok(Step {
+        Ok(BackwardStep {
             context,
             of_out,
             routed,
@@ -171,34 +177,34 @@ impl<'s, 'm, E: Element> Step<'s, 'm, E> {
             own: own.start as usize..own.end as usize,
             choices,
             order: Handoff::empty(),
-            chunks: slices.into_iter().zip(chunks).map(Places::new).collect(),
+            chunks: slices.into_iter().zip(chunks).map(ChunkGradients::new).collect(),
             saved: shared.map_or_else(Handoff::empty, |SavedShared(saved)| Handoff::new(saved)),
-            beside: Handoff::empty(),
+            of_shared_expert: Handoff::empty(),
             of_experts: Handoff::empty(),
             of_shared: Handoff::empty(),
         })
     }
 
     /// What nodes have made, once all have ended.
-    pub fn made(self) -> Result<Whole, Error> {
+    pub fn made(self) -> Result<StepGradients, Error> {
         let (mut of_x, mut of_weights) = (Vec::new(), Vec::new());
         for place in &self.chunks {
-            let (tokens, weights) = place.home.take()?;
+            let (tokens, weights) = place.returned.take()?;
             of_x.extend(widened(&tokens));
             of_weights.extend(weights);
         }
         let (experts, mut shared) = (self.of_experts.take()?, Vec::new());
         if self.context.shared.is_some() {
             shared = self.of_shared.take()?;
-            add(&mut of_x, &self.beside.take()?);
+            add(&mut of_x, &self.of_shared_expert.take()?);
         }
-        Ok(Whole { of_x, of_weights, experts, shared })
+        Ok(StepGradients { of_x, of_weights, experts, shared })
     }
 }
 
-impl<E: Element> BackwardOps<Run> for Step<'_, '_, E> {
+impl<E: Element> BackwardOps<Run> for BackwardStep<'_, '_, E> {
     fn combine(&self, chunk: usize, run: &Run) -> Result<(), Error> {
-        let Places { tokens, landed, groups, .. } = &self.chunks[chunk];
+        let ChunkGradients { tokens, landed, groups, .. } = &self.chunks[chunk];
         let of_out = &self.of_out[tokens.start * self.context.hidden..tokens.end * self.context.hidden];
         let (rows, _) = self.context.moves(chunk, run, |ep| ep.combine_backward(of_out, &landed.handle))?;
         let of_outputs = Arc::new(F32Rows::new::<E>(rows)?);
@@ -221,7 +227,7 @@ impl<E: Element> BackwardOps<Run> for Step<'_, '_, E> {
     }
 
     fn experts(&self, chunk: usize, group: usize) -> Result<(), Error> {
-        let Places { landed, groups, of_rows, .. } = &self.chunks[chunk];
+        let ChunkGradients { landed, groups, of_rows, .. } = &self.chunks[chunk];
         let (Some(own), Some(places)) = (landed.groups.get(group), groups.get(group)) else { return Ok(()) };
         let (hidden, incoming) = (self.context.hidden, places.of_outputs.take()?);
         let values = own.values(hidden);
@@ -243,7 +249,7 @@ impl<E: Element> BackwardOps<Run> for Step<'_, '_, E> {
     }
 
     fn dispatch(&self, chunk: usize, run: &Run) -> Result<(), Error> {
-        let Places { tokens, landed, groups, of_rows, home } = &self.chunks[chunk];
+        let ChunkGradients { tokens, landed, groups, of_rows, returned } = &self.chunks[chunk];
         let (handle, output) = (&landed.handle, of_rows.take()?);
         let mut of_weights = Vec::with_capacity(handle.row_weights().len());
         for group in groups {
@@ -257,14 +263,14 @@ impl<E: Element> BackwardOps<Run> for Step<'_, '_, E> {
             Ok(output) => ep.dispatch_backward_into(output, weights, handle, to, choices),
             Err(error) => Err(ep.refuse(CallKind::DispatchBackward, Some(handle), error)),
         })?;
-        home.put((of_tokens, of_choices))
+        returned.put((of_tokens, of_choices))
     }
 
     fn weights(&self) -> Result<(), Error> {
         let groups = self.chunks.iter().flat_map(|places| &places.groups);
         let saved: Vec<Saved> =
             groups.map(|group| Ok(group.made.take()?.saved)).collect::<Result<_, Error>>()?;
-        let rows = self.chunks.iter().flat_map(|Places { landed, .. }| {
+        let rows = self.chunks.iter().flat_map(|ChunkGradients { landed, .. }| {
             landed.groups.iter().map(|group| landed.segments(group, self.context.hidden))
         });
         let chunks = rows.zip(&saved).map(|(rows, saved)| Ok((rows?, saved)));
@@ -276,7 +282,7 @@ impl<E: Element> BackwardOps<Run> for Step<'_, '_, E> {
     fn shared(&self) -> Result<(), Error> {
         let Some(shared) = self.context.shared else { return Ok(()) };
         let of_out = widened(self.of_out);
-        self.saved.with(|saved| self.beside.put(shared.rows_backward(self.all(), saved, of_out)?))
+        self.saved.with(|saved| self.of_shared_expert.put(shared.rows_backward(self.all(), saved, of_out)?))
     }
 
     fn shared_weights(&self) -> Result<(), Error> {
@@ -288,7 +294,7 @@ impl<E: Element> BackwardOps<Run> for Step<'_, '_, E> {
     }
 }
 
-impl<E> Step<'_, '_, E> {
+impl<E> BackwardStep<'_, '_, E> {
     /// All tokens, as the shared expert takes them.
     fn all(&self) -> Segments<'_> {
         Segments {

@@ -65,7 +65,7 @@ impl<'a> Segments<'a> {
     }
 }
 
-/// What experts keep from a forward pass for the gradients.
+/// Values that experts keep from a forward pass for the gradients.
 pub type Saved = Box<dyn Any + Send + Sync>;
 
 /// Reason why experts failed.
@@ -149,7 +149,7 @@ pub trait Experts: Send + Sync {
 }
 /// Consecutive rows of one expert and one source in one chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Run {
+pub(super) struct SourceRun {
     pub chunk: usize,
     pub first: usize,
     pub rows: usize,
@@ -158,7 +158,7 @@ pub(super) struct Run {
 /// All rows of a step in the order (expert, source rank, token).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GradientOrder {
-    runs: Vec<Vec<Run>>,
+    runs: Vec<Vec<SourceRun>>,
 }
 
 impl GradientOrder {
@@ -178,7 +178,7 @@ impl GradientOrder {
                 for (chunk, counts) in counts.iter().enumerate() {
                     let rows = counts[source][expert] as usize;
                     if rows > 0 {
-                        runs.push(Run { chunk, first: next[chunk], rows });
+                        runs.push(SourceRun { chunk, first: next[chunk], rows });
                         next[chunk] += rows;
                     }
                 }
@@ -190,11 +190,11 @@ impl GradientOrder {
 
     /// All rows in one segment, as they lie: of experts that take all tokens.
     pub(super) fn whole(rows: usize) -> GradientOrder {
-        GradientOrder { runs: vec![vec![Run { chunk: 0, first: 0, rows }]] }
+        GradientOrder { runs: vec![vec![SourceRun { chunk: 0, first: 0, rows }]] }
     }
 
     /// Runs of an expert, in order.
-    pub(super) fn runs(&self, expert: usize) -> impl Iterator<Item = Run> + '_ {
+    pub(super) fn runs(&self, expert: usize) -> impl Iterator<Item = SourceRun> + '_ {
         self.runs[expert].iter().copied()
     }
 

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::OnceLock;
 
-use super::moe::{Plan, routing_of};
+use super::moe::{OverlapSettings, routing_of};
 use super::pass_order::{self, ForwardOps};
 use super::router_step::{Input, Routed};
 use super::step::{
@@ -15,19 +15,19 @@ use crate::error::{CallKind, Error, OverlapError};
 use crate::gate::Routing;
 use crate::overlap::{Handoff, Run};
 
-/// What nodes work on.
-pub(super) struct Step<'s, 'm, E> {
+/// Inputs of the nodes.
+pub(super) struct ForwardStep<'s, 'm, E> {
     context: &'s StepContext<'m>,
     input: Input<'s, [E]>,
     routing: Routing<'s>,
     /// The tokens as f32.
     x: &'s [f32],
-    beside: Handoff<(Vec<f32>, Saved)>,
-    chunks: Vec<Places<'s, E>>,
+    shared_output: Handoff<(Vec<f32>, Saved)>,
+    chunks: Vec<ChunkOutputs<'s, E>>,
 }
 
-/// What nodes leave to each other, of one chunk.
-struct Places<'s, E> {
+/// Values that nodes leave to each other, of one chunk.
+struct ChunkOutputs<'s, E> {
     tokens: Range<usize>,
     /// Read by all groups of experts at once.
     landed: OnceLock<ReceivedChunk>,
@@ -54,31 +54,36 @@ impl MoeLayer {
     pub fn forward<E: Element>(&mut self, input: &Input<'_, [E]>) -> Result<(Vec<E>, Tape), Error> {
         let routed = match self.route(input) {
             Ok(routed) => routed,
-            Err(error) => return Err(self.movers[0].refuse(CallKind::Dispatch, None, error)),
+            Err(error) => return Err(self.exchanges[0].refuse(CallKind::Dispatch, None, error)),
         };
         let (plan, instance) = (self.plan, self.instance);
         let mut out = vec![E::zeroed(); input.x.len()];
         let (context, world) = self.context();
-        let step = Step::new(&context, input, &routed, &mut out, &plan);
+        let step = ForwardStep::new(&context, input, &routed, &mut out, &plan);
         plan.run(pass_order::forward(&step, plan.cut(), plan.turns()), &world)?;
         let (chunks, shared) = step.kept()?;
         Ok((out, Tape { instance, routed, chunks, shared }))
     }
 }
 
-fn places<'s, E>(out: &'s mut [E], tokens: usize, plan: &Plan, hidden: usize) -> Vec<Places<'s, E>> {
+fn chunk_outputs<'s, E>(
+    out: &'s mut [E],
+    tokens: usize,
+    plan: &OverlapSettings,
+    hidden: usize,
+) -> Vec<ChunkOutputs<'s, E>> {
     let mut rest = out;
     let place = |tokens: Range<usize>| {
         let (part, behind) = std::mem::take(&mut rest).split_at_mut(tokens.len() * hidden);
         rest = behind;
         let made = (0..plan.groups).map(|_| Handoff::empty()).collect();
         let (landed, output) = (OnceLock::new(), Outgoing::default());
-        Places { tokens, landed, made, output, out: Handoff::new(part) }
+        ChunkOutputs { tokens, landed, made, output, out: Handoff::new(part) }
     };
     plan.slices(tokens).map(place).collect()
 }
 
-impl<E> Places<'_, E> {
+impl<E> ChunkOutputs<'_, E> {
     fn landed(&self) -> Result<&ReceivedChunk, Error> {
         Ok(self.landed.get().ok_or(OverlapError::HandoffEmpty)?)
     }
@@ -90,30 +95,30 @@ impl<E> Places<'_, E> {
     }
 }
 
-impl<'s, 'm, E: Element> Step<'s, 'm, E> {
+impl<'s, 'm, E: Element> ForwardStep<'s, 'm, E> {
     pub fn new(
         context: &'s StepContext<'m>,
         input: &Input<'s, [E]>,
         routed: &'s Routed,
         out: &'s mut [E],
-        plan: &Plan,
+        plan: &OverlapSettings,
     ) -> Self {
-        let chunks = places(out, routed.tokens(), plan, context.hidden);
+        let chunks = chunk_outputs(out, routed.tokens(), plan, context.hidden);
         let routing = routed.gated.decision.routing();
-        Step { context, input: *input, routing, x: &routed.x, beside: Handoff::empty(), chunks }
+        ForwardStep { context, input: *input, routing, x: &routed.x, shared_output: Handoff::empty(), chunks }
     }
 
     /// The values for the gradients, once all nodes have ended.
     pub fn kept(self) -> Result<(Vec<ChunkTape>, Option<SavedShared>), Error> {
-        let shared = self.beside.into_inner().map(|(_, saved)| SavedShared(saved));
-        let kept = self.chunks.into_iter().map(Places::kept).collect::<Option<_>>();
+        let shared = self.shared_output.into_inner().map(|(_, saved)| SavedShared(saved));
+        let kept = self.chunks.into_iter().map(ChunkOutputs::kept).collect::<Option<_>>();
         Ok((kept.ok_or(OverlapError::HandoffEmpty)?, shared))
     }
 }
 
-impl<E: Element> ForwardOps<Run> for Step<'_, '_, E> {
+impl<E: Element> ForwardOps<Run> for ForwardStep<'_, '_, E> {
     fn dispatch(&self, chunk: usize, run: &Run) -> Result<(), Error> {
-        let Places { tokens, landed, made, .. } = &self.chunks[chunk];
+        let ChunkOutputs { tokens, landed, made, .. } = &self.chunks[chunk];
         let routing = routing_of(&self.routing, tokens)?;
         let x = &self.input.x[tokens.start * self.context.hidden..tokens.end * self.context.hidden];
         let (rows, handle) = self.context.moves(chunk, run, |ep| ep.dispatch(x, &routing))?;
@@ -125,31 +130,31 @@ impl<E: Element> ForwardOps<Run> for Step<'_, '_, E> {
         let Some(shared) = self.context.shared else { return Ok(()) };
         let all = [self.x.len() as i64 / self.context.hidden as i64];
         let rows = Segments { rows: self.x, hidden: self.context.hidden, counts: &all, padded: &all };
-        self.beside.put(shared.forward(rows)?)
+        self.shared_output.put(shared.forward(rows)?)
     }
 
     fn experts(&self, chunk: usize, group: usize) -> Result<(), Error> {
-        let (places, hidden) = (&self.chunks[chunk], self.context.hidden);
-        let landed = places.landed()?;
+        let (chunk_outputs, hidden) = (&self.chunks[chunk], self.context.hidden);
+        let landed = chunk_outputs.landed()?;
         let Some(own) = landed.groups.get(group) else { return Ok(()) };
         let (outputs, saved) = self.context.experts.forward(landed.segments(own, hidden)?)?;
         let weights = &landed.handle.row_weights()[own.rows.clone()];
         let fill = |to: &mut [E]| weigh_into(to, &outputs, weights, hidden);
-        places.output.write(&landed.handle, own.values(hidden), fill)?;
-        places.made[group].put(GroupOutputs { outputs, saved })
+        chunk_outputs.output.write(&landed.handle, own.values(hidden), fill)?;
+        chunk_outputs.made[group].put(GroupOutputs { outputs, saved })
     }
 
     fn combine(&self, chunk: usize, run: &Run) -> Result<(), Error> {
-        let places = &self.chunks[chunk];
-        let ReceivedChunk { handle, .. } = places.landed()?;
-        self.context.moves(chunk, run, |ep| match places.output.take()? {
-            Ok(output) => places.out.with(|out| ep.combine_into(output, handle, &mut **out)),
+        let chunk_outputs = &self.chunks[chunk];
+        let ReceivedChunk { handle, .. } = chunk_outputs.landed()?;
+        self.context.moves(chunk, run, |ep| match chunk_outputs.output.take()? {
+            Ok(output) => chunk_outputs.out.with(|out| ep.combine_into(output, handle, &mut **out)),
             Err(error) => Err(ep.refuse(CallKind::Combine, Some(handle), error)),
         })
     }
 
     fn sum(&self, chunk: usize) -> Result<(), Error> {
-        let Places { tokens, out, .. } = &self.chunks[chunk];
+        let ChunkOutputs { tokens, out, .. } = &self.chunks[chunk];
         let part = tokens.start * self.context.hidden..tokens.end * self.context.hidden;
         out.with(|out| {
             let mut sum = widened(out);
@@ -158,7 +163,7 @@ impl<E: Element> ForwardOps<Run> for Step<'_, '_, E> {
                 sum.iter_mut().zip(residual).for_each(|(sum, residual)| *sum += residual);
             }
             if self.context.shared.is_some() {
-                self.beside.with(|(shared, _)| {
+                self.shared_output.with(|(shared, _)| {
                     sum.iter_mut().zip(&shared[part]).for_each(|(sum, shared)| *sum += shared);
                     Ok(())
                 })?;

@@ -1,7 +1,7 @@
 //! Two microbatches at once: the forward pass of one concurrent with the backward pass of another.
 
-use super::backward::{self, Gradients, Whole};
-use super::moe::Plan;
+use super::backward::{self, Gradients, StepGradients};
+use super::moe::OverlapSettings;
 use super::pass_order::{BackwardOps, ChunkCounts, ForwardOps};
 use super::router_step::{Input, Routed};
 use super::step::{ChunkTape, SavedShared, StepContext};
@@ -37,7 +37,7 @@ impl MoeLayer {
         let Tape { instance, routed: before, chunks, shared } = tape;
         let plan = self.plan;
         let (context, world) = self.context();
-        let pair = Pair { ahead: (&context, &plan), back: (&context, &plan), world: &world };
+        let pair = CombinedPass { ahead: (&context, &plan), back: (&context, &plan), world: &world };
         let (out, kept, made) = pair.run((input, &routed), (of_out, &before), (chunks, shared))?;
         let gradients = self.gradients(&before, made)?;
         let (chunks, shared) = kept;
@@ -65,7 +65,7 @@ impl MoeLayer {
         let (instance, plan, plan_of_other) = (self.instance, self.plan, other.plan);
         let ((context, world), (context_of_other, _)) = (self.context(), other.context());
         let back = (&context_of_other, &plan_of_other);
-        let pair = Pair { ahead: (&context, &plan), back, world: &world };
+        let pair = CombinedPass { ahead: (&context, &plan), back, world: &world };
         let (out, kept, made) = pair.run((input, &routed), (of_out, &before), (chunks, shared))?;
         let gradients = other.gradients(&before, made)?;
         let (chunks, shared) = kept;
@@ -74,28 +74,28 @@ impl MoeLayer {
 }
 
 /// What a forward pass keeps for the backward pass: of chunks, and of the shared expert.
-type Kept = (Vec<ChunkTape>, Option<SavedShared>);
+type ForwardTape = (Vec<ChunkTape>, Option<SavedShared>);
 
 /// The layer of the forward pass and that of the backward pass, which may be one.
-struct Pair<'p, 'm> {
-    ahead: (&'p StepContext<'m>, &'p Plan),
-    back: (&'p StepContext<'m>, &'p Plan),
+struct CombinedPass<'p, 'm> {
+    ahead: (&'p StepContext<'m>, &'p OverlapSettings),
+    back: (&'p StepContext<'m>, &'p OverlapSettings),
     world: &'p WorldState,
 }
 
-impl Pair<'_, '_> {
+impl CombinedPass<'_, '_> {
     /// Outputs and what the forward pass keeps, and what the backward pass makes of what was kept.
     fn run<E: Element>(
         &self,
         (input, routed): (&Input<'_, [E]>, &Routed),
         (of_out, before): (&[E], &Routed),
-        kept: Kept,
-    ) -> Result<(Vec<E>, Kept, Whole), Error> {
-        let Pair { ahead: (context, plan), back: (context_of_back, plan_of_back), world } = *self;
+        kept: ForwardTape,
+    ) -> Result<(Vec<E>, ForwardTape, StepGradients), Error> {
+        let CombinedPass { ahead: (context, plan), back: (context_of_back, plan_of_back), world } = *self;
         let cuts = [plan.cut(), plan_of_back.cut()];
         let mut out = vec![E::zeroed(); input.x.len()];
-        let ahead = forward::Step::new(context, input, routed, &mut out, plan);
-        let back = backward::Step::new(context_of_back, of_out, before, kept, plan_of_back)?;
+        let ahead = forward::ForwardStep::new(context, input, routed, &mut out, plan);
+        let back = backward::BackwardStep::new(context_of_back, of_out, before, kept, plan_of_back)?;
         let mut graph = Graph::new();
         let last = graph.add_one_f_one_b(false, MICROBATCHES, Passes::default(), |step| {
             work_of(step, cuts, &ahead, &back)
@@ -104,9 +104,9 @@ impl Pair<'_, '_> {
         let sum = NodeLabel { name: "sum", chunk: MICROBATCHES[0] };
         let chunks = cuts[0].chunks;
         graph.add(StreamId::Compute(0), sum, &combined, |_| all(chunks, |chunk| ahead.sum(chunk)));
-        let limit = |plan: &Plan| plan.limit(world).saturating_mul(plan.chunks);
+        let limit = |plan: &OverlapSettings| plan.limit(world).saturating_mul(plan.chunks);
         let deadline = Some(limit(plan).max(limit(plan_of_back)));
-        Plan { deadline, ..*plan }.run(graph, world)?;
+        OverlapSettings { deadline, ..*plan }.run(graph, world)?;
         let kept = ahead.kept()?;
         Ok((out, kept, back.made()?))
     }
@@ -116,8 +116,8 @@ impl Pair<'_, '_> {
 fn work_of<'g, E: Element>(
     step: LayerStep,
     [cut, cut_of_back]: [ChunkCounts; 2],
-    ahead: &'g forward::Step<'_, '_, E>,
-    back: &'g backward::Step<'_, '_, E>,
+    ahead: &'g forward::ForwardStep<'_, '_, E>,
+    back: &'g backward::BackwardStep<'_, '_, E>,
 ) -> Option<Body<'g, Run>> {
     let of = if step.pass == Direction::Forward { cut } else { cut_of_back };
     let ChunkCounts { chunks, groups, .. } = of;

@@ -64,7 +64,7 @@ use crate::world::{Group, WorldState};
 /// ```
 pub struct MoeLayer {
     /// The objects that move rows: [`Transfers`](super::pass_order::Transfers).
-    pub(super) movers: Vec<ExpertParallel>,
+    pub(super) exchanges: Vec<ExpertParallel>,
     /// Gathers each rank's row counts for every expert in every chunk.
     pub(super) sources: RowCollective,
     pub(super) one_each: RowPartition,
@@ -77,8 +77,8 @@ pub struct MoeLayer {
     pub(super) max_tokens: u32,
     pub(super) hidden: usize,
     pub(super) dtype: Dtype,
-    pub(super) plan: Plan,
-    pub(super) asked: Asked,
+    pub(super) plan: OverlapSettings,
+    pub(super) asked: RequestedSettings,
     pub(super) rows: RowKernels,
     pub(super) world: Arc<WorldState>,
     /// Distinguishes tapes of different layers within this process.
@@ -88,17 +88,17 @@ pub struct MoeLayer {
 /// Settings as the caller named them, which a [rebuilt](MoeLayer::rebuilt) layer goes by: the plan
 /// in use depends on the sizes of the group, too.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Asked {
+pub(super) struct RequestedSettings {
     pub route: Route,
     pub sum_order: SumOrder,
     pub align: u32,
     pub slices: Option<ChunkRule>,
-    pub plan: Plan,
+    pub plan: OverlapSettings,
 }
 
 /// How a step is carried out.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Plan {
+pub(super) struct OverlapSettings {
     pub chunks: u32,
     /// Of the experts of a chunk.
     pub groups: u32,
@@ -111,7 +111,7 @@ pub(super) struct Plan {
     pub deadline: Option<Duration>,
 }
 
-impl Plan {
+impl OverlapSettings {
     /// The tokens of each chunk.
     pub fn slices(&self, tokens: usize) -> impl Iterator<Item = Range<usize>> + use<> {
         let slices = TokenChunks::new(self.chunks).of(tokens as u32);
@@ -120,7 +120,7 @@ impl Plan {
 
     /// Chunks of a pass.
     pub fn cut(&self) -> ChunkCounts {
-        let Plan { chunks, groups, transfers, .. } = *self;
+        let OverlapSettings { chunks, groups, transfers, .. } = *self;
         ChunkCounts { chunks: chunks as usize, groups: groups as usize, transfers }
     }
 
@@ -241,7 +241,7 @@ impl MoeLayer {
 
 impl std::fmt::Debug for MoeLayer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("MoeLayer").field("movers", &self.movers).field("plan", &self.plan).finish()
+        f.debug_struct("MoeLayer").field("exchanges", &self.exchanges).field("plan", &self.plan).finish()
     }
 }
 
@@ -286,7 +286,7 @@ impl MoeLayer {
                 Ok((experts, shared)) => (Ok(experts), shared),
                 Err(error) => (Err(error), None),
             };
-        let Asked { route, sum_order, align, slices, plan } = self.asked;
+        let RequestedSettings { route, sum_order, align, slices, plan } = self.asked;
         MoeLayerBuilder {
             group,
             gate: self.gate.config().clone(),
@@ -312,7 +312,7 @@ impl MoeLayer {
         experts: &[u32],
         mut given: impl FnMut(u32) -> Option<Vec<f32>>,
     ) -> Result<Box<dyn Experts>, Error> {
-        let (map, rank) = (self.movers[0].expert_map(), self.movers[0].rank());
+        let (map, rank) = (self.exchanges[0].expert_map(), self.exchanges[0].rank());
         let own = self.experts.weights();
         let mut each = own.len().checked_div(self.experts.count());
         let mut weights = Vec::new();
@@ -360,7 +360,7 @@ pub struct MoeLayerBuilder<'g> {
     pub(super) shared: Option<Box<dyn Experts>>,
     pub(super) losses: Losses,
     pub(super) slices: Option<ChunkRule>,
-    pub(super) plan: Plan,
+    pub(super) plan: OverlapSettings,
 }
 
 impl<'g> MoeLayerBuilder<'g> {
@@ -385,7 +385,7 @@ impl<'g> MoeLayerBuilder<'g> {
             shared: None,
             losses: Losses::default(),
             slices: None,
-            plan: Plan {
+            plan: OverlapSettings {
                 chunks: 1,
                 groups: 1,
                 transfers: 2,
@@ -533,7 +533,7 @@ impl<'g> MoeLayerBuilder<'g> {
     /// windows.
     pub fn build(mut self) -> Result<MoeLayer, Error> {
         let MoeLayerBuilder { route, sum_order, align, slices, plan, .. } = self;
-        let asked = Asked { route, sum_order, align, slices, plan };
+        let asked = RequestedSettings { route, sum_order, align, slices, plan };
         self.cut();
         let held = self.experts().map_or(1, |experts| experts.count().max(1));
         self.plan.groups = self.plan.groups.clamp(1, u32::try_from(held).unwrap_or(u32::MAX));
@@ -551,13 +551,14 @@ impl<'g> MoeLayerBuilder<'g> {
         ];
         group.alike(&settings)?;
         checked?;
-        let movers = (0..plan.transfers).map(|_| self.mover()).collect::<Result<Vec<_>, Error>>()?;
-        let (sources, one_each) = self.sources(movers[0].expert_map())?;
+        let exchanges =
+            (0..plan.transfers).map(|_| self.build_exchange()).collect::<Result<Vec<_>, Error>>()?;
+        let (sources, one_each) = self.sources(exchanges[0].expert_map())?;
         let zeros = || vec![0.0; self.hidden * self.gate.experts as usize];
         let router = self.router.unwrap_or_else(zeros);
         Ok(MoeLayer {
             gate: Gate::new(self.gate)?,
-            movers,
+            exchanges,
             sources,
             one_each,
             router,
@@ -592,12 +593,12 @@ impl<'g> MoeLayerBuilder<'g> {
     }
 
     /// One that moves rows of a chunk at a time.
-    fn mover(&self) -> Result<ExpertParallel, Error> {
-        self.exchange().build()
+    fn build_exchange(&self) -> Result<ExpertParallel, Error> {
+        self.exchange_builder().build()
     }
 
     /// Settings of such a one.
-    pub(super) fn exchange(&self) -> ExpertParallelBuilder<'g> {
+    pub(super) fn exchange_builder(&self) -> ExpertParallelBuilder<'g> {
         let builder = ExpertParallel::builder(self.group).top_k(self.gate.top_k).hidden(self.hidden);
         let builder = builder.dtype(self.dtype).route(self.route).sum_order(self.sum_order).align(self.align);
         let builder = builder.max_tokens(self.max_tokens.div_ceil(self.plan.chunks));
@@ -687,7 +688,7 @@ impl std::fmt::Debug for MoeLayerBuilder<'_> {
 mod tests {
     use std::time::Duration;
 
-    use super::{Plan, *};
+    use super::{OverlapSettings, *};
     use crate::gate::{BalanceLoss, Preset};
     use crate::layer::router_step::Losses;
     use crate::layer::{GroupedSwiGlu, MoeLayer};
@@ -720,7 +721,7 @@ mod tests {
             plan,
         } = builder;
         let Losses { balance, z } = losses;
-        let Plan { chunks, groups, transfers, overlap, streams, at_once, deadline } = plan;
+        let OverlapSettings { chunks, groups, transfers, overlap, streams, at_once, deadline } = plan;
         vec![
             ("gate", text(gate)),
             ("hidden", text(hidden)),

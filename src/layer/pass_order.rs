@@ -84,7 +84,7 @@ pub(super) fn forward<'g, G, W: ForwardOps<G>>(
     let mut landing = VecDeque::with_capacity(1 + AHEAD);
     landing.extend((0..chunks.min(AHEAD)).map(|chunk| dispatch(&mut graph, &mut transfers, chunk)));
     let beside = graph.add(COMPUTE, work("shared expert", 0), &[], |_| step.shared());
-    let mut home = Vec::with_capacity(chunks);
+    let mut combines = Vec::with_capacity(chunks);
     for chunk in 0..chunks {
         if chunk + AHEAD < chunks {
             landing.push_back(dispatch(&mut graph, &mut transfers, chunk + AHEAD));
@@ -95,9 +95,9 @@ pub(super) fn forward<'g, G, W: ForwardOps<G>>(
             |group| turns.add(&mut graph, work("experts", chunk), after, move |_| step.experts(chunk, group));
         let made: Vec<_> = (0..groups).map(group).collect();
         let combine = move |run: &G| step.combine(chunk, run);
-        home.push(transfers.add(&mut graph, work("combine", chunk), &made, combine));
+        combines.push(transfers.add(&mut graph, work("combine", chunk), &made, combine));
     }
-    for (chunk, combine) in home.into_iter().enumerate() {
+    for (chunk, combine) in combines.into_iter().enumerate() {
         graph.add(COMPUTE, work("sum", chunk), &[combine, beside], move |_| step.sum(chunk));
     }
     graph

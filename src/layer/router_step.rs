@@ -34,7 +34,7 @@ pub struct Input<'a, X: ?Sized> {
     /// `[experts]`, for the choice alone ([`GateInput::bias`](crate::gate::GateInput::bias)).
     pub bias: Option<&'a [f32]>,
     /// `[tokens]`: which tokens choose; all do where it is not given.
-    pub used: Option<&'a [bool]>,
+    pub token_mask: Option<&'a [bool]>,
     /// Whether this is a training pass, with noise.
     pub training: bool,
     /// Which random numbers.
@@ -45,14 +45,14 @@ impl<'a, X: ?Sized> Input<'a, X> {
     /// Tokens, and nothing else.
     pub fn new(x: &'a X) -> Self {
         let draw = RngKey::default();
-        Input { x, residual: None, bias: None, used: None, training: false, draw }
+        Input { x, residual: None, bias: None, token_mask: None, training: false, draw }
     }
 
     with_methods! {
         with_x(x: &'a X),
         with_residual(residual: Option<&'a X>),
         with_bias(bias: Option<&'a [f32]>),
-        with_used(used: Option<&'a [bool]>),
+        with_token_mask(token_mask: Option<&'a [bool]>),
         with_training(training: bool),
         with_draw(draw: RngKey),
     }
@@ -104,7 +104,7 @@ pub(super) struct Gated {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct GateOptions<'a> {
     pub bias: Option<&'a [f32]>,
-    pub used: Option<&'a [bool]>,
+    pub token_mask: Option<&'a [bool]>,
     pub training: bool,
     pub draw: RngKey,
 }
@@ -117,19 +117,20 @@ impl Gated {
         mut logits: Vec<f32>,
         options: GateOptions<'_>,
     ) -> Result<Self, Error> {
-        let GateOptions { bias, used, training, draw } = options;
+        let GateOptions { bias, token_mask, training, draw } = options;
         let call = GateInput::new(&logits)
             .with_bias(bias)
-            .with_token_mask(used)
+            .with_token_mask(token_mask)
             .with_training(training)
             .with_draw(draw);
         let decision = gate.route(&call)?.clone();
         let experts = gate.config().experts;
         let mut of_logits = vec![0.0; logits.len()];
         let (top_k, choices) = (decision.top_k(), decision.choices());
-        let loss = LossInput { logits: &logits, experts, top_k, choices, used, totals: None };
+        let loss = LossInput { logits: &logits, experts, top_k, choices, token_mask, totals: None };
         let balance = losses.balance.map_or(Ok(0.0), |balance| balance.loss(&loss, Some(&mut of_logits)))?;
-        let z = losses.z.map_or(Ok(0.0), |z| z_loss(z, &logits, experts, used, Some(&mut of_logits)))?;
+        let z =
+            losses.z.map_or(Ok(0.0), |z| z_loss(z, &logits, experts, token_mask, Some(&mut of_logits)))?;
         if matches!(gate.config().noise, Noise::Normal { .. }) {
             let mut noisy = vec![0.0; logits.len()];
             gate.noisy_logits(&call, &mut noisy)?;
@@ -185,8 +186,8 @@ impl MoeLayer {
         let mut logits = vec![0.0; tokens * experts as usize];
         let router = Matrix::new(&self.router, hidden, experts as usize);
         product(&mut logits, Matrix::new(&x, tokens, hidden), router, false);
-        let Input { bias, used, training, draw, .. } = *input;
-        let options = GateOptions { bias, used, training, draw };
+        let Input { bias, token_mask, training, draw, .. } = *input;
+        let options = GateOptions { bias, token_mask, training, draw };
         let gated = Gated::new(&mut self.gate, &self.losses, logits, options)?;
         Ok(Routed { x, gated })
     }

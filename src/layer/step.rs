@@ -63,12 +63,12 @@ pub(super) struct GroupOutputs {
     pub saved: Saved,
 }
 
-/// What came of a chunk's dispatch.
+/// Rows of the dispatch of a chunk, and their layout.
 #[derive(Debug)]
 pub(super) struct ReceivedChunk {
     pub rows: F32Rows,
     pub handle: Handle,
-    pub groups: Vec<Group>,
+    pub groups: Vec<ExpertGroup>,
 }
 
 /// Values that the shared expert saved.
@@ -82,7 +82,7 @@ impl ReceivedChunk {
     }
 
     /// As a group of experts sees it.
-    pub fn segments<'a>(&'a self, group: &'a Group, hidden: usize) -> Result<Segments<'a>, Error> {
+    pub fn segments<'a>(&'a self, group: &'a ExpertGroup, hidden: usize) -> Result<Segments<'a>, Error> {
         Ok(group.segments(self.rows.values()?, hidden))
     }
 }
@@ -119,7 +119,7 @@ impl std::fmt::Debug for SavedShared {
 
 /// A group of experts, and their rows.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Group {
+pub(super) struct ExpertGroup {
     experts: Range<usize>,
     /// Where their rows are among those of the chunk, pads counted.
     pub rows: Range<usize>,
@@ -129,13 +129,13 @@ pub(super) struct Group {
 }
 
 /// Those of a chunk with so many rows for each expert, without pads and with them.
-pub(super) fn groups(counts: &[i64], padded: &[i64], most: u32) -> Vec<Group> {
+pub(super) fn groups(counts: &[i64], padded: &[i64], most: u32) -> Vec<ExpertGroup> {
     let mut first = 0;
     let group = |experts: Range<usize>| {
         let (counts, padded) = (only(&experts, counts), only(&experts, padded));
         let rows = first..first + padded.iter().sum::<i64>() as usize;
         first = rows.end;
-        Group { experts, rows, counts, padded }
+        ExpertGroup { experts, rows, counts, padded }
     };
     expert_groups(counts, most).into_iter().map(group).collect()
 }
@@ -147,7 +147,7 @@ fn only<T: Copy + Default>(experts: &Range<usize>, counts: &[T]) -> Vec<T> {
     own
 }
 
-impl Group {
+impl ExpertGroup {
     /// Where values of its rows are, so many of each.
     pub fn values(&self, columns: usize) -> Range<usize> {
         self.rows.start * columns..self.rows.end * columns
@@ -165,7 +165,7 @@ impl Group {
 
     /// Its rows of those of the chunk, as experts take them.
     pub fn segments<'a>(&'a self, rows: &'a [f32], hidden: usize) -> Segments<'a> {
-        let Group { counts, padded, .. } = self;
+        let ExpertGroup { counts, padded, .. } = self;
         Segments { rows: &rows[self.values(hidden)], hidden, counts, padded }
     }
 }
@@ -248,7 +248,7 @@ pub(super) struct StepContext<'m> {
 
 impl<'m> StepContext<'m> {
     /// The object that moves rows of a chunk.
-    pub fn mover(&self, chunk: usize) -> &Handoff<&'m mut ExpertParallel> {
+    pub fn exchange(&self, chunk: usize) -> &Handoff<&'m mut ExpertParallel> {
         &self.exchanges[chunk % self.exchanges.len()]
     }
 
@@ -260,7 +260,7 @@ impl<'m> StepContext<'m> {
         call: impl FnOnce(&mut ExpertParallel) -> Result<R, Error>,
     ) -> Result<R, Error> {
         let run = run.clone();
-        self.mover(chunk).with(|ep| ep.on_agreed(move || run.halfway(), |ep| call(ep)))
+        self.exchange(chunk).with(|ep| ep.on_agreed(move || run.halfway(), |ep| call(ep)))
     }
 
     /// The same, of what each rank has for all.
@@ -279,7 +279,7 @@ impl MoeLayer {
     pub(super) fn context(&mut self) -> (StepContext<'_>, Arc<WorldState>) {
         let called = |whose, experts| CheckedExperts { whose, experts };
         let context = StepContext {
-            exchanges: self.movers.iter_mut().map(Handoff::new).collect(),
+            exchanges: self.exchanges.iter_mut().map(Handoff::new).collect(),
             sources: Handoff::new(&mut self.sources),
             one_each: &self.one_each,
             experts: called(ExpertKind::Routed, &*self.experts),

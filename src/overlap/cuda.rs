@@ -31,7 +31,7 @@
 use std::ptr;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::task_graph::Entry;
+use super::task_graph::GraphEntry;
 use super::task_graph::run_body;
 use super::{Executor, Graph, NodeInfo, StreamId as Name};
 use crate::device::{Context, Event, Priority, Stream};
@@ -118,7 +118,7 @@ impl Executor for CudaExecutor<'_> {
         let stream = |at: NodeInfo| self.stream(at.stream).ok_or(OverlapError::NoStream { at });
         let streams = graph.places().map(stream).collect::<Result<Vec<_>, _>>()?;
         let mut all = self.pool.marks.lock().unwrap_or_else(PoisonError::into_inner);
-        let marks = Marks { all: &mut all, used: 0, context: &self.pool.context };
+        let marks = EventPool { all: &mut all, used: 0, context: &self.pool.context };
         let mut launch = Launch { caller: self.caller, marks, beside: Vec::new() };
         let enqueued = launch.enqueue(graph.entries, &streams);
         let joined = launch.join();
@@ -127,13 +127,13 @@ impl Executor for CudaExecutor<'_> {
 }
 
 /// Marks of the pool, each used once in a run; more are made where there are too few.
-struct Marks<'m> {
+struct EventPool<'m> {
     all: &'m mut Vec<Event>,
     used: usize,
     context: &'m Arc<Context>,
 }
 
-impl Marks<'_> {
+impl EventPool<'_> {
     /// The number of a mark that this run has not used.
     fn next(&mut self) -> Result<usize, DeviceError> {
         if self.used == self.all.len() {
@@ -153,7 +153,7 @@ impl Marks<'_> {
 /// A graph on its way into streams.
 struct Launch<'l> {
     caller: &'l Arc<Stream>,
-    marks: Marks<'l>,
+    marks: EventPool<'l>,
     /// The used streams besides the caller's, each with its first node.
     beside: Vec<(&'l Arc<Stream>, NodeInfo)>,
 }
@@ -161,7 +161,7 @@ struct Launch<'l> {
 impl<'l> Launch<'l> {
     fn enqueue(
         &mut self,
-        entries: Vec<Entry<'_, Arc<Stream>>>,
+        entries: Vec<GraphEntry<'_, Arc<Stream>>>,
         streams: &[&'l Arc<Stream>],
     ) -> Result<(), OverlapError> {
         let mut awaited = vec![false; entries.len()];
@@ -177,7 +177,7 @@ impl<'l> Launch<'l> {
         let begin = begin.transpose()?;
         let mut ends = vec![None; entries.len()];
         let mut not_begun = entries.len();
-        for (index, Entry { place, after, body }) in entries.into_iter().enumerate() {
+        for (index, GraphEntry { place, after, body }) in entries.into_iter().enumerate() {
             let stream = streams[index];
             let enters = self.enters(stream, place);
             let waits =

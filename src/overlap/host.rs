@@ -18,7 +18,7 @@ use std::thread::Scope;
 use std::time::{Duration, Instant};
 use std::{fmt, thread};
 
-use super::task_graph::{Edge, Entry, NodeError, run_body};
+use super::task_graph::{Edge, GraphEntry, NodeError, run_body};
 use super::{Executor, Graph, StreamId};
 use crate::bootstrap::{caught, interrupted, spawn_scoped, turn, wait};
 use crate::error::{NodeInfo, OverlapError};
@@ -47,7 +47,7 @@ impl Run {
 }
 
 /// Called at once when a run is abandoned; returns whether other nodes end by themselves.
-type Hook<'h> = dyn Fn(&OverlapError) -> ControlFlow<()> + Sync + 'h;
+type ErrorHook<'h> = dyn Fn(&OverlapError) -> ControlFlow<()> + Sync + 'h;
 
 /// Carries graphs out on threads of the host.
 ///
@@ -58,7 +58,7 @@ type Hook<'h> = dyn Fn(&OverlapError) -> ControlFlow<()> + Sync + 'h;
 pub struct HostExecutor<'h> {
     overlap: bool,
     limit: Option<Duration>,
-    hook: Option<&'h Hook<'h>>,
+    hook: Option<&'h ErrorHook<'h>>,
     recorder: Option<&'h Recorder>,
 }
 
@@ -92,7 +92,7 @@ impl<'h> HostExecutor<'h> {
     /// on, as after a call that all ranks were refused: running nodes are watched as before, and
     /// the hook is called for their errors, too. If one of these ends the run, the run returns it.
     /// The hook must not panic, nor wait for nodes.
-    pub fn on_error(self, hook: &'h Hook<'h>) -> Self {
+    pub fn on_error(self, hook: &'h ErrorHook<'h>) -> Self {
         HostExecutor { hook: Some(hook), ..self }
     }
 
@@ -111,13 +111,13 @@ impl fmt::Debug for HostExecutor<'_> {
 }
 
 /// A stream with its nodes: their places in launch order, and their work.
-type Queue<'a> = Vec<(usize, Entry<'a, Run>)>;
+type StreamQueue<'a> = Vec<(usize, GraphEntry<'a, Run>)>;
 
 impl Executor for HostExecutor<'_> {
     type Context = Run;
 
     fn run(&self, graph: Graph<'_, Run>) -> Result<(), OverlapError> {
-        let ledger = RunState::new(graph.places().collect(), self);
+        let run_state = RunState::new(graph.places().collect(), self);
         let mut queues = self.queues(graph);
         if queues.is_empty() {
             return Ok(());
@@ -125,39 +125,39 @@ impl Executor for HostExecutor<'_> {
         let callers = queues.iter().position(|(stream, _)| *stream == StreamId::Compute(0)).unwrap_or(0);
         let (_, own) = queues.swap_remove(callers);
         thread::scope(|scope| {
-            let caller = ledger.arrive();
+            let caller = run_state.arrive();
             let mut started = Ok(());
             if self.limit.is_some() {
-                started = spawn(scope, &ledger, "sidelane-watch".into(), || ledger.watch());
+                started = spawn(scope, &run_state, "sidelane-watch".into(), || run_state.watch());
             }
             for (stream, queue) in queues {
-                let leaving = ledger.arrive();
-                let ledger = &ledger;
+                let guard = run_state.arrive();
+                let run_state = &run_state;
                 started = started.and_then(|()| {
-                    spawn(scope, ledger, thread_name(stream), move || {
+                    spawn(scope, run_state, thread_name(stream), move || {
                         if matches!(stream, StreamId::Transfer(_)) {
                             yield_to_compute();
                         }
-                        work_off(ledger, queue, leaving);
+                        work_off(run_state, queue, guard);
                     })
                 });
             }
             if let Err(error) = started {
-                ledger.give_up(error);
+                run_state.give_up(error);
             }
             // Other streams wait for its nodes, whichever way it ends.
             let name = thread::current().name().unwrap_or_default().to_owned();
-            caught(|| work_off(&ledger, own, caller)).unwrap_or_else(died(&ledger, name));
-            ledger.settle();
+            caught(|| work_off(&run_state, own, caller)).unwrap_or_else(died(&run_state, name));
+            run_state.settle();
         });
-        ledger.conclude()
+        run_state.conclude()
     }
 }
 
 impl HostExecutor<'_> {
     /// The streams in the order of their first nodes; one for all without overlap.
-    fn queues<'a>(&self, graph: Graph<'a, Run>) -> Vec<(StreamId, Queue<'a>)> {
-        let mut queues: Vec<(StreamId, Queue<'a>)> = Vec::new();
+    fn queues<'a>(&self, graph: Graph<'a, Run>) -> Vec<(StreamId, StreamQueue<'a>)> {
+        let mut queues: Vec<(StreamId, StreamQueue<'a>)> = Vec::new();
         for (index, entry) in graph.entries.into_iter().enumerate() {
             let stream = entry.place.stream;
             match queues.iter_mut().find(|(of, _)| *of == stream || !self.overlap) {
@@ -179,26 +179,26 @@ fn thread_name(stream: StreamId) -> String {
 
 fn spawn<'s>(
     scope: &'s Scope<'s, '_>,
-    ledger: &'s RunState<'_>,
+    run_state: &'s RunState<'_>,
     name: String,
     life: impl FnOnce() + Send + 's,
 ) -> Result<(), OverlapError> {
-    spawn_scoped(scope, name.clone(), life, died(ledger, name.clone()))
+    spawn_scoped(scope, name.clone(), life, died(run_state, name.clone()))
         .map_err(|error| OverlapError::NoThread { name, errno: error.raw_os_error().unwrap_or(0) })
 }
 
 /// A thread has panicked outside the work of its nodes: no further node begins.
-fn died(ledger: &RunState<'_>, name: String) -> impl FnOnce(String) {
-    move |message| ledger.give_up(OverlapError::ThreadPanicked { name, message })
+fn died(run_state: &RunState<'_>, name: String) -> impl FnOnce(String) {
+    move |message| run_state.give_up(OverlapError::ThreadPanicked { name, message })
 }
 
 /// The life of a stream.
-fn work_off(ledger: &RunState<'_>, queue: Queue<'_>, _leaving: Leaving<'_, '_>) {
-    for (index, Entry { after, body, .. }) in queue {
+fn work_off(run_state: &RunState<'_>, queue: StreamQueue<'_>, _guard: StreamGuard<'_, '_>) {
+    for (index, GraphEntry { after, body, .. }) in queue {
         turn();
-        let Some((run, since)) = ledger.begin(index, &after) else { return };
+        let Some((run, since)) = run_state.begin(index, &after) else { return };
         let outcome = run_body(body, &run);
-        ledger.end(index, since, outcome);
+        run_state.end(index, since, outcome);
     }
 }
 
@@ -210,7 +210,7 @@ pub struct RunState<'h> {
     board: Arc<SharedState>,
     places: Vec<NodeInfo>,
     limit: Option<Duration>,
-    hook: Option<&'h Hook<'h>>,
+    hook: Option<&'h ErrorHook<'h>>,
     recorder: Option<&'h Recorder>,
     /// A stream has left, or it is over: the watcher need not wake up for every node.
     rare: Condvar,
@@ -226,7 +226,7 @@ pub struct SharedState {
 
 /// How far a node is, for those that wait for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Reached {
+enum NodeProgress {
     Nothing,
     Half,
     End,
@@ -234,7 +234,7 @@ enum Reached {
 
 #[derive(Debug)]
 struct State {
-    reached: Vec<Reached>,
+    reached: Vec<NodeProgress>,
     begun: usize,
     /// Running nodes, since when.
     running: Vec<(usize, Instant)>,
@@ -243,7 +243,7 @@ struct State {
     named: Vec<usize>,
     /// Streams that have not left.
     streams: usize,
-    trouble: Option<Trouble>,
+    failure: Option<RunFailure>,
     /// The hook is hearing of it.
     telling: bool,
     /// The run has ended for others too: later errors follow from that.
@@ -252,16 +252,16 @@ struct State {
 
 /// What went wrong: the first, or the first that is over for others too.
 #[derive(Debug)]
-struct Trouble {
+struct RunFailure {
     error: OverlapError,
     /// The node that took too long, and still runs.
     late: Option<usize>,
 }
 
 /// A stream that takes part, until this is dropped.
-pub struct Leaving<'l, 'h>(&'l RunState<'h>);
+pub struct StreamGuard<'l, 'h>(&'l RunState<'h>);
 
-impl Drop for Leaving<'_, '_> {
+impl Drop for StreamGuard<'_, '_> {
     fn drop(&mut self) {
         self.0.state().streams -= 1;
         self.0.board.changed.notify_all();
@@ -278,7 +278,7 @@ impl SharedState {
     /// A node is halfway.
     pub fn halfway(&self, node: usize) {
         let mut state = self.state();
-        state.reached[node] = state.reached[node].max(Reached::Half);
+        state.reached[node] = state.reached[node].max(NodeProgress::Half);
         self.changed.notify_all();
     }
 
@@ -290,30 +290,30 @@ impl SharedState {
 impl<'h> RunState<'h> {
     pub fn new(places: Vec<NodeInfo>, executor: &HostExecutor<'h>) -> Self {
         let HostExecutor { limit, hook, recorder, .. } = *executor;
-        let reached = vec![Reached::Nothing; places.len()];
-        let (begun, at_it, named, streams, trouble) = (0, Vec::new(), Vec::new(), 0, None);
+        let reached = vec![NodeProgress::Nothing; places.len()];
+        let (begun, at_it, named, streams, failure) = (0, Vec::new(), Vec::new(), 0, None);
         let state =
-            State { reached, begun, running: at_it, named, streams, trouble, telling: false, over: false };
+            State { reached, begun, running: at_it, named, streams, failure, telling: false, over: false };
         let (given_up, state, changed) = (AtomicBool::new(false), Mutex::new(state), Condvar::new());
         let board = Arc::new(SharedState { given_up, state, changed });
         RunState { board, places, limit, hook, recorder, rare: Condvar::new() }
     }
 
     /// A stream takes part.
-    pub fn arrive(&self) -> Leaving<'_, 'h> {
+    pub fn arrive(&self) -> StreamGuard<'_, 'h> {
         self.state().streams += 1;
-        Leaving(self)
+        StreamGuard(self)
     }
 
     /// Waits until a node can begin, and returns its argument and its start; none begins after a
     /// failure.
     pub fn begin(&self, node: usize, after: &[Edge]) -> Option<(Run, Instant)> {
         let mut state = self.state();
-        let needed = |edge: &Edge| if edge.halfway { Reached::Half } else { Reached::End };
-        while state.trouble.is_none() && after.iter().any(|edge| state.reached[edge.node] < needed(edge)) {
+        let needed = |edge: &Edge| if edge.halfway { NodeProgress::Half } else { NodeProgress::End };
+        while state.failure.is_none() && after.iter().any(|edge| state.reached[edge.node] < needed(edge)) {
             state = self.sleep(state);
         }
-        state.trouble.is_none().then(|| {
+        state.failure.is_none().then(|| {
             let now = Instant::now();
             state.begun += 1;
             state.running.push((node, now));
@@ -333,11 +333,11 @@ impl<'h> RunState<'h> {
     /// its request.
     fn sleep<'g>(&'g self, state: MutexGuard<'g, State>) -> MutexGuard<'g, State> {
         let state = wait::on(&self.board.changed, state, wait::LONGEST);
-        if state.trouble.is_some() || !interrupted() {
+        if state.failure.is_some() || !interrupted() {
             return state;
         }
         let not_begun = self.places.len() - state.begun;
-        self.trouble(state, OverlapError::Interrupted { not_begun }, None);
+        self.failure(state, OverlapError::Interrupted { not_begun }, None);
         self.state()
     }
 
@@ -350,10 +350,10 @@ impl<'h> RunState<'h> {
         let took = since.elapsed();
         let mut state = self.told(state);
         state.running.retain(|(at_it, _)| *at_it != node);
-        state.reached[node] = Reached::End;
+        state.reached[node] = NodeProgress::End;
         if state.named.contains(&node) {
-            if let Some(Trouble { error: OverlapError::Overran { took: late_for, .. }, late }) =
-                &mut state.trouble
+            if let Some(RunFailure { error: OverlapError::Overran { took: late_for, .. }, late }) =
+                &mut state.failure
                 && *late == Some(node)
             {
                 (*late_for, *late) = (took, None);
@@ -369,13 +369,13 @@ impl<'h> RunState<'h> {
         };
         self.board.changed.notify_all();
         if let Some(error) = error {
-            self.trouble(state, error, None);
+            self.failure(state, error, None);
         }
     }
 
     /// Begins no further node.
     pub fn give_up(&self, error: OverlapError) {
-        self.trouble(self.told(self.state()), error, None);
+        self.failure(self.told(self.state()), error, None);
     }
 
     /// Checks whether nodes take too long, until the run has ended for others too, or no node is
@@ -394,7 +394,7 @@ impl<'h> RunState<'h> {
             if let Some((node, took)) = oldest.filter(|(_, took)| *took >= limit) {
                 let error = self.overran(&state, node, took, limit);
                 state.named.push(node);
-                self.trouble(state, error, Some(node));
+                self.failure(state, error, Some(node));
                 state = self.state();
                 continue;
             }
@@ -406,8 +406,8 @@ impl<'h> RunState<'h> {
 
     /// What went wrong, once all streams have left.
     pub fn conclude(self) -> Result<(), OverlapError> {
-        let trouble = self.state().trouble.take();
-        trouble.map_or(Ok(()), |trouble| Err(trouble.error))
+        let failure = self.state().failure.take();
+        failure.map_or(Ok(()), |failure| Err(failure.error))
     }
 
     fn overran(&self, state: &State, node: usize, took: Duration, limit: Duration) -> OverlapError {
@@ -416,11 +416,11 @@ impl<'h> RunState<'h> {
     }
 
     /// Records the error, and calls the hook, unless that is in a call.
-    fn trouble(&self, mut state: MutexGuard<'_, State>, error: OverlapError, late: Option<usize>) {
+    fn failure(&self, mut state: MutexGuard<'_, State>, error: OverlapError, late: Option<usize>) {
         if state.over {
             return;
         }
-        state.trouble.get_or_insert_with(|| Trouble { error: error.clone(), late });
+        state.failure.get_or_insert_with(|| RunFailure { error: error.clone(), late });
         state.telling = true;
         self.board.given_up.store(true, Ordering::Relaxed);
         self.board.changed.notify_all();
@@ -431,7 +431,7 @@ impl<'h> RunState<'h> {
         let mut state = self.state();
         (state.telling, state.over) = (false, over);
         if over {
-            state.trouble = Some(Trouble { error, late });
+            state.failure = Some(RunFailure { error, late });
         }
         self.board.changed.notify_all();
         self.rare.notify_all();

@@ -61,7 +61,7 @@ pub(super) struct Edge {
 pub type Body<'a, G> = Box<dyn FnOnce(&G) -> Result<(), Error> + Send + 'a>;
 
 /// A node as executors see it.
-pub(super) struct Entry<'a, G> {
+pub(super) struct GraphEntry<'a, G> {
     pub place: NodeInfo,
     /// Earlier nodes of other streams. Those of its own need no edge.
     pub after: Vec<Edge>,
@@ -86,7 +86,7 @@ pub(super) struct Entry<'a, G> {
 /// ```
 pub struct Graph<'a, G> {
     number: u64,
-    pub(super) entries: Vec<Entry<'a, G>>,
+    pub(super) entries: Vec<GraphEntry<'a, G>>,
     foreign: Option<NodeInfo>,
 }
 
@@ -122,7 +122,7 @@ impl<'a, G> Graph<'a, G> {
         let after = after.iter().map(|node| node.edge).filter(other).collect();
         let edge = Edge { node: self.entries.len(), halfway: false };
         let node = Node { graph: self.number, edge };
-        self.entries.push(Entry { place, after, body: Box::new(body) });
+        self.entries.push(GraphEntry { place, after, body: Box::new(body) });
         node
     }
 

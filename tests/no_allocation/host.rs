@@ -164,7 +164,7 @@ fn a_gate_and_its_placement_do_not_allocate() {
             DropPolicy::Priority,
             DropPolicy::Random,
         ] {
-            let capacity = config.capacity.map(|capacity| capacity.with_keep(keep));
+            let capacity = config.capacity.map(|capacity| capacity.with_drop_policy(keep));
             configs.push(config.clone().with_capacity(capacity));
         }
         let select = Select::Sinkhorn { tolerance: 1e-4 };

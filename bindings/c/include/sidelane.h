@@ -470,7 +470,7 @@ typedef struct {
     // Local groups: equal parts of the tokens with a capacity each; 1 for all together.
     uint32_t capacity_groups;
     // Choices that a full expert keeps: SIDELANE_DROP_...
-    uint32_t keep;
+    uint32_t drop_policy;
     // 1: every expert gets exactly its capacity in rows, unused ones zero.
     uint32_t pad;
 } sidelane_gate_config_t;
@@ -487,9 +487,9 @@ typedef struct {
     // [experts], added to the scores for the choice alone; or NULL.
     const float *bias;
     // [tokens, experts]: factors on the standard deviation of normal noise; or NULL.
-    const float *deviation;
+    const float *noise_std;
     // [tokens]: 1 for tokens that choose, 0 for padding; or NULL.
-    const uint8_t *used;
+    const uint8_t *token_mask;
     // [tokens, top_k]: choices that were recorded, -1 for none; or NULL.
     const int32_t *replay;
     // Seed of the run.
@@ -500,11 +500,11 @@ typedef struct {
     uint32_t rank;
     // 1: this is a training pass: else there is only such noise as is always there.
     uint32_t training;
-    // 1: `needed` counts.
-    uint32_t has_needed;
+    // 1: `global_required` counts.
+    uint32_t has_global_required;
     // The largest number of rows that any rank needs for one expert, for a capacity that follows
     // the need.
-    uint32_t needed;
+    uint32_t global_required;
 } sidelane_gate_call_t;
 
 // The choices of this rank's tokens, two arrays `[tokens, top_k]`. An id of -1 is a dropped
@@ -577,7 +577,7 @@ typedef struct {
     // NULL.
     const int32_t *choices;
     // [tokens]: 1 for tokens that count; or NULL, if all do.
-    const uint8_t *used;
+    const uint8_t *token_mask;
     // [parts, experts]: counts of more than these tokens, as sidelane_balance_counts() gives them,
     // summed or averaged; or NULL. The loss is then the part of this rank's tokens.
     const double *total_counts;
@@ -1121,7 +1121,7 @@ typedef struct {
     // On the host, [experts], for the choice alone. NULL: none.
     const float *bias;
     // On the host, [tokens]: 1 for tokens that choose. NULL: all do.
-    const uint8_t *used;
+    const uint8_t *token_mask;
     // Random numbers: the job's.
     uint64_t seed;
     // The step's.
@@ -1384,8 +1384,8 @@ sidelane_status_t sidelane_balance_loss(const sidelane_balance_t *balance,
                                         float *d_logits);
 
 // `coefficient` times the mean over tokens of (ln of the sum of e^logit)^2, to `loss`. Tokens with
-// a 0 in `used` ([tokens], or NULL) do not count. The gradient is added to `d_logits`, [tokens,
-// experts], unless that is NULL.
+// a 0 in `token_mask` ([tokens], or NULL) do not count. The gradient is added to `d_logits`,
+// [tokens, experts], unless that is NULL.
 //
 // The caller guarantees: `loss` is NULL or valid; arrays are NULL or as large as documented, and
 // no other thread uses `d_logits` meanwhile.
@@ -1393,7 +1393,7 @@ sidelane_status_t sidelane_z_loss(float coefficient,
                                   const float *logits,
                                   uint64_t tokens,
                                   uint32_t experts,
-                                  const uint8_t *used,
+                                  const uint8_t *token_mask,
                                   float *loss,
                                   float *d_logits);
 

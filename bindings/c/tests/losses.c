@@ -33,13 +33,13 @@ static void balance(void) {
     input.total_counts = counts, input.total_tokens = 4;
     CHECK(sidelane_balance_loss(&switched, &input, &loss, NULL));
     REQUIRE(near(loss, 0.5));
-    static const uint8_t used[2] = {1, 0}, neither[2] = {1, 2};
-    input.total_counts = NULL, input.used = used;
+    static const uint8_t mask[2] = {1, 0}, neither[2] = {1, 2};
+    input.total_counts = NULL, input.token_mask = mask;
     CHECK(sidelane_balance_loss(&switched, &input, &loss, NULL));
     REQUIRE(near(loss, 0.25));
-    input.used = neither;
+    input.token_mask = neither;
     REFUSED(sidelane_balance_loss(&switched, &input, &loss, NULL), SIDELANE_ERROR_ARGUMENT, "0 or 1");
-    input.used = NULL, input.choices = NULL;
+    input.token_mask = NULL, input.choices = NULL;
     REFUSED(sidelane_balance_loss(&switched, &input, &loss, NULL), SIDELANE_ERROR_GATE, "choices");
     switched.map = 9;
     REFUSED(sidelane_balance_loss(&switched, &input, &loss, NULL), SIDELANE_ERROR_ARGUMENT, "map = 9");

@@ -187,8 +187,8 @@ static void overlaps(sidelane_moe_t *moe, const memory_t *at) {
         sidelane_moe_input_t biased = {.size = sizeof biased, .x = &tx, .bias = rank == 1 ? at->out : NULL};
         REFUSED_ON_BOTH(sidelane_moe_forward(moe, &biased, &out, &tape), SIDELANE_ERROR_ARGUMENT, "bias and out overlap",
                         SIDELANE_ERROR_CALL, "input of rank 1 was refused");
-        sidelane_moe_input_t masked = {.size = sizeof masked, .x = &tx, .used = rank == 1 ? (uint8_t *)at->out : NULL};
-        REFUSED_ON_BOTH(sidelane_moe_forward(moe, &masked, &out, &tape), SIDELANE_ERROR_ARGUMENT, "used and out overlap",
+        sidelane_moe_input_t masked = {.size = sizeof masked, .x = &tx, .token_mask = rank == 1 ? (uint8_t *)at->out : NULL};
+        REFUSED_ON_BOTH(sidelane_moe_forward(moe, &masked, &out, &tape), SIDELANE_ERROR_ARGUMENT, "token_mask and out overlap",
                         SIDELANE_ERROR_CALL, "input of rank 1 was refused");
     }
     float *all[] = {at->of_out, at->of_x, at->of_router, at->of_experts, at->of_shared};

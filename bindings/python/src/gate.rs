@@ -41,10 +41,10 @@ pub fn config_of(config: &Bound<'_, PyAny>) -> PyResult<GateConfig> {
 struct Asked {
     logits: Input,
     bias: Option<Input>,
-    deviation: Option<Input>,
-    used: Option<Vec<bool>>,
+    noise_std: Option<Input>,
+    token_mask: Option<Vec<bool>>,
     replay: Option<Input>,
-    needed: Option<u32>,
+    global_required: Option<u32>,
     training: bool,
     draw: RngKey,
 }
@@ -53,10 +53,10 @@ impl Asked {
     fn call(&self) -> PyResult<GateInput<'_>> {
         Ok(GateInput::new(self.logits.slice()?)
             .with_bias(self.bias.as_ref().map(Input::slice).transpose()?)
-            .with_noise_std(self.deviation.as_ref().map(Input::slice).transpose()?)
-            .with_token_mask(self.used.as_deref())
+            .with_noise_std(self.noise_std.as_ref().map(Input::slice).transpose()?)
+            .with_token_mask(self.token_mask.as_deref())
             .with_replay(self.replay.as_ref().map(Input::slice).transpose()?)
-            .with_global_required(self.needed)
+            .with_global_required(self.global_required)
             .with_training(self.training)
             .with_draw(self.draw))
     }
@@ -93,8 +93,8 @@ impl Gate {
 
     /// Decides for all tokens: `logits` [tokens, experts], float32.
     #[pyo3(signature = (
-        logits, *, bias=None, deviation=None, used=None, replay=None, needed=None, training=false, seed=0, step=0,
-        rank=0
+        logits, *, bias=None, noise_std=None, token_mask=None, replay=None, global_required=None, training=false,
+        seed=0, step=0, rank=0
     ))]
     #[expect(clippy::too_many_arguments, reason = "they are Python's keywords")]
     fn route(
@@ -102,10 +102,10 @@ impl Gate {
         py: Python<'_>,
         logits: &Bound<'_, PyAny>,
         bias: Option<&Bound<'_, PyAny>>,
-        deviation: Option<&Bound<'_, PyAny>>,
-        used: Option<Vec<bool>>,
+        noise_std: Option<&Bound<'_, PyAny>>,
+        token_mask: Option<Vec<bool>>,
         replay: Option<&Bound<'_, PyAny>>,
-        needed: Option<u32>,
+        global_required: Option<u32>,
         training: bool,
         seed: u64,
         step: u64,
@@ -115,10 +115,10 @@ impl Gate {
         let asked = Asked {
             logits: self.logits(logits)?,
             bias: lent(bias, "bias", Element::F32)?,
-            deviation: lent(deviation, "deviation", Element::F32)?,
-            used,
+            noise_std: lent(noise_std, "noise_std", Element::F32)?,
+            token_mask,
             replay: lent(replay, "replay", Element::I32)?,
-            needed,
+            global_required,
             training,
             draw: RngKey::new(seed, step, rank),
         };
@@ -130,13 +130,13 @@ impl Gate {
     }
 
     /// The logits that choose in a call, noise and all, [tokens, experts].
-    #[pyo3(signature = (logits, *, deviation=None, training=false, seed=0, step=0, rank=0))]
+    #[pyo3(signature = (logits, *, noise_std=None, training=false, seed=0, step=0, rank=0))]
     #[expect(clippy::too_many_arguments, reason = "they are Python's keywords")]
     fn noisy_logits<'py>(
         &self,
         py: Python<'py>,
         logits: &Bound<'py, PyAny>,
-        deviation: Option<&Bound<'py, PyAny>>,
+        noise_std: Option<&Bound<'py, PyAny>>,
         training: bool,
         seed: u64,
         step: u64,
@@ -146,10 +146,10 @@ impl Gate {
         let asked = Asked {
             logits: self.logits(logits)?,
             bias: None,
-            deviation: lent(deviation, "deviation", Element::F32)?,
-            used: None,
+            noise_std: lent(noise_std, "noise_std", Element::F32)?,
+            token_mask: None,
             replay: None,
-            needed: None,
+            global_required: None,
             training,
             draw: RngKey::new(seed, step, rank),
         };

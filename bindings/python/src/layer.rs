@@ -110,7 +110,7 @@ struct Asked {
     x: Rows,
     residual: Option<Rows>,
     bias: Option<Input>,
-    used: Option<Vec<bool>>,
+    token_mask: Option<Vec<bool>>,
     training: bool,
     draw: RngKey,
 }
@@ -118,7 +118,8 @@ struct Asked {
 impl Asked {
     fn step<'a, X: ?Sized>(&'a self, x: &'a X, residual: Option<&'a X>) -> PyResult<Step<'a, X>> {
         let bias = self.bias.as_ref().map(Input::slice).transpose()?;
-        let step = Step::new(x).with_residual(residual).with_bias(bias).with_used(self.used.as_deref());
+        let step =
+            Step::new(x).with_residual(residual).with_bias(bias).with_token_mask(self.token_mask.as_deref());
         Ok(step.with_training(self.training).with_draw(self.draw))
     }
 
@@ -253,7 +254,7 @@ impl MoeLayer {
     /// residual + combined + shared, [tokens, hidden], of `x` [tokens, hidden], and the tape for
     /// the gradients. On a GPU tensors are torch's, and the result is there for its current stream.
     #[pyo3(signature = (
-        x, residual=None, *, bias=None, used=None, training=false, seed=0, step=0, rank=0
+        x, residual=None, *, bias=None, token_mask=None, training=false, seed=0, step=0, rank=0
     ))]
     #[expect(clippy::too_many_arguments, reason = "they are Python's keywords")]
     fn forward<'py>(
@@ -262,7 +263,7 @@ impl MoeLayer {
         x: &Bound<'py, PyAny>,
         residual: Option<&Bound<'py, PyAny>>,
         bias: Option<&Bound<'py, PyAny>>,
-        used: Option<&Bound<'py, PyAny>>,
+        token_mask: Option<&Bound<'py, PyAny>>,
         training: bool,
         seed: u64,
         step: u64,
@@ -274,7 +275,7 @@ impl MoeLayer {
                 x: self.rows(x, "x")?,
                 residual: residual.map(|residual| self.rows(residual, "residual")).transpose()?,
                 bias: bias.map(|bias| Input::new(bias, "bias")?.of(Element::F32)).transpose()?,
-                used: used.map(flags).transpose()?,
+                token_mask: token_mask.map(flags).transpose()?,
                 training,
                 draw: RngKey::new(seed, step, rank),
             };
@@ -550,8 +551,8 @@ impl Tape {
 }
 
 /// Flags of tokens: a sequence of bool.
-fn flags(used: &Bound<'_, PyAny>) -> PyResult<Vec<bool>> {
-    used.extract().map_err(|error| settings::wrong("used", &format!("not a list of bool: {error}")))
+fn flags(mask: &Bound<'_, PyAny>) -> PyResult<Vec<bool>> {
+    mask.extract().map_err(|error| settings::wrong("token_mask", &format!("not a list of bool: {error}")))
 }
 
 /// Values of a tensor on the host.

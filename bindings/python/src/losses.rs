@@ -39,7 +39,7 @@ struct Taken {
     experts: usize,
     top_k: u32,
     choices: Option<Input>,
-    used: Option<Vec<bool>>,
+    token_mask: Option<Vec<bool>>,
 }
 
 impl Taken {
@@ -47,11 +47,11 @@ impl Taken {
         logits: &Bound<'_, PyAny>,
         top_k: u32,
         choices: Option<&Bound<'_, PyAny>>,
-        used: Option<Vec<bool>>,
+        token_mask: Option<Vec<bool>>,
     ) -> PyResult<Self> {
         let (logits, experts) = logits_of(logits, "logits")?;
         let choices = choices.map(|choices| Input::new(choices, "choices")?.of(Element::I32)).transpose()?;
-        Ok(Taken { logits, experts, top_k, choices, used })
+        Ok(Taken { logits, experts, top_k, choices, token_mask })
     }
 
     fn input(&self) -> PyResult<LossInput<'_>> {
@@ -60,7 +60,7 @@ impl Taken {
             experts: self.experts as u32,
             top_k: self.top_k,
             choices: self.choices.as_ref().map_or(Ok(&[][..]), Input::slice)?,
-            used: self.used.as_deref(),
+            token_mask: self.token_mask.as_deref(),
             totals: None,
         })
     }
@@ -92,17 +92,17 @@ pub fn balance_of(balance: &Bound<'_, PyAny>) -> PyResult<BalanceLoss> {
 
 /// Choices of each expert, [parts, experts] in float64: what ranks add up.
 #[pyfunction]
-#[pyo3(signature = (balance, logits, *, top_k, choices=None, used=None))]
+#[pyo3(signature = (balance, logits, *, top_k, choices=None, token_mask=None))]
 fn balance_counts<'py>(
     py: Python<'py>,
     balance: &Bound<'py, PyAny>,
     logits: &Bound<'py, PyAny>,
     top_k: u32,
     choices: Option<&Bound<'py, PyAny>>,
-    used: Option<Vec<bool>>,
+    token_mask: Option<Vec<bool>>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let (kind, balance) = (Kind::of(logits), balance_of(balance)?);
-    let taken = Taken::of(logits, top_k, choices, used)?;
+    let taken = Taken::of(logits, top_k, choices, token_mask)?;
     let (input, parts) = (taken.input()?, balance.parts.count());
     balance.check(&input).map_err(raise)?;
     // Without tokens there may be any number of parts, and more counts than memory.
@@ -116,18 +116,18 @@ fn balance_counts<'py>(
 /// The loss that keeps experts evenly loaded, and its gradient. `totals`: counts of more than these
 /// tokens, and how many tokens they are of.
 #[pyfunction]
-#[pyo3(signature = (balance, logits, *, top_k, choices=None, used=None, totals=None))]
+#[pyo3(signature = (balance, logits, *, top_k, choices=None, token_mask=None, totals=None))]
 fn balance_loss<'py>(
     py: Python<'py>,
     balance: &Bound<'py, PyAny>,
     logits: &Bound<'py, PyAny>,
     top_k: u32,
     choices: Option<&Bound<'py, PyAny>>,
-    used: Option<Vec<bool>>,
+    token_mask: Option<Vec<bool>>,
     totals: Option<(Bound<'py, PyAny>, f64)>,
 ) -> PyResult<(f32, Bound<'py, PyAny>)> {
     let (kind, balance) = (Kind::of(logits), balance_of(balance)?);
-    let taken = Taken::of(logits, top_k, choices, used)?;
+    let taken = Taken::of(logits, top_k, choices, token_mask)?;
     let totals = totals
         .map(|(counts, tokens)| PyResult::Ok((Input::new(&counts, "totals")?.of(Element::F64)?, tokens)))
         .transpose()?;
@@ -141,18 +141,20 @@ fn balance_loss<'py>(
 
 /// The loss that keeps logits small, and its gradient.
 #[pyfunction(name = "z_loss")]
-#[pyo3(signature = (coefficient, logits, *, used=None))]
+#[pyo3(signature = (coefficient, logits, *, token_mask=None))]
 fn z_loss_of<'py>(
     py: Python<'py>,
     coefficient: f32,
     logits: &Bound<'py, PyAny>,
-    used: Option<Vec<bool>>,
+    token_mask: Option<Vec<bool>>,
 ) -> PyResult<(f32, Bound<'py, PyAny>)> {
     let kind = Kind::of(logits);
     let (logits, experts) = logits_of(logits, "logits")?;
     let values = logits.slice()?;
-    let used = used.as_deref();
-    lost(py, &logits, kind, |gradient| z_loss(coefficient, values, experts as u32, used, Some(gradient)))
+    let token_mask = token_mask.as_deref();
+    lost(py, &logits, kind, |gradient| {
+        z_loss(coefficient, values, experts as u32, token_mask, Some(gradient))
+    })
 }
 
 /// The loss that keeps importance and load even where noise chooses, and its gradient to the clean

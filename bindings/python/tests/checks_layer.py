@@ -74,7 +74,7 @@ def check_tapes_hold_decision_and_losses_and_are_used_up(world):
     balance = sidelane.balance("qwen3") | {"coefficient": 0.5}
     layer = built(world, of, balance=balance, z_loss=0.25)
     _, first = layer.forward(of.x[me])
-    _, second = layer.forward(of.x[me], used=[False] * len(of.x[me]))
+    _, second = layer.forward(of.x[me], token_mask=[False] * len(of.x[me]))
     chosen = (of.x[me] @ of.router).argmax(1, keepdim=True).int()
     assert torch.equal(first.decision.experts, chosen) and first.decision.counts_after == chosen.flatten().bincount(minlength=EXPERTS).tolist()
     assert (second.decision.experts == -1).all() and not second.balance_loss
@@ -109,7 +109,7 @@ def check_input_of_one_rank_is_refused_by_all_and_the_next_step_works(world):
     _, tape = other.forward(x)
     assert refused(lambda: layer.backward(tape, of.of_out[me]))[1] == "ForeignTape"
     mask = torch.ones(len(x) + 1, dtype=torch.bool)
-    assert refused(lambda: layer.forward(x, used=mask if me == 0 else None)) == (("InputError", "Setting") if me == 0 else peer)
+    assert refused(lambda: layer.forward(x, token_mask=mask if me == 0 else None)) == (("InputError", "Setting") if me == 0 else peer)
     _, used_up = layer.forward(x)
     layer.backward(used_up, of.of_out[me])
     _, tape = layer.forward(x)

@@ -76,7 +76,7 @@ def test_a_balance_loss_is_that_of_its_formula():
     alone, _ = sidelane.balance_loss(
         balance | {"unused": "left_out"}, logits.detach()[used].contiguous(), top_k=1, choices=choices[used].contiguous()
     )
-    left_out = router.balance_loss(balance | {"unused": "left_out"}, logits, choices, used=used)
+    left_out = router.balance_loss(balance | {"unused": "left_out"}, logits, choices, token_mask=used)
     close(left_out, torch.tensor(alone))
 
 

@@ -279,7 +279,7 @@ const FINAL_SEND: Duration = Duration::from_millis(500);
 const LINGER_AFTER_FAILURE: Duration = Duration::from_secs(2);
 
 /// The ranks that are to meet.
-pub enum Meeting {
+pub enum GatheringKind {
     /// All ranks of a job.
     First(JoinBarrier),
     /// The survivors of a world.
@@ -289,7 +289,7 @@ pub enum Meeting {
 /// Inputs of a coordinator.
 pub struct HubConfig {
     pub queue: HandshakeQueue,
-    pub meeting: Meeting,
+    pub kind: GatheringKind,
     pub timeouts: Timeouts,
     /// Bound of waiting for the own rank to come.
     pub until: Instant,
@@ -309,7 +309,7 @@ pub struct Assembled {
 /// A coordinator that gathers ranks.
 pub struct Assembly {
     pub queue: HandshakeQueue,
-    meeting: Meeting,
+    kind: GatheringKind,
     until: Instant,
     here: BTreeMap<u32, AuthenticatedPeer>,
     /// Whether the coordinator's own rank has come.
@@ -321,16 +321,16 @@ pub struct Assembly {
 
 impl Assembly {
     pub fn new(config: HubConfig) -> Self {
-        let HubConfig { queue, meeting, timeouts, until, .. } = config;
+        let HubConfig { queue, kind, timeouts, until, .. } = config;
         let now = Instant::now();
-        let size = match &meeting {
-            Meeting::First(_) => queue.rendezvous().size as usize,
-            Meeting::Again(_, search) => search.ranks as usize,
+        let size = match &kind {
+            GatheringKind::First(_) => queue.rendezvous().size as usize,
+            GatheringKind::Again(_, search) => search.ranks as usize,
         };
         let mut liveness = Liveness::new(size, timeouts.heartbeat, timeouts.liveness, now);
         (0..size).for_each(|rank| liveness.forget(rank));
         let here = BTreeMap::new();
-        Assembly { queue, meeting, until, here, own_came: false, liveness, timeouts, beat: now }
+        Assembly { queue, kind, until, here, own_came: false, liveness, timeouts, beat: now }
     }
 
     /// Waits until the world begins. None if the rendezvous was given up.
@@ -338,9 +338,9 @@ impl Assembly {
         loop {
             turn();
             let now = Instant::now();
-            let begins = match self.meeting {
-                Meeting::First(_) => self.first(now),
-                Meeting::Again(..) => self.again(now),
+            let begins = match self.kind {
+                GatheringKind::First(_) => self.first(now),
+                GatheringKind::Again(..) => self.again(now),
             };
             let own = self.queue.rendezvous().host;
             self.own_came |= self.here.contains_key(&own);
@@ -348,7 +348,7 @@ impl Assembly {
                 return Ok(begins);
             }
             let exhausted = self.queue.exhausted_for(self.timeouts.liveness, now);
-            if let Some(error) = exhausted.filter(|_| matches!(self.meeting, Meeting::First(_))) {
+            if let Some(error) = exhausted.filter(|_| matches!(self.kind, GatheringKind::First(_))) {
                 return Err(error);
             }
             self.here.values_mut().for_each(|peer| peer.connection.flush());
@@ -357,16 +357,16 @@ impl Assembly {
     }
 
     fn is_given_up(&self, own: u32, now: Instant) -> bool {
-        let over = matches!(&self.meeting, Meeting::Again(_, search) if search.is_over());
+        let over = matches!(&self.kind, GatheringKind::Again(_, search) if search.is_over());
         over || (!self.here.contains_key(&own) && (self.own_came || now >= self.until))
     }
 
     /// Waits for an event.
     fn await_event(&self, now: Instant) -> Result<(), BootstrapError> {
-        let closes = match &self.meeting {
-            Meeting::First(_) => None,
+        let closes = match &self.kind {
+            GatheringKind::First(_) => None,
             // After its end the window changes nothing.
-            Meeting::Again(gathering, _) => gathering.closes().filter(|&closes| closes > now),
+            GatheringKind::Again(gathering, _) => gathering.closes().filter(|&closes| closes > now),
         };
         let next = [self.queue.next(), closes, self.liveness.next()];
         let next = next.into_iter().flatten().fold(now + SLICE, Instant::min);
@@ -376,7 +376,7 @@ impl Assembly {
 
     /// A turn of the first rendezvous.
     fn first(&mut self, now: Instant) -> Option<Assembled> {
-        let Assembly { queue, meeting: Meeting::First(barrier), here, .. } = self else { return None };
+        let Assembly { queue, kind: GatheringKind::First(barrier), here, .. } = self else { return None };
         for arrival in queue.turn(now) {
             let rank = arrival.hello.rank;
             if barrier.join(rank) {
@@ -422,7 +422,8 @@ impl Assembly {
 
     /// A turn of the rendezvous of survivors.
     fn again(&mut self, now: Instant) -> Option<Assembled> {
-        let Assembly { queue, meeting: Meeting::Again(gathering, search), here, liveness, .. } = self else {
+        let Assembly { queue, kind: GatheringKind::Again(gathering, search), here, liveness, .. } = self
+        else {
             return None;
         };
         let own = queue.rendezvous().host;

@@ -25,12 +25,12 @@ use crate::error::{BootstrapError, Cause, LostReason};
 /// The hubs of a world whose `n` ranks are threads of this process, in order of rank.
 pub fn threads(n: u32, timeouts: Timeouts) -> Vec<Box<dyn Hub>> {
     let roster = Roster { epoch: 0, members: (0..n).collect() };
-    let world = World::new(roster, timeouts, (0..n).map(|_| AtomicU32::new(0)).collect());
+    let world = ThreadWorld::new(roster, timeouts, (0..n).map(|_| AtomicU32::new(0)).collect());
     (0..n).map(|rank| Box::new(ThreadHub::new(&world, rank)) as Box<dyn Hub>).collect()
 }
 
 /// State that the hubs of one epoch share.
-struct World {
+struct ThreadWorld {
     roster: Roster,
     timeouts: Timeouts,
     /// Hubs of each rank of the first world, in all epochs.
@@ -51,12 +51,12 @@ struct Inner {
     /// so that the next action of the first to hear (it may leave) cannot overtake the news.
     dead: Option<Cause>,
     /// The next epoch, once the survivors have met.
-    next: Option<Arc<World>>,
+    next: Option<Arc<ThreadWorld>>,
     /// Ranks of the first world that have a hub of the next epoch, or had one.
     entered: BTreeSet<u32>,
 }
 
-impl World {
+impl ThreadWorld {
     fn new(roster: Roster, timeouts: Timeouts, hubs: Arc<[AtomicU32]>) -> Arc<Self> {
         let size = roster.members.len() as u32;
         let healths: Vec<_> = (0..size).map(|_| Arc::new(Health::new())).collect();
@@ -70,7 +70,8 @@ impl World {
         };
         let (tickets, inner, changed) = (AtomicU64::new(0), Mutex::new(inner), Condvar::new());
         let secret = OnceLock::new();
-        let world = Arc::new(World { roster, timeouts, hubs, secret, healths, tickets, inner, changed });
+        let world =
+            Arc::new(ThreadWorld { roster, timeouts, hubs, secret, healths, tickets, inner, changed });
         for health in &world.healths {
             let sleeper = Arc::downgrade(&world);
             health.on_failure(move |_| {
@@ -105,11 +106,11 @@ impl World {
 
 struct ThreadHub {
     rank: u32,
-    world: Arc<World>,
+    world: Arc<ThreadWorld>,
 }
 
 impl ThreadHub {
-    fn new(world: &Arc<World>, rank: u32) -> Self {
+    fn new(world: &Arc<ThreadWorld>, rank: u32) -> Self {
         let hub = ThreadHub { rank, world: Arc::clone(world) };
         world.hubs[hub.first() as usize].fetch_add(1, Ordering::Relaxed);
         hub
@@ -122,7 +123,7 @@ impl ThreadHub {
 
     /// The newest world that this rank has entered: it comes back from those in between, which have
     /// failed for it.
-    fn newest(&self) -> Arc<World> {
+    fn newest(&self) -> Arc<ThreadWorld> {
         let (first, mut world) = (self.first(), Arc::clone(&self.world));
         loop {
             let inner = lock(&world.inner);
@@ -136,7 +137,7 @@ impl ThreadHub {
     }
 
     /// Enters the world that follows, or hears that it has gone on without this rank.
-    fn enter(&self, next: &Arc<World>) -> Result<(Box<dyn Hub>, Vec<u32>), BootstrapError> {
+    fn enter(&self, next: &Arc<ThreadWorld>) -> Result<(Box<dyn Hub>, Vec<u32>), BootstrapError> {
         let Roster { epoch, members } = &next.roster;
         let Ok(rank) = members.binary_search(&self.first()) else {
             return Err(Cause::Evicted { rank: self.rank, epoch: *epoch }.into());
@@ -265,7 +266,7 @@ impl Hub for ThreadHub {
                 && let Step::Offer(roster) = inner.gathering.step(&gone, now)
             {
                 // Under the lock all agree at once.
-                inner.next = Some(World::new(roster, world.timeouts, Arc::clone(&world.hubs)));
+                inner.next = Some(ThreadWorld::new(roster, world.timeouts, Arc::clone(&world.hubs)));
                 world.changed.notify_all();
             }
             if let Some(next) = inner.next.clone() {
@@ -296,7 +297,7 @@ impl Hub for ThreadHub {
     }
 
     fn pass(&self) -> Result<PeerAuth, BootstrapError> {
-        let World { secret, roster: Roster { epoch, members }, .. } = &*self.world;
+        let ThreadWorld { secret, roster: Roster { epoch, members }, .. } = &*self.world;
         let drawn = match secret.get() {
             Some(drawn) => drawn,
             None => {

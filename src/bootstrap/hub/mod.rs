@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub(super) use client::{HOST, Job, TcpHub};
-pub(super) use coordinator::{HubConfig, Meeting, coordinate};
+pub(super) use coordinator::{GatheringKind, HubConfig, coordinate};
 pub use in_process::threads;
 
 use crate::bootstrap::health::Health;

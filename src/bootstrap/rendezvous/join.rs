@@ -23,7 +23,7 @@ use rustix::io::Errno;
 use super::gathering::Lineage;
 use super::listener::{HandshakeQueue, patient};
 use crate::bootstrap::health::{Health, Timeouts};
-use crate::bootstrap::hub::{HOST, Hub, HubConfig, Job, Meeting, TcpHub, coordinate};
+use crate::bootstrap::hub::{GatheringKind, HOST, Hub, HubConfig, Job, TcpHub, coordinate};
 use crate::bootstrap::identity::Identity;
 use crate::bootstrap::secret::{Secret, random};
 use crate::bootstrap::threads::Thread;
@@ -62,8 +62,13 @@ pub fn connect(
                 let (rank, size) = (HOST, identity.size);
                 return Err(BootstrapError::RankRefused { rank, size });
             }
-            let hosted =
-                host(listener, &job, rendezvous, Meeting::First(JoinBarrier::new(identity.size)), until)?;
+            let hosted = host(
+                listener,
+                &job,
+                rendezvous,
+                GatheringKind::First(JoinBarrier::new(identity.size)),
+                until,
+            )?;
             let membership = seek(identity, &job, rendezvous, Some(&hosted), until);
             let (membership, hosted) = attended(membership, hosted)?;
             (membership, Some(hosted))
@@ -108,7 +113,7 @@ pub(super) fn host(
     listener: TcpListener,
     job: &Job,
     rendezvous: RendezvousId,
-    meeting: Meeting,
+    kind: GatheringKind,
     until: Instant,
 ) -> Result<Hosted, BootstrapError> {
     let mut address = listener.local_addr().map_err(|error| failed("getsockname", &error))?;
@@ -122,7 +127,7 @@ pub(super) fn host(
     let (failure, released) = (Arc::<OnceLock<BootstrapError>>::default(), Arc::<AtomicBool>::default());
     let config = HubConfig {
         queue,
-        meeting,
+        kind,
         timeouts: job.timeouts,
         until,
         failure: Arc::clone(&failure),
@@ -455,7 +460,7 @@ pub(super) fn resolve(address: &ListenAddress, host: IpAddr) -> SocketAddr {
     SocketAddr::new(address.ip.unwrap_or(host), address.port)
 }
 
-/// The first meeting of the ranks of a job.
+/// The first rendezvous of the ranks of a job.
 #[derive(Debug)]
 pub struct JoinBarrier {
     size: u32,
@@ -472,7 +477,7 @@ impl JoinBarrier {
         rank < self.size && self.here.insert(rank)
     }
 
-    /// A rank goes away before the meeting began.
+    /// A rank goes away before the rendezvous ends.
     pub fn part(&mut self, rank: u32) {
         self.here.remove(&rank);
     }
@@ -488,7 +493,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn first_meeting_waits_for_everyone() {
+    fn first_rendezvous_waits_for_all_ranks() {
         let mut barrier = JoinBarrier::new(3);
         assert!(barrier.join(2) && barrier.join(0));
         assert!(!barrier.join(2), "taken");

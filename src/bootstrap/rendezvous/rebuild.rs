@@ -41,7 +41,7 @@ use sha2::{Digest, Sha256};
 use super::gathering::{Gathering, Lineage};
 use super::join::{Hosted, Interrupt, Membership, host, shake_hands};
 use crate::bootstrap::health::{Liveness, Timeouts, lock};
-use crate::bootstrap::hub::{Hub, Job, Meeting, TcpHub};
+use crate::bootstrap::hub::{GatheringKind, Hub, Job, TcpHub};
 use crate::bootstrap::secret::random;
 use crate::bootstrap::wire::{
     Hello, Initiator, JoinRefusal, Message, MessageConnection, PROTOCOL, RendezvousId, Roster, Survivor,
@@ -305,8 +305,8 @@ impl<'a> Rebuild<'a> {
         let listener = listener.map_err(|error| Miss::Failed(failed("dup", &error)))?;
         let search = Search::new(self.lineage.ranks());
         let gathering = Gathering::new(Some(own), window(self.timeouts));
-        let meeting = Meeting::Again(gathering, Arc::clone(&search));
-        let hosted = host(listener, self.job, rendezvous(self.job, own), meeting, self.until);
+        let kind = GatheringKind::Again(gathering, Arc::clone(&search));
+        let hosted = host(listener, self.job, rendezvous(self.job, own), kind, self.until);
         let hosted = hosted.map_err(Miss::Failed)?;
         tracing::debug!(rank = own, "hosts the survivors");
         let led = self.request_join_at(own, hosted.address, self.until, &|| self.interrupt.came());

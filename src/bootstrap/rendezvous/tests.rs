@@ -34,22 +34,22 @@ const TIMEOUTS: Timeouts = Timeouts {
 };
 
 /// A rendezvous that a coordinator of this process holds.
-struct Meeting {
+struct TestHost {
     rendezvous: RendezvousId,
     secret: Secret,
     address: SocketAddr,
 }
 
-impl Meeting {
+impl TestHost {
     fn new(size: u32, secret: Secret, timeouts: Timeouts) -> Self {
         let rendezvous = RendezvousId { job: job_digest("test"), size, epoch: 3, host: 0 };
         let identity = Identity::new(0, 1);
         let job = Job { digest: rendezvous.job, secret: secret.clone(), timeouts, identity };
         let listener = TcpListener::bind("127.0.0.1:0").and_then(patient).unwrap();
         let (meeting, until) =
-            (hub::Meeting::First(JoinBarrier::new(size)), Instant::now() + timeouts.rendezvous);
+            (hub::GatheringKind::First(JoinBarrier::new(size)), Instant::now() + timeouts.rendezvous);
         let hosted = host(listener, &job, rendezvous, meeting, until).unwrap();
-        Meeting { rendezvous, secret, address: hosted.address }
+        TestHost { rendezvous, secret, address: hosted.address }
     }
 
     fn join(&self, rank: u32) -> Membership {
@@ -73,7 +73,7 @@ impl Meeting {
 
 /// A world of hand-driven ranks.
 fn memberships(size: u32) -> Vec<Membership> {
-    let meeting = &Meeting::new(size, Secret::none(), TIMEOUTS);
+    let meeting = &TestHost::new(size, Secret::none(), TIMEOUTS);
     thread::scope(|scope| {
         let ranks: Vec<_> = (0..size).map(|rank| scope.spawn(move || meeting.join(rank))).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
@@ -101,11 +101,11 @@ fn listen(membership: &mut Membership) -> Option<Message> {
 fn coordinator_death_in_first_rendezvous_is_named_at_each_rank() {
     let rendezvous = RendezvousId { job: job_digest("doomed"), size: 3, epoch: 0, host: 0 };
     let listener = TcpListener::bind("127.0.0.1:0").and_then(patient).unwrap();
-    let meeting = Meeting { rendezvous, secret: Secret::none(), address: listener.local_addr().unwrap() };
+    let meeting = TestHost { rendezvous, secret: Secret::none(), address: listener.local_addr().unwrap() };
     let queue = HandshakeQueue::new(listener, Secret::none(), rendezvous);
     let (barrier, until) = (JoinBarrier::new(3), Instant::now() + LONG);
-    let (meeting_of_all, failure, released) = (hub::Meeting::First(barrier), Arc::default(), Arc::default());
-    let config = HubConfig { queue, meeting: meeting_of_all, timeouts: TIMEOUTS, until, failure, released };
+    let (kind, failure, released) = (hub::GatheringKind::First(barrier), Arc::default(), Arc::default());
+    let config = HubConfig { queue, kind, timeouts: TIMEOUTS, until, failure, released };
     // No other test has a thread of this name.
     let life = Thread::new("coordinator", 77, &Arc::default());
     let name = "sidelane-coordinator-77".to_owned();
@@ -196,7 +196,7 @@ const ATTACKS: [Attack; 9] = [
 impl Attack {
     /// Tries it as rank 2. Returns whether the host took the stranger for a rank, and a connection
     /// that stays open.
-    fn at(self, meeting: &Meeting, nth: u8) -> (bool, Option<TcpStream>) {
+    fn at(self, meeting: &TestHost, nth: u8) -> (bool, Option<TcpStream>) {
         let RendezvousId { job, size, epoch, host } = meeting.rendezvous;
         let hello = Hello { version: PROTOCOL, job, rank: 2, size, epoch, host, port: 9, nonce: [nth; 32] };
         let recorded = {
@@ -250,7 +250,7 @@ fn ten_thousand_hostile_joins_let_nobody_in_and_the_job_meets() {
     const OPEN: usize = 50;
     // A busy machine is no silent rank.
     let timeouts = Timeouts { liveness: LONG, rendezvous: 3 * LONG, ..TIMEOUTS };
-    let meeting = &Meeting::new(3, Secret::random().unwrap(), timeouts);
+    let meeting = &TestHost::new(3, Secret::random().unwrap(), timeouts);
     let halfway = &Barrier::new(THREADS + 1);
     let let_in = thread::scope(|scope| {
         let join_and_gather = |rank| {

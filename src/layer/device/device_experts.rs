@@ -12,13 +12,13 @@
 //! **Weights** are f32 and, where products take that, also a copy in bf16. The copy is made on the
 //! layer's stream before a pass, unless the weights are unchanged since the last one. Callers
 //! change them by the range that a layer hands out, so a pass converts them after each
-//! [`hand_out`](Weights::hand_out). If a clone or a part of that range is alive then, a stream's
-//! included, the next pass converts them again.
+//! [`hand_out`](DeviceWeights::hand_out). If a clone or a part of that range is alive then, a
+//! stream's included, the next pass converts them again.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::device_memory::{DeviceMemory, DeviceTensor, HostStaging, from, span};
+use super::device_memory::{DeviceTensor, LayerMemory, StagingBuffer, from, span};
 use super::device_swiglu::{Bf16Saved, Bf16Weights, F32Matrix, F32Saved, F32Weights};
 use crate::device::{
     Blas, ByteSpan, Columns, DeviceRange, DotScale, GatherRun, GatherRuns, GroupSegments, Kernels,
@@ -32,7 +32,7 @@ use crate::layer::{GradientOrder, GroupedSwiGlu};
 #[derive(Debug)]
 pub(super) struct DeviceSwiGlu {
     sizes: Sizes,
-    weights: Weights,
+    weights: DeviceWeights,
 }
 
 /// Rows in the layer's element type, where peers read them. Without memory for them the transfer
@@ -59,13 +59,13 @@ pub(super) enum SharedSaved {
 }
 
 impl DeviceSwiGlu {
-    pub fn new(compute: &Compute, host: &GroupedSwiGlu, staging: &mut HostStaging) -> Result<Self, Error> {
-        let weights = Weights::new(compute, host, staging)?;
+    pub fn new(compute: &Compute, host: &GroupedSwiGlu, staging: &mut StagingBuffer) -> Result<Self, Error> {
+        let weights = DeviceWeights::new(compute, host, staging)?;
         Ok(DeviceSwiGlu { sizes: Sizes::of(host), weights })
     }
 
     /// All weights, f32, in the order of [`GroupedSwiGlu`].
-    pub fn weights(&self) -> &Weights {
+    pub fn weights(&self) -> &DeviceWeights {
         &self.weights
     }
 
@@ -183,21 +183,22 @@ impl DeviceSwiGlu {
         on: &Compute,
         chunks: &[DeviceChunk<'_>],
         order: &GradientOrder,
-        (staging, out): (&mut HostStaging, &DeviceRange),
+        (staging, out): (&mut StagingBuffer, &DeviceRange),
     ) -> Result<(), Error> {
         let Sizes { experts, hidden, ffn } = self.sizes;
         let gathered = Gathered::new(on, experts, chunks.len(), order, staging)?;
-        let product = |matrix: F32Matrix, (a, rows): (&Rows<'_>, u32), (b, columns, of_b): Right<'_>| {
-            let apart = self.sizes.apart();
-            let shape = MatmulShape::Depth { rows, depth: gathered.rows, columns, apart };
-            let (a, b, out) = (a.span()?, b.span()?, from(out, matrix.offset(self.sizes))?);
-            let segments = Some(gathered.segments()?);
-            let matmul = MatmulArgs { a, b, out, shape, segments, add: false };
-            match self.weights.bf16() {
-                None => on.expert_product(&matmul),
-                Some(bf16) => bf16.product_to_f32(on, matmul, of_b),
-            }
-        };
+        let product =
+            |matrix: F32Matrix, (a, rows): (&GradientRows<'_>, u32), (b, columns, of_b): Right<'_>| {
+                let apart = self.sizes.apart();
+                let shape = MatmulShape::Depth { rows, depth: gathered.rows, columns, apart };
+                let (a, b, out) = (a.span()?, b.span()?, from(out, matrix.offset(self.sizes))?);
+                let segments = Some(gathered.segments()?);
+                let matmul = MatmulArgs { a, b, out, shape, segments, add: false };
+                match self.weights.bf16() {
+                    None => on.expert_product(&matmul),
+                    Some(bf16) => bf16.product_to_f32(on, matmul, of_b),
+                }
+            };
         // Gate and up side by side are gathered once.
         let joined = self.weights.bf16().is_some();
         let (size, width) = if joined { (2, ffn.saturating_mul(2)) } else { (4, ffn) };
@@ -245,7 +246,7 @@ impl DeviceSwiGlu {
 }
 
 /// The right matrix of a gradient of weights: its rows, how many columns, and which, if not all.
-type Right<'a> = (&'a Rows<'a>, u32, Option<Columns>);
+type Right<'a> = (&'a GradientRows<'a>, u32, Option<Columns>);
 
 /// Sizes of SwiGLU experts: `w1` and `w3` are `[hidden, ffn]`, `w2` is `[ffn, hidden]`.
 #[derive(Clone, Copy, Debug)]
@@ -274,7 +275,7 @@ impl Sizes {
 
 /// Weights of all experts of a rank, in the order of [`GroupedSwiGlu`].
 #[derive(Debug)]
-pub(super) struct Weights {
+pub(super) struct DeviceWeights {
     values: Arc<DeviceRange>,
     /// The same memory, by a claim on the value above: so clones that others hold are counted.
     handed_out: DeviceRange,
@@ -282,12 +283,12 @@ pub(super) struct Weights {
     bf16: Option<Arc<Bf16Weights>>,
 }
 
-/// Claims on the values if no caller has one: that of [`Weights`], and that of the range that it
-/// hands out.
+/// Claims on the values if no caller has one: that of [`DeviceWeights`], and that of the range that
+/// it hands out.
 const OWN_CLAIMS: usize = 2;
 
-impl Weights {
-    pub fn new(on: &Compute, host: &GroupedSwiGlu, staging: &mut HostStaging) -> Result<Self, Error> {
+impl DeviceWeights {
+    pub fn new(on: &Compute, host: &GroupedSwiGlu, staging: &mut StagingBuffer) -> Result<Self, Error> {
         let values = on.memory.alone(host.weights.len())?;
         staging.send(&on.stream, &values, &host.weights)?;
         let values = Arc::new(values);
@@ -297,7 +298,7 @@ impl Weights {
             Ok(Arc::new(Bf16Weights { values, sizes: Sizes::of(host), blas }))
         };
         let bf16 = on.bf16_products().map(copy).transpose()?;
-        Ok(Weights { values, handed_out, may_have_changed: AtomicBool::new(true), bf16 })
+        Ok(DeviceWeights { values, handed_out, may_have_changed: AtomicBool::new(true), bf16 })
     }
 
     /// For products of f32.
@@ -388,7 +389,7 @@ pub(super) struct Compute {
     pub kernels: LayerKernels,
     /// Those of dispatch and combine, for gradients of routing weights.
     pub exchange_kernels: Kernels,
-    pub memory: Arc<DeviceMemory>,
+    pub memory: Arc<LayerMemory>,
     blas: Option<Arc<Blas>>,
     products: Products,
 }
@@ -407,7 +408,7 @@ impl Compute {
                 Some(Arc::new(Blas::load(stream, &wheels::folders(fake_driver, Vec::new))?))
             }
         };
-        let memory = DeviceMemory::new(stream.context());
+        let memory = LayerMemory::new(stream.context());
         Ok(Compute { stream: Arc::clone(stream), kernels, exchange_kernels, memory, blas, products })
     }
 
@@ -449,7 +450,7 @@ pub(super) struct DeviceSegments<'a> {
 
 /// Gradients of gate and up.
 #[derive(Debug)]
-pub(super) enum Inner {
+pub(super) enum HiddenGradients {
     /// `[rows, ffn]` each.
     Apart([DeviceTensor; 2]),
     /// Side by side, `[rows, 2 * ffn]`.
@@ -459,7 +460,7 @@ pub(super) enum Inner {
 /// Tensors of a chunk, besides its rows, that gradients of weights are made of.
 #[derive(Debug)]
 pub(super) struct Differentials {
-    pub inner: Inner,
+    pub inner: HiddenGradients,
     pub act: DeviceTensor,
 }
 
@@ -471,16 +472,16 @@ pub(super) struct DeviceChunk<'a> {
     pub kept: &'a Differentials,
 }
 
-impl Inner {
+impl HiddenGradients {
     pub fn gate(&self) -> &DeviceTensor {
         match self {
-            Inner::Apart([gate, _]) | Inner::Joined(gate) => gate,
+            HiddenGradients::Apart([gate, _]) | HiddenGradients::Joined(gate) => gate,
         }
     }
 
     pub fn up(&self) -> &DeviceTensor {
         match self {
-            Inner::Apart([_, up]) | Inner::Joined(up) => up,
+            HiddenGradients::Apart([_, up]) | HiddenGradients::Joined(up) => up,
         }
     }
 }
@@ -504,16 +505,16 @@ pub(super) struct Gathered {
 }
 
 /// Rows for the gradients of weights: where a chunk has them, or copied together.
-pub(super) enum Rows<'a> {
+pub(super) enum GradientRows<'a> {
     InPlace(ByteSpan<'a>),
     Gathered(DeviceTensor),
 }
 
-impl Rows<'_> {
+impl GradientRows<'_> {
     pub fn span(&self) -> Result<ByteSpan<'_>, DeviceError> {
         match self {
-            Rows::InPlace(span) => Ok(*span),
-            Rows::Gathered(tensor) => tensor.span(),
+            GradientRows::InPlace(span) => Ok(*span),
+            GradientRows::Gathered(tensor) => tensor.span(),
         }
     }
 }
@@ -524,7 +525,7 @@ impl Gathered {
         experts: u32,
         chunks: usize,
         order: &GradientOrder,
-        staging: &mut HostStaging,
+        staging: &mut StagingBuffer,
     ) -> Result<Self, Error> {
         let (mut runs, mut rows) = (Vec::new(), 0);
         for run in (0..experts as usize).flat_map(|expert| order.runs(expert)) {
@@ -558,13 +559,13 @@ impl Gathered {
         on: &Compute,
         parts: impl Iterator<Item = Result<ByteSpan<'a>, DeviceError>>,
         row_bytes: u64,
-    ) -> Result<Rows<'a>, DeviceError> {
+    ) -> Result<GradientRows<'a>, DeviceError> {
         let parts = parts.collect::<Result<Vec<_>, _>>()?;
         if let (true, Some(&first)) = (self.in_place, parts.first()) {
-            return Ok(Rows::InPlace(first));
+            return Ok(GradientRows::InPlace(first));
         }
         let out = on.memory.take(u64::from(self.rows) * row_bytes)?;
         on.kernels.gather(&on.stream, (&self.runs, row_bytes), &parts, self.table.range(), out.span()?)?;
-        Ok(Rows::Gathered(out))
+        Ok(GradientRows::Gathered(out))
     }
 }

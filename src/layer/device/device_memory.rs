@@ -24,7 +24,7 @@ const STAGING: usize = 4 << 20;
 /// Memory of a device that grows with what a step needs, and stays. Weights are none of it: they
 /// have [allocations](Self::alone) of their own.
 #[derive(Debug)]
-pub(super) struct DeviceMemory {
+pub(super) struct LayerMemory {
     context: Arc<Context>,
     pieces: Mutex<Vec<(DeviceRange, Extents)>>,
 }
@@ -33,15 +33,15 @@ pub(super) struct DeviceMemory {
 /// goes back to the layer, for what is enqueued next on its stream.
 #[derive(Debug)]
 pub struct DeviceTensor {
-    memory: Arc<DeviceMemory>,
+    memory: Arc<LayerMemory>,
     piece: usize,
     offset: u64,
     range: DeviceRange,
 }
 
-impl DeviceMemory {
+impl LayerMemory {
     pub fn new(context: &Arc<Context>) -> Arc<Self> {
-        Arc::new(DeviceMemory { context: Arc::clone(context), pieces: Mutex::default() })
+        Arc::new(LayerMemory { context: Arc::clone(context), pieces: Mutex::default() })
     }
 
     /// So many bytes; their contents are undefined.
@@ -132,14 +132,14 @@ pub(super) fn from(range: &DeviceRange, offset: u64) -> Result<ByteSpan<'_>, Dev
 /// It never grows: the driver waits for its context when pinned memory is freed, and another stream
 /// may wait there for a call that this thread makes next.
 #[derive(Debug)]
-pub(super) struct HostStaging {
+pub(super) struct StagingBuffer {
     pinned: PinnedMemory,
     used: usize,
 }
 
-impl HostStaging {
+impl StagingBuffer {
     pub fn new(context: &Arc<Context>) -> Result<Self, DeviceError> {
-        Ok(HostStaging { pinned: PinnedMemory::new(context, STAGING)?, used: 0 })
+        Ok(StagingBuffer { pinned: PinnedMemory::new(context, STAGING)?, used: 0 })
     }
 
     /// Has the stream write these values to the front of `to`. They may be dropped at once. Waits

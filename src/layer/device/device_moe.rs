@@ -14,7 +14,7 @@ use std::sync::Arc;
 use super::device_experts::{
     Compute, DeviceSegments, DeviceSwiGlu, Products, Returned, RoutedSaved, SharedSaved,
 };
-use super::device_memory::{DeviceTensor, HostStaging, span};
+use super::device_memory::{DeviceTensor, StagingBuffer, span};
 use crate::device::{ByteSpan, DeviceRange, GroupSegments, Kernels, LayerKernels, Priority, Stream};
 use crate::dtype::Dtype;
 use crate::ep::{
@@ -23,7 +23,7 @@ use crate::ep::{
 };
 use crate::error::{CallKind, DeviceError, Error, LayerError, PlanError};
 use crate::gate::{Decision, Gate, GateConfig};
-use crate::layer::moe::{Plan, cause_of, next_instance, refused_alike};
+use crate::layer::moe::{OverlapSettings, cause_of, next_instance, refused_alike};
 use crate::layer::router_step::{Gated, Losses};
 use crate::layer::{Experts, GroupedSwiGlu, MoeLayerBuilder};
 use crate::overlap::{CudaExecutor, Graph, StreamPool};
@@ -56,7 +56,7 @@ use crate::world::WorldState;
 /// # }
 /// ```
 pub struct DeviceMoeLayer {
-    pub(super) mover: ExpertParallel,
+    pub(super) exchange: ExpertParallel,
     /// Gathers each rank's row counts for every expert in every chunk.
     pub(super) sources: RowCollective,
     pub(super) one_each: RowPartition,
@@ -65,19 +65,19 @@ pub struct DeviceMoeLayer {
     /// Whether the device chooses experts.
     pub(super) device_gate: bool,
     pub(super) router: DeviceRange,
-    pub(super) placed: Placed,
-    pub(super) staging: HostStaging,
+    pub(super) placed: PlacedExperts,
+    pub(super) staging: StagingBuffer,
     pub(super) pool: StreamPool,
     pub(super) max_tokens: u32,
-    pub(super) plan: Plan,
+    pub(super) plan: OverlapSettings,
     pub(super) world: Arc<WorldState>,
     /// Distinguishes tapes of different layers within this process.
     pub(super) instance: u64,
 }
 
-/// What nodes compute with.
+/// Experts on the device of a layer, and the kernels that they use.
 #[derive(Debug)]
-pub(super) struct Placed {
+pub(super) struct PlacedExperts {
     pub experts: DeviceSwiGlu,
     pub shared: Option<DeviceSwiGlu>,
     pub hidden: usize,
@@ -85,7 +85,7 @@ pub(super) struct Placed {
     pub compute: Compute,
 }
 
-impl Placed {
+impl PlacedExperts {
     pub fn row_bytes(&self) -> u64 {
         (self.hidden * self.dtype.size()) as u64
     }
@@ -229,7 +229,7 @@ impl DeviceMoeLayer {
     /// # Errors
     /// As [`ExpertParallel::synchronize`].
     pub fn synchronize(&self) -> Result<(), Error> {
-        let world = self.mover.synchronize();
+        let world = self.exchange.synchronize();
         self.stream().synchronize()?;
         world
     }
@@ -239,7 +239,7 @@ impl DeviceMoeLayer {
     pub(super) fn refuse(&mut self, call: CallKind, handle: Option<&Handle>, error: Error) -> Error {
         match error {
             Error::Device(DeviceError::Call { .. }) => self.world.fail(&[], error),
-            error => self.mover.refuse(call, handle, error),
+            error => self.exchange.refuse(call, handle, error),
         }
     }
 
@@ -265,7 +265,7 @@ impl DeviceMoeLayer {
         tensor: &DeviceRange,
         tokens: u64,
     ) -> Result<(), Error> {
-        let Placed { hidden, dtype, .. } = self.placed;
+        let PlacedExperts { hidden, dtype, .. } = self.placed;
         if tensor.len() != tokens * self.placed.row_bytes() {
             let (seen, rows) = (tensor.len() as usize / dtype.size(), tokens as usize);
             return Err(PlanError::WrongShape { what, seen, rows, columns: hidden }.into());
@@ -299,7 +299,7 @@ impl DeviceMoeLayer {
 
 impl std::fmt::Debug for DeviceMoeLayer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("DeviceMoeLayer").field("mover", &self.mover).field("plan", &self.plan).finish()
+        f.debug_struct("DeviceMoeLayer").field("exchange", &self.exchange).field("plan", &self.plan).finish()
     }
 }
 
@@ -319,21 +319,21 @@ pub struct DeviceTape {
     pub(super) gated: Gated,
     /// By which the device chose, f32 `[tokens, experts]`. None where the host did.
     pub(super) logits: Option<DeviceTensor>,
-    pub(super) chunks: Vec<ChunkTape>,
+    pub(super) chunks: Vec<DeviceChunkTape>,
     /// By the shared expert.
     pub(super) shared: Option<SharedSaved>,
 }
 
 /// A chunk that experts have gone through.
 #[derive(Debug)]
-pub(super) struct ChunkTape {
-    pub received: Received,
-    pub made: Made,
+pub(super) struct DeviceChunkTape {
+    pub received: DeviceReceivedChunk,
+    pub made: DeviceGroupOutputs,
 }
 
-/// What came with a chunk's dispatch.
+/// Layout and routing weights of the rows of a chunk.
 #[derive(Debug)]
-pub(super) struct Received {
+pub(super) struct DeviceReceivedChunk {
     pub handle: Handle,
     /// Routing weights of the rows, f32.
     pub weights: DeviceRange,
@@ -343,7 +343,7 @@ pub(super) struct Received {
 
 /// Rows that experts took from a chunk, and tensors that they kept for the gradients.
 #[derive(Debug)]
-pub(super) struct Made {
+pub(super) struct DeviceGroupOutputs {
     pub rows: FactorRows,
     pub saved: RoutedSaved,
 }
@@ -366,7 +366,7 @@ impl FactorRows {
     }
 }
 
-impl Received {
+impl DeviceReceivedChunk {
     /// Rows of these experts, as they take them.
     pub fn segments<'a>(&'a self, rows: &'a FactorRows) -> Result<DeviceSegments<'a>, DeviceError> {
         let counts = GroupSegments {
@@ -413,9 +413,9 @@ pub struct DeviceMoeLayerBuilder<'g> {
 struct Prepared<'g> {
     pool: StreamPool,
     exchange: ExpertParallelBuilder<'g>,
-    placed: Placed,
+    placed: PlacedExperts,
     router: DeviceRange,
-    staging: HostStaging,
+    staging: StagingBuffer,
     gate: Gate,
 }
 
@@ -499,10 +499,10 @@ impl<'g> DeviceMoeLayerBuilder<'g> {
         let told = group.alike(&settings);
         let Prepared { pool, exchange, placed, router, staging, gate } = prepared?;
         told?;
-        let mover = exchange.build()?;
-        let (sources, one_each) = self.settings.sources(mover.expert_map())?;
+        let exchange = exchange.build()?;
+        let (sources, one_each) = self.settings.sources(exchange.expert_map())?;
         Ok(DeviceMoeLayer {
-            mover,
+            exchange,
             sources,
             one_each,
             gate,
@@ -528,14 +528,15 @@ impl<'g> DeviceMoeLayerBuilder<'g> {
             _ => &self.stream,
         };
         let in_flight = settings.plan.chunks.max(1).saturating_mul(self.tapes.saturating_add(1));
-        let exchange = settings.exchange().on(transfers).max_in_flight(in_flight).priority(self.priority);
+        let exchange =
+            settings.exchange_builder().on(transfers).max_in_flight(in_flight).priority(self.priority);
         let exchange = exchange.heap_load(self.heap_load());
         let exchange = self.device_heap.into_iter().fold(exchange, ExpertParallelBuilder::device_heap);
         let exchange = self.max_blocks.into_iter().fold(exchange, ExpertParallelBuilder::max_blocks);
         let kernels = LayerKernels::load(context)?.max_blocks(self.max_blocks);
         let exchange_kernels = Kernels::load(context)?.max_blocks(self.max_blocks);
         let compute = Compute::new(&self.stream, (kernels, exchange_kernels), self.products)?;
-        let mut staging = HostStaging::new(context)?;
+        let mut staging = StagingBuffer::new(context)?;
         let experts = DeviceSwiGlu::new(&compute, swiglu(settings.experts()?)?, &mut staging)?;
         let shared = match &settings.shared {
             Some(shared) => Some(DeviceSwiGlu::new(&compute, swiglu(&**shared)?, &mut staging)?),
@@ -547,7 +548,7 @@ impl<'g> DeviceMoeLayerBuilder<'g> {
             None => staging.send(&compute.stream, &router, &vec![0.0_f32; router.len() as usize / 4])?,
         }
         let (hidden, dtype) = (settings.hidden, settings.dtype);
-        let placed = Placed { experts, shared, hidden, dtype, compute };
+        let placed = PlacedExperts { experts, shared, hidden, dtype, compute };
         Ok(Prepared { pool, exchange, placed, router, staging, gate: Gate::new(settings.gate.clone())? })
     }
 

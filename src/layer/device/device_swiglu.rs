@@ -24,7 +24,7 @@
 
 use std::sync::Arc;
 
-use super::device_experts::{Compute, DeviceSegments, Differentials, Inner, Sizes};
+use super::device_experts::{Compute, DeviceSegments, Differentials, HiddenGradients, Sizes};
 use super::device_memory::{DeviceTensor, from};
 use crate::device::{Bf16Product, Blas, ByteSpan, Columns, DeviceRange, MatmulArgs, MatmulShape, SwigluRows};
 use crate::dtype::Dtype;
@@ -115,7 +115,7 @@ impl F32Weights<'_> {
         on.kernels.swiglu_backward(&on.stream, self.inner(rows.rows), all)?;
         self.product(on, rows, (gate.span()?, of_rows.span()?), F32Matrix::Gate.transposed())?;
         self.product(on, rows, (up.span()?, of_rows.span()?), F32Matrix::Up.transposed().added())?;
-        Ok((of_rows, Differentials { inner: Inner::Apart([gate, up]), act }))
+        Ok((of_rows, Differentials { inner: HiddenGradients::Apart([gate, up]), act }))
     }
 
     /// Rows times a matrix of their expert, or its transpose.
@@ -261,6 +261,6 @@ impl Bf16Saved {
         let between = by.between(rows.rows, [inner.span()?, act.span()?], routing);
         on.kernels.swiglu_backward_bf16(&on.stream, &between, of_routing)?;
         by.product(on, rows, (inner.span()?, out), transposed(Bf16Matrix::GateUp))?;
-        Ok(Differentials { inner: Inner::Joined(inner), act })
+        Ok(Differentials { inner: HiddenGradients::Joined(inner), act })
     }
 }

@@ -4,8 +4,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::device_experts::{DeviceChunk, Differentials, RoutedSaved, SharedSaved};
-use super::device_memory::{DeviceTensor, HostStaging, span};
-use super::device_moe::{ChunkTape, FactorRows, Made, Placed};
+use super::device_memory::{DeviceTensor, StagingBuffer, span};
+use super::device_moe::{DeviceChunkTape, DeviceGroupOutputs, FactorRows, PlacedExperts};
 use super::{DeviceMoeLayer, DeviceTape};
 use crate::device::{AccumulateArgs, ByteSpan, DeviceRange, MatmulArgs, MatmulShape, Stream};
 use crate::dtype::Dtype;
@@ -45,67 +45,67 @@ impl<'a> DeviceGradients<'a> {
     }
 }
 
-/// What nodes work on.
-struct Step<'s> {
-    placed: &'s Placed,
-    mover: Handoff<&'s mut ExpertParallel>,
+/// Inputs of the nodes.
+struct BackwardStep<'s> {
+    placed: &'s PlacedExperts,
+    exchange: Handoff<&'s mut ExpertParallel>,
     sources: Handoff<(&'s mut RowCollective, &'s RowPartition)>,
-    staging: Handoff<&'s mut HostStaging>,
+    staging: Handoff<&'s mut StagingBuffer>,
     of_out: &'s DeviceRange,
     into: DeviceGradients<'s>,
     x: &'s DeviceTensor,
     x_factors: Option<DeviceTensor>,
-    counted: Counted,
+    counted: SlotCounts,
     order: Handoff<GradientOrder>,
-    chunks: Vec<Places>,
+    chunks: Vec<ChunkGradients>,
     /// By the shared expert, with the gradients of its outputs and through it.
     saved: Handoff<SharedSaved>,
-    beside: Handoff<Beside>,
+    of_shared_expert: Handoff<SharedGradients>,
 }
 
 /// This rank's rows for each slot, chunk after chunk, how many slots there are, and its own.
-struct Counted {
+struct SlotCounts {
     choices: Vec<u32>,
     slots: usize,
     own: Range<usize>,
 }
 
-/// What the shared expert leaves.
-struct Beside {
+/// Results of the shared expert.
+struct SharedGradients {
     of_x: DeviceTensor,
     of_outputs: FactorRows,
     kept: Differentials,
 }
 
-/// What nodes leave to each other, of one chunk.
-struct Places {
-    tape: ChunkPlace,
+/// Values that nodes leave to each other, of one chunk.
+struct ChunkGradients {
+    tape: ChunkInputs,
     /// Gradients of the combined rows, as they came, until all is joined.
     came: Handoff<ExpertRows>,
     differentials: Handoff<(FactorRows, Differentials)>,
     of_weights: Handoff<DeviceTensor>,
     of_rows: Handoff<Result<ExpertOutput, Error>>,
-    home: Home,
+    returned: ChunkReturnTensors,
 }
 
-/// What returns to all tokens: memory that transfers write.
-struct Homes {
-    chunks: Vec<Home>,
+/// Gradients that return to all tokens: memory that transfers write.
+struct ReturnTensors {
+    chunks: Vec<ChunkReturnTensors>,
     /// Gradients of all routing weights, chunk after chunk.
     of_choices: DeviceTensor,
 }
 
-/// What returns to the tokens of a chunk.
-struct Home {
+/// Gradients that return to the tokens of a chunk.
+struct ChunkReturnTensors {
     tokens: Range<usize>,
     /// Gradients of the tokens, in the element type, and of their routing weights.
     of_tokens: DeviceTensor,
     of_choices: DeviceRange,
 }
 
-/// What the tape has of a chunk.
-struct ChunkPlace {
-    received: super::device_moe::Received,
+/// Part of the tape of a chunk.
+struct ChunkInputs {
+    received: super::device_moe::DeviceReceivedChunk,
     rows: FactorRows,
     saved: Handoff<RoutedSaved>,
 }
@@ -125,25 +125,25 @@ impl DeviceMoeLayer {
     ) -> Result<(), Error> {
         let prepared = self.check_backward(&tape, of_out, into).and_then(|()| {
             self.placed.refresh()?;
-            self.homes(&tape)
+            self.returns(&tape)
         });
-        let Homes { chunks: homes, of_choices } = match prepared {
-            Ok(homes) => homes,
+        let ReturnTensors { chunks: returns, of_choices } = match prepared {
+            Ok(returns) => returns,
             Err(error) => return Err(self.refuse_backward(&tape, error)),
         };
         let DeviceTape { x, x_factors, mut gated, logits, chunks, shared, .. } = tape;
-        let DeviceMoeLayer { mover, sources, one_each, placed, staging, pool, plan, world, .. } = self;
-        let slices: Vec<_> = homes.iter().map(|home| home.tokens.clone()).collect();
-        let map = mover.expert_map();
-        let own = map.slots_of(mover.rank());
-        let counted = Counted {
-            choices: own_row_counts(mover, &gated.decision, &slices),
+        let DeviceMoeLayer { exchange, sources, one_each, placed, staging, pool, plan, world, .. } = self;
+        let slices: Vec<_> = returns.iter().map(|returned| returned.tokens.clone()).collect();
+        let map = exchange.expert_map();
+        let own = map.slots_of(exchange.rank());
+        let counted = SlotCounts {
+            choices: own_row_counts(exchange, &gated.decision, &slices),
             slots: map.slots() as usize,
             own: own.start as usize..own.end as usize,
         };
-        let step = Step {
+        let step = BackwardStep {
             placed,
-            mover: Handoff::new(mover),
+            exchange: Handoff::new(exchange),
             sources: Handoff::new((sources, one_each)),
             staging: Handoff::new(staging),
             of_out,
@@ -152,34 +152,35 @@ impl DeviceMoeLayer {
             x_factors,
             counted,
             order: Handoff::empty(),
-            chunks: chunks.into_iter().zip(homes).map(Places::new).collect(),
+            chunks: chunks.into_iter().zip(returns).map(ChunkGradients::new).collect(),
             saved: shared.map_or_else(Handoff::empty, Handoff::new),
-            beside: Handoff::empty(),
+            of_shared_expert: Handoff::empty(),
         };
         let (cut, turns) = (pass_order::ChunkCounts { transfers: 1, ..plan.cut() }, plan.turns());
         let on = (&*pool, &placed.compute.stream, plan.overlap);
         Self::run(on, pass_order::backward(&step, cut, turns), world)?;
-        let chunks: Vec<_> = step.chunks.into_iter().map(|places| places.home).collect();
-        let beside = step.beside.into_inner().map(|beside| beside.of_x);
-        let passed = self
-            .bring_logits(&mut gated, logits)
-            .and_then(|()| self.through_router(&x, &gated, (&Homes { chunks, of_choices }, beside), into));
+        let chunks: Vec<_> = step.chunks.into_iter().map(|places| places.returned).collect();
+        let of_shared_expert =
+            step.of_shared_expert.into_inner().map(|of_shared_expert| of_shared_expert.of_x);
+        let passed = self.bring_logits(&mut gated, logits).and_then(|()| {
+            self.through_router(&x, &gated, (&ReturnTensors { chunks, of_choices }, of_shared_expert), into)
+        });
         // All ranks have made their transfers: there is no call left to refuse.
         passed.map_err(|error| self.world.fail(&[], error))
     }
 
     /// Memory that transfers write, so taken before the graph begins.
-    fn homes(&self, tape: &DeviceTape) -> Result<Homes, Error> {
+    fn returns(&self, tape: &DeviceTape) -> Result<ReturnTensors, Error> {
         let (placed, k) = (&self.placed, tape.gated.decision.top_k() as usize);
         let (memory, of_token) = (&placed.compute.memory, k as u64 * 4);
         let of_choices = memory.words(tape.gated.tokens() * k)?;
-        let home = |tokens: Range<usize>| {
+        let returned = |tokens: Range<usize>| {
             let of_tokens = memory.take(tokens.len() as u64 * placed.row_bytes())?;
             let (first, len) = (tokens.start as u64 * of_token, tokens.len() as u64 * of_token);
-            Ok(Home { of_tokens, of_choices: of_choices.range().part(first, len)?, tokens })
+            Ok(ChunkReturnTensors { of_tokens, of_choices: of_choices.range().part(first, len)?, tokens })
         };
-        let chunks = self.plan.slices(tape.gated.tokens()).map(home).collect::<Result<_, Error>>()?;
-        Ok(Homes { chunks, of_choices })
+        let chunks = self.plan.slices(tape.gated.tokens()).map(returned).collect::<Result<_, Error>>()?;
+        Ok(ReturnTensors { chunks, of_choices })
     }
 
     /// Logits to the host, where the device chose by them.
@@ -196,11 +197,11 @@ impl DeviceMoeLayer {
         &mut self,
         x: &DeviceTensor,
         gated: &Gated,
-        (homes, beside): (&Homes, Option<DeviceTensor>),
+        (returns, of_shared_expert): (&ReturnTensors, Option<DeviceTensor>),
         into: DeviceGradients<'_>,
     ) -> Result<(), Error> {
         let (placed, compute) = (&self.placed, &self.placed.compute);
-        let of_weights: Vec<f32> = self.staging.receive(&compute.stream, homes.of_choices.range())?;
+        let of_weights: Vec<f32> = self.staging.receive(&compute.stream, returns.of_choices.range())?;
         // The stream of a failed world goes on with values that are invalid.
         self.world.hub.health().check()?;
         let of_logits = gated.logits_backward(self.gate.config(), &of_weights)?;
@@ -228,17 +229,20 @@ impl DeviceMoeLayer {
         let (a, b, out) = (x.span()?, sent.span()?, span(into.router)?);
         let product = MatmulArgs { a, b, out, shape, segments: None, add: false };
         compute.router_product(&product)?;
-        for Home { tokens, of_tokens, .. } in &homes.chunks {
+        for ChunkReturnTensors { tokens, of_tokens, .. } in &returns.chunks {
             let wide = placed.hidden as u64 * 4;
             let (first, len) = (tokens.start as u64 * wide, tokens.len() as u64 * wide);
             let out = placed.part(into.x, tokens)?;
-            let beside = beside.as_ref().map(|beside| beside.range().span(first, len)).transpose()?;
+            let of_shared_expert = of_shared_expert
+                .as_ref()
+                .map(|of_shared_expert| of_shared_expert.range().span(first, len))
+                .transpose()?;
             let sum = AccumulateArgs {
                 count: (tokens.len() * placed.hidden) as u64,
                 dtype: placed.dtype,
                 rows: of_tokens.span()?,
                 residual: None,
-                more: [beside, Some(of_x.range().span(first, len)?)],
+                more: [of_shared_expert, Some(of_x.range().span(first, len)?)],
                 out: span(&out)?,
             };
             compute.kernels.accumulate(&compute.stream, &sum)?;
@@ -267,7 +271,7 @@ impl DeviceMoeLayer {
         self.check_rows("gradients of the output", of_out, tokens)?;
         self.check_rows("gradients of tokens", into.x, tokens)?;
         self.check_words("gradients of the router", into.router, &self.router)?;
-        let Placed { experts, shared, .. } = &self.placed;
+        let PlacedExperts { experts, shared, .. } = &self.placed;
         self.check_words("gradients of experts", into.experts, experts.weights().values())?;
         match (shared.as_ref().map(|shared| shared.weights().values()), into.shared) {
             (Some(weights), Some(shared)) => {
@@ -283,21 +287,21 @@ impl DeviceMoeLayer {
     }
 }
 
-impl Places {
-    fn new((tape, home): (ChunkTape, Home)) -> Self {
-        let ChunkTape { received, made: Made { rows, saved } } = tape;
-        Places {
-            tape: ChunkPlace { received, rows, saved: Handoff::new(saved) },
+impl ChunkGradients {
+    fn new((tape, returned): (DeviceChunkTape, ChunkReturnTensors)) -> Self {
+        let DeviceChunkTape { received, made: DeviceGroupOutputs { rows, saved } } = tape;
+        ChunkGradients {
+            tape: ChunkInputs { received, rows, saved: Handoff::new(saved) },
             came: Handoff::empty(),
             differentials: Handoff::empty(),
             of_weights: Handoff::empty(),
             of_rows: Handoff::empty(),
-            home,
+            returned,
         }
     }
 }
 
-impl Step<'_> {
+impl BackwardStep<'_> {
     /// The tokens, as the shared expert takes them.
     fn x_factors(&self) -> Result<ByteSpan<'_>, DeviceError> {
         self.x_factors.as_ref().unwrap_or(self.x).span()
@@ -308,16 +312,16 @@ impl Step<'_> {
     }
 }
 
-impl BackwardOps<Arc<Stream>> for Step<'_> {
+impl BackwardOps<Arc<Stream>> for BackwardStep<'_> {
     fn combine(&self, chunk: usize, _: &Arc<Stream>) -> Result<(), Error> {
-        let Places { tape, came, home, .. } = &self.chunks[chunk];
-        let of_out = self.placed.part(self.of_out, &home.tokens)?;
+        let ChunkGradients { tape, came, returned, .. } = &self.chunks[chunk];
+        let of_out = self.placed.part(self.of_out, &returned.tokens)?;
         let of_out = Tensor::device(&of_out, self.placed.dtype);
-        came.put(self.mover.with(|ep| ep.combine_backward_into(of_out, &tape.received.handle, None))?)
+        came.put(self.exchange.with(|ep| ep.combine_backward_into(of_out, &tape.received.handle, None))?)
     }
 
     fn sources(&self, _: &Arc<Stream>) -> Result<(), Error> {
-        let Counted { choices, slots, own } = &self.counted;
+        let SlotCounts { choices, slots, own } = &self.counted;
         let came = || self.chunks.iter().map(|places| places.tape.received.handle.tokens_per_expert());
         // Rows of a single chunk are in order: it makes no difference that ranks sent them.
         let counts = if self.chunks.len() == 1 {
@@ -354,15 +358,15 @@ impl BackwardOps<Arc<Stream>> for Step<'_> {
     }
 
     fn dispatch(&self, chunk: usize, _: &Arc<Stream>) -> Result<(), Error> {
-        let Places { tape, of_weights, of_rows, home, .. } = &self.chunks[chunk];
+        let ChunkGradients { tape, of_weights, of_rows, returned, .. } = &self.chunks[chunk];
         let handle = &tape.received.handle;
-        let to = TensorMut::device(home.of_tokens.range(), self.placed.dtype);
-        let choices = TensorMut::device(&home.of_choices, Dtype::F32);
+        let to = TensorMut::device(returned.of_tokens.range(), self.placed.dtype);
+        let choices = TensorMut::device(&returned.of_choices, Dtype::F32);
         let output = of_rows.take()?;
         // Its memory stays until all is joined.
         of_weights.with(|of_weights| {
             let of_weights = Tensor::device(of_weights.range(), Dtype::F32);
-            self.mover.with(|ep| match output {
+            self.exchange.with(|ep| match output {
                 Ok(output) => ep.dispatch_backward_into(output, Some(of_weights), handle, to, Some(choices)),
                 Err(error) => Err(ep.refuse(CallKind::DispatchBackward, Some(handle), error)),
             })
@@ -390,12 +394,12 @@ impl BackwardOps<Arc<Stream>> for Step<'_> {
         let (saved, of_outputs) = (self.saved.take()?, self.placed.factors(self.of_out)?);
         let (of_x, kept) =
             shared.rows_backward_shared(&self.placed.compute, rows, saved, of_outputs.span()?)?;
-        self.beside.put(Beside { of_x, of_outputs, kept })
+        self.of_shared_expert.put(SharedGradients { of_x, of_outputs, kept })
     }
 
     fn shared_weights(&self) -> Result<(), Error> {
         let (Some(shared), Some(into)) = (&self.placed.shared, self.into.shared) else { return Ok(()) };
-        self.beside.with(|Beside { of_outputs, kept, .. }| {
+        self.of_shared_expert.with(|SharedGradients { of_outputs, kept, .. }| {
             let chunk = DeviceChunk { rows: self.x_factors()?, of_outputs: of_outputs.span()?, kept };
             let order = GradientOrder::whole(self.tokens());
             self.staging.with(|staging| {

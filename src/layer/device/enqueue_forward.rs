@@ -5,14 +5,14 @@ use std::sync::{Arc, OnceLock};
 
 use super::device_experts::SharedSaved;
 use super::device_memory::{DeviceTensor, span};
-use super::device_moe::{ChunkTape, Made, Placed, Received};
+use super::device_moe::{DeviceChunkTape, DeviceGroupOutputs, DeviceReceivedChunk, PlacedExperts};
 use super::{DeviceMoeLayer, DeviceTape};
 use crate::device::{AccumulateArgs, DeviceRange, GateArgs, MatmulArgs, MatmulShape, Stream};
 use crate::ep::{Choices, ExpertOutput, ExpertParallel, ExpertRows, Tensor, TensorMut};
 use crate::error::{CallKind, DeviceError, Error, OverlapError, PlanError};
 use crate::gate::ScoreFunction;
 use crate::layer::Input;
-use crate::layer::moe::Plan;
+use crate::layer::moe::OverlapSettings;
 use crate::layer::pass_order::{self, ForwardOps};
 use crate::layer::router_step::{GateOptions, Gated};
 use crate::overlap::Handoff;
@@ -43,24 +43,24 @@ fn halves(range: &DeviceRange, words: usize) -> Result<[DeviceRange; 2], DeviceE
     Ok([range.part(0, bytes)?, range.part(bytes, bytes)?])
 }
 
-/// What nodes work on.
-struct Step<'s> {
-    placed: &'s Placed,
-    mover: Handoff<&'s mut ExpertParallel>,
+/// Inputs of the nodes.
+struct ForwardStep<'s> {
+    placed: &'s PlacedExperts,
+    exchange: Handoff<&'s mut ExpertParallel>,
     input: Input<'s, DeviceRange>,
     out: &'s DeviceRange,
     routed: &'s Routed,
-    beside: Handoff<(DeviceTensor, SharedSaved)>,
-    chunks: Vec<Places>,
+    of_shared_expert: Handoff<(DeviceTensor, SharedSaved)>,
+    chunks: Vec<ChunkOutputs>,
 }
 
-/// What nodes leave to each other, of one chunk.
-struct Places {
+/// Values that nodes leave to each other, of one chunk.
+struct ChunkOutputs {
     tokens: Range<usize>,
-    received: OnceLock<Received>,
+    received: OnceLock<DeviceReceivedChunk>,
     /// What came. Rows that were widened stay until the stream of transfers is behind that.
     rows: Handoff<ExpertRows>,
-    made: Handoff<Made>,
+    made: Handoff<DeviceGroupOutputs>,
     /// Where peers read, or why there is no room.
     output: Handoff<Result<ExpertOutput, Error>>,
 }
@@ -89,8 +89,8 @@ impl DeviceMoeLayer {
             Ok(routed) => routed,
             Err(error) => return Err(self.refuse(CallKind::Dispatch, None, error)),
         };
-        let DeviceMoeLayer { mover, placed, pool, plan, world, instance, .. } = self;
-        let step = Step::new(placed, mover, (*input, out), &routed, plan);
+        let DeviceMoeLayer { exchange, placed, pool, plan, world, instance, .. } = self;
+        let step = ForwardStep::new(placed, exchange, (*input, out), &routed, plan);
         let (cut, turns) = (pass_order::ChunkCounts { transfers: 1, ..plan.cut() }, plan.turns());
         let on = (&*pool, &placed.compute.stream, plan.overlap);
         Self::run(on, pass_order::forward(&step, cut, turns), world)?;
@@ -132,8 +132,8 @@ impl DeviceMoeLayer {
         let logits = self.staging.receive(&compute.stream, logits.range())?;
         // The stream of a failed world goes on with values that are invalid.
         self.world.hub.health().check()?;
-        let Input { bias, used, training, draw, .. } = *input;
-        let options = GateOptions { bias, used, training, draw };
+        let Input { bias, token_mask, training, draw, .. } = *input;
+        let options = GateOptions { bias, token_mask, training, draw };
         let gated = Gated::new(&mut self.gate, &self.losses, logits, options)?;
         let [experts, weights] = halves(choices.range(), count)?;
         self.staging.send(&compute.stream, &experts, gated.decision.experts())?;
@@ -150,27 +150,28 @@ impl DeviceMoeLayer {
         (choices, count): (&DeviceTensor, usize),
     ) -> Result<Option<Gated>, Error> {
         let (compute, config) = (&self.placed.compute, self.gate.config());
-        let Input { bias, used, .. } = *input;
+        let Input { bias, token_mask, .. } = *input;
         let tokens = count / config.top_k as usize;
         let good = |bias: &[f32]| {
             let finite = bias.iter().all(|value| value.is_finite());
             finite && bias.len() == config.experts as usize && config.score != ScoreFunction::SoftmaxOfChosen
         };
-        if !self.device_gate || !bias.is_none_or(good) || used.is_some_and(|used| used.len() != tokens) {
+        if !self.device_gate || !bias.is_none_or(good) || token_mask.is_some_and(|mask| mask.len() != tokens)
+        {
             return Ok(None);
         }
         let (stream, memory, range) = (&compute.stream, &compute.memory, choices.range());
-        let (of_bias, of_used) = (memory.words(config.experts as usize)?, memory.take(tokens as u64)?);
+        let (of_bias, of_mask) = (memory.words(config.experts as usize)?, memory.take(tokens as u64)?);
         bias.map_or(Ok(()), |bias| self.staging.send(stream, of_bias.range(), bias))?;
-        let flags = used.map(|used| used.iter().map(|&used| used.into()).collect::<Vec<u8>>());
-        flags.map_or(Ok(()), |flags| self.staging.send(stream, of_used.range(), &flags))?;
+        let flags = token_mask.map(|mask| mask.iter().map(|&chooses| chooses.into()).collect::<Vec<u8>>());
+        flags.map_or(Ok(()), |flags| self.staging.send(stream, of_mask.range(), &flags))?;
         let ([experts, weights], status) = (halves(range, count)?, range.part(count as u64 * 8, 4)?);
         self.staging.send(stream, &status, &[0_u32])?;
         let gate = GateArgs {
             tokens: tokens as u32,
             logits: logits.span()?,
             bias: bias.map(|_| of_bias.span()).transpose()?,
-            used: used.map(|_| of_used.span()).transpose()?,
+            used: token_mask.map(|_| of_mask.span()).transpose()?,
             experts: span(&experts)?,
             weights: span(&weights)?,
             status: status.word(0)?,
@@ -188,15 +189,15 @@ impl DeviceMoeLayer {
     }
 }
 
-impl<'s> Step<'s> {
+impl<'s> ForwardStep<'s> {
     fn new(
-        placed: &'s Placed,
-        mover: &'s mut ExpertParallel,
+        placed: &'s PlacedExperts,
+        exchange: &'s mut ExpertParallel,
         (input, out): (Input<'s, DeviceRange>, &'s DeviceRange),
         routed: &'s Routed,
-        plan: &Plan,
+        plan: &OverlapSettings,
     ) -> Self {
-        let chunk = |tokens| Places {
+        let chunk = |tokens| ChunkOutputs {
             tokens,
             received: OnceLock::new(),
             rows: Handoff::empty(),
@@ -204,47 +205,58 @@ impl<'s> Step<'s> {
             output: Handoff::empty(),
         };
         let chunks = plan.slices(routed.gated.tokens()).map(chunk).collect();
-        Step { placed, mover: Handoff::new(mover), input, out, routed, beside: Handoff::empty(), chunks }
+        ForwardStep {
+            placed,
+            exchange: Handoff::new(exchange),
+            input,
+            out,
+            routed,
+            of_shared_expert: Handoff::empty(),
+            chunks,
+        }
     }
 
     /// The values for the gradients, once all is enqueued and streams are joined.
-    fn kept(self) -> Result<(Vec<ChunkTape>, Option<SharedSaved>), Error> {
-        let kept = |places: Places| {
-            Some(ChunkTape { received: places.received.into_inner()?, made: places.made.into_inner()? })
+    fn kept(self) -> Result<(Vec<DeviceChunkTape>, Option<SharedSaved>), Error> {
+        let kept = |places: ChunkOutputs| {
+            Some(DeviceChunkTape { received: places.received.into_inner()?, made: places.made.into_inner()? })
         };
         let chunks = self.chunks.into_iter().map(kept).collect::<Option<_>>();
-        let shared = self.beside.into_inner().map(|(_, saved)| saved);
+        let shared = self.of_shared_expert.into_inner().map(|(_, saved)| saved);
         Ok((chunks.ok_or(OverlapError::HandoffEmpty)?, shared))
     }
 }
 
-impl Places {
-    fn received(&self) -> Result<&Received, Error> {
+impl ChunkOutputs {
+    fn received(&self) -> Result<&DeviceReceivedChunk, Error> {
         Ok(self.received.get().ok_or(OverlapError::HandoffEmpty)?)
     }
 }
 
-impl ForwardOps<Arc<Stream>> for Step<'_> {
+impl ForwardOps<Arc<Stream>> for ForwardStep<'_> {
     fn dispatch(&self, chunk: usize, _: &Arc<Stream>) -> Result<(), Error> {
-        let Places { tokens, received, rows: of_chunk, .. } = &self.chunks[chunk];
+        let ChunkOutputs { tokens, received, rows: of_chunk, .. } = &self.chunks[chunk];
         let (placed, k) = (self.placed, u64::from(self.routed.gated.decision.top_k()) * 4);
         let x = placed.part(self.input.x, tokens)?;
         let (first, len) = (tokens.start as u64 * k, tokens.len() as u64 * k);
         let [experts, weights] = self.routed.experts_and_weights()?;
         let (experts, weights) = (experts.part(first, len)?, weights.part(first, len)?);
         let choices = Choices::Device { experts: &experts, weights: &weights };
-        let (rows, handle) = self.mover.with(|ep| ep.dispatch(Tensor::device(&x, placed.dtype), choices))?;
+        let (rows, handle) =
+            self.exchange.with(|ep| ep.dispatch(Tensor::device(&x, placed.dtype), choices))?;
         let (weights, counts) = (rows.weights()?, rows.counts()?);
         let counts = counts.part(0, handle.tokens_per_expert().len() as u64 * 16)?;
         of_chunk.put(rows)?;
-        received.set(Received { handle, weights, counts }).map_err(|_| OverlapError::HandoffInUse.into())
+        received
+            .set(DeviceReceivedChunk { handle, weights, counts })
+            .map_err(|_| OverlapError::HandoffInUse.into())
     }
 
     fn shared(&self) -> Result<(), Error> {
         let Some(shared) = &self.placed.shared else { return Ok(()) };
         let Routed { x, x_factors, gated, .. } = self.routed;
         let rows = self.placed.all(x_factors.as_ref().unwrap_or(x).span()?, gated.tokens());
-        self.beside.put(shared.forward_shared(&self.placed.compute, rows)?)
+        self.of_shared_expert.put(shared.forward_shared(&self.placed.compute, rows)?)
     }
 
     fn experts(&self, chunk: usize, _: usize) -> Result<(), Error> {
@@ -256,7 +268,7 @@ impl ForwardOps<Arc<Stream>> for Step<'_> {
         let (segments, returned) = (received.segments(&rows)?, placed.returned(&output)?);
         let saved = placed.experts.forward(&placed.compute, segments, weights, returned)?;
         places.output.put(output)?;
-        places.made.put(Made { rows, saved })
+        places.made.put(DeviceGroupOutputs { rows, saved })
     }
 
     fn combine(&self, chunk: usize, _: &Arc<Stream>) -> Result<(), Error> {
@@ -264,7 +276,7 @@ impl ForwardOps<Arc<Stream>> for Step<'_> {
         let handle = &places.received()?.handle;
         let out = self.placed.part(self.out, &places.tokens)?;
         let output = places.output.take()?;
-        self.mover.with(|ep| match output {
+        self.exchange.with(|ep| match output {
             Ok(output) => ep.combine_into(output, handle, TensorMut::device(&out, self.placed.dtype)),
             Err(error) => Err(ep.refuse(CallKind::Combine, Some(handle), error)),
         })
@@ -288,7 +300,7 @@ impl ForwardOps<Arc<Stream>> for Step<'_> {
             Ok(placed.compute.kernels.accumulate(&placed.compute.stream, &sum)?)
         };
         match (&placed.shared, &residual) {
-            (Some(_), _) => self.beside.with(|(shared, _)| sum(Some(shared))),
+            (Some(_), _) => self.of_shared_expert.with(|(shared, _)| sum(Some(shared))),
             (None, Some(_)) => sum(None),
             (None, None) => Ok(()),
         }

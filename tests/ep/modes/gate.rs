@@ -96,14 +96,14 @@ fn kept_as_the_policy_says(config: &GateConfig, decided: &Decided) {
         for expert in 0..config.experts as i32 {
             let by_token = tokens.clone().flat_map(|token| token * k..(token + 1) * k);
             let by_choice = (0..k).flat_map(|choice| tokens.clone().map(move |token| token * k + choice));
-            let all: Vec<usize> = match capacity.keep {
+            let all: Vec<usize> = match capacity.drop_policy {
                 DropPolicy::FirstChoices => by_choice.filter(|&at| decided.choices[at] == expert).collect(),
                 _ => by_token.filter(|&at| decided.choices[at] == expert).collect(),
             };
             let kept: Vec<usize> =
                 all.iter().copied().filter(|&at| decided.tokens.ids[at] == expert).collect();
             assert_eq!(kept.len(), all.len().min(rows), "{config:?}");
-            if matches!(capacity.keep, DropPolicy::FirstChoices | DropPolicy::Position) {
+            if matches!(capacity.drop_policy, DropPolicy::FirstChoices | DropPolicy::Position) {
                 assert_eq!(kept, all[..kept.len()], "{config:?}");
             }
         }

@@ -56,7 +56,7 @@ fn capacity(room: &Room, preset: Option<Capacity>) -> Capacity {
         .with_rule(rule)
         .with_minimum(room.minimum)
         .with_align(room.align.unwrap_or(preset.align))
-        .with_keep(room.keep)
+        .with_drop_policy(room.keep)
         .with_groups(room.local_groups.unwrap_or(1))
 }
 
@@ -65,8 +65,9 @@ fn capacity(room: &Room, preset: Option<Capacity>) -> Capacity {
 pub fn placed_by(case: &Case) -> Capacity {
     let dropless = Capacity::new(CapacityRule::Needed, DropPolicy::Position);
     let capacity = config(case).capacity.unwrap_or(dropless);
-    let keep = if capacity.keep == DropPolicy::Random { DropPolicy::Score } else { capacity.keep };
-    capacity.with_keep(keep)
+    let keep =
+        if capacity.drop_policy == DropPolicy::Random { DropPolicy::Score } else { capacity.drop_policy };
+    capacity.with_drop_policy(keep)
 }
 
 /// Runs our gate, and passes its decision to `read`.

@@ -57,7 +57,7 @@ fn ours(case: &Case, loss: &Loss, gradient: &mut [f32]) -> Result<f32, GateError
         experts: case.experts,
         top_k: case.top_k,
         choices: &case.exact.answer.ids,
-        used: used.as_deref(),
+        token_mask: used.as_deref(),
         totals: None,
     };
     let preset: Preset = case.preset.parse().expect("a preset");

@@ -188,7 +188,10 @@ fn presets_are_data_that_survives_json() {
 #[test]
 fn presets_hold_what_their_systems_do() {
     let top2 = Preset::DeepspeedTop2.config(8, 2).unwrap().capacity.unwrap();
-    assert_eq!((top2.rows(64, 8, 2, 0), top2.rows(8, 8, 2, 0), top2.keep), (16, 4, DropPolicy::FirstChoices));
+    assert_eq!(
+        (top2.rows(64, 8, 2, 0), top2.rows(8, 8, 2, 0), top2.drop_policy),
+        (16, 4, DropPolicy::FirstChoices)
+    );
     let gshard = Preset::Gshard.config(8, 2).unwrap().capacity.unwrap();
     assert_eq!((gshard.rows(64, 8, 2, 0), gshard.rows(40, 8, 2, 0)), (16, 12));
     let switch = Preset::Switch.config(8, 1).unwrap().capacity.unwrap();

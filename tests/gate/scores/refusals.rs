@@ -118,8 +118,8 @@ fn arrays_of_the_wrong_length_are_named() {
     let calls = [
         ("logits", right.with_logits(&logits[..11])),
         ("bias", right.with_bias(Some(&[0.0; 5]))),
-        ("deviation", right.with_noise_std(Some(&[0.0; 11]))),
-        ("used", right.with_token_mask(Some(&[true; 4]))),
+        ("noise_std", right.with_noise_std(Some(&[0.0; 11]))),
+        ("token_mask", right.with_token_mask(Some(&[true; 4]))),
         ("recorded choices", right.with_replay(Some(&[0; 5]))),
     ];
     for (name, call) in calls {
@@ -129,7 +129,7 @@ fn arrays_of_the_wrong_length_are_named() {
     for (name, call) in [
         ("bias", right.with_bias(Some(&[0.0, 0.0, f32::NAN, 0.0]))),
         (
-            "deviation",
+            "noise_std",
             right.with_noise_std(Some(&[0.0, 0.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0])),
         ),
     ] {
@@ -153,5 +153,5 @@ fn arrays_that_a_router_has_no_use_for_are_refused() {
     }
     let call = GateInput::new(&[0.0; 4]).with_noise_std(bias);
     let error = Gate::new(plain(4, 2)).unwrap().route(&call).unwrap_err();
-    assert!(matches!(error, GateError::Conflict { one: "deviation", .. }), "{error}");
+    assert!(matches!(error, GateError::Conflict { one: "noise_std", .. }), "{error}");
 }

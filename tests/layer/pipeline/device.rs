@@ -189,12 +189,12 @@ fn input_unusable_by_device_gate_is_refused_as_on_host() {
             let input = Input::new(&x[..])
                 .with_residual(Some(&residual[..]))
                 .with_bias(Some(&bias))
-                .with_used(Some(&used));
+                .with_token_mask(Some(&used));
             let (expected, of_host) = host.forward(&input).unwrap();
             let (there, residual) = (rank.sent(&x), rank.sent(&residual));
             let out = rank.room(x.len() * 4);
             let good = Input::new(&there).with_residual(Some(&residual));
-            let chosen = good.with_bias(Some(&bias)).with_used(Some(&used));
+            let chosen = good.with_bias(Some(&bias)).with_token_mask(Some(&used));
             let tape = rank.layer.forward(&chosen, &out).unwrap();
             assert_eq!(rank.read::<f32>(&out), expected);
             assert_eq!(tape.decision().choices(), of_host.decision().choices());
@@ -210,7 +210,7 @@ fn input_unusable_by_device_gate_is_refused_as_on_host() {
             };
             let wrong = |error| matches!(error, GateError::WrongShape { .. });
             assert!(wrong(refused(good.with_bias(Some(&bias[1..])))));
-            assert!(wrong(refused(good.with_used(Some(&used[1..])))));
+            assert!(wrong(refused(good.with_token_mask(Some(&used[1..])))));
             let bias = [f32::NAN; 5];
             assert!(matches!(refused(good.with_bias(Some(&bias))), GateError::BadElement { .. }));
             let refused = rank.layer.forward(&good.with_x(&bad), &out).map(drop).unwrap_err();

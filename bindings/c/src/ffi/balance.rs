@@ -81,7 +81,7 @@ pub struct BalanceInput {
     /// NULL.
     pub choices: *const i32,
     /// [tokens]: 1 for tokens that count; or NULL, if all do.
-    pub used: *const u8,
+    pub token_mask: *const u8,
     /// [parts, experts]: counts of more than these tokens, as sidelane_balance_counts() gives them,
     /// summed or averaged; or NULL. The loss is then the part of this rank's tokens.
     pub total_counts: *const f64,
@@ -247,7 +247,7 @@ impl BalanceInput {
             // SAFETY: as above.
             choices: unsafe { slice("choices", self.choices, choices) }?,
             // SAFETY: as above.
-            used: unsafe { optional_flags("used", self.used, self.tokens) }?,
+            token_mask: unsafe { optional_flags("token_mask", self.token_mask, self.tokens) }?,
             totals: counts.map(|counts| Totals { counts, tokens: self.total_tokens }),
         })
     }

@@ -28,9 +28,9 @@ pub struct GateCall {
     /// [experts], added to the scores for the choice alone; or NULL.
     pub bias: *const f32,
     /// [tokens, experts]: factors on the standard deviation of normal noise; or NULL.
-    pub deviation: *const f32,
+    pub noise_std: *const f32,
     /// [tokens]: 1 for tokens that choose, 0 for padding; or NULL.
-    pub used: *const u8,
+    pub token_mask: *const u8,
     /// [tokens, top_k]: choices that were recorded, -1 for none; or NULL.
     pub replay: *const i32,
     /// Seed of the run.
@@ -41,13 +41,13 @@ pub struct GateCall {
     pub rank: u32,
     /// 1: this is a training pass: else there is only such noise as is always there.
     pub training: u32,
-    /// 1: `needed` counts.
-    pub has_needed: u32,
+    /// 1: `global_required` counts.
+    pub has_global_required: u32,
     /// The largest number of rows that any rank needs for one expert, for a capacity that follows
     /// the need.
-    pub needed: u32,
+    pub global_required: u32,
 }
-versioned!(GateCall, "sidelane_gate_call_t", needed: u32);
+versioned!(GateCall, "sidelane_gate_call_t", global_required: u32);
 
 /// Decision of a router. It may be read until the gate's next call, or until the gate is closed.
 #[repr(C)]
@@ -159,20 +159,20 @@ impl GateCall {
         let (tokens, GateConfig { experts, top_k, .. }) = (self.tokens, config);
         let all = Logits::new(tokens, *experts)?.elements;
         let choices = Logits::new(tokens, *top_k)?.elements;
-        let has_needed = switch("has_needed", self.has_needed)?;
+        let has_global_required = switch("has_global_required", self.has_global_required)?;
         // SAFETY: as the caller promised; the others likewise.
         let logits = unsafe { slice("logits", self.logits, all) }?;
         // SAFETY: as above.
         let bias = unsafe { optional("bias", self.bias, (*experts).into()) }?;
         // SAFETY: as above.
-        let noise_std = unsafe { optional("deviation", self.deviation, all) }?;
+        let noise_std = unsafe { optional("noise_std", self.noise_std, all) }?;
         // SAFETY: as above.
-        let token_mask = unsafe { optional_flags("used", self.used, tokens) }?;
+        let token_mask = unsafe { optional_flags("token_mask", self.token_mask, tokens) }?;
         // SAFETY: as above.
         let replay = unsafe { optional("replay", self.replay, choices) }?;
         let input = GateInput::new(logits).with_bias(bias).with_noise_std(noise_std);
         let input = input.with_token_mask(token_mask).with_replay(replay);
-        let input = input.with_global_required(has_needed.then_some(self.needed));
+        let input = input.with_global_required(has_global_required.then_some(self.global_required));
         let input = input.with_training(switch("training", self.training)?);
         Ok(input.with_draw(RngKey::new(self.seed, self.step, self.rank)))
     }

@@ -129,7 +129,7 @@ pub struct RouterConfig {
     /// Local groups: equal parts of the tokens with a capacity each; 1 for all together.
     pub capacity_groups: u32,
     /// Choices that a full expert keeps: SIDELANE_DROP_...
-    pub keep: u32,
+    pub drop_policy: u32,
     /// 1: every expert gets exactly its capacity in rows, unused ones zero.
     pub pad: u32,
 }
@@ -163,7 +163,7 @@ pub(super) const SCORES: [(u32, ScoreFunction); 4] = [
     (SIDELANE_SCORE_SQRT_SOFTPLUS, ScoreFunction::SqrtSoftplus),
 ];
 
-const KEEPS: [(u32, DropPolicy); 5] = [
+const DROP_POLICIES: [(u32, DropPolicy); 5] = [
     (SIDELANE_DROP_SCORE, DropPolicy::Score),
     (SIDELANE_DROP_POSITION, DropPolicy::Position),
     (SIDELANE_DROP_FIRST_CHOICES, DropPolicy::FirstChoices),
@@ -233,11 +233,12 @@ impl RouterConfig {
             (SIDELANE_CAPACITY_NEEDED, Some(CapacityRule::Needed)),
         ];
         let rule = choice("capacity", self.capacity, &rules, "a number of SIDELANE_CAPACITY_...")?;
-        let keep = choice("keep", self.keep, &KEEPS, "a number of SIDELANE_DROP_...")?;
+        let drop_policy =
+            choice("drop_policy", self.drop_policy, &DROP_POLICIES, "a number of SIDELANE_DROP_...")?;
         let pad = switch("pad", self.pad)?;
         let (minimum, align, groups) = (self.capacity_minimum, self.capacity_align, self.capacity_groups);
         Ok(rule.map(|rule| {
-            let capacity = Capacity::new(rule, keep).with_minimum(minimum).with_align(align);
+            let capacity = Capacity::new(rule, drop_policy).with_minimum(minimum).with_align(align);
             capacity.with_groups(groups).with_pad(pad)
         }))
     }
@@ -316,7 +317,7 @@ impl From<&GateConfig> for RouterConfig {
             capacity_minimum: room.map_or(0, |room| room.minimum),
             capacity_align: room.map_or(0, |room| room.align),
             capacity_groups: room.map_or(0, |room| room.groups),
-            keep: room.map_or(0, |room| number(&KEEPS, &room.keep)),
+            drop_policy: room.map_or(0, |room| number(&DROP_POLICIES, &room.drop_policy)),
             pad: room.map_or(0, |room| room.pad.into()),
         }
     }

@@ -15,8 +15,8 @@ use crate::Status;
 use crate::fault::{ArgumentError, Fault};
 
 /// `coefficient` times the mean over tokens of (ln of the sum of e^logit)^2, to `loss`. Tokens with
-/// a 0 in `used` ([tokens], or NULL) do not count. The gradient is added to `d_logits`, [tokens,
-/// experts], unless that is NULL.
+/// a 0 in `token_mask` ([tokens], or NULL) do not count. The gradient is added to `d_logits`,
+/// [tokens, experts], unless that is NULL.
 ///
 /// The caller guarantees: `loss` is NULL or valid; arrays are NULL or as large as documented, and
 /// no other thread uses `d_logits` meanwhile.
@@ -26,7 +26,7 @@ pub unsafe extern "C" fn sidelane_z_loss(
     logits: *const f32,
     tokens: u64,
     experts: u32,
-    used: *const u8,
+    token_mask: *const u8,
     loss: *mut f32,
     d_logits: *mut f32,
 ) -> Status {
@@ -35,8 +35,9 @@ pub unsafe extern "C" fn sidelane_z_loss(
         // SAFETY: as the caller promised.
         let (out, logits) = unsafe { (Out::new("loss", loss)?, slice("logits", logits, shape.elements)?) };
         // SAFETY: as the caller promised.
-        let (used, d_logits) = unsafe { (optional_flags("used", used, tokens)?, gradient(d_logits, shape)?) };
-        out.write(z_loss(coefficient, logits, experts, used, d_logits)?);
+        let (token_mask, d_logits) =
+            unsafe { (optional_flags("token_mask", token_mask, tokens)?, gradient(d_logits, shape)?) };
+        out.write(z_loss(coefficient, logits, experts, token_mask, d_logits)?);
         Ok(())
     })
 }

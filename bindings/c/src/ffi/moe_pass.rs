@@ -31,7 +31,7 @@ pub struct MoeInput {
     /// On the host, [experts], for the choice alone. NULL: none.
     pub bias: *const f32,
     /// On the host, [tokens]: 1 for tokens that choose. NULL: all do.
-    pub used: *const u8,
+    pub token_mask: *const u8,
     /// Random numbers: the job's.
     pub seed: u64,
     /// The step's.
@@ -194,7 +194,7 @@ struct Asked<'a> {
     x: Source<'a>,
     residual: Option<Source<'a>>,
     bias: Option<&'a [f32]>,
-    used: Option<&'a [bool]>,
+    token_mask: Option<&'a [bool]>,
     training: bool,
     draw: RngKey,
 }
@@ -226,11 +226,11 @@ impl<'a> Asked<'a> {
             }?),
         };
         // SAFETY: as the caller promised.
-        let (to, bias, used) = unsafe {
+        let (to, bias, token_mask) = unsafe {
             (
                 Target::read(context, "out", out, (tokens, layer.hidden))?,
                 optional("bias", input.bias, layer.experts)?,
-                optional_flags("used", input.used, tokens)?,
+                optional_flags("token_mask", input.token_mask, tokens)?,
             )
         };
         residual.as_ref().map_or(Ok(()), |residual| layer.check("residual", residual.dtype()))?;
@@ -239,20 +239,20 @@ impl<'a> Asked<'a> {
             ("x", x.addresses()),
             ("residual", residual.as_ref().map_or(0..0, Source::addresses)),
             ("bias", bias.map_or(0..0, addresses)),
-            ("used", used.map_or(0..0, addresses)),
+            ("token_mask", token_mask.map_or(0..0, addresses)),
         ];
         read.into_iter().try_for_each(|read| apart(read, ("out", to.addresses())))?;
         let draw = RngKey::new(input.seed, input.step, input.rank);
         let training = words::switch("training", input.training)?;
-        Ok((slot, Asked { x, residual, bias, used, training, draw }, to))
+        Ok((slot, Asked { x, residual, bias, token_mask, training, draw }, to))
     }
 
     fn input<'s, X: ?Sized>(&'s self, x: &'s X, residual: Option<&'s X>) -> Input<'s, X> {
-        let Asked { bias, used, training, draw, .. } = *self;
+        let Asked { bias, token_mask, training, draw, .. } = *self;
         Input::new(x)
             .with_residual(residual)
             .with_bias(bias)
-            .with_used(used)
+            .with_token_mask(token_mask)
             .with_training(training)
             .with_draw(draw)
     }

@@ -368,7 +368,7 @@ class MoeLayer:
         residual: _T | None = None,
         *,
         bias: _SupportsDLPack | None = None,
-        used: list[bool] | None = None,
+        token_mask: list[bool] | None = None,
         training: bool = False,
         seed: int = 0,
         step: int = 0,
@@ -474,10 +474,10 @@ class Gate:
         logits: _SupportsDLPack,
         *,
         bias: _SupportsDLPack | None = None,
-        deviation: _SupportsDLPack | None = None,
-        used: list[bool] | None = None,
+        noise_std: _SupportsDLPack | None = None,
+        token_mask: list[bool] | None = None,
         replay: _SupportsDLPack | None = None,
-        needed: int | None = None,
+        global_required: int | None = None,
         training: bool = False,
         seed: int = 0,
         step: int = 0,
@@ -487,7 +487,7 @@ class Gate:
         self,
         logits: _T,
         *,
-        deviation: _SupportsDLPack | None = None,
+        noise_std: _SupportsDLPack | None = None,
         training: bool = False,
         seed: int = 0,
         step: int = 0,
@@ -520,7 +520,7 @@ def preset(name: str, experts: int, top_k: int) -> dict[str, Any]: ...
 def presets() -> list[str]: ...
 def balance(preset: str) -> dict[str, Any]: ...
 def balance_counts(
-    balance: dict[str, Any], logits: _T, *, top_k: int, choices: _SupportsDLPack | None = None, used: list[bool] | None = None
+    balance: dict[str, Any], logits: _T, *, top_k: int, choices: _SupportsDLPack | None = None, token_mask: list[bool] | None = None
 ) -> _T: ...
 def balance_loss(
     balance: dict[str, Any],
@@ -528,10 +528,10 @@ def balance_loss(
     *,
     top_k: int,
     choices: _SupportsDLPack | None = None,
-    used: list[bool] | None = None,
+    token_mask: list[bool] | None = None,
     totals: tuple[_SupportsDLPack, float] | None = None,
 ) -> tuple[float, _T]: ...
-def z_loss(coefficient: float, logits: _T, *, used: list[bool] | None = None) -> tuple[float, _T]: ...
+def z_loss(coefficient: float, logits: _T, *, token_mask: list[bool] | None = None) -> tuple[float, _T]: ...
 def importance_loss(
     coefficient: float, logits: _T, choices: _SupportsDLPack, *, noise: float, noisy: _SupportsDLPack | None = None
 ) -> tuple[float, _T]: ...

@@ -50,22 +50,27 @@ def balance_loss(
     logits: Tensor,
     choices: Tensor,
     *,
-    used: list[bool] | None = None,
+    token_mask: list[bool] | None = None,
     totals: tuple[Tensor, float] | None = None,
 ) -> Tensor:
     """:func:`sidelane.balance_loss`, a scalar."""
 
     def loss() -> tuple[float, Tensor]:
         return _native.balance_loss(
-            balance, logits.detach().contiguous(), top_k=choices.shape[-1], choices=choices, used=used, totals=totals
+            balance,
+            logits.detach().contiguous(),
+            top_k=choices.shape[-1],
+            choices=choices,
+            token_mask=token_mask,
+            totals=totals,
         )
 
     return _taken(logits, loss)
 
 
-def z_loss(coefficient: float, logits: Tensor, *, used: list[bool] | None = None) -> Tensor:
+def z_loss(coefficient: float, logits: Tensor, *, token_mask: list[bool] | None = None) -> Tensor:
     """:func:`sidelane.z_loss`, a scalar."""
-    return _taken(logits, lambda: _native.z_loss(coefficient, logits.detach().contiguous(), used=used))
+    return _taken(logits, lambda: _native.z_loss(coefficient, logits.detach().contiguous(), token_mask=token_mask))
 
 
 def importance_loss(
@@ -106,7 +111,7 @@ class _Route(torch.autograd.Function):
         # Where noise weighs, too, the way back leads through the noisy logits, and through what
         # they were multiplied with.
         if isinstance(noise, dict):
-            drawn = {name: call[name] for name in ("deviation", "training", "seed", "step", "rank") if name in call}
+            drawn = {name: call[name] for name in ("noise_std", "training", "seed", "step", "rank") if name in call}
             ctx.weighed = gate.noisy_logits(logits, **drawn)
             if "jitter" in noise:
                 ctx.factors = gate.noisy_logits(torch.ones_like(logits), **drawn)

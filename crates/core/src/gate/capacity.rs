@@ -254,7 +254,7 @@ impl CapacityAssigner {
         ensure(tokens.is_multiple_of(groups), "tokens", tokens as f64, expected)?;
         let group = tokens / groups;
         let elements = (group * columns).max(1);
-        self.make_room(capacity.keep, experts as usize, ids.len(), elements);
+        self.make_room(capacity.drop_policy, experts as usize, ids.len(), elements);
 
         let mut required = 0;
         for (ids, slots) in ids.chunks(elements).zip(slots.chunks_mut(elements)) {
@@ -263,19 +263,19 @@ impl CapacityAssigner {
         }
         let rows = capacity.rows(group as u32, experts, top_k, required.max(need.unwrap_or(0)));
 
-        let keep = match capacity.keep {
+        let drop_policy = match capacity.drop_policy {
             // All experts have room, so nothing is compared, and these are the places.
             DropPolicy::Score | DropPolicy::Random | DropPolicy::Position if required <= rows => {
                 return Ok(CapacityUse { capacity: rows, required });
             }
-            keep => keep,
+            drop_policy => drop_policy,
         };
-        if keep == DropPolicy::Random {
+        if drop_policy == DropPolicy::Random {
             self.draw_lots(draw, tokens, columns);
         }
         let parts = ids.chunks_mut(elements).zip(slots.chunks_mut(elements)).zip(scores.chunks(elements));
         for (number, ((ids, slots), scores)) in parts.enumerate() {
-            match keep {
+            match drop_policy {
                 DropPolicy::Score => self.cross_out(rows, ids, scores),
                 DropPolicy::Random => {
                     let lots = mem::take(&mut self.lots);
@@ -286,7 +286,7 @@ impl CapacityAssigner {
                 DropPolicy::Position | DropPolicy::FirstChoices => {}
             }
             let experts = &mut self.experts;
-            match keep {
+            match drop_policy {
                 DropPolicy::Position | DropPolicy::Score | DropPolicy::Random => {
                     give_places(experts, rows, ids, slots, 0..ids.len());
                 }
@@ -312,15 +312,15 @@ impl CapacityAssigner {
     }
 
     /// As much as choices of this shape may ask for, whatever they are.
-    fn make_room(&mut self, keep: DropPolicy, experts: usize, choices: usize, elements: usize) {
+    fn make_room(&mut self, drop_policy: DropPolicy, experts: usize, choices: usize, elements: usize) {
         self.experts.clear();
         self.experts.resize(experts, Expert::default());
         self.ranks.clear();
-        if matches!(keep, DropPolicy::Score | DropPolicy::Priority | DropPolicy::Random) {
+        if matches!(drop_policy, DropPolicy::Score | DropPolicy::Priority | DropPolicy::Random) {
             self.ranks.reserve(elements);
         }
         self.lots.clear();
-        if keep == DropPolicy::Random {
+        if drop_policy == DropPolicy::Random {
             self.lots.reserve(choices);
         }
     }
@@ -435,7 +435,7 @@ mod tests {
         use proptest::prelude::*;
 
         fn capacity(rule: CapacityRule) -> Capacity {
-            Capacity { rule, minimum: 0, align: 1, keep: DropPolicy::Position, groups: 1, pad: false }
+            Capacity { rule, minimum: 0, align: 1, drop_policy: DropPolicy::Position, groups: 1, pad: false }
         }
 
         fn rows(rule: CapacityRule, tokens: u32, experts: u32, top_k: u32) -> u32 {
@@ -562,14 +562,21 @@ mod tests {
         use super::*;
         use proptest::prelude::*;
 
-        fn capacity(keep: DropPolicy, groups: u32, rows: u32) -> Capacity {
-            Capacity { rule: CapacityRule::Rows { rows }, minimum: 0, align: 1, keep, groups, pad: false }
+        fn capacity(drop_policy: DropPolicy, groups: u32, rows: u32) -> Capacity {
+            Capacity {
+                rule: CapacityRule::Rows { rows },
+                minimum: 0,
+                align: 1,
+                drop_policy,
+                groups,
+                pad: false,
+            }
         }
 
         /// The order in which an expert considers the tokens that chose it, and the order in which
         /// it numbers those that it keeps.
         fn orders(
-            keep: DropPolicy,
+            drop_policy: DropPolicy,
             own: &[(usize, usize)],
             score: impl Fn(usize, usize) -> f32,
             columns: usize,
@@ -578,7 +585,7 @@ mod tests {
             let mut looked = own.to_vec();
             let best = |t: usize| (0..columns).map(|k| score(t, k)).fold(f32::NEG_INFINITY, f32::max);
             // Stable sorts: equal keys stay in token order.
-            match keep {
+            match drop_policy {
                 DropPolicy::Position => {}
                 DropPolicy::Score | DropPolicy::Random => {
                     looked.sort_by(|a, b| score(b.0, b.1).partial_cmp(&score(a.0, a.1)).unwrap());
@@ -589,7 +596,7 @@ mod tests {
                     looked.sort_by_key(|&(_, k)| k);
                 }
             }
-            let numbered = match keep {
+            let numbered = match drop_policy {
                 DropPolicy::Position | DropPolicy::Score | DropPolicy::Random => by_token,
                 DropPolicy::FirstChoices | DropPolicy::Priority => looked.clone(),
             };
@@ -607,9 +614,9 @@ mod tests {
                     (0..columns).map(move |_| unit(&mut random))
                 })
                 .collect();
-            let (keep, scores) = match capacity.keep {
+            let (drop_policy, scores) = match capacity.drop_policy {
                 DropPolicy::Random => (DropPolicy::Random, lots.as_slice()),
-                keep => (keep, choices.scores),
+                drop_policy => (drop_policy, choices.scores),
             };
             let chosen = |group_number: usize, expert: i32| -> Vec<(usize, usize)> {
                 let tokens = group_number * group..(group_number + 1) * group;
@@ -630,7 +637,7 @@ mod tests {
             };
             for (g, expert) in pairs {
                 let [looked, numbered] =
-                    orders(keep, &chosen(g, expert), |t, k| scores[t * columns + k], columns);
+                    orders(drop_policy, &chosen(g, expert), |t, k| scores[t * columns + k], columns);
                 let kept = &looked[..looked.len().min(rows as usize)];
                 for (slot, (t, k)) in numbered.into_iter().filter(|pair| kept.contains(pair)).enumerate() {
                     placed.ids[t * columns + k] = expert;
@@ -680,10 +687,10 @@ mod tests {
             ) {
                 let draw = RngKey { seed, step: 3, rank: 1 };
                 let choices = CapacityInput { experts, top_k, ids: &ids, scores: &scores, need, draw };
-                for keep in ALL {
+                for drop_policy in ALL {
                     let rule = if needed { CapacityRule::Needed } else { CapacityRule::Rows { rows } };
-                    let capacity = Capacity { rule, ..capacity(keep, groups, rows) };
-                    prop_assert_eq!(apply_capacity(&capacity, &choices).unwrap(), naive(&capacity, &choices), "{:?}", keep);
+                    let capacity = Capacity { rule, ..capacity(drop_policy, groups, rows) };
+                    prop_assert_eq!(apply_capacity(&capacity, &choices).unwrap(), naive(&capacity, &choices), "{:?}", drop_policy);
                 }
             }
         }
@@ -709,7 +716,7 @@ mod tests {
         #[test]
         fn a_used_workspace_remembers_nothing() {
             let mut keeper = CapacityAssigner::default();
-            for keep in ALL.into_iter().chain(ALL) {
+            for drop_policy in ALL.into_iter().chain(ALL) {
                 for (experts, rows) in [(8, 1), (3, 0), (5, 2), (8, 100)] {
                     let ids: Vec<i32> = (0..12).map(|i| i * i % experts as i32).collect();
                     let scores: Vec<f32> = (0..12).map(|i| (i * 7 % 5) as f32).collect();
@@ -720,7 +727,7 @@ mod tests {
                         scores: &scores,
                         ..CapacityInput::default()
                     };
-                    let capacity = capacity(keep, 3, rows);
+                    let capacity = capacity(drop_policy, 3, rows);
                     assert_eq!(keep_again(&mut keeper, &capacity, &choices), naive(&capacity, &choices));
                 }
             }
@@ -730,7 +737,7 @@ mod tests {
         const IDS: [i32; 8] = [0, 1, 0, 2, 1, 0, 0, 1];
         const SCORES: [f32; 8] = [0.6, 0.3, 0.5, 0.4, 0.7, 0.2, 0.8, 0.1];
 
-        fn placed(keep: DropPolicy) -> (Vec<i32>, Vec<i32>) {
+        fn placed(drop_policy: DropPolicy) -> (Vec<i32>, Vec<i32>) {
             let choices = CapacityInput {
                 experts: 3,
                 top_k: 2,
@@ -738,7 +745,7 @@ mod tests {
                 scores: &SCORES,
                 ..CapacityInput::default()
             };
-            let placed = apply_capacity(&capacity(keep, 1, 2), &choices).unwrap();
+            let placed = apply_capacity(&capacity(drop_policy, 1, 2), &choices).unwrap();
             assert_eq!((placed.capacity, placed.required), (2, 4));
             (placed.ids, placed.slots)
         }

@@ -176,7 +176,7 @@ pub struct Capacity {
     /// Rounded up to a multiple of this; 1 for none.
     pub align: u32,
     /// Choices that are kept.
-    pub keep: DropPolicy,
+    pub drop_policy: DropPolicy,
     /// Local groups: equal consecutive parts of the tokens, each with a capacity of its own; 1 for
     /// all together.
     pub groups: u32,
@@ -298,15 +298,15 @@ impl GateConfig {
 
 impl Capacity {
     /// Room by this formula, as it is, for all tokens together.
-    pub const fn new(rule: CapacityRule, keep: DropPolicy) -> Self {
-        Capacity { rule, minimum: 0, align: 1, keep, groups: 1, pad: false }
+    pub const fn new(rule: CapacityRule, drop_policy: DropPolicy) -> Self {
+        Capacity { rule, minimum: 0, align: 1, drop_policy, groups: 1, pad: false }
     }
 
     with_methods! {
         with_rule(rule: CapacityRule),
         with_minimum(minimum: u32),
         with_align(align: u32),
-        with_keep(keep: DropPolicy),
+        with_drop_policy(drop_policy: DropPolicy),
         with_groups(groups: u32),
         with_pad(pad: bool),
     }

@@ -110,7 +110,7 @@ impl Tokens {
         let recorded = call.replay.map(|ids| &ids[at * k..][..k]);
         recorded.map_or(Ok(()), |recorded| check_recorded(token, recorded, config.experts))?;
         let mut by_keys = false;
-        if call.token_mask.is_some_and(|used| !used[at]) {
+        if call.token_mask.is_some_and(|mask| !mask[at]) {
             row.ids.fill(-1);
         } else if let Some(recorded) = recorded {
             row.ids.copy_from_slice(recorded);
@@ -332,8 +332,8 @@ struct Sinkhorn {
 }
 
 impl Sinkhorn {
-    /// Finds the factors for finite `logits`, `[tokens, experts]`; tokens that are not `used` do
-    /// not count.
+    /// Finds the factors for finite `logits`, `[tokens, experts]`; tokens that are not in
+    /// `token_mask` do not count.
     ///
     /// # Errors
     /// [`GateError::BadNumber`] if a logit is above 88.
@@ -341,14 +341,14 @@ impl Sinkhorn {
         &mut self,
         logits: &[f32],
         experts: usize,
-        used: Option<&[bool]>,
+        token_mask: Option<&[bool]>,
         tolerance: f32,
     ) -> Result<(), GateError> {
         let largest = f64::from(math::largest(logits));
         ensure(largest <= LARGEST, "logit", largest, "at most 88 for Sinkhorn's balancing")?;
         self.cost.resize(logits.len(), 0.0);
         exp_each(logits, |x| x, &mut self.cost);
-        let counts = |token: usize| used.is_none_or(|used| used[token]);
+        let counts = |token: usize| token_mask.is_none_or(|mask| mask[token]);
         self.tokens.clear();
         self.tokens.extend((0..logits.len() / experts).map(|token| f64::from(u8::from(counts(token)))));
         let share = 1.0 / sum(&self.tokens).max(1.0);

@@ -86,13 +86,13 @@ impl<'a> GateInput<'a> {
             }
         }
         if let Some(deviation) = self.noise_std {
-            shape("deviation", deviation.len(), tokens, experts)?;
-            values("deviation", experts, deviation, |value| value.is_finite() && value >= 0.0)?;
+            shape("noise_std", deviation.len(), tokens, experts)?;
+            values("noise_std", experts, deviation, |value| value.is_finite() && value >= 0.0)?;
             if !matches!(config.noise, Noise::Normal { .. }) {
-                conflict("deviation", "noise that is not normal", "it has no deviation")?;
+                conflict("noise_std", "noise that is not normal", "it has no deviation")?;
             }
         }
-        self.token_mask.map_or(Ok(()), |used| shape("used", used.len(), tokens, 1))?;
+        self.token_mask.map_or(Ok(()), |mask| shape("token_mask", mask.len(), tokens, 1))?;
         self.replay.map_or(Ok(()), |ids| shape("recorded choices", ids.len(), tokens, k))?;
         Ok(tokens as u32)
     }
@@ -240,7 +240,7 @@ const DROPLESS: Capacity = Capacity {
     rule: CapacityRule::Needed,
     minimum: 0,
     align: 1,
-    keep: DropPolicy::Position,
+    drop_policy: DropPolicy::Position,
     groups: 1,
     pad: false,
 };
@@ -370,7 +370,7 @@ impl Gate {
             config.second.thin(call.draw, &of.weights, &mut of.experts);
         }
         let capacity = config.capacity.as_ref().unwrap_or(&DROPLESS);
-        let worth = if capacity.keep == DropPolicy::Priority {
+        let worth = if capacity.drop_policy == DropPolicy::Priority {
             worth.clear();
             worth.extend(chosen.iter().map(|&score| score as f32));
             &worth[..]

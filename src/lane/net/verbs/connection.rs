@@ -54,7 +54,7 @@ pub const SMALL: usize = 1 << 10;
 /// Completions taken at once.
 const POLL: usize = 32;
 /// Time between two polls of a sender that waits for its NIC.
-const NAP: Duration = Duration::from_micros(20);
+const POLL_INTERVAL: Duration = Duration::from_micros(20);
 
 /// A connection to one peer over a queue pair.
 pub struct Connection {
@@ -332,7 +332,7 @@ impl Connection {
                 // A rank that makes progress is not silent.
                 waiter = Waiter::new(limits);
             } else {
-                let turned = waiter.turn(|slice| nap(slice.min(NAP)));
+                let turned = waiter.turn(|slice| nap(slice.min(POLL_INTERVAL)));
                 turned.map_err(|why| self.left_or(why, limits))?;
             }
         }

@@ -113,7 +113,7 @@ pub struct EventThread {
 #[derive(Debug)]
 struct Shared {
     rank: u32,
-    nics: Vec<Watched>,
+    nics: Vec<WatchedNic>,
     /// How long a port may be down.
     grace: Duration,
     health: Arc<Health>,
@@ -127,7 +127,7 @@ struct Shared {
 
 /// A NIC, and the connections over it.
 #[derive(Debug)]
-struct Watched {
+struct WatchedNic {
     context: Arc<Context>,
     port: u8,
     /// The address, and its place in the port's table.
@@ -153,7 +153,7 @@ impl EventThread {
         let wake_fd = rustix::event::eventfd(0, flags).map_err(system("eventfd"))?;
         let poll_set = epoll::create(CreateFlags::CLOEXEC).map_err(system("epoll_create"))?;
         let (nics, health, stop) =
-            (nics.map(Watched::new).collect(), Arc::clone(health), AtomicBool::new(false));
+            (nics.map(WatchedNic::new).collect(), Arc::clone(health), AtomicBool::new(false));
         let shared =
             Arc::new(Shared { rank, nics, grace, health, wake_fd, poll_set, sysfs: sysfs.clone(), stop });
         let contexts = shared.nics.iter().map(|nic| nic.context.as_fd());
@@ -188,11 +188,11 @@ impl Drop for EventThread {
     }
 }
 
-impl Watched {
+impl WatchedNic {
     fn new(nic: &Nic) -> Self {
         let (context, path) = (Arc::clone(&nic.context), &nic.path);
         let (port, gid) = (path.port, (path.gid_index, path.gid));
-        Watched { context, port, gid, connections: Mutex::default() }
+        WatchedNic { context, port, gid, connections: Mutex::default() }
     }
 
     fn connections(&self) -> std::sync::MutexGuard<'_, Vec<Weak<Connection>>> {
@@ -215,7 +215,7 @@ struct Seen {
 }
 
 impl Seen {
-    fn new(nic: &Watched) -> Self {
+    fn new(nic: &WatchedNic) -> Self {
         Seen { outage: None, gid: Some(nic.gid.1) }
     }
 }
@@ -254,7 +254,7 @@ impl Shared {
         }
     }
 
-    fn take(&self, nic: &Watched, seen: &mut Seen, news: News, now: Instant) {
+    fn take(&self, nic: &WatchedNic, seen: &mut Seen, news: News, now: Instant) {
         let name = nic.context.name();
         match news {
             News::PortDown(port) if port == nic.port => {
@@ -284,7 +284,7 @@ impl Shared {
 
     /// Ends the world if the grace of a port is over, and the port is still down.
     fn expire(&self, seen: &mut [Seen], now: Instant) {
-        let over = |(_, seen): &(&Watched, &mut Seen)| seen.outage.is_some_and(|until| until <= now);
+        let over = |(_, seen): &(&WatchedNic, &mut Seen)| seen.outage.is_some_and(|until| until <= now);
         for (nic, seen) in self.nics.iter().zip(seen).filter(over) {
             match nic.context.port(nic.port).and_then(|port| port.active(nic.context.name())) {
                 Ok(_) => {
@@ -297,7 +297,7 @@ impl Shared {
     }
 
     /// A NIC fails, whichever peers are at the other ends.
-    fn lose(&self, nic: &Watched, error: VerbsError) {
+    fn lose(&self, nic: &WatchedNic, error: VerbsError) {
         tracing::error!(rank = self.rank, %error, "a NIC failed");
         nic.living().iter().for_each(|connection| connection.report(error.clone()));
         self.health.fail(Cause::Nic { by: self.rank });
@@ -305,7 +305,7 @@ impl Shared {
 
     /// One queue pair fails, `by_peer` or by this rank's NIC. If its peer has left in peace,
     /// nothing did.
-    fn lose_queue_pair(&self, nic: &Watched, (queue_pair, event): (u32, &'static str), by_peer: bool) {
+    fn lose_queue_pair(&self, nic: &WatchedNic, (queue_pair, event): (u32, &'static str), by_peer: bool) {
         let name = nic.context.name();
         let living = nic.living();
         let Some(connection) = living.iter().find(|known| known.queue_pair() == queue_pair) else {
@@ -335,7 +335,7 @@ mod tests {
     const GRACE: Duration = Duration::from_secs(5);
 
     fn shared(fabric: &Arc<Fabric>) -> (Shared, [Seen; 1]) {
-        let nics = vec![Watched::new(&fabric.nic("a", &Settings::default()))];
+        let nics = vec![WatchedNic::new(&fabric.nic("a", &Settings::default()))];
         let wake_fd = rustix::event::eventfd(0, EventfdFlags::CLOEXEC).unwrap();
         let poll_set = epoll::create(CreateFlags::CLOEXEC).unwrap();
         let (health, sysfs, stop) = (Arc::default(), fabric.sysfs().clone(), AtomicBool::new(false));

@@ -45,11 +45,11 @@ pub struct Forecast {
     /// Requests that are held back for a full batch.
     held: u64,
     /// The write that the next put may travel with.
-    open: Option<Open>,
+    open: Option<OpenRequest>,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Open {
+struct OpenRequest {
     /// The place behind it.
     behind: Remote,
     bytes: u64,
@@ -195,7 +195,7 @@ impl Forecast {
     }
 
     fn data(&mut self, to: Remote, bytes: u64, pieces: usize, copied: bool) {
-        let open = self.open.get_or_insert(Open { behind: to, bytes: 0, pieces: 0, staged: 0 });
+        let open = self.open.get_or_insert(OpenRequest { behind: to, bytes: 0, pieces: 0, staged: 0 });
         open.behind.addr += bytes;
         open.bytes += bytes;
         open.pieces += pieces;
@@ -207,7 +207,7 @@ impl Forecast {
 
     /// Nothing more travels with the write that is open.
     fn close(&mut self) {
-        if let Some(Open { bytes, .. }) = self.open.take() {
+        if let Some(OpenRequest { bytes, .. }) = self.open.take() {
             self.request(bytes);
         }
     }

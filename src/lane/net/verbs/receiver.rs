@@ -156,12 +156,12 @@ const GROWTH: u64 = 1 << 20;
 /// The sender's side: what each word was raised to last.
 #[derive(Debug, Default)]
 pub struct SignalSender {
-    last: HashMap<(u32, u64), Word>,
+    last: HashMap<(u32, u64), SignalWord>,
     numbers: u32,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Word {
+struct SignalWord {
     value: u64,
     number: Option<u32>,
 }
@@ -169,7 +169,7 @@ struct Word {
 impl SignalSender {
     /// By how much a word is to grow.
     pub fn growth(&mut self, to: RemoteAddress, value: u64) -> u64 {
-        let word = self.last.entry((to.region, to.offset)).or_insert(Word { value: 0, number: None });
+        let word = self.last.entry((to.region, to.offset)).or_insert(SignalWord { value: 0, number: None });
         value.wrapping_sub(std::mem::replace(&mut word.value, value))
     }
 
@@ -183,7 +183,7 @@ impl SignalSender {
     /// the number of the word.
     pub fn immediate(&mut self, to: RemoteAddress, value: u64) -> Result<u32, u32> {
         let numbers = self.numbers as usize;
-        let word = self.last.entry((to.region, to.offset)).or_insert(Word { value: 0, number: None });
+        let word = self.last.entry((to.region, to.offset)).or_insert(SignalWord { value: 0, number: None });
         let growth = value.wrapping_sub(std::mem::replace(&mut word.value, value));
         match word.number {
             Some(number) if growth < GROWTH => Ok(number << 20 | growth as u32),

@@ -93,7 +93,7 @@ struct Request {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Flight {
+struct PostedBatch {
     /// Number of the request behind the last one.
     end: u64,
     bytes: u64,
@@ -109,7 +109,7 @@ pub struct Sender {
     gather: Gather,
     queue: VecDeque<Request>,
     pieces: VecDeque<Sge>,
-    flights: VecDeque<Flight>,
+    flights: VecDeque<PostedBatch>,
     limits: Limits,
     asked: u64,
     posted: u64,
@@ -325,7 +325,7 @@ impl Sender {
         }
         self.qp.post_send(&mut self.chain)?;
         self.in_flight += bytes;
-        self.flights.push_back(Flight { end: self.posted, bytes, staged });
+        self.flights.push_back(PostedBatch { end: self.posted, bytes, staged });
         self.counters.requests += count;
         self.counters.doorbells += 1;
         self.counters.packets += packets;
@@ -354,7 +354,9 @@ impl Sender {
     pub fn complete(&mut self, id: u64) {
         self.done = self.done.max((id >> 2) + 1);
         self.counters.completions += 1;
-        while let Some(&Flight { bytes, staged, .. }) = self.flights.front().filter(|f| f.end <= self.done) {
+        while let Some(&PostedBatch { bytes, staged, .. }) =
+            self.flights.front().filter(|f| f.end <= self.done)
+        {
             self.flights.pop_front();
             self.in_flight -= bytes;
             if let Some(until) = staged {

@@ -435,7 +435,7 @@ fn waiter_is_woken_once_by_a_completion_after_arming() {
 
 /// Rank 0 writes odd numbers, rank 1 even ones, each when the other's has come; the last number
 /// that it saw.
-fn play(fabric: &Arc<Fabric>, rank: u64, to: &Sender<Meeting>, from: &Receiver<Meeting>) -> u64 {
+fn play(fabric: &Arc<Fabric>, rank: u64, to: &Sender<PeerAddress>, from: &Receiver<PeerAddress>) -> u64 {
     let (nic, peer) = [("a", 1), ("b", 0)][rank as usize];
     let end = End::new(fabric, nic, peer, &Settings::default(), CAPS);
     to.send((end.pair.endpoint().to_bytes(), end.place(0))).unwrap();
@@ -463,7 +463,7 @@ fn play(fabric: &Arc<Fabric>, rank: u64, to: &Sender<Meeting>, from: &Receiver<M
     end.memory.words()[0]
 }
 
-type Meeting = (Vec<u8>, Remote);
+type PeerAddress = (Vec<u8>, Remote);
 const ROUNDS: u64 = 200;
 
 #[test]

@@ -181,8 +181,8 @@ impl Divisor {
 }
 
 /// `coefficient * mean over tokens of (ln of the sum of e^logit)^2` (ST-MoE; Megatron's
-/// `moe_z_loss_coeff`, divided by the ranks that share the tokens). `logits` are
-/// `[tokens, experts]`; tokens that are not `used`, `[tokens]`, count neither in the sum nor in the
+/// `moe_z_loss_coeff`, divided by the ranks that share the tokens). `logits` are `[tokens,
+/// experts]`; tokens that are not in `token_mask`, `[tokens]`, count neither in the sum nor in the
 /// mean. The gradient is added to `gradient`, `[tokens, experts]`. Without tokens there is no loss.
 ///
 /// ```
@@ -200,16 +200,16 @@ pub fn z_loss(
     coefficient: f32,
     logits: &[f32],
     experts: u32,
-    used: Option<&[bool]>,
+    token_mask: Option<&[bool]>,
     mut gradient: Option<&mut [f32]>,
 ) -> Result<f32, GateError> {
     let experts = experts as usize;
     let tokens = rows_of(logits, experts)?;
     finite("coefficient", coefficient)?;
-    used.map_or(Ok(()), |used| shape("used", used.len(), tokens, 1))?;
+    token_mask.map_or(Ok(()), |mask| shape("token_mask", mask.len(), tokens, 1))?;
     gradient.as_ref().map_or(Ok(()), |gradient| shape("gradient", gradient.len(), tokens, experts))?;
 
-    let counts = |token: &usize| used.is_none_or(|used| used[*token]);
+    let counts = |token: &usize| token_mask.is_none_or(|mask| mask[*token]);
     let factor = f64::from(coefficient) / (0..tokens).filter(counts).count().max(1) as f64;
     let mut sum = 0.0;
     for token in (0..tokens).filter(counts) {
@@ -370,7 +370,7 @@ pub struct LossInput<'a> {
     /// none.
     pub choices: &'a [i32],
     /// `[tokens]`: which tokens count; all where it is not given.
-    pub used: Option<&'a [bool]>,
+    pub token_mask: Option<&'a [bool]>,
     /// Counts of more than these tokens: of all ranks that balance together, of several
     /// micro-batches.
     pub totals: Option<Totals<'a>>,
@@ -560,7 +560,7 @@ impl BalanceLoss {
             shape("choices", input.choices.len(), tokens, k)?;
             known(input.choices, k, experts)?;
         }
-        input.used.map_or(Ok(()), |used| shape("used", used.len(), tokens, 1))?;
+        input.token_mask.map_or(Ok(()), |mask| shape("token_mask", mask.len(), tokens, 1))?;
         if let Some(totals) = &input.totals {
             shape("total counts", totals.counts.len(), parts, experts)?;
             for (parameter, &seen) in totals
@@ -578,7 +578,7 @@ impl BalanceLoss {
 
 impl LossInput<'_> {
     fn uses(&self, token: usize) -> bool {
-        self.used.is_none_or(|used| used[token])
+        self.token_mask.is_none_or(|mask| mask[token])
     }
 }
 

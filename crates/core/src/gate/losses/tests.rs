@@ -68,7 +68,7 @@ const USED: [bool; T] = [true, true, false, true, true, true, false, true, true,
 
 fn input(logits: &[f32]) -> LossInput<'_> {
     let (experts, top_k) = (E as u32, K as u32);
-    LossInput { logits, experts, top_k, choices: &CHOICES, used: Some(&USED), totals: None }
+    LossInput { logits, experts, top_k, choices: &CHOICES, token_mask: Some(&USED), totals: None }
 }
 
 fn part_of(parts: TokenGroups, token: usize) -> (usize, usize) {
@@ -145,7 +145,7 @@ fn even_scores_cost_one_or_as_many_as_there_are_choices() {
     let even = [1.5; T * E];
     for preset in Preset::ALL {
         let balance = BalanceLoss { coefficient: 0.5, ..BalanceLoss::of(preset) };
-        let loss = balance.loss(&LossInput { used: None, ..input(&even) }, None).unwrap();
+        let loss = balance.loss(&LossInput { token_mask: None, ..input(&even) }, None).unwrap();
         let choices = if balance.map == CountedChoices::AllChoices && balance.share == CountDivisor::OfTokens
         {
             2.0
@@ -160,7 +160,7 @@ fn even_scores_cost_one_or_as_many_as_there_are_choices() {
 fn padding_tokens_count_in_loss_as_in_their_system() {
     let zero = [0.0; 4];
     let input = LossInput { logits: &zero, experts: 2, top_k: 1, choices: &[0, -1], ..LossInput::default() };
-    let input = LossInput { used: Some(&[true, false]), ..input };
+    let input = LossInput { token_mask: Some(&[true, false]), ..input };
     let of_first = 0.5;
     for (unused, loss, of_second) in [
         (PaddingTokens::LeftOut, 1.0, 0.0),
@@ -187,7 +187,7 @@ fn losses_of_ranks_that_share_their_counts_add_up_to_the_whole() {
         let rank = |r: usize| LossInput {
             logits: &logits[r * T / 2 * E..][..T / 2 * E],
             choices: &CHOICES[r * T / 2 * K..][..T / 2 * K],
-            used: Some(&USED[r * T / 2..][..T / 2]),
+            token_mask: Some(&USED[r * T / 2..][..T / 2]),
             ..whole
         };
         (0..2).for_each(|r| balance.counts(&rank(r), &mut counts).unwrap());
@@ -216,14 +216,14 @@ fn gradients_are_added_and_losses_without_tokens_are_nothing() {
     balance.loss(&input(&logits), Some(&mut twice)).unwrap();
     assert!(twice.iter().zip(z.iter().zip(&once)).all(|(sum, (a, b))| *sum == a + b));
 
-    let none = LossInput { used: Some(&[false; T]), ..input(&logits) };
+    let none = LossInput { token_mask: Some(&[false; T]), ..input(&logits) };
     let mut untouched = [0.0; T * E];
     for preset in Preset::ALL {
         assert_eq!(BalanceLoss::of(preset).loss(&none, Some(&mut untouched)), Ok(0.0));
         let empty = LossInput { experts: 5, top_k: 2, ..LossInput::default() };
         assert_eq!(BalanceLoss::of(preset).loss(&empty, None), Ok(0.0));
     }
-    assert_eq!(z_loss(1.0, &logits, E as u32, none.used, Some(&mut untouched)), Ok(0.0));
+    assert_eq!(z_loss(1.0, &logits, E as u32, none.token_mask, Some(&mut untouched)), Ok(0.0));
     assert_eq!(untouched, [0.0; T * E]);
 }
 
@@ -278,7 +278,7 @@ fn bad_input_is_named_and_the_gradient_left_alone() {
     for parts in [TokenGroups::Interleaved(u32::MAX), TokenGroups::Consecutive(u32::MAX)] {
         let balance = BalanceLoss { parts, ..balance };
         assert_eq!(number(fails(balance, input(&fine))), "parts");
-        assert_eq!(balance.loss(&LossInput { choices: &[], used: None, ..input(&[]) }, None), Ok(0.0));
+        assert_eq!(balance.loss(&LossInput { choices: &[], token_mask: None, ..input(&[]) }, None), Ok(0.0));
     }
     assert_eq!(number(fails(BalanceLoss { coefficient: f32::NAN, ..balance }, input(&fine))), "coefficient");
     assert_eq!(number(fails(balance, LossInput { top_k: 6, ..input(&fine) })), "top_k");
@@ -291,7 +291,10 @@ fn bad_input_is_named_and_the_gradient_left_alone() {
     };
     assert_eq!(shape(fails(balance, LossInput { logits: &fine[1..], ..input(&fine) })), "logits");
     assert_eq!(shape(fails(balance, LossInput { choices: &CHOICES[2..], ..input(&fine) })), "choices");
-    assert_eq!(shape(fails(balance, LossInput { used: Some(&USED[1..]), ..input(&fine) })), "used");
+    assert_eq!(
+        shape(fails(balance, LossInput { token_mask: Some(&USED[1..]), ..input(&fine) })),
+        "token_mask"
+    );
     let totals = Some(Totals { counts: &[1.0; E + 1], tokens: 9.0 });
     assert_eq!(shape(fails(balance, LossInput { totals, ..input(&fine) })), "total counts");
     assert!(gradient.iter().all(|&d| d == 0.5));
