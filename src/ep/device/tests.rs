@@ -24,6 +24,7 @@ use crate::world::{NicCounters, NoDmaBuf, NoGpuDirect, Registration};
 use crate::{Group, Options, World};
 
 mod counts;
+mod footprints;
 mod kernel_faults;
 mod late_nics;
 

@@ -57,11 +57,11 @@ struct Case {
 }
 
 /// Bytes of windows that were read (`false`) and written (`true`).
-type Accesses = BTreeMap<(bool, u32, WindowId), Vec<(u64, u64)>>;
+pub(in crate::ep) type Accesses = BTreeMap<(bool, u32, WindowId), Vec<(u64, u64)>>;
 
 /// Accesses before each stage, in the order of stages. A second half is a stage of its own only if
 /// something happens between the halves.
-type Places = Vec<(&'static str, Accesses)>;
+pub(in crate::ep) type Places = Vec<(&'static str, Accesses)>;
 
 fn add(accesses: &mut Accesses, write: bool, Bytes { owner, window, range }: Bytes) {
     if !range.is_empty() {
@@ -69,7 +69,7 @@ fn add(accesses: &mut Accesses, write: bool, Bytes { owner, window, range }: Byt
     }
 }
 
-fn push(places: &mut Places, name: &'static str, accesses: Accesses) {
+pub(in crate::ep) fn push(places: &mut Places, name: &'static str, accesses: Accesses) {
     if accesses.is_empty() && places.last().is_some_and(|(last, _)| *last == name) {
         return;
     }
@@ -77,7 +77,7 @@ fn push(places: &mut Places, name: &'static str, accesses: Accesses) {
 }
 
 /// The footprints of a rank's scenes.
-fn expected(scenes: &[StageRun], places: &mut Places) {
+pub(in crate::ep) fn expected(scenes: &[StageRun], places: &mut Places) {
     for scene in scenes {
         let mut accesses = Accesses::new();
         scene.touches.iter().for_each(|touch| add(&mut accesses, touch.write, touch.bytes.clone()));
@@ -86,7 +86,7 @@ fn expected(scenes: &[StageRun], places: &mut Places) {
 }
 
 /// Accesses of a thread, by addresses in the windows of these ports.
-fn seen(events: Vec<Event>, ports: &[&Port]) -> Places {
+pub(in crate::ep) fn seen(events: Vec<Event>, ports: &[&Port]) -> Places {
     let (mut places, mut accesses, mut inside) = (Places::new(), Accesses::new(), false);
     for event in events {
         match event {
@@ -130,7 +130,7 @@ fn from_first(window: WindowId, ranges: &[(u64, u64)]) -> Vec<(u64, u64)> {
 }
 
 /// Difference between the recorded accesses and the assumed ones.
-fn difference(expected: &Places, seen: &Places) -> Option<String> {
+pub(in crate::ep) fn difference(expected: &Places, seen: &Places) -> Option<String> {
     let names = |places: &Places| places.iter().map(|(name, _)| *name).collect::<Vec<_>>();
     if names(expected) != names(seen) {
         return Some(format!("stages {:?}, seen {:?}", names(expected), names(seen)));
@@ -164,23 +164,23 @@ fn difference(expected: &Places, seen: &Places) -> Option<String> {
     None
 }
 
+/// Routings of this many ranks, by set and rank. In set 0 every rank sends to all; in set 1 some
+/// choices are dropped.
+pub(in crate::ep) fn routings(ranks: u32) -> Vec<Vec<Routing<'static>>> {
+    let (ranks, experts) = (ranks as i32, 2 * ranks as i32);
+    let routing = |rank: i32, dropped: i32| {
+        let id = |at: i32| if (at + rank) % 5 < dropped { -1 } else { at % experts };
+        let ids = (0..experts).flat_map(|token| [id(token), id(token + 3)]).collect::<Vec<i32>>();
+        let weights = vec![0.5; ids.len()];
+        Routing::new(TOP_K, ids, weights).unwrap()
+    };
+    [0, 1].map(|dropped| (0..ranks).map(|rank| routing(rank, dropped)).collect()).into()
+}
+
 impl Case {
     fn map(&self) -> ExpertMap {
         let ranks = self.nodes.len() as u32;
         ExpertMap::contiguous(2 * ranks, ranks).unwrap()
-    }
-
-    /// In set 0 every rank sends to all; in set 1 some choices are dropped.
-    fn routings(&self) -> Vec<Vec<Routing<'static>>> {
-        let experts = 2 * self.nodes.len() as i32;
-        let routing = |rank: i32, dropped: i32| {
-            let id = |at: i32| if (at + rank) % 5 < dropped { -1 } else { at % experts };
-            let ids = (0..experts).flat_map(|token| [id(token), id(token + 3)]).collect::<Vec<i32>>();
-            let weights = vec![0.5; ids.len()];
-            Routing::new(TOP_K, ids, weights).unwrap()
-        };
-        let ranks = self.nodes.len() as i32;
-        [0, 1].map(|dropped| (0..ranks).map(|rank| routing(rank, dropped)).collect()).into()
     }
 
     fn unroll(
@@ -297,7 +297,7 @@ impl Case {
     /// Makes the calls and compares the accesses of ranks with the unrolled program. Returns the
     /// first difference.
     fn compare(&self, calls: &[Call], seeded: Option<SeededBug>) -> Option<String> {
-        let routings = self.routings();
+        let routings = routings(self.nodes.len() as u32);
         let unrolled = self.unroll(&routings, calls, seeded);
         let each = unrolled.calls.len() / calls.len();
         let made = on_ranks(self.nodes, &small(), |world| self.make(&world, &routings, calls));
