@@ -7,6 +7,7 @@ use std::time::Instant;
 use crate::common::job::{Job, Setup, THREE_AND_FIVE, TWO_BY_FOUR, others};
 use crate::common::{Command, Failure, Memory, Report, SOON};
 use crate::support::cases;
+use sidelane::World;
 use sidelane::topology::{NodeMap, Paths, Route};
 
 #[test]
@@ -24,6 +25,26 @@ fn every_row_lands_and_comes_home_between_processes() {
         job.verify(0..8, 12);
         job.end(0..8);
     }
+}
+
+#[test]
+fn world_refuses_a_misspelt_variable_before_it_looks_for_its_job() {
+    const CHILD: &str = "SIDELANE_TEST_MISSPELT";
+    if std::env::var_os(CHILD).is_some() {
+        println!("refused: {}", World::from_env().unwrap_err());
+        return;
+    }
+    let child = std::process::Command::new(std::env::current_exe().unwrap())
+        .args([
+            "--exact",
+            "worlds::world_refuses_a_misspelt_variable_before_it_looks_for_its_job",
+            "--nocapture",
+        ])
+        .envs([(CHILD, "1"), ("SIDELANE_NETT", "tcp")])
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&child.stdout);
+    assert!(said.contains("refused: SIDELANE_NETT is no variable of Sidelane, SIDELANE_NET is"), "{said}");
 }
 
 /// What each rank has mapped, after rounds that have laid all wires.

@@ -61,6 +61,12 @@ def free_port():
         return listener.getsockname()[1]
 
 
+def test_misspelt_variable_is_named_with_the_one_that_is_meant():
+    with pytest.raises(sidelane.BootstrapError, match="SIDELANE_NETT is no variable of Sidelane") as refused:
+        sidelane.launch(sidelane.init, 1, env=QUICK | {"SIDELANE_NETT": "tcp"})
+    assert (refused.value.kind, refused.value.near) == ("MisspeltVariable", "SIDELANE_NET")
+
+
 def join_in_a_forked_child():
     with sidelane.init():
         reads, writes = os.pipe()
