@@ -157,7 +157,7 @@ fn compare(case: &Case, calls: &[Call], seeded: Option<SeededBug>) -> Option<Str
     let made = on_ranks(&case.nodes, &small(), |world| {
         let group = world.all().unwrap();
         let (mut rank, mut handles) = (Rank::<bf16>::new(&group, case), Vec::new());
-        let port: Arc<Port> = Arc::clone(&rank.planned.enqueued().unwrap().common.fixed.port);
+        let port: Arc<Port> = Arc::clone(&rank.planned.enqueued().unwrap().common().fixed.port);
         let mut all = Vec::new();
         for &asked in calls {
             let routing = match asked {
