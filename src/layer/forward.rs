@@ -54,7 +54,7 @@ impl MoeLayer {
     pub fn forward<E: Element>(&mut self, input: &Input<'_, [E]>) -> Result<(Vec<E>, Tape), Error> {
         let routed = match self.route(input) {
             Ok(routed) => routed,
-            Err(error) => return Err(self.exchanges[0].refuse(CallKind::Dispatch, None, error)),
+            Err(error) => return Err(self.refuse(CallKind::Dispatch, error)),
         };
         let (plan, instance) = (self.plan, self.instance);
         let mut out = vec![E::zeroed(); input.x.len()];

@@ -28,7 +28,7 @@ use super::{DeviceMoeLayerBuilder, Experts};
 use crate::device::Stream;
 use crate::dtype::Dtype;
 use crate::ep::{ExpertParallel, ExpertParallelBuilder, RowCollective, RowPartition};
-use crate::error::{Cause, Error, ExpertKind, LayerError, OverlapError, PlanError, StreamId};
+use crate::error::{CallKind, Cause, Error, ExpertKind, LayerError, OverlapError, PlanError, StreamId};
 use crate::gate::{BalanceLoss, Gate, GateConfig, Noise, Routing};
 use crate::overlap::{CallCost, ChunkRule, Graph, HostExecutor, RoundRobin, Run, TokenChunks};
 use crate::plan::{ExpertMap, SumOrder};
@@ -227,6 +227,15 @@ impl MoeLayer {
     /// The same, to be changed between steps.
     pub fn shared_mut(&mut self) -> Option<&mut (dyn Experts + 'static)> {
         self.shared.as_deref_mut()
+    }
+
+    /// Enters a pass that this rank cannot make, so that the other ranks hear of it and do not
+    /// wait: [`CallKind::Dispatch`] in place of a forward pass, or [`CallKind::CombineBackward`] in
+    /// place of a backward one. They get [`PeerRefused`](crate::error::CallError::PeerRefused),
+    /// nothing moves, and the next pass works. Returns the error to report here: `error`, or the
+    /// one that ended the world meanwhile.
+    pub fn refuse(&mut self, call: CallKind, error: Error) -> Error {
+        self.movers[0].refuse(call, None, error)
     }
 
     /// Whether a tensor has a row for each of `tokens`.

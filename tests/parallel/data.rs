@@ -20,7 +20,8 @@ const LAYER: [usize; 3] = [WIDTH, WIDTH, 1];
 const LAYERS: usize = 4;
 const ELEMENTS: usize = LAYERS * (2 * WIDTH + 1);
 const STEPS: usize = 3;
-pub const ADAM: Adam = Adam { learning_rate: 0.05, beta1: 0.8, beta2: 0.95, epsilon: 1e-6 };
+pub const ADAM: Adam =
+    Adam { learning_rate: 0.05, beta1: 0.8, beta2: 0.95, epsilon: 1e-6, weight_decay: 0.25 };
 pub const SHARDINGS: [Sharding; 3] = [Sharding::None, Sharding::OptimizerStates, Sharding::Gradients];
 /// Nodes of the ranks.
 pub const WORLDS: [&[u32]; 6] = [&[0], &[0, 0], &[0, 1], &[0, 0, 1], &[0, 0, 1, 1], &[0, 1, 2, 3]];
@@ -96,6 +97,7 @@ pub struct Reference {
     first: Vec<f32>,
     second: Vec<f32>,
     steps: usize,
+    learning_rate: f32,
     wire: Wire,
 }
 
@@ -103,7 +105,8 @@ impl Reference {
     pub fn new(seed: u64) -> Reference {
         let parameters = tensor(seed, 0, ELEMENTS);
         let zeros = || vec![0.0; ELEMENTS];
-        Reference { first: zeros(), second: zeros(), parameters, steps: 0, wire: Wire::default() }
+        let (steps, learning_rate, wire) = (0, ADAM.learning_rate, Wire::default());
+        Reference { first: zeros(), second: zeros(), parameters, steps, learning_rate, wire }
     }
 
     pub fn with_wire(self, wire: Wire) -> Reference {
@@ -135,7 +138,8 @@ impl Reference {
             self.second[at] = ADAM.beta2 * self.second[at] + (1.0 - ADAM.beta2) * (mean * mean);
             let root = (self.second[at] / left(ADAM.beta2)).sqrt();
             let change = self.first[at] / left(ADAM.beta1);
-            self.parameters[at] -= ADAM.learning_rate * change / (root + ADAM.epsilon);
+            self.parameters[at] *= 1.0 - self.learning_rate * ADAM.weight_decay;
+            self.parameters[at] -= self.learning_rate * change / (root + ADAM.epsilon);
         }
     }
 
@@ -200,6 +204,13 @@ impl Model {
     pub fn train(&mut self, group: &mut Communicator, executor: &HostExecutor<'_>, seed: u64, step: usize) {
         self.backward(group, executor, seed, step).unwrap();
         self.step(group).unwrap();
+    }
+
+    fn set_learning_rate(&mut self, learning_rate: f32) -> Result<(), DataError> {
+        match self {
+            Model::Whole(model, _) => model.set_learning_rate(learning_rate),
+            Model::Sharded(model) => model.set_learning_rate(learning_rate),
+        }
     }
 
     /// Gradients of a rank's sample of a step.
@@ -351,7 +362,7 @@ fn gradient_of_a_batch_is_the_mean_of_those_of_its_halves() {
         });
         sum.map(|sum| sum / count).to_vec()
     };
-    let adam = Adam { learning_rate: 1.0, beta1: 0.0, beta2: 0.0, epsilon: 1.0 };
+    let adam = Adam { learning_rate: 1.0, beta1: 0.0, beta2: 0.0, epsilon: 1.0, weight_decay: 0.0 };
     // Without decay a step is g / (|g| + 1), which tells each mean from others.
     let step = |of: &f32| 1.0 - of / ((of * of).sqrt() + 1.0);
     let right: Vec<f32> = gradient(0..64).iter().map(step).collect();
@@ -378,8 +389,8 @@ fn ranks_send_and_hold_what_the_table_says() {
         let ranks = nodes.len() as u64;
         // Each rank is alone on its node, so all that it puts crosses to another.
         let share = whole / ranks * (ranks - 1);
-        // A step compares the steps so far and the microbatches, of eight bytes each.
-        let compared = 16 * (ranks - 1);
+        // A step compares the steps so far, the microbatches and its size, of eight bytes each.
+        let compared = 24 * (ranks - 1);
         let executor = HostExecutor::new().overlap(false);
         let (before, behind) = (vec![1.0; 3 * LAYER_ELEMENTS], [1.0; LAYER_ELEMENTS]);
         for (sharding, of_backward, of_step, gradients, states) in [
@@ -622,6 +633,38 @@ fn panic_of_a_rank_ends_the_pass_on_all_and_the_next_works() {
             model.train(&mut group, &executor, seed, 0);
             let right = Reference::after(seed, 2, 1).parameters;
             assert_eq!(bits(&model.parameters(&mut group)), bits(&right));
+        });
+    }
+}
+
+#[test]
+fn rate_may_change_between_steps_if_it_does_on_all_ranks() {
+    let seed = random_seed();
+    for way in 0..4 {
+        on_ranks(&[0, 1], &tiny(), |world| {
+            let (mut group, executor) = (communicator(&world), HostExecutor::new());
+            let mut model = Model::new(&mut group, way, seed);
+            let mut right = Reference::new(seed);
+            for (step, rate) in [0.05, 0.5, 0.01].into_iter().enumerate() {
+                model.set_learning_rate(rate).unwrap();
+                model.train(&mut group, &executor, seed, step);
+                right.learning_rate = rate;
+                right.step(seed, 2);
+            }
+            assert_eq!(bits(&model.parameters(&mut group)), bits(&right.parameters));
+
+            for rate in [f32::NAN, f32::INFINITY] {
+                let refused = model.set_learning_rate(rate).unwrap_err();
+                assert!(matches!(refused, DataError::BadSetting { setting: "learning_rate", .. }));
+            }
+            model.set_learning_rate(0.01 + world.rank() as f32).unwrap();
+            model.backward(&mut group, &executor, seed, 3).unwrap();
+            let error = model.step(&mut group);
+            let DataError::Call(Error::Call(CallError::ConfigsDiffer { what, .. })) = error.unwrap_err()
+            else {
+                panic!("another error")
+            };
+            assert_eq!(what, "bits of the learning rate");
         });
     }
 }

@@ -2,12 +2,17 @@
 //! compute of the other, to the bits of passes one after another.
 
 use std::collections::HashMap;
+use std::time::Duration;
 
+use sidelane::bootstrap::Timeouts;
 use sidelane::config::Config;
+use sidelane::error::{CallKind, PlanError};
 use sidelane::gate::Preset;
 use sidelane::layer::{GroupedSwiGlu, Input, MoeLayer, Tape};
 use sidelane::{Element, Options, World};
-use sidelane_parallel::pipeline::{BackwardCall, ForwardCall, Pass, Pipeline, Stage, Step, dual_pipe};
+use sidelane_parallel::pipeline::{
+    BackwardCall, Compute, ForwardCall, Pass, Pipeline, Stage, Step, dual_pipe,
+};
 use sidelane_parallel::{Mesh, PipelineError};
 
 use crate::ranks::on_ranks;
@@ -27,6 +32,8 @@ struct Layers {
     layers: [MoeLayer; 2],
     together: bool,
     rank: u32,
+    /// The forward pass behind which this rank fails.
+    fails: Option<(u32, u32)>,
     pairs: usize,
     /// By microbatch and model chunk: tapes and outputs, and then gradients of experts.
     tapes: HashMap<(u32, u32), (Tape, Vec<f32>)>,
@@ -50,13 +57,17 @@ impl Layers {
             builder.dtype(f32::DTYPE).router(tensor(seed, 2, HIDDEN * EXPERTS as usize)).build().unwrap()
         });
         let (tapes, gradients) = Default::default();
-        Layers { layers, together, rank: world.rank(), pairs: 0, tapes, gradients }
+        Layers { layers, together, rank: world.rank(), fails: None, pairs: 0, tapes, gradients }
     }
 
     /// Inputs of the first virtual stage are this rank's own.
     fn inputs(&self, microbatch: u32, model_chunk: u32, inputs: Option<&[f32]>) -> Vec<f32> {
         let seed = u64::from(microbatch * 2 + model_chunk);
         inputs.map_or_else(|| tensor(seed, 100 + u64::from(self.rank % 2), TOKENS * HIDDEN), <[f32]>::to_vec)
+    }
+
+    fn may_fail(&self, of: (u32, u32)) -> Result<(), PipelineError> {
+        if self.fails == Some(of) { Err(PipelineError::None { what: "layer" }) } else { Ok(()) }
     }
 }
 
@@ -72,6 +83,7 @@ impl Stage for Layers {
         let x = self.inputs(microbatch, model_chunk, inputs);
         let (out, tape) = self.layers[model_chunk as usize].forward(&Input::new(&x))?;
         self.tapes.insert((microbatch, model_chunk), (tape, out.clone()));
+        self.may_fail((microbatch, model_chunk))?;
         Ok(Some(out))
     }
 
@@ -102,7 +114,10 @@ impl Stage for Layers {
             ((forward.microbatch, forward.model_chunk), (backward.microbatch, backward.model_chunk));
         assert_ne!(ahead.1, back.1, "a pair is of both ways");
         if !self.together {
-            let outputs = self.forward(ahead.0, ahead.1, forward.inputs)?;
+            let outputs = self.forward(ahead.0, ahead.1, forward.inputs);
+            let (pass, microbatch, model_chunk) = (backward.pass, back.0, back.1);
+            let compute = Compute { pass, microbatch, model_chunk };
+            let outputs = outputs.inspect_err(|_| self.refuse(&Step::Compute(compute)))?;
             return Ok([outputs, self.backward(backward.pass, back.0, back.1, backward.gradient)?]);
         }
         let x = self.inputs(ahead.0, ahead.1, forward.inputs);
@@ -113,7 +128,22 @@ impl Stage for Layers {
         let (out, made, of) = layer.combined_with(&Input::new(&x), other, tape, of_out)?;
         self.tapes.insert(ahead, (made, out.clone()));
         self.gradients.insert(back, bits(&of.experts));
+        self.may_fail(ahead)?;
         Ok([Some(out), Some(of.x)])
+    }
+
+    /// The first transfer of a pair is one of its backward pass.
+    fn refuse(&mut self, step: &Step) {
+        let pair = matches!(step, Step::Overlap { .. }) && self.together;
+        for compute in step.passes() {
+            let call = match compute.pass {
+                Pass::Forward if pair => continue,
+                Pass::Forward => CallKind::Dispatch,
+                Pass::BackwardWeight => continue,
+                Pass::Backward | Pass::BackwardInput => CallKind::CombineBackward,
+            };
+            self.layers[compute.model_chunk as usize].refuse(call, PlanError::RefusedHere.into());
+        }
     }
 }
 
@@ -137,4 +167,39 @@ fn pairs_of_dual_pipe_are_one_call_and_change_no_bit() {
         })
     };
     assert_eq!(train(true), train(false));
+}
+
+#[test]
+fn rank_that_fails_alone_behind_its_rows_stops_both_pipelines_and_the_next_step_works() {
+    let mesh = Mesh::new(4, [("pp", 2), ("ep", 2)]).unwrap();
+    let plan = dual_pipe(2, MICROBATCHES).unwrap();
+    let config = Config::default().with_heap(24 << 20).with_symmetric(16 << 20);
+    // A rank that waits in vain ends the world, and the test.
+    let timeouts = Timeouts::default().with_deadline(Duration::from_secs(60));
+    let options = Options::default().with_config(config).with_timeouts(timeouts);
+    for together in [true, false] {
+        on_ranks(&[0, 0, 1, 1], &options, |world| {
+            let group = mesh.world_group(&world, &["pp"]).unwrap();
+            let mut pipeline = Pipeline::new(&group, &plan, TOKENS * HIDDEN).unwrap();
+            let mut layers = Layers::new(&world, &mesh, 2, together);
+            pipeline.run(&mut layers).unwrap();
+            let right = std::mem::take(&mut layers.gradients);
+            let forward: Vec<_> = plan.passes(0).filter(|of| of.pass == Pass::Forward).collect();
+            for (nth, of) in forward.into_iter().enumerate() {
+                let failing = nth as u32 % 4;
+                let place = (of.microbatch, of.model_chunk);
+                layers.fails = (world.rank() == failing).then_some(place);
+                match pipeline.run(&mut layers).unwrap_err() {
+                    PipelineError::None { what: "layer" } => assert_eq!(world.rank(), failing),
+                    PipelineError::Elsewhere { .. } => {}
+                    // Refused by a rank that has stopped.
+                    error => assert_ne!(world.rank(), failing, "{error}"),
+                }
+                layers.tapes.clear();
+            }
+            layers.fails = None;
+            pipeline.run(&mut layers).unwrap();
+            assert!(layers.gradients == right);
+        });
+    }
 }

@@ -24,6 +24,7 @@ mod post_validation;
 #[path = "../support/ranks.rs"]
 mod ranks;
 mod recomputation;
+mod refused_passes;
 mod schedules;
 mod tensors;
 mod textbook;

@@ -113,6 +113,12 @@ fn sizes_that_do_not_fit_are_refused_with_the_arithmetic() {
     assert_eq!(text(Mesh::new(2, [])), "2 ranks, but 1 = 1");
     let huge = Mesh::new(8, [("a", u32::MAX), ("b", u32::MAX), ("c", u32::MAX)]);
     assert!(matches!(huge, Err(MeshError::Sizes { product: u64::MAX, .. })));
+    let all = [("pp", 2), ("dp", 2), ("cp", 1), ("tp", 2), ("ep", 4), ("etp", 1)];
+    assert_eq!(
+        Mesh::new(8, all).unwrap_err().to_string(),
+        "8 ranks, but pp 2 x dp 2 x cp 1 x tp 2 x ep 4 x etp 1 = 32: leave edp, ep and etp out, and give \
+         ep and etp to Mesh::experts"
+    );
     assert!(matches!(Mesh::new(0, [("dp", 0)]), Err(MeshError::NoSize { .. })));
     assert!(matches!(Mesh::new(4, [("dp", 2), ("dp", 2)]), Err(MeshError::Twice { .. })));
 

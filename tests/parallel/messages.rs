@@ -1,11 +1,11 @@
 //! The messages of a pipeline are proved down to the words of their channels; seeded bugs are
 //! found, or listed with the reason why they are harmless.
 
-use std::collections::{HashMap, HashSet};
-
 use sidelane_core::schedule::collective::Staging;
 use sidelane_core::schedule::{Flag, Op};
-use sidelane_parallel::pipeline::{Direction, Plan, Schedule, Step, Tensor, Transfer, WarmUp, dual_pipe};
+use sidelane_parallel::pipeline::{
+    Direction, Plan, Schedule, Step, Transfer, WarmUp, dual_pipe, messages_in_turn,
+};
 use sidelane_verify::mutate::{Change, Mutation, mutations};
 use sidelane_verify::prove::{MutantProver, ProofFailure, prove};
 use sidelane_verify::random_check::check;
@@ -42,42 +42,20 @@ fn calls(plan: &Plan) -> Vec<Vec<MessageCall>> {
     stages.map(|(steps, stage)| steps.iter().flat_map(|step| of(stage, step)).collect()).collect()
 }
 
-/// Messages of one part that a receiver holds unread, in each communicator of a pair.
-const HELD: u32 = 2;
-
 /// The calls of a [`Pipeline`](sidelane_parallel::pipeline::Pipeline), with its communicators of a
-/// pair: messages one by one, which take communicators in turn, each kind its own if both kinds go
-/// from one stage to another.
+/// pair, and how many these are. A peer has a number of its own in each.
 fn calls_one_by_one(plan: &Plan) -> (Vec<Vec<MessageCall>>, u32) {
-    let plan = plan.one_by_one();
-    let message = |step: &Step| match step {
-        Step::Transfer(group) => Some(group[0]),
-        Step::Compute(_) | Step::Overlap { .. } => None,
+    let stages = messages_in_turn(plan).unwrap();
+    let communicators = stages.iter().flatten().map(|(_, communicator)| communicator + 1).max().unwrap_or(1);
+    let call = |(of, communicator): (Transfer, u32)| {
+        let peer = communicator * plan.shape().stages + of.peer;
+        match of.direction {
+            Direction::Send => MessageCall::Send(peer),
+            Direction::Receive => MessageCall::Receive(peer),
+        }
     };
-    let kinds = plan.stages().iter().any(|steps| {
-        let sends = steps.iter().filter_map(message).filter(|of| of.direction == Direction::Send);
-        let sends: HashSet<(u32, Tensor)> = sends.map(|of| (of.peer, of.tensor)).collect();
-        sends
-            .iter()
-            .any(|&(peer, tensor)| tensor == Tensor::Activation && sends.contains(&(peer, Tensor::Gradient)))
-    });
-    let in_turn = plan.least_unread().unwrap().div_ceil(HELD).max(1);
-    let of_stage = |steps: &Vec<Step>| {
-        let mut messages: HashMap<(Direction, Tensor, u32), u32> = HashMap::new();
-        let calls = steps.iter().filter_map(message).map(|of| {
-            let nth = messages.entry((of.direction, of.tensor, of.peer)).or_default();
-            let kind = if kinds { of.tensor as u32 } else { 0 };
-            let communicator = kind * in_turn + *nth % in_turn;
-            *nth += 1;
-            let peer = communicator * plan.shape().stages + of.peer;
-            match of.direction {
-                Direction::Send => MessageCall::Send(peer),
-                Direction::Receive => MessageCall::Receive(peer),
-            }
-        });
-        calls.collect()
-    };
-    (plan.stages().iter().map(of_stage).collect(), in_turn * if kinds { 2 } else { 1 })
+    let of_stage = |messages: Vec<(Transfer, u32)>| messages.into_iter().map(call).collect();
+    (stages.into_iter().map(of_stage).collect(), communicators)
 }
 
 fn one_forward_one_backward(stages: u32, microbatches: u32) -> Vec<Vec<MessageCall>> {

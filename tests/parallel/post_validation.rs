@@ -236,7 +236,7 @@ impl OptimizedStage for Layers {
         Ok(square_sum(own.map(|(_, of)| of)))
     }
 
-    fn refuse(&mut self) {
+    fn refuse_sum(&mut self) {
         if let Some((pair, _)) = &mut self.shared {
             pair.refuse(CallKind::AllReduce, PlanError::RefusedHere.into());
         }

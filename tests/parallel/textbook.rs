@@ -279,11 +279,7 @@ fn parts_of_buckets_are_equal_where_whole_parameters_are_not() {
     let layout = Layout::buckets(&sizes, 25 << 20).unwrap();
     assert_eq!(layout.elements(), 13_015_864_320);
     let shares = [8, 16, 64, 128, 256].map(|ranks| {
-        // A part of each bucket, padded.
-        let places = layout.bucket_parameters().iter().map(|bucket| {
-            layout.place(bucket.start).unwrap().start..layout.place(bucket.end - 1).unwrap().end
-        });
-        let own: usize = places.map(|place| place.len().div_ceil(ranks)).sum();
+        let own = layout.shard_len(ranks as u32);
         let even = layout.elements() as f64 / ranks as f64;
         [greedy(&sizes, ranks), own].map(|most| format!("{:.3}", most as f64 / even))
     });

@@ -135,8 +135,8 @@ fn parameters_and_gradients_in_bf16_are_half_the_bytes() {
     for nodes in [&[0, 1][..], &[0, 1, 2, 3]] {
         let others = nodes.len() as u64 - 1;
         let share = 4 * 3 * 1536 / nodes.len() as u64 * others;
-        // A step compares 16 bytes.
-        let compared = 16 * others;
+        // A step compares 24 bytes.
+        let compared = 24 * others;
         let of = |dtype: WireDtype| if dtype == NARROW { share / 2 } else { share };
         for wire in WIRES.into_iter().chain([Wire::default()]) {
             let (parameters, gradients) = (of(wire.parameters), of(wire.gradients));

@@ -9,7 +9,7 @@ use crate::tensor::overlap::{Cell, Work};
 #[non_exhaustive]
 pub enum MeshError {
     /// The sizes do not multiply to the number of ranks.
-    #[error("{ranks} ranks, but {} = {product}", factors(.sizes))]
+    #[error("{ranks} ranks, but {} = {product}{}", factors(.sizes), hint(.sizes))]
     Sizes {
         /// Ranks to place.
         ranks: u32,
@@ -87,6 +87,14 @@ pub enum MeshError {
     /// The world cannot make the group.
     #[error(transparent)]
     Group(#[from] sidelane::Error),
+}
+
+/// Where dimensions of experts belong, which are ranks of others once more.
+fn hint(sizes: &[(String, u32)]) -> &'static str {
+    match sizes.iter().any(|(name, _)| ["edp", "ep", "etp"].contains(&name.as_str())) {
+        true => ": leave edp, ep and etp out, and give ep and etp to Mesh::experts",
+        false => "",
+    }
 }
 
 /// Sizes as a product: "dp 2 x tp 4", or "1" if there are none.

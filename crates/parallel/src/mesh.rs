@@ -50,7 +50,8 @@ struct Dimension {
 const FOLDED: [&str; 3] = ["dp", "cp", "tp"];
 
 impl Mesh {
-    /// A grid of `ranks` ranks, with the slowest dimension first.
+    /// A grid of `ranks` ranks, with the slowest dimension first. Dimensions of experts are not
+    /// among these: [`experts`](Mesh::experts) folds others into them.
     ///
     /// # Errors
     /// [`MeshError::Sizes`] if the product of the sizes is not the number of ranks,

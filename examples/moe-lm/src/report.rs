@@ -68,16 +68,16 @@ impl Report {
     pub fn traffic(&self, ranks: &[Traffic]) {
         self.say(json!({"traffic": ranks}), || {
             let row = |(rank, of): (usize, &Traffic)| {
-                let Traffic { tp, cp, dp, pp_bytes, ep_bytes, state_bytes, activation_bytes } = of;
-                let [tp, cp, dp] = [tp, cp, dp].map(|of| of.intra_node_bytes + of.inter_node_bytes);
+                let Traffic { tp, cp, dp, pp, ep_bytes, state_bytes, activation_bytes } = of;
+                let [tp, cp, dp, pp] = [tp, cp, dp, pp].map(|of| of.intra_node_bytes + of.inter_node_bytes);
                 format!(
-                    "| {rank} | {tp} | {cp} | {dp} | {pp_bytes} | {ep_bytes} | {state_bytes} | {activation_bytes} |"
+                    "| {rank} | {tp} | {cp} | {dp} | {pp} | {ep_bytes} | {state_bytes} | {activation_bytes} |"
                 )
             };
             let rows: Vec<String> = ranks.iter().enumerate().map(row).collect();
             format!(
-                "\nbytes of the last step, a rank's copies to itself included in tp, cp and dp\n\n\
-                 | rank | tp | cp | dp | pp | ep | optimizer state | activations |\n\
+                "\nbytes of the last step, a rank's copies to itself included in tp, cp, dp and pp\n\n\
+                 | rank | tp | cp | dp | pp | ep | state | activations |\n\
                  |---|---|---|---|---|---|---|---|\n{}",
                 rows.join("\n")
             )

@@ -274,7 +274,9 @@ impl Question {
         let is_copied = shape.copies() > 1 || self.model.experts.is_some() && shape.expert_copies() > 1;
         let ways = if is_copied { &Zero::ALL[..] } else { &[Zero::Plain] };
         let most = self.sequences() / u64::from(shape.dp);
-        let microbatches = (0..most.max(1).ilog2() + 1).map(|power| 1 << power);
+        // Microbatches are numbers of 32 bits, also where a step has more sequences.
+        let powers = most.max(1).ilog2().min(u32::BITS - 1);
+        let microbatches = (0..=powers).map(|power| 1 << power);
         let mut settings = Vec::new();
         for &zero in ways {
             for microbatches in microbatches.clone() {

@@ -503,6 +503,14 @@ fn sequences_of_no_tokens_are_refused_without_a_division() {
 }
 
 #[test]
+fn steps_of_more_sequences_than_32_bits_count_have_up_to_two_to_the_31_microbatches() {
+    let fixed = Fixed { pp: Some(8), ..Fixed::default() };
+    let question = Question { sequence: 64, fixed, ..on_gpus("olmoe-1b-7b", 8, 1 << 39) };
+    let most = question.search().unwrap().fitting.iter().map(|found| found.mesh.microbatches).max();
+    assert!(most.is_some_and(|most| most.is_power_of_two() && most > 1), "{most:?}");
+}
+
+#[test]
 fn a_model_that_fits_nowhere_has_its_smallest_mesh() {
     let found = on_gpus("deepseek-v3", 8, 1 << 20).search().unwrap();
     assert!(found.fitting.is_empty() && found.shapes > 0);

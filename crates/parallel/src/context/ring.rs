@@ -122,6 +122,11 @@ impl<E: Float> RingAttention<E> {
     /// As [`forward`](Self::forward), to the same bits: a block travels next to the attention of
     /// the one before, and so does the correction of the softmax.
     ///
+    /// Messages have no entry that a rank could refuse. So a rank whose executor gives up alone, by
+    /// its `limit` for example, leaves the others waiting for its block until the deadline of the
+    /// world. End the world in [`HostExecutor::on_error`], by
+    /// [`World::cancel`](sidelane::World::cancel).
+    ///
     /// # Errors
     /// As [`forward`](Self::forward); [`OverlapError`](sidelane::error::OverlapError).
     pub fn forward_overlapped(
@@ -190,7 +195,9 @@ impl<E: Float> RingTape<E> {
     }
 
     /// As [`backward`](Self::backward), to the same bits: a block travels next to the gradients of
-    /// the one before, and its own gradients follow next to those of the one behind.
+    /// the one before, and its own gradients follow next to those of the one behind. What
+    /// [`forward_overlapped`](RingAttention::forward_overlapped) says of an executor that gives up
+    /// alone holds here, too.
     ///
     /// # Errors
     /// As [`backward`](Self::backward); [`OverlapError`](sidelane::error::OverlapError).

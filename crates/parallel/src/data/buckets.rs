@@ -92,6 +92,12 @@ impl Layout {
         }
     }
 
+    /// Elements that each of so many ranks holds, at least one: its part of each bucket, padding
+    /// included.
+    pub fn shard_len(&self, ranks: u32) -> usize {
+        Cut::new(self, (0, ranks.max(1))).shard_len()
+    }
+
     /// Number of buckets.
     pub(super) fn len(&self) -> usize {
         self.buckets.len()

@@ -243,9 +243,19 @@ impl DataParallel {
         run.map_err(|error| pass.refuse(error))
     }
 
+    /// Another size for the steps that follow, on all ranks: the next step compares it. Checkpoints
+    /// have none.
+    ///
+    /// # Errors
+    /// [`DataError::BadSetting`].
+    pub fn set_learning_rate(&mut self, learning_rate: f32) -> Result<(), DataError> {
+        self.adam = self.adam.at_rate(learning_rate)?;
+        Ok(())
+    }
+
     /// Changes the parameters by the means of the last backward pass, and forgets those. With
     /// shards, each rank changes its own and all ranks gather the others'. Collective: ranks
-    /// compare their numbers of steps and of microbatches.
+    /// compare their numbers of steps and of microbatches, and the size of the step.
     ///
     /// # Errors
     /// [`DataError::NoGradients`], and [`BadParameter`](sidelane::error::PlanError::BadParameter)
@@ -257,7 +267,12 @@ impl DataParallel {
         let given = if self.gradients.is_empty() { Err(DataError::NoGradients) } else { Ok(()) };
         let member = self.member.check(group).map_err(|error| Error::from(error).into());
         let (steps, microbatches) = (self.states.steps, self.microbatches);
-        let settings = vec![("steps so far", steps), ("microbatches", microbatches)];
+        let rate = self.adam.learning_rate.to_bits().into();
+        let settings = vec![
+            ("steps so far", steps),
+            ("microbatches", microbatches),
+            ("bits of the learning rate", rate),
+        ];
         agree(group, member.and(given).map(|()| settings))?;
         for (bucket, gradients) in self.gradients.iter().enumerate().rev() {
             let (part, place) = (self.owned.part(bucket), self.owned.place(&self.layout, bucket));

@@ -304,9 +304,19 @@ impl FullySharded {
         ((reduced == layers).then_some(sums), run.map_err(|run| pass.refuse(reason(said, run))))
     }
 
+    /// Another size for the steps that follow, as
+    /// [`DataParallel::set_learning_rate`](super::DataParallel::set_learning_rate).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn set_learning_rate(&mut self, learning_rate: f32) -> Result<(), DataError> {
+        self.adam = self.adam.at_rate(learning_rate)?;
+        Ok(())
+    }
+
     /// Changes this rank's part of the parameters by the means of the last backward pass, and
-    /// forgets those. Collective: ranks compare their numbers of steps and of microbatches, and
-    /// nothing else moves.
+    /// forgets those. Collective: ranks compare their numbers of steps and of microbatches, and the
+    /// size of the step, and nothing else moves.
     ///
     /// # Errors
     /// As [`DataParallel::step`](super::DataParallel::step). Then nothing has changed on any rank.
@@ -314,7 +324,12 @@ impl FullySharded {
         let given = if self.gradients.is_empty() { Err(DataError::NoGradients) } else { Ok(()) };
         let member = self.member.check(group).map_err(|error| Error::from(error).into());
         let (steps, microbatches) = (self.states.steps, self.microbatches);
-        let settings = vec![("steps so far", steps), ("microbatches", microbatches)];
+        let rate = self.adam.learning_rate.to_bits().into();
+        let settings = vec![
+            ("steps so far", steps),
+            ("microbatches", microbatches),
+            ("bits of the learning rate", rate),
+        ];
         agree(group, member.and(given).map(|()| settings))?;
         let gradients = std::mem::take(&mut self.gradients);
         self.states.steps = self.states.steps.saturating_add(1);

@@ -48,6 +48,7 @@ mod post_validation;
 mod prove;
 mod run;
 mod schedules;
+mod turns;
 
 pub use dual_pipe::dual_pipe;
 pub use plan::{Compute, Direction, Pass, Plan, Route, Shape, Step, Tensor, Transfer};
@@ -56,3 +57,5 @@ pub use post_validation::{OptimizedStage, PostValidation, Update};
 pub use prove::{Peak, Proof};
 pub use run::{BackwardCall, ForwardCall, Pipeline, Stage};
 pub use schedules::{Schedule, WarmUp};
+#[doc(hidden)]
+pub use turns::messages_in_turn;

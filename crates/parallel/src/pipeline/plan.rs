@@ -130,6 +130,18 @@ impl Step {
         };
         first.into_iter().chain(second)
     }
+
+    /// The same passes of microbatches that are numbered from another one on. Messages have none.
+    pub(super) fn later(&self, first: u32) -> Option<Step> {
+        let later = |of: Compute| Compute { microbatch: first + of.microbatch, ..of };
+        match *self {
+            Step::Compute(compute) => Some(Step::Compute(later(compute))),
+            Step::Overlap { forward, backward } => {
+                Some(Step::Overlap { forward: later(forward), backward: later(backward) })
+            }
+            Step::Transfer(_) => None,
+        }
+    }
 }
 
 /// Way of microbatches through the model chunks.
@@ -297,17 +309,8 @@ impl Plan {
             return Err(PipelineError::None { what: "step" });
         }
         shape.check()?;
-        let later = |of: Compute, nth| Compute { microbatch: nth * of_step + of.microbatch, ..of };
         let repeated = |own: &Vec<Step>| {
-            let step = |nth| {
-                own.iter().filter_map(move |step| match *step {
-                    Step::Compute(compute) => Some(Step::Compute(later(compute, nth))),
-                    Step::Overlap { forward, backward } => {
-                        Some(Step::Overlap { forward: later(forward, nth), backward: later(backward, nth) })
-                    }
-                    Step::Transfer(_) => None,
-                })
-            };
+            let step = |nth| own.iter().filter_map(move |step| step.later(nth * of_step));
             (0..steps).flat_map(step).collect()
         };
         let plan = Plan::with_messages(shape, self.stages.iter().map(repeated).collect())?;

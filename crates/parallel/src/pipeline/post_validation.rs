@@ -27,7 +27,7 @@ use sidelane::collective::Communicator;
 use sidelane::digest::Digest;
 use sidelane::error::{Error, PlanError};
 
-use super::plan::{Pass, Plan};
+use super::plan::{Pass, Plan, Step};
 use super::run::{BackwardCall, ForwardCall, Pipeline, Stage, verdicts};
 use crate::check::agree;
 use crate::error::{PipelineError, SettingError};
@@ -75,7 +75,7 @@ pub trait OptimizedStage<E: Float = f32>: Stage<E> {
     /// Comes in place of [`square_sum`](OptimizedStage::square_sum) if this stage has failed, or
     /// has heard of one that has: refuses the calls in which `square_sum` meets other ranks, so
     /// that none waits ([`Communicator::refuse`]). A stage that meets none there need not have it.
-    fn refuse(&mut self) {}
+    fn refuse_sum(&mut self) {}
 
     /// Updates the parameters, and forgets the gradients.
     ///
@@ -321,7 +321,7 @@ fn sums<E: Float, S: OptimizedStage<E>>(
     let mut sums = Vec::with_capacity(steps as usize);
     let made = pipeline.run_steps(&mut Numbered { layers, first }, steps, |of, stopped| {
         if stopped {
-            of.layers.refuse();
+            of.layers.refuse_sum();
             return Ok(());
         }
         let sum = of.layers.square_sum()?;
@@ -368,5 +368,11 @@ impl<E: Float, S: Stage<E>> Stage<E> for Numbered<'_, S> {
         let forward = ForwardCall { microbatch: self.first + forward.microbatch, ..forward };
         let backward = BackwardCall { microbatch: self.first + backward.microbatch, ..backward };
         self.layers.forward_and_backward(forward, backward)
+    }
+
+    fn refuse(&mut self, step: &Step) {
+        if let Some(step) = step.later(self.first) {
+            self.layers.refuse(&step);
+        }
     }
 }

@@ -12,12 +12,13 @@
 //! number of stages. It holds two messages unread in each direction, if a message is one slot. If
 //! the plan needs more, several communicators take messages in turn. If it needs none, slots may be
 //! smaller than a message. Where activations and gradients go in one direction, as between two
-//! stages with several model chunks, each kind has communicators of its own.
+//! stages with several model chunks, each kind has communicators of its own ([`Turns`]).
 //!
-//! A stage whose layers fail makes the rest of its calls with empty messages. So all stages come to
-//! the end of the step, hear there which stage has failed, and can make another step.
+//! A stage whose layers fail makes the rest of its calls with empty messages, and its layers refuse
+//! the passes that are left ([`Stage::refuse`]). So all stages come to the end of the step, hear
+//! there which stage has failed, and can make another step.
 
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap};
 use std::marker::PhantomData;
 
 use sidelane::Group;
@@ -27,12 +28,10 @@ use sidelane::error::{CallError, CallKind, Error, PlanError};
 use sidelane::exec::TransferCounts;
 
 use super::plan::{Compute, Direction, Pass, Plan, Step, Tensor, Transfer};
+use super::turns::{Turns, sends};
 use crate::check::alike;
 use crate::error::PipelineError;
 use crate::float::Float;
-
-/// Messages of a pair that a communicator holds unread, if they have one part.
-const HELD: u32 = 2;
 
 /// Bytes of the smallest slot that a communicator has.
 const LEAST_SLOT: u64 = 128;
@@ -51,6 +50,13 @@ const MOST_OF_A_CHUNK: u64 = 256 << 10;
 ///
 /// `E` is the element type of the activations and gradients between stages: `f32`, or
 /// `half::bf16` for half the bytes. Layers round what they give.
+///
+/// **Failures.** A pass may communicate with ranks of other pipelines: those that cut its matrices,
+/// windows or experts. They wait for a rank that fails alone, and no message tells them. So a pass
+/// that fails makes, of each group, the first call that is left of the pass, by
+/// [`Communicator::refuse`] or [`MoeLayer::refuse`](sidelane::layer::MoeLayer::refuse), in the
+/// order in which ranks make them. A group whose call was the one that failed has heard already.
+/// [`Stage::refuse`] does the same for passes that are not made at all.
 pub trait Stage<E: Float = f32> {
     /// Error of the layers.
     type Error: From<PipelineError>;
@@ -96,9 +102,20 @@ pub trait Stage<E: Float = f32> {
         backward: BackwardCall<'_, E>,
     ) -> Result<[Option<Vec<E>>; 2], Self::Error> {
         let ForwardCall { microbatch, model_chunk, inputs } = forward;
-        let outputs = self.forward(microbatch, model_chunk, inputs)?;
+        let outputs = self.forward(microbatch, model_chunk, inputs);
         let BackwardCall { pass, microbatch, model_chunk, gradient } = backward;
+        let outputs = outputs.inspect_err(|_| {
+            self.refuse(&Step::Compute(Compute { pass, microbatch, model_chunk }));
+        })?;
         Ok([outputs, self.backward(pass, microbatch, model_chunk, gradient)?])
+    }
+
+    /// Comes in place of the passes of each step that this stage does not make, because it or a
+    /// stage before it has failed: a [`Step::Compute`], or the two of a [`Step::Overlap`]. Refuses
+    /// the first call of each pass to each group of ranks that have the same stage of other
+    /// pipelines. Layers that communicate with none need not have it.
+    fn refuse(&mut self, step: &Step) {
+        let _ = step;
     }
 }
 
@@ -186,13 +203,14 @@ pub struct Pipeline<E = f32> {
     /// Of all stages.
     verdicts: Communicator,
     channels: Channels,
+    /// Before the first message.
+    turns: Turns,
     stage: u32,
     rows: PhantomData<E>,
 }
 
-/// Communicators of a stage with each peer: by kind of messages, if they need to be told apart, and
-/// then in turn.
-type Channels = HashMap<u32, Vec<Vec<Communicator>>>;
+/// Communicators of a stage with each peer, by their [`Turns`].
+type Channels = HashMap<u32, Vec<Communicator>>;
 
 impl<E: Float> Pipeline<E> {
     /// A pipeline that carries out a plan with messages of so many elements: the outputs of a
@@ -233,7 +251,8 @@ impl<E: Float> Pipeline<E> {
             (Some(stage), None) => return Err(PipelineError::Elsewhere { stage }),
             (None, None) => {}
         }
-        Ok(Pipeline { plan: own.plan, elements, verdicts, channels, stage, rows: PhantomData })
+        let Settings { plan, turns, .. } = own;
+        Ok(Pipeline { plan, elements, verdicts, channels, turns, stage, rows: PhantomData })
     }
 
     /// Makes one step: all passes and messages of this rank's stage. Collective.
@@ -241,8 +260,10 @@ impl<E: Float> Pipeline<E> {
     /// # Errors
     /// The first error of the layers of this stage. [`PipelineError::Length`] if they gave the next
     /// pass another number of elements than a message has. [`PipelineError::Elsewhere`] if another
-    /// stage has failed: every stage hears of it, and the next step works.
-    /// [`PipelineError::Sidelane`] if the world fails.
+    /// stage has failed: every stage hears of it, and the next step works. Stages of other
+    /// pipelines hear in their own calls ([`Stage::refuse`]), or not at all if they have made the
+    /// last one: compare results with them before you use any. [`PipelineError::Sidelane`] if the
+    /// world fails.
     pub fn run<S: Stage<E>>(&mut self, layers: &mut S) -> Result<(), S::Error> {
         self.run_steps(layers, 1, |_, _| Ok(()))
     }
@@ -256,8 +277,8 @@ impl<E: Float> Pipeline<E> {
         steps: u32,
         end: impl FnMut(&mut S, bool) -> Result<(), S::Error>,
     ) -> Result<(), S::Error> {
-        let Pipeline { plan, elements, verdicts, channels, stage, .. } = self;
-        let (kept, spare, messages) = (HashMap::new(), Vec::new(), HashMap::new());
+        let Pipeline { plan, elements, verdicts, channels, turns, stage, .. } = self;
+        let (kept, spare) = (HashMap::new(), Vec::new());
         let passes = plan.passes(*stage).count() / steps as usize;
         let own = StageRun {
             plan,
@@ -271,7 +292,7 @@ impl<E: Float> Pipeline<E> {
             layers,
             kept,
             spare,
-            messages,
+            turns: turns.clone(),
             stopped: false,
             failed: None,
         };
@@ -282,7 +303,7 @@ impl<E: Float> Pipeline<E> {
     /// byte to each other stage at the end of a step.
     pub fn take_counts(&mut self) -> TransferCounts {
         let mut counts = self.verdicts.take_counts();
-        let channels = self.channels.values_mut().flatten().flatten();
+        let channels = self.channels.values_mut().flatten();
         channels.for_each(|channel| counts += channel.take_counts());
         counts
     }
@@ -293,10 +314,8 @@ struct Settings {
     plan: Plan,
     /// Stages that have messages for each other.
     pairs: BTreeSet<(u32, u32)>,
-    /// Kinds of messages that need communicators of their own.
-    kinds: u32,
-    /// Communicators that take the messages of a kind in turn.
-    in_turn: u32,
+    /// Before the first message.
+    turns: Turns,
     /// Bytes of a communicator chunk.
     chunk: u64,
 }
@@ -313,33 +332,19 @@ impl Settings {
         }
         let plan = plan.one_by_one();
         let unread = plan.least_unread()?;
-        let sends = (0..).zip(plan.stages()).flat_map(|(stage, steps)| {
-            let messages = steps.iter().filter_map(|step| match step {
-                Step::Transfer(group) => group.first(),
-                Step::Compute(_) | Step::Overlap { .. } => None,
-            });
-            let sends = messages.filter(|message| message.direction == Direction::Send);
-            sends.map(move |message| (stage, message.peer, message.tensor))
-        });
-        let sends: HashSet<(u32, u32, Tensor)> = sends.collect();
-        let pairs = sends.iter().map(|&(from, to, _)| (from.min(to), from.max(to))).collect();
-        let both = |&(from, to, tensor): &(u32, u32, Tensor)| {
-            tensor == Tensor::Activation && sends.contains(&(from, to, Tensor::Gradient))
-        };
-        let kinds = if sends.iter().any(both) { 2 } else { 1 };
+        let pairs = sends(&plan).into_iter().map(|(from, to, _)| (from.min(to), from.max(to))).collect();
         let bytes = (elements as u64).saturating_mul(size_of::<E>() as u64);
         let slot = bytes.checked_next_multiple_of(LEAST_SLOT).unwrap_or(bytes);
         let whole = slot.saturating_mul(PAIR);
         let chunk = if unread == 0 { whole.min(MOST_OF_A_CHUNK) } else { whole };
-        Ok(Settings { plan, pairs, kinds, in_turn: unread.div_ceil(HELD).max(1), chunk })
+        Ok(Settings { turns: Turns::new(&plan, unread), plan, pairs, chunk })
     }
 
     /// Communicators of two stages. Collective among them.
-    fn channels(&self, group: &Group, pair: &[u32; 2]) -> Result<Vec<Vec<Communicator>>, Error> {
+    fn channels(&self, group: &Group, pair: &[u32; 2]) -> Result<Vec<Communicator>, Error> {
         let pair = group.subgroup(pair)?;
         let communicator = |_| Communicator::builder(&pair).chunk(self.chunk).build();
-        let of_kind = |_| (0..self.in_turn).map(communicator).collect();
-        (0..self.kinds).map(of_kind).collect()
+        (0..self.turns.communicators()).map(communicator).collect()
     }
 }
 
@@ -361,8 +366,8 @@ struct StageRun<'p, E: Float, S: Stage<E>, F> {
     kept: HashMap<(Direction, Tensor, u32, u32), Vec<E>>,
     /// Vectors of messages that were sent, for those that come.
     spare: Vec<Vec<E>>,
-    /// Messages so far, by side, tensor and peer.
-    messages: HashMap<(Direction, Tensor, u32), usize>,
+    /// Of its messages so far.
+    turns: Turns,
     /// Whether this stage or one before it has failed.
     stopped: bool,
     failed: Option<S::Error>,
@@ -382,12 +387,14 @@ impl<E: Float, S: Stage<E>, F: FnMut(&mut S, bool) -> Result<(), S::Error>> Stag
     fn steps(&mut self) -> Result<(), Error> {
         let plan = self.plan;
         for step in &plan.stages()[self.stage as usize] {
-            if self.left == 0 && !sends(step) {
+            if self.left == 0 && !only_sends(step) {
                 self.end_step();
             }
             if !self.stopped {
                 let made = self.compute(step);
                 self.stop_at(made);
+            } else if step.passes().next().is_some() {
+                self.layers.refuse(step);
             }
             self.left -= step.passes().count();
             let Step::Transfer(group) = step else { continue };
@@ -469,12 +476,8 @@ impl<E: Float, S: Stage<E>, F: FnMut(&mut S, bool) -> Result<(), S::Error>> Stag
     /// Sends or receives a message. One without elements says that its sender has stopped.
     fn message(&mut self, message: &Transfer) -> Result<(), Error> {
         let Transfer { direction, tensor, peer, microbatch, model_chunk } = *message;
-        let nth = self.messages.entry((direction, tensor, peer)).or_default();
-        let kinds = self.channels.get_mut(&peer).expect("each peer of a proved plan has channels");
-        let kind = if kinds.len() > 1 { tensor as usize } else { 0 };
-        let turn = *nth % kinds[kind].len();
-        let channel = &mut kinds[kind][turn];
-        *nth += 1;
+        let channels = self.channels.get_mut(&peer).expect("each peer of a proved plan has channels");
+        let channel = &mut channels[self.turns.take(message) as usize];
         // The peer in a communicator of both.
         let there = u32::from(peer > self.stage);
         let key = (direction, tensor, microbatch, model_chunk);
@@ -503,7 +506,7 @@ impl<E: Float, S: Stage<E>, F: FnMut(&mut S, bool) -> Result<(), S::Error>> Stag
         if self.stopped {
             for (&peer, channels) in self.channels.iter_mut() {
                 let there = u32::from(peer > self.stage);
-                channels.iter_mut().flatten().try_for_each(|channel| heard(channel.flush(there)))?;
+                channels.iter_mut().try_for_each(|channel| heard(channel.flush(there)))?;
             }
         }
         first_of(self.verdicts, self.failed.is_some())
@@ -511,7 +514,7 @@ impl<E: Float, S: Stage<E>, F: FnMut(&mut S, bool) -> Result<(), S::Error>> Stag
 }
 
 /// Whether a step sends messages, and receives none.
-fn sends(step: &Step) -> bool {
+fn only_sends(step: &Step) -> bool {
     matches!(step, Step::Transfer(group) if group.iter().all(|of| of.direction == Direction::Send))
 }
 

@@ -72,6 +72,11 @@ impl<E: Float> DelayedWeights<E> {
         let (x, of_output) = (E::widened(&self.x), E::widened(&self.of_output));
         of_weights(&x, &of_output, (self.inputs, self.outputs), self.bias)
     }
+
+    /// Bytes that wait.
+    pub fn bytes(&self) -> u64 {
+        (size_of_val(&self.x[..]) + size_of_val(&self.of_output[..])) as u64
+    }
 }
 
 /// `dy' x`, and the sum of the rows of `dy`, by ascending token.

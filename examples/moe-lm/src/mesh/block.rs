@@ -10,6 +10,7 @@
 //! ```
 
 use sidelane::collective::Communicator;
+use sidelane::error::{CallKind, PlanError};
 use sidelane::gate::{BalanceLoss, CountDivisor, Preset, TokenGroups};
 use sidelane::layer::{Experts, GroupedSwiGlu, Input, MoeLayer, Tape};
 use sidelane::{Dtype, Group};
@@ -21,6 +22,7 @@ use sidelane_parallel::tensor::{
 };
 
 use super::groups::LayerGroups;
+use super::pass_calls::Peers;
 use super::strategy::{Context, Strategy};
 use super::tensors::{Rows, Sections};
 use crate::error::{Error, Result};
@@ -125,6 +127,14 @@ impl Attention {
         })
     }
 
+    /// The call that it begins with, forward and backward.
+    pub fn first_call(&self) -> CallKind {
+        match self {
+            Attention::Ulysses(_) => CallKind::AllToAll,
+            Attention::Ring(_) => CallKind::AllGather,
+        }
+    }
+
     fn forward(&self, cp: &mut Communicator, qkv: &[Vec<f32>; 3]) -> Result<(Vec<f32>, AttentionTape)> {
         let [query, key, value] = qkv;
         Ok(match self {
@@ -156,6 +166,8 @@ pub struct Block {
     qkv: ColumnParallelLinear,
     out: RowParallelLinear,
     moe: MoeLayer,
+    /// Ranks that share the experts.
+    peers: Peers,
     /// This rank's part of the experts.
     ep: usize,
     /// Bytes of rows that this rank's tokens had brought to other ranks of the experts, and back.
@@ -191,6 +203,12 @@ impl BlockTape {
 }
 
 impl DelayedBlock {
+    /// Bytes that it holds.
+    pub fn bytes(&self) -> u64 {
+        let made = size_of_val(&self.router[..]) + size_of_val(&self.experts[..]);
+        self.qkv.bytes() + self.out.bytes() + made as u64
+    }
+
     /// The gradients of the weights of each section.
     pub fn weights(self) -> Rows {
         let cut = [self.qkv, self.out].map(|delayed| delayed.weights().0).concat();
@@ -199,11 +217,12 @@ impl DelayedBlock {
 }
 
 impl Block {
-    /// With weights of zeros.
+    /// The nth of a model chunk, with weights of zeros.
     ///
     /// # Errors
     /// Those of the layers.
     pub fn new(
+        nth: usize,
         LayerGroups { tp, ep, .. }: &mut LayerGroups,
         attention: Attention,
         strategy: &Strategy,
@@ -220,7 +239,8 @@ impl Block {
         let weights = vec![0.0; GroupedSwiGlu::values(own, width, ffn)];
         let experts = GroupedSwiGlu::new(own, width, ffn, weights).map_err(sidelane::Error::from)?;
         let moe = moe(ep, strategy, settings, of_microbatch, experts)?;
-        Ok(Block { of_microbatch, attention, qkv, out, moe, ep: ep.rank() as usize, expert_bytes: 0 })
+        let (peers, ep) = (Peers::Ep { block: nth }, ep.rank() as usize);
+        Ok(Block { of_microbatch, attention, qkv, out, moe, peers, ep, expert_bytes: 0 })
     }
 
     /// Takes the first values of each section for the weights of this block.
@@ -236,21 +256,20 @@ impl Block {
     ///
     /// # Errors
     /// Those of the layers.
-    pub fn forward(
-        &mut self,
-        LayerGroups { tp, cp, .. }: &mut LayerGroups,
-        x: Vec<f32>,
-    ) -> Result<(Vec<f32>, BlockTape)> {
+    pub fn forward(&mut self, groups: &mut LayerGroups, x: Vec<f32>) -> Result<(Vec<f32>, BlockTape)> {
         let MicrobatchSizes { own_width, windows, piece, .. } = self.of_microbatch;
-        let qkv = self.qkv.forward(tp, &norm(&x, self.of_microbatch.width))?;
+        let qkv = groups.on_tp(|tp| self.qkv.forward(tp, &norm(&x, self.of_microbatch.width)))?;
         let (mut attended, mut tapes) = (Vec::with_capacity(windows * piece * own_width), Vec::new());
         for of_window in qkv.chunks_exact(piece * self.of_microbatch.own_qkv_width()) {
-            let (out, tape) = self.attention.forward(cp, &split(of_window, &self.of_microbatch))?;
+            let qkv = split(of_window, &self.of_microbatch);
+            let (out, tape) = groups.on_cp(|cp| self.attention.forward(cp, &qkv))?;
             attended.extend(out);
             tapes.push(tape);
         }
-        let between = sum(&x, &self.out.forward(tp, &attended)?);
-        let (out, moe) = self.moe.forward(&Input::new(&norm(&between, self.of_microbatch.width)))?;
+        let between = sum(&x, &groups.on_tp(|tp| self.out.forward(tp, &attended))?);
+        let made = self.moe.forward(&Input::new(&norm(&between, self.of_microbatch.width)));
+        groups.progress.count(self.peers, &made);
+        let (out, moe) = made?;
         let y = sum(&between, &out);
         let visits = self.visits(&moe);
         // Dispatched rows, and those that are combined.
@@ -265,22 +284,32 @@ impl Block {
     /// Those of the layers.
     pub fn backward(
         &mut self,
-        LayerGroups { tp, cp, .. }: &mut LayerGroups,
+        groups: &mut LayerGroups,
         tape: BlockTape,
         of_y: &[f32],
     ) -> Result<(Vec<f32>, DelayedBlock)> {
         let MicrobatchSizes { width, own_width, piece, .. } = self.of_microbatch;
         self.expert_bytes += 2 * tape.visits * self.row_bytes();
-        let moe = self.moe.backward(tape.moe, of_y)?;
+        let made = self.moe.backward(tape.moe, of_y);
+        groups.progress.count(self.peers, &made);
+        let moe = made?;
         let of_between = sum(of_y, &norm_backward(&tape.between, &moe.x, width));
-        let (of_attended, out) = self.out.backward_input(tp, &tape.attended, &of_between)?;
+        let (of_attended, out) =
+            groups.on_tp(|tp| self.out.backward_input(tp, &tape.attended, &of_between))?;
         let mut of_qkv = Vec::new();
         for (tape, of_out) in tape.windows.iter().zip(of_attended.chunks_exact(piece * own_width)) {
-            of_qkv.extend(interleaved(&tape.backward(cp, of_out)?, &self.of_microbatch));
+            let of = groups.on_cp(|cp| tape.backward(cp, of_out))?;
+            of_qkv.extend(interleaved(&of, &self.of_microbatch));
         }
-        let (of_normed, qkv) = self.qkv.backward_input(tp, &norm(&tape.x, width), &of_qkv)?;
+        let (of_normed, qkv) =
+            groups.on_tp(|tp| self.qkv.backward_input(tp, &norm(&tape.x, width), &of_qkv))?;
         let of_x = sum(&of_between, &norm_backward(&tape.x, &of_normed, width));
         Ok((of_x, DelayedBlock { qkv, out, router: moe.router, experts: moe.experts }))
+    }
+
+    /// Tells the ranks that share the experts that this one does not make its next call.
+    pub fn refuse(&mut self, kind: CallKind) {
+        self.moe.refuse(kind, PlanError::RefusedHere.into());
     }
 
     fn row_bytes(&self) -> u64 {

@@ -14,6 +14,7 @@ use sidelane::collective::Communicator;
 use sidelane::{Group, World};
 use sidelane_parallel::context::zig_zag_pieces;
 
+use super::pass_calls::{Peers, Progress};
 use super::strategy::{Context, Strategy};
 use super::tensors::{Place, Sections, part};
 use crate::error::Result;
@@ -27,6 +28,30 @@ pub struct LayerGroups {
     pub cp: Communicator,
     /// Ranks that share the experts.
     pub ep: Group,
+    /// How far this rank is in its pass.
+    pub progress: Progress,
+}
+
+impl LayerGroups {
+    /// A layer's call of the ranks that cut its matrices.
+    ///
+    /// # Errors
+    /// Those of the call.
+    pub fn on_tp<T>(&mut self, call: impl FnOnce(&mut Communicator) -> sidelane::Result<T>) -> Result<T> {
+        let made = call(&mut self.tp);
+        self.progress.count(Peers::Tp, &made);
+        Ok(made?)
+    }
+
+    /// A layer's call of the ranks that cut its windows.
+    ///
+    /// # Errors
+    /// Those of the call.
+    pub fn on_cp<T>(&mut self, call: impl FnOnce(&mut Communicator) -> Result<T>) -> Result<T> {
+        let made = call(&mut self.cp);
+        self.progress.count(Peers::Cp, &made);
+        made
+    }
 }
 
 /// The other groups of a rank, and its place in each.
@@ -77,6 +102,7 @@ impl Groups {
             tp: sums(mesh.world_group(world, &["tp"])?)?,
             cp: sums(mesh.world_group(world, &["cp"])?)?,
             ep: experts.world_group(world, &["ep"])?,
+            progress: Progress::default(),
         };
         let groups = Groups {
             all: world.all()?,

@@ -5,6 +5,7 @@
 //! | `strategy` | sizes of the mesh, ZeRO, schedule, attention, and their checks |
 //! | `tensors` | a rank's tensors, and where their values are in the whole ones |
 //! | `groups` | groups of a rank |
+//! | `pass_calls` | calls of layers in a pass, and which of them a rank refuses that fails alone |
 //! | `block` | norm, attention, experts: forward and backward |
 //! | `stage` | embedding, blocks and loss as a stage of a pipeline |
 //! | `optimizer` | parameters of one kind, whole or cut by ZeRO |
@@ -16,6 +17,7 @@ mod block;
 pub mod checkpoint;
 mod groups;
 mod optimizer;
+mod pass_calls;
 mod replay;
 mod stage;
 mod strategy;

@@ -19,7 +19,8 @@ use std::collections::HashMap;
 use std::time::Instant;
 
 use sidelane::collective::Communicator;
-use sidelane_parallel::pipeline::{Compute, Pass, Span, Stage as PipelineStage};
+use sidelane::error::PlanError;
+use sidelane_parallel::pipeline::{Compute, Pass, Span, Stage as PipelineStage, Step};
 use sidelane_parallel::tensor::{
     ColumnParallelLinear, CrossEntropyTape, DelayedWeights, LinearShape, VocabularyParallelCrossEntropy,
     VocabularyParallelEmbedding,
@@ -29,6 +30,7 @@ use super::block::{
     Attention, BETWEEN, Block, BlockTape, DelayedBlock, MicrobatchSizes, norm, norm_backward, take,
 };
 use super::groups::{Groups, LayerGroups, positions};
+use super::pass_calls::{ChunkLayers, LayerCall, Peers, Progress};
 use super::strategy::Strategy;
 use super::tensors::{Rows, Sections, Tensor, layers_of};
 use crate::batches::Windows;
@@ -137,6 +139,13 @@ struct DelayedChunk {
 }
 
 impl DelayedChunk {
+    /// Bytes that it holds.
+    fn bytes(&self) -> u64 {
+        let embedding = size_of_val(&self.embedding.cut[..]) + size_of_val(&self.embedding.whole[..]);
+        let blocks: u64 = self.blocks.iter().map(DelayedBlock::bytes).sum();
+        embedding as u64 + blocks + self.head.as_ref().map_or(0, DelayedWeights::bytes)
+    }
+
     /// The gradients of the weights of each section, and those of the head.
     fn weights(self) -> (Rows, Vec<f32>) {
         let mut sections = self.embedding;
@@ -164,19 +173,16 @@ pub struct Stage {
     pub of_tied_head: Vec<f32>,
     /// Sum of the losses of this rank's tokens, on the last stage.
     pub loss: f64,
-    /// Bytes sent to other stages.
-    pub stage_bytes: u64,
     /// Bytes that it keeps between passes.
     pub activations: Gauge,
     /// Its passes in order, in nanoseconds since its clock began.
     pub spans: Vec<Span>,
     clock: Instant,
-    /// Whether other stages get what it makes.
-    sends: bool,
     of_microbatch: MicrobatchSizes,
     /// Positions of this rank's tokens in a window.
     positions: Vec<usize>,
     of_loss: f32,
+    attention: Attention,
     chunks: Vec<Chunk>,
     microbatches: Vec<Microbatch>,
     recompute: bool,
@@ -204,10 +210,10 @@ impl Stage {
             let layers = layers_of(strategy, &settings.shape, rank.place.stage, nth);
             let is_first = layers.start == 0;
             let embedding = is_first.then(|| Embedding::new(&mut groups.tp, settings)).transpose()?;
-            let block = |_| Block::new(&mut groups, attention, strategy, settings);
+            let block = |nth| Block::new(nth, &mut groups, attention, strategy, settings);
             chunks.push(Chunk {
                 embedding,
-                blocks: layers.clone().map(block).collect::<Result<_>>()?,
+                blocks: (0..layers.len()).map(block).collect::<Result<_>>()?,
                 head: (layers.end == settings.shape.layers)
                     .then(|| Head::new(&mut groups.tp, settings, is_first))
                     .transpose()?,
@@ -225,13 +231,12 @@ impl Stage {
             gradients: first.map(|len| vec![0.0; len]),
             of_tied_head,
             loss: 0.0,
-            stage_bytes: 0,
             activations: Gauge::default(),
             spans: Vec::new(),
             clock: Instant::now(),
-            sends: rank.stages > 1,
             of_loss: of_microbatch.of_loss(strategy),
             of_microbatch,
+            attention,
             chunks,
             microbatches: Vec::new(),
             recompute: strategy.recompute,
@@ -244,6 +249,13 @@ impl Stage {
     /// Elements that a microbatch has between two stages.
     pub fn message_elements(&self) -> usize {
         self.of_microbatch.tokens * self.of_microbatch.width
+    }
+
+    /// Bytes of its layers' weights, and of the sums of their gradients.
+    pub fn weight_bytes(&self) -> u64 {
+        let mut values = 0;
+        self.gradients.as_ref().map(|of| values += 2 * of.len());
+        ((values + self.of_tied_head.len()) * size_of::<f32>()) as u64
     }
 
     /// Gives all layers their weights.
@@ -273,7 +285,7 @@ impl Stage {
         self.microbatches = microbatches.map(own).collect();
         self.gradients.as_mut().map(|values| values.fill(0.0));
         self.of_tied_head.fill(0.0);
-        (self.loss, self.stage_bytes, self.spans) = (0.0, 0, Vec::new());
+        (self.loss, self.spans) = (0.0, Vec::new());
         (self.kept, self.waiting) = (HashMap::new(), HashMap::new());
         self.activations = Gauge::default();
     }
@@ -314,20 +326,13 @@ impl Stage {
         });
     }
 
-    /// Counts a message to another stage.
-    fn sends(&mut self, tensor: &[f32]) {
-        if self.sends {
-            self.stage_bytes += size_of_val(tensor) as u64;
-        }
-    }
-
     /// The layers of a model chunk, forward.
     fn make(&mut self, (microbatch, model_chunk): (u32, u32), inputs: &[f32]) -> Result<Made> {
         let Stage { groups, chunks, microbatches, positions, of_microbatch, .. } = self;
         let (chunk, data) = (&mut chunks[model_chunk as usize], &microbatches[microbatch as usize]);
         let mut x = match &chunk.embedding {
             Some(embedding) => {
-                let mut rows = embedding.token.forward(&mut groups.tp, &data.tokens)?;
+                let mut rows = groups.on_tp(|tp| embedding.token.forward(tp, &data.tokens))?;
                 let own = own_tokens(&groups.tp, of_microbatch, positions);
                 for (position, row) in own.zip(rows.chunks_exact_mut(of_microbatch.width)) {
                     let place = &embedding.place[position * of_microbatch.width..];
@@ -346,8 +351,8 @@ impl Stage {
         let Some((head, linear)) = chunk.output() else {
             return Ok(Made { outputs: Some(x), tape: ChunkTape { blocks, head: None }, loss: 0.0 });
         };
-        let logits = linear.forward(&mut groups.tp, &norm(&x, of_microbatch.width))?;
-        let (losses, tape) = head.loss.forward(&mut groups.tp, &logits, &data.following)?;
+        let logits = groups.on_tp(|tp| linear.forward(tp, &norm(&x, of_microbatch.width)))?;
+        let (losses, tape) = groups.on_tp(|tp| head.loss.forward(tp, &logits, &data.following))?;
         let loss = losses.into_iter().map(f64::from).sum();
         Ok(Made { outputs: None, tape: ChunkTape { blocks, head: Some((x, tape)) }, loss })
     }
@@ -379,6 +384,42 @@ impl Stage {
         Ok(tape)
     }
 
+    /// What a pass has made. If it has failed, the ranks that wait for this one hear of it.
+    fn or_refuse<T>(&mut self, pass: Pass, model_chunk: u32, made: Result<T>) -> Result<T> {
+        match made {
+            Ok(_) => debug_assert!(self.groups.progress.is_behind(&self.calls(pass, model_chunk))),
+            Err(_) => self.refuse_left(pass, model_chunk),
+        }
+        made
+    }
+
+    /// Refuses the calls of a pass that ranks wait in.
+    fn refuse_left(&mut self, pass: Pass, model_chunk: u32) {
+        let calls = self.groups.progress.left_to_refuse(self.calls(pass, model_chunk));
+        let refused = || PlanError::RefusedHere.into();
+        for LayerCall { peers, kind } in calls {
+            match peers {
+                Peers::Tp => drop(self.groups.tp.refuse(kind, refused())),
+                Peers::Cp => drop(self.groups.cp.refuse(kind, refused())),
+                Peers::Ep { block } => self.chunks[model_chunk as usize].blocks[block].refuse(kind),
+            }
+        }
+    }
+
+    /// The calls of a pass' layers.
+    fn calls(&self, pass: Pass, model_chunk: u32) -> Vec<LayerCall> {
+        let Chunk { embedding, blocks, head, .. } = &self.chunks[model_chunk as usize];
+        let layers = ChunkLayers {
+            embedding: embedding.is_some(),
+            blocks: blocks.len(),
+            head: head.is_some(),
+            windows: self.of_microbatch.windows,
+            attention: self.attention.first_call(),
+            recompute: self.recompute,
+        };
+        layers.calls(pass)
+    }
+
     /// The gradients of a pass' inputs, and what those of its weights are made of.
     fn gradients_of(
         &mut self,
@@ -394,7 +435,8 @@ impl Stage {
                 let of_losses = vec![*of_loss; data.tokens.len()];
                 let of_logits = head.loss.backward(tape, &of_losses).map_err(sidelane::Error::from)?;
                 let normed = norm(&x, of_microbatch.width);
-                let (of_normed, delayed) = linear.backward_input(&mut groups.tp, &normed, &of_logits)?;
+                let (of_normed, delayed) =
+                    groups.on_tp(|tp| linear.backward_input(tp, &normed, &of_logits))?;
                 (norm_backward(&x, &of_normed, of_microbatch.width), Some(delayed))
             }
             _ => (gradient.unwrap_or_default().to_vec(), None),
@@ -409,7 +451,7 @@ impl Stage {
         let mut embedding = Rows::default();
         let first = chunk.embedding.as_ref();
         if let Some(layer) = first {
-            embedding.cut = layer.token.backward(&mut groups.tp, &data.tokens, &of_x)?;
+            embedding.cut = groups.on_tp(|tp| layer.token.backward(tp, &data.tokens, &of_x))?;
             embedding.whole = vec![0.0; layer.place.len()];
             let own = own_tokens(&groups.tp, of_microbatch, positions);
             for (position, row) in own.zip(of_x.chunks_exact(of_microbatch.width)) {
@@ -431,7 +473,9 @@ impl PipelineStage for Stage {
         inputs: Option<&[f32]>,
     ) -> Result<Option<Vec<f32>>> {
         let (of, begin) = ((microbatch, model_chunk), self.now());
-        let Made { outputs, tape, loss } = self.make(of, inputs.unwrap_or_default())?;
+        self.groups.progress = Progress::default();
+        let made = self.make(of, inputs.unwrap_or_default());
+        let Made { outputs, tape, loss } = self.or_refuse(Pass::Forward, model_chunk, made)?;
         self.loss += loss;
         let (kept, bytes) = match self.recompute {
             true => {
@@ -447,7 +491,6 @@ impl PipelineStage for Stage {
         self.activations.add(bytes);
         self.kept.insert(of, kept);
         self.ends(Pass::Forward, of, begin);
-        self.sends(outputs.as_deref().unwrap_or_default());
         Ok(outputs)
     }
 
@@ -461,18 +504,28 @@ impl PipelineStage for Stage {
         let (of, begin) = ((microbatch, model_chunk), self.now());
         if pass == Pass::BackwardWeight {
             let delayed = self.waiting.remove(&of).ok_or(Error::NoForward { microbatch })?;
+            self.activations.held -= delayed.bytes();
             self.add_weights(model_chunk, delayed);
             self.ends(pass, of, begin);
             return Ok(None);
         }
-        let (of_inputs, delayed) = self.gradients_of(of, gradient)?;
+        self.groups.progress = Progress::default();
+        let made = self.gradients_of(of, gradient);
+        let (of_inputs, delayed) = self.or_refuse(pass, model_chunk, made)?;
         match pass {
-            Pass::BackwardInput => drop(self.waiting.insert(of, delayed)),
+            Pass::BackwardInput => {
+                self.activations.add(delayed.bytes());
+                self.waiting.insert(of, delayed);
+            }
             _ => self.add_weights(model_chunk, delayed),
         }
         self.ends(pass, of, begin);
-        self.sends(of_inputs.as_deref().unwrap_or_default());
         Ok(of_inputs)
+    }
+
+    fn refuse(&mut self, step: &Step) {
+        self.groups.progress = Progress::default();
+        step.passes().for_each(|of| self.refuse_left(of.pass, of.model_chunk));
     }
 }
 

@@ -19,6 +19,7 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 use sidelane::collective::Communicator;
+use sidelane::exec::TransferCounts;
 use sidelane::{Group, World};
 use sidelane_parallel::pipeline::{Compute, Pass, Pipeline, Span};
 use sidelane_parallel::tensor::TiedWeights;
@@ -47,6 +48,12 @@ pub struct Moved {
     pub inter_node_bytes: u64,
 }
 
+impl From<TransferCounts> for Moved {
+    fn from(counts: TransferCounts) -> Moved {
+        Moved { intra_node_bytes: counts.intra_node_bytes, inter_node_bytes: counts.inter_node_bytes }
+    }
+}
+
 /// Bytes that a rank sent in a step, by the dimension of the mesh.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Traffic {
@@ -56,13 +63,14 @@ pub struct Traffic {
     pub cp: Moved,
     /// Gradients and parameters of data parallelism and ZeRO.
     pub dp: Moved,
-    /// Activations and their gradients, to other stages.
-    pub pp_bytes: u64,
+    /// Messages between stages, gradients of tied weights, and a byte to each stage of a pipeline.
+    pub pp: Moved,
     /// Rows of experts to other ranks, and back: four for each token and rank.
     pub ep_bytes: u64,
-    /// Parameters, gradients and optimizer states that the rank holds between steps.
+    /// Bytes that the rank holds between steps: the layers' weights and the sums of their
+    /// gradients, and parameters, gradients and states of the optimizers.
     pub state_bytes: u64,
-    /// The most that the rank held for backward passes at a time, without the rows of experts.
+    /// The most that the rank held for later passes at a time, without the rows of experts.
     pub activation_bytes: u64,
 }
 
@@ -119,10 +127,7 @@ impl Tied {
     fn sum(&mut self, stage: &mut Stage) -> Result<()> {
         let gradient = &mut stage.gradients.cut[self.range.clone()];
         gradient.iter_mut().zip(&stage.of_tied_head).for_each(|(sum, of)| *sum += of);
-        self.weights.sum(&mut self.ends, gradient)?;
-        // Of two stages, each sends the other one as much as it has.
-        stage.stage_bytes += u64::from(self.ends.size() - 1) * size_of_val(gradient) as u64;
-        Ok(())
+        Ok(self.weights.sum(&mut self.ends, gradient)?)
     }
 }
 
@@ -238,7 +243,9 @@ impl MeshTrainer {
     pub fn step(&mut self) -> Result<f32> {
         let steps = self.steps();
         self.take_traffic();
-        self.make_passes(steps)?;
+        // Other pipelines may have made their last call before layers here failed.
+        let made = self.make_passes(steps);
+        self.agree(made)?;
         let loss = self.mean_loss()?;
         if !loss.is_finite() {
             return Err(Error::NotFinite { what: "the loss of the next step", loss, steps });
@@ -299,31 +306,27 @@ impl MeshTrainer {
 
     /// Counts since the last call.
     fn take_traffic(&mut self) -> Traffic {
-        let moved = |group: &mut Communicator| {
-            let counts = group.take_counts();
-            Moved { intra_node_bytes: counts.intra_node_bytes, inter_node_bytes: counts.inter_node_bytes }
-        };
-        let mut dp = Moved::default();
-        self.groups.copies.as_mut().map(|group| {
-            let of = moved(group);
-            dp.intra_node_bytes += of.intra_node_bytes;
-            dp.inter_node_bytes += of.inter_node_bytes;
-        });
-        let of_state = Traffic { dp, state_bytes: self.state_bytes(), ..Traffic::default() };
-        match &mut self.model {
-            Model::Stage(stage, _) => {
-                let LayerGroups { tp, cp, .. } = &mut stage.groups;
-                let (tp, cp, pp_bytes) = (moved(tp), moved(cp), stage.stage_bytes);
-                let activation_bytes = stage.activations.most();
-                let ep_bytes = stage.take_expert_bytes();
-                Traffic { tp, cp, pp_bytes, ep_bytes, activation_bytes, ..of_state }
-            }
-            Model::Replay(_) => of_state,
+        let (mut dp, mut pp) = (TransferCounts::default(), TransferCounts::default());
+        self.groups.copies.as_mut().map(|group| dp += group.take_counts());
+        if let Some(tied) = &mut self.tied {
+            pp += tied.ends.take_counts();
         }
+        let mut traffic = Traffic { dp: dp.into(), state_bytes: self.state_bytes(), ..Traffic::default() };
+        if let Model::Stage(stage, pipeline) = &mut self.model {
+            pp += pipeline.take_counts();
+            let LayerGroups { tp, cp, .. } = &mut stage.groups;
+            [traffic.tp, traffic.cp] = [tp, cp].map(|group| group.take_counts().into());
+            traffic.activation_bytes = stage.activations.most();
+            traffic.ep_bytes = stage.take_expert_bytes();
+        }
+        Traffic { pp: pp.into(), ..traffic }
     }
 
     fn state_bytes(&self) -> u64 {
-        let mut bytes = 0;
+        let mut bytes = match &self.model {
+            Model::Stage(stage, _) => stage.weight_bytes(),
+            Model::Replay(_) => 0,
+        };
         self.optimizers.as_ref().map(|optimizer| {
             let usage = optimizer.memory_usage();
             bytes += usage.parameters_bytes + usage.gradients_bytes + usage.states_bytes;
@@ -465,4 +468,111 @@ fn first_values(settings: &Settings, tensors: &[Sections<Vec<Tensor>>]) -> Rows 
         }
         values
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use sidelane::Options;
+    use sidelane::bootstrap::Timeouts;
+
+    use super::super::strategy::{Context, ScheduleName};
+    use super::*;
+    use crate::settings::Shape;
+
+    const TOKENS: usize = 6000;
+
+    fn settings() -> Settings {
+        let shape = Shape {
+            vocabulary: 8,
+            window: 8,
+            layers: 2,
+            width: 8,
+            heads: 4,
+            kv_heads: 4,
+            experts: 4,
+            top_k: 2,
+            expert_width: 2,
+            tied: false,
+        };
+        let (batch, steps, rate, warm_up, balance, seed) = (8, 3, 0.01, 1, 0.0, 7);
+        Settings { shape, batch, steps, rate, warm_up, balance, seed, ranks: 1, expert_parallel: 1 }
+    }
+
+    /// A text, in which the tokens of a window of the first step may be outside the vocabulary.
+    fn batches(settings: &Settings, wrong: Option<usize>) -> Batches {
+        let place = |window| {
+            let places: Vec<u32> = (0..TOKENS as u32).collect();
+            Batches::new(&places, settings).unwrap().of_step(settings, 0, window..window + 1).tokens
+        };
+        let wrong = wrong.map(place).unwrap_or_default();
+        let token = |nth: u32| if wrong.contains(&nth) { 8 } else { (nth * nth / 7 + nth) % 8 };
+        Batches::new(&(0..TOKENS as u32).map(token).collect::<Vec<_>>(), settings).unwrap()
+    }
+
+    /// Gives one rank a router that has a weight that is no number.
+    fn poison(trainer: &mut MeshTrainer) {
+        let mut values = trainer.gathered().unwrap();
+        *values.whole.last_mut().unwrap() = f32::NAN;
+        let Model::Stage(stage, _) = &mut trainer.model else { panic!("a rank") };
+        stage.load(values.as_ref().map(|of| &of[..]));
+    }
+
+    /// A rank fails alone in the first layer of a pass of each microbatch, in the last one, or amid
+    /// a pass, while others wait for it in calls of other groups.
+    #[test]
+    fn all_ranks_hear_of_one_that_fails_alone_and_the_next_step_works() {
+        let settings = settings();
+        let of =
+            |sizes: &str, microbatches| Strategy { microbatches, ..Strategy::of(sizes.parse().unwrap()) };
+        for strategy in [
+            of("tp=2", 2),
+            Strategy { context: Some(Context::Ring), ..of("pp=2,cp=2,tp=2,ep=2", 4) },
+            Strategy {
+                order: Some(ScheduleName::ZeroBubbleH1),
+                recompute: true,
+                ..of("pp=2,dp=2,tp=2,ep=4", 4)
+            },
+            Strategy { order: Some(ScheduleName::GPipe), ..of("pp=2,cp=4,ep=4", 2) },
+        ] {
+            // A rank that waits in vain ends the world, and the test.
+            let timeouts = Timeouts::default().with_deadline(Duration::from_secs(60));
+            let nodes = vec![0; strategy.sizes.ranks() as usize];
+            let worlds = World::threads_with(&nodes, &Options::default().with_timeouts(timeouts)).unwrap();
+            let run = |world: World| {
+                let mut trainer =
+                    MeshTrainer::new(&world, &settings, &strategy, batches(&settings, None)).unwrap();
+                for failing in (0..world.size()).step_by(3) {
+                    // Of the windows of its data parallel rank, one of the last microbatch.
+                    let own = settings.batch / strategy.sizes.dp as usize;
+                    let dp = trainer.groups.parts.0;
+                    for window in [None, Some(dp * own), Some((dp + 1) * own - 1)] {
+                        let is_failing = world.rank() == failing;
+                        match window {
+                            Some(_) if is_failing => trainer.batches = batches(&settings, window),
+                            None if is_failing => poison(&mut trainer),
+                            _ => {}
+                        }
+                        let error = trainer.step().unwrap_err();
+                        let elsewhere = matches!(error, Error::Elsewhere { .. });
+                        assert!(!(elsewhere && is_failing), "{failing}, {window:?}: {error}");
+                        trainer.batches = batches(&settings, None);
+                        trainer.load_parameters().unwrap();
+                    }
+                }
+                (trainer.steps(), trainer.step().unwrap())
+            };
+            let seen: Vec<_> = std::thread::scope(|scope| {
+                let ranks = worlds.into_iter().map(|world| scope.spawn(|| run(world)));
+                let ranks: Vec<_> = ranks.collect();
+                ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+            });
+            let alone = World::threads(1).unwrap().remove(0);
+            let mut replay =
+                MeshTrainer::reference(&alone, &settings, &strategy, batches(&settings, None)).unwrap();
+            let right = (0, replay.step().unwrap());
+            assert_eq!(seen, vec![right; nodes.len()], "{}", strategy.sizes);
+        }
+    }
 }

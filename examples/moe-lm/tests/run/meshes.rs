@@ -12,7 +12,9 @@ use moe_lm::mesh::{
 use moe_lm::reference::Reference;
 use moe_lm::settings::{Settings, Shape};
 use moe_lm::trainer::{History, Trainer};
+use serde_json::Value;
 use sidelane::{Options, World};
+use sidelane_parallel::pipeline::Pass;
 
 use crate::case::{TEXT, batches, settings};
 use crate::program::{many_ranks_of, ranks_of, said};
@@ -58,11 +60,23 @@ fn on_ranks<T: Send>(
     strategy: &Strategy,
     each: impl Fn(Result<MeshTrainer, Error>) -> T + Sync,
 ) -> Vec<T> {
-    let worlds = World::threads(strategy.sizes.ranks()).unwrap();
+    on_ranks_with(settings, strategy, &batches(settings), each)
+}
+
+/// The same, of other windows. Each rank is a node of its own, so that bytes to other nodes are
+/// those to other ranks.
+fn on_ranks_with<T: Send>(
+    settings: &Settings,
+    strategy: &Strategy,
+    batches: &Batches,
+    each: impl Fn(Result<MeshTrainer, Error>) -> T + Sync,
+) -> Vec<T> {
+    let nodes: Vec<u32> = (0..strategy.sizes.ranks()).collect();
+    let worlds = World::threads_with(&nodes, &Options::default()).unwrap();
     std::thread::scope(|scope| {
         let ranks = worlds.into_iter().map(|world| {
             let each = &each;
-            scope.spawn(move || each(MeshTrainer::new(&world, settings, strategy, batches(settings))))
+            scope.spawn(move || each(MeshTrainer::new(&world, settings, strategy, batches.clone())))
         });
         let ranks: Vec<_> = ranks.collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
@@ -107,11 +121,28 @@ fn reference(settings: &Settings, strategy: &Strategy) -> Outcome {
 }
 
 /// Checks that values are within the bound of their roundings.
-fn assert_near(seen: &[f32], exact: &[Near], name: &str) {
+fn assert_near<T: Copy + Into<f64>>(seen: &[T], exact: &[Near], name: &str) {
     assert_eq!(seen.len(), exact.len(), "{name}");
     for (nth, (&seen, Near { value, off })) in seen.iter().zip(exact).enumerate() {
-        assert!((f64::from(seen) - value).abs() <= *off, "{name}[{nth}]: {seen}, not {value} by {off}");
+        let seen: f64 = seen.into();
+        assert!((seen - value).abs() <= *off, "{name}[{nth}]: {seen}, not {value} by {off}");
     }
+}
+
+/// Means over all ranks that have a value, without a rounding.
+fn means(ranks: &[Vec<TensorPart>]) -> BTreeMap<String, Vec<f64>> {
+    let mut sums = BTreeMap::<String, Vec<(f64, f64)>>::new();
+    for TensorPart { name, values } in ranks.iter().flatten() {
+        let tensor = sums.entry(name.clone()).or_default();
+        for &(place, value) in values {
+            tensor.resize(tensor.len().max(place + 1), (0.0, 0.0));
+            tensor[place] = (tensor[place].0 + f64::from(value), tensor[place].1 + 1.0);
+        }
+    }
+    let mean = |(name, sums): (String, Vec<(f64, f64)>)| {
+        (name, sums.into_iter().map(|(sum, ranks)| sum / ranks).collect())
+    };
+    sums.into_iter().map(mean).collect()
 }
 
 #[test]
@@ -138,14 +169,23 @@ fn a_mesh_and_candles_model_have_the_loss_and_gradients_within_their_roundings()
         let mut exact = Exact::new(&settings, &weights);
         let loss = exact.pass(&batches().of_step(&settings, 0, 0..settings.batch));
 
-        let mut mesh = MeshTrainer::new(&alone(), &settings, &strategy("dp=1"), batches()).unwrap();
-        let of_mesh = mesh.step().unwrap();
-        let mut gradients = Tensors::new();
-        put(&mut gradients, &mesh.local_gradients());
-        assert_near(&[of_mesh, plain.step().unwrap()], &[loss; 2], "loss");
-        assert!(gradients.keys().eq(exact.gradients.keys()));
-        for (name, of_mesh) in &gradients {
-            assert_near(of_mesh, &exact.gradients[name], name);
+        assert_near(&[plain.step().unwrap()], &[loss], "loss");
+        // Products that are cut and sums over ranks are sums in another order, and all factors are
+        // powers of two.
+        let cut = ["tp=2", "tp=2,ep=2", "cp=2", "cp=2,ep=2", "dp=2,tp=2,ep=2", "dp=2,cp=2,ep=4"];
+        let whole = ["dp=1", "dp=2", "dp=2,ep=2"];
+        for sizes in whole.into_iter().chain(cut.into_iter().filter(|_| balance == 0.0)) {
+            let ranks = on_ranks_with(&settings, &strategy(sizes), &batches(), |trainer| {
+                let mut mesh = trainer.unwrap();
+                (mesh.step().unwrap(), mesh.local_gradients())
+            });
+            let (losses, gradients): (Vec<_>, Vec<_>) = ranks.into_iter().unzip();
+            assert_near(&losses, &vec![loss; losses.len()], sizes);
+            let gradients = means(&gradients);
+            assert!(gradients.keys().eq(exact.gradients.keys()));
+            for (name, of_mesh) in &gradients {
+                assert_near(of_mesh, &exact.gradients[name], &format!("{sizes}: {name}"));
+            }
         }
         // After one step the first mean is a tenth of the gradient.
         let tenth = Near { value: (1.0 - 0.9f64) as f32 as f64, off: 0.0 };
@@ -254,15 +294,17 @@ fn a_head_with_the_weights_of_the_embedding_learns_on_both_ends() {
         strategy("dp=2,tp=2"),
         Strategy { order: interleaved, zero: Zero::Two, microbatches: 4, ..strategy("pp=2,dp=2,ep=2") },
         Strategy { microbatches: 4, ..strategy("pp=4,tp=2") },
+        Strategy { microbatches: 2, ..strategy("pp=2,cp=2") },
+        Strategy { microbatches: 2, context: Some(Context::Ring), ..strategy("pp=2,cp=2,tp=2") },
     ] {
         // Both ends have the embedding, with the same bits.
         let (seen, traffic) = run_with_traffic(&settings, &strategy);
         assert_eq!(seen, reference(&settings, &strategy), "{}", strategy.sizes);
         assert!(!seen.parameters.contains_key("head"));
-        let Sizes { pp, dp, tp, .. } = strategy.sizes;
+        let Sizes { pp, dp, cp, tp, .. } = strategy.sizes;
         let (message, chunks) = (4 * settings.batch * window * width, strategy.model_chunks());
         for (rank, of_rank) in (0..).zip(traffic) {
-            let stage = rank / (dp * tp);
+            let stage = rank / (dp * cp * tp);
             // Outputs go to the next virtual stage, and gradients to the one before.
             let borders = match stage {
                 _ if pp == 1 => 0,
@@ -272,8 +314,11 @@ fn a_head_with_the_weights_of_the_embedding_learns_on_both_ends() {
             };
             let is_end = pp > 1 && (stage == 0 || stage + 1 == pp);
             let token = if is_end { 4 * vocabulary * width / tp as usize } else { 0 };
-            let messages = borders as usize * message / (dp * tp) as usize;
-            assert_eq!(of_rank.pp_bytes, (messages + token) as u64, "{}, {rank}", strategy.sizes);
+            let messages = borders as usize * message / (dp * cp * tp) as usize;
+            // All stages hear of each whether it has failed.
+            let verdicts = pp as usize - 1;
+            let sent = (messages + token + verdicts) as u64;
+            assert_eq!(of_rank.pp.inter_node_bytes, sent, "{}, {rank}", strategy.sizes);
         }
     }
 }
@@ -366,7 +411,13 @@ fn strategies_that_do_not_fit_are_refused_on_every_rank() {
 
 #[test]
 fn a_run_goes_on_over_another_mesh_from_its_checkpoint() {
-    let settings = Settings { steps: 4, ..small() };
+    for tied in [false, true] {
+        let small = small();
+        goes_on(&Settings { steps: 4, shape: Shape { tied, ..small.shape }, ..small });
+    }
+}
+
+fn goes_on(settings: &Settings) {
     let of = |sizes, zero, order| {
         let strategy = strategy(sizes);
         // Windows of dp ranks and microbatches are the same, whatever the mesh.
@@ -378,10 +429,10 @@ fn a_run_goes_on_over_another_mesh_from_its_checkpoint() {
         of("pp=4,dp=2,ep=2", Zero::Three, Some(ScheduleName::ZeroBubbleH1)),
         of("dp=2,ep=2", Zero::One, None),
     ];
-    let expected = reference(&settings, &meshes[0]);
+    let expected = reference(settings, &meshes[0]);
     let folder = tempfile::tempdir().unwrap();
     for (nth, strategy) in meshes.iter().enumerate() {
-        let ranks = on_ranks(&settings, strategy, |trainer| {
+        let ranks = on_ranks(settings, strategy, |trainer| {
             let mut trainer = trainer.unwrap();
             if nth > 0 {
                 let place = checkpoint::resume(&mut trainer, folder.path()).unwrap();
@@ -397,14 +448,14 @@ fn a_run_goes_on_over_another_mesh_from_its_checkpoint() {
     }
     // Ranks that cut matrices, windows and experts in other ways read the same values.
     let moved = of("pp=2,cp=2,tp=2,ep=4", Zero::One, None);
-    let ranks = on_ranks(&settings, &moved, |trainer| {
+    let ranks = on_ranks(settings, &moved, |trainer| {
         let mut trainer = trainer.unwrap();
         checkpoint::resume(&mut trainer, folder.path()).unwrap();
         checkpoint::save(&trainer, folder.path()).unwrap();
         finish_at(trainer, settings.steps)
     });
     assert_eq!(outcome(ranks), expected);
-    let back = on_ranks(&settings, &meshes[1], |trainer| {
+    let back = on_ranks(settings, &meshes[1], |trainer| {
         let mut trainer = trainer.unwrap();
         checkpoint::resume(&mut trainer, folder.path()).unwrap();
         finish_at(trainer, settings.steps)
@@ -515,30 +566,22 @@ fn run_with_traffic(settings: &Settings, strategy: &Strategy) -> (Outcome, Vec<T
     (outcome(ranks), traffic.remove(0))
 }
 
-/// Each rank a node of its own, so that bytes to other nodes are those to other ranks.
+/// Bytes of each rank in its second step.
 fn traffic(settings: &Settings, strategy: &Strategy) -> Vec<Traffic> {
-    let nodes: Vec<u32> = (0..strategy.sizes.ranks()).collect();
-    let worlds = World::threads_with(&nodes, &Options::default()).unwrap();
-    std::thread::scope(|scope| {
-        let ranks = worlds.into_iter().map(|world| {
-            scope.spawn(move || {
-                let mut trainer = MeshTrainer::new(&world, settings, strategy, batches(settings)).unwrap();
-                trainer.step().unwrap();
-                trainer.step().unwrap();
-                trainer.traffic_of_ranks().unwrap()
-            })
-        });
-        let ranks: Vec<_> = ranks.collect();
-        let mut all: Vec<_> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
-        assert!(all.iter().all(|of| *of == all[0]));
-        all.remove(0)
-    })
+    let ranks = on_ranks(settings, strategy, |trainer| {
+        let mut trainer = trainer.unwrap();
+        trainer.step().unwrap();
+        trainer.step().unwrap();
+        trainer.traffic_of_ranks().unwrap()
+    });
+    assert!(ranks.iter().all(|of| *of == ranks[0]));
+    ranks[0].clone()
 }
 
 #[test]
 fn recomputation_changes_no_bit_and_keeps_inputs_and_one_tape() {
     let settings = small();
-    let Shape { window, layers, width, heads, vocabulary, .. } = settings.shape;
+    let Shape { window, layers, width, heads, vocabulary, experts, expert_width, .. } = settings.shape;
     let (microbatches, stages) = (4, 2);
     let tokens = settings.batch * window / 2 / microbatches as usize;
     // Of a token: inputs, outputs of attention, and their sum; queries, keys, values, outputs, and
@@ -549,6 +592,31 @@ fn recomputation_changes_no_bit_and_keeps_inputs_and_one_tape() {
         4 * tokens * (layers / stages as usize * block + head)
     };
     let message = |stage: u32| if stage == 0 { 0 } else { 4 * tokens * width };
+    // Inputs and gradients of outputs of linear layers, of which gradients of weights that wait are
+    // made; gradients of routers, of experts and of the embedding.
+    let delayed = |stage: u32| {
+        let own = layers / stages as usize;
+        let linear = tokens * (own * 6 * width + if stage + 1 == stages { width + vocabulary } else { 0 });
+        let made = own * (width * experts + experts / 2 * 3 * width * expert_width);
+        4 * (linear + made + if stage == 0 { (vocabulary + window) * width } else { 0 })
+    };
+    let most_held = |strategy: &Strategy, stage: u32| {
+        let (mut held, mut most) = (0, 0);
+        for of in strategy.plan().unwrap().passes(stage) {
+            let kept = if strategy.recompute { message(stage) } else { tape(stage) };
+            let waits = if of.pass == Pass::BackwardInput { delayed(stage) } else { 0 };
+            let steps = match of.pass {
+                Pass::Forward => [kept as isize, 0],
+                Pass::BackwardWeight => [-(delayed(stage) as isize), 0],
+                _ => [tape(stage) as isize - kept as isize, waits as isize - tape(stage) as isize],
+            };
+            for step in steps {
+                held += step;
+                most = most.max(held);
+            }
+        }
+        most as u64
+    };
     for order in [ScheduleName::GPipe, ScheduleName::ZeroBubbleH1] {
         let kept = Strategy { order: Some(order), microbatches, ..strategy("pp=2,dp=2,ep=2") };
         let repeated = Strategy { recompute: true, ..kept };
@@ -557,13 +625,11 @@ fn recomputation_changes_no_bit_and_keeps_inputs_and_one_tape() {
         assert_eq!(least, all, "{order}");
         for (rank, (all, least)) in of_all.iter().zip(&of_least).enumerate() {
             let stage = rank as u32 / 2;
-            let in_flight = match order {
-                ScheduleName::GPipe => microbatches,
-                _ => stages - stage,
-            } as usize;
-            assert_eq!(all.activation_bytes, (in_flight * tape(stage)) as u64, "{order}, {rank}");
-            let inputs = (in_flight - 1) * message(stage) + tape(stage);
-            assert_eq!(least.activation_bytes, inputs as u64, "{order}, {rank}");
+            assert_eq!(all.activation_bytes, most_held(&kept, stage), "{order}, {rank}");
+            assert_eq!(least.activation_bytes, most_held(&repeated, stage), "{order}, {rank}");
+            if order == ScheduleName::GPipe {
+                assert_eq!(all.activation_bytes, (microbatches as usize * tape(stage)) as u64);
+            }
             // Rows go to their experts and back once more.
             assert_eq!(least.ep_bytes, all.ep_bytes / 4 * 6, "{order}, {rank}");
         }
@@ -582,18 +648,19 @@ fn bytes_of_a_step_are_those_that_the_tables_of_strategies_say() {
     let parameters = 4 * (whole + cut + of_experts) as u64;
 
     // Half of the parameters is another rank's: the gradients there, and the means back. Each of
-    // three kinds of tensors compares its steps by 16 bytes.
+    // three kinds of tensors compares its steps by 24 bytes.
     for (zero, halves) in [(Zero::None, 2), (Zero::One, 3), (Zero::Two, 2)] {
         let strategy = Strategy { zero, ..strategy("dp=2") };
         for rank in traffic(&settings, &strategy) {
-            assert_eq!(rank.dp.inter_node_bytes, halves * parameters / 2 + 3 * 16, "{zero:?}");
+            assert_eq!(rank.dp.inter_node_bytes, halves * parameters / 2 + 3 * 24, "{zero:?}");
         }
     }
     // A gather for the passes, and one that the backward pass of ZeRO-3 makes.
     let three = Strategy { zero: Zero::Three, ..strategy("dp=2") };
     for rank in traffic(&settings, &three) {
-        assert_eq!(rank.dp.inter_node_bytes, 3 * parameters / 2 + 3 * 16);
-        assert_eq!(rank.state_bytes, 3 * parameters / 2);
+        assert_eq!(rank.dp.inter_node_bytes, 3 * parameters / 2 + 3 * 24);
+        // Half of the parameters with two means, and the layers' weights with sums of gradients.
+        assert_eq!(rank.state_bytes, 3 * parameters / 2 + 2 * parameters);
     }
 
     // Of a rank's queries, keys and values, and of its outputs, half belongs to the other rank's
@@ -629,7 +696,9 @@ fn processes_of_a_mesh_write_the_losses_of_one_that_plays_them() {
     let lines = said(ranks_of(command, "mesh", |_| &["--schedule", "zb-h1", "--zero", "1"]));
     assert!(lines[1..].iter().all(Vec::is_empty), "only the first rank speaks");
     let traffic = lines[0].iter().find_map(|line| line["traffic"].as_array()).unwrap();
-    assert!(traffic.len() == 4 && traffic.iter().all(|rank| rank["pp_bytes"] == 2 * 16 * 32 * 4));
+    // A message of each microbatch to the other stage, and whether this one has failed.
+    let pp = |rank: &Value| rank["pp"]["intra_node_bytes"].as_u64().unwrap();
+    assert!(traffic.len() == 4 && traffic.iter().all(|rank| pp(rank) == 2 * 16 * 32 * 4 + 1));
     let timeline = std::fs::read_to_string(out.join("timeline.svg")).unwrap();
     // Of four ranks and two microbatches, and one of each in the legend.
     for pass in ["forward", "backward", "weight"] {

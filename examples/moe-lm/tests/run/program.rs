@@ -49,6 +49,8 @@ pub fn many_ranks_of<'a>(
         let job = format!("moe-lm-{job}-{}", std::process::id());
         command.args(more(rank)).envs([("MASTER_ADDR", "127.0.0.1"), ("SIDELANE_JOB", &job)]);
         command.envs(["WORLD_SIZE", "LOCAL_WORLD_SIZE"].map(|name| (name, ranks.to_string())));
+        // Ranks that wait in vain end, and so does the test.
+        command.env("SIDELANE_DEADLINE_MS", "60000");
         command.envs(["RANK", "LOCAL_RANK"].map(|name| (name, rank.to_string())));
         command.stderr(Stdio::piped()).spawn().unwrap()
     };
