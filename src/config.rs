@@ -241,8 +241,10 @@ const OF_THE_LIBRARY: [&str; 39] = [
     "SIDELANE_VERBS_TRAFFIC_CLASS",
 ];
 
-/// Variables of tests, benchmarks and scripts. A rank inherits them and does not read them.
-const OF_TESTS: [&str; 13] = [
+/// Variables of the build, which `cargo run` passes on, and of tests, benchmarks and scripts. A rank
+/// inherits them and does not read them.
+const OF_BUILD_AND_TESTS: [&str; 15] = [
+    "SIDELANE_COMMIT",
     "SIDELANE_GATE_CASES",
     "SIDELANE_MEGATRON_SOURCE",
     "SIDELANE_NEED_BASELINES",
@@ -255,6 +257,7 @@ const OF_TESTS: [&str; 13] = [
     "SIDELANE_PROGRAM",
     "SIDELANE_PYTHON",
     "SIDELANE_RANDOM_SECONDS",
+    "SIDELANE_TARGET",
     "SIDELANE_WRITE_HEADER",
 ];
 
@@ -268,7 +271,7 @@ const OF_TESTS_BY_PREFIX: [&str; 2] = ["SIDELANE_TEST_", "SIDELANE_FAKE_CUDA_"];
 fn check_names(names: impl IntoIterator<Item = String>) -> Result<(), BootstrapError> {
     for name in names.into_iter().filter(|name| name.starts_with(PREFIX)) {
         let by_prefix = || OF_TESTS_BY_PREFIX.iter().any(|prefix| name.starts_with(prefix));
-        if OF_THE_LIBRARY.contains(&&*name) || OF_TESTS.contains(&&*name) || by_prefix() {
+        if OF_THE_LIBRARY.contains(&&*name) || OF_BUILD_AND_TESTS.contains(&&*name) || by_prefix() {
             continue;
         }
         if let Some((name, new)) = RENAMED.into_iter().find(|(old, _)| *old == name) {
@@ -384,7 +387,7 @@ mod tests {
 
     #[test]
     fn variables_of_ours_and_those_of_other_tools_are_no_misspelling() {
-        let ours = OF_THE_LIBRARY.into_iter().chain(OF_TESTS);
+        let ours = OF_THE_LIBRARY.into_iter().chain(OF_BUILD_AND_TESTS);
         let of_tests = ["SIDELANE_TEST_CASE", "SIDELANE_FAKE_CUDA_SEED"];
         let others = ["ROOT", "DIR", "HOME", "PATH", "BIN", "LIB", "INCLUDE", "VERSION", "PREFIX", "LOG"];
         let others = others.map(|other| format!("{PREFIX}{other}"));
