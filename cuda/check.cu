@@ -13,7 +13,7 @@ struct Check {
     u64 slot_bytes; // from one to the next
     u64 counter;    // u64: the call that they must be of
     u64 status;     // u32
-    u64 verdict;    // u32: the status or, of this call alone, a refusal
+    u64 verdict;    // u64: the status or, of this call alone, a refusal; above it the call
     u64 digest;
     u32 ranks, me;
     u32 choices, unused; // of a slot; the experts are right behind its head
@@ -39,7 +39,7 @@ KERNEL(check, struct Check, p) {
         if (s->fault != ~0u) report(p.status, s->fault & 1 ? OTHER_DIGEST : OTHER_CALL, s->fault >> 1);
         u32 own = AT(const struct Head, p.received + p.me * p.slot_bytes)->refused;
         u32 theirs = refusing_rank == ~0u ? 0 : REFUSED | refusing_rank << 8;
-        judge(p.status, p.verdict, own ? own : theirs);
+        judge(p.status, p.verdict, call, own ? own : theirs);
     }
     if (refusing_rank == ~0u) return;
     for (u32 rank = 0; rank < p.ranks; rank++) {

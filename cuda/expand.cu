@@ -97,7 +97,7 @@ struct Admit {
     u64 index;      // i32 [budget]: -1 is written
     u64 weights;    // f32 [budget]: 0 is written
     u64 status;     // u32: what kernels found before
-    u64 verdict;    // u32: as check wrote it, or which rank is over its budget
+    u64 verdict;    // u64: as check wrote it, or which rank is over its budget
     u64 refusal;    // u32: the rank that refuses or is over its budget, as all ranks find it; 0: none
     u32 ranks, me, bins, budget, align;
     u32 strict; // more rows than the budget refuse the call at every rank
@@ -160,7 +160,7 @@ KERNEL(admit, struct Admit, p) {
         // What this rank found of its own is in the verdict. Faults of the status word are its own
         // affair: the rows of the others are right all the same.
         if (refusing_rank != ~0u) s->refusal = REFUSED | refusing_rank << 8;
-        else judge(p.status, p.verdict, s->refusal);
+        else judge(p.status, p.verdict, AT(const struct Head, p.received + p.me * p.slot_bytes)->call, s->refusal);
         *AT(u32, p.refusal) = s->refusal;
     }
     __syncthreads();

@@ -20,7 +20,6 @@ struct Pack {
     u64 places;     // i32 [tokens, ranks]: the token's row in the slot, or -1
     u64 dropped;    // u8 [tokens, top_k]: whether the choice's expert is masked
     u64 counter;    // u64: calls so far
-    u64 status;     // u32
     u64 digest;
     u64 row_bytes;  // of a slot
     u64 weights_at; // in a slot; the experts are right behind its head
@@ -92,6 +91,7 @@ DEVICE u32 place(const struct Pack *p, struct PackBlock *s, const struct Part *p
 }
 
 // The block of the first part looks for what is wrong, marks what is dropped, and counts the call.
+// Whatever is wrong goes into the heads alone: `check` makes the verdict of it.
 DEVICE void begin_call(const struct Pack *p, struct PackBlock *s) {
     const i32 *experts = AT(const i32, p->experts);
     if (threadIdx.x == 0) {
@@ -107,7 +107,6 @@ DEVICE void begin_call(const struct Pack *p, struct PackBlock *s) {
     }
     __syncthreads();
     u32 found = s->fault == ~0u ? 0 : (s->fault & 1 ? RANK_OUT_OF_RANGE : EXPERT_OUT_OF_RANGE) | s->fault >> 1 << 8;
-    if (threadIdx.x == 0 && found) report(p->status, found & 0xff, found >> 8);
     for (u32 rank = threadIdx.x; rank < p->ranks; rank += THREADS) {
         struct Head *head = AT(struct Head, AT(const u64, p->slots)[rank]);
         head->call = s->call;

@@ -20,14 +20,15 @@ DEVICE u32 refusing(u64 received, u64 slot_bytes, u32 ranks, u32 *lowest) {
     return *lowest;
 }
 
-// Says how a call ends here. A host that ends a dead world writes the status first, then the
-// verdict: if its verdict was overwritten here, its status is seen here.
-DEVICE void judge(u64 status, u64 verdict, u32 word) {
+// Says how a call ends here, in one store: above the word stands the call's number, modulo 2^32. A
+// host that ends a dead world writes the status first, then the verdict: if its verdict was
+// overwritten here, its status is seen here.
+DEVICE void judge(u64 status, u64 verdict, u64 call, u32 word) {
     u32 found = *AT(const volatile u32, status);
-    *AT(volatile u32, verdict) = found ? found : word;
+    *AT(volatile u64, verdict) = call << 32 | (found ? found : word);
     __threadfence_system();
     found = *AT(const volatile u32, status);
-    if (found) *AT(volatile u32, verdict) = found;
+    if (found) *AT(volatile u64, verdict) = call << 32 | found;
 }
 
 // In place of the rank of an expert: a mask leaves none, so choices of the expert are dropped.

@@ -4,9 +4,10 @@
 //     grid (tokens, parts of a row). A warp finds the rows of its token together, then each lane
 //     sums 16 bytes of columns.
 //
-// Where the status word is set, zeros are written. So they are where a rank has refused to combine:
-// its mark is then the number of this call.
+// Where the status word is set, zeros are written. Likewise where a rank has refused to combine:
+// its mark is then the number of this call. The rank itself sums no tokens, and finds its own mark.
 #include "rows.h"
+#include "slot.h"
 
 struct Sum {
     u64 out;        // [tokens, columns]
@@ -15,12 +16,15 @@ struct Sum {
     u64 status;     // u32
     u64 marks;      // u64 [ranks, 2], the first of each: the last call that the rank refused; or none
     u64 counter;    // u64: this call
+    u64 verdict;    // u64: that a rank has refused, with the call; the status is its lower half
+    u64 lasting;    // u32: what stays wrong, and is stronger
     u32 tokens, max_tokens, ranks, columns;
+    u32 me, unused;
 };
 
 struct SumBlock {
     u32 status;   // as it was when the block began: the same for all of its threads
-    u32 refusing; // the lowest rank that refused this call
+    u32 refusing; // this rank if it refused this call, or the lowest one that did
 };
 
 // Vectors that a thread has on their way at a time.
@@ -35,11 +39,13 @@ DEVICE int refused(const struct Sum *p, struct SumBlock *s) {
     __syncthreads();
     if (p->marks) {
         u64 call = *AT(const u64, p->counter);
+        int own = AT(const u64, p->marks)[2 * p->me] == call;
         for (u32 rank = threadIdx.x; rank < p->ranks; rank += THREADS)
-            if (AT(const u64, p->marks)[2 * rank] == call) atomicMin(&s->refusing, rank);
+            if (AT(const u64, p->marks)[2 * rank] == call) atomicMin(&s->refusing, own ? p->me : rank);
         __syncthreads();
-        if (s->refusing != ~0u && threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0)
-            report(p->status, REFUSED, s->refusing);
+        // What is wrong with the dispatch already stays.
+        if (s->refusing != ~0u && s->status == 0 && threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0)
+            judge(p->lasting, p->verdict, call, REFUSED | s->refusing << 8);
     }
     return s->status != 0 || s->refusing != ~0u;
 }

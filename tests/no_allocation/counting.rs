@@ -16,35 +16,31 @@ thread_local! {
 /// Allocations of the library's own threads.
 static OF_LIBRARY: AtomicU64 = AtomicU64::new(0);
 
-/// Whether this name that the kernel keeps is that of a thread that takes part in calls. Those that
-/// keep a world alive do not: they have heartbeats of their own.
-fn takes_part(name: &[u8]) -> bool {
-    let alive = [&b"sidelane-link"[..], b"sidelane-coord"].iter().any(|of| name.starts_with(of));
-    name.starts_with(b"sidelane-") && !alive
-}
-
+/// Whether this is a thread of the library that takes part in calls, by the name that the kernel
+/// keeps. Those that keep a world alive have heartbeats of their own.
 fn is_of_library() -> bool {
     let mut name = [0_u8; 16];
     // SAFETY: the kernel writes at most 16 bytes.
     unsafe { libc::prctl(libc::PR_GET_NAME, name.as_mut_ptr()) };
-    takes_part(&name)
+    let keeps_alive = [&b"sidelane-link"[..], b"sidelane-coord"].iter().any(|of| name.starts_with(of));
+    name.starts_with(b"sidelane-") && !keeps_alive
 }
 
-/// Waits until all threads of the library sleep. Rust's runtime allocates at the start of a thread,
-/// and at its first wait for a message.
-fn until_library_sleeps() {
-    let sleeps = |task: &str| {
-        // In parentheses stands the name, and then the state.
-        let (name, state) = task.split_once(" (")?.1.rsplit_once(") ")?;
-        Some(!takes_part(name.as_bytes()) || state.starts_with('S'))
+/// Waits until all threads but this one sleep. Rust's runtime allocates at the start of a thread,
+/// when that has no name yet, and at its first wait for a message.
+fn until_others_sleep() {
+    let runs = |task: &str| {
+        // The state stands behind the name, which is in parentheses.
+        let (_, state) = task.rsplit_once(") ").unwrap();
+        !state.starts_with('S')
     };
-    let all_sleep = || {
+    let running = || {
         // A thread that has ended meanwhile has no line.
         let tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
-        let mut lines = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("stat")).ok());
-        lines.all(|task| sleeps(&task).unwrap())
+        let lines = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("stat")).ok());
+        lines.filter(|task| runs(task)).count()
     };
-    while !all_sleep() {
+    while running() > 1 {
         std::thread::yield_now();
     }
 }
@@ -84,7 +80,7 @@ pub fn allocations() -> u64 {
     ALLOCATIONS.with(Cell::get)
 }
 
-/// Until it is dropped, no other test has a world: its threads would be counted in this one.
+/// Until it is dropped, no other test runs that has threads: they would be counted in this one.
 pub fn turn() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
     TURN.lock().unwrap_or_else(PoisonError::into_inner)
@@ -98,12 +94,12 @@ impl Library {
         Library(Barrier::new(ranks), AtomicU64::new(0))
     }
 
-    /// The rounds of a rank, which begin and end with those of the others, when all threads of the
-    /// library sleep.
+    /// The rounds of a rank, which begin and end with those of the others. All other threads sleep
+    /// when they begin.
     pub fn during(&self, rounds: impl FnOnce()) -> u64 {
         let Library(barrier, before) = self;
         if barrier.wait().is_leader() {
-            until_library_sleeps();
+            until_others_sleep();
             before.store(OF_LIBRARY.load(Ordering::Relaxed), Ordering::Relaxed);
         }
         barrier.wait();

@@ -153,6 +153,7 @@ fn calls_that_drop_rows_do_not_allocate() {
 
 #[test]
 fn a_gate_and_its_placement_do_not_allocate() {
+    let _turn = turn();
     const EXPERTS: usize = 64;
     for preset in Preset::ALL {
         let config = preset.config(EXPERTS as u32, preset.fixed_top_k().unwrap_or(4)).unwrap();

@@ -121,7 +121,8 @@ pub enum CallError {
     /// Another rank's input was refused: nothing moved on any rank.
     #[error("call {call}: nothing moved, because the input of rank {peer} was refused there")]
     PeerRefused {
-        /// Number of the call.
+        /// Number of the call. In slots, where streams count calls and replays of graphs are some,
+        /// that of the dispatch, modulo 2^32.
         call: u64,
         /// The rank whose input was refused.
         peer: u32,

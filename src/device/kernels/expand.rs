@@ -72,9 +72,9 @@ pub struct Admit<'a> {
     pub weights: ByteSpan<'a>,
     /// Fault that kernels found before: a [`KernelFault`](crate::error::KernelFault).
     pub status: Word<'a, u32>,
-    /// What [`Kernels::check`] found, or which rank is over its budget: the status of this call
-    /// alone.
-    pub verdict: Word<'a, u32>,
+    /// The verdict of [`Kernels::check`], or which rank is over its budget: the status of this call
+    /// alone, and its number.
+    pub verdict: Word<'a, u64>,
     /// Where it is said which rank refuses the call or is over its budget, likewise, and nothing
     /// else: all ranks find the same.
     pub refusal: Word<'a, u32>,

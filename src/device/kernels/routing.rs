@@ -185,7 +185,8 @@ pub struct Check<'a> {
     /// Where a fault is written, a [`KernelFault`](crate::error::KernelFault).
     pub status: Word<'a, u32>,
     /// Where this call's own verdict is written: the status or, if a rank refuses the call, why.
-    pub verdict: Word<'a, u32>,
+    /// The upper half is the number of the call, modulo 2^32.
+    pub verdict: Word<'a, u64>,
     /// The expected digest in the header of every slot.
     pub digest: u64,
 }

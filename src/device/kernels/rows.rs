@@ -51,12 +51,10 @@ pub struct Pack<'a> {
     pub dropped: ByteSpan<'a>,
     /// Calls so far: the launch adds one, and the new value goes into each header.
     pub counter: Word<'a, u64>,
-    /// Where a fault is written: a [`KernelFault`](crate::error::KernelFault).
-    pub status: Word<'a, u32>,
     /// Goes into each header.
     pub digest: u64,
-    /// Why the host refuses the call, as the word of a fault; 0 if it does not. It goes into each
-    /// header or, if it is 0, the fault that the launch finds.
+    /// Why the host refuses the call, as the word of a [`KernelFault`](crate::error::KernelFault);
+    /// 0 if it does not. It goes into each header or, if it is 0, the fault that the launch finds.
     pub refused: u32,
 }
 
@@ -78,7 +76,6 @@ struct PackParameters {
     places: u64,
     dropped: u64,
     counter: u64,
-    status: u64,
     digest: u64,
     row_bytes: u64,
     weights_at: u64,
@@ -162,7 +159,6 @@ impl Kernels {
             places: operands.span("places", pack.places, bytes([tokens, ranks.into(), WORD]), WORD)?,
             dropped: operands.span("dropped", pack.dropped, bytes([tokens, top_k, 1]), 1)?,
             counter: operands.word(pack.counter)?,
-            status: operands.word(pack.status)?,
             digest: pack.digest,
             row_bytes: shape.row_bytes(),
             weights_at: shape.weights_at(),

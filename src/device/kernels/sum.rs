@@ -56,6 +56,13 @@ pub struct RefusalMarks<'a> {
     pub marks: ByteSpan<'a>,
     /// This call: the word that [`Kernels::pack`] counts in.
     pub counter: Word<'a, u64>,
+    /// This rank, whose own refusal is its verdict. Of others it is that of the lowest rank.
+    pub rank: u32,
+    /// Where it is written that a rank refuses the call: as [`Kernels::check`] does. The status of
+    /// the sum is the lower half of this word.
+    pub verdict: Word<'a, u64>,
+    /// What stays wrong, which is the verdict of every call: a failed world, or a fault.
+    pub lasting: Word<'a, u32>,
 }
 
 /// `struct Sum` of the source.
@@ -68,10 +75,14 @@ struct SumParameters {
     status: u64,
     marks: u64,
     counter: u64,
+    verdict: u64,
+    lasting: u64,
     tokens: u32,
     max_tokens: u32,
     ranks: u32,
     columns: u32,
+    rank: u32,
+    unused: u32,
 }
 
 /// A kernel for each pair of types.
@@ -112,7 +123,8 @@ impl Kernels {
     /// returned, ranks ascending, in `f32` from +0, with one rounding. A token without rows gets
     /// zeros.
     ///
-    /// If the status word is set, all results are zeros.
+    /// If the status word is set, or a mark says that a rank refuses this call, all results are
+    /// zeros.
     ///
     /// # Errors
     /// [`DeviceError::NoSum`], [`DeviceError::TooSmall`], [`DeviceError::Shape`],
@@ -131,12 +143,16 @@ impl Kernels {
         let (tokens, columns) = (u64::from(sum.tokens), u64::from(sum.columns));
         let home = bytes([shape.max_tokens().into(), columns, sum.rows.size() as u64]);
         let mut operands = Operands::of(KERNEL, stream);
-        let (marks, counter) = match sum.marks {
-            Some(RefusalMarks { marks, counter }) => {
-                let len = bytes([ranks.into(), 2 * WORD, 2]);
-                (operands.span("marks", marks, len, VECTOR)?, operands.word(counter)?)
+        let (marks, [counter, verdict, lasting], rank) = match sum.marks {
+            Some(RefusalMarks { rank, .. }) if rank >= ranks => {
+                return refuse("rank", rank.into(), "one of the ranks");
             }
-            None => (0, 0),
+            Some(RefusalMarks { marks, counter, rank, verdict, lasting }) => {
+                let marks = operands.span("marks", marks, bytes([ranks.into(), 2 * WORD, 2]), VECTOR)?;
+                let words = [operands.word(counter)?, operands.word(verdict)?, operands.word(lasting)?];
+                (marks, words, rank)
+            }
+            None => (0, [0; 3], 0),
         };
         let parameters = SumParameters {
             out: operands.span("out", sum.out, bytes([tokens, columns, sum.dtype.size() as u64]), VECTOR)?,
@@ -145,10 +161,14 @@ impl Kernels {
             status: operands.word(sum.status)?,
             marks,
             counter,
+            verdict,
+            lasting,
             tokens: sum.tokens,
             max_tokens: shape.max_tokens(),
             ranks,
             columns: sum.columns,
+            rank,
+            unused: 0,
         };
         let grid = self.token_grid(stream, sum.tokens, sum.columns, sum.dtype);
         // SAFETY: the struct is the one of the source. The kernel stays inside the checked memory:

@@ -23,23 +23,26 @@ fn good() -> Vec<SlotHead> {
 /// What the device finds in slots with these heads, where the status is this before.
 fn check(device: &Device, heads: &[SlotHead], before: u32) -> Option<KernelFault> {
     let (status, verdict, _) = checked(device, heads, (before, 0));
-    assert_eq!(verdict, status, "the verdict is the status");
+    assert_eq!(verdict, (status, CALL as u32), "the verdict is the status");
     status
 }
+
+/// A verdict, and the number of its call modulo 2^32.
+type Verdict = (Option<KernelFault>, u32);
 
 /// The status, the verdict and the slots, where the status was this before, at this rank.
 fn checked(
     device: &Device,
     heads: &[SlotHead],
     (before, rank): (u32, u32),
-) -> (Option<KernelFault>, Option<KernelFault>, Vec<u8>) {
+) -> (Option<KernelFault>, Verdict, Vec<u8>) {
     let Device { context, stream, kernels } = device;
     let received = Buffer::new(context, shape().bytes() * heads.len() as u64);
     for (at, head) in (0..).step_by(shape().bytes() as usize).zip(heads) {
         received.write(at, bytes_of(head));
     }
     let (counter, status) = (Buffer::words(context, &[CALL]), Buffer::words(context, &[before]));
-    let verdict = Buffer::words(context, &[0xcbcb_u32]);
+    let verdict = Buffer::words(context, &[0xcbcb_cbcb_cbcb_u64]);
     let check = Check {
         shape: shape(),
         ranks: heads.len() as u32,
@@ -52,8 +55,8 @@ fn checked(
     };
     kernels.check(stream, &check).unwrap();
     stream.synchronize().unwrap();
-    let [status, verdict] = [status, verdict].map(|word| KernelFault::of(word.read::<u32>()[0]));
-    (status, verdict, received.content())
+    let [word, call] = verdict.read::<u32>()[..] else { panic!("a word of 64 bits") };
+    (KernelFault::of(status.read::<u32>()[0]), (KernelFault::of(word), call), received.content())
 }
 
 #[test]
@@ -74,7 +77,7 @@ fn refusal_of_a_rank_is_the_verdict_of_its_call_and_leaves_no_rows() {
                 heads.iter_mut().for_each(|head| head.rows = 1);
                 refusing.iter().for_each(|&(rank, word)| heads[rank as usize].refused = word);
                 let (status, verdict, slots) = checked(device, &heads, (0, rank));
-                assert_eq!((status, verdict), (None, Some(expected)));
+                assert_eq!((status, verdict), (None, (Some(expected), CALL as u32)));
                 for (slot, head) in slots.chunks_exact(slot).zip(&heads) {
                     let left: SlotHead = bytemuck::pod_read_unaligned(&slot[..64]);
                     assert_eq!(left, SlotHead { rows: 0, ..*head });
@@ -82,12 +85,12 @@ fn refusal_of_a_rank_is_the_verdict_of_its_call_and_leaves_no_rows() {
                 }
                 // What stays is stronger.
                 let (status, verdict, _) = checked(device, &heads, (3, rank));
-                assert_eq!((status, verdict), (KernelFault::of(3), KernelFault::of(3)));
+                assert_eq!((status, verdict), (KernelFault::of(3), (KernelFault::of(3), CALL as u32)));
             }
             let mut heads = good();
             heads.iter_mut().for_each(|head| head.rows = 1);
             let (status, verdict, slots) = checked(device, &heads, (0, 0));
-            assert_eq!((status, verdict), (None, None));
+            assert_eq!((status, verdict), (None, (None, CALL as u32)));
             assert!(slots.chunks_exact(slot).all(|slot| slot[..4] == 1_u32.to_ne_bytes()), "rows stay");
         },
     );
@@ -128,7 +131,7 @@ fn slots_that_are_not_there_are_refused() {
             received: memory.part(0, shape().bytes() * 2 - 1),
             counter: memory.range().word(0).unwrap(),
             status: memory.range().word(8).unwrap(),
-            verdict: memory.range().word(12).unwrap(),
+            verdict: memory.range().word(16).unwrap(),
             digest: DIGEST,
         };
         let outside = kernels.check(stream, &Check { rank: 2, ..check });

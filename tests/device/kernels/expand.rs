@@ -107,6 +107,9 @@ struct Counted {
     refuses: Option<u32>,
 }
 
+/// The call, as `pack` counts it.
+const CALL: u64 = (5 << 32) + 77;
+
 /// The verdict before: that of a refusal, which stays.
 const BEFORE: u32 = 8 | 1 << 8;
 
@@ -192,7 +195,7 @@ impl Counted {
         let received = Buffer::new(context, shape.bytes() * ranks as u64);
         for (source, counts) in (0..).zip(&self.counts) {
             let refused = if self.refuses == Some(source as u32) { 1 } else { 0 };
-            let head = SlotHead { refused, ..SlotHead::default() };
+            let head = SlotHead { refused, call: CALL, ..SlotHead::default() };
             received.write(source * shape.bytes(), bytes_of(&head));
             received.write(source * shape.bytes() + shape.counts_at(), cast_slice(counts));
         }
@@ -202,7 +205,7 @@ impl Counted {
         let (begin, room, first) = (words(self.bins()), words(self.bins()), words(ranks * own.len()));
         let (index, weights) = (words(self.budget as usize), words(self.budget as usize));
         let (counts, refusal) = (words(4 * own.len()), words(1));
-        let verdict = Buffer::words(context, &[BEFORE]);
+        let verdict = Buffer::words(context, &[u64::from(BEFORE) | CALL << 32]);
         let status = Buffer::words(context, &[self.status]);
         let admit = Admit {
             shape,
@@ -230,12 +233,14 @@ impl Counted {
         assert!(weights.read::<u32>().iter().all(|&bits| bits == 0), "no row has a weight yet");
         assert!(received.content() == came && starts.read::<u32>() == self.starts, "sources stay");
         assert_eq!(status.read::<u32>(), [self.status], "the status is for others to write");
+        let [word, call] = verdict.read::<u32>()[..] else { panic!("a word of 64 bits") };
+        assert_eq!(call, CALL as u32, "the verdict names the call");
         Admitted {
             begin: begin.read(),
             room: room.read(),
             first: first.read(),
             counts: counts.read(),
-            verdict: verdict.read::<u32>()[0],
+            verdict: word,
             refusal: refusal.read::<u32>()[0],
         }
     }

@@ -1,9 +1,11 @@
 //! Packing into slots.
 
+use std::collections::BTreeSet;
+
 use sidelane::device::{Addresses, Pack};
 use sidelane::dtype::Fp8RowShape;
 use sidelane::error::{DeviceError, KernelFault};
-use sidelane::plan::SlotShape;
+use sidelane::plan::{SlotHead, SlotShape};
 use sidelane::rows::{Arithmetic, RowKernels, Simd, Stores};
 
 use super::buffer::Buffer;
@@ -20,7 +22,19 @@ pub struct Packed {
     pub places: Vec<i32>,
     pub dropped: Vec<u8>,
     pub counter: u64,
-    pub status: Option<KernelFault>,
+}
+
+impl Packed {
+    /// What is wrong with the call, as the heads of all slots say.
+    fn fault(&self) -> Option<KernelFault> {
+        let words = self.slots.iter().map(|slot| {
+            let head: SlotHead = bytemuck::pod_read_unaligned(&slot[..size_of::<SlotHead>()]);
+            head.refused
+        });
+        let words: BTreeSet<u32> = words.collect();
+        assert_eq!(words.len(), 1, "all heads say the same");
+        words.first().and_then(|&word| KernelFault::of(word))
+    }
 }
 
 /// Packs on the device, after `calls` calls before.
@@ -45,7 +59,7 @@ fn packed(
         (Buffer::of(context, &input.x), Buffer::new(context, u64::from(input.tokens * ranks) * 4));
     let (experts, weights) = (Buffer::words(context, &input.experts), Buffer::words(context, &input.weights));
     let dropped = Buffer::new(context, input.experts.len() as u64);
-    let (counter, status) = (Buffer::words(context, &[calls]), Buffer::words(context, &[0_u32]));
+    let counter = Buffer::words(context, &[calls]);
     let pack = Pack {
         shape,
         tokens: input.tokens,
@@ -59,7 +73,6 @@ fn packed(
         places: places.span(),
         dropped: dropped.span(),
         counter: counter.word(),
-        status: status.word(),
         digest: DIGEST,
         refused: 0,
     };
@@ -73,7 +86,6 @@ fn packed(
         places: places.read(),
         dropped: dropped.content(),
         counter: counter.read::<u64>()[0],
-        status: KernelFault::of(status.read::<u32>()[0]),
     }
 }
 
@@ -92,7 +104,7 @@ fn compare(packed: &Packed, input: &Input) {
     }
     assert_eq!(packed.places, input.places(), "{what}");
     assert_eq!(packed.dropped, input.masked(), "{what}");
-    assert_eq!((packed.counter, packed.status), (42, None), "{what}");
+    assert_eq!((packed.counter, packed.fault()), (42, None), "{what}");
 }
 
 #[test]
@@ -214,7 +226,7 @@ fn pack_reports_token_of_unknown_expert_and_drops_choice() {
             let mut input = Input::any(&mut Random(4), shape, (8, 4), 0, 300);
             (input.experts[2 * 290], input.experts[2 * 271 + 1]) = (bad, bad);
             let packed = pack(device, &input, 6);
-            assert_eq!(packed.status, Some(KernelFault::ExpertOutOfRange { token: 271 }), "{bad}");
+            assert_eq!(packed.fault(), Some(KernelFault::ExpertOutOfRange { token: 271 }), "{bad}");
             for rank in 0..4 {
                 assert!(packed.slots[rank as usize] == input.slot(rank, DIGEST, 7), "{bad}");
             }
@@ -232,7 +244,7 @@ fn pack_reports_first_token_of_map_to_no_rank_and_drops_it() {
             input.misplaced = Some((5, rank));
             let token = input.experts.iter().position(|&expert| expert == 5).unwrap() as u32 / 2;
             let packed = pack(device, &input, 6);
-            assert_eq!(packed.status, Some(KernelFault::RankOutOfRange { token }), "{rank}");
+            assert_eq!(packed.fault(), Some(KernelFault::RankOutOfRange { token }), "{rank}");
             for rank in 0..4 {
                 assert!(packed.slots[rank as usize] == input.slot(rank, DIGEST, 7), "{rank}");
             }
@@ -277,7 +289,6 @@ fn pack_operands_too_small_or_misaligned_are_refused_by_name() {
             places: memory.part(2304, 32),
             dropped: memory.part(2336, 8),
             counter: memory.range().word(2400).unwrap(),
-            status: memory.range().word(2408).unwrap(),
             digest: DIGEST,
             refused: 0,
         };

@@ -1,6 +1,6 @@
 //! Sums of the rows that came home.
 
-use sidelane::device::{Addresses, SumArgs};
+use sidelane::device::{Addresses, RefusalMarks, SumArgs};
 use sidelane::dtype::{Dtype, PartialDtype};
 use sidelane::error::{DeviceError, KernelFault};
 use sidelane::plan::SlotShape;
@@ -113,6 +113,77 @@ fn a_status_that_is_set_gives_zeros_and_stays() {
             home.status = word;
             assert_eq!(home.sum(&device.bench()).unwrap(), (zeros.clone(), Some(expected)));
         }
+    });
+}
+
+/// This call. A mark of one whose lower half is the same is none of it.
+const CALL: u64 = (3 << 32) + 7;
+
+/// The sums and the two halves of the verdict of a rank where these ranks left marks of a call.
+/// `before` is the verdict as it was, and `lasting` what is wrong with all calls.
+fn marked(
+    device: &Device,
+    home: &Home,
+    marks: &[(usize, u64)],
+    rank: u32,
+    (before, lasting): (u32, u32),
+) -> (Vec<u8>, [u32; 2]) {
+    let Device { context, stream, kernels } = device;
+    let rows = Buffer::of(context, &home.rows.concat().concat());
+    let each = rows.range().len() / home.rows.len() as u64;
+    let spans: Vec<_> = (0..home.rows.len() as u64).map(|rank| rows.part(rank * each, each)).collect();
+    let table = Buffer::new(context, spans.len() as u64 * 8);
+    let mut words = vec![[CALL - 1, CALL]; spans.len()];
+    marks.iter().for_each(|&(rank, call)| words[rank][0] = call);
+    let (marks, counter) = (Buffer::words(context, &words.concat()), Buffer::words(context, &[CALL]));
+    let verdict = Buffer::words(context, &[before, CALL as u32]);
+    let (lasting, places) = (Buffer::words(context, &[lasting]), Buffer::words(context, &home.places));
+    let out = Buffer::new(context, u64::from(home.tokens) * 64);
+    let sum = SumArgs {
+        shape: home.shape,
+        tokens: home.tokens,
+        columns: home.columns,
+        rows: home.types.0,
+        dtype: home.types.1,
+        homes: &Addresses::new(stream, table.range(), &spans).unwrap(),
+        places: places.span(),
+        status: verdict.word(),
+        marks: Some(RefusalMarks {
+            marks: marks.span(),
+            counter: counter.word(),
+            rank,
+            verdict: verdict.word(),
+            lasting: lasting.word(),
+        }),
+        out: out.span(),
+    };
+    kernels.sum(stream, &sum).unwrap();
+    stream.synchronize().unwrap();
+    (out.content(), verdict.read().try_into().unwrap())
+}
+
+#[test]
+fn marks_of_this_call_give_zeros_and_name_lowest_or_own_rank() {
+    with_kernels("kernels::sum::marks_of_this_call_give_zeros_and_name_lowest_or_own_rank", |device| {
+        let (home, number) = (believable(), CALL as u32);
+        let (sums, zeros) = (home.reference().unwrap(), vec![0; 6 * 64]);
+        let by = |rank: u32| 8 | rank << 8;
+        for other in [&[][..], &[(7, CALL - (1 << 32))], &[(0, CALL + 1), (39, CALL + (1 << 32))]] {
+            assert_eq!(marked(device, &home, other, 0, (0, 0)), (sums.clone(), [0, number]));
+        }
+        let both = [(31, CALL), (7, CALL)];
+        for (rank, named) in [(0, 7), (7, 7), (31, 31), (39, 7)] {
+            assert_eq!(marked(device, &home, &both, rank, (0, 0)), (zeros.clone(), [by(named), number]));
+        }
+        // What was wrong before stays, and what is wrong with all calls is stronger.
+        let (over, dead) = (7 | 2 << 8, 1 << 16);
+        assert_eq!(marked(device, &home, &both, 0, (over, 0)), (zeros.clone(), [over, number]));
+        assert_eq!(marked(device, &home, &both, 0, (0, dead)), (zeros.clone(), [dead, number]));
+        assert_eq!(marked(device, &home, &both, 31, (dead, dead)), (zeros, [dead, number]));
+        // A rank that refuses sums nothing.
+        let none = Home { tokens: 0, places: Vec::new(), ..home };
+        assert_eq!(marked(device, &none, &both, 31, (0, 0)), (Vec::new(), [by(31), number]));
+        assert_eq!(marked(device, &none, &both, 31, (0, dead)), (Vec::new(), [dead, number]));
     });
 }
 

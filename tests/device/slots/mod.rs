@@ -15,6 +15,7 @@ mod rank;
 mod refusals;
 mod replays;
 mod rounds;
+mod verdicts;
 
 use crate::apart::each_with_kernels as on_each;
 use crate::kernels::world as packed;

@@ -4,21 +4,25 @@ use std::sync::Arc;
 
 use sidelane::device::CudaGraph;
 
-use super::rank::{Rank, content, copied_back};
+use super::packed::Input;
+use super::rank::{Case, Rank, content, copied_back};
+
+/// What a rank sends in a round, with as many tokens as there may be. A graph has a constant number
+/// of tokens: those that are not used choose nobody.
+pub fn full(case: Case, round: u64, rank: u32) -> Input {
+    let mut input = case.input(round, rank);
+    let choices = (case.max_tokens * case.top_k) as usize;
+    input.x.resize(case.bytes(case.max_tokens) as usize, 0);
+    input.experts.resize(choices, -1);
+    input.weights.resize(choices, 0.0);
+    input.tokens = case.max_tokens;
+    input
+}
 
 /// Replays it between plain rounds; all sums are compared.
 pub fn replays(mut rank: Rank) {
     let (case, me) = (rank.case, rank.me());
-    // A graph has a constant number of tokens: those that are not used choose nobody.
-    let full = |round| {
-        let mut input = case.input(round, me);
-        let choices = (case.max_tokens * case.top_k) as usize;
-        input.x.resize(case.bytes(case.max_tokens) as usize, 0);
-        input.experts.resize(choices, -1);
-        input.weights.resize(choices, 0.0);
-        input.tokens = case.max_tokens;
-        input
-    };
+    let full = |round| full(case, round, me);
     let mut tensors = rank.tensors(&full(0));
     // An ordinary round first: graphs and plain calls take turns with the same words.
     rank.layer(&tensors).unwrap();

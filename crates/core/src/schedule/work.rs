@@ -88,7 +88,8 @@ pub enum Work {
     /// Slots: compares the headers of landed slots with the expected ones.
     Check,
     /// Makes what returns of the experts' outputs: brings them to where they are sent from, if they
-    /// lie elsewhere, or sums them by rank. Takes memory for sums.
+    /// lie elsewhere, or sums them by rank. Takes memory for sums. In slots, a refusal makes the
+    /// mark that goes out in their place.
     Partials,
     /// Sums the rows that returned, by a kernel.
     Sum,

@@ -162,7 +162,6 @@ impl SlotWork {
                 places: whole(&self.places)?,
                 dropped: whole(&self.dropped)?,
                 counter: self.words.word(0)?,
-                status: self.status()?,
                 digest: 0,
                 refused: 0,
             },

@@ -151,7 +151,7 @@ pub(super) struct Received<'a> {
     pub dropped: &'a DeviceRange,
     /// Faults that kernels found so far, and how this call ends here.
     pub status: Word<'a, u32>,
-    pub verdict: Word<'a, u32>,
+    pub verdict: Word<'a, u64>,
 }
 
 impl Expansion {

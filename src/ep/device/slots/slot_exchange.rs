@@ -35,7 +35,7 @@ use crate::ep::builder::Spec;
 use crate::ep::device::watchdog::{BypassStream, WaitBreaker};
 use crate::ep::rows::OutputAt;
 use crate::ep::tensor::{Shape, Side, Tensor, TensorMut, Tokens, wrong_place};
-use crate::ep::{Choices, CombineInput, ExpertOutput, LaneUse};
+use crate::ep::{Choices, CombineInput, ExpertOutput, LaneUse, Status};
 use crate::error::{CallError, CallKind, DeviceError, Error, KernelFault, LaneError, PlanError};
 use crate::exec::{EnqueueCounts, Executor, Lowered, Until, drive};
 use crate::lane::COPY_ENGINE;
@@ -304,9 +304,7 @@ impl SlotExchange {
         }
         if self.turn.call == SlotCall::Combine {
             self.end(CallMachine::default(), stream, SlotCall::Refusal, Given::Refusal)?;
-            let word = KernelFault::refused_by(self.state.me);
-            let said = self.state.verdict().and_then(|verdict| stream.write(verdict, word));
-            return said.map_err(|error| self.state.fail(error.into()));
+            return self.state.judge(stream).map_err(|error| self.state.fail(error));
         }
         self.finish_refusal(stream)?;
         self.turn.tokens = 0;
@@ -443,11 +441,15 @@ impl SlotExchange {
     /// the rank itself [`PlanError::RefusedHere`] or the fault for which it refused.
     pub fn status(&self) -> Result<(), Error> {
         self.lasting()?;
-        let (me, call) = (self.state.me, self.turn.dispatches);
-        match KernelFault::of(self.state.facts.verdict().0) {
+        let (Status(word), call) = self.state.facts.verdict();
+        match KernelFault::of(word) {
             None => Ok(()),
-            Some(KernelFault::Refused { rank }) if rank == me => Err(PlanError::RefusedHere.into()),
-            Some(KernelFault::Refused { rank: peer }) => Err(CallError::PeerRefused { call, peer }.into()),
+            Some(KernelFault::Refused { rank }) if rank == self.state.me => {
+                Err(PlanError::RefusedHere.into())
+            }
+            Some(KernelFault::Refused { rank: peer }) => {
+                Err(CallError::PeerRefused { call: call.into(), peer }.into())
+            }
             Some(fault) => Err(DeviceError::Fault { device: self.state.device, fault }.into()),
         }
     }
@@ -473,8 +475,13 @@ impl SlotState {
         self.facts.words.range().word(self.places.status())
     }
 
-    /// The verdict of the last call, for kernels.
-    fn verdict(&self) -> Result<Word<'_, u32>, DeviceError> {
+    /// The verdict of the last call, for kernels that judge: with the number of the call.
+    fn verdict(&self) -> Result<Word<'_, u64>, DeviceError> {
+        self.facts.words.range().word(self.facts.verdict)
+    }
+
+    /// The same without the number, for kernels that go by it.
+    fn verdict_status(&self) -> Result<Word<'_, u32>, DeviceError> {
         self.facts.words.range().word(self.facts.verdict)
     }
 
@@ -527,7 +534,6 @@ impl SlotState {
             places: self.rows.span(0, self.rows.len())?,
             dropped: self.dropped.span(0, self.dropped.len())?,
             counter: self.counter()?,
-            status: self.verdict()?,
             digest: self.digest,
             refused: if tokens.is_some() { 0 } else { KernelFault::refused_by(self.me) },
         };
@@ -607,9 +613,13 @@ impl SlotState {
         out.on_device("combined tokens", Shape { rows, columns, dtype }, self.device)
     }
 
+    /// Finds which ranks refuse a combine that this rank refuses: sums of no tokens.
+    fn judge(&self, stream: &Stream) -> Result<(), Error> {
+        self.sum(stream, &self.rows.part(0, 0)?, 0)
+    }
+
     /// Sums by rank, ascending; zeros where a rank refuses to combine.
-    fn sum(&self, stream: &Stream, out: &TensorMut<'_>, tokens: u32) -> Result<(), Error> {
-        let out = self.sums(out, tokens)?;
+    fn sum(&self, stream: &Stream, out: &DeviceRange, tokens: u32) -> Result<(), Error> {
         let sum = SumArgs {
             shape: self.shape,
             tokens,
@@ -618,10 +628,13 @@ impl SlotState {
             dtype: self.spec.dtype,
             homes: &self.summed_from,
             places: self.rows.span(0, self.rows.len())?,
-            status: self.verdict()?,
+            status: self.verdict_status()?,
             marks: Some(RefusalMarks {
                 marks: self.marks.span(0, self.marks.len())?,
                 counter: self.counter()?,
+                rank: self.me,
+                verdict: self.verdict()?,
+                lasting: self.status_word()?,
             }),
             out: out.span(0, out.len())?,
         };
@@ -715,7 +728,7 @@ impl Executor for ConstantCall<'_> {
                 state.fold(stream)
             }
             (Work::Partials, Given::Refusal) => state.mark(stream).map_err(|error| state.fail(error.into())),
-            (Work::Sum, Given::Sums(out)) => state.sum(stream, out, *last),
+            (Work::Sum, Given::Sums(out)) => state.sum(stream, state.sums(out, *last)?, *last),
             _ => Err(CallError::unknown_step(self.call.kind(), &work).into()),
         }
     }

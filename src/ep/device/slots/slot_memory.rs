@@ -103,7 +103,8 @@ impl WindowLayout {
         self.slots.flag_bytes()
     }
 
-    /// In the words: the status of the last call alone, its verdict.
+    /// In the words: the status of the last call alone, its verdict, and in the upper half of 64
+    /// bits the number of the call.
     pub fn verdict(&self) -> u64 {
         self.status() + 64
     }

@@ -36,9 +36,11 @@ pub(super) struct Facts {
 }
 
 impl Facts {
-    /// How the last call ended here, as the host sees it.
-    pub fn verdict(&self) -> Status {
-        Status(self.words.get(self.verdict as usize) as u32)
+    /// How the last call that the stream has come to ended here, as the host sees it, and the
+    /// number of that call, modulo 2^32.
+    pub fn verdict(&self) -> (Status, u32) {
+        let word = self.words.get(self.verdict as usize);
+        (Status(word as u32), (word >> 32) as u32)
     }
 
     /// A report of what was enqueued, and of the kernels around it.
@@ -171,7 +173,7 @@ impl SlotHandle {
 
     /// The status word as the host sees it.
     pub fn status_now(&self) -> Status {
-        self.facts.verdict()
+        self.facts.verdict().0
     }
 }
 
