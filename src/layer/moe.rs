@@ -235,7 +235,7 @@ impl MoeLayer {
     /// nothing moves, and the next pass works. Returns the error to report here: `error`, or the
     /// one that ended the world meanwhile.
     pub fn refuse(&mut self, call: CallKind, error: Error) -> Error {
-        self.movers[0].refuse(call, None, error)
+        self.exchanges[0].refuse(call, None, error)
     }
 
     /// Whether a tensor has a row for each of `tokens`.
