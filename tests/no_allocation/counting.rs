@@ -119,3 +119,19 @@ fn the_counter_counts() {
     assert_eq!(allocations() - before, 1);
     drop(held);
 }
+
+/// Only threads whose name says that they take part in calls count as the library's.
+#[test]
+fn the_counter_knows_the_threads_of_calls() {
+    let _turn = turn();
+    let counted = |name: &str| {
+        let thread = std::thread::Builder::new().name(name.to_owned());
+        let allocate = || {
+            let before = OF_LIBRARY.load(Ordering::Relaxed);
+            drop(std::hint::black_box(vec![1u8; 100]));
+            OF_LIBRARY.load(Ordering::Relaxed) - before
+        };
+        thread.spawn(allocate).unwrap().join().unwrap()
+    };
+    assert_eq!(["sidelane-relay-0", "sidelane-link-0", "sidelane-coord-0", "main"].map(counted), [1, 0, 0, 0]);
+}

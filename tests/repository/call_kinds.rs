@@ -71,7 +71,7 @@ fn leads_to_arm(after: &str) -> bool {
 /// Code of a file, without its tests and comments.
 pub fn code(path: &Path) -> String {
     let text = std::fs::read_to_string(path).unwrap();
-    let code = text.split("#[cfg(test)]").next().unwrap_or_default();
+    let code = text.split("\n#[cfg(test)]\nmod tests {").next().unwrap_or_default();
     let lines = code.lines().map(|line| line.split("//").next().unwrap_or_default());
     lines.collect::<Vec<_>>().join("\n")
 }

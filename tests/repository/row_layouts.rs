@@ -8,9 +8,9 @@ use crate::module_layering::sources;
 
 /// Files of the library that may ask for a layout, an order, or the metadata of rows, and why.
 const MAY_ASK: [(&str, &str); 5] = [
+    ("crates/core/src/plan/modes.rs", "the descriptors of orders"),
     ("crates/core/src/plan/row_layout.rs", "the descriptors of layouts and metadata"),
     ("crates/core/src/plan/sorted_routing.rs", "writes the metadata of each entry"),
-    ("crates/core/src/plan/sum_order.rs", "the descriptors of orders"),
     ("src/ep/features.rs", "the table of features"),
     ("src/ep/row_metadata.rs", "reads the metadata of rows on the host"),
 ];
