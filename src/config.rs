@@ -241,8 +241,8 @@ const OF_THE_LIBRARY: [&str; 39] = [
     "SIDELANE_VERBS_TRAFFIC_CLASS",
 ];
 
-/// Variables of the build, which `cargo run` passes on, and of tests, benchmarks and scripts. A rank
-/// inherits them and does not read them.
+/// Variables of the build, which `cargo run` passes on, and of tests, benchmarks and scripts. A
+/// rank inherits them and does not read them.
 const OF_BUILD_AND_TESTS: [&str; 15] = [
     "SIDELANE_COMMIT",
     "SIDELANE_GATE_CASES",
