@@ -1,5 +1,6 @@
 //! Verdicts of refusals: each names its own call and rank, however far the host is ahead.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use sidelane::device::{CudaGraph, PinnedMemory};
@@ -7,6 +8,7 @@ use sidelane::ep::{Tensor, TensorMut};
 use sidelane::error::{CallError, DeviceError, KernelFault, PlanError};
 use sidelane::{Dtype, Error, World};
 
+use super::devices::stream;
 use super::on_fake_driver;
 use super::packed::Input;
 use super::rank::{
@@ -160,24 +162,36 @@ fn two_ranks_refuse(world: World) {
 }
 
 #[test]
-fn instance_dropped_amid_a_refusal_leaves_peers_that_go_on() {
-    on_fake_driver("slots::verdicts::instance_dropped_amid_a_refusal_leaves_peers_that_go_on", || {
+fn stream_of_a_dropped_instance_awaits_answers_to_its_refusal() {
+    on_fake_driver("slots::verdicts::stream_of_a_dropped_instance_awaits_answers_to_its_refusal", || {
         on_ranks(CASE.ranks, &options(), |world| {
             let (mut rank, input, tensors) = with_tokens(world);
-            let mut other = CASE.builder(&rank.group).on(&rank.stream).build().unwrap();
-            is_well(&mut rank, &input, &tensors);
-            if rank.me() == BAD {
-                refuse_dispatch(&mut rank, &tensors);
-                std::mem::swap(&mut rank.ep, &mut other);
-                drop(other);
+            let (refused, aside) = (Arc::clone(&rank.stream), stream(rank.me()));
+            let other = CASE.builder(&rank.group).on(&aside).build().unwrap();
+            let gone_on = PinnedMemory::new(&rank.context, 8).unwrap();
+            let handle = match rank.me() {
+                BAD => {
+                    refuse_dispatch(&mut rank, &tensors);
+                    None
+                }
+                _ => Some(dispatch(&mut rank.ep, &tensors).unwrap().1),
+            };
+            let mut before = std::mem::replace(&mut rank.ep, other);
+            rank.stream = aside;
+            if let Some(handle) = &handle {
+                is_well(&mut rank, &input, &tensors);
+                rank.group.gather(&[]).unwrap();
+                combine(&mut before, handle, &tensors).unwrap();
             } else {
-                rank.layer(&tensors).unwrap();
-                rank.stream.synchronize().unwrap();
-                is_refused(&rank, 2);
-                assert_eq!(content(&tensors.out), vec![0; tensors.out.len()]);
-                rank.ep = other;
+                drop(before);
+                refused.write(gone_on.range().word::<u32>(0).unwrap(), 1).unwrap();
+                // All ranks make a layer of another instance before they answer.
+                is_well(&mut rank, &input, &tensors);
+                assert_eq!(content(&gone_on)[0], 0, "the stream does not wait for the answers");
+                rank.group.gather(&[]).unwrap();
+                until(|| content(&gone_on)[0] == 1);
             }
-            is_well(&mut rank, &input, &tensors);
+            refused.synchronize().unwrap();
         });
     });
 }
