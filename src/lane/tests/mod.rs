@@ -146,6 +146,7 @@ impl<'a> Actor<'a> {
             health: Arc::clone(&ready.health),
             deadline,
             oversubscribed: true,
+            silent: ready.silent,
         };
         let (me, lane) = (lanes.rank, lanes.reach[1 - lanes.rank as usize].name());
         let port = Port::new(Arc::new(lanes), ranges.iter().map(|range| range.window()).collect(), FLAGS);

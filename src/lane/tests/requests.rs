@@ -167,6 +167,31 @@ fn put_takes_only_connection_lock_unless_region_was_imported() {
     });
 }
 
+#[test]
+fn window_calls_lock_connection_to_their_peer_alone() {
+    for signal in [SignalMode::Write, SignalMode::Immediate] {
+        let fabric = fabric(8, false);
+        let options = small(&fabric, &Settings { signal: Some(signal), ..Settings::default() });
+        on_ranks(&[0, 1, 2], &options, |world| {
+            let group = world.all().unwrap();
+            let mut window = group.window(4096).unwrap();
+            window.barrier().unwrap();
+            group.gather(&[]).unwrap();
+            if world.rank() == 0 {
+                let before = locks::taken();
+                window.put(1, 0, &[7; 100]).unwrap();
+                let put = locks::taken();
+                window.put_signal(2, 0, &[7; 100], 1).unwrap();
+                let both = locks::taken();
+                window.signal(1, 1).unwrap();
+                // One for each put, signal and settling.
+                assert_eq!([put - before, both - put, locks::taken() - both], [2, 3, 2], "{signal:?}");
+            }
+            group.gather(&[]).unwrap();
+        });
+    }
+}
+
 /// Counts that do not depend on time, even if something waits for credit.
 fn asked(counters: NicCounters) -> NicCounters {
     NicCounters { doorbells: 0, completions: 0, received: 0, ..counters }
