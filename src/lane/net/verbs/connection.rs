@@ -36,7 +36,7 @@ use super::forecast::Forecast;
 use super::published::{Published, Reader};
 use super::receiver::{Receiver, SignalSender};
 use super::registration::{NicMemory, RemoteRegions};
-use super::sender::{self, Kind, PieceSource, RECEIVE, Sender, Staged};
+use super::sender::{self, Kind, PieceSource, RECEIVE, RequestSpace, Sender, Staged};
 use super::sources::{Source, Sources};
 use super::{Completion, CompletionQueue, Remote, SignalMode};
 use crate::bootstrap::wait::nap;
@@ -626,6 +626,14 @@ impl NetConnection for Connection {
 }
 
 impl Connection {
+    /// Room for data to `to` ([`Sender::room`]). If that ends a chunk, the NIC gets it now, before
+    /// the data that comes next is copied.
+    fn room(state: &mut State, to: Remote, least: u64, staged: bool) -> Result<RequestSpace, VerbsError> {
+        let room = state.sender.room(to, least, staged);
+        state.sender.post()?;
+        Ok(room)
+    }
+
     fn stage(&self, state: &mut State, len: usize, limits: WaitLimits<'_>) -> Result<Staged, Halt> {
         if let Some(staged) = state.sender.block.stage(len as u32)? {
             return Ok(staged);
@@ -648,13 +656,12 @@ impl Connection {
         let mut rest = bytes;
         while !rest.is_empty() {
             let (remote, together) = self.remote(&state.theirs, to)?;
-            let room = state.sender.room(remote, 1, true);
+            let room = Self::room(state, remote, 1, true)?;
             let (head, tail) = rest.split_at(rest.len().min(together.min(room.bytes) as usize));
             let staged = self.stage(state, head.len(), limits)?;
             fill(&staged, head);
             state.sender.counters.copied += head.len() as u64;
             state.sender.write(remote, [staged.piece], PieceSource::Staged(staged.until));
-            state.sender.post()?;
             (rest, to) = (tail, to.behind(head.len() as u64));
         }
         Ok(())
@@ -671,10 +678,9 @@ impl Connection {
         let mut done = 0;
         while done < len {
             let (remote, together) = self.remote(&state.theirs, to)?;
-            let room = state.sender.room(remote, 1, false);
+            let room = Self::room(state, remote, 1, false)?;
             let part = (len - done).min(together.min(room.bytes) as usize);
             state.sender.write(remote, [source.piece(done, part)], PieceSource::InPlace);
-            state.sender.post()?;
             (done, to) = (done + part, to.behind(part as u64));
         }
         Ok(())
@@ -693,7 +699,7 @@ impl Connection {
         let mut rest = rows;
         while let Some((&first, others)) = rest.split_first() {
             let (remote, together) = self.remote(&state.theirs, to)?;
-            let room = state.sender.room(remote, source.row_bytes, false);
+            let room = Self::room(state, remote, source.row_bytes, false)?;
             let most = rest.len().min(together.min(room.bytes) as usize / row_bytes);
             if most == 0 {
                 // A row that lies in two pieces of the peer's region.
@@ -705,7 +711,6 @@ impl Connection {
             let (head, tail) = rest.split_at(count);
             let piece = |run: &[u32]| place.piece(run[0] as usize * row_bytes, run.len() * row_bytes);
             state.sender.write(remote, runs(head).map(piece), PieceSource::InPlace);
-            state.sender.post()?;
             (rest, to) = (tail, to.behind((count * row_bytes) as u64));
         }
         Ok(())
@@ -730,7 +735,7 @@ impl Connection {
                 (rest, to) = (others, to.behind(source.row_bytes));
                 continue;
             }
-            let room = state.sender.room(remote, source.row_bytes, true);
+            let room = Self::room(state, remote, source.row_bytes, true)?;
             let most = rest.len().min(together.min(room.bytes) as usize / row_bytes);
             let (head, tail) = rest.split_at(most);
             let len = most * row_bytes;
@@ -744,7 +749,6 @@ impl Connection {
             }
             state.sender.counters.copied += len as u64;
             state.sender.write(remote, [staged.piece], PieceSource::Staged(staged.until));
-            state.sender.post()?;
             (rest, to) = (tail, to.behind(len as u64));
         }
         Ok(())
@@ -755,11 +759,10 @@ impl Connection {
         let mut left = len;
         while left > 0 {
             let (remote, together) = self.remote(&state.theirs, to)?;
-            let room = state.sender.room(remote, 1, false);
+            let room = Self::room(state, remote, 1, false)?;
             let zeros = self.memory.zeros(left.min(together).min(room.bytes), room.pieces);
             let count: u64 = zeros.clone().map(|piece| u64::from(piece.len())).sum();
             state.sender.write(remote, zeros, PieceSource::Always);
-            state.sender.post()?;
             (left, to) = (left - count, to.behind(count));
         }
         Ok(())

@@ -129,7 +129,7 @@ impl Settings {
         let usual = Settings::default();
         let chunk = vars.bytes("SIDELANE_VERBS_CHUNK", CHUNKS, "bytes, 4K to 1G")?.unwrap_or(usual.chunk);
         let in_flight =
-            vars.bytes("SIDELANE_VERBS_IN_FLIGHT", chunk..=u64::MAX, "bytes, at least SIDELANE_VERBS_CHUNK")?;
+            vars.bytes("SIDELANE_VERBS_IN_FLIGHT", chunk..=1 << 30, "bytes from SIDELANE_VERBS_CHUNK to 1G")?;
         Ok(Settings {
             library: vars.text("SIDELANE_IBVERBS_LIBRARY").map(PathBuf::from),
             nics: vars.nics()?,

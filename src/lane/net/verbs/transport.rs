@@ -38,8 +38,6 @@ const PIECES: u32 = 30;
 const RECEIVES: u32 = 256;
 /// Bytes of a signal, with its tag, that travel inside a request where the NIC takes them.
 const INSIDE: u32 = 24;
-/// Chunks that may be staged for one peer.
-const STAGED: u64 = 4;
 
 /// Settings of a rank for its NICs.
 pub struct Setup {
@@ -176,8 +174,8 @@ impl VerbsTransport {
             Caps { sends, receives, send_sges: PIECES.min(attributes.sges), receive_sges: 1, inline: INSIDE };
         let queues = Queues { send: &completions, receive: &completions };
         let qp = QueuePair::create(&memory.domain, queues, caps, &memory.nic.path, peer)?;
-        let staging = (STAGED * self.settings.chunk).min(self.settings.in_flight);
-        let block = Block::new(&memory.domain, receives.into(), staging)?;
+        // As much as may be in flight: what is copied fills the window as well as what is not.
+        let block = Block::new(&memory.domain, receives.into(), self.settings.in_flight)?;
         let receiver = Receiver::new(&qp, &block, receives, Arc::clone(&self.regions))?;
         Ok(Half { qp, block, receiver, completions, memory: Arc::clone(memory) })
     }
