@@ -300,6 +300,9 @@ pub trait NetConnection: fmt::Debug + Send + Sync {
         Ok(())
     }
 
+    /// This rank sends nothing more to that region.
+    fn forget_region(&self, _region: u32) {}
+
     /// The peer has cleared bytes of its own that flags may lie in.
     fn cleared(&self, _from: RemoteAddress, _len: u64) {}
 

@@ -579,6 +579,10 @@ impl NetConnection for Connection {
         self.theirs.change(|theirs| theirs.import(self.peer, region, description))
     }
 
+    fn forget_region(&self, region: u32) {
+        self.theirs.change(|theirs| theirs.forget(region));
+    }
+
     fn stop(&self, cause: &Cause) {
         self.end(&mut self.state.lock(), End::Dead(cause.clone()));
     }

@@ -16,8 +16,8 @@ use crate::error::VerbsError;
 use crate::topology::NodeMap;
 
 /// Number of the NIC that `rank` takes towards `peer`, of so many. Both ranks of a pair take NICs
-/// of one number, if both have as many. Peers of one rank are on different nodes, or at different
-/// places of a node.
+/// of one number, because [`compare`] refuses ranks that have not as many. Peers of one rank are on
+/// different nodes, or at different places of a node.
 pub fn rail(nodes: &NodeMap, rank: u32, peer: u32, nics: usize) -> usize {
     let place = |rank: u32| {
         let node = nodes.node_of(rank);
@@ -75,6 +75,10 @@ pub fn compare(nodes: &NodeMap, said: &[&[u8]]) -> Result<(), (u32, VerbsError)>
         for (peer, theirs) in (rank + 1..).zip(&ranks[rank as usize + 1..]) {
             if nodes.node_of(rank) == nodes.node_of(peer) {
                 continue;
+            }
+            if mine.len() != theirs.len() {
+                let (mine, theirs) = (mine.len(), theirs.len());
+                return Err((rank, VerbsError::NicCountsDiffer { peer, mine, theirs }));
             }
             let nic = rail(nodes, rank, peer, mine.len());
             let its = rail(nodes, peer, rank, theirs.len());
@@ -134,6 +138,14 @@ mod tests {
         assert!(
             matches!(&error, (0, VerbsError::PartitionsDiffer { nic, .. }) if *nic == format!("nic{rail}"))
         );
+    }
+
+    #[test]
+    fn ranks_on_different_nodes_with_unequal_numbers_of_nics_are_named() {
+        let (one, two) = (said(&[&[0xffff]]), said(&[&[0xffff], &[0xffff]]));
+        let differ = VerbsError::NicCountsDiffer { peer: 2, mine: 2, theirs: 1 };
+        assert_eq!(compared(&[0, 0, 1], &[one.clone(), two.clone(), one.clone()]), Err((1, differ)));
+        assert_eq!(compared(&[0, 0], &[one, two]), Ok(()), "of one node");
     }
 
     #[test]

@@ -115,7 +115,7 @@ impl NicMemory {
         }
         let others = (0..mapped.members()).filter(|other| other != member && mapped.len_of(*other) > 0);
         let local_peers = others
-            .map(|other| Ok((other, piece(other, 0, mapped.len_of(other), Access::empty())?)))
+            .map(|other| Ok((other, piece(other, 0, mapped.len_of(other), sources(rights.relaxed))?)))
             .collect::<Result<_, Error>>()?;
         let keys = own.keys();
         let memory = Arc::new(region.clone());
@@ -176,7 +176,7 @@ impl NicMemory {
         let mut others = Vec::new();
         for (member, range) in local_peers {
             let whole = (0, range.len());
-            let (piece, registered) = self.register_range(context, range, whole, Access::empty())?;
+            let (piece, registered) = self.register_range(context, range, whole, sources(relaxed))?;
             others.push((*member, piece));
             // All are reported with the weakest registration of one.
             how = if registered == Registration::DmaBuf { how } else { registered };
@@ -226,6 +226,11 @@ impl NicMemory {
     }
 }
 
+/// Access to memory of local peers: the NIC reads it, and data may pass data there too.
+fn sources(relaxed: bool) -> Access {
+    if relaxed { Access::RELAXED } else { Access::empty() }
+}
+
 /// Length, address and key of each piece of a region, as one NIC knows them.
 type RegionKeys = Vec<(u64, u64, u32)>;
 
@@ -264,7 +269,8 @@ pub fn describe_region(nics: &[RegionKeys]) -> Vec<u8> {
 pub struct RemoteRegions {
     /// Number of the peer's NIC.
     nic: u8,
-    regions: HashMap<u32, Vec<Piece>>,
+    /// By number. A change copies the map, and shares the pieces.
+    regions: HashMap<u32, Arc<[Piece]>>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -286,8 +292,13 @@ impl RemoteRegions {
     /// [`VerbsError::Keys`] if it makes no sense.
     pub fn import(&mut self, peer: u32, region: u32, description: &[u8]) -> Result<(), LaneError> {
         let pieces = parse(description, self.nic).ok_or(VerbsError::Keys { peer, region })?;
-        self.regions.insert(region, pieces);
+        self.regions.insert(region, pieces.into());
         Ok(())
+    }
+
+    /// Nothing more is sent to a region.
+    pub fn forget(&mut self, region: u32) {
+        self.regions.remove(&region);
     }
 
     /// Where bytes of a region begin, and how many lie together from there on.
@@ -343,12 +354,15 @@ mod tests {
     fn remote_bytes_are_found_in_their_piece_with_key_of_nic() {
         let mut theirs = RemoteRegions::of_nic(1);
         theirs.import(3, 5, &description()).unwrap();
-        let at = |offset| theirs.find(RemoteAddress { region: 5, offset });
+        let known = theirs.clone();
+        let at = |offset| known.find(RemoteAddress { region: 5, offset });
         assert_eq!(at(0), Some((Remote { addr: 4096, rkey: 17 }, 100)));
         assert_eq!(at(99), Some((Remote { addr: 4195, rkey: 17 }, 1)));
         assert_eq!(at(100), Some((Remote { addr: 9000, rkey: 18 }, 50)));
         assert_eq!(at(150), None);
         assert_eq!(theirs.find(RemoteAddress { region: 4, offset: 0 }), None);
+        theirs.forget(5);
+        assert_eq!(theirs.find(RemoteAddress { region: 5, offset: 0 }), None);
     }
 
     #[test]

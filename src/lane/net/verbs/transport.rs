@@ -394,16 +394,18 @@ impl ConnectionInfo {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::lane::net::verbs::Access;
     use crate::lane::net::verbs::fake::Fabric;
+    use crate::memory::{PeerMapping, Segment};
 
-    fn rank(fabric: &Arc<Fabric>, rank: u32) -> VerbsTransport {
+    fn rank(fabric: &Arc<Fabric>, rank: u32, settings: Settings) -> VerbsTransport {
         let nics = vec![["a", "b"][rank as usize].to_owned()];
-        let settings = Settings { nics, ..Settings::default() };
+        let settings = Settings { nics, ..settings };
         let setup = Setup {
             rank,
             nth: 0,
             nodes: NodeMap::from_labels(&[0u32, 1]),
-            strict: 0,
+            strict: 64,
             regions: Arc::default(),
             health: Arc::default(),
             forecast: false,
@@ -414,7 +416,7 @@ mod tests {
     #[test]
     fn the_thread_for_events_starts_with_the_first_connection() {
         let fabric = Fabric::new(&["a", "b"]);
-        let ranks = [0, 1].map(|at| rank(&fabric, at));
+        let ranks = [0, 1].map(|at| rank(&fabric, at, Settings::default()));
         *ranks[0].heap() = describe_region(&[vec![]]);
         ranks[1].heap().clone_from(&ranks[0].heap());
         let watched = || ranks.each_ref().map(|rank| rank.events.lock().unwrap().is_some());
@@ -426,5 +428,21 @@ mod tests {
         drop((a, b));
         drop(ranks);
         assert_eq!(fabric.leftovers(), (0, 0));
+    }
+
+    #[test]
+    fn rows_are_relaxed_at_source_and_target_flags_are_not() {
+        let segments = [0, 1].map(|_| Segment::create("sidelane-test", 1 << 16).unwrap());
+        let mapped = Arc::new(PeerMapping::new(&segments.each_ref().map(Some)).unwrap());
+        let heap = Region { mapped: Arc::clone(&mapped), member: 0 };
+        for (setting, relaxed) in [(Some(false), Access::empty()), (None, Access::RELAXED)] {
+            let fabric = Fabric::new(&["a"]);
+            let rank = rank(&fabric, 0, Settings { relaxed: setting, ..Settings::default() });
+            rank.register(0, &heap).unwrap();
+            let access = |member, offset| fabric.accesses(mapped.at(member, offset, 1).unwrap().addr().get());
+            let target = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
+            assert_eq!([access(0, 0), access(0, 64)], [vec![target], vec![target | relaxed]]);
+            assert_eq!(access(1, 0), [relaxed], "memory of a local peer is only sent");
+        }
     }
 }

@@ -57,7 +57,7 @@ use rand_chacha::ChaCha8Rng;
 
 use super::ffi::{self, ibv_qp_cap, ibv_sge, ibv_wc};
 use super::library::Functions;
-use super::{Library, Nic, Settings, Sysfs, VerbsEnvironment};
+use super::{Access, Library, Nic, Settings, Sysfs, VerbsEnvironment};
 
 /// Names the seed of a run that is to be repeated.
 const SEED: &str = "SIDELANE_TEST_SEED";
@@ -285,6 +285,14 @@ impl Fabric {
     pub fn statistics(&self, nic: &str) -> Statistics {
         let at = self.place(nic);
         self.state().nics[at].statistics
+    }
+
+    /// Access to the byte at an address, by each registration that has it.
+    pub fn accesses(&self, address: usize) -> Vec<Access> {
+        let state = self.state();
+        let holds = |region: &&Region| (region.at..region.at + region.len as usize).contains(&address);
+        let regions = state.regions.values().filter(holds);
+        regions.map(|region| Access::from_bits_retain(region.access)).collect()
     }
 
     /// Objects that are not destroyed, and objects that were destroyed too early: both 0 at the end
