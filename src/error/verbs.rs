@@ -170,6 +170,14 @@ pub enum VerbsError {
         /// How many the peer has.
         theirs: usize,
     },
+    /// Several queue pairs to a peer, and signals that NICs write.
+    #[error(
+        "SIDELANE_VERBS_SIGNAL is {signal}, and SIDELANE_VERBS_QUEUE_PAIRS more than 1: what a NIC writes on one queue pair says nothing about the others (immediate does)"
+    )]
+    StripesNeedImmediates {
+        /// The requested way.
+        signal: &'static str,
+    },
     /// Packets were asked for that are larger than the port sends now.
     #[error(
         "NIC {nic}, port {port} sends packets of {active} bytes now, SIDELANE_VERBS_MTU asks for {asked}"

@@ -348,7 +348,7 @@ impl GpuDirectMemory {
                 return Err(BootstrapError::Malformed { peer: format!("rank {member}") }.into());
             };
             let region = u32::from_le_bytes(*number);
-            own.import(&lanes.reach[member as usize], region, key)?;
+            own.import(&lanes.reach[member as usize], (region, key), true)?;
             parts.push(WindowPart { member, region, offset: 0, len });
         }
         // Not mapped for any rank: the processor never accesses it.

@@ -318,15 +318,23 @@ impl Registered {
         Registered { world: Arc::clone(&group.shared), region: Some(number), imported: Vec::new() }
     }
 
-    /// Takes note of a member's description of its part, if a connection leads there.
+    /// Takes note of a member's description of its part, in memory of its host or of its device, if
+    /// a connection leads there.
     ///
     /// # Errors
     /// The lane's error, if that makes no sense.
-    pub fn import(&mut self, lane: &PeerLane, region: u32, description: &[u8]) -> Result<(), Error> {
-        if let PeerLane::Net(connection) = lane {
-            connection.import_region(region, description)?;
-            self.imported.push((Arc::clone(connection), region));
+    pub fn import(
+        &mut self,
+        lane: &PeerLane,
+        (region, description): (u32, &[u8]),
+        of_devices: bool,
+    ) -> Result<(), Error> {
+        let PeerLane::Net(connection) = lane else { return Ok(()) };
+        match of_devices {
+            true => connection.import_device_region(region, description)?,
+            false => connection.import_region(region, description)?,
         }
+        self.imported.push((Arc::clone(connection), region));
         Ok(())
     }
 
@@ -357,7 +365,7 @@ impl Registered {
                 return Err(MemoryError::NotUsable { rank: member }.into());
             };
             let region = u32::from_le_bytes(*number);
-            registered.import(&lanes.reach[member as usize], region, key)?;
+            registered.import(&lanes.reach[member as usize], (region, key), false)?;
             parts.push(WindowPart { member, region, offset: 0, len });
         }
         Ok((registered, lane::MappedWindow { parts, mapped, of_devices: false }))

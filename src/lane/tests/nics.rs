@@ -53,7 +53,7 @@ pub(super) fn on_ranks<T: Send>(
 }
 
 /// A round trip of random rows: what came out of the combine.
-fn round_trip(world: &World, route: Route, order: SumOrder) -> Result<Vec<bf16>, Error> {
+pub(super) fn round_trip(world: &World, route: Route, order: SumOrder) -> Result<Vec<bf16>, Error> {
     const HIDDEN: usize = 64;
     let mut ep = ExpertParallel::builder(&world.all()?)
         .experts(13)
@@ -294,7 +294,7 @@ fn requests_of_lost_queue_pair_blame_peer_before_its_event() {
         window.barrier().unwrap();
         world.all().unwrap().gather(&[]).unwrap();
         if world.rank() == 0 {
-            fabric.fail_queue_pair("nic0", "nic2");
+            fabric.fail_queue_pair("nic0", "nic2", 0);
         }
         // One barrier may pass by what the peer had sent before.
         (0..).find_map(|_| window.barrier().err()).unwrap()

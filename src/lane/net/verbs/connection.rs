@@ -27,6 +27,8 @@
 //! go in place, all others are staged. A put is cut where the gathered write is full, or where the
 //! peer's memory ends, and each part travels with that write or begins the next.
 
+mod signals;
+
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -36,18 +38,17 @@ use super::forecast::Forecast;
 use super::published::{Published, Reader};
 use super::receiver::{Receiver, SignalSender};
 use super::registration::{NicMemory, RemoteRegions};
-use super::sender::{self, Kind, PieceSource, RECEIVE, RequestSpace, Sender, Staged};
+use super::sender::{self, PieceSource, RECEIVE, RequestSpace, Sender, Staged};
 use super::sources::{Source, Sources};
 use super::{Completion, CompletionQueue, Remote, SignalMode};
 use crate::bootstrap::wait::nap;
 use crate::bootstrap::{FatalGuard, FatalLock, Health};
 use crate::error::{Cause, CompletionStatus, LaneError, LostReason, VerbsError};
-use crate::lane::net::regions::Record;
+use crate::lane::RowSource;
 use crate::lane::net::{
     Counters, DeviceAddress, DeviceConnection, NetConnection, RemoteAddress, SendBlocked,
 };
 use crate::lane::wait::{WaitError, WaitLimits, Waiter};
-use crate::lane::{FlagLine, RowSource};
 use crate::schedule::Tag;
 
 /// Puts of at most so many bytes are staged wherever they lie: copying costs less than to wait
@@ -506,15 +507,7 @@ impl NetConnection for Connection {
         tag: Option<Tag>,
         limits: WaitLimits<'_>,
     ) -> Result<(), SendBlocked> {
-        self.with(limits, |state| {
-            let named = self.raise(state, to, value, tag, limits)?;
-            if let Some(forecast) = &mut state.forecast {
-                forecast.signal(tag.is_some(), named);
-            }
-            state.sender.hurry();
-            state.sender.post()?;
-            Ok(())
-        })
+        self.lead_signal(to, (value, tag), false, limits)
     }
 
     fn settled(&self) -> bool {
@@ -567,8 +560,11 @@ impl NetConnection for Connection {
         self.progress(health)
     }
 
-    fn event_fd(&self) -> Option<BorrowedFd<'_>> {
-        (self.signal == SignalMode::Immediate).then(|| self.completions.as_fd())
+    fn event_fds(&self) -> Vec<BorrowedFd<'_>> {
+        match self.signal {
+            SignalMode::Immediate => vec![self.completions.as_fd()],
+            SignalMode::Write | SignalMode::FetchAdd => Vec::new(),
+        }
     }
 
     fn wakes(&self) -> bool {
@@ -770,88 +766,6 @@ impl Connection {
             (left, to) = (left - count, to.behind(count));
         }
         Ok(())
-    }
-
-    /// Raises a word. Returns whether its number sufficed for that.
-    fn raise(
-        &self,
-        state: &mut State,
-        to: RemoteAddress,
-        value: u64,
-        tag: Option<Tag>,
-        limits: WaitLimits<'_>,
-    ) -> Result<bool, Halt> {
-        let (remote, _) = self.remote(&state.theirs, to)?;
-        if self.signal == SignalMode::Immediate {
-            return self.number(state, to, remote, value, tag, limits);
-        }
-        state.sender.close();
-        if let Some(tag) = tag {
-            let at = Remote { addr: remote.addr + FlagLine::tag_offset(value), rkey: remote.rkey };
-            self.write_words(state, at, &tag.to_words(), limits)?;
-        }
-        if self.signal == SignalMode::FetchAdd {
-            let growth = state.sent.growth(to, value);
-            state.sender.ask(Kind::Add(growth), remote);
-            return Ok(false);
-        }
-        self.write_words(state, remote, &[value], limits)?;
-        Ok(false)
-    }
-
-    /// Words of a flag's line: inside the request if the NIC takes them there, else staged.
-    fn write_words(
-        &self,
-        state: &mut State,
-        to: Remote,
-        words: &[u64],
-        limits: WaitLimits<'_>,
-    ) -> Result<(), Halt> {
-        if !state.sender.ask_inside(to, words) {
-            let staged = self.stage(state, size_of_val(words), limits)?;
-            fill(&staged, bytemuck::cast_slice(words));
-            state.sender.ask_staged(Kind::Write, to, &staged);
-        }
-        Ok(())
-    }
-
-    /// Signals by a number, which the peer's receive reports. Returns whether the number was
-    /// enough.
-    fn number(
-        &self,
-        state: &mut State,
-        to: RemoteAddress,
-        remote: Remote,
-        value: u64,
-        tag: Option<Tag>,
-        limits: WaitLimits<'_>,
-    ) -> Result<bool, Halt> {
-        if !state.receiver.may_signal(state.sender.block.granted()) {
-            state.sender.post_soon();
-            self.until(state, limits, |state| {
-                Ok(state.receiver.may_signal(state.sender.block.granted()).then_some(()))
-            })?;
-        }
-        if tag.is_none()
-            && state.sent.fits(to, value)
-            && let Ok(immediate) = state.sent.immediate(to, value)
-        {
-            state.receiver.signals();
-            if !state.sender.take_along(immediate) {
-                state.sender.ask(Kind::Immediate(immediate), remote);
-            }
-            return Ok(true);
-        }
-        state.sender.close();
-        // Counted only once there is room for it: a sender whose wait failed may signal again.
-        let staged = self.stage(state, 64, limits)?;
-        state.receiver.signals();
-        let record = Record::Signal { region: to.region, offset: to.offset, value, tag };
-        let mut words = record.to_words();
-        words[7] = state.sent.record(to, value).into();
-        fill(&staged, bytemuck::cast_slice(&words));
-        state.sender.ask_staged(Kind::Send, Remote { addr: 0, rkey: 0 }, &staged);
-        Ok(false)
     }
 }
 
