@@ -300,6 +300,26 @@ pub enum VerbsError {
         /// The peer's keys.
         theirs: Vec<u16>,
     },
+    /// Two ranks have unequal numbers of NICs.
+    #[error(
+        "this rank has {mine} NICs, rank {peer} has {theirs}: a pair of ranks uses NICs of one number (SIDELANE_VERBS_NICS names as many on each)"
+    )]
+    NicCountsDiffer {
+        /// The peer (in the world).
+        peer: u32,
+        /// How many this rank has.
+        mine: usize,
+        /// How many the peer has.
+        theirs: usize,
+    },
+    /// Several queue pairs to a peer, and signals that NICs write.
+    #[error(
+        "SIDELANE_VERBS_SIGNAL is {signal}, and SIDELANE_VERBS_QUEUE_PAIRS more than 1: what a NIC writes on one queue pair says nothing about the others (immediate does)"
+    )]
+    StripesNeedImmediates {
+        /// The requested way.
+        signal: &'static str,
+    },
     /// Packets were asked for that are larger than the port sends now.
     #[error(
         "NIC {nic}, port {port} sends packets of {active} bytes now, SIDELANE_VERBS_MTU asks for {asked}"

@@ -44,6 +44,11 @@ impl PeerLane {
         }
     }
 
+    /// Whether signals over it wake no thread here.
+    pub fn is_silent(&self) -> bool {
+        self.connection().is_some_and(|connection| !connection.wakes())
+    }
+
     /// The connection, if this is a lane over one.
     pub(super) fn connection(&self) -> Option<&dyn NetConnection> {
         match self {
@@ -74,6 +79,8 @@ pub struct Lanes {
     pub deadline: Duration,
     /// Whether this machine has fewer cores than ranks of the world.
     pub oversubscribed: bool,
+    /// Whether signals of any connection wake no thread ([`PeerLane::is_silent`]).
+    pub silent: bool,
 }
 
 impl Lanes {
@@ -114,7 +121,7 @@ impl Lanes {
             oversubscribed: self.oversubscribed,
             deadline: self.deadline,
             awaited: self.world_ranks[peer as usize],
-            silent: self.connections().any(|(_, connection)| !connection.wakes()),
+            silent: self.silent,
         }
     }
 

@@ -455,13 +455,14 @@ impl Port {
     }
 
     /// [`Port::settle`], if all puts went to this rank alone: stores have read their sources when
-    /// they return.
+    /// they return. No other connection is touched, however many there are.
     ///
     /// # Errors
     /// As [`Port::quiet`].
     #[inline]
     pub fn settle_with(&self, to: u32) -> Result<(), Error> {
-        if let PeerLane::Net(_) = self.reach(to)? { self.settle() } else { Ok(()) }
+        let Some(connection) = self.reach(to)?.connection() else { return Ok(()) };
+        connection.settle(self.lanes.limits_of(to)).map_err(|e| self.stuck(connection, to, e))
     }
 
     /// Serves all connections in turn until all have settled, so that none stands still while

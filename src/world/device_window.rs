@@ -70,7 +70,7 @@ use crate::device::{
     Allocation, Context, DeviceRange, GrowingRange, MappedBehind, PinnedMemory, Reservation, WriteOrder,
 };
 use crate::error::{BootstrapError, DeviceError, Error, MemoryError};
-use crate::lane::{self, DeviceMemory, Lanes, NoGpuDirect, PeerLane, Registration, WindowPart};
+use crate::lane::{self, DeviceMemory, Lanes, NoGpuDirect, Registration, WindowPart};
 use crate::memory::{PeerMapping, Segment, pin};
 
 /// One rank's view of the windows of all members.
@@ -349,7 +349,7 @@ impl GpuDirectMemory {
             said.extend(key);
         }
         let heard = group.gather(&said)?;
-        let (Ok((_, _, registration)), Some(region)) = (&registered, region) else {
+        let (Ok((_, _, registration)), Some(mut own)) = (&registered, region) else {
             return Ok(Err(registered.err().unwrap_or(NoGpuDirect::Rank(group.rank()))));
         };
         // Before anything is learnt: that may fail at one rank alone, which must not go on as the
@@ -363,15 +363,13 @@ impl GpuDirectMemory {
                 return Err(BootstrapError::Malformed { peer: format!("rank {member}") }.into());
             };
             let region = u32::from_le_bytes(*number);
-            if let PeerLane::Net(connection) = &lanes.reach[member as usize] {
-                connection.import_region(region, key)?;
-            }
+            own.import(&lanes.reach[member as usize], (region, key), true)?;
             parts.push(WindowPart { member, region, offset: 0, len });
         }
         // Not mapped for any rank: the processor never accesses it.
         let mapped = Arc::new(PeerMapping::new(&vec![None; parts.len()])?);
         let window = lane::MappedWindow { mapped, parts, of_devices: true };
-        Ok(Ok(GpuDirectMemory { window, registration: *registration, _region: region }))
+        Ok(Ok(GpuDirectMemory { window, registration: *registration, _region: own }))
     }
 }
 

@@ -166,10 +166,12 @@ impl Group {
         let paths = Paths::new(&nodes, route, self.me);
         net_selection::lay(self, &paths)?;
         let reach = self.ranks.iter().zip(0..).map(|(&rank, position)| self.reach(rank, position, &paths));
+        let reach = reach.collect::<Result<Vec<_>, _>>()?;
         let lanes = Lanes {
             rank: self.me,
             world_ranks: self.ranks.clone(),
-            reach: reach.collect::<Result<_, _>>()?,
+            silent: reach.iter().any(PeerLane::is_silent),
+            reach,
             route,
             nodes: nodes.clone(),
             rows: self.shared.rows,

@@ -282,6 +282,7 @@ fn is_mistake(error: &Error) -> bool {
             | V::NoSuchPkey { .. }
             | V::MtuTooLarge { .. }
             | V::NoAtomics { .. }
+            | V::StripesNeedImmediates { .. }
             | V::TooOld { .. } => true,
             _ => false,
         }

@@ -22,7 +22,7 @@ use crate::dtype::Dtype;
 use crate::error::{Error, MemoryError, PlanError};
 use crate::exec::HostStepper;
 use crate::lane;
-use crate::lane::{Io, Lanes, PeerLane, Port, Region, WindowPart};
+use crate::lane::{Io, Lanes, NetConnection, PeerLane, Port, Region, WindowPart};
 use crate::memory::{PeerMapping, Segment};
 use crate::rows::Stores;
 use crate::schedule::{
@@ -301,18 +301,41 @@ impl Window {
     }
 }
 
-/// This rank's part. Peers may write to it as long as this value lives.
+/// This rank's part, and its connections' descriptions of the parts of others. Peers may write to
+/// it, and this rank to theirs, as long as this value lives.
 #[derive(Debug)]
 pub(super) struct Registered {
     world: Arc<WorldState>,
     /// None where there is no net.
     region: Option<u32>,
+    /// Regions of peers, by their connections.
+    imported: Vec<(Arc<dyn NetConnection>, u32)>,
 }
 
 impl Registered {
     /// The memory that is registered under this number.
     pub fn of(group: &Group, number: u32) -> Self {
-        Registered { world: Arc::clone(&group.shared), region: Some(number) }
+        Registered { world: Arc::clone(&group.shared), region: Some(number), imported: Vec::new() }
+    }
+
+    /// Takes note of a member's description of its part, in memory of its host or of its device, if
+    /// a connection leads there.
+    ///
+    /// # Errors
+    /// The lane's error, if that makes no sense.
+    pub fn import(
+        &mut self,
+        lane: &PeerLane,
+        (region, description): (u32, &[u8]),
+        of_devices: bool,
+    ) -> Result<(), Error> {
+        let PeerLane::Net(connection) = lane else { return Ok(()) };
+        match of_devices {
+            true => connection.import_device_region(region, description)?,
+            false => connection.import_region(region, description)?,
+        }
+        self.imported.push((Arc::clone(connection), region));
+        Ok(())
     }
 
     /// Registers this rank's segment of a mapping: the member of its position in the group. All are
@@ -335,16 +358,14 @@ impl Registered {
         said.extend(key);
         let heard = group.gather(&said)?;
         let region = registered?.map(|_| number);
-        let registered = Registered { world: Arc::clone(&group.shared), region };
+        let mut registered = Registered { world: Arc::clone(&group.shared), region, imported: Vec::new() };
         let mut parts = Vec::new();
         for (blob, member) in heard.iter().zip(0..) {
             let Some(([1, number @ ..], key)) = blob.split_first_chunk::<5>() else {
                 return Err(MemoryError::NotUsable { rank: member }.into());
             };
             let region = u32::from_le_bytes(*number);
-            if let PeerLane::Net(connection) = &lanes.reach[member as usize] {
-                connection.import_region(region, key)?;
-            }
+            registered.import(&lanes.reach[member as usize], (region, key), false)?;
             parts.push(WindowPart { member, region, offset: 0, len });
         }
         Ok((registered, lane::MappedWindow { parts, mapped, of_devices: false }))
@@ -355,6 +376,9 @@ impl Drop for Registered {
     fn drop(&mut self) {
         if let (Some(number), Some(net)) = (self.region, &self.world.net) {
             net.deregister(number);
+        }
+        for (connection, region) in &self.imported {
+            connection.forget_region(*region);
         }
     }
 }

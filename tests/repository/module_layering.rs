@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 const MODULES: [&[&str]; 15] = [
     &["sync", "digest", "inputs"],
     &["dtype"],
-    &["error", "nic_choice", "topology"],
+    &["error", "nic_choice", "stripes", "topology"],
     &["config"],
     &["gate"],
     &["plan"],

@@ -11,3 +11,4 @@ mod replays;
 mod skeleton_mutations;
 mod stream_mutations;
 mod stream_proof;
+mod stripes;

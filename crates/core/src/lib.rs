@@ -14,6 +14,7 @@
 //! | [`gate`] | router decisions: [`Routing`](gate::Routing), losses, synthetic and recorded routing |
 //! | [`plan`] | from routing and counts to placement |
 //! | [`nic_choice`] | the NIC of a rank, by the places of NICs and GPUs in the machine |
+//! | [`stripes`] | one stream of puts and signals over several queue pairs |
 //! | [`schedule`] | programs of puts, signals, waits and sums; calls as steps; operands |
 
 pub mod digest;
@@ -24,4 +25,5 @@ mod inputs;
 pub mod nic_choice;
 pub mod plan;
 pub mod schedule;
+pub mod stripes;
 pub mod topology;

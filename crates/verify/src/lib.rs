@@ -7,6 +7,8 @@
 //!                                        mutate: planted bugs that both must find
 //!
 //!   call program --value_flow--> every step finds the values that it needs from earlier steps
+//!
+//!   puts and signals over several queue pairs --striped--> every order keeps the lanes' contract
 //! ```
 
 pub mod mutate;
@@ -14,5 +16,6 @@ pub mod prove;
 pub mod random;
 pub mod random_check;
 pub mod reference;
+pub mod striped;
 pub mod unroll;
 pub mod value_flow;

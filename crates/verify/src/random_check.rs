@@ -12,6 +12,8 @@
 //!   actors   each at its own speed, on one queue, on several, or on one per track
 //! ```
 //!
+//! A lane over several queue pairs keeps the same contract: [`striped`](mod@crate::striped).
+//!
 //! With every seed, each actor must have seen the same tags, call by call, as in an ordered run.
 
 #![allow(clippy::result_large_err, reason = "a fault ends the whole proof, and names two operations")]

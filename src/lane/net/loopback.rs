@@ -341,8 +341,8 @@ impl NetConnection for LoopbackConnection {
             || inbound.held.as_ref().is_some_and(DelayedSignals::is_due)
     }
 
-    fn event_fd(&self) -> Option<BorrowedFd<'_>> {
-        self.emulated.as_ref().map(|emulated| emulated.timer.as_fd())
+    fn event_fds(&self) -> Vec<BorrowedFd<'_>> {
+        self.emulated.iter().map(|emulated| emulated.timer.as_fd()).collect()
     }
 
     /// The peer polls once more for records that a rank sent before it left. They must be due by

@@ -276,14 +276,13 @@ pub trait NetConnection: fmt::Debug + Send + Sync {
     /// anything to do.
     fn progress(&self, health: &Health) -> bool;
 
-    /// Requests a wake-up for new work: by [`NetConnection::event_fd`], or by the peer through the
+    /// Requests a wake-up for new work: by [`NetConnection::event_fds`], or by the peer through the
     /// event descriptor of the [`ProgressThread`]. Returns whether there is work already.
     fn arm(&self, health: &Health) -> bool;
 
-    /// A descriptor that is readable when there is something to do, if this connection has one of
-    /// its own.
-    fn event_fd(&self) -> Option<BorrowedFd<'_>> {
-        None
+    /// Descriptors of its own, if it has any: one is readable when there is something to do.
+    fn event_fds(&self) -> Vec<BorrowedFd<'_>> {
+        Vec::new()
     }
 
     /// Whether arriving signals wake a thread that sleeps on the flag. If not, flags must be
@@ -299,6 +298,17 @@ pub trait NetConnection: fmt::Debug + Send + Sync {
     fn import_region(&self, _region: u32, _description: &[u8]) -> Result<(), LaneError> {
         Ok(())
     }
+
+    /// The same for memory of the peer's device: words there are written by NICs.
+    ///
+    /// # Errors
+    /// As [`NetConnection::import_region`].
+    fn import_device_region(&self, region: u32, description: &[u8]) -> Result<(), LaneError> {
+        self.import_region(region, description)
+    }
+
+    /// This rank sends nothing more to that region.
+    fn forget_region(&self, _region: u32) {}
 
     /// The peer has cleared bytes of its own that flags may lie in.
     fn cleared(&self, _from: RemoteAddress, _len: u64) {}

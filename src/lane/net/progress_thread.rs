@@ -102,7 +102,7 @@ impl ProgressThread {
     /// # Errors
     /// [`LaneError::System`].
     pub fn attach(&self, connection: Arc<dyn NetConnection>) -> Result<(), LaneError> {
-        if let Some(event_fd) = connection.event_fd() {
+        for event_fd in connection.event_fds() {
             match epoll::add(&self.shared.poll_set, event_fd, EventData::new_u64(1), EventFlags::IN) {
                 // Connections may share an event descriptor.
                 Ok(()) | Err(Errno::EXIST) => {}

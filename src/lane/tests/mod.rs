@@ -6,6 +6,7 @@
 //!   mod.rs        the suite; credits, and receivers that check incoming data
 //!   nics.rs       NICs only: registered memory, keys, faults, late data
 //!   requests.rs   work requests of puts and signals, counted and predicted
+//!   stripes.rs    puts and signals over several queue pairs to one peer
 //!   rebuilt.rs    a world built again while packets of the old one are on a real link
 //! ```
 
@@ -13,6 +14,7 @@
 mod nics;
 mod rebuilt;
 mod requests;
+mod stripes;
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
@@ -146,6 +148,7 @@ impl<'a> Actor<'a> {
             health: Arc::clone(&ready.health),
             deadline,
             oversubscribed: true,
+            silent: ready.silent,
         };
         let (me, lane) = (lanes.rank, lanes.reach[1 - lanes.rank as usize].name());
         let port = Port::new(Arc::new(lanes), ranges.iter().map(|range| range.window()).collect(), FLAGS);
@@ -454,23 +457,28 @@ const SUITE: &[Scenario] = &[
         name: "order: rows by index, with rows of zeros behind them",
         deadline: LONG,
         steps: &[
+            // Without an answer it could land after the rows.
             Step(0, Put { offset: 0, len: 4 * MIB, seed: 9 }, Fine),
-            Step(0, Rows { row_bytes: 16, index: &[7, 0, 0, 3], pad: 5, seed: 1 }, Fine),
             Step(0, Signal(1), Fine),
             Step(1, Wait(1), Fine),
-            Step(1, SeesRows { row_bytes: 16, index: &[7, 0, 0, 3], pad: 5, seed: 1 }, Fine),
             Step(1, Signal(1), Fine),
             Step(0, Wait(1), Fine),
-            Step(0, Rows { row_bytes: 48 << 10, index: &[5, 1, 2, 2, 6], pad: 3, seed: 2 }, Fine),
+            Step(0, Rows { row_bytes: 16, index: &[7, 0, 0, 3], pad: 5, seed: 1 }, Fine),
             Step(0, Signal(2), Fine),
             Step(1, Wait(2), Fine),
-            Step(1, SeesRows { row_bytes: 48 << 10, index: &[5, 1, 2, 2, 6], pad: 3, seed: 2 }, Fine),
+            Step(1, SeesRows { row_bytes: 16, index: &[7, 0, 0, 3], pad: 5, seed: 1 }, Fine),
             Step(1, Signal(2), Fine),
             Step(0, Wait(2), Fine),
-            Step(0, Rows { row_bytes: 300_016, index: &[4, 4, 0, 7], pad: 9, seed: 3 }, Fine),
-            Step(0, Rows { row_bytes: 300_016, index: &[], pad: 0, seed: 3 }, Fine),
+            Step(0, Rows { row_bytes: 48 << 10, index: &[5, 1, 2, 2, 6], pad: 3, seed: 2 }, Fine),
             Step(0, Signal(3), Fine),
             Step(1, Wait(3), Fine),
+            Step(1, SeesRows { row_bytes: 48 << 10, index: &[5, 1, 2, 2, 6], pad: 3, seed: 2 }, Fine),
+            Step(1, Signal(3), Fine),
+            Step(0, Wait(3), Fine),
+            Step(0, Rows { row_bytes: 300_016, index: &[4, 4, 0, 7], pad: 9, seed: 3 }, Fine),
+            Step(0, Rows { row_bytes: 300_016, index: &[], pad: 0, seed: 3 }, Fine),
+            Step(0, Signal(4), Fine),
+            Step(1, Wait(4), Fine),
             Step(1, SeesRows { row_bytes: 300_016, index: &[4, 4, 0, 7], pad: 9, seed: 3 }, Fine),
         ],
     },

@@ -22,7 +22,7 @@ use crate::config::{Config, NetChoice};
 use crate::error::{Cause, CompletionStatus, Error, LaneError, VerbsError};
 use crate::gate::{Pattern, synthetic};
 use crate::lane::flag::WaitLimits;
-use crate::lane::net::{Fabric, Settings, SignalMode};
+use crate::lane::net::{Fabric, RemoteAddress, Settings, SignalMode};
 use crate::lane::{NicCounters, PeerLane};
 use crate::memory::Segment;
 use crate::plan::SumOrder;
@@ -59,7 +59,7 @@ pub(super) fn on_ranks<T: Send>(
 }
 
 /// A round trip of random rows: what came out of the combine.
-fn round_trip(world: &World, route: Route, order: SumOrder) -> Result<Vec<bf16>, Error> {
+pub(super) fn round_trip(world: &World, route: Route, order: SumOrder) -> Result<Vec<bf16>, Error> {
     const HIDDEN: usize = 64;
     let mut ep = ExpertParallel::builder(&world.all()?)
         .experts(13)
@@ -300,7 +300,7 @@ fn requests_of_lost_queue_pair_blame_peer_before_its_event() {
         window.barrier().unwrap();
         world.all().unwrap().gather(&[]).unwrap();
         if world.rank() == 0 {
-            fabric.fail_queue_pair("nic0", "nic2");
+            fabric.fail_queue_pair("nic0", "nic2", 0);
         }
         // One barrier may pass by what the peer had sent before.
         (0..).find_map(|_| window.barrier().err()).unwrap()
@@ -647,6 +647,33 @@ fn late_puts_of_old_world_miss_memory_registered_in_new_one() {
         seen[0]
     });
     assert_eq!(seen, [0, 0]);
+}
+
+#[test]
+fn keys_of_a_peers_window_are_forgotten_with_own_window() {
+    let fabric = Fabric::new(&["nic0", "nic1"]);
+    let faults = on_ranks(&[0, 1], &options(&fabric, SignalMode::Write), |world| {
+        let group = world.all().unwrap();
+        let memory = Segment::create("sidelane-test", 1 << 16).unwrap();
+        let window = group.register(memory.as_fd().try_clone_to_owned().unwrap()).unwrap();
+        let lanes = group.lanes(Route::Direct).unwrap();
+        group.gather(&[]).unwrap();
+        if world.rank() == 1 {
+            // The key itself is good until the world ends.
+            group.gather(&[]).unwrap_err();
+            return None;
+        }
+        let PeerLane::Net(connection) = &lanes.reach[1] else { panic!("over a connection") };
+        // The heap is region 0.
+        let put = || connection.put(RemoteAddress { region: 1, offset: 0 }, &[7; 8], lanes.limits_of(1));
+        put().unwrap();
+        connection.flush(lanes.limits_of(1)).unwrap();
+        drop(window);
+        put().unwrap_err();
+        connection.fault()
+    });
+    let expected = VerbsError::NoKey { peer: 1, region: 1, offset: 0 };
+    assert_eq!(faults, [Some(LaneError::Verbs(expected)), None]);
 }
 
 /// Rounds in which rank 1 saw a word in its memory before rows that rank 0 had put before it.

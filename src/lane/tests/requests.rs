@@ -174,6 +174,31 @@ fn put_takes_only_connection_lock_unless_region_was_imported() {
     });
 }
 
+#[test]
+fn window_calls_lock_connection_to_their_peer_alone() {
+    for signal in [SignalMode::Write, SignalMode::Immediate] {
+        let fabric = fabric(8, false);
+        let options = small(&fabric, &Settings { signal: Some(signal), ..Settings::default() });
+        on_ranks(&[0, 1, 2], &options, |world| {
+            let group = world.all().unwrap();
+            let mut window = group.window(4096).unwrap();
+            window.barrier().unwrap();
+            group.gather(&[]).unwrap();
+            if world.rank() == 0 {
+                let before = locks::taken();
+                window.put(1, 0, &[7; 100]).unwrap();
+                let put = locks::taken();
+                window.put_signal(2, 0, &[7; 100], 1).unwrap();
+                let both = locks::taken();
+                window.signal(1, 1).unwrap();
+                // One for each put, signal and settling.
+                assert_eq!([put - before, both - put, locks::taken() - both], [2, 3, 2], "{signal:?}");
+            }
+            group.gather(&[]).unwrap();
+        });
+    }
+}
+
 /// Counts that do not depend on time, even if something waits for credit.
 fn asked(counters: NicCounters) -> NicCounters {
     NicCounters { doorbells: 0, completions: 0, received: 0, ..counters }
@@ -260,7 +285,48 @@ fn gathered_write_ends_at_chunk_signal_or_settle() {
         end.put(8392, 100, false);
     });
     assert_eq!((all.requests, all.bytes), (2 + 1 + 1 + 1, 8192 + 300));
-    assert_eq!(all.doorbells, 4, "a batch for each signal, for the settling and for the end");
+    assert_eq!(all.doorbells, 5, "for the full chunk, for each signal, for the settling and for the end");
+}
+
+#[test]
+fn each_chunk_is_posted_when_next_bytes_come() {
+    let settings = Settings { chunk: 4096, signal: Some(SignalMode::Write), ..Settings::default() };
+    let acts: [fn(&End<'_>); 4] = [
+        |end| end.put(0, 5 * 4096, true),
+        |end| end.put(0, 5 * 4096, false),
+        // Puts to other places, and rows of which eight are a request.
+        |end| (0..10).for_each(|nth| end.put(nth * 8192, 2048, nth % 2 == 0)),
+        |end| (0..5).for_each(|_| end.rows(0, &scattered(61), true)),
+    ];
+    for act in acts {
+        let (all, _) = counted(&fabric(8, false), settings.clone(), |end| {
+            let doorbells = || (end.connection.counters().doorbells, end.connection.forecast().doorbells);
+            let before = doorbells();
+            act(end);
+            assert_eq!(doorbells(), (before.0 + 4, before.1 + 4));
+            end.signal(2, None);
+            assert_eq!(doorbells(), (before.0 + 5, before.1 + 5), "the last chunk goes with the signal");
+        });
+        assert_eq!((all.doorbells, all.completions), (5, 5));
+    }
+}
+
+#[test]
+fn copied_puts_fill_window_before_nic_completes_any() {
+    let in_flight = 64 << 10;
+    let settings =
+        Settings { chunk: 4096, in_flight, signal: Some(SignalMode::Write), ..Settings::default() };
+    let fabric = fabric(8, false);
+    let _ = counted(&fabric, settings, |end| {
+        fabric.silence("nic0");
+        let before = end.connection.counters();
+        end.put(0, in_flight, false);
+        end.connection.settle(end.limits).unwrap();
+        let posted = end.connection.counters() - before;
+        assert_eq!((posted.requests, posted.completions, posted.copied), (16, 0, in_flight));
+        fabric.change("nic0", |nic| nic.silent = false);
+        fabric.flush();
+    });
 }
 
 /// Counts of both ranks' connections for a put of `len` bytes and a signal from rank 0 to rank 1.

@@ -203,8 +203,8 @@ impl NetConnection for TcpConnection {
         false
     }
 
-    fn event_fd(&self) -> Option<BorrowedFd<'_>> {
-        Some(self.shared.poller.as_fd())
+    fn event_fds(&self) -> Vec<BorrowedFd<'_>> {
+        vec![self.shared.poller.as_fd()]
     }
 
     fn fault(&self) -> Option<LaneError> {

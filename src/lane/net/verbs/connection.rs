@@ -27,6 +27,8 @@
 //! go in place, all others are staged. A put is cut where the gathered write is full, or where the
 //! peer's memory ends, and each part travels with that write or begins the next.
 
+mod signals;
+
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -34,18 +36,17 @@ use std::time::{Duration, Instant};
 use super::forecast::Forecast;
 use super::receiver::{Receiver, SignalSender};
 use super::registration::{NicMemory, Published, Reader, RemoteRegions, Source, Sources};
-use super::sender::{self, Kind, PieceSource, RECEIVE, Sender, Staged};
+use super::sender::{self, PieceSource, RECEIVE, RequestSpace, Sender, Staged};
 use super::work::Failed;
 use super::{Completion, CompletionQueue, Remote, SignalMode};
 use crate::bootstrap::wait::nap;
 use crate::bootstrap::{FatalGuard, FatalLock, Health};
 use crate::error::{Cause, CompletionStatus, LaneError, LostReason, VerbsError};
 use crate::lane::flag::{WaitError, WaitLimits, Waiter};
-use crate::lane::net::regions::Record;
 use crate::lane::net::{
     Counters, DeviceAddress, DeviceConnection, NetConnection, RemoteAddress, SendBlocked,
 };
-use crate::lane::{FlagLine, RowSource};
+use crate::lane::RowSource;
 use crate::schedule::Tag;
 
 /// Puts of at most so many bytes are staged wherever they lie: copying costs less than to wait
@@ -504,15 +505,7 @@ impl NetConnection for Connection {
         tag: Option<Tag>,
         limits: WaitLimits<'_>,
     ) -> Result<(), SendBlocked> {
-        self.with(limits, |state| {
-            let named = self.raise(state, to, value, tag, limits)?;
-            if let Some(forecast) = &mut state.forecast {
-                forecast.signal(tag.is_some(), named);
-            }
-            state.sender.hurry();
-            state.sender.post()?;
-            Ok(())
-        })
+        self.lead_signal(to, (value, tag), false, limits)
     }
 
     fn settled(&self) -> bool {
@@ -565,8 +558,11 @@ impl NetConnection for Connection {
         self.progress(health)
     }
 
-    fn event_fd(&self) -> Option<BorrowedFd<'_>> {
-        (self.signal == SignalMode::Immediate).then(|| self.completions.as_fd())
+    fn event_fds(&self) -> Vec<BorrowedFd<'_>> {
+        match self.signal {
+            SignalMode::Immediate => vec![self.completions.as_fd()],
+            SignalMode::Write | SignalMode::FetchAdd => Vec::new(),
+        }
     }
 
     fn wakes(&self) -> bool {
@@ -575,6 +571,10 @@ impl NetConnection for Connection {
 
     fn import_region(&self, region: u32, description: &[u8]) -> Result<(), LaneError> {
         self.theirs.change(|theirs| theirs.import(self.peer, region, description))
+    }
+
+    fn forget_region(&self, region: u32) {
+        self.theirs.change(|theirs| theirs.forget(region));
     }
 
     fn stop(&self, cause: &Cause) {
@@ -624,6 +624,14 @@ impl NetConnection for Connection {
 }
 
 impl Connection {
+    /// Room for data to `to` ([`Sender::room`]). If that ends a chunk, the NIC gets it now, before
+    /// the data that comes next is copied.
+    fn room(state: &mut State, to: Remote, least: u64, staged: bool) -> Result<RequestSpace, VerbsError> {
+        let room = state.sender.room(to, least, staged);
+        state.sender.post()?;
+        Ok(room)
+    }
+
     fn stage(&self, state: &mut State, len: usize, limits: WaitLimits<'_>) -> Result<Staged, Halt> {
         if let Some(staged) = state.sender.block.stage(len as u32)? {
             return Ok(staged);
@@ -646,13 +654,12 @@ impl Connection {
         let mut rest = bytes;
         while !rest.is_empty() {
             let (remote, together) = self.remote(&state.theirs, to)?;
-            let room = state.sender.room(remote, 1, true);
+            let room = Self::room(state, remote, 1, true)?;
             let (head, tail) = rest.split_at(rest.len().min(together.min(room.bytes) as usize));
             let staged = self.stage(state, head.len(), limits)?;
             fill(&staged, head);
             state.sender.counters.copied += head.len() as u64;
             state.sender.write(remote, [staged.piece], PieceSource::Staged(staged.until));
-            state.sender.post()?;
             (rest, to) = (tail, to.behind(head.len() as u64));
         }
         Ok(())
@@ -669,10 +676,9 @@ impl Connection {
         let mut done = 0;
         while done < len {
             let (remote, together) = self.remote(&state.theirs, to)?;
-            let room = state.sender.room(remote, 1, false);
+            let room = Self::room(state, remote, 1, false)?;
             let part = (len - done).min(together.min(room.bytes) as usize);
             state.sender.write(remote, [source.piece(done, part)], PieceSource::InPlace);
-            state.sender.post()?;
             (done, to) = (done + part, to.behind(part as u64));
         }
         Ok(())
@@ -691,7 +697,7 @@ impl Connection {
         let mut rest = rows;
         while let Some((&first, others)) = rest.split_first() {
             let (remote, together) = self.remote(&state.theirs, to)?;
-            let room = state.sender.room(remote, source.row_bytes, false);
+            let room = Self::room(state, remote, source.row_bytes, false)?;
             let most = rest.len().min(together.min(room.bytes) as usize / row_bytes);
             if most == 0 {
                 // A row that lies in two pieces of the peer's region.
@@ -703,7 +709,6 @@ impl Connection {
             let (head, tail) = rest.split_at(count);
             let piece = |run: &[u32]| place.piece(run[0] as usize * row_bytes, run.len() * row_bytes);
             state.sender.write(remote, runs(head).map(piece), PieceSource::InPlace);
-            state.sender.post()?;
             (rest, to) = (tail, to.behind((count * row_bytes) as u64));
         }
         Ok(())
@@ -728,7 +733,7 @@ impl Connection {
                 (rest, to) = (others, to.behind(source.row_bytes));
                 continue;
             }
-            let room = state.sender.room(remote, source.row_bytes, true);
+            let room = Self::room(state, remote, source.row_bytes, true)?;
             let most = rest.len().min(together.min(room.bytes) as usize / row_bytes);
             let (head, tail) = rest.split_at(most);
             let len = most * row_bytes;
@@ -742,7 +747,6 @@ impl Connection {
             }
             state.sender.counters.copied += len as u64;
             state.sender.write(remote, [staged.piece], PieceSource::Staged(staged.until));
-            state.sender.post()?;
             (rest, to) = (tail, to.behind(len as u64));
         }
         Ok(())
@@ -753,96 +757,13 @@ impl Connection {
         let mut left = len;
         while left > 0 {
             let (remote, together) = self.remote(&state.theirs, to)?;
-            let room = state.sender.room(remote, 1, false);
+            let room = Self::room(state, remote, 1, false)?;
             let zeros = self.memory.zeros(left.min(together).min(room.bytes), room.pieces);
             let count: u64 = zeros.clone().map(|piece| u64::from(piece.len())).sum();
             state.sender.write(remote, zeros, PieceSource::Always);
-            state.sender.post()?;
             (left, to) = (left - count, to.behind(count));
         }
         Ok(())
-    }
-
-    /// Raises a word. Returns whether its number sufficed for that.
-    fn raise(
-        &self,
-        state: &mut State,
-        to: RemoteAddress,
-        value: u64,
-        tag: Option<Tag>,
-        limits: WaitLimits<'_>,
-    ) -> Result<bool, Halt> {
-        let (remote, _) = self.remote(&state.theirs, to)?;
-        if self.signal == SignalMode::Immediate {
-            return self.number(state, to, remote, value, tag, limits);
-        }
-        state.sender.close();
-        if let Some(tag) = tag {
-            let at = Remote { addr: remote.addr + FlagLine::tag_offset(value), rkey: remote.rkey };
-            self.write_words(state, at, &tag.to_words(), limits)?;
-        }
-        if self.signal == SignalMode::FetchAdd {
-            let growth = state.sent.growth(to, value);
-            state.sender.ask(Kind::Add(growth), remote);
-            return Ok(false);
-        }
-        self.write_words(state, remote, &[value], limits)?;
-        Ok(false)
-    }
-
-    /// Words of a flag's line: inside the request if the NIC takes them there, else staged.
-    fn write_words(
-        &self,
-        state: &mut State,
-        to: Remote,
-        words: &[u64],
-        limits: WaitLimits<'_>,
-    ) -> Result<(), Halt> {
-        if !state.sender.ask_inside(to, words) {
-            let staged = self.stage(state, size_of_val(words), limits)?;
-            fill(&staged, bytemuck::cast_slice(words));
-            state.sender.ask_staged(Kind::Write, to, &staged);
-        }
-        Ok(())
-    }
-
-    /// Signals by a number, which the peer's receive reports. Returns whether the number was
-    /// enough.
-    fn number(
-        &self,
-        state: &mut State,
-        to: RemoteAddress,
-        remote: Remote,
-        value: u64,
-        tag: Option<Tag>,
-        limits: WaitLimits<'_>,
-    ) -> Result<bool, Halt> {
-        if !state.receiver.may_signal(state.sender.block.granted()) {
-            state.sender.post_soon();
-            self.until(state, limits, |state| {
-                Ok(state.receiver.may_signal(state.sender.block.granted()).then_some(()))
-            })?;
-        }
-        if tag.is_none()
-            && state.sent.fits(to, value)
-            && let Ok(immediate) = state.sent.immediate(to, value)
-        {
-            state.receiver.signals();
-            if !state.sender.take_along(immediate) {
-                state.sender.ask(Kind::Immediate(immediate), remote);
-            }
-            return Ok(true);
-        }
-        state.sender.close();
-        // Counted only once there is room for it: a sender whose wait failed may signal again.
-        let staged = self.stage(state, 64, limits)?;
-        state.receiver.signals();
-        let record = Record::Signal { region: to.region, offset: to.offset, value, tag };
-        let mut words = record.to_words();
-        words[7] = state.sent.record(to, value).into();
-        fill(&staged, bytemuck::cast_slice(&words));
-        state.sender.ask_staged(Kind::Send, Remote { addr: 0, rkey: 0 }, &staged);
-        Ok(false)
     }
 }
 

@@ -4,9 +4,10 @@
 //! place are one for each run of adjacent rows. Pieces with adjacent targets are one request, until
 //! it has thirty pieces or a chunk of bytes, or until a signal. A signal is one request more, or
 //! two with a tag, or none if it travels with the puts before it. A word of a device is a request,
-//! and begins a batch where it waits for those before it. A batch is a doorbell, and a doorbell a
-//! completion. The prediction is exact as long as nothing waits for credit. Otherwise a
-//! batch may be cut short, and only requests, packets and bytes are exact.
+//! and begins a batch where it waits for those before it. A batch ends at sixteen requests or a
+//! chunk of bytes, and with a signal. It is a doorbell, and a doorbell a completion. The prediction
+//! is exact as long as nothing waits for credit. Otherwise a batch may be cut short, and only
+//! requests, packets and bytes are exact.
 
 use super::{Remote, SignalMode};
 use crate::lane::net::Counters;
@@ -42,7 +43,9 @@ const STAGED: u64 = 64;
 pub struct Forecast {
     rules: Rules,
     counters: Counters,
-    /// Requests that are held back for a full batch.
+    /// Requests that are not posted, those of them that are due, and the bytes of the others.
+    asked: u64,
+    due: u64,
     held: u64,
     /// The write that the next put may travel with.
     open: Option<OpenRequest>,
@@ -60,7 +63,7 @@ struct OpenRequest {
 impl Forecast {
     /// Nothing yet.
     pub fn new(rules: Rules) -> Self {
-        Forecast { rules, counters: Counters::default(), held: 0, open: None }
+        Forecast { rules, counters: Counters::default(), asked: 0, due: 0, held: 0, open: None }
     }
 
     /// Prediction so far, without the open write.
@@ -164,6 +167,7 @@ impl Forecast {
             self.post();
         }
         self.request(8);
+        self.post_due();
     }
 
     /// The report to the peer of how many of its signals were taken: at once, and past a write that
@@ -191,6 +195,7 @@ impl Forecast {
             }
         }
         self.close();
+        self.post_due();
         (if copied { chunk.min(staged) } else { chunk }, pieces)
     }
 
@@ -216,16 +221,22 @@ impl Forecast {
         self.counters.requests += 1;
         self.counters.bytes += bytes;
         self.counters.packets += bytes.div_ceil(self.rules.mtu).max(1);
-        self.held += 1;
-        if self.held == self.rules.batch {
-            self.post();
+        (self.asked, self.held) = (self.asked + 1, self.held + bytes);
+        if self.asked - self.due >= self.rules.batch || self.held >= self.rules.chunk {
+            (self.due, self.held) = (self.asked, 0);
         }
     }
 
-    /// A doorbell for the held requests.
+    /// All requests so far are due, and posted.
     fn post(&mut self) {
-        self.counters.doorbells += u64::from(self.held > 0);
+        (self.due, self.held) = (self.asked, 0);
+        self.post_due();
+    }
+
+    /// A doorbell for each batch of the requests that are due.
+    fn post_due(&mut self) {
+        self.counters.doorbells += self.due.div_ceil(self.rules.batch);
         self.counters.completions = self.counters.doorbells;
-        self.held = 0;
+        (self.asked, self.due) = (self.asked - self.due, 0);
     }
 }

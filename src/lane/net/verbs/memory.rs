@@ -65,7 +65,8 @@ bitflags::bitflags! {
         const REMOTE_WRITE = IBV_ACCESS_REMOTE_WRITE;
         /// Others may add; asks for `LOCAL_WRITE`.
         const REMOTE_ATOMIC = IBV_ACCESS_REMOTE_ATOMIC;
-        /// Writes may pass each other between the NIC and memory. For data; never for flags.
+        /// Reads and writes may pass each other between the NIC and memory. For data; never for
+        /// flags.
         const RELAXED = IBV_ACCESS_RELAXED_ORDERING;
     }
 }

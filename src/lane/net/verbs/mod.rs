@@ -15,7 +15,8 @@
 //! ```
 //!
 //! The lane is built on it. An [`VerbsTransport`] is all NICs of a rank. A connection joins each
-//! pair of ranks. It bounds the requests in flight, and its requests can be predicted.
+//! pair of ranks. It bounds the requests in flight, and its requests can be predicted. With several
+//! queue pairs a `StripedConnection` spreads puts over as many connections.
 //!
 //! ```text
 //!   VerbsTransport --+--> NicMemory    a NIC and the memory registered with it: keys for peers
@@ -47,6 +48,7 @@ mod receiver;
 mod registration;
 mod sender;
 mod settings;
+mod striped;
 #[cfg(test)]
 mod tests;
 mod transport;

@@ -101,6 +101,11 @@ impl std::fmt::Display for Nic {
 }
 
 impl Nic {
+    /// Its rate, in Gb/s; 0: unknown.
+    pub fn rate(&self) -> u32 {
+        self.place.rate
+    }
+
     /// The NICs of this process, which is the `nth` rank of its node: those that the settings name,
     /// or else the nearest usable one.
     ///

@@ -364,7 +364,7 @@ fn blank(state: u32) -> ibv_qp_attr {
 }
 
 /// Version of the verbs lane's protocol, the description included.
-const VERSION: u8 = 4;
+const VERSION: u8 = 5;
 
 /// Queue pair and packet numbers have so many bits.
 const MASK_24: u32 = (1 << 24) - 1;
@@ -544,8 +544,8 @@ mod tests {
     fn another_version_and_a_wrong_length_are_told_apart() {
         let mut bytes = vec![1; 50];
         let seen = Endpoint::from_bytes(7, &bytes);
-        assert_eq!(seen, Err(VerbsError::EndpointVersion { peer: 7, seen: 1, expected: 4 }));
-        bytes[0] = 4;
+        assert_eq!(seen, Err(VerbsError::EndpointVersion { peer: 7, seen: 1, expected: VERSION }));
+        bytes[0] = VERSION;
         for len in [0, 1, 29] {
             let seen = Endpoint::from_bytes(7, &bytes[..len]);
             assert_eq!(seen, Err(VerbsError::EndpointLength { peer: 7, seen: len, expected: 30 }));

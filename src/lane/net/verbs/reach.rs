@@ -45,8 +45,9 @@
 //! **All ranks.** Each announces its NICs before a lane is agreed on:
 //!
 //! ```text
-//!   each rank    | NICs: u8 | per NIC: length of its name: u8, name, Reach |  --> all ranks
-//!   each pair of ranks on different nodes    takes the NICs of its rail, which must reach each other
+//!   each rank    | queue pairs: u8 | NICs: u8 | per NIC: length of its name: u8, name, Reach |  --> all ranks
+//!   each pair of ranks on different nodes    takes the NICs from its rail on, a queue pair each in turn:
+//!                                            each NIC must reach that of the peer
 //! ```
 //!
 //! Every rank has the same announcements, so all find the same pair, or none. The NICs of a cluster
@@ -387,8 +388,8 @@ impl Sysfs {
 }
 
 /// Number of the NIC that `rank` takes towards `peer`, of so many. Both ranks of a pair take NICs
-/// of one number, if both have as many. Peers of one rank are on different nodes, or at different
-/// places of a node.
+/// of one number, because [`compare`] refuses ranks that have not as many. Peers of one rank are on
+/// different nodes, or at different places of a node.
 pub fn rail(nodes: &NodeMap, rank: u32, peer: u32, nics: usize) -> usize {
     let place = |rank: u32| {
         let node = nodes.node_of(rank);
@@ -400,8 +401,8 @@ pub fn rail(nodes: &NodeMap, rank: u32, peer: u32, nics: usize) -> usize {
 }
 
 /// What a rank says about its NICs.
-pub fn announcement<'a>(nics: impl ExactSizeIterator<Item = &'a Nic>) -> Vec<u8> {
-    let mut bytes = vec![nics.len() as u8];
+pub fn announcement<'a>(queue_pairs: u8, nics: impl ExactSizeIterator<Item = &'a Nic>) -> Vec<u8> {
+    let mut bytes = vec![queue_pairs, nics.len() as u8];
     for nic in nics {
         // The kernel's names have at most 64 bytes.
         let name = nic.context.name();
@@ -412,10 +413,17 @@ pub fn announcement<'a>(nics: impl ExactSizeIterator<Item = &'a Nic>) -> Vec<u8>
     bytes
 }
 
-/// The NICs that rank `peer` announced.
-fn announced(peer: u32, bytes: &[u8]) -> Result<Vec<(String, Reach)>, VerbsError> {
+/// What a rank announced.
+struct Announced {
+    /// Queue pairs to each peer.
+    queue_pairs: usize,
+    nics: Vec<(String, Reach)>,
+}
+
+/// What rank `peer` announced.
+fn announced(peer: u32, bytes: &[u8]) -> Result<Announced, VerbsError> {
     let invalid = || VerbsError::Message { peer };
-    let (&count, mut rest) = bytes.split_first().ok_or_else(invalid)?;
+    let (&[queue_pairs, count], mut rest) = bytes.split_first_chunk().ok_or_else(invalid)?;
     let mut nics = Vec::new();
     for _ in 0..count {
         let (&len, behind) = rest.split_first().ok_or_else(invalid)?;
@@ -424,7 +432,8 @@ fn announced(peer: u32, bytes: &[u8]) -> Result<Vec<(String, Reach)>, VerbsError
         nics.push((String::from_utf8_lossy(name).into_owned(), reach));
         rest = behind;
     }
-    if nics.is_empty() || !rest.is_empty() { Err(invalid()) } else { Ok(nics) }
+    let valid = queue_pairs > 0 && !nics.is_empty() && rest.is_empty();
+    if valid { Ok(Announced { queue_pairs: queue_pairs.into(), nics }) } else { Err(invalid()) }
 }
 
 /// The first rank with a NIC that does not reach that of a rank on another node, by what all ranks
@@ -440,18 +449,26 @@ pub fn compare(nodes: &NodeMap, said: &[&[u8]]) -> Result<(), (u32, VerbsError)>
         let next = kinds.len();
         *kinds.entry(reach.to_bytes()).or_insert(next)
     };
-    let kinds: Vec<Vec<usize>> = ranks.iter().map(|nics| nics.iter().map(&mut kind_of).collect()).collect();
+    let kinds: Vec<Vec<usize>> =
+        ranks.iter().map(|rank| rank.nics.iter().map(&mut kind_of).collect()).collect();
     let mut compared = HashSet::new();
     for (rank, mine) in (0..).zip(&ranks) {
         for (peer, theirs) in (rank + 1..).zip(&ranks[rank as usize + 1..]) {
             if nodes.node_of(rank) == nodes.node_of(peer) {
                 continue;
             }
-            let nic = rail(nodes, rank, peer, mine.len());
-            let its = rail(nodes, peer, rank, theirs.len());
-            if compared.insert((kinds[rank as usize][nic], kinds[peer as usize][its])) {
-                let (name, reach) = &mine[nic];
-                reach.key_to(&theirs[its].1, name, peer).map_err(|error| (rank, error))?;
+            let (nics, its_nics) = (mine.nics.len(), theirs.nics.len());
+            if nics != its_nics {
+                return Err((rank, VerbsError::NicCountsDiffer { peer, mine: nics, theirs: its_nics }));
+            }
+            let first = rail(nodes, rank, peer, nics);
+            for queue in 0..mine.queue_pairs.min(theirs.queue_pairs).min(nics) {
+                // Of one number at both ends.
+                let nic = (first + queue) % nics;
+                if compared.insert((kinds[rank as usize][nic], kinds[peer as usize][nic])) {
+                    let (name, reach) = &mine.nics[nic];
+                    reach.key_to(&theirs.nics[nic].1, name, peer).map_err(|error| (rank, error))?;
+                }
             }
         }
     }
@@ -706,7 +723,7 @@ mod tests {
 
     /// The announcement of NICs with these keys.
     fn said(nics: &[&[u16]]) -> Vec<u8> {
-        let mut bytes = vec![nics.len() as u8];
+        let mut bytes = vec![1, nics.len() as u8];
         for (nth, pkeys) in nics.iter().enumerate() {
             bytes.extend([4, b'n', b'i', b'c', b'0' + nth as u8]);
             bytes.extend(Reach { link: LinkLayer::InfiniBand, pkeys: pkeys.to_vec() }.to_bytes());
@@ -748,10 +765,38 @@ mod tests {
     }
 
     #[test]
+    fn ranks_on_different_nodes_with_unequal_numbers_of_nics_are_named() {
+        let (one, two) = (said(&[&[0xffff]]), said(&[&[0xffff], &[0xffff]]));
+        let differ = VerbsError::NicCountsDiffer { peer: 2, mine: 2, theirs: 1 };
+        assert_eq!(compared(&[0, 0, 1], &[one.clone(), two.clone(), one.clone()]), Err((1, differ)));
+        assert_eq!(compared(&[0, 0], &[one, two]), Ok(()), "of one node");
+    }
+
+    #[test]
+    fn nics_of_all_queue_pairs_are_compared() {
+        let with = |queue_pairs: u8, nics: &[&[u16]]| [&[queue_pairs], &said(nics)[1..]].concat();
+        let first = rail(&NodeMap::from_labels(&[0u32, 1]), 0, 1, 2);
+        let [mut mine, mut theirs] = [[&[0xffff_u16][..]; 2]; 2];
+        // The NIC of the second queue pair has another partition.
+        (mine[1 - first], theirs[1 - first]) = (&[0x8012], &[0x8013]);
+        assert_eq!(compared(&[0, 1], &[with(1, &mine), with(2, &theirs)]), Ok(()));
+        let error = compared(&[0, 1], &[with(2, &mine), with(3, &theirs)]).unwrap_err();
+        assert!(matches!(error, (0, VerbsError::PartitionsDiffer { peer: 1, .. })), "{error:?}");
+    }
+
+    #[test]
     fn malformed_announcement_is_error_that_names_its_rank() {
         let good = said(&[&[0xffff]]);
         let behind = [&good[..], &[0]].concat();
-        for bad in [&[][..], &[0], &good[..3], &good[..good.len() - 1], &behind] {
+        for bad in [
+            &[][..],
+            &[1],
+            &[1, 0],
+            &[&[0], &good[1..]].concat(),
+            &good[..3],
+            &good[..good.len() - 1],
+            &behind,
+        ] {
             let (rank, error) = compared(&[0, 1], &[good.clone(), bad.to_vec()]).unwrap_err();
             assert!(rank == 1 && error.to_string().contains("rank 1"), "{error}");
         }

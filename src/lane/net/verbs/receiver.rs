@@ -5,13 +5,19 @@
 //!
 //! ```text
 //!   first signal of a word   a record of 64 bytes: the word, its value, and a number for the word
-//!   later signals            | number of the word: 12 bits | growth of its value: 20 bits |
+//!   later signals            | number of the word: 12 bits | striped: 1 bit | growth of its value: 19 bits |
+//!   tick of a queue          0, on a queue pair that is not the lead
 //! ```
 //!
-//! [`SignalSender`] numbers the words, [`SignalReceiver`] looks them up.
+//! [`SignalSender`] numbers the words, [`SignalReceiver`] looks them up. The queue pairs to one
+//! peer share an [`Inbox`], in which a *striped* signal waits for the ticks of the others
+//! ([`Arrivals`]).
 
 use std::collections::HashMap;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use sidelane_core::stripes::Arrivals;
 
 use super::sender::{Block, RECEIVE};
 use super::work::{Done, Kind};
@@ -20,11 +26,101 @@ use crate::error::VerbsError;
 use crate::lane::net::regions::Record;
 use crate::lane::net::{Regions, RemoteAddress};
 
+/// Signals of a peer over all its queue pairs, in the order in which they are to be applied.
+#[derive(Debug)]
+pub struct Inbox {
+    regions: Arc<Regions>,
+    waiting: Mutex<Waiting>,
+    /// Signals that were applied. A report may lag behind it, so no order is needed.
+    applied: AtomicU64,
+}
+
+#[derive(Debug)]
+struct Waiting {
+    numbers: SignalReceiver,
+    arrivals: Arrivals<Signal>,
+}
+
+/// A signal as it came.
+#[derive(Debug)]
+enum Signal {
+    /// The number of its word, and its growth.
+    Named(u32),
+    /// Everything about it.
+    Record([u64; 8]),
+}
+
+impl Inbox {
+    /// For signals of one queue pair.
+    pub fn new(regions: Arc<Regions>) -> Self {
+        let waiting = Waiting { numbers: SignalReceiver::default(), arrivals: Arrivals::new(1) };
+        Inbox { regions, waiting: Mutex::new(waiting), applied: AtomicU64::new(0) }
+    }
+
+    /// For signals of so many queue pairs. Call it before any of them can receive.
+    pub fn join(&self, queues: usize) {
+        self.waiting().arrivals = Arrivals::new(queues);
+    }
+
+    /// A signal has come on the lead. `false` if no correct peer sends that.
+    fn lead(&self, signal: Signal) -> bool {
+        let striped = match &signal {
+            Signal::Named(immediate) => immediate & STRIPED != 0,
+            Signal::Record(words) => words[7] & STRIPED_RECORD != 0,
+        };
+        let mut waiting = self.waiting();
+        if striped && waiting.arrivals.queues() == 1 {
+            return false;
+        }
+        waiting.arrivals.lead(signal, striped);
+        self.apply(&mut waiting)
+    }
+
+    /// A tick has come on another queue pair. `false` if no correct peer sends that.
+    fn tick(&self, queue: usize) -> bool {
+        let mut waiting = self.waiting();
+        waiting.arrivals.tick(queue) && self.apply(&mut waiting)
+    }
+
+    /// Applies all signals that wait for nothing more.
+    fn apply(&self, waiting: &mut Waiting) -> bool {
+        let Waiting { numbers, arrivals } = waiting;
+        while let Some(signal) = arrivals.pop() {
+            let understood = match signal {
+                Signal::Named(immediate) => numbers
+                    .read(immediate)
+                    .is_some_and(|(word, growth)| self.regions.grow(word, growth).is_ok()),
+                Signal::Record(words) => self.raise(words, numbers),
+            };
+            if !understood {
+                return false;
+            }
+            self.applied.fetch_add(1, Ordering::Relaxed);
+        }
+        true
+    }
+
+    fn raise(&self, words: [u64; 8], numbers: &mut SignalReceiver) -> bool {
+        let Some(record @ Record::Signal { region, offset, .. }) = Record::from_words(words) else {
+            return false;
+        };
+        let Ok(number) = u32::try_from(words[7] & !STRIPED_RECORD) else { return false };
+        // SAFETY: a signal has no payload.
+        let applied = unsafe { self.regions.apply(record, std::ptr::null()) }.is_ok();
+        applied && numbers.bind(number, RemoteAddress { region, offset })
+    }
+
+    fn waiting(&self) -> MutexGuard<'_, Waiting> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 /// The receive queue of one connection.
 pub struct Receiver {
     peer: u32,
-    regions: Arc<Regions>,
-    numbers: SignalReceiver,
+    inbox: Arc<Inbox>,
+    /// Which of the queue pairs to the peer it is; 0 is the lead.
+    queue: usize,
     chain: ReceiveChain,
     /// Receives that are kept posted, here and at the peer.
     own: u64,
@@ -47,7 +143,7 @@ impl Receiver {
         qp: &QueuePair,
         block: &Block,
         receives: u32,
-        regions: Arc<Regions>,
+        (inbox, queue): (Arc<Inbox>, usize),
     ) -> Result<Self, VerbsError> {
         let mut chain = ReceiveChain::new(receives as usize, 1);
         for number in 0..u64::from(receives) {
@@ -56,8 +152,8 @@ impl Receiver {
         qp.post_receive(&mut chain)?;
         Ok(Receiver {
             peer: qp.peer(),
-            regions,
-            numbers: SignalReceiver::default(),
+            inbox,
+            queue,
             chain,
             own: receives.into(),
             theirs: 0,
@@ -84,12 +180,12 @@ impl Receiver {
     /// [`VerbsError::Message`] if no correct peer sends it, [`VerbsError::Post`].
     pub fn take(&mut self, number: u64, done: Done, block: &Block, qp: &QueuePair) -> Result<(), VerbsError> {
         let message = VerbsError::Message { peer: self.peer };
-        let understood = match (done.kind, done.immediate) {
-            (Kind::ReceiveImmediate, Some(immediate)) => self
-                .numbers
-                .read(immediate)
-                .is_some_and(|(word, growth)| self.regions.grow(word, growth).is_ok()),
-            (Kind::Receive, None) if done.bytes == 64 => self.apply(block.received(number)),
+        let understood = match (self.queue, done.kind, done.immediate) {
+            (0, Kind::ReceiveImmediate, Some(immediate)) => self.inbox.lead(Signal::Named(immediate)),
+            (0, Kind::Receive, None) if done.bytes == 64 => {
+                self.inbox.lead(Signal::Record(block.received(number)))
+            }
+            (queue @ 1.., Kind::ReceiveImmediate, Some(0)) => self.inbox.tick(queue),
             _ => false,
         };
         if !understood {
@@ -103,22 +199,16 @@ impl Receiver {
         Ok(())
     }
 
-    fn apply(&mut self, words: [u64; 8]) -> bool {
-        let Some(record @ Record::Signal { region, offset, .. }) = Record::from_words(words) else {
-            return false;
-        };
-        // SAFETY: a signal has no payload.
-        let applied = unsafe { self.regions.apply(record, std::ptr::null()) }.is_ok();
-        applied && self.numbers.bind(words[7] as u32, RemoteAddress { region, offset })
-    }
-
     fn batch(&self) -> u64 {
         (self.own / 4).max(1)
     }
 
     /// Number of taken signals that the peer should learn, if it does not know of many of them.
     pub fn to_grant(&self) -> Option<u64> {
-        (self.taken - self.reported >= self.batch()).then_some(self.taken)
+        // Signals that wait for ticks are held here: their number is bounded by the receives.
+        let applied = if self.queue == 0 { self.inbox.applied.load(Ordering::Relaxed) } else { u64::MAX };
+        let taken = self.taken.min(applied);
+        (taken - self.reported >= self.batch()).then_some(taken)
     }
 
     /// Address at which the peer wants the number.
@@ -151,7 +241,11 @@ impl std::fmt::Debug for Receiver {
 /// Words that have a number.
 const WORDS: usize = 1 << 12;
 /// Growth that fits next to a number.
-const GROWTH: u64 = 1 << 20;
+const GROWTH: u64 = 1 << 19;
+/// Bit of an immediate that is a striped signal.
+pub const STRIPED: u32 = 1 << 19;
+/// The same bit of the last word of a record, which holds the number of the word.
+pub const STRIPED_RECORD: u64 = 1 << 32;
 
 /// The sender's side: what each word was raised to last.
 #[derive(Debug, Default)]
@@ -261,8 +355,8 @@ mod tests {
             (word(64), 7),
             (word(128), 1 << 40),
             (word(64), 9),
-            (word(64), 10 + (1 << 20)),
-            (word(64), 20 + (1 << 20)),
+            (word(64), 10 + (1 << 19)),
+            (word(64), 20 + (1 << 19)),
         ] {
             let (seen, expected) = match sent.immediate(to, next) {
                 Ok(immediate) => {

@@ -17,7 +17,7 @@
 //!
 //! ```text
 //!   by_address   | start, end, lkey | ...    ascending: the piece of an address is found by bisection
-//!   members      (region, member) --> pieces, one behind the other
+//!   members      region, member --> pieces, one behind the other
 //! ```
 //!
 //! **Published** values are read by every put and change seldom: sources, and the keys of peers. A
@@ -138,7 +138,7 @@ impl NicMemory {
         }
         let others = (0..mapped.members()).filter(|other| other != member && mapped.len_of(*other) > 0);
         let local_peers = others
-            .map(|other| Ok((other, piece(other, 0, mapped.len_of(other), Access::empty())?)))
+            .map(|other| Ok((other, piece(other, 0, mapped.len_of(other), sources(rights.relaxed))?)))
             .collect::<Result<_, Error>>()?;
         let keys = own.keys();
         let memory = Arc::new(region.clone());
@@ -199,7 +199,7 @@ impl NicMemory {
         let mut others = Vec::new();
         for (member, range) in local_peers {
             let whole = (0, range.len());
-            let (piece, registered) = self.register_range(context, range, whole, Access::empty())?;
+            let (piece, registered) = self.register_range(context, range, whole, sources(relaxed))?;
             others.push((*member, piece));
             // All are reported with the weakest registration of one.
             how = if registered == Registration::DmaBuf { how } else { registered };
@@ -249,6 +249,11 @@ impl NicMemory {
     }
 }
 
+/// Access to memory of local peers: the NIC reads it, and data may pass data there too.
+fn sources(relaxed: bool) -> Access {
+    if relaxed { Access::RELAXED } else { Access::empty() }
+}
+
 /// Length, address and key of each piece of a region, as one NIC knows them.
 type RegionKeys = Vec<(u64, u64, u32)>;
 
@@ -287,7 +292,8 @@ pub fn describe_region(nics: &[RegionKeys]) -> Vec<u8> {
 pub struct RemoteRegions {
     /// Number of the peer's NIC.
     nic: u8,
-    regions: HashMap<u32, Vec<Piece>>,
+    /// By number. A change copies the map, and shares the pieces.
+    regions: HashMap<u32, Arc<[Piece]>>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -309,8 +315,13 @@ impl RemoteRegions {
     /// [`VerbsError::Keys`] if it makes no sense.
     pub fn import(&mut self, peer: u32, region: u32, description: &[u8]) -> Result<(), LaneError> {
         let pieces = parse(description, self.nic).ok_or(VerbsError::Keys { peer, region })?;
-        self.regions.insert(region, pieces);
+        self.regions.insert(region, pieces.into());
         Ok(())
+    }
+
+    /// Nothing more is sent to a region.
+    pub fn forget(&mut self, region: u32) {
+        self.regions.remove(&region);
     }
 
     /// Where bytes of a region begin, and how many lie together from there on.
@@ -383,6 +394,11 @@ impl SourceRange {
         self.end - self.start
     }
 
+    /// Its place among all pieces, of which no two have one key.
+    fn place(&self) -> (u64, u64, u32) {
+        (self.start, self.end, self.lkey)
+    }
+
     /// Its bytes from an address on, if all of them are inside.
     fn source(&self, address: u64, len: u64) -> Option<Source> {
         let inside = self.start <= address && address.checked_add(len)? <= self.end;
@@ -393,7 +409,8 @@ impl SourceRange {
 /// All of it that is registered with one NIC.
 #[derive(Clone, Debug, Default)]
 pub struct Sources {
-    members: HashMap<(u32, u32), Vec<SourceRange>>,
+    /// Pieces of each member of a region, by their numbers.
+    members: HashMap<u32, HashMap<u32, Vec<SourceRange>>>,
     /// Each with the largest end of it and all before it: those may reach beyond it.
     by_address: Vec<(SourceRange, u64)>,
 }
@@ -401,24 +418,35 @@ pub struct Sources {
 impl Sources {
     /// Adds what is registered of a region: pieces of each member.
     pub fn add(&mut self, region: u32, members: impl IntoIterator<Item = (u32, Vec<SourceRange>)>) {
-        self.members.extend(members.into_iter().map(|(member, pieces)| ((region, member), pieces)));
-        self.sort();
+        for (member, pieces) in members {
+            for &piece in &pieces {
+                let at = self.by_address.partition_point(|(other, _)| other.place() < piece.place());
+                self.by_address.insert(at, (piece, 0));
+                self.reach_from(at);
+            }
+            self.members.entry(region).or_default().insert(member, pieces);
+        }
     }
 
     /// Takes a region out.
     pub fn remove(&mut self, region: u32) {
-        self.members.retain(|(number, _), _| *number != region);
-        self.sort();
+        for piece in self.members.remove(&region).iter().flat_map(HashMap::values).flatten() {
+            if let Ok(at) = self.by_address.binary_search_by_key(&piece.place(), |(other, _)| other.place()) {
+                self.by_address.remove(at);
+                self.reach_from(at);
+            }
+        }
     }
 
-    fn sort(&mut self) {
-        let mut pieces: Vec<SourceRange> = self.members.values().flatten().copied().collect();
-        pieces.sort_unstable_by_key(|piece| (piece.start, piece.end));
-        let reaches = pieces.iter().scan(0, |reach: &mut u64, piece| {
-            *reach = piece.end.max(*reach);
-            Some(*reach)
-        });
-        self.by_address = pieces.iter().copied().zip(reaches).collect();
+    /// Computes how far pieces reach, from one on, until it is as before.
+    fn reach_from(&mut self, first: usize) {
+        let mut reach = first.checked_sub(1).map_or(0, |before| self.by_address[before].1);
+        for (piece, known) in &mut self.by_address[first..] {
+            reach = piece.end.max(reach);
+            if std::mem::replace(known, reach) == reach {
+                return;
+            }
+        }
     }
 
     /// Bytes of this process as the NIC may read them, if one piece holds them all.
@@ -436,7 +464,7 @@ impl Sources {
     pub fn find_device(&self, from: DeviceAddress, len: u64) -> Option<Source> {
         let DeviceAddress { region, member, offset } = from;
         let mut start = 0;
-        self.members.get(&(region, member))?.iter().find_map(|piece| {
+        self.members.get(&region)?.get(&member)?.iter().find_map(|piece| {
             let inside = offset.checked_sub(start)?;
             start += piece.len();
             piece.source(piece.start.checked_add(inside)?, len)
@@ -533,12 +561,15 @@ mod tests {
     fn remote_bytes_are_found_in_their_piece_with_key_of_nic() {
         let mut theirs = RemoteRegions::of_nic(1);
         theirs.import(3, 5, &description()).unwrap();
-        let at = |offset| theirs.find(RemoteAddress { region: 5, offset });
+        let known = theirs.clone();
+        let at = |offset| known.find(RemoteAddress { region: 5, offset });
         assert_eq!(at(0), Some((Remote { addr: 4096, rkey: 17 }, 100)));
         assert_eq!(at(99), Some((Remote { addr: 4195, rkey: 17 }, 1)));
         assert_eq!(at(100), Some((Remote { addr: 9000, rkey: 18 }, 50)));
         assert_eq!(at(150), None);
         assert_eq!(theirs.find(RemoteAddress { region: 4, offset: 0 }), None);
+        theirs.forget(5);
+        assert_eq!(theirs.find(RemoteAddress { region: 5, offset: 0 }), None);
     }
 
     #[test]
@@ -600,14 +631,27 @@ mod tests {
     proptest! {
         #[test]
         fn lookup_in_overlapping_pieces_finds_all_that_scan_finds(
-            pieces in prop::collection::vec((0..200u64, 1..80u64), 0..12),
+            regions in prop::collection::vec(prop::collection::vec((0..200u64, 1..80u64), 0..6), 1..5),
+            gone in prop::collection::vec(any::<bool>(), 5),
             asked in prop::collection::vec((0..300u64, 1..40u64), 20),
         ) {
-            let all: Vec<SourceRange> = (0..).zip(&pieces).map(|(key, &(start, len))| piece(start, len, key)).collect();
-            let mut sources = Sources::default();
-            sources.add(0, [(0, all.clone())]);
+            let (mut sources, mut keys) = (Sources::default(), 0..);
+            let mut left = Vec::new();
+            for (number, places) in (0..).zip(&regions) {
+                let pieces = places.iter().map(|&(start, len)| piece(start, len, keys.next().unwrap()));
+                let pieces: Vec<_> = pieces.collect();
+                sources.add(number, [(0, pieces.clone())]);
+                left.push((number, pieces));
+            }
+            for (number, _) in left.extract_if(.., |(number, _)| gone[*number as usize]) {
+                sources.remove(number);
+            }
+            let mut fresh = Sources::default();
+            left.iter().for_each(|(number, pieces)| fresh.add(*number, [(0, pieces.clone())]));
+            prop_assert_eq!(&sources.by_address, &fresh.by_address);
+            let left: Vec<SourceRange> = left.into_iter().flat_map(|(_, pieces)| pieces).collect();
             for (address, len) in asked {
-                let scanned = all.iter().any(|piece| piece.source(address, len).is_some());
+                let scanned = left.iter().any(|piece| piece.source(address, len).is_some());
                 prop_assert_eq!(sources.at(address, len).is_some(), scanned, "{}, {}", address, len);
             }
         }

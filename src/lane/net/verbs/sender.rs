@@ -8,7 +8,8 @@
 //!
 //! Requests wait in a queue of our own, so that no queue of the NIC can overflow: a post takes only
 //! as many as fit, in requests and in bytes in flight. They are posted in batches, one doorbell
-//! each, and only the last of a batch makes a completion.
+//! each, and only the last of a batch makes a completion. A batch is full at so many requests, or
+//! at a chunk of bytes: then it is *due*, so that the NIC sends a chunk while the next is staged.
 //!
 //! **Gathering.** Puts with adjacent targets travel in one request. The last write is held back
 //! until it is known to be complete: the next put or signal may travel with it.
@@ -116,6 +117,8 @@ pub struct Sender {
     done: u64,
     /// Requests below this number are to be posted as soon as there is room.
     due: u64,
+    /// Bytes of those that are not due yet.
+    held: u64,
     /// Requests from this number on read no memory but our own.
     in_place: u64,
     /// Requests from this number on are behind the last report of taken signals.
@@ -145,6 +148,7 @@ impl Sender {
             posted: 0,
             done: 0,
             due: 0,
+            held: 0,
             in_place: 0,
             grants: 0,
             in_flight: 0,
@@ -204,9 +208,9 @@ impl Sender {
         false
     }
 
-    /// Later requests wait for the completion of all earlier ones.
+    /// Later requests wait for the completion of all earlier ones, which are due now.
     pub fn fence(&mut self) {
-        self.close();
+        self.hurry();
         self.fences.push_back(self.asked);
     }
 
@@ -259,14 +263,18 @@ impl Sender {
     }
 
     fn push(&mut self, request: Request) {
+        self.held += request.bytes;
         self.queue.push_back(request);
         self.asked += 1;
+        if self.asked - self.due >= self.limits.batch as u64 || self.held >= self.gather.bounds.bytes {
+            self.post_soon();
+        }
     }
 
     /// All requests so far are to be posted as soon as there is room; a write that is being
     /// gathered may go on.
     pub fn post_soon(&mut self) {
-        self.due = self.asked;
+        (self.due, self.held) = (self.asked, 0);
     }
 
     /// Everything so far is to be posted as soon as there is room.
@@ -275,20 +283,16 @@ impl Sender {
         self.post_soon();
     }
 
-    /// Posts due requests and full batches, as far as there is room. Returns whether it posted any.
+    /// Posts due requests, as far as there is room. Returns whether it posted any.
     ///
     /// # Errors
     /// [`VerbsError::Post`].
     pub fn post(&mut self) -> Result<bool, VerbsError> {
         let mut any = false;
         loop {
-            let due = self.due.saturating_sub(self.posted) as usize;
-            let ready = match due {
-                0 if self.queue.len() >= self.limits.batch => self.limits.batch,
-                due => due.min(self.limits.batch),
-            };
+            let due = (self.due - self.posted) as usize;
             let room = (self.limits.requests - (self.posted - self.done)) as usize;
-            if !self.ring(ready.min(room))? {
+            if !self.ring(due.min(self.limits.batch).min(room))? {
                 return Ok(any);
             }
             any = true;
@@ -372,6 +376,7 @@ impl Sender {
         self.pieces.clear();
         self.flights.clear();
         self.fences.clear();
+        self.post_soon();
         self.posted = self.asked;
         self.done = self.asked;
         self.in_flight = 0;

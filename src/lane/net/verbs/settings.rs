@@ -82,6 +82,8 @@ pub struct Settings {
     pub chunk: u64,
     /// Bytes in flight to one peer.
     pub in_flight: u64,
+    /// Queue pairs to one peer.
+    pub queue_pairs: u8,
     /// How a signal travels; none: as the NICs of both ends allow.
     pub signal: Option<SignalMode>,
     /// Whether data may pass data; none: where libibverbs knows how.
@@ -107,6 +109,7 @@ impl Default for Settings {
             mtu: None,
             chunk: 256 << 10,
             in_flight: 4 << 20,
+            queue_pairs: 1,
             signal: None,
             relaxed: None,
         }
@@ -129,7 +132,7 @@ impl Settings {
         let usual = Settings::default();
         let chunk = vars.bytes("SIDELANE_VERBS_CHUNK", CHUNKS, "bytes, 4K to 1G")?.unwrap_or(usual.chunk);
         let in_flight =
-            vars.bytes("SIDELANE_VERBS_IN_FLIGHT", chunk..=u64::MAX, "bytes, at least SIDELANE_VERBS_CHUNK")?;
+            vars.bytes("SIDELANE_VERBS_IN_FLIGHT", chunk..=1 << 30, "bytes from SIDELANE_VERBS_CHUNK to 1G")?;
         Ok(Settings {
             library: vars.text("SIDELANE_IBVERBS_LIBRARY").map(PathBuf::from),
             nics: vars.nics()?,
@@ -164,6 +167,9 @@ impl Settings {
             mtu: vars.mtu()?,
             chunk,
             in_flight: in_flight.unwrap_or(usual.in_flight.max(chunk)),
+            queue_pairs: vars
+                .number("SIDELANE_VERBS_QUEUE_PAIRS", 1..=8, "1 to 8")?
+                .unwrap_or(usual.queue_pairs),
             signal: vars.signal()?,
             relaxed: vars.number("SIDELANE_VERBS_RELAXED_ORDERING", 0..=1, "0 or 1")?.map(|n: u8| n == 1),
         })
@@ -307,6 +313,7 @@ mod tests {
             ("SIDELANE_VERBS_MTU", "1024"),
             ("SIDELANE_VERBS_CHUNK", "64K"),
             ("SIDELANE_VERBS_IN_FLIGHT", "1M"),
+            ("SIDELANE_VERBS_QUEUE_PAIRS", "4"),
             ("SIDELANE_VERBS_SIGNAL", "immediate"),
             ("SIDELANE_VERBS_RELAXED_ORDERING", "0"),
         ]);
@@ -327,6 +334,7 @@ mod tests {
             mtu: Some(Mtu::B1024),
             chunk: 64 << 10,
             in_flight: 1 << 20,
+            queue_pairs: 4,
             signal: Some(SignalMode::Immediate),
             relaxed: Some(false),
         };
@@ -355,6 +363,8 @@ mod tests {
             ("SIDELANE_VERBS_CHUNK", "1K"),
             ("SIDELANE_VERBS_CHUNK", "2G"),
             ("SIDELANE_VERBS_IN_FLIGHT", "64K"),
+            ("SIDELANE_VERBS_QUEUE_PAIRS", "0"),
+            ("SIDELANE_VERBS_QUEUE_PAIRS", "9"),
             ("SIDELANE_VERBS_SIGNAL", "flag"),
             ("SIDELANE_VERBS_RELAXED_ORDERING", "2"),
         ] {

@@ -2,8 +2,11 @@
 //! peers.
 //!
 //! ```text
-//!   open: NICs --> open(peer): queue pair, block, receives --ConnectionInfo through the rendezvous--> connect
+//!   open: NICs --> open(peer): queue pairs, blocks, receives --ConnectionInfo of each, through the rendezvous--> connect
 //! ```
+//!
+//! With several queue pairs to a peer (`SIDELANE_VERBS_QUEUE_PAIRS`), they lie on the rank's NICs
+//! in turn. The nth of one end is joined to the nth of the other, as many as both have.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -12,9 +15,10 @@ use super::events::EventThread;
 use super::forecast::{Forecast, Rules};
 use super::nic::Nic;
 use super::order::Signaling;
-use super::receiver::Receiver;
+use super::receiver::{Inbox, Receiver};
 use super::registration::{NicMemory, RemoteRegions, Rights, ZEROS, describe_region};
 use super::sender::{ALONG, Block, Bounds, Limits, Sender};
+use super::striped::StripedConnection;
 use super::{
     Caps, ChainCaps, CompletionQueue, Endpoint, Library, MemoryRegion, QueuePair, Queues, Remote, SendChain,
     Settings, SignalMode, Sysfs, reach,
@@ -37,8 +41,6 @@ const PIECES: u32 = 30;
 const RECEIVES: u32 = 256;
 /// Bytes of a signal, with its tag, that travel inside a request where the NIC takes them.
 const INSIDE: u32 = 24;
-/// Chunks that may be staged for one peer.
-const STAGED: u64 = 4;
 
 /// Settings of a rank for its NICs.
 pub struct Setup {
@@ -100,7 +102,10 @@ pub struct VerbsTransport {
     heap: Mutex<Vec<u8>>,
 }
 
+/// This rank's end of one queue.
 struct Half {
+    /// Number of its NIC.
+    nic: usize,
     qp: QueuePair,
     block: Block,
     receiver: Receiver,
@@ -115,6 +120,11 @@ impl VerbsTransport {
     /// [`VerbsError`], if there are none or they cannot be used as the settings ask.
     pub fn open(environment: &VerbsEnvironment, setup: Setup) -> Result<Self, Error> {
         let VerbsEnvironment { library, sysfs, settings } = environment;
+        if let Some(mode @ (SignalMode::Write | SignalMode::FetchAdd)) = settings.signal
+            && settings.queue_pairs > 1
+        {
+            return Err(VerbsError::StripesNeedImmediates { signal: mode.name() }.into());
+        }
         let nics = Nic::open(library, sysfs, settings, setup.nth)?;
         for nic in &nics {
             if settings.signal == Some(SignalMode::FetchAdd) && !nic.context.attributes().atomics {
@@ -141,16 +151,17 @@ impl VerbsTransport {
         })
     }
 
-    /// Number of the NIC towards a peer.
-    fn nic_for(&self, peer: u32) -> usize {
-        reach::rail(&self.nodes, self.rank, peer, self.memories.len())
+    /// Number of the NIC of a queue towards a peer.
+    fn nic_for(&self, peer: u32, queue: usize) -> usize {
+        let nics = self.memories.len();
+        (reach::rail(&self.nodes, self.rank, peer, nics) + queue) % nics
     }
 
     /// The thread that reads events of the NICs blames a connection for those of its queue pair. It
     /// starts with the first connection: a rank that has none takes no notice of its NICs.
-    fn watch(&self, connection: &Arc<Connection>) -> Result<(), Error> {
+    fn watch(&self, nic: usize, connection: &Arc<Connection>) -> Result<(), Error> {
         let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
-        let to = (self.nic_for(connection.peer_rank()), connection);
+        let to = (nic, connection);
         match &*events {
             Some(events) => events.attach(to),
             None => {
@@ -162,8 +173,9 @@ impl VerbsTransport {
         Ok(())
     }
 
-    fn half(&self, peer: u32) -> Result<Half, Error> {
-        let memory = &self.memories[self.nic_for(peer)];
+    fn half(&self, peer: u32, inbox: &Arc<Inbox>, queue: usize) -> Result<Half, Error> {
+        let nic = self.nic_for(peer, queue);
+        let memory = &self.memories[nic];
         let attributes = memory.nic.context.attributes();
         let receives = match self.settings.signal {
             Some(SignalMode::Write | SignalMode::FetchAdd) => 0,
@@ -175,14 +187,14 @@ impl VerbsTransport {
             Caps { sends, receives, send_sges: PIECES.min(attributes.sges), receive_sges: 1, inline: INSIDE };
         let queues = Queues { send: &completions, receive: &completions };
         let qp = QueuePair::create(&memory.domain, queues, caps, &memory.nic.path, peer)?;
-        let staging = (STAGED * self.settings.chunk).min(self.settings.in_flight);
-        let block = Block::new(&memory.domain, receives.into(), staging)?;
-        let receiver = Receiver::new(&qp, &block, receives, Arc::clone(&self.regions))?;
-        Ok(Half { qp, block, receiver, completions, memory: Arc::clone(memory) })
+        // As much as may be in flight: what is copied fills the window as well as what is not.
+        let block = Block::new(&memory.domain, receives.into(), self.settings.in_flight)?;
+        let receiver = Receiver::new(&qp, &block, receives, (Arc::clone(inbox), queue))?;
+        Ok(Half { nic, qp, block, receiver, completions, memory: Arc::clone(memory) })
     }
 
     fn connect(&self, peer: u32, theirs: &ConnectionInfo, half: Half) -> Result<Connection, Error> {
-        let Half { qp, block, mut receiver, completions, memory } = half;
+        let Half { qp, block, mut receiver, completions, memory, .. } = half;
         let signal = self.signaling(&memory).agree(theirs.signaling, peer)?;
         qp.connect(&theirs.endpoint)?;
         let mut known = RemoteRegions::of_nic(theirs.nic);
@@ -222,9 +234,9 @@ impl VerbsTransport {
         }))
     }
 
-    /// How connections over one of the NICs may signal.
+    /// How connections over one of the NICs may signal. Between queue pairs there is no order.
     fn signaling(&self, memory: &NicMemory) -> Signaling {
-        let in_order = memory.nic.context.attributes().order.is_kept();
+        let in_order = memory.nic.context.attributes().order.is_kept() && self.settings.queue_pairs == 1;
         Signaling { requested: self.settings.signal, in_order }
     }
 
@@ -233,33 +245,56 @@ impl VerbsTransport {
     }
 }
 
-/// One end of a connection, whose queue pair has no peer yet.
+/// One end of a connection, whose queue pairs have no peer yet.
 struct VerbsEnd<'a> {
     transport: &'a VerbsTransport,
     peer: u32,
-    half: Half,
+    inbox: Arc<Inbox>,
+    /// One for each queue.
+    halves: Vec<Half>,
 }
 
 impl ConnectionEnd for VerbsEnd<'_> {
     fn bytes(&self) -> Vec<u8> {
-        let VerbsEnd { transport, peer, half } = self;
-        let offer = ConnectionInfo {
+        let transport = self.transport;
+        let offer = |half: &Half| ConnectionInfo {
             endpoint: half.qp.endpoint(),
             signaling: transport.signaling(&half.memory),
-            nic: transport.nic_for(*peer) as u8,
+            nic: half.nic as u8,
+            rate: half.memory.nic.rate(),
             receives: half.receiver.posted(),
             granted: half.block.granted_at(),
             heap: transport.heap().clone(),
         };
-        offer.to_bytes()
+        self.halves.iter().flat_map(|half| offer(half).to_bytes()).collect()
     }
 
     fn connect(self: Box<Self>, offered: ConnectionOffer) -> Result<Arc<dyn NetConnection>, Error> {
-        let VerbsEnd { transport, peer, half } = *self;
-        let theirs = ConnectionInfo::from_bytes(peer, &offered.bytes)?;
-        let connection = Arc::new(transport.connect(peer, &theirs, half)?);
-        transport.watch(&connection)?;
-        Ok(connection)
+        let VerbsEnd { transport, peer, inbox, halves } = *self;
+        let theirs = ConnectionInfo::of_queues(peer, &offered.bytes)?;
+        let joined: Vec<(Half, ConnectionInfo)> = halves.into_iter().zip(theirs).collect();
+        // Before a queue pair can receive.
+        inbox.join(joined.len());
+        // Queues of one NIC share its rate.
+        let shared = |nic: usize| joined.iter().filter(|(half, _)| half.nic == nic).count() as u32;
+        let rate = |(half, theirs): &(Half, ConnectionInfo)| half.memory.nic.rate().min(theirs.rate);
+        // In units that keep slow queues above 0, which is unknown.
+        let speeds: Vec<u32> =
+            joined.iter().map(|queue| rate(queue).saturating_mul(1000) / shared(queue.0.nic)).collect();
+        let mut queues = Vec::new();
+        for (half, theirs) in joined {
+            let nic = half.nic;
+            let queue = Arc::new(transport.connect(peer, &theirs, half)?);
+            transport.watch(nic, &queue)?;
+            queues.push(queue);
+        }
+        match <[_; 1]>::try_from(queues) {
+            Ok([only]) => Ok(only),
+            Err(queues) => {
+                let (rank, chunk) = (transport.rank, transport.settings.chunk);
+                Ok(Arc::new(StripedConnection::new(rank, &transport.health, queues, speeds, chunk)))
+            }
+        }
     }
 }
 
@@ -269,7 +304,10 @@ impl NetTransport for VerbsTransport {
     }
 
     fn open(&self, peer: u32) -> Result<Box<dyn ConnectionEnd + '_>, Error> {
-        Ok(Box::new(VerbsEnd { transport: self, peer, half: self.half(peer)? }))
+        let inbox = Arc::new(Inbox::new(Arc::clone(&self.regions)));
+        let queues = 0..usize::from(self.settings.queue_pairs);
+        let halves = queues.map(|queue| self.half(peer, &inbox, queue)).collect::<Result<_, _>>()?;
+        Ok(Box::new(VerbsEnd { transport: self, peer, inbox, halves }))
     }
 
     fn register(&self, number: u32, region: &Region) -> Result<Vec<u8>, Error> {
@@ -300,7 +338,7 @@ impl NetTransport for VerbsTransport {
     }
 
     fn announcement(&self) -> Vec<u8> {
-        reach::announcement(self.memories.iter().map(|memory| &memory.nic))
+        reach::announcement(self.settings.queue_pairs, self.memories.iter().map(|memory| &memory.nic))
     }
 
     fn compare(&self, announced: &[&[u8]]) -> Result<(), (u32, Error)> {
@@ -316,6 +354,10 @@ impl NetTransport for VerbsTransport {
     }
 
     fn signals(&self) -> Option<String> {
+        if self.settings.queue_pairs > 1 {
+            let (mode, pairs) = (SignalMode::Immediate.name(), self.settings.queue_pairs);
+            return Some(format!("signals by {mode}: {pairs} queue pairs to each peer keep no order"));
+        }
         if let Some(mode) = self.settings.signal {
             return Some(format!("signals by {}, as requested", mode.name()));
         }
@@ -337,15 +379,16 @@ impl std::fmt::Debug for VerbsTransport {
     }
 }
 
-/// One end.
+/// One end of a queue.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct ConnectionInfo {
     /// Its queue pair. First, as it begins with the version of all this.
     endpoint: Endpoint,
     /// How it may signal.
     signaling: Signaling,
-    /// Number of the rank's NIC.
+    /// Number of the rank's NIC, and its rate in Gb/s; 0: unknown.
     nic: u8,
+    rate: u32,
     /// Receives that it keeps posted.
     receives: u32,
     /// Address for the peer's count of taken signals.
@@ -354,8 +397,8 @@ struct ConnectionInfo {
     heap: Vec<u8>,
 }
 
-/// Bytes of it between the endpoint and the heap.
-const FIXED: usize = 19;
+/// Bytes of it between the endpoint and the heap; the last are the length of that.
+const FIXED: usize = 27;
 
 impl ConnectionInfo {
     /// As bytes.
@@ -363,48 +406,68 @@ impl ConnectionInfo {
         let mut bytes = self.endpoint.to_bytes();
         bytes.extend(self.signaling.to_bytes());
         bytes.push(self.nic);
+        bytes.extend(self.rate.to_le_bytes());
         bytes.extend(self.receives.to_le_bytes());
         bytes.extend(self.granted.addr.to_le_bytes());
         bytes.extend(self.granted.rkey.to_le_bytes());
+        bytes.extend((self.heap.len() as u32).to_le_bytes());
         bytes.extend(&self.heap);
         bytes
     }
 
-    /// From what rank `peer` says.
+    /// Of all queues, from what rank `peer` says: at least one.
     ///
     /// # Errors
     /// [`VerbsError::EndpointVersion`] and its like.
-    fn from_bytes(peer: u32, bytes: &[u8]) -> Result<Self, VerbsError> {
+    fn of_queues(peer: u32, bytes: &[u8]) -> Result<Vec<Self>, VerbsError> {
+        let (first, mut rest) = Self::from_bytes(peer, bytes)?;
+        let mut queues = vec![first];
+        while !rest.is_empty() {
+            let (queue, behind) = Self::from_bytes(peer, rest)?;
+            queues.push(queue);
+            rest = behind;
+        }
+        Ok(queues)
+    }
+
+    /// Of the first queue; and the bytes behind it.
+    fn from_bytes(peer: u32, bytes: &[u8]) -> Result<(Self, &[u8]), VerbsError> {
         let (endpoint, rest) = Endpoint::from_bytes(peer, bytes)?;
         let (seen, expected) = (bytes.len(), bytes.len() - rest.len() + FIXED);
-        let short = VerbsError::EndpointLength { peer, seen, expected };
-        let (fixed, heap) = rest.split_first_chunk::<FIXED>().ok_or(short)?;
+        let short = |expected| VerbsError::EndpointLength { peer, seen, expected };
+        let (fixed, rest) = rest.split_first_chunk::<FIXED>().ok_or_else(|| short(expected))?;
         let word = |at: usize| u32::from_le_bytes(std::array::from_fn(|i| fixed[at + i]));
-        let addr = u64::from(word(7)) | u64::from(word(11)) << 32;
-        Ok(ConnectionInfo {
+        let addr = u64::from(word(11)) | u64::from(word(15)) << 32;
+        let len = word(23) as usize;
+        let (heap, behind) = rest.split_at_checked(len).ok_or_else(|| short(expected.saturating_add(len)))?;
+        let queue = ConnectionInfo {
             endpoint,
             signaling: Signaling::from_bytes(peer, [fixed[0], fixed[1]])?,
             nic: fixed[2],
-            receives: word(3),
-            granted: Remote { addr, rkey: word(15) },
+            rate: word(3),
+            receives: word(7),
+            granted: Remote { addr, rkey: word(19) },
             heap: heap.to_vec(),
-        })
+        };
+        Ok((queue, behind))
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::lane::net::verbs::Access;
     use crate::lane::net::verbs::fake::Fabric;
+    use crate::memory::{PeerMapping, Segment};
 
-    fn rank(fabric: &Arc<Fabric>, rank: u32) -> VerbsTransport {
+    fn rank(fabric: &Arc<Fabric>, rank: u32, settings: Settings) -> VerbsTransport {
         let nics = vec![["a", "b"][rank as usize].to_owned()];
-        let settings = Settings { nics, ..Settings::default() };
+        let settings = Settings { nics, ..settings };
         let setup = Setup {
             rank,
             nth: 0,
             nodes: NodeMap::from_labels(&[0u32, 1]),
-            strict: 0,
+            strict: 64,
             regions: Arc::default(),
             health: Arc::default(),
             forecast: false,
@@ -415,7 +478,7 @@ mod tests {
     #[test]
     fn the_thread_for_events_starts_with_the_first_connection() {
         let fabric = Fabric::new(&["a", "b"]);
-        let ranks = [0, 1].map(|at| rank(&fabric, at));
+        let ranks = [0, 1].map(|at| rank(&fabric, at, Settings::default()));
         *ranks[0].heap() = describe_region(&[vec![]]);
         ranks[1].heap().clone_from(&ranks[0].heap());
         let watched = || ranks.each_ref().map(|rank| rank.events.lock().unwrap().is_some());
@@ -427,5 +490,53 @@ mod tests {
         drop((a, b));
         drop(ranks);
         assert_eq!(fabric.leftovers(), (0, 0));
+    }
+
+    #[test]
+    fn rows_are_relaxed_at_source_and_target_flags_are_not() {
+        let segments = [0, 1].map(|_| Segment::create("sidelane-test", 1 << 16).unwrap());
+        let mapped = Arc::new(PeerMapping::new(&segments.each_ref().map(Some)).unwrap());
+        let heap = Region { mapped: Arc::clone(&mapped), member: 0 };
+        for (setting, relaxed) in [(Some(false), Access::empty()), (None, Access::RELAXED)] {
+            let fabric = Fabric::new(&["a"]);
+            let rank = rank(&fabric, 0, Settings { relaxed: setting, ..Settings::default() });
+            rank.register(0, &heap).unwrap();
+            let access = |member, offset| fabric.accesses(mapped.at(member, offset, 1).unwrap().addr().get());
+            let target = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
+            assert_eq!([access(0, 0), access(0, 64)], [vec![target], vec![target | relaxed]]);
+            assert_eq!(access(1, 0), [relaxed], "memory of a local peer is only sent");
+        }
+    }
+
+    #[test]
+    fn ends_join_as_many_queue_pairs_as_both_have() {
+        for (pairs, expected) in [([3, 2], 2), ([1, 3], 1), ([2, 2], 2)] {
+            let fabric = Fabric::new(&["a", "b"]);
+            let settings = |at: usize| Settings { queue_pairs: pairs[at], ..Settings::default() };
+            let ranks = [0, 1].map(|at| rank(&fabric, at as u32, settings(at)));
+            ranks.iter().for_each(|rank| *rank.heap() = describe_region(&[vec![]]));
+            let joined = {
+                let [a, b] = [(0, 1), (1, 0)].map(|(at, peer): (usize, u32)| ranks[at].open(peer).unwrap());
+                let (mine, theirs) = (a.bytes(), b.bytes());
+                [a.connect(theirs.into()), b.connect(mine.into())].map(|end| end.unwrap().event_fds().len())
+            };
+            assert_eq!(joined, [expected; 2], "{pairs:?}");
+            drop(ranks);
+            assert_eq!(fabric.leftovers(), (0, 0));
+        }
+    }
+
+    #[test]
+    fn offer_that_is_cut_short_names_its_rank() {
+        let fabric = Fabric::new(&["a", "b"]);
+        let rank = rank(&fabric, 0, Settings { queue_pairs: 2, ..Settings::default() });
+        *rank.heap() = describe_region(&[vec![]]);
+        let offer = rank.open(1).unwrap().bytes();
+        let queues = ConnectionInfo::of_queues(7, &offer).unwrap();
+        assert_eq!(queues.iter().flat_map(ConnectionInfo::to_bytes).collect::<Vec<_>>(), offer);
+        for len in (0..offer.len()).filter(|&len| len != offer.len() / 2) {
+            let error = ConnectionInfo::of_queues(7, &offer[..len]).unwrap_err();
+            assert!(error.to_string().contains("rank 7"), "{len} bytes: {error}");
+        }
     }
 }

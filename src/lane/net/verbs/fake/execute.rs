@@ -53,7 +53,8 @@ impl State {
     /// Place of the request in a send queue that is executed next.
     fn next(&mut self, number: u32) -> Option<usize> {
         let State { pairs, placement, .. } = self;
-        let pair = pairs.get(&number).filter(|pair| pair.state == ffi::IBV_QPS_RTS)?;
+        let ready = |pair: &&Pair| pair.state == ffi::IBV_QPS_RTS && !pair.held_back;
+        let pair = pairs.get(&number).filter(ready)?;
         let is_write = |job: &Job| job.opcode == ffi::IBV_WR_RDMA_WRITE;
         let run = pair.jobs.iter().take_while(|job| is_write(job)).count();
         let mut waiting = (0..run).filter(|&at| !pair.jobs[at].placed);

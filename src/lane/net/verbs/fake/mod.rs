@@ -10,7 +10,8 @@
 //! placed. A send, an immediate and an atomic are executed only after all requests before them, and
 //! completions come in order: a completion says that all writes up to it are placed. A fence flag
 //! orders nothing here, because the standard has it wait for reads and atomics only. Queue pairs
-//! have no order among each other in any case.
+//! have no order among each other: each is executed when its own sender polls, or held back until
+//! the test [lets it go](Fabric::let_go). A fabric that is not held executes in the order of posts.
 //!
 //! ```text
 //!   posted     w0  w1  w2  send  w3          InOrder    w0 w1 w2 send w3
@@ -30,7 +31,8 @@
 //! packets without an answer: for another LID or subnet, without the global header where a port
 //! requires it, and of another partition.
 //!
-//! Delays: a held fabric whose NICs [read late](Fabric::read_late), and a NIC whose
+//! Delays: a held fabric whose NICs [read late](Fabric::read_late), of which one is
+//! [slower](FakeNic::idle_polls), or whose queue pairs [stagger](Fabric::stagger), and a NIC whose
 //! [completions are late](Fabric::delay_completions), though all it was asked for is done.
 //!
 //! Faults: a NIC that falls [silent](Fabric::silence), whose peers' retries end on the test's
@@ -52,12 +54,12 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use rand::SeedableRng;
+use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use super::ffi::{self, ibv_qp_cap, ibv_sge, ibv_wc};
 use super::library::Functions;
-use super::{Library, Nic, Settings, Sysfs, VerbsEnvironment};
+use super::{Access, Library, Nic, Settings, Sysfs, VerbsEnvironment};
 
 /// Names the seed of a run that is to be repeated.
 const SEED: &str = "SIDELANE_TEST_SEED";
@@ -149,10 +151,38 @@ impl Fabric {
     /// From now on the writes of a queue pair are placed in a random order, another one in each
     /// run. The test's output names the seed of a repetition.
     pub fn shuffle(&self) {
+        self.state().placement = Placement::Shuffled(Box::new(self.random()));
+    }
+
+    /// While the fabric is [held](Fabric::hold), a poll executes none to four requests of its queue
+    /// pair, by chance, another one in each run.
+    pub fn stagger(&self) {
+        self.state().staggered = Some(Box::new(self.random()));
+    }
+
+    fn random(&self) -> ChaCha8Rng {
         let given = std::env::var(SEED).ok().map(|seed| seed.parse().expect("a seed is a number"));
         let seed = given.unwrap_or_else(|| RandomState::new().hash_one(self.slot));
         println!("{SEED}={seed} repeats this order");
-        self.state().placement = Placement::Shuffled(Box::new(ChaCha8Rng::seed_from_u64(seed)));
+        ChaCha8Rng::seed_from_u64(seed)
+    }
+
+    /// From now on the nth queue pair from one NIC to another executes nothing, until
+    /// [`Fabric::let_go`].
+    pub fn hold_back(&self, nic: &str, peer: &str, nth: usize) {
+        let (at, peer) = (self.place(nic), self.place(peer));
+        let mut state = self.state();
+        let number = state.pair_between(at, peer, nth);
+        state.pair(number).held_back = true;
+    }
+
+    /// All that was held back is executed, and no more is.
+    pub fn let_go(&self) {
+        let mut state = self.state();
+        state.pairs.values_mut().for_each(|pair| pair.held_back = false);
+        if !state.held {
+            state.run_all();
+        }
     }
 
     /// From now on each write that another one overtakes is placed as late as can be.
@@ -219,18 +249,18 @@ impl Fabric {
     /// A NIC finds that the other aimed outside what is registered, and tells the owner of its
     /// queue pair.
     pub fn lose_queue_pair(&self, nic: &str, peer: &str) {
-        let (at, object) = (self.place(nic), self.fail_queue_pair(nic, peer));
+        let (at, object) = (self.place(nic), self.fail_queue_pair(nic, peer, 0));
         self.state().tell(at, ffi::IBV_EVENT_QP_ACCESS_ERR, object);
     }
 
-    /// A NIC's queue pair to another NIC fails, and its owner is not told yet. Returns its object.
-    pub fn fail_queue_pair(&self, nic: &str, peer: &str) -> usize {
+    /// A NIC's nth queue pair to another NIC fails, and its owner is not told yet. Returns its
+    /// object.
+    pub fn fail_queue_pair(&self, nic: &str, peer: &str, nth: usize) -> usize {
         let (at, peer) = (self.place(nic), self.place(peer));
         let mut state = self.state();
-        let lost = state.pairs.iter().find(|(_, pair)| pair.nic == at && pair.peer_nic == Some(peer));
-        let (number, object) = lost.map(|(&number, pair)| (number, pair.object)).unwrap();
+        let number = state.pair_between(at, peer, nth);
         state.fail(number);
-        object
+        state.pair(number).object
     }
 
     /// Removes a NIC from the machine: its peers see it silent, its owner sees a fatal event and
@@ -285,6 +315,14 @@ impl Fabric {
     pub fn statistics(&self, nic: &str) -> Statistics {
         let at = self.place(nic);
         self.state().nics[at].statistics
+    }
+
+    /// Access to the byte at an address, by each registration that has it.
+    pub fn accesses(&self, address: usize) -> Vec<Access> {
+        let state = self.state();
+        let holds = |region: &&Region| (region.at..region.at + region.len as usize).contains(&address);
+        let regions = state.regions.values().filter(holds);
+        regions.map(|region| Access::from_bits_retain(region.access)).collect()
     }
 
     /// Objects that are not destroyed, and objects that were destroyed too early: both 0 at the end
@@ -360,6 +398,8 @@ pub struct FakeNic {
     pub vendor: (u32, u32),
     /// Bytes that its owners may lock for it.
     pub lockable: u64,
+    /// Polls of it that execute nothing between two that do, while the fabric is held.
+    pub idle_polls: u32,
     /// It refuses the next so many regions.
     pub refuses: u32,
     pub statistics: Statistics,
@@ -387,6 +427,7 @@ impl Default for FakeNic {
             atomics: true,
             vendor: (0, 0),
             lockable: u64::MAX,
+            idle_polls: 0,
             refuses: 0,
             statistics: Statistics::default(),
         }
@@ -418,6 +459,8 @@ pub struct State {
     pub held: bool,
     /// Polls of a held queue that execute nothing, between two that do.
     pub idle_polls: u32,
+    /// How many requests a poll of a held queue executes; none: one.
+    pub staggered: Option<Box<ChaCha8Rng>>,
     pub placement: Placement,
     pub too_early: usize,
     numbers: u32,
@@ -474,6 +517,8 @@ pub struct Pair {
     /// Places of the send queue in use; and those of them that the next completion frees.
     pub used: u32,
     pub unsignaled: u32,
+    /// It executes nothing until it is let go.
+    pub held_back: bool,
     /// The address of its C structure, for events.
     pub object: usize,
 }
@@ -536,11 +581,24 @@ impl State {
         }
     }
 
-    /// Whether a poll of a queue executes requests, while the fabric is held.
-    pub fn executes(&mut self, queue: u32) -> bool {
-        let Some(queue) = self.queues.get_mut(&queue) else { return false };
-        queue.polls = (queue.polls + 1) % (self.idle_polls + 1);
-        queue.polls == 0
+    /// Number of the nth queue pair from one NIC to another, by age.
+    fn pair_between(&self, nic: usize, peer: usize, nth: usize) -> u32 {
+        let between = |(&number, pair): (&u32, &Pair)| {
+            (pair.nic == nic && pair.peer_nic == Some(peer)).then_some(number)
+        };
+        self.pairs.iter().filter_map(between).nth(nth).unwrap()
+    }
+
+    /// How many requests of each queue pair a poll of a queue executes, while the fabric is held.
+    pub fn executes(&mut self, queue: u32) -> u32 {
+        let Some(queue) = self.queues.get_mut(&queue) else { return 0 };
+        let idle_polls = self.idle_polls.max(self.nics[queue.nic].idle_polls);
+        queue.polls = (queue.polls + 1) % (idle_polls + 1);
+        match &mut self.staggered {
+            _ if queue.polls > 0 => 0,
+            Some(random) => random.random_range(0..=4),
+            None => 1,
+        }
     }
 
     pub fn take(&mut self, queue: u32) -> Option<ibv_wc> {

@@ -420,10 +420,13 @@ unsafe extern "C" fn poll_cq(cq: *mut ibv_cq, entries: c_int, wc: *mut ibv_wc) -
     // SAFETY: made by `create_cq`.
     let &ibv_cq { context, handle, .. } = unsafe { &*cq };
     let mut state = state(context);
-    if state.held && state.executes(handle) {
+    if state.held {
+        let requests = state.executes(handle);
         let of = |(&number, pair): (&u32, &Pair)| (pair.send == handle).then_some(number);
         let pairs: Vec<u32> = state.pairs.iter().filter_map(of).collect();
-        pairs.into_iter().for_each(|pair| _ = state.step(pair));
+        for pair in pairs {
+            (0..requests).for_each(|_| _ = state.step(pair));
+        }
     }
     let mut taken = 0;
     while taken < entries
@@ -475,6 +478,7 @@ unsafe extern "C" fn create_qp(pd: *mut ibv_pd, attr: *mut ibv_qp_init_attr) -> 
         receives: Default::default(),
         used: 0,
         unsignaled: 0,
+        held_back: false,
         object: object.expose_provenance(),
     };
     state.pairs.insert(number, pair);
