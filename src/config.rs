@@ -199,7 +199,7 @@ impl Config {
 const PREFIX: &str = "SIDELANE_";
 
 /// Variables that the library reads.
-const OF_THE_LIBRARY: [&str; 39] = [
+const OF_THE_LIBRARY: [&str; 40] = [
     "SIDELANE_CACHE",
     "SIDELANE_CUBLAS_LIBRARY",
     "SIDELANE_CUDA_LIBRARY",
@@ -231,6 +231,7 @@ const OF_THE_LIBRARY: [&str; 39] = [
     "SIDELANE_VERBS_NICS",
     "SIDELANE_VERBS_PKEY_INDEX",
     "SIDELANE_VERBS_PORT",
+    "SIDELANE_VERBS_QUEUE_PAIRS",
     "SIDELANE_VERBS_RELAXED_ORDERING",
     "SIDELANE_VERBS_RETRIES",
     "SIDELANE_VERBS_RNR_RETRIES",
