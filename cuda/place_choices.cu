@@ -5,9 +5,9 @@
 #include "rows.h"
 
 struct PlaceChoices {
-    u64 rows;  // i32 [choices]: the packed row of each, or -1; of own rows afterwards `behind` + where it lands
-    u64 from;  // u32 [entries, words]: metadata of packed rows
-    u64 notes; // u32 [places, words]: metadata of landed rows
+    u64 rows;     // i32 [choices]: the packed row of each, or -1; of own rows afterwards `behind` + where it lands
+    u64 from;     // u32 [entries, words]: metadata of packed rows
+    u64 metadata; // u32 [places, words]: metadata of landed rows
     struct RowRuns list; // own rows, as `regroup` takes them
     u32 choices, words, behind, unused;
 };
@@ -33,6 +33,6 @@ KERNEL(place_choices, struct PlaceChoices, p) {
         i32 entry = source_of(&p.list, &ahead.run, 0, row);
         u32 to = place_of(&ahead.run, row);
         if (to >= p.list.places) continue;
-        AT(u32, p.notes)[(u64)to * p.words + word] = entry < 0 ? 0 : AT(const u32, p.from)[(u64)entry * p.words + word];
+        AT(u32, p.metadata)[(u64)to * p.words + word] = entry < 0 ? 0 : AT(const u32, p.from)[(u64)entry * p.words + word];
     }
 }

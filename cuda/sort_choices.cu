@@ -29,7 +29,7 @@ struct PlanChoices {
     u64 place_of; // i32 [n_bins]: the place of a bin in the order of a sum
     u64 rows;     // i32 [choices]: the row of each, or -1
     u64 places;   // i32 [choices]: the place of its bin, or -1; of choices with one row the first has it
-    u64 notes;    // u32 [choices], weights of rows; if `once`, [choices, 2, top_k]: experts + 1, weights
+    u64 metadata; // u32 [choices], weights of rows; if `once`, [choices, 2, top_k]: experts + 1, weights
     u64 kept;     // f32 [choices]: the weights again, or 0
     u64 counts;   // u32 [n_bins]: rows of each bin
     u64 faults;   // ChoiceFault [n_bins]: the first of the choices that a bin looks at
@@ -131,15 +131,15 @@ DEVICE void describe_row(const struct PlanChoices *p, u32 item, i32 bin, u32 row
     if (!p->sort.once) {
         rows[item] = (i32)row;
         places[item] = place;
-        AT(u32, p->notes)[row] = weights[item];
+        AT(u32, p->metadata)[row] = weights[item];
         return;
     }
-    u32 *notes = AT(u32, p->notes) + (u64)row * top_k * 2;
+    u32 *metadata = AT(u32, p->metadata) + (u64)row * top_k * 2;
     for (u32 k = 0; k < top_k; k++) {
         u32 choice = item * top_k + k;
         int here = bin_of_choice(&p->sort, choice) == bin;
-        notes[k] = here ? (u32)AT(const i32, p->local_of)[AT(const i32, p->sort.experts)[choice]] + 1 : 0;
-        notes[top_k + k] = here ? weights[choice] : 0;
+        metadata[k] = here ? (u32)AT(const i32, p->local_of)[AT(const i32, p->sort.experts)[choice]] + 1 : 0;
+        metadata[top_k + k] = here ? weights[choice] : 0;
         if (!here) continue;
         rows[choice] = (i32)row;
         places[choice] = place;

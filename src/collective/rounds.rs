@@ -8,7 +8,7 @@
 use super::{Communicator, RoundState};
 use crate::dtype::Dtype;
 use crate::error::{CallError, CallKind, Error, PlanError};
-use crate::exec::{Executor, Until, drive};
+use crate::exec::{StepExecutor, Until, drive};
 use crate::lane::Io;
 use crate::rows::{RowKernels, Stores};
 use crate::schedule::call_program::{Agreement, CallMachine, Part, Role, StageId, Work};
@@ -74,7 +74,7 @@ struct RoundCall<'r, 't> {
     tensors: Option<&'r mut Tensors<'t>>,
 }
 
-impl Executor for RoundCall<'_, '_> {
+impl StepExecutor for RoundCall<'_, '_> {
     fn run(&mut self, _: Role, stage: StageId, _: Part) -> Result<(), Error> {
         Err(CallError::unknown_step(CallKind::Unknown, &stage).into())
     }

@@ -44,7 +44,7 @@ pub(super) struct Spec {
 
 impl Spec {
     /// Metadata of each row.
-    pub fn notes(&self) -> RowMetadata {
+    pub fn metadata(&self) -> RowMetadata {
         if self.gathers {
             RowMetadata::Gathered
         } else if self.rank_sums {
@@ -97,7 +97,7 @@ impl Spec {
         let moves = CallProperties::of(kind).payload != Payload::Nothing;
         let row_bytes = if moves { (columns * dtype.size()) as u64 } else { 0 };
         let words_home = if self.gathers { 0 } else { self.layout.words_home(self.top_k) };
-        let words_out = self.notes().words(self.top_k);
+        let words_out = self.metadata().words(self.top_k);
         let (return_bytes, rank_sums) = (self.row_bytes(), self.rank_sums);
         let pulled_bytes = PulledSums::CHUNK_BYTES;
         RowSizes { row_bytes, return_bytes, words_out, words_home, partial_bytes, rank_sums, pulled_bytes }

@@ -14,15 +14,15 @@ use crate::world::{Group, SymmetricRange};
 #[derive(Debug)]
 pub struct FloorBench {
     floor: Floor,
-    rows: Lent<ExpertRows>,
-    output: Lent<ExpertOutput>,
+    rows: BorrowedMemory<ExpertRows>,
+    output: BorrowedMemory<ExpertOutput>,
     /// Memory that stands for other machines in the floor.
     _scratch: SymmetricRange,
 }
 
 /// Memory that belongs at an offset, and is there or lent.
 #[derive(Debug)]
-struct Lent<T> {
+struct BorrowedMemory<T> {
     home: u64,
     kept: Option<T>,
 }
@@ -125,8 +125,8 @@ impl ExpertParallel {
         })?;
         // No rank writes before all know which rows they relay.
         group.gather(&[])?;
-        let rows = Lent { home: homes[0], kept: Some(rows) };
-        let output = Lent { home: homes[1], kept: Some(output) };
+        let rows = BorrowedMemory { home: homes[0], kept: Some(rows) };
+        let output = BorrowedMemory { home: homes[1], kept: Some(output) };
         Ok(FloorBench { floor, rows, output, _scratch: scratch })
     }
 }

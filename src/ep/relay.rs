@@ -10,7 +10,7 @@ use std::sync::Arc;
 use super::call_agreement::GroupCounts;
 use super::state::EpState;
 use crate::error::{CallError, CallKind, Cause, Error, PlanError};
-use crate::exec::{Executor, TransferCounts};
+use crate::exec::{StepExecutor, TransferCounts};
 use crate::plan::{Counts, PulledSums, ReceiveSizes, RelayPermutation, RelayPlan, RowBuffer};
 use crate::rows::Stores;
 use crate::schedule::call_program::{Part, RankPrograms, Role, StageId, Work};
@@ -160,10 +160,10 @@ impl Relay {
             }
             if fixed.spec.weighted && setting.sizing.partial_bytes.is_some() {
                 // The weight comes first in every note.
-                let (words, notes) = (setting.sizing.words_out as usize, &mut self.numbers.scratch);
-                notes.resize(entries as usize * words, 0);
-                fixed.port.read(me, WindowId::CONTROL, at + control.notes(entries), notes)?;
-                forward.weights.extend(notes.iter().step_by(words).map(|&word| f32::from_bits(word)));
+                let (words, metadata) = (setting.sizing.words_out as usize, &mut self.numbers.scratch);
+                metadata.resize(entries as usize * words, 0);
+                fixed.port.read(me, WindowId::CONTROL, at + control.metadata(entries), metadata)?;
+                forward.weights.extend(metadata.iter().step_by(words).map(|&word| f32::from_bits(word)));
             }
         }
         let sums = setting.sizing.partial_bytes.is_some();
@@ -243,7 +243,7 @@ pub(in crate::ep) struct RelayCall<'r, 'f> {
     pub run: &'r mut Run<'f>,
 }
 
-impl Executor for RelayCall<'_, '_> {
+impl StepExecutor for RelayCall<'_, '_> {
     fn run(&mut self, _: Role, stage: StageId, part: Part) -> Result<(), Error> {
         (self.run)(self.programs.stages.items(stage, part), &self.relay.operands(self.task, &self.plan))
     }

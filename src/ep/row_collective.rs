@@ -22,7 +22,7 @@
 
 use super::builder::Spec;
 use super::handle::HandleAt;
-use super::host::{Flight, HostExchange, HostRows, Inner, Lent, check_tensor};
+use super::host::{CallTensors, Flight, HostExchange, HostRows, Inner, check_tensor};
 use super::rows::RowsAt;
 use super::{CombineInput, ExpertOutput, ExpertRows, Handle, Tensor, TensorMut};
 use crate::digest::Digest;
@@ -243,17 +243,17 @@ impl RowCollective {
         let checked = rows.into().on_host("rows to gather").and_then(|rows| Self::check_rows(ep, rows));
         let (input, tokens) = checked.as_ref().map_or((&[][..], 0), |&rows| rows);
         let mut flight = ep.placing(CallKind::Dispatch, checked.map(drop), false);
-        let lent = Lent { tokens, input, ..Lent::default() };
+        let lent = CallTensors { tokens, input, ..CallTensors::default() };
         ep.make(&mut flight, lent)?;
         let (mut extent, inner) = (flight.landed()?, flight.made);
         let landing = ep.fixed.sizing(CallKind::Dispatch).landing(inner.layout.landed);
         let mut counts = vec![0; ep.fixed.lanes.ranks() as usize];
-        for &source in extent.slice::<u32>(landing.notes_at(), landing.notes as usize)? {
+        for &source in extent.slice::<u32>(landing.metadata_at(), landing.metadata as usize)? {
             if let Some(count) = counts.get_mut((source as usize).wrapping_sub(1)) {
                 *count += 1;
             }
         }
-        extent.trim(landing.notes_at());
+        extent.trim(landing.metadata_at());
         let (rows, handle) = gathered(ep, extent, inner);
         Ok((rows, RowPartition { handle, counts }))
     }
@@ -390,7 +390,7 @@ impl RowCollective {
             Flight::returning(CallKind::Combine, ReturnParts { rows: true, weights: false }, false);
         let output = ep.sums(&mut flight, &handle, "sums", sums.into().on_host("sums"));
         let output = output.map(|output| Io { output, ..Io::default() });
-        ep.ret(&mut flight, rows.into().on_host(), handle, Lent { output, ..Lent::default() })
+        ep.ret(&mut flight, rows.into().on_host(), handle, CallTensors { output, ..CallTensors::default() })
     }
 }
 

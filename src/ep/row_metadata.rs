@@ -26,11 +26,11 @@ pub(in crate::ep) struct ReceivedMetadata {
 
 impl ReceivedMetadata {
     /// Reads the words behind the rows.
-    pub fn fill(&mut self, notes: RowMetadata, layout: &DispatchLayout, experts: usize, words: &[u32]) {
+    pub fn fill(&mut self, metadata: RowMetadata, layout: &DispatchLayout, experts: usize, words: &[u32]) {
         self.weights.clear();
         self.experts.clear();
         self.tokens_per_expert.clear();
-        match notes {
+        match metadata {
             // The gathering call reads the words itself.
             RowMetadata::Gathered => {}
             RowMetadata::Weight => {
@@ -43,8 +43,8 @@ impl ReceivedMetadata {
                 let bins =
                     self.tokens_per_expert.iter_mut().zip(layout.begin.iter().zip(&layout.rows_per_bin));
                 for (used, (&first, &rows)) in bins {
-                    let notes = words.chunks_exact(2).skip(first as usize).take(rows as usize);
-                    *used = notes.map(|note| i64::from(note[1])).sum();
+                    let metadata = words.chunks_exact(2).skip(first as usize).take(rows as usize);
+                    *used = metadata.map(|note| i64::from(note[1])).sum();
                 }
             }
             RowMetadata::Summed => {
@@ -54,8 +54,8 @@ impl ReceivedMetadata {
             RowMetadata::Choices | RowMetadata::Indexed => {
                 let top_k = layout.top_k as usize;
                 self.tokens_per_expert.resize(experts, 0);
-                let rows = words.chunks_exact(notes.words(layout.top_k) as usize);
-                if notes == RowMetadata::Indexed {
+                let rows = words.chunks_exact(metadata.words(layout.top_k) as usize);
+                if metadata == RowMetadata::Indexed {
                     let index = Arc::make_mut(self.index.get_or_insert_default());
                     index.fill(rows.clone().map(|note| note[2 * top_k]));
                 }

@@ -93,7 +93,7 @@ impl EpState {
             &paths,
             &bins,
             max_entries,
-            spec.sizing(CallKind::Dispatch, None).note_bytes(),
+            spec.sizing(CallKind::Dispatch, None).metadata_bytes(),
         )
         .with_rank_sums(spec.rank_sums);
         let range = group.take_symmetric(control.bytes())?;
@@ -172,7 +172,7 @@ impl EpState {
     /// Memory of so many rows that landed in a call of this kind.
     pub fn landing(&self, kind: CallKind, rows: u32) -> RowBuffer {
         let landing = self.sizing(kind).landing(rows);
-        if self.enqueues { landing.without_notes() } else { landing }
+        if self.enqueues { landing.without_metadata() } else { landing }
     }
 
     /// Bytes in which `rows` rows can land with all memory behind them: `staged` rows to relay, or
@@ -180,7 +180,7 @@ impl EpState {
     pub fn extent_bytes(&self, kind: CallKind, rows: u32, staged: u32) -> u64 {
         let sizing = self.sizing(kind);
         match (self.enqueues, self.arrives()) {
-            (true, _) if sizing.row_bytes == 0 => u64::from(rows) * sizing.note_bytes(),
+            (true, _) if sizing.row_bytes == 0 => u64::from(rows) * sizing.metadata_bytes(),
             (_, true) => {
                 self.landing(kind, rows).staging().saturating_add(u64::from(staged) * sizing.row_bytes)
             }
@@ -224,7 +224,7 @@ impl EpState {
             chunks: self.chunks,
             parity: calls.parity(),
             far: self.far,
-            notes: None,
+            metadata: None,
         };
         CallAgreement { fixed: self, setting, calls, said: &[] }
     }
@@ -248,11 +248,11 @@ impl EpState {
             port.write(WindowId::CONTROL, at + control.segments(), &block.segments)?;
             if paths.route() == Route::Pxn {
                 port.write(WindowId::CONTROL, at + control.index(), &block.index)?;
-                let mut to = at + control.notes(block.entries());
+                let mut to = at + control.metadata(block.entries());
                 for bins in paths.served_by(relay).iter().map(|&rank| bins.of(rank)) {
-                    let notes = sorted.notes_of(bins);
-                    port.write(WindowId::CONTROL, to, notes)?;
-                    to += size_of_val(notes) as u64;
+                    let metadata = sorted.metadata_of(bins);
+                    port.write(WindowId::CONTROL, to, metadata)?;
+                    to += size_of_val(metadata) as u64;
                 }
             }
         }

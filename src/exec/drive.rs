@@ -8,7 +8,7 @@ use crate::memory::access::in_stage;
 use crate::schedule::call_program::{Action, CallMachine, CallProgram, Part, Role, StageId, Work};
 
 /// Performs the steps of a call.
-pub trait Executor {
+pub trait StepExecutor {
     /// Runs a stage, or a part of it.
     ///
     /// # Errors
@@ -38,7 +38,7 @@ pub trait Executor {
     /// Checks that every rank has room.
     ///
     /// # Errors
-    /// As [`Executor::agree`].
+    /// As [`StepExecutor::agree`].
     fn admit(&mut self, role: Role) -> Result<(), Error>;
 }
 
@@ -58,7 +58,7 @@ pub enum Until {
 pub fn drive(
     machine: &mut CallMachine,
     program: &CallProgram,
-    executor: &mut impl Executor,
+    executor: &mut impl StepExecutor,
     until: Until,
 ) -> Result<Option<Error>, Error> {
     let mut refusal = None;

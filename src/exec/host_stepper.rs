@@ -195,7 +195,7 @@ impl HostStepper {
         }
         match from {
             // Metadata of rows counts as control data.
-            PutSource::Notes | PutSource::Window { window: WindowId::CONTROL, .. } => {
+            PutSource::Metadata | PutSource::Window { window: WindowId::CONTROL, .. } => {
                 self.moved.control_bytes += rows * row_bytes;
             }
             PutSource::Input | PutSource::Window { .. } => {

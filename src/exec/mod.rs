@@ -19,13 +19,13 @@ mod recorder;
 pub use crate::lane::now;
 pub use device::EnqueueCounts;
 pub(crate) use device::{
-    Awaited, CopyEngineStepper, DeviceMap, LocalPeer, Packed, PackedNotes, ProxyOps, RelaySums,
+    Awaited, CopyEngineStepper, DeviceMap, LocalPeer, Packed, PackedMetadata, ProxyOps, RelaySums,
 };
 #[doc(hidden)]
 pub use device::{Lowered, PeerWindows};
 // For the program and the tests of this repository: no promises are made about it.
 #[doc(hidden)]
-pub use drive::{Executor, Until, drive};
+pub use drive::{StepExecutor, Until, drive};
 pub(crate) use host_stepper::HostStepper;
 pub use host_stepper::TransferCounts;
 #[doc(hidden)]

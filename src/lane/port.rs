@@ -92,7 +92,7 @@ impl Port {
     ) -> Result<&'a [u8], Error> {
         let tensor = match place {
             PutSource::Input => io.input,
-            PutSource::Notes => io.notes,
+            PutSource::Metadata => io.metadata,
             PutSource::Window { owner, window } => {
                 let rest = |part: &WindowPart| part.len.saturating_sub(offset);
                 let len = len.map_or_else(|| self.window(window)?.part(owner, 0, 0).map(rest), Ok)?;
@@ -643,13 +643,13 @@ impl LocalWindows {
 }
 
 /// The caller's tensors of one run: where [`PutSource::Input`]
-/// and [`PutSource::Notes`] read and a sum writes.
+/// and [`PutSource::Metadata`] read and a sum writes.
 #[derive(Debug, Default)]
 pub struct Io<'a> {
     /// Rows that are dispatched.
     pub input: &'a [u8],
     /// Metadata of each entry.
-    pub notes: &'a [u8],
+    pub metadata: &'a [u8],
     /// Rows that are summed.
     pub output: &'a mut [u8],
     /// One `f32` per (token, choice) that returns.
@@ -813,11 +813,12 @@ impl Port {
         for (term, &place) in sum.fetched.iter().zip(sum.places) {
             let owner = term.owner as usize;
             let (chunk, places) = (&sum.chunks[owner], io.weights.len());
-            let Some(to) = io.weights.get_mut(place as usize).filter(|_| u64::from(term.row) < chunk.notes)
+            let Some(to) =
+                io.weights.get_mut(place as usize).filter(|_| u64::from(term.row) < chunk.metadata)
             else {
                 return Err(bounds(place as usize, 1, places).into());
             };
-            let at = chunk.notes_at() as usize + term.row as usize * 4;
+            let at = chunk.metadata_at() as usize + term.row as usize * 4;
             // SAFETY: the words lie behind the rows inside the chunk that `chunks` checked; `row`
             // is below their number; unaligned reads need no more.
             *to = unsafe { scratch.chunks[owner].add(at).cast::<f32>().read_unaligned() };

@@ -133,5 +133,8 @@ fn the_counter_knows_the_threads_of_calls() {
         };
         thread.spawn(allocate).unwrap().join().unwrap()
     };
-    assert_eq!(["sidelane-relay-0", "sidelane-link-0", "sidelane-coord-0", "main"].map(counted), [1, 0, 0, 0]);
+    assert_eq!(
+        ["sidelane-relay-0", "sidelane-link-0", "sidelane-coord-0", "main"].map(counted),
+        [1, 0, 0, 0]
+    );
 }

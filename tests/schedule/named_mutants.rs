@@ -408,7 +408,7 @@ fn of_streams() -> Vec<Row> {
             changed(CallKind::Dispatch, Work::Join),
             "Race",
             ("rows", "put rows"),
-            ("end", "reads landed notes"),
+            ("end", "reads landed metadata"),
         ),
         row(
             UNORDERED,

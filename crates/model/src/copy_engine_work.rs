@@ -170,8 +170,8 @@ impl CopyEngineWork {
         let top_k = routings.iter().map(Routing::top_k).max().unwrap_or(1);
         let tokens = routings.iter().map(Routing::tokens).max().unwrap_or(0);
         let bins = Bins::of_layout(layout, map, SumOrder::Expert, nodes);
-        let notes = RowMetadata::of(layout, ReceiveMode::Exact, spans);
-        let words_out = notes.words(top_k);
+        let metadata = RowMetadata::of(layout, ReceiveMode::Exact, spans);
+        let words_out = metadata.words(top_k);
         let (words_home, partial_bytes, rank_sums) = (1, None, false);
         let sizing = RowSizes {
             row_bytes,
@@ -189,7 +189,7 @@ impl CopyEngineWork {
         let (mut everyone, mut layouts) = (GroupRouting::default(), Vec::new());
         everyone.sort(&frame, top_k, |me, sorted| {
             let routing: &Routing = &routings[me as usize];
-            sorted.fill(map, &bins, notes, me, routing)
+            sorted.fill(map, &bins, metadata, me, routing)
         })?;
         everyone.each(&frame, (top_k, tokens), |frame, known, _| {
             let RankRouting { sorted, crossing, counts, sizes } = known;
@@ -201,7 +201,7 @@ impl CopyEngineWork {
             layouts.push(layout);
         });
         let choices = u64::from(tokens) * u64::from(top_k);
-        let control = ControlLayout::new(&paths_of_0, &bins, choices, sizing.note_bytes());
+        let control = ControlLayout::new(&paths_of_0, &bins, choices, sizing.metadata_bytes());
         let work = |me: u32| {
             let mut forward = RelayPlan::default();
             forward.spans = spans;
@@ -209,7 +209,8 @@ impl CopyEngineWork {
             forward.know(&frame, false, |source, nth| layouts[source as usize].blocks[nth].clone());
             // NICs reach the devices.
             let (control, far) = (&control, WindowId::POOL);
-            let at = FillContext { paths: paths(me), control, sizing, chunks, parity: 0, far, notes: None };
+            let at =
+                FillContext { paths: paths(me), control, sizing, chunks, parity: 0, far, metadata: None };
             Self::of_dispatch(&at, &layouts[me as usize], &forward)
         };
         Ok((0..nodes.ranks()).map(work).collect())

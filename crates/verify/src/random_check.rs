@@ -46,10 +46,10 @@ pub struct Checked {
 pub fn check(unrolled: &UnrolledProgram, seeds: Range<u64>) -> Result<Checked, ProofFailure> {
     let program = Program::new(unrolled);
     let runs = Runs::of(&program);
-    let expected = Machine::new(&runs, None).run()?;
+    let expected = RandomRun::new(&runs, None).run()?;
     let mut checked = Checked::default();
     for seed in seeds {
-        let seen = Machine::new(&runs, Some(seed)).run()?;
+        let seen = RandomRun::new(&runs, Some(seed)).run()?;
         for (actor, calls) in (0..).zip(seen.outcomes.iter().zip(&expected.outcomes)) {
             if let Some(call) = calls.0.iter().zip(calls.1).position(|(seen, expected)| seen != expected) {
                 let ActorCall { rank, role, .. } = *program.part(actor, call as u32);
@@ -93,7 +93,7 @@ struct Outcome {
     deliveries: u64,
 }
 
-struct Machine<'a> {
+struct RandomRun<'a> {
     program: &'a Program<'a>,
     runs: &'a Runs<'a>,
     /// Everything at once and in order.
@@ -105,7 +105,7 @@ struct Machine<'a> {
     /// Of all actors that are awake, together.
     turns: u32,
     /// Per actor and track.
-    lanes: Vec<Vec<Lane>>,
+    lanes: Vec<Vec<LaneTrack>>,
     outcome: Outcome,
 }
 
@@ -125,12 +125,12 @@ struct Queue {
     ops: Vec<u32>,
     done: usize,
     /// Pieces that the sum at the head has yet to read.
-    reading: Option<Vec<(usize, Cell)>>,
+    reading: Option<Vec<(usize, WindowPiece)>>,
     /// Tags that it has read so far, summed up with regard to place but not to time.
     seen: u64,
 }
 
-impl<'a> Machine<'a> {
+impl<'a> RandomRun<'a> {
     fn new(runs: &'a Runs<'a>, seed: Option<u64>) -> Self {
         let program = runs.program;
         let mut random = ChaCha8Rng::seed_from_u64(seed.unwrap_or(0));
@@ -145,7 +145,7 @@ impl<'a> Machine<'a> {
         };
         let calls = program.unrolled.calls.len();
         let actors: Vec<Actor> = program.scenes.iter().map(|_| actor(&mut random)).collect();
-        Machine {
+        RandomRun {
             program,
             runs,
             in_order: seed.is_none(),
@@ -153,7 +153,7 @@ impl<'a> Machine<'a> {
             words: vec![0; program.words as usize],
             turns: actors.iter().map(|actor| actor.speed).sum(),
             actors,
-            lanes: vec![vec![Lane::default(); tracks]; program.scenes.len()],
+            lanes: vec![vec![LaneTrack::default(); tracks]; program.scenes.len()],
             outcome: Outcome { outcomes: vec![vec![0; calls]; program.scenes.len()], deliveries: 0 },
             random,
         }
@@ -331,16 +331,16 @@ impl<'a> Machine<'a> {
         let mut sources = from.as_ref().map(cells);
         for (at, to_cell) in cells(to).enumerate() {
             let source = sources.as_mut().and_then(|cells| cells.next());
-            let fresh = Load::Tag(mix(&[u64::from(op), nth as u64, at as u64]));
-            let load = source.map_or(fresh, Load::From);
+            let fresh = PieceContents::Tag(mix(&[u64::from(op), nth as u64, at as u64]));
+            let load = source.map_or(fresh, PieceContents::From);
             if !here {
                 let lane = &mut self.lanes[node.actor as usize][node.step.track as usize];
                 lane.post(Posted::Piece { to: to_cell, load });
                 continue;
             }
             let tag = match load {
-                Load::Tag(tag) => tag,
-                Load::From(cell) => self.memory.read(cell),
+                PieceContents::Tag(tag) => tag,
+                PieceContents::From(cell) => self.memory.read(cell),
             };
             self.memory.write(to_cell, tag);
         }
@@ -369,7 +369,7 @@ impl<'a> Machine<'a> {
                 Effect::Read(bytes) => Some(cells(bytes)),
                 _ => None,
             });
-            let mut all: Vec<(usize, Cell)> = reads.flatten().enumerate().collect();
+            let mut all: Vec<(usize, WindowPiece)> = reads.flatten().enumerate().collect();
             all.shuffle(random);
             all
         });
@@ -412,7 +412,7 @@ const PIECE: u64 = 4;
 
 /// One piece of a window.
 #[derive(Clone, Copy)]
-struct Cell {
+struct WindowPiece {
     owner: u32,
     window: WindowId,
     index: usize,
@@ -430,53 +430,53 @@ impl Memory {
         Memory { cells: (0..unrolled.ranks).map(|_| windows()).collect() }
     }
 
-    fn read(&self, cell: Cell) -> u64 {
+    fn read(&self, cell: WindowPiece) -> u64 {
         self.cells[cell.owner as usize][cell.window.0 as usize][cell.index]
     }
 
-    fn write(&mut self, cell: Cell, tag: u64) {
+    fn write(&mut self, cell: WindowPiece, tag: u64) {
         self.cells[cell.owner as usize][cell.window.0 as usize][cell.index] = tag;
     }
 }
 
 /// The pieces of a range of bytes.
-fn cells(bytes: &Bytes) -> impl Iterator<Item = Cell> + use<> {
+fn cells(bytes: &Bytes) -> impl Iterator<Item = WindowPiece> + use<> {
     let (owner, window) = (bytes.owner, bytes.window);
     let range = bytes.range.start / PIECE..bytes.range.end.div_ceil(PIECE);
-    range.map(move |index| Cell { owner, window, index: index as usize })
+    range.map(move |index| WindowPiece { owner, window, index: index as usize })
 }
 
 /// Contents of a piece.
 #[derive(Clone, Copy)]
-enum Load {
+enum PieceContents {
     /// A tag.
     Tag(u64),
     /// The contents of a piece, when it is read.
-    From(Cell),
+    From(WindowPiece),
 }
 
 /// In flight on one track.
 #[derive(Clone)]
 enum Posted {
     Piece {
-        to: Cell,
-        load: Load,
+        to: WindowPiece,
+        load: PieceContents,
     },
     /// A signal, and the pieces of its tag.
     Signal {
         word: usize,
         value: u64,
-        tag: Vec<(Cell, u64)>,
+        tag: Vec<(WindowPiece, u64)>,
     },
 }
 
 /// One track of one actor, as its lane sees it.
 #[derive(Clone, Default)]
-struct Lane {
+struct LaneTrack {
     posted: Vec<Posted>,
 }
 
-impl Lane {
+impl LaneTrack {
     fn post(&mut self, posted: Posted) {
         self.posted.push(posted);
     }
@@ -489,9 +489,9 @@ impl Lane {
     fn complete(&mut self, memory: &Memory) {
         for posted in &mut self.posted {
             if let Posted::Piece { load, .. } = posted
-                && let Load::From(cell) = *load
+                && let PieceContents::From(cell) = *load
             {
-                *load = Load::Tag(memory.read(cell));
+                *load = PieceContents::Tag(memory.read(cell));
             }
         }
     }
@@ -517,8 +517,8 @@ impl Lane {
                 words[word] = value;
                 return Some(word);
             }
-            Posted::Piece { to, load: Load::Tag(tag) } => memory.write(to, tag),
-            Posted::Piece { to, load: Load::From(cell) } => memory.write(to, memory.read(cell)),
+            Posted::Piece { to, load: PieceContents::Tag(tag) } => memory.write(to, tag),
+            Posted::Piece { to, load: PieceContents::From(cell) } => memory.write(to, memory.read(cell)),
         }
         None
     }

@@ -104,14 +104,14 @@ pub enum Value {
 
 /// A step, or the caller, misses a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Lacking {
+pub struct MissingValue {
     /// The step; `None` where the call ends without a value that it owes.
     pub step: Option<CallStep>,
     /// The value.
     pub value: Value,
 }
 
-impl fmt::Display for Lacking {
+impl fmt::Display for MissingValue {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.step {
             Some(step) => write!(f, "{} comes before {:?}", step.action, self.value),
@@ -126,7 +126,7 @@ impl fmt::Display for Lacking {
 ///
 /// # Errors
 /// The first step that misses a value.
-pub fn check(program: &CallProgram, whole: &CallProgram) -> Result<(), Lacking> {
+pub fn check(program: &CallProgram, whole: &CallProgram) -> Result<(), MissingValue> {
     check_line((program.steps(), whole.steps()), 0)?;
     for cut in whole.cuts() {
         // A program that never looks there is not cut there.
@@ -140,12 +140,12 @@ pub fn check(program: &CallProgram, whole: &CallProgram) -> Result<(), Lacking> 
 
 /// Checks a line like `whole`, whose steps from the one of this number on give the values that the
 /// line owes.
-fn check_line((line, whole): (&[CallStep], &[CallStep]), owes: usize) -> Result<(), Lacking> {
+fn check_line((line, whole): (&[CallStep], &[CallStep]), owes: usize) -> Result<(), MissingValue> {
     let given = flow(line, whole)?;
     let mut owed = flow(whole, whole)?;
     owed.retain(|value| whole[owes..].iter().any(|step| given_by(whole, step).contains(value)));
     match owed.into_iter().find(|value| !given.contains(value)) {
-        Some((_, value)) => Err(Lacking { step: None, value }),
+        Some((_, value)) => Err(MissingValue { step: None, value }),
         None => Ok(()),
     }
 }
@@ -153,7 +153,7 @@ fn check_line((line, whole): (&[CallStep], &[CallStep]), owes: usize) -> Result<
 /// All values that are given, if each is there when a step needs it. A value that no step of
 /// `whole` gives comes from outside: a handle has a layout, and the verdict of an inlined relay
 /// is its rank's.
-fn flow(line: &[CallStep], whole: &[CallStep]) -> Result<Vec<(Role, Value)>, Lacking> {
+fn flow(line: &[CallStep], whole: &[CallStep]) -> Result<Vec<(Role, Value)>, MissingValue> {
     let gives = |value: &(Role, Value)| whole.iter().any(|step| given_by(whole, step).contains(value));
     let mut given = Vec::new();
     for &step in line {
@@ -166,7 +166,7 @@ fn flow(line: &[CallStep], whole: &[CallStep]) -> Result<Vec<(Role, Value)>, Lac
                 _ => continue,
             };
             if !given.contains(&need) {
-                return Err(Lacking { step: Some(step), value: need.1 });
+                return Err(MissingValue { step: Some(step), value: need.1 });
             }
         }
         let due = given.contains(&(step.role, Value::Due));

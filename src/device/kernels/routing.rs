@@ -33,7 +33,7 @@ pub struct ChoiceArgs<'a> {
     pub n_experts: u32,
     /// Metadata of the rows, `[rows, 2, top_k]`: per choice the local expert + 1, or 0; then per
     /// choice its weight.
-    pub notes: ByteSpan<'a>,
+    pub metadata: ByteSpan<'a>,
     /// The local expert of each row and choice, `i32 [rows, top_k]`, or -1.
     pub experts: ByteSpan<'a>,
     /// The weight of each row and choice, `f32 [rows, top_k]`; 0 where there is no expert.
@@ -46,7 +46,7 @@ pub struct ChoiceArgs<'a> {
 #[derive(Clone, Copy, bytemuck::NoUninit)]
 #[repr(C)]
 struct ChoiceParameters {
-    notes: u64,
+    metadata: u64,
     experts: u64,
     weights: u64,
     counts: u64,
@@ -76,7 +76,7 @@ impl Kernels {
         let counts = bytes([n_experts.into(), 2 * WORD]);
         let mut operands = Operands::of(KERNEL, stream);
         let parameters = ChoiceParameters {
-            notes: operands.span("notes", choices.notes, words(2), WORD)?,
+            metadata: operands.span("metadata", choices.metadata, words(2), WORD)?,
             experts: operands.span("experts", choices.experts, words(1), WORD)?,
             weights: operands.span("weights", choices.weights, words(1), WORD)?,
             counts: operands.span("counts", choices.counts, counts, 2 * WORD)?,
@@ -349,7 +349,7 @@ pub struct PlanArgs<'a> {
     pub places: ByteSpan<'a>,
     /// Metadata of each row as [`SortedRouting`](crate::plan::SortedRouting) notes it: its weight,
     /// or where a token has one row in a bin `[2, top_k]`.
-    pub notes: ByteSpan<'a>,
+    pub metadata: ByteSpan<'a>,
     /// Where the weights are kept, `f32 [choices]`, if they are.
     pub kept: Option<ByteSpan<'a>>,
     /// Rows of each bin, `u32 [bins]`.
@@ -368,7 +368,7 @@ struct PlanParameters {
     place_of: u64,
     rows: u64,
     places: u64,
-    notes: u64,
+    metadata: u64,
     kept: u64,
     counts: u64,
     faults: u64,
@@ -427,7 +427,7 @@ impl Kernels {
             place_of: operands.span("place_of", plan.place_of, of_bins, WORD)?,
             rows: operands.span("rows", plan.rows, list, WORD)?,
             places: operands.span("places", plan.places, list, WORD)?,
-            notes: operands.span("notes", plan.notes, words(choices, note), WORD)?,
+            metadata: operands.span("metadata", plan.metadata, words(choices, note), WORD)?,
             kept: operands.optional("kept", plan.kept, list, WORD)?,
             counts: operands.span("counts", plan.counts, of_bins, WORD)?,
             faults: operands.span("faults", plan.faults, words(bins, ChoiceFault::WORDS as u64), WORD)?,
@@ -456,7 +456,7 @@ pub struct PlaceArgs<'a> {
     /// Metadata of packed rows, `[entries, words]`.
     pub from: ByteSpan<'a>,
     /// Metadata of landed rows, `[places, words]`: own rows and their pads are written.
-    pub notes: ByteSpan<'a>,
+    pub metadata: ByteSpan<'a>,
     /// Own rows, pads counted.
     pub own: u32,
     /// The runs of these, none of them empty, by packed row.
@@ -469,7 +469,7 @@ pub struct PlaceArgs<'a> {
 struct PlaceParameters {
     rows: u64,
     from: u64,
-    notes: u64,
+    metadata: u64,
     list: RunParameters,
     choices: u32,
     words: u32,
@@ -496,7 +496,7 @@ impl Kernels {
         let parameters = PlaceParameters {
             rows: operands.span("rows", place.rows, bytes([choices.into(), WORD]), WORD)?,
             from: operands.span("from", place.from, metadata(place.runs.entries), WORD)?,
-            notes: operands.span("notes", place.notes, metadata(place.runs.places), WORD)?,
+            metadata: operands.span("metadata", place.metadata, metadata(place.runs.places), WORD)?,
             list,
             choices,
             words,

@@ -36,7 +36,7 @@ pub struct SumArgs<'a> {
     pub dtype: Dtype,
     /// The returned rows of each rank, `[max_tokens, columns]`, in the order of the slot that was
     /// packed for it.
-    pub homes: &'a Addresses,
+    pub returned_rows: &'a Addresses,
     /// Places that [`Kernels::pack`] wrote, `i32 [tokens, ranks]`.
     pub places: ByteSpan<'a>,
     /// Where a fault is written, a [`KernelFault`](crate::error::KernelFault). If it is not 0,
@@ -70,7 +70,7 @@ pub struct RefusalMarks<'a> {
 #[repr(C)]
 struct SumParameters {
     out: u64,
-    homes: u64,
+    returned_rows: u64,
     places: u64,
     status: u64,
     marks: u64,
@@ -133,7 +133,7 @@ impl Kernels {
     pub fn sum(&self, stream: &Stream, sum: &SumArgs<'_>) -> Result<(), DeviceError> {
         const KERNEL: &str = "sum";
         let function = self.sums.for_types(sum.rows, sum.dtype)?;
-        let (shape, ranks) = (sum.shape, sum.homes.count);
+        let (shape, ranks) = (sum.shape, sum.returned_rows.count);
         let refuse =
             |what, given, expected| Err(DeviceError::Shape { kernel: KERNEL, what, given, expected });
         if sum.tokens > shape.max_tokens() {
@@ -156,7 +156,7 @@ impl Kernels {
         };
         let parameters = SumParameters {
             out: operands.span("out", sum.out, bytes([tokens, columns, sum.dtype.size() as u64]), VECTOR)?,
-            homes: operands.addresses("homes", sum.homes, home)?,
+            returned_rows: operands.addresses("returned_rows", sum.returned_rows, home)?,
             places: operands.span("places", sum.places, bytes([tokens, ranks.into(), WORD]), WORD)?,
             status: operands.word(sum.status)?,
             marks,

@@ -18,7 +18,7 @@
 
 use std::sync::Arc;
 
-use super::enqueuer::{CallerStream, DeviceCall, Enqueuer, Kept, Outputs};
+use super::enqueuer::{CallerStream, ContextState, DeviceCall, Enqueuer, Outputs};
 use super::memory::StreamFlag;
 use super::session::Session;
 use crate::device::{DeviceRange, FetchWeights, OwnRows, Stream, SumChoices};
@@ -43,7 +43,7 @@ impl CallerStream {
         &self,
         common: &Session,
         landing: u64,
-        Kept { layout, own: (runs, rows), .. }: &Kept,
+        ContextState { layout, own: (runs, rows), .. }: &ContextState,
         call: (CallKind, u32),
         tokens: (u32, &DeviceRange, Dtype),
     ) -> Result<(), Error> {

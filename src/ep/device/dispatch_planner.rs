@@ -26,7 +26,7 @@ use crate::device::{
 };
 use crate::ep::tensor::Chosen;
 use crate::error::{DeviceError, Error, PlanError};
-use crate::exec::PackedNotes;
+use crate::exec::PackedMetadata;
 use crate::gate::Routing;
 use crate::plan::ReceiveMode;
 
@@ -82,7 +82,7 @@ impl Session {
             place_of: self.span(shape.places_in_sums())?,
             rows: self.span(shape.places(context))?,
             places: self.span(shape.sums(context))?,
-            notes: self.span(shape.packed_notes())?,
+            metadata: self.span(shape.packed_metadata())?,
             kept: kept.transpose()?,
             counts: self.host_span(shape.host_bin_counts())?,
             faults: self.host_span(shape.host_faults())?,
@@ -146,10 +146,10 @@ impl Planner {
     /// Keeps metadata of packed rows where NICs and the device read it.
     pub fn note(self, enqueuer: &mut Enqueuer) -> Result<(), Error> {
         let Enqueuer { common, sorted, scratch, .. } = enqueuer;
-        scratch.notes.clone_from(&sorted.notes);
+        scratch.metadata.clone_from(&sorted.metadata);
         match self {
             Planner::Host => {
-                Ok(common.host.write_words(common.shape.host_notes().0 as usize, &sorted.notes)?)
+                Ok(common.host.write_words(common.shape.host_metadata().0 as usize, &sorted.metadata)?)
             }
             Planner::Device => Ok(()),
         }
@@ -191,9 +191,9 @@ impl Planner {
             choices,
             rows: common.span(shape.places(context))?,
             behind: shape.entries() as u32,
-            words: spec.notes().words(spec.top_k),
-            from: common.span(shape.packed_notes())?,
-            notes: common.span(shape.notes(context))?,
+            words: spec.metadata().words(spec.top_k),
+            from: common.span(shape.packed_metadata())?,
+            metadata: common.span(shape.metadata(context))?,
             own: *own,
             runs: RunArgs { runs, count, entries: choices, places: landed },
         };
@@ -201,18 +201,18 @@ impl Planner {
     }
 
     /// Memory in which metadata of packed rows lies.
-    pub fn notes(self, common: &Session) -> Result<DeviceRange, DeviceError> {
+    pub fn metadata(self, common: &Session) -> Result<DeviceRange, DeviceError> {
         match self {
-            Planner::Host => common.host_piece(common.shape.host_notes()),
-            Planner::Device => common.piece(common.shape.packed_notes()),
+            Planner::Host => common.host_piece(common.shape.host_metadata()),
+            Planner::Device => common.piece(common.shape.packed_metadata()),
         }
     }
 
     /// The same, as engines and NICs read it.
-    pub fn packed_notes<'a>(self, memory: &'a DeviceRange, scratch: &'a Scratch) -> PackedNotes<'a> {
+    pub fn packed_metadata<'a>(self, memory: &'a DeviceRange, scratch: &'a Scratch) -> PackedMetadata<'a> {
         match self {
-            Planner::Host => PackedNotes::Host(memory, bytemuck::cast_slice(&scratch.notes)),
-            Planner::Device => PackedNotes::Device(memory),
+            Planner::Host => PackedMetadata::Host(memory, bytemuck::cast_slice(&scratch.metadata)),
+            Planner::Device => PackedMetadata::Device(memory),
         }
     }
 
@@ -241,7 +241,7 @@ impl Enqueuer {
         let experts: &[i32] = bytemuck::cast_slice(&self.scratch.experts);
         let weights: &[f32] = bytemuck::cast_slice(&self.scratch.weights);
         let routing = Routing::new(spec.top_k, experts, weights)?;
-        Ok(self.sorted.fill(&spec.map, &fixed.bins, spec.notes(), fixed.lanes.rank, &routing)?)
+        Ok(self.sorted.fill(&spec.map, &fixed.bins, spec.metadata(), fixed.lanes.rank, &routing)?)
     }
 
     /// Takes the rows of each bin from a kernel, unless it found a choice that is wrong.

@@ -30,7 +30,7 @@
 
 use super::device_pool::Extent;
 use super::dispatch_planner::Planner;
-use super::enqueuer::{DeviceCall, Enqueuer, Header, Kept, Scratch};
+use super::enqueuer::{ContextState, DeviceCall, Enqueuer, Header, Scratch};
 use crate::device::{DeviceRange, RunArgs};
 use crate::dtype::Dtype;
 use crate::ep::call_agreement::GroupCounts;
@@ -42,7 +42,7 @@ use crate::schedule::{CallProperties, Payload, Tag, WindowId};
 
 /// Where this rank lets others write.
 #[derive(Debug)]
-pub(super) struct Landing {
+pub(super) struct WriteTarget {
     pub base: u64,
     pub len: u64,
     /// Memory of the pool; none where metadata alone lands.
@@ -89,15 +89,15 @@ impl Enqueuer {
         planner.note(self)
     }
 
-    pub fn announce(&self, kind: CallKind, context: u32) -> Landing {
+    pub fn announce(&self, kind: CallKind, context: u32) -> WriteTarget {
         let common = &self.common;
         if CallProperties::of(kind).payload == Payload::Nothing {
-            let (base, len) = common.shape.notes(context);
-            return Landing { base, len, extent: None };
+            let (base, len) = common.shape.metadata(context);
+            return WriteTarget { base, len, extent: None };
         }
         let most = common.fixed.most_bytes(CallKind::Dispatch, &self.numbers.sizes);
         let extent = common.space.announce(most.saturating_add(self.announced_beyond()));
-        Landing { base: extent.offset(), len: extent.len(), extent: Some(extent) }
+        WriteTarget { base: extent.offset(), len: extent.len(), extent: Some(extent) }
     }
 
     /// From the counts of all to this rank's layout.
@@ -121,14 +121,14 @@ impl Enqueuer {
             rank_sums.number(&frame, sorted, top_k, (counts, sizes));
         }
         match fixed.arrives() {
-            true => common.rewrite_notes(&arrivals.starts, sorted)?,
+            true => common.rewrite_metadata(&arrivals.starts, sorted)?,
             false if fixed.spec.rank_sums => {
-                common.rewrite_notes(&scratch.starts, sorted)?;
-                sorted.copy_notes(&scratch.starts, &mut scratch.notes);
+                common.rewrite_metadata(&scratch.starts, sorted)?;
+                sorted.copy_metadata(&scratch.starts, &mut scratch.metadata);
             }
             false => {}
         }
-        let Kept { layout, first_run, numbers, .. } = kept;
+        let ContextState { layout, first_run, numbers, .. } = kept;
         layout.fill_transfers(&frame, (sorted, crossing), top_k, counts, sizes);
         if fixed.spec.rank_sums {
             rank_sums.describe(&frame, layout);
@@ -178,7 +178,7 @@ impl Enqueuer {
 
     /// Tells where rows land. What is staged behind them is this rank's as long as the extent that
     /// is returned.
-    fn tell_placement(&mut self, (context, gathered): (u32, usize), landing: Landing) -> Option<Extent> {
+    fn tell_placement(&mut self, (context, gathered): (u32, usize), landing: WriteTarget) -> Option<Extent> {
         let Enqueuer { common, kept, calls, sorted, scratch, numbers, .. } = self;
         let (layout, number) = (&kept[context as usize].layout, calls.number());
         let mut extent = landing.extent;
@@ -264,20 +264,20 @@ impl Enqueuer {
         let base = self.tables.landing[self.common.fixed.lanes.rank as usize];
         let shape = &self.common.shape;
         match self.common.fixed.gpu_direct() {
-            true => (0, shape.scratch_notes()),
-            false => (base, shape.notes(context).0),
+            true => (0, shape.scratch_metadata()),
+            false => (base, shape.metadata(context).0),
         }
     }
 
     /// Finds where every visible row has arrived, which the context keeps; and writes to the
     /// enqueuer's scratch what goes with rows of other nodes.
     pub fn find_arrivals(&mut self, context: u32) -> Result<(), Error> {
-        let (_, scratch_notes) = self.enqueuer_scratch(context);
+        let (_, scratch_metadata) = self.enqueuer_scratch(context);
         let Enqueuer { common, calls, arrivals, numbers, scratch, kept, .. } = self;
         let fixed = &common.fixed;
         let (paths, me, control, parity) = (fixed.paths(), fixed.lanes.rank, &fixed.control, calls.parity());
         let (bins, own) = (&fixed.bins, fixed.bins.of(me));
-        let words = (control.note_bytes() / 4) as usize;
+        let words = (control.metadata_bytes() / 4) as usize;
         let kept = &mut kept[context as usize];
         let (counts, sizes) = (&numbers.counts, &numbers.sizes);
         let (landed, Header { segments, listed, weights, pads, counted }) =
@@ -310,19 +310,19 @@ impl Enqueuer {
             listed.resize(mine as usize, 0);
             weights.resize(mine as usize * words, 0);
             fixed.port.read(relay, WindowId::CONTROL, at + control.index() + u64::from(skip) * 4, listed)?;
-            let notes = at + control.notes(entries) + u64::from(skip) * control.note_bytes();
-            fixed.port.read(relay, WindowId::CONTROL, notes, weights)?;
+            let metadata = at + control.metadata(entries) + u64::from(skip) * control.metadata_bytes();
+            fixed.port.read(relay, WindowId::CONTROL, metadata, weights)?;
             arrivals.from_other_node(rows, listed, &segments[before..]);
             let mut rest = &weights[..];
             for &Segment { to_row, count, pad } in &segments[before..] {
-                let notes = rest.split_off(..count as usize * words).unwrap_or_default();
-                let at = scratch_notes + u64::from(to_row) * control.note_bytes();
+                let metadata = rest.split_off(..count as usize * words).unwrap_or_default();
+                let at = scratch_metadata + u64::from(to_row) * control.metadata_bytes();
                 if count + pad > 0 {
-                    fixed.port.write(WindowId::HOST_STAGING, at, notes)?;
+                    fixed.port.write(WindowId::HOST_STAGING, at, metadata)?;
                     pads.resize(pad as usize * words, 0);
                     fixed.port.write(
                         WindowId::HOST_STAGING,
-                        at + u64::from(count) * control.note_bytes(),
+                        at + u64::from(count) * control.metadata_bytes(),
                         pads,
                     )?;
                 }
@@ -345,7 +345,7 @@ impl DeviceCall<'_> {
 
     pub fn announce(&mut self) {
         let landing = self.refused.is_none().then(|| self.enqueuer.announce(self.tag.kind, self.context));
-        let said = |landing: &Landing| match landing.extent {
+        let said = |landing: &WriteTarget| match landing.extent {
             Some(_) => (landing.base, self.enqueuer.said_bytes(landing.len)),
             None => (landing.base, landing.len),
         };
@@ -367,11 +367,11 @@ impl DeviceCall<'_> {
             self.enqueuer.send_own_runs(context)?;
             self.planner.place_own(self.enqueuer, context, self.tokens)?;
         }
-        self.find_notes(noted)?;
+        self.find_metadata(noted)?;
         let in_place = self.in_place();
-        let Enqueuer { common, calls, tables, kept, notes_at, .. } = &mut *self.enqueuer;
-        let (setting, shape) = (common.rows_setting(*calls, kind, notes_at), &common.shape);
-        let Kept { layout, first_run, .. } = &kept[context as usize];
+        let Enqueuer { common, calls, tables, kept, metadata_at, .. } = &mut *self.enqueuer;
+        let (setting, shape) = (common.rows_setting(*calls, kind, metadata_at), &common.shape);
+        let ContextState { layout, first_run, .. } = &kept[context as usize];
         tables.rows(&setting, layout, noted);
         if shape.arrives() {
             tables.to_arrivals(&setting, layout, *first_run, |rows| shape.landing(kind, rows));
@@ -395,10 +395,10 @@ impl DeviceCall<'_> {
     ///
     /// # Errors
     /// [`Cause::Protocol`].
-    fn find_notes(&mut self, noted: bool) -> Result<(), Error> {
+    fn find_metadata(&mut self, noted: bool) -> Result<(), Error> {
         let (kind, rank) = (self.tag.kind, self.enqueuer.common.fixed.lanes.rank);
-        let Enqueuer { common, calls, notes_at, .. } = &mut *self.enqueuer;
-        notes_at[rank as usize] = common.shape.notes(self.context).0;
+        let Enqueuer { common, calls, metadata_at, .. } = &mut *self.enqueuer;
+        metadata_at[rank as usize] = common.shape.metadata(self.context).0;
         let agreement = common.fixed.agreement(*calls, kind);
         for peer in (0..common.fixed.lanes.ranks()).filter(|&peer| noted && peer != rank) {
             let theirs = agreement.tag_of(peer)?.context;
@@ -406,7 +406,7 @@ impl DeviceCall<'_> {
             if u32::from(theirs) >= common.shape.contexts() {
                 return Err(Cause::Protocol { rank: common.fixed.lanes.world_ranks[peer as usize] }.into());
             }
-            notes_at[peer as usize] = common.shape.notes(theirs.into()).0;
+            metadata_at[peer as usize] = common.shape.metadata(theirs.into()).0;
         }
         Ok(())
     }
@@ -420,15 +420,15 @@ impl DeviceCall<'_> {
             enqueuer.find_arrivals(context)?;
         }
         let enqueuer_scratch = enqueuer.enqueuer_scratch(context);
-        let Enqueuer { common, calls, tables, scratch, kept, notes_at, .. } = enqueuer;
-        let (setting, kept) = (common.rows_setting(*calls, kind, notes_at), &kept[context as usize]);
+        let Enqueuer { common, calls, tables, scratch, kept, metadata_at, .. } = enqueuer;
+        let (setting, kept) = (common.rows_setting(*calls, kind, metadata_at), &kept[context as usize]);
         let rows = kept.layout.landed;
         match &self.task {
             _ if arrives => {
                 if setting.sizing.row_bytes > 0 {
                     common.fixed.port.write(WindowId::HOST_STAGING, enqueuer_scratch.0, &kept.index)?;
                 }
-                tables.bring_notes_in(&setting, &scratch.landed, rows, enqueuer_scratch);
+                tables.bring_metadata_in(&setting, &scratch.landed, rows, enqueuer_scratch);
             }
             Some(_) => tables.bring_in(&setting, &kept.forward, rows, kind.places()),
             None => {}

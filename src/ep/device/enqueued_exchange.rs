@@ -84,7 +84,7 @@ pub(in crate::ep) struct EnqueuedCombine {
 }
 
 /// Choices of a call that places rows and, if they go along, the tokens with their type.
-type Brought<'a> = (Chosen<'a>, Option<(&'a DeviceRange, Dtype)>);
+type RowsInput<'a> = (Chosen<'a>, Option<(&'a DeviceRange, Dtype)>);
 
 /// How long streams of a dead world are waited for when the exchange goes.
 const DRAIN: Duration = Duration::from_secs(10);
@@ -234,7 +234,7 @@ impl EnqueuedExchange {
     fn begin_placing(
         &mut self,
         kind: CallKind,
-        brought: Result<Brought<'_>, Error>,
+        brought: Result<RowsInput<'_>, Error>,
     ) -> Result<EnqueuedDispatch, Error> {
         self.common().fixed.shared.hub.health().check()?;
         self.refuse_capture()?;

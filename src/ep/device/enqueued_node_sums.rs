@@ -12,7 +12,7 @@
 //! the call. Nothing reads it but this rank's stream and its NIC, until the call is over.
 
 use super::device_pool::Extent;
-use super::enqueuer::{DeviceCall, Enqueuer, Kept, Scratch};
+use super::enqueuer::{ContextState, DeviceCall, Enqueuer, Scratch};
 use super::memory::MemoryShape;
 use super::session::Session;
 use crate::error::{CallKind, Error};
@@ -68,7 +68,7 @@ impl Enqueuer {
 }
 
 impl Pieces {
-    fn of(common: &Session, kept: &Kept, start: u64) -> Self {
+    fn of(common: &Session, kept: &ContextState, start: u64) -> Self {
         let spec = &common.fixed.spec;
         Pieces::new(start, &kept.forward, spec.top_k, spec.row_bytes())
     }

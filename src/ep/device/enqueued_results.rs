@@ -12,7 +12,7 @@ use super::device_pool::{Extent, Owed};
 use super::dispatch_planner::Planner;
 use super::enqueuer::Outputs;
 use super::memory::StreamFlag;
-use super::session::{Alive, ContextProgress, PlacementInfo, Session};
+use super::session::{ContextProgress, LiveHandle, PlacementInfo, Session};
 use crate::device::{DeviceRange, Kernels};
 use crate::dtype::Dtype;
 use crate::ep::{CallExecutor, LaneUse, Report, Status};
@@ -159,15 +159,15 @@ impl EnqueuedRows {
         let shape = &common.shape;
         let landing = shape.landing(kind, landed);
         let base = extent.offset();
-        let (notes, top_k) = (common.fixed.spec.notes(), common.fixed.spec.top_k);
+        let (metadata, top_k) = (common.fixed.spec.metadata(), common.fixed.spec.top_k);
         let [experts, apart] = shape.row_choices(context);
         let words = |per_row: u32| u64::from(landed) * u64::from(per_row) * 4;
         let weights = match common.pairs() {
-            0 => (shape.notes(context).0, words(1)),
+            0 => (shape.metadata(context).0, words(1)),
             pairs => (apart.0, words(pairs)),
         };
         let (memory, weights) = (common.piece((base, landing.bytes()))?, common.piece(weights)?);
-        let named = notes.experts(top_k);
+        let named = metadata.experts(top_k);
         let experts = (named > 0).then(|| common.piece((experts.0, words(named)))).transpose()?;
         let arrived = match shape.arrives() {
             true => {
@@ -244,7 +244,7 @@ pub(in crate::ep) struct EnqueuedHandle {
     kept: Mutex<Option<EnqueuedOutput>>,
     /// Bytes that it may yet ask of the pool.
     owed: Owed,
-    _alive: Alive,
+    _alive: LiveHandle,
 }
 
 impl Drop for EnqueuedHandle {
@@ -267,7 +267,7 @@ struct LastReturn {
 
 impl EnqueuedHandle {
     pub(super) fn new(lease: Arc<Lease>, placement: PlacementInfo) -> Self {
-        let (copied, alive) = (AtomicU64::new(0), Alive::new(&lease.common.handles));
+        let (copied, alive) = (AtomicU64::new(0), LiveHandle::new(&lease.common.handles));
         let (last, kept) = Default::default();
         let owed = Owed::new(&lease.common.owed);
         EnqueuedHandle { lease, placement, copied, last, kept, owed, _alive: alive }
@@ -454,7 +454,7 @@ impl EnqueuedOutput {
     /// None in practice: they lie inside their memory.
     pub fn weights(&self) -> Result<DeviceRange, Error> {
         let offer = self.offer();
-        Ok(self.lease.common.piece((self.base + offer.notes_at(), offer.notes * 4))?)
+        Ok(self.lease.common.piece((self.base + offer.metadata_at(), offer.metadata * 4))?)
     }
 
     /// Memory that peers may read.
@@ -465,7 +465,7 @@ impl EnqueuedOutput {
     /// What returns in a call of this kind.
     pub(super) fn outputs(&self, kind: CallKind) -> Outputs<'_> {
         let weights = CallProperties::of(kind).payload == Payload::Weights;
-        let behind = if weights { self.offer().notes_at() } else { 0 };
+        let behind = if weights { self.offer().metadata_at() } else { 0 };
         Outputs { rows: &self.rows, len: self.len, base: self.base + behind }
     }
 }

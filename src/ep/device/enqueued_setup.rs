@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::default_heap::HeapLoad;
 use super::device_pool::{DevicePool, Progress};
 use super::enqueued_exchange::{EnqueuedExchange, Parts};
-use super::enqueuer::{CallerStream, Enqueuer, Kept, Scratch};
+use super::enqueuer::{CallerStream, ContextState, Enqueuer, Scratch};
 use super::heap_growth::HeapGrowth;
 use super::memory::{MemoryShape, StreamFlag};
 use super::next_instance;
@@ -274,9 +274,9 @@ fn enqueuer(
         rank_sums: RankSums::default(),
         node_sums: NodeSums::default(),
         numbers: GroupCounts::new(fixed),
-        kept: (0..common.shape.word_sets()).map(|_| Kept::default()).collect(),
+        kept: (0..common.shape.word_sets()).map(|_| ContextState::default()).collect(),
         growth,
-        notes_at: vec![0; fixed.lanes.ranks() as usize],
+        metadata_at: vec![0; fixed.lanes.ranks() as usize],
         scratch: Scratch::default(),
     }
 }

@@ -42,7 +42,7 @@ use std::sync::Arc;
 
 use super::device_pool::Extent;
 use super::dispatch_planner::Planner;
-use super::enqueued_dispatch::Landing;
+use super::enqueued_dispatch::WriteTarget;
 use super::heap_growth::{HeapGrowth, NotGrown};
 use super::session::Session;
 use super::watchdog::Watch;
@@ -54,7 +54,7 @@ use crate::ep::host::refusing;
 use crate::ep::relay::{CallPlan, Relay, RelayCall, RelayTask};
 use crate::ep::tensor::Chosen;
 use crate::error::{CallError, CallKind, Error, MemoryError, PlanError};
-use crate::exec::{CopyEngineStepper, Executor, Packed, Until, drive};
+use crate::exec::{CopyEngineStepper, Packed, StepExecutor, Until, drive};
 use crate::plan::{
     Counts, DispatchLayout, ExpertMap, InterNodeRows, NodeSums, RankSums, ReceiveSizes, RelayPermutation,
     RelayPlan, RowRun, Segment, SortedRouting,
@@ -79,7 +79,7 @@ pub(super) struct CallerStream {
 
 /// State of a context between its calls.
 #[derive(Debug, Default)]
-pub(super) struct Kept {
+pub(super) struct ContextState {
     pub layout: DispatchLayout,
     /// The blocks that this rank's relay copies along it.
     pub forward: RelayPlan,
@@ -100,7 +100,7 @@ pub(super) struct Kept {
     pub status: Status,
 }
 
-impl Kept {
+impl ContextState {
     /// Adds the layout's runs as they lie among the tokens, if each is a run of tokens. `token_of`
     /// is that of a packed row.
     pub fn find_in_place(&mut self, token_of: impl Fn(u32) -> u32) {
@@ -137,11 +137,11 @@ pub(super) struct Enqueuer {
     pub rank_sums: RankSums,
     pub node_sums: NodeSums,
     pub numbers: GroupCounts,
-    pub kept: Vec<Kept>,
+    pub kept: Vec<ContextState>,
     /// How the pool grows, if it may.
     pub growth: Option<HeapGrowth>,
     /// Per rank: where metadata of the call's rows lands.
-    pub notes_at: Vec<u64>,
+    pub metadata_at: Vec<u64>,
     pub scratch: Scratch,
 }
 
@@ -156,7 +156,7 @@ pub(super) struct Scratch {
     /// Per bin: its first row as rows lie packed.
     pub starts: Vec<u32>,
     /// Metadata of each packed row.
-    pub notes: Vec<u32>,
+    pub metadata: Vec<u32>,
     /// Per choice: its packed row, and the place of its bin in the order of the sum.
     pub places: Vec<i32>,
     pub sums: Vec<i32>,
@@ -320,7 +320,7 @@ pub(super) struct DeviceCall<'p> {
     /// How the call has ended, if it was refused.
     pub ended: Status,
     /// Dispatch: where rows land.
-    pub landing: Option<Landing>,
+    pub landing: Option<WriteTarget>,
     /// Memory behind what landed, which is this rank's until the call is over.
     pub staging: Option<Extent>,
     /// Another expert map, that this rank proposes.
@@ -413,12 +413,12 @@ impl<'p> DeviceCall<'p> {
             return engine.run(items, &operands, None);
         }
         let staging = common.shape.staging();
-        let (packed, notes) = (common.piece(staging)?, planner.notes(common)?);
+        let (packed, metadata) = (common.piece(staging)?, planner.metadata(common)?);
         let (rows, at) = match (&self.x, in_place) {
             (Some((x, _)), Some((offset, _))) => (x, offset),
             _ => (&packed, staging.0),
         };
-        let packed = Packed { rows, at, notes: planner.packed_notes(&notes, scratch) };
+        let packed = Packed { rows, at, metadata: planner.packed_metadata(&metadata, scratch) };
         engine.collect(items, &operands, Some(packed))?;
         // Before the net is served, where this thread waits until rows that cross are packed.
         if let Some((x, dtype)) = &self.x {
@@ -435,7 +435,7 @@ impl<'p> DeviceCall<'p> {
         let Enqueuer { relay, engine, kept, calls, numbers, .. } = &mut *self.enqueuer;
         let Some(relay) = relay else { return Ok(()) };
         let (kind, programs) = (self.tag.kind, self.programs);
-        let Kept { forward, numbers: (counts, sizes), .. } = &mut kept[self.context as usize];
+        let ContextState { forward, numbers: (counts, sizes), .. } = &mut kept[self.context as usize];
         let task = self.task.get_or_insert_with(|| {
             let parts = ReturnParts { rows: !kind.places(), weights: false };
             RelayTask { parts, memory, weighted, ..RelayTask::new(*calls, kind) }
@@ -453,7 +453,7 @@ impl<'p> DeviceCall<'p> {
     }
 }
 
-impl Executor for DeviceCall<'_> {
+impl StepExecutor for DeviceCall<'_> {
     fn run(&mut self, role: Role, stage: StageId, part: Part) -> Result<(), Error> {
         if role == Role::Relay {
             return self.relay(|relay| relay.run(role, stage, part));
@@ -558,7 +558,7 @@ impl DeviceCall<'_> {
             match common.take_in_call(common.fixed.extent_bytes(self.tag.kind, landed, staged)) {
                 Ok(extent) => {
                     let (base, len) = (extent.offset(), extent.len());
-                    self.landing = Some(Landing { base, len, extent: Some(extent) });
+                    self.landing = Some(WriteTarget { base, len, extent: Some(extent) });
                 }
                 Err(error @ Error::Memory(MemoryError::OutOfSpace { .. })) => self.refused = Some(error),
                 Err(error) => return Err(error),

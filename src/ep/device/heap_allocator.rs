@@ -31,7 +31,7 @@ const ALIGN: u64 = 512;
 /// Allocators, by device: one each.
 static SERVING: Mutex<Vec<(u32, Weak<Serving>)>> = Mutex::new(Vec::new());
 /// Pieces that are allocated, by address.
-static LIVE: Mutex<BTreeMap<u64, Piece>> = Mutex::new(BTreeMap::new());
+static LIVE: Mutex<BTreeMap<u64, AllocatedRange>> = Mutex::new(BTreeMap::new());
 
 /// Allocates memory of the device heap of an instance on a device. It is for libraries that take an
 /// allocator: `torch.cuda.MemPool` calls [`alloc_on`](Self::alloc_on) and [`free`](Self::free)
@@ -59,7 +59,7 @@ struct Serving {
 
 /// Memory that is allocated.
 #[derive(Debug)]
-struct Piece {
+struct AllocatedRange {
     device: u32,
     range: DeviceRange,
     extent: Extent,
@@ -141,7 +141,7 @@ impl HeapAllocator {
         }
         // Not under the lock: calls of the driver may wait for other threads, which allocate.
         let event = stream.context().driver().beside_captures(|| mark(stream))?;
-        let Piece { range, extent, served, .. } = lock(&LIVE).remove(&address).ok_or(unknown)?;
+        let AllocatedRange { range, extent, served, .. } = lock(&LIVE).remove(&address).ok_or(unknown)?;
         extent.give_behind(event, range, served.load(Ordering::Relaxed));
         Ok(())
     }
@@ -157,7 +157,7 @@ impl Serving {
         let extent = context.driver().beside_captures(|| session.take_within(bytes, ALIGN, patience))?;
         let range = session.piece((extent.offset(), bytes))?;
         let served = Arc::clone(&session.served);
-        let piece = Piece { device: context.device(), range: range.clone(), extent, served };
+        let piece = AllocatedRange { device: context.device(), range: range.clone(), extent, served };
         lock(&LIVE).insert(range.address(), piece);
         Ok(range)
     }

@@ -110,7 +110,7 @@ impl MemoryShape {
             align: spec.align.into(),
             experts,
             segments: spec.layout.most_bins(spec.map.slots()).into(),
-            pairs: spec.notes().pairs(spec.top_k).into(),
+            pairs: spec.metadata().pairs(spec.top_k).into(),
             rank_sums: spec.rank_sums,
             node_sums: spec.node_sums,
             weighted: spec.weighted,
@@ -131,9 +131,10 @@ impl MemoryShape {
         let staged = u128::from(self.staged.unwrap_or(0));
         let rows = staged + u128::from(self.entries() + self.align + self.ids + self.bins + self.experts);
         // A row, its note and its numbers, all of them a few times.
-        let bytes = 4 * u128::from(self.longest_row() + self.sizing.note_bytes() + 8 + GRAIN);
-        let notes = u128::from(self.notes_bytes()) + u128::from(2 * self.row_choice_bytes() + GRAIN);
-        let all = rows.saturating_mul(bytes).saturating_add(notes);
+        let bytes = 4 * u128::from(self.longest_row() + self.sizing.metadata_bytes() + 8 + GRAIN);
+        let metadata =
+            u128::from(self.all_metadata_bytes()) + u128::from(2 * self.row_choice_bytes() + GRAIN);
+        let all = rows.saturating_mul(bytes).saturating_add(metadata);
         let all = all.saturating_mul(u128::from(self.contexts) + 2);
         if all <= MOST.into() {
             return Ok(());
@@ -181,7 +182,7 @@ impl MemoryShape {
 
     /// Memory of so many rows that land in a call of this kind. Metadata lies with the handle.
     pub fn landing(&self, kind: CallKind, rows: u32) -> RowBuffer {
-        RowBuffer { rows, notes: 0, row_bytes: self.row_bytes(kind) }
+        RowBuffer { rows, metadata: 0, row_bytes: self.row_bytes(kind) }
     }
 
     /// Bytes in which so many rows of a dispatch land, with the most that a rank may stage.
@@ -267,13 +268,13 @@ impl MemoryShape {
     }
 
     /// Metadata of rows that a call packs, where the device plans it. All contexts share it.
-    pub fn packed_notes(&self) -> ByteRange {
-        (behind(self.staging()), self.entries() * self.sizing.note_bytes())
+    pub fn packed_metadata(&self) -> ByteRange {
+        (behind(self.staging()), self.entries() * self.sizing.metadata_bytes())
     }
 
     /// First byte of a context.
     fn context(&self, context: u32) -> u64 {
-        behind(self.packed_notes()) + u64::from(context) * self.context_bytes()
+        behind(self.packed_metadata()) + u64::from(context) * self.context_bytes()
     }
 
     /// The token of each packed row, `i32`.
@@ -328,18 +329,18 @@ impl MemoryShape {
     }
 
     /// Metadata of each row that landed: the weight, `f32`, or words that a kernel lays apart.
-    pub fn notes(&self, context: u32) -> ByteRange {
-        (behind(self.own_runs(context)), self.notes_bytes())
+    pub fn metadata(&self, context: u32) -> ByteRange {
+        (behind(self.own_runs(context)), self.all_metadata_bytes())
     }
 
-    fn notes_bytes(&self) -> u64 {
-        self.most_rows() * self.sizing.note_bytes()
+    fn all_metadata_bytes(&self) -> u64 {
+        self.most_rows() * self.sizing.metadata_bytes()
     }
 
     /// Rank-major: the local expert of each row and choice, `i32`; then their weights, `f32`. Where
     /// ranks sum a token's rows: the sum that each row is part of, and the weights.
     pub fn row_choices(&self, context: u32) -> [ByteRange; 2] {
-        let experts = (behind(self.notes(context)), self.row_choice_bytes());
+        let experts = (behind(self.metadata(context)), self.row_choice_bytes());
         [experts, (behind(experts), self.row_choice_bytes())]
     }
 
@@ -377,13 +378,13 @@ impl MemoryShape {
     }
 
     /// In the enqueuer's scratch: where notes begin, behind the index.
-    pub fn scratch_notes(&self) -> u64 {
+    pub fn scratch_metadata(&self) -> u64 {
         round(self.most_rows() * 4)
     }
 
     /// Bytes of the enqueuer's scratch.
     pub fn scratch_bytes(&self) -> u64 {
-        self.scratch_notes() + round(self.most_rows() * self.sizing.note_bytes())
+        self.scratch_metadata() + round(self.most_rows() * self.sizing.metadata_bytes())
     }
 
     /// Rows that any routing brings at most, or the budget; pads counted.
@@ -416,12 +417,12 @@ impl MemoryShape {
         (behind(self.host_experts()), self.entries() * 4)
     }
 
-    pub fn host_notes(&self) -> ByteRange {
-        (behind(self.host_weights()), self.entries() * self.sizing.note_bytes())
+    pub fn host_metadata(&self) -> ByteRange {
+        (behind(self.host_weights()), self.entries() * self.sizing.metadata_bytes())
     }
 
     pub fn host_places(&self) -> ByteRange {
-        (behind(self.host_notes()), self.entries() * 4)
+        (behind(self.host_metadata()), self.entries() * 4)
     }
 
     pub fn host_sums(&self) -> ByteRange {
@@ -447,7 +448,7 @@ impl MemoryShape {
 
     /// Zeros for pads of notes.
     pub fn host_zeros(&self) -> ByteRange {
-        (behind(self.host_order()), self.align * self.sizing.note_bytes())
+        (behind(self.host_order()), self.align * self.sizing.metadata_bytes())
     }
 
     /// Where the device plans: rows of each bin, `u32`.
@@ -476,7 +477,7 @@ impl MemoryShape {
     fn context_bytes(&self) -> u64 {
         let permutations = 3 * round(self.entries() * 4) + round(self.sum_place_bytes());
         let permutations = permutations + round(self.weight_bytes());
-        let beside = round(self.notes_bytes()) + 2 * round(self.row_choice_bytes());
+        let beside = round(self.all_metadata_bytes()) + 2 * round(self.row_choice_bytes());
         permutations + round(2 * self.experts * 8) + round(self.own_run_bytes()) + beside
     }
 }
@@ -541,19 +542,24 @@ mod tests {
     #[test]
     fn within_a_budget_a_context_has_words_for_as_many_rows() {
         let budget = MemoryShape { most_rows: 128, ..shape(2, 512) };
-        assert_eq!(shape(2, 512).notes(0).1, 512 * 4);
-        assert_eq!(budget.notes(0).1, 128 * 4);
+        assert_eq!(shape(2, 512).metadata(0).1, 512 * 4);
+        assert_eq!(budget.metadata(0).1, 128 * 4);
     }
 
     #[test]
     fn pieces_lie_behind_each_other() {
         let shape = shape(2, 512);
         let mut pieces = vec![shape.zeros(), shape.map(), shape.locals(), shape.groups()];
-        pieces.extend([shape.places_in_sums(), shape.own_experts(), shape.staging(), shape.packed_notes()]);
+        pieces.extend([
+            shape.places_in_sums(),
+            shape.own_experts(),
+            shape.staging(),
+            shape.packed_metadata(),
+        ]);
         for context in 0..2 {
             pieces.extend([shape.order(context), shape.places(context), shape.sums(context)]);
             pieces.extend([shape.weights(context), shape.counts(context), shape.own_runs(context)]);
-            pieces.push(shape.notes(context));
+            pieces.push(shape.metadata(context));
         }
         pieces.push(shape.pool());
         for next in pieces.windows(2) {

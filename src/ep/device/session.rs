@@ -151,9 +151,9 @@ impl Session {
 
     /// Context of all operands by which rows go out in a call of this kind, whose
     /// metadata lands at these places.
-    pub fn rows_setting<'a>(&'a self, calls: Calls, kind: CallKind, notes: &'a [u64]) -> FillContext<'a> {
-        let notes = self.fixed.enqueues.then_some(notes);
-        FillContext { notes, ..self.fixed.agreement(calls, kind).setting }
+    pub fn rows_setting<'a>(&'a self, calls: Calls, kind: CallKind, metadata: &'a [u64]) -> FillContext<'a> {
+        let metadata = self.fixed.enqueues.then_some(metadata);
+        FillContext { metadata, ..self.fixed.agreement(calls, kind).setting }
     }
 
     /// Gives back what of an extent a call of this kind along a layout does not need. What is
@@ -314,8 +314,8 @@ impl Session {
             rows,
             top_k: pairs,
             // Sums are not counted.
-            n_experts: if spec.notes().experts(spec.top_k) == 0 { 0 } else { n_experts },
-            notes: self.span(self.shape.notes(context))?,
+            n_experts: if spec.metadata().experts(spec.top_k) == 0 { 0 } else { n_experts },
+            metadata: self.span(self.shape.metadata(context))?,
             experts: self.span(experts)?,
             weights: self.span(weights)?,
             counts: self.span(self.counts(context))?,
@@ -325,7 +325,7 @@ impl Session {
 
     /// Pairs of words that came with each row and are laid apart.
     pub fn pairs(&self) -> u32 {
-        self.fixed.spec.notes().pairs(self.fixed.spec.top_k)
+        self.fixed.spec.metadata().pairs(self.fixed.spec.top_k)
     }
 
     /// Whether the rows that return in a call of this kind are sums by rank.
@@ -468,7 +468,7 @@ impl Session {
         let bytes = u64::from(tokens) * self.shape.row_bytes(CallKind::Dispatch);
         let extent = self.take(bytes)?;
         let range = self.piece((extent.offset(), bytes))?;
-        Ok(EnqueuedTokens { range, _extent: extent, _alive: Alive::new(&self.buffers) })
+        Ok(EnqueuedTokens { range, _extent: extent, _alive: LiveHandle::new(&self.buffers) })
     }
 
     /// Where in this rank's memory tokens of this type lie that a call of this kind may send as
@@ -488,14 +488,14 @@ impl Session {
 
     /// Writes the metadata of rows where these lie packed, from these rows of bins on. Where
     /// engines relay, rows for other nodes have theirs in headers.
-    pub fn rewrite_notes(&self, starts: &[u32], sorted: &SortedRouting) -> Result<(), Error> {
-        let (fixed, (at, _)) = (&self.fixed, self.shape.host_notes());
-        let bytes = fixed.sizing(CallKind::Dispatch).note_bytes();
+    pub fn rewrite_metadata(&self, starts: &[u32], sorted: &SortedRouting) -> Result<(), Error> {
+        let (fixed, (at, _)) = (&self.fixed, self.shape.host_metadata());
+        let bytes = fixed.sizing(CallKind::Dispatch).metadata_bytes();
         let packed = |&rank: &u32| fixed.paths().same_node(rank) || !fixed.arrives();
         for rank in (0..fixed.lanes.ranks()).filter(packed) {
             for bin in fixed.bins.of(rank) {
                 let to = at + u64::from(starts[bin as usize]) * bytes;
-                self.host.write_words(to as usize, sorted.notes_of(bin..bin + 1))?;
+                self.host.write_words(to as usize, sorted.metadata_of(bin..bin + 1))?;
             }
         }
         Ok(())
@@ -557,17 +557,17 @@ impl DispatchContext {
 
 /// A handle that is alive, which follows the map of its dispatch; or a token buffer.
 #[derive(Debug)]
-pub(super) struct Alive(Arc<AtomicU32>);
+pub(super) struct LiveHandle(Arc<AtomicU32>);
 
-impl Alive {
+impl LiveHandle {
     /// One more of these.
     pub fn new(count: &Arc<AtomicU32>) -> Self {
         count.fetch_add(1, Ordering::Relaxed);
-        Alive(Arc::clone(count))
+        LiveHandle(Arc::clone(count))
     }
 }
 
-impl Drop for Alive {
+impl Drop for LiveHandle {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }
@@ -578,7 +578,7 @@ impl Drop for Alive {
 pub(in crate::ep) struct EnqueuedTokens {
     range: DeviceRange,
     _extent: Extent,
-    _alive: Alive,
+    _alive: LiveHandle,
 }
 
 impl EnqueuedTokens {

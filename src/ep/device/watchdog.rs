@@ -314,21 +314,21 @@ struct Watched {
     fixed: Arc<EpState>,
     /// This rank's words.
     words: PinnedMemory,
-    calls: Mutex<Calls>,
+    calls: Mutex<AwaitedCalls>,
     over: AtomicBool,
 }
 
 /// Calls whose words may be missing, in the order in which the stream makes them.
 #[derive(Debug, Default)]
-struct Calls {
-    ahead: VecDeque<Expected>,
+struct AwaitedCalls {
+    ahead: VecDeque<ExpectedWords>,
     /// The words of all of them, those of the oldest call first.
     words: VecDeque<Awaited>,
 }
 
 /// A call whose words the stream awaits.
 #[derive(Debug)]
-struct Expected {
+struct ExpectedWords {
     /// The stream leaves this mark when it has come to the call.
     mark: u64,
     /// How many words it awaits.
@@ -361,7 +361,7 @@ impl Watch {
         let mut calls = self.watched.calls.lock().unwrap_or_else(PoisonError::into_inner);
         // Words that cannot be read are the other thread's to report.
         let _ = self.watched.forget_ended(&mut calls);
-        calls.ahead.push_back(Expected { mark, words: awaited.len(), since: None });
+        calls.ahead.push_back(ExpectedWords { mark, words: awaited.len(), since: None });
         calls.words.extend(awaited);
     }
 }
@@ -397,8 +397,8 @@ impl Watched {
     }
 
     /// Forgets the oldest calls whose words are all there.
-    fn forget_ended(&self, calls: &mut Calls) -> Result<(), DeviceError> {
-        while let Some(&Expected { words, .. }) = calls.ahead.front() {
+    fn forget_ended(&self, calls: &mut AwaitedCalls) -> Result<(), DeviceError> {
+        while let Some(&ExpectedWords { words, .. }) = calls.ahead.front() {
             for &Awaited { from, flag, value } in calls.words.range(..words) {
                 if self.seen(from, flag)? < value {
                     return Ok(());
@@ -415,7 +415,7 @@ impl Watched {
         let rank = self.fixed.lanes.rank;
         let mut calls = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
         self.forget_ended(&mut calls)?;
-        let Calls { ahead, words } = &mut *calls;
+        let AwaitedCalls { ahead, words } = &mut *calls;
         let Some(oldest) = ahead.front_mut() else { return Ok(None) };
         if self.seen(rank, Flag::Returned)? < oldest.mark {
             return Ok(None);

@@ -24,7 +24,7 @@ use crate::ep::relay::{CallPlan, RelayCall, RelayTask};
 use crate::ep::report::LaneUse;
 use crate::ep::state::EpState;
 use crate::error::{CallError, CallKind, Error, MemoryError, PlanError};
-use crate::exec::{Executor, HostStepper, TransferCounts};
+use crate::exec::{HostStepper, StepExecutor, TransferCounts};
 use crate::gate::Routing;
 use crate::lane::{Io, Port};
 use crate::memory::{Extent, Pool, ReleaseCheck};
@@ -161,7 +161,7 @@ impl Flight {
 
 /// Tensors and settings that the caller lends for one half of a call.
 #[derive(Default)]
-pub(in crate::ep) struct Lent<'l> {
+pub(in crate::ep) struct CallTensors<'l> {
     /// Dispatch: the tokens' choices.
     pub routing: Option<&'l Routing<'l>>,
     /// Gathers without choices: how many tokens there are.
@@ -290,10 +290,10 @@ pub(super) struct HostCall<'e, 'l> {
     pub programs: &'e Arc<RankPrograms>,
     pub space: &'e mut Workspace,
     pub flight: &'e mut Flight,
-    pub lent: Lent<'l>,
+    pub lent: CallTensors<'l>,
 }
 
-impl Executor for HostCall<'_, '_> {
+impl StepExecutor for HostCall<'_, '_> {
     fn run(&mut self, role: Role, stage: StageId, part: Part) -> Result<(), Error> {
         match role {
             Role::Own => self.run_own(stage, part),
@@ -377,7 +377,7 @@ impl HostCall<'_, '_> {
         }
         match tensor {
             StageTensor::Rows if part == Part::Start => {
-                io = Io { input: self.lent.input, notes: bytemuck::cast_slice(&sorted.notes), ..io };
+                io = Io { input: self.lent.input, metadata: bytemuck::cast_slice(&sorted.metadata), ..io };
             }
             StageTensor::Sums => io = self.lent.output.take().unwrap_or_default(),
             StageTensor::Rows | StageTensor::None => {}
@@ -712,7 +712,7 @@ impl HostCall<'_, '_> {
         let Some(landing) = &self.flight.landing else { return Ok(()) };
         let made = &mut self.flight.made;
         let place = self.fixed.sizing(self.flight.tag.kind).landing(made.layout.landed);
-        let words = landing.slice::<u32>(place.notes_at(), place.notes as usize)?;
+        let words = landing.slice::<u32>(place.metadata_at(), place.metadata as usize)?;
         made.receive(self.fixed, words, self.lent.routing.map_or(&[], |routing| routing.weights()));
         Ok(())
     }
@@ -756,7 +756,7 @@ pub(super) fn sort(
     routing: &Routing<'_>,
 ) -> Result<(), Error> {
     let spec = &fixed.spec;
-    sorted.fill(&spec.map, &fixed.bins, spec.notes(), fixed.lanes.rank, routing)?;
+    sorted.fill(&spec.map, &fixed.bins, spec.metadata(), fixed.lanes.rank, routing)?;
     if let Some(slots) = spec.mode.slots() {
         let full = (0..).zip(&sorted.counts).find(|(_, rows)| **rows > slots);
         if let (Some((bin, &rows)), Overflow::Error) = (full, spec.mode.overflow()) {

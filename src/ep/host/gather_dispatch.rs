@@ -23,7 +23,7 @@ use crate::dtype::PartialDtype;
 use crate::ep::builder::Spec;
 use crate::ep::state::EpState;
 use crate::error::{CallError, CallKind, Cause, Error};
-use crate::exec::{Executor, Until, drive};
+use crate::exec::{StepExecutor, Until, drive};
 use crate::gate::Routing;
 use crate::lane::Io;
 use crate::memory::Extent;
@@ -109,7 +109,7 @@ impl Gather {
             weights,
             gathered: &gathered,
             behind: chunk.bytes(),
-            words: (chunk.notes_at(), chunk.notes as usize),
+            words: (chunk.metadata_at(), chunk.metadata as usize),
             extent: &mut *extent,
             made: &mut flight.made,
         };
@@ -128,16 +128,16 @@ impl Gather {
     /// transit.
     fn sort(&mut self, fixed: &EpState, words: &[u32]) -> Result<(), Cause> {
         let top_k = fixed.spec.top_k as usize;
-        let notes = words.chunks_exact(1 + 2 * top_k);
+        let metadata = words.chunks_exact(1 + 2 * top_k);
         let broken = |rank: u32| Cause::Protocol { rank: fixed.lanes.world_ranks[rank as usize] };
         self.sources.clear();
         let mut first = 0;
         for rank in 0..fixed.lanes.ranks() {
-            let end = first + notes.clone().skip(first).take_while(|note| note[0] == rank + 1).count();
+            let end = first + metadata.clone().skip(first).take_while(|note| note[0] == rank + 1).count();
             self.sources.push(first as u32..end as u32);
             first = end;
         }
-        if first != notes.len() {
+        if first != metadata.len() {
             return Err(broken(fixed.lanes.rank));
         }
         let Gather { everyone, sources, ids, weights, .. } = self;
@@ -145,13 +145,13 @@ impl Gather {
             let Range { start, end } = sources[rank as usize].clone();
             ids.clear();
             weights.clear();
-            for note in notes.clone().skip(start as usize).take((end - start) as usize) {
+            for note in metadata.clone().skip(start as usize).take((end - start) as usize) {
                 let (experts, of_them) = note[1..].split_at(top_k);
                 ids.extend(experts.iter().map(|&id| (id as i32).wrapping_sub(1)));
                 weights.extend(of_them.iter().map(|&word| f32::from_bits(word)));
             }
             let routing = Routing::new(top_k as u32, &ids[..], &weights[..]).map_err(|_| broken(rank))?;
-            let sorted = sorted.fill(&fixed.spec.map, &fixed.bins, fixed.spec.notes(), rank, &routing);
+            let sorted = sorted.fill(&fixed.spec.map, &fixed.bins, fixed.spec.metadata(), rank, &routing);
             sorted.map_err(|_| broken(rank))
         })
     }
@@ -201,7 +201,7 @@ impl Gather {
             of_block.clear();
             for bins in of.paths.served_by(me).iter().map(|&served| of.bins.of(served)) {
                 of_block
-                    .extend(sorted.notes_of(bins).iter().step_by(words).map(|&word| f32::from_bits(word)));
+                    .extend(sorted.metadata_of(bins).iter().step_by(words).map(|&word| f32::from_bits(word)));
             }
         });
         if frame.paths.is_multi_node() {
@@ -243,7 +243,7 @@ struct Regrouping<'e> {
     made: &'e mut Inner,
 }
 
-impl Executor for Regrouping<'_> {
+impl StepExecutor for Regrouping<'_> {
     fn run(&mut self, _: Role, stage: StageId, part: Part) -> Result<(), Error> {
         let (from, row_bytes) = (self.extent.offset(), self.fixed.sizing(self.kind).row_bytes);
         let LocalPermutation { runs, rows, .. } = &self.gather.regroup;
@@ -270,9 +270,9 @@ impl Executor for Regrouping<'_> {
             Work::Metadata => {
                 let sizing = fixed.sizing(*kind);
                 let landing = sizing.landing(made.layout.landed);
-                let at = self.behind + landing.notes_at();
-                let words = extent.slice_mut::<u32>(at, landing.notes as usize)?;
-                gather.regroup.write_notes(sizing.words_out as usize, words);
+                let at = self.behind + landing.metadata_at();
+                let words = extent.slice_mut::<u32>(at, landing.metadata as usize)?;
+                gather.regroup.write_metadata(sizing.words_out as usize, words);
                 made.receive(fixed, words, self.weights);
             }
             _ => return Err(CallError::unknown_step(*kind, &work).into()),

@@ -16,10 +16,10 @@
 
 use std::sync::Arc;
 
-use super::call::{Flight, HostCall, Lent, Workspace, options, sort};
+use super::call::{CallTensors, Flight, HostCall, Workspace, options, sort};
 use super::gather_dispatch::Gather;
 use super::host_results::{HostHandle, HostInput, HostRows, Inner, check_tensor, elements};
-use super::{Source, Target};
+use super::{InputTensor, OutputTensor};
 use crate::ep::builder::Spec;
 use crate::ep::state::{EpState, ReceiveMemory, RowMemory};
 use crate::error::{CallError, CallKind, Cause, Error, PlanError};
@@ -67,7 +67,7 @@ impl HostExchange {
     ///
     /// # Errors
     /// Why the call was refused; those that end the world.
-    pub fn make(&mut self, flight: &mut Flight, lent: Lent<'_>) -> Result<(), Error> {
+    pub fn make(&mut self, flight: &mut Flight, lent: CallTensors<'_>) -> Result<(), Error> {
         self.enter()?;
         self.drive(&mut CallMachine::default(), flight, lent, Until::End)
     }
@@ -76,7 +76,7 @@ impl HostExchange {
     ///
     /// # Errors
     /// As [`HostExchange::make`].
-    pub fn start(&mut self, flight: &mut Flight, lent: Lent<'_>) -> Result<CallMachine, Error> {
+    pub fn start(&mut self, flight: &mut Flight, lent: CallTensors<'_>) -> Result<CallMachine, Error> {
         self.enter()?;
         let mut machine = CallMachine::default();
         self.drive(&mut machine, flight, lent, Until::Half)?;
@@ -91,7 +91,7 @@ impl HostExchange {
         &mut self,
         mut machine: CallMachine,
         flight: &mut Flight,
-        lent: Lent<'_>,
+        lent: CallTensors<'_>,
     ) -> Result<(), Error> {
         self.drive(&mut machine, flight, lent, Until::End)
     }
@@ -106,7 +106,7 @@ impl HostExchange {
         &mut self,
         machine: &mut CallMachine,
         flight: &mut Flight,
-        lent: Lent<'_>,
+        lent: CallTensors<'_>,
         until: Until,
     ) -> Result<(), Error> {
         let HostExchange { fixed, programs, space, .. } = self;
@@ -149,7 +149,7 @@ impl HostExchange {
     /// a thread of its own. Input that cannot be used is refused by the second half, on all ranks.
     pub fn start_dispatch<'a>(
         &'a mut self,
-        x: Source<'a>,
+        x: InputTensor<'a>,
         routing: Result<&'a Routing<'a>, Error>,
         away: bool,
     ) -> Result<HostDispatch<'a>, Error> {
@@ -190,7 +190,7 @@ impl HostExchange {
             flight.refuse(sort(&self.fixed, &mut self.space.sorted, routing));
         }
         let tokens = routing.map_or(0, Routing::tokens);
-        let lent = Lent { routing, tokens, ..Lent::default() };
+        let lent = CallTensors { routing, tokens, ..CallTensors::default() };
         self.exchange().start(flight, lent)
     }
 
@@ -201,7 +201,7 @@ impl HostExchange {
         flight: &mut Flight,
         (input, routing): (&[u8], Option<&Routing<'_>>),
     ) -> Result<(), Error> {
-        let lent = Lent { routing, input, ..Lent::default() };
+        let lent = CallTensors { routing, input, ..CallTensors::default() };
         self.exchange().finish(machine, flight, lent)?;
         let HostExchange { fixed, programs, space, gather } = self;
         match gather {
@@ -241,7 +241,7 @@ impl HostExchange {
     pub fn cached(
         &mut self,
         (kind, options): (CallKind, u32),
-        x: Source<'_>,
+        x: InputTensor<'_>,
         handle: Result<&HostHandle, Error>,
     ) -> Result<HostRows, Error> {
         let along = handle.as_ref().ok().copied();
@@ -253,7 +253,7 @@ impl HostExchange {
         let (input, checked) = checked.map_or_else(|error| (&[][..], Err(error)), |input| (input, Ok(())));
         let (handle, mut flight) = (along, Flight::new(kind, checked));
         flight.tag.options = options;
-        self.make(&mut flight, Lent { handle, input, ..Lent::default() })?;
+        self.make(&mut flight, CallTensors { handle, input, ..CallTensors::default() })?;
         let (mut extent, Some(handle)) = (flight.landed()?, handle) else {
             return Err(PlanError::RefusedHere.into());
         };
@@ -291,12 +291,12 @@ impl HostExchange {
         &mut self,
         y: Result<HostInput<'_>, Error>,
         handle: Result<&HostHandle, Error>,
-        out: Target<'_>,
+        out: OutputTensor<'_>,
     ) -> Result<(), Error> {
         let mut flight = self.combining();
         let output = self.sums(&mut flight, &handle, "combined tokens", out);
         let output = output.map(|output| Io { output, ..Io::default() });
-        self.ret(&mut flight, y, handle, Lent { output, ..Lent::default() })
+        self.ret(&mut flight, y, handle, CallTensors { output, ..CallTensors::default() })
     }
 
     /// First half of a combine.
@@ -307,7 +307,7 @@ impl HostExchange {
     ) -> Result<HostCombine<'a>, Error> {
         let mut flight = Flight { offloaded: self.fixed.paths().is_multi_node(), ..self.combining() };
         let (rows, handle) = self.brought(&mut flight, y, handle);
-        let machine = self.start(&mut flight, Lent { handle, rows, ..Lent::default() })?;
+        let machine = self.start(&mut flight, CallTensors { handle, rows, ..CallTensors::default() })?;
         Ok(HostCombine { unfinished: UnfinishedCall::new(self), handle, flight, machine })
     }
 
@@ -323,10 +323,10 @@ impl HostExchange {
         flight: &mut Flight,
         y: Result<HostInput<'_>, Error>,
         handle: Result<&HostHandle, Error>,
-        lent: Lent<'_>,
+        lent: CallTensors<'_>,
     ) -> Result<(), Error> {
         let (rows, handle) = self.brought(flight, y, handle);
-        self.make(flight, Lent { handle, rows, ..lent })
+        self.make(flight, CallTensors { handle, rows, ..lent })
     }
 
     /// The tensor that sums go to; one that cannot be used refuses the call.
@@ -335,7 +335,7 @@ impl HostExchange {
         flight: &mut Flight,
         handle: &Result<&HostHandle, Error>,
         what: &'static str,
-        out: Target<'o>,
+        out: OutputTensor<'o>,
     ) -> Option<&'o mut [u8]> {
         let sent = (self.spec().hidden, self.spec().dtype);
         let tokens = handle.as_ref().map_or(0, |handle| handle.tokens());
@@ -372,9 +372,9 @@ impl HostExchange {
     /// Gradient of a dispatch, into tensors of the caller's.
     pub fn dispatch_backward(
         &mut self,
-        (rows, row_weights): (Result<HostInput<'_>, Error>, Numbers<'_>),
+        (rows, row_weights): (Result<HostInput<'_>, Error>, RowNumbers<'_>),
         handle: Result<&HostHandle, Error>,
-        (tokens, weights): (Target<'_>, Result<&mut [f32], Error>),
+        (tokens, weights): (OutputTensor<'_>, Result<&mut [f32], Error>),
     ) -> Result<(), Error> {
         let parts = ReturnParts { rows: true, weights: row_weights.is_some() };
         let mut flight = Flight::returning(CallKind::DispatchBackward, parts, false);
@@ -388,12 +388,12 @@ impl HostExchange {
             flight.refuse(self.check_weights(row_weights, weights, handle));
         }
         let output = output.map(|output| Io { output, weights, ..Io::default() });
-        self.ret(&mut flight, rows, handle, Lent { row_weights, output, ..Lent::default() })
+        self.ret(&mut flight, rows, handle, CallTensors { row_weights, output, ..CallTensors::default() })
     }
 
     fn check_weights(&self, rows: Option<&[f32]>, weights: &[f32], handle: &HostHandle) -> Result<(), Error> {
         let wrong = |what, seen, rows| PlanError::WrongShape { what, seen, rows, columns: 1 };
-        let words = handle.inner().offer.notes as usize;
+        let words = handle.inner().offer.metadata as usize;
         match rows {
             None if !weights.is_empty() => Err(wrong("weight gradients", weights.len(), 0).into()),
             None => Ok(()),
@@ -412,7 +412,7 @@ impl HostExchange {
     /// of weight gradients.
     pub fn combine_backward(
         &mut self,
-        gradients: Source<'_>,
+        gradients: InputTensor<'_>,
         handle: Result<&HostHandle, Error>,
         weights: Option<Result<&mut [f32], Error>>,
     ) -> Result<HostRows, Error> {
@@ -433,7 +433,7 @@ impl HostExchange {
         let mut flight = Flight::returning(CallKind::ReturnWeights, parts, true);
         let y = self.weight_gradients(&mut rows, handle).map(|()| HostInput::Kept);
         let output = weights.map(|weights| Io { weights, ..Io::default() });
-        self.ret(&mut flight, y, Ok(handle), Lent { output, ..Lent::default() })?;
+        self.ret(&mut flight, y, Ok(handle), CallTensors { output, ..CallTensors::default() })?;
         Ok(rows)
     }
 
@@ -460,7 +460,7 @@ impl HostExchange {
                 products.push(loops.dot_rows(dtype, y, g));
                 loops.scale_row(dtype, g, weight);
             }
-            extent.slice_mut(chunk.notes_at(), chunk.notes as usize)?.copy_from_slice(products);
+            extent.slice_mut(chunk.metadata_at(), chunk.metadata as usize)?.copy_from_slice(products);
             Ok(())
         })?
     }
@@ -474,7 +474,7 @@ impl HostExchange {
         let map = map.and_then(|map| self.check_map(&map).map(|()| map));
         let (map, checked) = map.map_or_else(|error| (None, Err(error)), |map| (Some(map), Ok(())));
         let mut flight = Flight::new(kind, checked);
-        self.make(&mut flight, Lent { map, ..Lent::default() })
+        self.make(&mut flight, CallTensors { map, ..CallTensors::default() })
     }
 
     fn check_map(&self, map: &ExpertMap) -> Result<(), Error> {
@@ -583,7 +583,7 @@ pub(in crate::ep) struct HostCombine<'a> {
 
 impl HostCombine<'_> {
     /// Second half.
-    pub fn finish(self, out: Target<'_>) -> Result<(), Error> {
+    pub fn finish(self, out: OutputTensor<'_>) -> Result<(), Error> {
         let HostCombine { mut unfinished, handle, mut flight, machine } = self;
         let ep = unfinished.finish();
         let sent = (ep.spec().hidden, ep.spec().dtype);
@@ -596,10 +596,10 @@ impl HostCombine<'_> {
             Ok(output) => (Some(Io { output, ..Io::default() }), Ok(())),
             Err(error) => (None, Err(error)),
         };
-        ep.finish(machine, &mut flight, Lent { handle, output, ..Lent::default() })?;
+        ep.finish(machine, &mut flight, CallTensors { handle, output, ..CallTensors::default() })?;
         checked
     }
 }
 
 /// Numbers of rows, if there are any, as the caller brought them.
-type Numbers<'a> = Option<Result<&'a [f32], Error>>;
+type RowNumbers<'a> = Option<Result<&'a [f32], Error>>;

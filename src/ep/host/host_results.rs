@@ -84,7 +84,7 @@ impl HostOutput {
     }
 
     pub fn weights_mut(&mut self) -> Result<&mut [f32], MemoryError> {
-        self.extent.slice_mut(self.chunk.notes_at(), self.chunk.notes as usize)
+        self.extent.slice_mut(self.chunk.metadata_at(), self.chunk.metadata as usize)
     }
 }
 
@@ -253,7 +253,7 @@ impl Inner {
             self.weights.extend_from_slice(weights);
         }
         let experts = spec.map.slots_of(fixed.lanes.rank).len();
-        self.received.fill(spec.notes(), &self.layout, experts, words);
+        self.received.fill(spec.metadata(), &self.layout, experts, words);
     }
 
     /// Size of this rank's chunk.

@@ -22,11 +22,11 @@ mod relay_thread;
 use crate::dtype::Dtype;
 use crate::error::Error;
 
-pub(super) use call::{Flight, Lent, refusing};
+pub(super) use call::{CallTensors, Flight, refusing};
 pub(super) use host_exchange::{HostCombine, HostDispatch, HostExchange};
 pub(super) use host_results::{HostHandle, HostInput, HostOutput, HostRows, Inner, check_tensor, elements};
 
 /// A tensor that a call reads, unless it was refused before the call.
-type Source<'a> = Result<(&'a [u8], Dtype), Error>;
+type InputTensor<'a> = Result<(&'a [u8], Dtype), Error>;
 /// The same of one that it writes.
-type Target<'a> = Result<(&'a mut [u8], Dtype), Error>;
+type OutputTensor<'a> = Result<(&'a mut [u8], Dtype), Error>;

@@ -107,12 +107,12 @@ pub struct Packed<'a> {
     /// Their first byte in this rank's memory.
     pub at: u64,
     /// Notes.
-    pub notes: PackedNotes<'a>,
+    pub metadata: PackedMetadata<'a>,
 }
 
 /// Where the notes of one call lie.
 #[derive(Clone, Copy, Debug)]
-pub enum PackedNotes<'a> {
+pub enum PackedMetadata<'a> {
     /// In memory of the host, as engines and as NICs read it.
     Host(&'a DeviceRange, &'a [u8]),
     /// In memory of the device, where there is one node. A kernel of the caller's stream places
@@ -120,22 +120,22 @@ pub enum PackedNotes<'a> {
     Device(&'a DeviceRange),
 }
 
-impl<'a> PackedNotes<'a> {
+impl<'a> PackedMetadata<'a> {
     fn memory(self) -> &'a DeviceRange {
         match self {
-            PackedNotes::Host(memory, _) | PackedNotes::Device(memory) => memory,
+            PackedMetadata::Host(memory, _) | PackedMetadata::Device(memory) => memory,
         }
     }
 
     fn on_device(self) -> bool {
-        matches!(self, PackedNotes::Device(_))
+        matches!(self, PackedMetadata::Device(_))
     }
 
     /// Bytes that NICs read.
     pub(super) fn of_host(self) -> &'a [u8] {
         match self {
-            PackedNotes::Host(_, bytes) => bytes,
-            PackedNotes::Device(_) => &[],
+            PackedMetadata::Host(_, bytes) => bytes,
+            PackedMetadata::Device(_) => &[],
         }
     }
 }
@@ -158,7 +158,7 @@ pub struct CopyEngineStepper {
     copies: CopyBatch,
     /// Copies of notes, which go behind those of rows: a link that is busy with long rows would
     /// keep the next ones from theirs.
-    notes: CopyBatch,
+    metadata: CopyBatch,
     operations: MemOpBatch,
     /// Copies to the outbox, collected.
     pub(super) leaving: CopyBatch,
@@ -187,7 +187,7 @@ impl CopyEngineStepper {
             waits: MemOpBatch::with_capacity(context, 0),
             awaited: Vec::new(),
             copies: CopyBatch::with_capacity(context, 0),
-            notes: CopyBatch::with_capacity(context, 0),
+            metadata: CopyBatch::with_capacity(context, 0),
             operations: MemOpBatch::with_capacity(context, 0),
             leaving: CopyBatch::with_capacity(context, 0),
             outbox: NetQueue::default(),
@@ -297,7 +297,7 @@ impl CopyEngineStepper {
         packed: Option<Packed<'_>>,
     ) -> Result<(), Error> {
         // Consecutive waits are one list.
-        if !self.copies.is_empty() || !self.notes.is_empty() || !self.operations.is_empty() {
+        if !self.copies.is_empty() || !self.metadata.is_empty() || !self.operations.is_empty() {
             self.flush(packed)?;
         }
         let lanes = self.port.lanes();
@@ -386,7 +386,7 @@ impl CopyEngineStepper {
         let me = self.port.lanes().rank;
         let source = match (from, packed, &self.ground.host_staging) {
             (PutSource::Input, Some(packed), _) => packed.rows.clone(),
-            (PutSource::Notes, Some(packed), _) => packed.notes.memory().clone(),
+            (PutSource::Metadata, Some(packed), _) => packed.metadata.memory().clone(),
             (PutSource::Window { owner, window: WindowId::HOST_STAGING }, _, Some(host_staging))
                 if owner == me =>
             {
@@ -400,9 +400,9 @@ impl CopyEngineStepper {
         if index != Index::Contiguous {
             return Err(DeviceError::NoEngine { operation: "gather rows" }.into());
         }
-        let of_rows = from != PutSource::Notes;
-        let on_device = of_rows || packed.is_some_and(|packed| packed.notes.on_device());
-        let placed = matches!(from, PutSource::Input | PutSource::Notes) && on_device;
+        let of_rows = from != PutSource::Metadata;
+        let on_device = of_rows || packed.is_some_and(|packed| packed.metadata.on_device());
+        let placed = matches!(from, PutSource::Input | PutSource::Metadata) && on_device;
         for run in &operands.runs[first as usize..(first + count) as usize] {
             if to == me && placed {
                 self.own_rows(u64::from(run.count + run.pad) * row_bytes);
@@ -411,7 +411,9 @@ impl CopyEngineStepper {
             if self.near(to).is_none() {
                 let target = (to, window, base);
                 match from {
-                    PutSource::Notes => self.leave(NetOp::Notes { target, run: *run, row_bytes }, packed)?,
+                    PutSource::Metadata => {
+                        self.leave(NetOp::Metadata { target, run: *run, row_bytes }, packed)?
+                    }
                     PutSource::Input if self.ground.words.is_some() => {
                         let at = packed.map_or(0, |packed| packed.at) + from_offset;
                         self.rows_gpu_direct(target, at, (*run, row_bytes));
@@ -424,7 +426,7 @@ impl CopyEngineStepper {
             let [place, len, pad] = [run.to_row, run.count, run.pad].map(|rows| u64::from(rows) * row_bytes);
             let rows = source.span(from_offset + u64::from(run.first) * row_bytes, len)?;
             let zeros = if of_rows { &self.ground.zeros } else { &self.ground.note_zeros };
-            let copies = if of_rows { &mut self.copies } else { &mut self.notes };
+            let copies = if of_rows { &mut self.copies } else { &mut self.metadata };
             copies.push(memory.span(base + place, len)?, rows)?;
             copies.push(memory.span(base + place + len, pad)?, zeros.span(0, pad)?)?;
             match from {
@@ -567,10 +569,10 @@ impl CopyEngineStepper {
     /// Waits first; then copies, in batches where the driver has them, those of metadata last;
     /// then signals.
     pub(super) fn enqueue(&mut self) -> Result<(), DeviceError> {
-        let copies = !self.copies.is_empty() || !self.notes.is_empty();
+        let copies = !self.copies.is_empty() || !self.metadata.is_empty();
         let enqueued = copies || !self.waits.is_empty() || !self.operations.is_empty();
         Self::operate(&self.stream, &mut self.waits, &mut self.enqueued)?;
-        self.copies.append(&mut self.notes);
+        self.copies.append(&mut self.metadata);
         Self::copy_all(&self.stream, self.batched, &mut self.copies, &mut self.enqueued)?;
         Self::operate(&self.stream, &mut self.operations, &mut self.enqueued)?;
         if enqueued && self.outbox.unsettled {

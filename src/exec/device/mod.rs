@@ -12,7 +12,9 @@ mod lowered_program;
 mod net_queue;
 mod relay_sums;
 
-pub(crate) use copy_engine_stepper::{Awaited, CopyEngineStepper, DeviceMap, LocalPeer, Packed, PackedNotes};
+pub(crate) use copy_engine_stepper::{
+    Awaited, CopyEngineStepper, DeviceMap, LocalPeer, Packed, PackedMetadata,
+};
 pub use lowered_program::{Lowered, PeerWindows};
 pub(crate) use net_queue::ProxyOps;
 pub(crate) use relay_sums::RelaySums;

@@ -76,14 +76,14 @@ pub enum NetOp {
     /// A run of rows, to a rank's window at a base; from `at` in the outbox.
     Rows { target: (u32, WindowId, u64), run: RowRun, at: u64, row_bytes: u64 },
     /// A run of notes; or zeros alone.
-    Notes { target: (u32, WindowId, u64), run: RowRun, row_bytes: u64 },
+    Metadata { target: (u32, WindowId, u64), run: RowRun, row_bytes: u64 },
     /// A signal behind all that.
     Signal { to: u32, of: u32, flag: Flag, value: u64, tag: Option<Tag> },
 }
 
 impl NetOp {
     /// Puts or signals.
-    pub fn perform(self, port: &Port, notes: &[u8], done: &mut EnqueueCounts) -> Result<(), Error> {
+    pub fn perform(self, port: &Port, metadata: &[u8], done: &mut EnqueueCounts) -> Result<(), Error> {
         match self {
             NetOp::Span { to, span } | NetOp::GpuDirect { to, span } => {
                 port.put(to, &span, &Io::default(), Stores::Cached)?;
@@ -95,7 +95,7 @@ impl NetOp {
                 let bytes = port.source(outbox, at, Some(len), &Io::default())?;
                 put_run(port, target, run, (bytes, row_bytes))?;
             }
-            NetOp::Notes { target, run, row_bytes } => put_run(port, target, run, (notes, row_bytes))?,
+            NetOp::Metadata { target, run, row_bytes } => put_run(port, target, run, (metadata, row_bytes))?,
             NetOp::Signal { to, of, flag, value, tag } => {
                 port.signal(to, (of, flag), value, tag.as_ref())?;
             }
@@ -118,7 +118,7 @@ impl NetOp {
                 span.len
             }
             NetOp::Word { value, .. } => size_of_val(&value) as u64,
-            NetOp::Rows { run, row_bytes, .. } | NetOp::Notes { run, row_bytes, .. } => {
+            NetOp::Rows { run, row_bytes, .. } | NetOp::Metadata { run, row_bytes, .. } => {
                 u64::from(run.count + run.pad) * row_bytes
             }
         };
@@ -225,7 +225,7 @@ impl CopyEngineStepper {
         }
         if run.pad > 0 {
             let pad = RowRun { to_row: run.to_row + run.count, first: 0, count: 0, pad: run.pad };
-            self.leave_later(NetOp::Notes { target: (to, window, base), run: pad, row_bytes });
+            self.leave_later(NetOp::Metadata { target: (to, window, base), run: pad, row_bytes });
         }
     }
 
@@ -305,9 +305,9 @@ impl CopyEngineStepper {
     }
 
     fn perform(&mut self, step: NetOp, packed: Option<Packed<'_>>) -> Result<(), Error> {
-        let notes = packed.map_or(&[][..], |packed| packed.notes.of_host());
+        let metadata = packed.map_or(&[][..], |packed| packed.metadata.of_host());
         self.outbox.unsettled = true;
-        step.perform(&self.port, notes, &mut self.enqueued)
+        step.perform(&self.port, metadata, &mut self.enqueued)
     }
 }
 

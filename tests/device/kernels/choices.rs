@@ -20,15 +20,15 @@ fn experts_and_weights_lie_apart_and_rows_are_counted_by_expert() {
                 (0..choices).map(|_| (random.next() % (u64::from(n_experts) + 1)) as u32).collect();
             let weights: Vec<u32> = (0..choices).map(|_| random.next() as u32).collect();
             let both = ids.chunks(top_k as usize).zip(weights.chunks(top_k as usize));
-            let notes: Vec<u32> = both.flat_map(|(ids, weights)| [ids, weights].concat()).collect();
-            let notes = Buffer::words(context, &notes);
+            let metadata: Vec<u32> = both.flat_map(|(ids, weights)| [ids, weights].concat()).collect();
+            let metadata = Buffer::words(context, &metadata);
             let [experts, apart] = [0, 1].map(|_| Buffer::new(context, choices as u64 * 4));
             let counts = Buffer::new(context, u64::from(n_experts) * 8);
             let args = ChoiceArgs {
                 rows,
                 top_k,
                 n_experts,
-                notes: notes.span(),
+                metadata: metadata.span(),
                 experts: experts.span(),
                 weights: apart.span(),
                 counts: counts.span(),
@@ -52,13 +52,13 @@ fn memory_that_is_too_small_is_refused_by_name() {
             rows: 3,
             top_k: 2,
             n_experts: 4,
-            notes: memory.part(0, 48),
+            metadata: memory.part(0, 48),
             experts: memory.part(128, 24),
             weights: memory.part(256, 24),
             counts: memory.part(512, 32),
         };
         for (choices, what, given, needed) in [
-            (ChoiceArgs { notes: memory.part(0, 47), ..good }, "notes", 47, 48),
+            (ChoiceArgs { metadata: memory.part(0, 47), ..good }, "metadata", 47, 48),
             (ChoiceArgs { experts: memory.part(128, 23), ..good }, "experts", 23, 24),
             (ChoiceArgs { weights: memory.part(256, 23), ..good }, "weights", 23, 24),
             (ChoiceArgs { counts: memory.part(512, 31), ..good }, "counts", 31, 32),

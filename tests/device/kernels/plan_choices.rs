@@ -75,7 +75,7 @@ fn memory_that_is_too_small_is_refused_by_name() {
             place_of: memory.part(320, 12),
             rows: memory.part(384, 24),
             places: memory.part(448, 24),
-            notes: memory.part(512, 96),
+            metadata: memory.part(512, 96),
             kept: Some(memory.part(640, 24)),
             counts: memory.part(704, 12),
             faults: memory.part(768, 36),
@@ -87,7 +87,7 @@ fn memory_that_is_too_small_is_refused_by_name() {
             (PlanArgs { place_of: memory.part(320, 11), ..good }, "place_of", 11, 12),
             (PlanArgs { rows: memory.part(384, 23), ..good }, "rows", 23, 24),
             (PlanArgs { places: memory.part(448, 23), ..good }, "places", 23, 24),
-            (PlanArgs { notes: memory.part(512, 95), ..good }, "notes", 95, 96),
+            (PlanArgs { metadata: memory.part(512, 95), ..good }, "metadata", 95, 96),
             (PlanArgs { kept: Some(memory.part(640, 23)), ..good }, "kept", 23, 24),
             (PlanArgs { counts: memory.part(704, 11), ..good }, "counts", 11, 12),
             (PlanArgs { faults: memory.part(768, 35), ..good }, "faults", 35, 36),
@@ -105,14 +105,14 @@ fn memory_that_is_too_small_is_refused_by_name() {
             behind: 6,
             words: 4,
             from: memory.part(512, 96),
-            notes: memory.part(896, 80),
+            metadata: memory.part(896, 80),
             own: 3,
             runs,
         };
         for (place, what, given, needed) in [
             (PlaceArgs { rows: memory.part(384, 23), ..good }, "rows", 23, 24),
             (PlaceArgs { from: memory.part(512, 95), ..good }, "from", 95, 96),
-            (PlaceArgs { notes: memory.part(896, 79), ..good }, "notes", 79, 80),
+            (PlaceArgs { metadata: memory.part(896, 79), ..good }, "metadata", 79, 80),
             (PlaceArgs { runs: RunArgs { runs: memory.part(832, 15), ..runs }, ..good }, "runs", 15, 16),
         ] {
             let expected = DeviceError::TooSmall { kernel: "place_choices", what, given, needed };

@@ -5,7 +5,7 @@ use sidelane::dtype::{Dtype, PartialDtype};
 use sidelane::error::{DeviceError, KernelFault};
 use sidelane::plan::SlotShape;
 use sidelane::rows::{Arithmetic, GroupedSum, RowKernels, Simd, Stores, SumOutput};
-use sidelane_testkit::device::kernels::sums::{Home, TYPES};
+use sidelane_testkit::device::kernels::sums::{ReturnedRows, TYPES};
 
 use super::buffer::{Buffer, POISON};
 use super::world::Input;
@@ -13,13 +13,13 @@ use super::{Device, with_kernels};
 use crate::rows_common::Random;
 
 /// What comes home to the rank of this input.
-fn home(random: &mut Random, input: &Input, columns: u32, types: (Dtype, Dtype)) -> Home {
+fn home(random: &mut Random, input: &Input, columns: u32, types: (Dtype, Dtype)) -> ReturnedRows {
     let size = (input.tokens, input.map.ranks(), columns);
-    Home::any(random, input.shape, size, input.places(), types).unwrap()
+    ReturnedRows::any(random, input.shape, size, input.places(), types).unwrap()
 }
 
 /// The results of the loops of the host.
-fn of_rows(home: &Home, loops: RowKernels, wire: PartialDtype) -> Vec<u8> {
+fn of_rows(home: &ReturnedRows, loops: RowKernels, wire: PartialDtype) -> Vec<u8> {
     let dtype = Arithmetic::try_from(home.types.1).unwrap();
     let row_bytes = home.columns as usize * dtype.size();
     let mut out = vec![0; home.tokens as usize * row_bytes];
@@ -94,7 +94,7 @@ fn a_token_whose_choices_were_all_dropped_gets_zeros() {
 }
 
 /// Rows that would give sums other than zero.
-fn believable() -> Home {
+fn believable() -> ReturnedRows {
     let shape = SlotShape::new(6, 2, 16).unwrap();
     let input = Input::any(&mut Random(7), shape, (40, 40), 0, 6);
     home(&mut Random(8), &input, 32, (Dtype::Bf16, Dtype::Bf16))
@@ -123,7 +123,7 @@ const CALL: u64 = (3 << 32) + 7;
 /// `before` is the verdict as it was, and `lasting` what is wrong with all calls.
 fn marked(
     device: &Device,
-    home: &Home,
+    home: &ReturnedRows,
     marks: &[(usize, u64)],
     rank: u32,
     (before, lasting): (u32, u32),
@@ -145,7 +145,7 @@ fn marked(
         columns: home.columns,
         rows: home.types.0,
         dtype: home.types.1,
-        homes: &Addresses::new(stream, table.range(), &spans).unwrap(),
+        returned_rows: &Addresses::new(stream, table.range(), &spans).unwrap(),
         places: places.span(),
         status: verdict.word(),
         marks: Some(RefusalMarks {
@@ -181,7 +181,7 @@ fn marks_of_this_call_give_zeros_and_name_lowest_or_own_rank() {
         assert_eq!(marked(device, &home, &both, 0, (0, dead)), (zeros.clone(), [dead, number]));
         assert_eq!(marked(device, &home, &both, 31, (dead, dead)), (zeros, [dead, number]));
         // A rank that refuses sums nothing.
-        let none = Home { tokens: 0, places: Vec::new(), ..home };
+        let none = ReturnedRows { tokens: 0, places: Vec::new(), ..home };
         assert_eq!(marked(device, &none, &both, 31, (0, 0)), (Vec::new(), [by(31), number]));
         assert_eq!(marked(device, &none, &both, 31, (0, dead)), (Vec::new(), [dead, number]));
     });
@@ -209,17 +209,17 @@ fn sum_refuses_types_without_kernel_and_memory_too_small() {
         let Device { context, stream, kernels } = device;
         let shape = SlotShape::new(4, 2, 32).unwrap();
         let (memory, table) = (Buffer::new(context, 4096), Buffer::new(context, 16));
-        let homes = |len| {
+        let returned_rows = |len| {
             Addresses::new(stream, table.range(), &[memory.part(0, len), memory.part(64, len)]).unwrap()
         };
-        let (large, small) = (homes(64), homes(63));
+        let (large, small) = (returned_rows(64), returned_rows(63));
         let good = SumArgs {
             shape,
             tokens: 4,
             columns: 8,
             rows: Dtype::Bf16,
             dtype: Dtype::Bf16,
-            homes: &large,
+            returned_rows: &large,
             places: memory.part(256, 32),
             status: memory.range().word(296).unwrap(),
             marks: None,
@@ -232,7 +232,7 @@ fn sum_refuses_types_without_kernel_and_memory_too_small() {
             assert_eq!(refused, Err(DeviceError::NoSum { rows, out }));
         }
         for (sum, what, given, needed) in [
-            (SumArgs { homes: &small, ..good }, "homes", 63, 64),
+            (SumArgs { returned_rows: &small, ..good }, "returned_rows", 63, 64),
             (SumArgs { places: memory.part(256, 31), ..good }, "places", 31, 32),
             (SumArgs { out: memory.part(2048, 63), ..good }, "out", 63, 64),
         ] {

@@ -63,7 +63,7 @@ fn large(rank: &Rank) -> sidelane::ExpertParallel {
 
 /// Bytes of `rows` rows with a word behind each.
 fn chunk_bytes(rows: u32, row_bytes: u64) -> u64 {
-    RowBuffer { rows, notes: rows.into(), row_bytes }.bytes()
+    RowBuffer { rows, metadata: rows.into(), row_bytes }.bytes()
 }
 
 #[test]

@@ -13,13 +13,13 @@ type Written = Option<(usize, usize)>;
 /// All that lands at a rank: rows, and their metadata.
 struct Landed {
     rows: Vec<Option<Written>>,
-    notes: Vec<Option<Vec<u32>>>,
+    metadata: Vec<Option<Vec<u32>>>,
     words: usize,
 }
 
 impl Landed {
     fn new(rows: usize, words: u32) -> Landed {
-        Landed { rows: vec![None; rows], notes: vec![None; rows], words: words as usize }
+        Landed { rows: vec![None; rows], metadata: vec![None; rows], words: words as usize }
     }
 
     fn write(&mut self, run: RowRun, written: impl Fn(u32) -> (usize, usize)) {
@@ -30,13 +30,13 @@ impl Landed {
         }
     }
 
-    fn note(&mut self, run: RowRun, notes: &[u32]) {
+    fn note(&mut self, run: RowRun, metadata: &[u32]) {
         for nth in 0..run.count + run.pad {
             let words = match nth < run.count {
-                true => notes[(run.first + nth) as usize * self.words..][..self.words].to_vec(),
+                true => metadata[(run.first + nth) as usize * self.words..][..self.words].to_vec(),
                 false => vec![0; self.words],
             };
-            let note = &mut self.notes[(run.to_row + nth) as usize];
+            let note = &mut self.metadata[(run.to_row + nth) as usize];
             assert_eq!(note.replace(words), None, "a note is written once");
         }
     }
@@ -48,7 +48,7 @@ fn land(play: &Play, placed: &Placed, rank: usize, rows: usize) -> Landed {
     for (source, Rank { sorted, layout, .. }) in placed.ranks.iter().enumerate() {
         for &run in part(&layout.runs, layout.runs_to(rank as u32)) {
             landed.write(run, |entry| (source, layout.rows[entry as usize] as usize));
-            landed.note(run, &sorted.notes);
+            landed.note(run, &sorted.metadata);
         }
     }
     let mates = placed.nodes.members(placed.nodes.node_of(rank as u32));
@@ -58,8 +58,8 @@ fn land(play: &Play, placed: &Placed, rank: usize, rows: usize) -> Landed {
         for (nth, source) in paths.sources().enumerate() {
             let Rank { sorted, layout, .. } = &placed.ranks[source as usize];
             let sent = paths.of(source).relays().position(|r| r == relay).unwrap();
-            let (mut tokens, mut notes) = (Vec::new(), Vec::new());
-            mates.iter().for_each(|&mate| notes.extend(sorted.notes_of(placed.bins.of(mate))));
+            let (mut tokens, mut metadata) = (Vec::new(), Vec::new());
+            mates.iter().for_each(|&mate| metadata.extend(sorted.metadata_of(placed.bins.of(mate))));
             for chunk in 1..=play.chunks {
                 // Rows of this chunk, behind those of earlier ones.
                 let run = layout.runs[layout.block_runs[sent] as usize + usize::from(chunk) - 1];
@@ -72,7 +72,7 @@ fn land(play: &Play, placed: &Placed, rank: usize, rows: usize) -> Landed {
                 }
             }
             for &run in part(&forward.runs, forward.runs_of(nth, 0, member)) {
-                landed.note(run, &notes);
+                landed.note(run, &metadata);
             }
         }
     }
@@ -80,13 +80,13 @@ fn land(play: &Play, placed: &Placed, rank: usize, rows: usize) -> Landed {
 }
 
 /// The words that go with a row.
-fn note_of(play: &Play, notes: RowMetadata, seen: &Visible, rank: usize, at: usize) -> Vec<u32> {
+fn note_of(play: &Play, metadata: RowMetadata, seen: &Visible, rank: usize, at: usize) -> Vec<u32> {
     let k = play.case.top_k as usize;
     let Some(Row { source, choices, .. }) = &seen.rows[rank][at] else {
-        return vec![0; notes.words(k as u32) as usize];
+        return vec![0; metadata.words(k as u32) as usize];
     };
     let bits = |choice: usize| weight(*source, choice).to_bits();
-    match notes {
+    match metadata {
         RowMetadata::Weight => vec![bits(choices[0])],
         RowMetadata::Marked => vec![bits(choices[0]), 1],
         RowMetadata::Summed | RowMetadata::Gathered => unreachable!("nothing is gathered or summed here"),
@@ -95,7 +95,7 @@ fn note_of(play: &Play, notes: RowMetadata, seen: &Visible, rank: usize, at: usi
             let mut words: Vec<u32> = experts.iter().map(|&expert| (expert + 1) as u32).collect();
             words.resize(2 * k, 0);
             choices.iter().for_each(|&choice| words[k + choice % k] = bits(choice));
-            words.extend((notes == RowMetadata::Indexed).then_some(at as u32 + 1));
+            words.extend((metadata == RowMetadata::Indexed).then_some(at as u32 + 1));
             words
         }
     }
@@ -104,10 +104,10 @@ fn note_of(play: &Play, notes: RowMetadata, seen: &Visible, rank: usize, at: usi
 /// Per rank: which row in visible order each row is.
 pub type Index = Vec<Vec<usize>>;
 
-pub fn rows_and_notes_land_once_each(play: &Play, seen: &Visible, placed: &Placed) -> Index {
+pub fn rows_and_metadata_land_once_each(play: &Play, seen: &Visible, placed: &Placed) -> Index {
     let of_rank = |(rank, rows): (usize, &Vec<Option<Row>>)| {
         let landed = land(play, placed, rank, rows.len());
-        let visible = |at: usize| match landed.notes[at].as_ref().and_then(|note| note.last()) {
+        let visible = |at: usize| match landed.metadata[at].as_ref().and_then(|note| note.last()) {
             Some(&row) if play.case.spans && row > 0 => row as usize - 1,
             _ => at,
         };
@@ -115,8 +115,8 @@ pub fn rows_and_notes_land_once_each(play: &Play, seen: &Visible, placed: &Place
         for (at, &visible) in index.iter().enumerate() {
             let written = rows[visible].as_ref().map(|row| (row.source, row.token));
             assert_eq!(landed.rows[at], Some(written), "row {at} of rank {rank}");
-            let note = note_of(play, placed.notes, seen, rank, visible);
-            assert_eq!(landed.notes[at], Some(note), "of row {at}");
+            let note = note_of(play, placed.metadata, seen, rank, visible);
+            assert_eq!(landed.metadata[at], Some(note), "of row {at}");
         }
         let mut rows = index.clone();
         rows.sort_unstable();

@@ -7,7 +7,9 @@ mod placed;
 mod sums;
 
 use self::case::{Play, plays, plays_in_spans};
-use self::landing::{copies_are_those_of_relay_order, rows_and_notes_land_once_each, staged_rows_lie_apart};
+use self::landing::{
+    copies_are_those_of_relay_order, rows_and_metadata_land_once_each, staged_rows_lie_apart,
+};
 use self::placed::{Placed, Rank, routing};
 use self::sums::{fetches_find_their_words, sums_find_their_rows};
 use crate::random_cases;
@@ -41,7 +43,7 @@ fn holds(play: &Play) -> (Visible, Placed) {
     let seen = Visible::new(&play.case, &play.ids);
     let placed = Placed::new(play);
     sizes_are_told(play, &seen, &placed);
-    let index = rows_and_notes_land_once_each(play, &seen, &placed);
+    let index = rows_and_metadata_land_once_each(play, &seen, &placed);
     staged_rows_lie_apart(play, &placed);
     sums_find_their_rows(play, &seen, &placed, &index);
     fetches_find_their_words(play, &seen, &placed, &index);
@@ -78,7 +80,7 @@ fn alone(play: &Play, placed: &Placed, me: usize, sorted: &SortedRouting) -> Str
     let (bins, sizing) = (&placed.bins, placed.sizing);
     let frame = PlanContext { bins, paths, align: 1, chunks: 2, sizing, mode: ReceiveMode::Exact };
     layout.fill(&frame, (sorted, &crossing), play.case.top_k, &counts, &sizes);
-    format!("{:?} {:?} {:?} {layout:?}", sorted.counts, sorted.starts, sorted.notes)
+    format!("{:?} {:?} {:?} {layout:?}", sorted.counts, sorted.starts, sorted.metadata)
 }
 
 proptest! {
@@ -94,7 +96,7 @@ proptest! {
         for (me, ids) in play.ids.iter().enumerate() {
             let fill = |sorted: &mut SortedRouting, ids: &[i32]| {
                 let routing = routing(&play, me, ids);
-                sorted.fill(&play.case.map, &placed.bins, placed.notes, me as u32, &routing).unwrap();
+                sorted.fill(&play.case.map, &placed.bins, placed.metadata, me as u32, &routing).unwrap();
             };
             fill(&mut kept, ids);
             let (before, masked) = (kept.counts.clone(), kept.dropped.clone());

@@ -23,7 +23,7 @@ pub struct Rank {
 pub struct Placed {
     pub nodes: NodeMap,
     pub bins: Bins,
-    pub notes: RowMetadata,
+    pub metadata: RowMetadata,
     pub sizing: RowSizes,
     pub ranks: Vec<Rank>,
 }
@@ -43,19 +43,19 @@ impl Placed {
         let case = &play.case;
         let nodes = NodeMap::from_labels(&case.nodes);
         let bins = Bins::of_layout(case.layout, &case.map, case.order, &nodes);
-        let notes = RowMetadata::of(case.layout, case.mode, case.spans);
+        let metadata = RowMetadata::of(case.layout, case.mode, case.spans);
         let sums = case.order != SumOrder::Expert && case.route == Route::Pxn && nodes.nodes() > 1;
         let sizing = RowSizes {
             row_bytes: 48,
             return_bytes: 48,
-            words_out: notes.words(case.top_k),
+            words_out: metadata.words(case.top_k),
             words_home: if case.layout == RowLayout::RankMajor { case.top_k } else { 1 },
             partial_bytes: sums.then_some(96),
             rank_sums: false,
             pulled_bytes: PulledSums::CHUNK_BYTES,
         };
         let ranks = play.ids.iter().map(|_| Rank::default()).collect();
-        let mut placed = Placed { nodes, bins, notes, sizing, ranks };
+        let mut placed = Placed { nodes, bins, metadata, sizing, ranks };
         placed.sort(play);
         placed.place(play);
         placed.learn(play);
@@ -68,11 +68,11 @@ impl Placed {
     }
 
     fn sort(&mut self, play: &Play) {
-        let Placed { nodes, bins, notes, ranks, .. } = self;
+        let Placed { nodes, bins, metadata, ranks, .. } = self;
         for (me, rank) in ranks.iter_mut().enumerate() {
             let paths = Paths::new(nodes, play.case.route, me as u32);
             let routing = routing(play, me, &play.ids[me]);
-            rank.sorted.fill(&play.case.map, bins, *notes, me as u32, &routing).unwrap();
+            rank.sorted.fill(&play.case.map, bins, *metadata, me as u32, &routing).unwrap();
             if let Some(slots) = play.case.mode.slots() {
                 rank.sorted.keep(play.case.top_k, |_| slots);
             }

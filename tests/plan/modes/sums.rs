@@ -97,7 +97,7 @@ pub fn fetches_find_their_words(play: &Play, seen: &Visible, placed: &Placed, in
         let (fetched, places) = layout.fetches();
         let mut home = vec![None; play.ids[me].len()];
         for (term, &place) in fetched.iter().zip(places) {
-            assert!(u64::from(term.row) < layout.chunks[term.owner as usize].notes);
+            assert!(u64::from(term.row) < layout.chunks[term.owner as usize].metadata);
             let (rank, row) = resolve(play, placed, me, Summand { row: term.row / words, ..*term });
             let word = (rank, index[rank][row], (term.row % words) as usize);
             assert_eq!(home[place as usize].replace(word), None, "a word comes home once");

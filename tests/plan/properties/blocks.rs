@@ -63,9 +63,9 @@ pub fn handed_on(
                     (0..run.pad).for_each(|n| write(run.to_row + run.count + n, None));
                 }
             }
-            let notes = notes(placed, source, relay);
+            let metadata = metadata(placed, source, relay);
             for run in &forward.runs[range(forward, nth, 0, member)] {
-                let entry = |n: u32| notes[(run.first + n) as usize * words..][..words].to_vec();
+                let entry = |n: u32| metadata[(run.first + n) as usize * words..][..words].to_vec();
                 (0..run.count).for_each(|n| note(run.to_row + n, entry(n)));
                 (0..run.pad).for_each(|n| note(run.to_row + run.count + n, vec![0; words]));
             }
@@ -95,8 +95,8 @@ fn taken(case: &Case, placed: &Placed, source: u32, relay: u32) -> (Vec<u32>, Ve
 }
 
 /// Metadata of the entries of a block: as the source sorted them, for the ranks served.
-fn notes(placed: &Placed, source: u32, relay: u32) -> Vec<u32> {
+fn metadata(placed: &Placed, source: u32, relay: u32) -> Vec<u32> {
     let served = placed.nodes.members(placed.nodes.node_of(relay));
-    let of = |&rank: &u32| placed.sorted[source as usize].notes_of(placed.bins.of(rank)).to_vec();
+    let of = |&rank: &u32| placed.sorted[source as usize].metadata_of(placed.bins.of(rank)).to_vec();
     served.iter().flat_map(of).collect()
 }

@@ -42,12 +42,12 @@ fn placed(case: &Case) -> Placed {
     let map = ExpertMap::from_slots(case.experts, &case.held).unwrap();
     let nodes = NodeMap::from_labels(&case.labels);
     let bins = Bins::of_layout(case.layout, &map, case.order, &nodes);
-    let notes = RowMetadata::of(case.layout, case.mode, false);
+    let metadata = RowMetadata::of(case.layout, case.mode, false);
     let sums = case.order != SumOrder::Expert && case.route == Route::Pxn && nodes.nodes() > 1;
     let sizing = RowSizes {
         row_bytes: 48,
         return_bytes: 32,
-        words_out: notes.words(case.top_k),
+        words_out: metadata.words(case.top_k),
         words_home: if case.layout == RowLayout::RankMajor { case.top_k } else { 1 },
         partial_bytes: sums.then_some(64),
         rank_sums: false,
@@ -56,7 +56,7 @@ fn placed(case: &Case) -> Placed {
     let paths = |rank| Paths::new(&nodes, case.route, rank);
     let mut own = vec![(SortedRouting::default(), InterNodeRows::default(), Vec::new()); case.labels.len()];
     for (me, (sorted, crossing, words)) in (0..).zip(&mut own) {
-        sorted.fill(&map, &bins, notes, me, &routing(case, me)).unwrap();
+        sorted.fill(&map, &bins, metadata, me, &routing(case, me)).unwrap();
         if let Some(slots) = case.mode.slots() {
             sorted.keep(case.top_k, |_| slots);
         }
@@ -139,8 +139,8 @@ fn rows_land_where_they_should(case: &Case, global: &GlobalSort, placed: &Placed
                 for nth in 0..run.count {
                     let entry = (run.first + nth) as usize;
                     write(run.to_row + nth, Some((source, layout.rows[entry])));
-                    let notes = &placed.sorted[source as usize].notes;
-                    note(run.to_row + nth, notes[entry * words..][..words].to_vec());
+                    let metadata = &placed.sorted[source as usize].metadata;
+                    note(run.to_row + nth, metadata[entry * words..][..words].to_vec());
                 }
                 for nth in 0..run.pad {
                     write(run.to_row + run.count + nth, None);
@@ -154,9 +154,9 @@ fn rows_land_where_they_should(case: &Case, global: &GlobalSort, placed: &Placed
         let rows: Vec<_> =
             expected.iter().map(|row| Some(row.map(|entry| (entry.source, entry.token)))).collect();
         assert_eq!(landed, rows, "rank {rank} of {case:?}");
-        let notes: Vec<_> =
+        let metadata: Vec<_> =
             expected.iter().map(|row| Some(row.map_or(vec![0; words], |entry| case.words(&entry)))).collect();
-        assert_eq!(noted, notes, "rank {rank} of {case:?}");
+        assert_eq!(noted, metadata, "rank {rank} of {case:?}");
     }
 }
 

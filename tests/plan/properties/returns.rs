@@ -62,7 +62,7 @@ pub fn sums_find_their_rows(case: &Case, global: &GlobalSort, placed: &Placed) {
                 (false, true) => (me, brought[at].len(), homes[at].len(), 64),
             };
             assert_eq!(layout.held_by[at], held);
-            let chunk = RowBuffer { rows: rows as u32, notes: entries as u64 * words, row_bytes };
+            let chunk = RowBuffer { rows: rows as u32, metadata: entries as u64 * words, row_bytes };
             if paths.same_node(rank) || paths.relays().any(|relay| relay == rank) {
                 assert_eq!(layout.chunks[at], chunk);
             } else {

@@ -33,19 +33,19 @@ use crate::error::PlanError;
 /// begin at a multiple.
 pub const LINE: u64 = 64;
 
-/// A buffer: `rows` rows of `row_bytes` bytes, then, from the next cache line on, `notes` words of
+/// A buffer: `rows` rows of `row_bytes` bytes, then, from the next cache line on, so many words of
 /// metadata.
 ///
 /// ```
-/// let buffer = sidelane_core::plan::RowBuffer { rows: 3, notes: 5, row_bytes: 48 };
-/// assert_eq!((buffer.notes_at(), buffer.bytes()), (192, 256));
+/// let buffer = sidelane_core::plan::RowBuffer { rows: 3, metadata: 5, row_bytes: 48 };
+/// assert_eq!((buffer.metadata_at(), buffer.bytes()), (192, 256));
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RowBuffer {
     /// Rows.
     pub rows: u32,
     /// 32-bit words behind them.
-    pub notes: u64,
+    pub metadata: u64,
     /// Bytes of one row.
     pub row_bytes: u64,
 }
@@ -57,13 +57,13 @@ fn lines(bytes: u64) -> u64 {
 
 impl RowBuffer {
     /// From the start of the buffer to its words.
-    pub fn notes_at(&self) -> u64 {
+    pub fn metadata_at(&self) -> u64 {
         lines(u64::from(self.rows).saturating_mul(self.row_bytes))
     }
 
     /// The rows alone.
-    pub fn without_notes(self) -> RowBuffer {
-        RowBuffer { notes: 0, ..self }
+    pub fn without_metadata(self) -> RowBuffer {
+        RowBuffer { metadata: 0, ..self }
     }
 
     /// Where engines relay, behind the landing rows: as many arrivals as rows, then the arrival of
@@ -81,7 +81,7 @@ impl RowBuffer {
 
     /// Size of the buffer.
     pub fn bytes(&self) -> u64 {
-        lines(self.notes_at().saturating_add(self.notes.saturating_mul(4)))
+        lines(self.metadata_at().saturating_add(self.metadata.saturating_mul(4)))
     }
 }
 
@@ -108,18 +108,22 @@ pub struct RowSizes {
 impl RowSizes {
     /// Memory in which `rows` rows land.
     pub fn landing(&self, rows: u32) -> RowBuffer {
-        RowBuffer { rows, notes: u64::from(rows) * u64::from(self.words_out), row_bytes: self.row_bytes }
+        RowBuffer { rows, metadata: u64::from(rows) * u64::from(self.words_out), row_bytes: self.row_bytes }
     }
 
     /// Memory that a rank offers in a return: as many rows as landed.
     pub fn offer(&self, rows: u32) -> RowBuffer {
-        RowBuffer { rows, notes: u64::from(rows) * u64::from(self.words_home), row_bytes: self.return_bytes }
+        RowBuffer {
+            rows,
+            metadata: u64::from(rows) * u64::from(self.words_home),
+            row_bytes: self.return_bytes,
+        }
     }
 
     /// Memory that a block of `entries` entries returns: `rows` rows, or partials where relays sum.
     pub fn home(&self, rows: u32, entries: u32) -> RowBuffer {
         let row_bytes = self.partial_bytes.unwrap_or(self.return_bytes);
-        RowBuffer { rows, notes: u64::from(entries) * u64::from(self.words_home), row_bytes }
+        RowBuffer { rows, metadata: u64::from(entries) * u64::from(self.words_home), row_bytes }
     }
 
     /// The same in a return of weights alone by copy engines, which bring them home as rows.
@@ -129,7 +133,7 @@ impl RowSizes {
     }
 
     /// Bytes that go out with a row.
-    pub fn note_bytes(&self) -> u64 {
+    pub fn metadata_bytes(&self) -> u64 {
         u64::from(self.words_out) * 4
     }
 

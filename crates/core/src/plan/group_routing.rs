@@ -163,7 +163,7 @@ pub struct LocalPermutation {
     /// Gathered rows that runs index into.
     pub rows: Vec<u32>,
     /// Metadata of each of `rows`.
-    pub notes: Vec<u32>,
+    pub metadata: Vec<u32>,
 }
 
 impl LocalPermutation {
@@ -171,7 +171,7 @@ impl LocalPermutation {
     pub fn clear(&mut self) {
         self.runs.clear();
         self.rows.clear();
-        self.notes.clear();
+        self.metadata.clear();
     }
 
     /// Copies of rank `me` from the rows of one source, whose first row is row `first` of the
@@ -184,17 +184,17 @@ impl LocalPermutation {
                 let (to_row, count, pad) = (to.to_row, to.count, to.pad);
                 self.runs.push(RowRun { to_row, first: self.rows.len() as u32, count, pad });
                 self.rows.extend(sorted.tokens_of(bin..bin + 1).iter().map(|token| first + token));
-                self.notes.extend_from_slice(sorted.notes_of(bin..bin + 1));
+                self.metadata.extend_from_slice(sorted.metadata_of(bin..bin + 1));
             }
         }
     }
 
     /// Writes the row metadata, `words` words each, to its place; zero in pads.
-    pub fn write_notes(&self, words: usize, to: &mut [u32]) {
+    pub fn write_metadata(&self, words: usize, to: &mut [u32]) {
         to.fill(0);
         for run in &self.runs {
             let (from, count) = (run.first as usize * words, run.count as usize * words);
-            to[run.to_row as usize * words..][..count].copy_from_slice(&self.notes[from..][..count]);
+            to[run.to_row as usize * words..][..count].copy_from_slice(&self.metadata[from..][..count]);
         }
     }
 }

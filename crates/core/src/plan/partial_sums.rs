@@ -293,7 +293,7 @@ mod tests {
     }
 
     fn numbers(sorted: &SortedRouting) -> Vec<u32> {
-        sorted.notes.chunks_exact(2).map(|note| note[0]).collect()
+        sorted.metadata.chunks_exact(2).map(|note| note[0]).collect()
     }
 
     #[test]
@@ -303,7 +303,7 @@ mod tests {
         assert_eq!(sums.runs, [run(0, 0, 3), run(0, 3, 2)]);
         // Bin by bin: tokens 0 and 1, 1 and 2, 0, 0 and 2.
         assert_eq!(numbers(&sorted), [1, 2, 2, 3, 1, 1, 2]);
-        assert!(sorted.notes.chunks_exact(2).all(|note| note[1] == 0.5f32.to_bits()));
+        assert!(sorted.metadata.chunks_exact(2).all(|note| note[1] == 0.5f32.to_bits()));
         // Own sums lie behind row 100.
         assert_eq!(places, [3, 100, -1, 101, -1, -1, 4, 102, -1]);
     }

@@ -627,12 +627,12 @@ mod tests {
             let nodes = NodeMap::from_labels(&[0, 1, 1]);
             let (map, paths) = (ExpertMap::contiguous(3, 3).unwrap(), Paths::new(&nodes, Route::Pxn, 0));
             let bins = Bins::of_layout(RowLayout::RankMajor, &map, SumOrder::Expert, &nodes);
-            let notes = RowMetadata::of(RowLayout::RankMajor, ReceiveMode::Exact, true);
+            let metadata = RowMetadata::of(RowLayout::RankMajor, ReceiveMode::Exact, true);
             // Tokens a to f; expert 1 is on the first rank served, expert 2 on the second.
             let ids = [-1, 2, 1, 2, -1, -1, 1, -1, 1, 2, -1, 2];
             let routing = Routing::new(2, ids.to_vec(), vec![0.5; 12]).unwrap();
             let (mut sorted, mut crossing) = (SortedRouting::default(), InterNodeRows::default());
-            sorted.fill(&map, &bins, notes, 0, &routing).unwrap();
+            sorted.fill(&map, &bins, metadata, 0, &routing).unwrap();
             crossing.fill(&bins, &paths, &sorted);
             let counts = Counts { below: vec![0, 10, 20, 0, 0, 0], total: vec![0; 6] };
             let sizes = ReceiveSizes { begin: vec![0; 3], ..ReceiveSizes::default() };
@@ -653,7 +653,7 @@ mod tests {
             assert_eq!(crossing.index, [0, 1, 2, 1, 2, 3, 4]);
             assert_eq!((sorted.tokens_of(1..2), sorted.tokens_of(2..3)), (&[3, 1, 4][..], &[1, 4, 0, 5][..]));
             let visible = |bin| -> Vec<u32> {
-                sorted.notes_of(bin..bin + 1).chunks_exact(5).map(|note| note[4] - 1).collect()
+                sorted.metadata_of(bin..bin + 1).chunks_exact(5).map(|note| note[4] - 1).collect()
             };
             assert_eq!((visible(1), visible(2)), (vec![11, 10, 12], vec![21, 22, 20, 23]));
         }

@@ -581,7 +581,7 @@ mod tests {
                 forward.runs[runs.start as usize..runs.end as usize].to_vec()
             };
             let run = |to_row, first, count| RowRun { to_row, first, count, pad: 0 };
-            assert_eq!(runs(1, 0, 1), [run(4, 1, 2)], "notes: second and third of the block");
+            assert_eq!(runs(1, 0, 1), [run(4, 1, 2)], "metadata: second and third of the block");
             assert_eq!(runs(1, 1, 0), [], "the first chunk has no row for the first rank");
             assert_eq!(runs(1, 2, 0), [run(4, 3, 1)]);
             assert_eq!(runs(1, 1, 1), [run(4, 4, 1)]);

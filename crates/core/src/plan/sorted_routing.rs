@@ -36,7 +36,7 @@ pub struct SortedRouting {
     /// Token of each entry.
     pub tokens: Vec<u32>,
     /// Metadata of each entry: [`RowMetadata::words`] words each.
-    pub notes: Vec<u32>,
+    pub metadata: Vec<u32>,
     /// Which choices, of `[tokens, top_k]`, have no entry: for want of room, or because a mask
     /// leaves no rank for them.
     pub dropped: Vec<bool>,
@@ -81,28 +81,28 @@ impl SortedRouting {
         &mut self,
         map: &ExpertMap,
         bins: &Bins,
-        notes: RowMetadata,
+        metadata: RowMetadata,
         me: u32,
         routing: &Routing,
     ) -> Result<(), PlanError> {
         self.begin(bins);
-        self.words = notes.words(routing.top_k()) as usize;
+        self.words = metadata.words(routing.top_k()) as usize;
         self.experts.clear();
         self.experts.extend((0..map.experts()).map(|expert| {
             let Some(slot) = map.slot_for(me, expert) else {
                 return Expert { bin: NONE, local: 0, named: 0 };
             };
             let rank = map.rank_of(slot);
-            let bin = notes.layout().bin_of(map, slot);
+            let bin = metadata.layout().bin_of(map, slot);
             Expert { bin, local: slot - map.slots_of(rank).start, named: 0 }
         }));
         self.dropped.resize(routing.experts().len(), false);
-        if let Err(error) = self.count(map, notes, routing) {
+        if let Err(error) = self.count(map, metadata, routing) {
             self.clear(bins);
             return Err(error);
         }
         self.choice_bins.clear();
-        match notes {
+        match metadata {
             RowMetadata::Choices | RowMetadata::Indexed => self.place_ranks(routing),
             RowMetadata::Marked => self.place::<2, 0>(routing),
             RowMetadata::Summed => self.place::<2, 1>(routing),
@@ -132,7 +132,7 @@ impl SortedRouting {
             &self.counts,
             &self.starts,
             &self.tokens,
-            &self.notes,
+            &self.metadata,
             &self.choices,
             &self.token_starts,
             &self.choice_bins,
@@ -169,20 +169,20 @@ impl SortedRouting {
     }
 
     /// Metadata of the entries for these bins: all bins of a rank, if every row goes to every rank.
-    pub fn notes_of(&self, bins: std::ops::Range<u32>) -> &[u32] {
+    pub fn metadata_of(&self, bins: std::ops::Range<u32>) -> &[u32] {
         if self.whole {
-            return &self.notes;
+            return &self.metadata;
         }
         let at = |bin: u32| self.starts[bin as usize] as usize * self.words;
-        &self.notes[at(bins.start)..at(bins.end)]
+        &self.metadata[at(bins.start)..at(bins.end)]
     }
 
     /// Writes the metadata of all entries to where rows lie packed, those of bin `b` from row
     /// `starts[b]` on.
-    pub fn copy_notes(&self, starts: &[u32], packed: &mut [u32]) {
+    pub fn copy_metadata(&self, starts: &[u32], packed: &mut [u32]) {
         for (bin, &start) in (0..self.counts.len() as u32).zip(starts) {
-            let notes = self.notes_of(bin..bin + 1);
-            packed[start as usize * self.words..][..notes.len()].copy_from_slice(notes);
+            let metadata = self.metadata_of(bin..bin + 1);
+            packed[start as usize * self.words..][..metadata.len()].copy_from_slice(metadata);
         }
     }
 
@@ -219,7 +219,7 @@ impl SortedRouting {
     pub fn clear(&mut self, bins: &Bins) {
         self.begin(bins);
         self.tokens.clear();
-        self.notes.clear();
+        self.metadata.clear();
         self.choices.clear();
         self.choice_bins.clear();
     }
@@ -238,8 +238,8 @@ impl SortedRouting {
     pub(super) fn number(&mut self, bin: u32, first: u32) {
         let words = self.words;
         let entries = self.starts[bin as usize] as usize..self.starts[bin as usize + 1] as usize;
-        let notes = self.notes[entries.start * words..entries.end * words].chunks_exact_mut(words);
-        for (note, row) in notes.zip(first..) {
+        let metadata = self.metadata[entries.start * words..entries.end * words].chunks_exact_mut(words);
+        for (note, row) in metadata.zip(first..) {
             note[words - 1] = row + 1;
         }
     }
@@ -248,8 +248,8 @@ impl SortedRouting {
     pub(super) fn note_sums(&mut self, bin: u32, sum_of: impl Fn(u32) -> u32) {
         let words = self.words;
         let entries = self.starts[bin as usize] as usize..self.starts[bin as usize + 1] as usize;
-        let notes = self.notes[entries.start * words..entries.end * words].chunks_exact_mut(words);
-        for (note, &choice) in notes.zip(&self.choices[entries]) {
+        let metadata = self.metadata[entries.start * words..entries.end * words].chunks_exact_mut(words);
+        for (note, &choice) in metadata.zip(&self.choices[entries]) {
             note[0] = sum_of(choice) + 1;
         }
     }
@@ -258,7 +258,9 @@ impl SortedRouting {
     /// was.
     pub(super) fn permute(&mut self, bin: u32, from: &[u32], spare: &mut Vec<u32>) {
         let first = self.starts[bin as usize] as usize;
-        for (table, words) in [(&mut self.tokens, 1), (&mut self.choices, 1), (&mut self.notes, self.words)] {
+        for (table, words) in
+            [(&mut self.tokens, 1), (&mut self.choices, 1), (&mut self.metadata, self.words)]
+        {
             let entries = &mut table[first * words..][..from.len() * words];
             spare.clear();
             spare.extend_from_slice(entries);
@@ -268,8 +270,8 @@ impl SortedRouting {
         }
     }
 
-    fn count(&mut self, map: &ExpertMap, notes: RowMetadata, routing: &Routing) -> Result<(), PlanError> {
-        let (columns, merges) = (routing.top_k() as usize, notes.layout().merges());
+    fn count(&mut self, map: &ExpertMap, metadata: RowMetadata, routing: &Routing) -> Result<(), PlanError> {
+        let (columns, merges) = (routing.top_k() as usize, metadata.layout().merges());
         let (mut entries, mut token) = (0, 0);
         let choices = routing.experts().chunks_exact(columns).zip(routing.weights().chunks_exact(columns));
         for (ids, weights) in choices {
@@ -313,7 +315,7 @@ impl SortedRouting {
         }
         let entries = sum as usize;
         reuse(&mut self.tokens, entries);
-        reuse(&mut self.notes, entries * self.words);
+        reuse(&mut self.metadata, entries * self.words);
         reuse(&mut self.choices, entries);
         self.cursors.clone_from(&self.starts);
     }
@@ -324,11 +326,11 @@ impl SortedRouting {
     /// How many words that is the compiler knows: where it does not, this takes half as long again.
     fn place<const WORDS: usize, const WEIGHT: usize>(&mut self, routing: &Routing) {
         self.reserve();
-        let SortedRouting { tokens, choices, notes, cursors, experts, .. } = self;
-        let (notes, _) = notes.as_chunks_mut::<WORDS>();
-        let entries = tokens.len().min(notes.len());
-        let (tokens, choices, notes) =
-            (&mut tokens[..entries], &mut choices[..entries], &mut notes[..entries]);
+        let SortedRouting { tokens, choices, metadata, cursors, experts, .. } = self;
+        let (metadata, _) = metadata.as_chunks_mut::<WORDS>();
+        let entries = tokens.len().min(metadata.len());
+        let (tokens, choices, metadata) =
+            (&mut tokens[..entries], &mut choices[..entries], &mut metadata[..entries]);
         let (cursors, experts) = (&mut cursors[..], &experts[..]);
         let (k, mut choice) = (routing.top_k() as usize, 0);
         for ((token, ids), weights) in
@@ -343,8 +345,8 @@ impl SortedRouting {
                     *cursor += 1;
                     tokens[entry] = token;
                     choices[entry] = choice;
-                    notes[entry] = [1; WORDS];
-                    notes[entry][WEIGHT] = weight.to_bits();
+                    metadata[entry] = [1; WORDS];
+                    metadata[entry][WEIGHT] = weight.to_bits();
                 }
                 choice += 1;
             }
@@ -355,7 +357,7 @@ impl SortedRouting {
     fn place_ranks(&mut self, routing: &Routing) {
         self.reserve();
         // Choices of other ranks have zeros.
-        self.notes.fill(0);
+        self.metadata.fill(0);
         self.latest.fill((0, 0));
         let (k, mut choice) = (routing.top_k() as usize, 0);
         for (token, ids) in (0..).zip(routing.experts().chunks_exact(k)) {
@@ -372,7 +374,7 @@ impl SortedRouting {
                         self.choices[*cursor as usize] = choice as u32;
                         *cursor += 1;
                     }
-                    let note = &mut self.notes[*entry as usize * self.words..][..self.words];
+                    let note = &mut self.metadata[*entry as usize * self.words..][..self.words];
                     note[nth] = local + 1;
                     note[k + nth] = routing.weights()[choice].to_bits();
                 }
@@ -408,7 +410,7 @@ impl SortedRouting {
             let from = first..first + keep as usize;
             self.tokens.copy_within(from.clone(), to);
             self.choices.copy_within(from.clone(), to);
-            self.notes.copy_within(from.start * self.words..from.end * self.words, to * self.words);
+            self.metadata.copy_within(from.start * self.words..from.end * self.words, to * self.words);
             to += keep as usize;
         }
         if let Some(end) = self.starts.last_mut() {
@@ -416,7 +418,7 @@ impl SortedRouting {
         }
         self.tokens.truncate(to);
         self.choices.truncate(to);
-        self.notes.truncate(to * self.words);
+        self.metadata.truncate(to * self.words);
         self.token_starts.fill(0);
         self.tokens.iter().for_each(|&token| self.token_starts[token as usize + 1] += 1);
         let mut sum = 0;
@@ -448,15 +450,15 @@ impl SortedRouting {
         self.token_starts.extend((1..=rows).map(|row| row * ranks));
         self.words = RowMetadata::Gathered.words(carried.map_or(0, Routing::top_k)) as usize;
         match carried {
-            None => refill(&mut self.notes, rows as usize, me + 1),
+            None => refill(&mut self.metadata, rows as usize, me + 1),
             Some(routing) => {
                 let top_k = routing.top_k() as usize;
                 let choices =
                     routing.experts().chunks_exact(top_k).zip(routing.weights().chunks_exact(top_k));
                 for (ids, weights) in choices {
-                    self.notes.push(me + 1);
-                    self.notes.extend(ids.iter().map(|&id| (id + 1) as u32));
-                    self.notes.extend(weights.iter().map(|weight| weight.to_bits()));
+                    self.metadata.push(me + 1);
+                    self.metadata.extend(ids.iter().map(|&id| (id + 1) as u32));
+                    self.metadata.extend(weights.iter().map(|weight| weight.to_bits()));
                 }
             }
         }
@@ -486,7 +488,7 @@ mod tests {
         assert_eq!(sorted.starts, [0, 2, 4, 6, 8, 10, 12]);
         assert_eq!(sorted.tokens_of(bins.of(2)), [0, 1, 2, 3]);
         assert_eq!((sorted.tokens_here(), sorted.entries()), (4, 12));
-        assert_eq!(sorted.notes_of(bins.of(2)), [2; 4], "all are from rank 1");
+        assert_eq!(sorted.metadata_of(bins.of(2)), [2; 4], "all are from rank 1");
     }
 
     #[test]
@@ -495,7 +497,7 @@ mod tests {
         let routing = Routing::new(2, vec![3, -1, 0, 2], vec![0.5, 0.25, 1.0, 0.0]).unwrap();
         sorted.fill_gathered(&bins, 0, 2, Some(&routing));
         let [half, quarter, one] = [0.5f32, 0.25, 1.0].map(f32::to_bits);
-        assert_eq!(sorted.notes_of(bins.of(1)), [1, 4, 0, half, quarter, 1, 1, 3, one, 0]);
+        assert_eq!(sorted.metadata_of(bins.of(1)), [1, 4, 0, half, quarter, 1, 1, 3, one, 0]);
     }
 
     #[test]
@@ -515,9 +517,9 @@ mod tests {
     fn all_of(sorted: &SortedRouting, bins: &Bins, top_k: u32) -> ([Vec<u32>; 6], Vec<bool>, [Vec<i32>; 2]) {
         let [mut rows, mut order] = [Vec::new(), Vec::new()];
         sorted.places(bins, top_k, &sorted.starts, [&mut rows, &mut order]);
-        let SortedRouting { counts, tokens, notes, choices, token_starts, choice_bins, dropped, .. } =
+        let SortedRouting { counts, tokens, metadata, choices, token_starts, choice_bins, dropped, .. } =
             sorted.clone();
-        ([counts, tokens, notes, choices, token_starts, choice_bins], dropped, [rows, order])
+        ([counts, tokens, metadata, choices, token_starts, choice_bins], dropped, [rows, order])
     }
 
     proptest! {
@@ -532,11 +534,11 @@ mod tests {
             for (per_rank, tokens, top_k, seed) in calls {
                 let layout = if per_rank { RowLayout::RankMajor } else { RowLayout::ExpertMajor };
                 let bins = Bins::of_layout(layout, &map, SumOrder::Expert, &nodes);
-                let notes = RowMetadata::of(layout, ReceiveMode::Exact, false);
+                let metadata = RowMetadata::of(layout, ReceiveMode::Exact, false);
                 let routing = synthetic(Pattern::Uniform, 12, top_k, tokens, seed, 0).unwrap();
                 let mut new = SortedRouting::default();
-                new.fill(&map, &bins, notes, 1, &routing).unwrap();
-                again.fill(&map, &bins, notes, 1, &routing).unwrap();
+                new.fill(&map, &bins, metadata, 1, &routing).unwrap();
+                again.fill(&map, &bins, metadata, 1, &routing).unwrap();
                 let sorted = all_of(&new, &bins, top_k);
                 prop_assert_eq!(&all_of(&again, &bins, top_k), &sorted);
                 // Each choice has the row of its token among those of its bin.

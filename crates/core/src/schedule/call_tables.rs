@@ -41,19 +41,20 @@ pub struct FillContext<'a> {
     /// reaches.
     pub far: WindowId,
     /// Where metadata lands at each rank, if not behind the rows.
-    pub notes: Option<&'a [u64]>,
+    pub metadata: Option<&'a [u64]>,
 }
 
 impl FillContext<'_> {
     /// Memory in which so many rows land at a rank.
     pub fn landing(&self, rows: u32) -> RowBuffer {
         let landing = self.sizing.landing(rows);
-        if self.notes.is_some() { landing.without_notes() } else { landing }
+        if self.metadata.is_some() { landing.without_metadata() } else { landing }
     }
 
     /// Where metadata lands at a rank whose rows, so many, land at `base`.
-    pub fn notes_at(&self, rank: u32, base: u64, rows: u32) -> u64 {
-        self.notes.map_or_else(|| base + self.landing(rows).notes_at(), |notes| notes[rank as usize])
+    pub fn metadata_at(&self, rank: u32, base: u64, rows: u32) -> u64 {
+        self.metadata
+            .map_or_else(|| base + self.landing(rows).metadata_at(), |metadata| metadata[rank as usize])
     }
 }
 
@@ -162,21 +163,21 @@ impl CallerTables {
                 base,
                 row_bytes: sizing.row_bytes,
             };
-            let notes = Operand::Rows {
+            let metadata = Operand::Rows {
                 first,
                 count,
-                from: PutSource::Notes,
+                from: PutSource::Metadata,
                 from_offset: 0,
                 index: Index::Contiguous,
                 to: window,
-                base: at.notes_at(peer, base, layout.sizes[peer as usize]),
-                row_bytes: sizing.note_bytes(),
+                base: at.metadata_at(peer, base, layout.sizes[peer as usize]),
+                row_bytes: sizing.metadata_bytes(),
             };
             if sizing.row_bytes > 0 {
                 self.table[caller.rows(peer).0 as usize] = rows;
             }
             if noted {
-                self.table[caller.notes(peer).0 as usize] = notes;
+                self.table[caller.metadata(peer).0 as usize] = metadata;
             }
         }
         for (nth, relay) in (0..).zip(paths.relays()) {
@@ -247,8 +248,8 @@ impl CallerTables {
             self.bring(at, (base, base), at.sizing.row_bytes);
         }
         if noted {
-            let notes = at.notes_at(at.paths.me(), base, landed);
-            self.bring(at, (notes, notes), at.sizing.note_bytes());
+            let metadata = at.metadata_at(at.paths.me(), base, landed);
+            self.bring(at, (metadata, metadata), at.sizing.metadata_bytes());
         }
         self.brought(at);
     }
@@ -256,20 +257,20 @@ impl CallerTables {
     /// The same where rows go to arrivals: the metadata of `landed` (first rows and how many
     /// follow) and, with `rows` rows, their index. Index and notes (of row 0 on) lie in the planner
     /// scratch.
-    pub fn bring_notes_in(
+    pub fn bring_metadata_in(
         &mut self,
         at: &FillContext,
         landed: &[(u32, u32)],
         rows: u32,
-        (scratch_index, scratch_notes): (u64, u64),
+        (scratch_index, scratch_metadata): (u64, u64),
     ) {
         self.clear();
         self.landed.clear();
         self.landed.extend_from_slice(landed);
         let (base, (index, end)) = (self.landing[at.paths.me() as usize], at.landing(rows).arrivals());
         self.join();
-        let notes = at.notes_at(at.paths.me(), base, rows);
-        self.bring(at, (scratch_notes, notes), at.sizing.note_bytes());
+        let metadata = at.metadata_at(at.paths.me(), base, rows);
+        self.bring(at, (scratch_metadata, metadata), at.sizing.metadata_bytes());
         if at.sizing.row_bytes > 0 {
             let from = PutSource::Window { owner: at.paths.me(), window: WindowId::HOST_STAGING };
             let (to, to_offset, len) = (WindowId::POOL, base + index, end - index);
@@ -516,15 +517,17 @@ impl RelayTables {
                 for chunk in if noted { 0 } else { 1 }..=last {
                     let runs = forward.runs_of(nth as usize, chunk, member as usize);
                     let (window, from_offset, index) = match chunk {
-                        0 => {
-                            (WindowId::CONTROL, header + at.control.notes(block.entries()), Index::Contiguous)
-                        }
+                        0 => (
+                            WindowId::CONTROL,
+                            header + at.control.metadata(block.entries()),
+                            Index::Contiguous,
+                        ),
                         _ => (at.far, staging, of_rows),
                     };
                     let (behind, row_bytes) = match chunk {
                         0 => (
-                            at.sizing.landing(block.landed[member as usize]).notes_at(),
-                            at.sizing.note_bytes(),
+                            at.sizing.landing(block.landed[member as usize]).metadata_at(),
+                            at.sizing.metadata_bytes(),
                         ),
                         _ => (0, at.sizing.row_bytes),
                     };
@@ -730,8 +733,8 @@ impl RelayTables {
                     (parts.rows, from * row_bytes, to * row_bytes, n * row_bytes),
                     (
                         parts.weights,
-                        at.sizing.offer(landed).notes_at() + from * words,
-                        home.notes_at() + to * words,
+                        at.sizing.offer(landed).metadata_at() + from * words,
+                        home.metadata_at() + to * words,
                         n * words,
                     ),
                 ];

@@ -47,13 +47,13 @@ pub struct ControlLayout {
     /// Entries of a block that is relayed; none on the direct route.
     block_entries: u64,
     max_entries: u64,
-    note_bytes: u64,
+    metadata_bytes: u64,
 }
 
 impl ControlLayout {
     /// For the group of these paths (of any of its ranks), these bins, and at most `max_entries`
-    /// entries a rank, with `note_bytes` bytes of metadata each.
-    pub fn new(paths: &Paths, bins: &Bins, max_entries: u64, note_bytes: u64) -> Self {
+    /// entries a rank, with `metadata_bytes` bytes of metadata each.
+    pub fn new(paths: &Paths, bins: &Bins, max_entries: u64, metadata_bytes: u64) -> Self {
         let nodes = paths.nodes();
         let most = |of: &dyn Fn(Paths) -> usize| {
             (0..paths.ranks()).map(|rank| of(paths.of(rank))).max().unwrap_or(0) as u64
@@ -71,7 +71,7 @@ impl ControlLayout {
             served_bins: bins.count().into(),
             block_entries: if paths.route() == Route::Pxn { max_entries } else { 0 },
             max_entries,
-            note_bytes,
+            metadata_bytes,
         }
     }
 
@@ -171,7 +171,7 @@ impl ControlLayout {
     }
 
     /// In a header of `entries` entries: the metadata of each.
-    pub fn notes(&self, entries: u32) -> u64 {
+    pub fn metadata(&self, entries: u32) -> u64 {
         lines(self.index() + u64::from(entries) * 4)
     }
 
@@ -179,7 +179,7 @@ impl ControlLayout {
     pub fn header_len(&self, entries: u32) -> u64 {
         match self.block_entries {
             0 => self.index(),
-            _ => self.notes(entries) + u64::from(entries) * self.note_bytes,
+            _ => self.metadata(entries) + u64::from(entries) * self.metadata_bytes,
         }
     }
 
@@ -189,8 +189,8 @@ impl ControlLayout {
     }
 
     /// Bytes that go with each entry.
-    pub fn note_bytes(&self) -> u64 {
-        self.note_bytes
+    pub fn metadata_bytes(&self) -> u64 {
+        self.metadata_bytes
     }
 
     fn message_bytes(&self) -> u64 {

@@ -37,7 +37,7 @@ pub enum PutSource {
     /// The call's input tensor.
     Input,
     /// Metadata of each of this rank's entries.
-    Notes,
+    Metadata,
     /// A window of this rank or of one of its node.
     Window {
         /// The owner.
@@ -397,7 +397,7 @@ impl Operands<'_> {
                 effects
             }
             Operand::FetchWeights => {
-                reads(sum, sum.fetched, |chunk, word| (chunk.notes_at() + u64::from(word) * 4, 4))
+                reads(sum, sum.fetched, |chunk, word| (chunk.metadata_at() + u64::from(word) * 4, 4))
             }
             _ => Vec::new(),
         }
@@ -406,7 +406,7 @@ impl Operands<'_> {
 
 fn source(from: PutSource, start: u64, len: u64) -> Option<Bytes> {
     match from {
-        PutSource::Input | PutSource::Notes => None,
+        PutSource::Input | PutSource::Metadata => None,
         PutSource::Window { owner, window } => Some(Bytes::new(owner, window, start, len)),
     }
 }
@@ -423,7 +423,7 @@ fn stretches(listed: &[u32], run: &RowRun, from: PutSource, index: Index) -> Vec
     let RowRun { to_row, first, count, pad } = *run;
     let mut all: Vec<Stretch> = match (from, index) {
         // Only the call knows its own tensors, so reads there make no difference.
-        (PutSource::Input | PutSource::Notes, _) => {
+        (PutSource::Input | PutSource::Metadata, _) => {
             return vec![Stretch { to_row, rows: count + pad, from_row: None }];
         }
         (_, Index::Contiguous) => vec![Stretch { to_row, rows: count, from_row: Some(first) }],

@@ -91,7 +91,7 @@ impl<'a> Caller<'a> {
     }
 
     /// Operand of the metadata of those rows (dispatch).
-    pub fn notes(&self, peer: u32) -> OperandId {
+    pub fn metadata(&self, peer: u32) -> OperandId {
         OperandId(self.paths.ranks() + peer)
     }
 
@@ -236,7 +236,7 @@ impl<'a> Caller<'a> {
             Route::Direct => paths.relays().for_each(|relay| self.rows_to(relay, &mut items)),
         }
         paths.local_peers().for_each(|local| self.rows_to(local, &mut items));
-        for operand in [self.rows(paths.me()), self.notes(paths.me())] {
+        for operand in [self.rows(paths.me()), self.metadata(paths.me())] {
             items.push(self.on(paths.me(), Op::PutRows { to: paths.me(), operand }));
         }
         items.extend(paths.peers().map(|p| self.on(p, wait(p, Flag::Landed, FlagValue::Call))));
@@ -245,7 +245,7 @@ impl<'a> Caller<'a> {
     }
 
     fn rows_to(&self, peer: u32, items: &mut Vec<TrackOp>) {
-        for operand in [self.rows(peer), self.notes(peer)] {
+        for operand in [self.rows(peer), self.metadata(peer)] {
             items.push(self.on(peer, Op::PutRows { to: peer, operand }));
         }
         items.push(self.on(peer, self.signal(peer, Flag::Landed, FlagValue::Call)));

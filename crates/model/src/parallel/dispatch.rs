@@ -107,7 +107,7 @@ impl<'h> DispatchTimes<'h> {
                 row_bytes,
                 return_bytes: row_bytes,
                 partial_bytes: 2 * row_bytes,
-                notes: true,
+                metadata: true,
             };
             let placed = Placed::new(&case, self.hardware)?;
             let calls = [placed.dispatch(), placed.combine(), placed.combine_backward()];

@@ -30,6 +30,6 @@ pub use memory::{Memory, Precision};
 pub use mesh::{Mesh, Shape, Zero};
 pub use misfit::Misfit;
 pub use rules::{Mixed, Rules, least_data_tokens, least_node_tokens, most_tensor_ways, training_seconds};
-pub use search::{Candidate, Fixed, Found, Question, SearchError};
+pub use search::{Candidate, Fixed, FoundMeshes, Question, SearchError};
 pub use step_time::{Bound, Overlap, Pass, Received, Step};
 pub use transformer::{Attention, ConfigError, Experts, Transformer, UnknownModel};

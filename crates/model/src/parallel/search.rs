@@ -107,7 +107,7 @@ impl Candidate {
 
 /// Meshes of a question.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Found {
+pub struct FoundMeshes {
     /// The best of each shape that fits, the fastest first.
     pub fitting: Vec<Candidate>,
     /// The mesh with the least memory, whether it fits or not.
@@ -178,7 +178,7 @@ impl Question {
     /// # Errors
     /// [`SearchError::OutOfRange`] for no devices or tokens, and the time model's error if it
     /// refuses the groups of all shapes.
-    pub fn search(&self) -> Result<Found, SearchError> {
+    pub fn search(&self) -> Result<FoundMeshes, SearchError> {
         self.find(&mut self.times())
     }
 
@@ -186,7 +186,7 @@ impl Question {
     ///
     /// # Errors
     /// As [`Question::search`].
-    pub fn search_by_tokens(&self, tokens: &[u64]) -> Result<Vec<Found>, SearchError> {
+    pub fn search_by_tokens(&self, tokens: &[u64]) -> Result<Vec<FoundMeshes>, SearchError> {
         let mut times = self.times();
         let of = |&tokens: &u64| Question { tokens, ..self.clone() }.find(&mut times);
         tokens.iter().map(of).collect()
@@ -196,7 +196,7 @@ impl Question {
         self.hardware.as_ref().map(|hardware| DispatchTimes::new(hardware, self.model.hidden))
     }
 
-    fn find(&self, times: &mut Option<DispatchTimes<'_>>) -> Result<Found, SearchError> {
+    fn find(&self, times: &mut Option<DispatchTimes<'_>>) -> Result<FoundMeshes, SearchError> {
         let seen = [self.count.into(), self.tokens, self.sequence.into()];
         for ((parameter, most), seen) in MOST.into_iter().zip(seen) {
             if !(1..=most).contains(&seen) {
@@ -234,7 +234,7 @@ impl Question {
         let mut fitting: Vec<_> = best.into_values().collect();
         fitting.sort_by_key(Candidate::key);
         let smallest = smallest.map(|(mesh, memory)| self.candidate(times, mesh, memory)).transpose()?;
-        Ok(Found { fitting, smallest, shapes })
+        Ok(FoundMeshes { fitting, smallest, shapes })
     }
 
     /// A mesh, whether it fits or not.

@@ -68,7 +68,7 @@ impl<'a> Lowering<'a> {
     fn out(self, kind: CallKind) -> Program {
         let (placed, rank, at, sizing) = (self.placed, self.rank, self.setting(), self.sizing);
         let plans = kind.places();
-        let noted = plans && placed.notes;
+        let noted = plans && placed.metadata;
         let mut tables = CallerTables::new(self.paths, placed.chunks);
         tables.rows(&at, &rank.layout, noted);
         let (mut messages, mut relayed, mut forward) = (self.relayed(), self.relayed(), rank.forward.clone());
@@ -82,7 +82,7 @@ impl<'a> Lowering<'a> {
                 sizing.landing(rows)
             });
             let landed = if noted { placed.landed_from_other_nodes(self.paths.me()) } else { Vec::new() };
-            brought.bring_notes_in(&at, &landed, rank.layout.landed, (0, 0));
+            brought.bring_metadata_in(&at, &landed, rank.layout.landed, (0, 0));
         } else {
             relayed.forward(&at, &forward, noted);
         }
@@ -260,8 +260,8 @@ impl<'a> Lowering<'a> {
     }
 
     fn lay_choices_apart(&self, lines: &mut Lines) {
-        if lines.is_device() && self.placed.notes && (self.placed.per_rank || self.sizing.rank_sums) {
-            lines.lay_apart(u64::from(self.rank.layout.landed) * self.sizing.note_bytes());
+        if lines.is_device() && self.placed.metadata && (self.placed.per_rank || self.sizing.rank_sums) {
+            lines.lay_apart(u64::from(self.rank.layout.landed) * self.sizing.metadata_bytes());
         }
     }
 
@@ -302,7 +302,7 @@ impl<'a> Lowering<'a> {
             if self.placed.device_plans {
                 // Rows of choices are read and written, metadata of own rows is moved.
                 let rows = self.own_rows();
-                lines.kernel(2 * (choices + rows * self.sizing.note_bytes()), 0);
+                lines.kernel(2 * (choices + rows * self.sizing.metadata_bytes()), 0);
             }
         }
     }
@@ -385,7 +385,7 @@ impl<'a> Lowering<'a> {
             chunks,
             parity: self.calls.parity(),
             far: WindowId::POOL,
-            notes: None,
+            metadata: None,
         }
     }
 }

@@ -38,7 +38,7 @@ pub(super) struct Collected {
     waits: Vec<Task>,
     copies: Vec<Task>,
     /// Copies of metadata, behind those of rows.
-    notes: Vec<Task>,
+    metadata: Vec<Task>,
     words: Vec<Task>,
     /// Tasks of the NIC, in order, and the mark that each is behind.
     queue: VecDeque<(u64, Task)>,
@@ -123,12 +123,12 @@ impl Lines<'_> {
         if to == self.paths.me() && self.places_own(moved) {
             return;
         }
-        let noted = matches!(moved, Operand::Rows { from: PutSource::Notes, .. });
+        let noted = matches!(moved, Operand::Rows { from: PutSource::Metadata, .. });
         for Piece { from, bytes, source } in self.pieces(operands, operand) {
             if self.paths.same_node(to) {
                 let place = if source == PieceSource::Host { Place::Host } else { self.place(from, to) };
                 let copy = self.copied(place, (from, to), bytes);
-                let list = if noted { &mut self.collected.notes } else { &mut self.collected.copies };
+                let list = if noted { &mut self.collected.metadata } else { &mut self.collected.copies };
                 list.extend(copy);
                 continue;
             }
@@ -148,7 +148,7 @@ impl Lines<'_> {
     fn places_own(&self, operand: Operand) -> bool {
         match operand {
             Operand::Rows { from: PutSource::Input, .. } => true,
-            Operand::Rows { from: PutSource::Notes, .. } => self.device_plans,
+            Operand::Rows { from: PutSource::Metadata, .. } => self.device_plans,
             _ => false,
         }
     }
@@ -169,8 +169,8 @@ impl Lines<'_> {
     fn pieces(&self, operands: &Operands, operand: OperandId) -> Vec<Piece> {
         let me = self.paths.me();
         let piece_source = |from| match from {
-            PutSource::Notes if self.device_plans => PieceSource::Device,
-            PutSource::Notes
+            PutSource::Metadata if self.device_plans => PieceSource::Device,
+            PutSource::Metadata
             | PutSource::Window { window: WindowId::CONTROL | WindowId::HOST_STAGING, .. } => {
                 PieceSource::Host
             }
@@ -182,7 +182,7 @@ impl Lines<'_> {
                 let piece = |span: &SpanCopy| {
                     let from = match span.from {
                         PutSource::Window { owner, .. } => owner,
-                        PutSource::Input | PutSource::Notes => me,
+                        PutSource::Input | PutSource::Metadata => me,
                     };
                     Piece { from, bytes: span.len, source: piece_source(span.from) }
                 };
@@ -194,7 +194,7 @@ impl Lines<'_> {
                 let piece =
                     |rows: u32, source| Piece { from: me, bytes: u64::from(rows) * row_bytes, source };
                 // Zeros behind rows are copies of their own, those behind metadata from the host.
-                let zeros = if from == PutSource::Notes { PieceSource::Host } else { source };
+                let zeros = if from == PutSource::Metadata { PieceSource::Host } else { source };
                 let pads = |pad: u32| (pad > 0).then(|| piece(pad, zeros));
                 let pieces = |run: &RowRun| std::iter::once(piece(run.count, source)).chain(pads(run.pad));
                 runs.iter().flat_map(pieces).collect()
@@ -224,8 +224,8 @@ impl Lines<'_> {
     fn wait(&mut self, op: Op, (from, flag, level): (u32, Flag, FlagValue), wait: Task) {
         let by_stream = matches!(flag, Flag::Landed | Flag::Ready) && op.line(self.paths) == OpLine::Stream;
         if by_stream {
-            let Collected { copies, notes, words, .. } = &self.collected;
-            if !copies.is_empty() || !notes.is_empty() || !words.is_empty() {
+            let Collected { copies, metadata, words, .. } = &self.collected;
+            if !copies.is_empty() || !metadata.is_empty() || !words.is_empty() {
                 self.flush();
             }
             self.collected.waits.push(wait);
@@ -297,8 +297,8 @@ impl Lines<'_> {
     }
 
     fn enqueue(&mut self) {
-        let Collected { waits, copies, notes, words, .. } = &mut self.collected;
-        copies.append(notes);
+        let Collected { waits, copies, metadata, words, .. } = &mut self.collected;
+        copies.append(metadata);
         let (waits, copies, words) = (std::mem::take(waits), std::mem::take(copies), std::mem::take(words));
         self.enqueue_list(&waits);
         self.enqueue_copies(&copies);

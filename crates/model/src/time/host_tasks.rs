@@ -137,7 +137,7 @@ impl<'a> Lines<'a> {
                 for span in operands.spans[first as usize..][..count as usize].iter().filter(|s| s.len > 0) {
                     let from = match span.from {
                         PutSource::Window { owner, .. } => owner,
-                        PutSource::Input | PutSource::Notes => me,
+                        PutSource::Input | PutSource::Metadata => me,
                     };
                     if loads.last().is_none_or(|load| load.from != from) {
                         loads.push(Load { from, ..Load::default() });

@@ -41,7 +41,7 @@ pub struct Case<'a> {
     pub partial_bytes: u64,
     /// Whether row metadata (weights, choices) moves with the rows; otherwise it comes with the
     /// counts.
-    pub notes: bool,
+    pub metadata: bool,
 }
 
 impl Case<'_> {
@@ -73,7 +73,7 @@ pub struct Placed {
     pub(super) sizing: RowSizes,
     pub(super) control: ControlLayout,
     pub(super) chunks: u8,
-    pub(super) notes: bool,
+    pub(super) metadata: bool,
     pub(super) hardware: Hardware,
     pub(super) top_k: u32,
     /// Of each rank that decides: rows that it sends for each bin, then what relays need to know.
@@ -93,7 +93,7 @@ pub(super) struct Rank {
 }
 
 /// Rows that one rank sends, before any counts arrive.
-struct Own {
+struct SentRows {
     sorted: SortedRouting,
     crossing: InterNodeRows,
     words: Vec<u32>,
@@ -128,14 +128,14 @@ impl Placed {
         let rank_sums = by_rank && !case.layout.is_per_rank() && case.map.ranks() > 1;
         let by_node = summed && case.order == SumOrder::Node;
         let sums = crosses && if device { by_node } else { case.order.has_partials() };
-        let notes = match rank_sums {
+        let metadata = match rank_sums {
             true => RowMetadata::Summed,
             false => RowMetadata::of(case.layout, ReceiveMode::Exact, false),
         };
         let sizing = RowSizes {
             row_bytes: case.row_bytes,
             return_bytes: case.return_bytes,
-            words_out: notes.words(top_k),
+            words_out: metadata.words(top_k),
             words_home: 1,
             partial_bytes: sums.then_some(case.partial_bytes),
             rank_sums,
@@ -143,7 +143,7 @@ impl Placed {
         };
         let choices = u64::from(tokens) * u64::from(top_k);
         let control =
-            ControlLayout::new(&paths, &bins, choices, sizing.note_bytes()).with_rank_sums(rank_sums);
+            ControlLayout::new(&paths, &bins, choices, sizing.metadata_bytes()).with_rank_sums(rank_sums);
         let all_active = case.map.active().iter().all(|&active| active);
         let counts_suffice = !paths.is_multi_node() && all_active && !rank_sums;
         let mut placed = Placed {
@@ -159,13 +159,13 @@ impl Placed {
                 Executor::Host => Block::CHUNKS,
                 Executor::Device => Block::chunks_for_engines(u64::from(tokens) * case.row_bytes),
             }),
-            notes: case.notes,
+            metadata: case.metadata,
             hardware: hardware.clone(),
             top_k,
             words: Vec::new(),
             ranks: Vec::new(),
         };
-        let mut own = placed.sorted(case, notes)?;
+        let mut own = placed.sorted(case, metadata)?;
         placed.words = own.iter_mut().map(|own| std::mem::take(&mut own.words)).collect();
         let lay_out = |(me, own)| placed.lay_out(me, own, arrive);
         let ranks = (0..).zip(&mut own).map(lay_out).collect();
@@ -222,19 +222,19 @@ impl Placed {
         PlanContext { bins, paths, align: 1, chunks, sizing, mode: ReceiveMode::Exact }
     }
 
-    fn sorted(&self, case: &Case, notes: RowMetadata) -> Result<Vec<Own>, PlanError> {
+    fn sorted(&self, case: &Case, metadata: RowMetadata) -> Result<Vec<SentRows>, PlanError> {
         let sort = |(me, routing): (u32, &Routing)| {
             let (mut sorted, mut crossing) = (SortedRouting::default(), InterNodeRows::default());
-            sorted.fill(case.map, &self.bins, notes, me, routing)?;
+            sorted.fill(case.map, &self.bins, metadata, me, routing)?;
             crossing.fill(&self.bins, &self.paths(me), &sorted);
             let mut words = sorted.counts.clone();
             crossing.staged(&self.paths(me), &mut words);
-            Ok(Own { sorted, crossing, words })
+            Ok(SentRows { sorted, crossing, words })
         };
         (0..).zip(case.routings).map(sort).collect()
     }
 
-    fn lay_out(&self, me: u32, Own { sorted, crossing, .. }: &mut Own, arrive: bool) -> Rank {
+    fn lay_out(&self, me: u32, SentRows { sorted, crossing, .. }: &mut SentRows, arrive: bool) -> Rank {
         let frame = self.frame(me);
         let mut rank = Rank::empty();
         let (bins, mut turned) = (self.bins.count() as usize, Vec::new());

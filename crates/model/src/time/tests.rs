@@ -37,7 +37,7 @@ fn host() -> Hardware {
 struct Group {
     nodes: u32,
     /// Metadata moves with rows.
-    notes: bool,
+    metadata: bool,
     map: ExpertMap,
     routings: Vec<Routing<'static>>,
 }
@@ -49,7 +49,7 @@ fn group((nodes, members): (u32, u32), tokens: u32, whole: bool) -> Group {
     let draw = |rank| synthetic(Pattern::Uniform, experts, 8, tokens, 5, rank).unwrap();
     Group {
         nodes,
-        notes: true,
+        metadata: true,
         map: ExpertMap::contiguous(experts, ranks).unwrap(),
         routings: (0..drawn).map(draw).collect(),
     }
@@ -67,7 +67,7 @@ fn case(group: &Group, layout: RowLayout, route: Route, order: SumOrder) -> Case
         row_bytes: 4096,
         return_bytes: 4096,
         partial_bytes: 8192,
-        notes: group.notes,
+        metadata: group.metadata,
     }
 }
 
@@ -272,7 +272,7 @@ fn one_node_that_stands_for_all_takes_as_long_as_all_simulated() {
 #[test]
 fn one_node_stands_exactly_for_others_that_decide_as_it_does() {
     // A rank between other nodes brings metadata in by one copy more than one of the first node.
-    let one = Group { notes: false, ..group((4, 2), 64, false) };
+    let one = Group { metadata: false, ..group((4, 2), 64, false) };
     let (each, experts) = (one.map.experts() as i32 / 4, one.map.experts() as i32);
     let turned = |rank: u32| {
         let (decided, by) = (&one.routings[rank as usize % 2], rank as i32 / 2 * each);
@@ -280,7 +280,7 @@ fn one_node_stands_exactly_for_others_that_decide_as_it_does() {
         Routing::new(8, ids, decided.weights().to_vec()).unwrap()
     };
     let routings = (0..8).map(turned).collect();
-    let whole = Group { nodes: 4, notes: false, map: one.map.clone(), routings };
+    let whole = Group { nodes: 4, metadata: false, map: one.map.clone(), routings };
     for ((title, whole), (_, one)) in timed(&whole, |h| h).into_iter().zip(timed(&one, |h| h)) {
         assert_eq!((whole.max, whole.roofline), (one.max, one.roofline), "{title}");
         assert_eq!(whole.ns, one.ns, "{title}");
@@ -296,13 +296,13 @@ fn bytes_to_peers_are_those_that_engines_are_counted_for() {
     use sidelane_core::schedule::{FillContext, WindowId};
     let group = group((2, 3), 80, true);
     for layout in RowLayout::ALL {
-        let case = Case { notes: false, ..case(&group, layout, Route::Direct, SumOrder::Expert) };
+        let case = Case { metadata: false, ..case(&group, layout, Route::Direct, SumOrder::Expert) };
         let placed = Placed::new(&case, &h100()).unwrap();
         let frame = PlanContext { mode: ReceiveMode::Exact, ..placed.frame(0) };
-        let notes = sidelane_core::plan::RowMetadata::of(layout, ReceiveMode::Exact, false);
+        let metadata = sidelane_core::plan::RowMetadata::of(layout, ReceiveMode::Exact, false);
         let (mut everyone, mut work) = (GroupRouting::default(), Vec::new());
         let sort = |me: u32, sorted: &mut sidelane_core::plan::SortedRouting| {
-            sorted.fill(&group.map, &placed.bins, notes, me, &group.routings[me as usize])
+            sorted.fill(&group.map, &placed.bins, metadata, me, &group.routings[me as usize])
         };
         everyone.sort(&frame, 8, sort).unwrap();
         everyone.each(&frame, (8, 80), |frame, RankRouting { sorted, crossing, counts, sizes }, _| {
@@ -316,7 +316,7 @@ fn bytes_to_peers_are_those_that_engines_are_counted_for() {
                 chunks: 4,
                 parity: 0,
                 far: WindowId::POOL,
-                notes: None,
+                metadata: None,
             };
             work.push(CopyEngineWork::of_dispatch(&setting, &layout, &RelayPlan::default()));
         });
@@ -333,7 +333,7 @@ fn bytes_to_peers_are_those_that_engines_are_counted_for() {
 fn combine_gradient_is_timed_as_unplanned_dispatch_of_rows_only() {
     let group = group((2, 3), 256, true);
     for (layout, route) in RowLayout::ALL.into_iter().flat_map(|l| Route::ALL.map(|r| (l, r))) {
-        let bare = Case { notes: false, row_bytes: 2048, ..case(&group, layout, route, SumOrder::Expert) };
+        let bare = Case { metadata: false, row_bytes: 2048, ..case(&group, layout, route, SumOrder::Expert) };
         let as_home = Placed::new(&Case { row_bytes: bare.return_bytes, ..bare }, &h100()).unwrap();
         let (dispatch, gradient) =
             (as_home.dispatch(), Placed::new(&bare, &h100()).unwrap().combine_backward());

@@ -53,7 +53,7 @@ pub struct RankCalls<'r, E> {
     dispatches: u32,
     /// Tensors so far: each has another number, and other elements.
     tensors: u32,
-    alive: Vec<Rc<Alive<E>>>,
+    alive: Vec<Rc<LiveDispatch<E>>>,
     /// Fault that kernels found in the last call that they refused, as they should.
     refused: Option<KernelFault>,
     /// Differences so far.
@@ -100,7 +100,7 @@ impl<'r, E: Real> RankCalls<'r, E> {
     }
 
     /// Rows that this rank sees of a dispatch.
-    fn rows_seen(&self, alive: &Alive<E>) -> usize {
+    fn rows_seen(&self, alive: &LiveDispatch<E>) -> usize {
         if self.sizes_stay() { alive.rows().len() } else { alive.handle.rows() as usize }
     }
 
@@ -212,12 +212,12 @@ impl<'r, E: Real> RankCalls<'r, E> {
         self.keep(alive)
     }
 
-    fn alive(&self, reference: Reference<E>, handle: Handle) -> Alive<E> {
-        Alive { reference, handle, me: self.me(), outputs: Cell::new(0) }
+    fn alive(&self, reference: Reference<E>, handle: Handle) -> LiveDispatch<E> {
+        LiveDispatch { reference, handle, me: self.me(), outputs: Cell::new(0) }
     }
 
     /// Checks what a handle knows, and keeps it.
-    fn keep(&mut self, alive: Alive<E>) -> Result<(), TestError> {
+    fn keep(&mut self, alive: LiveDispatch<E>) -> Result<(), TestError> {
         self.check_layout(&alive)?;
         self.alive.push(Rc::new(alive));
         Ok(())
@@ -496,7 +496,7 @@ impl<'r, E: Real> RankCalls<'r, E> {
         &mut self,
         what: &str,
         rows: &ExpertRows,
-        alive: &Alive<E>,
+        alive: &LiveDispatch<E>,
         x: impl Fn(usize) -> Vec<E>,
     ) -> Result<(), TestError> {
         let ((dtype, row), reference) = (self.settings.sent_shape(), &alive.reference);
@@ -516,7 +516,7 @@ impl<'r, E: Real> RankCalls<'r, E> {
         &mut self,
         what: &str,
         rows: &ExpertRows,
-        alive: &Alive<E>,
+        alive: &LiveDispatch<E>,
         (dtype, row): (Dtype, usize),
         expected: &[u8],
     ) -> Result<(), TestError> {
@@ -535,8 +535,8 @@ impl<'r, E: Real> RankCalls<'r, E> {
     }
 
     /// Holds what goes with rows against the choices of all ranks.
-    fn check_metadata(&mut self, rows: &ExpertRows, alive: &Alive<E>) -> Result<(), TestError> {
-        let Alive { reference, handle, me, .. } = alive;
+    fn check_metadata(&mut self, rows: &ExpertRows, alive: &LiveDispatch<E>) -> Result<(), TestError> {
+        let LiveDispatch { reference, handle, me, .. } = alive;
         let words = reference.words();
         let (weights, mut experts) = reference.metadata(*me);
         let on_device = self.place.stream().is_some();
@@ -587,7 +587,10 @@ impl<'r, E: Real> RankCalls<'r, E> {
 
     /// Holds what the handle knows against the reference; where sizes stay on the device, what the
     /// stream finds of dropped choices.
-    fn check_layout(&mut self, Alive { reference, handle, me, .. }: &Alive<E>) -> Result<(), TestError> {
+    fn check_layout(
+        &mut self,
+        LiveDispatch { reference, handle, me, .. }: &LiveDispatch<E>,
+    ) -> Result<(), TestError> {
         let (seen, me, k) = (&reference.seen, *me, reference.case.top_k as usize);
         self.compare_list("tokens", 1, &[handle.tokens()], &[reference.case.counts[me]]);
         if self.sizes_stay() {
@@ -639,7 +642,7 @@ impl<'r, E: Real> RankCalls<'r, E> {
 }
 
 /// A dispatch whose handle is alive, at this rank.
-struct Alive<E> {
+struct LiveDispatch<E> {
     reference: Reference<E>,
     handle: Handle,
     me: usize,
@@ -647,7 +650,7 @@ struct Alive<E> {
     outputs: Cell<u32>,
 }
 
-impl<E: Real> Alive<E> {
+impl<E: Real> LiveDispatch<E> {
     /// This rank's rows, in visible order.
     fn rows(&self) -> &[Option<Row>] {
         &self.reference.seen.rows[self.me]

@@ -131,8 +131,8 @@ impl Windows {
         })
     }
 
-    fn seen_by(&self, me: u32) -> Seen<'_> {
-        Seen { windows: self, me }
+    fn seen_by(&self, me: u32) -> ReachedWindows<'_> {
+        ReachedWindows { windows: self, me }
     }
 
     fn landed(
@@ -150,12 +150,12 @@ impl Windows {
 }
 
 /// The windows as one rank reaches them: its own on the GPU, those of the others where they are.
-struct Seen<'a> {
+struct ReachedWindows<'a> {
     windows: &'a Windows,
     me: u32,
 }
 
-impl PeerWindows for Seen<'_> {
+impl PeerWindows for ReachedWindows<'_> {
     fn slots(&self, rank: u32) -> Option<&DeviceRange> {
         Some(match &self.windows.host {
             Some(host) if rank != self.me => host[rank as usize].range(),

@@ -195,7 +195,7 @@ impl SlotWork {
                 columns: self.hidden,
                 rows: Dtype::Bf16,
                 dtype: Dtype::Bf16,
-                homes: &self.summed_from,
+                returned_rows: &self.summed_from,
                 places: whole(&self.places)?,
                 status: self.status()?,
                 marks: None,

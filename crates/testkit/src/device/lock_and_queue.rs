@@ -125,18 +125,18 @@ const TOLD: [u64; 3] = [128, 192, 256];
 const WORDS: usize = 320;
 
 /// A stream that waits for the gate, and the words that others write meanwhile.
-struct Held<'a> {
+struct WaitingStream<'a> {
     asker: &'a Asker<'a>,
     caller: Stream,
     words: PinnedMemory,
 }
 
-impl<'a> Held<'a> {
+impl<'a> WaitingStream<'a> {
     fn new(asker: &'a Asker<'a>) -> Result<Self, DeviceError> {
         let gpu = asker.gpu;
         let words = gpu.pinned(WORDS as u64)?;
         words.write(0, &[0; WORDS])?;
-        Ok(Held { caller: gpu.stream()?, asker, words })
+        Ok(WaitingStream { caller: gpu.stream()?, asker, words })
     }
 
     fn copy(&self, stream: &Stream, batch: &mut CopyBatch, at: u64, word: u64) -> Result<(), DeviceError> {
@@ -219,7 +219,7 @@ enum Needs {
 }
 
 fn lock_case(asker: &Asker<'_>, call: Call) -> Result<(), TestError> {
-    let held = Held::new(asker)?;
+    let held = WaitingStream::new(asker)?;
     let (gpu, context) = (asker.gpu, &asker.gpu.context);
     let kernels = AuditKernels::load(context)?;
     let needs = match call {
@@ -326,7 +326,7 @@ const BYTES: u64 = 64 << 10;
 const WAYS: [&str; 3] = ["to the GPU", "to the host", "on the GPU"];
 
 fn queue_case(asker: &Asker<'_>, sharing: Sharing) -> Result<(), TestError> {
-    let held = Held::new(asker)?;
+    let held = WaitingStream::new(asker)?;
     let (gpu, context) = (asker.gpu, &asker.gpu.context);
     let priority = if sharing.priorities { Priority::Highest } else { Priority::Normal };
     let others = (0..WAYS.len()).map(|_| Stream::new(context, priority)).collect::<Result<Vec<_>, _>>()?;

@@ -53,7 +53,7 @@ pub struct Planning {
     nodes: NodeMap,
     routing: Routing<'static>,
     bins: Bins,
-    notes: RowMetadata,
+    metadata: RowMetadata,
     sizing: RowSizes,
     control: ControlLayout,
     sorted: SortedRouting,
@@ -76,11 +76,11 @@ impl Planning {
         let map = ExpertMap::contiguous(experts, ranks)?;
         let nodes = NodeMap::from_labels(&(0..ranks).map(|rank| rank / per_node).collect::<Vec<_>>());
         let bins = Bins::of_layout(layout, &map, SumOrder::Expert, &nodes);
-        let notes = RowMetadata::of(layout, ReceiveMode::Exact, false);
+        let metadata = RowMetadata::of(layout, ReceiveMode::Exact, false);
         let sizing = RowSizes {
             row_bytes: ROW,
             return_bytes: ROW,
-            words_out: notes.words(top_k),
+            words_out: metadata.words(top_k),
             words_home: 1,
             partial_bytes: None,
             rank_sums: false,
@@ -90,7 +90,7 @@ impl Planning {
         Ok(Planning {
             shape,
             routing: synthetic(pattern, experts, top_k, tokens, 0, 0)?,
-            control: ControlLayout::new(&paths, &bins, u64::from(tokens * top_k), sizing.note_bytes()),
+            control: ControlLayout::new(&paths, &bins, u64::from(tokens * top_k), sizing.metadata_bytes()),
             sorted: SortedRouting::default(),
             crossing: InterNodeRows::default(),
             counts: Counts::default(),
@@ -102,7 +102,7 @@ impl Planning {
             map,
             nodes,
             bins,
-            notes,
+            metadata,
             sizing,
         })
     }
@@ -113,7 +113,7 @@ impl Planning {
     /// A routing that cannot be placed.
     pub fn sort(&mut self) -> Result<Vec<u32>, PlanError> {
         let paths = Paths::new(&self.nodes, self.shape.route, 0);
-        self.sorted.fill(&self.map, &self.bins, self.notes, 0, black_box(&self.routing))?;
+        self.sorted.fill(&self.map, &self.bins, self.metadata, 0, black_box(&self.routing))?;
         self.crossing.fill(&self.bins, &paths, &self.sorted);
         let mut words = self.sorted.counts.clone();
         self.crossing.staged(&paths, &mut words);
@@ -222,5 +222,5 @@ fn context<'a>(bins: &'a Bins, paths: Paths<'a>, sizing: RowSizes) -> PlanContex
 
 fn setting<'a>(paths: Paths<'a>, control: &'a ControlLayout, sizing: RowSizes) -> FillContext<'a> {
     let (chunks, far) = (CHUNKS, WindowId::POOL);
-    FillContext { paths, control, sizing, chunks, parity: 0, far, notes: None }
+    FillContext { paths, control, sizing, chunks, parity: 0, far, metadata: None }
 }

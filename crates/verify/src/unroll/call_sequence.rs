@@ -169,7 +169,7 @@ pub(super) struct Member {
 #[derive(Clone)]
 pub(super) struct Handle {
     pub call: usize,
-    pub placed: Rc<Placed>,
+    pub placed: Rc<RowPlaces>,
     pub kept: Option<Vec<Extent>>,
 }
 
@@ -183,7 +183,7 @@ pub(super) struct Unroller<'a> {
     /// The call that is unrolled next.
     pub(super) call: usize,
     /// Where metadata of each handle lands at each rank, where engines move rows of exact sizes.
-    pub(super) notes: Vec<Vec<u64>>,
+    pub(super) metadata: Vec<Vec<u64>>,
     /// The instance that this one gathers for.
     pub(super) exchange: Option<Exchange<'a>>,
     pub(super) calls: Vec<Vec<ActorCall>>,
@@ -192,7 +192,7 @@ pub(super) struct Unroller<'a> {
 }
 
 /// Where the rows of one dispatch go.
-pub(super) struct Placed {
+pub(super) struct RowPlaces {
     pub layouts: Vec<Rc<DispatchLayout>>,
     pub forwards: Vec<Rc<RelayPlan>>,
     /// Where engines relay, per rank: the first of its layout's runs to arrivals.
@@ -253,7 +253,7 @@ pub(super) fn sizing(scenario: &ProofScenario) -> RowSizes {
     RowSizes {
         row_bytes: scenario.row_bytes,
         return_bytes: scenario.row_bytes,
-        words_out: scenario.notes().words(top_k),
+        words_out: scenario.metadata().words(top_k),
         words_home: scenario.layout.words_home(top_k),
         partial_bytes: sums.then_some(partial_bytes),
         rank_sums,
@@ -273,13 +273,13 @@ impl<'a> Unroller<'a> {
         let (paths, sizing) = (Paths::new(scenario.nodes, scenario.route, 0), sizing(scenario));
         Unroller {
             scenario,
-            control: ControlLayout::new(&paths, &bins, entries as u64, sizing.note_bytes())
+            control: ControlLayout::new(&paths, &bins, entries as u64, sizing.metadata_bytes())
                 .with_rank_sums(sizing.rank_sums),
             bins,
             sizing,
             members: vec![Member::new(scenario.enqueues); scenario.nodes.ranks() as usize],
             handles: Vec::new(),
-            notes: (0..CONTEXTS).map(|context| scenario.notes_of(context)).collect(),
+            metadata: (0..CONTEXTS).map(|context| scenario.metadata_of(context)).collect(),
             call: 0,
             exchange: None,
             calls: Vec::new(),
@@ -340,21 +340,21 @@ impl<'a> Unroller<'a> {
             } else {
                 WindowId::POOL
             },
-            notes: None,
+            metadata: None,
         }
     }
 
     /// The same for rows along the layout of a handle.
     pub(super) fn rows_setting(&self, me: u32, parity: u64, handle: usize) -> FillContext<'_> {
         let context = if self.scenario.has_own_contexts() { handle + me as usize } else { handle };
-        let notes = self.scenario.enqueues.then(|| &*self.notes[context % CONTEXTS as usize]);
-        FillContext { notes, ..self.setting(me, parity) }
+        let metadata = self.scenario.enqueues.then(|| &*self.metadata[context % CONTEXTS as usize]);
+        FillContext { metadata, ..self.setting(me, parity) }
     }
 
     /// Memory in which so many rows land at a rank.
     pub(super) fn landing(&self, rows: u32) -> RowBuffer {
         let landing = self.sizing.landing(rows);
-        if self.scenario.enqueues { landing.without_notes() } else { landing }
+        if self.scenario.enqueues { landing.without_metadata() } else { landing }
     }
 
     /// Whether streams may be using memory that their hosts have given back.
@@ -394,7 +394,7 @@ impl ProofScenario<'_> {
 
     /// Where metadata lands at each rank, for handle `context`; with own contexts, where a rank of
     /// that context believes it does.
-    fn notes_of(&self, context: u64) -> Vec<u64> {
+    fn metadata_of(&self, context: u64) -> Vec<u64> {
         // Ranks number their contexts apart.
         let shift = |rank: u32| if self.has_own_contexts() { 0 } else { u64::from(rank) };
         (0..self.nodes.ranks()).map(|rank| (context + shift(rank)) % CONTEXTS * NOTES).collect()

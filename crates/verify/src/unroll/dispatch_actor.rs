@@ -29,7 +29,7 @@ use sidelane_core::schedule::{
 };
 
 use super::call_sequence::{
-    Exchange, Extent, FilledOperands, Handle, Member, Placed, SampledCall, Tables, Unroller, Until, bad,
+    Exchange, Extent, FilledOperands, Handle, Member, RowPlaces, SampledCall, Tables, Unroller, Until, bad,
 };
 use super::host_access::chunk;
 use super::stage_runs::Actor;
@@ -44,7 +44,7 @@ struct Sending<'s> {
     /// Rows are placed anew: with headers, and metadata next to the rows.
     noted: bool,
     until: Until,
-    placed: &'s Placed,
+    placed: &'s RowPlaces,
     /// Memory that each rank takes: for the rows that land and their metadata, behind it for the
     /// blocks that it relays.
     ground: &'s [Extent],
@@ -55,7 +55,7 @@ struct Sending<'s> {
 /// An unrolled dispatch, and its memory.
 struct Dispatched {
     sampled: Vec<SampledCall>,
-    placed: Rc<Placed>,
+    placed: Rc<RowPlaces>,
     ground: Vec<Extent>,
 }
 
@@ -120,7 +120,7 @@ impl Unroller<'_> {
         self.members.iter_mut().for_each(Member::free_offered);
         let ranks = self.members.len();
         let (layouts, forwards, arrivals) = (vec![Rc::default(); ranks], Vec::new(), Vec::new());
-        let placed = Placed { layouts, forwards, arrivals, numbers: Default::default() };
+        let placed = RowPlaces { layouts, forwards, arrivals, numbers: Default::default() };
         let (kind, until, ground) = (CallKind::ExpertMap, Until::Tags, vec![0..0; ranks]);
         let (placed, ground) = (&placed, &ground[..]);
         let (layout_of, noted, odd) = ((0, 0), false, None);
@@ -208,7 +208,7 @@ impl Unroller<'_> {
         if self.arrives() {
             let landed = if call.noted { self.far_segments(me, call.placed) } else { Vec::new() };
             let scratch = self.scratch(me, rows, &call.ground[me as usize], call.layout_of.0);
-            tables.bring_notes_in(&setting, &landed, rows, scratch);
+            tables.bring_metadata_in(&setting, &landed, rows, scratch);
             if call.noted {
                 touches = self.arrivals_found(me, call.placed, &landed, scratch.1);
             }
@@ -309,7 +309,7 @@ impl Unroller<'_> {
     /// After the release: takes extents of the exact size at every rank. Landing memory has room
     /// for `behind` more bytes, where relays take blocks, too. A host that runs ahead frees nothing
     /// unless the call `counts`.
-    fn land(&mut self, placed: &Placed, behind: &[u64], counts: bool) -> Vec<Extent> {
+    fn land(&mut self, placed: &RowPlaces, behind: &[u64], counts: bool) -> Vec<Extent> {
         let held = self.handles.iter().rev().find_map(|handle| handle.kept.clone());
         let held = held.filter(|_| self.scenario.seeded == Some(SeededBug::AnnounceHeld));
         let (mut all, arrives, enqueues) = (Vec::new(), self.arrives(), self.scenario.enqueues);
@@ -338,7 +338,7 @@ impl Unroller<'_> {
     }
 
     /// Frees the staged memory. The caller gives the landed rows back, or keeps them.
-    fn leave(&mut self, ground: Vec<Extent>, placed: &Placed, keep: bool) -> Option<Vec<Extent>> {
+    fn leave(&mut self, ground: Vec<Extent>, placed: &RowPlaces, keep: bool) -> Option<Vec<Extent>> {
         let (mut kept, arrives, reads) = (Vec::new(), self.arrives(), self.reads_late());
         let landings: Vec<RowBuffer> =
             placed.layouts.iter().map(|layout| self.landing(layout.landed)).collect();
@@ -420,7 +420,7 @@ impl Actor for Sender<'_, '_> {
         let mut touches = if unroller.arrives() { Vec::new() } else { vec![rows()] };
         // Where it lies with the handle, metadata is read along a known layout, too.
         if call.noted || unroller.scenario.enqueues {
-            touches.push(unroller.notes_read(me, layout, ground, call.layout_of));
+            touches.push(unroller.metadata_read(me, layout, ground, call.layout_of));
         }
         touches
     }
@@ -428,7 +428,7 @@ impl Actor for Sender<'_, '_> {
 
 impl Unroller<'_> {
     /// Where everything goes, if all ranks dispatch this set of routings.
-    fn place(&self, routing: usize) -> Result<Placed, PlanError> {
+    fn place(&self, routing: usize) -> Result<RowPlaces, PlanError> {
         let ProofScenario { routings, map, align, chunks, mode, spans, gathers, .. } = *self.scenario;
         let set = routings.get(routing).filter(|set| set.len() == self.members.len()).ok_or(bad(
             "set of routings",
@@ -445,7 +445,7 @@ impl Unroller<'_> {
                 sorted.fill_gathered(bins, me, self.gathered(routing), Some(routing));
                 return Ok(());
             }
-            sorted.fill(map, bins, self.scenario.notes(), me, routing)
+            sorted.fill(map, bins, self.scenario.metadata(), me, routing)
         })?;
         let max_tokens = routings.iter().flatten().map(|routing| routing.tokens()).max().unwrap_or(0);
         let (mut layouts, mut arrivals, mut numbers) = (Vec::new(), Vec::new(), Default::default());
@@ -480,7 +480,7 @@ impl Unroller<'_> {
             layouts.push(Rc::new(layout));
         });
         let forwards = self.ranks().map(|me| Rc::new(self.forward(me, &layouts))).collect();
-        Ok(Placed { layouts, forwards, arrivals, numbers })
+        Ok(RowPlaces { layouts, forwards, arrivals, numbers })
     }
 
     /// Rows that a rank gathers: as many of its tokens as make equal segments.
@@ -565,7 +565,7 @@ impl Unroller<'_> {
         let max_tokens = set.iter().map(Routing::tokens).max().unwrap_or(0);
         let mut everyone = GroupRouting::default();
         everyone.sort(&frame, top_k, |rank, sorted| {
-            sorted.fill(map, bins, scenario.notes(), rank, &set[rank as usize])
+            sorted.fill(map, bins, scenario.metadata(), rank, &set[rank as usize])
         })?;
         let own = |&rows: &u32| Own { regroup: LocalPermutation::default(), landing: sizing.landing(rows) };
         let mut all: Vec<Own> = everyone.sizes().rows.iter().map(own).collect();
@@ -597,12 +597,12 @@ impl Unroller<'_> {
         let dispatch = self.call - 1;
         let read = |what, bytes| self.read(what, bytes);
         let [_, choices] = chunk(me, *gathered, extent);
-        let notes = Bytes::new(me, WindowId::POOL, start + landing.notes_at(), landing.notes * 4);
+        let metadata = Bytes::new(me, WindowId::POOL, start + landing.metadata_at(), landing.metadata * 4);
         let rows = Bytes::new(me, WindowId::POOL, start, u64::from(landing.rows) * row_bytes);
         Regrouping {
             filled: self.filled_from(Some(dispatch), me, Tables::Caller { tables, layout, row_bytes }),
             choices: HostAccess { of: dispatch, ..read("choices of all", choices) },
-            notes: [self.write("notes", notes.clone()), read("landed notes", notes)],
+            metadata: [self.write("metadata", metadata.clone()), read("landed metadata", metadata)],
             rows: (until == Until::End).then(|| read("landed rows", rows)),
         }
     }
@@ -612,7 +612,7 @@ impl Unroller<'_> {
 struct Regrouping {
     filled: Rc<FilledOperands>,
     choices: HostAccess,
-    notes: [HostAccess; 2],
+    metadata: [HostAccess; 2],
     /// Reads of the caller, unless the call is refused.
     rows: Option<HostAccess>,
 }
@@ -621,7 +621,7 @@ impl Actor for Regrouping {
     fn footprint(&self, _: Role, action: Action) -> Vec<HostAccess> {
         match action {
             Action::Compute(Work::SortAll) => vec![self.choices.clone()],
-            Action::Compute(Work::Metadata) => self.notes.to_vec(),
+            Action::Compute(Work::Metadata) => self.metadata.to_vec(),
             _ => Vec::new(),
         }
     }

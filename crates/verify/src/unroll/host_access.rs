@@ -13,7 +13,7 @@ use sidelane_core::error::CallKind;
 use sidelane_core::plan::{Block, DispatchLayout, RelayPlan, RowBuffer, RowRun, Segment, first_of};
 use sidelane_core::schedule::{ControlLayout, Flag, ReturnParts, Tag, WindowId};
 
-use super::call_sequence::{Extent, Placed, Unroller};
+use super::call_sequence::{Extent, RowPlaces, Unroller};
 use super::{Bytes, HostAccess, SeededBug};
 
 impl Unroller<'_> {
@@ -176,16 +176,16 @@ impl Unroller<'_> {
     }
 
     /// Metadata of the rows that landed along the layout of a handle, in a call.
-    pub(super) fn notes_read(
+    pub(super) fn metadata_read(
         &self,
         me: u32,
         layout: &DispatchLayout,
         extent: &Extent,
         (handle, of): (usize, usize),
     ) -> HostAccess {
-        let at = self.rows_setting(me, 0, handle).notes_at(me, extent.start, layout.landed);
-        let notes = Bytes::new(me, WindowId::POOL, at, self.sizing.landing(layout.landed).notes * 4);
-        HostAccess { of, ..self.read("landed notes", notes) }
+        let at = self.rows_setting(me, 0, handle).metadata_at(me, extent.start, layout.landed);
+        let metadata = Bytes::new(me, WindowId::POOL, at, self.sizing.landing(layout.landed).metadata * 4);
+        HostAccess { of, ..self.read("landed metadata", metadata) }
     }
 
     pub(super) fn chunk_written(
@@ -245,16 +245,16 @@ fn control(owner: u32, start: u64, len: u64) -> Bytes {
 
 /// The rows of an extent, and what lies behind them.
 pub(super) fn chunk(me: u32, chunk: RowBuffer, extent: &Extent) -> [Bytes; 2] {
-    let (rows, behind) = (u64::from(chunk.rows) * chunk.row_bytes, extent.start + chunk.notes_at());
+    let (rows, behind) = (u64::from(chunk.rows) * chunk.row_bytes, extent.start + chunk.metadata_at());
     [
         Bytes::new(me, WindowId::POOL, extent.start, rows),
-        Bytes::new(me, WindowId::POOL, behind, chunk.notes * 4),
+        Bytes::new(me, WindowId::POOL, behind, chunk.metadata * 4),
     ]
 }
 
 impl Unroller<'_> {
     /// First row and length, pads counted, of what comes to a rank from other nodes.
-    pub(super) fn far_segments(&self, me: u32, placed: &Placed) -> Vec<(u32, u32)> {
+    pub(super) fn far_segments(&self, me: u32, placed: &RowPlaces) -> Vec<(u32, u32)> {
         let far = self.ranks().filter(|&source| !self.paths(me).same_node(source));
         let segments = far.flat_map(|source| self.segments_of(me, source, placed).0);
         segments.map(|segment| (segment.to_row, segment.count + segment.pad)).collect()
@@ -262,7 +262,7 @@ impl Unroller<'_> {
 
     /// Contents of the header of a source on another node about the rows for a rank: segments, and
     /// rows of the block.
-    fn segments_of<'p>(&self, me: u32, source: u32, placed: &'p Placed) -> (&'p [Segment], &'p [u32]) {
+    fn segments_of<'p>(&self, me: u32, source: u32, placed: &'p RowPlaces) -> (&'p [Segment], &'p [u32]) {
         let relay = self.paths(source).relay_to(me);
         let block = &placed.layouts[source as usize].blocks[self.nth_relay(source, relay)];
         let before = self.paths(me).served_by(relay).iter().take_while(|&&rank| rank != me);
@@ -279,12 +279,12 @@ impl Unroller<'_> {
         let (index, end) = self.landing(landed).arrivals();
         match self.scenario.gpu_direct {
             true => (0, (end - index).next_multiple_of(64)),
-            false => (ground.start, self.rows_setting(me, 0, handle).notes_at(me, ground.start, landed)),
+            false => (ground.start, self.rows_setting(me, 0, handle).metadata_at(me, ground.start, landed)),
         }
     }
 
     /// A host writes to its scratch where rows arrive.
-    pub(super) fn index_written(&self, me: u32, placed: &Placed, scratch_index: u64) -> HostAccess {
+    pub(super) fn index_written(&self, me: u32, placed: &RowPlaces, scratch_index: u64) -> HostAccess {
         let (index, end) = self.landing(placed.layouts[me as usize].landed).arrivals();
         self.write("host staging", Bytes::new(me, WindowId::HOST_STAGING, scratch_index, end - index))
     }
@@ -293,9 +293,9 @@ impl Unroller<'_> {
     pub(super) fn arrivals_found(
         &self,
         me: u32,
-        placed: &Placed,
+        placed: &RowPlaces,
         landed: &[(u32, u32)],
-        scratch_notes: u64,
+        scratch_metadata: u64,
     ) -> Vec<HostAccess> {
         let (paths, parity) = (self.paths(me), self.parity(me, SeededBug::OneHeader));
         let mut touches = self.counts_read(me, paths.local_peers().chain([me]));
@@ -307,8 +307,8 @@ impl Unroller<'_> {
             touches.push(self.read("header", header));
         }
         let written = landed.iter().map(|&(first, rows)| {
-            let [first, rows] = [first, rows].map(|rows| u64::from(rows) * self.sizing.note_bytes());
-            (scratch_notes + first, rows)
+            let [first, rows] = [first, rows].map(|rows| u64::from(rows) * self.sizing.metadata_bytes());
+            (scratch_metadata + first, rows)
         });
         touches
             .extend(written.map(|(at, len)| {
@@ -318,7 +318,7 @@ impl Unroller<'_> {
     }
 
     /// A kernel reads the index and what has arrived, and writes the visible rows.
-    pub(super) fn arrivals_regrouped(&self, me: u32, placed: &Placed, ground: &Extent) -> Vec<HostAccess> {
+    pub(super) fn arrivals_regrouped(&self, me: u32, placed: &RowPlaces, ground: &Extent) -> Vec<HostAccess> {
         let (counts, sizes) = &placed.numbers;
         let landed = placed.layouts[me as usize].landed;
         let landing = self.landing(landed);

@@ -116,7 +116,7 @@ pub struct ProofScenario<'a> {
 
 impl<'s> ProofScenario<'s> {
     /// Row metadata.
-    fn notes(&self) -> RowMetadata {
+    fn metadata(&self) -> RowMetadata {
         match (self.gathers, self.rank_sums()) {
             (true, _) => RowMetadata::Gathered,
             (_, true) => RowMetadata::Summed,

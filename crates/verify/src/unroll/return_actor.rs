@@ -138,7 +138,7 @@ impl Unroller<'_> {
             sums => SumMemory { outbox: in_staging, pulled: sums.as_ref().map(|sums| sums.start) },
         };
         // Engines return weights as rows.
-        let behind = if self.scenario.pulls && !parts.rows { offered.notes_at() } else { 0 };
+        let behind = if self.scenario.pulls && !parts.rows { offered.metadata_at() } else { 0 };
         let base = sums.as_ref().map_or(chunk.start + behind, |sums| sums.start);
         tables.offer(&paths, self.tag(CallKind::Combine, number as u64, 0), base);
         Offer { chunk, sums, base, staging, node_sums, memory, tags: tables.tags, bases: tables.bases }
@@ -249,8 +249,8 @@ impl Actor for Returner<'_, '_> {
         let kept = call.handle.kept.as_ref();
         let mut touches = kept.map_or(Vec::new(), |kept| {
             let (kept, of) = (&kept[me as usize], call.handle.call);
-            let notes = unroller.notes_read(me, layout, kept, (call.number, of));
-            vec![unroller.landed_read(me, layout, kept, of), notes]
+            let metadata = unroller.metadata_read(me, layout, kept, (call.number, of));
+            vec![unroller.landed_read(me, layout, kept, of), metadata]
         });
         // Experts write their outputs before the call; what lies elsewhere is copied amid it.
         touches.extend(if call.copied { Vec::new() } else { self.chunk_written() });

@@ -187,7 +187,7 @@ impl StreamBug {
 }
 
 pub(super) fn unroll(scenario: &StreamScenario) -> Result<UnrolledProgram, PlanError> {
-    let turns = Rc::new(Turns::of(scenario)?);
+    let turns = Rc::new(CallOrder::of(scenario)?);
     let (ranks, sets) = (scenario.slots.ranks(), turns.sets);
     let unroller = StreamUnroller { scenario, actors: Actor::all(scenario, sets), turns };
     let calls = (0..scenario.calls.len()).map(|call| unroller.parts(call)).collect::<Result<_, _>>()?;
@@ -240,7 +240,7 @@ impl Actor {
 struct StreamUnroller<'a> {
     scenario: &'a StreamScenario<'a>,
     actors: Vec<Actor>,
-    turns: Rc<Turns>,
+    turns: Rc<CallOrder>,
 }
 
 impl StreamUnroller<'_> {
@@ -557,7 +557,7 @@ struct StreamOperands {
     me: u32,
     set: u32,
     call: usize,
-    turns: Rc<Turns>,
+    turns: Rc<CallOrder>,
 }
 
 impl StreamOperands {
@@ -644,7 +644,7 @@ enum Piece {
 
 /// Which call follows which.
 #[derive(Debug)]
-struct Turns {
+struct CallOrder {
     /// Number of microbatches.
     sets: u32,
     /// Per call: its windows and flags, and its words.
@@ -657,12 +657,12 @@ struct Turns {
     slots_of: Vec<usize>,
 }
 
-impl Turns {
+impl CallOrder {
     fn of(scenario: &StreamScenario) -> Result<Self, PlanError> {
         let sets = scenario.calls.iter().map(|call| call.microbatch() + 1).max().unwrap_or(1);
         let (words, calls, slots_of) = (Vec::new(), Vec::new(), Vec::new());
         let (refusals, ranks) = (scenario.refuses, scenario.slots.ranks());
-        let mut turns = Turns { sets, words, calls, refusals, ranks, slots_of };
+        let mut turns = CallOrder { sets, words, calls, refusals, ranks, slots_of };
         let mut dispatched: Vec<Option<usize>> = vec![None; sets as usize];
         for (number, call) in scenario.calls.iter().enumerate() {
             let of = call.microbatch();

@@ -23,7 +23,7 @@ use crate::schedule::stream_program::Slots;
 
 /// A piece of its memory.
 #[derive(Clone, Copy, Debug)]
-enum Piece {
+enum ExpandedPart {
     /// The first bin of each rank, and of none: `u32 [ranks + 1]`.
     Starts,
     /// The bin that this rank uses for each expert: `i32 [experts]`.
@@ -54,7 +54,7 @@ enum Piece {
     Outputs,
 }
 
-const PIECES: usize = Piece::Outputs as usize + 1;
+const PIECES: usize = ExpandedPart::Outputs as usize + 1;
 
 /// Where its memory lies, behind that of the slots; equal at all ranks.
 #[derive(Clone, Copy, Debug)]
@@ -145,7 +145,7 @@ pub(super) struct Expansion {
 
 /// Inputs of the kernels that expand slots.
 #[derive(Clone, Copy)]
-pub(super) struct Received<'a> {
+pub(super) struct ExpansionInput<'a> {
     pub slots: &'a DeviceRange,
     /// Whether own choices were dropped, `u8 [max_tokens, top_k]`, as `pack` has marked them.
     pub dropped: &'a DeviceRange,
@@ -175,7 +175,7 @@ impl Expansion {
         }
         let own = own.len() as u32;
         let made = Expansion { ranges, spec: spec.clone(), shape, budget, rank, own };
-        let tables = [(Piece::Starts, starts), (Piece::Place, place)];
+        let tables = [(ExpandedPart::Starts, starts), (ExpandedPart::Place, place)];
         let tables = tables.iter().filter(|(_, words)| !words.is_empty());
         let _staged: Vec<_> = tables
             .map(|(piece, words)| write(stream, &made.range(*piece).part(0, words.len() as u64 * 4)?, words))
@@ -189,15 +189,15 @@ impl Expansion {
     pub fn write_map(&self, map: &ExpertMap, stream: &Stream) -> Result<(), Error> {
         let bin_of: Vec<u32> =
             (0..map.experts()).map(|expert| map.slot_for(self.rank, expert).unwrap_or(u32::MAX)).collect();
-        let _staged = write(stream, self.range(Piece::BinOf), &bin_of)?;
+        let _staged = write(stream, self.range(ExpandedPart::BinOf), &bin_of)?;
         Ok(stream.synchronize()?)
     }
 
-    fn range(&self, piece: Piece) -> &DeviceRange {
+    fn range(&self, piece: ExpandedPart) -> &DeviceRange {
         &self.ranges[piece as usize]
     }
 
-    fn span(&self, piece: Piece) -> Result<ByteSpan<'_>, DeviceError> {
+    fn span(&self, piece: ExpandedPart) -> Result<ByteSpan<'_>, DeviceError> {
         let range = self.range(piece);
         range.span(0, range.len())
     }
@@ -214,27 +214,27 @@ impl Expansion {
 
     /// The rows, `[budget, hidden]`.
     pub fn rows(&self) -> &DeviceRange {
-        self.range(Piece::Landed)
+        self.range(ExpandedPart::Landed)
     }
 
     /// Their weights, `f32 [budget]`.
     pub fn weights(&self) -> &DeviceRange {
-        self.range(Piece::Weights)
+        self.range(ExpandedPart::Weights)
     }
 
     /// Rows of each local expert, then the same with pads: `i64 [2, local experts]`.
     pub fn counts(&self) -> Result<DeviceRange, DeviceError> {
-        self.range(Piece::Counts).part(0, 2 * u64::from(self.own) * 8)
+        self.range(ExpandedPart::Counts).part(0, 2 * u64::from(self.own) * 8)
     }
 
     /// Where experts write, `[budget, hidden]`.
     pub fn outputs(&self) -> &DeviceRange {
-        self.range(Piece::Outputs)
+        self.range(ExpandedPart::Outputs)
     }
 
     /// Which rank is over its budget in the last call; 0 if none is.
     fn refusal(&self) -> Result<Word<'_, u32>, DeviceError> {
-        self.range(Piece::Refusal).word(0)
+        self.range(ExpandedPart::Refusal).word(0)
     }
 
     /// Kernels of a combine.
@@ -261,10 +261,10 @@ impl Expansion {
             choices: self.choices(tokens),
             experts,
             n_experts: self.spec.map.experts(),
-            bin_of: self.span(Piece::BinOf)?,
+            bin_of: self.span(ExpandedPart::BinOf)?,
             slots,
-            bins: self.span(Piece::Bins)?,
-            before: self.span(Piece::Before)?,
+            bins: self.span(ExpandedPart::Bins)?,
+            before: self.span(ExpandedPart::Before)?,
         };
         Ok(kernels.tally(stream, &tally)?)
     }
@@ -273,7 +273,7 @@ impl Expansion {
     pub fn expand(
         &self,
         (kernels, stream): (&Kernels, &Stream),
-        received: Received<'_>,
+        received: ExpansionInput<'_>,
         tokens: u32,
     ) -> Result<(), Error> {
         let Expansion { spec, shape, budget, rank, own, .. } = self;
@@ -287,13 +287,13 @@ impl Expansion {
             overflow: spec.mode.overflow(),
             align: spec.align,
             received: slots,
-            starts: self.span(Piece::Starts)?,
-            begin: self.span(Piece::Begin)?,
-            room: self.span(Piece::Room)?,
-            first: self.span(Piece::First)?,
-            counts: self.span(Piece::Counts)?,
-            index: self.span(Piece::Index)?,
-            weights: self.span(Piece::Weights)?,
+            starts: self.span(ExpandedPart::Starts)?,
+            begin: self.span(ExpandedPart::Begin)?,
+            room: self.span(ExpandedPart::Room)?,
+            first: self.span(ExpandedPart::First)?,
+            counts: self.span(ExpandedPart::Counts)?,
+            index: self.span(ExpandedPart::Index)?,
+            weights: self.span(ExpandedPart::Weights)?,
             status: received.status,
             verdict: received.verdict,
             refusal: self.refusal()?,
@@ -306,15 +306,15 @@ impl Expansion {
             budget: *budget,
             choices: self.choices(tokens),
             received: slots,
-            first: self.span(Piece::First)?,
-            place: self.span(Piece::Place)?,
-            rows: self.span(Piece::Rows)?,
-            sums: self.span(Piece::Sums)?,
-            index: self.span(Piece::Index)?,
-            weights: self.span(Piece::Weights)?,
-            bins: self.span(Piece::Bins)?,
-            before: self.span(Piece::Before)?,
-            room: self.span(Piece::Room)?,
+            first: self.span(ExpandedPart::First)?,
+            place: self.span(ExpandedPart::Place)?,
+            rows: self.span(ExpandedPart::Rows)?,
+            sums: self.span(ExpandedPart::Sums)?,
+            index: self.span(ExpandedPart::Index)?,
+            weights: self.span(ExpandedPart::Weights)?,
+            bins: self.span(ExpandedPart::Bins)?,
+            before: self.span(ExpandedPart::Before)?,
+            room: self.span(ExpandedPart::Room)?,
             dropped: received.dropped.span(0, received.dropped.len())?,
             refusal: self.refusal()?,
         };
@@ -327,8 +327,8 @@ impl Expansion {
             sources: ranks * shape.slot_rows(),
             rows: *budget,
             from: slots,
-            index: self.span(Piece::Index)?,
-            out: self.span(Piece::Landed)?,
+            index: self.span(ExpandedPart::Index)?,
+            out: self.span(ExpandedPart::Landed)?,
             runs: None,
             status: received.status,
         };
@@ -345,11 +345,11 @@ impl Expansion {
             dtype: spec.dtype,
             wire: spec.partial_dtype,
             n_rows: self.budget,
-            rows: self.span(Piece::Outputs)?,
+            rows: self.span(ExpandedPart::Outputs)?,
             own: None,
-            index: self.span(Piece::Rows)?,
+            index: self.span(ExpandedPart::Rows)?,
             n_experts: self.shape.bins(),
-            experts: Some(self.span(Piece::Sums)?),
+            experts: Some(self.span(ExpandedPart::Sums)?),
             weights: None,
             group_of: None,
             // Zeros where all ranks refuse the call, and not for a fault of this rank alone.

@@ -25,10 +25,10 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::expansion::{Expansion, Received};
+use super::expansion::{Expansion, ExpansionInput};
 use super::proxy::Proxy;
 use super::slot_memory::{WindowLayout, Windows, write_map};
-use super::slot_results::{ExpandedRows, Facts, SlotHandle, SlotRows};
+use super::slot_results::{ExchangeState, ExpandedRows, SlotHandle, SlotRows};
 use crate::bootstrap::wait::Polling;
 use crate::device::{Addresses, Check, DeviceRange, Kernels, Pack, RefusalMarks, Stream, SumArgs, Word};
 use crate::ep::builder::Spec;
@@ -37,7 +37,7 @@ use crate::ep::rows::OutputAt;
 use crate::ep::tensor::{Shape, Side, Tensor, TensorMut, Tokens, wrong_place};
 use crate::ep::{Choices, CombineInput, ExpertOutput, LaneUse, Status};
 use crate::error::{CallError, CallKind, DeviceError, Error, KernelFault, LaneError, PlanError};
-use crate::exec::{EnqueueCounts, Executor, Lowered, Until, drive};
+use crate::exec::{EnqueueCounts, Lowered, StepExecutor, Until, drive};
 use crate::lane::COPY_ENGINE;
 use crate::plan::{ExpertMap, SlotShape};
 use crate::schedule::Flag;
@@ -103,7 +103,7 @@ pub(super) struct SlotState {
     pub(super) packed_at: Addresses,
     pub(super) summed_from: Addresses,
     pub(super) lanes: Vec<LaneUse>,
-    pub(super) facts: Arc<Facts>,
+    pub(super) facts: Arc<ExchangeState>,
     pub(super) guard: WaitBreaker,
     /// Peers that it awaits: by words of the host first, then by those that NICs raise in device
     /// memory.
@@ -204,7 +204,7 @@ impl SlotExchange {
         self.finish_refusal(stream)?;
         let started = Tokens::check(&self.state.spec, stream.device(), x, choices).and_then(|tokens| {
             let count = tokens.count;
-            Ok((self.start(stream, SlotCall::Dispatch, Given::Tokens(tokens))?, count))
+            Ok((self.start(stream, SlotCall::Dispatch, HalfTensors::Tokens(tokens))?, count))
         });
         let (machine, count) = started.map_err(|error| self.refuse(stream, CallKind::Dispatch, error))?;
         self.turn.tokens = count;
@@ -221,7 +221,7 @@ impl SlotExchange {
         started: SlotDispatch,
     ) -> Result<(SlotRows, SlotHandle), Error> {
         self.turn("finish_dispatch", SlotCall::Dispatch, true)?;
-        self.end(started.machine, stream, SlotCall::Dispatch, Given::Nothing)?;
+        self.end(started.machine, stream, SlotCall::Dispatch, HalfTensors::Nothing)?;
         let tokens = self.turn.tokens;
         self.turn.dispatches += 1;
         let enqueued = self.lowered[SlotCall::Dispatch as usize].enqueued();
@@ -248,7 +248,8 @@ impl SlotExchange {
         self.own(handle).map_err(|error| self.refuse(stream, CallKind::Combine, error))?;
         self.turn("start_combine", SlotCall::Combine, false)?;
         let usable = out.map_or(Ok(()), |out| self.state.sums(out, self.turn.tokens).map(drop));
-        let started = usable.and_then(|()| self.start(stream, SlotCall::Combine, Given::Outputs(y, handle)));
+        let started =
+            usable.and_then(|()| self.start(stream, SlotCall::Combine, HalfTensors::Outputs(y, handle)));
         let machine = started.map_err(|error| self.refuse(stream, CallKind::Combine, error))?;
         handle.combined(self.lowered[SlotCall::Combine as usize].enqueued());
         Ok(SlotCombine { machine })
@@ -268,7 +269,7 @@ impl SlotExchange {
     ) -> Result<(), Error> {
         self.turn("finish_combine", SlotCall::Combine, true)?;
         self.own(handle)?;
-        self.end(started.machine, stream, SlotCall::Combine, Given::Sums(out))
+        self.end(started.machine, stream, SlotCall::Combine, HalfTensors::Sums(out))
     }
 
     /// Ends the dispatch of this handle, or the last one, without a combine: the received rows have
@@ -283,7 +284,7 @@ impl SlotExchange {
             return self.finish_refusal(stream);
         }
         self.turn("release", SlotCall::Combine, false)?;
-        self.end(CallMachine::default(), stream, SlotCall::Release, Given::Nothing)
+        self.end(CallMachine::default(), stream, SlotCall::Release, HalfTensors::Nothing)
     }
 
     /// Enters a call that this rank cannot make: the others find in its verdict that this rank
@@ -303,15 +304,15 @@ impl SlotExchange {
             return Ok(());
         }
         if self.turn.call == SlotCall::Combine {
-            self.end(CallMachine::default(), stream, SlotCall::Refusal, Given::Refusal)?;
+            self.end(CallMachine::default(), stream, SlotCall::Refusal, HalfTensors::Refusal)?;
             return self.state.judge(stream).map_err(|error| self.state.fail(error));
         }
         self.finish_refusal(stream)?;
         self.turn.tokens = 0;
-        self.end(CallMachine::default(), stream, SlotCall::Dispatch, Given::Refusal)?;
+        self.end(CallMachine::default(), stream, SlotCall::Dispatch, HalfTensors::Refusal)?;
         self.turn.dispatches += 1;
         let mut machine = CallMachine::default();
-        self.drive(&mut machine, stream, SlotCall::Refusal, Given::Refusal, Until::Half)?;
+        self.drive(&mut machine, stream, SlotCall::Refusal, HalfTensors::Refusal, Until::Half)?;
         self.turn.call = SlotCall::Dispatch;
         self.turn.refusal = Some(machine);
         Ok(())
@@ -327,7 +328,7 @@ impl SlotExchange {
             return Err(CallError::OutOfTurn { call: "start_dispatch", expected }.into());
         }
         self.turn.refusal = None;
-        self.end(machine, stream, SlotCall::Refusal, Given::Nothing)
+        self.end(machine, stream, SlotCall::Refusal, HalfTensors::Nothing)
     }
 
     /// Enqueues what is left of a refusal before the exchange is dropped, because peers still write
@@ -338,7 +339,12 @@ impl SlotExchange {
     }
 
     /// Makes the first half of a call.
-    fn start(&mut self, stream: &Stream, call: SlotCall, given: Given<'_>) -> Result<CallMachine, Error> {
+    fn start(
+        &mut self,
+        stream: &Stream,
+        call: SlotCall,
+        given: HalfTensors<'_>,
+    ) -> Result<CallMachine, Error> {
         let mut machine = CallMachine::default();
         self.drive(&mut machine, stream, call, given, Until::Half)?;
         self.turn.pending = true;
@@ -351,7 +357,7 @@ impl SlotExchange {
         mut machine: CallMachine,
         stream: &Stream,
         call: SlotCall,
-        given: Given<'_>,
+        given: HalfTensors<'_>,
     ) -> Result<(), Error> {
         self.turn.pending = false;
         self.turn.call = if call == SlotCall::Dispatch { SlotCall::Combine } else { SlotCall::Dispatch };
@@ -363,7 +369,7 @@ impl SlotExchange {
         machine: &mut CallMachine,
         stream: &Stream,
         call: SlotCall,
-        given: Given<'_>,
+        given: HalfTensors<'_>,
         until: Until,
     ) -> Result<(), Error> {
         let SlotExchange { programs, lowered, turn, state } = self;
@@ -560,7 +566,7 @@ impl SlotState {
         self.kernels.check(stream, &check)?;
         let Some(expansion) = &self.expansion else { return Ok(()) };
         let (status, verdict) = (self.status_word()?, self.verdict()?);
-        let received = Received { slots: &self.received, dropped: &self.dropped, status, verdict };
+        let received = ExpansionInput { slots: &self.received, dropped: &self.dropped, status, verdict };
         expansion.expand((&self.kernels, stream), received, tokens)
     }
 
@@ -626,7 +632,7 @@ impl SlotState {
             columns: self.spec.hidden as u32,
             rows: self.expansion.as_ref().map_or(self.spec.dtype, Expansion::home),
             dtype: self.spec.dtype,
-            homes: &self.summed_from,
+            returned_rows: &self.summed_from,
             places: self.rows.span(0, self.rows.len())?,
             status: self.verdict_status()?,
             marks: Some(RefusalMarks {
@@ -688,7 +694,7 @@ pub(super) fn late(values: &[u64], newest: usize) -> (Option<usize>, usize) {
 }
 
 /// Tensors of the caller that a half needs.
-pub(super) enum Given<'a> {
+pub(super) enum HalfTensors<'a> {
     Nothing,
     /// First half of a dispatch.
     Tokens(Tokens<'a>),
@@ -707,12 +713,12 @@ struct ConstantCall<'a> {
     pub stage: &'a mut Lowered,
     pub stream: &'a Stream,
     pub call: SlotCall,
-    pub given: Given<'a>,
+    pub given: HalfTensors<'a>,
     /// Tokens of the last dispatch.
     pub tokens: u32,
 }
 
-impl Executor for ConstantCall<'_> {
+impl StepExecutor for ConstantCall<'_> {
     fn run(&mut self, _: Role, _: StageId, part: Part) -> Result<(), Error> {
         self.stage.enqueue(part, self.stream).map_err(|error| self.state.fail(error.into()))
     }
@@ -720,15 +726,17 @@ impl Executor for ConstantCall<'_> {
     fn compute(&mut self, _: Role, work: Work) -> Result<(), Error> {
         let ConstantCall { state, stream, given, tokens: last, .. } = self;
         match (work, given) {
-            (Work::Pack, Given::Tokens(tokens)) => state.pack(stream, Some(tokens)),
-            (Work::Pack, Given::Refusal) => state.pack(stream, None).map_err(|error| state.fail(error)),
+            (Work::Pack, HalfTensors::Tokens(tokens)) => state.pack(stream, Some(tokens)),
+            (Work::Pack, HalfTensors::Refusal) => state.pack(stream, None).map_err(|error| state.fail(error)),
             (Work::Check, _) => state.check(stream, *last).map_err(|error| state.fail(error)),
-            (Work::Partials, Given::Outputs(y, handle)) => {
+            (Work::Partials, HalfTensors::Outputs(y, handle)) => {
                 state.bring(stream, y, handle)?;
                 state.fold(stream)
             }
-            (Work::Partials, Given::Refusal) => state.mark(stream).map_err(|error| state.fail(error.into())),
-            (Work::Sum, Given::Sums(out)) => state.sum(stream, state.sums(out, *last)?, *last),
+            (Work::Partials, HalfTensors::Refusal) => {
+                state.mark(stream).map_err(|error| state.fail(error.into()))
+            }
+            (Work::Sum, HalfTensors::Sums(out)) => state.sum(stream, state.sums(out, *last)?, *last),
             _ => Err(CallError::unknown_step(self.call.kind(), &work).into()),
         }
     }

@@ -16,7 +16,7 @@ use crate::world::{NoGpuDirect, Registration};
 
 /// State that all handles of an exchange share.
 #[derive(Debug)]
-pub(super) struct Facts {
+pub(super) struct ExchangeState {
     /// Number that distinguishes exchanges of a process.
     pub instance: u64,
     /// Where experts leave their rows, and how many there are.
@@ -35,7 +35,7 @@ pub(super) struct Facts {
     pub registration: Option<Registration>,
 }
 
-impl Facts {
+impl ExchangeState {
     /// How the last call that the stream has come to ended here, as the host sees it, and the
     /// number of that call, modulo 2^32.
     pub fn verdict(&self) -> (Status, u32) {
@@ -45,7 +45,7 @@ impl Facts {
 
     /// A report of what was enqueued, and of the kernels around it.
     fn report(&self, enqueued: EnqueueCounts, kernels: &[&'static str]) -> Report {
-        let Facts { max_blocks, same_device, no_gpu_direct: host_staged, registration, .. } = *self;
+        let ExchangeState { max_blocks, same_device, no_gpu_direct: host_staged, registration, .. } = *self;
         let (executor, lanes, kernels) =
             (CallExecutor::ConstantProgram, self.lanes.clone(), kernels.to_vec());
         Report {
@@ -98,7 +98,7 @@ impl SlotRows {
 /// A dispatch in slots. Its addresses are those of every other one.
 #[derive(Debug)]
 pub(in crate::ep) struct SlotHandle {
-    pub(super) facts: Arc<Facts>,
+    pub(super) facts: Arc<ExchangeState>,
     /// Which dispatch of the exchange it is.
     pub(super) nth: u64,
     tokens: u32,
@@ -111,7 +111,7 @@ pub(in crate::ep) struct SlotHandle {
 
 impl SlotHandle {
     pub(super) fn new(
-        facts: Arc<Facts>,
+        facts: Arc<ExchangeState>,
         (nth, tokens): (u64, u32),
         dropped: DeviceRange,
         dispatched: EnqueueCounts,
@@ -180,7 +180,7 @@ impl SlotHandle {
 /// Memory for what experts make: the same in every call.
 #[derive(Debug)]
 pub(in crate::ep) struct SlotOutput {
-    pub(super) facts: Arc<Facts>,
+    pub(super) facts: Arc<ExchangeState>,
     pub(super) nth: u64,
     pub rows: DeviceRange,
 }

@@ -9,7 +9,7 @@ use super::expansion::{Expansion, ExpansionLayout};
 use super::proxy::{Back, Proxy, ProxyRequest, Work};
 use super::slot_exchange::{CallState, DEAD, FLAGS, LoweredCall, SlotState};
 use super::slot_memory::{Tables, WindowLayout, Windows};
-use super::slot_results::Facts;
+use super::slot_results::ExchangeState;
 use crate::device::{Context, Kernels, Priority, Stream};
 use crate::ep::LaneUse;
 use crate::ep::builder::Spec;
@@ -139,7 +139,7 @@ impl SlotExchange {
         let proxy = proxy.transpose()?;
         let of_proxy = proxy.as_ref().map(|proxy| &proxy.work().passage);
         let lanes = LaneUse::of_devices(&lanes);
-        let facts = Arc::new(Facts {
+        let facts = Arc::new(ExchangeState {
             instance: next_instance(),
             outputs: expansion.as_ref().map_or(&partials, Expansion::outputs).clone(),
             rows: expansion.as_ref().map_or(ranks * spec.max_tokens, Expansion::budget),

@@ -47,7 +47,7 @@ fn modeled(case: &Case) -> [Timing; 3] {
         row_bytes,
         return_bytes: row_bytes,
         partial_bytes: (case.hidden * case.wire.size()) as u64,
-        notes: true,
+        metadata: true,
     };
     let hardware: Hardware = "h100-cx7".parse().unwrap();
     let placed = Placed::new(&timed, &hardware).unwrap();

@@ -42,11 +42,11 @@ use super::{Completion, CompletionQueue, Remote, SignalMode};
 use crate::bootstrap::wait::nap;
 use crate::bootstrap::{FatalGuard, FatalLock, Health};
 use crate::error::{Cause, CompletionStatus, LaneError, LostReason, VerbsError};
+use crate::lane::RowSource;
 use crate::lane::flag::{WaitError, WaitLimits, Waiter};
 use crate::lane::net::{
     Counters, DeviceAddress, DeviceConnection, NetConnection, RemoteAddress, SendBlocked,
 };
-use crate::lane::RowSource;
 use crate::schedule::Tag;
 
 /// Puts of at most so many bytes are staged wherever they lie: copying costs less than to wait

@@ -28,10 +28,10 @@ use super::connection::Connection;
 use crate::bootstrap::{FatalLock, Health};
 use crate::error::{Cause, LaneError};
 use crate::lane::RowSource;
+use crate::lane::flag::WaitLimits;
 use crate::lane::net::{
     Counters, DeviceAddress, DeviceConnection, NetConnection, RemoteAddress, SendBlocked,
 };
-use crate::lane::flag::WaitLimits;
 use crate::schedule::Tag;
 
 /// A connection to one peer over several queue pairs.

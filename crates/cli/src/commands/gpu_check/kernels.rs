@@ -9,7 +9,7 @@ use sidelane_testkit::device::gpu::Bench;
 use sidelane_testkit::device::kernels::plan_choices::Case;
 use sidelane_testkit::device::kernels::products::{self, Bound, Way};
 use sidelane_testkit::device::kernels::rank_sums::Received;
-use sidelane_testkit::device::kernels::sums::{Home, TYPES};
+use sidelane_testkit::device::kernels::sums::{ReturnedRows, TYPES};
 use sidelane_testkit::device::kernels::{copies, gate};
 use sidelane_testkit::values::Random;
 
@@ -109,7 +109,7 @@ fn sums(bench: &Bench, types: (sidelane::Dtype, sidelane::Dtype), columns: u32) 
     let mut random = Random(types.0 as u64 * 16 + types.1 as u64);
     let place = |_| if random.below(4) == 0 { -1 } else { random.below(TOKENS) as i32 };
     let places = (0..TOKENS * RANKS).map(place).collect();
-    Home::any(&mut random, shape, (TOKENS, RANKS, columns), places, types)?.check(bench)?;
+    ReturnedRows::any(&mut random, shape, (TOKENS, RANKS, columns), places, types)?.check(bench)?;
     Ok(format!("{} sums of up to {RANKS} rows, special values among them", TOKENS * columns))
 }
 

@@ -16,7 +16,7 @@ use std::process::ExitCode;
 use clap::Args;
 use report::Report;
 use sidelane_model::parallel::{
-    Candidate, Devices, Fixed, Found, NoPeaks, Overlap, Precision, Question, SearchError, Transformer,
+    Candidate, Devices, Fixed, FoundMeshes, NoPeaks, Overlap, Precision, Question, SearchError, Transformer,
 };
 
 use crate::command_frame::{self, Command};
@@ -167,7 +167,7 @@ impl PlanArgs {
 
     /// The meshes that fit, the fastest first: one at least.
     pub fn fitting(&self, question: &Question) -> Result<Vec<Candidate>, CliError> {
-        let Found { fitting, smallest, .. } = question.search()?;
+        let FoundMeshes { fitting, smallest, .. } = question.search()?;
         match smallest {
             _ if !fitting.is_empty() => Ok(fitting),
             None => Err(usage!(

@@ -361,7 +361,7 @@ impl Group<'_> {
             row_bytes,
             return_bytes,
             partial_bytes: u64::from(conditions.hidden) * partial,
-            notes: conditions.metadata_with == MetadataWith::Rows,
+            metadata: conditions.metadata_with == MetadataWith::Rows,
         }
     }
 

@@ -487,7 +487,7 @@ impl Rounds {
     /// A row that is added, in bytes.
     fn term(&mut self, holder: u32, base: u64, row_bytes: u64) {
         self.terms.push(Summand { owner: self.chunks.len() as u32, row: 0 });
-        self.chunks.push(RowBuffer { rows: 1, notes: 0, row_bytes });
+        self.chunks.push(RowBuffer { rows: 1, metadata: 0, row_bytes });
         self.held_by.push(holder);
         self.bases.push(base);
     }

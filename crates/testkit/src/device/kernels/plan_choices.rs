@@ -32,7 +32,7 @@ pub struct Planned {
     order: Guarded,
     rows: Guarded,
     places: Guarded,
-    notes: Guarded,
+    metadata: Guarded,
     kept: Guarded,
     counts: Guarded,
     faults: Guarded,
@@ -103,7 +103,7 @@ impl Case {
         self.ids.len() as u32
     }
 
-    fn notes(&self) -> RowMetadata {
+    fn metadata(&self) -> RowMetadata {
         RowMetadata::of(self.layout, ReceiveMode::Exact, false)
     }
 
@@ -114,7 +114,7 @@ impl Case {
     pub fn sorted(&self) -> Result<SortedRouting, PlanError> {
         let routing = Routing::new(self.top_k, &self.ids[..], &self.weights[..])?;
         let mut sorted = SortedRouting::default();
-        sorted.fill(&self.map, &self.bins, self.notes(), self.me, &routing)?;
+        sorted.fill(&self.map, &self.bins, self.metadata(), self.me, &routing)?;
         Ok(sorted)
     }
 
@@ -136,12 +136,12 @@ impl Case {
         let (experts, weights) = (bench.put(ids)?, bench.put(weights)?);
         let (choices, count) = (self.choices(), u64::from(bins.count()));
         let list = || bench.room(u64::from(choices) * 4);
-        let words = u64::from(self.notes().words(*top_k));
+        let words = u64::from(self.metadata().words(*top_k));
         let made = Planned {
             order: list()?,
             rows: list()?,
             places: list()?,
-            notes: bench.room(u64::from(choices) * words * 4)?,
+            metadata: bench.room(u64::from(choices) * words * 4)?,
             kept: list()?,
             counts: bench.room(count * 4)?,
             faults: bench.room(count * 4 * ChoiceFault::WORDS as u64)?,
@@ -163,7 +163,7 @@ impl Case {
             place_of: place_of.span()?,
             rows: made.rows.span()?,
             places: made.places.span()?,
-            notes: made.notes.span()?,
+            metadata: made.metadata.span()?,
             kept: Some(made.kept.span()?),
             counts: made.counts.span()?,
             faults: made.faults.span()?,
@@ -193,8 +193,8 @@ impl Case {
         sorted.places(&self.bins, self.top_k, &sorted.starts, [&mut rows, &mut places]);
         same("rows of choices", &bench.read(&made.rows)?, &rows)?;
         same("places of choices", &bench.read(&made.places)?, &places)?;
-        let notes = bench.read(&made.notes)?;
-        same("metadata of rows", &notes[..sorted.notes.len() * 4], &sorted.notes)?;
+        let metadata = bench.read(&made.metadata)?;
+        same("metadata of rows", &metadata[..sorted.metadata.len() * 4], &sorted.metadata)?;
         same("weights that are kept", &bench.read(&made.kept)?, &self.weights)?;
         self.check_landed(bench, &made, &sorted, random)
     }
@@ -207,7 +207,7 @@ impl Case {
         sorted: &SortedRouting,
         random: &mut Random,
     ) -> Result<(), TestError> {
-        let (words, behind) = (self.notes().words(self.top_k) as usize, 100_000);
+        let (words, behind) = (self.metadata().words(self.top_k) as usize, 100_000);
         let (mut starts, mut to_row, mut runs) = (sorted.starts.clone(), 0, Vec::new());
         for bin in self.bins.of(self.me) {
             let (first, count) = (sorted.starts[bin as usize], sorted.counts[bin as usize]);
@@ -226,20 +226,20 @@ impl Case {
         let mut expected = vec![u32::from_ne_bytes([POISON; 4]); landed * words];
         for &RowRun { to_row, first, count, pad } in &runs {
             let [to, first, count, pad] = [to_row, first, count, pad].map(|rows| rows as usize * words);
-            expected[to..to + count].copy_from_slice(&sorted.notes[first..first + count]);
+            expected[to..to + count].copy_from_slice(&sorted.metadata[first..first + count]);
             expected[to + count..to + count + pad].fill(0);
         }
         let mut listed = Vec::new();
         let own = RunArgs::lay_out(&runs, &mut listed);
-        let (listed, notes) = (bench.put(&listed)?, bench.room((landed * words * 4) as u64)?);
+        let (listed, metadata) = (bench.put(&listed)?, bench.room((landed * words * 4) as u64)?);
         let (count, entries, places) = (runs.len() as u32, self.choices(), landed as u32);
         let place = PlaceArgs {
             choices: self.choices(),
             rows: made.rows.span()?,
             behind,
             words: words as u32,
-            from: made.notes.span()?,
-            notes: notes.span()?,
+            from: made.metadata.span()?,
+            metadata: metadata.span()?,
             own,
             runs: RunArgs { runs: listed.span()?, count, entries, places },
         };
@@ -247,6 +247,6 @@ impl Case {
         let (mut rows, mut in_order) = (Vec::new(), Vec::new());
         sorted.places(&self.bins, self.top_k, &starts, [&mut rows, &mut in_order]);
         same("rows of choices that landed", &bench.read(&made.rows)?, &rows)?;
-        same("metadata of own rows", &bench.read(&notes)?, &expected)
+        same("metadata of own rows", &bench.read(&metadata)?, &expected)
     }
 }

@@ -21,7 +21,7 @@ pub const TYPES: [(Dtype, Dtype); 5] = [
 
 /// The rows that returned to one rank.
 #[derive(Clone, Debug)]
-pub struct Home {
+pub struct ReturnedRows {
     /// Of a slot.
     pub shape: SlotShape,
     /// Tokens that are summed.
@@ -38,7 +38,7 @@ pub struct Home {
     pub status: u32,
 }
 
-impl Home {
+impl ReturnedRows {
     /// Special values everywhere, so that the sums meet them in all combinations.
     ///
     /// # Errors
@@ -54,7 +54,7 @@ impl Home {
         let rows = (0..ranks)
             .map(|_| (0..shape.max_tokens()).map(|_| any_row(random, kind, columns as usize)).collect())
             .collect();
-        Ok(Home { shape, tokens, columns, types, rows, places, status: 0 })
+        Ok(ReturnedRows { shape, tokens, columns, types, rows, places, status: 0 })
     }
 
     /// The results of the device, and the status word.
@@ -62,9 +62,10 @@ impl Home {
         let row_bytes = u64::from(self.columns) * self.types.0.size() as u64;
         let bytes = u64::from(self.shape.max_tokens()) * row_bytes;
         let rows = bench.put(&self.rows.concat().concat())?;
-        let homes = 0..self.rows.len() as u64;
-        let spans =
-            homes.map(|rank| rows.range().span(rank * bytes, bytes)).collect::<Result<Vec<_>, _>>()?;
+        let returned_rows = 0..self.rows.len() as u64;
+        let spans = returned_rows
+            .map(|rank| rows.range().span(rank * bytes, bytes))
+            .collect::<Result<Vec<_>, _>>()?;
         let table = bench.room(spans.len() as u64 * 8)?;
         let out = bench.room(u64::from(self.tokens * self.columns) * self.types.1.size() as u64)?;
         let (places, status) = (bench.put(&self.places)?, bench.put(&[self.status])?);
@@ -74,7 +75,7 @@ impl Home {
             columns: self.columns,
             rows: self.types.0,
             dtype: self.types.1,
-            homes: &Addresses::new(&bench.stream, table.range(), &spans)?,
+            returned_rows: &Addresses::new(&bench.stream, table.range(), &spans)?,
             places: places.span()?,
             status: status.word()?,
             marks: None,

@@ -3,12 +3,12 @@
 
 use super::{Connection, Halt, State, fill};
 use crate::lane::FlagLine;
+use crate::lane::flag::WaitLimits;
 use crate::lane::net::regions::Record;
 use crate::lane::net::verbs::receiver::{STRIPED, STRIPED_RECORD};
 use crate::lane::net::verbs::sender::Kind;
 use crate::lane::net::verbs::{Remote, SignalMode};
 use crate::lane::net::{RemoteAddress, SendBlocked};
-use crate::lane::flag::WaitLimits;
 use crate::schedule::Tag;
 
 impl Connection {
