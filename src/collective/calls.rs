@@ -31,7 +31,7 @@ impl Communicator {
     /// # Errors
     /// On every rank, before any rank's `data` changes: [`PlanError`] for wrong input
     /// ([`PeerRefused`](crate::error::CallError::PeerRefused) on the others),
-    /// [`CallError`](crate::error::CallError) if ranks make different calls.
+    /// [`CallError`] if ranks make different calls.
     /// [`LaneError`](crate::error::LaneError) and [`Cause`](crate::error::Cause) end the world.
     pub fn all_reduce<E: Element>(&mut self, data: &mut [E]) -> Result<(), Error> {
         let total = size_of_val(data) as u64;
