@@ -183,7 +183,8 @@ impl Conditions {
         let Shape { hidden, dtype, align, layout, route, sum_order, .. } = shape;
         let gathers = if shape.strategy == Strategy::AllGather { "all-gather, " } else { "" };
         let spans = if shape.coalesce_relays { " in spans" } else { "" };
-        let (route, layout, receive) = (route.name(), layout.name(), self.receive.words());
+        let route = if self.nodes == 1 { "-" } else { route.name() };
+        let (layout, receive) = (layout.name(), self.receive.words());
         let (order, wire) = (sum_order.name(), self.partials().map_or("none", PartialDtype::name));
         [
             ("ranks", shape_words(&self.ranks_per_node)),
@@ -576,6 +577,16 @@ pub mod tests {
             ("--sum-order node --partial-dtype bf16", Some(PartialDtype::Bf16)),
         ] {
             assert_eq!(resolve(words).partials(), partials, "{words}");
+        }
+    }
+
+    #[test]
+    fn route_is_told_where_there_is_one() {
+        for (words, route) in
+            [("", "route pxn,"), ("--route direct", "route direct,"), ("--ranks-per-node 4", "route -,")]
+        {
+            let schedule = &resolve(words).words()[3].1;
+            assert!(schedule.contains(route), "{words}: {schedule}");
         }
     }
 

@@ -108,7 +108,7 @@ fn percent(share: f64) -> String {
     if share == 0.0 { "-".into() } else { format!("{:.2}%", share * 100.0) }
 }
 
-const NOTES: &str = "Weight by a policy: the share of the routing weights that it drops. Tokens emptied: without a choice, by any policy. Evenness: entropy of the load; 1 is even.";
+const NOTES: &str = "Weight by a policy: the share of the routing weights that it drops. Tokens emptied: without a choice left, least to most of the policies. Evenness: entropy of the load; 1 is even.";
 
 impl command_frame::Report for Report {
     fn text(&self) -> String {
