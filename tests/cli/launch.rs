@@ -129,6 +129,7 @@ fn ranks_that_do_not_end_in_time_are_killed_and_named() {
     );
     assert_eq!(output.status.code(), Some(4));
     assert!(stderr(&output).contains("killed ranks 0 and 2"), "{}", stderr(&output));
+    assert!(stderr(&output).contains(" (--grace)\n"), "{}", stderr(&output));
 }
 
 #[test]

@@ -15,6 +15,7 @@ fn overlapped_steps_have_bits_of_sequential_ones_on_every_lane() {
         ("--link even", "emulated", true),
         ("--link none --ranks-per-node 1,2", "loopback", false),
         ("--nodes 1 --ranks-per-node 2", "shm", false),
+        ("--net tcp", "tcp", false),
     ] {
         let (ended, report) = run_with_report(&mut sidelane(&format!("{SMALL} {shape}")));
         let lane = format!("lane      {lane}");

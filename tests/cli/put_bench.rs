@@ -26,6 +26,7 @@ fn every_test_has_its_figures_on_one_node_and_on_two() {
         {
             let told = told(&format!("{test} {shape} --sizes 8,4096 --iterations 20 --warmup 2"));
             assert_words(&told, &[lane, "verified: what was received last", "1 machine"]);
+            assert_eq!(told.contains("p99: of 1000 iterations or more"), test == "put-lat", "{told}");
             for size in sizes {
                 let cells = line(&told, size);
                 assert_eq!((cells.len(), cells[1]), (columns, "20"), "{told}");

@@ -13,7 +13,7 @@ const REFUSED: &[(&str, &[&str])] = &[
     ("bench --partial-dtype f16", &["f32", "bf16"]),
     ("bench --dtype bytes", &["bf16", "f16", "f32", "fp8"]),
     ("bench --routing zipf:x", &["uniform", "incast", "zipf:S"]),
-    ("bench --routing unifrom", &["\"unifrom\"", "(other than files: recorded, uniform, zipf:S, incast)"]),
+    ("bench --routing unifrom", &["\"unifrom\" is neither recorded, uniform, zipf:S or incast, nor a file"]),
     (
         "bench --routing recorded --experts 32",
         &["routing recorded: num_experts is 64 in the recording, but 32 was asked for"],
@@ -66,7 +66,19 @@ const REFUSED: &[(&str, &[&str])] = &[
     ("launch --nodes 4294967295 --ranks-per-node 4294967295 -- true", &["are too many: at most 65536"]),
     ("launch --ranks-per-node 4294967295,4294967295 -- true", &["are too many: at most 65536"]),
     ("layer --token-chunks 0", &["--token-chunks must be between 1 and 1024"]),
-    ("layer --experts 3", &["one for each of 2 ranks at least, and --top-k (4) at most"]),
+    ("layer --experts 3", &["--top-k is 4, but there are only 3 experts"]),
+    ("layer --experts 1 --top-k 1", &["1 experts are too few: each of 2 ranks has one at least"]),
+    (
+        "layer --net tcp --link 1G/10",
+        &["--link is for wires between nodes of one machine, over --net loopback"],
+    ),
+    (
+        "launch --master a:99999 --node-rank 0 --ranks-per-node 1 -- true",
+        &["HOST:PORT has a port from 1 to 65535"],
+    ),
+    ("collectives --ranks-per-node 3 --sizes 4K", &["take multiples of 48, such as 4128"]),
+    ("plan --tokens 5", &["--tokens is 5, less than one sequence of 4096"]),
+    ("plan --tokens 16 --sequence 8 --devices 64", &["one token for each of 64 devices"]),
     (
         "layer --hidden 1048576 --ffn 1048576",
         &["weights of a rank's --experts must be between 1 and 2147483648"],
@@ -193,6 +205,38 @@ fn sizes_beyond_machine_memory_are_refused_before_allocation() {
 fn assert_refused(line: &str, words: &[&str]) {
     println!("{line}");
     run(&mut sidelane(line)).refused(words);
+}
+
+#[test]
+fn variable_that_ranks_cannot_use_is_refused_once() {
+    for (name, value) in [
+        ("SIDELANE_NET", "foo"),
+        ("SIDELANE_HEAP", "12x"),
+        ("SIDELANE_SIMD", "avx9"),
+        ("SIDELANE_DEADLINE_MS", "abc"),
+        ("SIDELANE_RAIL", "tcp"),
+    ] {
+        let ended = run(sidelane("bench --tokens 8").env(name, value));
+        ended.refused(&[name]);
+        assert_eq!(ended.err.lines().count(), 1, "{}", ended.err);
+    }
+}
+
+#[test]
+fn heap_of_the_environment_is_named_where_it_is_too_large() {
+    let ended = run(sidelane("bench --tokens 8").env("SIDELANE_HEAP", "999G"));
+    ended.refused(&["available: lower SIDELANE_HEAP, --tokens"]);
+}
+
+#[test]
+fn ranks_of_other_machines_are_told_the_ports_that_are_listened_at() {
+    let line = "launch --ranks-per-node 1,1 --master 192.0.2.2 --node-rank 1 -- true";
+    let mut command = sidelane(line);
+    for name in ["SECRET", "SECRET_FILE", "INSECURE", "PORT"] {
+        command.env_remove(format!("SIDELANE_{name}"));
+    }
+    run(&mut command).refused(&["join at 192.0.2.2, ports 29501 to 29516: set the same SIDELANE_SECRET"]);
+    run(command.env("SIDELANE_PORT", "7000")).refused(&["join at 192.0.2.2, port 7000: set"]);
 }
 
 #[test]

@@ -16,6 +16,13 @@ fn ways(report: &Value) -> Vec<&str> {
 const SMALL: &str = "simulate --nodes 2 --ranks-per-node 2 --tokens 32 --hidden 128";
 
 #[test]
+fn one_number_of_ranks_is_one_node_unless_nodes_are_given() {
+    let nodes = |line: &str| report(line)["config"]["nodes"].as_u64();
+    assert_eq!(nodes("simulate --ranks-per-node 2 --tokens 8 --hidden 128"), Some(1));
+    assert_eq!(nodes(SMALL), Some(2));
+}
+
+#[test]
 fn simulate_compares_open_options_and_keeps_given_ones() {
     let all = report(SMALL);
     let found = ways(&all);

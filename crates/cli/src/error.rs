@@ -15,6 +15,10 @@ pub enum CliError {
     #[error("{0}")]
     Usage(String),
 
+    /// The same, and the first rank of this machine says it for all.
+    #[error("said by another rank")]
+    Said,
+
     /// A wrong result: status 1.
     #[error("{0}")]
     Wrong(String),
@@ -50,7 +54,7 @@ pub(crate) use {failed, usage, wrong};
 impl CliError {
     pub fn exit_code(&self) -> ExitCode {
         ExitCode::from(match self {
-            CliError::Usage(_) => 2,
+            CliError::Usage(_) | CliError::Said => 2,
             CliError::Spawn { source, .. } if source.kind() == io::ErrorKind::NotFound => 127,
             CliError::Spawn { .. } => 126,
             CliError::Wrong(_) | CliError::Failed(_) | CliError::Library(_) => 1,

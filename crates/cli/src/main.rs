@@ -12,14 +12,16 @@ mod table;
 
 use std::process::ExitCode;
 
-use clap::Parser;
+use clap::{Arg, CommandFactory, FromArgMatches, Parser};
 
 use crate::commands::{Commands, run};
+use crate::error::CliError;
 
 const AFTER_HELP: &str = "\
-Exit status: 0 if all is right, 1 if a result is wrong or something failed, 2 for a command line that
-is refused. `launch`, and commands that start ranks, end as the rank that failed first: with its
-status, 128+n if signal n ended it, 127 if its program does not exist, 126 if it cannot be run.
+Exit status: 0 if all is right, 1 if a result is wrong or something failed, 2
+for a command line that is refused. `launch`, and commands that start ranks, end
+as the rank that failed first: with its status, 128+n if signal n ended it, 127
+if its program does not exist, 126 if it cannot be run.
 
 Example:
   sidelane bench --tokens 64 --json bench.json && echo every row is right";
@@ -27,23 +29,36 @@ Example:
 /// MoE expert-parallel dispatch and combine that run concurrently with the compute.
 #[derive(Parser)]
 #[command(name = "sidelane", version, arg_required_else_help = true, after_help = AFTER_HELP)]
+#[command(max_term_width = 100)]
 struct Cli {
     #[command(subcommand)]
     command: Commands,
 }
 
+/// Takes a number below 0 as the value that it is, which the option then refuses with its range.
+fn program() -> clap::Command {
+    let with_negative = |arg: Arg| {
+        let takes_value = arg.get_action().takes_values();
+        arg.allow_negative_numbers(takes_value)
+    };
+    Cli::command().mut_subcommands(|command| command.mut_args(with_negative))
+}
+
 fn main() -> ExitCode {
-    let command = Cli::parse().command;
+    let seen = Cli::from_arg_matches(&program().get_matches());
+    let command = seen.unwrap_or_else(|error| error.exit()).command;
     let tag = if matches!(command, Commands::Rank(_)) { ranks::tag() } else { String::new() };
     run(command).unwrap_or_else(|error| {
-        command_frame::complain(&format!("{tag}sidelane: {error}"));
+        if !matches!(error, CliError::Said) {
+            command_frame::complain(&format!("{tag}sidelane: {error}"));
+        }
         error.exit_code()
     })
 }
 
 #[cfg(test)]
 mod tests {
-    use clap::CommandFactory;
+    use clap::error::ErrorKind;
 
     use super::*;
 
@@ -66,6 +81,25 @@ mod tests {
         let commands = program.get_subcommands().filter(|command| !command.is_hide_set());
         let text = |command: &clap::Command| command.get_after_help().map(ToString::to_string);
         commands.map(|command| (command.get_name().to_owned(), text(command).unwrap_or_default())).collect()
+    }
+
+    #[test]
+    fn a_number_below_zero_is_a_value_that_is_refused() {
+        for line in
+            ["bench --tokens", "bench --seed", "plan --tflops", "copy-engines --copy-us", "launch --grace"]
+        {
+            let words = format!("sidelane {line} -1");
+            let error = program().try_get_matches_from(words.split(' ')).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::ValueValidation, "{line}: {error}");
+        }
+    }
+
+    #[test]
+    fn examples_fit_a_terminal_of_80_columns() {
+        for (name, text) in help().into_iter().chain([("".to_owned(), AFTER_HELP.to_owned())]) {
+            let wide: Vec<_> = text.lines().filter(|line| line.chars().count() > 80).collect();
+            assert!(wide.is_empty(), "{name}: {wide:#?}");
+        }
     }
 
     #[test]

@@ -21,7 +21,7 @@ use crate::table::bytes;
 #[derive(Args, Clone, Debug, Default)]
 pub struct NodeArgs<const NODES: u32, const RANKS: u32> {
     #[arg(long, value_name = "N",
-          help = format!("Number of nodes [default: {NODES}, or as many as --ranks-per-node lists]"))]
+          help = format!("Number of nodes [default: {NODES}; with --ranks-per-node as many as it lists, so one number is one node]"))]
     pub nodes: Option<u32>,
 
     #[arg(long, value_name = "M[,M..]", value_delimiter = ',',
@@ -185,16 +185,16 @@ pub fn at_most<T: Into<u64> + Copy>(options: &[(&str, T, u32)]) -> Result<(), Cl
 }
 
 /// Refuses to take more bytes than this machine has left: the kernel would kill the process without
-/// a message. `options` are those that lower the need.
-pub fn fits_in_memory(what: &str, needed: u64, options: &str) -> Result<(), CliError> {
-    fits(what, needed, available_memory(&Root::new("/")), options)
+/// a message. `lower` names what lowers the need.
+pub fn fits_in_memory(what: &str, needed: u64, lower: &str) -> Result<(), CliError> {
+    fits(what, needed, available_memory(&Root::new("/")), lower)
 }
 
 /// The same, of so many bytes that are left; `None` where nobody knows.
-fn fits(what: &str, needed: u64, available: Option<u64>, options: &str) -> Result<(), CliError> {
+fn fits(what: &str, needed: u64, available: Option<u64>, lower: &str) -> Result<(), CliError> {
     let Some(available) = available.filter(|&available| needed > available) else { return Ok(()) };
     let (needed, available) = (bytes(needed), bytes(available));
-    Err(usage!("{what} need {needed} of memory, and {available} are available: lower {options}"))
+    Err(usage!("{what} need {needed} of memory, and {available} are available: lower {lower}"))
 }
 
 /// A machine that is known, or a file that describes one.

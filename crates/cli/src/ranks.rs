@@ -16,9 +16,9 @@ use clap::Args;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
-use sidelane::config::Config;
 use sidelane::device::Driver;
 use sidelane::error::{BootstrapError, DeviceError};
+use sidelane::rows::{SIMD_VARIABLE, Simd};
 use sidelane::{Error, Group, Options, World};
 
 use crate::command_frame;
@@ -82,11 +82,19 @@ impl RankMemory {
     pub fn fits(&self, ranks_per_node: &[u32], machines: &MachineArgs) -> Result<(), CliError> {
         let part = machines.part(ranks_per_node)?;
         let ranks = part.map_or(ranks_per_node.iter().sum(), |part| ranks_per_node[part.node as usize]);
-        // A variable that cannot be read is for the ranks to report.
-        let heap = Config::from_env().map_or(0, |config| config.heap).max(self.heap);
+        let heap = environment()?.config.heap.max(self.heap);
         let needed = heap.saturating_add(self.other).saturating_mul(ranks.into());
-        options::fits_in_memory(&format!("the {ranks} ranks of this machine"), needed, self.options)
+        let variable = if heap > self.heap.max(self.other) { "SIDELANE_HEAP, " } else { "" };
+        let what = format!("the {ranks} ranks of this machine");
+        options::fits_in_memory(&what, needed, &format!("{variable}{}", self.options))
     }
+}
+
+/// Settings of the ranks from the environment. A variable that they cannot use is refused here,
+/// once: each rank would say so.
+fn environment() -> Result<Options, CliError> {
+    Simd::from_env().map_err(|error| usage!("{SIMD_VARIABLE}: {error}"))?;
+    Options::from_env().map_err(|error| usage!("{error}"))
 }
 
 /// Runs this program once per rank of this machine, with more variables in its environment, until
@@ -115,7 +123,7 @@ pub fn job(
 ) -> Result<Job, CliError> {
     let (nodes, command) = (ranks_per_node.to_vec(), again(command, task)?);
     let grace = Duration::from_secs(5);
-    Ok(Job { nodes, part: None, command, env, bind: Bind::None, grace, tag_output: false })
+    Ok(Job { nodes, part: None, command, env, bind: Bind::None, grace, grace_option: "", tag_output: false })
 }
 
 /// The command line of one process of a command: this program, to be started again.
@@ -166,7 +174,9 @@ pub fn join(command: &str, task: &impl Serialize, sizes: Sizes, record: usize) -
     options.config.symmetric = options.config.symmetric.max(sizes.symmetric);
     (options.record, options.forecast) = (record, true);
     options.job_fingerprint = conditions(command, task);
+    let is_first = std::env::var("LOCAL_RANK").is_ok_and(|local| local == "0");
     World::from_env_with(options).map_err(|error| match error {
+        Error::Bootstrap(BootstrapError::FingerprintsDiffer { .. }) if !is_first => CliError::Said,
         Error::Bootstrap(BootstrapError::FingerprintsDiffer { rank, seen, expected }) => {
             let differences = differences(&seen, &expected);
             usage!("rank {rank} was started with other settings than rank 0: {differences}")
@@ -210,7 +220,8 @@ fn objects(value: &Value) -> Option<&Vec<Value>> {
 fn compare(path: &str, seen: &Value, expected: &Value, found: &mut Vec<String>) {
     if let (Some(seen), Some(expected)) = (seen.as_object(), expected.as_object()) {
         let keys: std::collections::BTreeSet<&String> = seen.keys().chain(expected.keys()).collect();
-        for key in keys {
+        // Sizes follow from the others.
+        for key in keys.into_iter().filter(|&key| key != "sizes") {
             let of = |object: &serde_json::Map<String, Value>| object.get(key).cloned().unwrap_or_default();
             compare(key, &of(seen), &of(expected), found);
         }
@@ -229,6 +240,11 @@ fn compare(path: &str, seen: &Value, expected: &Value, found: &mut Vec<String>) 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn grace_option_is_named_by_no_command_without_it() {
+        assert_eq!(job("bench", &[2], &1, Vec::new()).unwrap().grace_option, "");
+    }
 
     #[test]
     fn only_what_differs_is_said() {

@@ -205,7 +205,7 @@ impl Router {
 
 fn read(path: &Path) -> Result<String, CliError> {
     std::fs::read_to_string(path).map_err(|source| usage!(
-            "cannot read the routing file {path:?}: {source} (other than files: recorded, uniform, zipf:S, incast)"
+            "routing {path:?} is neither recorded, uniform, zipf:S or incast, nor a file that can be read: {source}"
         ))
 }
 

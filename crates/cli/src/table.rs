@@ -21,7 +21,7 @@ use comfy_table::{CellAlignment, ContentArrangement, LineStyle, Row, Table, Tabl
 use rustix::termios::tcgetwinsize;
 
 /// Columns of a table where the width is not known.
-const WIDTH: usize = 110;
+const WIDTH: usize = 100;
 /// Columns that a table of words needs: with fewer its columns have room for a word or two.
 const WORDS: usize = 80;
 
@@ -129,6 +129,9 @@ fn stacked(table: &Table) -> String {
     blocks.join("\n")
 }
 
+/// Begins a line with a command to copy, which is not broken.
+pub const AS_ROOT: &str = "As root: ";
+
 /// Text whose lines are broken at blanks where the width is known. What a line goes on with stands
 /// below its value, if the line begins with a key. A sentence of several lines flows on.
 pub fn fitted(text: &str) -> String {
@@ -157,7 +160,7 @@ fn is_prose(line: &str) -> bool {
 }
 
 fn broken(line: &str, width: usize) -> String {
-    if line.chars().count() <= width {
+    if line.chars().count() <= width || line.starts_with(AS_ROOT) {
         return line.to_owned();
     }
     let blanks = line.chars().take_while(|&char| char == ' ').count();
@@ -283,6 +286,8 @@ mod tests {
         assert_eq!(broken("  two words", 9), "  two\n  words");
         assert_eq!(broken("/a/path/that/is/long", 8), "/a/path/\nthat/is/\nlong");
         assert_eq!(broken("short", 8), "short");
+        let command = "As root: echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled";
+        assert_eq!(broken(command, 40), command);
         assert_eq!(broken("Predicted by a model", 12), "Predicted by\na model");
     }
 

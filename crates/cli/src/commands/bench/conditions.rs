@@ -16,7 +16,8 @@ use sidelane_verify::reference::{Case, Real, Reference, Row, Tokens};
 
 use crate::commands::launch::{MachineArgs, node_labels, shape_words};
 use crate::error::{CliError, usage};
-use crate::options::{NodeArgs, RouterArgs, RowArgs, RowType, at_least_one, fits_in_memory, one_of, word};
+use crate::options::{NodeArgs, RouterArgs, RowArgs, RowType, at_least_one, one_of, word};
+use crate::ranks::RankMemory;
 use crate::routing_source::{Router, Share, Source};
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -65,25 +66,32 @@ impl Conditions {
             return Err(usage!("--partial-dtype has no effect here: it is for --sum-order rank or node"));
         }
         config.check(rounds)?;
-        config.fits_in_memory()?;
+        config.fits_in_memory(&args.machines)?;
         let rounds = rounds.unwrap_or_else(|| config.rounds_in_budget());
         let receive = ReceiveConfig::resolve(args, &config, &routed.router)?;
         if config.shape.strategy == Strategy::AllGather && receive.mode().slots().is_some() {
             return Err(usage!("--mode slots is for --strategy all-to-all"));
         }
         let config = Conditions { rounds, receive, ..config };
-        config.fits_in_memory()?;
+        config.fits_in_memory(&args.machines)?;
         Ok(config)
     }
 
-    /// Refuses a routing whose choices, as all ranks together see them, do not fit in memory.
-    fn fits_in_memory(&self) -> Result<(), CliError> {
-        let what = format!("the choices of {} ranks", self.ranks());
-        fits_in_memory(&what, self.reference_bytes(), SIZE_OPTIONS)
+    /// Refuses what does not fit in memory, whatever the heaps are, before routing is drawn.
+    fn fits_in_memory(&self, machines: &MachineArgs) -> Result<(), CliError> {
+        self.memory(0).fits(&self.ranks_per_node, machines)
+    }
+
+    /// What each rank takes, with a heap of this size.
+    pub fn memory(&self, heap: u64) -> RankMemory {
+        // Each rank knows the choices and the tokens of all.
+        let tokens = u64::from(self.ranks()) * u64::from(self.tokens);
+        let other = self.reference_bytes().saturating_add(tokens.saturating_mul(self.row_bytes()));
+        RankMemory { heap, other, options: SIZE_OPTIONS }
     }
 
     /// Bytes of a [`Reference`], at least: choices and, of all ranks, unused slots and padded rows.
-    pub fn reference_bytes(&self) -> u64 {
+    fn reference_bytes(&self) -> u64 {
         const CHOICE: u64 = 128;
         const ROW: u64 = size_of::<Option<Row>>() as u64;
         let (ranks, experts) = (u64::from(self.ranks()), u64::from(self.experts));
@@ -175,7 +183,8 @@ impl Conditions {
         let Shape { hidden, dtype, align, layout, route, sum_order, .. } = shape;
         let gathers = if shape.strategy == Strategy::AllGather { "all-gather, " } else { "" };
         let spans = if shape.coalesce_relays { " in spans" } else { "" };
-        let (route, layout, receive) = (route.name(), layout.name(), self.receive.words());
+        let route = if self.nodes == 1 { "-" } else { route.name() };
+        let (layout, receive) = (layout.name(), self.receive.words());
         let (order, wire) = (sum_order.name(), self.partials().map_or("none", PartialDtype::name));
         [
             ("ranks", shape_words(&self.ranks_per_node)),
@@ -261,8 +270,7 @@ fn usual(options: &[(&str, bool)], what: &str) -> Result<(), CliError> {
 }
 
 /// Options that change the memory of a measurement.
-pub const SIZE_OPTIONS: &str =
-    "--tokens, --top-k, --hidden, --experts, --align, --slots or the number of ranks";
+const SIZE_OPTIONS: &str = "--tokens, --top-k, --hidden, --experts, --align, --slots or the number of ranks";
 
 /// What dispatches and combines are made of.
 #[derive(Args)]
@@ -289,7 +297,7 @@ pub struct ConditionArgs {
 
     /// Budget of received rows: this factor times tokens x top-k or, rank-major, times the (token,
     /// rank) rows that a rank receives on average
-    #[arg(long, value_name = "FACTOR", required_if_eq("mode", "budget"), allow_negative_numbers = true)]
+    #[arg(long, value_name = "FACTOR", required_if_eq("mode", "budget"))]
     pub budget: Option<f64>,
 
     /// Slots of each source for each expert or, rank-major, for each rank [default: the routing's
@@ -573,9 +581,26 @@ pub mod tests {
     }
 
     #[test]
+    fn route_is_told_where_there_is_one() {
+        for (words, route) in
+            [("", "route pxn,"), ("--route direct", "route direct,"), ("--ranks-per-node 4", "route -,")]
+        {
+            let schedule = &resolve(words).words()[3].1;
+            assert!(schedule.contains(route), "{words}: {schedule}");
+        }
+    }
+
+    #[test]
+    fn tokens_beyond_the_machine_are_refused_before_routing_is_drawn() {
+        let args: BenchArgs = parsed("--tokens 65536 --top-k 1 --hidden 1048576").unwrap();
+        let refused = Conditions::resolve(&args.conditions, false, None).unwrap_err().to_string();
+        assert!(refused.contains("available: lower --tokens"), "{refused}");
+    }
+
+    #[test]
     fn default_rounds_suffice_for_p99_if_small_and_end_in_time() {
         assert_eq!(resolve("--tokens 64").rounds, 1000);
-        assert_eq!(resolve("--tokens 65536 --hidden 7168").rounds, 10);
+        assert_eq!(resolve("--tokens 512 --top-k 64 --hidden 7168").rounds, 10);
         assert_eq!(resolve("--backward").rounds, 100);
         assert_eq!(resolve("--rounds 7").rounds, 7);
     }

@@ -34,7 +34,7 @@ use crate::command_frame::Command;
 use crate::commands::launch::MachineArgs;
 use crate::error::CliError;
 use crate::options::JsonFile;
-use crate::ranks::{self, Assignment, Files, RankMemory, Sizes};
+use crate::ranks::{self, Assignment, Files, Sizes};
 
 pub use checked_layer::{CALLS, EVENTS, Layer, Verdict, record, share, write_trace};
 pub use conditions::{ConditionArgs, Conditions};
@@ -44,10 +44,10 @@ pub use report::tests::sample;
 
 const EXAMPLES: &str = "\
 Examples:
-  sidelane bench                                          # two emulated nodes of four ranks
-  sidelane bench --nodes 1 --ranks-per-node 8 --baselines # with Open MPI and gloo in turn
+  sidelane bench                                # two emulated nodes of 4 ranks
+  sidelane bench --ranks-per-node 8 --baselines # one node; Open MPI, gloo, too
   sidelane bench --layout rank-major --dtype fp8 --backward
-  sidelane bench --rounds 20 --chained                    # pairs back to back, as CollectiveX times";
+  sidelane bench --rounds 20 --chained          # pairs back to back";
 
 /// Time dispatch and combine between processes of one machine or several, verified and compared
 /// with a floor
@@ -124,7 +124,7 @@ pub fn start(
 ) -> Result<ExitCode, CliError> {
     let (files, nodes) = (files.claimed(machines)?, config.ranks_per_node.clone());
     let task = Task::new(config, files.trace.is_some())?;
-    let memory = task.memory();
+    let memory = task.config.memory(task.sizes.heap);
     ranks::start(command, &nodes, machines, &Assignment { task, files }, Vec::new(), &memory)
 }
 
@@ -143,13 +143,5 @@ impl Task {
     fn new(config: Conditions, records: bool) -> Result<Self, CliError> {
         let (routing_file, sizes) = (config.routing.digest()?, rank::sizes(&config)?);
         Ok(Task { config, routing_file, sizes, records })
-    }
-
-    fn memory(&self) -> RankMemory {
-        // Each rank knows the choices and the tokens of all.
-        let tokens = u64::from(self.config.ranks()) * u64::from(self.config.tokens);
-        let other =
-            self.config.reference_bytes().saturating_add(tokens.saturating_mul(self.config.row_bytes()));
-        RankMemory { heap: self.sizes.heap, other, options: conditions::SIZE_OPTIONS }
     }
 }

@@ -41,6 +41,9 @@ pub fn main(Assignment { task, files }: &Assignment<Task>) -> Result<ExitCode, C
 
 fn run<E: Real>(task: &Task, files: &Files) -> Result<Option<Report>, CliError> {
     let mut layer: Layer<'_, E> = Layer::join(BenchArgs::NAME, task)?;
+    if layer.world.rank() == 0 {
+        command_frame::complain(&format!("sidelane: all ranks met; {} rounds to time", task.config.rounds));
+    }
     let (rows, handle) = layer.dispatch_and_check()?;
     let y = layer.expected.outputs();
     let received = if files.baselines.is_some() { rows.rows::<u8>()?.to_vec() } else { Vec::new() };

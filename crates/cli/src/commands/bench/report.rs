@@ -278,14 +278,14 @@ impl InterNode {
             let _ = write!(text, "combine brings a row home for each (token, {of}), in every order");
             return Some(text);
         }
-        let mut table = table::new(["combine", "partials", "inter-node", ""]);
+        let mut table = table::new(["combine", "partials", "inter-node", "from"]);
         text.push('\n');
         for home in &self.combine {
             table.add_row([
                 home.sum_order.name(),
                 home.partial_dtype.map_or("-", PartialDtype::name),
                 &volume(home.bytes),
-                if home.is_of(config) { "measured" } else { "" },
+                if home.is_of(config) { "measured" } else { "arithmetic" },
             ]);
         }
         for column in table.column_iter_mut().skip(2).take(1) {

@@ -31,8 +31,8 @@ use crate::table::{self, Column, time};
 
 const EXAMPLES: &str = "\
 Examples:
-  sidelane collectives --sizes 4K..16M                    # every operation, 8 ranks of one node
-  sidelane collectives --operations all-reduce --nodes 1 --ranks-per-node 4 --baselines";
+  sidelane collectives --sizes 4K..16M  # every operation, 8 ranks of one node
+  sidelane collectives --operations all-reduce --ranks-per-node 4 --baselines";
 
 /// Time all-reduce, broadcast, all-to-all, all-gather and reduce-scatter between processes,
 /// verified
@@ -44,7 +44,7 @@ pub struct CollectivesArgs {
     pub operations: Vec<Operation>,
 
     /// Bytes of the larger tensor of a rank: a list, or all powers of two in a range; suffixes K,
-    /// M, G [default: 4K,16M]
+    /// M, G [default: 4K,16M, or the next that all ranks share evenly]
     #[arg(long, value_name = "SIZE,..|FROM..TO")]
     pub sizes: Option<Sizes>,
 
@@ -106,10 +106,13 @@ impl Task {
     pub fn resolve(args: &CollectivesArgs) -> Result<Self, CliError> {
         let ranks_per_node = args.nodes.sizes()?;
         let ranks: u32 = ranks_per_node.iter().sum();
-        let sizes = args.sizes.as_ref().map_or(vec![4 << 10, 16 << 20], |sizes| sizes.0.clone());
-        if let Some(&bytes) = sizes.iter().find(|&&bytes| !bytes.is_multiple_of(16 * u64::from(ranks))) {
+        let parts = 16 * u64::from(ranks);
+        let usual = || [4 << 10, 16 << 20].map(|bytes: u64| bytes.next_multiple_of(parts)).to_vec();
+        let sizes = args.sizes.as_ref().map_or_else(usual, |sizes| sizes.0.clone());
+        if let Some(&bytes) = sizes.iter().find(|&&bytes| !bytes.is_multiple_of(parts)) {
+            let next = bytes.next_multiple_of(parts);
             return Err(usage!(
-                "--sizes: {bytes} bytes do not make equal parts of whole 16 bytes for {ranks} ranks"
+                "--sizes: {bytes} bytes do not make equal parts of whole 16 bytes for {ranks} ranks: take multiples of {parts}, such as {next}"
             ));
         }
         at_least_one(&[("--rounds", args.rounds.unwrap_or(1))])?;
@@ -303,6 +306,15 @@ mod tests {
             verified: true,
             runs: vec![RunReport { run, timing, baselines: vec![baseline] }],
             unavailable: vec![Unavailable::new("gloo", &failed!("there is no python3"), "pip install torch")],
+        }
+    }
+
+    #[test]
+    fn default_sizes_are_shared_evenly_by_any_number_of_ranks() {
+        for (ranks, bytes) in [(3, [4128, 16_777_248]), (8, [4096, 16_777_216])] {
+            let line = format!("--ranks-per-node {ranks} --operations all-reduce");
+            let task = Task::resolve(&crate::command_frame::tests::parsed(&line).unwrap()).unwrap();
+            assert_eq!(task.runs.iter().map(|run| run.bytes).collect::<Vec<_>>(), bytes);
         }
     }
 

@@ -27,7 +27,7 @@ use sidelane::device::Probe;
 use crate::command_frame::{self, Command, Program, Report};
 use crate::error::CliError;
 use crate::options::word;
-use crate::table;
+use crate::table::{self, AS_ROOT};
 
 pub use cuda::of_probe as cuda_findings;
 use finding::Finding;
@@ -72,7 +72,9 @@ impl Command for DoctorArgs {
 impl Report for Diagnosis {
     fn text(&self) -> String {
         let Diagnosis { program, findings } = self;
-        format!("{}\n\n{}\n\n{}", program.text(), rows(findings), summary(findings))
+        let advice = findings.iter().filter_map(|finding| finding.advice?.strip_prefix(AS_ROOT));
+        let commands: String = advice.map(|command| format!("\n{AS_ROOT}{command}")).collect();
+        format!("{}\n\n{}\n\n{}{commands}", program.text(), rows(findings), summary(findings))
     }
 }
 
@@ -118,7 +120,10 @@ fn examine(root: &Root, facts: &Facts) -> Vec<Finding> {
 fn rows(findings: &[Finding]) -> String {
     let mut table = table::new(["", "what", "found", "what it means, and what to do"]);
     for finding in findings {
-        let advice = finding.advice.map_or(String::new(), |advice| format!("\n→ {advice}"));
+        let advice = finding.advice.map_or(String::new(), |advice| match advice.starts_with(AS_ROOT) {
+            true => "\n→ As root: see the last lines.".to_owned(),
+            false => format!("\n→ {advice}"),
+        });
         table.add_row([
             &word(&finding.level),
             &finding.what,

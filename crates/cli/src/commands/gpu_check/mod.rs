@@ -74,10 +74,10 @@ fn probe(device: u32) -> Result<sidelane::device::Probe, DeviceError> {
 
 const EXAMPLES: &str = "\
 Examples:
-  scp target/release/sidelane gpu-machine:                     # the program is all it takes
+  scp target/release/sidelane gpu-machine:      # the program is all it takes
   ssh gpu-machine ./sidelane gpu-check --json gpu-check.json
-  sidelane gpu-check --quick --minutes 10                      # the first ten minutes
-  sidelane gpu-check --part locks,queues                       # two parts alone";
+  sidelane gpu-check --quick --minutes 10       # the first ten minutes
+  sidelane gpu-check --part locks,queues        # two parts alone";
 
 /// Check what one GPU does for Sidelane, audit that transfers need no SM, and measure what they
 /// cost

@@ -46,6 +46,8 @@ pub struct Job {
     pub bind: Bind,
     /// How long the others may take to end after a failure or a signal.
     pub grace: Duration,
+    /// Names the option that sets it, if the command has one.
+    pub grace_option: &'static str,
     pub tag_output: bool,
 }
 
@@ -97,9 +99,9 @@ impl Job {
                 }
             }
             if (failed.is_some() || stopped.is_some()) && deadline.is_none() && ranks.running() > 0 {
-                let (running, grace) = (ranks.running(), self.grace);
+                let (running, grace, option) = (ranks.running(), self.grace, self.grace_option);
                 complain(&format!(
-                    "sidelane: ranks still running: {running}, to be killed in {grace:?} (--grace)"
+                    "sidelane: ranks still running: {running}, to be killed in {grace:?}{option}"
                 ));
                 deadline = Some(Instant::now() + self.grace);
             }

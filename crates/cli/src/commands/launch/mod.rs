@@ -40,8 +40,10 @@ pub use job::{Bind, Job};
 
 const EXAMPLES: &str = "\
 Every rank sees torchrun's variables:
-  RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID
-and Sidelane's own:
+  RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK
+  MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID
+and Sidelane's own; on one machine NODE, PORT and SECRET of your environment are
+not taken:
   SIDELANE_NODE          node of this rank: splits one machine into load domains
   SIDELANE_PORT          where the ranks meet
   SIDELANE_SECRET        proves membership, drawn anew for each job
@@ -50,20 +52,21 @@ and Sidelane's own:
   SIDELANE_LAUNCHER_FD   read end of a pipe that ends when the launcher does
   SIDELANE_LAUNCHER_PID  process id of the launcher
 
-Across machines (--node-rank, --master) you may set SIDELANE_PORT and SIDELANE_JOB, and must set the
-same SIDELANE_SECRET or SIDELANE_SECRET_FILE on each machine, or SIDELANE_INSECURE=1 on a trusted
-network.
+Across machines (--node-rank, --master) you may set SIDELANE_PORT and
+SIDELANE_JOB, and must set the same SIDELANE_SECRET or SIDELANE_SECRET_FILE on
+each machine, or SIDELANE_INSECURE=1 on a trusted network.
 
 Examples:
   sidelane launch --nodes 2 --ranks-per-node 4 -- ./train --steps 100
   sidelane launch --ranks-per-node 3,5 --tag-output -- python train.py
-  sidelane launch --nodes 2 --ranks-per-node 4 --master node0 --node-rank 1 -- ./train    # the other machine: 0";
+  # On the second of two machines; the first one has --node-rank 0.
+  sidelane launch --ranks-per-node 4,4 --master node0 --node-rank 1 -- ./train";
 
 /// Start ranks as processes of this machine, or of one machine of several
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct LaunchArgs {
-    /// Number of nodes [default: 1, or as many as --ranks-per-node lists]
+    /// Number of nodes [default: as many as --ranks-per-node lists, so one number is one node]
     #[arg(long, value_name = "N")]
     nodes: Option<u32>,
 
@@ -106,7 +109,8 @@ impl LaunchArgs {
         let nodes = node_sizes(self.nodes, &self.ranks_per_node)?;
         let (part, env) = (self.machines.part(&nodes)?, self.machines.variables());
         let (bind, grace, tag_output) = (self.machines.bind, self.grace, self.tag_output);
-        Ok(Job { nodes, part, command: self.command, env, bind, grace, tag_output })
+        let grace_option = " (--grace)";
+        Ok(Job { nodes, part, command: self.command, env, bind, grace, grace_option, tag_output })
     }
 }
 
@@ -181,6 +185,13 @@ impl MachineArgs {
         Ok(Some(Part { node, master: master.clone() }))
     }
 
+    /// Whether nodes are emulated: on one machine, over no lane of several machines.
+    pub fn is_loopback(&self) -> bool {
+        let named = self.variables().pop().map(|(_, net)| net);
+        let net = named.or(std::env::var_os("SIDELANE_NET")).unwrap_or_default();
+        self.node_rank.is_none() && net != "tcp" && net != "verbs"
+    }
+
     pub fn variables(&self) -> Vec<(String, OsString)> {
         let net = self.net.and_then(|net| net.to_possible_value());
         net.map(|net| ("SIDELANE_NET".to_owned(), net.get_name().into())).into_iter().collect()
@@ -220,7 +231,11 @@ impl FromStr for Master {
             (None, Some((host, port))) if !port.contains(':') => (host, Some(port)),
             _ => (text, None),
         };
-        let port = port.map_or(Ok(PORT), str::parse).ok().filter(|&port| port > 0).ok_or(EXPECTED)?;
+        let port = match port.map(str::parse) {
+            None => PORT,
+            Some(Ok(port @ 1..)) => port,
+            Some(_) => return Err("HOST:PORT has a port from 1 to 65535"),
+        };
         if host.is_empty() || host.contains(char::is_whitespace) {
             return Err(EXPECTED);
         }
@@ -325,8 +340,13 @@ impl Meeting {
             let identity = Identity::from_vars(&lookup).map_err(Error::from)?;
             let secret = Secret::from_vars(&lookup).map_err(Error::from)?;
             if secret.is_none() && !identity.is_local() && !identity.insecure {
+                let ports = match identity.ports[..] {
+                    [first, .., last] => format!("ports {first} to {last}"),
+                    _ => format!("port {}", identity.ports.first().unwrap_or(&master.port)),
+                };
+                let host = &master.host;
                 return Err(usage!(
-                    "ranks of other machines join at {master}: set the same SIDELANE_SECRET or SIDELANE_SECRET_FILE on each machine (or SIDELANE_INSECURE=1 on a trusted network)"
+                    "ranks of other machines join at {host}, {ports}: set the same SIDELANE_SECRET or SIDELANE_SECRET_FILE on each machine (or SIDELANE_INSECURE=1 on a trusted network)"
                 ));
             }
         }

@@ -2,8 +2,7 @@
 //! concurrent with it.
 //!
 //! Overlap shows where transfers cost time and no core: on connections that emulate a slower link
-//! ([`EmulatedLink`]). By default, the link takes as long as the
-//! experts: then overlap saves half of the time at most.
+//! ([`EmulatedLink`]). By default, the link is as fast as the experts: half of the time at most.
 //!
 //! ```text
 //!   layer --> Task --launch--> rank 0 .. n-1:  check | rounds: transfers alone, in turn, overlapped, ... | trace
@@ -34,8 +33,8 @@ use crate::ranks::{self, Assignment, Files, RankMemory, Sizes};
 
 const EXAMPLES: &str = "\
 Examples:
-  sidelane layer                                      # two ranks, a link as fast as the experts
-  sidelane layer --link 1G/10 --backward              # 1 GiB/s, 10 us
+  sidelane layer                            # two ranks, link as fast as experts
+  sidelane layer --link 1G/10 --backward      # 1 GiB/s, 10 us
   sidelane layer --link none --nodes 1 --ranks-per-node 2";
 
 /// Time a MoE layer with its transfers before and during its experts, and how much of them the
@@ -218,10 +217,11 @@ impl Shape {
             return Err(usage!("rows of {} x bf16 are no multiple of 16 bytes", self.hidden));
         }
         let (experts, ranks, top_k) = (self.experts, self.ranks(), self.top_k);
-        match experts < ranks.max(top_k) {
-            true => Err(usage!(
-                "{experts} experts: there must be one for each of {ranks} ranks at least, and --top-k ({top_k}) at most"
-            )),
+        if top_k > experts {
+            return Err(usage!("--top-k is {top_k}, but there are only {experts} experts"));
+        }
+        match experts < ranks {
+            true => Err(usage!("{experts} experts are too few: each of {ranks} ranks has one at least")),
             false => Ok(()),
         }
     }
@@ -235,12 +235,12 @@ impl Task {
         let shape = Shape { ranks_per_node, transfers, ..args.shape.clone() };
         shape.check()?;
         shape.memory().fits(&shape.ranks_per_node, &args.machines)?;
-        // Transfers between machines and within a node are not emulated.
-        let wires = shape.ranks_per_node.len() > 1 && args.machines.node_rank.is_none();
+        // Transfers between machines, over sockets or NICs, and within a node are not emulated.
+        let wires = shape.ranks_per_node.len() > 1 && args.machines.is_loopback();
         let emulated_link = match args.link {
             LinkArg::Link(_) if !wires => {
                 return Err(usage!(
-                    "--link is for wires between nodes of one machine: two nodes or more, without --node-rank"
+                    "--link is for wires between nodes of one machine, over --net loopback: two nodes or more, without --node-rank"
                 ));
             }
             link if wires => link.resolve(&shape),

@@ -87,7 +87,7 @@ impl Report {
 
 const NOTES: &str = "\
 Experts: at work, at the slowest rank, in turn. Transfers: a step whose experts do nothing. Hidden: what overlap saves of the
-shorter of the two; 1 is all of it.";
+shorter of the two; 1 is all of it, and below 0 overlap costs more than it hides.";
 
 impl command_frame::Report for Report {
     fn text(&self) -> String {
@@ -117,7 +117,7 @@ impl command_frame::Report for Report {
             ("ranks", format!("{}, {}", shape_words(&shape.ranks_per_node), hosts.text(""))),
             ("layer", shape.words()),
             ("lane", format!("{lane}{link}{reason}")),
-            ("checked", format!("{bits}; medians of {rounds} rounds")),
+            ("checked", format!("{bits}; medians of {rounds} round{}", if *rounds == 1 { "" } else { "s" })),
         ]);
         format!("{head}\n{table}\n\n{NOTES}")
     }

@@ -26,9 +26,9 @@ use crate::table::volume;
 
 const EXAMPLES: &str = "\
 Examples:
-  sidelane plan --model deepseek-v3 --hardware h100-cx7 --devices 256 --tokens 4M --svg plan.svg
-  sidelane plan --model llama-2-13b --hardware tpu-v5p --devices 4096 --tokens 3M --overlap all
-  sidelane plan --model config.json --devices 64 --tp 8             # one dimension is given";
+  sidelane plan --model deepseek-v3 --devices 256 --tokens 4M --svg plan.svg
+  sidelane plan --model llama-2-13b --hardware tpu-v5p --devices 512 --tokens 3M
+  sidelane plan --model config.json --devices 64 --tp 8 # one dimension given";
 
 /// Plan a mesh: the strategies that train a model fastest on a number of devices, by rooflines,
 /// and the part that binds
@@ -145,13 +145,20 @@ impl PlanArgs {
         if let Some(tflops) = self.tflops {
             devices.flops = f64::from(tflops) * 1e12;
         }
+        let (tokens, least) = (self.tokens.0, u64::from(sequence).max(self.devices.into()));
+        if (1..least).contains(&tokens) {
+            return Err(usage!(
+                "--tokens is {tokens}, less than one sequence of {sequence} or one token for each of {} devices",
+                self.devices
+            ));
+        }
         let &PlanArgs { pp, dp, cp, tp, ep, .. } = self;
         Ok(Question {
             model: self.model()?,
             devices,
             hardware,
             count: self.devices,
-            tokens: self.tokens.0,
+            tokens,
             sequence,
             precision: self.precision,
             recompute: self.recompute,

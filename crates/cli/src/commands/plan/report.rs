@@ -167,20 +167,21 @@ impl Report {
         let across = match nodes {
             1 => String::new(),
             _ => format!(
-                ", across nodes below {least_node_tokens:.0} a node, and here are {:.0}",
+                "\n{:10}across nodes below {least_node_tokens:.0} a node, and here are {:.0}",
+                "",
                 tokens as f64 / f64::from(nodes)
             ),
         };
-        let mut rules = vec![
-            (
-                "data",
-                format!("binds below {least_data_tokens:.0} tokens a device, and here are {here:.0}{across}"),
-            ),
-            (
-                "tensor",
-                format!("binds above {most_tensor_ways:.1} ways, for a width of {width}, within a node"),
-            ),
-        ];
+        let mut rules = vec![(
+            "data",
+            format!("binds below {least_data_tokens:.0} tokens a device, and here are {here:.0}{across}"),
+        )];
+        // The rule is one of MLPs; ways below 1 say that it does not hold.
+        if self.model.sizes.ffn.is_some() && most_tensor_ways >= 1.0 {
+            let text =
+                format!("binds above {most_tensor_ways:.1} ways, for a width of {width}, within a node");
+            rules.push(("tensor", text));
+        }
         rules.extend(mixed.map(|mixed| {
             let (data, tensor) = mixed.shape;
             let text = format!(
@@ -197,7 +198,8 @@ const NOTES: &str = "\
 A bound from below, not measured: products at the peak, bytes at their rates, no latency.
 A part binds if it takes longer than the compute of its pass, a pipeline than that of both.
 Pipeline: sends, and what stages idle. Expert: dispatch and combine, by the model of `simulate`.
-The lines above the table are rules of the scaling book, for transfers in bf16; mb: microbatches.";
+The lines above the table are rules of the scaling book, for transfers in bf16.
+mb: microbatches; peak: share of the hardware's peak; zero: what data parallel ranks divide.";
 
 fn seconds(seconds: f64) -> String {
     if seconds == 0.0 { "-".to_owned() } else { time(seconds * 1e6) }
@@ -252,7 +254,7 @@ impl command_frame::Report for Report {
         lines.extend(self.rules());
         let head = table::head(&lines);
         let listed =
-            format!("{} of {} shapes that fit, the fastest first", self.meshes.len(), self.fitting_shapes);
+            format!("{} of {} meshes that fit, the fastest first", self.meshes.len(), self.fitting_shapes);
         let tables = [self.ranking(), self.parts(), self.memory(), self.received()].join("\n\n");
         format!("{head}\n{listed}:\n\n{tables}\n\n{NOTES}")
     }
@@ -269,6 +271,13 @@ pub mod tests {
         let args: PlanArgs = parsed(line).unwrap();
         let question = args.question().unwrap();
         Report::new(&question, args.fitting(&question).unwrap(), args.top)
+    }
+
+    #[test]
+    fn rule_of_mlps_is_told_of_models_that_have_one() {
+        let told = |line| report(line).rules().iter().any(|(strategy, _)| *strategy == "tensor");
+        assert!(!told("--model olmoe-1b-7b --devices 8"));
+        assert!(told("--model llama-2-13b --devices 64"));
     }
 
     #[test]

@@ -49,10 +49,11 @@ pub enum Pairs {
 
 const EXAMPLES: &str = "\
 Examples:
-  sidelane put-bench put-lat                                  # two nodes of one rank
-  sidelane put-bench put-bw --nodes 1 --ranks-per-node 2      # within a node
-  sidelane put-bench put-bw --nodes 4 --pairs all             # a matrix
-  sidelane put-bench put-lat --master node0 --node-rank 0     # between machines; on the other one: --node-rank 1";
+  sidelane put-bench put-lat                               # two nodes of 1 rank
+  sidelane put-bench put-bw --nodes 1 --ranks-per-node 2   # within a node
+  sidelane put-bench put-bw --nodes 4 --pairs all          # a matrix
+  # Between two machines; the other one has --node-rank 1.
+  sidelane put-bench put-lat --master node0 --node-rank 0";
 
 /// Measure latency and bandwidth of puts and signals between ranks
 #[derive(Args)]

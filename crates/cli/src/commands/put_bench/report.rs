@@ -204,7 +204,7 @@ fn figures(report: &Report) -> String {
         (true, ("bytes", &|run| Scaled(run.run.bytes).to_string())),
         (true, (if latency { "iterations" } else { "puts" }, &|run| run.run.iterations.to_string())),
         (latency, ("min [us]", &|run| of(run.latency.map(|seen| seen.min_us)))),
-        (latency, ("typical [us]", &|run| of(run.latency.map(|seen| seen.p50_us)))),
+        (latency, ("p50 [us]", &|run| of(run.latency.map(|seen| seen.p50_us)))),
         (latency, ("average [us]", &|run| of(run.latency.map(|seen| seen.mean_us)))),
         (latency, ("p99 [us]", &|run| of(run.latency.and_then(|seen| seen.p99_us)))),
         (latency, ("max [us]", &|run| of(run.latency.map(|seen| seen.max_us)))),
@@ -220,11 +220,13 @@ fn figures(report: &Report) -> String {
         (copied, ("of memcpy", &|run| share(run).unwrap_or_else(|| "-".to_owned()))),
     ];
     let columns = columns.into_iter().filter_map(|(there, column)| there.then_some(column));
-    table::of(runs(), &columns.collect::<Vec<_>>())
+    let rare = runs().any(|run| run.latency.is_some_and(|seen| seen.p99_us.is_none()));
+    let note = if rare { "\n\np99: of 1000 iterations or more." } else { "" };
+    table::of(runs(), &columns.collect::<Vec<_>>()) + note
 }
 
 fn matrices(report: &Report) -> String {
-    let what = if report.config.test.is_latency() { "typical, in us" } else { "average, in MiB/s" };
+    let what = if report.config.test.is_latency() { "p50, in us" } else { "average, in MiB/s" };
     let runs = report.pairs.first().map_or(0, |pair| pair.runs.len());
     let matrices = (0..runs).map(|nth| {
         let bytes = report.pairs[0].runs[nth].run.bytes;
@@ -283,7 +285,7 @@ fn curves(report: &Report) -> Vec<Curve> {
     let curves = if report.config.test.is_latency() {
         [
             curve("min", |run| Some(run.latency?.min_us)),
-            curve("typical", |run| Some(run.latency?.p50_us)),
+            curve("p50", |run| Some(run.latency?.p50_us)),
             curve("p99", |run| run.latency?.p99_us),
         ]
     } else {
@@ -380,7 +382,7 @@ pub mod tests {
                 "rank 0 (node 0) and rank 2 (node 1)",
                 "loopback (all nodes on one machine), route direct",
                 "verified: ",
-                "typical [us]",
+                "p50 [us]",
                 "5.00",
                 "9.90",
                 "1M",
@@ -418,10 +420,7 @@ pub mod tests {
         for line in [["node", "0", "-", "5.00"], ["node", "1", "7.25", "-"]] {
             assert!(lines.iter().any(|seen| *seen == line), "{line:?} in\n{text}");
         }
-        assert!(
-            text.contains("typical, in us, 8 bytes") && text.contains("typical, in us, 1M bytes"),
-            "{text}"
-        );
+        assert!(text.contains("p50, in us, 8 bytes") && text.contains("p50, in us, 1M bytes"), "{text}");
     }
 
     #[test]

@@ -47,7 +47,7 @@ impl Report {
                 ("number", &|(_, load)| load.choices.len().to_string()),
                 ("max / mean", &|(_, load)| format!("{:.2}", load.max_over_mean)),
                 ("min / mean", &|(_, load)| format!("{:.2}", load.min_over_mean)),
-                ("evenness", &|(_, load)| format!("{:.4}", load.evenness)),
+                ("evenness", &|(_, load)| format!("{:.4}", load.evenness.max(0.0) + 0.0)),
             ],
         )
     }
@@ -108,13 +108,17 @@ fn percent(share: f64) -> String {
     if share == 0.0 { "-".into() } else { format!("{:.2}%", share * 100.0) }
 }
 
+const NOTES: &str = "Weight by a policy: the share of the routing weights that it drops. Tokens emptied: without a choice left, least to most of the policies. Evenness: entropy of the load; 1 is even.";
+
 impl command_frame::Report for Report {
     fn text(&self) -> String {
         let [routing, ranks] = self.config.words();
         let head = table::head(&[("routing", routing), ("ranks", ranks)]);
         let bars = bar_lines(&self.load.experts.choices, table::width().unwrap_or(usize::MAX));
         let [loads, spreads, drops] = [self.loads(), self.spreads(), self.drops()];
-        format!("{head}\nchoices per expert, by their mean\n\n{bars}\n{loads}\n\n{spreads}\n\n{drops}")
+        format!(
+            "{head}\nchoices per expert, by their mean\n\n{bars}\n{loads}\n\n{spreads}\n\n{drops}\n\n{NOTES}"
+        )
     }
 }
 

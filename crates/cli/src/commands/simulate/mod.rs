@@ -37,7 +37,7 @@ const EXAMPLES: &str = "\
 Examples:
   sidelane simulate --nodes 128 --ranks-per-node 8 --hardware h100-cx7
   sidelane simulate --nodes 1 --tokens 128 --mode slots
-  sidelane simulate --calibrate machine.json              # measures this machine";
+  sidelane simulate --calibrate machine.json  # measures this machine";
 
 /// Predict the times of dispatch and combine on a described machine, from the schedules that would
 /// run there
@@ -55,13 +55,13 @@ pub struct SimulateArgs {
     #[arg(long, value_name = "NAME|FILE", default_value = "h100-cx7")]
     pub hardware: String,
 
-    /// Number of nodes
-    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=MOST_RANKS.into()))]
-    pub nodes: u32,
+    /// Number of nodes [default: 8; with --ranks-per-node, one]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=MOST_RANKS.into()))]
+    pub nodes: Option<u32>,
 
-    /// Ranks of each node
-    #[arg(long, value_name = "M", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=MOST_RANKS.into()))]
-    pub ranks_per_node: u32,
+    /// Ranks of each node [default: 8]
+    #[arg(long, value_name = "M", value_parser = clap::value_parser!(u32).range(1..=MOST_RANKS.into()))]
+    pub ranks_per_node: Option<u32>,
 
     #[command(flatten)]
     pub router: RouterArgs<4096, true>,
@@ -213,7 +213,10 @@ impl<'a> Task<'a> {
     pub fn resolve(args: &'a SimulateArgs) -> Result<Self, CliError> {
         let (own_hidden, own) = args.model.sizes();
         let hardware = hardware(&args.hardware)?;
-        let ranks = args.nodes * args.ranks_per_node;
+        // One number of ranks is one node, as for all commands.
+        let nodes = args.nodes.unwrap_or(args.ranks_per_node.map_or(8, |_| 1));
+        let ranks_per_node = args.ranks_per_node.unwrap_or(8);
+        let ranks = nodes * ranks_per_node;
         at_most(&[("--nodes x --ranks-per-node", ranks, MOST_RANKS)])?;
         let RouterArgs { experts, top_k, .. } = args.router;
         let (router, experts, top_k) = match &args.routing {
@@ -233,14 +236,14 @@ impl<'a> Task<'a> {
             ("--tokens", tokens, 1 << 20),
             ("--hidden", hidden, 1 << 24),
         ])?;
-        let drawn = if args.all_ranks { ranks } else { ranks.min(PLAYED.max(args.ranks_per_node)) };
+        let drawn = if args.all_ranks { ranks } else { ranks.min(PLAYED.max(ranks_per_node)) };
         let all = u64::from(tokens);
         at_most(&[
             ("--tokens x --experts", all * u64::from(experts), MOST_VALUES),
             ("--tokens x --top-k of all ranks", all * u64::from(top_k) * u64::from(drawn), MOST_VALUES),
         ])?;
         let (row_bytes, return_bytes) = args.row.dtype.bytes(hidden);
-        let one_device_node = args.nodes == 1 && hardware.executor == Executor::Device;
+        let one_device_node = nodes == 1 && hardware.executor == Executor::Device;
         if args.mode == ReceiveKind::Slots && !one_device_node {
             return Err(usage!(
                 "--mode slots is timed on one node (--nodes 1) of a machine with copy engines"
@@ -252,11 +255,10 @@ impl<'a> Task<'a> {
             ));
         }
         if let Some(ffn) = args.tensor_ffn
-            && !ffn.is_multiple_of(args.ranks_per_node)
+            && !ffn.is_multiple_of(ranks_per_node)
         {
-            let ranks = args.ranks_per_node;
             return Err(usage!(
-                "--tensor-ffn {ffn} is cut over the ranks of a node: {ranks} do not divide it"
+                "--tensor-ffn {ffn} is cut over the ranks of a node: {ranks_per_node} do not divide it"
             ));
         }
         let chunks = args.token_chunks.iter().copied().max().unwrap_or(1);
@@ -267,7 +269,7 @@ impl<'a> Task<'a> {
             ));
         }
         if args.mode == ReceiveKind::Exact {
-            let ways = Variant::all(&wishes(args), args.nodes);
+            let ways = Variant::all(&wishes(args), nodes);
             if args.partial_dtype.is_some() && ways.iter().all(|way| way.partial_dtype.is_none()) {
                 let why = "sums have parts in --sum-order rank or node, where relays make them over --route pxn \
                            between several nodes, or ranks those of rows by expert";
@@ -283,8 +285,8 @@ impl<'a> Task<'a> {
             routing: args.routing.clone(),
             experts,
             top_k,
-            nodes: args.nodes,
-            ranks_per_node: args.ranks_per_node,
+            nodes,
+            ranks_per_node,
             tokens,
             hidden,
             dtype: args.row.dtype,

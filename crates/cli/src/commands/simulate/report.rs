@@ -73,7 +73,7 @@ impl Report {
 
 const NOTES: &str = "\
 Predicted by a model, not measured. The bottleneck is what was busy longest at any rank; the roofline is bytes at their rates, all at
-once. Copies and messages are those of the rank that has most, bytes are means. Laps are those of the slowest rank.";
+once. Copies and messages are those of the rank that has most, bytes are means. Laps are those of the slowest rank: parts of its time, one after another. A word is a 32-bit write or wait. Assumed figures are not measured: keys of a --hardware file.";
 
 fn rates(hardware: &Hardware) -> String {
     let gb = |rate: u64| rate as f64 / 1e3;
@@ -174,11 +174,11 @@ fn sensitivity_text(outcomes: &[Outcome]) -> String {
         &[
             ("sensitivity", &|one| one.assumption.clone()),
             ("fastest dispatch", &|one| one.dispatch.variant.clone()),
-            ("time", &|one| time_ns(one.dispatch.ns)),
-            ("bottleneck", &|one| one.dispatch.bottleneck.name().to_owned()),
+            ("dispatch time", &|one| time_ns(one.dispatch.ns)),
+            ("dispatch bottleneck", &|one| one.dispatch.bottleneck.name().to_owned()),
             ("fastest combine", &|one| one.combine.variant.clone()),
-            ("time", &|one| time_ns(one.combine.ns)),
-            ("bottleneck", &|one| one.combine.bottleneck.name().to_owned()),
+            ("combine time", &|one| time_ns(one.combine.ns)),
+            ("combine bottleneck", &|one| one.combine.bottleneck.name().to_owned()),
             ("flips", &|one| if one.flips.is_empty() { "none".to_owned() } else { one.flips.join("; ") }),
         ],
     );

@@ -33,7 +33,7 @@ use crate::table::{self, time, volume};
 
 const EXAMPLES: &str = "\
 Examples:
-  sidelane trace --out trace.json --svg trace.svg         # open trace.json in Perfetto
+  sidelane trace --out trace.json --svg trace.svg  # open trace.json in Perfetto
   sidelane trace --out trace.json --route direct --tokens 64";
 
 /// Record a dispatch and a combine of all ranks as a timeline that opens in Perfetto
