@@ -68,8 +68,8 @@ const PARTING: Duration = Duration::from_secs(10);
 const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
 
 /// All processes of one baseline.
-pub struct Contender {
-    way: Way,
+pub struct BaselineProcesses {
+    way: BaselineKind,
     /// Version that it reports.
     version: String,
     /// Whether its results are ours, bit by bit.
@@ -85,14 +85,19 @@ pub struct Contender {
     lines: Vec<Option<UnixStream>>,
 }
 
-impl Contender {
+impl BaselineProcesses {
     /// Starts the processes. They come later.
-    pub fn start(way: Way, programs: &Programs, folder: &Folder, ranks: u32) -> Result<Self, CliError> {
+    pub fn start(
+        way: BaselineKind,
+        programs: &Programs,
+        folder: &Folder,
+        ranks: u32,
+    ) -> Result<Self, CliError> {
         let (socket, log) = (folder.path().join("socket"), folder.path().join(way.log(folder)));
         let failed = |source| failed!("cannot listen at {socket:?}: {source}");
         let listener = UnixListener::bind(&socket).map_err(failed)?;
         listener.set_nonblocking(true).map_err(failed)?;
-        let mut contender = Contender {
+        let mut contender = BaselineProcesses {
             way,
             version: String::new(),
             bitwise_equal: false,
@@ -173,7 +178,7 @@ impl Contender {
     }
 
     pub fn report<T>(&self, calls: T) -> BaselineReport<T> {
-        let Contender { way, version, bitwise_equal, .. } = self;
+        let BaselineProcesses { way, version, bitwise_equal, .. } = self;
         BaselineReport {
             name: way.name().into(),
             version: version.clone(),
@@ -215,7 +220,7 @@ impl Contender {
     }
 }
 
-impl Drop for Contender {
+impl Drop for BaselineProcesses {
     /// Processes end when their sockets do; the others are killed.
     fn drop(&mut self) {
         self.lines.clear();
@@ -242,25 +247,25 @@ const SHARED: (&str, &str) =
 
 /// A usual way to do it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
+pub enum BaselineKind {
     Mpi,
     Gloo,
 }
 
-impl Way {
-    pub const ALL: [Way; 2] = [Way::Mpi, Way::Gloo];
+impl BaselineKind {
+    pub const ALL: [BaselineKind; 2] = [BaselineKind::Mpi, BaselineKind::Gloo];
 
     pub fn name(self) -> &'static str {
         match self {
-            Way::Mpi => "mpi",
-            Way::Gloo => "gloo",
+            BaselineKind::Mpi => "mpi",
+            BaselineKind::Gloo => "gloo",
         }
     }
 
     pub fn install(self) -> &'static str {
         match self {
-            Way::Mpi => "apt install openmpi-bin libopenmpi-dev",
-            Way::Gloo => "pip install torch (SIDELANE_PYTHON names another python3)",
+            BaselineKind::Mpi => "apt install openmpi-bin libopenmpi-dev",
+            BaselineKind::Gloo => "pip install torch (SIDELANE_PYTHON names another python3)",
         }
     }
 
@@ -274,8 +279,8 @@ impl Way {
         let text = String::from_utf8_lossy(&text);
         let mut lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
         let line = match self {
-            Way::Mpi => lines.next(),
-            Way::Gloo => lines.next_back(),
+            BaselineKind::Mpi => lines.next(),
+            BaselineKind::Gloo => lines.next_back(),
         };
         line.unwrap_or("nothing was said").to_owned()
     }
@@ -290,7 +295,7 @@ impl Way {
         children: &mut Vec<Process>,
     ) -> Result<(), CliError> {
         match self {
-            Way::Mpi => {
+            BaselineKind::Mpi => {
                 let program = compile(programs.c, folder)?;
                 let mut command = Command::new("mpirun");
                 command.args(["-n", &ranks.to_string()]).arg(program).arg(folder.path());
@@ -304,7 +309,7 @@ impl Way {
                 ]);
                 children.push(run(command, self.output(folder)?)?);
             }
-            Way::Gloo => {
+            BaselineKind::Gloo => {
                 let (name, text) = programs.python;
                 folder.put(name, text.as_bytes())?;
                 let python = std::env::var_os("SIDELANE_PYTHON").unwrap_or_else(|| "python3".into());
@@ -334,13 +339,16 @@ fn compile((name, text): (&str, &str), folder: &Folder) -> Result<PathBuf, CliEr
     let program = source.with_extension("");
     let mut command = Command::new("mpicc");
     command.args(["-O3", "-march=native", "-o"]).arg(&program).arg(&source);
-    let status = run(command, Way::Mpi.output(folder)?)?
+    let status = run(command, BaselineKind::Mpi.output(folder)?)?
         .0
         .wait()
         .map_err(|source| failed!("cannot run mpicc: {source}"))?;
     match status.success() {
         true => Ok(program),
-        false => Err(failed!("mpicc ended with {status}: {}", Way::Mpi.complaint(&Way::Mpi.log(folder)))),
+        false => Err(failed!(
+            "mpicc ended with {status}: {}",
+            BaselineKind::Mpi.complaint(&BaselineKind::Mpi.log(folder))
+        )),
     }
 }
 
@@ -403,7 +411,7 @@ impl Folder {
 /// Those that came. All ranks know how many; only rank 0 has them.
 #[derive(Default)]
 pub struct Field {
-    pub running: Vec<Contender>,
+    pub running: Vec<BaselineProcesses>,
     pub count: usize,
     pub absent: Vec<Unavailable>,
 }
@@ -415,15 +423,15 @@ impl Field {
         group: &Group,
         programs: &Programs,
         folder: &Folder,
-        ready: impl Fn(&mut Contender) -> Result<(), CliError>,
+        ready: impl Fn(&mut BaselineProcesses) -> Result<(), CliError>,
         came: impl Fn() -> Result<bool, CliError>,
     ) -> Result<Self, CliError> {
         group.gather(&[])?;
         let mut field = Field::default();
-        for way in Way::ALL {
+        for way in BaselineKind::ALL {
             let mut contender = None;
             if group.rank() == 0 {
-                match Contender::start(way, programs, folder, group.size()) {
+                match BaselineProcesses::start(way, programs, folder, group.size()) {
                     Ok(started) => contender = Some(started),
                     Err(why) => field.absent.push(Unavailable::new(way.name(), &why, way.install())),
                 }
@@ -475,10 +483,10 @@ pub fn compared(same: bool) -> String {
 /// the outcome, and none waits long for another, since a silent rank counts as lost.
 fn arrival(
     group: &Group,
-    way: Way,
-    contender: &mut Option<Contender>,
+    way: BaselineKind,
+    contender: &mut Option<BaselineProcesses>,
     absent: &mut Vec<Unavailable>,
-    ready: impl Fn(&mut Contender) -> Result<(), CliError>,
+    ready: impl Fn(&mut BaselineProcesses) -> Result<(), CliError>,
 ) -> Result<bool, CliError> {
     const MOMENT: Duration = Duration::from_secs(2);
     loop {

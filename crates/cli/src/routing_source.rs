@@ -140,14 +140,14 @@ impl Share {
 }
 
 pub struct Decided {
-    pub conditions: Conditions,
+    pub conditions: RunSettings,
     pub map: ExpertMap,
     pub nodes: NodeMap,
     pub routings: Vec<Routing<'static>>,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Conditions {
+pub struct RunSettings {
     pub routing: Source,
     pub experts: u32,
     pub top_k: u32,
@@ -171,7 +171,7 @@ impl Decided {
         share.fits_in_memory(ranks, choice_bytes)?;
         let routings = (0..ranks).map(|rank| routed.router.routing(share, rank)).collect::<Result<_, _>>()?;
         let map = ExpertMap::contiguous(experts, ranks)?;
-        let conditions = Conditions { routing: routed.source, experts, top_k, ranks_per_node, tokens, seed };
+        let conditions = RunSettings { routing: routed.source, experts, top_k, ranks_per_node, tokens, seed };
         Ok(Decided { conditions, map, nodes, routings })
     }
 }

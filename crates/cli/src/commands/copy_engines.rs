@@ -63,9 +63,9 @@ impl Command for CopyEnginesArgs {
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Conditions {
+pub struct RunSettings {
     #[serde(flatten)]
-    pub decided: routing_source::Conditions,
+    pub decided: routing_source::RunSettings,
     pub hidden: u32,
     pub dtype: RowType,
     /// Microseconds of a copy, however small, and GB/s of a long one.
@@ -84,7 +84,7 @@ pub struct Variant {
 }
 
 impl Variant {
-    fn new(name: String, ranks: &[CopyEngineWork], conditions: &Conditions) -> Self {
+    fn new(name: String, ranks: &[CopyEngineWork], conditions: &RunSettings) -> Self {
         let us = |work: &CopyEngineWork| {
             work.copies as f64 * conditions.copy_us + work.bytes as f64 / (conditions.copy_gbps * 1e3)
         };
@@ -96,7 +96,7 @@ impl Variant {
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
-    pub config: Conditions,
+    pub config: RunSettings,
     /// Bytes of a row that is sent, and of a returned one.
     pub row_bytes: u64,
     pub combine_row_bytes: u64,
@@ -118,7 +118,7 @@ impl Report {
             let (parameter, expected) = ("row bytes", "a multiple of 16");
             return Err(PlanError::BadParameter { parameter, seen, expected }.into());
         }
-        let config = Conditions { decided: conditions, hidden, dtype, copy_us, copy_gbps };
+        let config = RunSettings { decided: conditions, hidden, dtype, copy_us, copy_gbps };
         let mut work = match nodes.nodes() {
             1 => {
                 let tokens = (config.decided.tokens, config.decided.top_k);
@@ -143,8 +143,8 @@ impl Report {
 
 impl command_frame::Report for Report {
     fn text(&self) -> String {
-        let Conditions { decided, hidden, dtype, copy_us, copy_gbps } = &self.config;
-        let routing_source::Conditions { routing, experts, top_k, ranks_per_node, tokens, .. } = decided;
+        let RunSettings { decided, hidden, dtype, copy_us, copy_gbps } = &self.config;
+        let routing_source::RunSettings { routing, experts, top_k, ranks_per_node, tokens, .. } = decided;
         let table = table::of(
             &self.variants,
             &[

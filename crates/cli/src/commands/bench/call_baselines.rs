@@ -14,7 +14,7 @@
 use serde::Serialize;
 use sidelane::Group;
 
-use super::conditions::Kind;
+use super::run_settings::Kind;
 use crate::baselines::{BaselinePass, BaselineReport, Field, Folder, Programs, Unavailable, compared};
 use crate::error::CliError;
 use crate::table::{self, time};
@@ -25,7 +25,7 @@ const LAYER: Programs = Programs {
 };
 
 /// Arrays of a layer that the ranks know, and its results.
-pub struct Seen<'a> {
+pub struct LayerArrays<'a> {
     /// Five words.
     pub shape: [u32; 5],
     pub ids: &'a [i32],
@@ -36,7 +36,7 @@ pub struct Seen<'a> {
 }
 
 /// Starts the installed baselines, and compares their results with those seen here. Collective.
-pub fn open(group: &Group, folder: &Folder, seen: &Seen<'_>) -> Result<Field, CliError> {
+pub fn open(group: &Group, folder: &Folder, seen: &LayerArrays<'_>) -> Result<Field, CliError> {
     let rank = group.rank();
     if rank == 0 {
         folder.put("shape", bytemuck::cast_slice(&seen.shape))?;

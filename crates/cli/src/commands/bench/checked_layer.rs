@@ -28,15 +28,15 @@ use sidelane_testkit::timing::stats::Laps;
 use sidelane_verify::reference::Real;
 
 use super::Task;
-use super::call_baselines::{self, Seen};
-use super::conditions::{Conditions, Shape};
+use super::call_baselines::{self, LayerArrays};
+use super::run_settings::{RunSettings, Shape};
 use crate::baselines::{Field, Folder};
 use crate::error::{CliError, failed};
 use crate::ranks;
 use crate::routing_source::Router;
 
 pub struct Layer<'c, E> {
-    pub config: &'c Conditions,
+    pub config: &'c RunSettings,
     pub world: World,
     pub group: Group,
     pub machines: Machines,
@@ -223,8 +223,8 @@ impl<'c, E: Real> Layer<'c, E> {
     /// Starts the baselines on the same tokens, once these rows and sums are known to be right.
     /// Collective.
     pub fn challenge(&self, folder: &Folder, rows: &[u8], y: &[E]) -> Result<Field, CliError> {
-        let Conditions { tokens, top_k, experts, shape: Shape { hidden, .. }, .. } = *self.config;
-        let seen = Seen {
+        let RunSettings { tokens, top_k, experts, shape: Shape { hidden, .. }, .. } = *self.config;
+        let seen = LayerArrays {
             shape: [self.config.ranks(), tokens, hidden, top_k, experts],
             ids: self.routing.experts(),
             x: self.tokens.sent()?,

@@ -8,8 +8,8 @@ use serde_json::{Value, json};
 use sidelane_testkit::timing::stats::Percentiles;
 
 use super::chain::ChainReport;
-use super::conditions::{Conditions, ReceiveKind, Shape};
 use super::report::{Lanes, Report};
+use super::run_settings::{ReceiveKind, RunSettings, Shape};
 use crate::command_frame::Program;
 
 /// Most tokens of a rank that they call decode.
@@ -22,7 +22,7 @@ pub fn document(report: &Report) -> String {
 
 fn case(report: &Report, chain: &ChainReport) -> Value {
     let config = &report.config.config;
-    let Conditions { nodes, tokens, top_k, experts, .. } = *config;
+    let RunSettings { nodes, tokens, top_k, experts, .. } = *config;
     let Shape { hidden, layout, sum_order, .. } = config.shape;
     let (ranks, per_node, routing) = (config.ranks(), config.ranks_per_node[0], config.routing.to_string());
     let Lanes { intra_node, inter_node, .. } = &report.lanes;

@@ -2,7 +2,7 @@
 //! with a floor.
 //!
 //! A figure means nothing without its conditions, so all conditions are resolved once
-//! ([`conditions::Conditions`]), handed to every rank, and printed with the result
+//! ([`run_settings::RunSettings`]), handed to every rank, and printed with the result
 //! ([`report::Report`]). The floor is measured round by round in turn with the real calls, so that
 //! both see the same state of the machine ([`stats`](sidelane_testkit::timing::stats)).
 //!
@@ -19,9 +19,9 @@ mod call_baselines;
 mod chain;
 mod checked_layer;
 mod collectivex;
-mod conditions;
 mod rank;
 mod report;
+mod run_settings;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -37,7 +37,7 @@ use crate::options::JsonFile;
 use crate::ranks::{self, Assignment, Files, Sizes};
 
 pub use checked_layer::{CALLS, EVENTS, Layer, Verdict, record, share, write_trace};
-pub use conditions::{ConditionArgs, Conditions};
+pub use run_settings::{ConditionArgs, RunSettings};
 
 #[cfg(test)]
 pub use report::tests::sample;
@@ -91,8 +91,8 @@ impl Command for BenchArgs {
     const NAME: &'static str = "bench";
 
     fn run(self) -> Result<ExitCode, CliError> {
-        let config = Conditions::resolve(&self.conditions, self.backward, self.rounds)?;
-        let config = Conditions { chained: self.chained, ..config };
+        let config = RunSettings::resolve(&self.conditions, self.backward, self.rounds)?;
+        let config = RunSettings { chained: self.chained, ..config };
         if self.baselines {
             config.check_baselines()?;
         }
@@ -118,7 +118,7 @@ impl Command for BenchArgs {
 /// Starts the ranks of a command that makes these calls; rounds are recorded for a trace.
 pub fn start(
     command: &str,
-    config: Conditions,
+    config: RunSettings,
     files: Files,
     machines: &MachineArgs,
 ) -> Result<ExitCode, CliError> {
@@ -131,7 +131,7 @@ pub fn start(
 /// Task of every rank.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Task {
-    pub config: Conditions,
+    pub config: RunSettings,
     /// Of the content of the routing file, if there is one.
     routing_file: Option<String>,
     pub sizes: Sizes,
@@ -140,7 +140,7 @@ pub struct Task {
 }
 
 impl Task {
-    fn new(config: Conditions, records: bool) -> Result<Self, CliError> {
+    fn new(config: RunSettings, records: bool) -> Result<Self, CliError> {
         let (routing_file, sizes) = (config.routing.digest()?, rank::sizes(&config)?);
         Ok(Task { config, routing_file, sizes, records })
     }

@@ -23,8 +23,8 @@ use super::call_baselines::{self, Baselines};
 use super::chain;
 use super::checked_layer::{self, Layer, Verdict, write_trace};
 use super::collectivex;
-use super::conditions::{Conditions, Kind};
 use super::report::{FirstCall, InterNode, Lanes, Pass, Report, RunConfig, Volume};
+use super::run_settings::{Kind, RunSettings};
 use super::{BenchArgs, Task};
 use crate::baselines::{Field, Folder};
 use crate::command_frame::{self, Command as _};
@@ -105,12 +105,12 @@ fn time<E: Real>(
     floor: &mut FloorBench,
     field: &mut Option<Field>,
     handle: &Handle,
-) -> Result<Vec<Pair>, CliError> {
+) -> Result<Vec<CallTimes>, CliError> {
     let (config, rank) = (layer.config, layer.world.rank());
     let stores = [Stores::Streaming, Stores::Cached];
     let mut track = Track { layer, barrier, floor, field, stores, handle, moved: false };
     track.choose_stores(kinds)?;
-    let mut pairs = vec![Pair::default(); kinds.len()];
+    let mut pairs = vec![CallTimes::default(); kinds.len()];
     let bar = command_frame::progress(rank, config.rounds.into());
     for round in 0..config.rounds {
         track.round(kinds, &mut pairs, round % 2 == 1)?;
@@ -151,7 +151,7 @@ fn moved(rank: u32) -> CliError {
 fn report<E: Real>(
     layer: &Layer<'_, E>,
     handle: &Handle,
-    pairs: &[Pair],
+    pairs: &[CallTimes],
     field: &Option<Field>,
     memcpy_gbps: f64,
     chains: &Option<chain::Timed>,
@@ -226,7 +226,7 @@ fn report<E: Real>(
 }
 
 #[derive(Clone, Debug, Default)]
-pub struct Pair {
+pub struct CallTimes {
     pub real: Laps,
     pub floor: Laps,
 }
@@ -245,7 +245,12 @@ struct Track<'a, 'c, E> {
 }
 
 impl<E: Real> Track<'_, '_, E> {
-    pub fn round(&mut self, kinds: &[Kind], pairs: &mut [Pair], floor_first: bool) -> Result<(), CliError> {
+    pub fn round(
+        &mut self,
+        kinds: &[Kind],
+        pairs: &mut [CallTimes],
+        floor_first: bool,
+    ) -> Result<(), CliError> {
         kinds.iter().zip(pairs).try_for_each(|(&kind, pair)| {
             self.lap(kind, pair, floor_first)?;
             // A rank that is done must not start baselines while others measure: they would take a
@@ -258,7 +263,7 @@ impl<E: Real> Track<'_, '_, E> {
 
     /// One round of one kind: real and floor, in this order or the other. Each is run twice and
     /// timed the second time, so that it finds the caches in the state that it left itself.
-    fn lap(&mut self, kind: Kind, pair: &mut Pair, floor_first: bool) -> Result<(), Error> {
+    fn lap(&mut self, kind: Kind, pair: &mut CallTimes, floor_first: bool) -> Result<(), Error> {
         for floor in [floor_first, !floor_first] {
             if floor {
                 self.floor(kind, &mut Laps::default())?;
@@ -327,7 +332,7 @@ impl<E: Real> Track<'_, '_, E> {
             let at = usize::from(kind.sums());
             let mut best = f64::INFINITY;
             for stores in [Stores::Streaming, Stores::Cached] {
-                let mut pair = Pair::default();
+                let mut pair = CallTimes::default();
                 let before = std::mem::replace(&mut self.stores[at], stores);
                 for _ in 0..count {
                     self.lap(kind, &mut pair, false)?;
@@ -364,7 +369,7 @@ pub fn memcpy_gbps<E: Real>(layer: &Layer<'_, E>, barrier: &mut Window) -> Resul
 }
 
 /// Room for the calls of a round next to a dispatch that stays alive, for the busiest rank.
-pub fn sizes(config: &Conditions) -> Result<Sizes, CliError> {
+pub fn sizes(config: &RunSettings) -> Result<Sizes, CliError> {
     let router = Router::open(&config.routing)?;
     let Reference { case, seen, .. } = config.reference::<f32>(&router)?;
     let busiest = seen.rows.iter().map(|rows| rows.len() as u64).max().unwrap_or(0);
@@ -402,7 +407,7 @@ pub fn sizes(config: &Conditions) -> Result<Sizes, CliError> {
 }
 
 /// The bins of an all-gather: a rank is one.
-fn gather_bins(config: &Conditions) -> Result<Bins, CliError> {
+fn gather_bins(config: &RunSettings) -> Result<Bins, CliError> {
     let map = ExpertMap::contiguous(config.ranks(), config.ranks())?;
     Ok(Bins::experts(&map, SumOrder::Expert, &config.node_map()))
 }

@@ -13,8 +13,8 @@ use sidelane_testkit::timing::stats::{Ratio, Summary, ratio_of_medians, summary}
 use super::call_baselines::Baselines;
 use super::chain::ChainReport;
 use super::checked_layer::Verdict;
-use super::conditions::{Conditions, ReceiveKind};
 use super::rank::Nics;
+use super::run_settings::{ReceiveKind, RunSettings};
 use crate::command_frame;
 use crate::table::{self, time, volume};
 
@@ -48,7 +48,7 @@ pub struct Report {
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct RunConfig {
     #[serde(flatten)]
-    pub config: Conditions,
+    pub config: RunSettings,
     #[serde(flatten)]
     pub hosts: Hosts,
     /// On the machine of rank 0. Read from the mapping: the pages that the kernel granted, not
@@ -224,7 +224,7 @@ impl InterNode {
         [sent.remote, logical.remote, remote_ranks, remote_nodes, choices, relayed, copies]
     }
 
-    pub fn new(config: &Conditions, words: [u64; 7]) -> Self {
+    pub fn new(config: &RunSettings, words: [u64; 7]) -> Self {
         let [rows, wanted, rank_rows, remote_nodes, expert_rows, relay_rows, relay_copies] = words;
         let mut all = Traffic::default();
         (all.sent.remote, all.logical.remote) = (rows, wanted);
@@ -252,13 +252,13 @@ impl InterNode {
         }
     }
 
-    pub fn combine_bytes(&self, config: &Conditions) -> u64 {
+    pub fn combine_bytes(&self, config: &RunSettings) -> u64 {
         let measured = self.combine.iter().find(|home| home.is_of(config));
         measured.map_or(0, |home| home.bytes)
     }
 
     /// The rows and their savings, and the combine of every order; empty if nothing crosses.
-    pub fn text(&self, config: &Conditions) -> Option<String> {
+    pub fn text(&self, config: &RunSettings) -> Option<String> {
         let InterNode { rows, expert_rows, rank_rows, .. } = self;
         let Dedup { expert, rank } = self.dedup?;
         let mut text = format!(
@@ -296,7 +296,7 @@ impl InterNode {
 }
 
 impl Home {
-    fn is_of(&self, config: &Conditions) -> bool {
+    fn is_of(&self, config: &RunSettings) -> bool {
         (self.sum_order, self.partial_dtype) == (config.shape.sum_order, config.partials())
     }
 }
@@ -314,8 +314,8 @@ pub mod tests {
     use crate::command_frame::tests::{assert_page_with, assert_words};
     use crate::commands::bench::call_baselines::Calls;
     use crate::commands::bench::chain;
-    use crate::commands::bench::conditions::Shape;
-    use crate::commands::bench::conditions::tests::resolve;
+    use crate::commands::bench::run_settings::Shape;
+    use crate::commands::bench::run_settings::tests::resolve;
     use crate::options::RowType;
 
     #[test]
@@ -377,10 +377,10 @@ pub mod tests {
         assert!(report.text().contains("p99") && report.text().contains("6.30 ms"));
     }
 
-    fn config(route: Route, order: SumOrder, dtype: RowType) -> Conditions {
+    fn config(route: Route, order: SumOrder, dtype: RowType) -> RunSettings {
         let config = sample().config.config;
         let shape = Shape { route, sum_order: order, dtype, hidden: 1000, ..config.shape };
-        Conditions { shape, ..config }
+        RunSettings { shape, ..config }
     }
 
     #[test]

@@ -178,7 +178,7 @@ fn main(Assignment { task, files }: &Assignment<Task>) -> Result<ExitCode, CliEr
         return Ok(ExitCode::SUCCESS);
     }
     let ranks_per_node = task.ranks_per_node.clone();
-    let config = Conditions { ranks_per_node, hosts: machines.hosts() };
+    let config = RunSettings { ranks_per_node, hosts: machines.hosts() };
     command_frame::finish(&Report { config, verified, runs, unavailable: others.absent.clone() }, &files.json)
 }
 
@@ -226,14 +226,14 @@ fn others(group: &Group, task: &Task, folder: &Folder) -> Result<Field, CliError
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
-    pub config: Conditions,
+    pub config: RunSettings,
     pub verified: bool,
     pub runs: Vec<RunReport>,
     pub unavailable: Vec<Unavailable>,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Conditions {
+pub struct RunSettings {
     pub ranks_per_node: Vec<u32>,
     #[serde(flatten)]
     pub hosts: Hosts,
@@ -251,7 +251,7 @@ pub struct RunReport {
 
 impl command_frame::Report for Report {
     fn text(&self) -> String {
-        let Conditions { ranks_per_node, hosts } = &self.config;
+        let RunSettings { ranks_per_node, hosts } = &self.config;
         let ranks: u32 = ranks_per_node.iter().sum();
         let verified = if self.verified { "results verified" } else { "RESULTS ARE WRONG" };
         let of = ranks_per_node.iter().map(u32::to_string).collect::<Vec<_>>().join("+");
@@ -302,7 +302,7 @@ mod tests {
         let baseline = BaselineReport { name, version, bitwise_equal: true, calls };
         let timing = summary(&[6.0, 2.0, 4.0]);
         Report {
-            config: Conditions { ranks_per_node: vec![2, 1], hosts: Hosts { machines: 1, cores: 2 } },
+            config: RunSettings { ranks_per_node: vec![2, 1], hosts: Hosts { machines: 1, cores: 2 } },
             verified: true,
             runs: vec![RunReport { run, timing, baselines: vec![baseline] }],
             unavailable: vec![Unavailable::new("gloo", &failed!("there is no python3"), "pip install torch")],

@@ -31,7 +31,7 @@ use signal_hook::consts::{SIGCHLD, SIGINT, SIGTERM};
 use signal_hook::iterator::{Handle, Signals};
 
 use super::guard::Guard;
-use super::{Meeting, Part, Place, places};
+use super::{Part, Place, RendezvousVars, places};
 use crate::command_frame::complain;
 use crate::error::CliError;
 
@@ -70,11 +70,11 @@ impl Job {
     }
 
     /// Where the ranks meet, and which of them this machine starts.
-    fn meeting(&self, lifeline: RawFd) -> Result<(Meeting, Vec<Place>), CliError> {
+    fn meeting(&self, lifeline: RawFd) -> Result<(RendezvousVars, Vec<Place>), CliError> {
         let mut places = places(&self.nodes);
-        let Some(part) = &self.part else { return Ok((Meeting::here(lifeline)?, places)) };
+        let Some(part) = &self.part else { return Ok((RendezvousVars::here(lifeline)?, places)) };
         places.retain(|place| place.node == part.node);
-        Ok((Meeting::at(&part.master, &places, lifeline)?, places))
+        Ok((RendezvousVars::at(&part.master, &places, lifeline)?, places))
     }
 
     fn watch(&self, mut ranks: Ranks, inbox: &Inbox) -> u8 {
@@ -155,7 +155,7 @@ pub struct Ranks {
 impl Ranks {
     pub fn start(
         places: &[Place],
-        meeting: &Meeting,
+        meeting: &RendezvousVars,
         Job { command, env, bind, .. }: &Job,
         taggers: Option<&Taggers>,
     ) -> Result<Self, CliError> {

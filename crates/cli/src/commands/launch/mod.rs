@@ -295,7 +295,7 @@ fn within_rank_numbers(ranks: u64) -> Result<(), CliError> {
 const LOOPBACK: &str = "127.0.0.1";
 
 /// The part of the environment that all ranks share.
-pub struct Meeting(Vec<(&'static str, String)>);
+pub struct RendezvousVars(Vec<(&'static str, String)>);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {
@@ -306,7 +306,7 @@ pub struct Place {
     local_world: u32,
 }
 
-impl Meeting {
+impl RendezvousVars {
     /// All ranks on this machine. Draws a name and a secret, and finds two free ports.
     ///
     /// The ports are free now; the handshake of the ranks detects if another process took one
@@ -315,7 +315,7 @@ impl Meeting {
         let (master_port, port) = free_ports().map_err(CliError::prepare("find a free port"))?;
         let job = format!("sidelane-{}", random_hex::<4>()?);
         let master = Master { host: LOOPBACK.to_owned(), port: master_port };
-        let mut meeting = Meeting::shared(&master, job, lifeline);
+        let mut meeting = RendezvousVars::shared(&master, job, lifeline);
         meeting.0.push(("SIDELANE_PORT", port.to_string()));
         meeting.0.push(("SIDELANE_SECRET", random_hex::<32>()?));
         Ok(meeting)
@@ -330,7 +330,7 @@ impl Meeting {
         let variable = |name: &str| std::env::var(name).ok();
         let named = variable("SIDELANE_JOB").filter(|name| !name.trim().is_empty());
         let job = named.unwrap_or_else(|| format!("sidelane-{}", master.port));
-        let mut meeting = Meeting::shared(master, job.clone(), lifeline);
+        let mut meeting = RendezvousVars::shared(master, job.clone(), lifeline);
         meeting.0.push(("SIDELANE_JOB", job));
         for &place in here {
             let own = meeting.variables(place);
@@ -354,7 +354,7 @@ impl Meeting {
     }
 
     fn shared(master: &Master, job: String, lifeline: RawFd) -> Self {
-        Meeting(vec![
+        RendezvousVars(vec![
             ("MASTER_ADDR", master.host.clone()),
             ("MASTER_PORT", master.port.to_string()),
             ("TORCHELASTIC_RUN_ID", job),
@@ -464,8 +464,8 @@ mod tests {
 
     #[test]
     fn every_job_has_a_secret_and_ports_of_its_own() {
-        let [a, b] = [(); 2].map(|()| Meeting::here(3).unwrap());
-        let value = |meeting: &Meeting, name| {
+        let [a, b] = [(); 2].map(|()| RendezvousVars::here(3).unwrap());
+        let value = |meeting: &RendezvousVars, name| {
             meeting.0.iter().find(|(own, _)| *own == name).map(|(_, value)| value.clone()).unwrap()
         };
         assert_eq!(value(&a, "SIDELANE_SECRET").len(), 64);

@@ -36,7 +36,7 @@ impl Kind {
 
 /// Time of one direction of a step at this rank.
 #[derive(Default)]
-struct Taken {
+struct StepTime {
     laps: [Laps; 3],
     /// Nanoseconds of experts at work, in turn.
     experts: Vec<u64>,
@@ -73,14 +73,14 @@ struct Rank<'a> {
     machines: Machines,
     in_turn: MoeLayer,
     overlapped: MoeLayer,
-    watch: Arc<Watch>,
+    watch: Arc<ExpertClock>,
     x: Vec<bf16>,
 }
 
 impl<'a> Rank<'a> {
     fn new(task: &'a Task, world: &'a World, group: &'a Group) -> Result<Self, CliError> {
         let Shape { tokens, hidden, .. } = task.shape;
-        let watch = Arc::new(Watch::default());
+        let watch = Arc::new(ExpertClock::default());
         let layer = |overlap| layer(task, group, &watch, overlap);
         let (in_turn, overlapped) = (layer(false)?, layer(true)?);
         let mut random = Random(task.shape.seed ^ (1 + u64::from(world.rank())) << 32);
@@ -100,10 +100,10 @@ impl<'a> Rank<'a> {
     }
 
     /// Forward and, where asked for, backward. Kinds take turns, so that all see the same machine.
-    fn time(&mut self) -> Result<Vec<Taken>, CliError> {
+    fn time(&mut self) -> Result<Vec<StepTime>, CliError> {
         let mut barrier = self.group.window(0)?;
         let directions = if self.task.backward { 2 } else { 1 };
-        let mut taken: Vec<Taken> = (0..directions).map(|_| Taken::default()).collect();
+        let mut taken: Vec<StepTime> = (0..directions).map(|_| StepTime::default()).collect();
         let bar = command_frame::progress(self.world.rank(), self.task.rounds.into());
         for round in 0..self.task.rounds as usize {
             for turn in 0..Kind::ALL.len() {
@@ -137,7 +137,7 @@ impl<'a> Rank<'a> {
     }
 
     /// Of all ranks, in microseconds: the slowest counts.
-    fn pass(&self, taken: &Taken) -> Result<Pass, CliError> {
+    fn pass(&self, taken: &StepTime) -> Result<Pass, CliError> {
         let rounds = |laps: &Laps| Ok::<_, CliError>(laps.rounds(self.group, &self.machines)?);
         let [transfers, in_turn, overlapped] = &taken.laps;
         let (transfers, in_turn, overlapped) = (rounds(transfers)?, rounds(in_turn)?, rounds(overlapped)?);
@@ -164,7 +164,7 @@ impl<'a> Rank<'a> {
     }
 }
 
-fn layer(task: &Task, group: &Group, watch: &Arc<Watch>, overlap: bool) -> Result<MoeLayer, CliError> {
+fn layer(task: &Task, group: &Group, watch: &Arc<ExpertClock>, overlap: bool) -> Result<MoeLayer, CliError> {
     let Shape { tokens, hidden, ffn, experts, top_k, token_chunks, seed, .. } = task.shape;
     let map = ExpertMap::contiguous(experts, group.size()).map_err(Error::from)?;
     let (hidden, ffn, local) = (hidden as usize, ffn as usize, map.slots_of(group.rank()).len());
@@ -174,7 +174,7 @@ fn layer(task: &Task, group: &Group, watch: &Arc<Watch>, overlap: bool) -> Resul
     let weights = (0..GroupedSwiGlu::values(local, hidden, ffn)).map(|_| scale * random.unit()).collect();
     let swiglu = GroupedSwiGlu::new(local, hidden, ffn, weights).map_err(Error::from)?;
     let gate = Preset::Qwen3.config(experts, top_k).and_then(Gate::new).map_err(Error::from)?;
-    let watched = Watched { inner: swiglu, watch: Arc::clone(watch) };
+    let watched = ClockedExperts { inner: swiglu, watch: Arc::clone(watch) };
     let builder = MoeLayer::builder(group, gate.config().clone(), hidden, watched).router(router);
     Ok(builder
         .max_tokens(tokens)
@@ -186,12 +186,12 @@ fn layer(task: &Task, group: &Group, watch: &Arc<Watch>, overlap: bool) -> Resul
 
 /// Switch and clock of a step's experts.
 #[derive(Debug, Default)]
-pub struct Watch {
+pub struct ExpertClock {
     idle: AtomicBool,
     ns: AtomicU64,
 }
 
-impl Watch {
+impl ExpertClock {
     /// From now on experts give zeros at once, or work.
     fn idle(&self, idle: bool) {
         self.idle.store(idle, Ordering::Relaxed);
@@ -210,18 +210,18 @@ impl Watch {
     }
 }
 
-struct Watched {
+struct ClockedExperts {
     inner: GroupedSwiGlu,
-    watch: Arc<Watch>,
+    watch: Arc<ExpertClock>,
 }
 
-impl Watched {
+impl ClockedExperts {
     fn is_idle(&self) -> bool {
         self.watch.idle.load(Ordering::Relaxed)
     }
 }
 
-impl Experts for Watched {
+impl Experts for ClockedExperts {
     fn count(&self) -> usize {
         self.inner.count()
     }

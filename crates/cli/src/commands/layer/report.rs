@@ -17,14 +17,14 @@ use crate::table::{self, time, time_ns};
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
-    pub config: Conditions,
+    pub config: RunSettings,
     pub verified: bool,
     pub forward: Pass,
     pub backward: Option<Pass>,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Conditions {
+pub struct RunSettings {
     #[serde(flatten)]
     pub shape: Shape,
     pub rounds: u32,
@@ -80,7 +80,7 @@ impl Report {
         let (lane, lane_reason) = machines::net(world).unzip();
         let emulated_link = link.filter(|_| lane.as_deref() == Some("emulated")).map(Link::from);
         let (shape, rounds, hosts) = (task.shape.clone(), task.rounds, machines.hosts());
-        let config = Conditions { shape, rounds, lane, emulated_link, lane_reason, hosts };
+        let config = RunSettings { shape, rounds, lane, emulated_link, lane_reason, hosts };
         Report { config, verified, forward: passes[0], backward: passes.get(1).copied() }
     }
 }
@@ -91,7 +91,7 @@ shorter of the two; 1 is all of it, and below 0 overlap costs more than it hides
 
 impl command_frame::Report for Report {
     fn text(&self) -> String {
-        let Conditions { shape, rounds, lane, emulated_link, lane_reason, hosts } = &self.config;
+        let RunSettings { shape, rounds, lane, emulated_link, lane_reason, hosts } = &self.config;
         let reason = table::because(lane_reason);
         let link = match emulated_link {
             Some(Link { bytes_per_second, latency_us }) => {
@@ -185,7 +185,7 @@ mod tests {
     fn sample() -> Report {
         let shape = shape();
         let emulated_link = Some(Link { bytes_per_second: 1 << 30, latency_us: 10 });
-        let config = Conditions {
+        let config = RunSettings {
             shape,
             rounds: 3,
             lane: Some("emulated".into()),

@@ -11,7 +11,7 @@ use crate::table::{self, time, volume};
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
-    pub config: Conditions,
+    pub config: RunSettings,
     pub model: Model,
     pub hardware: Devices,
     pub rules: Rules,
@@ -22,7 +22,7 @@ pub struct Report {
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Conditions {
+pub struct RunSettings {
     pub devices: u32,
     pub tokens: u64,
     pub sequence: u32,
@@ -58,7 +58,7 @@ impl Report {
             peak_share: candidate.step.peak_share(question),
         };
         Report {
-            config: Conditions {
+            config: RunSettings {
                 devices: *count,
                 tokens: *tokens,
                 sequence: *sequence,
@@ -161,7 +161,7 @@ impl Report {
     /// Where each strategy binds, whatever the mesh.
     fn rules(&self) -> Vec<(&'static str, String)> {
         let Rules { least_data_tokens, least_node_tokens, most_tensor_ways, mixed } = self.rules;
-        let Conditions { devices, tokens, .. } = self.config;
+        let RunSettings { devices, tokens, .. } = self.config;
         let (width, nodes) = (self.model.sizes.tensor_width(), devices.div_ceil(self.hardware.per_node));
         let here = tokens as f64 / f64::from(devices);
         let across = match nodes {
@@ -215,7 +215,7 @@ fn billions(parameters: u64) -> String {
 
 impl command_frame::Report for Report {
     fn text(&self) -> String {
-        let Conditions { devices, tokens, sequence, precision, recompute, overlap, .. } = &self.config;
+        let RunSettings { devices, tokens, sequence, precision, recompute, overlap, .. } = &self.config;
         let Model { sizes, parameters, active_parameters } = &self.model;
         let active = match sizes.experts {
             Some(_) => format!(", {} for a token", billions(*active_parameters)),

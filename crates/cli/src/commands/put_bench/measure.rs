@@ -26,7 +26,7 @@ use super::{Run, Test};
 const WINDOWS: u32 = 5;
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Found {
+pub struct RankSamples {
     pub latency: Option<Summary>,
     pub bandwidth: Option<Bandwidth>,
     /// Whether the bytes received last are those that the other rank put last.
@@ -34,7 +34,7 @@ pub struct Found {
 }
 
 /// Two ranks that are measured: the first one times.
-pub struct Pair<'w> {
+pub struct RankPair<'w> {
     world: &'w World,
     window: Window,
     /// This rank's position of the two.
@@ -43,16 +43,16 @@ pub struct Pair<'w> {
     said: u64,
 }
 
-impl<'w> Pair<'w> {
+impl<'w> RankPair<'w> {
     /// Collective between the two.
     pub fn open(world: &'w World, (from, to): (u32, u32), bytes: u64) -> Result<Self, Error> {
         let group = world.group(&[from, to])?;
-        Ok(Pair { world, window: group.window(bytes)?, me: group.rank(), said: 0 })
+        Ok(RankPair { world, window: group.window(bytes)?, me: group.rank(), said: 0 })
     }
 
     /// One run. With `memcpy`, the first rank copies the same bytes within itself as often after a
     /// stream.
-    pub fn run(&mut self, test: Test, run: Run, memcpy: bool) -> Result<Found, Error> {
+    pub fn run(&mut self, test: Test, run: Run, memcpy: bool) -> Result<RankSamples, Error> {
         let Run { bytes, iterations, warmup } = run;
         let mut source = fill(self.me, bytes);
         let last = match test.is_latency() {
@@ -61,7 +61,7 @@ impl<'w> Pair<'w> {
         };
         self.window.write(0, &poison(1 - self.me, bytes, last))?;
         self.window.barrier()?;
-        let mut found = Found::default();
+        let mut found = RankSamples::default();
         if test.is_latency() {
             self.round_trips(&mut source, warmup)?;
             let halves = self.round_trips(&mut source, iterations)?;
@@ -224,9 +224,9 @@ mod tests {
     }
 
     /// Both ranks of a pair, as threads.
-    fn on_two(test: Test, runs: &[Run]) -> Vec<Vec<Found>> {
+    fn on_two(test: Test, runs: &[Run]) -> Vec<Vec<RankSamples>> {
         let found = on_ranks(&World::threads(2).unwrap(), |world| {
-            let mut pair = Pair::open(world, (0, 1), 4096)?;
+            let mut pair = RankPair::open(world, (0, 1), 4096)?;
             runs.iter().map(|&run| Ok(pair.run(test, run, true)?)).collect::<Result<Vec<_>, CliError>>()
         });
         found.into_iter().map(Result::unwrap).collect()

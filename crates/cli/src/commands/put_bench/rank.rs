@@ -16,8 +16,8 @@ use sidelane::topology::Route;
 use sidelane::{Group, World};
 use sidelane_testkit::machines::{self, Machines};
 
-use super::measure::Pair;
-use super::report::{self, BaselineReport, Conditions, End, PairReport, Report, RunReport};
+use super::measure::RankPair;
+use super::report::{self, BaselineReport, End, PairReport, Report, RunReport, RunSettings};
 use super::{PutBenchArgs, Run, Task, Test};
 use crate::baselines::{Unavailable, start};
 use crate::command_frame::{self, Command as _};
@@ -40,14 +40,14 @@ fn measure(task: &Task, world: &World) -> Result<Option<Report>, CliError> {
         let mut report = describe(world, ends);
         let copied = ["shm", "loopback"].contains(&report.lane.as_str()) && task.test == Test::PutBw;
         let own = [ends.0, ends.1].contains(&world.rank());
-        let mut pair = if own { Some(Pair::open(world, ends, task.most())?) } else { None };
+        let mut pair = if own { Some(RankPair::open(world, ends, task.most())?) } else { None };
         for &run in &task.runs {
             let found = pair.as_mut().map(|pair| pair.run(task.test, run, copied)).transpose()?;
             let mut all = ranks::tell_all(&group, &found.unwrap_or_default())?;
             let (first, second) = (take(&mut all[ends.0 as usize]), take(&mut all[ends.1 as usize]));
             let turns = match task.baselines && absent.is_none() {
                 true => take_turns(&group, pair.as_mut(), task.test, run)?,
-                false => Turns::default(),
+                false => SizeResults::default(),
             };
             report.runs.push(RunReport { baseline: turns.baseline, ..RunReport::new(run, first, &second) });
             absent = turns.absent.or(absent);
@@ -57,7 +57,7 @@ fn measure(task: &Task, world: &World) -> Result<Option<Report>, CliError> {
     }
     bar.finish_and_clear();
     let verified = pairs.iter().flat_map(|pair| &pair.runs).all(|run| run.verified);
-    let config = Conditions {
+    let config = RunSettings {
         test: task.test,
         nodes: task.ranks_per_node.len(),
         ranks_per_node: task.ranks_per_node.clone(),
@@ -81,7 +81,7 @@ const TURNS: usize = 9;
 
 /// Results after turns of one size.
 #[derive(Default)]
-struct Turns {
+struct SizeResults {
     /// On rank 0.
     pub baseline: Option<BaselineReport>,
     /// Why there were none, on all ranks: later sizes skip it.
@@ -89,7 +89,12 @@ struct Turns {
 }
 
 /// Runs of ours and of `ucx_perftest` in turn. Collective: the waiting side sleeps on a socket.
-fn take_turns(all: &Group, mut pair: Option<&mut Pair<'_>>, test: Test, run: Run) -> Result<Turns, CliError> {
+fn take_turns(
+    all: &Group,
+    mut pair: Option<&mut RankPair<'_>>,
+    test: Test,
+    run: Run,
+) -> Result<SizeResults, CliError> {
     let (mut ours_us, mut theirs_us) = (Vec::new(), Vec::new());
     for _ in 0..TURNS {
         let mut absent = None;
@@ -101,14 +106,14 @@ fn take_turns(all: &Group, mut pair: Option<&mut Pair<'_>>, test: Test, run: Run
         }
         let absent = ranks::tell_all(all, &absent)?.swap_remove(0);
         if absent.is_some() {
-            return Ok(Turns { baseline: None, absent });
+            return Ok(SizeResults { baseline: None, absent });
         }
         if let Some(pair) = &mut pair {
             ours_us.extend(pair.run(test, run, false)?.latency.map(|latency| latency.p50_us));
         }
     }
     let baseline = (all.rank() == 0).then(|| BaselineReport::new(NAME, ours_us, theirs_us));
-    Ok(Turns { baseline, absent: None })
+    Ok(SizeResults { baseline, absent: None })
 }
 
 const NAME: &str = "ucx";

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use sidelane_testkit::machines::Hosts;
 use sidelane_testkit::timing::stats::{Ratio, Summary, ratio_of_medians, summary};
 
-use super::measure::Found;
+use super::measure::RankSamples;
 use super::{Run, Test};
 use crate::baselines::Unavailable;
 use crate::chart::{Arrangement, Chart, Curve, Panel, Point};
@@ -17,7 +17,7 @@ use crate::table::{self, Column};
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
-    pub config: Conditions,
+    pub config: RunSettings,
     pub verified: bool,
     pub pairs: Vec<PairReport>,
     /// One that was to take turns with us, and could not.
@@ -26,7 +26,7 @@ pub struct Report {
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Conditions {
+pub struct RunSettings {
     pub test: Test,
     pub nodes: usize,
     pub ranks_per_node: Vec<u32>,
@@ -120,7 +120,7 @@ fn mib_s(bytes: u64, us: f64) -> f64 {
 
 impl RunReport {
     /// From what both ranks have found: the first one timed.
-    pub fn new(run: Run, first: Found, second: &Found) -> Self {
+    pub fn new(run: Run, first: RankSamples, second: &RankSamples) -> Self {
         let verified = first.verified && second.verified;
         RunReport { run, verified, latency: first.latency, bandwidth: first.bandwidth, baseline: None }
     }
@@ -256,7 +256,7 @@ fn typical(run: &RunReport) -> f64 {
 }
 
 pub fn draw(report: &Report) -> String {
-    let Conditions { test, hosts, ranks_per_node, .. } = &report.config;
+    let RunSettings { test, hosts, ranks_per_node, .. } = &report.config;
     let unit = if test.is_latency() { "us" } else { "MiB/s" };
     let host = hosts.text("");
     let mut conditions = vec![format!("ranks: {}, {host}", shape_words(ranks_per_node))];
@@ -321,7 +321,7 @@ pub mod tests {
         };
         let end = |rank, node| End { rank, node };
         Report {
-            config: Conditions {
+            config: RunSettings {
                 test,
                 nodes: 2,
                 ranks_per_node: vec![2, 2],
@@ -364,7 +364,7 @@ pub mod tests {
     #[test]
     fn a_run_is_verified_if_both_ranks_say_so() {
         let run = Run { bytes: 8, iterations: 1, warmup: 0 };
-        let [good, bad] = [true, false].map(|verified| Found { verified, ..Found::default() });
+        let [good, bad] = [true, false].map(|verified| RankSamples { verified, ..RankSamples::default() });
         for (first, second) in [(&good, &bad), (&bad, &good)] {
             assert!(!RunReport::new(run, first.clone(), second).verified);
         }

@@ -21,12 +21,12 @@ use super::dropped;
 use crate::chart::{Arrangement, Bar, Chart, Color, Curve, Panel, Point};
 use crate::commands::launch::shape_words;
 use crate::error::CliError;
-use crate::routing_source::{Conditions, Decided};
+use crate::routing_source::{Decided, RunSettings};
 use crate::{command_frame, table};
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
-    pub config: Conditions,
+    pub config: RunSettings,
     pub load: Loads,
     pub capacity: Vec<Dropped>,
 }
@@ -92,10 +92,10 @@ impl Report {
     }
 }
 
-impl Conditions {
+impl RunSettings {
     /// Source of the decisions, and their number.
     pub fn words(&self) -> [String; 2] {
-        let Conditions { routing, experts, top_k, seed, tokens, .. } = self;
+        let RunSettings { routing, experts, top_k, seed, tokens, .. } = self;
         [
             format!("{routing}, {experts} experts, top-{top_k}, seed {seed}"),
             format!("{}, {tokens} tokens each, experts in equal blocks", shape_words(&self.ranks_per_node)),

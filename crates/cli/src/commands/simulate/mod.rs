@@ -175,7 +175,7 @@ pub enum MetadataWith {
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Conditions {
+pub struct RunSettings {
     pub model: &'static str,
     /// The model's own router where there is none.
     pub routing: Option<Source>,
@@ -194,7 +194,7 @@ pub struct Conditions {
 /// Conditions, and how to answer for any number of nodes.
 pub struct Task<'a> {
     pub args: &'a SimulateArgs,
-    pub conditions: Conditions,
+    pub conditions: RunSettings,
     pub hardware: Hardware,
     router: Option<Router>,
     row_bytes: u64,
@@ -280,7 +280,7 @@ impl<'a> Task<'a> {
                 return Err(usage!("--relay-parts has no effect here: {why}"));
             }
         }
-        let conditions = Conditions {
+        let conditions = RunSettings {
             model: args.model.name,
             routing: args.routing.clone(),
             experts,
@@ -304,7 +304,7 @@ impl<'a> Task<'a> {
 
     /// Dispatch and combine of fixed slots on a machine.
     pub fn slots(&self, hardware: &Hardware) -> Result<[Timing; 2], CliError> {
-        let Conditions { ranks_per_node, tokens, top_k, .. } = self.conditions;
+        let RunSettings { ranks_per_node, tokens, top_k, .. } = self.conditions;
         let shape = SlotShape::new(tokens, top_k, self.row_bytes)?;
         Ok(slots(ranks_per_node, shape, self.return_bytes, hardware)?)
     }
@@ -318,7 +318,7 @@ impl<'a> Task<'a> {
 
     /// Decisions and expert placement of this number of nodes, to time one variant after the other.
     pub fn group(&self, nodes: u32) -> Result<Group<'_>, CliError> {
-        let Conditions { experts, top_k, ranks_per_node, tokens, seed, .. } = self.conditions;
+        let RunSettings { experts, top_k, ranks_per_node, tokens, seed, .. } = self.conditions;
         let ranks = nodes * ranks_per_node;
         let map = match experts < ranks {
             // One copy of an expert on each rank, in turn.

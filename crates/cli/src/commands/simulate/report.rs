@@ -8,7 +8,7 @@ use sidelane_model::time::{
 
 use super::layer_time::{self, Layered, Products};
 use super::tensor_time::{self, TensorLayers};
-use super::{Conditions, MetadataWith, ReceiveKind, Task};
+use super::{MetadataWith, ReceiveKind, RunSettings, Task};
 use crate::chart::{Arrangement, Chart, Curve, Panel, Point};
 use crate::command_frame;
 use crate::error::CliError;
@@ -16,7 +16,7 @@ use crate::table::{self, time, time_ns, volume};
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
-    pub config: Conditions,
+    pub config: RunSettings,
     pub hardware: Hardware,
     /// The group that was asked for, then those of the picture.
     pub groups: Vec<Group>,
@@ -88,9 +88,9 @@ fn rates(hardware: &Hardware) -> String {
     )
 }
 
-impl Conditions {
+impl RunSettings {
     fn routing_words(&self) -> String {
-        let Conditions { model, routing, experts, top_k, tokens, .. } = self;
+        let RunSettings { model, routing, experts, top_k, tokens, .. } = self;
         let source = match routing {
             Some(source) => source.to_string(),
             None => format!("the router of {model} on random logits"),
@@ -189,7 +189,7 @@ fn sensitivity_text(outcomes: &[Outcome]) -> String {
 
 impl command_frame::Report for Report {
     fn text(&self) -> String {
-        let Conditions { nodes, ranks_per_node, tokens, top_k, hidden, dtype, metadata_with, mode, .. } =
+        let RunSettings { nodes, ranks_per_node, tokens, top_k, hidden, dtype, metadata_with, mode, .. } =
             &self.config;
         let group = &self.groups[0];
         let played = group.variants.first().map_or(0, |timed| timed.dispatch.simulated_ranks);
@@ -248,7 +248,7 @@ pub fn draw(report: &Report) -> String {
         let curves = names.iter().map(|&of| Curve { name: of.to_owned(), points: points(of, ns) }).collect();
         Panel { curves, ..Panel::new(title, &|ranks| ranks.to_string(), &time) }
     };
-    let Conditions { hidden, dtype, ranks_per_node, .. } = &report.config;
+    let RunSettings { hidden, dtype, ranks_per_node, .. } = &report.config;
     let rows = format!(
         "rows of {hidden} x {}, nodes of {ranks_per_node} ranks; a model, not measured",
         dtype.name()

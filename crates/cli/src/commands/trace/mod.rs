@@ -25,7 +25,7 @@ use sidelane_verify::reference::Real;
 
 use crate::command_frame::{self, Command};
 use crate::commands::bench::{
-    self, CALLS, ConditionArgs, Conditions, Layer, Task, Verdict, record, write_trace,
+    self, CALLS, ConditionArgs, Layer, RunSettings, Task, Verdict, record, write_trace,
 };
 use crate::error::CliError;
 use crate::ranks::{self, Assignment, Files};
@@ -62,7 +62,7 @@ impl Command for TraceArgs {
 
     fn run(self) -> Result<ExitCode, CliError> {
         // One round is recorded.
-        let config = Conditions::resolve(&self.conditions, false, Some(1))?;
+        let config = RunSettings::resolve(&self.conditions, false, Some(1))?;
         let files = Files { json: self.json, svg: self.svg, trace: Some(self.out), ..Files::default() };
         bench::start(Self::NAME, config, files, &self.conditions.machines)
     }
@@ -91,7 +91,7 @@ fn run<E: Real>(task: &Task, files: &Files) -> Result<ExitCode, CliError> {
 
 #[derive(Debug, Serialize)]
 pub struct Report {
-    pub config: Conditions,
+    pub config: RunSettings,
     pub machines: usize,
     #[serde(flatten)]
     pub verdict: Verdict,
@@ -135,7 +135,7 @@ impl RankSums {
 
 impl Report {
     pub fn new(
-        config: &Conditions,
+        config: &RunSettings,
         machines: &Machines,
         verdict: Verdict,
         nodes: &NodeMap,
@@ -190,7 +190,7 @@ pub mod tests {
     use crate::command_frame::tests::{assert_page_with, assert_words, page};
 
     /// Eight ranks on two nodes.
-    pub fn config() -> Conditions {
+    pub fn config() -> RunSettings {
         crate::commands::bench::sample().config.config
     }
 

@@ -6,7 +6,7 @@ use sidelane::exec::{Event, OpKind, Timeline};
 use sidelane::topology::NodeMap;
 
 use crate::chart::{self, Color, Row, Span};
-use crate::commands::bench::Conditions;
+use crate::commands::bench::RunSettings;
 use crate::table::{time_ns, volume};
 
 fn look(kind: OpKind) -> (Color, &'static str) {
@@ -19,7 +19,7 @@ fn look(kind: OpKind) -> (Color, &'static str) {
     }
 }
 
-pub fn draw(config: &Conditions, nodes: &NodeMap, timelines: &[Timeline]) -> String {
+pub fn draw(config: &RunSettings, nodes: &NodeMap, timelines: &[Timeline]) -> String {
     let [ranks, rows, routing, schedule, sums] = config.words().map(|(_, words)| words);
     let several = nodes.nodes() > 1;
     let row = |node: u32, nth: usize, rank: u32| Row {
@@ -116,7 +116,7 @@ mod tests {
     fn a_path_with_special_characters_is_shown_as_it_is() {
         let routing = "a <b> & \"c\".jsonl".parse().unwrap();
         let picture =
-            draw(&Conditions { routing, ..config() }, &NodeMap::from_labels(&[0]), &[Timeline::default()]);
+            draw(&RunSettings { routing, ..config() }, &NodeMap::from_labels(&[0]), &[Timeline::default()]);
         elements(&picture);
         assert!(picture.contains("a &lt;b&gt; &amp; &quot;c&quot;.jsonl"), "{picture}");
     }

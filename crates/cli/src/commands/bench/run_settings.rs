@@ -21,7 +21,7 @@ use crate::ranks::RankMemory;
 use crate::routing_source::{Router, Share, Source};
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Conditions {
+pub struct RunSettings {
     pub nodes: u32,
     pub ranks_per_node: Vec<u32>,
     pub tokens: u32,
@@ -37,13 +37,13 @@ pub struct Conditions {
     pub seed: u64,
 }
 
-impl Conditions {
+impl RunSettings {
     /// From the command line and the recording or routing file. Without a number of rounds, as many
     /// as take half a minute.
     pub fn resolve(args: &ConditionArgs, backward: bool, rounds: Option<u32>) -> Result<Self, CliError> {
         let ranks_per_node = args.nodes.sizes()?;
         let (routed, share) = args.router.resolve(&args.routing)?;
-        let config = Conditions {
+        let config = RunSettings {
             nodes: ranks_per_node.len() as u32,
             ranks_per_node,
             tokens: share.tokens,
@@ -72,7 +72,7 @@ impl Conditions {
         if config.shape.strategy == Strategy::AllGather && receive.mode().slots().is_some() {
             return Err(usage!("--mode slots is for --strategy all-to-all"));
         }
-        let config = Conditions { rounds, receive, ..config };
+        let config = RunSettings { rounds, receive, ..config };
         config.fits_in_memory(&args.machines)?;
         Ok(config)
     }
@@ -109,7 +109,7 @@ impl Conditions {
             ("--align", self.shape.align),
             ("--rounds", rounds.unwrap_or(1)),
         ])?;
-        let Conditions { top_k, experts, shape, .. } = *self;
+        let RunSettings { top_k, experts, shape, .. } = *self;
         let Shape { hidden, partial_dtype: wire, layout, route, coalesce_relays, .. } = shape;
         let (dtype, bytes) = (shape.dtype.element(), self.row_bytes());
         if !bytes.is_multiple_of(UNIT) {
@@ -179,7 +179,7 @@ impl Conditions {
     /// The same words wherever conditions are shown: ranks; what each brings; where it goes; by
     /// which way, and into how much memory; how combine adds.
     pub fn words(&self) -> [(&'static str, String); 5] {
-        let Conditions { tokens, routing, experts, top_k, seed, shape, .. } = self;
+        let RunSettings { tokens, routing, experts, top_k, seed, shape, .. } = self;
         let Shape { hidden, dtype, align, layout, route, sum_order, .. } = shape;
         let gathers = if shape.strategy == Strategy::AllGather { "all-gather, " } else { "" };
         let spans = if shape.coalesce_relays { " in spans" } else { "" };
@@ -392,7 +392,7 @@ impl ReceiveConfig {
     ///
     /// # Errors
     /// Options of another mode; too little room for the routing, unless excess rows are dropped.
-    pub fn resolve(args: &ConditionArgs, config: &Conditions, router: &Router) -> Result<Self, CliError> {
+    pub fn resolve(args: &ConditionArgs, config: &RunSettings, router: &Router) -> Result<Self, CliError> {
         for (option, given, mode) in [
             ("--budget", args.budget.is_some(), ReceiveKind::Budget),
             ("--slots", args.slots.is_some(), ReceiveKind::Slots),
@@ -429,7 +429,7 @@ impl ReceiveConfig {
     fn budget(
         factor: f64,
         overflow: Overflow,
-        config: &Conditions,
+        config: &RunSettings,
         needs: &Reference<f32>,
     ) -> Result<Self, CliError> {
         if !(factor.is_finite() && factor > 0.0) {
@@ -522,9 +522,9 @@ pub mod tests {
         assert_eq!((args.row.hidden(), args.row.dtype, args.routing), (2048, RowType::Bf16, None));
     }
 
-    pub fn resolve(words: &str) -> Conditions {
+    pub fn resolve(words: &str) -> RunSettings {
         let args: BenchArgs = parsed(words).unwrap();
-        Conditions::resolve(&args.conditions, args.backward, args.rounds).unwrap()
+        RunSettings::resolve(&args.conditions, args.backward, args.rounds).unwrap()
     }
 
     /// A routing file of four experts, top-2.
@@ -536,7 +536,7 @@ pub mod tests {
         file
     }
 
-    fn resolve_file(file: &NamedTempFile, words: &str) -> Conditions {
+    fn resolve_file(file: &NamedTempFile, words: &str) -> RunSettings {
         resolve(&format!("--routing {} {words}", file.path().display()))
     }
 
@@ -593,7 +593,7 @@ pub mod tests {
     #[test]
     fn tokens_beyond_the_machine_are_refused_before_routing_is_drawn() {
         let args: BenchArgs = parsed("--tokens 65536 --top-k 1 --hidden 1048576").unwrap();
-        let refused = Conditions::resolve(&args.conditions, false, None).unwrap_err().to_string();
+        let refused = RunSettings::resolve(&args.conditions, false, None).unwrap_err().to_string();
         assert!(refused.contains("available: lower --tokens"), "{refused}");
     }
 
@@ -644,7 +644,7 @@ pub mod tests {
                 r#""partial_dtype":"bf16""#,
             ],
         );
-        assert_eq!(serde_json::from_str::<Conditions>(&json).unwrap(), config);
+        assert_eq!(serde_json::from_str::<RunSettings>(&json).unwrap(), config);
     }
 
     #[test]
