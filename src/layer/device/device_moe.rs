@@ -234,9 +234,15 @@ impl DeviceMoeLayer {
         world
     }
 
+    /// Enters a pass that this rank cannot make, so that the other ranks hear of it and do not
+    /// wait, as [`MoeLayer::refuse`](super::super::MoeLayer::refuse) does.
+    pub fn refuse(&mut self, call: CallKind, error: Error) -> Error {
+        self.refuse_call(call, None, error)
+    }
+
     /// Error of a pass that ends before its first transfer, which the other ranks are refused. A
     /// device that fails can enter no call: that ends the world.
-    pub(super) fn refuse(&mut self, call: CallKind, handle: Option<&Handle>, error: Error) -> Error {
+    pub(super) fn refuse_call(&mut self, call: CallKind, handle: Option<&Handle>, error: Error) -> Error {
         match error {
             Error::Device(DeviceError::Call { .. }) => self.world.fail(&[], error),
             error => self.exchange.refuse(call, handle, error),

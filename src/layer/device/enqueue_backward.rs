@@ -253,7 +253,7 @@ impl DeviceMoeLayer {
     /// In place of the first transfer of a backward pass.
     fn refuse_backward(&mut self, tape: &DeviceTape, error: Error) -> Error {
         match tape.chunks.first() {
-            Some(kept) => self.refuse(CallKind::CombineBackward, Some(&kept.received.handle), error),
+            Some(kept) => self.refuse_call(CallKind::CombineBackward, Some(&kept.received.handle), error),
             None => error,
         }
     }

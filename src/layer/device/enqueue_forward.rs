@@ -87,7 +87,7 @@ impl DeviceMoeLayer {
         });
         let routed = match routed {
             Ok(routed) => routed,
-            Err(error) => return Err(self.refuse(CallKind::Dispatch, None, error)),
+            Err(error) => return Err(self.refuse_call(CallKind::Dispatch, None, error)),
         };
         let DeviceMoeLayer { exchange, placed, pool, plan, world, instance, .. } = self;
         let step = ForwardStep::new(placed, exchange, (*input, out), &routed, plan);

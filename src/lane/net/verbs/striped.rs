@@ -77,31 +77,55 @@ impl StripedConnection {
     fn stripe(
         &self,
         (len, stripe): (u64, u64),
+        limits: WaitLimits<'_>,
         mut part: impl FnMut(&Connection, u64, u64) -> Result<(), SendBlocked>,
     ) -> Result<(), SendBlocked> {
         let mut state = self.state.lock();
         if state.lead_only {
             return part(self.lead(), 0, len);
         }
-        let mut done = 0;
+        let (mut done, mut others) = (0, false);
         while done < len {
             let bytes = stripe.min(len - done);
             let queue = state.stripes.pick(bytes);
             part(&self.queues[queue], done, bytes)?;
             done += bytes;
+            others |= queue > 0;
+        }
+        if others {
+            self.grant(limits);
         }
         Ok(())
     }
 
     /// Sends the ticks that are owed.
     fn pay(&self, state: &mut State, limits: WaitLimits<'_>) -> Result<(), SendBlocked> {
+        let mut paid = false;
         for (queue, owed) in self.queues.iter().zip(&mut state.owed) {
             while *owed > 0 {
                 queue.tick(limits)?;
                 *owed -= 1;
+                paid = true;
             }
         }
+        if paid {
+            self.grant(limits);
+        }
         Ok(())
+    }
+
+    /// Lets the lead report signals that ticks of other queues have completed meanwhile: a wait on
+    /// one of these may have taken them, and the progress thread sleeps then.
+    fn grant(&self, limits: WaitLimits<'_>) {
+        self.lead().progress(limits.health);
+    }
+
+    /// Posts what is left on all queues, before a wait for the first of them.
+    fn post(&self, health: &Health) {
+        for queue in &self.queues {
+            queue.settled();
+            queue.progress(health);
+        }
     }
 }
 
@@ -131,7 +155,7 @@ impl NetConnection for StripedConnection {
     }
 
     fn put(&self, to: RemoteAddress, bytes: &[u8], limits: WaitLimits<'_>) -> Result<(), SendBlocked> {
-        self.stripe((bytes.len() as u64, self.chunk), |queue, from, len| {
+        self.stripe((bytes.len() as u64, self.chunk), limits, |queue, from, len| {
             queue.put(to.behind(from), &bytes[from as usize..][..len as usize], limits)
         })
     }
@@ -145,14 +169,14 @@ impl NetConnection for StripedConnection {
     ) -> Result<(), SendBlocked> {
         let row_bytes = source.row_bytes.max(1);
         let stripe = (self.chunk / row_bytes).max(1) * row_bytes;
-        self.stripe((rows.len() as u64 * row_bytes, stripe), |queue, from, len| {
+        self.stripe((rows.len() as u64 * row_bytes, stripe), limits, |queue, from, len| {
             let [first, count] = [from, len].map(|bytes| (bytes / row_bytes) as usize);
             queue.put_rows(to.behind(from), &rows[first..][..count], source, limits)
         })
     }
 
     fn zero(&self, to: RemoteAddress, len: u64, limits: WaitLimits<'_>) -> Result<(), SendBlocked> {
-        self.stripe((len, self.chunk), |queue, from, len| queue.zero(to.behind(from), len, limits))
+        self.stripe((len, self.chunk), limits, |queue, from, len| queue.zero(to.behind(from), len, limits))
     }
 
     fn devices(&self) -> Option<&dyn DeviceConnection> {
@@ -181,12 +205,18 @@ impl NetConnection for StripedConnection {
     }
 
     fn settle(&self, limits: WaitLimits<'_>) -> Result<(), SendBlocked> {
-        self.queues.iter().try_for_each(|queue| queue.settle(limits))
+        self.post(limits.health);
+        self.queues.iter().try_for_each(|queue| queue.settle(limits))?;
+        self.grant(limits);
+        Ok(())
     }
 
     fn flush(&self, limits: WaitLimits<'_>) -> Result<(), SendBlocked> {
         self.pay(&mut self.state.lock(), limits)?;
-        self.queues.iter().try_for_each(|queue| queue.flush(limits))
+        self.post(limits.health);
+        self.queues.iter().try_for_each(|queue| queue.flush(limits))?;
+        self.grant(limits);
+        Ok(())
     }
 
     fn progress(&self, health: &Health) -> bool {
