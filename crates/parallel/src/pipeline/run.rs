@@ -114,8 +114,8 @@ pub trait Stage<E: Float = f32> {
     /// stage before it has failed: a [`Step::Compute`], or the two of a [`Step::Overlap`]. Refuses
     /// the first call of each pass to each group of ranks that have the same stage of other
     /// pipelines. Of two passes that the stage makes as one graph of one `MoeLayer`, peers have one
-    /// first call: that is `CombineBackward`, on the layer of the tape. Layers that communicate with
-    /// none need not have it.
+    /// first call: that is `CombineBackward`, on the layer of the tape. Layers that communicate
+    /// with none need not have it.
     fn refuse(&mut self, step: &Step) {
         let _ = step;
     }
