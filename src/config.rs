@@ -195,7 +195,7 @@ impl Config {
     }
 }
 
-/// What the names of Sidelane's variables begin with.
+/// The names of Sidelane's variables begin with this.
 const PREFIX: &str = "SIDELANE_";
 
 /// Variables that the library reads.
@@ -262,8 +262,8 @@ const OF_BUILD_AND_TESTS: [&str; 15] = [
     "SIDELANE_WRITE_HEADER",
 ];
 
-/// What the names of variables between tests and their processes begin with, and of those that the
-/// fake CUDA driver reads.
+/// Variables between tests and their processes begin with these, and those that the fake CUDA
+/// driver reads.
 const OF_TESTS_BY_PREFIX: [&str; 2] = ["SIDELANE_TEST_", "SIDELANE_FAKE_CUDA_"];
 
 /// Refuses old names, and names that are nearly one of ours: such a variable would do nothing. Any

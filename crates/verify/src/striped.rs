@@ -61,7 +61,7 @@ impl Bug {
     ];
 }
 
-/// What is wrong with a run.
+/// A broken promise of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
     /// The signal of this number was applied before data of this operation was placed.
@@ -83,7 +83,7 @@ pub enum Fault {
     },
 }
 
-/// What waits in a queue.
+/// An entry that waits in a queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Entry {
     /// Data of the operation at this place.
@@ -207,7 +207,7 @@ impl Search<'_> {
         Some(next)
     }
 
-    /// What waits at a place of a queue arrives.
+    /// Lets the entry at a place of a queue arrive.
     fn carry(&self, state: &State, queue: usize, at: usize) -> Result<State, Fault> {
         let mut next = state.clone();
         match next.queues[queue].remove(at) {

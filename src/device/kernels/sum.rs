@@ -61,7 +61,7 @@ pub struct RefusalMarks<'a> {
     /// Where it is written that a rank refuses the call: as [`Kernels::check`] does. The status of
     /// the sum is the lower half of this word.
     pub verdict: Word<'a, u64>,
-    /// What stays wrong, which is the verdict of every call: a failed world, or a fault.
+    /// The lasting verdict, which is that of every call: a failed world, or a fault.
     pub lasting: Word<'a, u32>,
 }
 

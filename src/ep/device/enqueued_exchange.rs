@@ -122,7 +122,7 @@ impl EnqueuedExchange {
         }
     }
 
-    /// What never changes but by another expert map.
+    /// The values that only another expert map changes.
     pub(super) fn common(&self) -> &Arc<Session> {
         &self.enqueuer.common
     }

@@ -295,7 +295,7 @@ fn stuck(program: &Program, actors: &[Actor], words: &[u64], queues: u32) -> Pro
         .collect();
     let node = |op: u32| &program.nodes[op as usize];
     let first = |ops: &mut dyn Iterator<Item = u32>| ops.min_by_key(|&op| (node(op).call, node(op).at, op));
-    // What keeps the signal of a wait from coming.
+    // The node behind which the signal of a wait stands.
     let behind = |wait: u32| {
         let (word, value) = (node(wait).word(), node(wait).step.value);
         let signals = |node: &&Node| matches!(node.step.op, Op::Signal { .. }) && node.word() == word;

@@ -384,7 +384,7 @@ impl Stage {
         Ok(tape)
     }
 
-    /// What a pass has made. If it has failed, the ranks that wait for this one hear of it.
+    /// The result of a pass. If it has failed, the ranks that wait for this one hear of it.
     fn or_refuse<T>(&mut self, pass: Pass, model_chunk: u32, made: Result<T>) -> Result<T> {
         match made {
             Ok(_) => debug_assert!(self.groups.progress.is_behind(&self.calls(pass, model_chunk))),

@@ -334,7 +334,7 @@ impl SlotExchange {
     /// Enqueues what is left of a refusal before the exchange is dropped, because peers still write
     /// to its memory. A stream with such waits holds that.
     pub fn close(&mut self, stream: &Stream) {
-        // What cannot be enqueued has ended the world, and so the writes of peers.
+        // An error here has ended the world, and so the writes of peers.
         let _ = self.finish_refusal(stream);
     }
 

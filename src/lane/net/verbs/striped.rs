@@ -56,7 +56,7 @@ struct State {
 }
 
 impl StripedConnection {
-    /// Lanes of these speeds, in one unit.
+    /// A connection over queues of these speeds, in one unit.
     pub fn new(
         rank: u32,
         health: &Arc<Health>,

@@ -82,7 +82,7 @@ impl RunSettings {
         self.memory(0).fits(&self.ranks_per_node, machines)
     }
 
-    /// What each rank takes, with a heap of this size.
+    /// Memory that each rank takes, with a heap of this size.
     pub fn memory(&self, heap: u64) -> RankMemory {
         // Each rank knows the choices and the tokens of all.
         let tokens = u64::from(self.ranks()) * u64::from(self.tokens);
