@@ -21,7 +21,7 @@ use super::relay_plan::{Block, Segment};
 use super::sorted_routing::NONE;
 use super::{
     Bins, Counts, InterNodeRows, ReceiveMode, ReceiveSizes, RowBuffer, RowSizes, SortedRouting, refill,
-    reuse, vec_memory_usage,
+    vec_memory_usage,
 };
 use crate::dtype::PARTIAL;
 use crate::topology::{Paths, Route};
@@ -409,10 +409,10 @@ impl DispatchLayout {
         }
         self.term_starts.clone_from(&sorted.token_starts);
         let entries = sorted.entries();
-        reuse(&mut self.terms, entries);
-        reuse(&mut self.choices, entries);
+        refill(&mut self.terms, entries, Summand::default());
+        refill(&mut self.choices, entries, 0);
         let has_partials = bins.order().has_partials();
-        reuse(&mut self.partials, if has_partials { entries } else { 0 });
+        refill(&mut self.partials, if has_partials { entries } else { 0 }, 0);
         self.cursors.clone_from(&sorted.token_starts);
         let DispatchLayout { terms, choices, partials, cursors, home_rows, .. } = self;
         let (terms, choices, partials) = (&mut terms[..], &mut choices[..], &mut partials[..]);

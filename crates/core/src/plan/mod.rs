@@ -45,13 +45,11 @@ pub fn vec_memory_usage<T>(table: &Vec<T>) -> usize {
     table.capacity() * size_of::<T>()
 }
 
-/// Makes a table `len` entries long, each of which is written next: those that the last call left
-/// keep their values, for filling a large table takes as long as sorting into it.
-fn reuse<T: Copy + Default>(table: &mut Vec<T>, len: usize) {
-    table.resize(len, T::default());
-}
-
 /// Sets a table to `len` equal entries without giving its memory back.
+///
+/// This pays even where each entry is written next, in another order: the rows of the last call
+/// have pushed the table out of the caches. To fill it reads it back in sequence, while scattered
+/// writes would each wait for a line: `SortedRouting::fill` would take twice as long in a call.
 fn refill<T: Copy>(table: &mut Vec<T>, len: usize, value: T) {
     table.clear();
     table.resize(len, value);

@@ -55,7 +55,7 @@ use std::ops::Range;
 
 use super::{
     Bins, Block, Counts, DispatchLayout, InterNodeRows, PlanContext, ReceiveSizes, RowRun, Segment,
-    SortedRouting, refill, reuse,
+    SortedRouting, refill,
 };
 
 /// For each row of a block, the set of ranks of the node that it goes to. Ranks count from 0 in the
@@ -206,7 +206,7 @@ impl RelayOrder {
 
     /// Bit i of a set's place in the Gray code is the parity of the set's ranks from i up.
     fn find_places(&mut self, sets: &RankSets) {
-        reuse(&mut self.places, sets.bits.len());
+        refill(&mut self.places, sets.bits.len(), 0);
         let words = sets.words();
         for (set, places) in sets.bits.chunks_exact(words).zip(self.places.chunks_exact_mut(words)) {
             let mut odd_above = 0;
@@ -219,7 +219,7 @@ impl RelayOrder {
 
     /// Counting sorts, each by a byte of the places: in nodes of 8, a single one.
     fn sort_by_digits(&mut self, ranks: u32) {
-        reuse(&mut self.spare, self.rows.len());
+        refill(&mut self.spare, self.rows.len(), 0);
         for shift in (0..ranks).step_by(8) {
             let digit = |row: u32| (self.places[row as usize] >> shift) as usize & 0xff;
             let mut cursors = [0u32; 256];
@@ -426,7 +426,7 @@ impl RelayPermutation {
             let (rows, served) = (crossing.rows(nth), frame.paths.served_by(relay));
             let (tokens, index) = crossing.block_mut(nth);
             order.sort_block(sets, (frame.bins, served), sorted, (&mut *tokens, &*index), spare);
-            reuse(place, rows as usize);
+            refill(place, rows as usize, 0);
             (0..).zip(&order.rows).for_each(|(row, &old)| place[old as usize] = row);
             index.iter_mut().for_each(|row| *row = place[*row as usize]);
         }

@@ -19,7 +19,7 @@
 //! along its layout sums the rows of all ranks by ascending rank: it is reduce-scatter. No rank
 //! chooses rows, so they travel whole: a run is a piece of the tensor itself, without any index.
 
-use super::{Bins, ExpertMap, RowMetadata, refill, reuse, vec_memory_usage};
+use super::{Bins, ExpertMap, RowMetadata, refill, vec_memory_usage};
 use crate::error::PlanError;
 use crate::gate::Routing;
 
@@ -314,9 +314,9 @@ impl SortedRouting {
             *start = sum;
         }
         let entries = sum as usize;
-        reuse(&mut self.tokens, entries);
-        reuse(&mut self.metadata, entries * self.words);
-        reuse(&mut self.choices, entries);
+        refill(&mut self.tokens, entries, 0);
+        refill(&mut self.metadata, entries * self.words, 0);
+        refill(&mut self.choices, entries, 0);
         self.cursors.clone_from(&self.starts);
     }
 
@@ -356,8 +356,6 @@ impl SortedRouting {
     /// A row per rank that a token reaches.
     fn place_ranks(&mut self, routing: &Routing) {
         self.reserve();
-        // Choices of other ranks have zeros.
-        self.metadata.fill(0);
         self.latest.fill((0, 0));
         let (k, mut choice) = (routing.top_k() as usize, 0);
         for (token, ids) in (0..).zip(routing.experts().chunks_exact(k)) {
