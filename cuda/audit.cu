@@ -1,5 +1,5 @@
 // What `sidelane gpu-check` runs beside the library's own kernels: a module of its own, which
-// nobody else loads.
+// no other code loads.
 #include "copy.cu"
 #include "hold.cu"
 #include "tensor_core_product.cu"

@@ -1,5 +1,5 @@
-// Hold: takes multiprocessors until the host says otherwise. Whatever completes meanwhile did not
-// need one.
+// Hold: takes multiprocessors until the host says otherwise. Anything that completes meanwhile did
+// not need one.
 //
 //     grid as many blocks as have all threads of all multiprocessors
 //

@@ -22,7 +22,7 @@ struct Matmul {
     u32 a_row, a_depth;       // elements from one to the next
     u32 b_depth, b_column;
     u32 along_depth; // whether segments lie along the depth, and not along the rows
-    u32 add;         // whether to add to what is there
+    u32 add;         // whether to add to the old values
 };
 
 struct MatmulTiles {
@@ -93,7 +93,7 @@ KERNEL(matmul, struct Matmul, p) {
     for (u32 group = 0; group < p.groups; group++) {
         u64 all = p.along_depth ? p.depth : p.rows, size = all, padded = all;
         if (p.segments) {
-            // Whatever the table says, no segment goes beyond the rows that there are.
+            // No segment goes beyond the rows that there are.
             size = AT(const u64, p.segments)[group];
             padded = AT(const u64, p.segments)[p.groups + group];
             if (padded > all - first) padded = all - first;

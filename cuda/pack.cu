@@ -40,7 +40,7 @@ struct PackBlock {
     u64 call;
 };
 
-// The rank of an expert; none for -1 and whatever is no expert.
+// The rank of an expert; none for -1 and other numbers that name no expert.
 DEVICE i32 rank_of(const struct Pack *p, i32 expert) {
     return (u32)expert < p->n_experts ? AT(const i32, p->rank_of)[expert] : -1;
 }
@@ -91,7 +91,7 @@ DEVICE u32 place(const struct Pack *p, struct PackBlock *s, const struct Part *p
 }
 
 // The block of the first part looks for what is wrong, marks what is dropped, and counts the call.
-// Whatever is wrong goes into the heads alone: `check` makes the verdict of it.
+// Each error goes into the heads alone: `check` makes the verdict of it.
 DEVICE void begin_call(const struct Pack *p, struct PackBlock *s) {
     const i32 *experts = AT(const i32, p->experts);
     if (threadIdx.x == 0) {

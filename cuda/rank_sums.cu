@@ -8,7 +8,7 @@
 //
 //     grid (sums). Each thread of a block looks for the sum among the rows of one expert, the first
 //     in the order for the first thread. Then all threads add up what was found. A sum without rows
-//     is left as it is: nobody reads it.
+//     is left as it is: nothing reads it.
 #include "rows.h"
 
 struct RankSums {

@@ -21,7 +21,7 @@ DEVICE u32 refusing(u64 received, u64 slot_bytes, u32 ranks, u32 *lowest) {
 }
 
 // Says how a call ends here, in one store: above the word stands the call's number, modulo 2^32. A
-// host that ends a dead world writes the status first, then the verdict: if its verdict was
+// host that ends a failed world writes the status first, then the verdict: if its verdict was
 // overwritten here, its status is seen here.
 DEVICE void judge(u64 status, u64 verdict, u64 call, u32 word) {
     u32 found = *AT(const volatile u32, status);

@@ -52,7 +52,7 @@ struct SortBlock {
     u32 fault;                        // the first choice that is wrong
 };
 
-// The bin of a choice; none for -1 and whatever is no expert.
+// The bin of a choice; none for -1 and other numbers that name no expert.
 DEVICE i32 bin_of_choice(const struct SortChoices *p, u32 choice) {
     i32 expert = AT(const i32, p->experts)[choice];
     return (u32)expert < p->n_experts ? AT(const i32, p->bin_of)[expert] : -1;

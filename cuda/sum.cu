@@ -11,7 +11,7 @@
 
 struct Sum {
     u64 out;        // [tokens, columns]
-    u64 homes;      // u64 [ranks]: addresses of partial rows, [max_tokens, columns]
+    u64 partials;      // u64 [ranks]: addresses of partial rows, [max_tokens, columns]
     u64 places;     // i32 [tokens, ranks], as pack wrote them
     u64 status;     // u32
     u64 marks;      // u64 [ranks, 2], the first of each: the last call that the rank refused; or none
@@ -65,7 +65,7 @@ DEVICE void sum_token(const struct Sum *p, u32 token, u32 column, float *sums, i
             return;
         }
         u64 row = 0;
-        if (place >= 0) row = AT(const u64, p->homes)[rank] + (u64)place * p->columns * width(in);
+        if (place >= 0) row = AT(const u64, p->partials)[rank] + (u64)place * p->columns * width(in);
         u32 left = __ballot_sync(ALL_LANES, place >= 0);
         while (left) {
             uint4 moved[SUMMED];

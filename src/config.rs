@@ -266,22 +266,42 @@ const OF_BUILD_AND_TESTS: [&str; 15] = [
 /// driver reads.
 const OF_TESTS_BY_PREFIX: [&str; 2] = ["SIDELANE_TEST_", "SIDELANE_FAKE_CUDA_"];
 
-/// Refuses old names, and names that are nearly one of ours: such a variable would do nothing. Any
-/// other unknown name may be another tool's (CMake reads `SIDELANE_ROOT`) or a later version's, so
-/// it is a warning.
+/// A variable with our prefix that this version does not read.
+#[doc(hidden)]
+#[derive(Clone, Debug, PartialEq)]
+pub struct UnknownVariable {
+    /// Its name.
+    pub name: String,
+    /// The error by which worlds refuse an old name, or one that is nearly one of ours: such a
+    /// variable would do nothing. Any other name may be another tool's (CMake reads
+    /// `SIDELANE_ROOT`) or a later version's.
+    pub refusal: Option<BootstrapError>,
+}
+
+/// The unknown ones of these variables, by name.
+#[doc(hidden)]
+pub fn unknown_variables(names: impl IntoIterator<Item = String>) -> Vec<UnknownVariable> {
+    let is_known = |name: &str| {
+        let by_prefix = OF_TESTS_BY_PREFIX.iter().any(|prefix| name.starts_with(prefix));
+        OF_THE_LIBRARY.contains(&name) || OF_BUILD_AND_TESTS.contains(&name) || by_prefix
+    };
+    let mut unknown: Vec<String> =
+        names.into_iter().filter(|name| name.starts_with(PREFIX) && !is_known(name)).collect();
+    unknown.sort_unstable();
+    let refusal = |name: &String| match RENAMED.into_iter().find(|(old, _)| old == name) {
+        Some((name, new)) => Some(BootstrapError::RenamedVariable { name, new }),
+        None => nearest(name).map(|near| BootstrapError::MisspeltVariable { name: name.clone(), near }),
+    };
+    unknown.into_iter().map(|name| UnknownVariable { refusal: refusal(&name), name }).collect()
+}
+
+/// Refuses the first unknown variable that has a refusal, and warns of the others.
 fn check_names(names: impl IntoIterator<Item = String>) -> Result<(), BootstrapError> {
-    for name in names.into_iter().filter(|name| name.starts_with(PREFIX)) {
-        let by_prefix = || OF_TESTS_BY_PREFIX.iter().any(|prefix| name.starts_with(prefix));
-        if OF_THE_LIBRARY.contains(&&*name) || OF_BUILD_AND_TESTS.contains(&&*name) || by_prefix() {
-            continue;
+    for UnknownVariable { name, refusal } in unknown_variables(names) {
+        match refusal {
+            Some(refusal) => return Err(refusal),
+            None => tracing::warn!(name, "no variable of this version of Sidelane: it has no effect"),
         }
-        if let Some((name, new)) = RENAMED.into_iter().find(|(old, _)| *old == name) {
-            return Err(BootstrapError::RenamedVariable { name, new });
-        }
-        if let Some(near) = nearest(&name) {
-            return Err(BootstrapError::MisspeltVariable { name, near });
-        }
-        tracing::warn!(name, "no variable of this version of Sidelane: it has no effect");
     }
     Ok(())
 }
@@ -297,8 +317,8 @@ fn nearest(name: &str) -> Option<&'static str> {
     tried.filter(|(edits, most, _)| edits <= most).min().map(|(.., known)| known)
 }
 
-/// The fewest changes from one word to another: a character more, less or other, or two neighbours
-/// in the other order.
+/// The fewest changes from one word to another: a character more, less or other, or two that
+/// change places.
 fn edits(from: &[u8], to: &[u8]) -> usize {
     let mut table: Vec<Vec<usize>> = vec![(0..=to.len()).collect()];
     for i in 1..=from.len() {
@@ -394,6 +414,8 @@ mod tests {
         let others = others.map(|other| format!("{PREFIX}{other}"));
         let names = ours.chain(of_tests).map(str::to_owned).chain(others);
         check_names(names.chain(["SIDELANE".to_owned(), "PATH".to_owned()])).unwrap();
+        let unknown = unknown_variables(["SIDELANE_ROOT", "SIDELANE_HEAP", "PATH"].map(str::to_owned));
+        assert_eq!(unknown, [UnknownVariable { name: "SIDELANE_ROOT".to_owned(), refusal: None }]);
     }
 
     #[test]
@@ -413,7 +435,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pace_is_bytes_and_microseconds() {
+    fn emulated_link_is_bytes_and_microseconds() {
         let link = EmulatedLink::parse("2G/5").unwrap();
         assert_eq!((link.bytes_per_second.get(), link.latency), (2 << 30, Duration::from_micros(5)));
         for nonsense in ["2G", "0/5", "2G/-1", "fast/5", "/", ""] {

@@ -54,9 +54,9 @@ class Layer:
     def combine(self) -> None:
         came = torch.empty_like(self.y)
         came.index_copy_(0, self.by_expert, self.y)
-        home = self.move(came, self.here, self.there)
+        returned = self.move(came, self.here, self.there)
         total = torch.zeros(self.x.shape, dtype=torch.float32)
-        self.out = total.index_add_(0, self.token[self.order], home.float()).to(torch.bfloat16)
+        self.out = total.index_add_(0, self.token[self.order], returned.float()).to(torch.bfloat16)
 
     def write(self) -> None:
         for name, rows in (("rows", self.rows), ("out", self.out)):

@@ -16,7 +16,7 @@
 enum { RANKS, TOKENS, HIDDEN, TOP_K, EXPERTS, WORDS };
 
 static int tokens, hidden, top_k, experts, per_rank;
-static uint16_t *x, *sent, *came, *rows, *y, *home, *out;
+static uint16_t *x, *sent, *came, *rows, *y, *returned, *out;
 static int32_t *ids;
 static int *send_counts, *send_at, *recv_counts, *recv_at;
 /* Rows for each (rank, expert there), as sent, and for each (source, own expert), as received. */
@@ -118,13 +118,13 @@ static void dispatch(void) {
 
 static void combine(void) {
     sort_rows(y, came, 1);
-    MPI_Alltoallv(came, recv_counts, recv_at, row_type, home, send_counts, send_at, row_type, MPI_COMM_WORLD);
+    MPI_Alltoallv(came, recv_counts, recv_at, row_type, returned, send_counts, send_at, row_type, MPI_COMM_WORLD);
     for (int token = 0; token < tokens; token++) {
         const uint16_t *row[top_k];
         /* Places ascend with experts. */
         for (int choice = 0; choice < top_k; choice++) {
             int at = choice;
-            const uint16_t *from = home + (size_t)place[token * top_k + choice] * hidden;
+            const uint16_t *from = returned + (size_t)place[token * top_k + choice] * hidden;
             for (; at > 0 && row[at - 1] > from; at--) row[at] = row[at - 1];
             row[at] = from;
         }
@@ -151,7 +151,7 @@ int main(int count, char **words) {
     x = read_file(own("x"), &bytes);
     y = read_file(own("y"), &bytes);
     size_t mine = (size_t)tokens * top_k * hidden * sizeof *x, most = bytes;
-    sent = take(mine), home = take(mine), came = take(most), rows = take(most);
+    sent = take(mine), returned = take(mine), came = take(most), rows = take(most);
     out = take((size_t)tokens * hidden * sizeof *x);
     sent_of = take(experts * sizeof(int)), came_of = take(experts * sizeof(int));
     place = take((size_t)tokens * top_k * sizeof(int));

@@ -587,7 +587,7 @@ impl Location {
         parse(label).map_err(|Malformed| BootstrapError::Malformed { peer: format!("rank {rank}") })
     }
 
-    /// Whether two places are on one machine, whatever nodes it is split into.
+    /// Whether two places are on one machine, for any split into nodes.
     pub fn same_machine(&self, other: &Location) -> bool {
         (&self.boot, self.network, self.user) == (&other.boot, other.network, other.user)
     }

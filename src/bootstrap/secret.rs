@@ -15,8 +15,8 @@ use crate::error::BootstrapError;
 
 /// Bytes of a drawn secret.
 const DRAWN: usize = 32;
-/// Fewest bits of a secret from the environment: whoever can watch a handshake may try secrets in
-/// its own time.
+/// Fewest bits of a secret from the environment: an attacker who has seen a handshake can try
+/// secrets in its own time.
 const LEAST_BITS: u32 = 128;
 /// Fewest distinct characters of such a secret.
 const LEAST_CHARACTERS: usize = 8;

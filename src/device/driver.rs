@@ -26,7 +26,7 @@ pub struct Driver {
 
 impl Driver {
     /// Loads `libcuda.so.1`, or the library that `SIDELANE_CUDA_LIBRARY` names, and initializes it.
-    /// Never panics, whatever it finds.
+    /// Never panics.
     ///
     /// # Errors
     /// [`DeviceError::NoLibrary`], [`DeviceError::MissingSymbol`], [`DeviceError::Init`],

@@ -16,7 +16,6 @@
 
 #![allow(non_snake_case, reason = "the names of C, so that its manual applies")]
 
-use std::error::Error;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
 use std::fmt;
 use std::mem::ManuallyDrop;
@@ -25,7 +24,7 @@ use std::path::Path;
 use cudarc::driver::sys;
 use serde::{Serialize, Serializer};
 
-use crate::error::DeviceError;
+use crate::error::{DeviceError, of_loader};
 
 /// Default name for the dynamic loader.
 const USUAL: &str = "libcuda.so.1";
@@ -66,8 +65,7 @@ impl Library {
         // responsible for that library, as with LD_LIBRARY_PATH; the driver's own may run at any
         // time.
         let loaded = unsafe { libloading::Library::new(path) }.map_err(|error| {
-            // The loader's own words are in the source.
-            let reason = error.source().map_or_else(|| error.to_string(), ToString::to_string);
+            let reason = of_loader(&name, &error);
             DeviceError::NoLibrary { library: name.clone(), reason }
         })?;
         let loaded = ManuallyDrop::new(loaded);

@@ -171,6 +171,7 @@ impl PinnedMemory {
     /// [`DeviceError::OutOfRange`], [`DeviceError::Misaligned`].
     pub fn write_words(&self, offset: usize, words: &[u32]) -> Result<(), DeviceError> {
         let targets = self.words(offset, words.len())?;
+        // Relaxed: a device sees the words by an operation of its stream, which orders them.
         targets.iter().zip(words).for_each(|(target, &word)| target.store(word, Ordering::Relaxed));
         Ok(())
     }
@@ -181,6 +182,7 @@ impl PinnedMemory {
     /// [`DeviceError::OutOfRange`], [`DeviceError::Misaligned`].
     pub fn read_words(&self, offset: usize, words: &mut [u32]) -> Result<(), DeviceError> {
         let sources = self.words(offset, words.len())?;
+        // Relaxed: the caller has awaited the work that wrote them.
         words.iter_mut().zip(sources).for_each(|(word, source)| *word = source.load(Ordering::Relaxed));
         Ok(())
     }

@@ -95,7 +95,7 @@ impl Allocation {
         Ok(Arc::new(Allocation { context: context.clone(), handle, bytes }))
     }
 
-    /// Memory that another process exported, on whatever device it lies; its owner gives its number
+    /// Memory that another process exported, of any device; its owner gives its number
     /// of bytes.
     ///
     /// # Errors

@@ -183,7 +183,7 @@ impl Stream {
         Ok(status != 0)
     }
 
-    /// Later operations wait for those before the event's record, on whatever device.
+    /// Later operations wait for those before the event's record, on any device.
     ///
     /// # Errors
     /// [`DeviceError::Call`].

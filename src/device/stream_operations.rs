@@ -250,8 +250,8 @@ impl Stream {
     /// # Errors
     /// As [`Stream::wait`]; [`DeviceError::Unsupported`] if the device can do neither.
     #[doc(hidden)]
-    pub fn wait_for_card<T: Value>(&self, word: Word<'_, T>, value: T) -> Result<(), DeviceError> {
-        self.wait_as(word, value, card_wait(&self.context)?)
+    pub fn wait_for_nic<T: Value>(&self, word: Word<'_, T>, value: T) -> Result<(), DeviceError> {
+        self.wait_as(word, value, nic_wait(&self.context)?)
     }
 
     fn wait_as<T: Value>(&self, word: Word<'_, T>, value: T, how: u32) -> Result<(), DeviceError> {
@@ -300,7 +300,7 @@ pub struct MemOpBatch {
     device: u32,
     wide: bool,
     /// How it waits for a NIC's writes, if it can.
-    card_wait: Result<u32, DeviceError>,
+    nic_wait: Result<u32, DeviceError>,
     operations: Vec<sys::CUstreamBatchMemOpParams>,
     held: Claims,
 }
@@ -310,8 +310,8 @@ impl MemOpBatch {
     pub fn with_capacity(context: &Context, count: usize) -> Self {
         let wide = context.facts().wide_memory_operations;
         let (device, operations) = (context.device(), Vec::with_capacity(count));
-        let card_wait = card_wait(context);
-        MemOpBatch { device, wide, card_wait, operations, held: Claims::default() }
+        let nic_wait = nic_wait(context);
+        MemOpBatch { device, wide, nic_wait, operations, held: Claims::default() }
     }
 
     /// Adds a write of `value`.
@@ -342,13 +342,13 @@ impl MemOpBatch {
         self.wait_as(word, value, AT_OR_PAST)
     }
 
-    /// Adds a wait for a word that a NIC writes: see [`Stream::wait_for_card`].
+    /// Adds a wait for a word that a NIC writes: see [`Stream::wait_for_nic`].
     ///
     /// # Errors
     /// As [`MemOpBatch::wait`]; [`DeviceError::Unsupported`] if the device does not see NICs'
     /// writes in order.
-    pub fn wait_for_card<T: Value>(&mut self, word: Word<'_, T>, value: T) -> Result<(), DeviceError> {
-        let how = self.card_wait.clone()?;
+    pub fn wait_for_nic<T: Value>(&mut self, word: Word<'_, T>, value: T) -> Result<(), DeviceError> {
+        let how = self.nic_wait.clone()?;
         self.wait_as(word, value, how)
     }
 
@@ -404,12 +404,12 @@ impl std::fmt::Debug for MemOpBatch {
 
 /// How to wait for a word that a NIC writes, so that its earlier writes are visible behind the
 /// wait.
-fn card_wait(context: &Context) -> Result<u32, DeviceError> {
+fn nic_wait(context: &Context) -> Result<u32, DeviceError> {
     let facts = context.facts();
     if facts.write_order != WriteOrder::None {
         return Ok(AT_OR_PAST);
     }
-    context.require(facts.flush_remote_writes, "order of what network cards write")?;
+    context.require(facts.flush_remote_writes, "order of what NICs write")?;
     Ok(AT_OR_PAST | FLUSHED)
 }
 

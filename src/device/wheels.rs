@@ -29,7 +29,7 @@ pub fn folders(fake_driver: bool, more: impl FnOnce() -> Vec<PathBuf>) -> Vec<Pa
         return Vec::new();
     }
     let environments = ENVIRONMENTS.iter().filter_map(std::env::var_os).map(PathBuf::from);
-    let mut all: Vec<PathBuf> = environments.flat_map(|home| packages_of(&home)).collect();
+    let mut all: Vec<PathBuf> = environments.flat_map(|environment| packages_of(&environment)).collect();
     all.extend(more());
     all
 }
@@ -46,8 +46,8 @@ pub fn among(folders: &[PathBuf], names: &[&str]) -> Vec<PathBuf> {
 }
 
 /// `lib/python3.*/site-packages` of an environment.
-fn packages_of(home: &Path) -> Vec<PathBuf> {
-    let versions = sorted(&home.join("lib")).into_iter();
+fn packages_of(environment: &Path) -> Vec<PathBuf> {
+    let versions = sorted(&environment.join("lib")).into_iter();
     versions.map(|version| version.join("site-packages")).filter(|folder| folder.is_dir()).collect()
 }
 
@@ -65,18 +65,18 @@ mod tests {
 
     #[test]
     fn libraries_of_wheels_are_found_in_the_order_of_their_names() {
-        let home = tempfile::tempdir().unwrap();
-        let site = home.path().join("lib/python3.12/site-packages");
+        let environment = tempfile::tempdir().unwrap();
+        let site = environment.path().join("lib/python3.12/site-packages");
         let [old, new] = ["cublas/lib/libcublas.so.12", "cu13/lib/libcublas.so.13"]
             .map(|file| site.join("nvidia").join(file));
         for file in [&old, &new] {
             std::fs::create_dir_all(file.parent().unwrap()).unwrap();
             std::fs::write(file, "").unwrap();
         }
-        let folders = packages_of(home.path());
+        let folders = packages_of(environment.path());
         assert_eq!(folders, [site]);
         assert_eq!(among(&folders, &["libcublas.so.13", "libcublas.so.12"]), [new, old]);
         assert!(among(&folders, &["libcupti.so.12"]).is_empty());
-        assert!(packages_of(&home.path().join("none")).is_empty());
+        assert!(packages_of(&environment.path().join("none")).is_empty());
     }
 }

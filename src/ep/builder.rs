@@ -54,7 +54,7 @@ impl Spec {
         }
     }
 
-    /// Whether copy engines bring fewer bytes home if a kernel first sums a token's rows at each
+    /// Whether copy engines return fewer bytes if a kernel first sums a token's rows at each
     /// rank. That changes no bit where sums are by rank. Partial sums of another type than rows are
     /// longer.
     pub fn gains_by_rank_sums(&self) -> bool {
@@ -64,9 +64,9 @@ impl Spec {
         self.sum_order.per_partial(gains, false).unwrap_or_default()
     }
 
-    /// Whether fewer bytes cross home if relays of devices, to ranks among these `paths`, sum a
-    /// token's rows of their node. That changes no bit where sums are by node. The sum at home adds
-    /// them to own rows, so they have one type.
+    /// Whether fewer bytes cross on the return if relays of devices, to ranks among these `paths`,
+    /// sum a token's rows of their node. That changes no bit where sums are by node. The sum at the
+    /// source adds them to own rows, so they have one type.
     pub fn gains_by_node_sums(&self, paths: &Paths<'_>) -> bool {
         let relays = paths.route() == Route::Pxn && paths.is_multi_node();
         let gains = relays && self.top_k > 1 && self.partial_dtype.dtype() == self.dtype;
@@ -96,11 +96,11 @@ impl Spec {
         let (columns, dtype) = self.sent(kind);
         let moves = CallProperties::of(kind).payload != Payload::Nothing;
         let row_bytes = if moves { (columns * dtype.size()) as u64 } else { 0 };
-        let words_home = if self.gathers { 0 } else { self.layout.words_home(self.top_k) };
+        let return_words = if self.gathers { 0 } else { self.layout.return_words(self.top_k) };
         let words_out = self.metadata().words(self.top_k);
         let (return_bytes, rank_sums) = (self.row_bytes(), self.rank_sums);
         let pulled_bytes = PulledSums::CHUNK_BYTES;
-        RowSizes { row_bytes, return_bytes, words_out, words_home, partial_bytes, rank_sums, pulled_bytes }
+        RowSizes { row_bytes, return_bytes, words_out, return_words, partial_bytes, rank_sums, pulled_bytes }
     }
 
     /// Bytes of a row.
@@ -309,7 +309,7 @@ impl<'g> ExpertParallelBuilder<'g> {
         self
     }
 
-    /// Relays hand rows on in spans, each one copy of rows that lie next to each other on both
+    /// Relays copy rows in spans, each one copy of rows that lie next to each other on both
     /// sides: what a copy engine can do. So that these are few, rows cross in relay order
     /// ([`RelayOrder`](crate::plan::RelayOrder)), and lie in it at the receiver: by source rank,
     /// but not by token. [`ExpertRows::index`](super::ExpertRows::index) says which is which. For

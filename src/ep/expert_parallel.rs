@@ -571,8 +571,9 @@ impl ExpertParallel {
         let tokens = handle.tokens() as usize;
         let mut out = vec![E::zeroed(); tokens * self.spec.hidden];
         let mut weights = row_weight_gradients.map(|_| vec![0.0_f32; tokens * self.spec.top_k as usize]);
-        let (of_rows, home) = (row_weight_gradients.map(Tensor::from), weights.as_mut().map(TensorMut::from));
-        self.dispatch_backward_into(row_gradients, of_rows, handle, &mut out, home)?;
+        let (of_rows, weights_out) =
+            (row_weight_gradients.map(Tensor::from), weights.as_mut().map(TensorMut::from));
+        self.dispatch_backward_into(row_gradients, of_rows, handle, &mut out, weights_out)?;
         Ok((out, weights))
     }
 

@@ -40,8 +40,8 @@ pub enum Feature {
     Alignment,
     /// Relays ([`Route::Pxn`]).
     Relays,
-    /// Relays that copy spans: an option of host threads, which else hand rows on one by one. Copy
-    /// engines always hand on runs in relay order, and a kernel makes visible order
+    /// Relays that copy spans: an option of host threads, which else copy rows one by one. Copy
+    /// engines always copy runs in relay order, and a kernel makes visible order
     /// ([`ExpertRows::arrivals`](super::ExpertRows::arrivals)).
     Spans,
     /// Dispatch by all-gather ([`Strategy::AllGather`]).

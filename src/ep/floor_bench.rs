@@ -23,7 +23,7 @@ pub struct FloorBench {
 /// Memory that belongs at an offset, and is there or lent.
 #[derive(Debug)]
 struct BorrowedMemory<T> {
-    home: u64,
+    offset: u64,
     kept: Option<T>,
 }
 
@@ -56,7 +56,7 @@ impl FloorBench {
     /// The rows.
     #[allow(clippy::result_large_err, reason = "rows come back as they are: calls allocate nothing")]
     pub fn keep_rows(&mut self, rows: ExpertRows) -> Result<(), ExpertRows> {
-        match rows.host().is_ok_and(|rows| rows.extent.offset() == self.rows.home) {
+        match rows.host().is_ok_and(|rows| rows.extent.offset() == self.rows.offset) {
             true => self.rows.kept = Some(rows),
             false => return Err(rows),
         }
@@ -73,7 +73,7 @@ impl FloorBench {
     /// # Errors
     /// The output.
     pub fn keep_output(&mut self, output: ExpertOutput) -> Result<(), ExpertOutput> {
-        match output.host().is_ok_and(|output| output.extent.offset() == self.output.home) {
+        match output.host().is_ok_and(|output| output.extent.offset() == self.output.offset) {
             true => self.output.kept = Some(output),
             false => return Err(output),
         }
@@ -101,12 +101,12 @@ impl ExpertParallel {
         let ep = self.host(Feature::Floor)?;
         let inner = handle.on_host()?.inner();
         let (rows_at, output_at) = (rows.host()?, output.host()?);
-        let (row_bytes, homes) = (rows_at.row_bytes, [rows_at.extent.offset(), output_at.extent.offset()]);
+        let (row_bytes, offsets) = (rows_at.row_bytes, [rows_at.extent.offset(), output_at.extent.offset()]);
         // Only what goes to other machines needs a place there; of it all ranks have the same idea.
         let away = group.shared.net.as_ref().is_some_and(|net| !is_copied(net.report.lane));
         let scratch = group.take_symmetric(if away { RAW } else { 0 })?;
         let (mut landing, mut bases) = (Vec::new(), Vec::new());
-        for (blob, peer) in group.gather(bytemuck::cast_slice(&homes))?.iter().zip(0..) {
+        for (blob, peer) in group.gather(bytemuck::cast_slice(&offsets))?.iter().zip(0..) {
             let [rows_at, output_at] = bytemuck::try_pod_read_unaligned::<[u64; 2]>(blob)
                 .map_err(|_| BootstrapError::Malformed { peer: format!("rank {peer}") })?;
             landing.push(rows_at);
@@ -125,8 +125,8 @@ impl ExpertParallel {
         })?;
         // No rank writes before all know which rows they relay.
         group.gather(&[])?;
-        let rows = BorrowedMemory { home: homes[0], kept: Some(rows) };
-        let output = BorrowedMemory { home: homes[1], kept: Some(output) };
+        let rows = BorrowedMemory { offset: offsets[0], kept: Some(rows) };
+        let output = BorrowedMemory { offset: offsets[1], kept: Some(output) };
         Ok(FloorBench { floor, rows, output, _scratch: scratch })
     }
 }

@@ -159,7 +159,7 @@ impl Relay {
                 return Err(Cause::Protocol { rank: fixed.lanes.world_ranks[source as usize] }.into());
             }
             if fixed.spec.weighted && setting.sizing.partial_bytes.is_some() {
-                // The weight comes first in every note.
+                // The weight comes first in all metadata.
                 let (words, metadata) = (setting.sizing.words_out as usize, &mut self.numbers.scratch);
                 metadata.resize(entries as usize * words, 0);
                 fixed.port.read(me, WindowId::CONTROL, at + control.metadata(entries), metadata)?;
@@ -212,7 +212,7 @@ impl Relay {
                 self.chunks[rank as usize] = setting.sizing.offer(landed);
             }
         }
-        self.tables.home(&setting, plan, &fixed.bins, task.parts, task.memory);
+        self.tables.return_rows(&setting, plan, &fixed.bins, task.parts, task.memory);
         Ok(())
     }
 

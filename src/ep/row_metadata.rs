@@ -38,17 +38,17 @@ impl ReceivedMetadata {
                 self.tokens_per_expert.extend_from_slice(&layout.rows_per_bin);
             }
             RowMetadata::Marked => {
-                self.weights.extend(words.chunks_exact(2).map(|note| f32::from_bits(note[0])));
+                self.weights.extend(words.chunks_exact(2).map(|of_row| f32::from_bits(of_row[0])));
                 self.tokens_per_expert.resize(layout.begin.len(), 0);
                 let bins =
                     self.tokens_per_expert.iter_mut().zip(layout.begin.iter().zip(&layout.rows_per_bin));
                 for (used, (&first, &rows)) in bins {
                     let metadata = words.chunks_exact(2).skip(first as usize).take(rows as usize);
-                    *used = metadata.map(|note| i64::from(note[1])).sum();
+                    *used = metadata.map(|of_row| i64::from(of_row[1])).sum();
                 }
             }
             RowMetadata::Summed => {
-                self.weights.extend(words.chunks_exact(2).map(|note| f32::from_bits(note[1])));
+                self.weights.extend(words.chunks_exact(2).map(|of_row| f32::from_bits(of_row[1])));
                 self.tokens_per_expert.extend_from_slice(&layout.rows_per_bin);
             }
             RowMetadata::Choices | RowMetadata::Indexed => {
@@ -57,10 +57,10 @@ impl ReceivedMetadata {
                 let rows = words.chunks_exact(metadata.words(layout.top_k) as usize);
                 if metadata == RowMetadata::Indexed {
                     let index = Arc::make_mut(self.index.get_or_insert_default());
-                    index.fill(rows.clone().map(|note| note[2 * top_k]));
+                    index.fill(rows.clone().map(|of_row| of_row[2 * top_k]));
                 }
-                for note in rows {
-                    let (ids, weights) = note[..2 * top_k].split_at(top_k);
+                for of_row in rows {
+                    let (ids, weights) = of_row[..2 * top_k].split_at(top_k);
                     self.experts.extend(ids.iter().map(|&id| id as i32 - 1));
                     self.weights.extend(weights.iter().map(|&word| f32::from_bits(word)));
                     for &id in ids.iter().filter(|&&id| id > 0) {

@@ -72,6 +72,7 @@ impl ReceiveMemory {
     /// That a rank has no room for `asked` bytes, but for `free`.
     pub fn lacks(&self, rank: u32, asked: u64, free: u64) -> Error {
         let ReceiveMemory { total, space, setting } = self;
+        // Relaxed: a figure of the message.
         let (total, space, setting) = (total.load(Ordering::Relaxed), *space, *setting);
         MemoryError::OutOfSpace { rank, asked, free, total, space, setting }.into()
     }
@@ -158,7 +159,7 @@ impl EpState {
         }
     }
 
-    /// Whether engines hand rows on: each rank then has
+    /// Whether engines relay rows: each rank then has
     /// [`RelayPermutation`](crate::plan::RelayPermutation) behind its rows.
     pub fn arrives(&self) -> bool {
         self.on_devices && self.spec.route == Route::Pxn

@@ -70,8 +70,8 @@ pub enum LayerError {
         /// Rows that came.
         expected: i64,
     },
-    /// A rebuilt layer has an expert on this rank whose weights nobody supplies.
-    #[error("expert {expert} moves to this rank, and nobody supplies its weights")]
+    /// A rebuilt layer has an expert on this rank whose weights no rank supplies.
+    #[error("expert {expert} moves to this rank, and no rank supplies its weights")]
     NoWeights {
         /// The expert.
         expert: u32,

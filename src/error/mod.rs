@@ -110,6 +110,14 @@ pub enum SimdError {
     },
 }
 
+/// The loader's words on a library that it cannot load. They begin with its name, which the error
+/// has already.
+pub(crate) fn of_loader(library: &str, error: &libloading::Error) -> String {
+    let words = std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string);
+    let reason = words.strip_prefix(library).and_then(|rest| rest.strip_prefix(": "));
+    reason.map_or_else(|| words.clone(), str::to_owned)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -129,6 +129,7 @@ fn full_fence() {
     unsafe {
         std::arch::x86_64::_mm_mfence()
     }
+    // Elsewhere the compiler's own is the machine's.
     #[cfg(not(target_arch = "x86_64"))]
     std::sync::atomic::fence(Ordering::SeqCst);
 }

@@ -97,14 +97,14 @@ pub trait Experts: Send + Sync {
     /// the layer keeps. Outputs of pad rows are never read.
     ///
     /// # Errors
-    /// Whatever makes it impossible.
+    /// The reason why it is impossible.
     fn forward(&self, rows: Segments<'_>) -> Result<(Vec<f32>, Saved), ExpertError>;
 
     /// Gradients of the rows, `[rows, hidden]`, from those of the outputs; `saved` keeps the values
     /// that the gradient of the weights needs.
     ///
     /// # Errors
-    /// Whatever makes it impossible.
+    /// The reason why it is impossible.
     fn rows_backward(
         &self,
         rows: Segments<'_>,
@@ -117,7 +117,7 @@ pub trait Experts: Send + Sync {
     /// [`rows_backward`](Experts::rows_backward) saved.
     ///
     /// # Errors
-    /// Whatever makes it impossible.
+    /// The reason why it is impossible.
     fn weights_backward(
         &self,
         chunks: &[(Segments<'_>, &Saved)],
@@ -135,7 +135,7 @@ pub trait Experts: Send + Sync {
     /// For [`MoeLayer::rebuilt`](super::MoeLayer::rebuilt). Default: they cannot be made.
     ///
     /// # Errors
-    /// Whatever makes it impossible.
+    /// The reason why it is impossible.
     fn with_weights(&self, count: usize, weights: Vec<f32>) -> Result<Box<dyn Experts>, ExpertError> {
         let values = weights.len();
         Err(format!("nothing makes {count} experts of {values} weights of these: with_weights").into())

@@ -684,6 +684,7 @@ impl<'g> MoeLayerBuilder<'g> {
 /// Number of a layer in this process.
 pub(super) fn next_instance() -> u64 {
     static INSTANCES: AtomicU64 = AtomicU64::new(0);
+    // Relaxed: numbers only differ.
     INSTANCES.fetch_add(1, Ordering::Relaxed)
 }
 

@@ -15,7 +15,7 @@
 //! ```
 //!
 //! **Ranks agree in launch order.** A transfer begins when all ranks have agreed on the one before
-//! it, on whatever stream that is. So a refused transfer is refused before any rank has begun a
+//! it, on any stream. So a refused transfer is refused before any rank has begun a
 //! later one, and all earlier ones complete: all ranks have made the same calls, and the next step
 //! works.
 
@@ -205,7 +205,7 @@ pub fn forward_times(chunks: u32, cost: impl Fn(NodeInfo) -> u64) -> Times {
 /// use sidelane::layer::backward_times;
 /// use sidelane::overlap::NodeInfo;
 ///
-/// // Gradients of weights have the last ways home beside them.
+/// // Gradients of weights run next to the last returns.
 /// let cost = |at: NodeInfo| match at.work.name {
 ///     "gradient of combine" | "gradient of rows" | "gradient of dispatch" => 10,
 ///     "gradient of weights" => 40,

@@ -10,7 +10,7 @@
 //! ```
 //!
 //! **Hardware queues** take streams in turn, and what waits at the head of one holds up all behind
-//! it. All that a node waits for was enqueued before it, on whatever queue, so a graph ends on any
+//! it. All that a node waits for was enqueued before it, on any queue, so a graph ends on any
 //! number of queues. Between ranks that holds as well if all launch what waits for each other in
 //! the same order.
 //!

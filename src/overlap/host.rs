@@ -7,9 +7,9 @@
 //!   (a watcher,    where there is a limit: asleep until the node that is longest at it has had its time)
 //! ```
 //!
-//! Threads are scoped: none outlives the run, whatever happens in it. They cannot be killed, so a
-//! node that takes too long is reported to the hook at its deadline, and returned as an error when
-//! it has ended.
+//! Threads are scoped: none outlives the run, regardless of errors in it. They cannot be killed, so
+//! a node that takes too long is reported to the hook at its deadline, and returned as an error
+//! when it has ended.
 
 use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -272,6 +272,7 @@ impl Drop for StreamGuard<'_, '_> {
 impl SharedState {
     /// Whether a node has gone wrong.
     pub fn is_given_up(&self) -> bool {
+        // Relaxed: advice to end early. The error itself is under the lock.
         self.given_up.load(Ordering::Relaxed)
     }
 
@@ -422,6 +423,7 @@ impl<'h> RunState<'h> {
         }
         state.failure.get_or_insert_with(|| RunFailure { error: error.clone(), late });
         state.telling = true;
+        // Under the lock, and before the wake: a thread that wakes for it finds the error.
         self.board.given_up.store(true, Ordering::Relaxed);
         self.board.changed.notify_all();
         drop(state);

@@ -24,7 +24,7 @@
 //! And of the nodes that are not done yet, the first in launch order has no wait left, neither on
 //! its own stream nor by an edge. So some node can always run. Between ranks the same holds if all
 //! add their collective calls in one order to one stream, or each behind [half](Node::halfway) of
-//! the one before, on whatever stream.
+//! the one before, on any stream.
 //!
 //! **Halfway.** Some nodes complete early what others wait for: a transfer that all ranks have
 //! agreed on only has to move its rows. It reports that ([`Run::halfway`]), and an edge may wait

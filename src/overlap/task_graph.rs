@@ -100,6 +100,7 @@ impl<'a, G> Graph<'a, G> {
     /// Nothing to do.
     pub fn new() -> Self {
         static NUMBERS: AtomicU64 = AtomicU64::new(0);
+        // Relaxed: numbers only differ.
         let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
         Graph { number, entries: Vec::new(), foreign: None }
     }

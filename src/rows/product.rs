@@ -1,4 +1,4 @@
-//! Matrix products, of which a row has the same bits in whatever company it comes.
+//! Matrix products, of which a row has the same bits next to any other rows.
 //!
 //! The arithmetic is that of the crate `gemm`. A product there takes other paths, with other bits,
 //! where a matrix has few rows, few elements, or a depth that is cut into blocks by the number of

@@ -47,6 +47,7 @@ impl<'a> FlagWords<'a> {
 
     /// Calls `sleep`, unless the value is no longer the one that was seen.
     pub fn sleep(self, seen: u64, sleep: impl FnOnce()) {
+        // Announced before the look below: a raise that this look misses sees the sleeper.
         self.sleepers.fetch_add(1, Ordering::Relaxed);
         // With the fence in `raise`. This load decides about sleep alone: who wakes loads the value
         // again, with acquire.
@@ -54,6 +55,7 @@ impl<'a> FlagWords<'a> {
         if self.value.load(Ordering::Relaxed) == seen {
             sleep();
         }
+        // Relaxed: a raise that still sees the sleeper wakes no thread.
         self.sleepers.fetch_sub(1, Ordering::Relaxed);
     }
 }

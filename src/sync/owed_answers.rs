@@ -29,6 +29,7 @@ impl Answers {
     /// The question to answer now, if one is open. Its answer tells the peer that all bytes before
     /// it have landed, so this thread sees them. For the holder of the lock.
     pub fn take(&self) -> Option<u64> {
+        // Acquire: with the store of the question, behind the bytes that it asks about.
         let asked = self.asked.load(Ordering::Acquire);
         // Relaxed: the lock orders it among those who answer.
         (self.answered.swap(asked, Ordering::Relaxed) != asked).then_some(asked)
@@ -46,6 +47,8 @@ impl Answers {
     /// or `serve` cannot give more now.
     pub fn tend<G>(&self, try_lock: impl Fn() -> Option<G>, mut serve: impl FnMut(&mut G) -> bool) {
         loop {
+            // Between a question of this thread and the look at the lock, with the fence of
+            // `is_owed`: one of two threads finds that the other has not seen it.
             fence(Ordering::SeqCst);
             let Some(mut held) = try_lock() else { return };
             let can_more = serve(&mut held);

@@ -28,12 +28,13 @@ impl StreamUse {
 
     /// Whether streams may still need a thread: the object is open, or there is a claim.
     pub fn is_needed(&self, is_claimed: impl FnOnce() -> bool) -> bool {
+        // With the release in `close`: behind it all claims of the owner are visible.
         !self.closed.load(Ordering::Acquire) || is_claimed()
     }
 }
 
-/// The thread that ends the waits of streams, in a failed world: at most one, begun by whoever
-/// comes first.
+/// The thread that ends the waits of streams, in a failed world: at most one, begun by the thread
+/// that comes first.
 #[derive(Debug, Default)]
 pub struct Drain {
     streams: StreamUse,
@@ -88,6 +89,8 @@ impl<'a> Request<'a> {
 
     /// Takes it back, before the work is done: a stream that hears of the work may set it again.
     pub fn clear(self) {
+        // Relaxed: the stream hears of the work by a later store with release, which orders
+        // this one, too.
         self.0.store(0, Ordering::Relaxed);
     }
 }

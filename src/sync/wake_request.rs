@@ -15,6 +15,7 @@ pub struct WakeRequest(AtomicU32);
 impl WakeRequest {
     /// Consumer: asks to be woken. It looks at the ring once more afterwards, before it sleeps.
     pub fn arm(&self) {
+        // Relaxed: the fence orders it before the last look at the ring.
         self.0.store(1, Ordering::Relaxed);
         // With the one of the raise: one side at least sees the store of the other.
         fence(Ordering::SeqCst);

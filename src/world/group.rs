@@ -217,6 +217,7 @@ impl Group {
 
     /// One try. Members agree on its outcome: each compares all sizes before it checks for room.
     fn try_symmetric(&self, len: u64) -> Result<SymmetricRange, Error> {
+        // Relaxed: steps of a group are taken one at a time, by contract.
         let call = self.steps.load(Ordering::Relaxed);
         let taken = self.shared.heap.symmetric().take(len);
         let said = match &taken {
@@ -273,6 +274,7 @@ impl Group {
 
     /// The name of the next collective step: the same on all members, as they take the same steps.
     pub(crate) fn step(&self) -> String {
+        // Relaxed: one thread takes steps of a group at a time, by contract.
         format!("{}/{}", self.name, self.steps.fetch_add(1, Ordering::Relaxed))
     }
 }

@@ -351,7 +351,7 @@ impl World {
     /// twice the liveness limit (3.5 s, `SIDELANE_LIVENESS_MS`) behind the others is evicted. A
     /// world of fewer than `at_least` ranks does not begin. With more than half of the ranks no
     /// network failure can make two worlds, so a program that must not continue twice asks for
-    /// `world.size() / 2 + 1`. 1 takes whoever survives: then a rank that was stopped or cut off
+    /// `world.size() / 2 + 1`. 1 takes any survivors: then a rank that was stopped or cut off
     /// may begin alone while the others go on. Should another rank be lost before the new
     /// world is built, this fails, and the survivors call it again. Handles and windows of the old
     /// world stay readable until they are dropped. Late writes of a lost rank go to segments that

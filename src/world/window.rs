@@ -318,7 +318,7 @@ impl Registered {
         Registered { world: Arc::clone(&group.shared), region: Some(number), imported: Vec::new() }
     }
 
-    /// Takes note of a member's description of its part, in memory of its host or of its device, if
+    /// Records a member's description of its part, in memory of its host or of its device, if
     /// a connection leads there.
     ///
     /// # Errors

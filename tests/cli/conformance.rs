@@ -5,7 +5,7 @@ use std::process::Command;
 use serde_json::Value;
 use sidelane::ep::{CallExecutor, Feature};
 
-use crate::program::{assert_words, on_fake_cuda, run_with_report, sidelane};
+use crate::program::{assert_words, on_fake_cuda, run, run_with_report, sidelane};
 
 fn conformance(words: &[&str]) -> Command {
     let mut command = sidelane("conformance");
@@ -105,4 +105,11 @@ fn unknown_feature_or_place_is_a_wrong_command_line() {
     for words in [["--only", "gradient"], ["--place", "gpu"], ["--seed", "x"]] {
         assert_eq!(run_with_report(&mut conformance(&words)).0.code, Some(2), "{words:?}");
     }
+}
+
+#[test]
+fn help_lists_features_one_a_line() {
+    let help = run(&mut sidelane("conformance --help")).well();
+    let names: Vec<_> = help.lines().filter_map(|line| line.trim().strip_prefix("- ")).collect();
+    assert!(names.len() > 20 && names.contains(&"token buffers"), "{help}");
 }

@@ -1,4 +1,4 @@
-//! `sidelane doctor` on whatever machine runs the tests: it always reports and always succeeds.
+//! `sidelane doctor` on the machine that runs the tests: it always reports and always succeeds.
 
 use serde_json::Value;
 
@@ -72,6 +72,12 @@ fn doctor_names_limits_of_old_driver_and_driver_without_gpu() {
     assert!(level == "warn" && text.contains("12.0") && text.contains("11.8"), "{text}");
     let (level, text) = fake_driver(&[("SIDELANE_FAKE_CUDA_DEVICES", "0")])("CUDA: start");
     assert!(level == "warn" && text.contains("cuInit failed with 100 (CUDA_ERROR_NO_DEVICE)"), "{text}");
+}
+
+#[test]
+fn doctor_lists_a_misspelt_variable_and_succeeds() {
+    let text = run(sidelane("doctor").env("SIDELANE_NETT", "tcp")).well();
+    assert_words(&text, &["SIDELANE_NETT (SIDELANE_NET?)"]);
 }
 
 #[test]

@@ -10,7 +10,7 @@ const SMALL: &str =
 
 #[test]
 fn overlapped_steps_have_bits_of_sequential_ones_on_every_lane() {
-    for (shape, lane, pace) in [
+    for (shape, lane, emulated) in [
         ("--link 64M/200", "emulated", true),
         ("--link even", "emulated", true),
         ("--link none --ranks-per-node 1,2", "loopback", false),
@@ -21,7 +21,7 @@ fn overlapped_steps_have_bits_of_sequential_ones_on_every_lane() {
         let lane = format!("lane      {lane}");
         assert_words(&ended.well(), &[&lane, "the same bits in turn and overlapped"]);
         assert_eq!(report["verified"], true, "{shape}");
-        assert_eq!(!report["config"]["emulated_link"].is_null(), pace, "{shape}");
+        assert_eq!(!report["config"]["emulated_link"].is_null(), emulated, "{shape}");
         for direction in ["forward", "backward"] {
             let of = |key: &str| report[direction][key].as_f64().unwrap();
             let shorter = of("experts_us").min(of("transfers_us"));

@@ -38,7 +38,7 @@ fn start(network: &Network, machine: u32, rounds: &str) -> Machine {
     for name in ["SECRET_FILE", "INSECURE", "JOB", "PORT", "NET", "TCP_ADDRESS", "NODE"] {
         program.env_remove(format!("SIDELANE_{name}"));
     }
-    program.envs(crate::program::SMALL_HEAP);
+    program.envs(crate::program::SMALL_HEAP).env("COLUMNS", "1000");
     // The NICs of this machine are not in the namespaces.
     program.env("SIDELANE_IBVERBS_LIBRARY", "/nowhere/libibverbs.so.1");
     program.env("SIDELANE_SECRET", "a secret of this test alone").current_dir(std::env::temp_dir());

@@ -9,11 +9,11 @@ use serde_json::Value;
 /// and a rank touches its pages.
 pub const SMALL_HEAP: [(&str, &str); 2] = [("SIDELANE_HEAP", "2M"), ("SIDELANE_SYMMETRIC", "1M")];
 
-/// The program with this command line, far from the repository.
+/// The program with this command line, far from the repository. No line of a report is broken.
 pub fn sidelane(line: &str) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_sidelane"));
     command.args(line.split_whitespace()).current_dir(std::env::temp_dir());
-    command.envs(SMALL_HEAP);
+    command.envs(SMALL_HEAP).env("COLUMNS", "1000");
     command
 }
 

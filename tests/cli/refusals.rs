@@ -61,6 +61,11 @@ const REFUSED: &[(&str, &[&str])] = &[
         &["--on-overflow drop is not for --collectivex"],
     ),
     ("bench --chained --collectivex same.json --json same.json", &["is given for two files"]),
+    (
+        "bench --nodes 1 --ranks-per-node 2 --net tcp",
+        &["--net has no effect here: all ranks are on one node"],
+    ),
+    ("conformance --only foo", &["no feature of the table: conformance --help lists the names"]),
     ("launch --nodes 0 --ranks-per-node 4 -- true", &["--nodes must be at least 1"]),
     ("launch --ranks-per-node 4,0 -- true", &["--ranks-per-node must be at least 1"]),
     ("launch --nodes 4294967295 --ranks-per-node 4294967295 -- true", &["are too many: at most 65536"]),

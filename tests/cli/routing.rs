@@ -19,3 +19,15 @@ fn a_drawn_routing_of_many_experts_has_several_bands() {
     let told = run(&mut sidelane(line)).well();
     assert!(told.contains("zipf:1.0, 256 experts, top-8") && told.matches("0 └").count() == 4, "{told}");
 }
+
+#[test]
+fn a_recording_that_is_repeated_is_named_with_its_tokens() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("one.jsonl");
+    std::fs::write(&file, "{\"topk_ids\": [3, 9], \"topk_weights\": [0.6, 0.4]}\n").unwrap();
+    let ended = run(sidelane("routing --tokens 2 --ranks-per-node 2").arg(&file));
+    assert_words(&ended.err, &["one.jsonl: 4 tokens of all ranks repeat the 1 recorded ones"]);
+    assert!(!ended.well().contains("-0.0000"));
+    let ended = run(&mut sidelane("routing --tokens 2 --ranks-per-node 2"));
+    assert_eq!(ended.err, "");
+}

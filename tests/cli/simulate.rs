@@ -81,7 +81,7 @@ fn groups_beyond_64_ranks_simulate_one_node_and_are_in_picture() {
 #[test]
 fn slots_are_seven_copies_and_phases_are_told() {
     let told = run(&mut sidelane("simulate --mode slots --nodes 1 --tokens 128")).well();
-    assert!(!told.contains("routing"), "slots are full whatever the routing:\n{told}");
+    assert!(!told.contains("routing"), "slots are full for any routing:\n{told}");
     let words = ["slots: dispatch", "slots: combine", "pack ", "move ", "not measured", "8 on one node"];
     assert_words(&told, &words);
 }

@@ -1,7 +1,7 @@
 //! One-sided windows, emulated links, row collectives, and the communicator.
 
 mod communicator;
-mod paced;
+mod emulated_links;
 mod rows;
 #[path = "../support/mod.rs"]
 mod support;

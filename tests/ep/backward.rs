@@ -139,8 +139,8 @@ where
         // What stood in the tensors before is no part of any gradient.
         let mut x = vec![f32::NAN.to(); mine.x.len()];
         let mut weights = vec![f32::NAN; mine.ids.len()];
-        let (given, home) = (Some((&of_weights).into()), Some((&mut weights).into()));
-        ep.dispatch_backward_into(&of_rows, given, &handle, &mut x, home).unwrap();
+        let (given, returned) = (Some((&of_weights).into()), Some((&mut weights).into()));
+        ep.dispatch_backward_into(&of_rows, given, &handle, &mut x, returned).unwrap();
         let mut expected = vec![0.0; mine.ids.len()];
         for token in 0..COUNTS[me] as usize {
             let groups = terms(case, &rows, &mine.ids, me, token);

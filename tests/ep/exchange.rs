@@ -231,17 +231,17 @@ where
 }
 
 #[test]
-fn every_row_lands_in_its_place_and_comes_home_in_bf16() {
+fn every_row_lands_in_its_place_and_returns_in_bf16() {
     sample(cases(), 2).iter().for_each(exchange_as::<bf16>(Dtype::Bf16));
 }
 
 #[test]
-fn every_row_lands_in_its_place_and_comes_home_in_f32() {
+fn every_row_lands_in_its_place_and_returns_in_f32() {
     sample(cases(), 2).iter().for_each(exchange_as::<f32>(Dtype::F32));
 }
 
 #[test]
-fn every_row_lands_in_its_place_and_comes_home_in_f16() {
+fn every_row_lands_in_its_place_and_returns_in_f16() {
     sample(cases(), 2).iter().for_each(exchange_as::<f16>(Dtype::F16));
 }
 

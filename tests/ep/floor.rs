@@ -66,7 +66,7 @@ impl Ready<'_> {
 }
 
 #[test]
-fn every_row_is_written_again_unless_a_card_writes_it() {
+fn every_row_is_written_again_unless_a_nic_writes_it() {
     const POISON: bf16 = bf16::from_bits(0x4242);
     for nodes in [&[0, 0, 1, 1][..], &[0, 0, 0, 1, 1, 1, 1, 1], &[0, 0]] {
         let all = all_tokens(nodes.len());

@@ -47,13 +47,13 @@ fn round(ep: &mut ExpertParallel, group: &Group, tag: u64, in_halves: bool) {
         origins.iter().flatten().flat_map(|&(rank, token, _)| &all[rank].x[token * HIDDEN..][..HIDDEN]);
     let given = rows.rows::<bf16>().unwrap();
     assert!(given.iter().eq(expected), "rank {me} of {:?}, round {tag}", group.ranks());
-    let mut home = vec![bf16::NAN; mine.x.len()];
+    let mut sums_back = vec![bf16::NAN; mine.x.len()];
     match in_halves {
-        true => ep.start_combine(given, &handle).unwrap().finish(&mut home).unwrap(),
-        false => ep.combine_into(given, &handle, &mut home).unwrap(),
+        true => ep.start_combine(given, &handle).unwrap().finish(&mut sums_back).unwrap(),
+        false => ep.combine_into(given, &handle, &mut sums_back).unwrap(),
     }
     assert_eq!(
-        home,
+        sums_back,
         crate::support::repeated(mine, TOP_K, HIDDEN),
         "rank {me} of {:?}, round {tag}",
         group.ranks()

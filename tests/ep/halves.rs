@@ -71,10 +71,10 @@ fn halves_of_two_layers_interleave() {
                 };
                 let first = a.start_combine(rows_x.rows::<bf16>().unwrap(), &handle_x).unwrap();
                 let second = b.start_combine(rows_y.rows::<bf16>().unwrap(), &handle_y).unwrap();
-                let (mut home_x, mut home_y) = (x.x.clone(), y.x.clone());
-                second.finish(&mut home_y).unwrap();
-                first.finish(&mut home_x).unwrap();
-                assert_eq!((home_x, home_y), (repeated(&x), repeated(&y)));
+                let (mut returned_x, mut returned_y) = (x.x.clone(), y.x.clone());
+                second.finish(&mut returned_y).unwrap();
+                first.finish(&mut returned_x).unwrap();
+                assert_eq!((returned_x, returned_y), (repeated(&x), repeated(&y)));
             }
         });
     }
@@ -104,9 +104,14 @@ fn several_microbatches_are_under_way_in_halves() {
                 // orders.
                 for step in 0..UNDER_WAY {
                     let nth = (step + world.rank() as usize) % UNDER_WAY;
-                    let mut home = vec![bf16::NAN; tokens[nth].x.len()];
-                    started[nth].take().unwrap().finish(&mut home).unwrap();
-                    assert_eq!(home, repeated(&tokens[nth]), "rank {}, {nodes:?}, {route:?}", world.rank());
+                    let mut returned = vec![bf16::NAN; tokens[nth].x.len()];
+                    started[nth].take().unwrap().finish(&mut returned).unwrap();
+                    assert_eq!(
+                        returned,
+                        repeated(&tokens[nth]),
+                        "rank {}, {nodes:?}, {route:?}",
+                        world.rank()
+                    );
                 }
             }
         });
@@ -126,13 +131,13 @@ fn some_ranks_call_in_halves_and_others_do_not() {
                     true => ep.start_dispatch(&mine.x, &of_mine).unwrap().finish().unwrap(),
                     false => ep.dispatch(&mine.x, &of_mine).unwrap(),
                 };
-                let mut home = vec![bf16::NAN; mine.x.len()];
+                let mut returned = vec![bf16::NAN; mine.x.len()];
                 let given = rows.rows::<bf16>().unwrap();
                 match in_halves(1) {
-                    true => ep.start_combine(given, &handle).unwrap().finish(&mut home).unwrap(),
-                    false => ep.combine_into(given, &handle, &mut home).unwrap(),
+                    true => ep.start_combine(given, &handle).unwrap().finish(&mut returned).unwrap(),
+                    false => ep.combine_into(given, &handle, &mut returned).unwrap(),
                 }
-                assert_eq!(home, repeated(&mine), "rank {}, {nodes:?}, {route:?}", world.rank());
+                assert_eq!(returned, repeated(&mine), "rank {}, {nodes:?}, {route:?}", world.rank());
             }
         });
     }
@@ -150,16 +155,16 @@ fn others_finish_their_combine_while_their_relay_is_away() {
                 let mine = input(world.rank(), 3);
                 let (rows, handle) = dispatch(&mut ep, &mine);
                 let given = rows.rows::<bf16>().unwrap();
-                let mut home = vec![bf16::NAN; mine.x.len()];
+                let mut returned = vec![bf16::NAN; mine.x.len()];
                 if world.rank() == away {
                     let started = ep.start_combine(given, &handle).unwrap();
                     group.gather(b"all others have finished").unwrap();
-                    started.finish(&mut home).unwrap();
+                    started.finish(&mut returned).unwrap();
                 } else {
-                    ep.combine_into(given, &handle, &mut home).unwrap();
+                    ep.combine_into(given, &handle, &mut returned).unwrap();
                     group.gather(b"this one, too").unwrap();
                 }
-                assert_eq!(home, repeated(&mine), "rank {} without {away}, {nodes:?}", world.rank());
+                assert_eq!(returned, repeated(&mine), "rank {} without {away}, {nodes:?}", world.rank());
             });
         }
     }
@@ -202,8 +207,8 @@ fn a_relay_hands_on_all_that_crosses_while_its_caller_is_away() {
                 } else {
                     ep.dispatch(&mine.x, &of_mine).unwrap()
                 };
-                let home: Vec<bf16> = ep.combine(rows.rows::<bf16>().unwrap(), &handle).unwrap();
-                assert_eq!(home, repeated(&mine), "rank {} without {away}, {nodes:?}", world.rank());
+                let returned: Vec<bf16> = ep.combine(rows.rows::<bf16>().unwrap(), &handle).unwrap();
+                assert_eq!(returned, repeated(&mine), "rank {} without {away}, {nodes:?}", world.rank());
             });
         }
     }
@@ -220,8 +225,8 @@ fn a_layer_that_is_under_way_does_not_hold_up_another() {
                 for round in rounds.take(3) {
                     let mine = input(world.rank(), round);
                     let (rows, handle) = dispatch(&mut fast, &mine);
-                    let home: Vec<bf16> = fast.combine(rows.rows::<bf16>().unwrap(), &handle).unwrap();
-                    assert_eq!(home, repeated(&mine));
+                    let returned: Vec<bf16> = fast.combine(rows.rows::<bf16>().unwrap(), &handle).unwrap();
+                    assert_eq!(returned, repeated(&mine));
                 }
             };
             for round in 0..3 {
@@ -232,9 +237,9 @@ fn a_layer_that_is_under_way_does_not_hold_up_another() {
                 let (rows, handle) = started.finish().unwrap();
                 let started = slow.start_combine(rows.rows::<bf16>().unwrap(), &handle).unwrap();
                 overtake(&mut rounds);
-                let mut home = vec![bf16::NAN; mine.x.len()];
-                started.finish(&mut home).unwrap();
-                assert_eq!(home, repeated(&mine), "rank {}, {nodes:?}, {route:?}", world.rank());
+                let mut returned = vec![bf16::NAN; mine.x.len()];
+                started.finish(&mut returned).unwrap();
+                assert_eq!(returned, repeated(&mine), "rank {}, {nodes:?}, {route:?}", world.rank());
             }
         });
     }

@@ -43,7 +43,7 @@ fn dispatch(ep: &mut ExpertParallel, tokens: &Tokens<bf16>) -> (ExpertRows, Hand
 }
 
 /// Combines rows as they came, and holds each token against itself, as often as it was chosen.
-fn comes_home(ep: &mut ExpertParallel, rows: &ExpertRows, handle: &Handle, tokens: &Tokens<bf16>) {
+fn returns(ep: &mut ExpertParallel, rows: &ExpertRows, handle: &Handle, tokens: &Tokens<bf16>) {
     let out: Vec<bf16> = ep.combine(rows.rows::<bf16>().unwrap(), handle).unwrap();
     assert_eq!(out, repeated(tokens));
 }
@@ -70,7 +70,7 @@ fn handles_can_be_combined_in_other_order_than_dispatched() {
             let mut held: Vec<_> = tokens.iter().map(|t| Some(dispatch(&mut ep, t))).collect();
             for round in [4, 0, 5, 2, 2, 1, 3] {
                 let (rows, handle) = held[round].as_ref().unwrap();
-                comes_home(&mut ep, rows, handle, &tokens[round]);
+                returns(&mut ep, rows, handle, &tokens[round]);
             }
             // Ranks drop in different orders; the remaining objects are not disturbed.
             for step in 0..5 {
@@ -114,12 +114,12 @@ fn cached_dispatches_follow_each_its_own_handle() {
                 let (rows, handle) = &held[round];
                 let again = ep.dispatch_cached(&tokens[round].x, handle).unwrap();
                 assert_eq!(again.rows::<bf16>().unwrap(), rows.rows::<bf16>().unwrap(), "round {round}");
-                comes_home(&mut ep, &again, handle, &tokens[round]);
+                returns(&mut ep, &again, handle, &tokens[round]);
                 // Tables of a handle that is gone are used again, by another dispatch.
                 if step == 4 {
                     held[1] = dispatch(&mut ep, &tokens[6]);
                     drop(dispatch(&mut ep, &tokens[7]));
-                    comes_home(&mut ep, &held[1].0, &held[1].1, &tokens[6]);
+                    returns(&mut ep, &held[1].0, &held[1].1, &tokens[6]);
                 }
             }
             drop(held);
@@ -138,7 +138,7 @@ fn two_hundred_rounds_leave_nothing_behind() {
             for round in 0..200 {
                 let mine = input(world.rank(), round);
                 let (rows, handle) = dispatch(&mut ep, &mine);
-                comes_home(&mut ep, &rows, &handle, &mine);
+                returns(&mut ep, &rows, &handle, &mine);
                 // Some outlive the next rounds, others than at the local peers.
                 held.push((Some(rows), handle));
                 let index = (round as usize * 7 + world.rank() as usize) % held.len();
@@ -163,7 +163,7 @@ fn rows_and_handles_that_outlive_world_stay_readable() {
             let mine = input(world.rank(), 1);
             let (rows, handle) = dispatch(&mut ep, &mine);
             let copy = rows.to_vec::<bf16>().unwrap();
-            comes_home(&mut ep, &rows, &handle, &mine);
+            returns(&mut ep, &rows, &handle, &mine);
             (copy, rows, handle.output().unwrap(), handle)
         });
         left.reverse();

@@ -44,17 +44,17 @@ fn cases() -> Vec<Case> {
 }
 
 #[test]
-fn one_row_per_token_and_rank_goes_out_and_comes_home_in_bf16() {
+fn one_row_per_token_and_rank_goes_out_and_returns_in_bf16() {
     cases().iter().for_each(play::<bf16>);
 }
 
 #[test]
-fn one_row_per_token_and_rank_goes_out_and_comes_home_in_f32() {
+fn one_row_per_token_and_rank_goes_out_and_returns_in_f32() {
     cases().iter().for_each(play::<f32>);
 }
 
 #[test]
-fn one_row_per_token_and_rank_goes_out_and_comes_home_in_f16() {
+fn one_row_per_token_and_rank_goes_out_and_returns_in_f16() {
     cases().iter().for_each(play::<f16>);
 }
 

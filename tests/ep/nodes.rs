@@ -61,7 +61,7 @@ fn rounds(net: NetChoice, nodes: &[u32], route: Route, order: SumOrder, wire: Pa
             assert_eq!(
                 handle.return_report().unwrap().moved.inter_node_bytes,
                 0,
-                "nothing came home yet, {case}"
+                "nothing returned yet, {case}"
             );
             let y = rows.to_vec::<bf16>().unwrap();
             let mut out = vec![bf16::ZERO; mine.x.len()];
@@ -69,9 +69,9 @@ fn rounds(net: NetChoice, nodes: &[u32], route: Route, order: SumOrder, wire: Pa
                 false => ep.combine_into(&y, &handle, &mut out).unwrap(),
                 true => ep.start_combine(&y, &handle).unwrap().finish(&mut out).unwrap(),
             }
-            let home = traffic.return_bytes(order, (HIDDEN * wire.size()) as u64);
+            let sums_back = traffic.return_bytes(order, (HIDDEN * wire.size()) as u64);
             (
-                [moved.inter_node_bytes, handle.return_report().unwrap().moved.inter_node_bytes, home],
+                [moved.inter_node_bytes, handle.return_report().unwrap().moved.inter_node_bytes, sums_back],
                 [y, out].concat(),
             )
         });
@@ -79,9 +79,9 @@ fn rounds(net: NetChoice, nodes: &[u32], route: Route, order: SumOrder, wire: Pa
         let [first, _] = rounds;
         first
     });
-    let [there, back, home] =
+    let [there, back, sums_back] =
         std::array::from_fn(|nth| ranks.iter().map(|(bytes, _)| bytes[nth]).sum::<u64>());
-    assert_eq!(back, home, "what is sent comes home: {nodes:?}, {route:?}, {order:?}, {wire:?}");
+    assert_eq!(back, sums_back, "what is sent returns: {nodes:?}, {route:?}, {order:?}, {wire:?}");
     Moved { bytes: (there, back), bits: ranks.into_iter().map(|(_, bits)| bits).collect() }
 }
 

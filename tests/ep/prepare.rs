@@ -90,9 +90,9 @@ fn rows_that_follow_a_prepare_are_those_of_a_dispatch() {
                 let out = ep.combine::<bf16>(&y, &prepared).unwrap();
                 assert_eq!(out, ep.combine::<bf16>(&y, &handle).unwrap(), "{builder:?}");
                 let gradients = vec![0.5; prepared.row_weights().len()];
-                let [home, same] = [&prepared, &handle]
+                let [returned, same] = [&prepared, &handle]
                     .map(|along| ep.dispatch_backward::<bf16>(&y, Some(&gradients), along).unwrap());
-                assert_eq!(home, same, "{builder:?}");
+                assert_eq!(returned, same, "{builder:?}");
             }
         });
     }

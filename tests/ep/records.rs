@@ -29,7 +29,7 @@ fn layer(world: &World, route: Route) -> ExpertParallel {
 }
 
 #[test]
-fn records_land_whole_and_rows_come_home() {
+fn records_land_whole_and_rows_return() {
     let map = ExpertMap::contiguous(EXPERTS, 5).unwrap();
     let all: Vec<Tokens<bf16>> =
         (0..).zip(COUNTS).map(|(rank, count)| tokens(rank + 40, count, HIDDEN, TOP_K, EXPERTS)).collect();

@@ -31,8 +31,8 @@ fn shapes() -> Vec<Case> {
 }
 
 fn modes(case: &Case) -> [ReceiveMode; 4] {
-    let eager = Expected::<f32>::new(case).seen.required.clone();
-    let mean = eager.iter().sum::<u32>().div_ceil(eager.len() as u32);
+    let exact = Expected::<f32>::new(case).seen.required.clone();
+    let mean = exact.iter().sum::<u32>().div_ceil(exact.len() as u32);
     let overflow = Overflow::Drop;
     [
         ReceiveMode::Exact,
@@ -145,9 +145,10 @@ fn handed_on(world: &World, spans: bool, order: SumOrder) -> ([u64; 2], Vec<Vec<
     assert_eq!((relayed.copies, relayed.rows), (traffic.copies, traffic.relayed), "as planned");
     let y = rows.to_vec::<bf16>().unwrap();
     let sums: Vec<bf16> = ep.combine(&y, &handle).unwrap();
-    let (home, weights) = ep.dispatch_backward::<bf16>(&y, Some(handle.row_weights()), &handle).unwrap();
+    let (returned, weights) = ep.dispatch_backward::<bf16>(&y, Some(handle.row_weights()), &handle).unwrap();
     let (gradients, _) = ep.combine_backward(&x, &handle).unwrap();
-    let all = [visible(&rows), bits(&sums).to_vec(), bits(&home).to_vec(), bits(&weights.unwrap()).to_vec()];
+    let all =
+        [visible(&rows), bits(&sums).to_vec(), bits(&returned).to_vec(), bits(&weights.unwrap()).to_vec()];
     let all = all.into_iter().chain([visible(&gradients)]).collect();
     ([relayed.copies, relayed.rows], all)
 }

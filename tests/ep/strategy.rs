@@ -94,12 +94,12 @@ fn on_recorded_routing_both_strategies_give_the_same_bits() {
                     let (rows, handle) = ep.dispatch(&x, &routing).unwrap();
                     let y = rows.to_vec::<bf16>().unwrap();
                     let out: Vec<bf16> = ep.combine(&y, &handle).unwrap();
-                    let (home, of_weights) =
+                    let (returned, of_weights) =
                         ep.dispatch_backward::<bf16>(&y, Some(handle.row_weights()), &handle).unwrap();
                     let (gradients, _) = ep.combine_backward(&x, &handle).unwrap();
                     let gradients = gradients.to_vec::<bf16>().unwrap();
                     let facts = (handle.tokens_per_expert().to_vec(), handle.row_weights().to_vec());
-                    ([y, out, home, gradients].map(|t| bits(&t).to_vec()), of_weights, facts)
+                    ([y, out, returned, gradients].map(|t| bits(&t).to_vec()), of_weights, facts)
                 });
                 assert!(exchange == gather, "rank {} of {nodes:?}, {route:?} {order:?}", world.rank());
             }

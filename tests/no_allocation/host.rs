@@ -26,8 +26,8 @@ fn round(ep: &mut ExpertParallel, mine: &Tokens<bf16>, out: &mut [bf16], weights
     ep.combine_into(rows.rows::<bf16>().unwrap(), &handle, &mut *out).unwrap();
     let again = ep.dispatch_cached(&mine.x, &handle).unwrap();
     let gradients = again.rows::<bf16>().unwrap();
-    let (of_rows, home) = (Some(handle.row_weights().into()), Some(weights.into()));
-    ep.dispatch_backward_into(gradients, of_rows, &handle, out, home).unwrap();
+    let (of_rows, returned) = (Some(handle.row_weights().into()), Some(weights.into()));
+    ep.dispatch_backward_into(gradients, of_rows, &handle, out, returned).unwrap();
 }
 
 /// Rounds that are counted.

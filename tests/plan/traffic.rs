@@ -34,7 +34,7 @@ fn cases() -> impl Strategy<Value = Case> {
     shape.prop_flat_map(|(ranks, experts, top_k)| {
         let top_k = top_k.min(experts);
         let labels = prop::collection::vec(0..3u32, ranks);
-        let homes = prop::collection::vec((0..ranks, 0..ranks), experts as usize);
+        let owners = prop::collection::vec((0..ranks, 0..ranks), experts as usize);
         let token = subsequence((0..experts as i32).collect::<Vec<_>>(), top_k as usize)
             .prop_shuffle()
             .prop_flat_map(move |ids| {
@@ -45,11 +45,11 @@ fn cases() -> impl Strategy<Value = Case> {
             });
         let ids = prop::collection::vec(prop::collection::vec(token, 0..20), ranks);
         let settings = (select(vec![1, 4, 16]), select(SumOrder::ALL.to_vec()), select(Route::ALL.to_vec()));
-        (labels, homes, ids, settings).prop_map(move |(labels, homes, ids, (align, order, route))| {
+        (labels, owners, ids, settings).prop_map(move |(labels, owners, ids, (align, order, route))| {
             let mut held = vec![Vec::new(); ranks];
-            for (expert, (home, replica)) in (0..).zip(homes) {
-                held[home].push(expert);
-                if replica != home && expert % 3 == 0 {
+            for (expert, (owner, replica)) in (0..).zip(owners) {
+                held[owner].push(expert);
+                if replica != owner && expert % 3 == 0 {
                     held[replica].push(expert);
                 }
             }
@@ -74,7 +74,7 @@ fn planned(case: &Case, map: &ExpertMap, nodes: &NodeMap) -> Vec<(DispatchLayout
             row_bytes: ROW_BYTES,
             return_bytes: ROW_BYTES,
             words_out: 1,
-            words_home: 1,
+            return_words: 1,
             partial_bytes: sums.then_some(PARTIAL_BYTES),
             rank_sums: false,
             pulled_bytes: PulledSums::CHUNK_BYTES,
@@ -184,8 +184,8 @@ proptest! {
             // The returned rows fill the plan's places.
             let paths = Paths::new(&nodes, case.route, me as u32);
             let places = paths.relays().map(|relay| &layout.chunks[relay as usize]);
-            let home: u64 = places.map(|chunk| u64::from(chunk.rows) * chunk.row_bytes).sum();
-            prop_assert_eq!(traffic.return_bytes(case.order, PARTIAL_BYTES), home);
+            let returned: u64 = places.map(|chunk| u64::from(chunk.rows) * chunk.row_bytes).sum();
+            prop_assert_eq!(traffic.return_bytes(case.order, PARTIAL_BYTES), returned);
         }
     }
 }
@@ -196,10 +196,10 @@ fn return_moves_row_per_expert_or_partial_per_rank_or_node() {
     traffic.logical = RowsByDistance { own: 5, local: 6, remote: 100 };
     (traffic.remote_ranks, traffic.remote_nodes) = (60, 20);
     (traffic.row_bytes, traffic.combine_row_bytes) = (8, 10);
-    let mut home = |route| {
+    let mut returned = |route| {
         traffic.route = route;
         SumOrder::ALL.map(|order| traffic.return_bytes(order, 7))
     };
-    assert_eq!(home(Route::Pxn), [1000, 420, 140]);
-    assert_eq!(home(Route::Direct), [1000; 3], "no rank sums on the way");
+    assert_eq!(returned(Route::Pxn), [1000, 420, 140]);
+    assert_eq!(returned(Route::Direct), [1000; 3], "no rank sums on the way");
 }

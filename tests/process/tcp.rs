@@ -26,7 +26,7 @@ fn demand_net(job: &mut Job, ranks: u32, net: &str) {
 }
 
 #[test]
-fn every_row_lands_and_comes_home_over_tcp() {
+fn every_row_lands_and_returns_over_tcp() {
     let all = [
         (&TWO_BY_TWO[..], Route::Direct),
         (&TWO_BY_TWO, Route::Pxn),

@@ -11,7 +11,7 @@ use sidelane::World;
 use sidelane::topology::{NodeMap, Paths, Route};
 
 #[test]
-fn every_row_lands_and_comes_home_between_processes() {
+fn every_row_lands_and_returns_between_processes() {
     let all = [
         ([0; 8], Route::Direct),
         (TWO_BY_FOUR, Route::Direct),
@@ -69,9 +69,9 @@ fn rank_maps_node_heaps_and_wire_to_each_remote_partner() {
         let mut pairs = 0;
         for (rank, mine) in (0..).zip(&seen) {
             let paths = Paths::new(&map, route, rank);
-            let partners = (0..8).filter(|&peer| paths.needs_connection(peer)).count();
+            let connected_peers = (0..8).filter(|&peer| paths.needs_connection(peer)).count();
             assert_eq!(mine.heaps.len(), paths.local_peers().count() + 1, "rank {rank}, {route:?}: {mine:?}");
-            assert_eq!(mine.wires.len(), partners, "rank {rank}, {route:?}: {mine:?}");
+            assert_eq!(mine.wires.len(), connected_peers, "rank {rank}, {route:?}: {mine:?}");
             assert_eq!((&mine.others[..], &mine.open[..]), (&[][..], &[][..]), "rank {rank}, {route:?}");
             for (peer, theirs) in (0..).zip(&seen).filter(|&(peer, _)| peer != rank) {
                 let shared = |a: &[u64], b: &[u64]| a.iter().filter(|inode| b.contains(inode)).count();
@@ -83,9 +83,9 @@ fn rank_maps_node_heaps_and_wire_to_each_remote_partner() {
                 assert_eq!(common, expected, "ranks {rank} and {peer}, {route:?}: {mine:?}, {theirs:?}");
             }
             wires.extend(&mine.wires);
-            pairs += partners;
+            pairs += connected_peers;
         }
-        assert_eq!(2 * wires.len(), pairs, "one per pair of partners");
+        assert_eq!(2 * wires.len(), pairs, "one per pair of connected_peers");
         job.end(0..8);
     }
 }

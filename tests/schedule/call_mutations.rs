@@ -119,9 +119,9 @@ fn swapped(first: CallStep, second: CallStep, kind: CallKind, group: &Group) -> 
         | (Run(StageId::RelayDone, _), Run(StageId::Pull, _)) => {
             Some("engines pull from this node, and the relay works for others")
         }
-        (Run(StageId::Pull, _), Run(StageId::Home, _)) => Some("engines begin later"),
-        (Run(StageId::Home | StageId::Ready, _), Compute(_))
-        | (Compute(Work::Bases), Run(StageId::Home, _)) => Some("one fills operands, the other waits"),
+        (Run(StageId::Pull, _), Run(StageId::Returned, _)) => Some("engines begin later"),
+        (Run(StageId::Returned | StageId::Ready, _), Compute(_))
+        | (Compute(Work::Bases), Run(StageId::Returned, _)) => Some("one fills operands, the other waits"),
         (Compute(Work::Bases), Run(..)) => Some("tags are doubled: they stay until the call after next"),
         (Run(StageId::Agreed, _), Run(StageId::Headers, _)) if kind == CallKind::Combine => {
             Some("offers come with entries, before any verdict")

@@ -9,7 +9,7 @@
 //! | a credit comes early | `read` before the sums that it vouches for |
 //! | a part of a relay moves | [`CallChange::MoveRelay`] |
 //! | a refused rank goes on | [`CallChange::GoOn`] |
-//! | `read` before `home` | swapped steps, and the signal alone |
+//! | `read` before `returned` | swapped steps, and the signal alone |
 //! | `Ready` before a credit of staging | no such credit: see below |
 //! | an offer overtakes blocks of an earlier call | [`Change::Overtake`] |
 //! | memory of an unfinished call is used again | [`SeededBug::TakeUnread`], [`InstanceBug::ShareMemory`] |
@@ -53,7 +53,7 @@ const UNAGREED: &str = "agreement is skipped";
 const EARLY_CREDIT: &str = "a credit comes early";
 const MOVED_RELAY: &str = "a part of a relay moves";
 const GOES_ON: &str = "a refused rank goes on";
-const READ_BEFORE_HOME: &str = "`read` before `home`";
+const READ_BEFORE_RETURNED: &str = "`read` before `returned`";
 const READY_BEFORE_A_CREDIT: &str = "`Ready` before a credit of staging";
 const OVERTAKEN: &str = "an offer overtakes blocks of an earlier call";
 const USED_AGAIN: &str = "memory of an unfinished call is used again";
@@ -68,7 +68,7 @@ const NAMES: [&str; 12] = [
     EARLY_CREDIT,
     MOVED_RELAY,
     GOES_ON,
-    READ_BEFORE_HOME,
+    READ_BEFORE_RETURNED,
     READY_BEFORE_A_CREDIT,
     OVERTAKEN,
     USED_AGAIN,
@@ -293,8 +293,8 @@ fn of_steps() -> Vec<Row> {
             ("sum", "reduce"),
         ),
         row(
-            READ_BEFORE_HOME,
-            changed(&relays, combine, Run(StageId::Home, Whole), swap),
+            READ_BEFORE_RETURNED,
+            changed(&relays, combine, Run(StageId::Returned, Whole), swap),
             "Race",
             ("return rows", "put"),
             ("pull rest", "put"),
@@ -320,15 +320,15 @@ fn of_credits_and_memory() -> Vec<Row> {
             ("offer", "writes chunk"),
         ),
         row(
-            READ_BEFORE_HOME,
-            signal(&host, "sum", Flag::Read, Change::Before("home")),
+            READ_BEFORE_RETURNED,
+            signal(&host, "sum", Flag::Read, Change::Before("returned")),
             "Race",
             ("sum", "reduce"),
             ("offer", "writes chunk"),
         ),
         row(
-            READ_BEFORE_HOME,
-            signal(&engines, "pull rest", Flag::Read, Change::Before("home")),
+            READ_BEFORE_RETURNED,
+            signal(&engines, "pull rest", Flag::Read, Change::Before("returned")),
             "Race",
             ("offer", "writes chunk"),
             ("return rows", "put"),
@@ -345,7 +345,7 @@ fn of_credits_and_memory() -> Vec<Row> {
             planted(&one_way(), &[dispatch(0), ret(0, ROWS), ret(0, ROWS)], (CallKind::Combine, no_await)),
             "Race",
             ("return rows", "put"),
-            ("end", "reads rows at home"),
+            ("end", "reads returned rows"),
         ),
         row(
             OVERTAKEN,
@@ -366,7 +366,7 @@ fn of_credits_and_memory() -> Vec<Row> {
             two_instances(&BETWEEN_HALVES, Streams::One, share),
             "Race",
             ("pull", "put"),
-            ("end", "reads rows at home"),
+            ("end", "reads returned rows"),
         ),
         row(
             USED_AGAIN,
@@ -401,7 +401,7 @@ fn of_streams() -> Vec<Row> {
             changed(CallKind::Combine, Work::Follow),
             "Race",
             ("pull", "put"),
-            ("end", "reads rows at home"),
+            ("end", "reads returned rows"),
         ),
         row(
             UNORDERED,
@@ -483,7 +483,7 @@ fn harmless(program: &CallProgram, kind: CallKind, mutation: &CallMutation) -> O
     }
     match kind {
         CallKind::Combine
-            if position(&moved, Agree) < to && to < position(&moved, Run(StageId::Home, Whole)) =>
+            if position(&moved, Agree) < to && to < position(&moved, Run(StageId::Returned, Whole)) =>
         {
             Some("offers come with entries: it may begin anywhere between the verdict and the wait for it")
         }

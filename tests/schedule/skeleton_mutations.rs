@@ -171,10 +171,10 @@ impl<'a> Mutant<'a> {
                 Some("its relay has ended in the same thread")
             }
             (Flag::Returned, "rows") => Some("what its relay still reads is headers, and those are doubled"),
-            (Flag::Returned, "home") if from == me && paths.sources().next().is_none() => {
-                Some("its relay brings nothing home")
+            (Flag::Returned, "returned") if from == me && paths.sources().next().is_none() => {
+                Some("its relay returns nothing")
             }
-            (Flag::Returned, "home")
+            (Flag::Returned, "returned")
                 if from == me && change == Change::Late && paths.served_by(me).len() == 1 =>
             {
                 Some("its relay reads no chunk but its own")
@@ -422,7 +422,7 @@ fn applies(seeded: SeededBug, group: &Group) -> bool {
         SeededBug::StageUnasked => multi_node && pxn,
         SeededBug::ShareOutbox => multi_node && pxn && group.order != SumOrder::Expert,
         SeededBug::ShareStaging => pxn && any(&|paths| paths.sources().count() > 1),
-        SeededBug::ShareHome => any(&|paths| paths.relays().count() > 1),
+        SeededBug::ShareReturned => any(&|paths| paths.relays().count() > 1),
         // A relay is done before its rank goes on, so one header would do.
         SeededBug::OneHeader => false,
         // Callers' threads that enqueue have tests of their own.

@@ -64,7 +64,7 @@ fn rule(first: Which, then: Which) -> Option<&'static str> {
         ((When::Dispatch, SetBack), (When::Combine, Signal)) => {
             Some("who hears that its slot is read raises that word again")
         }
-        ((When::Dispatch, Signal), (When::Combine, Wait)) => Some("nothing comes home before it was sent"),
+        ((When::Dispatch, Signal), (When::Combine, Wait)) => Some("nothing returns before it was sent"),
         _ => None,
     }
 }

@@ -162,8 +162,8 @@ where
         world.pool().poison(0xff);
         let (x, weights) = ep.dispatch_backward::<E>(&of_rows, Some(&of_weights), handle).unwrap();
         assert!(bits(&x) == bits(&self.sums(me, 30 + round, false)), "row gradients at rank {me}, {case:?}");
-        let home = self.returned_words(me, 70 + round);
-        assert_eq!(weights.unwrap(), home, "weight gradients at rank {me}, {case:?}");
+        let returned = self.returned_words(me, 70 + round);
+        assert_eq!(weights.unwrap(), returned, "weight gradients at rank {me}, {case:?}");
         let (same, none) = ep.dispatch_backward::<E>(&of_rows, None, handle).unwrap();
         assert!(bits(&same) == bits(&x) && none.is_none(), "{case:?}");
     }

@@ -1207,7 +1207,7 @@ sidelane_status_t sidelane_world_check(sidelane_world_t *world);
 sidelane_status_t sidelane_world_cancel(sidelane_world_t *world);
 
 // The survivors' next world, after this one has failed. Collective among the survivors. A world of
-// fewer than `at_least` ranks does not begin: 1 takes whoever survives, and with more than half of
+// fewer than `at_least` ranks does not begin: 1 takes any survivors, and with more than half of
 // the ranks no network failure makes two worlds. Should another rank be lost before the new world
 // is built, this fails, and the survivors call it again. The old world and its objects stay
 // readable until they are closed.
@@ -1743,7 +1743,7 @@ sidelane_status_t sidelane_pending_combine_close(sidelane_pending_combine_t *pen
 sidelane_status_t sidelane_handle_report(sidelane_handle_t *handle, sidelane_report_t *report);
 
 // Says how the last combine or gradient along the handle went. On a device it returns the refusal
-// of the call, on whatever rank: its sums are zeros then. Ask before another combine along the
+// of the call, on any rank: its sums are zeros then. Ask before another combine along the
 // handle is enqueued.
 //
 // The caller guarantees: `report` is NULL (then nothing is written), or as large as its size says.

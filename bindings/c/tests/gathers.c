@@ -38,8 +38,8 @@ static void gathered(sidelane_rows_t *all) {
 // All ranks sum the gathered rows of all: each row returns as many times as there are ranks.
 static void summed(sidelane_row_partition_t *shares, sidelane_output_t *output, const sidelane_tensor_t *all) {
     float sums[MOST * COLUMNS] = {0};
-    sidelane_tensor_t home = tensor(sums, rank);
-    CHECK(sidelane_reduce_scatter(rows, output, all, shares, &home));
+    sidelane_tensor_t returned = tensor(sums, rank);
+    CHECK(sidelane_reduce_scatter(rows, output, all, shares, &returned));
     for (uint32_t row = 0; row < rank; row++)
         for (int c = 0; c < COLUMNS; c++) REQUIRE(sums[row * COLUMNS + c] == (float)ranks * value(rank, row));
 }
@@ -76,9 +76,9 @@ static void rows_of_all(void) {
             for (int c = 0; c < COLUMNS; c++) *at++ = value(of, row);
     memcpy(out.data, copy, out.rows * out.row_bytes);
     summed(shares, output, NULL);
-    sidelane_tensor_t elsewhere = tensor(copy, info.rows), home = tensor(mine, rank);
+    sidelane_tensor_t elsewhere = tensor(copy, info.rows), returned = tensor(mine, rank);
     summed(shares, NULL, &elsewhere);
-    REFUSED_ON_BOTH(sidelane_reduce_scatter(rows, NULL, &elsewhere, shares, rank == 1 ? NULL : &home), SIDELANE_ERROR_ARGUMENT,
+    REFUSED_ON_BOTH(sidelane_reduce_scatter(rows, NULL, &elsewhere, shares, rank == 1 ? NULL : &returned), SIDELANE_ERROR_ARGUMENT,
                     "sums is NULL", SIDELANE_ERROR_CALL, "input of rank 1 was refused");
 
     // Shares that all ranks know are not exchanged.
@@ -88,7 +88,7 @@ static void rows_of_all(void) {
     gathered(all);
     REFUSED_ON_BOTH(sidelane_all_gather_cached(rows, rank == 1 ? NULL : &given, known, &all), SIDELANE_ERROR_ARGUMENT,
                     "mine is NULL", SIDELANE_ERROR_CALL, "input of rank 1 was refused");
-    REFUSED_ON_BOTH(sidelane_reduce_scatter(rows, NULL, &elsewhere, rank == 1 ? NULL : shares, &home), SIDELANE_ERROR_HANDLE,
+    REFUSED_ON_BOTH(sidelane_reduce_scatter(rows, NULL, &elsewhere, rank == 1 ? NULL : shares, &returned), SIDELANE_ERROR_HANDLE,
                     "sidelane_row_partition_t is NULL", SIDELANE_ERROR_CALL, "rank");
     summed(known, NULL, &elsewhere);
     CHECK(sidelane_row_partition_close(known));

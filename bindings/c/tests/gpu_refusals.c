@@ -188,7 +188,7 @@ static void dispatches(void) {
     a_round_works();
 }
 
-// What exact sizes do not have is refused by name at every rank, whatever else is wrong.
+// What exact sizes do not have is refused by name at every rank, before any other error.
 static void calls_that_are_not_there(void) {
     sidelane_handle_t *handle;
     sidelane_output_t *output;
@@ -220,18 +220,18 @@ static void gradients(void) {
     experts(rows, handle, &output);
     sidelane_handle_info_t layout = {.size = sizeof layout};
     CHECK(sidelane_handle_info(handle, &layout));
-    float ones[64], home[TOKENS * TOP_K];
+    float ones[64], returned[TOKENS * TOP_K];
     for (int i = 0; i < 64; i++) ones[i] = 1;
     CUdeviceptr of_rows, of_choices;
     CUDA(cuMemAlloc(&of_rows, sizeof ones));
-    CUDA(cuMemAlloc(&of_choices, sizeof home));
+    CUDA(cuMemAlloc(&of_choices, sizeof returned));
     CUDA(cuMemcpyHtoD(of_rows, ones, sizeof ones));
     REQUIRE(layout.rows <= 64);
     CHECK(sidelane_ep_dispatch_backward(ep, output, NULL, (float *)of_rows, handle, &out, (float *)of_choices));
     CHECK(sidelane_ep_synchronize(ep));
     sums_are_right();
-    CUDA(cuMemcpyDtoH(home, of_choices, sizeof home));
-    for (int i = 0; i < TOKENS * TOP_K; i++) REQUIRE(home[i] == 1);
+    CUDA(cuMemcpyDtoH(returned, of_choices, sizeof returned));
+    for (int i = 0; i < TOKENS * TOP_K; i++) REQUIRE(returned[i] == 1);
     CHECK(sidelane_handle_close(handle));
     CUDA(cuMemFree(of_rows));
     CUDA(cuMemFree(of_choices));

@@ -250,8 +250,8 @@ static void a_rank_without_tokens(void) {
     sidelane_handle_t *handle;
     sidelane_output_t *output;
     sidelane_tensor_t none = {.columns = HIDDEN, .dtype = SIDELANE_DTYPE_F32};
-    sidelane_routing_t nobody = {.top_k = TOP_K};
-    CHECK(sidelane_ep_dispatch(ep, rank == 1 ? &none : &tx, rank == 1 ? &nobody : &routing, &rows, &handle));
+    sidelane_routing_t no_tokens = {.top_k = TOP_K};
+    CHECK(sidelane_ep_dispatch(ep, rank == 1 ? &none : &tx, rank == 1 ? &no_tokens : &routing, &rows, &handle));
     sidelane_rows_info_t in = {.size = sizeof in};
     CHECK(sidelane_rows_info(rows, &in));
     REQUIRE(in.rows == TOKENS);

@@ -2,7 +2,7 @@
 //!
 //! Every call is collective. A rank whose input is refused before the library sees it enters the
 //! call by [`refuse`](sidelane::ExpertParallel::refuse): the others get `CallError`
-//! (`PeerRefused`), nobody waits, and the next call works.
+//! (`PeerRefused`), no rank waits, and the next call works.
 //!
 //! ```text
 //!   dispatch, dispatch along a handle, gradient of combine:   tokens --> rows
@@ -92,7 +92,7 @@ impl Brought {
         Err(Wrong::Closed.error("UsedUp", &message, &[("tensor", what.into())]))
     }
 
-    /// Makes a call with these rows. An output buffer leaves its memory only here, where nobody but
+    /// Makes a call with these rows. An output buffer leaves its memory only here, where none but
     /// the library can refuse the call, and is there `again` if that does.
     pub fn lend<R>(
         &self,

@@ -6,7 +6,7 @@
 //!   instance's stream                '-> dispatch ......... rows there ---'
 //! ```
 //!
-//! DLPack's rule: whoever lends sees to it that the tensor is there for what the borrower's stream
+//! DLPack's rule: the lender sees to it that the tensor is valid for what the borrower's stream
 //! is given next. So tensors may be made and used on any streams; those of the instance's own wait
 //! for nothing. What is borrowed is given back when the stream has passed its last use: an event
 //! behind each call says so. What is lent ([`Lender`]) knows the streams that use it: when it comes
@@ -130,7 +130,7 @@ impl Lender {
         Ok(())
     }
 
-    /// Notes that a stream uses the memory.
+    /// Records that a stream uses the memory.
     pub fn used_on(&self, stream: usize) {
         let (stream, mut users) = (stream.max(LEGACY), self.users());
         if !users.contains(&stream) {
@@ -183,7 +183,7 @@ impl OnStream {
     /// it. What is left out is torch's current one.
     ///
     /// # Errors
-    /// `InputError` where nobody says which, `DeviceError`.
+    /// `InputError` where it is not said which, `DeviceError`.
     pub fn open(
         py: Python<'_>,
         device: Option<&Bound<'_, PyAny>>,
@@ -312,7 +312,7 @@ impl OnStream {
             }
             None => kept.captured.extend(lent),
         }
-        // Whoever gives back may want the interpreter, and with it whoever waits for the lock.
+        // The thread that gives back may want the interpreter, as may one that waits for the lock.
         drop(kept);
         drop(past);
     }
@@ -380,8 +380,8 @@ impl OnStream {
 }
 
 impl Drop for OnStream {
-    /// Everything that was made on it is gone: waits for the stream, so that nobody keeps what it
-    /// used. Streams of a dead world drain, too.
+    /// Everything that was made on it is gone: waits for the stream, so that nothing keeps what it
+    /// used. Streams of a failed world drain, too.
     fn drop(&mut self) {
         let kept = std::mem::take(self.kept.get_mut().unwrap_or_else(PoisonError::into_inner));
         let stream = self.stream();
@@ -390,7 +390,7 @@ impl Drop for OnStream {
         let wait = || Python::try_attach(|py| py.detach(idle)).unwrap_or_else(idle);
         let past = self.maker.is_here() && wait();
         if !past {
-            // What a broken device still uses, or that of a parent's process, is nobody's to give
+            // What a broken device still uses, or that of a parent's process, is not ours to give
             // back here.
             std::mem::forget(kept);
         }

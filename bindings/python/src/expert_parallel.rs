@@ -1,4 +1,19 @@
 //! `ExpertParallel`: its settings and its calls, with tensors of other libraries.
+//!
+//! Every call takes the same steps. The stream that torch has at the call is followed before its
+//! memory is looked at, and tensors are kept until that stream is done with them:
+//!
+//! ```text
+//!   torch, numpy --+-- stream of the caller --follow--> stream of the instance
+//!                  |                                            |
+//!                  +-- borrow: shape, dtype, place ----> library's call, without the interpreter
+//!                            |                                  |
+//!                            | wrong                            | keep the tensors
+//!                            v                                  v
+//!                      refuse: enter the call empty      rows, sums: as the caller's kind of tensor
+//! ```
+//!
+//! [`Instance`] has these steps for all calls; here each call names its tensors and their shapes.
 
 use std::sync::Arc;
 
@@ -334,7 +349,7 @@ impl ExpertParallel {
     }
 
     /// Fixed slots of a device, instead of a combine: what was received has been read, and nothing
-    /// comes home. Without a handle, of the last dispatch.
+    /// returns. Without a handle, of the last dispatch.
     #[pyo3(signature = (handle=None))]
     fn release(&self, py: Python<'_>, handle: Option<&Handle>) -> PyResult<()> {
         self.instance.follow(py)?;
@@ -378,22 +393,23 @@ impl ExpertParallel {
             let words = |given| instance.shape.place.borrow(given, what)?.of(Element::F32)?.rows();
             let weights = row_weight_gradients.map(words).transpose()?;
             let brought = instance.brought(row_gradients, handle, "row_gradients")?;
-            let home = weights.is_some().then(|| instance.choices(py, tokens, weights_out)).transpose()?;
-            Ok((brought, weights, instance.sums(py, tokens, out)?, home))
+            let weight_sums =
+                weights.is_some().then(|| instance.choices(py, tokens, weights_out)).transpose()?;
+            Ok((brought, weights, instance.sums(py, tokens, out)?, weight_sums))
         };
-        let (brought, weights, mut sums, mut home) =
+        let (brought, weights, mut sums, mut weight_sums) =
             look().map_err(|error| instance.refuse(py, call.0, Some(handle), error))?;
         let (target, of_rows) = (sums.tensor_mut(), weights.as_ref().map(Rows::tensor));
-        let of_choices = home.as_mut().map(Sums::tensor_mut);
+        let of_choices = weight_sums.as_mut().map(Sums::tensor_mut);
         let done = instance.along(py, call, Ok(&brought), |ep, brought, handle| {
             let again = || handle.output();
             brought.lend(again, |rows| ep.dispatch_backward_into(rows, of_rows, handle, target, of_choices))
         });
         let given = weights.iter().map(|rows| &rows.input).chain([&brought.rows.input]);
-        let written = sums.input().into_iter().chain(home.as_ref().and_then(Sums::input));
+        let written = sums.input().into_iter().chain(weight_sums.as_ref().and_then(Sums::input));
         instance.shape.place.keep(given.chain(written));
         done?;
-        Ok((sums.give(py)?, home.map(|home| home.give(py)).transpose()?))
+        Ok((sums.give(py)?, weight_sums.map(|weight_sums| weight_sums.give(py)).transpose()?))
     }
 
     /// Gradient of `combine`: of rows [rows, hidden] and, of a weighted one, of weights [tokens,
@@ -415,14 +431,18 @@ impl ExpertParallel {
             let wanted = || instance.choices(py, (handle.tokens, kind), weights_out);
             Ok((tokens, self.weighted.then(wanted).transpose()?))
         };
-        let (tokens, mut home) = look().map_err(|error| instance.refuse(py, call.0, Some(handle), error))?;
-        let of_choices = home.as_mut().map(Sums::tensor_mut);
+        let (tokens, mut weight_sums) =
+            look().map_err(|error| instance.refuse(py, call.0, Some(handle), error))?;
+        let of_choices = weight_sums.as_mut().map(Sums::tensor_mut);
         let done = instance.along(py, call, Ok(&tokens), |ep, gradients, handle| {
             ep.combine_backward_into(gradients.tensor(), handle, of_choices)
         });
-        instance.shape.place.keep(home.as_ref().and_then(Sums::input).into_iter().chain([&tokens.input]));
+        instance
+            .shape
+            .place
+            .keep(weight_sums.as_ref().and_then(Sums::input).into_iter().chain([&tokens.input]));
         let rows = instance.received_along(py, (done?, handle), kind, (hidden, dtype))?;
-        Ok((rows, home.map(|home| home.give(py)).transpose()?))
+        Ok((rows, weight_sums.map(|weight_sums| weight_sums.give(py)).transpose()?))
     }
 
     /// Makes records of tokens for a dispatch in fp8: [tokens, record] of uint8. A device needs
@@ -487,7 +507,7 @@ pub fn group_of<'py>(group: &Bound<'py, PyAny>) -> PyResult<Bound<'py, Group>> {
     }
 }
 
-/// A layer that no rank can build: of tokens that choose nobody.
+/// A layer that no rank can build: of tokens that choose no expert.
 fn no_layer(members: &sidelane::Group) -> Result<(), sidelane::Error> {
     sidelane::ExpertParallel::builder(members).top_k(0).build().map(drop)
 }

@@ -401,9 +401,9 @@ impl Handle {
         self.kind.give(py, Tensor::new(memory, shape, (*dtype).into()))
     }
 
-    /// Notes that this stream uses memory of the handle: rows, what came with them, outputs.
+    /// Records that this stream uses memory of the handle: rows, what came with them, outputs.
     /// Streams that DLPack lends to are known without it. What is given back is written to again
-    /// only behind what all of them were given before. On the host it notes nothing.
+    /// only behind what all of them were given before. On the host it records nothing.
     fn used_on(&self, stream: usize) {
         if let Some(lender) = self.shape.place.lender() {
             lender.used_on(stream);

@@ -129,7 +129,7 @@ impl Asked {
 }
 
 /// A tensor of torch's on the layer's device, to write to.
-struct Home<'py> {
+struct Target<'py> {
     tensor: Bound<'py, PyAny>,
     input: Input,
 }
@@ -280,7 +280,8 @@ impl MoeLayer {
                 draw: RngKey::new(seed, step, rank),
             };
             let tokens = asked.x.input.len() / self.hidden;
-            let out = self.place.on().map(|on| self.home(py, on, kind, ([tokens, self.hidden], self.dtype)));
+            let out =
+                self.place.on().map(|on| self.target(py, on, kind, ([tokens, self.hidden], self.dtype)));
             Ok((asked, out.transpose()?))
         };
         let (asked, out) = look().map_err(|error| self.refused(py, None, error))?;
@@ -308,15 +309,15 @@ impl MoeLayer {
         let look = || {
             let of_out = self.rows(gradients, "gradients")?;
             let tokens = of_out.input.len() / self.hidden;
-            let homes = self.place.on().map(|on| self.homes(py, on, kind, tokens)).transpose()?;
-            Ok((of_out, homes))
+            let targets = self.place.on().map(|on| self.targets(py, on, kind, tokens)).transpose()?;
+            Ok((of_out, targets))
         };
-        let (of_out, homes) = match look() {
+        let (of_out, targets) = match look() {
             Ok(looked) => looked,
             Err(error) => return Err(self.refused(py, Some(tape), error)),
         };
-        match (homes, self.dtype) {
-            (Some(homes), _) => self.backward_there(py, tape, &of_out, homes),
+        match (targets, self.dtype) {
+            (Some(targets), _) => self.backward_there(py, tape, &of_out, targets),
             (None, Dtype::F32) => self.backward_here::<f32>(py, tape, &of_out, kind),
             (None, Dtype::Bf16) => self.backward_here::<bf16>(py, tape, &of_out, kind),
             (None, _) => self.backward_here::<f16>(py, tape, &of_out, kind),
@@ -381,29 +382,29 @@ impl MoeLayer {
     }
 
     /// Room for a result on a device.
-    fn home<'py>(
+    fn target<'py>(
         &self,
         py: Python<'py>,
         on: &OnStream,
         kind: Kind,
         (shape, dtype): ([usize; 2], Dtype),
-    ) -> PyResult<Home<'py>> {
+    ) -> PyResult<Target<'py>> {
         if kind != Kind::Torch {
             return Err(settings::wrong("x", "a tensor of torch, on a device"));
         }
         let tensor = on.torch_empty(py, shape, dtype.into())?;
         let input = self.place.borrow(&tensor, "out")?;
-        Ok(Home { tensor, input })
+        Ok(Target { tensor, input })
     }
 
     /// The same for all gradients: of tokens, router, experts, shared expert.
-    fn homes<'py>(
+    fn targets<'py>(
         &self,
         py: Python<'py>,
         on: &OnStream,
         kind: Kind,
         tokens: usize,
-    ) -> PyResult<Vec<(&'static str, Home<'py>)>> {
+    ) -> PyResult<Vec<(&'static str, Target<'py>)>> {
         let [router, experts, shared] = self.shapes.map(|shape| (shape, Dtype::F32));
         let all = [
             ("x", ([tokens, self.hidden], self.dtype)),
@@ -412,7 +413,7 @@ impl MoeLayer {
             ("shared", shared),
         ];
         let wanted = all.into_iter().filter(|(name, (shape, _))| *name != "shared" || shape[0] > 0);
-        wanted.map(|(name, of)| Ok((name, self.home(py, on, kind, of)?))).collect()
+        wanted.map(|(name, of)| Ok((name, self.target(py, on, kind, of)?))).collect()
     }
 
     fn forward_here<'py, E: Value>(
@@ -435,7 +436,7 @@ impl MoeLayer {
         &self,
         py: Python<'py>,
         asked: &Asked,
-        out: Home<'py>,
+        out: Target<'py>,
     ) -> PyResult<(Bound<'py, PyAny>, TapeAt)> {
         let (x, residual) = (range(&asked.x.input)?, asked.residual.as_ref().map(|rows| range(&rows.input)));
         let (step, to) = (asked.step(x, residual.transpose()?)?, range(&out.input)?);
@@ -480,9 +481,9 @@ impl MoeLayer {
         py: Python<'py>,
         tape: TapeAt,
         of_out: &Rows,
-        homes: Vec<(&'static str, Home<'py>)>,
+        targets: Vec<(&'static str, Target<'py>)>,
     ) -> PyResult<Bound<'py, PyDict>> {
-        let ranges = homes.iter().map(|(_, home)| range(&home.input)).collect::<PyResult<Vec<_>>>()?;
+        let ranges = targets.iter().map(|(_, target)| range(&target.input)).collect::<PyResult<Vec<_>>>()?;
         let from = range(&of_out.input)?;
         let into = DeviceGradients::new(ranges[0], ranges[1], ranges[2], ranges.get(3).copied());
         let made = self.call(py, |layer| match (layer, tape) {
@@ -492,11 +493,11 @@ impl MoeLayer {
                 Err(elsewhere("tape"))
             }
         });
-        self.place.keep(homes.iter().map(|(_, home)| &home.input).chain([&of_out.input]));
+        self.place.keep(targets.iter().map(|(_, target)| &target.input).chain([&of_out.input]));
         made?;
         self.before_torch(py)?;
         let all = PyDict::new(py);
-        homes.into_iter().try_for_each(|(name, home)| all.set_item(name, home.tensor))?;
+        targets.into_iter().try_for_each(|(name, target)| all.set_item(name, target.tensor))?;
         Ok(all)
     }
 

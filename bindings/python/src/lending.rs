@@ -84,7 +84,7 @@ impl<T> LendingCell<T> {
         match std::mem::replace(&mut *state, State::Lent) {
             State::Here(value) => Ok(value),
             State::Lent => {
-                let message = format!("another call of this {what} is under way: finish it first");
+                let message = format!("another call of this {what} is in flight: finish it first");
                 Err(Wrong::Busy.error("Busy", &message, &[]))
             }
             closed @ (State::Closing | State::Closed) => {

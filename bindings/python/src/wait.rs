@@ -20,7 +20,7 @@ const SLICE: Duration = Duration::from_millis(20);
 
 /// Runs a handler of Python's, if a signal has come; whether it raised, and so wants to stop.
 fn signals() -> Result<(), Option<PyErr>> {
-    // Where the interpreter is on its way out, nobody waits for anything any more.
+    // Where the interpreter is on its way out, no thread waits any more.
     match Python::try_attach(|py| py.check_signals()) {
         Some(checked) => checked.map_err(Some),
         None => Err(None),
@@ -30,13 +30,13 @@ fn signals() -> Result<(), Option<PyErr>> {
 /// What an interrupted call leaves behind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Interrupt {
-    /// A dead world: others may have seen a part of the call, and must not wait for the rest.
+    /// A failed world: others may have seen a part of the call, and must not wait for the rest.
     Cancels,
     /// Nothing: the call can be made again.
     Ends,
 }
 
-/// Makes a call of the library. If a signal's handler raises, that is the error, whatever the call
+/// Makes a call of the library. If a signal's handler raises, that is the error, even if the call
 /// says.
 pub fn call<T: Send>(
     py: Python<'_>,

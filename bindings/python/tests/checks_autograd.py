@@ -27,7 +27,7 @@ def by_hand(of, rank, g):
     """Forward and gradients of that layer by the formulas, in the order of sums that is promised.
     """
     dtype = of.x[rank].dtype
-    forward, back, home = {}, {}, torch.zeros(len(of.x[rank]), of.top_k)
+    forward, back, returned = {}, {}, torch.zeros(len(of.x[rank]), of.top_k)
     for holder in range(of.ranks):
         rows = of.rows(holder)
         x, grad = of.rows_of(holder, of.x), of.rows_of(holder, g)
@@ -41,8 +41,8 @@ def by_hand(of, rank, g):
         for nth, (expert, source, token, k) in enumerate(rows):
             forward[expert, source, token], back[expert, source, token] = y.detach()[nth], row.grad[nth]
             if source == rank:
-                home[token, k] = leaf.grad[nth]
-    return of.summed(rank, forward), of.summed(rank, back), home
+                returned[token, k] = leaf.grad[nth]
+    return of.summed(rank, forward), of.summed(rank, back), returned
 
 
 def check_gradients_may_require_gradients(world):

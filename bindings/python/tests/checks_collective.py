@@ -13,7 +13,7 @@ def rows_of(rank, columns=8, dtype=torch.float32, parts=1):
     return (torch.arange(count * columns).reshape(count, columns) + 1000 * rank).to(dtype)
 
 
-def check_rows_of_all_come_by_rank_and_sums_go_home(world):
+def check_rows_of_all_come_by_rank_and_sums_return(world):
     for dtype in (torch.float32, torch.float16):
         for route in ("direct", "pxn"):
             rows = sidelane.RowCollective(world, columns=8, dtype=dtype, route=route, max_rows=32)

@@ -78,19 +78,19 @@ def check_steps_of_training_are_those_of_the_host(world):
             same(device.read(along.row_weights), expected.row_weights)
         del came, layout
         gradients, of_choices = host.combine_backward(again, expected)
-        home = room(of.weights[me]) if weighted else None
-        back, given = planned.combine_backward(device.tensor(again), handle, home)
+        sums_back = room(of.weights[me]) if weighted else None
+        back, given = planned.combine_backward(device.tensor(again), handle, sums_back)
         same(device.read(back), gradients)
-        assert given is home
+        assert given is sums_back
         if weighted:
-            same(device.read_sums(planned, home), of_choices)
+            same(device.read_sums(planned, sums_back), of_choices)
         of_rows, of_weights = experts(gradients), torch.arange(expected.rows) / 3.0
         tokens, choices = host.dispatch_backward(of_rows, expected, of_weights)
-        y, out, home = device.borrowed(handle.output()), room(tokens), room(choices)
+        y, out, sums_back = device.borrowed(handle.output()), room(tokens), room(choices)
         y.write(of_rows)
-        assert planned.dispatch_backward(y, handle, device.tensor(of_weights), out, home) == (out, home)
+        assert planned.dispatch_backward(y, handle, device.tensor(of_weights), out, sums_back) == (out, sums_back)
         same(device.read_sums(planned, out), tokens)
-        same(device.read_sums(planned, home), choices)
+        same(device.read_sums(planned, sums_back), choices)
         out = room(tokens)
         assert planned.dispatch_backward(device.tensor(of_rows), handle, out=out) == (out, None)
         same(device.read_sums(planned, out), tokens)
@@ -145,8 +145,8 @@ def check_gradients_need_room_on_a_device(world):
     short = device.tensor(torch.zeros(3))
     expected = ("PlanError", "WrongShape") if me == 0 else ("CallError", "PeerRefused")
     given = short if me == 0 else device.tensor(torch.zeros(handle.rows))
-    out, home = device.tensor(torch.zeros_like(of.x[me])), device.tensor(torch.zeros_like(of.weights[me]))
-    assert refused(lambda: planned.dispatch_backward(rows, handle, given, out, home)) == expected
+    out, sums_back = device.tensor(torch.zeros_like(of.x[me])), device.tensor(torch.zeros_like(of.weights[me]))
+    assert refused(lambda: planned.dispatch_backward(rows, handle, given, out, sums_back)) == expected
     planned.synchronize()
 
 
@@ -529,7 +529,7 @@ def check_slots_are_what_all_ranks_sent(world):
                 assert weights[source, place].tolist() == [
                     w if i >= 0 else 0 for i, w in zip(local, of.weights[source][token].tolist())
                 ]
-        # Experts that double: each token comes home as often as it has ranks, doubled.
+        # Experts that double: each token returns as often as it has ranks, doubled.
         y = device.borrowed(handle.output())
         assert y.shape == received.shape
         y.write(rows * 2)

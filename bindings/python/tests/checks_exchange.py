@@ -87,12 +87,12 @@ def check_gradients_are_the_transposes(world):
         row_weights = torch.arange(handle.rows, dtype=torch.float32)
         tokens, weights = ep.dispatch_backward(gradients, handle, row_weights)
         same(tokens, expected_sums(of, me, of.x))
-        home = torch.zeros(len(of.x[me]), of.top_k)
+        returned = torch.zeros(len(of.x[me]), of.top_k)
         for holder in range(world.size):
             for nth, (_, source, token, k) in enumerate(of.rows(holder)):
                 if source == me:
-                    home[token, k] = nth
-        same(weights, home)
+                    returned[token, k] = nth
+        same(weights, returned)
         ep.combine(rows, handle)
         back, weights = ep.combine_backward(g[me], handle)
         expected = of.rows_of(me, g)

@@ -219,8 +219,8 @@ def check_tokens_in_fp8_come_as_quantized_and_their_sums_in_bf16(world: sidelane
     assert received[0].dtype == torch.float8_e4m3fn and received[1].dtype == torch.float32
     same(restored(*received), torch.cat([t[hit.any(dim=1)] for t, hit in zip(tokens, hits)]))
     assert counts == [int(sum(hit[:, e].sum() for hit in hits)) for e in range(len(mine))]
-    home, _, _ = buffer.combine(restored(*received).bfloat16(), handle)
-    same(home, summed(layout[3].sum(dim=1)))
+    returned, _, _ = buffer.combine(restored(*received).bfloat16(), handle)
+    same(returned, summed(layout[3].sum(dim=1)))
     again = buffer.dispatch(pairs[world.rank], handle)[0]
     same(restored(*again), restored(*received))
 
@@ -238,8 +238,8 @@ def check_tokens_in_fp8_come_as_quantized_and_their_sums_in_bf16(world: sidelane
     same(restored(rows.view(torch.float8_e4m3fn), row_scales), torch.cat([t for t, _ in expected]))
     same(weights, torch.cat([w for _, w in expected]))
     y = restored(rows.view(torch.float8_e4m3fn), row_scales).bfloat16()
-    home, _ = hybrid.combine_with_unpermute(hidden=y, handle=placed)
-    same(home, summed(my.chosen.sum(dim=1)))
+    returned, _ = hybrid.combine_with_unpermute(hidden=y, handle=placed)
+    same(returned, summed(my.chosen.sum(dim=1)))
     gradients = my.gradient.view(-1, hidden).bfloat16()
     back, _, _, _, _ = hybrid.dispatch_with_permute(hidden=gradients, handle=placed)
     all_gradients = [source.gradient.view(-1, hidden).bfloat16() for source in of]

@@ -246,7 +246,7 @@ def partial(of, source, token, holder):
 
 
 def of_ranks(of, me):
-    """What comes home to a rank: sums over ranks."""
+    """What returns to a rank: sums over ranks."""
     out = torch.zeros_like(of.x[me])
     for token, chosen in enumerate(of.ids[me].tolist()):
         for holder in range(of.ranks):

@@ -188,8 +188,8 @@ def ep_buffer_pass(case: Case, of: Inputs) -> Results:
     )
     assert none is None
     y.backward(later.wait()[0])
-    tokens, home, _ = buffer.combine(rows.grad, handle, weights.grad)
-    of_probs = torch.zeros_like(of.probs).scatter_(1, ids, home)
+    tokens, returned, _ = buffer.combine(rows.grad, handle, weights.grad)
+    of_probs = torch.zeros_like(of.probs).scatter_(1, ids, returned)
     shaped = (out.view(of.x.shape), tokens.view(of.x.shape), of_probs)
     return Results(rows.detach(), counts, weights.detach(), *shaped)
 
@@ -266,16 +266,16 @@ def chunked_pass(
         saved.append((rows, weights, case.expert(rows, factors, weights)))
         after(compute, communication)
         out.append(transport.combine_forward(saved[c][2], handle, communication))
-    home, later = {}, spread(chunks - 1)
+    returned, later = {}, spread(chunks - 1)
     for c in reversed(range(chunks)):
         spread_now, later = later, spread(c - 1) if c else None
         after(communication, compute)
         rows, weights, y = saved[c]
         y.backward(spread_now.recv_x)
         after(compute, communication)
-        home[c] = transport.combine_backward(rows.grad, weights.grad, moved[c].dispatch_handle, communication)
+        returned[c] = transport.combine_backward(rows.grad, weights.grad, moved[c].dispatch_handle, communication)
     after(communication, compute)
-    tokens, of_ids = (torch.cat(parts) for parts in zip(*(home[c] for c in range(chunks)), strict=True))
+    tokens, of_ids = (torch.cat(parts) for parts in zip(*(returned[c] for c in range(chunks)), strict=True))
     of_probs = torch.zeros_like(of.probs).scatter_(1, torch.cat(ids), of_ids)
     return torch.cat(out).view(of.x.shape).detach(), tokens.view(of.x.shape), of_probs
 

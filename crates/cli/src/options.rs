@@ -43,11 +43,11 @@ impl<const NODES: u32, const RANKS: u32> NodeArgs<NODES, RANKS> {
 #[derive(Args, Clone, Debug)]
 pub struct RouterArgs<const TOKENS: u32, const MODEL: bool = false> {
     #[arg(long, value_name = "E",
-          help = format!("Number of experts [default: {}, or from the routing file]", own(MODEL, EXPERTS)))]
+          help = format!("Number of experts [default: {}, or num_experts of the routing file]", own(MODEL, EXPERTS)))]
     pub experts: Option<u32>,
 
     #[arg(long, value_name = "K",
-          help = format!("Experts that each token chooses [default: {}, or from the routing file]", own(MODEL, TOP_K)))]
+          help = format!("Experts that each token chooses [default: {}, or as in the routing file]", own(MODEL, TOP_K)))]
     pub top_k: Option<u32>,
 
     #[arg(long, value_name = "T", help = format!("Tokens of each rank [default: {TOKENS}]"))]
@@ -87,8 +87,9 @@ impl<const TOKENS: u32, const MODEL: bool> RouterArgs<TOKENS, MODEL> {
 pub struct RoutedArgs<const NODES: u32, const RANKS: u32, const TOKENS: u32> {
     /// recorded (a trained router's decisions, 64 experts, top-8), uniform, zipf:S, incast (all
     /// tokens choose among the first eighth of the experts), or a file with a line for each token,
-    /// {"topk_ids": [3, 9], "topk_weights": [0.6, 0.4]} [default: recorded; zipf:1.0 if --experts
-    /// or --top-k differ from it]
+    /// {"topk_ids": [3, 9], "topk_weights": [0.6, 0.4]}, and a first line
+    /// {"type": "meta", "num_experts": 64} for their number [default: recorded; zipf:1.0 if
+    /// --experts or --top-k differ from it]
     #[arg(value_name = "recorded|PATTERN|FILE")]
     pub routing: Option<Source>,
 
@@ -148,9 +149,9 @@ impl RowType {
 
     /// Bytes of a row of `hidden` elements that is dispatched, and of one that comes back.
     pub fn bytes(self, hidden: u32) -> (u64, u64) {
-        let home = u64::from(hidden) * self.element().size() as u64;
-        let sent = if self == RowType::Fp8 { Fp8RowShape::new(hidden).bytes() as u64 } else { home };
-        (sent, home)
+        let returned = u64::from(hidden) * self.element().size() as u64;
+        let sent = if self == RowType::Fp8 { Fp8RowShape::new(hidden).bytes() as u64 } else { returned };
+        (sent, returned)
     }
 
     pub fn name(self) -> String {
@@ -190,7 +191,7 @@ pub fn fits_in_memory(what: &str, needed: u64, lower: &str) -> Result<(), CliErr
     fits(what, needed, available_memory(&Root::new("/")), lower)
 }
 
-/// The same, of so many bytes that are left; `None` where nobody knows.
+/// The same, of so many bytes that are left; `None` where the system does not say.
 fn fits(what: &str, needed: u64, available: Option<u64>, lower: &str) -> Result<(), CliError> {
     let Some(available) = available.filter(|&available| needed > available) else { return Ok(()) };
     let (needed, available) = (bytes(needed), bytes(available));
@@ -301,6 +302,6 @@ mod tests {
         let refused = "the choices of 8 ranks need 3 GiB of memory, and 2 GiB are available: lower --tokens";
         assert_eq!(seen(3 << 30, Some(2 << 30)), Err(refused.to_owned()));
         assert_eq!(seen(2 << 30, Some(2 << 30)), Ok(()));
-        assert_eq!(seen(u64::MAX, None), Ok(()), "nobody knows how much there is");
+        assert_eq!(seen(u64::MAX, None), Ok(()), "the system does not say how much there is");
     }
 }

@@ -51,6 +51,17 @@ impl Routed {
         };
         Ok(Routed { source, router, experts, top_k })
     }
+
+    /// Prints that a recording has fewer tokens than so many ranks take, and begins again.
+    pub fn note_repeats(&self, ranks: u32, share: Share) {
+        let (source, taken) = (&self.source, u64::from(ranks) * u64::from(share.tokens));
+        let Some(recorded) = self.router.tokens().filter(|&recorded| (recorded as u64) < taken) else {
+            return;
+        };
+        eprintln!(
+            "sidelane: routing {source}: {taken} tokens of all ranks repeat the {recorded} recorded ones"
+        );
+    }
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -169,6 +180,7 @@ impl Decided {
         let nodes = NodeMap::from_labels(&node_labels(&ranks_per_node));
         let ranks = nodes.ranks();
         share.fits_in_memory(ranks, choice_bytes)?;
+        routed.note_repeats(ranks, share);
         let routings = (0..ranks).map(|rank| routed.router.routing(share, rank)).collect::<Result<_, _>>()?;
         let map = ExpertMap::contiguous(experts, ranks)?;
         let conditions = RunSettings { routing: routed.source, experts, top_k, ranks_per_node, tokens, seed };
@@ -191,6 +203,11 @@ impl Router {
         };
         let recorded = Recorded::parse(&text).map_err(|source| usage!("routing {routing}: {source}"))?;
         Ok(Router::Recorded(recorded))
+    }
+
+    /// Tokens of a recording.
+    fn tokens(&self) -> Option<usize> {
+        if let Router::Recorded(recorded) = self { Some(recorded.tokens()) } else { None }
     }
 
     /// The decisions of one rank: any rank can ask for those of any other.

@@ -20,16 +20,15 @@ use std::io::stdout;
 use comfy_table::{CellAlignment, ContentArrangement, LineStyle, Row, Table, TableStyle};
 use rustix::termios::tcgetwinsize;
 
-/// Columns of a table where the width is not known.
-const WIDTH: usize = 100;
-/// Columns that a table of words needs: with fewer its columns have room for a word or two.
-const WORDS: usize = 80;
+/// Columns in a pipe: a report that is pasted elsewhere keeps its lines. A table of words needs as
+/// many: with fewer its columns have room for a word or two.
+const WIDTH: usize = 80;
 
-/// Columns of the terminal, or as many as `COLUMNS` says where there is none. A pipe has no width.
-pub fn width() -> Option<usize> {
+/// Columns of the terminal; where there is none as many as `COLUMNS` says, or those of a pipe.
+pub fn width() -> usize {
     let terminal = tcgetwinsize(stdout()).map_or(0, |size| size.ws_col.into());
-    let said = || std::env::var("COLUMNS").ok()?.parse().ok();
-    Some(terminal).filter(|&columns| columns > 0).or_else(said).filter(|&columns| columns > 0)
+    let said = || std::env::var("COLUMNS").ok()?.parse().ok().filter(|&columns| columns > 0);
+    Some(terminal).filter(|&columns| columns > 0).or_else(said).unwrap_or(WIDTH)
 }
 
 /// An empty table with this header.
@@ -38,7 +37,7 @@ pub fn new(header: impl Into<Row>) -> Table {
     let mut table = Table::new();
     table.load_style(TableStyle::new().header_separator(rule));
     table.set_content_arrangement(ContentArrangement::Dynamic);
-    table.set_width(width().unwrap_or(WIDTH).try_into().unwrap_or(u16::MAX));
+    table.set_width(width().try_into().unwrap_or(u16::MAX));
     table.set_header(header);
     table
 }
@@ -54,13 +53,13 @@ pub fn figures(header: impl Into<Row>) -> Table {
     table
 }
 
-/// The lines of a table, which fit where the width is known.
+/// The lines of a table, which fit into the width.
 pub fn lines(table: &Table) -> String {
     let text = table.trim_fmt();
     let of_figures = matches!(table.content_arrangement(), ContentArrangement::Disabled);
     match width() {
-        Some(width) if of_figures && widest(&text) > width => panels(table, width),
-        Some(width) if !of_figures && width < WORDS => stacked(table),
+        width if of_figures && widest(&text) > width => panels(table, width),
+        width if !of_figures && width < WIDTH => stacked(table),
         _ => text,
     }
 }
@@ -132,10 +131,10 @@ fn stacked(table: &Table) -> String {
 /// Begins a line with a command to copy, which is not broken.
 pub const AS_ROOT: &str = "As root: ";
 
-/// Text whose lines are broken at blanks where the width is known. What a line goes on with stands
+/// Text whose lines are broken at blanks to fit into the width. What a line goes on with stands
 /// below its value, if the line begins with a key. A sentence of several lines flows on.
 pub fn fitted(text: &str) -> String {
-    width().map_or_else(|| text.to_owned(), |width| wrapped(text, width))
+    wrapped(text, width())
 }
 
 fn wrapped(text: &str, width: usize) -> String {

@@ -61,7 +61,7 @@ const CHOICE: u64 = 8;
 
 impl CopyEngineWork {
     /// Dispatch and combine of so many ranks of one node by slots of so many tokens, with rows of
-    /// `row_bytes` out and `return_bytes` home.
+    /// `row_bytes` to send and `return_bytes` to return.
     ///
     /// # Errors
     /// [`PlanError`] for sizes that no slots have.
@@ -172,12 +172,12 @@ impl CopyEngineWork {
         let bins = Bins::of_layout(layout, map, SumOrder::Expert, nodes);
         let metadata = RowMetadata::of(layout, ReceiveMode::Exact, spans);
         let words_out = metadata.words(top_k);
-        let (words_home, partial_bytes, rank_sums) = (1, None, false);
+        let (return_words, partial_bytes, rank_sums) = (1, None, false);
         let sizing = RowSizes {
             row_bytes,
             return_bytes,
             words_out,
-            words_home,
+            return_words,
             partial_bytes,
             rank_sums,
             pulled_bytes: PulledSums::CHUNK_BYTES,

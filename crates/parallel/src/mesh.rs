@@ -276,7 +276,7 @@ impl Mesh {
         })
     }
 
-    /// These dimensions in the order of the mesh, whatever order they are named in.
+    /// These dimensions in the order of the mesh, however they are named.
     fn chosen(&self, of: &[&str]) -> Result<Vec<&Dimension>, MeshError> {
         for (nth, name) in of.iter().enumerate() {
             self.dimension(name)?;

@@ -3,7 +3,7 @@
 //!
 //! A crate of its own, which the library does not know: the program runs the suite between
 //! processes and on a GPU, and holds its measurements against the same reference. Its checks of a
-//! [`device`] run on whatever driver is loaded: those of `gpu-check` on a GPU are those of the
+//! [`device`] run on the driver that is loaded: those of `gpu-check` on a GPU are those of the
 //! tests on the fake driver. [`timing`] is what the program and the benches time alike.
 
 pub mod conformance;

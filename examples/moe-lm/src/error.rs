@@ -161,7 +161,7 @@ pub enum Error {
         expected: String,
     },
     /// Experts were on lost ranks alone, and their copies, too.
-    #[error("nobody has expert {expert} any more: go on from the last checkpoint (--resume)")]
+    #[error("no rank has expert {expert} any more: go on from the last checkpoint (--resume)")]
     NoCopy {
         /// The first of them.
         expert: usize,

@@ -123,7 +123,7 @@ fn shift(sums: &mut Communicator, values: &[f32]) -> Result<Vec<f32>> {
 ///
 /// # Errors
 /// The error itself, if no rank was lost or the run does not survive losses; [`Error::NoCopy`] if
-/// nobody has some expert; [`Error::NotMultiple`] for sizes that do not go with fewer ranks;
+/// no rank has some expert; [`Error::NotMultiple`] for sizes that do not go with fewer ranks;
 /// [`Error::WorldsDiffer`]; those of the rebuild.
 pub fn recover(trainer: &mut Trainer<Parallel>, error: Error) -> Result<()> {
     let ranks = trainer.ranks.groups.world.size();

@@ -93,6 +93,7 @@ impl TcpHub {
         deadline: Duration,
         message: impl FnOnce(u64) -> Message,
     ) -> Result<Answer, BootstrapError> {
+        // Relaxed: tickets only differ. A lock orders what goes with them.
         let ticket = self.tickets.fetch_add(1, Ordering::Relaxed);
         let frame = message(ticket).encode();
         if frame.len() > MAX_FRAME {
@@ -156,6 +157,7 @@ impl TcpHub {
     /// worlds it is the listener where this rank would host survivors.
     pub fn release_listener(&self, released: bool) {
         if let Some(flag) = &self.released {
+            // Relaxed: the coordinator looks again in each turn, and finds nothing else by it.
             flag.store(released, Ordering::Relaxed);
         }
     }

@@ -179,6 +179,7 @@ impl Coordinator {
 
     /// Whether the own rank uses the listener.
     fn is_released(&self) -> bool {
+        // Relaxed: nothing that the rank writes is read for it. A turn later is soon enough.
         self.released.load(Ordering::Relaxed)
     }
 

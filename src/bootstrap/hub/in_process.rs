@@ -112,6 +112,7 @@ struct ThreadHub {
 impl ThreadHub {
     fn new(world: &Arc<ThreadWorld>, rank: u32) -> Self {
         let hub = ThreadHub { rank, world: Arc::clone(world) };
+        // Relaxed: a count. The drop that makes it 0 takes the world's lock before it wakes.
         world.hubs[hub.first() as usize].fetch_add(1, Ordering::Relaxed);
         hub
     }
@@ -155,6 +156,7 @@ impl ThreadHub {
         ask: impl FnOnce(&mut Store, Requester) -> Vec<Delivery>,
     ) -> Result<Answer, BootstrapError> {
         let world = &*self.world;
+        // Relaxed: tickets only differ.
         let caller = Requester { rank: self.rank, ticket: world.tickets.fetch_add(1, Ordering::Relaxed) };
         let until = Instant::now() + deadline;
         let mut inner = lock(&world.inner);
@@ -260,6 +262,8 @@ impl Hub for ThreadHub {
         world.changed.notify_all();
         loop {
             let now = Instant::now();
+            // Relaxed: a count that falls to 0 behind this look takes the lock, and wakes this
+            // thread.
             let hubs = world.hubs.iter().map(|hubs| hubs.load(Ordering::Relaxed));
             let gone = hubs.zip(0..).filter_map(|(hubs, rank)| (hubs == 0).then_some(rank)).collect();
             if inner.next.is_none()
@@ -316,6 +320,7 @@ impl Hub for ThreadHub {
 
 impl Drop for ThreadHub {
     fn drop(&mut self) {
+        // Relaxed: a look that misses it is woken below.
         self.world.hubs[self.first() as usize].fetch_sub(1, Ordering::Relaxed);
         // With the lock taken, no thread is between its check and its sleep.
         drop(lock(&self.world.inner));

@@ -70,7 +70,7 @@ pub(super) fn rendezvous(job: &Job) -> RendezvousId {
     RendezvousId { job: job.into(), size: u32::MAX, epoch: 0, host: HOST }
 }
 
-/// A growth that is under way: the larger world has begun, or has not, and the old one lives.
+/// A growth in progress: the larger world has begun, or has not, and the old one lives.
 #[must_use = "the other ranks wait for it"]
 pub struct Growth<'a> {
     /// Where the spares listen.

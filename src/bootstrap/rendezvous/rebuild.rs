@@ -95,18 +95,20 @@ impl Search {
     }
 
     pub fn is_over(&self) -> bool {
+        // Relaxed: the searching thread looks again before each step, and reads nothing by it.
         self.over.load(Ordering::Relaxed)
     }
 
     /// The coordinator's state.
     pub fn publish(&self, here: BTreeSet<u32>, offering: bool) {
         *lock(&self.here) = here;
+        // Relaxed: it only keeps a patient rank waiting. The members are under the lock above.
         self.offering.store(offering, Ordering::Relaxed);
     }
 }
 
 /// How an attempt to get into a world ended.
-enum Miss {
+enum RejoinError {
     /// There is no such process any more.
     Gone,
     /// Nothing came, or a "not now".
@@ -221,9 +223,9 @@ impl<'a> Rebuild<'a> {
             self.interrupt.check("rebuild")?;
             match self.round() {
                 Ok(rebuilt) => return Ok(rebuilt),
-                Err(Miss::Evicted(epoch)) => return Err(Cause::Evicted { rank, epoch }.into()),
-                Err(Miss::Failed(error)) => return Err(error),
-                Err(Miss::Gone | Miss::Silent | Miss::Again) => {}
+                Err(RejoinError::Evicted(epoch)) => return Err(Cause::Evicted { rank, epoch }.into()),
+                Err(RejoinError::Failed(error)) => return Err(error),
+                Err(RejoinError::Gone | RejoinError::Silent | RejoinError::Again) => {}
             }
             self.interrupt.check("rebuild")?;
             if Instant::now() >= self.until {
@@ -238,8 +240,8 @@ impl<'a> Rebuild<'a> {
     pub fn attempt(&self) -> Result<Option<Rebuilt>, BootstrapError> {
         match self.round() {
             Ok(rebuilt) => Ok(Some(rebuilt)),
-            Err(Miss::Failed(error)) => Err(error),
-            Err(Miss::Gone | Miss::Silent | Miss::Again | Miss::Evicted(_)) => {
+            Err(RejoinError::Failed(error)) => Err(error),
+            Err(RejoinError::Gone | RejoinError::Silent | RejoinError::Again | RejoinError::Evicted(_)) => {
                 self.interrupt.check("rebuild").map(|()| None)
             }
         }
@@ -251,7 +253,7 @@ impl<'a> Rebuild<'a> {
     }
 
     /// Tries the ranks below this one in turn, then hosts.
-    fn round(&self) -> Result<Rebuilt, Miss> {
+    fn round(&self) -> Result<Rebuilt, RejoinError> {
         let roster = self.lineage.accepted();
         tracing::debug!(rank = self.lineage.rank, epoch = roster.epoch, "looks for the survivors");
         let mut quiet = Vec::new();
@@ -264,7 +266,7 @@ impl<'a> Rebuild<'a> {
                 false => Ok(()),
             };
             match answers.and_then(|()| self.join_host(candidate, come_until)) {
-                Err(Miss::Gone | Miss::Silent) => quiet.push(candidate),
+                Err(RejoinError::Gone | RejoinError::Silent) => quiet.push(candidate),
                 outcome => return outcome,
             }
         }
@@ -277,21 +279,21 @@ impl<'a> Rebuild<'a> {
     }
 
     /// Asks a rank to join until it answers, and waits there for the world to begin.
-    fn join_host(&self, host: u32, come_until: Instant) -> Result<Rebuilt, Miss> {
+    fn join_host(&self, host: u32, come_until: Instant) -> Result<Rebuilt, RejoinError> {
         let asked_until = Instant::now() + self.timeouts.heartbeat * 4;
         let silent_until = self.until.min(come_until.max(asked_until));
         loop {
             let stop = || self.lineage.is_lost(host) || self.interrupt.came();
             match self.request_join(host, silent_until, &stop) {
                 Ok(mut member) => match self.await_begin(&mut member) {
-                    Err(Miss::Silent) => {}
+                    Err(RejoinError::Silent) => {}
                     begun => return self.enter(member, begun?, None),
                 },
-                Err(Miss::Silent) => {}
+                Err(RejoinError::Silent) => {}
                 Err(miss) => return Err(miss),
             }
             if stop() || Instant::now() >= silent_until {
-                return Err(Miss::Silent);
+                return Err(RejoinError::Silent);
             }
             wait::nap(PAUSE);
         }
@@ -299,15 +301,15 @@ impl<'a> Rebuild<'a> {
 
     /// Hosts the survivors and takes part, and looks for those that have not come. For some of them
     /// this rank has waited already.
-    fn lead(&self, roster: &Roster, quiet: &[u32]) -> Result<Rebuilt, Miss> {
+    fn lead(&self, roster: &Roster, quiet: &[u32]) -> Result<Rebuilt, RejoinError> {
         let own = self.lineage.rank;
         let listener = self.lineage.listener.try_clone();
-        let listener = listener.map_err(|error| Miss::Failed(failed("dup", &error)))?;
+        let listener = listener.map_err(|error| RejoinError::Failed(failed("dup", &error)))?;
         let search = Search::new(self.lineage.ranks());
         let gathering = Gathering::new(Some(own), window(self.timeouts));
         let kind = GatheringKind::Again(gathering, Arc::clone(&search));
         let hosted = host(listener, self.job, rendezvous(self.job, own), kind, self.until);
-        let hosted = hosted.map_err(Miss::Failed)?;
+        let hosted = hosted.map_err(RejoinError::Failed)?;
         tracing::debug!(rank = own, "hosts the survivors");
         let led = self.request_join_at(own, hosted.address, self.until, &|| self.interrupt.came());
         let led =
@@ -338,10 +340,11 @@ impl<'a> Rebuild<'a> {
         roster: &Roster,
         quiet: &[u32],
         search: &Search,
-    ) -> Result<Roster, Miss> {
+    ) -> Result<Roster, RejoinError> {
         let mut others: VecDeque<u32> = roster.members.iter().copied().collect();
         others.retain(|&rank| rank != self.lineage.rank);
         let (mut looks, alone_until) = (0, Instant::now() + patience(self.timeouts));
+        // Relaxed: the flag only prolongs a wait.
         let is_busy = || search.offering.load(Ordering::Relaxed) || self.interrupt.came();
         loop {
             let here = lock(&search.here).clone();
@@ -355,7 +358,7 @@ impl<'a> Rebuild<'a> {
             let lacks = |rank: &u32| gone.contains(rank) && !here.contains(rank);
             let all_known = || others.iter().all(|rank| here.contains(rank) || gone.contains(rank));
             if self.with_all && all_known() && roster.members.iter().any(lacks) {
-                return Err(Miss::Again);
+                return Err(RejoinError::Again);
             }
             let is_due = |rank: &u32| !here.contains(rank) && !gone.contains(rank) && self.is_suspect(*rank);
             let due = others.iter().position(is_due);
@@ -371,17 +374,17 @@ impl<'a> Rebuild<'a> {
             }
             looks += 1;
             match self.look(other, &is_busy) {
-                Err(Miss::Gone) => {
+                Err(RejoinError::Gone) => {
                     search.give_up(other);
                     others.pop_back();
                 }
-                Err(Miss::Silent) if knows && self.is_suspect(other) => search.give_up(other),
-                Err(Miss::Silent) => {}
+                Err(RejoinError::Silent) if knows && self.is_suspect(other) => search.give_up(other),
+                Err(RejoinError::Silent) => {}
                 // A better host: guests follow when they find this one gone.
                 Ok(()) => {
                     self.lineage.note_found(other);
                     self.suspects.borrow_mut().remove(&other);
-                    return Err(Miss::Again);
+                    return Err(RejoinError::Again);
                 }
                 Err(miss) => return Err(miss),
             }
@@ -390,11 +393,11 @@ impl<'a> Rebuild<'a> {
 
     /// Looks whether a rank that has not come is gone, has gone on, or is a better host. The host's
     /// own connection is not served meanwhile.
-    fn look(&self, other: u32, stop: &dyn Fn() -> bool) -> Result<(), Miss> {
+    fn look(&self, other: u32, stop: &dyn Fn() -> bool) -> Result<(), RejoinError> {
         let until = self.until.min(Instant::now() + self.timeouts.heartbeat * 2);
         let mut member = loop {
             match self.request_join(other, until, stop) {
-                Err(Miss::Silent) if Instant::now() < until && !stop() => wait::nap(PAUSE),
+                Err(RejoinError::Silent) if Instant::now() < until && !stop() => wait::nap(PAUSE),
                 known => break known?,
             }
         };
@@ -402,8 +405,10 @@ impl<'a> Rebuild<'a> {
             match member.connection.await_message(until, stop) {
                 Some(Message::Heartbeat) if other < self.lineage.rank => return Ok(()),
                 Some(Message::Heartbeat) => member.introduce(self),
-                Some(Message::Refused(JoinRefusal::Evicted(epoch))) => return Err(Miss::Evicted(epoch)),
-                _ => return Err(Miss::Silent),
+                Some(Message::Refused(JoinRefusal::Evicted(epoch))) => {
+                    return Err(RejoinError::Evicted(epoch));
+                }
+                _ => return Err(RejoinError::Silent),
             }
         }
     }
@@ -414,7 +419,7 @@ impl<'a> Rebuild<'a> {
         host: u32,
         until: Instant,
         stop: &dyn Fn() -> bool,
-    ) -> Result<PendingMember, Miss> {
+    ) -> Result<PendingMember, RejoinError> {
         self.request_join_at(host, self.lineage.address(host), until, stop)
     }
 
@@ -424,33 +429,33 @@ impl<'a> Rebuild<'a> {
         address: SocketAddr,
         until: Instant,
         stop: &dyn Fn() -> bool,
-    ) -> Result<PendingMember, Miss> {
+    ) -> Result<PendingMember, RejoinError> {
         let stream = self.dial(address, until)?;
         tracing::debug!(rank = self.lineage.rank, host, "requests to join");
-        let mut connection = MessageConnection::new(stream).map_err(|_| Miss::Silent)?;
+        let mut connection = MessageConnection::new(stream).map_err(|_| RejoinError::Silent)?;
         let RendezvousId { job, size, epoch, host } = rendezvous(self.job, host);
-        let nonce = random().map_err(Miss::Failed)?;
+        let nonce = random().map_err(RejoinError::Failed)?;
         let hello =
             Hello { version: PROTOCOL, job, rank: self.lineage.rank, size, epoch, host, port: 0, nonce };
         let initiator = Initiator::new(self.job.secret.clone(), hello);
         match shake_hands(&mut connection, initiator, until, self.timeouts.liveness, stop) {
             Some(Ok(())) => {}
-            Some(Err(_)) | None => return Err(Miss::Silent),
+            Some(Err(_)) | None => return Err(RejoinError::Silent),
         }
         tracing::debug!(rank = self.lineage.rank, host, "is known");
         Ok(PendingMember::new(host, connection, self.timeouts))
     }
 
-    fn dial(&self, address: SocketAddr, until: Instant) -> Result<TcpStream, Miss> {
+    fn dial(&self, address: SocketAddr, until: Instant) -> Result<TcpStream, RejoinError> {
         let left = until.saturating_duration_since(Instant::now()).min(CONNECT);
         wait::connect(address, left.max(Duration::from_millis(1))).map_err(|error| match error.kind() {
-            ErrorKind::ConnectionRefused => Miss::Gone,
-            _ => Miss::Silent,
+            ErrorKind::ConnectionRefused => RejoinError::Gone,
+            _ => RejoinError::Silent,
         })
     }
 
     /// Waits at a host until the world begins.
-    fn await_begin(&self, member: &mut PendingMember) -> Result<Roster, Miss> {
+    fn await_begin(&self, member: &mut PendingMember) -> Result<Roster, RejoinError> {
         loop {
             if let Some(end) = member.turn(self, self.until) {
                 return end;
@@ -459,13 +464,18 @@ impl<'a> Rebuild<'a> {
     }
 
     /// Becomes a member of a world that has begun.
-    fn enter(&self, member: PendingMember, roster: Roster, hosted: Option<Hosted>) -> Result<Rebuilt, Miss> {
+    fn enter(
+        &self,
+        member: PendingMember,
+        roster: Roster,
+        hosted: Option<Hosted>,
+    ) -> Result<Rebuilt, RejoinError> {
         let before = &self.before.members;
         let previous = roster.members.iter().filter_map(|rank| before.binary_search(rank).ok());
         let previous = previous.map(|place| place as u32).collect();
         let lineage = Arc::clone(self.lineage);
         let membership = Membership { connection: member.connection, roster, lineage };
-        let hub = TcpHub::new(self.job.clone(), membership, hosted).map_err(Miss::Failed)?;
+        let hub = TcpHub::new(self.job.clone(), membership, hosted).map_err(RejoinError::Failed)?;
         tracing::debug!(rank = self.lineage.rank, epoch = hub.roster.epoch, "is in the next world");
         Ok((Box::new(hub), previous))
     }
@@ -492,7 +502,7 @@ impl<'a> Rebuild<'a> {
 
     /// Whether a rank is there or gone, and not behind a cut.
     fn reaches(&self, rank: u32, until: Instant) -> bool {
-        !matches!(self.dial(self.lineage.address(rank), until), Err(Miss::Silent))
+        !matches!(self.dial(self.lineage.address(rank), until), Err(RejoinError::Silent))
     }
 
     /// Looks again at one of the ranks that this one did not reach. True if it answers now.
@@ -532,7 +542,7 @@ impl PendingMember {
     }
 
     /// Serves the connection until a point in time. Returns the world that begins, or the end.
-    fn turn(&mut self, rebuild: &Rebuild<'_>, until: Instant) -> Option<Result<Roster, Miss>> {
+    fn turn(&mut self, rebuild: &Rebuild<'_>, until: Instant) -> Option<Result<Roster, RejoinError>> {
         loop {
             let now = Instant::now();
             if now >= self.beat {
@@ -555,7 +565,7 @@ impl PendingMember {
                 Some(Message::Heartbeat) => self.introduce(rebuild),
                 Some(Message::Offer(roster)) => {
                     if !rebuild.lineage.accept(&roster) {
-                        return Some(Err(Miss::Again));
+                        return Some(Err(RejoinError::Again));
                     }
                     tracing::debug!(rank = rebuild.lineage.rank, epoch = roster.epoch, "agrees");
                     self.connection.send(&Message::Accept { epoch: roster.epoch });
@@ -563,10 +573,10 @@ impl PendingMember {
                 }
                 Some(Message::Begin { epoch }) => {
                     let begun = self.offered.take().filter(|roster| roster.epoch == epoch);
-                    return Some(begun.ok_or(Miss::Again));
+                    return Some(begun.ok_or(RejoinError::Again));
                 }
                 Some(Message::Refused(JoinRefusal::Evicted(epoch))) => {
-                    return Some(Err(Miss::Evicted(epoch)));
+                    return Some(Err(RejoinError::Evicted(epoch)));
                 }
                 Some(_) => return Some(Err(self.lost())),
                 None => {
@@ -596,7 +606,7 @@ impl PendingMember {
         self.connection.send(&Message::Survivor(Survivor { roster, at_least, cut_off }));
     }
 
-    fn lost(&self) -> Miss {
-        if self.is_here { Miss::Again } else { Miss::Silent }
+    fn lost(&self) -> RejoinError {
+        if self.is_here { RejoinError::Again } else { RejoinError::Silent }
     }
 }

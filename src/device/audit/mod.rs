@@ -156,6 +156,7 @@ impl SmHold {
 
     /// Blocks that run, or have run, since it was taken.
     pub fn running(&self) -> u32 {
+        // Acquire: a block says so before it does anything else.
         let runs =
             |&place: &usize| self.words.word(place * 8).is_ok_and(|word| word.load(Ordering::Acquire) != 0);
         (1..=self.blocks as usize).filter(runs).count() as u32
@@ -164,6 +165,7 @@ impl SmHold {
     /// Lets it end.
     pub fn release(&self) {
         if let Ok(word) = self.words.word(0) {
+            // Blocks spin on this word. What the host has written before is there when they end.
             word.store(1, Ordering::Release);
         }
     }

@@ -501,7 +501,7 @@ impl Gemms {
         }
     }
 
-    /// An empty sum, unless it is added to what is there.
+    /// An empty sum, unless it is added to the old values.
     fn zeros(&mut self, matmul: &MatmulArgs<'_>, offset: u64, sides: [u32; 2]) {
         if !matmul.add && sides.iter().all(|&side| side > 0) {
             self.empty.push((offset, sides));

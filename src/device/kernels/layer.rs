@@ -126,7 +126,7 @@ impl<'a> MatmulArgs<'a> {
     }
 
     /// All groups, by the host's lists. As in the kernel, no segment goes beyond the rows that
-    /// there are, whatever the lists say.
+    /// there are, regardless of the lists.
     pub fn groups(&self) -> impl Iterator<Item = Group> + use<'a> {
         let all = match self.shape {
             MatmulShape::Rows { rows, .. } => rows,

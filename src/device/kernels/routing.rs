@@ -347,7 +347,7 @@ pub struct PlanArgs<'a> {
     /// The place of the bin of each choice, `i32 [choices]`, or -1. Of choices that share a row,
     /// the first has it.
     pub places: ByteSpan<'a>,
-    /// Metadata of each row as [`SortedRouting`](crate::plan::SortedRouting) notes it: its weight,
+    /// Metadata of each row as [`SortedRouting`](crate::plan::SortedRouting) has it: its weight,
     /// or where a token has one row in a bin `[2, top_k]`.
     pub metadata: ByteSpan<'a>,
     /// Where the weights are kept, `f32 [choices]`, if they are.
@@ -418,7 +418,7 @@ impl Kernels {
         }
         let words = |count: u32, each: u64| bytes([count.into(), each * WORD]);
         let (list, of_bins) = (words(choices, 1), words(bins, 1));
-        let note = if once { 2 * u64::from(top_k) } else { 1 };
+        let of_row = if once { 2 * u64::from(top_k) } else { 1 };
         let mut operands = Operands::of(KERNEL, stream);
         let parameters = PlanParameters {
             sort: SortParameters::of(&mut operands, KERNEL, &plan.sort)?,
@@ -427,7 +427,7 @@ impl Kernels {
             place_of: operands.span("place_of", plan.place_of, of_bins, WORD)?,
             rows: operands.span("rows", plan.rows, list, WORD)?,
             places: operands.span("places", plan.places, list, WORD)?,
-            metadata: operands.span("metadata", plan.metadata, words(choices, note), WORD)?,
+            metadata: operands.span("metadata", plan.metadata, words(choices, of_row), WORD)?,
             kept: operands.optional("kept", plan.kept, list, WORD)?,
             counts: operands.span("counts", plan.counts, of_bins, WORD)?,
             faults: operands.span("faults", plan.faults, words(bins, ChoiceFault::WORDS as u64), WORD)?,

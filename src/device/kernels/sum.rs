@@ -141,7 +141,7 @@ impl Kernels {
         }
         check_columns(KERNEL, sum.columns, sum.dtype)?;
         let (tokens, columns) = (u64::from(sum.tokens), u64::from(sum.columns));
-        let home = bytes([shape.max_tokens().into(), columns, sum.rows.size() as u64]);
+        let returned = bytes([shape.max_tokens().into(), columns, sum.rows.size() as u64]);
         let mut operands = Operands::of(KERNEL, stream);
         let (marks, [counter, verdict, lasting], rank) = match sum.marks {
             Some(RefusalMarks { rank, .. }) if rank >= ranks => {
@@ -156,7 +156,7 @@ impl Kernels {
         };
         let parameters = SumParameters {
             out: operands.span("out", sum.out, bytes([tokens, columns, sum.dtype.size() as u64]), VECTOR)?,
-            returned_rows: operands.addresses("returned_rows", sum.returned_rows, home)?,
+            returned_rows: operands.addresses("returned_rows", sum.returned_rows, returned)?,
             places: operands.span("places", sum.places, bytes([tokens, ranks.into(), WORD]), WORD)?,
             status: operands.word(sum.status)?,
             marks,

@@ -227,7 +227,7 @@ impl DeviceCall<'_> {
             .map(|(rows, count)| rows.span(0, rows.len()).map(|rows| OwnRows { rows, count: *count }));
         let own = own.transpose()?;
         if CallProperties::of(kind).payload == Payload::Weights {
-            let words = common.fixed.sizing(CallKind::Combine).words_home;
+            let words = common.fixed.sizing(CallKind::Combine).return_words;
             let choices = tokens * top_k;
             let fetch = FetchWeights { choices, n_rows, words, from: rows, own, index, status, out };
             return Ok(kernels.fetch_weights(stream, &fetch)?);

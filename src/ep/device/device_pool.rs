@@ -230,6 +230,7 @@ impl Progress {
     pub fn seen(&self) -> Result<(Option<u64>, bool), DeviceError> {
         let value = |from, flag| {
             let word = self.words.word(ControlLayout::flag(from, flag, self.ranks) as usize)?;
+            // Acquire: memory that is found free is written next, behind the reads of the peer.
             Ok::<_, DeviceError>(word.load(Ordering::Acquire))
         };
         let (mark, mut marks) = (value(self.rank, Flag::Returned)?, self.marks());
@@ -317,12 +318,14 @@ impl Owed {
 
     /// The handle may ask for so many bytes, and no more.
     pub fn set(&self, bytes: u64) {
+        // Relaxed: an estimate. Added first, so that the sum never falls below zero.
         self.all.fetch_add(bytes, Ordering::Relaxed);
         self.all.fetch_sub(self.bytes.swap(bytes, Ordering::Relaxed), Ordering::Relaxed);
     }
 
     /// It has got so many of them.
     pub fn settle(&self, bytes: u64) {
+        // Relaxed: one thread at a time settles a handle.
         self.set(self.bytes.load(Ordering::Relaxed).saturating_sub(bytes));
     }
 }

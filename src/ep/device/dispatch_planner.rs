@@ -44,6 +44,7 @@ impl Session {
         let (spec, paths) = (&self.fixed.spec, self.fixed.paths());
         let (one_node, exact) = (!paths.is_multi_node(), spec.mode == ReceiveMode::Exact);
         let counts_suffice = spec.map.active().iter().all(|&active| active) && !spec.rank_sums;
+        // Relaxed: a buffer that another thread drops at the same time may count or not.
         let packs = !lies_here && self.buffers.load(Ordering::Relaxed) == 0;
         match one_node && exact && counts_suffice && packs {
             true => Planner::Device,
@@ -144,7 +145,7 @@ impl Planner {
     }
 
     /// Keeps metadata of packed rows where NICs and the device read it.
-    pub fn note(self, enqueuer: &mut Enqueuer) -> Result<(), Error> {
+    pub fn record(self, enqueuer: &mut Enqueuer) -> Result<(), Error> {
         let Enqueuer { common, sorted, scratch, .. } = enqueuer;
         scratch.metadata.clone_from(&sorted.metadata);
         match self {

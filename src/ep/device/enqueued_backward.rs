@@ -42,7 +42,7 @@ impl EnqueuedExchange {
             .map_err(Error::from)
             .and_then(|_| self.output(rows, handle));
         let unfit = sums.as_ref().err().or(checked.as_ref().err()).cloned();
-        let (sums, (of_rows, home)) = (sums.ok(), checked.unwrap_or_default());
+        let (sums, (of_rows, weights_out)) = (sums.ok(), checked.unwrap_or_default());
         if let (Some(from), Ok(output), None) = (of_rows, &output, &unfit) {
             let copied = self.copy_behind(output, from);
             copied.map_err(|error| self.common().fixed.fail(error))?;
@@ -50,7 +50,7 @@ impl EnqueuedExchange {
         let options = if keeps { WITH_WEIGHTS } else { 0 };
         let call = self.offer((CallKind::DispatchBackward, options), handle, output.as_ref(), unfit)?;
         self.finish_return(call, sums)?;
-        if keeps { self.weights_home(handle, output.as_ref(), home) } else { Ok(()) }
+        if keeps { self.return_weights(handle, output.as_ref(), weights_out) } else { Ok(()) }
     }
 
     /// Enqueues that weight gradients of rows lie behind the rows of an output.
@@ -69,7 +69,7 @@ impl EnqueuedExchange {
     ) -> Result<(Option<&'t DeviceRange>, Option<&'t DeviceRange>), Error> {
         let device = self.stream.device();
         let words = |rows: u64| Shape { rows, columns: 1, dtype: Dtype::F32 };
-        let of_row = u64::from(self.common().fixed.sizing(CallKind::Combine).words_home);
+        let of_row = u64::from(self.common().fixed.sizing(CallKind::Combine).return_words);
         let of_all = words(u64::from(handle.rows()) * of_row);
         let rows = of_rows.map(|given| given.on_device("row weight gradients", of_all, device));
         let all = u64::from(handle.tokens()) * u64::from(self.common().fixed.spec.top_k);
@@ -100,13 +100,13 @@ impl EnqueuedExchange {
         }
         let choices = u64::from(handle.tokens()) * u64::from(self.common().fixed.spec.top_k);
         let words = Shape { rows: choices, columns: 1, dtype: Dtype::F32 };
-        let home = weights
+        let weights_out = weights
             .as_ref()
             .map(|weights| weights.on_device("weight gradients", words, self.stream.device()))
             .transpose();
         // Refused before the first of two calls, so the output of the combine is still there.
-        let home = match home {
-            Ok(home) => home,
+        let weights_out = match weights_out {
+            Ok(weights_out) => weights_out,
             Err(unfit) => return Err(self.refuse(CallKind::CombineBackward, Some(handle), unfit)),
         };
         let rows = self.cached(CallKind::CombineBackward, gradients, handle)?;
@@ -117,19 +117,19 @@ impl EnqueuedExchange {
         if let Ok(output) = output {
             self.enqueue_products(output, &rows).map_err(|error| self.common().fixed.fail(error))?;
         }
-        self.weights_home(handle, output, home)?;
+        self.return_weights(handle, output, weights_out)?;
         Ok(rows)
     }
 
     /// Enqueues that what lies behind the rows of an output returns to the choices.
-    fn weights_home(
+    fn return_weights(
         &mut self,
         handle: &EnqueuedHandle,
         output: Result<&EnqueuedOutput, &Error>,
-        home: Option<&DeviceRange>,
+        weights_out: Option<&DeviceRange>,
     ) -> Result<(), Error> {
         let call = self.offer((CallKind::ReturnWeights, 0), handle, output, None)?;
-        self.finish_return(call, home)
+        self.finish_return(call, weights_out)
     }
 
     /// That gradients of a weighted combine are multiplied with the weights of their rows, after

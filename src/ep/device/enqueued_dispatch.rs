@@ -3,7 +3,7 @@
 //! ```text
 //!   caller's stream    plan choices | flag | regroup: rows packed | place choices, regroup: own rows | join |
 //!   caller's thread      counts | entry, all ranks' | place | enqueue -.
-//!   stream of copies                                 rows, pads, notes | landed -> peers
+//!   stream of copies                                 rows, pads, metadata | landed -> peers
 //! ```
 //!
 //! Where the host plans ([`dispatch_planner`](super::dispatch_planner)), ids and weights are copied
@@ -86,7 +86,7 @@ impl Enqueuer {
         self.crossing.staged(&common.fixed.paths(), numbers);
         port.write(WindowId::CONTROL, control.publication(self.calls.parity()), numbers)?;
         self.scratch.starts.clone_from(&self.sorted.starts);
-        planner.note(self)
+        planner.record(self)
     }
 
     pub fn announce(&self, kind: CallKind, context: u32) -> WriteTarget {
@@ -141,17 +141,17 @@ impl Enqueuer {
             numbers.1.clone_from(sizes);
         } else {
             layout.pack(sorted, &scratch.starts);
-            // Relays bring home rows one behind the other, without those that were dropped.
+            // Relays return rows one behind the other, without those that were dropped.
             for rank in fixed.paths().relays().filter(|_| fixed.gpu_direct()) {
-                let mut home = layout.home_of(&fixed.paths(), rank, false);
+                let mut next = layout.returned_at(&fixed.paths(), rank, false);
                 for bin in fixed.bins.of(rank) {
-                    scratch.starts[bin as usize] = home;
-                    home += sorted.counts[bin as usize];
+                    scratch.starts[bin as usize] = next;
+                    next += sorted.counts[bin as usize];
                 }
             }
         }
         let (paths, me) = (fixed.paths(), fixed.lanes.rank);
-        // Own outputs are summed where they are made, and counted on behind rows that come home.
+        // Own outputs are summed where they are made, and counted on behind rows that return.
         for bin in fixed.bins.of(me) {
             let first = sizes.begin[bin as usize].saturating_add(counts.below[bin as usize]);
             scratch.starts[bin as usize] = first.saturating_add(common.shape.entries() as u32);
@@ -258,7 +258,7 @@ impl Enqueuer {
         common.send(engine, (shape.host_order(), shape.order(context)), entries as u64 * 4)
     }
 
-    /// Where the index and the notes of a dispatch lie in the enqueuer's scratch, or in host
+    /// Where the index and the metadata of a dispatch lie in the enqueuer's scratch, or in host
     /// staging beside what lands there.
     pub fn enqueuer_scratch(&self, context: u32) -> (u64, u64) {
         let base = self.tables.landing[self.common.fixed.lanes.rank as usize];

@@ -39,7 +39,7 @@ use crate::world::SymmetricRange;
 /// An [`ExpertParallel`](crate::ExpertParallel) whose calls are laid out one by one: see the
 /// [module](super).
 ///
-/// Calls may be under way when it is dropped.
+/// Calls may be in flight when it is dropped.
 pub(in crate::ep) struct EnqueuedExchange {
     pub(super) programs: RankPrograms,
     pub(super) stream: Arc<Stream>,
@@ -86,7 +86,7 @@ pub(in crate::ep) struct EnqueuedCombine {
 /// Choices of a call that places rows and, if they go along, the tokens with their type.
 type RowsInput<'a> = (Chosen<'a>, Option<(&'a DeviceRange, Dtype)>);
 
-/// How long streams of a dead world are waited for when the exchange goes.
+/// How long streams of a failed world are waited for when the exchange goes.
 const DRAIN: Duration = Duration::from_secs(10);
 
 /// Parts of an exchange.
@@ -211,7 +211,7 @@ impl EnqueuedExchange {
         let call = ((started.kind, lease.context, lease.planner), (tokens, started.x.take()));
         let served = self.enqueuer.dispatch(&self.programs, started.machine, call.0, call.1);
         served.map_err(|error| self.common().fixed.fail(error))?;
-        self.common().served.fetch_add(1, Ordering::Relaxed);
+        self.common().count_served();
         Ok(())
     }
 
@@ -362,9 +362,9 @@ impl EnqueuedExchange {
 
     fn serve_return(&mut self, call: Returning, out: Option<&DeviceRange>) -> Result<Option<Error>, Error> {
         let Returning { machine, kind, options, context, tokens, base, .. } = call;
-        let (call, offered, home) = ((kind, context), (base, options), (tokens, out));
-        let refused = self.enqueuer.ret(&self.programs, machine, call, offered, home)?;
-        self.common().served.fetch_add(1, Ordering::Relaxed);
+        let (call, offered, sums) = ((kind, context), (base, options), (tokens, out));
+        let refused = self.enqueuer.ret(&self.programs, machine, call, offered, sums)?;
+        self.common().count_served();
         Ok(refused)
     }
 
@@ -430,12 +430,13 @@ impl EnqueuedExchange {
         let machine = call.begin()?;
         let agreed = self.enqueuer.remap(&self.programs, machine, kind, (map, refused));
         let refusal = agreed.map_err(|error| self.common().fixed.fail(error))?;
-        self.common().served.fetch_add(1, Ordering::Relaxed);
+        self.common().count_served();
         refusal.map_or(Ok(()), Err)
     }
 
     fn check_map(&self, map: &ExpertMap) -> Result<(), Error> {
         self.common().fixed.check_map(map)?;
+        // Relaxed: a handle that another thread drops at the same time may count or not.
         match self.common().handles.load(Ordering::Relaxed) as usize {
             0 => Ok(()),
             count => Err(CallError::HandlesAlive { count }.into()),
@@ -592,7 +593,7 @@ impl EnqueuedExchange {
         let machine = call.begin()?;
         let x = call.x;
         let landed = self.enqueuer.cached(&self.programs, machine, (kind, context), (tokens, x, refused));
-        self.common().served.fetch_add(1, Ordering::Relaxed);
+        self.common().count_served();
         landed.map_err(|error| self.common().fixed.fail(error))?
     }
 }

@@ -33,6 +33,7 @@ impl Enqueuer {
     /// The bytes that a rank says it has for a dispatch, of `bytes` that it has announced: less by
     /// what its handles may ask for, and none where it was asked for memory and had none.
     pub fn said_bytes(&self, bytes: u64) -> u64 {
+        // Relaxed: misses of another thread's call may count a call later.
         match &self.growth {
             Some(growth) if growth.may_grow() && self.common.missed.load(Ordering::Relaxed) > 0 => 0,
             Some(growth) if growth.wishes() => bytes.saturating_sub(self.owed()),
@@ -41,6 +42,7 @@ impl Enqueuer {
     }
 
     fn owed(&self) -> u64 {
+        // Relaxed: an estimate of what handles will ask for.
         self.common.owed.load(Ordering::Relaxed)
     }
 
@@ -102,7 +104,7 @@ impl DeviceCall<'_> {
         if !self.lacks_room()? {
             return Ok(());
         }
-        // Nobody has written there.
+        // Nothing was written there.
         if let Some(mut extent) = self.landing.take().and_then(|landing| landing.extent) {
             extent.trim(0);
         }

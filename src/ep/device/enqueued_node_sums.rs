@@ -5,7 +5,7 @@
 //!   memory of a relay's sums    | rows of local peers, block after block | sums | rows of each sum | their weights |
 //!                                 engines pull                             kernel  from the host
 //!
-//!   home                        rows of the own node, sums of other nodes | sum by ascending node
+//!   source                      rows of the own node, sums of other nodes | sum by ascending node
 //! ```
 //!
 //! The memory is a piece of the pool, taken before this rank's entry: a rank that has none refuses

@@ -59,7 +59,7 @@ impl Lease {
     /// How the last calls of its context went.
     ///
     /// # Errors
-    /// The cause of a dead world.
+    /// The cause of a failed world.
     fn told(&self) -> Result<MutexGuard<'_, ContextProgress>, Error> {
         self.common.fixed.shared.hub.health().check()?;
         Ok(self.common.contexts[self.context as usize].told())
@@ -312,11 +312,13 @@ impl EnqueuedHandle {
     }
 
     pub(super) fn count_copied(&self, bytes: u64) {
+        // Relaxed: a figure of the report, which guards nothing.
         self.copied.fetch_add(bytes, Ordering::Relaxed);
     }
 
     /// Bytes of rows that did not lie in an output buffer.
     pub fn copied_bytes(&self) -> u64 {
+        // Relaxed: as above.
         self.copied.load(Ordering::Relaxed)
     }
 
@@ -379,6 +381,7 @@ impl EnqueuedHandle {
     /// The same, for the host; what it says is sure once the stream has come by.
     pub fn status_now(&self) -> Status {
         let word = self.lease.common.flag(self.lease.context, StreamFlag::Status);
+        // Acquire: the device writes the status behind the rows that it judges.
         Status(word.map_or(0, |word| word.load(std::sync::atomic::Ordering::Acquire) as u32))
     }
 
@@ -401,7 +404,7 @@ impl EnqueuedHandle {
     pub fn return_report(&self) -> Result<Report, Error> {
         let last = self.last.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let told = self.lease.told()?;
-        let Some(LastReturn { kind, refused, .. }) = last.filter(|last| told.home >= last.nth) else {
+        let Some(LastReturn { kind, refused, .. }) = last.filter(|last| told.returns >= last.nth) else {
             return Ok(self.lease.report(EnqueueCounts::default(), &[]));
         };
         let enqueued = match (&told.combine_refused, refused) {

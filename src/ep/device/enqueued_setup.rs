@@ -196,7 +196,7 @@ fn relay_sums(common: &Session, kernels: &Arc<Kernels>) -> Result<RelaySums, Dev
     })
 }
 
-/// Rows that a rank hands on at most, if there are relays.
+/// Rows that a rank relays at most, if there are relays.
 fn most_staged(paths: &Paths<'_>, max_tokens: u32) -> Option<u64> {
     let sources = |rank| paths.of(rank).sources().count() as u64;
     let most = || (0..paths.ranks()).map(sources).max().unwrap_or(0) * u64::from(max_tokens);
@@ -232,7 +232,7 @@ fn prepare(
     Ok((Stream::new(context, priority)?, Kernels::load(context)?.max_blocks(max_blocks)))
 }
 
-/// Writes what never changes: zeros for pads, and words that nobody has raised.
+/// Writes what never changes: zeros for pads, and words that no rank has raised.
 fn fill(context: &Arc<Context>, stream: &Stream, common: &Session) -> Result<(), Error> {
     let shape = &common.shape;
     let zeros = PinnedMemory::new(context, shape.zeros().1.max(shape.words().1) as usize)?;

@@ -31,7 +31,7 @@
 //! stream and its peers have read what lay there. Over several nodes it awaits its stream, since
 //! the list of arrivals lies in memory of the host that earlier calls may still be reading.
 //!
-//! **Returns.** Copy engines cannot add. So each rank pulls the rows of its own tokens home, run by
+//! **Returns.** Copy engines cannot add. So each rank pulls the rows of its own tokens, run by
 //! run, to where they lay packed when they went out. Then its stream adds them up, in the order of
 //! the instance; outputs of the rank itself it reads where they were made. Where sums are by rank,
 //! the stream of the experts' rank adds up a token's rows first. It is then that sum which returns,
@@ -191,7 +191,7 @@ impl Enqueuer {
     /// Enters the next call.
     ///
     /// # Errors
-    /// The cause of a dead world.
+    /// The cause of a failed world.
     pub fn enter(&mut self) -> Result<CallMachine, Error> {
         self.common.fixed.shared.hub.health().check()?;
         // No earlier call may use memory that is given back from now on.
@@ -257,7 +257,7 @@ impl Enqueuer {
         self.common.contexts[context as usize].tell(|told| {
             told.combined = enqueued;
             told.combine_refused = refused.clone();
-            told.home += 1;
+            told.returns += 1;
         });
         Ok(refused)
     }
@@ -588,9 +588,9 @@ impl DeviceCall<'_> {
         self.say(Tag { handle, base, ..self.tag });
         if self.tag.refusal == Refusal::None {
             let Enqueuer { common, calls, tables, kept, .. } = &mut *self.enqueuer;
-            let (layout, home) = (&kept[self.context as usize].layout, common.shape.staging().0);
+            let (layout, staging) = (&kept[self.context as usize].layout, common.shape.staging().0);
             let setting = common.fixed.agreement(*calls, self.tag.kind).setting;
-            tables.stage_rows(&setting, layout, home);
+            tables.stage_rows(&setting, layout, staging);
             tables.offer(&common.fixed.paths(), self.tag, base);
         }
     }
@@ -609,8 +609,8 @@ impl DeviceCall<'_> {
     /// Fills the operands by which rows come here.
     pub fn fill_pull(&mut self) {
         let Enqueuer { common, calls, tables, kept, .. } = &mut *self.enqueuer;
-        let (layout, home) = (&kept[self.context as usize].layout, common.shape.staging().0);
-        tables.pull(&common.fixed.agreement(*calls, self.tag.kind).setting, layout, home);
+        let (layout, staging) = (&kept[self.context as usize].layout, common.shape.staging().0);
+        tables.pull(&common.fixed.agreement(*calls, self.tag.kind).setting, layout, staging);
     }
 
     /// Says which map this rank brings.

@@ -100,7 +100,7 @@ impl HeapAllocator {
     /// leave is large enough, waits for these as long as the world's deadline.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfSpace`], which says to raise `device_heap`; the cause of a dead world.
+    /// [`MemoryError::OutOfSpace`], which says to raise `device_heap`; the cause of a failed world.
     pub fn alloc(&self, bytes: u64) -> Result<DeviceRange, Error> {
         let allocated = self.0.alloc(bytes);
         if let Err(error) = &allocated {

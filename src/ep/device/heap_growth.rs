@@ -113,6 +113,7 @@ impl HeapGrowth {
                 Growth::Grown(end) => {
                     pool.grow(end);
                     self.refused = false;
+                    // Relaxed: a figure of errors and reports.
                     self.total.store(pool.total(), Ordering::Relaxed);
                     tracing::info!(bytes = pool.total(), "the device heap has grown");
                     return Ok(None);

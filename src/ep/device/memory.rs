@@ -1,18 +1,18 @@
 //! Memory of an instance on a device: its layout, the same at every rank.
 //!
 //! ```text
-//!   memory of the device   | words | zeros | maps | staging | packed notes | context 0 | context 1 | ...  |  pool: rows and outputs |
+//!   memory of the device   | words | zeros | maps | staging | packed metadata | context 0 | context 1 | ...  |  pool: rows and outputs |
 //!   maps                   | bins of experts | locals | groups | places in sums | own experts |
-//!   staging                packed rows of a dispatch, rows that come home in a combine
-//!   a context              | order | places | sums | sum places | weights | counts | own runs | notes |
+//!   staging                packed rows of a dispatch, rows that return in a combine
+//!   a context              | order | places | sums | sum places | weights | counts | own runs | metadata |
 //!
 //!   memory of the host     | words of context 0 | 1 | ... | words of no context | arrays |
-//!   arrays                 | experts | weights | notes | places | sums | sum places | counts | own runs | order | zeros |
+//!   arrays                 | experts | weights | metadata | places | sums | sum places | counts | own runs | order | zeros |
 //!                          | bin counts | faults | sums of a relay |
 //!
 //!   with several nodes: words of the device that NICs write, and one of
 //!   host staging           | as memory of the device | outbox: rows on their way to other nodes |    where no NIC reaches it
-//!   enqueuer's scratch     | index of arrivals | notes of rows from other nodes |                    else, where engines relay
+//!   enqueuer's scratch     | index of arrivals | metadata of rows from other nodes |                    else, where engines relay
 //! ```
 //!
 //! Calls take turns on the caller's stream, so one staging is enough, and a handle keeps
@@ -35,7 +35,7 @@ const LINE: u64 = 64;
 /// Bytes of the flags of a context.
 const FLAGS: u64 = (StreamFlag::COUNT * LINE).next_multiple_of(GRAIN);
 
-/// Words that a stream shares with its caller's thread, and with nobody else.
+/// Words that a stream shares with its caller's thread, and with no other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum StreamFlag {
     /// The stream: how the last call ended; see [`Status`](crate::ep::Status).
@@ -91,7 +91,7 @@ impl MemoryShape {
     pub const STEP: u64 = 64;
 
     /// `pool`: bytes at first, and to which it may grow; `staged`: where engines relay, most rows
-    /// that a rank hands on; `words`: bytes of flags that NICs may write.
+    /// that a rank relays; `words`: bytes of flags that NICs may write.
     pub fn new(
         spec: &Spec,
         contexts: u32,
@@ -130,7 +130,7 @@ impl MemoryShape {
     pub fn check(&self) -> Result<(), PlanError> {
         let staged = u128::from(self.staged.unwrap_or(0));
         let rows = staged + u128::from(self.entries() + self.align + self.ids + self.bins + self.experts);
-        // A row, its note and its numbers, all of them a few times.
+        // A row, its metadata and its numbers, all of them a few times.
         let bytes = 4 * u128::from(self.longest_row() + self.sizing.metadata_bytes() + 8 + GRAIN);
         let metadata =
             u128::from(self.all_metadata_bytes()) + u128::from(2 * self.row_choice_bytes() + GRAIN);
@@ -175,7 +175,7 @@ impl MemoryShape {
         }
     }
 
-    /// Bytes of the longest row that goes out or comes home: weights do as rows, too.
+    /// Bytes of the longest row that goes out or returns: weights do as rows, too.
     fn longest_row(&self) -> u64 {
         self.sizing.row_bytes.max(self.sizing.return_bytes).max(self.sizing.of_weights().return_bytes)
     }
@@ -262,7 +262,7 @@ impl MemoryShape {
         (behind(self.places_in_sums()), if self.rank_sums { self.bins * 4 } else { 0 })
     }
 
-    /// Rows that a call packs, or that come home to it. All contexts share it.
+    /// Rows that a call packs, or that return to it. All contexts share it.
     pub fn staging(&self) -> ByteRange {
         (behind(self.own_experts()), self.entries() * self.longest_row())
     }
@@ -377,7 +377,7 @@ impl MemoryShape {
         behind(self.outbox())
     }
 
-    /// In the enqueuer's scratch: where notes begin, behind the index.
+    /// In the enqueuer's scratch: where metadata begin, behind the index.
     pub fn scratch_metadata(&self) -> u64 {
         round(self.most_rows() * 4)
     }
@@ -446,7 +446,7 @@ impl MemoryShape {
         (behind(self.host_own_runs()), self.entries() * 4)
     }
 
-    /// Zeros for pads of notes.
+    /// Zeros for pads of metadata.
     pub fn host_zeros(&self) -> ByteRange {
         (behind(self.host_order()), self.align * self.sizing.metadata_bytes())
     }
@@ -496,12 +496,13 @@ mod tests {
     use crate::plan::PulledSums;
 
     fn shape(contexts: u32, row_bytes: u64) -> MemoryShape {
-        let (return_bytes, words_out, words_home, partial_bytes, rank_sums) = (row_bytes, 1, 0, None, false);
+        let (return_bytes, words_out, return_words, partial_bytes, rank_sums) =
+            (row_bytes, 1, 0, None, false);
         let sizing = RowSizes {
             row_bytes,
             return_bytes,
             words_out,
-            words_home,
+            return_words,
             partial_bytes,
             rank_sums,
             pulled_bytes: PulledSums::CHUNK_BYTES,

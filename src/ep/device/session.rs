@@ -169,8 +169,15 @@ impl Session {
         (used > kept).then(|| extent.split(kept))
     }
 
+    /// Counts a call that has been enqueued in full.
+    pub fn count_served(&self) {
+        // Relaxed: as in `running`.
+        self.served.fetch_add(1, Ordering::Relaxed);
+    }
+
     /// The number of the call that runs, among those that are enqueued.
     pub fn running(&self) -> u64 {
+        // Relaxed: the caller's thread counts, and asks.
         self.served.load(Ordering::Relaxed) + 1
     }
 
@@ -186,6 +193,7 @@ impl Session {
     /// the output of these, for all that handles may ask for, and for what was asked for and not
     /// there, as well.
     pub fn lacks(&self, bytes: u64, rows: u32) -> [u64; 2] {
+        // Relaxed: estimates, which handles of other threads may change meanwhile.
         let owed = [self.owed.load(Ordering::Relaxed), self.missed.swap(0, Ordering::Relaxed)];
         let behind = owed.into_iter().fold(self.shape.bytes_behind(rows), u64::saturating_add);
         [bytes, bytes.saturating_add(behind)].map(|bytes| self.space.lack(bytes))
@@ -195,7 +203,7 @@ impl Session {
     /// waits until it has.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfSpace`](crate::error::MemoryError), the cause of a dead world,
+    /// [`MemoryError::OutOfSpace`](crate::error::MemoryError), the cause of a failed world,
     /// [`PlanError::Interrupted`].
     pub fn take(&self, bytes: u64) -> Result<Extent, Error> {
         self.take_within(bytes, MemoryShape::STEP, None)
@@ -512,7 +520,7 @@ pub(super) struct DispatchContext {
 #[derive(Debug, Default)]
 pub(super) struct ContextProgress {
     /// Returns that are enqueued, counted from 1.
-    pub home: u64,
+    pub returns: u64,
     pub placement: PlacementInfo,
     /// Why the last dispatch was refused.
     pub refused: Option<Error>,
@@ -562,6 +570,7 @@ pub(super) struct LiveHandle(Arc<AtomicU32>);
 impl LiveHandle {
     /// One more of these.
     pub fn new(count: &Arc<AtomicU32>) -> Self {
+        // Relaxed: only the number matters. Memory of a handle has claims of its own.
         count.fetch_add(1, Ordering::Relaxed);
         LiveHandle(Arc::clone(count))
     }
@@ -569,6 +578,7 @@ impl LiveHandle {
 
 impl Drop for LiveHandle {
     fn drop(&mut self) {
+        // Relaxed: as in `new`.
         self.0.fetch_sub(1, Ordering::Relaxed);
     }
 }

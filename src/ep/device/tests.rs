@@ -1,5 +1,5 @@
-//! Rows that cross straight: from memory of devices to memory of devices, by cards that read and
-//! write it. The driver is the fake of `tests/fake-cuda`; the cards are not there either,
+//! Rows that cross straight: from memory of devices to memory of devices, by NICs that read and
+//! write it. The driver is the fake of `tests/fake-cuda`; the NICs are not there either,
 //! or those of two machines (`tests/testbed`).
 
 use std::sync::Arc;
@@ -41,34 +41,34 @@ mod step;
 #[path = "../../../tests/support/mod.rs"]
 pub(in crate::ep) mod support;
 
-/// Runs the body on the fake driver, which sees what cards write as said.
-fn on_devices(test: &str, seed: u64, card_writes: &str, body: impl FnOnce(Arc<Stream>)) {
+/// Runs the body on the fake driver, which sees what NICs write as said.
+fn on_devices(test: &str, seed: u64, nic_writes: &str, body: impl FnOnce(Arc<Stream>)) {
     let (test, seed) = (format!("ep::device::tests::{test}"), seed.to_string());
-    let variables = [("SIDELANE_FAKE_CUDA_SEED", &*seed), ("SIDELANE_FAKE_CUDA_CARD_WRITES", card_writes)];
+    let variables = [("SIDELANE_FAKE_CUDA_SEED", &*seed), ("SIDELANE_FAKE_CUDA_NIC_WRITES", nic_writes)];
     // The driver stays until it has been asked what it did.
     apart::each_with_kernels(&test, &[&variables], || body(stream(0)));
 }
 
-/// Each rank of a world over cards that signal like this, on a device of its own. The cards place
+/// Each rank of a world over NICs that signal like this, on a device of its own. The NICs place
 /// writes in any order, unless signals are writes.
-fn on_cards(case: &Case, signal: SignalMode, body: impl Fn(&mut Rank<bf16>, u64) + Sync) {
-    on_cards_in_group(case, signal, |group, rank| body(rank, group.rank().into()));
+fn on_nics(case: &Case, signal: SignalMode, body: impl Fn(&mut Rank<bf16>, u64) + Sync) {
+    on_nics_in_group(case, signal, |group, rank| body(rank, group.rank().into()));
 }
 
-/// The same, over cards that read late: what is posted goes as it lies there many polls later,
+/// The same, over NICs that read late: what is posted goes as it lies there many polls later,
 /// unless signals are writes.
-fn on_late_cards(case: &Case, signal: SignalMode, body: impl Fn(&mut Rank<bf16>, u64) + Sync) {
-    let fabric = Fabric::new(&["card0", "card1"]);
+fn on_late_nics(case: &Case, signal: SignalMode, body: impl Fn(&mut Rank<bf16>, u64) + Sync) {
+    let fabric = Fabric::new(&["nic0", "nic1"]);
     fabric.read_late(32);
     on_fabric(&fabric, case, signal, |group, rank| body(rank, group.rank().into()));
 }
 
 /// The same, with the group of all ranks.
-fn on_cards_in_group(case: &Case, signal: SignalMode, body: impl Fn(&Group, &mut Rank<bf16>) + Sync) {
-    on_fabric(&Fabric::new(&["card0", "card1"]), case, signal, body);
+fn on_nics_in_group(case: &Case, signal: SignalMode, body: impl Fn(&Group, &mut Rank<bf16>) + Sync) {
+    on_fabric(&Fabric::new(&["nic0", "nic1"]), case, signal, body);
 }
 
-/// The same, over the cards of a fabric, which ranks take in turn.
+/// The same, over the NICs of a fabric, which ranks take in turn.
 fn on_fabric(
     fabric: &Fabric,
     case: &Case,
@@ -124,7 +124,7 @@ fn rows_go_from_device_to_device_as_on_the_host_to_the_bit() {
             let uneven = Case { hidden: 8, align: 2, route, ..Case::across(&[0, 1, 2, 0, 1], 11, 3) };
             for case in [Case { align: 16, ..case.clone() }, Case { map: replicated.clone(), ..case }, uneven]
             {
-                on_cards(&case, signal, |rank, me| assert!(rounds(rank, 5, me) > 0));
+                on_nics(&case, signal, |rank, me| assert!(rounds(rank, 5, me) > 0));
             }
         }
     });
@@ -136,7 +136,7 @@ fn steps_of_training_go_from_device_to_device_as_on_the_host() {
         for (route, weighted) in Route::ALL.into_iter().flat_map(|route| [(route, false), (route, true)]) {
             let case = Case::across(&[0, 1, 2, 0, 1], 11, 3);
             let case = Case { hidden: 8, align: 2, max_in_flight: 3, route, weighted, ..case };
-            on_cards(&case, SignalMode::Write, |rank, me| {
+            on_nics(&case, SignalMode::Write, |rank, me| {
                 for round in 0..3 {
                     let seed = |nth: u64| 64 * round + 8 * nth + me;
                     rank.steps([(seed(0), 1 + (seed(0) % 9) as u32), (seed(1), 12)]);
@@ -153,7 +153,7 @@ fn records_go_from_device_to_device_as_on_the_host() {
             let case =
                 Case { hidden: 136, align: 2, fp8: true, route, ..Case::across(&[0, 1, 2, 0, 1], 11, 3) };
             let case = Case { max_in_flight: 3, ..case };
-            on_cards(&case, SignalMode::Write, |rank, me| {
+            on_nics(&case, SignalMode::Write, |rank, me| {
                 for round in 0..3 {
                     rank.step_in_records(64 * round + me, 1 + ((round + me) % 9) as u32);
                 }
@@ -168,7 +168,7 @@ fn rows_by_rank_go_from_device_to_device_as_on_the_host() {
         for route in Route::ALL {
             let case = Case { align: 2, route, max_in_flight: 3, ..Case::across(&[0, 1, 2, 0, 1], 11, 4) };
             let case = Case { layout: RowLayout::RankMajor, order: SumOrder::Node, ..case };
-            on_cards(&case, SignalMode::Write, |rank, me| {
+            on_nics(&case, SignalMode::Write, |rank, me| {
                 assert!(rounds(rank, 3, me) > 0);
                 rank.steps([(me, 7), (me + 64, 11)]);
             });
@@ -187,7 +187,7 @@ fn sums_of_ranks_go_from_device_to_device_as_on_the_host() {
             let (order, wire) = (SumOrder::Rank, PartialDtype::Bf16);
             for weighted in [false, true] {
                 let case = Case { order, wire, weighted, route, ..Case::across(&[0, 1, 2, 0, 1], 11, 4) };
-                on_cards(&Case { max_in_flight: 3, ..case }, signal, |rank, me| {
+                on_nics(&Case { max_in_flight: 3, ..case }, signal, |rank, me| {
                     assert!(rounds(rank, 3, me) > 0);
                     rank.steps([(me, 7), (me + 64, 11)]);
                 });
@@ -201,7 +201,7 @@ fn tokens_in_a_buffer_go_from_device_to_device_as_they_lie() {
     on_devices("tokens_in_a_buffer_go_from_device_to_device_as_they_lie", 10, "ordered", |_| {
         for route in Route::ALL {
             let case = Case { route, max_in_flight: 3, ..Case::across(&[0, 0, 1, 1], 6, 1) };
-            on_cards(&case, SignalMode::Write, |rank, me| {
+            on_nics(&case, SignalMode::Write, |rank, me| {
                 for round in 0..3 {
                     let input = rank.in_runs(64 * round + me, 3 + ((round + me) % 9) as u32);
                     rank.go_from_a_buffer(&input, true);
@@ -218,7 +218,7 @@ fn no_seed_of_the_driver_is_seen_on_the_way() {
         on_devices("no_seed_of_the_driver_is_seen_on_the_way", seed, "ordered", |_| {
             for route in Route::ALL {
                 let case = Case { align: 2, route, ..Case::across(&[0, 1, 0], 4, 2) };
-                on_cards(&case, SignalMode::Write, |rank, me| _ = rounds(rank, 6, me));
+                on_nics(&case, SignalMode::Write, |rank, me| _ = rounds(rank, 6, me));
             }
         });
     }
@@ -232,7 +232,7 @@ fn beyond_a_budget_the_same_rows_are_dropped_as_on_the_host() {
         {
             let mode = ReceiveMode::Budget { rows, overflow: Overflow::Drop };
             let case = Case { mode, align, route, ..Case::across(&[0, 0, 1, 1], 5, 3) };
-            on_cards(&case, SignalMode::Write, |rank, me| _ = rounds(rank, 5, me));
+            on_nics(&case, SignalMode::Write, |rank, me| _ = rounds(rank, 5, me));
         }
     });
 }
@@ -245,7 +245,7 @@ fn dispatches_are_alive_side_by_side() {
         let ways = Route::ALL.into_iter().flat_map(|route| modes.map(|mode| (route, mode)));
         for ((route, mode), signal) in ways.flat_map(|way| SignalMode::ALL.map(|signal| (way, signal))) {
             let case = Case { mode, route, max_in_flight: 3, ..Case::across(&[0, 0, 1, 1], 5, 3) };
-            on_late_cards(&case, signal, |rank, me| {
+            on_late_nics(&case, signal, |rank, me| {
                 let input = |seed: u64| tokens(10 * seed + me, 12, 16, 3, 5);
                 for round in 0..3 {
                     rank.all_in_flight(&[input(round), input(round + 7), input(round + 9)]);
@@ -296,18 +296,18 @@ fn cause_check_finds_dispatch_without_enqueued_step() {
 fn a_report_counts_what_went_straight() {
     on_devices("a_report_counts_what_went_straight", 5, "flushed", |_| {
         let case = Case { align: 4, ..Case::across(&[0, 1], 4, 2) };
-        on_cards(&case, SignalMode::Write, |rank, me| {
+        on_nics(&case, SignalMode::Write, |rank, me| {
             let ids = [[0, 3], [1, 2], [0, -1]].concat();
             let x: Vec<bf16> = (0..48).map(|n| bf16::from_f32(n as f32)).collect();
             rank.round(&Input { x, ids, weights: vec![0.5; 6] });
-            let [out, home] = [&rank.reports[0].enqueued, &rank.reports[1].enqueued];
+            let [out, back] = [&rank.reports[0].enqueued, &rank.reports[1].enqueued];
             // Experts 0 to 3 get 2, 1, 1 and 1 rows of 32 bytes from each rank: one put for each
             // expert.
             let (sent, brought) = if me == 0 { (2, 3) } else { (3, 2) };
             assert_eq!((out.gpu_direct_puts, out.gpu_direct_bytes), (2, sent * 32));
-            assert_eq!((home.gpu_direct_puts, home.gpu_direct_bytes), (2, brought * 32));
+            assert_eq!((back.gpu_direct_puts, back.gpu_direct_bytes), (2, brought * 32));
             assert_eq!(
-                (out.staged_out_bytes, out.staged_in_bytes, home.staged_out_bytes, home.staged_in_bytes),
+                (out.staged_out_bytes, out.staged_in_bytes, back.staged_out_bytes, back.staged_in_bytes),
                 (0, 0, 0, 0)
             );
             // Entry and message, header and its signal, rows and weights of two experts, pads, and
@@ -325,7 +325,7 @@ fn rows_are_staged_by_the_host_where_a_device_cannot_await_nics() {
     let name = "rows_are_staged_by_the_host_where_a_device_cannot_await_nics";
     on_devices(name, 6, "unordered", |_| {
         for signal in SignalMode::ALL {
-            on_cards(&Case::across(&[0, 0, 1], 5, 3), signal, |rank, me| {
+            on_nics(&Case::across(&[0, 0, 1], 5, 3), signal, |rank, me| {
                 rank.round(&tokens(me, 9, 16, 3, 5));
                 let report = &rank.reports[0];
                 let unordered = Some(NoGpuDirect::Unordered);
@@ -345,12 +345,12 @@ fn rank_alone_on_node_returns_more_rows_than_outbox_holds() {
         {
             // All rows go to both experts of rank 0, whose outbox holds those of one rank.
             let case = Case { hidden: 256, route, ..Case::across(&[0, 1, 2, 3], 8, 2) };
-            on_late_cards(&case, signal, |rank, me| {
+            on_late_nics(&case, signal, |rank, me| {
                 for round in 0..3 {
                     rank.round(&tokens(64 * round + me, case.max_tokens, case.hidden, case.top_k, 2));
-                    let home = &rank.reports[1].enqueued;
+                    let back = &rank.reports[1].enqueued;
                     let outbox = u64::from(case.max_tokens * case.top_k) * 2 * case.hidden as u64;
-                    assert_eq!(home.staged_out_bytes > outbox, me == 0, "{home:?}");
+                    assert_eq!(back.staged_out_bytes > outbox, me == 0, "{back:?}");
                 }
             });
         }
@@ -362,10 +362,10 @@ const ROUNDS: u64 = 5;
 
 /// One of the ranks of two machines, by enqueuers and in slots: as `tests/testbed` starts them.
 #[test]
-#[ignore = "needs four processes on two machines with cards"]
+#[ignore = "needs four processes on two machines with NICs"]
 fn rows_go_from_device_to_device_between_two_machines() {
     let mut options = Options { config: small().config, ..Options::from_env().unwrap() };
-    // Nobody dies here, and a machine that is emulated may be away for seconds.
+    // No rank dies here, and a machine that is emulated may be away for seconds.
     options.timeouts.liveness = std::time::Duration::from_secs(150);
     let world = World::from_env_with(options).unwrap();
     let (group, lane) = (world.all().unwrap(), world.net().unwrap().lane);
@@ -377,7 +377,7 @@ fn rows_go_from_device_to_device_between_two_machines() {
         let case = Case { route, mode, align: 4, hidden: 256, ..Case::across(&[0, 0, 1, 1], 8, 3) };
         let mut rank = Rank::<bf16>::new(&group, &case);
         let bytes = rounds(&mut rank, ROUNDS, u64::from(group.rank()));
-        let mode = if mode == ReceiveMode::Exact { "eager" } else { "budget" };
+        let mode = if mode == ReceiveMode::Exact { "exact" } else { "budget" };
         println!("{} {mode}: {ROUNDS} rounds to the bit, {bytes} bytes straight", route.name());
         group.gather(&[]).unwrap();
     }

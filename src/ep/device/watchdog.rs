@@ -143,7 +143,7 @@ impl Words {
         });
         if let Err(error) = started {
             tracing::warn!(%error, "no thread ends the waits of streams");
-            // Of a dead world, the waits that there are end at least once.
+            // Pending waits of a failed world end at least once.
             if health.check().is_err() {
                 self.release_all();
             }
@@ -180,11 +180,13 @@ impl Words {
 
     pub fn set(&self, place: usize, value: u64) {
         if let Ok(word) = self.memory.word(place) {
+            // Release: a stream that awaits the word reads what this thread has written before.
             word.store(value, Ordering::Release);
         }
     }
 
     pub fn get(&self, place: usize) -> u64 {
+        // Acquire: the stream set the word behind its earlier work.
         self.memory.word(place).map_or(0, |word| word.load(Ordering::Acquire))
     }
 }
@@ -250,6 +252,7 @@ impl BypassStream {
 
     /// Whether all streams that were made are held up, so that waits go on.
     pub fn is_stuck(&self) -> bool {
+        // Pairs with the stores of the thread that tries the streams.
         self.stuck.load(Ordering::Acquire)
     }
 
@@ -285,6 +288,7 @@ impl BypassStream {
                 match stream.is_done() {
                     Ok(true) => {
                         *free = Some(stream);
+                        // Release: a waiter that sees it sees what the stream has done.
                         self.stuck.store(false, Ordering::Release);
                         return true;
                     }
@@ -294,6 +298,7 @@ impl BypassStream {
             }
             behind.push(stream);
         }
+        // Release: as above.
         self.stuck.store(true, Ordering::Release);
         false
     }
@@ -368,6 +373,7 @@ impl Watch {
 
 impl Drop for Watch {
     fn drop(&mut self) {
+        // Seen at the next look, behind which the thread touches nothing of the owner.
         self.watched.over.store(true, Ordering::Release);
         if let Some(thread) = self.thread.take() {
             thread.thread().unpark();
@@ -380,6 +386,7 @@ impl Watched {
     fn look(&self) {
         let lanes = &self.fixed.lanes;
         let period = (lanes.deadline / 16).min(PERIOD);
+        // With the release in `drop`.
         while !self.over.load(Ordering::Acquire) && lanes.health.check().is_ok() {
             turn();
             if let Ok(Some(late)) = self.late(lanes.deadline) {
@@ -393,6 +400,7 @@ impl Watched {
     fn seen(&self, from: u32, flag: Flag) -> Result<u64, DeviceError> {
         let ranks = self.fixed.lanes.ranks();
         let word = self.words.word(ControlLayout::flag(from, flag, ranks) as usize)?;
+        // Acquire: a signal of a peer stands behind the rows that it announces.
         Ok(word.load(Ordering::Acquire))
     }
 

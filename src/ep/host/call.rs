@@ -227,6 +227,7 @@ impl Workspace {
             products: Vec::new(),
             calls: Calls::new(fixed.shared.hub.epoch()),
             release: Arc::new(Readers { port: Arc::clone(&fixed.port), readers, _range: range }),
+            // Relaxed: numbers only differ.
             instance: INSTANCES.fetch_add(1, Ordering::Relaxed),
             spare: Arc::new(ArrayQueue::new(SPARE_HANDLES)),
             on_agreed: None,
@@ -434,8 +435,8 @@ impl HostCall<'_, '_> {
         // Only a rank that offers has checked that the handle is one of this instance.
         let offer = flight.offer.as_ref().zip(self.lent.handle);
         let outbox = offer.map_or(0, |(offer, handle)| {
-            let home = CallerTables::return_bytes(&self.fixed.paths(), &handle.inner().layout);
-            offer.staging.offset() + home
+            let returned = CallerTables::return_bytes(&self.fixed.paths(), &handle.inner().layout);
+            offer.staging.offset() + returned
         });
         RelayTask {
             parts: flight.parts,
@@ -541,7 +542,7 @@ impl HostCall<'_, '_> {
         let inner = handle.inner();
         if let Some(rows) = self.lent.rows.take() {
             match &self.flight.refused {
-                // The caller finds the buffer in the handle, whatever becomes of the call.
+                // The caller finds the buffer in the handle, for any result of the call.
                 Some(_) => inner.give_back(rows),
                 None => match self.brought(handle, rows) {
                     Ok(offer) => self.flight.offer = Some(offer),
@@ -607,10 +608,10 @@ impl HostCall<'_, '_> {
     fn staging(&self, inner: &Inner) -> Result<Extent, Error> {
         let (fixed, paths) = (&**self.fixed, self.fixed.paths());
         let setting = fixed.agreement(self.space.calls, self.flight.kind()).setting;
-        let home = CallerTables::return_bytes(&paths, &inner.layout);
+        let returned = CallerTables::return_bytes(&paths, &inner.layout);
         let outbox =
             inner.forward.as_deref().map_or(0, |forward| RelayTables::outbox_bytes(&setting, forward));
-        fixed.pool().alloc(home + outbox)
+        fixed.pool().alloc(returned + outbox)
     }
 
     fn propose(&mut self) {

@@ -133,7 +133,7 @@ impl Gather {
         self.sources.clear();
         let mut first = 0;
         for rank in 0..fixed.lanes.ranks() {
-            let end = first + metadata.clone().skip(first).take_while(|note| note[0] == rank + 1).count();
+            let end = first + metadata.clone().skip(first).take_while(|words| words[0] == rank + 1).count();
             self.sources.push(first as u32..end as u32);
             first = end;
         }
@@ -145,8 +145,8 @@ impl Gather {
             let Range { start, end } = sources[rank as usize].clone();
             ids.clear();
             weights.clear();
-            for note in metadata.clone().skip(start as usize).take((end - start) as usize) {
-                let (experts, of_them) = note[1..].split_at(top_k);
+            for words in metadata.clone().skip(start as usize).take((end - start) as usize) {
+                let (experts, of_them) = words[1..].split_at(top_k);
                 ids.extend(experts.iter().map(|&id| (id as i32).wrapping_sub(1)));
                 weights.extend(of_them.iter().map(|&word| f32::from_bits(word)));
             }

@@ -340,7 +340,7 @@ impl HostExchange {
         let sent = (self.spec().hidden, self.spec().dtype);
         let tokens = handle.as_ref().map_or(0, |handle| handle.tokens());
         let (bytes, checked) = match out {
-            // Without a handle nobody knows how many tokens there are, and the call is refused
+            // Without a handle the number of tokens is unknown, and the call is refused
             // anyway.
             Ok((bytes, _)) if handle.is_err() => (Some(bytes), Ok(())),
             Ok((bytes, dtype)) => {

@@ -84,7 +84,7 @@ pub(in crate::ep) struct RelayRunner {
 }
 
 /// A relay and its task, which go to the thread and come back when it is done.
-struct Errand {
+struct Assignment {
     relay: Box<HostRelay>,
     task: RelayTask,
     plan: Arc<RelayPlan>,
@@ -92,8 +92,8 @@ struct Errand {
 
 /// The thread that relays while the caller is away.
 struct RelayThread {
-    tasks: SyncSender<Errand>,
-    done: Receiver<Errand>,
+    tasks: SyncSender<Assignment>,
+    done: Receiver<Assignment>,
     thread: JoinHandle<()>,
 }
 
@@ -124,7 +124,7 @@ impl RelayRunner {
         };
         if let Some(relay) = self.here.take() {
             // The thread ends only when this end is dropped.
-            let _ = thread.tasks.send(Errand { relay, task, plan });
+            let _ = thread.tasks.send(Assignment { relay, task, plan });
         }
         Ok(())
     }
@@ -135,7 +135,7 @@ impl RelayRunner {
             return None;
         }
         match self.thread.as_ref()?.done.recv() {
-            Ok(Errand { relay, task, plan }) => {
+            Ok(Assignment { relay, task, plan }) => {
                 self.here = Some(relay);
                 Some((task, plan))
             }
@@ -162,19 +162,19 @@ impl Drop for RelayRunner {
 impl RelayThread {
     fn start(fixed: &Arc<EpState>, programs: &Arc<RankPrograms>) -> Result<RelayThread, LaneError> {
         // There is one relay, so at most one task is in flight.
-        let (tasks, todo) = sync_channel::<Errand>(1);
+        let (tasks, todo) = sync_channel::<Assignment>(1);
         let (back, done) = sync_channel(1);
         let (fixed, programs) = (Arc::clone(fixed), Arc::clone(programs));
         let hub = &fixed.shared.hub;
         let thread = Thread::new("relay", hub.rank(), hub.health())
             .spawn(move || {
-                for Errand { mut relay, mut task, mut plan } in todo {
+                for Assignment { mut relay, mut task, mut plan } in todo {
                     turn();
                     if let Err(error) = relay.perform(&programs, (&mut task, &mut plan)) {
                         // The caller finds the world failed.
                         fixed.fail(error);
                     }
-                    let _ = back.send(Errand { relay, task, plan });
+                    let _ = back.send(Assignment { relay, task, plan });
                 }
             })
             .map_err(|e| LaneError::System { call: "clone", errno: e.raw_os_error().unwrap_or(0) })?;

@@ -6,7 +6,7 @@
 //!
 //! ```text
 //!   Put, PutRows           a copy for each span or run, collected
-//!   PutRows input -> me    nothing: kernels of the caller's stream place own rows meanwhile, and their notes if
+//!   PutRows input -> me    nothing: kernels of the caller's stream place own rows meanwhile, and their metadata if
 //!                          these lie on the device
 //!   Signal landed, read    a write of the stream, collected; both are enqueued before the next wait, and at the end:
 //!          ready           copies in batches, then the writes
@@ -35,7 +35,7 @@
 //! of a relay.
 //!
 //! **What crosses** keeps its order, so no signal overtakes a put, and goes when all copies between
-//! local peers have been enqueued: those are under way while this thread serves the net. It waits
+//! local peers have been enqueued: those are in flight while this thread serves the net. It waits
 //! for its own stream, which waits for what is enqueued already, and for credits, which the
 //! peers' NICs give: for no other thread. It drives the net meanwhile. It does not wait until NICs
 //! have read what crosses, except before "read" and where the [queue](super::net_queue) says.
@@ -66,8 +66,8 @@ pub struct DeviceMap {
     pub ranks: Vec<Option<LocalPeer>>,
     /// Zeros of this rank: as many as the longest pad of rows has.
     pub zeros: DeviceRange,
-    /// Zeros in memory of the host for pads of notes: those of own rows are then no copy within the
-    /// device, either.
+    /// Zeros in memory of the host for pads of metadata: those of own rows are then no copy within
+    /// the device, either.
     pub note_zeros: DeviceRange,
     /// Host staging of this rank's memory, where there are other nodes, and the piece of it from
     /// which rows leave: first byte and length.
@@ -99,7 +99,7 @@ pub struct Awaited {
     pub value: u64,
 }
 
-/// Where one call's rows and notes lie.
+/// Where one call's rows and metadata lie.
 #[derive(Clone, Copy, Debug)]
 pub struct Packed<'a> {
     /// Rows.
@@ -110,7 +110,7 @@ pub struct Packed<'a> {
     pub metadata: PackedMetadata<'a>,
 }
 
-/// Where the notes of one call lie.
+/// Where the metadata of one call lie.
 #[derive(Clone, Copy, Debug)]
 pub enum PackedMetadata<'a> {
     /// In memory of the host, as engines and as NICs read it.
@@ -156,7 +156,7 @@ pub struct CopyEngineStepper {
     /// Words of these waits, since the last mark.
     awaited: Vec<Awaited>,
     copies: CopyBatch,
-    /// Copies of notes, which go behind those of rows: a link that is busy with long rows would
+    /// Copies of metadata, which go behind those of rows: a link that is busy with long rows would
     /// keep the next ones from theirs.
     metadata: CopyBatch,
     operations: MemOpBatch,
@@ -201,7 +201,7 @@ impl CopyEngineStepper {
         std::mem::take(&mut self.enqueued)
     }
 
-    /// Runs operations in order; what they move may still be under way afterwards, and NICs may
+    /// Runs operations in order; what they move may still be in flight afterwards, and NICs may
     /// still read it: see [`CopyEngineStepper::settle`].
     ///
     /// # Errors
@@ -440,7 +440,7 @@ impl CopyEngineStepper {
         Ok(())
     }
 
-    /// Own rows or their notes, pads counted, which a kernel of the caller's stream places.
+    /// Own rows or their metadata, pads counted, which a kernel of the caller's stream places.
     fn own_rows(&mut self, len: u64) {
         self.enqueued.bytes += len;
         self.enqueued.own_bytes += len;

@@ -159,7 +159,7 @@ impl Copies {
 /// Of what lies on another node.
 const NOWHERE: DeviceError = DeviceError::NoEngine { operation: "reach other nodes" };
 
-/// One lowering, under way.
+/// One lowering, in progress.
 struct Lowering<'a> {
     context: &'a Arc<Context>,
     me: u32,
@@ -213,15 +213,15 @@ impl Lowering<'_> {
     }
 
     fn word(&self, list: &mut MemOpBatch, word: WordOp) -> Result<(), DeviceError> {
-        let of_card = |of| self.windows.nic_flags(of);
+        let of_nic = |of| self.windows.nic_flags(of);
         match word {
             WordOp::Write { at, of, offset, value } => {
-                let of_card = of_card(of).filter(|_| at == self.me);
-                let flags = of_card.or_else(|| self.windows.flags(at)).ok_or(NOWHERE)?;
+                let of_nic = of_nic(of).filter(|_| at == self.me);
+                let flags = of_nic.or_else(|| self.windows.flags(at)).ok_or(NOWHERE)?;
                 list.write::<u32>(flags.word(offset)?, value as u32)
             }
-            WordOp::Wait { of, offset, value } => match of_card(of) {
-                Some(flags) => list.wait_for_card::<u32>(flags.word(offset)?, value as u32),
+            WordOp::Wait { of, offset, value } => match of_nic(of) {
+                Some(flags) => list.wait_for_nic::<u32>(flags.word(offset)?, value as u32),
                 None => {
                     let flags = self.windows.flags(self.me).ok_or(NOWHERE)?;
                     list.wait::<u32>(flags.word(offset)?, value as u32)

@@ -75,7 +75,7 @@ pub enum NetOp {
     Word { to: u32, of: u32, flag: Flag, value: u64 },
     /// A run of rows, to a rank's window at a base; from `at` in the outbox.
     Rows { target: (u32, WindowId, u64), run: RowRun, at: u64, row_bytes: u64 },
-    /// A run of notes; or zeros alone.
+    /// A run of metadata; or zeros alone.
     Metadata { target: (u32, WindowId, u64), run: RowRun, row_bytes: u64 },
     /// A signal behind all that.
     Signal { to: u32, of: u32, flag: Flag, value: u64, tag: Option<Tag> },
@@ -202,7 +202,7 @@ impl CopyEngineStepper {
     pub(super) fn see(&mut self, (from, flag): (u32, Flag), value: u64) -> Result<(), Error> {
         let at = ControlLayout::flag(from, flag, self.ranks());
         if let Some(words) = &self.ground.words {
-            self.stream.wait_for_card(words.word(at)?, value)?;
+            self.stream.wait_for_nic(words.word(at)?, value)?;
             self.enqueued.memory_operations += 1;
         }
         Ok(())
@@ -284,7 +284,8 @@ impl CopyEngineStepper {
         self.cut()?;
         while let Some(QueuedOp { behind, step }) = self.outbox.queue.pop_front() {
             self.reached(behind)?;
-            // Of a dead world's stream marks say nothing: whoever ends its waits lets it pass.
+            // Marks of a failed world's stream say nothing: the thread that ends its waits passes
+            // it.
             self.port.lanes().check()?;
             self.perform(step, packed)?;
         }

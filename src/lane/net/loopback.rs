@@ -550,6 +550,7 @@ impl LinkEmulator {
     /// When the bytes so far arrive.
     fn arrival(&self) -> u64 {
         let latency = u64::try_from(self.link.latency.as_nanos()).unwrap_or(u64::MAX);
+        // Relaxed: a time alone. The ring's flag publishes the bytes.
         self.free.load(Ordering::Relaxed).max(now()).saturating_add(latency)
     }
 }

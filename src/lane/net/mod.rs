@@ -291,7 +291,7 @@ pub trait NetConnection: fmt::Debug + Send + Sync {
         true
     }
 
-    /// Takes note of the peer's description of a region of its own.
+    /// Records the peer's description of a region of its own.
     ///
     /// # Errors
     /// If that makes no sense.

@@ -164,6 +164,7 @@ impl Drop for ProgressThread {
 impl Shared {
     fn run(&self) {
         let (mut idle, mut alone) = (0, true);
+        // Acquire: what the owner did before it stopped this thread is visible in the last turn.
         while !self.stop.load(Ordering::Acquire) && self.health.check().is_ok() {
             turn();
             if alone && self.beside_compute.load(Ordering::Relaxed) {

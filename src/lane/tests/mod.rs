@@ -249,7 +249,7 @@ fn small() -> Options {
     Options { config, ..Options::default() }
 }
 
-/// For worlds that a lane joins: the paced one holds back what its short deadlines can spare.
+/// For worlds that a lane joins: the emulated link holds back what its short deadlines can spare.
 fn options_of(lane: &str, net: NetChoice) -> Options {
     let emulated_link = (lane == "emulated").then(|| EmulatedLink::parse("1G/100").unwrap());
     Options { net, emulated_link, ..small() }
@@ -261,7 +261,7 @@ fn run(scenario: &Scenario, nodes: [u32; 2], options: &Options) {
         let ranks: Vec<_> =
             worlds.into_iter().map(|world| scope.spawn(move || play(scenario, &world))).collect();
         let ends: Vec<_> = ranks.into_iter().map(|rank| rank.join()).collect();
-        // Of a scope that joins by itself, nobody would learn which step went wrong.
+        // Of a scope that joins by itself, no test would learn which step went wrong.
         if let Some(panic) = ends.into_iter().find_map(Result::err) {
             resume_unwind(panic);
         }
@@ -313,7 +313,7 @@ fn the_loop_lane_conforms() {
 }
 
 #[test]
-fn the_paced_lane_conforms() {
+fn the_emulated_link_conforms() {
     conforms("emulated");
 }
 
@@ -552,7 +552,7 @@ const SUITE: &[Scenario] = &[
         ],
     },
     Scenario {
-        name: "cancel: a dead world ends waits with its cause, and what came before it stays",
+        name: "cancel: a failed world ends waits with its cause, and what came before it stays",
         deadline: LONG,
         steps: &[
             Step(0, Put { offset: 0, len: 1000, seed: 1 }, Fine),

@@ -496,7 +496,7 @@ fn vanished_nic_of_idle_rank_ends_world_of_others() {
 
 #[test]
 fn vanished_nic_is_noticed_after_peer_left_normally() {
-    let fabric = Fabric::new(&["nic0", "nic1", "card2"]);
+    let fabric = Fabric::new(&["nic0", "nic1", "nic2"]);
     let seen = on_ranks(&[0, 1, 2], &options(&fabric, SignalMode::Write), |world| {
         let mut window = world.all().unwrap().window(64).unwrap();
         window.barrier().unwrap();

@@ -129,8 +129,8 @@ fn verify(layer: &mut ExpertParallel, world: &World) -> u64 {
         assert!(bits(seen).eq(bits(&expected)), "rows of rank {} in round {round}", world.rank());
         let mut y = handle.output().unwrap();
         y.rows_mut::<bf16>().unwrap().copy_from_slice(seen);
-        let home = layer.combine::<bf16>(y, &handle).unwrap();
-        assert!(bits(&home).eq(bits(&summed(routing, x))), "sums of rank {} in round {round}", world.rank());
+        let sums = layer.combine::<bf16>(y, &handle).unwrap();
+        assert!(bits(&sums).eq(bits(&summed(routing, x))), "sums of rank {} in round {round}", world.rank());
         compared += u64::from(rows.len()) + u64::from(TOKENS);
     }
     compared

@@ -313,6 +313,7 @@ impl DeviceWeights {
 
     /// The values, for a caller that may change them.
     pub fn hand_out(&self) -> &DeviceRange {
+        // Relaxed: read with `get_mut` alone, behind the end of all shared borrows.
         self.may_have_changed.store(true, Ordering::Relaxed);
         &self.handed_out
     }

@@ -26,10 +26,10 @@ fn imported_memory_is_the_memory_that_was_exported() {
     assert_eq!(far.address(), reservation.address(0).unwrap() + 2 * stride, "base + member * stride");
     assert_eq!(far.len(), theirs.bytes());
 
-    let at_home = Reservation::new(&other, 1, stride).unwrap().map(0, &theirs, &[1]).unwrap();
+    let mapped = Reservation::new(&other, 1, stride).unwrap().map(0, &theirs, &[1]).unwrap();
     let bytes = pattern(100_000, 1);
     fill(&stream(&one), &far.part(0, 100_000).unwrap(), &bytes);
-    assert_eq!(read(&stream(&other), &at_home.part(0, 100_000).unwrap()), bytes);
+    assert_eq!(read(&stream(&other), &mapped.part(0, 100_000).unwrap()), bytes);
 }
 
 #[test]

@@ -69,7 +69,7 @@ fn fill(stream: &Stream, to: &DeviceRange, bytes: &[u8]) {
     stream.synchronize().unwrap();
 }
 
-/// Copies a range home and waits.
+/// Copies a range to the host and waits.
 fn read(stream: &Stream, from: &DeviceRange) -> Vec<u8> {
     let staging = PinnedMemory::new(&context(stream.device()), from.len() as usize).unwrap();
     let whole = from.span(0, from.len()).unwrap();

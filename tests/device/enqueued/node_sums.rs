@@ -86,7 +86,7 @@ fn steps_with_sums_by_node_are_those_of_the_host() {
             steps::<bf16>(&case, 2, 9);
             steps::<bf16>(&Case { weighted: true, align: 2, ..case.clone() }, 1, 10);
             steps::<f32>(&Case { wire: PartialDtype::F32, weighted: true, ..case.clone() }, 1, 11);
-            // Partials of another type than rows are made at home.
+            // Partials of another type than rows are made at the source.
             steps::<bf16>(&Case { wire: PartialDtype::F32, weighted: true, ..case }, 1, 12);
         }
         // Slots in any order: experts are added up by their ids, whose f32 sums depend on that.

@@ -59,10 +59,10 @@ where
         let of_rows = made(self, &of_sums);
         let words = handle.row_weights().len();
         let of_weights: Vec<f32> = (0..words).map(|word| word as f32 / 3.0 - seed as f32).collect();
-        let home = self.host.dispatch_backward(&of_rows, Some(&of_weights), &handle).unwrap();
+        let returned = self.host.dispatch_backward(&of_rows, Some(&of_weights), &handle).unwrap();
         let (row_weights, row_experts) = (handle.row_weights().to_vec(), handle.row_experts().to_vec());
         let per_expert = handle.tokens_per_expert().to_vec();
-        let (of_tokens, of_choices) = (home.0, home.1.unwrap());
+        let (of_tokens, of_choices) = (returned.0, returned.1.unwrap());
         Step {
             input,
             again,
@@ -138,24 +138,24 @@ where
     /// The backward pass on the device: twice, and the second time as on the host.
     pub fn backward(&mut self, step: &Step<E>, handle: &Handle) {
         let g = self.lent(&step.gradients);
-        let home = step.of_combine.as_ref().map(|weights| self.room(weights));
+        let returned = step.of_combine.as_ref().map(|weights| self.room(weights));
         for _ in 0..2 {
-            let weights = home.as_ref().map(|home| TensorMut::device(home, Dtype::F32));
+            let weights = returned.as_ref().map(|returned| TensorMut::device(returned, Dtype::F32));
             let gradients = Tensor::device(&g, E::DTYPE);
             let rows = self.planned.combine_backward_into(gradients, handle, weights).unwrap();
             self.same_rows(&rows, &step.of_sums, step, "gradients of rows");
         }
-        if let (Some(home), Some(expected)) = (&home, &step.of_combine) {
-            assert_eq!(bits(&self.seen::<f32>(home)), bits(expected), "gradients of weights");
+        if let (Some(returned), Some(expected)) = (&returned, &step.of_combine) {
+            assert_eq!(bits(&self.seen::<f32>(returned)), bits(expected), "gradients of weights");
         }
         let (of_rows, of_weights) = (self.output(handle, &step.of_rows), self.lent(&step.of_weights));
-        let (x, home) = (self.room(&step.of_tokens), self.room(&step.of_choices));
-        let weights = Some(TensorMut::device(&home, Dtype::F32));
+        let (x, returned) = (self.room(&step.of_tokens), self.room(&step.of_choices));
+        let weights = Some(TensorMut::device(&returned, Dtype::F32));
         let given = Some(Tensor::device(&of_weights, Dtype::F32));
         let planned = &mut self.planned;
         planned.dispatch_backward_into(of_rows, given, handle, target::<E>(&x), weights).unwrap();
         assert_eq!(bits(&self.seen::<E>(&x)), bits(&step.of_tokens), "gradients of tokens");
-        assert_eq!(bits(&self.seen::<f32>(&home)), bits(&step.of_choices), "gradients of choices");
+        assert_eq!(bits(&self.seen::<f32>(&returned)), bits(&step.of_choices), "gradients of choices");
         // Without weights, and with rows that lie elsewhere.
         let (elsewhere, x) = (self.lent(&step.of_rows), self.room(&step.of_tokens));
         let y = Tensor::device(&elsewhere, E::DTYPE);
@@ -208,13 +208,13 @@ where
             self.planned.combine_into(y_here, handle, target::<E>(&out)).unwrap();
             assert_eq!(bits(&self.seen::<E>(&out)), bits(&sums), "sums");
         }
-        let home = of_combine.as_ref().map(|weights| self.room(weights));
-        let weights = home.as_ref().map(|home| TensorMut::device(home, Dtype::F32));
+        let returned = of_combine.as_ref().map(|weights| self.room(weights));
+        let weights = returned.as_ref().map(|returned| TensorMut::device(returned, Dtype::F32));
         let gradients = Tensor::device(&g, E::DTYPE);
         let landed = self.planned.combine_backward_into(gradients, &handle, weights).unwrap();
         assert_eq!(bits(&self.seen::<E>(&packed(&landed))), bits(&back), "gradients of rows");
-        if let (Some(home), Some(expected)) = (&home, &of_combine) {
-            assert_eq!(bits(&self.seen::<f32>(home)), bits(expected), "gradients of weights");
+        if let (Some(returned), Some(expected)) = (&returned, &of_combine) {
+            assert_eq!(bits(&self.seen::<f32>(returned)), bits(expected), "gradients of weights");
         }
         let (y, x) = (self.output(&handle, &y), self.room(&of_tokens));
         self.planned.dispatch_backward_into(y, None, &handle, target::<E>(&x), None).unwrap();

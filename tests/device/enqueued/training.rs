@@ -234,8 +234,8 @@ fn training_input_that_one_rank_lacks_is_refused_on_all() {
                 let (words, out) = (rank.lent(&step.of_weights), rank.room(&step.of_tokens));
                 let short = rank.lent(&[0.0_f32; 3]);
                 let given = Some(Tensor::device(if bad { &short } else { &words }, Dtype::F32));
-                let (y, home) = (handle.output().unwrap(), rank.room(&step.of_choices));
-                let weights = Some(TensorMut::device(&home, Dtype::F32));
+                let (y, returned) = (handle.output().unwrap(), rank.room(&step.of_choices));
+                let weights = Some(TensorMut::device(&returned, Dtype::F32));
                 let planned = &mut rank.planned;
                 let refused =
                     planned.dispatch_backward_into(y, given, &handle, target::<bf16>(&out), weights);
@@ -324,21 +324,21 @@ fn a_backward_pass_is_enqueued_without_a_wait_for_the_stream() {
             let step = rank.expected(90 + me, 6);
             let handle = rank.forward(&step);
             let (g, of_rows) = (rank.lent(&step.gradients), rank.lent(&step.of_rows));
-            let (x, home) = (rank.room(&step.of_tokens), rank.room(&step.of_choices));
+            let (x, returned) = (rank.room(&step.of_tokens), rank.room(&step.of_choices));
             let of_weights = rank.lent(&step.of_weights);
             let gate = PinnedMemory::new(rank.stream.context(), 8).unwrap();
             rank.stream.wait(gate.range().word::<u32>(0).unwrap(), 1).unwrap();
             let planned = &mut rank.planned;
             let rows = planned.combine_backward_into(Tensor::device(&g, Dtype::Bf16), &handle, None).unwrap();
             let given = Some(Tensor::device(&of_weights, Dtype::F32));
-            let weights = Some(TensorMut::device(&home, Dtype::F32));
+            let weights = Some(TensorMut::device(&returned, Dtype::F32));
             let y = Tensor::device(&of_rows, Dtype::Bf16);
             planned.dispatch_backward_into(y, given, &handle, target::<bf16>(&x), weights).unwrap();
             assert_eq!(rank.stream.is_done(), Ok(false));
             gate.word(0).unwrap().store(1, Ordering::Release);
             rank.same_rows(&rows, &step.of_sums, &step, "gradients of rows");
             assert_eq!(bits(&rank.seen::<bf16>(&x)), bits(&step.of_tokens), "gradients of tokens");
-            assert_eq!(bits(&rank.seen::<f32>(&home)), bits(&step.of_choices), "gradients of choices");
+            assert_eq!(bits(&rank.seen::<f32>(&returned)), bits(&step.of_choices), "gradients of choices");
         });
         let without = FakeDriver::loaded().unwrap().counters().waits_without_cause;
         assert_eq!(without, 3, "this thread's word at each rank, and no other");

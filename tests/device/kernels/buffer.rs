@@ -8,8 +8,8 @@ const GUARDS: u64 = 256;
 /// What is there before anybody writes.
 pub const POISON: u8 = 0xcb;
 
-/// Bytes that a device reads and writes. Whatever is written beside them is noticed when they are
-/// looked at.
+/// Bytes that a device reads and writes. Anything that is written beside them is noticed when they
+/// are looked at.
 pub struct Buffer {
     memory: PinnedMemory,
     range: DeviceRange,

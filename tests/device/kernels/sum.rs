@@ -1,4 +1,4 @@
-//! Sums of the rows that came home.
+//! Sums of the rows that returned.
 
 use sidelane::device::{Addresses, RefusalMarks, SumArgs};
 use sidelane::dtype::{Dtype, PartialDtype};
@@ -12,19 +12,19 @@ use super::world::Input;
 use super::{Device, with_kernels};
 use crate::rows_common::Random;
 
-/// What comes home to the rank of this input.
-fn home(random: &mut Random, input: &Input, columns: u32, types: (Dtype, Dtype)) -> ReturnedRows {
+/// Rows that return to the rank of this input.
+fn rows_back(random: &mut Random, input: &Input, columns: u32, types: (Dtype, Dtype)) -> ReturnedRows {
     let size = (input.tokens, input.map.ranks(), columns);
     ReturnedRows::any(random, input.shape, size, input.places(), types).unwrap()
 }
 
 /// The results of the loops of the host.
-fn of_rows(home: &ReturnedRows, loops: RowKernels, wire: PartialDtype) -> Vec<u8> {
-    let dtype = Arithmetic::try_from(home.types.1).unwrap();
-    let row_bytes = home.columns as usize * dtype.size();
-    let mut out = vec![0; home.tokens as usize * row_bytes];
+fn of_rows(rows_back: &ReturnedRows, loops: RowKernels, wire: PartialDtype) -> Vec<u8> {
+    let dtype = Arithmetic::try_from(rows_back.types.1).unwrap();
+    let row_bytes = rows_back.columns as usize * dtype.size();
+    let mut out = vec![0; rows_back.tokens as usize * row_bytes];
     for (token, out) in (0..).zip(out.chunks_exact_mut(row_bytes)) {
-        let (kept, groups) = home.terms(token);
+        let (kept, groups) = rows_back.terms(token);
         let rows: Vec<*const u8> = kept.iter().map(|row| row.as_ptr()).collect();
         let sum = GroupedSum {
             dtype,
@@ -33,7 +33,7 @@ fn of_rows(home: &ReturnedRows, loops: RowKernels, wire: PartialDtype) -> Vec<u8
             rows: &rows,
             weights: None,
             groups: &groups,
-            columns: home.columns as usize,
+            columns: rows_back.columns as usize,
             stores: Stores::Cached,
         };
         // SAFETY: the rows live in `kept`, and `out` has room for one.
@@ -59,16 +59,16 @@ fn slot_sums_have_bits_of_reference_and_host_loops() {
             for types in TYPES {
                 let shape = SlotShape::new(max_tokens, top_k, 16).unwrap();
                 let input = Input::any(&mut random, shape, (experts, ranks), 0, tokens);
-                let home = home(&mut random, &input, columns, types);
+                let rows_back = rows_back(&mut random, &input, columns, types);
                 let what = format!("{types:?}, {tokens} tokens of {ranks} ranks, {columns} columns");
-                home.check(&device.bench()).unwrap_or_else(|error| panic!("{what}: {error}"));
-                let expected = home.reference().unwrap();
+                rows_back.check(&device.bench()).unwrap_or_else(|error| panic!("{what}: {error}"));
+                let expected = rows_back.reference().unwrap();
                 for simd in Simd::available() {
                     for wire in PartialDtype::ALL {
                         let partials = types.0 != types.1 && wire != PartialDtype::F32;
                         if wire.carries(types.1) && !partials {
                             assert!(
-                                expected == of_rows(&home, RowKernels::new(simd), wire),
+                                expected == of_rows(&rows_back, RowKernels::new(simd), wire),
                                 "{what}, {simd:?}, {wire}"
                             );
                         }
@@ -86,9 +86,9 @@ fn a_token_whose_choices_were_all_dropped_gets_zeros() {
         for types in TYPES {
             let mut input = Input::any(&mut Random(5), shape, (4, 2), 0, 3);
             input.experts = vec![-1; 6];
-            let home = home(&mut Random(6), &input, 24, types);
+            let rows_back = rows_back(&mut Random(6), &input, 24, types);
             let zeros = vec![0; 3 * 24 * types.1.size()];
-            assert_eq!(home.sum(&device.bench()).unwrap(), (zeros, None));
+            assert_eq!(rows_back.sum(&device.bench()).unwrap(), (zeros, None));
         }
     });
 }
@@ -97,7 +97,7 @@ fn a_token_whose_choices_were_all_dropped_gets_zeros() {
 fn believable() -> ReturnedRows {
     let shape = SlotShape::new(6, 2, 16).unwrap();
     let input = Input::any(&mut Random(7), shape, (40, 40), 0, 6);
-    home(&mut Random(8), &input, 32, (Dtype::Bf16, Dtype::Bf16))
+    rows_back(&mut Random(8), &input, 32, (Dtype::Bf16, Dtype::Bf16))
 }
 
 #[test]
@@ -109,9 +109,9 @@ fn a_status_that_is_set_gives_zeros_and_stays() {
             (2 | 3 << 8, KernelFault::RankOutOfRange { token: 3 }),
             (0xff, KernelFault::Foreign { word: 0xff }),
         ] {
-            let mut home = believable();
-            home.status = word;
-            assert_eq!(home.sum(&device.bench()).unwrap(), (zeros.clone(), Some(expected)));
+            let mut rows_back = believable();
+            rows_back.status = word;
+            assert_eq!(rows_back.sum(&device.bench()).unwrap(), (zeros.clone(), Some(expected)));
         }
     });
 }
@@ -123,28 +123,28 @@ const CALL: u64 = (3 << 32) + 7;
 /// `before` is the verdict as it was, and `lasting` what is wrong with all calls.
 fn marked(
     device: &Device,
-    home: &ReturnedRows,
+    rows_back: &ReturnedRows,
     marks: &[(usize, u64)],
     rank: u32,
     (before, lasting): (u32, u32),
 ) -> (Vec<u8>, [u32; 2]) {
     let Device { context, stream, kernels } = device;
-    let rows = Buffer::of(context, &home.rows.concat().concat());
-    let each = rows.range().len() / home.rows.len() as u64;
-    let spans: Vec<_> = (0..home.rows.len() as u64).map(|rank| rows.part(rank * each, each)).collect();
+    let rows = Buffer::of(context, &rows_back.rows.concat().concat());
+    let each = rows.range().len() / rows_back.rows.len() as u64;
+    let spans: Vec<_> = (0..rows_back.rows.len() as u64).map(|rank| rows.part(rank * each, each)).collect();
     let table = Buffer::new(context, spans.len() as u64 * 8);
     let mut words = vec![[CALL - 1, CALL]; spans.len()];
     marks.iter().for_each(|&(rank, call)| words[rank][0] = call);
     let (marks, counter) = (Buffer::words(context, &words.concat()), Buffer::words(context, &[CALL]));
     let verdict = Buffer::words(context, &[before, CALL as u32]);
-    let (lasting, places) = (Buffer::words(context, &[lasting]), Buffer::words(context, &home.places));
-    let out = Buffer::new(context, u64::from(home.tokens) * 64);
+    let (lasting, places) = (Buffer::words(context, &[lasting]), Buffer::words(context, &rows_back.places));
+    let out = Buffer::new(context, u64::from(rows_back.tokens) * 64);
     let sum = SumArgs {
-        shape: home.shape,
-        tokens: home.tokens,
-        columns: home.columns,
-        rows: home.types.0,
-        dtype: home.types.1,
+        shape: rows_back.shape,
+        tokens: rows_back.tokens,
+        columns: rows_back.columns,
+        rows: rows_back.types.0,
+        dtype: rows_back.types.1,
         returned_rows: &Addresses::new(stream, table.range(), &spans).unwrap(),
         places: places.span(),
         status: verdict.word(),
@@ -165,23 +165,23 @@ fn marked(
 #[test]
 fn marks_of_this_call_give_zeros_and_name_lowest_or_own_rank() {
     with_kernels("kernels::sum::marks_of_this_call_give_zeros_and_name_lowest_or_own_rank", |device| {
-        let (home, number) = (believable(), CALL as u32);
-        let (sums, zeros) = (home.reference().unwrap(), vec![0; 6 * 64]);
+        let (rows_back, number) = (believable(), CALL as u32);
+        let (sums, zeros) = (rows_back.reference().unwrap(), vec![0; 6 * 64]);
         let by = |rank: u32| 8 | rank << 8;
         for other in [&[][..], &[(7, CALL - (1 << 32))], &[(0, CALL + 1), (39, CALL + (1 << 32))]] {
-            assert_eq!(marked(device, &home, other, 0, (0, 0)), (sums.clone(), [0, number]));
+            assert_eq!(marked(device, &rows_back, other, 0, (0, 0)), (sums.clone(), [0, number]));
         }
         let both = [(31, CALL), (7, CALL)];
         for (rank, named) in [(0, 7), (7, 7), (31, 31), (39, 7)] {
-            assert_eq!(marked(device, &home, &both, rank, (0, 0)), (zeros.clone(), [by(named), number]));
+            assert_eq!(marked(device, &rows_back, &both, rank, (0, 0)), (zeros.clone(), [by(named), number]));
         }
         // What was wrong before stays, and what is wrong with all calls is stronger.
         let (over, dead) = (7 | 2 << 8, 1 << 16);
-        assert_eq!(marked(device, &home, &both, 0, (over, 0)), (zeros.clone(), [over, number]));
-        assert_eq!(marked(device, &home, &both, 0, (0, dead)), (zeros.clone(), [dead, number]));
-        assert_eq!(marked(device, &home, &both, 31, (dead, dead)), (zeros, [dead, number]));
+        assert_eq!(marked(device, &rows_back, &both, 0, (over, 0)), (zeros.clone(), [over, number]));
+        assert_eq!(marked(device, &rows_back, &both, 0, (0, dead)), (zeros.clone(), [dead, number]));
+        assert_eq!(marked(device, &rows_back, &both, 31, (dead, dead)), (zeros, [dead, number]));
         // A rank that refuses sums nothing.
-        let none = ReturnedRows { tokens: 0, places: Vec::new(), ..home };
+        let none = ReturnedRows { tokens: 0, places: Vec::new(), ..rows_back };
         assert_eq!(marked(device, &none, &both, 31, (0, 0)), (Vec::new(), [by(31), number]));
         assert_eq!(marked(device, &none, &both, 31, (0, dead)), (Vec::new(), [dead, number]));
     });
@@ -193,9 +193,9 @@ fn place_outside_slot_yields_zeros_for_its_token_and_status() {
         let good = believable();
         let row_bytes = 64;
         for place in [6, i32::MAX, -2] {
-            let mut home = believable();
-            home.places[4 * 40 + 33] = place;
-            let (seen, status) = home.sum(&device.bench()).unwrap();
+            let mut rows_back = believable();
+            rows_back.places[4 * 40 + 33] = place;
+            let (seen, status) = rows_back.sum(&device.bench()).unwrap();
             assert_eq!(status, Some(KernelFault::PlaceOutOfRange { token: 4 }));
             assert_eq!(seen[4 * row_bytes..5 * row_bytes], [0; 64]);
             assert_eq!(seen[..4 * row_bytes], good.reference().unwrap()[..4 * row_bytes]);

@@ -11,7 +11,7 @@ use super::{Device, with_kernels};
 use crate::rows_common::Random;
 use crate::rows_common::values::{Terms, any_f32, any_row};
 
-/// Choices of one rank's tokens, and the rows that came home for them.
+/// Choices of one rank's tokens, and the rows that returned for them.
 #[derive(Clone)]
 struct Choices {
     dtype: Arithmetic,

@@ -1,4 +1,4 @@
-//! Single calls: what lands, and what comes home.
+//! Single calls: what lands, and what returns.
 
 use std::time::Duration;
 

@@ -96,7 +96,7 @@ impl Rank {
         read
     }
 
-    /// The same, whatever the verdict of the last call is.
+    /// The same, for any verdict of the last call.
     pub fn read_even_if_refused(&self, from: &DeviceRange) -> Vec<u8> {
         let staging = PinnedMemory::new(&self.context, from.len() as usize).unwrap();
         let whole = from.span(0, from.len()).unwrap();

@@ -110,8 +110,8 @@ fn a_choice_without_room_is_as_good_as_not_made() {
                     dropping += 1;
                 }
             }
-            let eager = Case { mode: ReceiveMode::Exact, ..case.clone() };
-            assert_eq!(steps(&case, &all), steps(&eager, &Expected::of(&eager, without)), "{case:?}");
+            let exact = Case { mode: ReceiveMode::Exact, ..case.clone() };
+            assert_eq!(steps(&case, &all), steps(&exact, &Expected::of(&exact, without)), "{case:?}");
         }
     }
     assert!(dropping > 500, "choices without room: {dropping}");

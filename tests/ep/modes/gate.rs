@@ -118,11 +118,11 @@ fn gates_give_the_same_bits_in_every_mode_that_has_room() {
         let (case, config, decided) = drawn(seed);
         gates_that_drop += usize::from(decided.iter().any(|decided| decided.dropped > 0));
         decided.iter().for_each(|decided| kept_as_the_policy_says(&config, decided));
-        let eager = Expected::of(&case, tokens(&decided));
+        let exact = Expected::of(&case, tokens(&decided));
         let (rows, overflow) = (case.max_tokens().max(1), Overflow::Error);
         let roomy = [ReceiveMode::Budget { rows: u32::MAX, overflow }, ReceiveMode::Slots { rows, overflow }];
         let roomy = Case { mode: roomy[seed as usize % 2], ..case.clone() };
-        assert_eq!(steps(&roomy, &eager), steps(&case, &eager), "seed {seed}");
+        assert_eq!(steps(&roomy, &exact), steps(&case, &exact), "seed {seed}");
         let mode = ReceiveMode::Slots { rows: 1, overflow: Overflow::Drop };
         let tight = Expected::of(&Case { mode, ..case }, tokens(&decided));
         if tight.seen.dropped.concat().contains(&true) {

@@ -56,8 +56,8 @@ fn weighted_or_not(case: Case) -> Vec<Case> {
 
 /// Rows that the ranks of a case receive without a budget: the mean, and the most of one rank.
 fn loads(case: &Case) -> (u32, u32) {
-    let eager = Expected::<f32>::new(&Case { mode: ReceiveMode::Exact, ..case.clone() });
-    let required = &eager.seen.required;
+    let exact = Expected::<f32>::new(&Case { mode: ReceiveMode::Exact, ..case.clone() });
+    let required = &exact.seen.required;
     (required.iter().sum::<u32>().div_ceil(required.len() as u32), *required.iter().max().unwrap())
 }
 
@@ -126,7 +126,7 @@ fn rows_that_are_not_summed_land_in_every_mode() {
 }
 
 #[test]
-fn records_go_out_and_rows_come_home_in_every_mode() {
+fn records_go_out_and_rows_return_in_every_mode() {
     for group in groups().into_iter().step_by(3) {
         let rows = loads(&group).0;
         for mode in [

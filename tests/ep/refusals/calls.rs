@@ -238,7 +238,7 @@ fn a_combine_that_is_started_and_dropped_ends_the_world_for_all() {
 }
 
 #[test]
-fn a_wrong_tensor_for_what_comes_home_costs_only_its_own_rank() {
+fn a_wrong_tensor_for_what_returns_costs_only_its_own_rank() {
     everywhere(ROOMY, |rank| {
         for weighted in [false, true] {
             let mut ep = rank.settings().weighted(weighted).build().unwrap();

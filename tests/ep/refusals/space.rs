@@ -210,8 +210,8 @@ fn refused_weights_keep_the_output(crowded: bool) {
                 let crowd =
                     (crowded && rank.is_bad()).then(|| pool.alloc(pool.report().largest_free).unwrap());
                 let few = if !crowded && rank.is_bad() { 1 } else { 0 };
-                let home = &mut weights[few..];
-                let error = ep.combine_backward_into(&x, &handle, Some(home.into())).unwrap_err();
+                let returned = &mut weights[few..];
+                let error = ep.combine_backward_into(&x, &handle, Some(returned.into())).unwrap_err();
                 match &error {
                     Error::Memory(MemoryError::OutOfSpace { rank: BAD, free: 0, .. }) if crowded => {}
                     Error::Plan(PlanError::WrongShape { .. }) if !crowded && rank.is_bad() => {}

@@ -42,7 +42,7 @@ pub struct Settings {
     /// As `cublasGetVersion` says it.
     pub cublas: i32,
     /// Visibility of NICs' writes.
-    pub card_writes: CardWrites,
+    pub nic_writes: NicWrites,
     /// Calls that wait for the device keep other threads' calls out.
     pub locks: bool,
     /// Entries that a hardware queue holds before enqueueing threads wait; 0 for any number.
@@ -55,7 +55,7 @@ pub struct Settings {
 
 /// Order in which streams see NICs' writes into device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum CardWrites {
+pub enum NicWrites {
     /// In the order of the NIC.
     Ordered,
     /// In none, until a wait flushes.
@@ -64,14 +64,14 @@ pub enum CardWrites {
     Unordered,
 }
 
-impl FromStr for CardWrites {
+impl FromStr for NicWrites {
     type Err = ();
 
-    fn from_str(text: &str) -> Result<CardWrites, ()> {
+    fn from_str(text: &str) -> Result<NicWrites, ()> {
         match text {
-            "ordered" => Ok(CardWrites::Ordered),
-            "flushed" => Ok(CardWrites::Flushed),
-            "unordered" => Ok(CardWrites::Unordered),
+            "ordered" => Ok(NicWrites::Ordered),
+            "flushed" => Ok(NicWrites::Flushed),
+            "unordered" => Ok(NicWrites::Unordered),
             _ => Err(()),
         }
     }
@@ -99,7 +99,7 @@ impl Settings {
             copy_kernels: number("SIDELANE_FAKE_CUDA_COPY_KERNELS", 0)? != 0,
             cupti: number("SIDELANE_FAKE_CUDA_CUPTI", 23)?,
             cublas: number("SIDELANE_FAKE_CUDA_CUBLAS", 120_800)?,
-            card_writes: number("SIDELANE_FAKE_CUDA_CARD_WRITES", CardWrites::Ordered)?,
+            nic_writes: number("SIDELANE_FAKE_CUDA_NIC_WRITES", NicWrites::Ordered)?,
             locks: number("SIDELANE_FAKE_CUDA_LOCKS", 0)? != 0,
             launch_queue: number("SIDELANE_FAKE_CUDA_LAUNCH_QUEUE", 0)?,
             copy_queues: number("SIDELANE_FAKE_CUDA_COPY_QUEUES", 0)?,

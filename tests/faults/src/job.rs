@@ -15,7 +15,7 @@ use rustix::process::Pid;
 use crate::cell::Lane;
 use crate::error::{About, Error, Result};
 use crate::processes::master_port;
-use crate::protocol::{Command, DEADLINE, RENDEZVOUS, Report, Seat};
+use crate::protocol::{Assignment, Command, DEADLINE, RENDEZVOUS, Report};
 use crate::wire::Wire;
 
 /// Ranks start within this time, on a machine with other work.
@@ -139,21 +139,30 @@ impl Job {
         Ok(Process { child, stdin, stderr, node })
     }
 
-    /// Seats for all processes, in this order, in a new world.
-    pub fn seats(&self, order: &[usize], lane: Lane) -> Vec<Seat> {
+    /// Assignments for all processes, in this order, in a new world.
+    pub fn assignments(&self, order: &[usize], lane: Lane) -> Vec<Assignment> {
         let port = master_port();
         let nodes: Vec<u32> = order.iter().map(|number| self.processes[number].node).collect();
         let job = format!("faults {} at {port}", std::process::id());
-        let seat = |(rank, &node): (usize, &u32)| {
+        let assignment = |(rank, &node): (usize, &u32)| {
             let same = |nodes: &[u32]| nodes.iter().filter(|&&other| other == node).count() as u32;
             let (local_rank, local_size, master) = match &self.wire {
                 Some(_) => (same(&nodes[..rank]), same(&nodes), Wire::address(nodes[0])),
                 None => (rank as u32, nodes.len() as u32, "127.0.0.1".to_owned()),
             };
             let size = nodes.len() as u32;
-            Seat { rank: rank as u32, size, local_rank, local_size, job: job.clone(), master, port, lane }
+            Assignment {
+                rank: rank as u32,
+                size,
+                local_rank,
+                local_size,
+                job: job.clone(),
+                master,
+                port,
+                lane,
+            }
         };
-        nodes.iter().enumerate().map(seat).collect()
+        nodes.iter().enumerate().map(assignment).collect()
     }
 
     /// The silence after which a rank is lost.

@@ -120,7 +120,7 @@ fn run(
 ) -> Result<std::result::Result<Judged, String>> {
     let nodes = if cell.lane == Lane::Shm { [0; SIZE] } else { [0, 0, 1, 1] };
     let mut job = Job::start(&nodes, wire, liveness)?;
-    let mut trial = Trial::seat(&mut job, (0..SIZE).collect(), cell.lane, cell.phase != Phase::Bootstrap)?;
+    let mut trial = Trial::assign(&mut job, (0..SIZE).collect(), cell.lane, cell.phase != Phase::Bootstrap)?;
     let judged = trial.strike(&strike, machine)?;
     Ok(judged.map_err(|wrong| {
         let words: Vec<String> = (0..SIZE).map(|rank| job.last_words(rank)).collect();

@@ -32,7 +32,7 @@ pub const ATTEMPTS: u32 = 4;
 
 /// A rank's place in a world that it is to join.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Seat {
+pub struct Assignment {
     /// Its number.
     pub rank: u32,
     /// Ranks of the world.
@@ -54,10 +54,10 @@ pub struct Seat {
 /// Command to a rank.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Command {
-    /// Take this seat: join its world, unless the phase is to do that.
-    Sit {
-        /// The seat.
-        seat: Seat,
+    /// Take this assignment: join its world, unless the phase is to do that.
+    Assign {
+        /// The assignment.
+        assignment: Assignment,
         /// Whether to join now.
         join: bool,
     },

@@ -233,7 +233,7 @@ impl Crew {
         plan: &[(Phase, u64)],
         strike: Option<Strike>,
     ) -> Result<std::result::Result<(), String>> {
-        let mut trial = Trial::seat(&mut self.job, processes.clone(), lane, true)?;
+        let mut trial = Trial::assign(&mut self.job, processes.clone(), lane, true)?;
         for &(phase, steps) in plan {
             if let Err(wrong) = trial.steps(phase, steps) {
                 return Ok(Err(wrong));

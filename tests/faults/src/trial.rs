@@ -1,7 +1,7 @@
 //! A trial: ranks are in a phase, a fault strikes, and what follows is judged.
 //!
 //! ```text
-//!   seat, join ── phase runs ── STRIKE ──► all others pass the mark, bits right          survived
+//!   assignment, join ── phase runs ── STRIKE ──► all others pass the mark, bits right          survived
 //!                                     └──► all others fail, each names the victim        named
 //!   lifted, rebuilt by those that are left, a few steps more, bits right                 or wrong
 //! ```
@@ -100,13 +100,13 @@ pub struct Trial<'j> {
 }
 
 impl<'j> Trial<'j> {
-    /// Gives each of these processes a seat, and has it join.
+    /// Gives each of these processes an assignment, and has it join.
     ///
     /// # Errors
     /// [`Error::NotReady`](crate::error::Error::NotReady).
-    pub fn seat(job: &'j mut Job, order: Vec<usize>, lane: Lane, join: bool) -> Result<Trial<'j>> {
-        for (seat, &process) in job.seats(&order, lane).into_iter().zip(&order) {
-            job.tell(process, &Command::Sit { seat, join });
+    pub fn assign(job: &'j mut Job, order: Vec<usize>, lane: Lane, join: bool) -> Result<Trial<'j>> {
+        for (assignment, &process) in job.assignments(&order, lane).into_iter().zip(&order) {
+            job.tell(process, &Command::Assign { assignment, join });
         }
         let is_seated = |report: &Report| matches!(report, Report::Joined { .. } | Report::Left);
         job.expect(order.iter().copied(), "join", is_seated)?;

@@ -1,7 +1,7 @@
 //! Counters of LLVM: one byte for each edge of code that was compiled with them.
 //!
 //! Code that was compiled so calls the function below before `main`, once for each crate. The
-//! counters of a crate lie side by side, and are written by whatever thread runs its code. So a
+//! counters of a crate lie side by side, and are written by the threads that run its code. So a
 //! campaign runs one target alone.
 #![allow(unsafe_code, reason = "memory that the compiler names by its bounds")]
 

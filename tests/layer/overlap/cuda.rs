@@ -53,7 +53,7 @@ struct Tensors {
     tokens: DeviceRange,
     landing: DeviceRange,
     outputs: DeviceRange,
-    home: PinnedMemory,
+    sums_back: PinnedMemory,
 }
 
 impl Tensors {
@@ -64,7 +64,7 @@ impl Tensors {
             tokens: memory(context, all),
             landing: memory(context, 2 * BYTES),
             outputs: memory(context, all),
-            home: PinnedMemory::new(context, all as usize).unwrap(),
+            sums_back: PinnedMemory::new(context, all as usize).unwrap(),
         }
     }
 
@@ -94,7 +94,7 @@ impl Tensors {
             graph.add(Name::Transfer(1), work("combine", chunk), &[made], move |stream| {
                 // No stream but this one uses the memory between.
                 copy(stream, (&sent, chunk), (&self.outputs, chunk))?;
-                copy(stream, (self.home.range(), chunk), (&sent, chunk))
+                copy(stream, (self.sums_back.range(), chunk), (&sent, chunk))
             });
         }
         Ok(graph.run(executor)?)
@@ -104,10 +104,10 @@ impl Tensors {
         self.input.write(0, &pattern(round)).unwrap();
     }
 
-    fn assert_home(&self, round: u64, what: &str) {
-        let mut home = vec![0; (CHUNKS * BYTES) as usize];
-        self.home.read(0, &mut home).unwrap();
-        assert!(home == pattern(round), "round {round}, {what}");
+    fn assert_returned(&self, round: u64, what: &str) {
+        let mut sums_back = vec![0; (CHUNKS * BYTES) as usize];
+        self.sums_back.read(0, &mut sums_back).unwrap();
+        assert!(sums_back == pattern(round), "round {round}, {what}");
     }
 }
 
@@ -119,8 +119,8 @@ fn each(test: &str, body: impl FnOnce()) {
 }
 
 #[test]
-fn chunks_come_home_on_any_number_of_streams_and_queues() {
-    each("overlap::cuda::chunks_come_home_on_any_number_of_streams_and_queues", || {
+fn chunks_return_on_any_number_of_streams_and_queues() {
+    each("overlap::cuda::chunks_return_on_any_number_of_streams_and_queues", || {
         let context = context();
         let caller = caller(&context);
         for streams in 1..4 {
@@ -131,7 +131,7 @@ fn chunks_come_home_on_any_number_of_streams_and_queues() {
                 tensors.put(round);
                 tensors.enqueue(&executor, &caller, streams).unwrap();
                 caller.synchronize().unwrap();
-                tensors.assert_home(round, "enqueued");
+                tensors.assert_returned(round, "enqueued");
             }
         }
     });
@@ -153,7 +153,7 @@ fn a_captured_graph_is_replayed_and_keeps_its_memory() {
             tensors.put(round);
             captured.launch(&caller).unwrap();
             caller.synchronize().unwrap();
-            tensors.assert_home(round, "replayed");
+            tensors.assert_returned(round, "replayed");
             tensors.enqueue(&executor, &caller, 2).unwrap();
             caller.synchronize().unwrap();
         }

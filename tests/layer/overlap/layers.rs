@@ -55,9 +55,9 @@ fn chunked(
     let ep = Handoff::new(ep);
     let landed: Vec<Handoff<(ExpertRows, Handle)>> = (0..CHUNKS).map(|_| Handoff::empty()).collect();
     let done: Vec<Handoff<(Vec<bf16>, Handle)>> = (0..CHUNKS).map(|_| Handoff::empty()).collect();
-    let mut home = vec![bf16::NAN; mine.x.len()];
+    let mut returned = vec![bf16::NAN; mine.x.len()];
     let mut outs: Vec<&mut [bf16]> = Vec::new();
-    let mut rest = home.as_mut_slice();
+    let mut rest = returned.as_mut_slice();
     for chunk in 0..CHUNKS {
         let (out, behind) = rest.split_at_mut((bound(chunk + 1) - bound(chunk)) * HIDDEN);
         outs.push(out);
@@ -89,7 +89,7 @@ fn chunked(
         arrived = next.unwrap_or(arrived);
     }
     graph.run(executor).unwrap();
-    home
+    returned
 }
 
 #[test]

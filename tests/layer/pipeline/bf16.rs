@@ -234,8 +234,9 @@ fn several_tapes_keep_their_rows_in_bf16() {
             let steps = [0, 2].map(|seed| tensors::<bf16>(me + seed, case.tokens[me]));
             let mut rank = built(&case, &world, 12, |builder| builder.tapes(2));
             let of = |rank: &mut Rank, tape, of_out: &[bf16]| {
-                let homes = rank.backward(tape, of_out).map_err(|error| root(&error).to_string()).unwrap();
-                (rank.read::<bf16>(&homes[0]), rank.read::<f32>(&homes[2]))
+                let gradients_out =
+                    rank.backward(tape, of_out).map_err(|error| root(&error).to_string()).unwrap();
+                (rank.read::<bf16>(&gradients_out[0]), rank.read::<f32>(&gradients_out[2]))
             };
             let alone = [0, 1].map(|nth: usize| {
                 let [x, residual, of_out] = &steps[nth];

@@ -56,7 +56,7 @@ pub struct Rank {
 }
 
 /// Tensors of a step: gradients of x, router, experts, shared expert.
-pub type Homes = [DeviceRange; 4];
+pub type Gradients = [DeviceRange; 4];
 
 impl Rank {
     pub fn new<E: Element>(
@@ -100,14 +100,14 @@ impl Rank {
         Ok((out, tape))
     }
 
-    pub fn backward<E: Element>(&mut self, tape: DeviceTape, of_out: &[E]) -> Result<Homes, Error> {
+    pub fn backward<E: Element>(&mut self, tape: DeviceTape, of_out: &[E]) -> Result<Gradients, Error> {
         let of_out = self.sent(of_out);
         let words = [self.layer.router(), self.layer.experts(), self.layer.shared().unwrap()];
         let [router, experts, shared] = words.map(|weights| weights.len() as usize);
-        let homes = [of_out.len() as usize, router, experts, shared].map(|bytes| self.room(bytes));
-        let [x, router, experts, shared] = &homes;
+        let gradients_out = [of_out.len() as usize, router, experts, shared].map(|bytes| self.room(bytes));
+        let [x, router, experts, shared] = &gradients_out;
         self.layer.backward(tape, &of_out, DeviceGradients::new(x, router, experts, Some(shared)))?;
-        Ok(homes)
+        Ok(gradients_out)
     }
 
     /// A step has the results of the host's.

@@ -37,12 +37,12 @@ fn ids(experts: u32, top_k: u32) -> impl Strategy<Value = Vec<i32>> {
 
 /// Every expert somewhere, some of them twice, in any order.
 fn maps(experts: u32, ranks: usize) -> impl Strategy<Value = ExpertMap> {
-    let homes = prop::collection::vec(0..ranks, experts as usize);
+    let owners = prop::collection::vec(0..ranks, experts as usize);
     let order = Just((0..experts).collect::<Vec<u32>>()).prop_shuffle();
     let more = prop::collection::vec((0..ranks, 0..experts), 0..4);
-    (homes, order, more).prop_map(move |(homes, order, more)| {
+    (owners, order, more).prop_map(move |(owners, order, more)| {
         let mut held: Vec<Vec<u32>> = vec![Vec::new(); ranks];
-        for (rank, expert) in order.into_iter().map(|expert| (homes[expert as usize], expert)).chain(more) {
+        for (rank, expert) in order.into_iter().map(|expert| (owners[expert as usize], expert)).chain(more) {
             if !held[rank].contains(&expert) {
                 held[rank].push(expert);
             }

@@ -1,4 +1,4 @@
-//! Landed rows and notes, each once, at all ranks.
+//! Landed rows and metadata, each once, at all ranks.
 
 use sidelane::plan::{RankSets, ReceiveMode, RelayOrder, RowMetadata, RowRun};
 use sidelane::topology::Route;
@@ -30,14 +30,14 @@ impl Landed {
         }
     }
 
-    fn note(&mut self, run: RowRun, metadata: &[u32]) {
+    fn land(&mut self, run: RowRun, metadata: &[u32]) {
         for nth in 0..run.count + run.pad {
             let words = match nth < run.count {
                 true => metadata[(run.first + nth) as usize * self.words..][..self.words].to_vec(),
                 false => vec![0; self.words],
             };
-            let note = &mut self.metadata[(run.to_row + nth) as usize];
-            assert_eq!(note.replace(words), None, "a note is written once");
+            let place = &mut self.metadata[(run.to_row + nth) as usize];
+            assert_eq!(place.replace(words), None, "metadata is written once");
         }
     }
 }
@@ -48,7 +48,7 @@ fn land(play: &Play, placed: &Placed, rank: usize, rows: usize) -> Landed {
     for (source, Rank { sorted, layout, .. }) in placed.ranks.iter().enumerate() {
         for &run in part(&layout.runs, layout.runs_to(rank as u32)) {
             landed.write(run, |entry| (source, layout.rows[entry as usize] as usize));
-            landed.note(run, &sorted.metadata);
+            landed.land(run, &sorted.metadata);
         }
     }
     let mates = placed.nodes.members(placed.nodes.node_of(rank as u32));
@@ -72,7 +72,7 @@ fn land(play: &Play, placed: &Placed, rank: usize, rows: usize) -> Landed {
                 }
             }
             for &run in part(&forward.runs, forward.runs_of(nth, 0, member)) {
-                landed.note(run, &metadata);
+                landed.land(run, &metadata);
             }
         }
     }
@@ -80,7 +80,7 @@ fn land(play: &Play, placed: &Placed, rank: usize, rows: usize) -> Landed {
 }
 
 /// The words that go with a row.
-fn note_of(play: &Play, metadata: RowMetadata, seen: &Visible, rank: usize, at: usize) -> Vec<u32> {
+fn metadata_of(play: &Play, metadata: RowMetadata, seen: &Visible, rank: usize, at: usize) -> Vec<u32> {
     let k = play.case.top_k as usize;
     let Some(Row { source, choices, .. }) = &seen.rows[rank][at] else {
         return vec![0; metadata.words(k as u32) as usize];
@@ -107,7 +107,7 @@ pub type Index = Vec<Vec<usize>>;
 pub fn rows_and_metadata_land_once_each(play: &Play, seen: &Visible, placed: &Placed) -> Index {
     let of_rank = |(rank, rows): (usize, &Vec<Option<Row>>)| {
         let landed = land(play, placed, rank, rows.len());
-        let visible = |at: usize| match landed.metadata[at].as_ref().and_then(|note| note.last()) {
+        let visible = |at: usize| match landed.metadata[at].as_ref().and_then(|words| words.last()) {
             Some(&row) if play.case.spans && row > 0 => row as usize - 1,
             _ => at,
         };
@@ -115,8 +115,8 @@ pub fn rows_and_metadata_land_once_each(play: &Play, seen: &Visible, placed: &Pl
         for (at, &visible) in index.iter().enumerate() {
             let written = rows[visible].as_ref().map(|row| (row.source, row.token));
             assert_eq!(landed.rows[at], Some(written), "row {at} of rank {rank}");
-            let note = note_of(play, placed.metadata, seen, rank, visible);
-            assert_eq!(landed.metadata[at], Some(note), "of row {at}");
+            let words = metadata_of(play, placed.metadata, seen, rank, visible);
+            assert_eq!(landed.metadata[at], Some(words), "of row {at}");
         }
         let mut rows = index.clone();
         rows.sort_unstable();

@@ -1,4 +1,4 @@
-//! Placement in every layout and mode: each row, note, sum and fetch of all ranks against a
+//! Placement in every layout and mode: each row, its metadata, sum and fetch of all ranks against a
 //! reference.
 
 mod case;

@@ -49,7 +49,7 @@ impl Placed {
             row_bytes: 48,
             return_bytes: 48,
             words_out: metadata.words(case.top_k),
-            words_home: if case.layout == RowLayout::RankMajor { case.top_k } else { 1 },
+            return_words: if case.layout == RowLayout::RankMajor { case.top_k } else { 1 },
             partial_bytes: sums.then_some(96),
             rank_sums: false,
             pulled_bytes: PulledSums::CHUNK_BYTES,

@@ -25,7 +25,7 @@ fn resolve(play: &Play, placed: &Placed, me: usize, term: Summand) -> (usize, us
             entry -= segment.count;
         }
     }
-    panic!("no such row comes home: {term:?}")
+    panic!("no such row returns: {term:?}")
 }
 
 /// The summands of one token in the order of the sum, partials expanded: (rank, row, choice of the
@@ -62,7 +62,7 @@ fn sum_of(play: &Play, placed: &Placed, me: usize, token: usize) -> Vec<Vec<(usi
             );
             let partial = (partials.start + row) as usize;
             let range = forward.partials.starts[partial]..forward.partials.starts[partial + 1];
-            // Entries count through all blocks; the weight of each is in the note of its row.
+            // Entries count through all blocks; the weight of each is in the metadata of its row.
             let terms = part(&forward.partials.terms, range).iter();
             let found = |term: &Summand| (term.owner as usize, term.row as usize, NO_CHOICE);
             terms.map(found).collect()
@@ -72,7 +72,7 @@ fn sum_of(play: &Play, placed: &Placed, me: usize, token: usize) -> Vec<Vec<(usi
     sum
 }
 
-/// A partial has no choice of its own: its relay weights by the notes.
+/// A partial has no choice of its own: its relay weights by the metadata.
 const NO_CHOICE: usize = usize::MAX;
 
 pub fn sums_find_their_rows(play: &Play, seen: &Visible, placed: &Placed, index: &Index) {
@@ -92,17 +92,17 @@ pub fn sums_find_their_rows(play: &Play, seen: &Visible, placed: &Placed, index:
 }
 
 pub fn fetches_find_their_words(play: &Play, seen: &Visible, placed: &Placed, index: &Index) {
-    let (k, words) = (play.case.top_k as usize, placed.sizing.words_home);
+    let (k, words) = (play.case.top_k as usize, placed.sizing.return_words);
     for (me, Rank { layout, .. }) in placed.ranks.iter().enumerate() {
         let (fetched, places) = layout.fetches();
-        let mut home = vec![None; play.ids[me].len()];
+        let mut returned = vec![None; play.ids[me].len()];
         for (term, &place) in fetched.iter().zip(places) {
             assert!(u64::from(term.row) < layout.chunks[term.owner as usize].metadata);
             let (rank, row) = resolve(play, placed, me, Summand { row: term.row / words, ..*term });
             let word = (rank, index[rank][row], (term.row % words) as usize);
-            assert_eq!(home[place as usize].replace(word), None, "a word comes home once");
+            assert_eq!(returned[place as usize].replace(word), None, "a word returns once");
         }
-        for (choice, word) in home.into_iter().enumerate() {
+        for (choice, word) in returned.into_iter().enumerate() {
             let nth = if play.case.layout == RowLayout::RankMajor { choice % k } else { 0 };
             let expected = seen.place_of(me, choice / k, choice).map(|(rank, row)| (rank, row, nth));
             assert_eq!(word, expected, "choice {choice} of rank {me}");

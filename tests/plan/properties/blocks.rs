@@ -30,12 +30,12 @@ pub fn forward(case: &Case, bins: &Bins, paths: &Paths, layouts: &[DispatchLayou
 
 /// Takes the blocks for the node of `rank` as they come, chunk by chunk, and copies the rows for
 /// `rank`.
-pub fn handed_on(
+pub fn relayed(
     case: &Case,
     placed: &Placed,
     rank: u32,
     write: &mut impl FnMut(u32, Option<(u32, u32)>),
-    note: &mut impl FnMut(u32, Vec<u32>),
+    metadata_at: &mut impl FnMut(u32, Vec<u32>),
 ) {
     let (relays, words) =
         (placed.nodes.members(placed.nodes.node_of(rank)), placed.sizing.words_out as usize);
@@ -66,8 +66,8 @@ pub fn handed_on(
             let metadata = metadata(placed, source, relay);
             for run in &forward.runs[range(forward, nth, 0, member)] {
                 let entry = |n: u32| metadata[(run.first + n) as usize * words..][..words].to_vec();
-                (0..run.count).for_each(|n| note(run.to_row + n, entry(n)));
-                (0..run.pad).for_each(|n| note(run.to_row + run.count + n, vec![0; words]));
+                (0..run.count).for_each(|n| metadata_at(run.to_row + n, entry(n)));
+                (0..run.pad).for_each(|n| metadata_at(run.to_row + run.count + n, vec![0; words]));
             }
         }
     }

@@ -180,7 +180,7 @@ pub fn cases() -> impl Strategy<Value = Case> {
     });
     shape.prop_flat_map(|(ranks, labels, experts, top_k)| {
         let top_k = top_k.min(experts);
-        let home = prop::collection::vec(0..ranks, experts as usize);
+        let owner = prop::collection::vec(0..ranks, experts as usize);
         let more = prop::collection::vec((0..ranks, 0..experts), 0..4);
         let order = Just((0..experts).collect::<Vec<u32>>()).prop_shuffle();
         let all: Vec<i32> = (0..experts as i32).collect();
@@ -207,8 +207,8 @@ pub fn cases() -> impl Strategy<Value = Case> {
                 1 => (0..8u32).prop_map(|rows| ReceiveMode::Slots { rows, overflow: Overflow::Drop }),
             ],
         );
-        (Just(labels), home, more, order, ids, rest).prop_map(
-            move |(labels, home, more, order, ids, (align, sum, plain, route, chunks, layout, mode))| {
+        (Just(labels), owner, more, order, ids, rest).prop_map(
+            move |(labels, owner, more, order, ids, (align, sum, plain, route, chunks, layout, mode))| {
                 let mut held = vec![Vec::new(); ranks];
                 if plain {
                     // Blocks, the first ranks one more, independent of the library's method.
@@ -223,7 +223,7 @@ pub fn cases() -> impl Strategy<Value = Case> {
                             held[rank].push(expert);
                         }
                     };
-                    order.iter().for_each(|&expert| put(home[expert as usize], expert));
+                    order.iter().for_each(|&expert| put(owner[expert as usize], expert));
                     more.iter().for_each(|&(rank, expert)| put(rank, expert));
                 }
                 Case { labels, held, experts, top_k, align, order: sum, layout, mode, route, chunks, ids }

@@ -48,7 +48,7 @@ fn placed(case: &Case) -> Placed {
         row_bytes: 48,
         return_bytes: 32,
         words_out: metadata.words(case.top_k),
-        words_home: if case.layout == RowLayout::RankMajor { case.top_k } else { 1 },
+        return_words: if case.layout == RowLayout::RankMajor { case.top_k } else { 1 },
         partial_bytes: sums.then_some(64),
         rank_sums: false,
         pulled_bytes: PulledSums::CHUNK_BYTES,
@@ -130,8 +130,12 @@ fn rows_land_where_they_should(case: &Case, global: &GlobalSort, placed: &Placed
         let mut write = |row: u32, what: Option<(u32, u32)>| {
             assert_eq!(landed[row as usize].replace(what), None, "row {row} of rank {rank} is written once");
         };
-        let mut note = |row: u32, what: Vec<u32>| {
-            assert_eq!(noted[row as usize].replace(what), None, "note {row} of rank {rank} is written once");
+        let mut metadata_at = |row: u32, what: Vec<u32>| {
+            assert_eq!(
+                noted[row as usize].replace(what),
+                None,
+                "metadata {row} of rank {rank} is written once"
+            );
         };
         for (source, layout) in (0..).zip(&placed.layouts) {
             for run in layout.runs_to(rank).map(|run| layout.runs[run as usize]) {
@@ -140,16 +144,16 @@ fn rows_land_where_they_should(case: &Case, global: &GlobalSort, placed: &Placed
                     let entry = (run.first + nth) as usize;
                     write(run.to_row + nth, Some((source, layout.rows[entry])));
                     let metadata = &placed.sorted[source as usize].metadata;
-                    note(run.to_row + nth, metadata[entry * words..][..words].to_vec());
+                    metadata_at(run.to_row + nth, metadata[entry * words..][..words].to_vec());
                 }
                 for nth in 0..run.pad {
                     write(run.to_row + run.count + nth, None);
-                    note(run.to_row + run.count + nth, vec![0; words]);
+                    metadata_at(run.to_row + run.count + nth, vec![0; words]);
                 }
             }
         }
         if case.route == Route::Pxn {
-            blocks::handed_on(case, placed, rank, &mut write, &mut note);
+            blocks::relayed(case, placed, rank, &mut write, &mut metadata_at);
         }
         let rows: Vec<_> =
             expected.iter().map(|row| Some(row.map(|entry| (entry.source, entry.token)))).collect();

@@ -8,19 +8,19 @@ use super::case::{Case, Entry, GlobalSort};
 
 /// The rows that `relay` returns to `me`, in the order in which they come; none from a rank that is
 /// not its relay.
-fn home(global: &GlobalSort, placed: &Placed, me: u32, relay: u32) -> Vec<Entry> {
+fn returned(global: &GlobalSort, placed: &Placed, me: u32, relay: u32) -> Vec<Entry> {
     let paths = placed.paths(relay);
     let Some(nth) = paths.sources().position(|source| source == me) else { return Vec::new() };
     let mut segments = placed.forwards[relay as usize].blocks[nth].segments.iter();
-    let mut home = Vec::new();
+    let mut rows = Vec::new();
     for &owner in paths.served_by(relay) {
         for segment in segments.by_ref().take(placed.bins.of(owner).len()) {
             let row = |row: u32| global.rows[owner as usize][row as usize].expect("a row, and not a pad");
-            home.extend((segment.to_row..).take(segment.count as usize).map(row));
+            rows.extend((segment.to_row..).take(segment.count as usize).map(row));
         }
     }
-    assert!(home.iter().all(|entry| entry.source == me));
-    home
+    assert!(rows.iter().all(|entry| entry.source == me));
+    rows
 }
 
 /// The partial sums that `relay` returns to `me`, each with its rows.
@@ -28,14 +28,14 @@ fn partials(global: &GlobalSort, placed: &Placed, me: u32, relay: u32) -> Vec<Ve
     let (paths, forward) = (placed.paths(relay), &placed.forwards[relay as usize]);
     let Some(nth) = paths.sources().position(|source| source == me) else { return Vec::new() };
     let before: u32 = forward.blocks[..nth].iter().map(|block| block.entries()).sum();
-    let home = home(global, placed, me, relay);
+    let rows = returned(global, placed, me, relay);
     let sums = &forward.partials;
     let of = |partial: u32| {
         let terms = sums.starts[partial as usize] as usize..sums.starts[partial as usize + 1] as usize;
         terms.map(|term| {
             let Summand { owner, row } = sums.terms[term];
             let entry = global.rows[owner as usize][row as usize].expect("a row, and not a pad");
-            assert_eq!(home[(sums.entries[term] - before) as usize], entry, "what it is weighed by");
+            assert_eq!(rows[(sums.entries[term] - before) as usize], entry, "what it is weighed by");
             entry
         })
     };
@@ -47,7 +47,8 @@ fn partials(global: &GlobalSort, placed: &Placed, me: u32, relay: u32) -> Vec<Ve
 pub fn sums_find_their_rows(case: &Case, global: &GlobalSort, placed: &Placed) {
     for (me, layout) in (0..).zip(&placed.layouts) {
         let paths = placed.paths(me);
-        let homes: Vec<Vec<Entry>> = (0..case.ranks()).map(|rank| home(global, placed, me, rank)).collect();
+        let of_relays: Vec<Vec<Entry>> =
+            (0..case.ranks()).map(|rank| returned(global, placed, me, rank)).collect();
         let sums = placed.sizing.partial_bytes.is_some();
         let brought: Vec<Vec<Vec<Entry>>> = match sums {
             true => (0..case.ranks()).map(|rank| partials(global, placed, me, rank)).collect(),
@@ -55,11 +56,11 @@ pub fn sums_find_their_rows(case: &Case, global: &GlobalSort, placed: &Placed) {
         };
         for rank in 0..case.ranks() {
             let at = rank as usize;
-            let words = u64::from(placed.sizing.words_home);
+            let words = u64::from(placed.sizing.return_words);
             let (held, rows, entries, row_bytes) = match (paths.same_node(rank), sums) {
                 (true, _) => (rank, global.rows[at].len(), global.rows[at].len(), placed.sizing.return_bytes),
-                (false, false) => (me, homes[at].len(), homes[at].len(), placed.sizing.return_bytes),
-                (false, true) => (me, brought[at].len(), homes[at].len(), 64),
+                (false, false) => (me, of_relays[at].len(), of_relays[at].len(), placed.sizing.return_bytes),
+                (false, true) => (me, brought[at].len(), of_relays[at].len(), 64),
             };
             assert_eq!(layout.held_by[at], held);
             let chunk = RowBuffer { rows: rows as u32, metadata: entries as u64 * words, row_bytes };
@@ -71,7 +72,7 @@ pub fn sums_find_their_rows(case: &Case, global: &GlobalSort, placed: &Placed) {
         }
         let row = |term: &Summand| match paths.same_node(term.owner) {
             true => global.rows[term.owner as usize][term.row as usize].expect("a row, and not a pad"),
-            false => homes[term.owner as usize][term.row as usize],
+            false => of_relays[term.owner as usize][term.row as usize],
         };
         let (terms, starts, choices) = layout.summands();
         assert_eq!(starts.len(), case.ids[me as usize].len() / case.top_k as usize + 1);
@@ -112,7 +113,7 @@ pub fn sums_find_their_rows(case: &Case, global: &GlobalSort, placed: &Placed) {
 
 /// Each choice that landed has a word, and finds the one that lies behind its own row.
 pub fn fetches_find_their_words(case: &Case, global: &GlobalSort, placed: &Placed) {
-    let words = placed.sizing.words_home;
+    let words = placed.sizing.return_words;
     for (me, layout) in (0..).zip(&placed.layouts) {
         let (terms, places) = layout.fetches();
         let mut expected: Vec<(u32, Entry, u32)> = Vec::new();
@@ -133,7 +134,7 @@ pub fn fetches_find_their_words(case: &Case, global: &GlobalSort, placed: &Place
                 let (row, word) = ((term.row / words) as usize, term.row % words);
                 let entry = match placed.paths(me).same_node(term.owner) {
                     true => global.rows[term.owner as usize][row].expect("a row, and not a pad"),
-                    false => home(global, placed, me, term.owner)[row],
+                    false => returned(global, placed, me, term.owner)[row],
                 };
                 (place, entry, word)
             })

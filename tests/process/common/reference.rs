@@ -81,12 +81,12 @@ impl Round {
         }
         let compared = u64::from(rows.len()) + (self.sums.len() / HIDDEN) as u64;
         drop(rows);
-        let mut home = vec![bf16::NAN; self.sums.len()];
+        let mut returned = vec![bf16::NAN; self.sums.len()];
         match in_halves {
-            true => ep.start_combine(y, &handle)?.finish(&mut home)?,
-            false => ep.combine_into(y, &handle, &mut home)?,
+            true => ep.start_combine(y, &handle)?.finish(&mut returned)?,
+            false => ep.combine_into(y, &handle, &mut returned)?,
         }
-        assert_eq!(home, self.sums, "sums of rank {}", self.me);
+        assert_eq!(returned, self.sums, "sums of rank {}", self.me);
         Ok(compared)
     }
 }

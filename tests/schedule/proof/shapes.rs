@@ -122,7 +122,7 @@ fn rows_returned_by_copy_engines_are_proved_and_run_at_random() {
                 proved(&ahead, &unrolled);
                 check(&unrolled, 0..3).unwrap_or_else(|fault| panic!("{ahead}: {fault}"));
             }
-            // A row stands for several choices: its words go out and come home together.
+            // A row stands for several choices: its words go out and return together.
             let by_rank = (RowLayout::RankMajor, ReceiveMode::Exact, SumOrder::Expert);
             let (group_by_rank, ahead) = (group.clone().placed(by_rank), format!("{name}, by rank"));
             let unrolled = group_by_rank.unroll(&enqueued_rounds(), None);

@@ -15,7 +15,7 @@ use std::time::Duration;
 use crate::counters::{self, Counters};
 use crate::deadline::Deadline;
 use crate::error::{At, Error, Result};
-use crate::machine::{Accelerator, CARDS, Finished, Job, Kind, Machine, POLL, Starting};
+use crate::machine::{Accelerator, Finished, Job, Kind, Machine, NICS, POLL, Starting};
 
 /// A machine under translation is up in 3 to 10 s on an idle processor.
 const BOOT: Duration = Duration::from_secs(90);
@@ -36,8 +36,8 @@ pub struct Bed {
 }
 
 /// The address of a machine on the wire of a NIC.
-pub fn address(machine: usize, card: usize) -> String {
-    format!("10.0.{card}.{}", machine + 1)
+pub fn address(machine: usize, nic: usize) -> String {
+    format!("10.0.{nic}.{}", machine + 1)
 }
 
 /// The address at which ranks and programs meet: machine 0's on wire 0.
@@ -97,23 +97,23 @@ impl Bed {
     }
 
     fn wires(&mut self, up: bool) -> Result<()> {
-        for card in 0..CARDS {
-            self.near_end()?.set_link(card, up)?;
+        for nic in 0..NICS {
+            self.near_end()?.set_link(nic, up)?;
         }
         self.whole = up;
         Ok(())
     }
 
     /// From now on packets on the wire of a NIC are held, in both directions.
-    pub fn hold(&mut self, card: usize) -> Result<()> {
-        self.near_end()?.hold(card, true)?;
-        self.held = Some(card);
+    pub fn hold(&mut self, nic: usize) -> Result<()> {
+        self.near_end()?.hold(nic, true)?;
+        self.held = Some(nic);
         Ok(())
     }
 
     /// Releases the held packets, in order.
     pub fn let_go(&mut self) -> Result<()> {
-        self.held.take().map_or(Ok(()), |card| self.near_end()?.hold(card, false))
+        self.held.take().map_or(Ok(()), |nic| self.near_end()?.hold(nic, false))
     }
 
     /// Switches a machine off, as a power cut does.

@@ -34,11 +34,11 @@ impl Counters {
         let mut counters = BTreeMap::new();
         for line in text.lines() {
             let Some((path, value)) = line.rsplit_once(':') else { continue };
-            let (Some((card, _)), Some((_, name))) = (path.split_once('/'), path.rsplit_once('/')) else {
+            let (Some((nic, _)), Some((_, name))) = (path.split_once('/'), path.rsplit_once('/')) else {
                 continue;
             };
             if let Ok(value) = value.trim().parse() {
-                counters.insert((card.to_owned(), name.to_owned()), value);
+                counters.insert((nic.to_owned(), name.to_owned()), value);
             }
         }
         Self(counters)
@@ -93,13 +93,13 @@ mod tests {
         rxe0/ports/1/hw_counters/completer_retry_err:1\nrxe0/ports/1/hw_counters/duplicate_request:2\n";
 
     #[test]
-    fn cards_are_added_up() {
+    fn nics_are_added_up() {
         let counters = Counters::parse(BEFORE);
         assert_eq!((counters.sent(), counters.received(), counters.again()), (15, 0, 3));
     }
 
     #[test]
-    fn datagrams_are_counted_beside_the_packets_that_cards_took() {
+    fn datagrams_are_counted_beside_the_packets_that_nics_took() {
         let text = format!("{BEFORE}rxe0/ports/1/hw_counters/rcvd_pkts:4\nudp/arrived:9\n");
         assert_eq!(Counters::parse(&text).late(), Late { arrived: 9, taken: 4, answered: 15 });
     }

@@ -62,10 +62,10 @@ pub enum Error {
         late: [Late; 2],
     },
     /// A wire that was held did not come to rest.
-    #[error("packets are still sent on the wire of rxe{card} though it is held")]
+    #[error("packets are still sent on the wire of rxe{nic} though it is held")]
     Restless {
         /// The NIC.
-        card: usize,
+        nic: usize,
     },
     /// Only root can install.
     #[error("missing packages; as root: apt-get install {}", packages.join(" "))]

@@ -270,7 +270,7 @@ mod tests {
     fn row(verdict: Verdict) -> Row {
         let packets = Packets { sent: 7, received: 7, again: 0 };
         Row {
-            step: "cards",
+            step: "nics",
             about: "",
             verdict,
             seconds: 1.5,

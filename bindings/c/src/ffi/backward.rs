@@ -41,7 +41,7 @@ pub unsafe extern "C" fn sidelane_ep_dispatch_backward(
                     unsafe { Outputs::read(context, "rows", layer.landed(layout), (output, rows)) }?;
                 let shape = (tokens, layer.hidden);
                 // SAFETY: as the caller promised.
-                let home = unsafe { Target::read(context, "token gradients", token_gradients, shape) }?;
+                let returned = unsafe { Target::read(context, "token gradients", token_gradients, shape) }?;
                 let words = match context {
                     None => layout.row_weights().len() as u64,
                     Some(_) => u64::from(layout.rows()) * layer.numbers,
@@ -61,7 +61,7 @@ pub unsafe extern "C" fn sidelane_ep_dispatch_backward(
                     Target::read(context, "weight gradients", &numbers, (choices, 1))
                 };
                 let weights = to.map(write).transpose()?;
-                let rows_written = ("token gradients", home.addresses());
+                let rows_written = ("token gradients", returned.addresses());
                 let weights_written = ("weight gradients", weights.as_ref().map_or(0..0, Target::addresses));
                 let weights_read = ("row weight gradients", from.as_ref().map_or(0..0, Source::addresses));
                 brought.apart_from(rows_written.clone())?;
@@ -69,11 +69,11 @@ pub unsafe extern "C" fn sidelane_ep_dispatch_backward(
                 apart(rows_written.clone(), weights_written.clone())?;
                 apart(weights_read.clone(), rows_written)?;
                 apart(weights_read, weights_written)?;
-                Ok((brought.used()?, from, home, weights))
+                Ok((brought.used()?, from, returned, weights))
             },
-            |ep, layout, (given, from, mut home, mut weights)| {
+            |ep, layout, (given, from, mut returned, mut weights)| {
                 let (from, weights) = (from.as_ref().map(Source::lend), weights.as_mut().map(Target::lend));
-                Ok(given.with(|y| ep.dispatch_backward_into(y, from, layout, home.lend(), weights))?)
+                Ok(given.with(|y| ep.dispatch_backward_into(y, from, layout, returned.lend(), weights))?)
             },
         )
     })

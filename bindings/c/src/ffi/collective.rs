@@ -218,13 +218,13 @@ pub unsafe extern "C" fn sidelane_reduce_scatter(
             let call = Gathering::Sum;
             let cell = cell.inspect_err(|_| refuse::gathering(gathers, layer.dtype, None, call))?;
             cell.lend(|layout| {
-                let (columns, home) = (layer.columns, layout.handle().tokens().into());
+                let (columns, returned) = (layer.columns, layout.handle().tokens().into());
                 let shape = (Some(layout.rows().into()), columns);
                 // SAFETY: as the caller promised.
                 let given = unsafe { Outputs::read(None, "all", shape, (output, all)) };
                 let arguments = given.and_then(|given| {
                     // SAFETY: as the caller promised.
-                    let sums = unsafe { Target::read(None, "sums", sums, (home, columns)) }?;
+                    let sums = unsafe { Target::read(None, "sums", sums, (returned, columns)) }?;
                     given.apart_from(("sums", sums.addresses()))?;
                     Ok((given.used()?, sums))
                 });

@@ -96,7 +96,7 @@ impl<'a> Outputs<'a> {
     ) -> Result<Outputs<'a>, Fault> {
         let rows = match (output.is_null(), rows.is_null()) {
             (false, true) => {
-                // Finds an unusable handle before the output is consumed, whatever else is wrong.
+                // Finds an unusable handle before the output is consumed, before any other error.
                 TABLE.get::<<Output as Opaque>::Object>(output.addr() as u64)?;
                 None
             }

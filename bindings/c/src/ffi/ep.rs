@@ -220,7 +220,7 @@ pub unsafe extern "C" fn sidelane_ep_build(
         let hidden = ep.hidden() as u64;
         let sent = ep.record().map_or(hidden, |shape| shape.bytes() as u64);
         let top_k: u64 = ep.top_k().into();
-        let numbers = words::layout(options.layout)?.words_home(ep.top_k()).into();
+        let numbers = words::layout(options.layout)?.return_words(ep.top_k()).into();
         let (dtype, weighted) = (words::dtype(options.dtype)?, options.weighted == 1);
         let context = stream.map(|stream| Arc::clone(stream.context()));
         let cell = Arc::new(ExclusiveCell::new(Kind::Ep, ep));

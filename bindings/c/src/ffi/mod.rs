@@ -171,7 +171,7 @@ mod tests {
         let cause = loop {
             match other.health().check() {
                 Err(cause) => break cause,
-                Ok(()) => assert!(since.elapsed() < Duration::from_secs(60), "nobody was told"),
+                Ok(()) => assert!(since.elapsed() < Duration::from_secs(60), "no rank was told"),
             }
             std::thread::yield_now();
         };

@@ -121,11 +121,11 @@ pub unsafe extern "C" fn sidelane_moe_backward(
         let kept = retract(tape).and_then(|cell| cell.take());
         let tokens = kept.as_ref().ok().map(TapeAt::tokens);
         // SAFETY: as the caller promised.
-        let arguments = unsafe { Homes::read(&layer, tokens, of_out, gradients) };
+        let arguments = unsafe { GradientTargets::read(&layer, tokens, of_out, gradients) };
         layer.cell.lend(|at| {
             let kept = kept.map_err(|fault| at.refuse(None, fault))?;
             match arguments {
-                Ok((of_out, homes)) => Ok(homes.backward(at, layer.dtype, (kept, &of_out))?),
+                Ok((of_out, targets)) => Ok(targets.backward(at, layer.dtype, (kept, &of_out))?),
                 Err(fault) => Err(at.refuse(Some(kept), fault)),
             }
         })
@@ -282,14 +282,14 @@ impl<'a> Asked<'a> {
 }
 
 /// Where the gradients of a pass go.
-struct Homes<'a> {
+struct GradientTargets<'a> {
     x: Target<'a>,
     router: Target<'a>,
     experts: Target<'a>,
     shared: Option<Target<'a>>,
 }
 
-impl<'a> Homes<'a> {
+impl<'a> GradientTargets<'a> {
     /// The same, with the gradient that goes in; of so many tokens, if it is known.
     ///
     /// # Safety
@@ -319,7 +319,7 @@ impl<'a> Homes<'a> {
             let (what, expected) = ("gradients of the shared expert", "NULL: the layer has none");
             return Err(ArgumentError::Value { what, seen: into.shared.addr() as u64, expected }.into());
         }
-        let homes = Homes {
+        let targets = GradientTargets {
             x,
             router: numbers("gradients of the router", into.router, router)?,
             experts: numbers("gradients of experts", into.experts, experts)?,
@@ -327,9 +327,9 @@ impl<'a> Homes<'a> {
                 .then(|| numbers("gradients of the shared expert", into.shared, shared))
                 .transpose()?,
         };
-        layer.check("gradients of x", homes.x.dtype())?;
-        homes.apart(&of_out)?;
-        Ok((of_out, homes))
+        layer.check("gradients of x", targets.x.dtype())?;
+        targets.apart(&of_out)?;
+        Ok((of_out, targets))
     }
 
     /// Refuses gradients that share bytes with each other, or with the one that goes in.
@@ -379,7 +379,7 @@ impl<'a> Homes<'a> {
         of_out: &Source<'_>,
     ) -> Result<(), Fault> {
         let Gradients { x, router, experts, shared, .. } = layer.backward(tape, of_host::<E>(of_out))?;
-        let Homes { x: of_x, router: of_router, experts: of_experts, shared: of_shared } = self;
+        let GradientTargets { x: of_x, router: of_router, experts: of_experts, shared: of_shared } = self;
         let bytes = [
             (of_x, bytemuck::cast_slice(&x)),
             (of_router, bytemuck::cast_slice(&router)),

@@ -199,7 +199,7 @@ pub unsafe extern "C" fn sidelane_handle_report(handle: *mut Handle, report: *mu
 }
 
 /// Says how the last combine or gradient along the handle went. On a device it returns the refusal
-/// of the call, on whatever rank: its sums are zeros then. Ask before another combine along the
+/// of the call, on any rank: its sums are zeros then. Ask before another combine along the
 /// handle is enqueued.
 ///
 /// The caller guarantees: `report` is NULL (then nothing is written), or as large as its size says.

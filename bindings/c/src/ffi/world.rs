@@ -196,7 +196,7 @@ pub extern "C" fn sidelane_world_cancel(world: *mut World) -> Status {
 }
 
 /// The survivors' next world, after this one has failed. Collective among the survivors. A world of
-/// fewer than `at_least` ranks does not begin: 1 takes whoever survives, and with more than half of
+/// fewer than `at_least` ranks does not begin: 1 takes any survivors, and with more than half of
 /// the ranks no network failure makes two worlds. Should another rank be lost before the new world
 /// is built, this fails, and the survivors call it again. The old world and its objects stay
 /// readable until they are closed.

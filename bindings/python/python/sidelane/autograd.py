@@ -42,7 +42,7 @@ class Routed:
     """Rows of this rank's experts, [rows, hidden]."""
 
     weights: Tensor
-    """Routing weight of each row: [rows], rank-major [rows, top_k]. Gradients of it go home to
+    """Routing weight of each row: [rows], rank-major [rows, top_k]. Gradients of it return to
     those of dispatch.
     """
 
@@ -107,7 +107,7 @@ class _Dispatch(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, rows: Tensor, row_weights: Tensor, _ticket: Any, _handle: Any) -> Any:
-        # Combine that weighs brings the weights' gradients home by itself.
+        # Combine that weighs returns the weights' gradients by itself.
         wanted = ctx.needs_input_grad[3] and not ctx.ep.weighted
         tokens, weights = ctx.ep.dispatch_backward(
             rows.detach().contiguous(), ctx.handle, row_weights.detach().contiguous() if wanted else None

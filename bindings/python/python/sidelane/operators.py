@@ -37,7 +37,7 @@ class Routed(NamedTuple):
     """Rows of this rank's experts, [rows, hidden]."""
 
     weights: Tensor
-    """Routing weight of each row: [rows], rank-major [rows, top_k]. Gradients of it go home to
+    """Routing weight of each row: [rows], rank-major [rows, top_k]. Gradients of it return to
     those of dispatch.
     """
 
@@ -128,7 +128,7 @@ def _dispatch_backward(
     layer: int, rows: Tensor, row_weights: Tensor, ticket: Tensor, tokens: int, choices: int
 ) -> tuple[Tensor, Tensor]:
     ep, handle = _layers[layer], _handle(ticket)
-    # Combine that weighs brings the weights' gradients home by itself.
+    # Combine that weighs returns the weights' gradients by itself.
     given = None if ep.weighted else row_weights.detach().contiguous()
     of_tokens, of_weights = ep.dispatch_backward(rows.detach().contiguous(), handle, given)
     return of_tokens, rows.new_zeros(tokens, choices, dtype=torch.float32) if of_weights is None else of_weights

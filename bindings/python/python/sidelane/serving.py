@@ -223,7 +223,7 @@ class PrepareFinalize:
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: Any = None,
     ) -> Callable[[], None]:
-        """Sends rows home. What it returns waits for them, and writes their sums to ``output``,
+        """Sends rows back. What it returns waits for them, and writes their sums to ``output``,
         [tokens, hidden].
 
         Weights are applied here unless the experts have (``TopKWeightAndReduceNoOP``) or the input
@@ -309,7 +309,7 @@ class BatchedPrepareFinalize(PrepareFinalize):
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: Any = None,
     ) -> Callable[[], None]:
-        """Sends the rows of [local experts, most, hidden] home. What it returns writes their
+        """Sends back the rows of [local experts, most, hidden]. What it returns writes their
         weighted sums to ``output``.
         """
         if weight_and_reduce_impl is not None and not type(weight_and_reduce_impl).__name__.endswith("Delegate"):
@@ -379,7 +379,7 @@ class Dispatcher:
         return DispatchOutput(rows, None, ids, weights, list(handle.tokens_per_expert))
 
     def combine_a(self, combine_input: Any) -> None:
-        """Sends rows home."""
+        """Sends rows back."""
         handle = self._at("dispatched")
         self._go("combining", self._layer.ep.start_combine(combine_input.hidden_states.contiguous(), handle))
 
@@ -526,7 +526,7 @@ class Communication:
         return buffer.flatten(0, -2)
 
     def combine(self, expert_output: Tensor, *, output: Tensor | None = None) -> Tensor:
-        """Sends the experts' row of each row home, [ranks * tokens_per_rank, hidden]. The sums are
+        """Sends the experts' row of each row back, [ranks * tokens_per_rank, hidden]. The sums are
         [tokens, hidden]. A combine that raises gives up its dispatch: the next call is a dispatch.
         """
         handle, self._handle = self._dispatched(), None

@@ -112,7 +112,7 @@ fn text(args: &PlanBenchArgs, rows: &[Row]) -> String {
     format!(
         "{tokens} tokens, top-{top_k}, {}, uniform routing, nodes of {ranks_per_node} ranks, middle of {rounds} rounds\n\n{table}\n\n\
          Sort: a rank's own routing by bin, before counts are exchanged. Place: sums of counts, and the layout that follows.\n\
-         Fill: operands of its own program. Relay: runs and operands of what it hands on, for as many sources as it has. One\n\
+         Fill: operands of its own program. Relay: runs and operands of what it relays, for as many sources as it has. One\n\
          thread; tables grow with the first call and are used again.",
         layout.name(),
     )

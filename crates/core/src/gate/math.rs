@@ -137,7 +137,7 @@ pub(super) fn ln_1p(t: f64) -> f64 {
     2.0 * (u + u * w * series)
 }
 
-/// The sum, in eight lanes and then across, whatever the machine's own width.
+/// The sum, in eight lanes and then across, for any width of the machine.
 pub(super) fn sum(values: &[f64]) -> f64 {
     let (rows, rest) = values.as_chunks();
     let mut lanes = dispatch!(Level::new(), simd => sum_of_rows(simd, rows));

@@ -5,7 +5,7 @@
 //! nothing is counted, rank-major, in one piece of a size known before the call:
 //!
 //! ```text
-//!   buffer   | row 0 | row 1 | ... | to 64 | note 0 | note 1 | ... | to 64 |
+//!   buffer   | row 0 | row 1 | ... | to 64 | metadata 0 | metadata 1 | ... | to 64 |
 //!
 //!   slot
 //!   0      experts_at        weights_at         counts_at                 rows_at                    bytes
@@ -95,7 +95,7 @@ pub struct RowSizes {
     /// Words that go out with a row.
     pub words_out: u32,
     /// Words that return with a row: one per choice that it stands for.
-    pub words_home: u32,
+    pub return_words: u32,
     /// Bytes of a partial sum, where relays sum.
     pub partial_bytes: Option<u64>,
     /// Rows that return are [sums by rank](super::RankSums).
@@ -115,21 +115,21 @@ impl RowSizes {
     pub fn offer(&self, rows: u32) -> RowBuffer {
         RowBuffer {
             rows,
-            metadata: u64::from(rows) * u64::from(self.words_home),
+            metadata: u64::from(rows) * u64::from(self.return_words),
             row_bytes: self.return_bytes,
         }
     }
 
     /// Memory that a block of `entries` entries returns: `rows` rows, or partials where relays sum.
-    pub fn home(&self, rows: u32, entries: u32) -> RowBuffer {
+    pub fn returned(&self, rows: u32, entries: u32) -> RowBuffer {
         let row_bytes = self.partial_bytes.unwrap_or(self.return_bytes);
-        RowBuffer { rows, metadata: u64::from(entries) * u64::from(self.words_home), row_bytes }
+        RowBuffer { rows, metadata: u64::from(entries) * u64::from(self.return_words), row_bytes }
     }
 
-    /// The same in a return of weights alone by copy engines, which bring them home as rows.
+    /// The same in a return of weights alone by copy engines, which return them as rows.
     pub fn of_weights(self) -> RowSizes {
-        let return_bytes = u64::from(self.words_home) * 4;
-        RowSizes { return_bytes, words_home: 0, partial_bytes: None, rank_sums: false, ..self }
+        let return_bytes = u64::from(self.return_words) * 4;
+        RowSizes { return_bytes, return_words: 0, partial_bytes: None, rank_sums: false, ..self }
     }
 
     /// Bytes that go out with a row.

@@ -60,7 +60,7 @@ pub struct DispatchLayout {
     /// Rows that runs index into: the token of each entry by destination bin, then the tokens of
     /// each block. Empty if rows go `whole`.
     pub rows: Vec<u32>,
-    /// Runs are pieces of the source itself: every row goes to every rank, with one note per row;
+    /// Runs are pieces of the source itself: every row goes to every rank, each with its metadata;
     /// or rows lie packed.
     pub whole: bool,
     /// Runs to all destinations, by destination, then those of the blocks, chunk by chunk.
@@ -102,7 +102,7 @@ pub struct DispatchLayout {
     /// Where ranks sum a token's rows before they return, per rank: see
     /// [`RankSums`](super::RankSums).
     pub rank_sums: Vec<RowRun>,
-    /// Rows that this rank stages, to hand them on.
+    /// Rows that this rank stages, to relay them.
     pub staged: u32,
     /// Rows of this rank's bins, pads counted.
     pub landed: u32,
@@ -120,11 +120,11 @@ pub struct DispatchLayout {
     /// Per token: where its next term goes, while terms are placed.
     cursors: Vec<u32>,
     /// Per bin: its first row in the chunk of returned rows.
-    home_rows: Vec<u32>,
+    returned_rows: Vec<u32>,
     /// Per term: the partial sum it belongs to.
     partials: Vec<u32>,
     /// Per term that a relay sums: which of those that it brings.
-    home_partials: Vec<u32>,
+    returned_partials: Vec<u32>,
     /// Per bin: the row of the token whose fetches are placed.
     row_of_bin: Vec<Summand>,
 }
@@ -213,9 +213,9 @@ impl DispatchLayout {
             &self.begin,
             &self.places,
             &self.cursors,
-            &self.home_rows,
+            &self.returned_rows,
             &self.partials,
-            &self.home_partials,
+            &self.returned_partials,
         ];
         let terms = [&self.terms, &self.sums, &self.fetched, &self.row_of_bin];
         let others = vec_memory_usage(&self.runs)
@@ -244,7 +244,7 @@ impl DispatchLayout {
 }
 
 impl DispatchLayout {
-    /// Rows and notes lie packed, those of bin `b` from row `starts[b]` on: runs are pieces of
+    /// Rows and metadata lie packed, those of bin `b` from row `starts[b]` on: runs are pieces of
     /// these. Of a bin without enough room the first rows are sent.
     pub fn pack(&mut self, sorted: &SortedRouting, starts: &[u32]) {
         for run in self.runs.iter_mut().filter(|run| run.count > 0) {
@@ -297,7 +297,7 @@ impl DispatchLayout {
         sizes: &ReceiveSizes,
     ) {
         let (paths, bins) = (frame.paths, frame.bins);
-        refill(&mut self.home_rows, bins.count() as usize, 0);
+        refill(&mut self.returned_rows, bins.count() as usize, 0);
         self.blocks.resize_with(paths.relays().count(), Block::default);
         self.block_runs.clear();
         for ((nth, relay), block) in paths.relays().enumerate().zip(&mut self.blocks) {
@@ -307,7 +307,7 @@ impl DispatchLayout {
             block.segments.clear();
             let mut entries = 0;
             for bin in served.iter().flat_map(|&rank| bins.of(rank)).map(|bin| bin as usize) {
-                self.home_rows[bin] = entries;
+                self.returned_rows[bin] = entries;
                 entries += sorted.counts[bin];
                 block.segments.push(segment(frame, bin, sorted, counts, sizes));
             }
@@ -331,7 +331,7 @@ impl DispatchLayout {
         }
     }
 
-    /// The runs to one destination: none where a relay hands them on.
+    /// The runs to one destination: none where a relay does it.
     pub fn runs_to(&self, rank: u32) -> std::ops::Range<u32> {
         self.run_starts[rank as usize]..self.run_starts[rank as usize + 1]
     }
@@ -349,7 +349,7 @@ impl DispatchLayout {
     /// The first of the rows that a relay returns, where rows return to the places where they lay
     /// packed. These are rows for that rank or, with blocks, which pack a token once, rows behind
     /// those of local peers and of the blocks of relays before it. With `sums` those return.
-    pub fn home_of(&self, paths: &Paths, relay: u32, sums: bool) -> u32 {
+    pub fn returned_at(&self, paths: &Paths, relay: u32, sums: bool) -> u32 {
         if sums {
             return paths.served_by(relay).first().map_or(0, |&rank| self.rank_sums[rank as usize].first);
         }
@@ -414,7 +414,7 @@ impl DispatchLayout {
         let has_partials = bins.order().has_partials();
         refill(&mut self.partials, if has_partials { entries } else { 0 }, 0);
         self.cursors.clone_from(&sorted.token_starts);
-        let DispatchLayout { terms, choices, partials, cursors, home_rows, .. } = self;
+        let DispatchLayout { terms, choices, partials, cursors, returned_rows, .. } = self;
         let (terms, choices, partials) = (&mut terms[..], &mut choices[..], &mut partials[..]);
         let cursors = &mut cursors[..];
         // Bin by bin in the order of the sum: each token's terms come out in that order without a
@@ -423,8 +423,11 @@ impl DispatchLayout {
             let owner = paths.relay_to(bins.rank_of(bin as u32));
             let (entries, partial) =
                 (sorted.starts[bin] as usize..sorted.starts[bin + 1] as usize, bins.partial_of(bin as u32));
-            let first =
-                if paths.same_node(owner) { sizes.begin[bin] + counts.below[bin] } else { home_rows[bin] };
+            let first = if paths.same_node(owner) {
+                sizes.begin[bin] + counts.below[bin]
+            } else {
+                returned_rows[bin]
+            };
             let tokens = sorted.tokens[entries.clone()].iter().zip(&sorted.choices[entries]);
             for (row, (&token, &choice)) in (first..).zip(tokens) {
                 let cursor = &mut cursors[token as usize];
@@ -472,7 +475,7 @@ impl DispatchLayout {
     /// Relays sum the block row by row, and a row's groups in the order of the sum, so relay and
     /// source count alike.
     fn number_partials(&mut self, frame: &PlanContext, crossing: &InterNodeRows) {
-        refill(&mut self.home_partials, self.terms.len(), 0);
+        refill(&mut self.returned_partials, self.terms.len(), 0);
         for ((nth, relay), block) in frame.paths.relays().enumerate().zip(&self.blocks) {
             let mut next = 0;
             for &token in crossing.tokens_of(nth) {
@@ -481,10 +484,11 @@ impl DispatchLayout {
                 for term in terms.map(|term| term as usize).filter(|&term| self.terms[term].owner == relay) {
                     let partial = self.partials[term];
                     next += u32::from(std::mem::replace(&mut last, partial) != partial);
-                    self.home_partials[term] = next - 1;
+                    self.returned_partials[term] = next - 1;
                 }
             }
-            self.chunks[relay as usize] = RowBuffer { rows: next, ..frame.sizing.home(0, block.entries()) };
+            self.chunks[relay as usize] =
+                RowBuffer { rows: next, ..frame.sizing.returned(0, block.entries()) };
         }
     }
 
@@ -499,7 +503,7 @@ impl DispatchLayout {
             self.sum_choices.extend_from_slice(&self.choices[terms]);
         } else {
             self.groups.push(PARTIAL);
-            self.sums.push(Summand { owner, row: self.home_partials[terms.start] });
+            self.sums.push(Summand { owner, row: self.returned_partials[terms.start] });
             self.sum_choices.push(self.choices[terms.start]);
         }
     }
@@ -511,7 +515,7 @@ impl DispatchLayout {
         if sorted.choice_bins.is_empty() {
             return;
         }
-        let words = frame.sizing.words_home;
+        let words = frame.sizing.return_words;
         refill(&mut self.row_of_bin, frame.bins.count() as usize, Summand::default());
         for token in 0..self.tokens {
             let terms =

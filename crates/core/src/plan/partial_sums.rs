@@ -13,7 +13,7 @@
 //!   at d       rows of expert 0    | source 0 .. | a d |        number of a row: where its sum lies at d,
 //!              rows of expert 1    | source 0 .. | a b e |      ascending within each expert
 //!
-//!   sums at d  | of source 0, unused | a b d e, unused | of source 2 ..    one run home for each source
+//!   sums at d  | of source 0, unused | a b d e, unused | of source 2 ..    one run returns to each source
 //! ```
 //!
 //! **By node.** With [`SumOrder::Node`](super::SumOrder), a relay may add up the rows of its node,
@@ -22,7 +22,7 @@
 //! ```text
 //!   token a   experts 0 1 | 4 6 7      nodes of them  0 0 | 1 1 1
 //!
-//!   rows      0 1 | - - -              at home: those of this node
+//!   rows      0 1 | - - -              added: those of this node
 //!             relay: 4 + 6 + 7         the row of the block that was token a
 //!   places    0 1 | s - -              s: where that sum returns
 //! ```
@@ -61,7 +61,7 @@ pub struct RankSums {
 }
 
 impl RankSums {
-    /// Numbers the sums, and notes at each entry where its sum lies. They return rank after rank:
+    /// Numbers the sums, and records at each entry where its sum lies. They return rank after rank:
     /// those of this node, then those of each relay.
     pub fn number(
         &mut self,
@@ -221,7 +221,7 @@ impl NodeSums {
         (places, weights): (&mut [i32], &mut [f32]),
     ) {
         for (nth, relay) in frame.paths.relays().enumerate() {
-            let home = layout.home_of(&frame.paths, relay, false);
+            let first = layout.returned_at(&frame.paths, relay, false);
             let bins = || frame.paths.served_by(relay).iter().flat_map(|&rank| frame.bins.of(rank));
             let entries = bins().flat_map(|bin| sorted.starts[bin as usize]..sorted.starts[bin as usize + 1]);
             let (index, most) =
@@ -233,7 +233,7 @@ impl NodeSums {
             for (entry, &row) in entries.zip(index) {
                 let choice = sorted.choices[entry as usize] as usize;
                 let again = std::mem::replace(&mut self.placed[row as usize], true);
-                places[choice] = if again { -1 } else { (home + self.order.places[row as usize]) as i32 };
+                places[choice] = if again { -1 } else { (first + self.order.places[row as usize]) as i32 };
                 if let Some(weight) = weights.get_mut(choice) {
                     *weight = 1.0;
                 }
@@ -268,7 +268,7 @@ mod tests {
             row_bytes: 16,
             return_bytes: 16,
             words_out: 2,
-            words_home: 1,
+            return_words: 1,
             partial_bytes: None,
             rank_sums: true,
             pulled_bytes: PulledSums::CHUNK_BYTES,
@@ -293,7 +293,7 @@ mod tests {
     }
 
     fn numbers(sorted: &SortedRouting) -> Vec<u32> {
-        sorted.metadata.chunks_exact(2).map(|note| note[0]).collect()
+        sorted.metadata.chunks_exact(2).map(|words| words[0]).collect()
     }
 
     #[test]
@@ -303,7 +303,7 @@ mod tests {
         assert_eq!(sums.runs, [run(0, 0, 3), run(0, 3, 2)]);
         // Bin by bin: tokens 0 and 1, 1 and 2, 0, 0 and 2.
         assert_eq!(numbers(&sorted), [1, 2, 2, 3, 1, 1, 2]);
-        assert!(sorted.metadata.chunks_exact(2).all(|note| note[1] == 0.5f32.to_bits()));
+        assert!(sorted.metadata.chunks_exact(2).all(|words| words[1] == 0.5f32.to_bits()));
         // Own sums lie behind row 100.
         assert_eq!(places, [3, 100, -1, 101, -1, -1, 4, 102, -1]);
     }
@@ -367,12 +367,12 @@ mod tests {
         let nodes = NodeMap::from_labels(&[0, 0, 1, 1]);
         let bins = Bins::experts(&map, SumOrder::Node, &nodes);
         let (row_bytes, partial_bytes, rank_sums) = (16, Some(16), false);
-        let (return_bytes, words_out, words_home) = (16, 1, 1);
+        let (return_bytes, words_out, return_words) = (16, 1, 1);
         let sizing = RowSizes {
             row_bytes,
             return_bytes,
             words_out,
-            words_home,
+            return_words,
             partial_bytes,
             rank_sums,
             pulled_bytes: PulledSums::CHUNK_BYTES,
@@ -396,7 +396,7 @@ mod tests {
         let (mut places, mut weights) = (vec![100; 12], vec![0.5; 12]);
         let both = (&mut places[..], &mut weights[..]);
         NodeSums::default().replace_places(&frame, (&sorted, &crossing), &layout, both);
-        // Five rows of the own node come home before the sums. Expert 2 comes before expert 3.
+        // Five rows of the own node return before the sums. Expert 2 comes before expert 3.
         assert_eq!(places, [-1, 100, 5, 100, 6, 100, 7, -1, 100, 100, 100, 100]);
         let one = [1.0, 0.5, 1.0, 0.5, 1.0, 0.5, 1.0, 1.0, 0.5, 0.5, 0.5, 0.5];
         assert_eq!(weights, one);

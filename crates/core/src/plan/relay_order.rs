@@ -323,7 +323,7 @@ pub struct RelaySorter {
 }
 
 impl RelaySorter {
-    /// Notes the visible row at each entry, then sorts the rows that cross.
+    /// Records the visible row at each entry, then sorts the rows that cross.
     ///
     /// Rows without room are dropped before: the last tokens, independent of the order in which
     /// rows travel.
@@ -444,13 +444,13 @@ impl RelayPermutation {
                 self.packed.extend(sorted.tokens_of(bin..bin + 1).iter().map(|&token| token as i32));
             }
         }
-        let mut home = self.packed.len() as u32;
+        let mut next = self.packed.len() as u32;
         for (nth, relay) in paths.relays().enumerate() {
             self.blocks.push(self.packed.len() as u32);
             self.packed.extend(crossing.tokens_of(nth).iter().map(|&token| token as i32));
             for bin in paths.served_by(relay).iter().flat_map(|&rank| bins.of(rank)) {
-                self.starts[bin as usize] = home;
-                home += sorted.counts[bin as usize];
+                self.starts[bin as usize] = next;
+                next += sorted.counts[bin as usize];
             }
         }
     }
@@ -640,7 +640,7 @@ mod tests {
                 row_bytes: 16,
                 return_bytes: 16,
                 words_out: 5,
-                words_home: 2,
+                return_words: 2,
                 partial_bytes: None,
                 rank_sums: false,
                 pulled_bytes: PulledSums::CHUNK_BYTES,
@@ -653,7 +653,7 @@ mod tests {
             assert_eq!(crossing.index, [0, 1, 2, 1, 2, 3, 4]);
             assert_eq!((sorted.tokens_of(1..2), sorted.tokens_of(2..3)), (&[3, 1, 4][..], &[1, 4, 0, 5][..]));
             let visible = |bin| -> Vec<u32> {
-                sorted.metadata_of(bin..bin + 1).chunks_exact(5).map(|note| note[4] - 1).collect()
+                sorted.metadata_of(bin..bin + 1).chunks_exact(5).map(|words| words[4] - 1).collect()
             };
             assert_eq!((visible(1), visible(2)), (vec![11, 10, 12], vec![21, 22, 20, 23]));
         }
@@ -710,7 +710,7 @@ mod tests {
                 row_bytes: 16,
                 return_bytes: 16,
                 words_out: 1,
-                words_home: 1,
+                return_words: 1,
                 partial_bytes: None,
                 rank_sums: false,
                 pulled_bytes: PulledSums::CHUNK_BYTES,

@@ -440,12 +440,12 @@ mod tests {
         /// A chunk has 16 bytes of each bin.
         fn sizing(return_bytes: u64) -> RowSizes {
             let (partial_bytes, rank_sums, pulled_bytes) = (Some(return_bytes), false, 16);
-            let (row_bytes, words_out, words_home) = (return_bytes, 1, 1);
+            let (row_bytes, words_out, return_words) = (return_bytes, 1, 1);
             RowSizes {
                 row_bytes,
                 return_bytes,
                 words_out,
-                words_home,
+                return_words,
                 partial_bytes,
                 rank_sums,
                 pulled_bytes,

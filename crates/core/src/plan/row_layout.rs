@@ -7,7 +7,7 @@
 //!   RowLayout      first_bin  bin_of  expert_of    bins: what rows are counted by
 //!                  most_bins  expert_bins          sizes of tables
 //!                  merges                          entries of a token: an argument of sorts
-//!                  words_home  numbers_per_expert  what goes with rows, and returns with them
+//!                  return_words  numbers_per_expert  what goes with rows, and returns with them
 //!                  check                           settings that it refuses
 //!       |
 //!   RowMetadata    words  pairs  experts           words behind each row
@@ -50,7 +50,7 @@ impl RowLayout {
     }
 
     /// Words per row that return with the gradients of routing weights.
-    pub const fn words_home(self, top_k: u32) -> u32 {
+    pub const fn return_words(self, top_k: u32) -> u32 {
         if self.is_per_rank() { top_k } else { 1 }
     }
 }

@@ -47,7 +47,7 @@ pub struct SortedRouting {
     pub(super) token_starts: Vec<u32>,
     /// Rank-major: bin of each choice, [`NONE`] where there is none.
     pub(super) choice_bins: Vec<u32>,
-    /// Every token has an entry at every rank, and all ranks get the same notes: one for each
+    /// Every token has an entry at every rank, and all ranks get the same metadata: one for each
     /// token.
     pub(super) whole: bool,
     pub(super) words: usize,
@@ -106,7 +106,7 @@ impl SortedRouting {
             RowMetadata::Choices | RowMetadata::Indexed => self.place_ranks(routing),
             RowMetadata::Marked => self.place::<2, 0>(routing),
             RowMetadata::Summed => self.place::<2, 1>(routing),
-            // Gathered rows have no choices: `fill_gathered` notes their sources.
+            // Gathered rows have no choices: `fill_gathered` records their sources.
             RowMetadata::Weight | RowMetadata::Gathered => self.place::<1, 0>(routing),
         }
         Ok(())
@@ -239,8 +239,8 @@ impl SortedRouting {
         let words = self.words;
         let entries = self.starts[bin as usize] as usize..self.starts[bin as usize + 1] as usize;
         let metadata = self.metadata[entries.start * words..entries.end * words].chunks_exact_mut(words);
-        for (note, row) in metadata.zip(first..) {
-            note[words - 1] = row + 1;
+        for (of_row, row) in metadata.zip(first..) {
+            of_row[words - 1] = row + 1;
         }
     }
 
@@ -249,8 +249,8 @@ impl SortedRouting {
         let words = self.words;
         let entries = self.starts[bin as usize] as usize..self.starts[bin as usize + 1] as usize;
         let metadata = self.metadata[entries.start * words..entries.end * words].chunks_exact_mut(words);
-        for (note, &choice) in metadata.zip(&self.choices[entries]) {
-            note[0] = sum_of(choice) + 1;
+        for (of_row, &choice) in metadata.zip(&self.choices[entries]) {
+            of_row[0] = sum_of(choice) + 1;
         }
     }
 
@@ -372,9 +372,9 @@ impl SortedRouting {
                         self.choices[*cursor as usize] = choice as u32;
                         *cursor += 1;
                     }
-                    let note = &mut self.metadata[*entry as usize * self.words..][..self.words];
-                    note[nth] = local + 1;
-                    note[k + nth] = routing.weights()[choice].to_bits();
+                    let of_row = &mut self.metadata[*entry as usize * self.words..][..self.words];
+                    of_row[nth] = local + 1;
+                    of_row[k + nth] = routing.weights()[choice].to_bits();
                 }
                 choice += 1;
             }

@@ -5,14 +5,15 @@
 //!   dispatch   sort  release  publish  announce  entry..  /  ..entry  AGREE  judge  ADMIT  place  describe  fill
 //!              rows  report  metadata
 //!   cached     release  take  entry..  /  ..entry  AGREE  landings  fill  rows
-//!   return     release  offer  entry..  /  ..entry  AGREE  bases  home  fill  sum  retire
+//!   return     release  offer  entry..  /  ..entry  AGREE  bases  returned  fill  sum  retire
 //!   remap      release  propose  entry  AGREE  adopt
 //!   round      fill  entry  AGREE  /  copy out  further stages  end  copy out                  of a collective
 //!   enqueued   dispatch   bring  reached..  pack  /  ..reached  sort  release  reclaim ..  JUDGE  grow  ADMIT ..  follow
 //!                         fill  rows..  posted  ..rows  join  report  metadata  regroup
 //!              cached     pack  follow  reclaim  /  take  entry ..  grow  AGREE ..  rows..  posted  ..rows  join
-//!              return     reclaim  partials  follow  ready..  /  offer ..  ..ready  pull  home  pull rest  join  sum
-//!   slots      pack  rows..  /  ..rows  check     partials  home..  /  ..home  sum     home (a release)
+//!              return     reclaim  partials  follow  ready..  /  offer ..  ..ready  pull  returned  pull rest  join
+//!                         sum
+//!   slots      pack  rows..  /  ..rows  check     partials  returned..  /  ..returned  sum     returned (a release)
 //!   relay      node entered  compose  counts sent  all entered  AGREE  judge  ADMIT  agreed
 //!              headers  learn  fill  relay rows, or return rows  relay done
 //! ```
@@ -318,16 +319,16 @@ impl CallShape {
             Compute(Work::TellAgreed),
             Compute(Work::Bases),
         ]);
-        let (home, join) = (Run(StageId::Home, Whole), Compute(Work::JoinRelay));
+        let (returned, join) = (Run(StageId::Returned, Whole), Compute(Work::JoinRelay));
         own.extend(match self.engines.pulls {
             // The host reads rows where they lie, when all that relays return has landed.
-            false => [home, join, Compute(Work::FillSum), Run(StageId::Sum, Whole)].to_vec(),
+            false => [returned, join, Compute(Work::FillSum), Run(StageId::Sum, Whole)].to_vec(),
             // Engines pull from local peers while relays return the rest.
             true => vec![
                 Run(StageId::Ready, Finish),
                 Compute(Work::FillPull),
                 Run(StageId::Pull, Whole),
-                home,
+                returned,
                 join,
                 Run(StageId::PullRest, Whole),
                 Compute(Work::Join),
@@ -336,7 +337,7 @@ impl CallShape {
         });
         own.push(Compute(Work::Retire));
         let own = self.own(&own, &[Compute(Work::Join), Compute(Work::Sum)]);
-        let first = if self.engines.pulls { StageId::Pull } else { StageId::Home };
+        let first = if self.engines.pulls { StageId::Pull } else { StageId::Returned };
         self.with_relay(own, Class::Return, (Run(StageId::Offer, Finish), Some(Run(first, Whole))))
     }
 
@@ -487,13 +488,13 @@ impl SlotCall {
             ],
             SlotCall::Combine => &[
                 Compute(Work::Partials),
-                Run(StageId::Home, Start),
-                Run(StageId::Home, Finish),
+                Run(StageId::Returned, Start),
+                Run(StageId::Returned, Finish),
                 Compute(Work::Sum),
             ],
-            SlotCall::Release => &[Run(StageId::Home, Whole)],
+            SlotCall::Release => &[Run(StageId::Returned, Whole)],
             SlotCall::Refusal => {
-                &[Compute(Work::Partials), Run(StageId::Home, Start), Run(StageId::Home, Finish)]
+                &[Compute(Work::Partials), Run(StageId::Returned, Start), Run(StageId::Returned, Finish)]
             }
         };
         let half = own.iter().position(|action| matches!(action, Run(_, Finish)));
@@ -696,7 +697,7 @@ mod tests {
             assert_eq!(
                 INLINE.ret().to_string(),
                 "release Offer offer.. / [ node entered Compose counts sent all entered Bases agreed ] ..offer Agree! \
-             TellAgreed Bases [ headers FillReturn return rows relay done ] home FillSum sum Retire"
+             TellAgreed Bases [ headers FillReturn return rows relay done ] returned FillSum sum Retire"
             );
             let engines = Engines { pulls: true, enqueues: true, ..Engines::default() };
             let enqueued = CallShape { multi_node: false, engines, ..INLINE };
@@ -707,7 +708,7 @@ mod tests {
             );
             assert_eq!(
                 enqueued.ret().to_string(),
-                "Reclaim Partials Follow ready.. / Offer offer.. ..offer Agree! TellAgreed Bases ..ready FillPull pull home \
+                "Reclaim Partials Follow ready.. / Offer offer.. ..offer Agree! TellAgreed Bases ..ready FillPull pull returned \
              pull rest Join Sum Retire"
             );
             assert_eq!(
@@ -726,7 +727,7 @@ mod tests {
                 relaying.ret().to_string(),
                 "Reclaim Partials reached.. Follow / ..reached release Reclaim Offer offer.. [ node entered Compose \
              counts sent all entered Bases agreed ] ..offer Agree! TellAgreed Bases FillPull [ headers FillReturn \
-             SendNodeSums return rows relay done ] pull home pull rest Join Sum Retire"
+             SendNodeSums return rows relay done ] pull returned pull rest Join Sum Retire"
             );
             let last =
                 |program: &CallProgram| program.to_string().split_once("..rows ").unwrap().1.to_owned();
@@ -760,9 +761,9 @@ mod tests {
                 lines,
                 [
                     "Pack rows.. / ..rows Check",
-                    "Partials home.. / ..home Sum",
-                    "home",
-                    "Partials home.. / ..home"
+                    "Partials returned.. / ..returned Sum",
+                    "returned",
+                    "Partials returned.. / ..returned"
                 ]
             );
             assert!(SlotCall::ALL.iter().all(|call| call.program().cuts().is_empty()));

@@ -10,7 +10,7 @@ pub enum Class {
     Dispatch,
     /// Rows go out along a known layout.
     Cached,
-    /// Rows or weights come home along a known layout.
+    /// Rows or weights return along a known layout.
     Return,
     /// Ranks agree, and nothing moves.
     Remap,

@@ -255,8 +255,8 @@ impl CallerTables {
     }
 
     /// The same where rows go to arrivals: the metadata of `landed` (first rows and how many
-    /// follow) and, with `rows` rows, their index. Index and notes (of row 0 on) lie in the planner
-    /// scratch.
+    /// follow) and, with `rows` rows, their index. Index and metadata (of row 0 on) lie in the
+    /// planner scratch.
     pub fn bring_metadata_in(
         &mut self,
         at: &FillContext,
@@ -348,25 +348,25 @@ impl CallerTables {
     }
 
     /// Return, before its entry: a place for the rows alone that each relay returns. In host
-    /// staging these are cut from `home`; where the net reaches the pool they are
-    /// [those](DispatchLayout::home_of) in which rows are summed.
-    pub fn stage_rows(&mut self, at: &FillContext, layout: &DispatchLayout, home: u64) {
+    /// staging these are cut from `staging`; where the net reaches the pool they are
+    /// [those](DispatchLayout::returned_at) in which rows are summed.
+    pub fn stage_rows(&mut self, at: &FillContext, layout: &DispatchLayout, staging: u64) {
         let (mut next, row_bytes, sums) = (0, at.sizing.return_bytes, at.sizing.rank_sums);
         for (relay, block) in at.paths.relays().zip(&layout.blocks) {
             let first = match at.far {
                 WindowId::HOST_STAGING => next,
-                _ => layout.home_of(&at.paths, relay, sums),
+                _ => layout.returned_at(&at.paths, relay, sums),
             };
-            self.bases[relay as usize] = home + u64::from(first) * row_bytes;
+            self.bases[relay as usize] = staging + u64::from(first) * row_bytes;
             next += block.returned(&at.sizing);
         }
     }
 
     /// Stage "pull" of a return: copies this rank's rows from where each local peer offers its
-    /// chunk (`bases`) to `home`, in the order in which they left, or in that of their sums. Those
-    /// of other nodes have come to the host staging by then, one behind the other, or have returned
-    /// already. Own rows are summed where they lie.
-    pub fn pull(&mut self, at: &FillContext, layout: &DispatchLayout, home: u64) {
+    /// chunk (`bases`) to `staging`, in the order in which they left, or in that of their sums.
+    /// Those of other nodes have come to the host staging by then, one behind the other, or have
+    /// returned already. Own rows are summed where they lie.
+    pub fn pull(&mut self, at: &FillContext, layout: &DispatchLayout, staging: u64) {
         self.clear();
         let (caller, row_bytes) = (Caller::new(at.paths, at.chunks), at.sizing.return_bytes);
         let sums = at.sizing.rank_sums;
@@ -387,7 +387,7 @@ impl CallerTables {
                     from,
                     from_offset: base + u64::from(row) * row_bytes,
                     to: WindowId::POOL,
-                    to_offset: home + u64::from(run.first) * row_bytes,
+                    to_offset: staging + u64::from(run.first) * row_bytes,
                     len: u64::from(run.count) * row_bytes,
                 };
                 match self.spans[first..].last_mut() {
@@ -403,7 +403,7 @@ impl CallerTables {
         for (relay, block) in blocks.filter(|_| is_staged(Route::Pxn)) {
             let (first, from_offset) = (self.spans.len() as u32, self.bases[relay as usize]);
             let (from, to) = (PutSource::Window { owner: at.paths.me(), window: at.far }, WindowId::POOL);
-            let to_offset = home + u64::from(layout.home_of(&at.paths, relay, sums)) * row_bytes;
+            let to_offset = staging + u64::from(layout.returned_at(&at.paths, relay, sums)) * row_bytes;
             let len = u64::from(block.returned(&at.sizing)) * row_bytes;
             self.spans.push(SpanCopy { from, from_offset, to, to_offset, len });
             self.table[caller.rows(relay).0 as usize] = Operand::Spans { first, count: 1 };
@@ -588,9 +588,10 @@ impl RelayTables {
         }
     }
 
-    /// Stage "bring home": the rows of every source, from where they lie on this node, to the place
-    /// that the source named; or their partial sums, through [memory](SumMemory) of this rank.
-    pub fn home(
+    /// Stage "return rows": the rows of every source, from where they lie on this node, to the
+    /// place that the source named; or their partial sums, through [memory](SumMemory) of this
+    /// rank.
+    pub fn return_rows(
         &mut self,
         at: &FillContext,
         forward: &RelayPlan,
@@ -608,7 +609,7 @@ impl RelayTables {
                 Some(_) => forward.partials_from(nth as usize).len() as u32,
                 None => block.entries(),
             };
-            let rows = at.sizing.home(rows, block.entries());
+            let rows = at.sizing.returned(rows, block.entries());
             let pulled = memory.pulled.filter(|_| summed.is_some());
             let chunks = match (summed, pulled) {
                 (None, _) => 1,
@@ -627,7 +628,7 @@ impl RelayTables {
             }
             first_entry += u64::from(block.entries());
             let first = self.spans.len() as u32;
-            self.home_of(
+            self.return_block(
                 at,
                 block,
                 bins,
@@ -662,7 +663,7 @@ impl RelayTables {
                     (to_offset, wait_at) = (to_offset + len, wait_at + len);
                 }
                 let count = self.spans.len() as u32 - first;
-                self.table[relay.home(nth, chunk).0 as usize] = Operand::Spans { first, count };
+                self.table[relay.returned(nth, chunk).0 as usize] = Operand::Spans { first, count };
             }
         }
     }
@@ -713,15 +714,15 @@ impl RelayTables {
         self.spans[first..].rotate_left(behind - first);
     }
 
-    fn home_of(
+    fn return_block(
         &mut self,
         at: &FillContext,
         block: &Block,
         bins: &Bins,
-        (offer, home): (u64, RowBuffer),
+        (offer, returned): (u64, RowBuffer),
         parts: ReturnParts,
     ) {
-        let (row_bytes, words) = (at.sizing.return_bytes, u64::from(at.sizing.words_home) * 4);
+        let (row_bytes, words) = (at.sizing.return_bytes, u64::from(at.sizing.return_words) * 4);
         let sums = at.sizing.rank_sums;
         let segments = if sums { &block.rank_sums } else { &block.segments };
         let (mut segments, mut entry) = (segments.iter(), 0);
@@ -734,7 +735,7 @@ impl RelayTables {
                     (
                         parts.weights,
                         at.sizing.offer(landed).metadata_at() + from * words,
-                        home.metadata_at() + to * words,
+                        returned.metadata_at() + to * words,
                         n * words,
                     ),
                 ];

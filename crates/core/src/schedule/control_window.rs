@@ -9,7 +9,7 @@
 //!   publication     | word per bin, and per rank that stages: u32 |
 //!   message         | tag per member of the node | below: u32 per word | total: u32 per word |
 //!   header          | rows, entries, first row: u32, 64 bytes | landed rows per rank served | its sums per rank served
-//!                   | segment per bin served | row of each entry: u32 | note of each entry |
+//!                   | segment per bin served | row of each entry: u32 | metadata of each entry |
 //! ```
 //!
 //! A rank writes its *publication* once per dispatch, and local peers read it there. A *message*
@@ -241,7 +241,7 @@ impl Calls {
         Calls { running: u64::from(epoch) << (PART_BITS + NUMBER_BITS), last_return: 0 }
     }
 
-    /// Enters the next call, whatever it is and whatever becomes of it.
+    /// Enters the next call, regardless of its kind and its result.
     pub fn enter(&mut self) {
         self.running += Self::STEP;
     }

@@ -54,7 +54,7 @@ impl Flag {
             Flag::Landed => "landed",
             Flag::Read => "read",
             Flag::Block => "block",
-            Flag::Returned => "home",
+            Flag::Returned => "returned",
             Flag::Ready => "ready",
             Flag::Posted => "posted",
         }

@@ -8,13 +8,13 @@
 //!                        - the planner places -
 //!              rows      Put header -> r , Signal block -> r            r: my relays
 //!                        PutRows chunk c -> r , Signal block c -> r     pxn; direct: as to l
-//!                        PutRows -> l , Signal landed -> l ; PutRows -> me ; Wait landed(all) , Wait home(me)
+//!                        PutRows -> l , Signal landed -> l ; PutRows -> me ; Wait landed(all) , Wait returned(me)
 //!
 //!   return     release , offer: entry, and Signal block -> r            the tag says where my rows may be put
-//!              home      Wait home(r) , Wait home(me)
+//!              returned  Wait returned(r) , Wait returned(me)
 //!              sum       Reduce rows, Reduce weights, Signal read -> l
 //!   or         pull      Put l -> me                                      copy engines cannot add; own rows stay
-//!              home      as above
+//!              returned  as above
 //!              pull rest Put staging -> me , Signal read -> l              rows that r returned
 //!
 //!   enqueued   reached   Signal ready -> me , Wait ready(me)                of the stream; the host waits for it
@@ -26,8 +26,8 @@
 //! with one more stage: "bring in", Put staging -> me.
 //!
 //! A dispatch along a known layout is the same program with fewer operands. The rank's work for
-//! others is the program of its [`Relay`]: "block -> me" starts it, "entry(me)" and "home(me)" are
-//! its answers.
+//! others is the program of its [`Relay`]: "block -> me" starts it, "entry(me)" and "returned(me)"
+//! are its answers.
 //!
 //! [`Relay`] builds a rank's work for others: it sends its counts to other nodes, relays the rows
 //! that cross, and returns rows that it summed or read here.
@@ -47,9 +47,9 @@
 //!              return rows   Reduce chunk c of s , Put sums -> s            where relays sum; else Put rows of s -> s
 //!                            Put chunk c of s , l -> me , Reduce it ,             where engines pull, and a kernel sums:
 //!                            Signal ready c of s -> me , Wait , Put sums -> s     the host waits for that
-//!                            Signal home -> s
+//!                            Signal returned -> s
 //!
-//!   both       relay done    Signal home -> me
+//!   both       relay done    Signal returned -> me
 //! ```
 //!
 //! "Done" is a stage of its own, behind the join of all tracks: it says that this relay has put all
@@ -116,9 +116,9 @@ impl<'a> Caller<'a> {
     }
 
     /// Return: rows that relays return have landed, and so has this rank's own relay finished.
-    fn home(&self) -> Vec<TrackOp> {
-        let home = self.paths.relays().map(|r| self.on(r, wait(r, Flag::Returned, FlagValue::Call)));
-        home.chain(self.answer(Flag::Returned)).collect()
+    fn returned(&self) -> Vec<TrackOp> {
+        let returned = self.paths.relays().map(|r| self.on(r, wait(r, Flag::Returned, FlagValue::Call)));
+        returned.chain(self.answer(Flag::Returned)).collect()
     }
 
     /// Return: rows are summed where they lie; their owners may have the memory back.
@@ -152,8 +152,8 @@ impl<'a> Caller<'a> {
         self.paths.local_peers().map(put).collect()
     }
 
-    /// Behind "home": the rows that relays put into this rank's host staging come last. Owners may
-    /// reuse their memory only now, since this rank's relay reads it, too.
+    /// Behind "returned": the rows that relays put into this rank's host staging come last. Owners
+    /// may reuse their memory only now, since this rank's relay reads it, too.
     fn pull_rest(&self) -> Vec<TrackOp> {
         let (paths, me) = (self.paths, self.paths.me());
         let rest = paths.relays().map(|r| self.on(r, Op::Put { to: me, operand: self.rows(r) }));
@@ -315,18 +315,18 @@ impl<'a> Relay<'a> {
     }
 
     /// Operand of the rows returned to the `nth` source, part `chunk` (from 1) of them.
-    pub fn home(&self, nth: u32, chunk: u8) -> OperandId {
+    pub fn returned(&self, nth: u32, chunk: u8) -> OperandId {
         OperandId(self.paths.ranks() + 3 * (nth * (u32::from(self.chunks) + 1) + u32::from(chunk)))
     }
 
     /// Operand of the sums that go with it.
     pub fn partials(&self, nth: u32, chunk: u8) -> OperandId {
-        OperandId(self.home(nth, chunk).0 + 1)
+        OperandId(self.returned(nth, chunk).0 + 1)
     }
 
     /// Operand of the rows that engines pull before that chunk is summed for the `nth` source.
     pub fn pulled(&self, nth: u32, chunk: u8) -> OperandId {
-        OperandId(self.home(nth, chunk).0 + 2)
+        OperandId(self.returned(nth, chunk).0 + 2)
     }
 
     /// In how many chunks, at most, rows are pulled and summed for each source.
@@ -424,7 +424,7 @@ impl<'a> Relay<'a> {
                     items.push(self.on(source, Op::Signal { to: me, of: source, flag, level }));
                     items.push(self.on(source, wait(source, flag, level)));
                 }
-                items.push(self.on(source, Op::Put { to: source, operand: self.home(nth, chunk) }));
+                items.push(self.on(source, Op::Put { to: source, operand: self.returned(nth, chunk) }));
             }
         }
         items.extend(paths.sources().map(|source| self.on(source, self.signal(source, me, Flag::Returned))));
@@ -478,14 +478,14 @@ pub enum StageId {
     Ready,
     /// Return: waits until relays have returned their rows. Slots have no relays: there the stage
     /// puts partial rows, and waits for those that come here.
-    Home,
+    Returned,
     /// Return: sums rows where they lie, and says that they are read.
     Sum,
     /// Return, in place of [`StageId::Sum`]: copy engines pull rows of local peers here, since they
     /// cannot add.
     Pull,
-    /// Return, behind [`StageId::Home`]: copy engines pull the rows that relays returned; owners
-    /// may reuse their memory.
+    /// Return, behind [`StageId::Returned`]: copy engines pull the rows that relays returned;
+    /// owners may reuse their memory.
     PullRest,
     /// All-gather: copies gathered rows to their places.
     Regroup,
@@ -542,7 +542,7 @@ impl StageId {
         StageId::Reached,
         StageId::Posted,
         StageId::Ready,
-        StageId::Home,
+        StageId::Returned,
         StageId::Sum,
         StageId::Pull,
         StageId::PullRest,
@@ -568,7 +568,7 @@ impl StageId {
             StageId::Reached => "reached",
             StageId::Posted => "posted",
             StageId::Ready => "ready",
-            StageId::Home => "home",
+            StageId::Returned => "returned",
             StageId::Sum => "sum",
             StageId::Pull => "pull",
             StageId::PullRest => "pull rest",
@@ -630,7 +630,7 @@ impl Stages {
             StageId::Reached => caller.reached(),
             StageId::Posted => caller.posted(),
             StageId::Ready => caller.ready(),
-            StageId::Home => caller.home(),
+            StageId::Returned => caller.returned(),
             StageId::Sum => caller.sum_stage(),
             StageId::Pull => caller.pull(),
             StageId::PullRest => caller.pull_rest(),

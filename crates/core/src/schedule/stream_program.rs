@@ -13,21 +13,21 @@
 //!   Wait     landed[p] >= 1, of every p
 //!   Signal   own landed[p] = 0
 //!   experts: receive[p] -> partial[p]
-//!   Put      partial[d]  ------------------------------> home[s]            combine: the same again
-//!   Signal   home[s] = 1  -----------------------------> home[s]
-//!   Wait     home[p] >= 1, of every p
-//!   Signal   own home[p] = 0
-//!   sum: own partial[s], home[p] -> tokens
+//!   Put      partial[d]  ------------------------------> returned[s]        combine: the same again
+//!   Signal   returned[s] = 1  -------------------------> returned[s]
+//!   Wait     returned[p] >= 1, of every p
+//!   Signal   own returned[p] = 0
+//!   sum: own partial[s], returned[p] -> tokens
 //! ```
 //!
 //! Flags have a credit of one: a word is raised to 1, awaited, and reset by its owner. No other
 //! words are needed: dispatch and combine alternate, so each signal grants the next write:
 //!
 //! ```text
-//!   home of p, heard by s      p's experts have read receive[s]      s may put its next rows there
+//!   returned of p, heard by s  p's experts have read receive[s]      s may put its next rows there
 //!                              p has set its landed[s] back          s may raise it again
-//!   landed of p, heard by s    p has summed what lay in home[s]      s may put its next partials there
-//!                              p has set its home[s] back            s may raise it again
+//!   landed of p, heard by s    p has summed what lay in returned[s]  s may put its next partials there
+//!                              p has set its returned[s] back        s may raise it again
 //! ```
 //!
 //! Between nodes a stream moves nothing: a host thread does, at the stream's request
@@ -63,13 +63,12 @@
 //! ```
 //!
 //! A *request flag* is a word between a stream and its own proxy, a rank's own word: `landed[me]`
-//! for a dispatch, `home[me]` for a combine, `read[me]` for a release, `ready[me]` for a refusal.
-//! Like all words of a stream
-//! it is a constant, so a graph can set it. Words that cross on the host-staged path are those of
-//! nets, which grow: the proxies count.
+//! for a dispatch, `returned[me]` for a combine, `read[me]` for a release, `ready[me]` for a
+//! refusal. Like all words of a stream it is a constant, so a graph can set it. Words that cross on
+//! the host-staged path are those of nets, which grow: the proxies count.
 //!
 //! The grants of one node suffice, because a signal still says that its rows have landed, and so
-//! that they have been read at their source: `home[d]`, heard by `s`, says that `s` may pack
+//! that they have been read at their source: `returned[d]`, heard by `s`, says that `s` may pack
 //! `send[d]`, and set the request flag, again.
 //!
 //! **On the stream.** A program goes to a stream as batches of copies and lists of memory
@@ -87,8 +86,8 @@ use crate::topology::NodeMap;
 /// Geometry of two symmetric windows: slots, and flags.
 ///
 /// ```text
-///   slots   | * | receive[source] | send[destination] | home[peer] | partial[source] | mark[peer] |    R of each
-///               |         slot_bytes each             |       return_bytes each        |  16 each   |    * what is kept free
+///   slots   | * | receive[source] | send[destination] | returned[peer] | partial[source] | mark[peer] |    R of each
+///               |         slot_bytes each             |         return_bytes each          |  16 each   |    * what is kept free
 ///   flags   | words of Control::flag, a cache line each |
 /// ```
 ///
@@ -119,7 +118,7 @@ impl Slots {
     pub const FLAGS: WindowId = WindowId::CONTROL;
     /// Bytes of a mark: the number of a call, and as many zeros.
     pub const MARK_BYTES: u64 = 16;
-    /// Each of the five begins at a multiple of so many bytes, as whatever a device allocates does.
+    /// Each of the five begins at a multiple of so many bytes, as all device memory does.
     pub const ALIGN: u64 = 256;
 
     /// For a group of `ranks` ranks: `slot_bytes` for all rows that one rank sends another, with
@@ -133,7 +132,7 @@ impl Slots {
         if ranks == 0 {
             return bad("ranks", 0, "1 or more");
         }
-        for (parameter, bytes) in [("slot bytes", slot_bytes), ("home bytes", return_bytes)] {
+        for (parameter, bytes) in [("slot bytes", slot_bytes), ("return bytes", return_bytes)] {
             let total =
                 bytes.checked_next_multiple_of(Self::ALIGN).and_then(|b| b.checked_mul(4 * u64::from(ranks)));
             if !bytes.is_multiple_of(16) || total.is_none() {
@@ -180,13 +179,13 @@ impl Slots {
     }
 
     /// Where partial rows of `peer` return.
-    pub fn home(&self, peer: u32) -> u64 {
+    pub fn returned(&self, peer: u32) -> u64 {
         self.first + 2 * self.all(self.slot_bytes) + u64::from(peer) * self.return_bytes
     }
 
     /// Where experts leave partial rows for `source`.
     pub fn partial(&self, source: u32) -> u64 {
-        self.all(self.return_bytes) + self.home(source)
+        self.all(self.return_bytes) + self.returned(source)
     }
 
     /// Where `peer` leaves the number of the last call that it refused.
@@ -249,8 +248,8 @@ impl SlotCall {
     fn span(self, slots: &Slots, from: u32, to: u32) -> SpanCopy {
         let (from_offset, to_offset, len) = match self {
             SlotCall::Dispatch => (slots.send(to), slots.receive(from), slots.slot_bytes()),
-            SlotCall::Combine => (slots.partial(to), slots.home(from), slots.return_bytes()),
-            SlotCall::Release => (slots.partial(to), slots.home(from), 0),
+            SlotCall::Combine => (slots.partial(to), slots.returned(from), slots.return_bytes()),
+            SlotCall::Release => (slots.partial(to), slots.returned(from), 0),
             SlotCall::Refusal => (slots.mark(from), slots.mark(from), Slots::MARK_BYTES),
         };
         let source = PutSource::Window { owner: from, window: Slots::WINDOW };
@@ -260,7 +259,7 @@ impl SlotCall {
 
 impl StreamProgram {
     /// Operations that rank `me` enqueues for a call. A dispatch moves `send[d]` here to
-    /// `receive[me]` at `d`, a combine `partial[p]` here to `home[me]` at `p`, and a refusal
+    /// `receive[me]` at `d`, a combine `partial[p]` here to `returned[me]` at `p`, and a refusal
     /// `mark[me]` to the same place at each. All but a dispatch say, too, that all slots have been
     /// read.
     ///
@@ -535,21 +534,21 @@ mod tests {
 
         #[test]
         fn nothing_overlaps() {
-            for (ranks, slot, home) in [(1, 16, 16), (3, 272, 512), (8, 4096, 16), (64, 0, 0)] {
-                let slots = Slots::new(ranks, slot, home).unwrap();
+            for (ranks, slot, returned) in [(1, 16, 16), (3, 272, 512), (8, 4096, 16), (64, 0, 0)] {
+                let slots = Slots::new(ranks, slot, returned).unwrap();
                 let slots = if ranks % 2 == 0 { slots.behind_words() } else { slots };
                 assert!(slots.first() == 0 || slots.first() >= slots.flag_bytes());
                 let all =
                     |at: fn(&Slots, u32) -> u64, len| (0..ranks).map(move |rank| (at(&slots, rank), len));
                 let mut pieces: Vec<(u64, u64)> =
                     all(Slots::receive, slot).chain(all(Slots::send, slot)).collect();
-                pieces.extend(all(Slots::home, home).chain(all(Slots::partial, home)));
+                pieces.extend(all(Slots::returned, returned).chain(all(Slots::partial, returned)));
                 pieces.push((slots.bytes(), 0));
                 for next in pieces.windows(2) {
                     assert!(next[0].0 + next[0].1 <= next[1].0, "{next:?}");
                 }
                 let begin =
-                    [Slots::receive, Slots::send, Slots::home, Slots::partial].map(|at| at(&slots, 0));
+                    [Slots::receive, Slots::send, Slots::returned, Slots::partial].map(|at| at(&slots, 0));
                 assert!(begin.iter().all(|at| at.is_multiple_of(Slots::ALIGN)), "{begin:?}");
                 assert_eq!(slots.flag_bytes(), Flag::COUNT as u64 * 64 * u64::from(ranks));
                 assert!(slots.flag(ranks - 1, Flag::Returned) < slots.flag_bytes());
@@ -565,7 +564,7 @@ mod tests {
             ));
             assert!(matches!(
                 Slots::new(2, 16, 8),
-                Err(PlanError::BadParameter { parameter: "home bytes", .. })
+                Err(PlanError::BadParameter { parameter: "return bytes", .. })
             ));
             assert!(Slots::new(64, u64::MAX - 15, 16).is_err() && Slots::new(64, 1 << 56, 16).is_err());
         }
@@ -694,9 +693,9 @@ mod tests {
                 len: 256,
             };
             assert_eq!(spans(5), [copy(pool, slots.partial(2), staging, slots.partial(2))]);
-            assert_eq!(spans(2), [copy(staging, slots.partial(2), staging, slots.home(1))]);
+            assert_eq!(spans(2), [copy(staging, slots.partial(2), staging, slots.returned(1))]);
             let mark = SpanCopy { len: 16, ..copy(staging, slots.mark(2), pool, slots.mark(2)) };
-            assert_eq!(spans(8), [copy(staging, slots.home(2), pool, slots.home(2)), mark]);
+            assert_eq!(spans(8), [copy(staging, slots.returned(2), pool, slots.returned(2)), mark]);
         }
 
         #[test]
@@ -749,7 +748,7 @@ mod tests {
             let program = StreamProgram::new(SlotCall::Combine, slots, 1).unwrap();
             let copy = |to| {
                 let from = PutSource::Window { owner: 1, window: Slots::WINDOW };
-                let (from_offset, to_offset) = (slots.partial(to), slots.home(1));
+                let (from_offset, to_offset) = (slots.partial(to), slots.returned(1));
                 PeerCopy { to, span: SpanCopy { from, from_offset, to: Slots::WINDOW, to_offset, len: 256 } }
             };
             let [home0, home1, home2] = [0, 1, 2].map(|of| slots.flag(of, Flag::Returned));

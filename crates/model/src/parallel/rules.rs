@@ -21,7 +21,7 @@ use super::mesh::divisors;
 use super::transformer::Transformer;
 
 /// Least tokens per device below which data parallelism or FSDP binds: `C / (axes W)`. Weights are
-/// gathered and gradients reduced whatever the batch, so a smaller batch has too few products.
+/// gathered and gradients reduced once per step, so a smaller batch has too few products.
 ///
 /// `sparsity` is parameters by active parameters (1: dense). Bytes count all experts, products only
 /// the chosen ones.

@@ -117,7 +117,7 @@ impl<'a> Lowering<'a> {
         let (mut messages, mut returned) = (self.relayed(), self.relayed());
         messages.messages(&at, false);
         let memory = SumMemory { outbox: 0, pulled: pulls.then_some(0) };
-        returned.home(&at, &rank.forward, &placed.bins, parts, memory);
+        returned.return_rows(&at, &rank.forward, &placed.bins, parts, memory);
         // Each rank's chunk lies in its own memory.
         let offers = vec![self.sizing.offer(0); self.paths.ranks() as usize];
         let holders: Vec<u32> = (0..self.paths.ranks()).collect();
@@ -163,7 +163,7 @@ impl<'a> Lowering<'a> {
                     }
                     let hears = |item: &TrackOp| matches!(item.op, Op::Wait { flag: Flag::Returned, .. });
                     if returns(kind) && items.iter().any(hears) {
-                        lines.mark(Phase::Home);
+                        lines.mark(Phase::Return);
                     }
                 }
                 Action::Compute(work) if role == Role::Own => self.plan(lines, work, kind),

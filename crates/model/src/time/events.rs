@@ -197,12 +197,12 @@ impl<'a> Machine<'a> {
             match task {
                 Task::Mark(phase) => self.marks[me as usize].push((phase, now)),
                 Task::Hand(to, task) => {
-                    let partner = match (to, &*task) {
+                    let waiter = match (to, &*task) {
                         (Line::Nic, Task::Send { to, .. } | Task::Signal { to, .. }) => *to,
                         _ => me,
                     };
                     let to = self.line(me, to);
-                    self.lines[to].tasks.push((me, partner), *task);
+                    self.lines[to].tasks.push((me, waiter), *task);
                     if !std::mem::replace(&mut self.lines[to].occupied, true) {
                         self.at(now, Event::Free(to));
                     }

@@ -92,7 +92,7 @@ impl<'a> Lines<'a> {
         if from == to { Place::Own } else { Place::Peer }
     }
 
-    /// Sums of outputs, or of partials that go home.
+    /// Sums of outputs, or of partials that return.
     pub(super) fn reduce(&mut self, operands: &Operands, operand: OperandId) {
         let sum = &operands.sum;
         let Operand::SumRows { first, count, to } = operands.table[operand.0 as usize] else { return };
@@ -100,7 +100,7 @@ impl<'a> Lines<'a> {
             return;
         }
         let at = |row: u32| sum.starts[row as usize] as usize;
-        let (home, me) = (self.sizing.return_bytes, self.paths.me());
+        let (row_bytes, me) = (self.sizing.return_bytes, self.paths.me());
         let (mut own, mut near) = (0, 0);
         for term in &sum.terms[at(first)..at(first + count)] {
             match sum.held_by[term.owner as usize] == me {
@@ -109,8 +109,8 @@ impl<'a> Lines<'a> {
             }
         }
         let written = match to {
-            SumTarget::Output => home,
-            SumTarget::Partials { .. } => self.sizing.partial_bytes.unwrap_or(home),
+            SumTarget::Output => row_bytes,
+            SumTarget::Partials { .. } => self.sizing.partial_bytes.unwrap_or(row_bytes),
         };
         self.kernel(own + u64::from(count) * written, near);
     }

@@ -71,7 +71,7 @@ fn costs(copies: &[(u64, f64)]) -> Vec<CopyCost> {
     copies.iter().enumerate().map(cost).collect()
 }
 
-/// A price that the model takes, on whatever driver: kernels of the fake one may take seconds.
+/// A price that the model takes, on any driver: kernels of the fake one may take seconds.
 fn ns(us: f64) -> u64 {
     (us * 1e3).round().clamp(0.0, Hardware::MAX_PRICE as f64) as u64
 }

@@ -76,7 +76,7 @@ pub enum Phase {
     /// Rows that arrived come into visible order.
     Regroup,
     /// Crossing rows return, summed by relays or not.
-    Home,
+    Return,
     /// Rows are pulled from local peers.
     Pull,
     /// Rows are summed.
@@ -133,7 +133,7 @@ impl Phase {
             Phase::Pack => "pack",
             Phase::Move => "move",
             Phase::Regroup => "regroup",
-            Phase::Home => "home",
+            Phase::Return => "return",
             Phase::Pull => "pull",
             Phase::Sum => "sum",
         }

@@ -136,7 +136,7 @@ impl Placed {
             row_bytes: case.row_bytes,
             return_bytes: case.return_bytes,
             words_out: metadata.words(top_k),
-            words_home: 1,
+            return_words: 1,
             partial_bytes: sums.then_some(case.partial_bytes),
             rank_sums,
             pulled_bytes: PulledSums::CHUNK_BYTES,
@@ -365,7 +365,7 @@ fn ring_of(case: &Case, hardware: &Hardware) -> Result<Ring, PlanError> {
     if case.chunks == Some(0) {
         return Err(bad("chunks", 0, "1 or more"));
     }
-    let sizes = [("row bytes", case.row_bytes), ("home bytes", case.return_bytes)];
+    let sizes = [("row bytes", case.row_bytes), ("return bytes", case.return_bytes)];
     if let Some(&(parameter, seen)) = sizes.iter().find(|(_, n)| *n == 0 || !n.is_multiple_of(16)) {
         return Err(PlanError::BadParameter { parameter, seen, expected: "a multiple of 16" });
     }

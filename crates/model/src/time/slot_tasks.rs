@@ -92,7 +92,7 @@ enum Piece {
 /// stream has done all of it.
 fn move_part(program: &mut Program, stream: &StreamProgram, part: Part, me: u32, hardware: &Hardware) {
     let (engines, mut under_way) = (&hardware.engines, None);
-    // Sizes of the batches to come, and copies that the one under way still takes.
+    // Sizes of the batches to come, and copies that the one in flight still takes.
     let (mut sizes, mut room) = (copy_batches(usize::MAX), 0);
     let mut hand = |program: &mut Program, piece, task| {
         let is_batch = piece == Piece::Batch;

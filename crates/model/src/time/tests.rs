@@ -334,12 +334,12 @@ fn combine_gradient_is_timed_as_unplanned_dispatch_of_rows_only() {
     let group = group((2, 3), 256, true);
     for (layout, route) in RowLayout::ALL.into_iter().flat_map(|l| Route::ALL.map(|r| (l, r))) {
         let bare = Case { metadata: false, row_bytes: 2048, ..case(&group, layout, route, SumOrder::Expert) };
-        let as_home = Placed::new(&Case { row_bytes: bare.return_bytes, ..bare }, &h100()).unwrap();
+        let as_returned = Placed::new(&Case { row_bytes: bare.return_bytes, ..bare }, &h100()).unwrap();
         let (dispatch, gradient) =
-            (as_home.dispatch(), Placed::new(&bare, &h100()).unwrap().combine_backward());
+            (as_returned.dispatch(), Placed::new(&bare, &h100()).unwrap().combine_backward());
         let title = format!("{layout:?} {route:?}: {dispatch:?} {gradient:?}");
         // The type in which rows went out makes no difference.
-        assert_eq!(gradient, as_home.combine_backward(), "{title}");
+        assert_eq!(gradient, as_returned.combine_backward(), "{title}");
         let moved = |timing: &Timing| {
             [timing.total.intra_node_bytes, timing.total.self_bytes, timing.total.kernel_bytes]
         };

@@ -53,6 +53,11 @@ impl Variant {
         name
     }
 
+    /// The same without settings of sums, which are the combine's alone.
+    pub fn of_dispatch(self) -> Self {
+        Variant { sum_order: SumOrder::Expert, partial_dtype: None, ..self }
+    }
+
     /// All ways on so many nodes.
     pub fn all(wishes: &Wishes, nodes: u32) -> Vec<Variant> {
         let layouts = wishes.layout.map_or(RowLayout::ALL.to_vec(), |layout| vec![layout]);

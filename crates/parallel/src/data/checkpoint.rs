@@ -10,8 +10,8 @@
 //! ```
 //!
 //! A reader takes memory for its own part and for places of runs, which are never more than twice
-//! the elements, whatever shards say. It changes nothing before all shards are read, their digests
-//! are right, and each element has come once.
+//! the elements, regardless of the shards' own lists. It changes nothing before all shards are
+//! read, their digests are right, and each element has come once.
 
 use std::io::{self, Read, Write};
 use std::ops::Range;

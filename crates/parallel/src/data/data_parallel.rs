@@ -183,7 +183,7 @@ impl DataParallel {
 
     /// Runs a backward pass and makes the means of its gradients. `body` gives the gradient of each
     /// parameter once, from the last parameter on, or in another order with less overlap. A bucket
-    /// is reduced when its last gradient has come and all buckets behind it are under way, next to
+    /// is reduced when its last gradient has come and all buckets behind it are in flight, next to
     /// the rest of `body` if the executor overlaps. Collective.
     ///
     /// A mean is the sum by ascending rank from +0, divided by the number of ranks. With
@@ -383,7 +383,7 @@ impl DataParallel {
     }
 }
 
-/// A backward pass that is under way: it takes gradients, adds them to the sums of microbatches
+/// A backward pass in flight: it takes gradients, adds them to the sums of microbatches
 /// before it, and sends each bucket that they complete.
 #[derive(Debug)]
 pub struct Backward<'a> {
@@ -433,7 +433,7 @@ impl<'a> Backward<'a> {
         let buffer = self.filling[bucket].get_or_insert_with(zeros);
         add(&mut buffer[place.start - layout.bucket(bucket).start..][..place.len()], gradient);
         self.awaited[bucket] -= 1;
-        // All ranks reduce the buckets in one order, whatever the order of gradients.
+        // All ranks reduce the buckets in one order, for any order of gradients.
         while self.awaited.last() == Some(&0) {
             self.awaited.pop();
             if let Some(Some(buffer)) = self.filling.pop() {

@@ -7,7 +7,7 @@
 //! ```
 //!
 //! The middle of a step is pairs: a forward pass of one way overlaps with a backward pass of the
-//! other. So dispatch and combine of each hide in the compute of its partner.
+//! other. So dispatch and combine of each hide in the compute of the other.
 
 use std::collections::VecDeque;
 

@@ -14,7 +14,7 @@ pub enum Pass {
     Backward,
     /// Gradients of inputs, which the stage before waits for.
     BackwardInput,
-    /// Gradients of weights, which nobody waits for.
+    /// Gradients of weights, which no stage waits for.
     BackwardWeight,
 }
 

@@ -266,6 +266,6 @@ mod tests {
         assert_eq!(said(&equal[..2], Some(1)), [true, false], "rank 1 has ended");
         assert_eq!(said(&equal[..1], None), [true, false], "all ranks have ended in the second");
         let wrong = [Outcome::Equal, Outcome::Wrong(Vec::new())];
-        assert_eq!(said(&wrong, None), [true, false], "nobody has begun the third");
+        assert_eq!(said(&wrong, None), [true, false], "no rank has begun the third");
     }
 }

@@ -274,16 +274,16 @@ impl<'r, E: Real> RankCalls<'r, E> {
         let of_weights = self.place.lend(&alive.lying(&reference.row_words(me, words)))?;
         let (sums, returned) = (reference.sums(me, rows, false), reference.returned_words(me, words));
         for with_weights in [true, false] {
-            let (mut x, mut home) =
+            let (mut x, mut weights_out) =
                 (self.place.room(bytes_of(&sums).len())?, self.place.room(bytes_of(&returned).len())?);
             let given = with_weights.then(|| of_weights.tensor(Dtype::F32));
-            let target = with_weights.then(|| home.tensor_mut(Dtype::F32));
+            let target = with_weights.then(|| weights_out.tensor_mut(Dtype::F32));
             let (y, tokens) = (of_rows.tensor(E::DTYPE), x.tensor_mut(E::DTYPE));
             self.ep.dispatch_backward_into(y, given, handle, tokens, target)?;
             self.check_tensor(&format!("token gradients of dispatch {nth}"), &x, &sums)?;
             if with_weights {
                 let what = format!("gradients of dispatch {nth}'s choices");
-                self.check_words(&what, &home, &returned)?;
+                self.check_words(&what, &weights_out, &returned)?;
             }
         }
         Ok(())
@@ -295,8 +295,8 @@ impl<'r, E: Real> RankCalls<'r, E> {
         let (reference, handle) = (&alive.reference, &alive.handle);
         let g = self.place.lend(&reference.sent(number, me))?;
         let products = reference.products(me, alive.outputs.get(), number);
-        let mut home = self.place.room(bytes_of(&products).len())?;
-        let target = weighted.then(|| home.tensor_mut(Dtype::F32));
+        let mut weights_out = self.place.room(bytes_of(&products).len())?;
+        let target = weighted.then(|| weights_out.tensor_mut(Dtype::F32));
         let rows = self.ep.combine_backward_into(g.tensor(E::DTYPE), handle, target)?;
         let expected = match weighted {
             true => reference.weighted_rows(me, number),
@@ -306,7 +306,7 @@ impl<'r, E: Real> RankCalls<'r, E> {
         let shape = (E::DTYPE, self.settings.case.hidden * E::DTYPE.size());
         self.check_rows(&what, &rows, &alive, shape, bytes_of(&expected))?;
         if weighted {
-            self.check_words(&format!("weight gradients of dispatch {nth}"), &home, &products)?;
+            self.check_words(&format!("weight gradients of dispatch {nth}"), &weights_out, &products)?;
         }
         Ok(())
     }

@@ -188,18 +188,18 @@ impl Streams {
         let trip = Trip::new(&self.gpu)?;
         let Trip { from, there, to, .. } = &trip;
         let batch = || CopyBatch::with_capacity(&self.gpu.context, 600);
-        let (mut random, mut away, mut home) = (Random(1), batch(), batch());
+        let (mut random, mut away, mut back) = (Random(1), batch(), batch());
         let mut at = 0;
         while at < BYTES {
             let len = u64::from(1 + random.below(4096)).min(BYTES - at);
             away.push(there.span(at, len)?, from.range().span(at, len)?)?;
-            home.push(to.range().span(at, len)?, there.span(at, len)?)?;
+            back.push(to.range().span(at, len)?, there.span(at, len)?)?;
             at += len;
         }
         let (rounds, copies) = (self.gpu.few(50, 5), away.len());
         trip.check(self, rounds, || {
             stream.copy_batch(&mut away)?;
-            stream.copy_batch(&mut home)
+            stream.copy_batch(&mut back)
         })?;
         Ok(format!("{rounds} rounds of {copies} copies of odd sizes, each way"))
     }

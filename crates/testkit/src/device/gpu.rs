@@ -200,7 +200,7 @@ impl Bench {
     }
 }
 
-/// Memory of a GPU between guards: whatever is written beside it is noticed when it is read.
+/// Memory of a GPU between guards: anything that is written beside it is noticed when it is read.
 pub struct Guarded {
     all: DeviceRange,
     range: DeviceRange,

@@ -228,11 +228,11 @@ fn lock_case(asker: &Asker<'_>, call: Call) -> Result<(), TestError> {
         Call::Load | Call::Launches => Needs::Nothing,
     };
     let rows = gpu.memory(COPIES * COPY)?;
-    let home = gpu.pinned(COPIES * COPY)?;
+    let host = gpu.pinned(COPIES * COPY)?;
     let (other, mut batch) =
         (Stream::new(context, Priority::Highest)?, CopyBatch::with_capacity(context, COPIES as usize));
     for at in (0..COPIES).map(|nth| nth * COPY) {
-        batch.push(home.range().span(at, COPY)?, rows.span(at, COPY)?)?;
+        batch.push(host.range().span(at, COPY)?, rows.span(at, COPY)?)?;
     }
     let [calling, returned, over] = [(); 3].map(|()| AtomicBool::new(false));
     // A batch of copies and a word behind it, until the host sees the word.
@@ -331,7 +331,7 @@ fn queue_case(asker: &Asker<'_>, sharing: Sharing) -> Result<(), TestError> {
     let priority = if sharing.priorities { Priority::Highest } else { Priority::Normal };
     let others = (0..WAYS.len()).map(|_| Stream::new(context, priority)).collect::<Result<Vec<_>, _>>()?;
     let (rows, elsewhere) = (gpu.memory(BYTES)?, gpu.memory(BYTES)?);
-    let (home, out, back) = (gpu.pinned(BYTES)?, gpu.pinned(BYTES)?, gpu.pinned(BYTES)?);
+    let (host, out, back) = (gpu.pinned(BYTES)?, gpu.pinned(BYTES)?, gpu.pinned(BYTES)?);
     // To the GPU the first half, on the GPU the second: no two write the same bytes.
     let half = BYTES / 2;
     let ways: [(&DeviceRange, &DeviceRange, u64); 3] =
@@ -342,7 +342,7 @@ fn queue_case(asker: &Asker<'_>, sharing: Sharing) -> Result<(), TestError> {
         batch.push(to.span(at, half)?, from.span(at, half)?)?;
         batches.push(batch);
     }
-    held.wait(|caller| caller.copy(whole(home.range())?, whole(&rows)?))?;
+    held.wait(|caller| caller.copy(whole(host.range())?, whole(&rows)?))?;
 
     let (bound, mut landed) = (asker.bound, [false; 3]);
     std::thread::scope(|scope| {

@@ -4,7 +4,7 @@
 //!   sort    own routing by bin                           before counts are exchanged
 //!   place   counts of all, and the layout that follows
 //!   fill    operands of the own program
-//!   relay   runs and operands of what it hands on, if blocks of its sources are like its own
+//!   relay   runs and operands of what it relays, if blocks of its sources are like its own
 //! ```
 
 use std::hint::black_box;
@@ -81,7 +81,7 @@ impl Planning {
             row_bytes: ROW,
             return_bytes: ROW,
             words_out: metadata.words(top_k),
-            words_home: 1,
+            return_words: 1,
             partial_bytes: None,
             rank_sums: false,
             pulled_bytes: PulledSums::CHUNK_BYTES,

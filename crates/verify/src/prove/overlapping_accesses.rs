@@ -239,7 +239,7 @@ fn access(
 }
 
 impl Window {
-    /// Sweeps over the bytes: whatever overlaps, with a write among the two, must be ordered.
+    /// Sweeps over the bytes: two accesses that overlap, of which one writes,, must be ordered.
     fn meet(&mut self) {
         // Of those that begin together, the operations of a mutant come in the order of their
         // program, too.

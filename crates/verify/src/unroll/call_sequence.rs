@@ -3,7 +3,7 @@
 //! ```text
 //!   dispatch   | release | free offered, take extents, write publication | entry | read tags, counts; write headers | rows | caller reads rows
 //!   cached     | release | free offered, take extents                    | entry | read tags                        | rows | caller reads rows
-//!   return     caller writes chunk | release | free offered, take staging | entry | read tags | home | sum | free staging, offer chunk
+//!   return     caller writes chunk | release | free offered, take staging | entry | read tags | returned | sum | free staging, offer chunk
 //!
 //!   relay      | node entered | read tags, counts; write messages | counts sent | all entered | read messages, counts | agreed
 //!              | headers | read headers or offers | ...
@@ -254,7 +254,7 @@ pub(super) fn sizing(scenario: &ProofScenario) -> RowSizes {
         row_bytes: scenario.row_bytes,
         return_bytes: scenario.row_bytes,
         words_out: scenario.metadata().words(top_k),
-        words_home: scenario.layout.words_home(top_k),
+        return_words: scenario.layout.return_words(top_k),
         partial_bytes: sums.then_some(partial_bytes),
         rank_sums,
         pulled_bytes: scenario.row_bytes,

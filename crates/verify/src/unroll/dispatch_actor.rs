@@ -5,11 +5,11 @@
 //! to their places:
 //!
 //! ```text
-//!   extent      | gathered rows | their notes | rows of my experts | their notes |
+//!   extent      | gathered rows | their metadata | rows of my experts | their metadata |
 //!                                             | blocks to relay                        |
 //!
 //!   call n      dispatch of the instance that gathers
-//!   call n + 1  | read notes | regroup: gathered -> rows of my experts | write notes | read
+//!   call n + 1  | read metadata | regroup: gathered -> rows of my experts | write metadata | read
 //! ```
 //!
 //! The copies are a call of their own in the unrolled program: they write where relays of the

@@ -33,13 +33,13 @@ impl Unroller<'_> {
         of.into_iter().map(tag).collect()
     }
 
-    /// Rows that a kernel adds up: those that engines brought to `home`, in the order in which they
-    /// left, and between these own rows, where this rank offers them.
+    /// Rows that a kernel adds up: those that engines brought to `staging`, in the order in which
+    /// they left, and between these own rows, where this rank offers them.
     pub(super) fn summed(
         &self,
         me: u32,
         layout: &DispatchLayout,
-        ((home, offered), count): ((u64, u64), u32),
+        ((staging, offered), count): ((u64, u64), u32),
         row_bytes: u64,
     ) -> Vec<HostAccess> {
         let rows = |what, at: u64, first: u32, count: u32| {
@@ -52,11 +52,11 @@ impl Unroller<'_> {
         own.sort_unstable_by_key(|run| run.first);
         let (mut reads, mut next) = (Vec::new(), 0);
         for run in own {
-            reads.push(rows("rows at home", home, next, run.first - next));
+            reads.push(rows("returned rows", staging, next, run.first - next));
             reads.push(rows("own outputs", offered, run.to_row, run.count));
             next = run.first + run.count;
         }
-        reads.push(rows("rows at home", home, next, count - next));
+        reads.push(rows("returned rows", staging, next, count - next));
         reads.retain(|read| !read.bytes.range.is_empty());
         reads
     }
@@ -73,29 +73,30 @@ impl Unroller<'_> {
         let near = paths
             .relays()
             .next()
-            .map_or(layout.terms.len() as u32, |relay| layout.home_of(&paths, relay, false));
+            .map_or(layout.terms.len() as u32, |relay| layout.returned_at(&paths, relay, false));
         let mut reads = self.summed(me, layout, (places, near), row_bytes);
         reads.extend(paths.relays().zip(&layout.blocks).map(|(relay, block)| {
-            let first = u64::from(layout.home_of(&paths, relay, false)) * row_bytes;
+            let first = u64::from(layout.returned_at(&paths, relay, false)) * row_bytes;
             let len = u64::from(block.rows) * row_bytes;
-            self.read("sums at home", Bytes::new(me, WindowId::POOL, places.0 + first, len))
+            self.read("returned sums", Bytes::new(me, WindowId::POOL, places.0 + first, len))
         }));
         reads.retain(|read| !read.bytes.range.is_empty());
         reads
     }
 
-    /// The same of sums by rank: those that engines brought to `home`, and own ones where they lie.
+    /// The same of sums by rank: those that engines brought to `staging`, and own ones where they
+    /// lie.
     pub(super) fn rank_sums_added(
         &self,
         me: u32,
         layout: &DispatchLayout,
-        (home, offered): (u64, u64),
+        (staging, offered): (u64, u64),
         row_bytes: u64,
     ) -> Vec<HostAccess> {
         let added = |(rank, run): (u32, &RowRun)| {
             let (what, at, first) = match rank == me {
                 true => ("own sums", offered, run.to_row),
-                false => ("sums at home", home, run.first),
+                false => ("returned sums", staging, run.first),
             };
             let (first, len) = (u64::from(first) * row_bytes, u64::from(run.count) * row_bytes);
             self.read(what, Bytes::new(me, WindowId::POOL, at + first, len))
@@ -274,7 +275,7 @@ impl Unroller<'_> {
         (own, &block.index[skip..skip + count])
     }
 
-    /// Where the index and the notes of a dispatch lie in the planner's memory of the host.
+    /// Where the index and the metadata of a dispatch lie in the planner's memory of the host.
     pub(super) fn scratch(&self, me: u32, landed: u32, ground: &Extent, handle: usize) -> (u64, u64) {
         let (index, end) = self.landing(landed).arrivals();
         match self.scenario.gpu_direct {

@@ -232,7 +232,7 @@ pub enum SeededBug {
     /// A relay takes the blocks of all its sources in one place.
     ShareStaging,
     /// All relays return rows to one place.
-    ShareHome,
+    ShareReturned,
     /// Sums wait to be sent where others return rows.
     ShareOutbox,
     /// A kernel makes sums by rank when peers may be pulling them already.
@@ -263,7 +263,7 @@ impl SeededBug {
         SeededBug::EndUnsettled,
         SeededBug::StageUnasked,
         SeededBug::ShareStaging,
-        SeededBug::ShareHome,
+        SeededBug::ShareReturned,
         SeededBug::ShareOutbox,
         SeededBug::SumLate,
         SeededBug::SumOverRows,

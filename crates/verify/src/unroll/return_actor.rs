@@ -89,7 +89,7 @@ impl Unroller<'_> {
         let layout = &handle.placed.layouts[me as usize];
         let offered = self.sizing.offer(layout.landed);
         let size = offered.bytes();
-        let home = CallerTables::return_bytes(&paths, layout);
+        let returned = CallerTables::return_bytes(&paths, layout);
         let at = self.return_setting(me, parts);
         let wait = RelayTables::outbox_bytes(&at, &handle.placed.forwards[me as usize]);
         let partial_bytes = at.sizing.partial_bytes;
@@ -117,18 +117,18 @@ impl Unroller<'_> {
         let staging = match self.scenario.enqueues {
             // All calls return rows to one place.
             true => member.staging.clone(),
-            false => member.pool.take(home + wait + brought),
+            false => member.pool.take(returned + wait + brought),
         };
         let (at, (mut tables, _)) = (self.return_setting(me, parts), self.tables(me));
         match self.scenario.pulls {
             true => tables.stage_rows(&at, layout, staging.start),
             false => tables.stage(&paths, layout, staging.start),
         }
-        if self.scenario.seeded == Some(SeededBug::ShareHome) {
+        if self.scenario.seeded == Some(SeededBug::ShareReturned) {
             paths.relays().for_each(|relay| tables.bases[relay as usize] = staging.start);
         }
         let shared = self.scenario.seeded == Some(SeededBug::ShareOutbox);
-        let in_staging = staging.start + if shared { 0 } else { home };
+        let in_staging = staging.start + if shared { 0 } else { returned };
         let over_rows = self.scenario.seeded == Some(SeededBug::SumOverRows);
         let memory = match &node_sums {
             Some(sums) if !shared => {
@@ -183,7 +183,7 @@ impl Unroller<'_> {
             tables.offers = call.offers.iter().map(|offer| offer.tags[me as usize].base).collect();
             let parts =
                 if self.scenario.pulls { ReturnParts { rows: true, weights: false } } else { call.parts };
-            tables.home(&setting, forward, &self.bins, parts, *memory);
+            tables.return_rows(&setting, forward, &self.bins, parts, *memory);
             self.filled(me, self.relayed(me, tables, forward))
         });
         Returner { unroller: self, me, call, own, messages: self.messages(me, false), returned }

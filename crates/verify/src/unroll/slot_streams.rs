@@ -3,7 +3,7 @@
 //! ```text
 //!   dispatch   pack: write send, own receive  |  puts, signals, waits, words set back
 //!   combine    experts read receive  |  partials: write partial  |  puts, signals, waits, words set back
-//!              |  sum: read own partial, home
+//!              |  sum: read own partial, returned
 //!   release    the caller has read receive           |        signals, waits, words set back
 //!   refusal    the same  |  write own mark           |  puts, signals, waits, words set back
 //! ```
@@ -39,11 +39,11 @@
 //!                                              ^ rank 0 signals b behind its wait for a, rank 1 signals a behind this one
 //! ```
 //!
-//! If all ranks enqueue in one order, no rank waits forever, whatever streams share a queue at each
-//! rank. To see this, take the first call in that order that is not over everywhere. All earlier
-//! calls are done, so each rank has enqueued and run its puts and signals, which come before its
-//! waits. If two ranks differ, take the first place in a queue where they do: each waits there for
-//! an operation that the other has behind its own wait.
+//! If all ranks enqueue in one order, no rank waits forever, regardless of which streams share a
+//! queue at each rank. To see this, take the first call in that order that is not over everywhere.
+//! All earlier calls are done, so each rank has enqueued and run its puts and signals, which come
+//! before its waits. If two ranks differ, take the first place in a queue where they do: each waits
+//! there for an operation that the other has behind its own wait.
 
 use std::collections::HashMap;
 use std::iter;
@@ -525,8 +525,8 @@ impl StreamUnroller<'_> {
             return vec![self.touch("mark of a refusal", false, call, at, Slots::MARK_BYTES)];
         }
         let read = |what, at| self.touch(what, false, call, (me, at), bytes);
-        let home = self.peers(me).map(|peer| read("rows that came home", slots.home(peer)));
-        iter::once(read("own partial rows", slots.partial(me))).chain(home).collect()
+        let returned = self.peers(me).map(|peer| read("returned rows", slots.returned(peer)));
+        iter::once(read("own partial rows", slots.partial(me))).chain(returned).collect()
     }
 
     fn touch(
@@ -569,7 +569,7 @@ impl StreamOperands {
         let (refuses, marks) = (self.turns.refuses(self.call), slots.mark(0)..slots.bytes());
         let sent = match marks.contains(&at) {
             true => refuses.is_some_and(|refuses| at == slots.mark(refuses)),
-            false => refuses.is_none_or(|refuses| at != slots.home(refuses)),
+            false => refuses.is_none_or(|refuses| at != slots.returned(refuses)),
         };
         from.window == WindowId::HOST_STAGING && from.owner == self.me && !sent
     }

@@ -420,7 +420,7 @@ fn a_run_goes_on_over_another_mesh_from_its_checkpoint() {
 fn goes_on(settings: &Settings) {
     let of = |sizes, zero, order| {
         let strategy = strategy(sizes);
-        // Windows of dp ranks and microbatches are the same, whatever the mesh.
+        // Windows of dp ranks and microbatches are the same, for any mesh.
         Strategy { zero, order, microbatches: 4, ..strategy }
     };
     let meshes = [

@@ -14,7 +14,6 @@
 
 mod ffi;
 
-use std::error::Error;
 use std::ffi::{CStr, c_void};
 use std::mem::ManuallyDrop;
 use std::path::{Path, PathBuf};
@@ -22,7 +21,7 @@ use std::sync::{Mutex, PoisonError};
 
 use crate::device::driver::Driver;
 use crate::device::libcuda::Version;
-use crate::error::DeviceError;
+use crate::error::{DeviceError, of_loader};
 
 /// Names for the loader, by the driver's version: a newer CUPTI does not work with an older driver.
 const NAMES: [&str; 2] = ["libcupti.so.12", "libcupti.so.13"];
@@ -97,7 +96,7 @@ impl Cupti {
         // SAFETY: this runs the library's initializers. A user who names a path is responsible for
         // that library; CUPTI's may run at any time.
         let loaded = unsafe { libloading::Library::new(path) }.map_err(|error| {
-            let reason = error.source().map_or_else(|| error.to_string(), ToString::to_string);
+            let reason = of_loader(&name, &error);
             DeviceError::NoCupti { library: name.clone(), reason }
         })?;
         let loaded = ManuallyDrop::new(loaded);

@@ -208,7 +208,7 @@ impl Expansion {
     }
 
     /// Type of the partial rows that return.
-    pub fn home(&self) -> Dtype {
+    pub fn partial_dtype(&self) -> Dtype {
         self.spec.partial_dtype.dtype()
     }
 
@@ -239,9 +239,9 @@ impl Expansion {
 
     /// Kernels of a combine.
     pub fn fold_names(&self) -> Result<&'static [&'static str], DeviceError> {
-        match self.home() {
+        match self.partial_dtype() {
             Dtype::F32 => Kernels::sum_choices_to_f32_names(self.spec.dtype),
-            home => Kernels::sum_choices_names(home),
+            dtype => Kernels::sum_choices_names(dtype),
         }
     }
 
@@ -356,7 +356,7 @@ impl Expansion {
             status: self.refusal()?,
             out: partials.span(0, partials.len())?,
         };
-        match self.home() {
+        match self.partial_dtype() {
             Dtype::F32 => Ok(kernels.sum_choices_to_f32(stream, &sum)?),
             _ => Ok(kernels.sum_choices(stream, &sum)?),
         }

@@ -211,10 +211,15 @@ mod tests {
             });
             // Flags that may be set when the thread wakes, in the order in which the stream sets
             // them.
-            let [landed, home, read] =
+            let [landed, returned, read] =
                 [&requests[0], &requests[1], &requests[2]].map(|request| request.place);
-            let set_in_order =
-                [vec![landed], vec![home, landed], vec![read, landed], vec![home], vec![landed, home]];
+            let set_in_order = [
+                vec![landed],
+                vec![returned, landed],
+                vec![read, landed],
+                vec![returned],
+                vec![landed, returned],
+            ];
             let mut served = Calls::new(3);
             for set_in_order in set_in_order {
                 let mut set: BTreeSet<usize> = set_in_order.iter().copied().collect();

@@ -95,7 +95,7 @@ pub(super) struct SlotState {
     pub(super) marks: DeviceRange,
     pub(super) rows: DeviceRange,
     pub(super) received: DeviceRange,
-    /// Rows on their way home, `[ranks, max_tokens, hidden]`.
+    /// Rows that return, `[ranks, max_tokens, hidden]`.
     pub(super) partials: DeviceRange,
     /// Within a budget: expert-major rows.
     pub(super) expansion: Option<Expansion>,
@@ -630,7 +630,7 @@ impl SlotState {
             shape: self.shape,
             tokens,
             columns: self.spec.hidden as u32,
-            rows: self.expansion.as_ref().map_or(self.spec.dtype, Expansion::home),
+            rows: self.expansion.as_ref().map_or(self.spec.dtype, Expansion::partial_dtype),
             dtype: self.spec.dtype,
             returned_rows: &self.summed_from,
             places: self.rows.span(0, self.rows.len())?,

@@ -28,17 +28,17 @@ pub(super) struct WindowLayout {
 }
 
 impl WindowLayout {
-    /// For slots of this shape, and partial rows of `home_row` bytes; on several nodes or one; with
-    /// so many bytes of an expansion.
+    /// For slots of this shape, and partial rows of `partial_row` bytes; on several nodes or one;
+    /// with so many bytes of an expansion.
     pub fn new(
         ranks: u32,
         experts: u32,
         shape: SlotShape,
-        (home_row, several): (u64, bool),
+        (partial_row, several): (u64, bool),
         expansion: u64,
     ) -> Result<Self, PlanError> {
         let max_tokens = u64::from(shape.max_tokens());
-        let slots = Slots::new(ranks, shape.bytes(), max_tokens * home_row)?;
+        let slots = Slots::new(ranks, shape.bytes(), max_tokens * partial_row)?;
         let slots = if several { slots.behind_words() } else { slots };
         let (ranks, choices) = (ranks.into(), max_tokens * u64::from(shape.top_k()));
         Ok(WindowLayout { slots, ranks, experts: experts.into(), max_tokens, choices, expansion })
@@ -157,7 +157,7 @@ impl Tables {
             (0..slots.ranks()).map(at).collect()
         };
         let packed_at = pick(slots.receive(me), &|rank| slots.send(rank), slots.slot_bytes())?;
-        let summed_from = pick(slots.partial(me), &|rank| slots.home(rank), slots.return_bytes())?;
+        let summed_from = pick(slots.partial(me), &|rank| slots.returned(rank), slots.return_bytes())?;
         let packed_at = Addresses::new(stream, &WindowLayout::part(memory, places.packed_at())?, &packed_at)?;
         let summed_from =
             Addresses::new(stream, &WindowLayout::part(memory, places.summed_from())?, &summed_from)?;

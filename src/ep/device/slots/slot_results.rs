@@ -125,6 +125,7 @@ impl SlotHandle {
     }
 
     pub(super) fn count_copied(&self, bytes: u64) {
+        // Relaxed: a figure of the report, which guards nothing.
         self.copied.fetch_add(bytes, Ordering::Relaxed);
     }
 
@@ -138,6 +139,7 @@ impl SlotHandle {
     }
 
     pub fn copied_bytes(&self) -> u64 {
+        // Relaxed: as above.
         self.copied.load(Ordering::Relaxed)
     }
 

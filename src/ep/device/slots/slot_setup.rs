@@ -60,10 +60,10 @@ impl SlotExchange {
         let (me, ranks, nodes) = (group.rank(), group.size(), group.nodes());
         let far: Vec<u32> = (0..ranks).filter(|&peer| !nodes.same_node(me, peer)).collect();
         let several = nodes.nodes() > 1;
-        let home = if expansion.is_some() { spec.partial_dtype.dtype() } else { spec.dtype };
-        let home_row = (spec.hidden * home.size()) as u64;
+        let partial = if expansion.is_some() { spec.partial_dtype.dtype() } else { spec.dtype };
+        let partial_row = (spec.hidden * partial.size()) as u64;
         let more = expansion.map_or(0, |(_, layout)| layout.bytes());
-        let places = WindowLayout::new(ranks, map.experts(), shape, (home_row, several), more)?;
+        let places = WindowLayout::new(ranks, map.experts(), shape, (partial_row, several), more)?;
         let slots = *places.slots();
         // The other ranks hear of a failure here where windows are compared.
         let loaded = Kernels::load(context).map(|kernels| kernels.max_blocks(spec.max_blocks));
@@ -224,7 +224,7 @@ fn cross(
         RowTransport::None => return Err(MemoryError::NotUsable { rank: group.rank() }.into()),
         RowTransport::GpuDirect(gpu_direct, _) => (gpu_direct.window.clone(), None, None),
         RowTransport::HostStaged(host_staging, _) => {
-            // Slots themselves are reached by nobody.
+            // Slots themselves are reached by no peer.
             let mapped = Arc::clone(&host_staging.window.mapped);
             let nobodys = lane::MappedWindow { mapped, parts: Vec::new(), of_devices: true };
             (nobodys, Some(taken), Some(host_staging.window.clone()))

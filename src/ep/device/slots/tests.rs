@@ -1,5 +1,5 @@
-//! Slots that cross straight: from memory of devices to memory of devices, by cards that read and
-//! write it. The driver is the fake of `tests/fake-cuda`; the cards are not there either,
+//! Slots that cross straight: from memory of devices to memory of devices, by NICs that read and
+//! write it. The driver is the fake of `tests/fake-cuda`; the NICs are not there either,
 //! or those of two machines (`tests/testbed`).
 
 use std::sync::atomic::Ordering;
@@ -38,19 +38,19 @@ fn on_each(test: &str, runs: &[&[(&str, &str)]], body: impl FnOnce()) {
 }
 
 fn on_fake_driver(test: &str, body: impl FnOnce()) {
-    on_each(test, &[&[("SIDELANE_FAKE_CUDA_CARD_WRITES", "ordered")]], body);
+    on_each(test, &[&[("SIDELANE_FAKE_CUDA_NIC_WRITES", "ordered")]], body);
 }
 
-/// A world over cards that signal like this.
+/// A world over NICs that signal like this.
 fn over(fabric: &Fabric, signal: SignalMode) -> Options {
     let fake_verbs = Some(fabric.ground(Settings { signal: Some(signal), ..Settings::default() }));
     Options { net: NetChoice::Verbs, fake_verbs, ..options() }
 }
 
-/// Each rank on a device of its own, all over two cards; nothing of these is left. The cards place
+/// Each rank on a device of its own, all over two NICs; nothing of these is left. The NICs place
 /// writes in any order, unless signals are writes.
-fn on_cards(nodes: &[u32], case: Case, signal: SignalMode, body: impl Fn(Rank) + Sync) {
-    let fabric = Fabric::new(&["card0", "card1"]);
+fn on_nics(nodes: &[u32], case: Case, signal: SignalMode, body: impl Fn(Rank) + Sync) {
+    let fabric = Fabric::new(&["nic0", "nic1"]);
     if signal != SignalMode::Write {
         fabric.shuffle();
         fabric.hold();
@@ -73,7 +73,7 @@ fn slots_go_from_device_to_device_for_hundreds_of_rounds() {
         [
             ("SIDELANE_FAKE_CUDA_SEED", seed),
             ("CUDA_DEVICE_MAX_CONNECTIONS", queues),
-            ("SIDELANE_FAKE_CUDA_CARD_WRITES", writes),
+            ("SIDELANE_FAKE_CUDA_NIC_WRITES", writes),
         ]
     };
     let runs = [run("0", "8", "ordered"), run("1", "2", "flushed")];
@@ -85,21 +85,21 @@ fn slots_go_from_device_to_device_for_hundreds_of_rounds() {
             (&TWO_AND_TWO, CASE, SignalMode::Immediate, 40),
             (&THREE_AND_FIVE, WIDE, SignalMode::Write, 20),
         ] {
-            on_cards(nodes, case, signal, |mut rank| {
+            on_nics(nodes, case, signal, |mut rank| {
                 rank.rounds(0..rounds, 20).iter().for_each(is_straight);
                 rank.group.gather(&[]).unwrap();
             });
         }
-        let flushed = std::env::var("SIDELANE_FAKE_CUDA_CARD_WRITES").is_ok_and(|writes| writes == "flushed");
+        let flushed = std::env::var("SIDELANE_FAKE_CUDA_NIC_WRITES").is_ok_and(|writes| writes == "flushed");
         assert_eq!(FakeDriver::loaded().unwrap().counters().flushes > 0, flushed);
     });
 }
 
 #[test]
-fn a_graph_is_replayed_with_cards_that_write_behind_its_back() {
-    on_fake_driver("a_graph_is_replayed_with_cards_that_write_behind_its_back", || {
-        on_cards(&TWO_AND_TWO, CASE, SignalMode::Write, replays::replays);
-        on_cards(&THREE_AND_FIVE, WIDE, SignalMode::Write, replays::replays);
+fn a_graph_is_replayed_with_nics_that_write_behind_its_back() {
+    on_fake_driver("a_graph_is_replayed_with_nics_that_write_behind_its_back", || {
+        on_nics(&TWO_AND_TWO, CASE, SignalMode::Write, replays::replays);
+        on_nics(&THREE_AND_FIVE, WIDE, SignalMode::Write, replays::replays);
     });
 }
 
@@ -108,7 +108,7 @@ fn waits_for_words_in_memory_of_devices_end_with_the_world() {
     let runs = ["8", "2"].map(|queues| [("CUDA_DEVICE_MAX_CONNECTIONS", queues)]);
     let test = "waits_for_words_in_memory_of_devices_end_with_the_world";
     on_each(test, &[&runs[0], &runs[1]], || {
-        on_cards(&TWO_AND_TWO, CASE, SignalMode::Write, |rank| dies_while_streams_wait(rank, is_straight));
+        on_nics(&TWO_AND_TWO, CASE, SignalMode::Write, |rank| dies_while_streams_wait(rank, is_straight));
     });
 }
 
@@ -135,7 +135,7 @@ fn dies_while_streams_wait(mut rank: Rank, reported: impl Fn(&Report)) {
 fn with_one_hardware_queue_slots_are_staged_by_the_host() {
     let test = "with_one_hardware_queue_slots_are_staged_by_the_host";
     on_each(test, &[&[("CUDA_DEVICE_MAX_CONNECTIONS", "1")]], || {
-        on_cards(&TWO_AND_TWO, CASE, SignalMode::Write, |mut rank| {
+        on_nics(&TWO_AND_TWO, CASE, SignalMode::Write, |mut rank| {
             let [report, _] = rank.rounds(0..10, 5);
             assert_eq!((report.host_staged, report.registration), (Some(NoGpuDirect::OneQueue), None));
             dies_while_streams_wait(rank, |report| {
@@ -150,7 +150,7 @@ fn with_all_hardware_queues_blocked_the_cause_is_returned() {
     let test = "with_all_hardware_queues_blocked_the_cause_is_returned";
     on_each(test, &[&[("CUDA_DEVICE_MAX_CONNECTIONS", "2")]], || {
         let case = Case { ranks: 2, ..CASE };
-        on_cards(&[0, 1], case, SignalMode::Write, |mut rank| {
+        on_nics(&[0, 1], case, SignalMode::Write, |mut rank| {
             if rank.me() == 1 {
                 rank.group.gather(&[]).unwrap();
                 rank.world.cancel();
@@ -181,7 +181,7 @@ fn with_all_hardware_queues_blocked_the_cause_is_returned() {
 #[test]
 fn a_silent_rank_is_found_by_words_in_memory_of_the_device() {
     on_fake_driver("a_silent_rank_is_found_by_words_in_memory_of_the_device", || {
-        let fabric = Fabric::new(&["card0", "card1"]);
+        let fabric = Fabric::new(&["nic0", "nic1"]);
         let timeouts = Timeouts { deadline: Duration::from_secs(5), ..Timeouts::default() };
         let options = Options { timeouts, ..over(&fabric, SignalMode::Write) };
         // With a node for each, words in memory of devices are all there is.
@@ -194,7 +194,7 @@ fn a_silent_rank_is_found_by_words_in_memory_of_the_device() {
                 if rank.me() == silent {
                     let since = Instant::now();
                     while rank.world.health().check().is_ok() {
-                        assert!(since.elapsed() < Duration::from_secs(30), "nobody named this rank");
+                        assert!(since.elapsed() < Duration::from_secs(30), "no rank named this rank");
                         std::thread::yield_now();
                     }
                 } else {
@@ -217,8 +217,8 @@ fn a_silent_rank_is_found_by_words_in_memory_of_the_device() {
 #[test]
 fn slots_are_host_staged_if_stream_cannot_await_nics() {
     let test = "slots_are_host_staged_if_stream_cannot_await_nics";
-    on_each(test, &[&[("SIDELANE_FAKE_CUDA_CARD_WRITES", "unordered")]], || {
-        on_cards(&[0, 0, 1, 1], CASE, SignalMode::Immediate, |mut rank| {
+    on_each(test, &[&[("SIDELANE_FAKE_CUDA_NIC_WRITES", "unordered")]], || {
+        on_nics(&[0, 0, 1, 1], CASE, SignalMode::Immediate, |mut rank| {
             let [report, _] = rank.rounds(0..20, 5);
             assert_eq!((report.host_staged, report.registration), (Some(NoGpuDirect::Unordered), None));
             assert_eq!(report.enqueued.gpu_direct_bytes, 0);
@@ -230,14 +230,14 @@ fn slots_are_host_staged_if_stream_cannot_await_nics() {
 #[test]
 fn nic_that_refuses_device_is_reason_for_host_staging() {
     on_fake_driver("nic_that_refuses_device_is_reason_for_host_staging", || {
-        let fabric = Fabric::new(&["card0"]);
+        let fabric = Fabric::new(&["nic0"]);
         on_nodes(&[0, 1, 1], &over(&fabric, SignalMode::Write), |world| {
             let group = world.all().unwrap();
-            // With heaps registered and wires laid, what is next is memory of a device, of whoever
-            // comes first.
+            // With heaps registered and wires laid, what is next is memory of a device, of the rank
+            // that comes first.
             let _laid = group.window(64).unwrap();
             if world.rank() == 0 {
-                fabric.change("card0", |card| card.refuses = 1);
+                fabric.change("nic0", |nic| nic.refuses = 1);
             }
             group.gather(&[]).unwrap();
             let mut rank = Rank::new(Case { ranks: 3, ..CASE }, world);

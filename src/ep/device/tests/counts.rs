@@ -9,7 +9,7 @@ use sidelane_model::time::{Case as Timed, Hardware, Placed, RankWork, Timing};
 
 use super::rank::{Case, Input, Rank, call, target};
 use super::support::{on_ranks, small, tokens};
-use super::{on_cards_in_group, on_devices};
+use super::{on_devices, on_nics_in_group};
 use crate::dtype::PartialDtype;
 use crate::ep::{Report, Tensor};
 use crate::exec::EnqueueCounts;
@@ -197,14 +197,14 @@ fn between_nodes_the_model_counts_what_driver_and_net_carry_out() {
             for nodes in [&[0, 0, 1, 1][..], &[0, 0, 0, 1, 1, 1]] {
                 let case = Case { layout, route, ..Case::across(nodes, 12, 3) };
                 let sent = Sent::default();
-                on_cards_in_group(&case, SignalMode::Write, |group, rank| compare(&case, &sent, group, rank));
+                on_nics_in_group(&case, SignalMode::Write, |group, rank| compare(&case, &sent, group, rank));
             }
         }
         // Blocks of up to 10 MB go in more parts.
         let case =
             Case { max_tokens: 320, hidden: 16_384, route: Route::Pxn, ..Case::across(&[0, 0, 1, 1], 12, 3) };
         let sent = Sent::default();
-        on_cards_in_group(&case, SignalMode::Write, |group, rank| compare(&case, &sent, group, rank));
+        on_nics_in_group(&case, SignalMode::Write, |group, rank| compare(&case, &sent, group, rank));
     });
 }
 
@@ -226,7 +226,7 @@ fn model_with_rank_sums_counts_operations_of_driver_and_net() {
             {
                 let case = Case { layout, route, order, wire, ..Case::across(nodes, 12, 5) };
                 let sent = Sent::default();
-                on_cards_in_group(&case, SignalMode::Write, |group, rank| compare(&case, &sent, group, rank));
+                on_nics_in_group(&case, SignalMode::Write, |group, rank| compare(&case, &sent, group, rank));
             }
         }
     });
@@ -246,7 +246,7 @@ fn model_with_node_sums_counts_operations_of_driver_and_net() {
             {
                 let case = Case { layout, route, order, wire, ..Case::across(nodes, 12, 5) };
                 let sent = Sent::default();
-                on_cards_in_group(&case, SignalMode::Write, |group, rank| compare(&case, &sent, group, rank));
+                on_nics_in_group(&case, SignalMode::Write, |group, rank| compare(&case, &sent, group, rank));
             }
         }
     });

@@ -56,9 +56,9 @@ fn gradients(
     let weighted = rank.case.weighted;
     let call = |rank: &mut Rank<bf16>| {
         let g = rank.x.part(32);
-        let home = rank.weights.part(8);
-        let home = weighted.then(|| TensorMut::device(&home, Dtype::F32));
-        let rows = rank.planned.combine_backward_into(Tensor::device(&g, Dtype::Bf16), handle, home);
+        let weights_out = rank.weights.part(8);
+        let weights_out = weighted.then(|| TensorMut::device(&weights_out, Dtype::F32));
+        let rows = rank.planned.combine_backward_into(Tensor::device(&g, Dtype::Bf16), handle, weights_out);
         rows.map(drop).unwrap();
         status(rank, handle)
     };
@@ -66,8 +66,12 @@ fn gradients(
     let seen = call(rank);
     assert_eq!(KernelFault::of(seen.0), Some(KernelFault::IndexOutOfRange { at }), "weighted: {weighted}");
     if weighted {
-        let home = rank.weights.part(8);
-        assert_eq!(rank.out.read::<u32>(&rank.stream, &home), [0; 2], "weight gradients behind a fault");
+        let weights_out = rank.weights.part(8);
+        assert_eq!(
+            rank.out.read::<u32>(&rank.stream, &weights_out),
+            [0; 2],
+            "weight gradients behind a fault"
+        );
     }
     change(rank, broken, before);
     assert_eq!(call(rank), Status::OK, "a fault is one call's");

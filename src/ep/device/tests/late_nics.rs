@@ -22,12 +22,12 @@ use crate::lane::{Fabric, SignalMode};
 use crate::plan::SumOrder;
 use crate::topology::Route;
 
-/// Two nodes of two ranks, each rank with the card of its number. Rows return, or sums of relays:
+/// Two nodes of two ranks, each rank with the NIC of its number. Rows return, or sums of relays:
 /// of two equal rows at most, which bf16 holds.
 fn across() -> [(Case, std::sync::Arc<Fabric>); 2] {
     let rows = Case { route: Route::Pxn, ..Case::across(&[0, 0, 1, 1], 8, 4) };
     let sums = Case { order: SumOrder::Node, wire: PartialDtype::Bf16, top_k: 2, ..rows.clone() };
-    [rows, sums].map(|case| (case, Fabric::new(&["card0", "card1", "card2", "card3"])))
+    [rows, sums].map(|case| (case, Fabric::new(&["nic0", "nic1", "nic2", "nic3"])))
 }
 
 /// All ranks have come here.
@@ -37,7 +37,7 @@ fn meet(group: &Group) {
 
 /// Work of rank 0 while its NIC is late, and of the others while rank 0 is. Rank 1 sees what has
 /// been done by then, before the NIC is in time again.
-fn while_card_0_is_late<T>(
+fn while_nic_0_is_late<T>(
     (fabric, returned): (&Fabric, &AtomicBool),
     (group, rank): (&Group, &mut Rank<bf16>),
     work: impl FnOnce(&mut Rank<bf16>) -> T,
@@ -46,7 +46,7 @@ fn while_card_0_is_late<T>(
     rank.stream.synchronize().unwrap();
     meet(group);
     if group.rank() == 0 {
-        fabric.delay_completions("card0");
+        fabric.delay_completions("nic0");
         returned.store(false, Ordering::Release);
     }
     meet(group);
@@ -56,7 +56,7 @@ fn while_card_0_is_late<T>(
         1 => {
             see(rank);
             assert!(!returned.load(Ordering::Acquire), "a call has ended whose rows a NIC may still read");
-            fabric.deliver_completions("card0");
+            fabric.deliver_completions("nic0");
         }
         _ => {}
     }
@@ -83,7 +83,7 @@ fn a_relay_serves_other_nodes_before_its_own_rows_have_left() {
                 for round in 0..3 {
                     let input = tokens(64 * round + u64::from(group.rank()), 9, case.hidden, case.top_k, 8);
                     let tensors = rank.put(&input);
-                    let (rows, handle) = while_card_0_is_late(
+                    let (rows, handle) = while_nic_0_is_late(
                         (&fabric, &returned),
                         (group, rank),
                         |rank| {
@@ -133,7 +133,7 @@ fn combine_pulls_while_relay_rows_are_late_and_frees_no_output() {
                 rank.stream.synchronize().unwrap();
                 meet(group);
                 let before = copies();
-                while_card_0_is_late(
+                while_nic_0_is_late(
                     (&fabric, &returned),
                     (group, rank),
                     |rank| combine(rank, y),

@@ -675,6 +675,7 @@ impl Poller {
     }
 
     fn poll(&self) {
+        // Relaxed: see `is_ready`.
         self.polls.fetch_add(1, Ordering::Relaxed);
         let mut events = [Event { flags: EventFlags::empty(), data: EventData::new_u64(0) }; AT_ONCE];
         let ready = epoll_for(&self.set, &mut events, Duration::ZERO);
@@ -682,6 +683,8 @@ impl Poller {
             let all = self.ready.read().unwrap_or_else(PoisonError::into_inner);
             for event in &events[..ready] {
                 if let Some(ready) = all.get(event.data.u64() as usize) {
+                    // Pairs with the swap above: the thread that takes the mark reads the socket
+                    // behind it.
                     ready.store(true, Ordering::Release);
                 }
             }

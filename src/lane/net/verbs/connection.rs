@@ -160,7 +160,7 @@ impl Connection {
         self.peer
     }
 
-    /// Takes note of an error that the NIC reported beside the requests, for
+    /// Records an error that the NIC reported beside the requests, for
     /// [`fault`](NetConnection::fault). The first one stays. The world fails next, and its end is
     /// that of the connection.
     pub fn report(&self, error: VerbsError) {

@@ -229,6 +229,7 @@ impl Shared {
 
     fn run(&self) {
         let mut seen: Vec<Seen> = self.nics.iter().map(Seen::new).collect();
+        // Acquire: what the owner did before it stopped this thread is visible in the last turn.
         while !self.stop.load(Ordering::Acquire) && self.health.check().is_ok() {
             turn();
             self.read(&mut seen);

@@ -19,7 +19,6 @@
 //! kernel, sets `RDMAV_FORK_SAFE=1`, which libibverbs reads itself. A call here would remove the
 //! pages of those buffers from the children, including other data on the same pages.
 
-use std::error::Error;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -36,7 +35,7 @@ use super::ffi::{
 };
 use super::nic::Port;
 use super::order::PlacementOrder;
-use crate::error::VerbsError;
+use crate::error::{VerbsError, of_loader};
 
 /// Default name for the dynamic loader.
 const USUAL: &str = "libibverbs.so.1";
@@ -130,8 +129,7 @@ impl Library {
         // responsible for that library, as with LD_LIBRARY_PATH; libibverbs' own only reads the
         // environment.
         let loaded = unsafe { libloading::Library::new(path) }.map_err(|error| {
-            // The loader's own words are in the source.
-            let reason = error.source().map_or_else(|| error.to_string(), ToString::to_string);
+            let reason = of_loader(&name, &error);
             VerbsError::NoLibrary { library: name.clone(), reason }
         })?;
         // SAFETY: as above; the types are those of libibverbs' headers, which `tests/verbs-abi`

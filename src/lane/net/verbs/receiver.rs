@@ -95,6 +95,7 @@ impl Inbox {
             if !understood {
                 return false;
             }
+            // Relaxed: reports may lag behind.
             self.applied.fetch_add(1, Ordering::Relaxed);
         }
         true

@@ -309,7 +309,7 @@ impl RemoteRegions {
         RemoteRegions { nic, regions: HashMap::new() }
     }
 
-    /// Takes note of the peer's description of a region.
+    /// Records the peer's description of a region.
     ///
     /// # Errors
     /// [`VerbsError::Keys`] if it makes no sense.
@@ -508,6 +508,7 @@ impl<T: Clone> Published<T> {
     /// A reader of it.
     pub fn reader(&self) -> Reader<T> {
         let latest = self.lock();
+        // Relaxed: the version changes under the lock that is held here.
         Reader { version: self.version.load(Ordering::Relaxed), copy: Arc::clone(&latest) }
     }
 }

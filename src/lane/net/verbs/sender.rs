@@ -28,7 +28,7 @@
 //!
 //! **Fences.** A fenced request waits in the queue until the NIC has completed all requests before
 //! it, and so have those behind it. The completion of a write says that it is placed at the peer,
-//! whatever way its packets took. No flag of a request says as much: `IBV_SEND_FENCE` waits for
+//! for any way of its packets. No flag of a request says as much: `IBV_SEND_FENCE` waits for
 //! reads and atomics only.
 //!
 //! ```text

@@ -130,6 +130,7 @@ fn missing_or_foreign_verbs_library_is_error_that_says_so() {
         matches!(&missing, VerbsError::NoLibrary { library, .. } if library == "/nowhere/libibverbs.so.1")
     );
     assert!(missing.to_string().contains("cannot open shared object file"), "{missing}");
+    assert_eq!(missing.to_string().matches("libibverbs.so.1").count(), 1, "named once: {missing}");
     assert!(missing.to_string().contains("SIDELANE_IBVERBS_LIBRARY"), "{missing}");
     let other = Library::load(Some(Path::new("libc.so.6"))).unwrap_err();
     let expected = VerbsError::MissingSymbol { library: "libc.so.6".into(), symbol: "ibv_get_device_list" };

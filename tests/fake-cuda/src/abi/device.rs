@@ -6,7 +6,7 @@ use super::local;
 use super::pointers::Out;
 use crate::code::{Code, Result, described};
 use crate::driver::{self, settings};
-use crate::settings::CardWrites;
+use crate::settings::NicWrites;
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuInit(flags: c_uint) -> c_int {
@@ -135,8 +135,8 @@ pub extern "C" fn cuDeviceGetAttribute(value: Out<c_int>, attribute: c_int, devi
             // NICs reach device memory; the host can flush their writes, or streams can, or the
             // owner sees them in order.
             110 | 116 | 117 => 1,
-            98 => c_int::from(settings()?.card_writes == CardWrites::Flushed),
-            118 if settings()?.card_writes == CardWrites::Ordered => 100,
+            98 => c_int::from(settings()?.nic_writes == NicWrites::Flushed),
+            118 if settings()?.nic_writes == NicWrites::Ordered => 100,
             _ => 0,
         })
     })

@@ -11,7 +11,7 @@ use crate::code::{Code, Result};
 use crate::counters::{COUNTERS, add};
 use crate::driver::settings;
 use crate::memory::{MAP, device_of};
-use crate::settings::CardWrites;
+use crate::settings::NicWrites;
 use crate::stream::Stream;
 use crate::work::{MemoryOperation, Until, Width, Work};
 
@@ -33,7 +33,7 @@ fn write(at: u64, value: u64, width: Width, flags: c_uint) -> Result<MemoryOpera
 
 fn wait(at: u64, value: u64, width: Width, flags: c_uint) -> Result<MemoryOperation> {
     if flags & FLUSH != 0 {
-        if settings()?.card_writes != CardWrites::Flushed {
+        if settings()?.nic_writes != NicWrites::Flushed {
             return Err(Code::NOT_SUPPORTED);
         }
         add(&COUNTERS.flushes, 1);

@@ -1,4 +1,4 @@
-//! A rank: a process that takes seats in worlds and runs their phases, as its parent says.
+//! A rank: a process that takes assignments in worlds and runs their phases, as its parent says.
 //!
 //! ```text
 //!   stdin  ── reader ──► Mark: a goal for the steps of the main thread
@@ -83,7 +83,7 @@ fn read(progress: &Progress, give: &Sender<Command>) {
 fn obey(mut rank: Rank, commands: &Receiver<Command>) {
     for command in commands {
         let report = match command {
-            Command::Sit { seat, join } => rank.sit(seat, join),
+            Command::Assign { assignment, join } => rank.assign(assignment, join),
             Command::Run { phase, steps } => rank.run(phase, steps),
             Command::Rebuild { at_least } => rank.rebuild(at_least),
             Command::Leave => rank.leave(),

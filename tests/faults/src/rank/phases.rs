@@ -12,7 +12,7 @@ use sidelane::{Error, ExpertParallel, Options, World};
 use super::tensors::{Calls, compare};
 use super::{Progress, say};
 use crate::cell::Phase;
-use crate::protocol::{ATTEMPTS, Failure, REBUILD, Report, Seat};
+use crate::protocol::{ATTEMPTS, Assignment, Failure, REBUILD, Report};
 
 /// Ports of a rendezvous.
 const PORTS: u16 = 16;
@@ -47,7 +47,7 @@ enum Objects {
 /// A rank between two commands.
 pub struct Rank {
     progress: Arc<Progress>,
-    seat: Option<Seat>,
+    assignment: Option<Assignment>,
     world: Option<World>,
     /// For each rank of the world, its rank in the first one.
     firsts: Vec<u32>,
@@ -55,15 +55,15 @@ pub struct Rank {
 }
 
 impl Rank {
-    /// A rank without a seat.
+    /// A rank without an assignment.
     pub fn new(progress: Arc<Progress>) -> Self {
-        Rank { progress, seat: None, world: None, firsts: Vec::new(), mended: Vec::new() }
+        Rank { progress, assignment: None, world: None, firsts: Vec::new(), mended: Vec::new() }
     }
 
-    /// Takes a seat, and joins its world.
-    pub fn sit(&mut self, seat: Seat, join: bool) -> Report {
-        self.firsts = (0..seat.size).collect();
-        self.seat = Some(seat);
+    /// Takes an assignment, and joins its world.
+    pub fn assign(&mut self, assignment: Assignment, join: bool) -> Report {
+        self.firsts = (0..assignment.size).collect();
+        self.assignment = Some(assignment);
         match join.then(|| self.join("")) {
             Some(Err(trouble)) => self.report(trouble),
             Some(Ok(())) => self.joined(),
@@ -115,14 +115,14 @@ impl Rank {
     }
 
     fn join(&mut self, suffix: &str) -> Result<(), Trouble> {
-        let seat = self.seat.as_ref().expect("the parent gives a seat first");
-        let identity = Identity::new(seat.rank, seat.size)
-            .with_local_rank(Some(seat.local_rank))
-            .with_local_size(Some(seat.local_size))
-            .with_job(format!("{}{suffix}", seat.job))
-            .with_master_addr(seat.master.clone())
-            .with_ports((seat.port..seat.port + PORTS).collect());
-        let options = Options::from_env()?.with_net(seat.lane.net());
+        let assignment = self.assignment.as_ref().expect("the parent gives an assignment first");
+        let identity = Identity::new(assignment.rank, assignment.size)
+            .with_local_rank(Some(assignment.local_rank))
+            .with_local_size(Some(assignment.local_size))
+            .with_job(format!("{}{suffix}", assignment.job))
+            .with_master_addr(assignment.master.clone())
+            .with_ports((assignment.port..assignment.port + PORTS).collect());
+        let options = Options::from_env()?.with_net(assignment.lane.net());
         self.world = Some(World::join(&identity, Secret::from_env()?, options)?);
         Ok(())
     }
@@ -198,7 +198,8 @@ impl Rank {
     /// A rebuild and a dispatch. An attempt that fails is followed by another one, as the library
     /// asks for.
     fn rebuild_with_patience(&mut self) -> Result<(), Trouble> {
-        let (mut left, at_least) = (ATTEMPTS, self.seat.as_ref().map_or(1, |seat| seat.size - 1));
+        let (mut left, at_least) =
+            (ATTEMPTS, self.assignment.as_ref().map_or(1, |assignment| assignment.size - 1));
         loop {
             left -= 1;
             let trouble = match self.next_world(at_least).map(|()| self.use_once()) {

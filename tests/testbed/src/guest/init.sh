@@ -18,10 +18,10 @@ while read -r module; do insmod "/modules/$module"; done < /modules/order
 ip link set lo up
 for path in /sys/class/net/eth*; do
     eth=${path##*/}
-    card=${eth#eth}
+    nic=${eth#eth}
     ip link set "$eth" up mtu 4200
-    ip address add "10.0.$card.$((machine + 1))/24" dev "$eth"
-    rdma link add "rxe$card" type rxe netdev "$eth"
+    ip address add "10.0.$nic.$((machine + 1))/24" dev "$eth"
+    rdma link add "rxe$nic" type rxe netdev "$eth"
 done
 
 ulimit -l unlimited

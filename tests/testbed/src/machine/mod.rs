@@ -22,7 +22,7 @@ use monitor::Monitor;
 pub const POLL: Duration = Duration::from_millis(10);
 
 /// NICs of each machine; NIC c of one is wired to NIC c of the other.
-pub const CARDS: usize = 2;
+pub const NICS: usize = 2;
 
 /// Lines of a console that an error shows.
 const SHOWN: usize = 12;
@@ -93,14 +93,14 @@ impl Kind {
             .args(["-mon", "chardev=qmp,mode=control"])
             .args(["-chardev", &format!("socket,id=agent,path={}", at("agent").display())])
             .args(["-device", "virtio-serial-pci", "-device", "virtserialport,chardev=agent"]);
-        for card in 0..CARDS {
-            let wire = |machine| self.socket(machine, &format!("wire{card}-")).display().to_string();
-            let (cable, here, there) = (cable(card), wire(machine), wire(peer));
+        for nic in 0..NICS {
+            let wire = |machine| self.socket(machine, &format!("wire{nic}-")).display().to_string();
+            let (cable, here, there) = (cable(nic), wire(machine), wire(peer));
             qemu.arg("-netdev");
             qemu.arg(format!(
                 "dgram,id={cable},local.type=unix,local.path={here},remote.type=unix,remote.path={there}"
             ));
-            let mac = format!("52:54:00:00:{card:02x}:{machine:02x}");
+            let mac = format!("52:54:00:00:{nic:02x}:{machine:02x}");
             qemu.arg("-device");
             qemu.arg(format!("virtio-net-pci,netdev={cable},mac={mac},host_mtu=4200,romfile="));
         }
@@ -183,19 +183,19 @@ impl Machine {
     }
 
     /// Plugs the cable of a NIC in, or pulls it out.
-    pub fn set_link(&mut self, card: usize, up: bool) -> Result<()> {
-        self.monitor.set_link(&cable(card), up)
+    pub fn set_link(&mut self, nic: usize, up: bool) -> Result<()> {
+        self.monitor.set_link(&cable(nic), up)
     }
 
     /// Holds packets on the cable of a NIC, or releases them.
-    pub fn hold(&mut self, card: usize, held: bool) -> Result<()> {
-        if held { self.monitor.hold(&cable(card)) } else { self.monitor.let_go(&cable(card)) }
+    pub fn hold(&mut self, nic: usize, held: bool) -> Result<()> {
+        if held { self.monitor.hold(&cable(nic)) } else { self.monitor.let_go(&cable(nic)) }
     }
 }
 
 /// QEMU's name for the cable of a NIC.
-fn cable(card: usize) -> String {
-    format!("n{card}")
+fn cable(nic: usize) -> String {
+    format!("n{nic}")
 }
 
 /// A connection from QEMU; `None` when it has ended, or time is up.

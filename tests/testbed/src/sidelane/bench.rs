@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use serde::Deserialize;
 
-use super::{ALERT, CALM, Cards, LANE, command, report};
+use super::{ALERT, CALM, LANE, Nics, command, report};
 use crate::bed::Bed;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -89,39 +89,39 @@ struct Lanes {
 }
 
 impl Bench {
-    fn command(&self, machine: usize, cards: Cards, patience: &str) -> String {
+    fn command(&self, machine: usize, nics: Nics, patience: &str) -> String {
         let what = format!("bench --tokens 64 --rounds {} --route {}", self.rounds, self.route.name());
-        command(machine, RANKS_PER_NODE, &what, cards, patience)
+        command(machine, RANKS_PER_NODE, &what, nics, patience)
     }
 
     /// Runs it to its end, over one NIC: two at once overrun the wires now and then. Rows must be
     /// right to the bit, and NICs must have sent exactly the requested packets.
     pub fn run(&self, bed: &Bed, deadline: Deadline) -> Result<Counted> {
         let before = [bed.counters(0)?, bed.counters(1)?];
-        let seen: Seen = report(bed, deadline, |machine| self.command(machine, Cards::First, CALM))?;
+        let seen: Seen = report(bed, deadline, |machine| self.command(machine, Nics::First, CALM))?;
         let asked = seen.config.route == self.route.name() && seen.lanes.inter_node.as_deref() == Some(LANE);
         if !(asked && seen.verified && seen.rows_verified > 0 && seen.nics.exact) {
             return Err(Error::NotVerified { program: "bench", seen: format!("{seen:?}") });
         }
         let mut counted = Counted { rows: seen.rows_verified, requests: 0, packets: 0 };
         for (machine, before) in before.iter().enumerate() {
-            let card = bed.counters(machine)?.since(before);
+            let nic = bed.counters(machine)?.since(before);
             let [own, other] = [machine, 1 - machine].map(|machine| &seen.nics.measured[machine]);
             // Soft-RoCE acknowledges each request once, and nothing in between: a chunk is 64
             // packets at most.
             let expected = own.packets + other.requests;
-            if card.sent() != expected || card.again() > 0 {
-                return Err(Error::Miscounted { machine, expected, sent: card.sent(), again: card.again() });
+            if nic.sent() != expected || nic.again() > 0 {
+                return Err(Error::Miscounted { machine, expected, sent: nic.sent(), again: nic.again() });
             }
             counted.requests += own.requests;
-            counted.packets += card.sent();
+            counted.packets += nic.sent();
         }
         Ok(counted)
     }
 
     /// Starts it over both NICs, to be disturbed.
     pub fn start(&self, bed: &Bed) -> Result<[Job; 2]> {
-        bed.start_both(|machine| self.command(machine, Cards::Both, ALERT))
+        bed.start_both(|machine| self.command(machine, Nics::Both, ALERT))
     }
 }
 

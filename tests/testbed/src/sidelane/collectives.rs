@@ -3,7 +3,7 @@
 
 use serde::Deserialize;
 
-use super::{CALM, Cards, command, report};
+use super::{CALM, Nics, command, report};
 use crate::bed::Bed;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -34,7 +34,7 @@ struct Run {
 /// ones, with their bytes.
 pub fn collectives(bed: &Bed, deadline: Deadline) -> Result<Vec<(String, u64)>> {
     let what = format!("collectives --sizes {SIZES} --rounds 2");
-    let seen: Report = report(bed, deadline, |machine| command(machine, 2, &what, Cards::First, CALM))?;
+    let seen: Report = report(bed, deadline, |machine| command(machine, 2, &what, Nics::First, CALM))?;
     if !(seen.verified && seen.config.machines == 2 && !seen.runs.is_empty()) {
         return Err(Error::NotVerified { program: "collectives", seen: format!("{seen:?}") });
     }

@@ -1,7 +1,7 @@
 //! Ranks whose rows lie in device memory of a fake CUDA driver: a test of the library, started once
 //! per rank.
 
-use super::{CALM, Cards, command, demand_passes, unreadable};
+use super::{CALM, Nics, command, demand_passes, unreadable};
 use crate::error::Result;
 use crate::image::KERNELS;
 
@@ -22,7 +22,7 @@ pub struct Straight {
 
 /// The ranks of one machine.
 pub fn device(machine: usize) -> String {
-    let start = command(machine, 2, "launch --tag-output", Cards::First, CALM);
+    let start = command(machine, 2, "launch --tag-output", Nics::First, CALM);
     format!(
         "export SIDELANE_FAKE_CUDA_KERNELS={KERNELS} CUDA_MODULE_LOADING=EAGER && {start} -- \
          sidelane-tests --ignored --nocapture --exact {TEST}"
@@ -54,7 +54,7 @@ mod tests {
         let mut output = String::new();
         for (rank, way) in (0..2).flat_map(|rank| (0..WAYS).map(move |way| (rank, way))) {
             output +=
-                &format!("[{rank}] way{way} eager: 20 rounds to the bit, {} bytes straight\n", 100 + way);
+                &format!("[{rank}] way{way} exact: 20 rounds to the bit, {} bytes straight\n", 100 + way);
         }
         output += "[0] test result: ok. 1 passed; 0 failed\n[1] test result: ok. 1 passed; 0 failed\n";
         assert_eq!(Straight::read(&output).unwrap(), Straight { rounds: 200, bytes: 1020 });

@@ -36,7 +36,7 @@ const ALERT: &str = "SIDELANE_VERBS_TIMEOUT=16 SIDELANE_VERBS_RETRIES=6";
 
 /// The NICs that ranks use, as rails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Cards {
+pub enum Nics {
     /// The one whose wire also carries their rendezvous.
     First,
     /// The one whose wire only NICs use.
@@ -45,7 +45,7 @@ pub enum Cards {
     Both,
 }
 
-impl Cards {
+impl Nics {
     /// Variable for the ranks.
     fn variable(self) -> &'static str {
         match self {
@@ -60,10 +60,10 @@ impl Cards {
 const REPORT: &str = "/tmp/report.json";
 
 /// Command of a machine of a job. No launcher knows the other, so both get the secret.
-fn command(machine: usize, ranks_per_node: u32, what: &str, cards: Cards, patience: &str) -> String {
-    let (master, cards) = (master(), cards.variable());
+fn command(machine: usize, ranks_per_node: u32, what: &str, nics: Nics, patience: &str) -> String {
+    let (master, nics) = (master(), nics.variable());
     format!(
-        "SIDELANE_SECRET=two-machines-of-the-test-bed {cards} {patience} exec sidelane {what} --nodes 2 \
+        "SIDELANE_SECRET=two-machines-of-the-test-bed {nics} {patience} exec sidelane {what} --nodes 2 \
          --ranks-per-node {ranks_per_node} --node-rank {machine} --master {master} --net {LANE}"
     )
 }

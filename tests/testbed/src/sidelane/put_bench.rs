@@ -2,7 +2,7 @@
 
 use serde::Deserialize;
 
-use super::{CALM, Cards, LANE, command, report};
+use super::{CALM, LANE, Nics, command, report};
 use crate::bed::Bed;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -79,7 +79,7 @@ impl PutBench {
             Test::PutLatency | Test::PutBandwidth => format!(" --sizes {}", self.size),
         };
         let what = format!("put-bench {}{sizes} --iterations {}", self.test.name(), self.iterations);
-        command(machine, 1, &what, Cards::First, CALM)
+        command(machine, 1, &what, Nics::First, CALM)
     }
 
     /// Runs it to its end.

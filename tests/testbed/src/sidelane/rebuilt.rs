@@ -1,7 +1,7 @@
 //! Ranks whose world ends in the middle of dispatches and is rebuilt: a test of the library,
 //! started once per rank.
 
-use super::{Cards, STOIC, command, demand_passes, unreadable};
+use super::{Nics, STOIC, command, demand_passes, unreadable};
 use crate::error::Result;
 
 /// The test that plays a rank.
@@ -30,7 +30,7 @@ pub struct Seen {
 
 /// The ranks of one machine, on the second NIC: they meet over the wire of the first.
 pub fn rebuilt(machine: usize) -> String {
-    let start = command(machine, 2, "launch --tag-output", Cards::Second, STOIC);
+    let start = command(machine, 2, "launch --tag-output", Nics::Second, STOIC);
     format!(
         "rm -rf {SIGNS} && mkdir {SIGNS} && export SIDELANE_TEST_SIGNS={SIGNS} && {start} -- \
          sidelane-tests --ignored --nocapture --exact {TEST}"

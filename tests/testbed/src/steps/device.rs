@@ -15,7 +15,7 @@ pub fn run(bed: &mut Bed, _: &Asked, deadline: Deadline) -> Result<Findings> {
     }
     let Straight { rounds, bytes } = all;
     Ok(Findings::from(format!(
-        "{rounds} rounds to the bit, direct and pxn, eager and budget, and slots; {bytes} bytes of rows from device to device, no host staging; \
+        "{rounds} rounds to the bit, direct and pxn, exact and budget, and slots; {bytes} bytes of rows from device to device, no host staging; \
          registered by address: no dma-bufs"
     )))
 }

@@ -4,12 +4,12 @@
 //! A new step is a function in a file of its own and a line in [`STEPS`].
 
 mod bench;
-mod cards;
 mod collectives;
 mod compare;
 mod conformance;
 mod device;
 mod loss;
+mod nics;
 mod rebuilt;
 
 use std::time::Duration;
@@ -68,7 +68,7 @@ impl From<String> for Findings {
 
 /// In the order in which they are done.
 pub const STEPS: [Step; 11] = [
-    step("cards", "cards active, wire and clocks right", 30, cards::run),
+    step("nics", "NICs active, wire and clocks right", 30, nics::run),
     step("conformance", "the contract of a lane, for each way to signal", 120, conformance::run),
     step("bench", "2 x 2 ranks, pxn and direct: every row verified, every packet counted", 500, bench::run),
     step(

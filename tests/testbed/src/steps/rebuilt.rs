@@ -20,7 +20,7 @@ use crate::sidelane::{CANCEL, GO, REBUILT, Seen, rebuilt};
 use crate::steps::{Asked, Findings};
 
 /// The NIC whose wire is held.
-const CARD: usize = 1;
+const NIC: usize = 1;
 
 /// Enough to have left all that comes before the dispatches behind.
 const PACKETS: u64 = 5000;
@@ -81,7 +81,7 @@ fn held(now: &[Counters; 2], idle: &[Counters; 2]) -> [u64; 2] {
 /// briefly held packets have not been repeated.
 fn catch(bed: &mut Bed, jobs: &mut [Job; 2], idle: &[Counters; 2], deadline: Deadline) -> Result<()> {
     loop {
-        bed.hold(CARD)?;
+        bed.hold(NIC)?;
         let held = held(&stand_still(bed, deadline)?, idle);
         if held.iter().all(|&packets| packets >= ROWS) {
             return Ok(());
@@ -97,7 +97,7 @@ fn catch(bed: &mut Bed, jobs: &mut [Job; 2], idle: &[Counters; 2], deadline: Dea
 fn stand_still(bed: &Bed, deadline: Deadline) -> Result<[Counters; 2]> {
     let (mut last, mut same) = (look(bed)?, 0);
     while same < STILL {
-        deadline.left().ok_or(Error::Restless { card: CARD })?;
+        deadline.left().ok_or(Error::Restless { nic: NIC })?;
         let now = look(bed)?;
         same = if now == last { same + 1 } else { 0 };
         last = now;

@@ -95,7 +95,7 @@ class Buffer:
 
     @staticmethod
     def set_num_sms(num_sms: int) -> None:
-        """Takes note of a number of multiprocessors, none of which is used."""
+        """Takes a number of multiprocessors, none of which is used."""
         Buffer.num_sms = num_sms
 
     @staticmethod
@@ -170,11 +170,11 @@ class Buffer:
         previous_event: EventOverlap | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        """Sums the rows of each token, by ascending rank; weights, as gradients, go home."""
+        """Sums the rows of each token, by ascending rank; gradients of weights return, too."""
         _behind(previous_event)
         x = x.detach().contiguous()
         if topk_weights is None:
             return handle.ep.combine(x, handle.handle), None, _over()
         weights = topk_weights.detach().contiguous().view(-1)
-        tokens, home = handle.ep.dispatch_backward(x, handle.handle, weights)
-        return tokens, home, _over()
+        tokens, returned = handle.ep.dispatch_backward(x, handle.handle, weights)
+        return tokens, returned, _over()

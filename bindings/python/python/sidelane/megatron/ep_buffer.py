@@ -106,15 +106,15 @@ class EPBuffer:
         previous_event: EventOverlap | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        """Sums the rows of each token; weights, as gradients, go home: [tokens, top_k]."""
+        """Sums the rows of each token; gradients of weights return: [tokens, top_k]."""
         if previous_event is not None:
             previous_event.current_stream_wait()
         x = x.detach().contiguous()
         if topk_weights is None:
             return handle.ep.combine(x, handle.handle), None, EventOverlap(EventHandle())
         weights = topk_weights.detach().float().contiguous().view(-1)
-        tokens, home = handle.ep.dispatch_backward(x, handle.handle, weights)
-        return tokens, home, EventOverlap(EventHandle())
+        tokens, returned = handle.ep.dispatch_backward(x, handle.handle, weights)
+        return tokens, returned, EventOverlap(EventHandle())
 
 
 def _ended(

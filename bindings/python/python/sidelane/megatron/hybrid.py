@@ -15,7 +15,7 @@ from .placed import Placed
 
 
 class HybridEPBuffer:
-    """Expert-major rows, permuted for nobody: Megatron hands them on to its experts as they come.
+    """Expert-major rows, not permuted: Megatron gives them to its experts as they come.
 
     ``num_permuted_tokens`` is a budget: as many rows come at every rank, those behind the last are
     zero, and what does not fit is dropped; the handle's last part, a tensor of one bool, is true at
@@ -87,7 +87,7 @@ class HybridEPBuffer:
     def combine_with_unpermute(
         self, *, hidden: Tensor, handle: Placed, probs: Tensor | None = None, **_: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Sums the rows of each token, by ascending expert; weights, as gradients, go home:
+        """Sums the rows of each token, by ascending expert; gradients of weights return:
         [tokens, experts].
         """
         if probs is None:

@@ -138,9 +138,9 @@ class Transport:
         placed = handle.placed
         with torch.cuda.stream(stream):
             weights = placed.landed(grad_probs_permuted.float())
-            tokens, home = placed.ep.dispatch_backward(placed.landed(grad_permuted), placed.handle, weights)
-            assert home is not None, "weights went in"
-            return tokens, home
+            tokens, returned = placed.ep.dispatch_backward(placed.landed(grad_permuted), placed.handle, weights)
+            assert returned is not None, "weights went in"
+            return tokens, returned
 
     @staticmethod
     def record_handle_stream(handle: ChunkHandle, stream: torch.cuda.Stream) -> None:

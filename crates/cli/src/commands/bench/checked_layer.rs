@@ -206,10 +206,10 @@ impl<'c, E: Real> Layer<'c, E> {
 
     pub fn backward_and_check(&mut self, y: &[E], handle: &Handle) -> Result<(), CliError> {
         let weights = self.expected.weight_gradients();
-        let (tokens, home) = self.ep.dispatch_backward::<E>(y, Some(&weights), handle)?;
+        let (tokens, weights) = self.ep.dispatch_backward::<E>(y, Some(&weights), handle)?;
         self.out.copy_from_slice(&tokens);
         self.check_tokens();
-        self.wrong += u64::from(!home.is_some_and(|home| self.expected.right_weights(&home)));
+        self.wrong += u64::from(!weights.is_some_and(|weights| self.expected.right_weights(&weights)));
         self.gradients_and_check(handle).map(drop)
     }
 

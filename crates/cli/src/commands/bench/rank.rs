@@ -135,7 +135,7 @@ fn moved_as_planned(rank: u32, report: &sidelane::ep::Report) -> bool {
     let (copies, planned_copies) = (report.relayed.copies, traffic.copies);
     if copies != planned_copies {
         command_frame::complain(&format!(
-            "sidelane: rank {rank} handed rows on in {copies} copies, not {planned_copies}"
+            "sidelane: rank {rank} relayed rows in {copies} copies, not {planned_copies}"
         ));
     }
     seen == planned && copies == planned_copies
@@ -168,7 +168,7 @@ fn report<E: Real>(
     let [strays, landed, inter_node, returned, dropped_choices] = layer.sum(found)?;
     let words = InterNode::words(&dispatched.traffic, layer.expected.crossing_choices());
     let crossing = InterNode::new(config, layer.sum(words)?);
-    let came_home = crossing.combine_bytes(config);
+    let expected = crossing.combine_bytes(config);
     let verdict = layer.verdict()?;
     let (mut passes, mut rounds) = (Vec::new(), Vec::new());
     for (kind, pair) in Kind::phases(config.backward).iter().flatten().zip(pairs) {
@@ -194,9 +194,9 @@ fn report<E: Real>(
     if layer.world.rank() != 0 {
         return Ok(None);
     }
-    if returned != came_home {
+    if returned != expected {
         command_frame::complain(&format!(
-            "sidelane: a combine moved {returned} bytes between nodes, not {came_home}"
+            "sidelane: a combine moved {returned} bytes between nodes, not {expected}"
         ));
     }
     let local = layer.ep.lanes().iter().any(|used| used.lane == "shm").then(|| "shm".to_owned());
@@ -206,7 +206,7 @@ fn report<E: Real>(
     Ok(Some(Report {
         config: RunConfig { config: config.clone(), hosts: layer.machines.hosts(), huge_pages_granted },
         verdict: Verdict {
-            verified: verdict.verified && strays == 0 && returned == came_home && exact,
+            verified: verdict.verified && strays == 0 && returned == expected && exact,
             ..verdict
         },
         required_rows: handle.required_rows().iter().copied().max().unwrap_or(0),
@@ -379,14 +379,14 @@ pub fn sizes(config: &RunSettings) -> Result<Sizes, CliError> {
     let relays = if config.shape.route == Route::Pxn { 0..config.ranks() } else { 0..0 };
     let relayed = relays.map(relayed).max().unwrap_or(0);
     let own = tokens * u64::from(config.top_k);
-    let notes = RowMetadata::of(config.shape.layout, config.receive.mode(), config.shape.coalesce_relays);
-    let note_bytes = u64::from(notes.words(config.top_k)) * size_of::<u32>() as u64;
+    let metadata = RowMetadata::of(config.shape.layout, config.receive.mode(), config.shape.coalesce_relays);
+    let metadata_bytes = u64::from(metadata.words(config.top_k)) * size_of::<u32>() as u64;
     // Rows of a chunk have words behind them; other rows have none. Alive together at most: rows
     // and output of the first dispatch, rows and output of the round, the tokens, own returned rows
     // and, of each relayed rank, the rows that wait to be relayed or the sums that wait to be
     // returned.
     let partial = u64::from(config.shape.hidden) * config.shape.partial_dtype.size() as u64;
-    let row = config.row_bytes().max(config.sent_bytes()).max(partial) + note_bytes;
+    let row = config.row_bytes().max(config.sent_bytes()).max(partial) + metadata_bytes;
     // An all-gather has a control window of its own, and all tokens lie next to the rows.
     let (ranks, gathers) = (u64::from(config.ranks()), config.shape.strategy == Strategy::AllGather);
     let words = u64::from(RowMetadata::Gathered.words(config.top_k));
@@ -401,7 +401,7 @@ pub fn sizes(config: &RunSettings) -> Result<Sizes, CliError> {
     let rows = 5 * busiest + 3 * own + tokens + relayed * (tokens + own);
     let pool = rows.saturating_mul(row).saturating_add(gathered).saturating_add(16 << 20);
     let bins = Bins::of_layout(config.shape.layout, &case.map, config.shape.sum_order, &nodes);
-    let symmetric = ControlLayout::new(&paths, &bins, own, note_bytes).bytes() + gathering + (4 << 20);
+    let symmetric = ControlLayout::new(&paths, &bins, own, metadata_bytes).bytes() + gathering + (4 << 20);
     let heap = pool.saturating_add(symmetric).checked_next_multiple_of(2 << 20).unwrap_or(u64::MAX);
     Ok(Sizes { heap, symmetric })
 }

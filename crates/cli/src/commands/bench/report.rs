@@ -140,12 +140,13 @@ impl command_frame::Report for Report {
             "memcpy: {:.1} GB/s {place}, of buffers larger than its caches\n{first}",
             self.memcpy_gbps
         );
+        let floor = "of floor: share of the time that bare copies of the bytes take (95% interval)";
         let next = "next: bench --help lists shapes, routes and modes; doctor describes this machine";
         let crossing = self.inter_node.text(&self.config.config).map_or(String::new(), |text| text + "\n\n");
         let chain = self.chain.as_ref().map_or(String::new(), |chain| chain.text() + "\n\n");
         let baselines = self.baselines.as_ref().map_or(String::new(), |baselines| baselines.text() + "\n");
         format!(
-            "{}\n{verdict}{room}\n\n{}\n\n{chain}{baselines}{crossing}{memcpy}\n\n{next}",
+            "{}\n{verdict}{room}\n\n{}\n{floor}\n\n{chain}{baselines}{crossing}{memcpy}\n\n{next}",
             conditions(self),
             figures(self)
         )
@@ -199,7 +200,7 @@ pub struct InterNode {
     /// How many times less crosses; none if nothing does.
     pub dedup: Option<Dedup>,
     /// Bytes that a combine returns, for every sum order and partial type that these rows can have.
-    pub combine: Vec<Home>,
+    pub combine: Vec<ReturnBytes>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
@@ -211,7 +212,7 @@ pub struct Dedup {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-pub struct Home {
+pub struct ReturnBytes {
     pub sum_order: SumOrder,
     /// Type of partial sums; none where there are none.
     pub partial_dtype: Option<PartialDtype>,
@@ -233,13 +234,17 @@ impl InterNode {
         let saving = |without: u64| without as f64 / rows as f64;
         let dedup = Dedup { expert: saving(expert_rows), rank: saving(rank_rows) };
         let wires = PartialDtype::ALL.into_iter().filter(|wire| wire.carries(config.shape.dtype.element()));
-        let home = |order, wire: Option<PartialDtype>| {
+        let returned = |order, wire: Option<PartialDtype>| {
             let partial_bytes = u64::from(config.shape.hidden) * wire.map_or(0, |wire| wire.size() as u64);
-            Home { sum_order: order, partial_dtype: wire, bytes: all.return_bytes(order, partial_bytes) }
+            ReturnBytes {
+                sum_order: order,
+                partial_dtype: wire,
+                bytes: all.return_bytes(order, partial_bytes),
+            }
         };
         let combine = SumOrder::ALL.into_iter().flat_map(|order| match order.per_partial((), ()) {
-            None => vec![home(order, None)],
-            Some(()) => wires.clone().map(|wire| home(order, Some(wire))).collect(),
+            None => vec![returned(order, None)],
+            Some(()) => wires.clone().map(|wire| returned(order, Some(wire))).collect(),
         });
         InterNode {
             rows,
@@ -253,8 +258,8 @@ impl InterNode {
     }
 
     pub fn combine_bytes(&self, config: &RunSettings) -> u64 {
-        let measured = self.combine.iter().find(|home| home.is_of(config));
-        measured.map_or(0, |home| home.bytes)
+        let measured = self.combine.iter().find(|returned| returned.is_of(config));
+        measured.map_or(0, |returned| returned.bytes)
     }
 
     /// The rows and their savings, and the combine of every order; empty if nothing crosses.
@@ -275,17 +280,17 @@ impl InterNode {
         }
         if config.shape.route == Route::Direct {
             let of = if config.shape.layout.is_per_rank() { "rank" } else { "expert" };
-            let _ = write!(text, "combine brings a row home for each (token, {of}), in every order");
+            let _ = write!(text, "combine returns a row for each (token, {of}), in every order");
             return Some(text);
         }
         let mut table = table::new(["combine", "partials", "inter-node", "from"]);
         text.push('\n');
-        for home in &self.combine {
+        for returned in &self.combine {
             table.add_row([
-                home.sum_order.name(),
-                home.partial_dtype.map_or("-", PartialDtype::name),
-                &volume(home.bytes),
-                if home.is_of(config) { "measured" } else { "arithmetic" },
+                returned.sum_order.name(),
+                returned.partial_dtype.map_or("-", PartialDtype::name),
+                &volume(returned.bytes),
+                if returned.is_of(config) { "measured" } else { "arithmetic" },
             ]);
         }
         for column in table.column_iter_mut().skip(2).take(1) {
@@ -295,7 +300,7 @@ impl InterNode {
     }
 }
 
-impl Home {
+impl ReturnBytes {
     fn is_of(&self, config: &RunSettings) -> bool {
         (self.sum_order, self.partial_dtype) == (config.shape.sum_order, config.partials())
     }
@@ -387,7 +392,7 @@ pub mod tests {
     fn every_order_and_wire_has_its_bytes() {
         let crossing =
             InterNode::new(&config(Route::Pxn, SumOrder::Node, RowType::Bf16), [20, 80, 50, 20, 80, 90, 90]);
-        let bytes: Vec<u64> = crossing.combine.iter().map(|home| home.bytes / 1000).collect();
+        let bytes: Vec<u64> = crossing.combine.iter().map(|returned| returned.bytes / 1000).collect();
         assert_eq!(bytes, [80 * 2, 50 * 4, 50 * 2, 20 * 4, 20 * 2]);
         assert_eq!(crossing.dedup, Some(Dedup { expert: 4.0, rank: 2.5 }));
     }
@@ -396,7 +401,7 @@ pub mod tests {
     fn rows_of_other_types_have_partials_in_f32_alone() {
         let crossing =
             InterNode::new(&config(Route::Pxn, SumOrder::Node, RowType::F16), [20, 80, 50, 20, 80, 90, 90]);
-        let wires: Vec<_> = crossing.combine.iter().map(|home| home.partial_dtype).collect();
+        let wires: Vec<_> = crossing.combine.iter().map(|returned| returned.partial_dtype).collect();
         assert_eq!(wires, [None, Some(PartialDtype::F32), Some(PartialDtype::F32)]);
     }
 
@@ -413,13 +418,13 @@ pub mod tests {
     }
 
     #[test]
-    fn rows_that_go_straight_save_nothing_and_come_home_as_they_are() {
+    fn rows_that_go_straight_save_nothing_and_return_as_they_are() {
         let config = config(Route::Direct, SumOrder::Node, RowType::Bf16);
         let crossing = InterNode::new(&config, [80, 80, 50, 20, 80, 0, 0]);
-        assert!(crossing.combine.iter().all(|home| home.bytes == 80 * 2000));
+        assert!(crossing.combine.iter().all(|returned| returned.bytes == 80 * 2000));
         let text = crossing.text(&config).unwrap();
         assert!(text.contains("dedup 1.0x against a row per (token, expert), 0.6x against one"), "{text}");
-        assert!(text.ends_with("a row home for each (token, expert), in every order"), "{text}");
+        assert!(text.ends_with("a row for each (token, expert), in every order"), "{text}");
     }
 
     #[test]

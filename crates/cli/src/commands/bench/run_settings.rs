@@ -65,8 +65,12 @@ impl RunSettings {
         if args.partial_dtype.is_some() && config.partials().is_none() {
             return Err(usage!("--partial-dtype has no effect here: it is for --sum-order rank or node"));
         }
+        if config.nodes == 1 && args.machines.net.is_some() {
+            return Err(usage!("--net has no effect here: all ranks are on one node"));
+        }
         config.check(rounds)?;
         config.fits_in_memory(&args.machines)?;
+        routed.note_repeats(config.ranks(), share);
         let rounds = rounds.unwrap_or_else(|| config.rounds_in_budget());
         let receive = ReceiveConfig::resolve(args, &config, &routed.router)?;
         if config.shape.strategy == Strategy::AllGather && receive.mode().slots().is_some() {
@@ -77,7 +81,7 @@ impl RunSettings {
         Ok(config)
     }
 
-    /// Refuses what does not fit in memory, whatever the heaps are, before routing is drawn.
+    /// Refuses what fits in no memory, regardless of the heaps, before routing is drawn.
     fn fits_in_memory(&self, machines: &MachineArgs) -> Result<(), CliError> {
         self.memory(0).fits(&self.ranks_per_node, machines)
     }

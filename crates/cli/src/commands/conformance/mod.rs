@@ -31,7 +31,7 @@ use sidelane_testkit::conformance::tensors::Device;
 use self::report::Report;
 use crate::command_frame::{self, Command};
 use crate::error::{CliError, failed};
-use crate::options::{JsonFile, one_of};
+use crate::options::JsonFile;
 use crate::ranks::{self, Sizes, VARIABLES, missing, one_process};
 
 const EXAMPLES: &str = "\
@@ -47,8 +47,7 @@ pub struct ConformanceArgs {
     #[arg(long, value_name = "PLACE", value_enum)]
     pub place: Option<PlaceArg>,
 
-    /// Run the cases of this feature alone, by its name in the table; repeat it for several
-    #[arg(long, value_name = "FEATURE", value_parser = one_of(Feature::ALL, Feature::name))]
+    #[arg(long, value_name = "FEATURE", value_parser = feature, help = ONLY, long_help = features())]
     pub only: Vec<Feature>,
 
     /// Draws tokens and routing
@@ -57,6 +56,19 @@ pub struct ConformanceArgs {
 
     #[command(flatten)]
     pub report: JsonFile,
+}
+
+const ONLY: &str = "Run the cases of this feature alone; repeat it for several";
+
+/// Names of all features, a line for each: in one paragraph they cannot be read.
+fn features() -> String {
+    let names = Feature::ALL.map(|feature| format!("\n- {}", feature.name()));
+    format!("{ONLY}. By its name in the table:{}", names.concat())
+}
+
+fn feature(name: &str) -> Result<Feature, &'static str> {
+    let known = Feature::ALL.into_iter().find(|feature| feature.name() == name);
+    known.ok_or("no feature of the table: conformance --help lists the names")
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

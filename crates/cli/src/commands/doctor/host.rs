@@ -1,4 +1,6 @@
-//! Kernel, cores, vector units, memory, NUMA nodes.
+//! Kernel, cores, vector units, memory, NUMA nodes, limits and variables of this process.
+
+use sidelane::error::BootstrapError;
 
 use super::finding::{Finding, seen};
 use super::machine::{Facts, Root};
@@ -163,6 +165,28 @@ pub fn locked_memory(facts: &Facts, has_nics: bool) -> Finding {
             .means("Registering memory locks it, once for each NIC: heaps of a node that are larger fail.")
             .warn("ulimit -l unlimited, memlock in limits.conf, or --ulimit memlock=-1 for a container."),
         Some(limit) => seen(bytes(limit)).means("Matters only to NICs, which lock registered memory."),
+    }
+}
+
+pub fn variables(facts: &Facts) -> Finding {
+    let unknown = &facts.unknown_variables;
+    if unknown.is_empty() {
+        return seen("names are known").means("Each SIDELANE_ variable that is set has a reader.");
+    }
+    let meant = unknown.iter().map(|variable| match &variable.refusal {
+        Some(
+            BootstrapError::RenamedVariable { new: near, .. } | BootstrapError::MisspeltVariable { near, .. },
+        ) => {
+            format!("{} ({near}?)", variable.name)
+        }
+        _ => variable.name.clone(),
+    });
+    let found = seen(meant.collect::<Vec<_>>().join(", "));
+    match unknown.iter().any(|variable| variable.refusal.is_some()) {
+        true => found.means("Ranks refuse an old or misspelt name.").warn("Rename or unset it."),
+        false => found
+            .means("No rank reads it.")
+            .note("Nothing, if it is another tool's: docs/environment.md lists the names."),
     }
 }
 

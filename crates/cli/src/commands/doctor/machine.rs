@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::process::{Resource, getrlimit};
 use sidelane::NicSurvey;
+use sidelane::config::{UnknownVariable, unknown_variables};
 use sidelane::device::{Driver, Probe};
 use sidelane::error::{DeviceError, Error};
 
@@ -18,6 +19,8 @@ pub struct Facts {
     pub verbs_signal: Option<String>,
     /// NICs that ranks of this machine take.
     pub nics: Result<NicSurvey, Error>,
+    /// Variables with our prefix that no part of this version reads.
+    pub unknown_variables: Vec<UnknownVariable>,
     pub library_path: Vec<PathBuf>,
     pub cuda: Result<Probe, DeviceError>,
 }
@@ -25,6 +28,7 @@ pub struct Facts {
 impl Facts {
     pub fn of_this_process() -> Self {
         let path = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
+        let names = std::env::vars_os();
         Facts {
             usable_cores: sidelane_testkit::machines::cores(),
             locked_memory: getrlimit(Resource::Memlock).current,
@@ -32,6 +36,7 @@ impl Facts {
             huge_pages: sidelane::memory::huge_pages_granted(),
             verbs_signal: std::env::var("SIDELANE_VERBS_SIGNAL").ok(),
             nics: NicSurvey::here(),
+            unknown_variables: unknown_variables(names.filter_map(|(name, _)| name.into_string().ok())),
             library_path: std::env::split_paths(&path).filter(|dir| !dir.as_os_str().is_empty()).collect(),
             cuda: Driver::open().and_then(|driver| driver.probe()),
         }

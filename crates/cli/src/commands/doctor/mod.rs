@@ -60,7 +60,7 @@ struct Diagnosis {
 impl Command for DoctorArgs {
     const NAME: &'static str = "doctor";
 
-    /// It is a report: whatever it finds, it succeeds.
+    /// It is a report, and succeeds with any findings.
     fn run(self) -> Result<ExitCode, CliError> {
         let findings = examine(&Root::new("/"), &Facts::of_this_process());
         let diagnosis = Diagnosis { program: Program::HERE, findings };
@@ -111,6 +111,7 @@ fn examine(root: &Root, facts: &Facts) -> Vec<Finding> {
         host::dev_shm(root).named("/dev/shm"),
         host::open_files(facts).named("open files"),
         host::locked_memory(facts, !ports.is_empty()).named("locked memory"),
+        host::variables(facts).named("environment"),
     ];
     findings.extend(nics::findings(root, facts, &ports));
     findings.extend(cuda::findings(root, facts));

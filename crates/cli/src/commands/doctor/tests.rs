@@ -1,6 +1,7 @@
 //! Machines laid out in a temporary directory.
 
 use sidelane::NicSurvey;
+use sidelane::config::unknown_variables;
 use sidelane::device::{BatchedCopies, DeviceProperties, ModuleLoading, Probe, Version, WriteOrder};
 use sidelane::error::{DeviceError, LaneError, VerbsError};
 use tempfile::TempDir;
@@ -35,6 +36,7 @@ impl Machine {
             huge_pages: None,
             verbs_signal: None,
             nics: Ok(NicSurvey { ranks: vec![vec!["mlx5_0 port 1".into()]], left_out: Vec::new() }),
+            unknown_variables: Vec::new(),
             library_path: Vec::new(),
             cuda: Err(DeviceError::NoLibrary {
                 library: "libcuda.so.1".into(),
@@ -47,7 +49,7 @@ impl Machine {
         examine(&Root::new(self.0.path()), &facts)
     }
 
-    fn with_card(self, state: &str) -> Self {
+    fn with_nic(self, state: &str) -> Self {
         const PORT: &str = "sys/class/infiniband/mlx5_0/ports/1";
         self.with(&format!("{PORT}/state"), state)
             .with(&format!("{PORT}/link_layer"), "InfiniBand\n")
@@ -95,6 +97,25 @@ fn host_facts_are_read() {
 }
 
 #[test]
+fn unknown_variables_are_listed_with_the_names_they_resemble() {
+    let machine = Machine::new();
+    assert_eq!(finding(&machine.examine(), "environment").level, Level::Ok);
+    for (names, found, level) in [
+        (&["SIDELANE_ROOT", "SIDELANE_HEAP"][..], "SIDELANE_ROOT", Level::Note),
+        (
+            &["SIDELANE_ROOT", "SIDELANE_RAIL", "SIDELANE_HAEP"],
+            "SIDELANE_HAEP (SIDELANE_HEAP?), SIDELANE_RAIL (SIDELANE_NET?), SIDELANE_ROOT",
+            Level::Warn,
+        ),
+    ] {
+        let unknown_variables = unknown_variables(names.iter().map(|&name| name.to_owned()));
+        let findings = machine.examine_with(Facts { unknown_variables, ..machine.facts() });
+        let seen = finding(&findings, "environment");
+        assert_eq!((&*seen.found, seen.level), (found, level));
+    }
+}
+
+#[test]
 fn available_memory_is_free_memory_capped_by_control_group() {
     let machine = Machine::new().with("proc/meminfo", "MemAvailable: 1048576 kB\n");
     let available = |machine: &Machine| available_memory(&Root::new(machine.0.path()));
@@ -124,7 +145,7 @@ fn huge_pages_are_ok_if_granted_else_setting_picks_advice() {
 
 #[test]
 fn active_nic_warns_without_library_device_or_locked_memory() {
-    let machine = Machine::new().with_card("4: ACTIVE\n");
+    let machine = Machine::new().with_nic("4: ACTIVE\n");
     let findings = machine.examine();
     assert_eq!(finding(&findings, "NIC mlx5_0, port 1").found, "ACTIVE, InfiniBand, 400 Gb/sec (4X NDR)");
     for what in ["libibverbs", "/dev/infiniband", "locked memory"] {
@@ -145,7 +166,7 @@ fn active_nic_warns_without_library_device_or_locked_memory() {
 
 #[test]
 fn writes_as_signals_are_noted_where_there_are_nics() {
-    let machine = Machine::new().with_card("4: ACTIVE\n");
+    let machine = Machine::new().with_nic("4: ACTIVE\n");
     for (setting, found, level) in [
         (None, "auto", Level::Ok),
         (Some("auto"), "auto", Level::Ok),
@@ -164,7 +185,7 @@ fn writes_as_signals_are_noted_where_there_are_nics() {
 
 #[test]
 fn the_lane_s_own_choice_is_shown_or_why_there_is_none() {
-    let machine = Machine::new().with_card("4: ACTIVE\n");
+    let machine = Machine::new().with_nic("4: ACTIVE\n");
     let examined = |nics| machine.examine_with(Facts { nics, ..machine.facts() });
     let ranks = vec![vec!["mlx5_1 port 2, 10.0.0.1 (GID 3)".to_owned()], vec!["mlx5_0".to_owned()]];
     let left_out = vec![("mlx5_2".to_owned(), "less than half of 400 Gb/s".to_owned())];
@@ -190,14 +211,14 @@ fn the_lane_s_own_choice_is_shown_or_why_there_is_none() {
 fn resent_packets_are_noted_if_driver_counts_them() {
     const COUNTERS: &str = "sys/class/infiniband/mlx5_0/ports/1/hw_counters";
     for (gaps, timeouts, level) in [("0", "0", Level::Ok), ("3", "0", Level::Note), ("0", "2", Level::Note)] {
-        let machine = Machine::new().with_card("4: ACTIVE\n");
+        let machine = Machine::new().with_nic("4: ACTIVE\n");
         let machine = machine.with(&format!("{COUNTERS}/packet_seq_err"), gaps);
         let findings = machine.with(&format!("{COUNTERS}/local_ack_timeout_err"), timeouts).examine();
         let losses = finding(&findings, "NIC mlx5_0, port 1, losses");
         assert_eq!(losses.level, level, "{losses:?}");
         assert_eq!(losses.found, format!("{gaps} sequence errors, {timeouts} timeouts"));
     }
-    let findings = Machine::new().with_card("4: ACTIVE\n").examine();
+    let findings = Machine::new().with_nic("4: ACTIVE\n").examine();
     assert!(findings.iter().all(|finding| !finding.what.ends_with("losses")));
 }
 
@@ -209,7 +230,7 @@ fn a_nic_with_fewer_or_slower_lanes_than_it_can_use_is_noted() {
         ("32.0 GT/s PCIe", "8", Level::Note, "32.0 GT/s x 8 of 32.0 GT/s x 16"),
         ("16.0 GT/s PCIe", "16", Level::Note, "16.0 GT/s x 16 of 32.0 GT/s x 16"),
     ] {
-        let machine = Machine::new().with_card("4: ACTIVE\n");
+        let machine = Machine::new().with_nic("4: ACTIVE\n");
         let machine = machine.with(&format!("{DEVICE}/current_link_speed"), speed);
         let machine = machine.with(&format!("{DEVICE}/current_link_width"), width);
         let machine = machine.with(&format!("{DEVICE}/max_link_speed"), "32.0 GT/s PCIe");
@@ -221,7 +242,7 @@ fn a_nic_with_fewer_or_slower_lanes_than_it_can_use_is_noted() {
 
 #[test]
 fn a_port_that_is_down_is_a_warning() {
-    let findings = Machine::new().with_card("1: DOWN\n").examine();
+    let findings = Machine::new().with_nic("1: DOWN\n").examine();
     assert_eq!(finding(&findings, "NIC mlx5_0, port 1").level, Level::Warn);
 }
 

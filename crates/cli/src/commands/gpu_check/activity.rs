@@ -195,7 +195,7 @@ impl Listed {
         }
     }
 
-    /// Of a dispatch. A kernel is wrong whatever the control says; that there is none says
+    /// Of a dispatch. A kernel is wrong regardless of the control; that there is none says
     /// something only where it holds.
     pub fn judge(&self, control: bool) -> (State, String) {
         match self {

@@ -103,7 +103,7 @@ pub fn run(task: &Task, checks: &mut Checks) -> Result<(), CliError> {
     Ok(())
 }
 
-/// Sums of rows that came home. Some tokens have rows at all ranks, some at none.
+/// Sums of rows that returned. Some tokens have rows at all ranks, some at none.
 fn sums(bench: &Bench, types: (sidelane::Dtype, sidelane::Dtype), columns: u32) -> Result<String, CliError> {
     let shape = SlotShape::new(TOKENS, 1, u64::from(columns) * types.1.size() as u64)?;
     let mut random = Random(types.0 as u64 * 16 + types.1 as u64);

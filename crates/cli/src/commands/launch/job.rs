@@ -5,7 +5,7 @@
 //! local peers read it, through the link between them for the rest of the job.
 //!
 //! Ranks notice the death of their launcher by a pipe. Only the launcher holds the write end, and
-//! it never writes. When the launcher ends, in whatever way, the kernel closes the pipe and every
+//! it never writes. When the launcher ends, for any reason, the kernel closes the pipe and every
 //! reader sees its end. So no rank needs to poll, and no signal can be lost.
 //!
 //! Signals become a queue of events, so that the launcher has one place where it waits. SIGHUP is

@@ -250,7 +250,7 @@ impl Task {
         Ok(Task { shape, emulated_link, backward: args.backward, rounds: args.rounds, records })
     }
 
-    /// Environment of the ranks, whatever is in that of the caller.
+    /// Environment of the ranks, regardless of the caller's.
     pub fn variables(&self) -> Vec<(String, OsString)> {
         let words = |link: EmulatedLink| format!("{}/{}", link.bytes_per_second, link.latency.as_micros());
         vec![("SIDELANE_EMULATED_LINK".to_owned(), self.emulated_link.map_or(String::new(), words).into())]

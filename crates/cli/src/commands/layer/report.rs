@@ -60,6 +60,14 @@ impl Pass {
         let hidden_share = (sequential_us - overlapped_us) / experts_us.min(transfers_us);
         Pass { experts_us, transfers_us, sequential_us, overlapped_us, hidden_share }
     }
+
+    /// The share, unless a part alone took longer than the whole step: then the times are noise.
+    fn hidden(&self) -> String {
+        match self.experts_us.max(self.transfers_us) > self.sequential_us {
+            true => "-".to_owned(),
+            false => format!("{:.2}", self.hidden_share),
+        }
+    }
 }
 
 impl From<EmulatedLink> for Link {
@@ -87,7 +95,7 @@ impl Report {
 
 const NOTES: &str = "\
 Experts: at work, at the slowest rank, in turn. Transfers: a step whose experts do nothing. Hidden: what overlap saves of the
-shorter of the two; 1 is all of it, and below 0 overlap costs more than it hides.";
+shorter of the two; 1 is all of it, and below 0 overlap costs more than it hides. It is unknown (-) where a part took longer than the whole.";
 
 impl command_frame::Report for Report {
     fn text(&self) -> String {
@@ -109,7 +117,7 @@ impl command_frame::Report for Report {
                 ("transfers", &|(_, pass)| time(pass.transfers_us)),
                 ("in turn", &|(_, pass)| time(pass.sequential_us)),
                 ("overlapped", &|(_, pass)| time(pass.overlapped_us)),
-                ("hidden", &|(_, pass)| format!("{:.2}", pass.hidden_share)),
+                ("hidden", &|(_, pass)| pass.hidden()),
             ],
         );
         let bits = if self.verified { "the same bits in turn and overlapped" } else { "DIFFERENT BITS" };
@@ -130,7 +138,7 @@ impl command_frame::Report for Report {
 /// Work on a chunk: its color, its words, and its spans; the last entry has all others.
 const KINDS: [(Color, &str, &[&str]); 5] = [
     (Color::Blue, "to experts", &["dispatch", "gradient of combine"]),
-    (Color::Teal, "home, summed", &["combine", "gradient of dispatch"]),
+    (Color::Teal, "returned, summed", &["combine", "gradient of dispatch"]),
     (Color::Orange, "experts, gradients of rows", &["experts", "gradient of rows"]),
     (Color::Brown, "gradients of weights", &["gradient of weights", "gradient of shared weights"]),
     (Color::Gray, "else", &[]),
@@ -199,7 +207,10 @@ mod tests {
 
     #[test]
     fn hidden_is_what_is_saved_of_the_shorter_part() {
-        assert_eq!(sample().forward.hidden_share, 0.9);
+        let forward = sample().forward;
+        assert_eq!((forward.hidden_share, &*forward.hidden()), (0.9, "0.90"));
+        let noise = Pass { transfers_us: forward.sequential_us + 1.0, ..forward };
+        assert_eq!(noise.hidden(), "-");
     }
 
     #[test]
@@ -243,9 +254,9 @@ mod tests {
                 elements(&picture).into_iter().filter(|tag| tag.starts_with("rect") && tag.contains(class));
             tags.map(|tag| (number(&tag, "x"), number(&tag, "y"), number(&tag, "width"))).collect()
         };
-        let [rows, out, home] = ["wide box orange", "wide box blue", "wide box teal"].map(boxes);
-        assert_eq!((rows.len(), out.len(), home.len()), (2, 2, 2), "once for each rank");
-        assert!(rows[0].1 < out[0].1 && out[0].1 == home[0].1 && home[0].1 < rows[1].1);
+        let [rows, out, back] = ["wide box orange", "wide box blue", "wide box teal"].map(boxes);
+        assert_eq!((rows.len(), out.len(), back.len()), (2, 2, 2), "once for each rank");
+        assert!(rows[0].1 < out[0].1 && out[0].1 == back[0].1 && back[0].1 < rows[1].1);
         let (begin, step) = (out[0].0, out[0].2);
         assert_eq!((rows[0].0, rows[0].2), (begin + step, 3.0 * step), "the last three quarters");
         assert!(!picture.contains(KINDS[3].1), "the legend names what occurs");

@@ -30,8 +30,8 @@ Examples:
   sidelane plan --model llama-2-13b --hardware tpu-v5p --devices 512 --tokens 3M
   sidelane plan --model config.json --devices 64 --tp 8 # one dimension given";
 
-/// Plan a mesh: the strategies that train a model fastest on a number of devices, by rooflines,
-/// and the part that binds
+/// Find the meshes that train a model fastest on a number of devices, by rooflines, and the part of
+/// a step that binds
 #[derive(Args, Clone)]
 #[command(after_help = EXAMPLES)]
 pub struct PlanArgs {

@@ -158,7 +158,7 @@ impl Report {
         )
     }
 
-    /// Where each strategy binds, whatever the mesh.
+    /// Where each strategy binds, for any mesh.
     fn rules(&self) -> Vec<(&'static str, String)> {
         let Rules { least_data_tokens, least_node_tokens, most_tensor_ways, mixed } = self.rules;
         let RunSettings { devices, tokens, .. } = self.config;

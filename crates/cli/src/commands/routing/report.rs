@@ -114,7 +114,7 @@ impl command_frame::Report for Report {
     fn text(&self) -> String {
         let [routing, ranks] = self.config.words();
         let head = table::head(&[("routing", routing), ("ranks", ranks)]);
-        let bars = bar_lines(&self.load.experts.choices, table::width().unwrap_or(usize::MAX));
+        let bars = bar_lines(&self.load.experts.choices, table::width());
         let [loads, spreads, drops] = [self.loads(), self.spreads(), self.drops()];
         format!(
             "{head}\nchoices per expert, by their mean\n\n{bars}\n{loads}\n\n{spreads}\n\n{drops}\n\n{NOTES}"

@@ -9,9 +9,9 @@
 //!
 //! | | forward | backward |
 //! |---|---|---|
-//! | out | dispatch | gradient of combine: a dispatch along the layout that is there, rows as they come home |
+//! | out | dispatch | gradient of combine: a dispatch along the layout that is there, rows as they return |
 //! | experts, of a chunk | three products | gradients of rows: three |
-//! | home | combine | gradient of dispatch: a combine |
+//! | back | combine | gradient of dispatch: a combine |
 //! | of all tokens at once | shared expert | gradients of weights: three for experts, six for the shared one |
 //!
 //! The graphs are those that [`MoeLayer`](sidelane::layer::MoeLayer) runs, their order included.
@@ -136,8 +136,8 @@ impl Parts {
 
     /// The busiest part of the longer of the two.
     fn busiest(&self, pass: Pass) -> &'static str {
-        let [out, home] = self.ways(pass);
-        let longer = if out.ns > home.ns { out } else { home };
+        let [out, back] = self.ways(pass);
+        let longer = if out.ns > back.ns { out } else { back };
         longer.bottleneck.part.name()
     }
 }

@@ -74,7 +74,7 @@ pub struct SimulateArgs {
     #[arg(long, value_name = "recorded|PATTERN|FILE")]
     pub routing: Option<Source>,
 
-    /// Exact sizes, or fixed slots on a stream (rank-major, one node; full whatever the routing)
+    /// Exact sizes, or fixed slots on a stream (rank-major, one node; full for any routing)
     #[arg(long, value_enum, default_value_t = ReceiveKind::Exact)]
     pub mode: ReceiveKind,
 
@@ -265,7 +265,7 @@ impl<'a> Task<'a> {
         at_most(&[("--token-chunks", chunks, tokens)])?;
         if let Some(option) = no_option_of_slots(args) {
             return Err(usage!(
-                "--mode slots has one way for one group, and slots are full whatever the routing: {option} has no effect there"
+                "--mode slots has one way for one group, and slots are full for any routing: {option} has no effect there"
             ));
         }
         if args.mode == ReceiveKind::Exact {

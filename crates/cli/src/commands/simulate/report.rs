@@ -73,7 +73,7 @@ impl Report {
 
 const NOTES: &str = "\
 Predicted by a model, not measured. The bottleneck is what was busy longest at any rank; the roofline is bytes at their rates, all at
-once. Copies and messages are those of the rank that has most, bytes are means. Laps are those of the slowest rank: parts of its time, one after another. A word is a 32-bit write or wait. Assumed figures are not measured: keys of a --hardware file.";
+once. Copies and messages are those of the rank that has most, bytes are means. Laps are those of the slowest rank: parts of its time, one after another, as to pull rows from local peers, or to wait for rows that relays return. A word is a 32-bit write or wait. Assumed figures are not measured: keys of a --hardware file.";
 
 fn rates(hardware: &Hardware) -> String {
     let gb = |rate: u64| rate as f64 / 1e3;
@@ -130,10 +130,21 @@ impl Group {
         Ok((Group { nodes, ranks, variants }, of_others))
     }
 
-    fn calls(&self) -> impl Iterator<Item = (String, &Timing)> {
-        self.variants.iter().flat_map(|Timed { name, dispatch, combine, .. }| {
-            [(format!("{name}: dispatch"), dispatch), (format!("{name}: combine"), combine)]
-        })
+    /// The calls of all variants. Dispatches that differ in the sums of their combine alone are
+    /// one, if they take the same time.
+    fn calls(&self) -> Vec<(String, &Timing)> {
+        let program = |timed: &Timed| timed.variant.map(Variant::of_dispatch);
+        let mut calls = Vec::new();
+        for (nth, timed) in self.variants.iter().enumerate() {
+            let alike = |other: &&Timed| program(other) == program(timed);
+            let one = self.variants.iter().filter(alike).all(|other| other.dispatch == timed.dispatch);
+            let name = program(timed).filter(|_| one).map_or(timed.name.clone(), |program| program.name());
+            if !one || !self.variants[..nth].iter().any(|other| alike(&other)) {
+                calls.push((format!("{name}: dispatch"), &timed.dispatch));
+            }
+            calls.push((format!("{}: combine", timed.name), &timed.combine));
+        }
+        calls
     }
 
     fn times(&self) -> String {
@@ -311,6 +322,23 @@ pub mod tests {
                 || one.combine.bottleneck != given.combine.bottleneck;
             assert_eq!(moved, !one.flips.is_empty(), "{one:?}");
         }
+    }
+
+    #[test]
+    fn dispatches_of_one_program_are_one_line() {
+        let report = report("--nodes 2 --ranks-per-node 2 --tokens 8 --hidden 128");
+        let group = &report.groups[0];
+        let names: Vec<_> = group.calls().into_iter().map(|(name, _)| name).collect();
+        let of = |call: &str| names.iter().filter(|name| name.ends_with(call)).count();
+        assert_eq!(of(": combine"), group.variants.len());
+        let mut dispatches: Vec<_> =
+            group.variants.iter().map(|timed| timed.variant.map(Variant::of_dispatch)).collect();
+        dispatches.dedup();
+        assert_eq!(of(": dispatch"), dispatches.len());
+        assert!(
+            dispatches.len() < group.variants.len() && names[0] == "expert-major, direct: dispatch",
+            "{names:?}"
+        );
     }
 
     #[test]

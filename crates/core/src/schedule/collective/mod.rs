@@ -69,7 +69,7 @@
 //! ```
 //!
 //! On entry, other ranks write to landings alone. So a root's offer may extend over its result and
-//! outbox, whatever the others call.
+//! outbox, while others make other calls.
 //!
 //! Results land in place in the *room*, part behind part. It is as large as requested, and there is
 //! one for all rounds.

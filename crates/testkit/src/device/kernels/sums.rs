@@ -1,4 +1,4 @@
-//! Sums of the rows that came home.
+//! Sums of the rows that returned.
 
 use sidelane::device::{Addresses, SumArgs};
 use sidelane::dtype::{Dtype, PARTIAL, PartialDtype};

@@ -93,10 +93,10 @@ impl State {
         let subnet = |nic: &FakeNic| nic.gids.values().next().map(|gid| gid.segments()[3]);
         Ok(self.nics.iter().position(|there| {
             let inside = there.link == own.link && subnet(there) == subnet(own);
-            let at_home = inside && there.lid == to.dlid;
+            let is_local = inside && there.lid == to.dlid;
             match global {
-                true => named(there) && (at_home || (!inside && gid.segments()[2] == to.dlid)),
-                false => at_home && !there.needs_global_header && !own.needs_global_header,
+                true => named(there) && (is_local || (!inside && gid.segments()[2] == to.dlid)),
+                false => is_local && !there.needs_global_header && !own.needs_global_header,
             }
         }))
     }

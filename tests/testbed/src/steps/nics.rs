@@ -5,7 +5,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use crate::bed::{Bed, address};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
-use crate::machine::CARDS;
+use crate::machine::NICS;
 use crate::steps::{Asked, Findings};
 
 /// Clocks of guest and host may differ by this many seconds.
@@ -16,9 +16,9 @@ pub fn run(bed: &mut Bed, _: &Asked, deadline: Deadline) -> Result<Findings> {
     let seen = bed.both(
         |machine| {
             format!(
-                "for card in /sys/class/infiniband/*; do ibv_devinfo -d ${{card##*/}} | grep -q PORT_ACTIVE || exit 1; done; \
+                "for nic in /sys/class/infiniband/*; do ibv_devinfo -d ${{nic##*/}} | grep -q PORT_ACTIVE || exit 1; done; \
                  for address in {}; do ping -c 1 -W 5 $address > /dev/null || exit 2; done; date +%s",
-                (0..CARDS).map(|card| address(1 - machine, card)).collect::<Vec<_>>().join(" ")
+                (0..NICS).map(|nic| address(1 - machine, nic)).collect::<Vec<_>>().join(" ")
             )
         },
         deadline,
@@ -30,5 +30,5 @@ pub fn run(bed: &mut Bed, _: &Asked, deadline: Deadline) -> Result<Findings> {
             return Err(Error::Unreadable { program: "date", what: "the time it is", output: one.stdout });
         }
     }
-    Ok(Findings::from(format!("{CARDS} per machine, {}", bed.accelerator().name())))
+    Ok(Findings::from(format!("{NICS} per machine, {}", bed.accelerator().name())))
 }

@@ -56,8 +56,8 @@ fn rows_and_sums_are_those_of_any_other_lane() {
                 let mine = tokens::<bf16>(round * 4 + u64::from(world.rank()), 19, HIDDEN, 4, 13);
                 let routing = Routing::new(4, mine.ids.as_slice(), mine.weights.as_slice()).unwrap();
                 let (rows, handle) = ep.dispatch(&mine.x, &routing).unwrap();
-                let home: Vec<bf16> = ep.combine(rows.rows::<bf16>().unwrap(), &handle).unwrap();
-                assert_eq!(home, repeated(&mine, 4, HIDDEN));
+                let returned: Vec<bf16> = ep.combine(rows.rows::<bf16>().unwrap(), &handle).unwrap();
+                assert_eq!(returned, repeated(&mine, 4, HIDDEN));
             }
         });
     }
