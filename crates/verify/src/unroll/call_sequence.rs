@@ -139,6 +139,9 @@ const NOTES: u64 = 1 << 14;
 const STAGING: u64 = 1 << 20;
 /// Bytes that stand for a table. Kernels read all of it, or nothing.
 const TABLE: u64 = 64;
+/// Bytes of the pool that an instance whose callers' threads enqueue keeps for itself: of metadata,
+/// packed rows and their metadata, and tables. Calls take what lies behind.
+pub(super) const KEPT: u64 = CONTEXTS * NOTES + 2 * STAGING + (1 + CONTEXTS) * Table::COUNT * TABLE;
 
 /// A table that a host finds, and kernels read in memory of the device: one for each handle.
 #[derive(Clone, Copy)]
@@ -436,6 +439,7 @@ impl Member {
             staging = pool.take(STAGING);
             packed_metadata = pool.take(STAGING);
             tables = pool.take((1 + CONTEXTS) * Table::COUNT * TABLE);
+            debug_assert_eq!(tables.end, KEPT, "calls take what lies behind");
         }
         let (calls, offered) = (Calls::new(EPOCH), Vec::new());
         Member { calls, dispatches: 0, pool, offered, staging, packed_metadata, tables }
