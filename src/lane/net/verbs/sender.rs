@@ -301,6 +301,7 @@ impl Sender {
 
     /// Posts up to `most` requests with one doorbell.
     fn ring(&mut self, most: usize) -> Result<bool, VerbsError> {
+        debug_assert!(self.fences.iter().all(|&fence| fence >= self.posted), "no fence is passed by");
         let fences = self.fences.iter().take_while(|&&fence| fence == self.posted).count();
         if fences > 0 && self.done < self.posted {
             return Ok(false);
