@@ -116,6 +116,9 @@
 
 // Unit tests share files with those in `tests`, which name the library.
 #[cfg(test)]
+#[path = "../tests/no_allocation/counting.rs"]
+mod counting;
+#[cfg(test)]
 extern crate self as sidelane;
 
 pub mod bootstrap;

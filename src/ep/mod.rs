@@ -37,6 +37,7 @@
 //! | `host`, `device` | the two places |
 //! | `row_collective` | all-gather and reduce-scatter of rows |
 //! | `floor_bench` | the same bytes, moved by bare loops |
+//! | `footprints` | tests: accesses of real calls next to those of the proof |
 
 mod builder;
 mod call_agreement;
@@ -44,6 +45,8 @@ mod device;
 mod expert_parallel;
 mod features;
 mod floor_bench;
+#[cfg(test)]
+mod footprints;
 mod handle;
 mod host;
 mod relay;

@@ -55,6 +55,11 @@ fn multi_node(group: &Group) -> bool {
     Paths::new(&group.nodes, group.route, 0).is_multi_node()
 }
 
+/// Engines relay rows that are packed: the host finds in which order.
+fn arrives(group: &Group) -> bool {
+    group.pulls && group.route == Route::Pxn && multi_node(group) && !group.in_place
+}
+
 fn dropped(step: CallStep, kind: CallKind, group: &Group) -> Option<&'static str> {
     let inline = group.relays == Relays::Inline;
     let multi_node = multi_node(group);
@@ -66,6 +71,7 @@ fn dropped(step: CallStep, kind: CallKind, group: &Group) -> Option<&'static str
             Some("entries follow what the streams of all ranks have read")
         }
         Action::Compute(Work::Reclaim) => Some("the release has waited for all readers"),
+        Action::Compute(Work::PackPlaced) if !arrives(group) => Some("all rows are packed already"),
         Action::Run(StageId::NodeEntered, _) if inline && group.nodes.nodes() == group.nodes.ranks() => {
             Some("alone on its node, it waits for itself")
         }
@@ -101,11 +107,23 @@ fn swapped(first: CallStep, second: CallStep, kind: CallKind, group: &Group) -> 
         (Compute(Work::Grow), Agree) => Some("a rank that lacks memory refuses, and nothing moves"),
         (Compute(Work::Join), Compute(Work::Report))
         | (Compute(Work::Adopt), Compute(Work::Join))
-        | (Compute(Work::TellAgreed), Compute(Work::Follow))
+        | (Compute(Work::TellAgreed), Compute(Work::PackPlaced))
         | (Compute(Work::Follow), Compute(Work::Reclaim)) => {
             Some("one is the host's, the other orders streams")
         }
+        (Compute(Work::PackPlaced), Compute(Work::Follow)) if !arrives(group) => {
+            Some("all rows are packed already")
+        }
         (Compute(Work::Follow), Compute(Work::FillRows)) => Some("copies need both, and are enqueued later"),
+        (Compute(Work::FillRows), Compute(Work::SendTables)) => {
+            Some("one fills operands, the other sends tables")
+        }
+        (Compute(Work::SendTables), Compute(Work::PlaceOwn)) => {
+            Some("two streams bring tables of their own, and kernels read them later")
+        }
+        (Compute(Work::Follow), Compute(Work::SendTables)) => {
+            Some("the host has awaited the caller's stream, which reads tables of earlier calls")
+        }
         (Compute(Work::Report), Compute(Work::Metadata)) => Some("one is the host's, the other a kernel"),
         (Compute(Work::Metadata), Compute(Work::Regroup)) => Some("kernels touch different bytes"),
         (Run(StageId::RelayDone, _), Run(StageId::Posted, _)) => {
@@ -261,7 +279,9 @@ fn driver_mutants_of_callers_that_run_ahead_are_found() {
     all_of_group_found(Group::new(&[0; 4], 4, 5).run(direct).enqueuing().placed(by_rank));
     let by_node = (RowLayout::ExpertMajor, ReceiveMode::Exact, SumOrder::Node);
     let relays = Group::dense(&[0, 0, 1, 1], 4, 5).run((Route::Pxn, Relays::Inline)).enqueuing();
-    all_of_group_found(relays.placed(by_node));
+    all_of_group_found(relays.clone().placed(by_node));
+    all_of_group_found(Group { in_place: true, ..relays });
+    all_of_group_found(Group { host_plans: true, ..Group::new(&[0; 4], 4, 5).run(direct).enqueuing() });
 }
 
 #[test]

@@ -32,6 +32,8 @@ pub struct Group {
     pub gpu_direct: bool,
     pub enqueues: bool,
     pub read_early: bool,
+    pub host_plans: bool,
+    pub in_place: bool,
 }
 
 /// In how many parts blocks go.
@@ -92,6 +94,8 @@ impl Group {
             gpu_direct: false,
             enqueues: false,
             read_early: true,
+            host_plans: false,
+            in_place: false,
         }
     }
 
@@ -181,6 +185,8 @@ impl Group {
             gpu_direct: self.gpu_direct,
             enqueues: self.enqueues,
             read_early: self.read_early,
+            host_plans: self.host_plans,
+            in_place: self.in_place,
             mode: self.mode,
             order: self.order,
             row_bytes: 32,

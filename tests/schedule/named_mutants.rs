@@ -12,7 +12,7 @@
 //! | `read` before `returned` | swapped steps, and the signal alone |
 //! | `Ready` before a credit of staging | no such credit: see below |
 //! | an offer overtakes blocks of an earlier call | [`Change::Overtake`] |
-//! | memory of an unfinished call is used again | [`SeededBug::TakeUnread`], [`InstanceBug::ShareMemory`] |
+//! | memory of an unfinished call is used again | [`SeededBug::TakeUnread`], [`InstanceBug::ShareMemory`], [`InstanceBug::ShareRows`] |
 //! | two instances cross | [`InstanceBug::Crossed`] |
 //! | streams of a rank go on without each other | a dropped `Follow` or `Join` |
 //!
@@ -374,6 +374,13 @@ fn of_credits_and_memory() -> Vec<Row> {
             "Race",
             ("rows", "put rows"),
             ("rows", "put rows"),
+        ),
+        row(
+            USED_AGAIN,
+            two_instances(&BETWEEN_HALVES, Streams::One, Some(InstanceBug::ShareRows)),
+            "Overwritten",
+            ("packed", "writes chunk"),
+            ("end", "reads own outputs"),
         ),
         row(
             CROSSED,

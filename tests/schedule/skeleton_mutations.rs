@@ -59,7 +59,20 @@ impl<'a> Mutant<'a> {
 
     /// The word orders streams of its rank.
     fn of_streams(&self) -> bool {
-        ["packed", "follow", "mark", "join"].contains(&self.mutation.stage)
+        ["packed", "order", "follow", "mark", "join"].contains(&self.mutation.stage)
+    }
+
+    /// How often such calls record the event of its word. Where engines relay, a dispatch packs
+    /// rows once their order has come, which the stream of copies says by the event of its end.
+    fn records(&self) -> u8 {
+        let twice = self.orders() && ["packed", "order", "join"].contains(&self.mutation.stage);
+        if twice { 2 } else { 1 }
+    }
+
+    /// In such calls the host finds the order of rows, from headers that relays of its node have.
+    fn orders(&self) -> bool {
+        let relays = self.paths.is_multi_node() && self.paths.route() == Route::Pxn;
+        self.ahead && relays && self.mutation.kind == CallKind::Dispatch
     }
 
     fn swapped(&self, op: Op, next: Op) -> Option<&'static str> {
@@ -87,7 +100,11 @@ impl<'a> Mutant<'a> {
         let (me, change) = (self.mutation.rank, self.mutation.change);
         let parts = self.paths.route() == Route::Pxn && self.mutation.stage == "rows";
         match (flag, change) {
-            (Flag::Posted, Change::Raise) if self.of_streams() => Some(RECORDED_ONCE),
+            (Flag::Posted, Change::Raise)
+                if self.of_streams() && level == FlagValue::Part(self.records()) =>
+            {
+                Some("no stream waits for a later record of the event")
+            }
             (Flag::Posted, Change::Drop | Change::Lower)
                 if self.mutation.stage == "follow" && self.mutation.kind == CallKind::Combine =>
             {
@@ -109,7 +126,8 @@ impl<'a> Mutant<'a> {
             (Flag::Read, Change::Raise) if self.ahead && !self.paths.is_multi_node() => {
                 Some(ANOTHER_RELEASES)
             }
-            (Flag::Landed, Change::Raise | Change::Retrack) if to == me && self.engines => {
+            // Where callers' threads enqueue, calls along a layout raise the same word.
+            (Flag::Landed, Change::Raise | Change::Retrack) if to == me && self.engines && !self.ahead => {
                 Some(ITS_RELAY_SAYS_SO)
             }
             _ => None,
@@ -117,13 +135,16 @@ impl<'a> Mutant<'a> {
     }
 
     fn not_awaited(&self, from: u32, flag: Flag) -> Option<&'static str> {
-        let (Mutation { rank: me, kind, stage, change, .. }, paths) = (self.mutation, self.paths);
+        let (Mutation { rank: me, kind, stage, item, change, .. }, paths) = (self.mutation, self.paths);
         let (sends, all) = (kind != CallKind::Combine, change == Change::DropWaits);
+        let first = matches!(item.op, Op::Wait { level: FlagValue::Part(1), .. });
         let relayed = |s: u32| paths.route() == Route::Pxn && paths.sources().any(|source| source == s);
         match (flag, stage) {
-            (Flag::Posted, "posted") => Some(FOR_CAUSES),
+            (Flag::Posted, "posted") if !self.orders() => Some(FOR_CAUSES),
             (Flag::Posted, "join") if kind == CallKind::ExpertMap => Some("nothing moves in such calls"),
-            (Flag::Posted, _) if change == Change::Lower && self.of_streams() => Some(RECORDED_ONCE),
+            (Flag::Posted, _) if change == Change::Lower && self.of_streams() && first => {
+                Some(RECORDED_FIRST)
+            }
             (Flag::Posted, "follow" | "mark") if paths.is_multi_node() && kind != CallKind::Dispatch => {
                 Some("its host has awaited the caller's stream before it enqueues copies")
             }
@@ -184,7 +205,7 @@ impl<'a> Mutant<'a> {
     }
 }
 
-const RECORDED_ONCE: &str = "an event is recorded once in a call: its word has no value between";
+const RECORDED_FIRST: &str = "it is the first record of the event in the call: its word has no value between";
 const FOR_CAUSES: &str = "bytes are as before: the fake driver counts waits whose cause is not enqueued";
 const ANOTHER_RELEASES: &str =
     "a reader says so to all owners behind its last copy, and the entry of each other one vouches for it";
@@ -356,6 +377,8 @@ fn every_mutant_of_callers_that_run_ahead_is_found() {
     assert_eq!(survivors("1 x 4, enqueued", &group), Vec::<String>::new());
     let group = Group::new(&[0, 0, 1, 1], 4, 5).run(direct).enqueuing();
     assert_eq!(survivors("2 x 2, enqueued", &group), Vec::<String>::new());
+    let group = Group::dense(&[0, 0, 1, 1], 4, 5).run((Route::Pxn, Relays::Inline)).enqueuing();
+    assert_eq!(survivors("2 x 2, enqueued, pxn", &group), Vec::<String>::new());
 }
 
 #[test]

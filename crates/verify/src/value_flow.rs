@@ -48,6 +48,10 @@ pub enum Value {
     Operands,
     /// Rows lie where the stage reads them.
     Packed,
+    /// What kernels read beside the rows is on its way to the device.
+    Tables,
+    /// Own rows can be placed: their runs are on the device.
+    OwnRuns,
     /// The call can no longer be refused; a waiting caller knows.
     Irrevocable,
     /// This rank's rows are out.
@@ -225,6 +229,8 @@ fn gives(action: Action) -> Vec<Value> {
             Work::FillRows | Work::FillSum | Work::FillPull | Work::FillRelay | Work::FillReturn => {
                 &[Operands]
             }
+            Work::SendTables => &[Tables],
+            Work::PlaceOwn => &[OwnRuns],
             Work::FillBringIn => &[BringInOperands],
             Work::Report | Work::Retire | Work::Adopt | Work::Check => &[Settled],
             Work::Pack | Work::Partials => &[Packed],
@@ -253,7 +259,7 @@ fn needs(step: &CallStep) -> Vec<(Role, Value)> {
         Action::Run(StageId::Entry | StageId::Offer, Part::Start) => &[Tag, Reached, Ready],
         Action::Run(StageId::Reached, Part::Start) => &[Brought],
         Action::Run(StageId::Entry | StageId::Offer, _) => &[Entered, RelayStarted],
-        Action::Run(StageId::Rows, Part::Start) => &[Verdict, Operands, Packed, Followed],
+        Action::Run(StageId::Rows, Part::Start) => &[Verdict, Operands, Packed, Followed, OwnRuns],
         Action::Run(StageId::Ready, Part::Start) => &[Followed],
         Action::Run(StageId::Posted, _) => &[Sent],
         Action::Run(StageId::Rows, _) => &[Sent, Posted],
@@ -277,7 +283,8 @@ fn needs(step: &CallStep) -> Vec<(Role, Value)> {
             Work::Follow => &[Packed],
             Work::Announce | Work::Take | Work::Partials => &[Reclaimed],
             Work::Grow => &[AllTags, Sizes],
-            Work::Join => &[Followed, Landed, BroughtIn, Pulled],
+            Work::PackPlaced | Work::SendTables | Work::PlaceOwn => &[Landings],
+            Work::Join => &[Followed, Tables, Landed, BroughtIn, Pulled],
             Work::Regroup => &[Joined],
             Work::Publish => &[Choices],
             Work::StartRelay => &[Entered],

@@ -5,8 +5,11 @@
 //!   bring       choices -> host, or a kernel plans them
 //!   reached     a word, which the host awaits where it needs what was brought
 //!   pack        status: well so far | a kernel packs rows, if their order is known | event
+//!   pack placed the order of rows -> device, if the host found it | a kernel packs those that are left | event
 //!   partials    a kernel sums outputs by rank, if sums return | event
-//!   follow      a kernel packs rows whose order was not known | the stream of copies awaits the event
+//!   follow      the stream of copies awaits the event
+//!   place own   runs of own rows -> device | a kernel places their choices and metadata, if the device plans
+//!   rows        a kernel places own rows, behind all copies of the stage
 //!   join        the caller's stream awaits the stream of copies | status: why the call was refused
 //!   metadata    a kernel lays choices apart
 //!   regroup     a kernel puts arrived rows into visible order
@@ -131,23 +134,27 @@ impl DeviceCall<'_> {
         Ok(base)
     }
 
-    /// The stream of copies goes on behind the caller's, which first packs what it could not before
-    /// rows had places. Of a call that is refused nothing is packed.
-    pub(super) fn follow(&mut self) -> Result<(), Error> {
-        let places = self.tag.kind.places() && self.ended == Status::OK;
-        let late = places && self.packs_later() && self.in_place().is_none();
-        if places && self.enqueuer.common.shape.arrives() {
+    /// Packs rows whose order was not known before they had places.
+    pub(super) fn pack_placed(&mut self) -> Result<(), Error> {
+        if self.enqueuer.common.shape.arrives() {
             self.enqueuer.list(self.context, self.tokens)?;
             let Enqueuer { engine, caller, .. } = &mut *self.enqueuer;
             engine.precede(&caller.stream, &caller.done)?;
         }
-        let call = self.call();
-        let Enqueuer { common, engine, caller, .. } = &mut *self.enqueuer;
-        let CallerStream { stream, kernels, packed, .. } = caller;
-        if let Some((x, dtype)) = self.x.as_ref().filter(|_| late) {
-            common.pack(stream, kernels, call, (self.tokens, x, *dtype))?;
+        if !self.packs_later() || self.in_place().is_some() {
+            return Ok(());
+        }
+        let Enqueuer { common, caller: CallerStream { stream, kernels, packed, .. }, .. } = &*self.enqueuer;
+        if let Some((x, dtype)) = &self.x {
+            common.pack(stream, kernels, self.call(), (self.tokens, x, *dtype))?;
             packed.record(stream)?;
         }
+        Ok(())
+    }
+
+    /// The stream of copies goes on behind the caller's.
+    pub(super) fn follow(&mut self) -> Result<(), Error> {
+        let Enqueuer { common, engine, caller: CallerStream { packed, .. }, .. } = &mut *self.enqueuer;
         engine.follow(packed)?;
         common.progress.started(engine.awaited().0, common.running());
         Ok(())
@@ -157,9 +164,6 @@ impl DeviceCall<'_> {
     /// word keeps what kernels of the call report.
     pub(super) fn join_streams(&mut self) -> Result<(), Error> {
         let properties = CallProperties::of(self.tag.kind);
-        if self.ended != Status::OK && properties.class == Class::Dispatch {
-            self.enqueuer.send_no_tables(self.planner, (self.context, self.tokens))?;
-        }
         let Enqueuer { common, engine, caller, .. } = &mut *self.enqueuer;
         // Of a world that died meanwhile the guard says so, again and again.
         common.fixed.shared.hub.health().check()?;

@@ -30,6 +30,9 @@ use crate::error::DeviceError;
 use crate::memory::Extents;
 use crate::schedule::{ControlLayout, Flag};
 
+/// Calls that a stream may have yet to come to before lists of them grow.
+pub(super) const CALLS_AHEAD: usize = 32;
+
 /// Contents of a device heap. All sizes in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 #[non_exhaustive]
@@ -93,7 +96,7 @@ impl DevicePool {
     pub fn new(start: u64, len: u64) -> Arc<Self> {
         let state = State {
             extents: Extents::new(len),
-            given: Vec::with_capacity(64),
+            given: Vec::with_capacity(2 * CALLS_AHEAD),
             behind: Vec::new(),
             enqueued: 0,
             growths: 0,
@@ -207,7 +210,8 @@ impl Progress {
     pub fn new(fixed: &EpState, words: &PinnedMemory) -> Self {
         let (rank, ranks) = (fixed.lanes.rank, fixed.lanes.ranks());
         let locals = fixed.paths().local_peers().collect();
-        Progress { words: words.clone(), rank, ranks, locals, marks: Mutex::default() }
+        let marks = Marks { calls: VecDeque::with_capacity(CALLS_AHEAD), ..Marks::default() };
+        Progress { words: words.clone(), rank, ranks, locals, marks: Mutex::new(marks) }
     }
 
     /// The stream leaves this mark when it has come to a call.

@@ -5,6 +5,9 @@
 //!   combine_backward              a dispatch of gradients by the handle's choices; of a weighted combine
 //!                                 also products with the kept output, whose sums return to the choices
 //! ```
+//!
+//! The kernel of these products stands between two calls, in no program: it reads and writes on the
+//! caller's stream alone, as experts do.
 
 use super::enqueued_exchange::EnqueuedExchange;
 use super::enqueued_results::{EnqueuedHandle, EnqueuedOutput, EnqueuedRows};

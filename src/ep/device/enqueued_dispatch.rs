@@ -33,6 +33,7 @@ use super::dispatch_planner::Planner;
 use super::enqueuer::{ContextState, DeviceCall, Enqueuer, Header, Scratch};
 use crate::device::{DeviceRange, RunArgs};
 use crate::dtype::Dtype;
+use crate::ep::Status;
 use crate::ep::call_agreement::GroupCounts;
 use crate::error::{CallKind, Cause, Error};
 use crate::exec::Until;
@@ -201,7 +202,7 @@ impl Enqueuer {
     }
 
     /// Collects what the caller's stream finds beside the rows: what its sums add up, and how many
-    /// rows there are.
+    /// rows there are; none of a call that is not `placed`.
     fn send_tables(
         &mut self,
         planner: Planner,
@@ -227,14 +228,6 @@ impl Enqueuer {
             // The device counts the choices of each row.
             0 => Ok(()),
             _ => common.send(engine, (shape.host_counts(), shape.counts(context)), len),
-        }
-    }
-
-    /// The same of a call that is refused. One without a context has no tables.
-    pub fn send_no_tables(&mut self, planner: Planner, (context, tokens): (u32, u32)) -> Result<(), Error> {
-        match context == self.common.shape.no_context() {
-            true => Ok(()),
-            false => self.send_tables(planner, (context, tokens), false),
         }
     }
 
@@ -363,9 +356,6 @@ impl DeviceCall<'_> {
             let gathered = self.gathered();
             let tell = |landing| self.enqueuer.tell_placement((context, gathered), landing);
             self.staging = self.landing.take().and_then(tell);
-            self.enqueuer.send_tables(self.planner, (context, self.tokens), true)?;
-            self.enqueuer.send_own_runs(context)?;
-            self.planner.place_own(self.enqueuer, context, self.tokens)?;
         }
         self.find_metadata(noted)?;
         let in_place = self.in_place();
@@ -380,6 +370,23 @@ impl DeviceCall<'_> {
             tables.in_place(&setting, runs);
         }
         Ok(())
+    }
+
+    /// Collects the tables of the call's context. A call without one is refused, and has none.
+    pub fn send_tables(&mut self) -> Result<(), Error> {
+        match self.context == self.enqueuer.common.shape.no_context() {
+            true => Ok(()),
+            false => {
+                let (call, placed) = ((self.context, self.tokens), self.ended == Status::OK);
+                self.enqueuer.send_tables(self.planner, call, placed)
+            }
+        }
+    }
+
+    /// Enqueues that own rows, their choices and their metadata find their places.
+    pub fn place_own(&self) -> Result<(), Error> {
+        self.enqueuer.send_own_runs(self.context)?;
+        self.planner.place_own(self.enqueuer, self.context, self.tokens)
     }
 
     /// How often a kernel makes rows of this call's tokens.

@@ -431,6 +431,10 @@ impl EnqueuedExchange {
         let agreed = self.enqueuer.remap(&self.programs, machine, kind, (map, refused));
         let refusal = agreed.map_err(|error| self.common().fixed.fail(error))?;
         self.common().count_served();
+        // Contexts that no result has keep nothing of the map before.
+        for lease in self.leases.iter_mut().filter_map(Arc::get_mut) {
+            lease.common.clone_from(&self.enqueuer.common);
+        }
         refusal.map_or(Ok(()), Err)
     }
 

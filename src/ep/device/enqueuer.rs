@@ -418,15 +418,14 @@ impl<'p> DeviceCall<'p> {
             (Some((x, _)), Some((offset, _))) => (x, offset),
             _ => (&packed, staging.0),
         };
-        let packed = Packed { rows, at, metadata: planner.packed_metadata(&metadata, scratch) };
-        engine.collect(items, &operands, Some(packed))?;
-        // Before the net is served, where this thread waits until rows that cross are packed.
-        if let Some((x, dtype)) = &self.x {
-            let landing = tables.landing[common.fixed.lanes.rank as usize];
+        let metadata = planner.packed_metadata(&metadata, scratch);
+        let landing = tables.landing[common.fixed.lanes.rank as usize];
+        let place_own = || {
+            let Some((x, dtype)) = &self.x else { return Ok(()) };
             let (call, tokens) = ((kind, self.context), (self.tokens, x, *dtype));
-            caller.place_own_rows(common, landing, kept, call, tokens)?;
-        }
-        engine.drain(Some(packed))
+            caller.place_own_rows(common, landing, kept, call, tokens)
+        };
+        engine.run(items, &operands, Some(Packed { rows, at, metadata, place_own: &place_own }))
     }
 
     /// Has the relay perform a step.
@@ -471,6 +470,7 @@ impl StepExecutor for DeviceCall<'_> {
         match work {
             Work::Bring => self.bring()?,
             Work::Pack => self.pack()?,
+            Work::PackPlaced => self.pack_placed()?,
             Work::Partials => self.partials()?,
             Work::Follow => self.follow()?,
             Work::Join => self.join_streams()?,
@@ -494,6 +494,8 @@ impl StepExecutor for DeviceCall<'_> {
                 common.fixed.describe_blocks(*calls, &kept[self.context as usize].layout, sorted)?;
             }
             Work::FillRows => self.fill_rows()?,
+            Work::SendTables => self.send_tables()?,
+            Work::PlaceOwn => self.place_own()?,
             Work::FillBringIn => self.fill_bring_in()?,
             Work::Offer => self.offer(),
             Work::Bases => self.bases()?,

@@ -10,6 +10,7 @@ use sidelane_verify::mutate::{CallChange, CallMutation, plant};
 
 use super::EnqueuedExchange;
 use crate::config::NetChoice;
+use crate::counting;
 use crate::device::Stream;
 use crate::dtype::PartialDtype;
 use crate::ep::device::tests::devices::stream;
@@ -27,11 +28,16 @@ mod counts;
 mod footprints;
 mod kernel_faults;
 mod late_nics;
+mod nic_allocations;
 
 #[path = "../../../tests/device/apart.rs"]
 pub(in crate::ep) mod apart;
+#[path = "../../../tests/no_allocation/device_rounds.rs"]
+mod device_rounds;
 #[path = "../../../tests/device/devices.rs"]
 pub(in crate::ep) mod devices;
+#[path = "../../../tests/no_allocation/host_rounds.rs"]
+mod host_rounds;
 #[allow(dead_code, reason = "tests of other lanes use the rest")]
 #[path = "../../../tests/device/enqueued/rank.rs"]
 mod rank;

@@ -28,6 +28,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use super::device_pool::CALLS_AHEAD;
 use crate::bootstrap::{Health, Thread, turn, wait};
 use crate::device::{Context, DeviceRange, PinnedMemory, Priority, Stream};
 use crate::ep::state::EpState;
@@ -324,7 +325,7 @@ struct Watched {
 }
 
 /// Calls whose words may be missing, in the order in which the stream makes them.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct AwaitedCalls {
     ahead: VecDeque<ExpectedWords>,
     /// The words of all of them, those of the oldest call first.
@@ -349,7 +350,13 @@ impl Watch {
     /// [`PlanError::NoWatch`] if there is no thread for it.
     pub fn new(fixed: &Arc<EpState>, words: &PinnedMemory) -> Result<Self, PlanError> {
         let (fixed, words) = (Arc::clone(fixed), words.clone());
-        let (calls, over) = (Mutex::default(), AtomicBool::new(false));
+        let paths = fixed.paths();
+        let awaited = paths.local_peers().count() + paths.relays().count();
+        let calls = AwaitedCalls {
+            ahead: VecDeque::with_capacity(CALLS_AHEAD),
+            words: VecDeque::with_capacity(CALLS_AHEAD * awaited),
+        };
+        let (calls, over) = (Mutex::new(calls), AtomicBool::new(false));
         let watched = Arc::new(Watched { fixed, words, calls, over });
         let here = Arc::clone(&watched);
         let hub = &here.fixed.shared.hub;

@@ -13,7 +13,7 @@
 
 mod call;
 #[cfg(test)]
-pub(super) mod footprints;
+mod footprints;
 mod gather_dispatch;
 mod host_exchange;
 mod host_results;

@@ -6,8 +6,8 @@
 //!
 //! ```text
 //!   Put, PutRows           a copy for each span or run, collected
-//!   PutRows input -> me    nothing: kernels of the caller's stream place own rows meanwhile, and their metadata if
-//!                          these lie on the device
+//!   PutRows input -> me    what is collected is enqueued, then a kernel of the caller's stream places own rows; their
+//!                          metadata is placed already if it lies on the device
 //!   Signal landed, read    a write of the stream, collected; both are enqueued before the next wait, and at the end:
 //!          ready           copies in batches, then the writes
 //!   Signal entry, posted   the host's store: what is collected is enqueued before it
@@ -40,6 +40,7 @@
 //! peers' NICs give: for no other thread. It drives the net meanwhile. It does not wait until NICs
 //! have read what crosses, except before "read" and where the [queue](super::net_queue) says.
 
+use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
@@ -99,8 +100,8 @@ pub struct Awaited {
     pub value: u64,
 }
 
-/// Where one call's rows and metadata lie.
-#[derive(Clone, Copy, Debug)]
+/// Where one call's rows and metadata lie, and how own rows go to their places.
+#[derive(Clone, Copy)]
 pub struct Packed<'a> {
     /// Rows.
     pub rows: &'a DeviceRange,
@@ -108,6 +109,16 @@ pub struct Packed<'a> {
     pub at: u64,
     /// Notes.
     pub metadata: PackedMetadata<'a>,
+    /// Enqueues the kernel of the caller's stream that places own rows.
+    pub place_own: &'a dyn Fn() -> Result<(), Error>,
+}
+
+impl fmt::Debug for Packed<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Packed { rows, at, metadata, .. } = self;
+        let mut packed = f.debug_struct("Packed");
+        packed.field("rows", rows).field("at", at).field("metadata", metadata).finish_non_exhaustive()
+    }
 }
 
 /// Where the metadata of one call lie.
@@ -213,25 +224,8 @@ impl CopyEngineStepper {
         operands: &Operands<'_>,
         packed: Option<Packed<'_>>,
     ) -> Result<(), Error> {
-        self.collect(items, operands, packed)?;
-        self.drain(packed)
-    }
-
-    /// The first part of [`CopyEngineStepper::run`]: enqueues what these operations ask of the
-    /// stream. What crosses may still be queued for [`CopyEngineStepper::drain`], which waits for
-    /// the stream and the net. It waits for them here only if the host's staging memory is full.
-    ///
-    /// # Errors
-    /// As [`CopyEngineStepper::run`].
-    pub fn collect(
-        &mut self,
-        items: &[TrackOp],
-        operands: &Operands<'_>,
-        packed: Option<Packed<'_>>,
-    ) -> Result<(), Error> {
         items.iter().try_for_each(|item| self.step(&item.op, operands, packed))?;
-        self.cut()?;
-        Ok(self.enqueue()?)
+        self.flush(packed)
     }
 
     fn step(&mut self, op: &Op, operands: &Operands<'_>, packed: Option<Packed<'_>>) -> Result<(), Error> {
@@ -403,6 +397,12 @@ impl CopyEngineStepper {
         let of_rows = from != PutSource::Metadata;
         let on_device = of_rows || packed.is_some_and(|packed| packed.metadata.on_device());
         let placed = matches!(from, PutSource::Input | PutSource::Metadata) && on_device;
+        if let (PutSource::Input, Some(packed)) = (from, packed.filter(|_| to == me)) {
+            // Before the net is served, where this thread waits until rows that cross are packed.
+            self.cut()?;
+            self.enqueue()?;
+            (packed.place_own)()?;
+        }
         for run in &operands.runs[first as usize..(first + count) as usize] {
             if to == me && placed {
                 self.own_rows(u64::from(run.count + run.pad) * row_bytes);

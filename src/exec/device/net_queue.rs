@@ -280,7 +280,7 @@ impl CopyEngineStepper {
     ///
     /// # Errors
     /// As [`CopyEngineStepper::run`].
-    pub fn drain(&mut self, packed: Option<Packed<'_>>) -> Result<(), Error> {
+    pub(super) fn drain(&mut self, packed: Option<Packed<'_>>) -> Result<(), Error> {
         self.cut()?;
         while let Some(QueuedOp { behind, step }) = self.outbox.queue.pop_front() {
             self.reached(behind)?;

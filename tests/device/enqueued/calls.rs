@@ -2,11 +2,14 @@
 
 use std::panic::{UnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
 
 use fake_cuda::FakeDriver;
 use half::{bf16, f16};
 use sidelane::device::{Kernels, PermuteArgs, PinnedMemory, Priority, Stream};
+use sidelane::ep::{ExpertRows, Handle};
 use sidelane::exec::EnqueueCounts;
+use sidelane::gate::Routing;
 use sidelane::plan::{ExpertMap, Overflow, ReceiveMode};
 use sidelane::topology::Route;
 use sidelane::{Element, World};
@@ -230,6 +233,40 @@ fn dispatches_are_alive_side_by_side() {
                 }
             });
         }
+    });
+}
+
+/// Results go by the hand of another thread while their instance takes contexts for later calls.
+#[test]
+fn another_thread_may_drop_results() {
+    on_devices("enqueued::calls::another_thread_may_drop_results", 8, 17, || {
+        let case = Case { max_in_flight: 3, ..Case::new(3, 5, 3) };
+        on_each(&case, |rank, me| {
+            let ((give, given), (tell, told)) = (mpsc::channel(), mpsc::channel());
+            std::thread::scope(|scope| {
+                scope.spawn(move || {
+                    for result in given {
+                        drop::<(ExpertRows, Handle)>(result);
+                        tell.send(()).unwrap();
+                    }
+                });
+                for round in 0..40 {
+                    // Two results are on their way at most, and the third context is free.
+                    if round > 2 {
+                        told.recv().unwrap();
+                    }
+                    let input = tokens(64 * round + me, some(&case, round + me), 16, 3, 5);
+                    let routing = Routing::new(3, &input.ids[..], &input.weights[..]).unwrap();
+                    let (rows, handle) = rank.host.dispatch(&input.x, &routing).unwrap();
+                    let expected: Vec<u8> = rows.to_vec().unwrap();
+                    drop((rows, handle));
+                    let (rows, handle) = rank.dispatch(&input).unwrap();
+                    assert_eq!(rank.seen::<u8>(&rows.range().unwrap()), expected, "round {round}");
+                    give.send((rows, handle)).unwrap();
+                }
+                drop(give);
+            });
+        });
     });
 }
 

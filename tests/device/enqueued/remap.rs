@@ -124,7 +124,14 @@ fn rows_of_the_old_map_stay_and_handles_of_it_keep_it() {
                 for seed in [me + 64, me + 128] {
                     round(rank, seed);
                 }
+                // They have one context of three: dispatches by the new map take the others.
+                let held = [0, 1].map(|_| rank.dispatch(&input).unwrap());
+                let full = rank.dispatch(&input).map(drop).unwrap_err();
+                assert_eq!(full, CallError::TooManyInFlight { max: 3 }.into());
                 assert_eq!(rank.seen::<u8>(&rows.range().unwrap()), seen, "rows of the old map");
+                drop(rows);
+                let last = rank.dispatch(&input).unwrap();
+                drop((held, last));
             });
         }
     });

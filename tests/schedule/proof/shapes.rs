@@ -128,6 +128,14 @@ fn rows_returned_by_copy_engines_are_proved_and_run_at_random() {
             let unrolled = group_by_rank.unroll(&enqueued_rounds(), None);
             proved(&ahead, &unrolled);
             check(&unrolled, 0..2).unwrap_or_else(|fault| panic!("{ahead}: {fault}"));
+            // The host plans, as under a mask, and tokens may go as they lie.
+            for in_place in [false, true] {
+                let group = Group { host_plans: true, in_place, ..group.clone() };
+                let name = format!("{name}, planned by the host, in place: {in_place}");
+                let unrolled = group.unroll(&enqueued_rounds(), None);
+                proved(&name, &unrolled);
+                check(&unrolled, 0..2).unwrap_or_else(|fault| panic!("{name}: {fault}"));
+            }
             let budget = ReceiveMode::Budget { rows: 60, overflow: Overflow::Drop };
             // Each rank sums a token's rows before they return, or each relay those of its node.
             for (mode, order) in [

@@ -25,6 +25,7 @@ pub struct Bins {
     in_order: Vec<u32>,
     /// Per bin: which partial sum its rows belong to.
     partial_of: Vec<u32>,
+    layout: RowLayout,
     order: SumOrder,
 }
 
@@ -43,7 +44,7 @@ impl Bins {
                 (partial_of[bin as usize], rank_of[bin as usize], layout.expert_of(map, bin));
             if order.has_partials() { (partial, rank, expert) } else { (0, expert, rank) }
         });
-        Bins { starts, rank_of, in_order, partial_of, order }
+        Bins { starts, rank_of, in_order, partial_of, layout, order }
     }
 
     /// A bin per expert slot.
@@ -80,6 +81,11 @@ impl Bins {
     /// order of the sum.
     pub fn partial_of(&self, bin: u32) -> u32 {
         self.partial_of[bin as usize]
+    }
+
+    /// Layout whose rows they count.
+    pub fn layout(&self) -> RowLayout {
+        self.layout
     }
 
     /// Order of sums.

@@ -198,14 +198,4 @@ impl RowMetadata {
             _ => 0,
         }
     }
-
-    /// Which layout they go with.
-    pub const fn layout(self) -> RowLayout {
-        match self {
-            RowMetadata::Weight | RowMetadata::Marked | RowMetadata::Summed | RowMetadata::Gathered => {
-                RowLayout::ExpertMajor
-            }
-            RowMetadata::Choices | RowMetadata::Indexed => RowLayout::RankMajor,
-        }
-    }
 }

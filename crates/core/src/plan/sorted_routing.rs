@@ -19,7 +19,7 @@
 //! along its layout sums the rows of all ranks by ascending rank: it is reduce-scatter. No rank
 //! chooses rows, so they travel whole: a run is a piece of the tensor itself, without any index.
 
-use super::{Bins, ExpertMap, RowMetadata, refill, vec_memory_usage};
+use super::{Bins, ExpertMap, RowLayout, RowMetadata, refill, vec_memory_usage};
 use crate::error::PlanError;
 use crate::gate::Routing;
 
@@ -93,11 +93,11 @@ impl SortedRouting {
                 return Expert { bin: NONE, local: 0, named: 0 };
             };
             let rank = map.rank_of(slot);
-            let bin = metadata.layout().bin_of(map, slot);
+            let bin = bins.layout().bin_of(map, slot);
             Expert { bin, local: slot - map.slots_of(rank).start, named: 0 }
         }));
         self.dropped.resize(routing.experts().len(), false);
-        if let Err(error) = self.count(map, metadata, routing) {
+        if let Err(error) = self.count(map, bins.layout(), routing) {
             self.clear(bins);
             return Err(error);
         }
@@ -270,8 +270,8 @@ impl SortedRouting {
         }
     }
 
-    fn count(&mut self, map: &ExpertMap, metadata: RowMetadata, routing: &Routing) -> Result<(), PlanError> {
-        let (columns, merges) = (routing.top_k() as usize, metadata.layout().merges());
+    fn count(&mut self, map: &ExpertMap, layout: RowLayout, routing: &Routing) -> Result<(), PlanError> {
+        let (columns, merges) = (routing.top_k() as usize, layout.merges());
         let (mut entries, mut token) = (0, 0);
         let choices = routing.experts().chunks_exact(columns).zip(routing.weights().chunks_exact(columns));
         for (ids, weights) in choices {

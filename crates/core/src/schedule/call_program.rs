@@ -8,8 +8,8 @@
 //!   return     release  offer  entry..  /  ..entry  AGREE  bases  returned  fill  sum  retire
 //!   remap      release  propose  entry  AGREE  adopt
 //!   round      fill  entry  AGREE  /  copy out  further stages  end  copy out                  of a collective
-//!   enqueued   dispatch   bring  reached..  pack  /  ..reached  sort  release  reclaim ..  JUDGE  grow  ADMIT ..  follow
-//!                         fill  rows..  posted  ..rows  join  report  metadata  regroup
+//!   enqueued   dispatch   bring  reached..  pack  /  ..reached  sort  release  reclaim ..  judge  grow  ADMIT ..
+//!                         pack placed  follow  fill  send tables  place own  rows..  posted  ..rows  join  report ..
 //!              cached     pack  follow  reclaim  /  take  entry ..  grow  AGREE ..  rows..  posted  ..rows  join
 //!              return     reclaim  partials  follow  ready..  /  offer ..  ..ready  pull  returned  pull rest  join
 //!                         sum
@@ -250,8 +250,11 @@ impl CallShape {
             Compute(Work::Place),
             Compute(Work::Describe),
             Compute(Work::TellAgreed),
+            Compute(Work::PackPlaced),
             Compute(Work::Follow),
             Compute(Work::FillRows),
+            Compute(Work::SendTables),
+            Compute(Work::PlaceOwn),
             Run(StageId::Rows, Start),
             Run(StageId::Posted, Whole),
             Run(StageId::Rows, Finish),
@@ -263,7 +266,8 @@ impl CallShape {
             Compute(Work::Metadata),
             Compute(Work::Regroup),
         ];
-        let own = self.own(&own, &[Compute(Work::Follow), Compute(Work::Join)]);
+        let cut = [Work::Follow, Work::SendTables, Work::Join].map(Compute);
+        let own = self.own(&own, &cut);
         self.with_relay(own, Class::Dispatch, (Run(StageId::Entry, Finish), Some(self.moves())))
     }
 
@@ -426,7 +430,8 @@ impl CallShape {
         let wanted = |action: &&Action| match action {
             Compute(Work::StartRelay | Work::JoinRelay) => offloaded,
             Compute(Work::FillBringIn | Work::Regroup) | Run(StageId::BringIn, _) => brings_in,
-            Compute(Work::Bring | Work::Pack | Work::Partials | Work::Follow | Work::Join) => enqueues,
+            Compute(Work::Bring | Work::Pack | Work::PackPlaced | Work::Partials) => enqueues,
+            Compute(Work::Follow | Work::SendTables | Work::PlaceOwn | Work::Join) => enqueues,
             Compute(Work::Reclaim | Work::Grow) | Run(StageId::Reached | StageId::Posted, _) => enqueues,
             Run(StageId::Ready, _) => enqueues && !self.multi_node,
             Compute(Work::Sum) => pulls,
@@ -704,7 +709,8 @@ mod tests {
             assert_eq!(
                 enqueued.dispatch().to_string(),
                 "Bring reached.. Pack / ..reached Sort release Reclaim Publish Announce entry.. ..entry Agree! Judge Grow \
-             Admit! Place Describe TellAgreed Follow FillRows rows.. posted ..rows Join Report Metadata"
+             Admit! Place Describe TellAgreed PackPlaced Follow FillRows SendTables PlaceOwn rows.. posted \
+             ..rows Join Report Metadata"
             );
             assert_eq!(
                 enqueued.ret().to_string(),
@@ -735,8 +741,8 @@ mod tests {
             let tails = [relaying.dispatch(), relaying.ret()].map(|program| program.cuts()[0].tail.to_vec());
             assert_eq!(
                 tails,
-                [[Work::Follow, Work::Join], [Work::Join, Work::Sum]]
-                    .map(|tail| { tail.map(|work| CallStep::own(Compute(work))).to_vec() })
+                [&[Work::Follow, Work::SendTables, Work::Join][..], &[Work::Join, Work::Sum]]
+                    .map(|tail| tail.iter().map(|&work| CallStep::own(Compute(work))).collect::<Vec<_>>())
             );
             let offloaded = CallShape { relays: Relays::Thread, ..INLINE };
             assert_eq!(

@@ -236,7 +236,8 @@ impl<'a> Caller<'a> {
             Route::Direct => paths.relays().for_each(|relay| self.rows_to(relay, &mut items)),
         }
         paths.local_peers().for_each(|local| self.rows_to(local, &mut items));
-        for operand in [self.rows(paths.me()), self.metadata(paths.me())] {
+        // Own rows last: a kernel may place them while engines serve the other ranks.
+        for operand in [self.metadata(paths.me()), self.rows(paths.me())] {
             items.push(self.on(paths.me(), Op::PutRows { to: paths.me(), operand }));
         }
         items.extend(paths.peers().map(|p| self.on(p, wait(p, Flag::Landed, FlagValue::Call))));

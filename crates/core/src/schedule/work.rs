@@ -6,8 +6,11 @@
 pub enum Work {
     /// Enqueued: the caller's stream brings its choices to where they are sorted.
     Bring,
-    /// Enqueued: the stream of copies goes on behind the caller's. What could not be packed before
-    /// rows had places is packed first.
+    /// Enqueued: the caller's stream packs rows that [`Work::Pack`] could not, as their order was
+    /// not known before they had places. Where engines relay, the stream of copies brings that
+    /// order to the device first.
+    PackPlaced,
+    /// Enqueued: the stream of copies goes on behind the caller's.
     Follow,
     /// Enqueued: the pool gets back what streams and all peers have read by now.
     Reclaim,
@@ -46,6 +49,14 @@ pub enum Work {
     TellAgreed,
     /// Fills the operands of `StageId::Rows`.
     FillRows,
+    /// Enqueued: the stream of copies brings to the device what kernels of the caller's stream read
+    /// beside the rows: where the rows of choices are, the order of their sum, and how many rows
+    /// each expert has. A refused call has none.
+    SendTables,
+    /// Enqueued: the caller's stream brings the runs of own rows to the device, where the kernel
+    /// that places these finds them. Where the device plans, choices find own rows there, and their
+    /// metadata goes with them.
+    PlaceOwn,
     /// Fills the operands of `StageId::BringIn`.
     FillBringIn,
     /// Fills the operands of `StageId::Sum`.
@@ -98,7 +109,7 @@ pub enum Work {
 impl Work {
     /// Whether it is work of the caller's stream, where a host enqueues that and runs ahead.
     pub const fn is_of_stream(self) -> bool {
-        use Work::{Bring, Join, Metadata, Pack, Partials, Regroup, Sum};
-        matches!(self, Bring | Pack | Partials | Join | Metadata | Regroup | Sum)
+        use Work::{Bring, Join, Metadata, Pack, PackPlaced, Partials, PlaceOwn, Regroup, Sum};
+        matches!(self, Bring | Pack | PackPlaced | Partials | PlaceOwn | Join | Metadata | Regroup | Sum)
     }
 }

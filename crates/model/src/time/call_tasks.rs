@@ -1,7 +1,8 @@
 //! From a call's stages and operands to the tasks of its ranks.
 //!
 //! The order is that of the call's program, with the relay's operations interleaved. So the thread
-//! that enqueues for a device performs it, too. Kernels of the caller's stream are steps of it:
+//! that enqueues for a device performs it, too. Kernels of the caller's stream are steps of it, and
+//! the one that places own rows is an operation of the stage of rows:
 //!
 //! ```text
 //!   caller's stream   dispatch   plan, called | status, pack | reached | own choices | own rows | done | choices apart
@@ -15,7 +16,7 @@
 use sidelane_core::error::CallKind;
 use sidelane_core::plan::{RelayPermutation, RelayPlan, RowBuffer, RowRun, RowSizes};
 use sidelane_core::schedule::call_program::{
-    Action, CallStep, Engines, Part, RankPrograms, Relays, Role, StageOperands, StageTensor, Work,
+    Action, CallStep, Engines, RankPrograms, Relays, Role, StageOperands, Work,
 };
 use sidelane_core::schedule::{
     CallProperties, CallerTables, Calls, Class, FillContext, Flag, Op, Operands, RelayTables, ReturnParts,
@@ -153,14 +154,7 @@ impl<'a> Lowering<'a> {
                         StageOperands::Relayed => &operands.relayed,
                     };
                     let items = programs.stages.items(stage, part);
-                    match (stage.tensor(), part) {
-                        (StageTensor::Rows, Part::Start) if device => {
-                            lines.collect(items, filled);
-                            self.place_own_rows(lines);
-                            lines.flush();
-                        }
-                        _ => lines.stage(items, filled),
-                    }
+                    lines.stage(items, filled);
                     let hears = |item: &TrackOp| matches!(item.op, Op::Wait { flag: Flag::Returned, .. });
                     if returns(kind) && items.iter().any(hears) {
                         lines.mark(Phase::Return);
@@ -180,7 +174,8 @@ impl<'a> Lowering<'a> {
             Work::Bring => self.bring(lines),
             Work::Pack => self.pack(lines, kind),
             Work::Partials => self.partials(lines),
-            Work::Follow => self.follow(lines, kind),
+            Work::PackPlaced => self.pack_placed(lines),
+            Work::Follow => lines.follow(),
             Work::Join => self.join(lines, kind),
             Work::Metadata => self.lay_choices_apart(lines),
             Work::Regroup => self.regroup(lines),
@@ -191,13 +186,9 @@ impl<'a> Lowering<'a> {
                 let place = host.place * self.choices_of_host() + host.per_bin * bins;
                 lines.busy(place / 1000);
             }
-            Work::FillRows => {
-                lines.mark(Phase::Plan);
-                if lines.is_device() && kind.places() {
-                    self.send_tables(lines);
-                }
-            }
-            Work::Bases => lines.mark(Phase::Plan),
+            Work::SendTables => self.send_tables(lines),
+            Work::PlaceOwn => self.place_own(lines),
+            Work::FillRows | Work::Bases => lines.mark(Phase::Plan),
             _ => {}
         }
     }
@@ -237,16 +228,15 @@ impl<'a> Lowering<'a> {
         lines.record_packed();
     }
 
-    /// Where engines relay, the host first says how rows are packed.
-    fn follow(&self, lines: &mut Lines, kind: CallKind) {
-        if self.packs_later(kind) {
+    /// Where engines relay, the host says how rows are packed.
+    fn pack_placed(&self, lines: &mut Lines) {
+        if self.rank.arrivals.is_some() {
             let me = self.paths.me();
             lines.copy(Place::Host, (me, me), self.choices() * 4);
             lines.precede();
             self.pack_rows(lines);
             lines.record_packed();
         }
-        lines.follow();
     }
 
     fn join(&self, lines: &mut Lines, kind: CallKind) {
@@ -296,12 +286,16 @@ impl<'a> Lowering<'a> {
             // Rows of each expert, without and with pads, in 64 bits.
             lines.copy(Place::Host, (me, me), self.placed.bins.of(me).len() as u64 * 16);
         }
-        // Where own rows go: four words for each run.
-        if self.own_runs().iter().any(|run| run.count > 0) {
-            lines.copy_of_caller(self.own_runs().len() as u64 * 16);
+    }
+
+    /// Where own rows go: four words for each run. Where the device plans, a kernel reads and
+    /// writes rows of choices, and moves the metadata of own rows.
+    fn place_own(&self, lines: &mut Lines) {
+        let (runs, choices) = (self.own_runs(), self.choices() * 4);
+        if runs.iter().any(|run| run.count > 0) {
+            lines.copy_of_caller(runs.len() as u64 * 16);
             if self.placed.device_plans {
-                // Rows of choices are read and written, metadata of own rows is moved.
-                let rows = self.own_rows();
+                let rows: u64 = runs.iter().map(|run| u64::from(run.count + run.pad)).sum();
                 lines.kernel(2 * (choices + rows * self.sizing.metadata_bytes()), 0);
             }
         }
@@ -320,19 +314,6 @@ impl<'a> Lowering<'a> {
             let read = u64::from(self.rank.layout.tokens) * self.sizing.row_bytes;
             lines.kernel(read + self.packed_bytes(), 0);
         }
-    }
-
-    /// A kernel places own rows, pads counted, and reads tokens likewise.
-    fn place_own_rows(&self, lines: &mut Lines) {
-        let rows = self.own_rows();
-        if rows > 0 {
-            lines.kernel((rows.min(self.rank.layout.tokens.into()) + rows) * self.sizing.row_bytes, 0);
-        }
-    }
-
-    /// Own rows, pads counted.
-    fn own_rows(&self) -> u64 {
-        self.own_runs().iter().map(|run| u64::from(run.count + run.pad)).sum()
     }
 
     /// The runs of own rows.
@@ -367,8 +348,8 @@ impl<'a> Lowering<'a> {
     }
 
     fn lines(&self) -> Lines<'a> {
-        let Placed { hardware, device_plans, .. } = self.placed;
-        Lines { device_plans: *device_plans, ..Lines::new(hardware, self.paths, self.sizing) }
+        let (Placed { hardware, device_plans, .. }, tokens) = (self.placed, self.rank.layout.tokens);
+        Lines { device_plans: *device_plans, tokens, ..Lines::new(hardware, self.paths, self.sizing) }
     }
 
     fn relayed(&self) -> RelayTables {

@@ -3,7 +3,8 @@
 //!
 //! ```text
 //!   Put, PutRows near      copies, collected                                    stream of copies
-//!   PutRows of own rows    nothing: kernels place them, and their metadata      caller's stream
+//!   PutRows of own rows    what is collected is enqueued, a kernel              caller's stream
+//!   ... of their metadata  nothing where the device plans: a kernel did         caller's stream
 //!   Signal landed, read,   words, collected                                     stream of copies
 //!          ready
 //!   Wait landed, ready     words, collected before copies and signals           stream of copies
@@ -74,12 +75,6 @@ enum PieceSource {
 impl Lines<'_> {
     /// The operations of a stage.
     pub(super) fn enqueue_stage(&mut self, items: &[TrackOp], operands: &Operands) {
-        self.collect(items, operands);
-        self.flush();
-    }
-
-    /// The same, but for what stays queued for the NIC.
-    pub(super) fn collect(&mut self, items: &[TrackOp], operands: &Operands) {
         for &TrackOp { op, .. } in items {
             match op {
                 Op::Put { to, operand } | Op::PutRows { to, operand } => {
@@ -115,13 +110,20 @@ impl Lines<'_> {
                 Op::Reduce { operand } => self.sum_pulled(operands, operand),
             }
         }
-        self.enqueue();
+        self.flush();
     }
 
     fn move_pieces(&mut self, operands: &Operands, to: u32, operand: OperandId) {
         let moved = operands.table[operand.0 as usize];
-        if to == self.paths.me() && self.places_own(moved) {
-            return;
+        match moved {
+            Operand::Rows { from: PutSource::Input, .. } if to == self.paths.me() => {
+                return self.place_own_rows(operands, moved);
+            }
+            // A kernel did, when own rows had places.
+            Operand::Rows { from: PutSource::Metadata, .. } if to == self.paths.me() && self.device_plans => {
+                return;
+            }
+            _ => {}
         }
         let noted = matches!(moved, Operand::Rows { from: PutSource::Metadata, .. });
         for Piece { from, bytes, source } in self.pieces(operands, operand) {
@@ -144,12 +146,15 @@ impl Lines<'_> {
         }
     }
 
-    /// Whether kernels place this rank's own part of an operand.
-    fn places_own(&self, operand: Operand) -> bool {
-        match operand {
-            Operand::Rows { from: PutSource::Input, .. } => true,
-            Operand::Rows { from: PutSource::Metadata, .. } => self.device_plans,
-            _ => false,
+    /// A kernel places own rows, pads counted, and reads tokens once. Engines already serve the
+    /// other ranks.
+    fn place_own_rows(&mut self, operands: &Operands, moved: Operand) {
+        let Operand::Rows { first, count, row_bytes, .. } = moved else { return };
+        self.enqueue();
+        let runs = &operands.runs[first as usize..][..count as usize];
+        let rows: u64 = runs.iter().map(|run| u64::from(run.count + run.pad)).sum();
+        if rows > 0 {
+            self.kernel((rows.min(self.tokens.into()) + rows) * row_bytes, 0);
         }
     }
 

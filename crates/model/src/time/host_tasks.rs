@@ -33,13 +33,15 @@ pub(super) struct Lines<'a> {
     pub(super) collected: Collected,
     /// Device: it plans dispatches, and has the metadata of packed rows.
     pub(super) device_plans: bool,
+    /// Tokens of the rank.
+    pub(super) tokens: u32,
 }
 
 impl<'a> Lines<'a> {
     /// Of the rank of these paths, where rows have these sizes.
     pub fn new(hardware: &'a Hardware, paths: Paths<'a>, sizing: RowSizes) -> Self {
         let (program, collected) = (Program::default(), Collected::default());
-        Lines { hardware, paths, sizing, program, collected, device_plans: false }
+        Lines { hardware, paths, sizing, program, collected, device_plans: false, tokens: 0 }
     }
 
     /// All that was asked for.

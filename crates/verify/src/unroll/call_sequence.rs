@@ -137,6 +137,26 @@ const CONTEXTS: u64 = 8;
 const NOTES: u64 = 1 << 14;
 /// Bytes of packed rows, and of rows that return: more than any scenario here has.
 const STAGING: u64 = 1 << 20;
+/// Bytes that stand for a table. Kernels read all of it, or nothing.
+const TABLE: u64 = 64;
+/// Bytes of the pool that an instance whose callers' threads enqueue keeps for itself: of metadata,
+/// packed rows and their metadata, and tables. Calls take what lies behind.
+pub(super) const KEPT: u64 = CONTEXTS * NOTES + 2 * STAGING + (1 + CONTEXTS) * Table::COUNT * TABLE;
+
+/// A table that a host finds, and kernels read in memory of the device: one for each handle.
+#[derive(Clone, Copy)]
+pub(super) enum Table {
+    /// The order of rows, where the host finds it: that of packing.
+    Order,
+    /// Where the rows of choices are, the order of their sum, and how many rows each expert has.
+    Sums,
+    /// The runs of own rows.
+    OwnRuns,
+}
+
+impl Table {
+    const COUNT: u64 = 3;
+}
 
 pub(super) type Extent = Range<u64>;
 
@@ -163,6 +183,11 @@ pub(super) struct Member {
     pub offered: Vec<Extent>,
     /// The one place of packed and of returned rows, where callers' threads enqueue.
     pub staging: Extent,
+    /// There also: the one place of the metadata of packed rows.
+    pub packed_metadata: Extent,
+    /// There also: the one place where the host writes tables, and behind it those of each handle
+    /// on the device.
+    pub tables: Extent,
 }
 
 /// A dispatch that calls can follow.
@@ -364,8 +389,12 @@ impl<'a> Unroller<'a> {
 
     /// Whether the device plans dispatches: its counts are enough for the host.
     pub(super) fn plans_on_device(&self) -> bool {
-        let exact = self.scenario.mode == ReceiveMode::Exact;
-        exact && !self.sizing.rank_sums && !self.paths(0).is_multi_node()
+        let ProofScenario { host_plans, in_place, mode, .. } = *self.scenario;
+        mode == ReceiveMode::Exact
+            && !host_plans
+            && !in_place
+            && !self.sizing.rank_sums
+            && !self.paths(0).is_multi_node()
     }
 
     /// Whether engines relay.
@@ -404,12 +433,22 @@ impl ProofScenario<'_> {
 impl Member {
     fn new(enqueues: bool) -> Self {
         let mut pool = Pool::default();
-        let mut staging = Extent::default();
+        let [mut staging, mut packed_metadata, mut tables] = [const { 0..0 }; 3];
         if enqueues {
             pool.take(CONTEXTS * NOTES);
             staging = pool.take(STAGING);
+            packed_metadata = pool.take(STAGING);
+            tables = pool.take((1 + CONTEXTS) * Table::COUNT * TABLE);
+            debug_assert_eq!(tables.end, KEPT, "calls take what lies behind");
         }
-        Member { calls: Calls::new(EPOCH), dispatches: 0, pool, offered: Vec::new(), staging }
+        let (calls, offered) = (Calls::new(EPOCH), Vec::new());
+        Member { calls, dispatches: 0, pool, offered, staging, packed_metadata, tables }
+    }
+
+    /// First byte and length of a table: of a handle, or as the host writes it.
+    pub fn table(&self, table: Table, handle: Option<usize>) -> (u64, u64) {
+        let context = handle.map_or(0, |handle| 1 + handle as u64 % CONTEXTS);
+        (self.tables.start + (context * Table::COUNT + table as u64) * TABLE, TABLE)
     }
 
     /// The readers of the offered memory have confirmed, and the stream has passed: it is free.

@@ -29,10 +29,11 @@ use sidelane_core::schedule::{
 };
 
 use super::call_sequence::{
-    Exchange, Extent, FilledOperands, Handle, Member, RowPlaces, SampledCall, Tables, Unroller, Until, bad,
+    Exchange, Extent, FilledOperands, Handle, Member, RowPlaces, SampledCall, Table, Tables, Unroller, Until,
+    bad,
 };
 use super::host_access::chunk;
-use super::stage_runs::Actor;
+use super::stage_runs::{Actor, SentTable};
 use super::{Bytes, HostAccess, ProofScenario, SeededBug};
 
 /// A dispatch, or one along a known layout.
@@ -179,23 +180,45 @@ impl Unroller<'_> {
         self.filled(me, Tables::Caller { tables, layout, row_bytes })
     }
 
-    /// Rows for other ranks leave from where they lie packed.
+    /// Rows for other ranks leave from where they lie packed, and so does the metadata of all rows.
     fn send_packed(&self, me: u32, tables: &mut CallerTables) {
-        let staging = self.members[me as usize].staging.start;
-        for (_, operand) in (0..).zip(&mut tables.table).filter(|&(nth, _)| nth != me) {
-            if let Operand::Rows { from: from @ PutSource::Input, from_offset, index, .. } = operand {
-                *from = PutSource::Window { owner: me, window: WindowId::POOL };
-                (*from_offset, *index) = (staging, Index::Contiguous);
-            }
+        let Member { staging, packed_metadata, .. } = &self.members[me as usize];
+        for (nth, operand) in (0..).zip(&mut tables.table) {
+            let Operand::Rows { from, from_offset, index, .. } = operand else { continue };
+            *from_offset = match from {
+                PutSource::Input if nth != me => staging.start,
+                PutSource::Metadata => packed_metadata.start,
+                _ => continue,
+            };
+            *from = PutSource::Window { owner: me, window: WindowId::POOL };
+            *index = Index::Contiguous;
         }
     }
 
-    /// A kernel packs rows.
+    /// A kernel packs rows. Those that go as they lie were written to memory of their caller, for
+    /// which the same place stands: it is written in each call, and left by the same copies.
     fn packed(&self, me: u32, layout: &DispatchLayout) -> Vec<HostAccess> {
+        let place = &self.members[me as usize].staging;
+        vec![self.packed_at(me, layout, "packed rows", (place, self.sizing.row_bytes))]
+    }
+
+    /// The host or a kernel writes the metadata of packed rows.
+    fn packed_metadata(&self, me: u32, layout: &DispatchLayout) -> HostAccess {
+        let place = &self.members[me as usize].packed_metadata;
+        self.packed_at(me, layout, "packed metadata", (place, self.sizing.metadata_bytes()))
+    }
+
+    fn packed_at(
+        &self,
+        me: u32,
+        layout: &DispatchLayout,
+        what: &'static str,
+        (place, row_bytes): (&Extent, u64),
+    ) -> HostAccess {
         let rows = layout.runs.iter().map(|run| run.first + run.count).max().unwrap_or(0);
-        let (staging, bytes) = (&self.members[me as usize].staging, u64::from(rows) * self.sizing.row_bytes);
-        debug_assert!(bytes <= staging.end - staging.start, "packed rows fit their place");
-        vec![self.write("packed rows", Bytes::new(me, WindowId::POOL, staging.start, bytes))]
+        let bytes = u64::from(rows) * row_bytes;
+        debug_assert!(bytes <= place.end - place.start, "packed rows fit their place");
+        self.write(what, Bytes::new(me, WindowId::POOL, place.start, bytes))
     }
 
     /// Rows that engines bring in, and the planner's accesses before.
@@ -360,6 +383,11 @@ impl Sender<'_, '_> {
     /// Whether the order of rows is known only when they have places: engines relay, and the call
     /// places them.
     fn packs_later(&self) -> bool {
+        self.orders() && !self.unroller.scenario.in_place
+    }
+
+    /// Whether the host finds the order of rows in this call.
+    fn orders(&self) -> bool {
         self.unroller.arrives() && self.call.noted
     }
 }
@@ -370,14 +398,26 @@ impl Actor for Sender<'_, '_> {
         let moves = !call.placed.forwards.is_empty();
         match (role, action) {
             (Role::Own, Action::Compute(Work::Pack)) if moves && !self.packs_later() => {
-                unroller.packed(me, &call.placed.layouts[me as usize])
+                // Along a known layout rows have the order that the host found for it.
+                let ordered = unroller.arrives() && !unroller.scenario.in_place;
+                let order = ordered.then(|| unroller.table_read(me, Table::Order, call.layout_of));
+                let packed = unroller.packed(me, &call.placed.layouts[me as usize]);
+                order.into_iter().chain(packed).collect()
             }
-            (Role::Own, Action::Compute(Work::Follow)) if moves && self.packs_later() => {
-                match call.until {
-                    Until::End => unroller.packed(me, &call.placed.layouts[me as usize]),
-                    // Of a call that is refused nothing is packed.
-                    _ => Vec::new(),
+            (Role::Own, Action::Compute(Work::PackPlaced)) if moves && self.packs_later() => {
+                let mut touches = vec![unroller.table_read(me, Table::Order, call.layout_of)];
+                touches.extend(unroller.packed(me, &call.placed.layouts[me as usize]));
+                touches
+            }
+            (Role::Own, Action::Compute(Work::Bring)) if moves && unroller.plans_on_device() => {
+                vec![unroller.packed_metadata(me, &call.placed.layouts[me as usize])]
+            }
+            (Role::Own, Action::Compute(Work::Publish)) if moves && unroller.scenario.enqueues => {
+                let mut written = unroller.counts_written(me);
+                if !unroller.plans_on_device() {
+                    written.push(unroller.packed_metadata(me, &call.placed.layouts[me as usize]));
                 }
+                written
             }
             (Role::Own, Action::Compute(Work::Describe)) if call.noted => {
                 unroller.headers_written(me, &call.placed.layouts[me as usize])
@@ -396,6 +436,21 @@ impl Actor for Sender<'_, '_> {
                 unroller.verdict(me, role, action, (unroller.counted(call), alike))
             }
         }
+    }
+
+    fn sent(&self, work: Work) -> Vec<SentTable> {
+        let Sender { unroller, me, call, .. } = *self;
+        let table = match work {
+            Work::PackPlaced if self.orders() => Table::Order,
+            Work::SendTables => Table::Sums,
+            Work::PlaceOwn => Table::OwnRuns,
+            _ => return Vec::new(),
+        };
+        vec![unroller.table_sent(me, table, call.layout_of.0)]
+    }
+
+    fn own_runs(&self) -> Vec<HostAccess> {
+        vec![self.unroller.table_read(self.me, Table::OwnRuns, self.call.layout_of)]
     }
 
     fn filled(&self, stage: StageId) -> &Rc<FilledOperands> {

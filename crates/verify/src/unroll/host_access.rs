@@ -7,13 +7,15 @@
 //!   control window   tags, counts, messages, headers        by planners
 //!   pool             landed rows, metadata, offered chunks  by callers and kernels
 //!   host staging     index and metadata of arrivals         by hosts whose engines relay
+//!   tables           where rows are, their order, own runs  by hosts that enqueue, streams that copy, kernels
 //! ```
 
 use sidelane_core::error::CallKind;
 use sidelane_core::plan::{Block, DispatchLayout, RelayPlan, RowBuffer, RowRun, Segment, first_of};
 use sidelane_core::schedule::{ControlLayout, Flag, ReturnParts, Tag, WindowId};
 
-use super::call_sequence::{Extent, RowPlaces, Unroller};
+use super::call_sequence::{Extent, RowPlaces, Table, Unroller};
+use super::stage_runs::SentTable;
 use super::{Bytes, HostAccess, SeededBug};
 
 impl Unroller<'_> {
@@ -117,6 +119,28 @@ impl Unroller<'_> {
         let len = u64::from(layout.received()) * self.sizing.return_bytes;
         let sums = Bytes::new(me, WindowId::POOL, sums.start, len);
         vec![self.read("outputs", rows), self.write("sums by rank", sums)]
+    }
+
+    /// A host writes a table of a handle, and a stream brings it to the device.
+    pub(super) fn table_sent(&self, me: u32, table: Table, handle: usize) -> SentTable {
+        let from = self.table(me, table, None);
+        SentTable {
+            written: self.write("table of the host", from.clone()),
+            copied: [
+                self.read("table of the host", from),
+                self.write("table", self.table(me, table, Some(handle))),
+            ],
+        }
+    }
+
+    /// A kernel reads a table of a handle, which call `of` has sent.
+    pub(super) fn table_read(&self, me: u32, table: Table, (handle, of): (usize, usize)) -> HostAccess {
+        HostAccess { of, ..self.read("table", self.table(me, table, Some(handle))) }
+    }
+
+    fn table(&self, me: u32, table: Table, handle: Option<usize>) -> Bytes {
+        let (at, len) = self.members[me as usize].table(table, handle);
+        Bytes::new(me, WindowId::POOL, at, len)
     }
 
     pub(super) fn counts_written(&self, me: u32) -> Vec<HostAccess> {

@@ -15,7 +15,7 @@ use std::rc::Rc;
 use sidelane_core::error::PlanError;
 use sidelane_core::schedule::{Flag, Op, WindowId};
 
-use super::call_sequence::bad;
+use super::call_sequence::{KEPT, bad};
 use super::stage_runs::{ENQUEUED, SETS};
 use super::{
     ActorCall, Bytes, Effect, Effects, HostAccess, Role, StageRun, Streams, UnrolledOp, UnrolledProgram,
@@ -59,6 +59,9 @@ impl Turn {
 pub enum InstanceBug {
     /// All instances have the memory of the first; flags are apart.
     ShareMemory,
+    /// All instances have memory of the first for rows that land and for outputs. Staging, tables
+    /// and flags are apart.
+    ShareRows,
     /// One rank takes a turn and the next in the other order.
     Crossed {
         /// The rank.
@@ -85,6 +88,9 @@ pub(super) fn unroll(scenario: &InstanceScenario) -> Result<UnrolledProgram, Pla
             let place = Rc::new(Place { set, shift, calls: calls_of(set as usize, turns) });
             if seeded != Some(InstanceBug::ShareMemory) {
                 shift.pool += instance.pool_bytes;
+            }
+            if !matches!(seeded, Some(InstanceBug::ShareMemory | InstanceBug::ShareRows)) {
+                shift.rows = shift.pool;
             }
             shift.control += instance.control_bytes;
             place
@@ -194,6 +200,8 @@ fn half_of(instance: &UnrolledProgram, (call, rank, role): (usize, u32, Role)) -
 #[derive(Clone, Copy, Debug, Default)]
 struct Shift {
     pool: u64,
+    /// In the pool, of memory that calls take and give back.
+    rows: u64,
     control: u64,
 }
 
@@ -228,7 +236,11 @@ impl Place {
 
     fn bytes(&self, bytes: Bytes) -> Bytes {
         let Bytes { owner, window, range } = bytes;
-        let by = if window == WindowId::CONTROL { self.shift.control } else { self.shift.pool };
+        let by = match window {
+            WindowId::CONTROL => self.shift.control,
+            WindowId::POOL if range.start >= KEPT => self.shift.rows,
+            _ => self.shift.pool,
+        };
         Bytes { owner, window, range: range.start + by..range.end + by }
     }
 }

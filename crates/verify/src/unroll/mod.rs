@@ -93,6 +93,10 @@ pub struct ProofScenario<'a> {
     /// offered when a host looks for memory for the next one, so it takes the same again. Else it
     /// takes other memory, and has that of the return before when the release has waited for them.
     pub read_early: bool,
+    /// With `enqueues`: the host plans dispatches also where the device could, as under a mask.
+    pub host_plans: bool,
+    /// With `enqueues`: tokens go as they lie, from memory that their caller has written.
+    pub in_place: bool,
     /// How much a rank receives; what does not fit is dropped.
     pub mode: ReceiveMode,
     /// Bytes of one row: a multiple of 16.

@@ -6,7 +6,7 @@ use sidelane_core::error::{CallKind, PlanError};
 use sidelane_core::schedule::call_program::{Action, Role, StageId, StageOperands, Work};
 use sidelane_core::schedule::{CallerTables, FillContext, Flag, RelayTables, ReturnParts, SumMemory, Tag};
 
-use super::call_sequence::{Extent, FilledOperands, Handle, SampledCall, Tables, Unroller, Until};
+use super::call_sequence::{Extent, FilledOperands, Handle, SampledCall, Table, Tables, Unroller, Until};
 use super::stage_runs::Actor;
 use super::{HostAccess, SeededBug};
 
@@ -231,6 +231,9 @@ impl Returner<'_, '_> {
         let layout = &call.handle.placed.layouts[me as usize];
         let places = (offer.staging.start, offer.base);
         let mut touches = if self.sums_late() { self.summed() } else { Vec::new() };
+        if unroller.scenario.enqueues {
+            touches.push(unroller.table_read(me, Table::Sums, (call.number, call.handle.call)));
+        }
         touches.extend(match offer.sums {
             Some(_) => unroller.rank_sums_added(me, layout, places, row_bytes),
             None if unroller.return_setting(me, call.parts).sizing.partial_bytes.is_some() => {

@@ -50,6 +50,16 @@ pub(super) trait Actor {
     /// Reads and writes of a step in windows.
     fn footprint(&self, role: Role, action: Action) -> Vec<HostAccess>;
 
+    /// Tables of a step that the host writes, and a stream brings to the device.
+    fn sent(&self, _: Work) -> Vec<SentTable> {
+        Vec::new()
+    }
+
+    /// Reads of the kernel that places own rows, beside them.
+    fn own_runs(&self) -> Vec<HostAccess> {
+        Vec::new()
+    }
+
     /// Stage whose words a step of a host that runs ahead looks at, and finds raised: it takes
     /// memory for this call that it gave to readers. It looks, and takes none that is still read,
     /// so where it takes some, its look is a wait that is over.
@@ -64,6 +74,14 @@ pub(super) trait Actor {
     fn end(&self) -> Vec<HostAccess> {
         Vec::new()
     }
+}
+
+/// A table on its way from the host to the device.
+pub(super) struct SentTable {
+    /// Write of the host.
+    pub written: HostAccess,
+    /// Read and write of the stream that copies it.
+    pub copied: [HostAccess; 2],
 }
 
 /// Name of the scenes by which a stream hears that its host has enqueued what follows.
@@ -118,7 +136,7 @@ enum OwnWord {
     /// The stream of copies has come behind that event: its host awaits this mark before NICs read
     /// packed rows.
     Mark = 4,
-    /// Event of the stream of copies: it has done the call.
+    /// Event of the stream of copies: it has brought the order of rows, or done the call.
     Done = 5,
 }
 
@@ -133,8 +151,8 @@ pub(super) const SETS: u32 = 6;
 /// ([`ENQUEUED`]).
 ///
 /// ```text
-///   caller's stream    Pack, Partials: touches, raise packed        own rows     Join: await done, touches of kernels
-///   stream of copies   Follow: await packed, raise the mark         stages ..    Join: raise done
+///   caller's stream    Pack, PackPlaced, Partials: touches, raise packed | PlaceOwn: touches | own rows | Join: await done, ..
+///   stream of copies   Follow: await packed, raise the mark | SendTables: touches | stages .. | Join: raise done
 ///   host               before rows that NICs read: await the mark
 /// ```
 ///
@@ -210,18 +228,28 @@ impl<A: Actor> Walk<'_, A> {
         if let Some(stage) = self.actor.finds_raised(work) {
             self.look(stage);
         }
+        let sent = self.actor.sent(work);
+        let sends = !sent.is_empty();
+        if sends {
+            // The order of rows is a table of the host's, too.
+            self.send(if work == Work::PlaceOwn { CALLER } else { COPIES }, sent);
+        }
         match work {
             Work::Pack | Work::Partials => {
                 let begin = self.actor.begin();
                 self.pack(begin.into_iter().chain(touches).collect());
             }
-            Work::Follow => {
-                // Rows whose order was not known before.
+            Work::PackPlaced if sends => {
+                self.raise(COPIES, ("order", OwnWord::Done));
+                self.enqueue(CALLER, false);
+                self.wait(CALLER, ("order", OwnWord::Done));
                 if !touches.is_empty() {
                     self.pack(touches);
                 }
-                self.follow();
             }
+            // All rows are packed already.
+            Work::PackPlaced => {}
+            Work::Follow => self.follow(),
             Work::Join => {
                 let settles = self.host.settles_unless(SeededBug::EndUnsettled);
                 self.enqueue(COPIES, settles);
@@ -245,6 +273,15 @@ impl<A: Actor> Walk<'_, A> {
         self.enqueue(CALLER, false);
         self.lines[CALLER].touches.extend(touches);
         self.raise(CALLER, ("packed", OwnWord::Packed));
+    }
+
+    /// The host writes tables, which a stream brings to the device.
+    fn send(&mut self, line: usize, sent: Vec<SentTable>) {
+        let (written, copied): (Vec<_>, Vec<_>) =
+            sent.into_iter().map(|SentTable { written, copied }| (written, copied)).unzip();
+        self.lines[HOST].touches.extend(written);
+        self.enqueue(line, false);
+        self.lines[line].touches.extend(copied.into_iter().flatten());
     }
 
     /// The stream of copies goes on behind what is packed.
@@ -275,6 +312,9 @@ impl<A: Actor> Walk<'_, A> {
                 self.enqueue(line, frees_sources && self.host.settles_unless(SeededBug::ReadUnsettled));
             } else if reads_packed {
                 self.wait(HOST, ("mark", OwnWord::Mark));
+            }
+            if line == CALLER && stage.tensor() == StageTensor::Rows {
+                self.lines[CALLER].touches.extend(self.actor.own_runs());
             }
             let from = first - first_of(self.programs, stage, part);
             let items = &items[from..from + run.len()];

@@ -1,5 +1,5 @@
 //! Compares accesses of callers' threads that enqueue for a device with those that the proof
-//! orders: as for [instances on the host](crate::ep::host::footprints), in control windows.
+//! orders: as for [hosts that call](crate::ep::footprints), in control windows.
 //!
 //! Of a rank's three lines in an unrolled program the host's is compared. Stages whose operations
 //! are all on streams are none of it, and neither are the words between host and streams: accesses
@@ -8,23 +8,24 @@
 use std::sync::Arc;
 
 use half::bf16;
-use sidelane_verify::unroll::{Call, ProofScenario, Relays, Role, SeededBug, UnrolledProgram};
+use sidelane_verify::unroll::{Call, ProofScenario, Role, SeededBug, UnrolledProgram};
 
 use super::on_devices;
 use super::rank::{Case, Input, Rank, call, target};
 use super::support::{on_ranks, small};
 use crate::Dtype;
 use crate::dtype::PartialDtype;
-use crate::ep::host::footprints::{Accesses, Places, difference, expected, push, routings, seen};
+use crate::ep::footprints::{
+    Accesses, BUGS, Places, REFUSED, ROWS, difference, expected, groups, push, routings, scenario, seen,
+};
 use crate::ep::{CombineInput, ExpertRows, Handle, Tensor};
 use crate::gate::Routing;
 use crate::lane::Port;
 use crate::memory::access;
-use crate::plan::{Block, Overflow, ReceiveMode, RowLayout, Strategy, SumOrder};
-use crate::schedule::{ReturnParts, WindowId};
+use crate::plan::{Overflow, ReceiveMode, RowLayout, SumOrder};
+use crate::schedule::WindowId;
 use crate::topology::{NodeMap, Route};
 
-const ROWS: ReturnParts = ReturnParts { rows: true, weights: false };
 const CALLS: [Call; 9] = [
     Call::Dispatch { routing: 0, keep: false },
     Call::Cached { handle: 0 },
@@ -36,8 +37,6 @@ const CALLS: [Call; 9] = [
     Call::Agree,
     Call::Dispatch { routing: 1, keep: false },
 ];
-/// Dispatches that exceed a budget.
-const REFUSED: [Call; 2] = [Call::RefusedDispatch { routing: 0 }, Call::RefusedDispatch { routing: 1 }];
 
 /// A case in which all ranks have as many tokens as they may.
 fn case(nodes: &[u32], route: Route) -> Case {
@@ -51,30 +50,12 @@ fn unroll(
     calls: &[Call],
     seeded: Option<SeededBug>,
 ) -> UnrolledProgram {
-    let scenario = ProofScenario {
-        nodes: &NodeMap::from_labels(&case.nodes),
-        route: case.route,
-        chunks: Block::CHUNKS,
-        relays: Relays::Inline,
-        map: &case.map,
-        align: case.align,
-        order: case.order,
-        layout: case.layout,
-        spans: false,
-        gathers: false,
-        strategy: Strategy::AllToAll,
-        pulls: true,
-        gpu_direct: false,
-        enqueues: true,
-        read_early: true,
-        mode: case.mode,
-        row_bytes: (case.hidden * Dtype::Bf16.size()) as u64,
-        routings,
-        calls,
-        sample: None,
-        seeded,
-        mutation: None,
-    };
+    let nodes = NodeMap::from_labels(&case.nodes);
+    let Case { route, align, order, layout, mode, .. } = *case;
+    let hosts = scenario((&nodes, &case.map), (routings, calls), seeded);
+    let hosts = ProofScenario { pulls: true, enqueues: true, read_early: true, ..hosts };
+    let row_bytes = (case.hidden * Dtype::Bf16.size()) as u64;
+    let scenario = ProofScenario { route, align, order, layout, mode, row_bytes, ..hosts };
     UnrolledProgram::unroll(&scenario).unwrap()
 }
 
@@ -190,12 +171,7 @@ fn compare(case: &Case, calls: &[Call], seeded: Option<SeededBug>) -> Option<Str
 #[test]
 fn hosts_that_run_ahead_access_what_the_proof_assumes() {
     on_devices("footprints::hosts_that_run_ahead_access_what_the_proof_assumes", 31, "ordered", |_| {
-        for (nodes, route) in [
-            (&[0, 0, 0][..], Route::Direct),
-            (&[0, 1, 0, 1], Route::Direct),
-            (&[0, 0, 1, 1], Route::Pxn),
-            (&[0, 0, 1, 2], Route::Pxn),
-        ] {
+        for (nodes, route) in groups() {
             for layout in RowLayout::ALL {
                 assert_eq!(compare(&Case { layout, ..case(nodes, route) }, &CALLS, None), None);
             }
@@ -216,9 +192,7 @@ fn hosts_that_run_ahead_access_what_the_proof_assumes() {
 fn footprints_of_another_enqueuer_differ() {
     on_devices("footprints::footprints_of_another_enqueuer_differ", 32, "ordered", |_| {
         let case = case(&[0, 0, 1, 1], Route::Pxn);
-        let bugs =
-            [SeededBug::OnePublication, SeededBug::OneMessage, SeededBug::OneHeader, SeededBug::OneTag];
-        for seeded in bugs {
+        for seeded in BUGS {
             assert!(compare(&case, &CALLS, Some(seeded)).is_some(), "{seeded:?}");
         }
     });

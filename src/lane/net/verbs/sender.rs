@@ -301,12 +301,15 @@ impl Sender {
 
     /// Posts up to `most` requests with one doorbell.
     fn ring(&mut self, most: usize) -> Result<bool, VerbsError> {
+        debug_assert!(self.fences.iter().all(|&fence| fence >= self.posted), "no fence is passed by");
+        let fences = self.fences.iter().take_while(|&&fence| fence == self.posted).count();
+        if fences > 0 && self.done < self.posted {
+            return Ok(false);
+        }
+        // A batch ends before the next fence, also if that is the next request.
+        let room = self.fences.get(fences).map_or(u64::MAX, |fence| fence - self.posted);
         let (mut count, mut bytes, mut packets, mut staged) = (0, 0, 0, None);
-        for request in self.queue.iter().take(most) {
-            let fenced = self.fences.front() == Some(&(self.posted + count));
-            if fenced && (count > 0 || self.done < self.posted) {
-                break;
-            }
+        for request in self.queue.iter().take(most.min(usize::try_from(room).unwrap_or(most))) {
             let in_flight = self.in_flight + bytes;
             if in_flight > 0 && in_flight + request.bytes > self.limits.bytes {
                 break;
@@ -318,9 +321,7 @@ impl Sender {
         if count == 0 {
             return Ok(false);
         }
-        while self.fences.front() == Some(&self.posted) {
-            self.fences.pop_front();
-        }
+        self.fences.drain(..fences);
         for nth in 0..count {
             let Some(request) = self.queue.pop_front() else { break };
             let flags = if nth + 1 == count { Flags::SIGNALED } else { Flags::empty() };

@@ -48,6 +48,7 @@ use std::ffi::CString;
 use std::fs;
 use std::hash::{BuildHasher, RandomState};
 use std::net::Ipv6Addr;
+use std::ops::{Deref, DerefMut};
 use std::os::fd::BorrowedFd;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
@@ -60,6 +61,7 @@ use rand_chacha::ChaCha8Rng;
 use super::ffi::{self, ibv_qp_cap, ibv_sge, ibv_wc};
 use super::library::Functions;
 use super::{Access, Library, Nic, Settings, Sysfs, VerbsEnvironment};
+use crate::counting::InHardware;
 
 /// Names the seed of a run that is to be repeated.
 const SEED: &str = "SIDELANE_TEST_SEED";
@@ -336,8 +338,30 @@ impl Fabric {
         self.devices.iter().position(|device| device.name.to_bytes() == nic.as_bytes()).unwrap()
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn state(&self) -> Locked<'_> {
+        let in_hardware = InHardware::begin();
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        Locked { state, _in_hardware: in_hardware }
+    }
+}
+
+/// State of a fabric, for as long as a thread plays its kernel or a NIC.
+struct Locked<'a> {
+    state: MutexGuard<'a, State>,
+    _in_hardware: InHardware,
+}
+
+impl Deref for Locked<'_> {
+    type Target = State;
+
+    fn deref(&self) -> &State {
+        &self.state
+    }
+}
+
+impl DerefMut for Locked<'_> {
+    fn deref_mut(&mut self) -> &mut State {
+        &mut self.state
     }
 }
 

@@ -14,13 +14,13 @@ use std::ffi::{c_char, c_int, c_void};
 use std::mem::zeroed;
 use std::os::fd::{BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
 use std::ptr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 
-use super::{Device, Fabric, Job, Opened, Pair, Queue, Region, State};
+use super::{Device, Fabric, Job, Locked, Opened, Pair, Queue, Region};
 use crate::bootstrap::locks;
 use crate::lane::net::verbs::ffi::*;
 use crate::lane::net::verbs::library::Functions;
@@ -94,7 +94,7 @@ fn open<'a>(context: *mut ibv_context) -> &'a Open {
     unsafe { &*context.cast() }
 }
 
-fn state<'a>(context: *mut ibv_context) -> MutexGuard<'a, State> {
+fn state<'a>(context: *mut ibv_context) -> Locked<'a> {
     open(context).fabric.state()
 }
 

@@ -1,0 +1,63 @@
+//! Calls over NICs allocate nothing once shapes are known: neither the rank's thread nor those of
+//! the library, which serve NICs. What the fake NICs allocate is not counted.
+
+use half::bf16;
+
+use super::apart::{apart, each_with_kernels};
+use super::counting::Library;
+use super::device_rounds::{RANKS, Settings, counted_with, in_halves};
+use super::host_rounds::{EXPERTS, HIDDEN, TOP_K, allocated_by};
+use super::support::{medium, on_ranks, tokens};
+use crate::config::NetChoice;
+use crate::lane::{self, Fabric, SignalMode};
+use crate::topology::Route;
+use crate::{Dtype, ExpertParallel, Options, World};
+
+/// Worlds over NICs that signal like this.
+fn options(fabric: &Fabric, signal: SignalMode) -> Options {
+    let settings = lane::Settings { signal: Some(signal), ..lane::Settings::default() };
+    Options { net: NetChoice::Verbs, fake_verbs: Some(fabric.ground(settings)), ..medium() }
+}
+
+/// Ways to signal, and routes.
+fn ways() -> impl Iterator<Item = (SignalMode, Route)> {
+    SignalMode::ALL.into_iter().flat_map(|signal| Route::ALL.map(|route| (signal, route)))
+}
+
+#[test]
+fn calls_of_hosts_over_nics_do_not_allocate() {
+    apart("ep::device::tests::nic_allocations::calls_of_hosts_over_nics_do_not_allocate", &[], || {
+        for (nodes, (signal, route)) in
+            [[0, 1, 0, 1], [0, 1, 1, 1]].into_iter().flat_map(|nodes| ways().map(move |way| (nodes, way)))
+        {
+            let (library, fabric) = (Library::new(RANKS), Fabric::new(&["nic0", "nic1"]));
+            on_ranks(&nodes, &options(&fabric, signal), |world: World| {
+                let group = world.all().unwrap();
+                let builder = ExpertParallel::builder(&group).experts(EXPERTS).top_k(TOP_K).hidden(HIDDEN);
+                let mut ep = builder.dtype(Dtype::Bf16).route(route).build().unwrap();
+                let mine = tokens::<bf16>(u64::from(world.rank()), 9, HIDDEN, TOP_K, EXPERTS);
+                assert_eq!(world.net().unwrap().lane, "verbs");
+                let allocated = allocated_by(&mut ep, &mine, &library);
+                assert_eq!(allocated, (0, 0), "rank {}, {nodes:?}, {signal:?}, {route:?}", world.rank());
+            });
+        }
+    });
+}
+
+/// Rows go from device to device, or by staging memory of the host.
+#[test]
+fn calls_of_devices_over_nics_do_not_allocate() {
+    let test = "ep::device::tests::nic_allocations::calls_of_devices_over_nics_do_not_allocate";
+    let runs = ["ordered", "unordered"].map(|writes| [("SIDELANE_FAKE_CUDA_CARD_WRITES", writes)]);
+    each_with_kernels(test, &[&runs[0], &runs[1]], || {
+        for ((signal, route), buffered) in
+            ways().flat_map(|way| [false, true].map(|buffered| (way, buffered)))
+        {
+            let fabric = Fabric::new(&["nic0", "nic1"]);
+            let settings: &Settings<'_> = &|builder| builder.route(route).device_heap(1 << 20);
+            let what = format!("{signal:?}, {route:?}, tokens in a buffer: {buffered}");
+            let world = ([0, 0, 1, 1], &options(&fabric, signal));
+            counted_with(world, (&what, buffered), settings, &|ep, of, _| in_halves(ep, of));
+        }
+    });
+}
