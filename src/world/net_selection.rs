@@ -404,20 +404,19 @@ fn join(
     failed.map(|()| joined)
 }
 
-/// Offers by the rendezvous: empty ones where this rank has no ends.
+/// Offers by the rendezvous, all of a rank in one message: empty ones where it has no ends.
 fn pass_bytes(
     group: &Group,
     peers: &[(usize, u32)],
     ends: &[Box<dyn ConnectionEnd + '_>],
 ) -> Result<Vec<ConnectionOffer>, Error> {
-    let (hub, step) = (group.shared.hub.as_ref(), group.step());
-    let (own, deadline) = (hub.rank(), group.shared.options.timeouts.rendezvous);
-    let key = |from: u32, to: u32| format!("{step}/{from}-{to}");
-    for (nth, &(_, peer)) in peers.iter().enumerate() {
-        let offer = ends.get(nth).map(|end| end.bytes()).unwrap_or_default();
-        hub.set(&key(own, peer), &offer)?;
+    let (hub, deadline) = (group.shared.hub.as_ref(), group.shared.options.timeouts.rendezvous);
+    let mut offers = vec![Vec::new(); group.size() as usize];
+    for (&(at, _), end) in peers.iter().zip(ends) {
+        offers[at] = end.bytes();
     }
-    peers.iter().map(|&(_, peer)| Ok(hub.get(&key(peer, own), deadline)?.into())).collect()
+    let mut offered = hub.exchange(&group.step(), group.rank(), offers, deadline)?;
+    Ok(peers.iter().map(|&(at, _)| std::mem::take(&mut offered[at]).into()).collect())
 }
 
 /// Offers between processes of one machine: empty ones where this rank has no ends.
