@@ -197,9 +197,9 @@ impl NetSelection<'_> {
         Ok(Box::new(LoopbackTransport::new(
             (self.hub.rank(), self.hub.health()),
             regions,
-            thread.event_fd(),
+            thread.event_fd()?,
             egress,
-        )?))
+        )))
     }
 
     /// This rank's sockets.
@@ -219,7 +219,8 @@ impl NetSelection<'_> {
         let (regions, health) = (Arc::clone(thread.regions()), Arc::clone(hub.health()));
         let (strict, forecast) = (self.heap.boundary(), options.forecast);
         let nodes = self.nodes.clone();
-        let setup = Setup { rank, nth, nodes, strict, regions, health, forecast };
+        let wake_fd = Arc::new(thread.event_fd()?);
+        let setup = Setup { rank, nth, nodes, strict, regions, health, wake_fd, forecast };
         #[cfg(test)]
         if let Some(ground) = &options.fake_verbs {
             return Ok(Box::new(VerbsTransport::open(ground, setup)?));
@@ -596,14 +597,17 @@ mod tests {
     }
 
     #[test]
-    fn heap_unregistrable_by_nic_selects_tcp_on_all_with_reason() {
+    fn memory_unregistrable_by_nic_selects_tcp_on_all_with_reason() {
         let fabric = Fabric::new(&["nic0", "nic1"]);
         assert_eq!(chosen(&fabric).iter().map(|report| report.lane).collect::<Vec<_>>(), ["verbs", "verbs"]);
-        fabric.change("nic1", |nic| nic.lockable = 2 << 20);
-        for report in chosen(&fabric) {
-            let why = "rank 1 has no usable NIC: NIC nic1 cannot register 3145728 bytes";
-            assert!(report.reason.contains(why) && report.reason.contains("memlock"), "{report:?}");
-            assert_eq!(report.lane, "tcp");
+        // Staging, or behind it the rows of the heap.
+        for (lockable, bytes) in [(2 << 20, 4 << 20), ((6 << 20) + (64 << 10), 3 << 20)] {
+            fabric.change("nic1", |nic| nic.lockable = lockable);
+            for report in chosen(&fabric) {
+                let why = format!("rank 1 has no usable NIC: NIC nic1 cannot register {bytes} bytes");
+                assert!(report.reason.contains(&why) && report.reason.contains("memlock"), "{report:?}");
+                assert_eq!(report.lane, "tcp");
+            }
         }
     }
 

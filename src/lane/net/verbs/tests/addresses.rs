@@ -113,7 +113,7 @@ fn an_empty_entry_of_a_table_is_refused() {
     let fabric = Fabric::new(&["a", "b"]);
     let nic = fabric.nic("a", &Settings::default());
     let domain = ProtectionDomain::create(&nic.context).unwrap();
-    let queue = CompletionQueue::create(&nic.context, 64).unwrap();
+    let queue = CompletionQueue::create(&nic.context, 64, None).unwrap();
     let queues = Queues { send: &queue, receive: &queue };
     let create = |path: &super::super::Path| QueuePair::create(&domain, queues, CAPS, path, 1);
     let refused = |call: &'static str| Some(nic.context.failed(call, Errno::INVAL.raw_os_error()));
