@@ -190,6 +190,34 @@ fn no_signal_passes_a_stripe_that_is_held_back() {
 }
 
 #[test]
+fn settling_posts_all_stripes_before_it_waits_for_one() {
+    let fabric = Fabric::new(&["nic0", "nic1"]);
+    pair(&striped(&fabric, settings(2)), |rank| {
+        if rank.me == 1 {
+            return;
+        }
+        let own = &rank.window.bytes(0).unwrap()[DATA as usize..][..4 * CHUNK as usize];
+        fabric.hold_back("nic0", "nic1", 0);
+        let posted = || fabric.statistics("nic0").requests;
+        let before = posted();
+        // Read in place, two stripes for each queue pair: the last of each goes out with the settling.
+        rank.connection().put(rank.to(DATA), own, rank.limits()).unwrap();
+        assert_eq!(posted() - before, 2);
+        std::thread::scope(|scope| {
+            scope.spawn(|| rank.connection().settle(rank.limits()).unwrap());
+            let until = Instant::now() + SHORT;
+            while posted() - before < 4 && Instant::now() < until {
+                std::thread::yield_now();
+            }
+            let all = posted() - before;
+            fabric.let_go();
+            assert_eq!(all, 4, "while the lead is held back");
+        });
+    });
+    assert_eq!(fabric.leftovers(), (0, 0));
+}
+
+#[test]
 fn signal_of_small_put_waits_for_no_other_queue_pair() {
     let fabric = Fabric::new(&["nic0", "nic1"]);
     pair(&striped(&fabric, settings(2)), |rank| {

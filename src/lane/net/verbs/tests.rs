@@ -2,6 +2,8 @@
 //! succeed, and requests that fail.
 
 mod addresses;
+mod scale;
+mod striped;
 
 use std::os::fd::AsFd;
 use std::path::Path;
