@@ -281,6 +281,11 @@ impl Fabric {
         self.tree.write(path, text);
     }
 
+    /// Links a file of the kernel to another.
+    pub fn link(&self, path: &str, target: &str) {
+        self.tree.link(path, target);
+    }
+
     /// Puts a RoCE v2 address of a network device into a NIC's table.
     pub fn address(&self, nic: &str, index: u8, gid: &str, device: &str) {
         let gid = self.tree.gid(nic, index, gid.parse().unwrap(), "RoCE v2");
