@@ -17,12 +17,10 @@
 //! **No deadlock.** A write takes a slot before its first byte, and never a second one. So a
 //! connection that waits for a slot holds only bytes of writes that are complete, and these are
 //! posted. Others may hold bytes of writes that are still gathered. While a connection waits, the
-//! pool is [short](StagingPool::is_short), and the progress thread posts what they hold back.
+//! pool is [short](Slots::is_short), and the progress thread posts what they hold back.
 //!
-//! **No starvation.** Each taker draws a ticket, and may take a slot when as many slots were given
-//! back as there are tickets before its own that found none. So slots are taken in the order of the
-//! tickets, whatever the threads do. A connection holds a quarter of the pool at most, where there
-//! are so many peers.
+//! **No starvation.** Connections take slots in the order in which they asked ([`Slots`]). One
+//! holds a quarter of the pool at most, where there are so many peers.
 //!
 //! A *block* is what a peer's NIC writes to, and what this NIC reads or writes without a copy. The
 //! blocks of many peers are one registration. None is used twice, because a late write of a former
@@ -35,13 +33,13 @@
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::{Access, MemoryRegion, ProtectionDomain, Remote, Sge};
 use crate::error::{Error, VerbsError};
 use crate::lane::FlagLine;
 use crate::memory::{PeerMapping, Segment};
+use crate::sync::slots::{Slots, Ticket};
 
 /// Alignment of staged data.
 pub const ALIGN: u64 = 64;
@@ -85,14 +83,9 @@ impl Pinned {
 pub struct StagingPool {
     memory: Pinned,
     chunk: u64,
-    slots: u64,
+    slots: Slots,
     /// Slots that one connection may hold.
     most: usize,
-    /// A bit for each slot that is free.
-    free: Vec<AtomicU64>,
-    /// Tickets that were drawn, and slots that were given back.
-    drawn: AtomicU64,
-    given_back: AtomicU64,
     /// Wakes the progress thread.
     wake_fd: Arc<OwnedFd>,
 }
@@ -137,62 +130,13 @@ impl StagingPool {
     ) -> Result<Self, Error> {
         let (slots, most) = size.slots();
         let memory = Pinned::new(domain, "sidelane-staging", slots * size.slot(), Access::empty())?;
-        let words = (0..slots.div_ceil(64)).map(|word| match slots - word * 64 {
-            left @ ..64 => (1 << left) - 1,
-            _ => u64::MAX,
-        });
         Ok(StagingPool {
             memory,
             chunk: size.chunk.next_multiple_of(ALIGN),
-            slots,
+            slots: Slots::new(slots),
             most: most as usize,
-            free: words.map(AtomicU64::new).collect(),
-            drawn: AtomicU64::new(0),
-            given_back: AtomicU64::new(0),
             wake_fd: Arc::clone(wake_fd),
         })
-    }
-
-    /// A slot, when it is the turn of the ticket, which is drawn at first.
-    fn take(&self, ticket: &mut Option<u64>) -> Option<u64> {
-        // Only the count matters here: what a slot holds is its taker's alone.
-        let mine = *ticket.get_or_insert_with(|| self.drawn.fetch_add(1, Ordering::Relaxed));
-        // Acquires what `give_back` released: the bits of all slots that are counted.
-        if mine >= self.slots + self.given_back.load(Ordering::Acquire) {
-            return None;
-        }
-        for (nth, word) in (0..).zip(&self.free) {
-            let mut bits = word.load(Ordering::Relaxed);
-            while bits != 0 {
-                let bit = bits.trailing_zeros();
-                // Acquires: the NIC has read what the last holder had there.
-                match word.compare_exchange_weak(
-                    bits,
-                    bits & !(1 << bit),
-                    Ordering::Acquire,
-                    Ordering::Relaxed,
-                ) {
-                    Ok(_) => {
-                        *ticket = None;
-                        return Some(nth * 64 + u64::from(bit));
-                    }
-                    Err(now) => bits = now,
-                }
-            }
-        }
-        None
-    }
-
-    fn give_back(&self, slot: u64) {
-        // Releases, for the next holder: the completion that frees the slot came before.
-        self.free[slot as usize / 64].fetch_or(1 << (slot % 64), Ordering::Release);
-        self.given_back.fetch_add(1, Ordering::Release);
-    }
-
-    /// Whether a connection waits for a slot.
-    pub fn is_short(&self) -> bool {
-        // A hint: a connection that waits asks for it again and again.
-        self.drawn.load(Ordering::Relaxed) > self.slots + self.given_back.load(Ordering::Relaxed)
     }
 
     fn slot_bytes(&self) -> u64 {
@@ -221,14 +165,14 @@ pub struct Staging {
     /// Bytes ever staged, and ever read.
     head: u64,
     tail: u64,
-    ticket: Option<u64>,
+    ticket: Ticket,
 }
 
 impl Staging {
     /// Of a connection that has staged nothing.
     pub fn new(pool: Arc<StagingPool>) -> Self {
         let held = VecDeque::with_capacity(pool.most);
-        Staging { pool, held, taken: 0, head: 0, tail: 0, ticket: None }
+        Staging { pool, held, taken: 0, head: 0, tail: 0, ticket: Ticket::default() }
     }
 
     /// Room for `len` bytes that lie together. If they begin a write, there is room behind them for
@@ -246,7 +190,7 @@ impl Staging {
             if self.held.len() == self.pool.most {
                 return Ok(None);
             }
-            let Some(slot) = self.pool.take(&mut self.ticket) else { return Ok(None) };
+            let Some(slot) = self.pool.slots.take(&mut self.ticket) else { return Ok(None) };
             self.held.push_back((slot, self.head));
             self.taken = 0;
         }
@@ -266,29 +210,26 @@ impl Staging {
         self.tail = until;
         while let Some(&(slot, _)) = self.held.front().filter(|(_, end)| *end <= self.tail) {
             self.held.pop_front();
-            self.pool.give_back(slot);
+            self.pool.slots.give_back(slot);
         }
     }
 
     /// Whether it holds slots, and other connections wait for some.
     pub fn is_wanted(&self) -> bool {
-        !self.held.is_empty() && self.pool.is_short()
+        !self.held.is_empty() && self.pool.slots.is_short()
     }
 
     /// If this connection waits for a slot, the progress thread is to free some of others: it posts
     /// what they hold back, and takes their completions.
     pub fn ask_for_slots(&self) {
-        if self.ticket.is_some() {
+        if self.ticket.waits() {
             let _ = rustix::io::write(&*self.pool.wake_fd, &1u64.to_ne_bytes());
         }
     }
 
     /// This connection waits for a slot no more.
     pub fn ask_no_more(&mut self) {
-        if self.ticket.take().is_some() {
-            // The next one takes its turn.
-            self.pool.given_back.fetch_add(1, Ordering::Release);
-        }
+        self.pool.slots.give_up(&mut self.ticket);
     }
 
     /// Gives all back. The NIC must have stopped reading them.
@@ -410,6 +351,7 @@ impl Block {
 #[cfg(test)]
 mod tests {
     use std::collections::HashSet;
+    use std::sync::atomic::{AtomicU64, Ordering};
 
     use rustix::event::{EventfdFlags, eventfd};
 
@@ -426,8 +368,8 @@ mod tests {
         let wake_fd = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap());
         let size =
             PoolSize { chunk: CHUNK, window: most * 2 * CHUNK, most: slots * 2 * CHUNK, connections: 64 };
+        assert_eq!(size.slots().0, slots);
         let pool = StagingPool::new(&domain, size, &wake_fd).unwrap();
-        assert_eq!(pool.slots, slots);
         Arc::new(StagingPool { most: most as usize, ..pool })
     }
 
@@ -460,9 +402,9 @@ mod tests {
             assert_eq!((fill(holder), fill(holder), fill(holder)), (Some(CHUNK), Some(2 * CHUNK), None));
         }
         // The bound of each is no shortage.
-        assert!(!pool.is_short());
+        assert!(!pool.slots.is_short());
         assert_eq!([fill(&mut c), fill(&mut d)], [None, None]);
-        assert!(pool.is_short() && a.is_wanted() && !c.is_wanted());
+        assert!(pool.slots.is_short() && a.is_wanted() && !c.is_wanted());
         b.read_until(2 * CHUNK);
         assert_eq!(fill(&mut d), None, "it asked last");
         // The last holder too stands behind those that wait.
@@ -471,7 +413,7 @@ mod tests {
         a.read_until(2 * CHUNK);
         assert!(fill(&mut d).is_some() && fill(&mut b).is_none());
         d.read_until(CHUNK);
-        assert!(fill(&mut b).is_some() && !pool.is_short());
+        assert!(fill(&mut b).is_some() && !pool.slots.is_short());
     }
 
     #[test]
@@ -482,7 +424,7 @@ mod tests {
         assert_eq!([fill(&mut b), fill(&mut c)], [None, None]);
         c.ask_no_more();
         drop(b);
-        assert!(!pool.is_short());
+        assert!(!pool.slots.is_short());
         assert_eq!(fill(&mut c), None, "the slot is held");
         drop(a);
         assert!(fill(&mut c).is_some());
@@ -554,8 +496,7 @@ mod tests {
                 });
             }
         });
-        assert_eq!(pool.drawn.load(Ordering::Relaxed), 8 * ROUNDS);
-        assert_eq!(pool.given_back.load(Ordering::Relaxed), 8 * ROUNDS);
+        assert!(!pool.slots.is_short());
     }
 
     #[test]
