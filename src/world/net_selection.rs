@@ -21,8 +21,7 @@ use crate::config::NetChoice;
 use crate::error::{BootstrapError, Error, LaneError, MemoryError, VerbsError};
 use crate::lane::{
     ConnectionEnd, ConnectionOffer, DeviceMemory, LOOPBACK, LinkEmulator, LoopbackTransport, NetConnection,
-    NetTransport, NoGpuDirect, ProgressThread, Region, Registration, Setup, TcpTransport, VerbsEnvironment,
-    VerbsTransport,
+    NetTransport, NoGpuDirect, ProgressThread, Region, Registration, Setup, TcpTransport, VerbsTransport,
 };
 use crate::memory::Heap;
 use crate::topology::{NodeMap, Paths};
@@ -221,11 +220,11 @@ impl NetSelection<'_> {
         let nodes = self.nodes.clone();
         let wake_fd = Arc::new(thread.event_fd()?);
         let setup = Setup { rank, nth, nodes, strict, regions, health, wake_fd, forecast };
-        #[cfg(test)]
-        if let Some(ground) = &options.fake_verbs {
-            return Ok(Box::new(VerbsTransport::open(ground, setup)?));
+        let mut environment = options.verbs_environment()?;
+        if let Some(queue_pairs) = options.queue_pairs {
+            environment.settings.queue_pairs = queue_pairs;
         }
-        Ok(Box::new(VerbsTransport::open(&VerbsEnvironment::here()?, setup)?))
+        Ok(Box::new(VerbsTransport::open(&environment, setup)?))
     }
 
     /// The lane that this rank has opened, and registered its heap with, if all ranks could. A rank
@@ -283,6 +282,7 @@ fn is_mistake(error: &Error) -> bool {
             | V::NoSuchPkey { .. }
             | V::MtuTooLarge { .. }
             | V::NoAtomics { .. }
+            | V::QueuePairs { .. }
             | V::StripesNeedImmediates { .. }
             | V::TooOld { .. } => true,
             _ => false,

@@ -125,6 +125,9 @@ const FLAP: Duration = Duration::from_secs(5);
 /// A chunk is a length of 32 bits in a work request, and worth its request.
 const CHUNKS: RangeInclusive<u64> = 4 << 10..=1 << 30;
 
+/// Queue pairs to one peer.
+pub const QUEUE_PAIRS: RangeInclusive<u8> = 1..=8;
+
 impl Settings {
     /// The defaults, changed by what `lookup` knows. A variable that is set to nothing is not set.
     ///
@@ -179,7 +182,7 @@ impl Settings {
             in_flight: in_flight.unwrap_or(usual.in_flight.max(chunk)),
             staging: staging.unwrap_or(usual.staging.max(slot)),
             queue_pairs: vars
-                .number("SIDELANE_VERBS_QUEUE_PAIRS", 1..=8, "1 to 8")?
+                .number("SIDELANE_VERBS_QUEUE_PAIRS", QUEUE_PAIRS, "1 to 8")?
                 .unwrap_or(usual.queue_pairs),
             signal: vars.signal()?,
             relaxed: vars.number("SIDELANE_VERBS_RELAXED_ORDERING", 0..=1, "0 or 1")?.map(|n: u8| n == 1),

@@ -19,6 +19,7 @@ use super::order::Signaling;
 use super::receiver::{Inbox, Receiver};
 use super::registration::{NicMemory, RemoteRegions, Rights, ZEROS, describe_region};
 use super::sender::{ALONG, Bounds, Limits, Sender};
+use super::settings::QUEUE_PAIRS;
 use super::staging::{Block, Blocks, PoolSize, Staging, StagingPool};
 use super::striped::StripedConnection;
 use super::{
@@ -167,6 +168,9 @@ impl VerbsTransport {
     /// [`VerbsError`], if there are none or they cannot be used as the settings ask.
     pub fn open(environment: &VerbsEnvironment, setup: Setup) -> Result<Self, Error> {
         let VerbsEnvironment { library, sysfs, settings } = environment;
+        if !QUEUE_PAIRS.contains(&settings.queue_pairs) {
+            return Err(VerbsError::QueuePairs { asked: settings.queue_pairs }.into());
+        }
         if let Some(mode @ (SignalMode::Write | SignalMode::FetchAdd)) = settings.signal
             && settings.queue_pairs > 1
         {
