@@ -199,7 +199,7 @@ impl Config {
 const PREFIX: &str = "SIDELANE_";
 
 /// Variables that the library reads.
-const OF_THE_LIBRARY: [&str; 40] = [
+const OF_THE_LIBRARY: [&str; 41] = [
     "SIDELANE_CACHE",
     "SIDELANE_CUBLAS_LIBRARY",
     "SIDELANE_CUDA_LIBRARY",
@@ -237,6 +237,7 @@ const OF_THE_LIBRARY: [&str; 40] = [
     "SIDELANE_VERBS_RNR_RETRIES",
     "SIDELANE_VERBS_SERVICE_LEVEL",
     "SIDELANE_VERBS_SIGNAL",
+    "SIDELANE_VERBS_STAGING",
     "SIDELANE_VERBS_SUBNETS",
     "SIDELANE_VERBS_TIMEOUT",
     "SIDELANE_VERBS_TRAFFIC_CLASS",

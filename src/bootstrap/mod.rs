@@ -4,7 +4,7 @@
 //!   Identity (who am I: torchrun, SLURM, Open MPI, sidelane)      Secret      Timeouts
 //!        └──────────────── connect ── or, for ranks that are threads: threads ─┘
 //!                             │
-//!                            Hub ── set, get, gather, barrier       a rendezvous, not a data path
+//!                            Hub ── set, get, gather, exchange      a rendezvous, not a data path
 //!                             ├──── health: one word, one cause     every wait of the library looks at it
 //!                             ├──── cancel                          ends the world everywhere
 //!                             ├──── rebuild                         the survivors, in a later epoch

@@ -312,6 +312,12 @@ pub enum VerbsError {
         /// How many the peer has.
         theirs: usize,
     },
+    /// More queue pairs to a peer than there can be, or none.
+    #[error("a peer has 1 to 8 queue pairs, not {asked} (Options::with_queue_pairs)")]
+    QueuePairs {
+        /// How many were asked for.
+        asked: u8,
+    },
     /// Several queue pairs to a peer, and signals that NICs write.
     #[error(
         "SIDELANE_VERBS_SIGNAL is {signal}, and SIDELANE_VERBS_QUEUE_PAIRS more than 1: what a NIC writes on one queue pair says nothing about the others (immediate does)"

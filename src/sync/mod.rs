@@ -5,6 +5,7 @@
 //!   wake_request  arm, take        a thread asks to be woken, and looks at its ring once more
 //!   owed_answers  ask, tend        who finds the lock taken leaves its work to the holder
 //!   failure       fail, watch      the first cause wins, and every watcher hears of it once
+//!   slots         take, give_back  a slot has one holder, and takers have turns
 //!   stream_use    close, is_needed a thread serves streams until none can run any more
 //! ```
 //!
@@ -18,5 +19,6 @@ pub(crate) mod failure;
 pub(crate) mod flag;
 pub(crate) mod owed_answers;
 pub(crate) mod primitives;
+pub(crate) mod slots;
 pub(crate) mod stream_use;
 pub(crate) mod wake_request;

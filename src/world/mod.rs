@@ -9,7 +9,7 @@
 //!   World::from_env / World::threads
 //!      |  rendezvous, node map, heaps mapped, progress thread     (once per epoch)
 //!      +-- group(&ranks)                                          (any number, interleaved)
-//!             +-- window(len)       put, put_signal, signal, wait_until, quiet
+//!             +-- window(len)       put, put_nbi, put_signal, signal, wait_until, quiet
 //!             +-- ExpertParallel    dispatch, combine
 //!   a rank is lost --> every wait ends with the cause --> rebuild --> a World of the survivors, next epoch
 //! ```

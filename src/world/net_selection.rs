@@ -21,8 +21,7 @@ use crate::config::NetChoice;
 use crate::error::{BootstrapError, Error, LaneError, MemoryError, VerbsError};
 use crate::lane::{
     ConnectionEnd, ConnectionOffer, DeviceMemory, LOOPBACK, LinkEmulator, LoopbackTransport, NetConnection,
-    NetTransport, NoGpuDirect, ProgressThread, Region, Registration, Setup, TcpTransport, VerbsEnvironment,
-    VerbsTransport,
+    NetTransport, NoGpuDirect, ProgressThread, Region, Registration, Setup, TcpTransport, VerbsTransport,
 };
 use crate::memory::Heap;
 use crate::topology::{NodeMap, Paths};
@@ -197,9 +196,9 @@ impl NetSelection<'_> {
         Ok(Box::new(LoopbackTransport::new(
             (self.hub.rank(), self.hub.health()),
             regions,
-            thread.event_fd(),
+            thread.event_fd()?,
             egress,
-        )?))
+        )))
     }
 
     /// This rank's sockets.
@@ -219,12 +218,13 @@ impl NetSelection<'_> {
         let (regions, health) = (Arc::clone(thread.regions()), Arc::clone(hub.health()));
         let (strict, forecast) = (self.heap.boundary(), options.forecast);
         let nodes = self.nodes.clone();
-        let setup = Setup { rank, nth, nodes, strict, regions, health, forecast };
-        #[cfg(test)]
-        if let Some(ground) = &options.fake_verbs {
-            return Ok(Box::new(VerbsTransport::open(ground, setup)?));
+        let wake_fd = Arc::new(thread.event_fd()?);
+        let setup = Setup { rank, nth, nodes, strict, regions, health, wake_fd, forecast };
+        let mut environment = options.verbs_environment()?;
+        if let Some(queue_pairs) = options.queue_pairs {
+            environment.settings.queue_pairs = queue_pairs;
         }
-        Ok(Box::new(VerbsTransport::open(&VerbsEnvironment::here()?, setup)?))
+        Ok(Box::new(VerbsTransport::open(&environment, setup)?))
     }
 
     /// The lane that this rank has opened, and registered its heap with, if all ranks could. A rank
@@ -282,6 +282,7 @@ fn is_mistake(error: &Error) -> bool {
             | V::NoSuchPkey { .. }
             | V::MtuTooLarge { .. }
             | V::NoAtomics { .. }
+            | V::QueuePairs { .. }
             | V::StripesNeedImmediates { .. }
             | V::TooOld { .. } => true,
             _ => false,
@@ -404,20 +405,19 @@ fn join(
     failed.map(|()| joined)
 }
 
-/// Offers by the rendezvous: empty ones where this rank has no ends.
+/// Offers by the rendezvous, all of a rank in one message: empty ones where it has no ends.
 fn pass_bytes(
     group: &Group,
     peers: &[(usize, u32)],
     ends: &[Box<dyn ConnectionEnd + '_>],
 ) -> Result<Vec<ConnectionOffer>, Error> {
-    let (hub, step) = (group.shared.hub.as_ref(), group.step());
-    let (own, deadline) = (hub.rank(), group.shared.options.timeouts.rendezvous);
-    let key = |from: u32, to: u32| format!("{step}/{from}-{to}");
-    for (nth, &(_, peer)) in peers.iter().enumerate() {
-        let offer = ends.get(nth).map(|end| end.bytes()).unwrap_or_default();
-        hub.set(&key(own, peer), &offer)?;
+    let (hub, deadline) = (group.shared.hub.as_ref(), group.shared.options.timeouts.rendezvous);
+    let mut offers = vec![Vec::new(); group.size() as usize];
+    for (&(at, _), end) in peers.iter().zip(ends) {
+        offers[at] = end.bytes();
     }
-    peers.iter().map(|&(_, peer)| Ok(hub.get(&key(peer, own), deadline)?.into())).collect()
+    let mut offered = hub.exchange(&group.step(), group.rank(), offers, deadline)?;
+    Ok(peers.iter().map(|&(at, _)| std::mem::take(&mut offered[at]).into()).collect())
 }
 
 /// Offers between processes of one machine: empty ones where this rank has no ends.
@@ -597,14 +597,17 @@ mod tests {
     }
 
     #[test]
-    fn heap_unregistrable_by_nic_selects_tcp_on_all_with_reason() {
+    fn memory_unregistrable_by_nic_selects_tcp_on_all_with_reason() {
         let fabric = Fabric::new(&["nic0", "nic1"]);
         assert_eq!(chosen(&fabric).iter().map(|report| report.lane).collect::<Vec<_>>(), ["verbs", "verbs"]);
-        fabric.change("nic1", |nic| nic.lockable = 2 << 20);
-        for report in chosen(&fabric) {
-            let why = "rank 1 has no usable NIC: NIC nic1 cannot register 3145728 bytes";
-            assert!(report.reason.contains(why) && report.reason.contains("memlock"), "{report:?}");
-            assert_eq!(report.lane, "tcp");
+        // Staging, or behind it the rows of the heap.
+        for (lockable, bytes) in [(2 << 20, 4 << 20), ((6 << 20) + (64 << 10), 3 << 20)] {
+            fabric.change("nic1", |nic| nic.lockable = lockable);
+            for report in chosen(&fabric) {
+                let why = format!("rank 1 has no usable NIC: NIC nic1 cannot register {bytes} bytes");
+                assert!(report.reason.contains(&why) && report.reason.contains("memlock"), "{report:?}");
+                assert_eq!(report.lane, "tcp");
+            }
         }
     }
 

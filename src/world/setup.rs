@@ -28,6 +28,7 @@ use crate::bootstrap::{self, Health, Hub, Identity, Location, Secret, Setting, T
 use crate::config::{Config, EmulatedLink, NetChoice, TcpAddress};
 use crate::error::{BootstrapError, CallError, Cause, Error, LaneError, LostReason, MemoryError};
 use crate::exec::Recorder;
+use crate::lane::VerbsEnvironment;
 use crate::memory::{Heap, HeapSizes, Pool, PoolReport, Segment};
 use crate::rows::{RowKernels, Simd};
 use crate::topology::NodeMap;
@@ -49,11 +50,13 @@ pub struct Options {
     pub emulated_link: Option<EmulatedLink>,
     /// Address at which peers connect to this rank, if the lane is tcp.
     pub tcp_address: TcpAddress,
+    /// Queue pairs to one peer, from 1 to 8, if the lane is verbs; none: as the environment says.
+    pub queue_pairs: Option<u8>,
     /// Predict the requests to NICs ([`World::nic_forecast`]).
     pub forecast: bool,
     /// NICs that replace this machine's.
     #[cfg(test)]
-    pub(crate) fake_verbs: Option<crate::lane::VerbsEnvironment>,
+    pub(crate) fake_verbs: Option<VerbsEnvironment>,
     /// Settings beyond these options that all ranks must share, as text of the caller. An example
     /// is the settings of a job whose machines are started one by one. Ranks whose text differs do
     /// not become a world.
@@ -68,8 +71,18 @@ impl Options {
         with_net(net: NetChoice),
         with_emulated_link(emulated_link: Option<EmulatedLink>),
         with_tcp_address(tcp_address: TcpAddress),
+        with_queue_pairs(queue_pairs: Option<u8>),
         with_forecast(forecast: bool),
         with_job_fingerprint(job_fingerprint: String),
+    }
+
+    /// This machine's NICs, or those that replace them.
+    pub(super) fn verbs_environment(&self) -> Result<VerbsEnvironment, Error> {
+        #[cfg(test)]
+        if let Some(ground) = &self.fake_verbs {
+            return Ok(ground.clone());
+        }
+        VerbsEnvironment::here()
     }
 
     /// From the environment: see [`config`](crate::config).

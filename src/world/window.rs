@@ -5,8 +5,8 @@
 //! a rank of this node compiles to its checks and its stores.
 //!
 //! ```text
-//!   put, put_signal, signal    ->  the peer's part, its word of this rank
-//!   wait_until, barrier        <-  words that peers raise here
+//!   put, put_nbi, put_signal, signal    ->  the peer's part, its word of this rank
+//!   wait_until, barrier                <-  words that peers raise here
 //! ```
 //!
 //! A window lies in the symmetric heap. [`Registered`] is memory next to it that peers on other
@@ -179,6 +179,19 @@ impl Window {
         self.port.settle_with(peer)
     }
 
+    /// Writes `len` bytes of this rank's own part, from `from` on, to `offset` of `peer`'s part.
+    /// Does not wait (OpenSHMEM's *nonblocking immediate*). The bytes may be read until
+    /// [`Window::quiet`] returns: what is written there before that may arrive in their place. A
+    /// NIC reads them where they lie. [`Window::put`] waits until it has read such bytes.
+    ///
+    /// # Errors
+    /// As [`Window::put`].
+    pub fn put_nbi(&mut self, peer: u32, offset: u64, from: u64, len: u64) -> Result<(), Error> {
+        let own = PutSource::Window { owner: self.lanes.rank, window: DATA };
+        let span = SpanCopy { from: own, from_offset: from, to: DATA, to_offset: offset, len };
+        self.step_span(peer, span, &[])
+    }
+
     /// [`Window::put`], then [`Window::signal`].
     ///
     /// # Errors
@@ -275,7 +288,13 @@ impl Window {
     #[inline(always)]
     fn step_put(&mut self, peer: u32, offset: u64, src: &[u8]) -> Result<(), Error> {
         let len = src.len() as u64;
-        let spans = [SpanCopy { from: PutSource::Input, from_offset: 0, to: DATA, to_offset: offset, len }];
+        let span = SpanCopy { from: PutSource::Input, from_offset: 0, to: DATA, to_offset: offset, len };
+        self.step_span(peer, span, src)
+    }
+
+    #[inline(always)]
+    fn step_span(&mut self, peer: u32, span: SpanCopy, src: &[u8]) -> Result<(), Error> {
+        let spans = [span];
         let table = [Operand::Spans { first: 0, count: 1 }];
         let operands = Operands { table: &table, spans: &spans, ..Operands::default() };
         self.step(peer, Op::Put { to: peer, operand: OperandId(0) }, &operands, src)

@@ -85,3 +85,12 @@ fn a_library_that_is_no_driver_is_reported() {
     let text = run(sidelane("doctor").env("SIDELANE_CUDA_LIBRARY", "libc.so.6")).well();
     assert_words(&text, &["cuInit"]);
 }
+
+#[test]
+fn doctor_of_nics_says_only_which_nic_each_rank_takes() {
+    let report: Value = serde_json::from_str(&run(&mut sidelane("doctor --nics --json")).well()).unwrap();
+    let findings = report["findings"].as_array().unwrap();
+    let names = findings.iter().map(|finding| finding["what"].as_str().unwrap());
+    let wanted = |name: &str| name.starts_with("NIC of rank ") || name.ends_with(", choice");
+    assert!(!findings.is_empty() && names.clone().all(wanted), "{:?}", names.collect::<Vec<_>>());
+}

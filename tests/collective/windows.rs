@@ -62,6 +62,29 @@ fn put_bytes_are_visible_once_their_signal_is() {
 }
 
 #[test]
+fn bytes_of_own_part_put_without_a_wait_are_there_after_quiet() {
+    const LEN: usize = 300_000;
+    for nodes in NODES {
+        on_ranks(&nodes, &roomy(), |world| {
+            let mut window = world.all().unwrap().window(2 << 20).unwrap();
+            let (me, n) = (world.rank(), world.size());
+            let (right, left) = ((me + 1) % n, (me + n - 1) % n);
+            for round in 1..=3u8 {
+                let tone = |rank: u32| (rank as u8 + 1) * 10 + round;
+                window.write(1, &vec![tone(me); LEN]).unwrap();
+                window.put_nbi(right, 1 << 20, 1, LEN as u64 - 1).unwrap();
+                window.put_nbi(right, (1 << 20) + LEN as u64 - 1, LEN as u64, 1).unwrap();
+                window.quiet().unwrap();
+                window.write(1, &vec![0; LEN]).unwrap();
+                window.barrier().unwrap();
+                assert!(bytes(&window, 1 << 20, LEN).iter().all(|&byte| byte == tone(left)));
+                window.barrier().unwrap();
+            }
+        });
+    }
+}
+
+#[test]
 fn everything_put_before_a_barrier_is_there_behind_it() {
     for nodes in NODES {
         on_ranks(&nodes, &small(), |world| {
@@ -115,6 +138,12 @@ fn accesses_outside_a_window_are_refused_and_move_nothing() {
                     assert!(
                         window.put_signal(peer, offset, &vec![1; len], 1).is_err(),
                         "and raises no signal"
+                    );
+                }
+                for from in [100, u64::MAX] {
+                    assert!(
+                        window.put_nbi(peer, 0, from, 1).is_err()
+                            && window.put_nbi(peer, from, 0, 1).is_err()
                     );
                 }
                 window.put(peer, 100, &[]).unwrap();

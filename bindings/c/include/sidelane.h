@@ -1283,6 +1283,15 @@ sidelane_status_t sidelane_window_put(sidelane_window_t *window,
                                       const void *src,
                                       uint64_t len);
 
+// Writes `len` bytes of this rank's own part, from `from` on, to `offset` of the part of `peer`.
+// Does not wait. The bytes may be read until sidelane_window_quiet() returns: what is written
+// there before that may arrive in their place.
+sidelane_status_t sidelane_window_put_nbi(sidelane_window_t *window,
+                                          uint32_t peer,
+                                          uint64_t offset,
+                                          uint64_t from,
+                                          uint64_t len);
+
 // As sidelane_window_put(), then sidelane_window_signal().
 //
 // The caller guarantees: as sidelane_window_put().

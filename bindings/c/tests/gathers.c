@@ -112,6 +112,13 @@ static void memory_of_the_program_s_own(void) {
     CHECK(sidelane_window_put_signal(window, next, 4 * rank, &rank, sizeof rank, 1));
     CHECK(sidelane_window_wait(window, before, 1));
     REQUIRE(ours[before] == before);
+    // On from there: what the rank before this one has got from its own before.
+    CHECK(sidelane_window_put_nbi(window, next, 4 * before, 4 * before, sizeof rank));
+    CHECK(sidelane_window_quiet(window));
+    CHECK(sidelane_window_barrier(window));
+    uint32_t second = (before + ranks - 1) % ranks;
+    REQUIRE(ours[second] == second);
+    REFUSED(sidelane_window_put_nbi(window, next, 0, BYTES, 1), SIDELANE_ERROR_MEMORY, "outside the window");
     CHECK(sidelane_window_barrier(window));
     CHECK(sidelane_window_close(window));
     REQUIRE(ours[before] == before && munmap(ours, BYTES) == 0);

@@ -192,6 +192,12 @@ impl Window {
         self.call(py, Interrupt::Cancels, |window| window.put(peer, offset, bytes))
     }
 
+    /// `count` elements of this rank's own part, from `first` on.
+    fn put_nbi(&self, py: Python<'_>, peer: u32, offset: u64, first: u64, count: u64) -> PyResult<()> {
+        let [offset, from, len] = [offset, first, count].map(|elements| self.bytes(elements));
+        self.call(py, Interrupt::Cancels, |window| window.put_nbi(peer, offset, from, len))
+    }
+
     fn put_signal(
         &self,
         py: Python<'_>,

@@ -38,6 +38,10 @@ def check_puts_are_seen_after_a_later_signal(world):
     window.signal(to, 7)
     window.wait(by, 7)
     assert np.from_dlpack(window.local).tolist() == [0, 0, 1.5, 2.5, 3.5, 0, 0, 0]
+    window.put_nbi(to, 5, 2, 3)
+    window.quiet()
+    window.barrier()
+    assert np.from_dlpack(window.local).tolist() == [0, 0, 1.5, 2.5, 3.5, 1.5, 2.5, 3.5]
     window.barrier()
 
 

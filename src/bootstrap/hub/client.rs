@@ -240,6 +240,20 @@ impl Hub for TcpHub {
         }
     }
 
+    fn exchange(
+        &self,
+        key: &str,
+        index: u32,
+        blobs: Vec<Vec<u8>>,
+        deadline: Duration,
+    ) -> Result<Vec<Vec<u8>>, BootstrapError> {
+        let (start, name, count) = (Instant::now(), key.to_owned(), blobs.len());
+        match self.request(key, deadline, |ticket| Message::Exchange { ticket, key: name, index, blobs })? {
+            Answer::Gathered(blobs) if blobs.len() == count => Ok(Arc::unwrap_or_clone(blobs)),
+            other => Err(refused(self.health(), other, key, start.elapsed())),
+        }
+    }
+
     fn health(&self) -> &Arc<Health> {
         &self.shared.health
     }

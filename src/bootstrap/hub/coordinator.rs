@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 use rustix::event::PollFd;
 
 use super::HOST;
-use super::kv_store::{Delivery, Requester, Store};
+use super::kv_store::{Contribution, Delivery, Requester, Store};
 use crate::bootstrap::health::{Liveness, Timeouts};
 use crate::bootstrap::rendezvous::{AuthenticatedPeer, Gathering, HandshakeQueue, JoinBarrier, Search, Step};
 use crate::bootstrap::threads::{Thread, turn};
@@ -201,7 +201,12 @@ impl Coordinator {
             Message::Set { ticket, key, value } => self.store.set(Requester { rank, ticket }, key, value),
             Message::Get { ticket, key } => self.store.get(Requester { rank, ticket }, key),
             Message::Gather { ticket, key, index, count, blob } => {
+                let blob = Contribution::ForAll(blob);
                 self.store.gather(Requester { rank, ticket }, key, index, count, blob)
+            }
+            Message::Exchange { ticket, key, index, blobs } => {
+                let (count, blobs) = (blobs.len() as u32, Contribution::ForEach(blobs));
+                self.store.gather(Requester { rank, ticket }, key, index, count, blobs)
             }
             Message::Withdraw { ticket } => self.store.withdraw(Requester { rank, ticket }),
             // The others went on while this process was stopped.
@@ -583,9 +588,10 @@ mod tests {
     /// The number of a request.
     fn ticket(message: &Message) -> Option<u64> {
         match message {
-            Message::Set { ticket, .. } | Message::Get { ticket, .. } | Message::Gather { ticket, .. } => {
-                Some(*ticket)
-            }
+            Message::Set { ticket, .. }
+            | Message::Get { ticket, .. }
+            | Message::Gather { ticket, .. }
+            | Message::Exchange { ticket, .. } => Some(*ticket),
             _ => None,
         }
     }
@@ -623,8 +629,15 @@ mod tests {
             count,
             blob: blob.clone(),
         };
+        let exchange = |ticket, index| Message::Exchange {
+            ticket,
+            key: key.clone(),
+            index,
+            blobs: vec![blob.clone(); 2],
+        };
         let dead = Message::Dead(Cause::Cancelled { by: 1 });
         let seeds = [
+            script(&[(0, exchange(1, 0)), (1, exchange(1, 1)), (2, exchange(2, 0)), (0, gather(2, 1, 2))]),
             script(&[(0, get(1)), (1, set(1)), (2, get(1)), (0, Message::Heartbeat)]),
             script(&[(0, gather(1, 0, 3)), (1, gather(1, 1, 3)), (2, gather(1, 2, 3))]),
             script(&[(0, gather(1, 0, 3)), (1, gather(1, 1, 2)), (0, Message::Withdraw { ticket: 1 })]),

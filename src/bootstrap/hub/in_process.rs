@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use super::Hub;
 use super::client::refused;
-use super::kv_store::{Delivery, Requester, Store};
+use super::kv_store::{Contribution, Delivery, Requester, Store};
 use crate::bootstrap::health::{Health, Timeouts, lock};
 use crate::bootstrap::interrupted;
 use crate::bootstrap::rendezvous::{Gathering, Growth, PeerAuth, Step, window};
@@ -191,6 +191,26 @@ impl ThreadHub {
     }
 }
 
+impl ThreadHub {
+    /// Takes part in a step.
+    fn contribute(
+        &self,
+        key: &str,
+        index: u32,
+        count: u32,
+        contribution: Contribution,
+        deadline: Duration,
+    ) -> Result<Vec<Vec<u8>>, BootstrapError> {
+        let start = Instant::now();
+        let ask =
+            |store: &mut Store, caller| store.gather(caller, key.to_owned(), index, count, contribution);
+        match self.request(key, deadline, ask)? {
+            Answer::Gathered(blobs) => Ok(Arc::unwrap_or_clone(blobs)),
+            other => Err(refused(self.health(), other, key, start.elapsed())),
+        }
+    }
+}
+
 impl Hub for ThreadHub {
     fn rank(&self) -> u32 {
         self.rank
@@ -230,13 +250,17 @@ impl Hub for ThreadHub {
         blob: &[u8],
         deadline: Duration,
     ) -> Result<Vec<Vec<u8>>, BootstrapError> {
-        let start = Instant::now();
-        let ask =
-            |store: &mut Store, caller| store.gather(caller, key.to_owned(), index, count, blob.to_vec());
-        match self.request(key, deadline, ask)? {
-            Answer::Gathered(blobs) => Ok(Arc::unwrap_or_clone(blobs)),
-            other => Err(refused(self.health(), other, key, start.elapsed())),
-        }
+        self.contribute(key, index, count, Contribution::ForAll(blob.to_vec()), deadline)
+    }
+
+    fn exchange(
+        &self,
+        key: &str,
+        index: u32,
+        blobs: Vec<Vec<u8>>,
+        deadline: Duration,
+    ) -> Result<Vec<Vec<u8>>, BootstrapError> {
+        self.contribute(key, index, blobs.len() as u32, Contribution::ForEach(blobs), deadline)
     }
 
     fn health(&self) -> &Arc<Health> {

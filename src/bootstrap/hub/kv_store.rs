@@ -11,6 +11,7 @@
 
 use std::{
     collections::{BTreeSet, HashMap},
+    mem::discriminant,
     sync::Arc,
 };
 
@@ -40,11 +41,20 @@ impl Requester {
     }
 }
 
+/// Bytes that a participant brings to a step.
+#[derive(Debug)]
+pub(super) enum Contribution {
+    /// The same for all participants.
+    ForAll(Vec<u8>),
+    /// For each participant its own.
+    ForEach(Vec<Vec<u8>>),
+}
+
 /// A contribution to a step.
 #[derive(Debug)]
 struct Part {
     caller: Requester,
-    blob: Vec<u8>,
+    contribution: Contribution,
 }
 
 /// A collective step that is not complete.
@@ -124,9 +134,13 @@ impl Store {
         key: String,
         index: u32,
         count: u32,
-        blob: Vec<u8>,
+        contribution: Contribution,
     ) -> Vec<Delivery> {
-        if count > self.size || index >= count {
+        let parts = match &contribution {
+            Contribution::ForAll(_) => count,
+            Contribution::ForEach(blobs) => blobs.len() as u32,
+        };
+        if count > self.size || index >= count || parts != count {
             let (seen, expected) =
                 (format!("index {index} of {count}"), format!("at most {} ranks", self.size));
             return vec![caller.deliver(Answer::Disagree { rank: caller.rank, seen, expected })];
@@ -144,28 +158,27 @@ impl Store {
             return vec![caller.deliver(answer)];
         }
         let expected = step.parts.len() as u32;
-        if count != expected {
-            let answer = Answer::Disagree {
-                rank: caller.rank,
-                seen: format!("{count} participants"),
-                expected: format!("{expected} participants"),
-            };
+        let other_kind = |part: &&Part| discriminant(&part.contribution) != discriminant(&contribution);
+        let difference = match &step.parts.get(index as usize) {
+            _ if count != expected => {
+                Some((format!("{count} participants"), format!("{expected} participants")))
+            }
+            Some(Some(first)) => Some((
+                format!("participant {index}"),
+                format!("another one: rank {} is that", first.caller.rank),
+            )),
+            _ if step.parts.iter().flatten().any(|part| other_kind(&part)) => {
+                Some(("one kind of step".to_owned(), "the other".to_owned()))
+            }
+            _ => None,
+        };
+        if let Some((seen, expected)) = difference {
+            let answer = Answer::Disagree { rank: caller.rank, seen, expected };
             let mut deliveries = step.fail(answer.clone());
             deliveries.push(caller.deliver(answer));
             return deliveries;
         }
-        let slot = &mut step.parts[index as usize];
-        if let Some(first) = slot {
-            let answer = Answer::Disagree {
-                rank: caller.rank,
-                seen: format!("participant {index}"),
-                expected: format!("another one: rank {} is that", first.caller.rank),
-            };
-            let mut deliveries = step.fail(answer.clone());
-            deliveries.push(caller.deliver(answer));
-            return deliveries;
-        }
-        *slot = Some(Part { caller, blob });
+        step.parts[index as usize] = Some(Part { caller, contribution });
         match step.missing() {
             missing if missing.is_empty() => self.complete(&key),
             _ => self.fail_hopeless(),
@@ -206,13 +219,22 @@ impl Store {
 
     fn complete(&mut self, key: &str) -> Vec<Delivery> {
         let parts = self.steps.remove(key).map(|step| step.parts).unwrap_or_default();
-        let (callers, blobs): (Vec<_>, Vec<_>) =
-            parts.into_iter().flatten().map(|part| (part.caller, part.blob)).unzip();
-        let bytes: usize = blobs.iter().map(|blob| blob.len() + 4).sum();
-        let answer = match bytes + OVERHEAD > MAX_FRAME {
-            true => Answer::TooLarge(bytes as u64),
-            false => Answer::Gathered(Arc::new(blobs)),
-        };
+        let (mut callers, mut for_all) = (Vec::new(), Vec::new());
+        let mut for_each: Vec<Vec<Vec<u8>>> = parts.iter().map(|_| Vec::new()).collect();
+        for Part { caller, contribution } in parts.into_iter().flatten() {
+            callers.push(caller);
+            match contribution {
+                Contribution::ForAll(blob) => for_all.push(blob),
+                Contribution::ForEach(blobs) => {
+                    for_each.iter_mut().zip(blobs).for_each(|(to, blob)| to.push(blob));
+                }
+            }
+        }
+        if for_all.is_empty() {
+            let answers = for_each.into_iter().map(gathered);
+            return callers.into_iter().zip(answers).map(|(caller, answer)| caller.deliver(answer)).collect();
+        }
+        let answer = gathered(for_all);
         callers.into_iter().map(|caller| caller.deliver(answer.clone())).collect()
     }
 
@@ -233,6 +255,15 @@ impl Store {
     }
 }
 
+/// These blobs as an answer, unless they are too large for one.
+fn gathered(blobs: Vec<Vec<u8>>) -> Answer {
+    let bytes: usize = blobs.iter().map(|blob| blob.len() + 4).sum();
+    match bytes + OVERHEAD > MAX_FRAME {
+        true => Answer::TooLarge(bytes as u64),
+        false => Answer::Gathered(Arc::new(blobs)),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -244,7 +275,11 @@ mod tests {
     }
 
     fn gather(store: &mut Store, rank: u32, count: u32) -> Vec<Delivery> {
-        store.gather(caller(rank), "step".into(), rank, count, vec![rank as u8])
+        store.gather(caller(rank), "step".into(), rank, count, Contribution::ForAll(vec![rank as u8]))
+    }
+
+    fn nothing() -> Contribution {
+        Contribution::ForAll(Vec::new())
     }
 
     fn ranks(deliveries: &[Delivery]) -> Vec<u32> {
@@ -280,6 +315,27 @@ mod tests {
             }
             prop_assert!(store.steps.is_empty(), "a complete step is dropped");
         }
+    }
+
+    #[test]
+    fn an_exchange_brings_each_participant_what_is_meant_for_it() {
+        let mut store = Store::new(5);
+        let exchange = |store: &mut Store, rank: u32, blobs: &[[u8; 2]]| {
+            let blobs = blobs.iter().map(|blob| blob.to_vec()).collect();
+            store.gather(caller(rank), "step".into(), rank, 3, Contribution::ForEach(blobs))
+        };
+        let of = |rank: u8| [0, 1, 2].map(|to| [rank, to]);
+        assert_eq!([exchange(&mut store, 2, &of(2)), exchange(&mut store, 0, &of(0))], [[], []]);
+        let deliveries = exchange(&mut store, 1, &of(1));
+        let to = |rank: u8| Answer::Gathered(Arc::new([0, 1, 2].map(|from| vec![from, rank]).to_vec()));
+        assert_eq!(deliveries, [0, 1, 2].map(|rank: u8| caller(rank.into()).deliver(to(rank))));
+        assert!(store.steps.is_empty(), "a complete step is dropped");
+        // Fewer parts than participants are a disagreement, and so are two kinds of step.
+        assert!(matches!(exchange(&mut store, 0, &of(0)[..2])[0].answer, Answer::Disagree { rank: 0, .. }));
+        exchange(&mut store, 0, &of(0));
+        let mixed = gather(&mut store, 1, 3);
+        assert_eq!(ranks(&mixed), [0, 1]);
+        assert!(mixed.iter().all(|told| matches!(told.answer, Answer::Disagree { rank: 1, .. })));
     }
 
     #[test]
@@ -324,12 +380,12 @@ mod tests {
     fn an_index_taken_twice_or_out_of_range_is_a_disagreement() {
         let mut store = Store::new(4);
         gather(&mut store, 0, 3);
-        let twice = store.gather(caller(3), "step".into(), 0, 3, vec![]);
+        let twice = store.gather(caller(3), "step".into(), 0, 3, nothing());
         assert_eq!(ranks(&twice), [0, 3]);
         assert!(matches!(&twice[1].answer, Answer::Disagree { rank: 3, .. }));
-        let outside = store.gather(caller(1), "other".into(), 2, 2, vec![]);
+        let outside = store.gather(caller(1), "other".into(), 2, 2, nothing());
         assert!(matches!(&outside[..], [Delivery { rank: 1, answer: Answer::Disagree { .. }, .. }]));
-        let crowd = store.gather(caller(1), "third".into(), 0, u32::MAX, vec![]);
+        let crowd = store.gather(caller(1), "third".into(), 0, u32::MAX, nothing());
         assert!(matches!(&crowd[..], [Delivery { rank: 1, answer: Answer::Disagree { .. }, .. }]));
     }
 
@@ -337,19 +393,20 @@ mod tests {
     fn a_rank_that_left_fails_the_steps_that_need_it_and_no_others() {
         let mut store = Store::new(4);
         gather(&mut store, 0, 4);
-        store.gather(caller(1), "pair".into(), 0, 2, vec![]);
+        store.gather(caller(1), "pair".into(), 0, 2, nothing());
         assert_eq!(store.leave(3), [caller(0).deliver(Answer::Left(3))]);
         assert_eq!(gather(&mut store, 2, 4), [caller(2).deliver(Answer::Left(3))]);
-        let late = store.gather(caller(2), "new".into(), 2, 4, vec![]);
+        let late = store.gather(caller(2), "new".into(), 2, 4, nothing());
         assert_eq!(late, [caller(2).deliver(Answer::Left(3))], "steps begun after it left fail at once");
-        assert_eq!(ranks(&store.gather(caller(2), "pair".into(), 1, 2, vec![])), [1, 2]);
+        assert_eq!(ranks(&store.gather(caller(2), "pair".into(), 1, 2, nothing())), [1, 2]);
     }
 
     #[test]
     fn blobs_too_large_for_one_answer_are_refused() {
         let mut store = Store::new(2);
-        store.gather(caller(0), "big".into(), 0, 2, vec![0; MAX_FRAME / 2]);
-        let deliveries = store.gather(caller(1), "big".into(), 1, 2, vec![0; MAX_FRAME / 2]);
+        store.gather(caller(0), "big".into(), 0, 2, Contribution::ForAll(vec![0; MAX_FRAME / 2]));
+        let deliveries =
+            store.gather(caller(1), "big".into(), 1, 2, Contribution::ForAll(vec![0; MAX_FRAME / 2]));
         assert_eq!(deliveries.len(), 2);
         assert!(deliveries.iter().all(|delivery| delivery.answer == Answer::TooLarge(MAX_FRAME as u64 + 8)));
     }

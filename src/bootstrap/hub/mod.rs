@@ -57,6 +57,17 @@ pub trait Hub: Send + Sync {
         deadline: Duration,
     ) -> Result<Vec<Vec<u8>>, BootstrapError>;
 
+    /// All-to-all among participants: number `index` has a blob for each of them, itself included,
+    /// and gets the blobs of all that are meant for it, in order of index. Otherwise as
+    /// [`Hub::gather`].
+    fn exchange(
+        &self,
+        key: &str,
+        index: u32,
+        blobs: Vec<Vec<u8>>,
+        deadline: Duration,
+    ) -> Result<Vec<Vec<u8>>, BootstrapError>;
+
     /// Returns when all `count` participants are here.
     fn barrier(&self, key: &str, index: u32, count: u32, deadline: Duration) -> Result<(), BootstrapError> {
         self.gather(key, index, count, &[], deadline).map(drop)

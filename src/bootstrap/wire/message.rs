@@ -8,8 +8,8 @@
 //!           ◄────────── Welcome | Refused               the first world, or a stream
 //!           Survivor ──► ◄── Offer   Accept ──► ◄── Begin  | Refused    a rebuild
 //!           Settings ──► ◄── Admit | Refused    Heartbeat both ways      a spare, until it is taken in
-//!   rank    Set Get Gather Withdraw  Heartbeat  Dead  Bye ──►  coordinator
-//!           ◄──  Answer              Heartbeat  Dead  Left
+//!   rank    Set Get Gather Exchange Withdraw  Heartbeat  Dead  Bye ──►  coordinator
+//!           ◄──  Answer                       Heartbeat  Dead  Left
 //! ```
 
 use std::net::IpAddr;
@@ -20,7 +20,7 @@ use super::connection::{Malformed, Reader, Writer};
 use crate::error::{Cause, LostReason, RefusedJoins};
 
 /// Version of everything in this file.
-pub const PROTOCOL: u32 = 6;
+pub const PROTOCOL: u32 = 7;
 
 /// The joining rank, its purpose, and its own listening address.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -58,6 +58,7 @@ pub enum Message {
     Set { ticket: u64, key: String, value: Vec<u8> },
     Get { ticket: u64, key: String },
     Gather { ticket: u64, key: String, index: u32, count: u32, blob: Vec<u8> },
+    Exchange { ticket: u64, key: String, index: u32, blobs: Vec<Vec<u8>> },
     Withdraw { ticket: u64 },
     Answer { ticket: u64, answer: Answer },
     Dead(Cause),
@@ -161,6 +162,14 @@ impl Message {
                 write_roster(&mut w, roster);
                 write_addresses(&mut w, addresses);
             }
+            Message::Exchange { ticket, key, index, blobs } => {
+                w.u8(20);
+                w.u64(*ticket);
+                w.bytes(key.as_bytes());
+                w.u32(*index);
+                w.u32(blobs.len() as u32);
+                blobs.iter().for_each(|blob| w.bytes(blob));
+            }
             Message::Settings(settings) => {
                 w.u8(19);
                 w.u32(settings.len() as u32);
@@ -222,6 +231,12 @@ impl Message {
                 addresses: r.list(read_address)?,
             }),
             19 => Message::Settings(r.list(|r| Ok(Setting { name: r.text()?, value: r.text()? }))?),
+            20 => Message::Exchange {
+                ticket: r.u64()?,
+                key: r.text()?,
+                index: r.u32()?,
+                blobs: r.list(|r| Ok(r.bytes()?.to_vec()))?,
+            },
             _ => return Err(Malformed),
         };
         reader.end()?;
@@ -626,12 +641,15 @@ mod tests {
         ]
     }
 
+    fn blobs() -> impl Strategy<Value = Vec<Vec<u8>>> {
+        prop::collection::vec(prop::collection::vec(any::<u8>(), 0..9), 0..5)
+    }
+
     fn answers() -> impl Strategy<Value = Answer> {
         prop_oneof![
             Just(Answer::Done),
             any::<Vec<u8>>().prop_map(|value| Answer::Value(Arc::new(value))),
-            prop::collection::vec(prop::collection::vec(any::<u8>(), 0..9), 0..5)
-                .prop_map(|blobs| Answer::Gathered(Arc::new(blobs))),
+            blobs().prop_map(|blobs| Answer::Gathered(Arc::new(blobs))),
             any::<Vec<u32>>().prop_map(Answer::Missing),
             any::<u32>().prop_map(Answer::Left),
             (any::<u32>(), ".{0,9}", ".{0,9}").prop_map(|(rank, seen, expected)| Answer::Disagree {
@@ -699,6 +717,8 @@ mod tests {
             (any::<u64>(), ".{0,9}", any::<u32>(), any::<u32>(), any::<Vec<u8>>()).prop_map(
                 |(ticket, key, index, count, blob)| Message::Gather { ticket, key, index, count, blob }
             ),
+            (any::<u64>(), ".{0,9}", any::<u32>(), blobs())
+                .prop_map(|(ticket, key, index, blobs)| { Message::Exchange { ticket, key, index, blobs } }),
             any::<u64>().prop_map(|ticket| Message::Withdraw { ticket }),
             (any::<u64>(), answers()).prop_map(|(ticket, answer)| Message::Answer { ticket, answer }),
             causes().prop_map(Message::Dead),

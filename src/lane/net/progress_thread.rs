@@ -6,7 +6,7 @@
 //!                              +--> arm all connections --> sleep: own event, events of connections
 //! ```
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::thread::JoinHandle;
@@ -92,9 +92,12 @@ impl ProgressThread {
         &self.shared.regions
     }
 
-    /// The descriptor by which peers wake this thread.
-    pub fn event_fd(&self) -> BorrowedFd<'_> {
-        self.shared.wake_fd.as_fd()
+    /// A descriptor by which others wake this thread.
+    ///
+    /// # Errors
+    /// [`LaneError::System`].
+    pub fn event_fd(&self) -> Result<OwnedFd, LaneError> {
+        rustix::io::fcntl_dupfd_cloexec(&self.shared.wake_fd, 0).map_err(system("fcntl(F_DUPFD_CLOEXEC)"))
     }
 
     /// Serves one more connection.

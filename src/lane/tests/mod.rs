@@ -7,6 +7,7 @@
 //!   nics.rs       NICs only: registered memory, keys, faults, late data
 //!   requests.rs   work requests of puts and signals, counted and predicted
 //!   stripes.rs    puts and signals over several queue pairs to one peer
+//!   staging.rs    connections that share staging with those to other peers
 //!   rebuilt.rs    a world built again while packets of the old one are on a real link
 //! ```
 
@@ -14,6 +15,7 @@
 mod nics;
 mod rebuilt;
 mod requests;
+mod staging;
 mod stripes;
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};

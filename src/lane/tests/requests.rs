@@ -191,12 +191,44 @@ fn window_calls_lock_connection_to_their_peer_alone() {
                 window.put_signal(2, 0, &[7; 100], 1).unwrap();
                 let both = locks::taken();
                 window.signal(1, 1).unwrap();
+                let signalled = locks::taken();
+                window.put_nbi(1, 0, 0, 100).unwrap();
+                let taken = [put - before, both - put, signalled - both, locks::taken() - signalled];
                 // One for each put, signal and settling.
-                assert_eq!([put - before, both - put, locks::taken() - both], [2, 3, 2], "{signal:?}");
+                assert_eq!(taken, [2, 3, 2, 1], "{signal:?}");
             }
             group.gather(&[]).unwrap();
         });
     }
+}
+
+#[test]
+fn put_nbi_of_own_part_returns_before_it_was_read() {
+    const LEN: u64 = 64 << 10;
+    let fabric = fabric(8, false);
+    on_ranks(&[0, 1], &small(&fabric, &Settings::default()), |world| {
+        let group = world.all().unwrap();
+        let mut window = group.window(2 * LEN).unwrap();
+        window.barrier().unwrap();
+        group.gather(&[]).unwrap();
+        if world.rank() == 0 {
+            window.write(0, &[7; LEN as usize]).unwrap();
+            let copied = world.nic_counters().copied;
+            fabric.silence("nic0");
+            window.put_nbi(1, LEN, 0, LEN).unwrap();
+            fabric.change("nic0", |nic| nic.silent = false);
+            fabric.flush();
+            window.quiet().unwrap();
+            assert_eq!(world.nic_counters().copied, copied, "it is read in place");
+        }
+        group.gather(&[]).unwrap();
+        if world.rank() == 1 {
+            let mut seen = vec![0; LEN as usize];
+            window.read(LEN, &mut seen).unwrap();
+            assert!(seen.iter().all(|&byte| byte == 7));
+        }
+        group.gather(&[]).unwrap();
+    });
 }
 
 /// Counts that do not depend on time, even if something waits for credit.

@@ -190,6 +190,34 @@ fn no_signal_passes_a_stripe_that_is_held_back() {
 }
 
 #[test]
+fn settling_posts_all_stripes_before_it_waits_for_one() {
+    let fabric = Fabric::new(&["nic0", "nic1"]);
+    pair(&striped(&fabric, settings(2)), |rank| {
+        if rank.me == 1 {
+            return;
+        }
+        let own = &rank.window.bytes(0).unwrap()[DATA as usize..][..4 * CHUNK as usize];
+        fabric.hold_back("nic0", "nic1", 0);
+        let posted = || fabric.statistics("nic0").requests;
+        let before = posted();
+        // Read in place, two stripes for each queue pair. The last of each goes with the settling.
+        rank.connection().put(rank.to(DATA), own, rank.limits()).unwrap();
+        assert_eq!(posted() - before, 2);
+        std::thread::scope(|scope| {
+            scope.spawn(|| rank.connection().settle(rank.limits()).unwrap());
+            let until = Instant::now() + SHORT;
+            while posted() - before < 4 && Instant::now() < until {
+                std::thread::yield_now();
+            }
+            let all = posted() - before;
+            fabric.let_go();
+            assert_eq!(all, 4, "while the lead is held back");
+        });
+    });
+    assert_eq!(fabric.leftovers(), (0, 0));
+}
+
+#[test]
 fn signal_of_small_put_waits_for_no_other_queue_pair() {
     let fabric = Fabric::new(&["nic0", "nic1"]);
     pair(&striped(&fabric, settings(2)), |rank| {
@@ -396,6 +424,20 @@ fn lost_queue_pair_behind_the_lead_is_blamed_on_its_peer() {
         (0..).find_map(|_| window.barrier().err()).unwrap()
     });
     assert!(matches!(&errors[1], Error::World(Cause::Connection { rank: 2, by: 0 })), "{errors:?}");
+}
+
+#[test]
+fn options_decide_about_queue_pairs_before_the_environment() {
+    let fabric = Fabric::new(&["nic0", "nic1"]);
+    let options = |queue_pairs| striped(&fabric, settings(3)).with_queue_pairs(queue_pairs);
+    for (asked, expected) in [(None, 3), (Some(1), 1), (Some(2), 2)] {
+        pair(&options(asked), |rank| assert_eq!(rank.connection().event_fds().len(), expected));
+    }
+    for asked in [0, 9] {
+        let error = World::threads_with(&[0, 1], &options(Some(asked))).unwrap_err();
+        let refused = VerbsError::QueuePairs { asked };
+        assert!(matches!(&error, Error::Lane(LaneError::Verbs(seen)) if *seen == refused), "{error:?}");
+    }
 }
 
 #[test]

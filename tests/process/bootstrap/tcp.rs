@@ -31,6 +31,9 @@ fn ranks_meet_and_agree() {
         let big = vec![me as u8; 1 << 20];
         let blobs = hub.gather("big", me, 4, &big, LONG).unwrap();
         assert!(blobs.iter().zip(0u8..).all(|(blob, rank)| *blob == vec![rank; 1 << 20]));
+        let own = |to: u8| vec![me as u8, to];
+        let exchanged = hub.exchange("each", me, (0..4).map(own).collect(), LONG).unwrap();
+        assert_eq!(exchanged, [0, 1, 2, 3].map(|from: u8| vec![from, me as u8]));
         // The end of a step is not its end for all ranks: leave together.
         hub.barrier("done", me, 4, LONG).unwrap();
         hub.health().check()

@@ -17,6 +17,9 @@ fn ranks_meet_and_agree() {
         }
         assert_eq!(hub.get("color", LONG).unwrap(), b"green");
         hub.barrier("here", me, 4, LONG).unwrap();
+        let own = |to: u8| vec![me as u8, to];
+        let exchanged = hub.exchange("each", me, (0..4).map(own).collect(), LONG).unwrap();
+        assert_eq!(exchanged, [0, 1, 2, 3].map(|from: u8| vec![from, me as u8]));
         hub.gather("ranks", me, 4, &[me as u8], LONG).unwrap().concat()
     });
     assert_eq!(seen, vec![vec![0, 1, 2, 3]; 4]);

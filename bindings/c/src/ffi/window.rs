@@ -84,6 +84,20 @@ pub unsafe extern "C" fn sidelane_window_put(
     })
 }
 
+/// Writes `len` bytes of this rank's own part, from `from` on, to `offset` of the part of `peer`.
+/// Does not wait. The bytes may be read until sidelane_window_quiet() returns: what is written
+/// there before that may arrive in their place.
+#[unsafe(no_mangle)]
+pub extern "C" fn sidelane_window_put_nbi(
+    window: *mut Window,
+    peer: u32,
+    offset: u64,
+    from: u64,
+    len: u64,
+) -> Status {
+    border(|| get(window)?.lend(|window| Ok(window.put_nbi(peer, offset, from, len)?)))
+}
+
 /// As sidelane_window_put(), then sidelane_window_signal().
 ///
 /// The caller guarantees: as sidelane_window_put().

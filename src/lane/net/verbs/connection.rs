@@ -36,9 +36,10 @@ use std::time::{Duration, Instant};
 use super::forecast::Forecast;
 use super::receiver::{Receiver, SignalSender};
 use super::registration::{NicMemory, Published, Reader, RemoteRegions, Source, Sources};
-use super::sender::{self, PieceSource, RECEIVE, RequestSpace, Sender, Staged};
+use super::sender::{self, PieceSource, RECEIVE, RequestSpace, Sender};
+use super::staging::Staged;
 use super::work::Failed;
-use super::{Completion, CompletionQueue, Remote, SignalMode};
+use super::{Completion, CompletionChannel, CompletionQueue, Remote, SignalMode};
 use crate::bootstrap::wait::nap;
 use crate::bootstrap::{FatalGuard, FatalLock, Health};
 use crate::error::{Cause, CompletionStatus, LaneError, LostReason, VerbsError};
@@ -211,8 +212,12 @@ impl Connection {
         }
         state.end = Some(end);
         state.sender.abandon();
-        if let Err(error) = state.sender.qp.error() {
-            tracing::warn!(rank = self.me, peer = self.peer, %error, "a queue pair could not be stopped");
+        match state.sender.qp.error() {
+            // Staging is for other connections from now on.
+            Ok(()) => state.sender.staging.clear(),
+            Err(error) => {
+                tracing::warn!(rank = self.me, peer = self.peer, %error, "a queue pair could not be stopped");
+            }
         }
     }
 
@@ -257,6 +262,11 @@ impl Connection {
         self.end(&mut state, End::Failed(error, cause.clone()));
         health.fail(cause);
         state
+    }
+
+    /// What wakes a thread for what comes, where signals do.
+    fn channel(&self) -> Option<&CompletionChannel> {
+        self.completions.channel().filter(|_| self.signal == SignalMode::Immediate)
     }
 
     /// Whether the NIC still answers. Then a queue pair whose requests are flushed, although none
@@ -537,6 +547,10 @@ impl NetConnection for Connection {
             let _ = self.complete(&mut state);
             return false;
         }
+        // Between two calls, so the forecast knows where the write ends.
+        if state.sender.is_wanted() {
+            state.hurry();
+        }
         match self.step(&mut state) {
             Ok(any) => any,
             Err(error) => {
@@ -547,11 +561,8 @@ impl NetConnection for Connection {
     }
 
     fn arm(&self, health: &Health) -> bool {
-        let armed = match self.signal {
-            SignalMode::Immediate => self.completions.woken().and_then(|_| self.completions.arm()),
-            SignalMode::Write | SignalMode::FetchAdd => Ok(()),
-        };
-        if let Err(error) = armed {
+        let armed = self.channel().map(|channel| channel.woken().and_then(|_| self.completions.arm()));
+        if let Some(Err(error)) = armed {
             drop(self.fail(self.state.lock(), error, health));
             return false;
         }
@@ -559,10 +570,7 @@ impl NetConnection for Connection {
     }
 
     fn event_fds(&self) -> Vec<BorrowedFd<'_>> {
-        match self.signal {
-            SignalMode::Immediate => vec![self.completions.as_fd()],
-            SignalMode::Write | SignalMode::FetchAdd => Vec::new(),
-        }
+        self.channel().map(AsFd::as_fd).into_iter().collect()
     }
 
     fn wakes(&self) -> bool {
@@ -632,13 +640,28 @@ impl Connection {
         Ok(room)
     }
 
-    fn stage(&self, state: &mut State, len: usize, limits: WaitLimits<'_>) -> Result<Staged, Halt> {
-        if let Some(staged) = state.sender.block.stage(len as u32)? {
+    /// Room for `len` copied bytes, as [`Sender::stage`].
+    fn stage(
+        &self,
+        state: &mut State,
+        len: usize,
+        gathered: bool,
+        limits: WaitLimits<'_>,
+    ) -> Result<Staged, Halt> {
+        let len = len as u32;
+        if let Some(staged) = state.sender.stage(len, gathered)? {
             return Ok(staged);
         }
-        // The write that fills the staging may still be held back.
+        // What fills the staging may still be held back.
         state.sender.post_soon();
-        self.until(state, limits, |state| state.sender.block.stage(len as u32))
+        let staged = self.until(state, limits, |state| {
+            state.sender.staging.ask_for_slots();
+            state.sender.stage(len, gathered)
+        });
+        if staged.is_err() {
+            state.sender.staging.ask_no_more();
+        }
+        staged
     }
 
     fn put_bytes(
@@ -656,7 +679,7 @@ impl Connection {
             let (remote, together) = self.remote(&state.theirs, to)?;
             let room = Self::room(state, remote, 1, true)?;
             let (head, tail) = rest.split_at(rest.len().min(together.min(room.bytes) as usize));
-            let staged = self.stage(state, head.len(), limits)?;
+            let staged = self.stage(state, head.len(), true, limits)?;
             fill(&staged, head);
             state.sender.counters.copied += head.len() as u64;
             state.sender.write(remote, [staged.piece], PieceSource::Staged(staged.until));
@@ -724,7 +747,7 @@ impl Connection {
         limits: WaitLimits<'_>,
     ) -> Result<(), Halt> {
         let row_bytes = source.row_bytes as usize;
-        let large = source.row_bytes > state.sender.bounds().room(true).bytes;
+        let large = source.row_bytes > self.chunk;
         let mut rest = rows;
         while let Some((&first, others)) = rest.split_first() {
             let (remote, together) = self.remote(&state.theirs, to)?;
@@ -737,7 +760,7 @@ impl Connection {
             let most = rest.len().min(together.min(room.bytes) as usize / row_bytes);
             let (head, tail) = rest.split_at(most);
             let len = most * row_bytes;
-            let staged = self.stage(state, len, limits)?;
+            let staged = self.stage(state, len, true, limits)?;
             for (nth, &row) in head.iter().enumerate() {
                 // SAFETY: the staged bytes hold all these rows, one behind the other.
                 let at = unsafe { staged.at.add(nth * row_bytes) };

@@ -4,6 +4,7 @@
 //!   port down ------------> up again within the grace: NICs send again, and nothing is lost
 //!                      '--> not, and the NIC says so when it is asked: Nic { by: this rank }
 //!   table of addresses ---> traced once if the rank's own address has changed
+//!   LID, keys, manager ---> traced by name: what the subnet manager changed
 //!   queue pair lost ------> by its peer: Connection { rank: its peer, by: this rank }
 //!                      '--> otherwise: Nic { by: this rank }
 //!   NIC lost, overflow ---> all connections of the NIC: Nic { by: this rank }
@@ -33,9 +34,9 @@ use rustix::io::Errno;
 use super::Context;
 use super::connection::Connection;
 use super::ffi::{
-    IBV_EVENT_CQ_ERR, IBV_EVENT_DEVICE_FATAL, IBV_EVENT_GID_CHANGE, IBV_EVENT_PORT_ACTIVE,
-    IBV_EVENT_PORT_ERR, IBV_EVENT_QP_ACCESS_ERR, IBV_EVENT_QP_FATAL, IBV_EVENT_QP_REQ_ERR, ibv_async_element,
-    ibv_async_event,
+    IBV_EVENT_CQ_ERR, IBV_EVENT_DEVICE_FATAL, IBV_EVENT_GID_CHANGE, IBV_EVENT_LID_CHANGE,
+    IBV_EVENT_PKEY_CHANGE, IBV_EVENT_PORT_ACTIVE, IBV_EVENT_PORT_ERR, IBV_EVENT_QP_ACCESS_ERR,
+    IBV_EVENT_QP_FATAL, IBV_EVENT_QP_REQ_ERR, IBV_EVENT_SM_CHANGE, ibv_async_element, ibv_async_event,
 };
 use super::library::check_status;
 use super::nic::{Nic, Sysfs};
@@ -53,6 +54,8 @@ pub enum News {
     PortUp(u8),
     /// An entry of a port's table of addresses has changed.
     Addresses(u8),
+    /// The subnet manager has changed something of a port: what, in words.
+    Subnet(u8, &'static str),
     /// A queue pair is lost by what its peer sent: its number, and why.
     QueuePair(u32, &'static str),
     /// A queue pair is lost by a fault of the NIC: its number, and why.
@@ -98,6 +101,9 @@ impl Context {
             IBV_EVENT_PORT_ERR => News::PortDown(port()),
             IBV_EVENT_PORT_ACTIVE => News::PortUp(port()),
             IBV_EVENT_GID_CHANGE => News::Addresses(port()),
+            IBV_EVENT_LID_CHANGE => News::Subnet(port(), "its LID has changed"),
+            IBV_EVENT_PKEY_CHANGE => News::Subnet(port(), "its table of partition keys has changed"),
+            IBV_EVENT_SM_CHANGE => News::Subnet(port(), "its subnet has another manager"),
             kind => News::Other(kind),
         }
     }
@@ -276,6 +282,9 @@ impl Shared {
                     seen.gid = gid;
                 }
             }
+            News::Subnet(port, what) if port == nic.port => {
+                tracing::warn!(nic = name, port, "a port: {what}");
+            }
             News::QueuePair(number, event) => self.lose_queue_pair(nic, (number, event), true),
             News::OwnQueuePair(number, event) => self.lose_queue_pair(nic, (number, event), false),
             News::Nic(error) => self.lose(nic, error),
@@ -410,6 +419,20 @@ mod tests {
     }
 
     #[test]
+    fn what_a_subnet_manager_changes_is_named() {
+        let fabric = Fabric::new(&["a"]);
+        let nic = fabric.nic("a", &Settings::default());
+        for (kind, what) in [
+            (IBV_EVENT_LID_CHANGE, "its LID has changed"),
+            (IBV_EVENT_PKEY_CHANGE, "its table of partition keys has changed"),
+            (IBV_EVENT_SM_CHANGE, "its subnet has another manager"),
+        ] {
+            fabric.tell("a", kind, 1);
+            assert_eq!(nic.context.news(), Ok(Some(News::Subnet(1, what))));
+        }
+    }
+
+    #[test]
     fn another_port_and_other_events_are_traced_alone() {
         let fabric = Fabric::new(&["a"]);
         let (shared, mut seen) = shared(&fabric);
@@ -417,6 +440,7 @@ mod tests {
         for news in [
             News::PortDown(2),
             News::Addresses(2),
+            News::Subnet(1, "another"),
             News::Other(16),
             News::QueuePair(7, "gone"),
             News::OwnQueuePair(7, "gone"),

@@ -182,6 +182,9 @@ pub const IBV_EVENT_QP_ACCESS_ERR: c_uint = 3;
 pub const IBV_EVENT_DEVICE_FATAL: c_uint = 8;
 pub const IBV_EVENT_PORT_ACTIVE: c_uint = 9;
 pub const IBV_EVENT_PORT_ERR: c_uint = 10;
+pub const IBV_EVENT_LID_CHANGE: c_uint = 11;
+pub const IBV_EVENT_PKEY_CHANGE: c_uint = 12;
+pub const IBV_EVENT_SM_CHANGE: c_uint = 13;
 pub const IBV_EVENT_GID_CHANGE: c_uint = 18;
 
 const _: () = assert!(size_of::<ibv_context_ops>() == 32 * size_of::<Unused>());

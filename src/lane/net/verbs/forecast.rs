@@ -17,8 +17,6 @@ use crate::lane::net::Counters;
 pub struct Rules {
     /// Bytes of one write.
     pub chunk: u64,
-    /// Bytes of staging that one write may hold.
-    pub staged: u64,
     /// Puts of at most so many bytes are staged wherever they lie.
     pub small: u64,
     /// Pieces of a request.
@@ -109,9 +107,9 @@ impl Forecast {
 
     /// Rows by index.
     pub fn rows(&mut self, mut to: Remote, rows: &[u32], row_bytes: u64, registered: bool) {
-        let Rules { chunk, staged, .. } = self.rules;
+        let chunk = self.rules.chunk;
         let copied = !(registered && row_bytes <= chunk);
-        if copied && row_bytes > chunk.min(staged) {
+        if copied && row_bytes > chunk {
             for _ in rows {
                 self.put(to, row_bytes, registered);
                 to.addr += row_bytes;
@@ -186,9 +184,9 @@ impl Forecast {
     /// Bytes and pieces that still travel with the write that is open, if at least `least` bytes
     /// for `to` do; else of a new one.
     fn room(&mut self, to: Remote, least: u64, copied: bool) -> (u64, usize) {
-        let Rules { chunk, staged, pieces, .. } = self.rules;
+        let Rules { chunk, pieces, .. } = self.rules;
         if let Some(open) = self.open.filter(|open| open.behind == to && open.pieces < pieces) {
-            let unstaged = staged.saturating_sub(open.staged) / STAGED * STAGED;
+            let unstaged = chunk.saturating_sub(open.staged) / STAGED * STAGED;
             let bytes = (chunk - open.bytes).min(if copied { unstaged } else { u64::MAX });
             if bytes >= least {
                 return (bytes, pieces - open.pieces);
@@ -196,7 +194,7 @@ impl Forecast {
         }
         self.close();
         self.post_due();
-        (if copied { chunk.min(staged) } else { chunk }, pieces)
+        (chunk, pieces)
     }
 
     fn data(&mut self, to: Remote, bytes: u64, pieces: usize, copied: bool) {

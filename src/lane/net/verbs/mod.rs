@@ -20,9 +20,10 @@
 //!
 //! ```text
 //!   VerbsTransport --+--> NicMemory    a NIC and the memory registered with it: keys for peers
+//!                    +--> StagingPool  slots of a NIC for bytes that are copied, shared by connections
 //!                    +--> EventThread  ports that go down, queue pairs that are lost
 //!                    +--> Connection
-//!                           +--> Sender     requests: gathered, queued, posted, done; staging
+//!                           +--> Sender     requests: gathered, queued, posted, done; slots of staging
 //!                           +--> Receiver   signals that come as messages
 //!                           +--> Forecast   prediction of the requests
 //! ```
@@ -48,6 +49,7 @@ mod receiver;
 mod registration;
 mod sender;
 mod settings;
+mod staging;
 mod striped;
 #[cfg(test)]
 mod tests;
@@ -65,6 +67,6 @@ pub use queue_pair::{Caps, Endpoint, Path, QueuePair, Queues};
 pub use settings::{Settings, SignalMode};
 pub use transport::{Setup, VerbsEnvironment, VerbsTransport};
 pub use work::{ChainCaps, Flags, ReceiveChain, SendChain};
-pub use work::{Completion, CompletionQueue};
+pub use work::{Completion, CompletionChannel, CompletionQueue};
 #[cfg(test)]
 pub use work::{Done, Failed, Kind};

@@ -22,9 +22,8 @@
 //!
 //! A put to another place ends it, and so do a signal, which may travel with it, and a flush: all
 //! of them calls. The progress of the NIC ends nothing, so the number of requests does not depend
-//! on time. Its staged part takes at most half of the staging. So a put that waits for space to
-//! stage one more piece gets it when all earlier data has been read, though the write itself is not
-//! posted.
+//! on time. Only where other connections wait for staging that this one holds, the progress thread
+//! ends a write that is gathered here.
 //!
 //! **Fences.** A fenced request waits in the queue until the NIC has completed all requests before
 //! it, and so have those behind it. The completion of a write says that it is placed at the peer,
@@ -36,24 +35,15 @@
 //!   posted   one doorbell  '- a second one, after the completion of the first
 //! ```
 //!
-//! **Registered memory** of the connection ([`Block`]). *Staging* is a ring of bytes that were not
-//! registered at their source, and of the contents of signals: copied in at the head, free again at
-//! the tail when the NIC has read them. The grant to the peer only grows, so it needs no staging: a
-//! NIC that reads it late reports more.
-//!
-//! ```text
-//!   | granted: written by the peer | the peer's grant | old value of an addition | receives of 64 bytes | staging |
-//! ```
+//! **Registered memory** of the connection is in [`staging`](super::staging). The grant to the peer
+//! only grows, so it needs no staging: a NIC that reads it late reports more.
 
 use std::collections::VecDeque;
-use std::ptr::NonNull;
-use std::sync::Arc;
 
-use super::{Access, Flags, MemoryRegion, ProtectionDomain, QueuePair, Remote, SendChain, Sge};
-use crate::error::{Error, Operation, VerbsError};
-use crate::lane::FlagLine;
+use super::staging::{ALIGN, Block, Staged, Staging};
+use super::{Flags, QueuePair, Remote, SendChain, Sge};
+use crate::error::{Operation, VerbsError};
 use crate::lane::net::Counters;
-use crate::memory::{PeerMapping, Segment};
 
 /// Limits of requests in flight.
 #[derive(Clone, Copy, Debug)]
@@ -105,6 +95,8 @@ struct PostedBatch {
 pub struct Sender {
     pub qp: QueuePair,
     pub block: Block,
+    /// Dropped after the queue pair, which reads it.
+    pub staging: Staging,
     pub counters: Counters,
     chain: SendChain,
     gather: Gather,
@@ -133,10 +125,17 @@ pub const RECEIVE: u64 = 1 << 63;
 
 impl Sender {
     /// An empty queue.
-    pub fn new(qp: QueuePair, block: Block, chain: SendChain, limits: Limits, bounds: Bounds) -> Self {
+    pub fn new(
+        qp: QueuePair,
+        (block, staging): (Block, Staging),
+        chain: SendChain,
+        limits: Limits,
+        bounds: Bounds,
+    ) -> Self {
         Sender {
             qp,
             block,
+            staging,
             counters: Counters::default(),
             chain,
             gather: Gather::new(bounds),
@@ -162,18 +161,29 @@ impl Sender {
         let fits = |room: &RequestSpace| room.pieces > 0 && room.bytes >= least;
         self.gather.room(to, staged).filter(fits).unwrap_or_else(|| {
             self.close();
-            self.gather.bounds.room(staged)
+            self.gather.bounds.room()
         })
-    }
-
-    /// Room of an empty write.
-    pub fn bounds(&self) -> Bounds {
-        self.gather.bounds
     }
 
     /// Writes pieces to `to`, for which [`Sender::room`] has said that there is room.
     pub fn write(&mut self, to: Remote, pieces: impl IntoIterator<Item = Sge>, kept: PieceSource) {
         self.gather.add(to, pieces, kept);
+    }
+
+    /// Room for `len` bytes that are copied: for a piece of the write that is being gathered, for
+    /// which [`Sender::room`] has said that there is room, or by themselves. `None` if there is no
+    /// staging yet.
+    ///
+    /// # Errors
+    /// As [`Staging::stage`].
+    pub fn stage(&mut self, len: u32, gathered: bool) -> Result<Option<Staged>, VerbsError> {
+        let begins = gathered && self.gather.staged() == 0;
+        self.staging.stage(len, begins)
+    }
+
+    /// Whether other connections wait for staging that this one holds.
+    pub fn is_wanted(&self) -> bool {
+        self.staging.is_wanted()
     }
 
     /// Nothing more travels with the write that is being gathered, if there is one, unless as
@@ -365,7 +375,7 @@ impl Sender {
             self.flights.pop_front();
             self.in_flight -= bytes;
             if let Some(until) = staged {
-                self.block.staged_until(until);
+                self.staging.read_until(until);
             }
         }
     }
@@ -435,19 +445,16 @@ pub const ALONG: u64 = 8 << 10;
 /// Limits of one request.
 #[derive(Clone, Copy, Debug)]
 pub struct Bounds {
-    /// Bytes.
+    /// Bytes, and bytes of staging.
     pub bytes: u64,
     /// Pieces.
     pub pieces: usize,
-    /// Bytes of staging.
-    pub staged: u64,
 }
 
 impl Bounds {
-    /// Space in an empty request; `staged` for copied bytes.
-    pub fn room(&self, staged: bool) -> RequestSpace {
-        let bytes = if staged { self.bytes.min(self.staged) } else { self.bytes };
-        RequestSpace { bytes, pieces: self.pieces }
+    /// Space in an empty request.
+    fn room(&self) -> RequestSpace {
+        RequestSpace { bytes: self.bytes, pieces: self.pieces }
     }
 }
 
@@ -465,7 +472,7 @@ pub struct RequestSpace {
 pub enum PieceSource {
     /// In memory of others, which the lane must report as free once it has read them.
     InPlace,
-    /// In the ring of staged bytes, which is free up to here once they have been read.
+    /// In staging, which is free up to here once they have been read.
     Staged(u64),
     /// In memory that the NIC can always read.
     Always,
@@ -506,9 +513,15 @@ impl Gather {
         }
         let mut bytes = self.bounds.bytes - self.bytes;
         if staged {
-            bytes = bytes.min(Block::whole(self.bounds.staged.saturating_sub(self.staged)));
+            let left = self.bounds.bytes.saturating_sub(self.staged);
+            bytes = bytes.min(left - left % ALIGN);
         }
         Some(RequestSpace { bytes, pieces: self.bounds.pieces - self.pieces.len() })
+    }
+
+    /// Bytes of staging that the write holds.
+    fn staged(&self) -> u64 {
+        if self.pieces.is_empty() { 0 } else { self.staged }
     }
 
     /// Pieces for `to`, for which there is room.
@@ -523,145 +536,10 @@ impl Gather {
         match kept {
             PieceSource::InPlace => self.in_place = true,
             PieceSource::Staged(until) => {
-                self.staged += Block::staged_bytes(bytes);
+                self.staged += bytes.next_multiple_of(ALIGN);
                 self.until = Some(until);
             }
             PieceSource::Always => {}
         }
     }
-}
-
-/// Bytes of a receive: a record's header.
-const RECEIVE_BYTES: u64 = 64;
-const GRANTED: u64 = 0;
-const GRANT: u64 = 64;
-const OLD: u64 = 128;
-const RECEIVES: u64 = 192;
-/// Alignment of staged data.
-const ALIGN: u64 = 64;
-
-/// The memory of one connection.
-pub struct Block {
-    region: MemoryRegion,
-    receives: u64,
-    staging: u64,
-    at: NonNull<u8>,
-    /// Bytes ever staged, and ever free again.
-    head: u64,
-    tail: u64,
-    _mapped: Arc<PeerMapping>,
-}
-
-// SAFETY: the pointer leads into a mapping that the block keeps; it belongs to no thread.
-unsafe impl Send for Block {}
-
-impl Block {
-    /// Memory for so many receives and staged bytes.
-    ///
-    /// # Errors
-    /// [`MemoryError`](crate::error::MemoryError), [`VerbsError::Register`].
-    pub fn new(domain: &Arc<ProtectionDomain>, receives: u64, staging: u64) -> Result<Self, Error> {
-        let staging = staging.next_multiple_of(ALIGN);
-        let len = RECEIVES + receives * RECEIVE_BYTES + staging;
-        let segment = Segment::create("sidelane-connection", len)?;
-        let mapped = Arc::new(PeerMapping::new(&[Some(&segment)])?);
-        let at = mapped.at(0, 0, len)?;
-        let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
-        // SAFETY: `_mapped` is dropped after the region. The peer writes one word, as an atomic.
-        // The NIC writes the old value, which is never read, and receives, which are read after
-        // their completions only.
-        let region = unsafe { MemoryRegion::register(domain, at, len as usize, access) }?;
-        Ok(Block { region, receives, staging, at, head: 0, tail: 0, _mapped: mapped })
-    }
-
-    /// Where the peer writes how many signals it has taken.
-    pub fn granted_at(&self) -> Remote {
-        Remote { addr: self.region.base() + GRANTED, rkey: self.region.rkey() }
-    }
-
-    /// How many signals the peer has taken.
-    pub fn granted(&self) -> u64 {
-        // SAFETY: the first line, aligned, used as an atomic word.
-        unsafe { FlagLine::new(self.at) }.value()
-    }
-
-    /// The grant to the peer: so many of its signals were taken.
-    fn grant(&self, taken: u64) -> Result<Sge, VerbsError> {
-        // SAFETY: the second line of the block, aligned.
-        let line = unsafe { FlagLine::new(self.at.add(GRANT as usize)) };
-        line.raise(taken, None);
-        self.region.sge(GRANT, 8)
-    }
-
-    /// Where an addition leaves the old value.
-    fn old(&self) -> Result<Sge, VerbsError> {
-        self.region.sge(OLD, 8)
-    }
-
-    /// The memory of a receive.
-    pub fn receive(&self, number: u64) -> Result<Sge, VerbsError> {
-        self.region.sge(self.receive_at(number), RECEIVE_BYTES as u32)
-    }
-
-    /// Contents of a receive. Its completion must have been seen.
-    pub fn received(&self, number: u64) -> [u64; 8] {
-        let offset = self.receive_at(number);
-        // SAFETY: inside the block, aligned to 8; the NIC writes it before the completion and not
-        // again before it is posted.
-        unsafe { self.at.as_ptr().add(offset as usize).cast::<[u64; 8]>().read_volatile() }
-    }
-
-    fn receive_at(&self, number: u64) -> u64 {
-        RECEIVES + number % self.receives * RECEIVE_BYTES
-    }
-
-    /// Room for `len` bytes that lie together: at most half of [`Block::staging`], so that there is
-    /// always room once all has been read. `None` if it is not free yet.
-    ///
-    /// # Errors
-    /// [`VerbsError::OutOfRegion`] if it can never be.
-    pub fn stage(&mut self, len: u32) -> Result<Option<Staged>, VerbsError> {
-        let bytes = Self::staged_bytes(len.into());
-        let at = self.head % self.staging;
-        let skip = if at + bytes > self.staging { self.staging - at } else { 0 };
-        let until = self.head + skip + bytes;
-        if until - self.tail > self.staging && bytes <= self.staging {
-            return Ok(None);
-        }
-        let offset = RECEIVES + self.receives * RECEIVE_BYTES + (self.head + skip) % self.staging;
-        let piece = self.region.sge(offset, len)?;
-        self.head = until;
-        // SAFETY: the piece is inside the block.
-        Ok(Some(Staged { at: unsafe { self.at.as_ptr().add(offset as usize) }, piece, until }))
-    }
-
-    /// Bytes of the ring that a piece takes.
-    fn staged_bytes(len: u64) -> u64 {
-        len.next_multiple_of(ALIGN)
-    }
-
-    /// Bytes of a piece that takes at most `room` bytes of the ring.
-    fn whole(room: u64) -> u64 {
-        room - room % ALIGN
-    }
-
-    /// Bytes of the ring.
-    pub fn staging(&self) -> u64 {
-        self.staging
-    }
-
-    /// Bytes up to here have been read by the NIC.
-    fn staged_until(&mut self, until: u64) {
-        self.tail = until;
-    }
-}
-
-/// Bytes of the ring, to be filled before they are sent.
-pub struct Staged {
-    /// Where they go.
-    pub at: *mut u8,
-    /// The piece that is to be sent.
-    pub piece: Sge,
-    /// Position for [`Block::staged_until`] when they have been read.
-    pub until: u64,
 }

@@ -80,8 +80,10 @@ pub struct Settings {
     pub mtu: Option<Mtu>,
     /// Bytes of one write.
     pub chunk: u64,
-    /// Bytes in flight to one peer.
+    /// Bytes in flight on one queue pair.
     pub in_flight: u64,
+    /// Bytes of staging on each NIC, at most, for all peers.
+    pub staging: u64,
     /// Queue pairs to one peer.
     pub queue_pairs: u8,
     /// How a signal travels; none: as the NICs of both ends allow.
@@ -109,6 +111,7 @@ impl Default for Settings {
             mtu: None,
             chunk: 256 << 10,
             in_flight: 4 << 20,
+            staging: 16 << 20,
             queue_pairs: 1,
             signal: None,
             relaxed: None,
@@ -122,6 +125,9 @@ const FLAP: Duration = Duration::from_secs(5);
 /// A chunk is a length of 32 bits in a work request, and worth its request.
 const CHUNKS: RangeInclusive<u64> = 4 << 10..=1 << 30;
 
+/// Queue pairs to one peer.
+pub const QUEUE_PAIRS: RangeInclusive<u8> = 1..=8;
+
 impl Settings {
     /// The defaults, changed by what `lookup` knows. A variable that is set to nothing is not set.
     ///
@@ -132,7 +138,14 @@ impl Settings {
         let usual = Settings::default();
         let chunk = vars.bytes("SIDELANE_VERBS_CHUNK", CHUNKS, "bytes, 4K to 1G")?.unwrap_or(usual.chunk);
         let in_flight =
-            vars.bytes("SIDELANE_VERBS_IN_FLIGHT", chunk..=1 << 30, "bytes from SIDELANE_VERBS_CHUNK to 1G")?;
+            vars.bytes("SIDELANE_VERBS_IN_FLIGHT", chunk..=u64::MAX, "bytes from SIDELANE_VERBS_CHUNK on")?;
+        // A slot is two chunks.
+        let slot = 2 * chunk;
+        let staging = vars.bytes(
+            "SIDELANE_VERBS_STAGING",
+            slot..=slot.max(64 << 30),
+            "bytes, from two of SIDELANE_VERBS_CHUNK to 64G",
+        )?;
         Ok(Settings {
             library: vars.text("SIDELANE_IBVERBS_LIBRARY").map(PathBuf::from),
             nics: vars.nics()?,
@@ -167,8 +180,9 @@ impl Settings {
             mtu: vars.mtu()?,
             chunk,
             in_flight: in_flight.unwrap_or(usual.in_flight.max(chunk)),
+            staging: staging.unwrap_or(usual.staging.max(slot)),
             queue_pairs: vars
-                .number("SIDELANE_VERBS_QUEUE_PAIRS", 1..=8, "1 to 8")?
+                .number("SIDELANE_VERBS_QUEUE_PAIRS", QUEUE_PAIRS, "1 to 8")?
                 .unwrap_or(usual.queue_pairs),
             signal: vars.signal()?,
             relaxed: vars.number("SIDELANE_VERBS_RELAXED_ORDERING", 0..=1, "0 or 1")?.map(|n: u8| n == 1),
@@ -313,6 +327,7 @@ mod tests {
             ("SIDELANE_VERBS_MTU", "1024"),
             ("SIDELANE_VERBS_CHUNK", "64K"),
             ("SIDELANE_VERBS_IN_FLIGHT", "1M"),
+            ("SIDELANE_VERBS_STAGING", "2M"),
             ("SIDELANE_VERBS_QUEUE_PAIRS", "4"),
             ("SIDELANE_VERBS_SIGNAL", "immediate"),
             ("SIDELANE_VERBS_RELAXED_ORDERING", "0"),
@@ -334,6 +349,7 @@ mod tests {
             mtu: Some(Mtu::B1024),
             chunk: 64 << 10,
             in_flight: 1 << 20,
+            staging: 2 << 20,
             queue_pairs: 4,
             signal: Some(SignalMode::Immediate),
             relaxed: Some(false),
@@ -363,6 +379,7 @@ mod tests {
             ("SIDELANE_VERBS_CHUNK", "1K"),
             ("SIDELANE_VERBS_CHUNK", "2G"),
             ("SIDELANE_VERBS_IN_FLIGHT", "64K"),
+            ("SIDELANE_VERBS_STAGING", "511K"),
             ("SIDELANE_VERBS_QUEUE_PAIRS", "0"),
             ("SIDELANE_VERBS_QUEUE_PAIRS", "9"),
             ("SIDELANE_VERBS_SIGNAL", "flag"),

@@ -2,6 +2,8 @@
 //! succeed, and requests that fail.
 
 mod addresses;
+mod scale;
+mod striped;
 
 use std::os::fd::AsFd;
 use std::path::Path;
@@ -12,7 +14,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 use sidelane_core::nic_choice::LinkLayer;
 
@@ -21,6 +23,9 @@ use super::fake::{Fabric, Tree};
 use super::library::Functions;
 use super::*;
 use crate::error::{CompletionStatus, Operation, VerbsError};
+use crate::lane::net::{NetTransport, Region, Regions};
+use crate::memory::{PeerMapping, Segment};
+use crate::topology::NodeMap;
 
 /// Memory that NICs may write: read by words.
 struct Memory(Box<[AtomicU64]>);
@@ -47,6 +52,7 @@ impl Memory {
 struct End {
     pair: QueuePair,
     queue: Arc<CompletionQueue>,
+    channel: Arc<CompletionChannel>,
     region: MemoryRegion,
     domain: Arc<ProtectionDomain>,
     nic: Nic,
@@ -62,13 +68,14 @@ impl End {
     fn new(fabric: &Arc<Fabric>, name: &str, peer: u32, settings: &Settings, caps: Caps) -> Self {
         let nic = fabric.nic(name, settings);
         let domain = ProtectionDomain::create(&nic.context).unwrap();
-        let queue = CompletionQueue::create(&nic.context, 64).unwrap();
+        let channel = CompletionChannel::create(&nic.context).unwrap();
+        let queue = CompletionQueue::create(&nic.context, 64, Some(&channel)).unwrap();
         let memory = Memory::new(WORDS);
         // SAFETY: the memory is dropped after the region, and looked at through atomics alone.
         let region = unsafe { MemoryRegion::register(&domain, memory.at(), WORDS * 8, ALL) }.unwrap();
         let queues = Queues { send: &queue, receive: &queue };
         let pair = QueuePair::create(&domain, queues, caps, &nic.path, peer).unwrap();
-        End { pair, queue, region, domain, nic, memory }
+        End { pair, queue, channel, region, domain, nic, memory }
     }
 
     /// `len` words at word `at`, for a request of this rank.
@@ -416,7 +423,7 @@ fn a_chain_refuses_what_it_was_not_made_for_and_keeps_the_rest() {
 fn waiter_is_woken_once_by_a_completion_after_arming() {
     let (_fabric, a, b) = two();
     let readable = || {
-        let mut fds = [PollFd::new(&a.queue, PollFlags::IN)];
+        let mut fds = [PollFd::new(&*a.channel, PollFlags::IN)];
         poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).unwrap() == 1
     };
     let mut chain = SendChain::new(CHAIN);
@@ -426,11 +433,11 @@ fn waiter_is_woken_once_by_a_completion_after_arming() {
     };
     write();
     a.queue.arm().unwrap();
-    assert!(!readable() && !a.queue.woken().unwrap());
+    assert!(!readable() && !a.channel.woken().unwrap());
     write();
     write();
     assert!(readable());
-    assert!(a.queue.woken().unwrap() && !a.queue.woken().unwrap() && !readable());
+    assert!(a.channel.woken().unwrap() && !a.channel.woken().unwrap() && !readable());
     assert_eq!(a.poll().len(), 3);
 }
 
@@ -462,6 +469,35 @@ fn play(fabric: &Arc<Fabric>, rank: u64, to: &Sender<PeerAddress>, from: &Receiv
     // The peer may still write: its last word is awaited before this memory is freed.
     await_word(2 * ROUNDS - rank);
     end.memory.words()[0]
+}
+
+const HEAP: u64 = 4096;
+
+/// Ranks 0 and 1 of a world in which each rank is a node, with NICs `a` and `b` and heaps of
+/// [`HEAP`] bytes. No thread serves their connections.
+fn ranks(fabric: &Arc<Fabric>, world: u32, settings: &Settings) -> [VerbsTransport; 2] {
+    let nodes = NodeMap::from_labels(&(0..world).collect::<Vec<_>>());
+    let segments = [0, 1].map(|_| Segment::create("sidelane-test", HEAP).unwrap());
+    let mapped = Arc::new(PeerMapping::new(&segments.each_ref().map(Some)).unwrap());
+    [(0, "a"), (1, "b")].map(|(rank, nic)| {
+        let heap = Region { mapped: Arc::clone(&mapped), member: rank };
+        let regions = Arc::new(Regions::default());
+        regions.add(heap.clone());
+        let setup = Setup {
+            rank,
+            nth: 0,
+            nodes: nodes.clone(),
+            strict: 64,
+            regions,
+            health: Arc::default(),
+            wake_fd: Arc::new(eventfd(0, EventfdFlags::CLOEXEC).unwrap()),
+            forecast: false,
+        };
+        let settings = Settings { nics: vec![nic.to_owned()], ..settings.clone() };
+        let transport = VerbsTransport::open(&fabric.ground(settings), setup).unwrap();
+        transport.register(0, &heap).unwrap();
+        transport
+    })
 }
 
 type PeerAddress = (Vec<u8>, Remote);
@@ -684,7 +720,7 @@ fn an_ended_connection_flushes_what_is_under_way() {
 #[test]
 fn a_completion_queue_that_overflows_is_told() {
     let (_fabric, a, b) = two();
-    let queue = CompletionQueue::create(&a.nic.context, 2).unwrap();
+    let queue = CompletionQueue::create(&a.nic.context, 2, None).unwrap();
     let queues = Queues { send: &queue, receive: &queue };
     let pair = QueuePair::create(&a.domain, queues, CAPS, &a.nic.path, 1).unwrap();
     let back =
@@ -726,8 +762,8 @@ fn unreachable_address_and_other_link_layer_are_distinct_errors() {
 #[test]
 fn any_drop_order_destroys_verbs_objects_in_time_and_all() {
     let (fabric, a, b) = two();
-    let End { pair, queue, region, domain, nic, memory } = a;
-    drop((nic, domain, queue));
+    let End { pair, queue, channel, region, domain, nic, memory } = a;
+    drop((nic, domain, queue, channel));
     assert_ne!(fabric.leftovers().0, 0);
     drop(region);
     drop((pair, memory, b));

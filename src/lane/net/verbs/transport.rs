@@ -8,6 +8,7 @@
 //! With several queue pairs to a peer (`SIDELANE_VERBS_QUEUE_PAIRS`), they lie on the rank's NICs
 //! in turn. The nth of one end is joined to the nth of the other, as many as both have.
 
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::connection::{Connection, Parts, SMALL};
@@ -17,11 +18,13 @@ use super::nic::Nic;
 use super::order::Signaling;
 use super::receiver::{Inbox, Receiver};
 use super::registration::{NicMemory, RemoteRegions, Rights, ZEROS, describe_region};
-use super::sender::{ALONG, Block, Bounds, Limits, Sender};
+use super::sender::{ALONG, Bounds, Limits, Sender};
+use super::settings::QUEUE_PAIRS;
+use super::staging::{Block, Blocks, PoolSize, Staging, StagingPool};
 use super::striped::StripedConnection;
 use super::{
-    Caps, ChainCaps, CompletionQueue, Endpoint, Library, MemoryRegion, QueuePair, Queues, Remote, SendChain,
-    Settings, SignalMode, Sysfs, reach,
+    Caps, ChainCaps, CompletionChannel, CompletionQueue, Endpoint, Library, MemoryRegion, QueuePair, Queues,
+    Remote, SendChain, Settings, SignalMode, Sysfs, reach,
 };
 use crate::bootstrap::Health;
 use crate::error::{Error, LaneError, VerbsError};
@@ -31,14 +34,17 @@ use crate::lane::net::{
 };
 use crate::topology::NodeMap;
 
-/// Requests that one queue pair may have in flight.
+/// Requests that one queue pair may have in flight, and receives that are kept posted where signals
+/// are messages.
 const REQUESTS: u32 = 256;
+/// The same in worlds of more than [`MANY`] ranks: the queues of a queue pair are locked memory.
+const REQUESTS_OF_MANY: u32 = 64;
+/// Ranks of a world from which on a rank has many peers.
+const MANY: u32 = 128;
 /// Requests per doorbell.
 const BATCH: usize = 16;
 /// Pieces per request: more are not granted together with so many requests everywhere.
 const PIECES: u32 = 30;
-/// Receives that are kept posted where signals are messages.
-const RECEIVES: u32 = 256;
 /// Bytes of a signal, with its tag, that travel inside a request where the NIC takes them.
 const INSIDE: u32 = 24;
 
@@ -56,6 +62,8 @@ pub struct Setup {
     pub regions: Arc<Regions>,
     /// Whether the world is alive.
     pub health: Arc<Health>,
+    /// Wakes the thread that serves connections.
+    pub wake_fd: Arc<OwnedFd>,
     /// Whether connections predict their requests to NICs.
     pub forecast: bool,
 }
@@ -89,7 +97,7 @@ pub struct VerbsTransport {
     rank: u32,
     nodes: NodeMap,
     settings: Settings,
-    memories: Vec<Arc<NicMemory>>,
+    nics: Vec<RankNic>,
     /// None before the first connection.
     events: Mutex<Option<EventThread>>,
     sysfs: Sysfs,
@@ -102,12 +110,52 @@ pub struct VerbsTransport {
     heap: Mutex<Vec<u8>>,
 }
 
+/// A NIC of this rank, and what its connections share.
+#[derive(Debug)]
+struct RankNic {
+    memory: Arc<NicMemory>,
+    staging: Arc<StagingPool>,
+    blocks: Blocks,
+    /// Where signals may wake a thread.
+    channel: Option<Arc<CompletionChannel>>,
+    /// Requests that one of its queue pairs may have in flight.
+    requests: u32,
+    /// Receives that are kept posted.
+    receives: u32,
+}
+
+impl RankNic {
+    /// Of a rank with at most so many connections over it, in a world of so many ranks.
+    fn new(
+        nic: Nic,
+        settings: &Settings,
+        (connections, ranks): (u64, u32),
+        wake_fd: &Arc<OwnedFd>,
+    ) -> Result<Self, Error> {
+        let memory = Arc::new(NicMemory::new(nic)?);
+        let attributes = memory.nic.context.attributes();
+        let requests = if ranks > MANY { REQUESTS_OF_MANY } else { REQUESTS }.min(attributes.requests);
+        let (receives, channel) = match settings.signal {
+            Some(SignalMode::Write | SignalMode::FetchAdd) => (0, None),
+            Some(SignalMode::Immediate) | None => {
+                (requests, Some(CompletionChannel::create(&memory.nic.context)?))
+            }
+        };
+        let Settings { chunk, in_flight: window, staging: most, .. } = *settings;
+        let size = PoolSize { chunk, window, most, connections };
+        let staging = Arc::new(StagingPool::new(&memory.domain, size, wake_fd)?);
+        let blocks = Blocks::new(&memory.domain, receives.into(), connections);
+        Ok(RankNic { memory, staging, blocks, channel, requests, receives })
+    }
+}
+
 /// This rank's end of one queue.
 struct Half {
     /// Number of its NIC.
     nic: usize,
     qp: QueuePair,
     block: Block,
+    staging: Staging,
     receiver: Receiver,
     completions: Arc<CompletionQueue>,
     memory: Arc<NicMemory>,
@@ -120,6 +168,9 @@ impl VerbsTransport {
     /// [`VerbsError`], if there are none or they cannot be used as the settings ask.
     pub fn open(environment: &VerbsEnvironment, setup: Setup) -> Result<Self, Error> {
         let VerbsEnvironment { library, sysfs, settings } = environment;
+        if !QUEUE_PAIRS.contains(&settings.queue_pairs) {
+            return Err(VerbsError::QueuePairs { asked: settings.queue_pairs }.into());
+        }
         if let Some(mode @ (SignalMode::Write | SignalMode::FetchAdd)) = settings.signal
             && settings.queue_pairs > 1
         {
@@ -132,14 +183,16 @@ impl VerbsTransport {
             }
         }
         let can_relax = nics.iter().all(|nic| MemoryRegion::can_relax(&nic.context));
-        let Setup { rank, nodes, strict, regions, health, forecast, .. } = setup;
-        let memories =
-            nics.into_iter().map(|nic| NicMemory::new(nic).map(Arc::new)).collect::<Result<_, _>>()?;
+        let Setup { rank, nodes, strict, regions, health, wake_fd, forecast, .. } = setup;
+        let peers = nodes.ranks() - nodes.members(nodes.node_of(rank)).len() as u32;
+        let connections = u64::from(peers) * u64::from(settings.queue_pairs);
+        let open = |nic| RankNic::new(nic, settings, (connections, nodes.ranks()), &wake_fd);
+        let nics = nics.into_iter().map(open).collect::<Result<_, _>>()?;
         Ok(VerbsTransport {
             rank,
             nodes,
             settings: settings.clone(),
-            memories,
+            nics,
             events: Mutex::default(),
             sysfs: sysfs.clone(),
             strict,
@@ -153,7 +206,7 @@ impl VerbsTransport {
 
     /// Number of the NIC of a queue towards a peer.
     fn nic_for(&self, peer: u32, queue: usize) -> usize {
-        let nics = self.memories.len();
+        let nics = self.nics.len();
         (reach::rail(&self.nodes, self.rank, peer, nics) + queue) % nics
     }
 
@@ -165,7 +218,7 @@ impl VerbsTransport {
         match &*events {
             Some(events) => events.attach(to),
             None => {
-                let nics = self.memories.iter().map(|memory| &memory.nic);
+                let nics = self.memories().map(|memory| &memory.nic);
                 let (grace, health) = (self.settings.grace(), &self.health);
                 *events = Some(EventThread::start(self.rank, nics, &self.sysfs, grace, health, to)?);
             }
@@ -175,26 +228,20 @@ impl VerbsTransport {
 
     fn half(&self, peer: u32, inbox: &Arc<Inbox>, queue: usize) -> Result<Half, Error> {
         let nic = self.nic_for(peer, queue);
-        let memory = &self.memories[nic];
-        let attributes = memory.nic.context.attributes();
-        let receives = match self.settings.signal {
-            Some(SignalMode::Write | SignalMode::FetchAdd) => 0,
-            Some(SignalMode::Immediate) | None => RECEIVES,
-        };
-        let (sends, receives) = (REQUESTS.min(attributes.requests), receives.min(attributes.requests));
-        let completions = CompletionQueue::create(&memory.nic.context, sends + receives)?;
+        let RankNic { memory, staging, blocks, channel, requests: sends, receives } = &self.nics[nic];
+        let (sends, receives, attributes) = (*sends, *receives, memory.nic.context.attributes());
+        let completions = CompletionQueue::create(&memory.nic.context, sends + receives, channel.as_ref())?;
         let caps =
             Caps { sends, receives, send_sges: PIECES.min(attributes.sges), receive_sges: 1, inline: INSIDE };
         let queues = Queues { send: &completions, receive: &completions };
         let qp = QueuePair::create(&memory.domain, queues, caps, &memory.nic.path, peer)?;
-        // As much as may be in flight: what is copied fills the window as well as what is not.
-        let block = Block::new(&memory.domain, receives.into(), self.settings.in_flight)?;
+        let (block, staging) = (blocks.take()?, Staging::new(Arc::clone(staging)));
         let receiver = Receiver::new(&qp, &block, receives, (Arc::clone(inbox), queue))?;
-        Ok(Half { nic, qp, block, receiver, completions, memory: Arc::clone(memory) })
+        Ok(Half { nic, qp, block, staging, receiver, completions, memory: Arc::clone(memory) })
     }
 
     fn connect(&self, peer: u32, theirs: &ConnectionInfo, half: Half) -> Result<Connection, Error> {
-        let Half { qp, block, mut receiver, completions, memory, .. } = half;
+        let Half { nic, qp, block, staging, mut receiver, completions, memory, .. } = half;
         let signal = self.signaling(&memory).agree(theirs.signaling, peer)?;
         qp.connect(&theirs.endpoint)?;
         let mut known = RemoteRegions::of_nic(theirs.nic);
@@ -202,15 +249,14 @@ impl VerbsTransport {
         receiver.joined(theirs.receives, theirs.granted);
         let (caps, settings) = (qp.caps(), &self.settings);
         let sges = caps.send_sges.min(PIECES) as usize;
-        let requests = caps.sends.min(REQUESTS);
+        let requests = caps.sends.min(self.nics[nic].requests);
         let mtu = memory.nic.path.mtu.min(theirs.endpoint.mtu).bytes().into();
         let chain =
             SendChain::new(ChainCaps { requests: BATCH, sges, inline: caps.inline.min(INSIDE) as usize });
         let limits = Limits { requests: requests.into(), bytes: settings.in_flight, batch: BATCH, mtu };
-        let bounds = Bounds { bytes: settings.chunk, pieces: sges, staged: block.staging() / 2 };
+        let bounds = Bounds { bytes: settings.chunk, pieces: sges };
         let rules = Rules {
             chunk: settings.chunk,
-            staged: block.staging() / 2,
             small: SMALL as u64,
             pieces: sges,
             zeros: ZEROS,
@@ -228,7 +274,7 @@ impl VerbsTransport {
             completions,
             theirs: known,
             health: Arc::clone(&self.health),
-            sender: Sender::new(qp, block, chain, limits, bounds),
+            sender: Sender::new(qp, (block, staging), chain, limits, bounds),
             receiver,
             forecast: self.forecast.then(|| Forecast::new(rules)),
         }))
@@ -238,6 +284,10 @@ impl VerbsTransport {
     fn signaling(&self, memory: &NicMemory) -> Signaling {
         let in_order = memory.nic.context.attributes().order.is_kept() && self.settings.queue_pairs == 1;
         Signaling { requested: self.settings.signal, in_order }
+    }
+
+    fn memories(&self) -> impl ExactSizeIterator<Item = &Arc<NicMemory>> {
+        self.nics.iter().map(|nic| &nic.memory)
     }
 
     fn heap(&self) -> MutexGuard<'_, Vec<u8>> {
@@ -315,7 +365,7 @@ impl NetTransport for VerbsTransport {
         let strict = if number == 0 { self.strict } else { 0 };
         let atomics = self.settings.signal == Some(SignalMode::FetchAdd);
         let rights = Rights { strict, atomics, relaxed: self.relaxed };
-        let each = self.memories.iter().map(|memory| memory.register(number, region, rights));
+        let each = self.memories().map(|memory| memory.register(number, region, rights));
         let description = describe_region(&each.collect::<Result<Vec<_>, _>>()?);
         if number == 0 {
             self.heap().clone_from(&description);
@@ -329,7 +379,7 @@ impl NetTransport for VerbsTransport {
         given: &DeviceMemory,
     ) -> Result<(Vec<u8>, Registration), NoGpuDirect> {
         let (mut description, mut how) = (Vec::new(), Registration::DmaBuf);
-        for memory in &self.memories {
+        for memory in self.memories() {
             let (pieces, registered) = memory.register_device(number, given, self.relaxed)?;
             description.push(pieces);
             how = if registered == Registration::DmaBuf { how } else { registered };
@@ -338,7 +388,7 @@ impl NetTransport for VerbsTransport {
     }
 
     fn announcement(&self) -> Vec<u8> {
-        reach::announcement(self.settings.queue_pairs, self.memories.iter().map(|memory| &memory.nic))
+        reach::announcement(self.settings.queue_pairs, self.memories().map(|memory| &memory.nic))
     }
 
     fn compare(&self, announced: &[&[u8]]) -> Result<(), (u32, Error)> {
@@ -346,11 +396,11 @@ impl NetTransport for VerbsTransport {
     }
 
     fn deregister(&self, number: u32) {
-        self.memories.iter().for_each(|memory| memory.deregister(number));
+        self.memories().for_each(|memory| memory.deregister(number));
     }
 
     fn describe(&self) -> Vec<String> {
-        self.memories.iter().map(|memory| memory.nic.to_string()).collect()
+        self.memories().map(|memory| memory.nic.to_string()).collect()
     }
 
     fn signals(&self) -> Option<String> {
@@ -361,7 +411,7 @@ impl NetTransport for VerbsTransport {
         if let Some(mode) = self.settings.signal {
             return Some(format!("signals by {}, as requested", mode.name()));
         }
-        let mut contexts = self.memories.iter().map(|memory| &memory.nic.context);
+        let mut contexts = self.memories().map(|memory| &memory.nic.context);
         let unknown = contexts.find(|context| !context.attributes().order.is_kept());
         Some(match unknown {
             Some(context) => {
@@ -375,7 +425,7 @@ impl NetTransport for VerbsTransport {
 
 impl std::fmt::Debug for VerbsTransport {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("VerbsTransport").field("rank", &self.rank).field("memories", &self.memories).finish()
+        f.debug_struct("VerbsTransport").field("rank", &self.rank).field("nics", &self.nics).finish()
     }
 }
 
@@ -455,6 +505,8 @@ impl ConnectionInfo {
 
 #[cfg(test)]
 mod tests {
+    use rustix::event::{EventfdFlags, eventfd};
+
     use super::*;
     use crate::lane::net::verbs::Access;
     use crate::lane::net::verbs::fake::Fabric;
@@ -470,6 +522,7 @@ mod tests {
             strict: 64,
             regions: Arc::default(),
             health: Arc::default(),
+            wake_fd: Arc::new(eventfd(0, EventfdFlags::CLOEXEC).unwrap()),
             forecast: false,
         };
         VerbsTransport::open(&fabric.ground(settings), setup).unwrap()

@@ -349,11 +349,12 @@ impl<R: Request> Chain<R> {
     }
 }
 
-/// A completion queue and the descriptor that wakes a waiter.
+/// A completion queue. The completion channel of its NIC, if it has one, wakes a waiter.
 #[derive(Debug)]
 pub struct CompletionQueue {
     raw: NonNull<ibv_cq>,
-    channel: Channel,
+    context: Arc<Context>,
+    channel: Option<Arc<CompletionChannel>>,
 }
 
 // SAFETY: drivers lock their queues; none belongs to a thread.
@@ -362,18 +363,21 @@ unsafe impl Send for CompletionQueue {}
 unsafe impl Sync for CompletionQueue {}
 
 impl CompletionQueue {
-    /// A queue for at least `entries` completions.
+    /// A queue for at least `entries` completions. Without a channel it wakes no thread.
     ///
     /// # Errors
     /// [`VerbsError::Call`].
-    pub fn create(context: &Arc<Context>, entries: u32) -> Result<Arc<Self>, VerbsError> {
-        let channel = Channel::create(context)?;
-        let asked = i32::try_from(entries).unwrap_or(i32::MAX);
-        let (context, at) = (&channel.context, channel.raw.as_ptr());
-        // SAFETY: context and channel live; the first vector is always there.
-        let raw = unsafe { (context.functions().create_cq)(context.raw(), asked, ptr::null_mut(), at, 0) };
+    pub fn create(
+        context: &Arc<Context>,
+        entries: u32,
+        channel: Option<&Arc<CompletionChannel>>,
+    ) -> Result<Arc<Self>, VerbsError> {
+        let (entries, none) = (i32::try_from(entries).unwrap_or(i32::MAX), ptr::null_mut());
+        let at = channel.map_or(ptr::null_mut(), |channel| channel.raw.as_ptr());
+        // SAFETY: the context lives, and so does the channel; the first vector is always there.
+        let raw = unsafe { (context.functions().create_cq)(context.raw(), entries, none, at, 0) };
         let raw = check_object(raw).map_err(|errno| context.failed("ibv_create_cq", errno))?;
-        Ok(Arc::new(CompletionQueue { raw, channel }))
+        Ok(Arc::new(CompletionQueue { raw, context: Arc::clone(context), channel: channel.cloned() }))
     }
 
     /// Takes completions, oldest first: as many as there are and `into` holds.
@@ -383,14 +387,14 @@ impl CompletionQueue {
     pub fn poll<'a>(&self, into: &'a mut [Completion]) -> Result<&'a [Completion], VerbsError> {
         let most = i32::try_from(into.len()).unwrap_or(i32::MAX);
         let Some(poll) = self.ops().poll_cq else {
-            return Err(self.context().failed("ibv_poll_cq", Errno::NOSYS.raw_os_error()));
+            return Err(self.context.failed("ibv_poll_cq", Errno::NOSYS.raw_os_error()));
         };
         // SAFETY: the queue lives; a completion is the driver's structure, and there are so many.
         let taken = unsafe { poll(self.raw.as_ptr(), most, into.as_mut_ptr().cast()) };
         match usize::try_from(taken) {
             Ok(taken) => Ok(&into[..taken.min(into.len())]),
             // Drivers return -1 or an errno with its sign turned.
-            Err(_) => Err(self.context().failed("ibv_poll_cq", taken.saturating_neg())),
+            Err(_) => Err(self.context.failed("ibv_poll_cq", taken.saturating_neg())),
         }
     }
 
@@ -401,43 +405,21 @@ impl CompletionQueue {
     /// [`VerbsError::Call`].
     pub fn arm(&self) -> Result<(), VerbsError> {
         let Some(arm) = self.ops().req_notify_cq else {
-            return Err(self.context().failed("ibv_req_notify_cq", Errno::NOSYS.raw_os_error()));
+            return Err(self.context.failed("ibv_req_notify_cq", Errno::NOSYS.raw_os_error()));
         };
         // SAFETY: the queue lives.
         check_status(unsafe { arm(self.raw.as_ptr(), 0) })
-            .map_err(|errno| self.context().failed("ibv_req_notify_cq", errno))
+            .map_err(|errno| self.context.failed("ibv_req_notify_cq", errno))
     }
 
-    /// Takes what made the descriptor readable; true if there was something. It wakes again only
-    /// after [`arm`](Self::arm).
-    ///
-    /// # Errors
-    /// [`VerbsError::Call`].
-    pub fn woken(&self) -> Result<bool, VerbsError> {
-        let (mut cq, mut tag) = (ptr::null_mut(), ptr::null_mut());
-        let (functions, channel) = (self.context().functions(), self.channel.raw.as_ptr());
-        // SAFETY: the channel lives and does not block.
-        let answer = unsafe { (functions.get_cq_event)(channel, &mut cq, &mut tag) };
-        match check_status(answer).map_err(Errno::from_raw_os_error) {
-            // An event that is not acknowledged would block the queue's destruction.
-            Ok(()) => {
-                // SAFETY: only this queue uses the channel.
-                unsafe { (functions.ack_cq_events)(cq, 1) };
-                Ok(true)
-            }
-            Err(Errno::AGAIN | Errno::INTR) => Ok(false),
-            Err(errno) => Err(self.context().failed("ibv_get_cq_event", errno.raw_os_error())),
-        }
-    }
-
-    /// The NIC.
-    fn context(&self) -> &Arc<Context> {
-        &self.channel.context
+    /// What wakes a waiter, if anything does.
+    pub fn channel(&self) -> Option<&CompletionChannel> {
+        self.channel.as_deref()
     }
 
     fn ops(&self) -> &ibv_context_ops {
         // SAFETY: the context is open; its table does not change.
-        unsafe { &(*self.context().raw()).ops }
+        unsafe { &(*self.context.raw()).ops }
     }
 
     pub(super) fn raw(&self) -> *mut ibv_cq {
@@ -445,49 +427,80 @@ impl CompletionQueue {
     }
 }
 
-impl AsFd for CompletionQueue {
-    /// Readable after a completion that [`arm`](CompletionQueue::arm) asked for.
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        // SAFETY: the channel lives and owns this descriptor.
-        unsafe { BorrowedFd::borrow_raw((*self.channel.raw.as_ptr()).fd) }
-    }
-}
-
 impl Drop for CompletionQueue {
     fn drop(&mut self) {
-        let context = self.context();
-        // SAFETY: queue pairs that use it kept it alive, so none is left; all events were
-        // acknowledged.
-        let answer = unsafe { (context.functions().destroy_cq)(self.raw.as_ptr()) };
-        trace_failure(context.name(), "ibv_destroy_cq", answer);
+        // SAFETY: queue pairs that use it kept it alive, so none is left. The call waits until
+        // events that other threads have taken are acknowledged.
+        let answer = unsafe { (self.context.functions().destroy_cq)(self.raw.as_ptr()) };
+        trace_failure(self.context.name(), "ibv_destroy_cq", answer);
     }
 }
 
-/// The descriptor of one completion queue.
+/// The descriptor that wakes a waiter for the completion queues of a NIC.
 #[derive(Debug)]
-struct Channel {
+pub struct CompletionChannel {
     raw: NonNull<ibv_comp_channel>,
     context: Arc<Context>,
 }
 
-impl Channel {
-    fn create(context: &Arc<Context>) -> Result<Self, VerbsError> {
+// SAFETY: a handle to an object of the kernel, locked there; it belongs to no thread.
+unsafe impl Send for CompletionChannel {}
+// SAFETY: as above.
+unsafe impl Sync for CompletionChannel {}
+
+impl CompletionChannel {
+    /// A channel of a NIC.
+    ///
+    /// # Errors
+    /// [`VerbsError::Call`].
+    pub fn create(context: &Arc<Context>) -> Result<Arc<Self>, VerbsError> {
         // SAFETY: the context is open.
         let raw = check_object(unsafe { (context.functions().create_comp_channel)(context.raw()) });
         let raw = raw.map_err(|errno| context.failed("ibv_create_comp_channel", errno))?;
-        let channel = Channel { raw, context: Arc::clone(context) };
-        // SAFETY: the channel was just made and owns this descriptor.
-        let fd = unsafe { BorrowedFd::borrow_raw((*raw.as_ptr()).fd) };
+        let channel = CompletionChannel { raw, context: Arc::clone(context) };
+        let fd = channel.as_fd();
         let unblocked = fcntl_getfl(fd).and_then(|flags| fcntl_setfl(fd, flags | OFlags::NONBLOCK));
         unblocked.map_err(|e| context.failed("fcntl", e.raw_os_error()))?;
-        Ok(channel)
+        Ok(Arc::new(channel))
+    }
+
+    /// Takes all that made the descriptor readable; true if there was something. A queue wakes
+    /// again only after [`arm`](CompletionQueue::arm).
+    ///
+    /// # Errors
+    /// [`VerbsError::Call`].
+    pub fn woken(&self) -> Result<bool, VerbsError> {
+        let functions = self.context.functions();
+        let mut any = false;
+        loop {
+            let (mut cq, mut tag) = (ptr::null_mut(), ptr::null_mut());
+            // SAFETY: the channel lives and does not block.
+            let answer = unsafe { (functions.get_cq_event)(self.raw.as_ptr(), &mut cq, &mut tag) };
+            match check_status(answer).map_err(Errno::from_raw_os_error) {
+                // An event that is not acknowledged would block the queue's destruction.
+                Ok(()) => {
+                    // SAFETY: the event is of this queue, which is not destroyed before this.
+                    unsafe { (functions.ack_cq_events)(cq, 1) };
+                    any = true;
+                }
+                Err(Errno::AGAIN | Errno::INTR) => return Ok(any),
+                Err(errno) => return Err(self.context.failed("ibv_get_cq_event", errno.raw_os_error())),
+            }
+        }
     }
 }
 
-impl Drop for Channel {
+impl AsFd for CompletionChannel {
+    /// Readable after a completion that [`arm`](CompletionQueue::arm) asked for.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: the channel lives and owns this descriptor.
+        unsafe { BorrowedFd::borrow_raw((*self.raw.as_ptr()).fd) }
+    }
+}
+
+impl Drop for CompletionChannel {
     fn drop(&mut self) {
-        // SAFETY: its queue is destroyed before it, being dropped as a field after the queue's own
-        // drop.
+        // SAFETY: its queues kept it alive, so none is left.
         let answer = unsafe { (self.context.functions().destroy_comp_channel)(self.raw.as_ptr()) };
         trace_failure(self.context.name(), "ibv_destroy_comp_channel", answer);
     }

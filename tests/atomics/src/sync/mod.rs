@@ -8,6 +8,8 @@ pub mod failure;
 pub mod flag;
 #[path = "../../../../src/sync/owed_answers.rs"]
 pub mod owed_answers;
+#[path = "../../../../src/sync/slots.rs"]
+pub mod slots;
 #[path = "../../../../src/sync/stream_use.rs"]
 pub mod stream_use;
 #[path = "../../../../src/sync/wake_request.rs"]

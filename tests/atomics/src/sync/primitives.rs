@@ -76,6 +76,35 @@ impl AtomicU32 {
     }
 }
 
+impl AtomicU64 {
+    /// As std's.
+    #[track_caller]
+    pub fn fetch_add(&self, value: u64, given: Ordering) -> u64 {
+        self.0.fetch_add(value, order(given, Location::caller()))
+    }
+
+    /// As std's.
+    #[track_caller]
+    pub fn fetch_or(&self, value: u64, given: Ordering) -> u64 {
+        self.0.fetch_or(value, order(given, Location::caller()))
+    }
+
+    /// As std's. A mutation is of the order of success.
+    ///
+    /// # Errors
+    /// The value, if it is another one.
+    #[track_caller]
+    pub fn compare_exchange(
+        &self,
+        current: u64,
+        new: u64,
+        given: Ordering,
+        failure: Ordering,
+    ) -> Result<u64, u64> {
+        self.0.compare_exchange(current, new, order(given, Location::caller()), failure)
+    }
+}
+
 /// std's `OnceLock`, which loom lacks.
 #[derive(Debug)]
 pub struct OnceLock<T> {

@@ -11,5 +11,6 @@ mod flag;
 mod machine;
 mod owed_answers;
 mod pool;
+mod slots;
 mod stream_use;
 mod wake_request;

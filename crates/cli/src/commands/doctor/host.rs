@@ -158,10 +158,19 @@ pub fn open_files(facts: &Facts) -> Finding {
     }
 }
 
+/// A limit of locked memory, and what it leaves for each NIC of a rank.
+fn for_each_nic(limit: u64, facts: &Facts) -> String {
+    let nics = facts.nics.iter().flat_map(|survey| &survey.ranks).map(Vec::len).max().unwrap_or(1);
+    match nics {
+        0 | 1 => bytes(limit),
+        nics => format!("{}, so {} for each of {nics} NICs", bytes(limit), bytes(limit / nics as u64)),
+    }
+}
+
 pub fn locked_memory(facts: &Facts, has_nics: bool) -> Finding {
     match facts.locked_memory {
         None => seen("unlimited").means("NICs can register any heap."),
-        Some(limit) if has_nics => seen(bytes(limit))
+        Some(limit) if has_nics => seen(for_each_nic(limit, facts))
             .means("Registering memory locks it, once for each NIC: heaps of a node that are larger fail.")
             .warn("ulimit -l unlimited, memlock in limits.conf, or --ulimit memlock=-1 for a container."),
         Some(limit) => seen(bytes(limit)).means("Matters only to NICs, which lock registered memory."),

@@ -39,12 +39,16 @@ pub use machine::Root;
 const EXAMPLES: &str = "\
 Examples:
   sidelane doctor
+  sidelane doctor --nics
   sidelane doctor --json";
 
 /// Say what this machine offers, what that means, and what to do
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct DoctorArgs {
+    /// Say only which NIC each rank takes and which NICs none takes, and why
+    #[arg(long)]
+    nics: bool,
     /// Print JSON instead of a table
     #[arg(long)]
     json: bool,
@@ -62,7 +66,8 @@ impl Command for DoctorArgs {
 
     /// It is a report, and succeeds with any findings.
     fn run(self) -> Result<ExitCode, CliError> {
-        let findings = examine(&Root::new("/"), &Facts::of_this_process());
+        let facts = Facts::of_this_process();
+        let findings = if self.nics { nics::choice(&facts) } else { examine(&Root::new("/"), &facts) };
         let diagnosis = Diagnosis { program: Program::HERE, findings };
         command_frame::print(&if self.json { diagnosis.json() } else { table::fitted(&diagnosis.text()) })?;
         Ok(ExitCode::SUCCESS)

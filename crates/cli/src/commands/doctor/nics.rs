@@ -98,7 +98,7 @@ fn pcie(root: &Root, nic: &str) -> Option<Finding> {
 }
 
 /// Which NIC each rank takes, with its port, address and partition, and which NICs none takes.
-fn choice(facts: &Facts) -> Vec<Finding> {
+pub fn choice(facts: &Facts) -> Vec<Finding> {
     const ADVICE: &str = "Mend what it says. Until then --net auto takes tcp, or ends if a setting is wrong.";
     let none = |why: String| {
         Finding::new("NIC of rank 0", why).means("No rank of this machine has a NIC.").warn(ADVICE)

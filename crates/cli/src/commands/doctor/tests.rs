@@ -151,6 +151,10 @@ fn active_nic_warns_without_library_device_or_locked_memory() {
     for what in ["libibverbs", "/dev/infiniband", "locked memory"] {
         assert_eq!(finding(&findings, what).level, Level::Warn, "{what}");
     }
+    assert_eq!(finding(&findings, "locked memory").found, "8 MiB");
+    let both = Ok(NicSurvey { ranks: vec![vec!["a".into(), "b".into()]], left_out: Vec::new() });
+    let of_two = machine.examine_with(Facts { nics: both, ..machine.facts() });
+    assert_eq!(finding(&of_two, "locked memory").found, "8 MiB, so 4 MiB for each of 2 NICs");
     let facts = Facts {
         locked_memory: None,
         open_files: None,

@@ -93,7 +93,7 @@ impl Connection {
         limits: WaitLimits<'_>,
     ) -> Result<(), Halt> {
         if !state.sender.ask_inside(to, words) {
-            let staged = self.stage(state, size_of_val(words), limits)?;
+            let staged = self.stage(state, size_of_val(words), false, limits)?;
             fill(&staged, bytemuck::cast_slice(words));
             state.sender.ask_staged(Kind::Write, to, &staged);
         }
@@ -136,7 +136,7 @@ impl Connection {
         }
         state.sender.close();
         // Counted only once there is room for it: a sender whose wait failed may signal again.
-        let staged = self.stage(state, 64, limits)?;
+        let staged = self.stage(state, 64, false, limits)?;
         state.receiver.signals();
         let record = Record::Signal { region: to.region, offset: to.offset, value, tag };
         let mut words = record.to_words();

@@ -283,6 +283,11 @@ impl Fabric {
         self.tree.write(path, text);
     }
 
+    /// Links a file of the kernel to another.
+    pub fn link(&self, path: &str, target: &str) {
+        self.tree.link(path, target);
+    }
+
     /// Puts a RoCE v2 address of a network device into a NIC's table.
     pub fn address(&self, nic: &str, index: u8, gid: &str, device: &str) {
         let gid = self.tree.gid(nic, index, gid.parse().unwrap(), "RoCE v2");
@@ -317,6 +322,26 @@ impl Fabric {
     pub fn statistics(&self, nic: &str) -> Statistics {
         let at = self.place(nic);
         self.state().nics[at].statistics
+    }
+
+    /// What a NIC holds for its owners.
+    pub fn inventory(&self, nic: &str) -> Inventory {
+        let at = self.place(nic);
+        let state = self.state();
+        let count = |nics: &mut dyn Iterator<Item = usize>| nics.filter(|&nic| nic == at).count();
+        let nic_of = |domain: u32| state.contexts[&state.domains[&domain]].nic;
+        let contexts = count(&mut state.contexts.values().map(|context| context.nic));
+        let channels = count(&mut state.channels.values().copied());
+        let regions = state.regions.values().filter(|region| nic_of(region.domain) == at);
+        Inventory {
+            regions: regions.clone().count(),
+            pinned: regions.map(|region| region.len).sum(),
+            channels,
+            completion_queues: count(&mut state.queues.values().map(|queue| queue.nic)),
+            queue_pairs: count(&mut state.pairs.values().map(|pair| pair.nic)),
+            // A context has one for commands and one for events.
+            descriptors: 2 * contexts + channels,
+        }
     }
 
     /// Access to the byte at an address, by each registration that has it.
@@ -388,6 +413,19 @@ pub struct Statistics {
     pub not_ready: u64,
     /// Queries of a port, which may take long, while the caller held the lock of a connection.
     pub locked_queries: u64,
+}
+
+/// Objects of a NIC that its owners hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Inventory {
+    /// Registrations: each has its keys.
+    pub regions: usize,
+    /// Bytes of them.
+    pub pinned: u64,
+    pub channels: usize,
+    pub completion_queues: usize,
+    pub queue_pairs: usize,
+    pub descriptors: usize,
 }
 
 pub struct FakeNic {
@@ -478,6 +516,8 @@ pub struct State {
     /// Of each domain: its context.
     pub domains: BTreeMap<u32, u32>,
     pub regions: BTreeMap<u32, Region>,
+    /// The NIC of each completion channel, by its descriptor.
+    pub channels: BTreeMap<i32, usize>,
     pub queues: BTreeMap<u32, Queue>,
     pub pairs: BTreeMap<u32, Pair>,
     pub held: bool,
@@ -514,7 +554,8 @@ pub struct Queue {
     pub ready: VecDeque<Ready>,
     /// Polls since one that executed requests.
     pub polls: u32,
-    pub fd: i32,
+    /// The descriptor of its channel, if it has one.
+    pub fd: Option<i32>,
     pub armed: bool,
 }
 
@@ -573,7 +614,7 @@ impl State {
 
     pub fn objects(&self) -> usize {
         let kernel = self.contexts.len() + self.domains.len() + self.regions.len();
-        kernel + self.queues.len() + self.pairs.len()
+        kernel + self.channels.len() + self.queues.len() + self.pairs.len()
     }
 
     /// Destroys an object unless others use it.
@@ -600,8 +641,10 @@ impl State {
             return self.tell(nic, ffi::IBV_EVENT_CQ_ERR, 0);
         }
         queue.ready.push_back(Ready { wc, frees });
-        if std::mem::take(&mut queue.armed) {
-            ring(queue.fd);
+        if std::mem::take(&mut queue.armed)
+            && let Some(fd) = queue.fd
+        {
+            ring(fd);
         }
     }
 

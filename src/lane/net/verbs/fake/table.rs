@@ -344,7 +344,9 @@ unsafe extern "C" fn dereg_mr(mr: *mut ibv_mr) -> c_int {
 }
 
 unsafe extern "C" fn create_comp_channel(context: *mut ibv_context) -> *mut ibv_comp_channel {
-    Box::into_raw(Box::new(ibv_comp_channel { context, fd: event_fd(), refcnt: 0 }))
+    let (fd, nic) = (event_fd(), open(context).nic);
+    state(context).channels.insert(fd, nic);
+    Box::into_raw(Box::new(ibv_comp_channel { context, fd, refcnt: 0 }))
 }
 
 unsafe extern "C" fn destroy_comp_channel(channel: *mut ibv_comp_channel) -> c_int {
@@ -352,8 +354,8 @@ unsafe extern "C" fn destroy_comp_channel(channel: *mut ibv_comp_channel) -> c_i
     let &ibv_comp_channel { context, fd, .. } = unsafe { &*channel };
     let answer = {
         let mut state = state(context);
-        let free = !state.queues.values().any(|queue| queue.fd == fd);
-        state.destroy(free, |_| Some(()))
+        let free = !state.queues.values().any(|queue| queue.fd == Some(fd));
+        state.destroy(free, |state| state.channels.remove(&fd))
     };
     if answer == 0 {
         close(fd);
@@ -372,8 +374,8 @@ unsafe extern "C" fn create_cq(
     if entries < 1 {
         return null(Errno::INVAL);
     }
-    // SAFETY: made by `create_comp_channel`.
-    let fd = unsafe { (*channel).fd };
+    // SAFETY: made by `create_comp_channel`, or null.
+    let fd = unsafe { channel.as_ref() }.map(|channel| channel.fd);
     let (mut state, &Open { number, nic, .. }) = (state(context), open(context));
     let handle = state.number();
     let (capacity, ready) = (entries as usize, Default::default());

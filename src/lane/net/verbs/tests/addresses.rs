@@ -113,7 +113,7 @@ fn an_empty_entry_of_a_table_is_refused() {
     let fabric = Fabric::new(&["a", "b"]);
     let nic = fabric.nic("a", &Settings::default());
     let domain = ProtectionDomain::create(&nic.context).unwrap();
-    let queue = CompletionQueue::create(&nic.context, 64).unwrap();
+    let queue = CompletionQueue::create(&nic.context, 64, None).unwrap();
     let queues = Queues { send: &queue, receive: &queue };
     let create = |path: &super::super::Path| QueuePair::create(&domain, queues, CAPS, path, 1);
     let refused = |call: &'static str| Some(nic.context.failed(call, Errno::INVAL.raw_os_error()));
@@ -161,4 +161,69 @@ fn survey_names_nic_of_each_rank_as_lane_does_and_unused_ones() {
     );
     assert_eq!(survey(&naming(&["b"])).unwrap().ranks, [[named]]);
     assert_eq!(survey(&naming(&["a"])), Err(down));
+}
+
+/// A device of the kernel's PCI tree: behind a slot of a switch, on a root complex.
+fn pci(fabric: &Fabric, numa_node: u32, (complex, slot): (u32, u32)) -> String {
+    let (switch, at) = (complex + 1, complex + 2 + slot);
+    let path = format!(
+        "devices/pci0000:{complex:02x}/0000:{complex:02x}:01.0/0000:{switch:02x}:00.0/0000:{at:02x}:00.0"
+    );
+    fabric.write(&format!("{path}/numa_node"), &numa_node.to_string());
+    path
+}
+
+/// NICs with the rates and the places of a machine's, and its GPUs.
+fn machine(nics: &[(&str, u32, u32, (u32, u32))], gpus: &[(u32, (u32, u32))]) -> Arc<Fabric> {
+    let fabric = Fabric::new(&nics.iter().map(|(name, ..)| *name).collect::<Vec<_>>());
+    for &(name, rate, numa_node, place) in nics {
+        fabric.write(&format!("class/infiniband/{name}/ports/1/rate"), &format!("{rate} Gb/sec"));
+        fabric.link(&format!("class/infiniband/{name}/device"), &pci(&fabric, numa_node, place));
+    }
+    for &(numa_node, place) in gpus {
+        let path = pci(&fabric, numa_node, place);
+        fabric.write(&format!("{path}/vendor"), "0x10de");
+        fabric.write(&format!("{path}/class"), "0x030200");
+        let address = path.rsplit('/').next().unwrap().to_owned();
+        fabric.link(&format!("bus/pci/devices/{address}"), &path);
+    }
+    fabric
+}
+
+/// The NIC of each rank, and why; the NICs that none takes, and why.
+fn chosen(fabric: &Arc<Fabric>) -> (Vec<String>, Vec<String>) {
+    let NicSurvey { ranks, left_out } = NicSurvey::of(&fabric.ground(Settings::default())).unwrap();
+    let short = |nics: &Vec<String>| {
+        let [nic] = &nics[..] else { panic!("{nics:?}") };
+        let (name, rest) = nic.split_once(' ').unwrap();
+        let why = rest.rsplit(", writes").nth(1).unwrap().rsplit(", ").next().unwrap();
+        format!("{name}: {why}")
+    };
+    let out = left_out.iter().map(|(nic, why)| format!("{nic}: {why}"));
+    (ranks.iter().map(short).collect(), out.collect())
+}
+
+#[test]
+fn survey_of_a_machine_pairs_gpus_with_nics_of_their_switch() {
+    // Two sockets, each with two switches that have a GPU and a NIC; and a NIC of storage.
+    let switches = [0x10, 0x20, 0x80, 0x90];
+    let numa_node = |complex| u32::from(complex >= 0x80);
+    let compute: Vec<_> = ["mlx5_3", "mlx5_2", "mlx5_1", "mlx5_0"].into_iter().zip(switches).collect();
+    let mut nics: Vec<_> =
+        compute.iter().map(|&(name, complex)| (name, 400, numa_node(complex), (complex, 1))).collect();
+    nics.push(("mlx5_4", 100, 0, (0x30, 1)));
+    let gpus = switches.map(|complex| (numa_node(complex), (complex, 0)));
+    let (ranks, left_out) = chosen(&machine(&nics, &gpus));
+    let of = |(name, complex): &(&str, u32)| {
+        format!("{name}: same PCI switch as GPU 0000:{:02x}:00.0", complex + 2)
+    };
+    assert_eq!(ranks, compute.iter().map(of).collect::<Vec<_>>());
+    assert_eq!(left_out, ["mlx5_4: less than half of 400 Gb/s"]);
+}
+
+#[test]
+fn survey_of_a_machine_without_gpus_shows_the_first_rank() {
+    let (ranks, left_out) = chosen(&machine(&[("a", 200, 0, (0x10, 0)), ("b", 200, 0, (0x20, 0))], &[]));
+    assert_eq!((ranks.len(), left_out), (1, vec![]), "{ranks:?}");
+    assert!(ranks[0].starts_with("a: "), "{ranks:?}");
 }
