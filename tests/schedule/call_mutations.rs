@@ -11,7 +11,9 @@ use sidelane_core::schedule::collective::{Program, RankView, Shape};
 use sidelane_core::topology::{Paths, Route};
 use sidelane_verify::mutate::{CallChange, CallMutation, ProgramId, programs_of};
 use sidelane_verify::prove::prove;
-use sidelane_verify::unroll::{CollectiveCall, CollectiveScenario, ProofScenario, UnrolledProgram};
+use sidelane_verify::unroll::{
+    CollectiveCall, CollectiveScenario, ProofScenario, TokenPlace, UnrolledProgram,
+};
 use sidelane_verify::value_flow;
 
 use crate::collective_proof::{call, programs as collectives, view_of, with_room};
@@ -55,11 +57,6 @@ fn multi_node(group: &Group) -> bool {
     Paths::new(&group.nodes, group.route, 0).is_multi_node()
 }
 
-/// Engines relay rows that are packed: the host finds in which order.
-fn arrives(group: &Group) -> bool {
-    group.pulls && group.route == Route::Pxn && multi_node(group) && !group.in_place
-}
-
 fn dropped(step: CallStep, kind: CallKind, group: &Group) -> Option<&'static str> {
     let inline = group.relays == Relays::Inline;
     let multi_node = multi_node(group);
@@ -71,7 +68,6 @@ fn dropped(step: CallStep, kind: CallKind, group: &Group) -> Option<&'static str
             Some("entries follow what the streams of all ranks have read")
         }
         Action::Compute(Work::Reclaim) => Some("the release has waited for all readers"),
-        Action::Compute(Work::PackPlaced) if !arrives(group) => Some("all rows are packed already"),
         Action::Run(StageId::NodeEntered, _) if inline && group.nodes.nodes() == group.nodes.ranks() => {
             Some("alone on its node, it waits for itself")
         }
@@ -106,25 +102,21 @@ fn swapped(first: CallStep, second: CallStep, kind: CallKind, group: &Group) -> 
         (Run(StageId::Reached, _), Run(StageId::Release, _)) => Some("the host waits for both"),
         (Compute(Work::Grow), Agree) => Some("a rank that lacks memory refuses, and nothing moves"),
         (Compute(Work::Join), Compute(Work::Report))
-        | (Compute(Work::Adopt), Compute(Work::Join))
         | (Compute(Work::TellAgreed), Compute(Work::PackPlaced))
         | (Compute(Work::Follow), Compute(Work::Reclaim)) => {
             Some("one is the host's, the other orders streams")
         }
-        (Compute(Work::PackPlaced), Compute(Work::Follow)) if !arrives(group) => {
-            Some("all rows are packed already")
-        }
+        (Compute(Work::Adopt), Compute(Work::Join)) => Some("the stream of copies reads no expert map"),
         (Compute(Work::Follow), Compute(Work::FillRows)) => Some("copies need both, and are enqueued later"),
-        (Compute(Work::FillRows), Compute(Work::SendTables)) => {
-            Some("one fills operands, the other sends tables")
-        }
         (Compute(Work::SendTables), Compute(Work::PlaceOwn)) => {
             Some("two streams bring tables of their own, and kernels read them later")
         }
         (Compute(Work::Follow), Compute(Work::SendTables)) => {
             Some("the host has awaited the caller's stream, which reads tables of earlier calls")
         }
-        (Compute(Work::Report), Compute(Work::Metadata)) => Some("one is the host's, the other a kernel"),
+        (Compute(Work::Report), Compute(Work::Metadata)) => {
+            Some("one counts what has moved, the other reads what came with it")
+        }
         (Compute(Work::Metadata), Compute(Work::Regroup)) => Some("kernels touch different bytes"),
         (Run(StageId::RelayDone, _), Run(StageId::Posted, _)) => {
             Some("what the relay moves is enqueued by then")
@@ -139,7 +131,9 @@ fn swapped(first: CallStep, second: CallStep, kind: CallKind, group: &Group) -> 
         }
         (Run(StageId::Pull, _), Run(StageId::Returned, _)) => Some("engines begin later"),
         (Run(StageId::Returned | StageId::Ready, _), Compute(_))
-        | (Compute(Work::Bases), Run(StageId::Returned, _)) => Some("one fills operands, the other waits"),
+        | (Compute(Work::Bases), Run(StageId::Returned, _)) => {
+            Some("one fills tags or operands, the other has words of streams or relays alone")
+        }
         (Compute(Work::Bases), Run(..)) => Some("tags are doubled: they stay until the call after next"),
         (Run(StageId::Agreed, _), Run(StageId::Headers, _)) if kind == CallKind::Combine => {
             Some("offers come with entries, before any verdict")
@@ -280,8 +274,12 @@ fn driver_mutants_of_callers_that_run_ahead_are_found() {
     let by_node = (RowLayout::ExpertMajor, ReceiveMode::Exact, SumOrder::Node);
     let relays = Group::dense(&[0, 0, 1, 1], 4, 5).run((Route::Pxn, Relays::Inline)).enqueuing();
     all_of_group_found(relays.clone().placed(by_node));
-    all_of_group_found(Group { in_place: true, ..relays });
     all_of_group_found(Group { host_plans: true, ..Group::new(&[0; 4], 4, 5).run(direct).enqueuing() });
+    for tokens in [TokenPlace::InRuns, TokenPlace::Scattered] {
+        for group in [relays.clone(), Group::new(&[0; 4], 4, 5).run(direct).enqueuing()] {
+            all_of_group_found(group.of_tokens(tokens));
+        }
+    }
 }
 
 #[test]
