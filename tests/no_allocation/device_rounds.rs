@@ -55,11 +55,15 @@ impl Tensors {
         }
     }
 
-    /// The same, whose tokens lie in a buffer of the instance, and go to each expert in a run.
+    /// The same, whose tokens lie in a buffer of the instance, and go to each expert, and to each
+    /// rank, in a run: the first two thirds to ranks of two experts, the last to those of one.
     fn in_a_buffer(self, buffer: &TokenBuffer) -> Self {
         let x = buffer.range().unwrap().clone();
         self.copy(&x, &self.x);
-        let id = |choice: u32| (choice / TOP_K / (TOKENS / 3) * TOP_K + choice % TOP_K) as i32;
+        let id = |choice: u32| match (choice / TOP_K / (TOKENS / 3), choice % TOP_K) {
+            (third @ 0..2, nth) => (third + 2 * nth) as i32,
+            (_, nth) => (4 + nth) as i32,
+        };
         let ids: Vec<i32> = (0..TOKENS * TOP_K).map(id).collect();
         let ids = Memory::new(self.stream.context(), self.ids.len()).fill(&self.stream, &ids);
         self.stream.synchronize().unwrap();

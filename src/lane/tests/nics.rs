@@ -711,7 +711,7 @@ fn words_before_rows(fabric: &Arc<Fabric>, signal: SignalMode, rounds: u8) -> us
                     let is_there = |&(word, _): &(u64, _)| {
                         let mut value = [0; 8];
                         read(word * ROW, &mut value);
-                        u64::from_ne_bytes(value) == round.into()
+                        u64::from_ne_bytes(value) == u64::from(round)
                     };
                     seen = WORDS.iter().rposition(is_there).map_or(0, |last| last + 1);
                     let mut memory = vec![0; (ROWS * ROW) as usize];
@@ -735,12 +735,10 @@ fn words_before_rows(fabric: &Arc<Fabric>, signal: SignalMode, rounds: u8) -> us
 #[test]
 fn device_word_overtakes_rows_only_if_signals_are_writes() {
     for signal in [SignalMode::FetchAdd, SignalMode::Immediate] {
-        for place in [Fabric::shuffle, Fabric::last_first] {
-            let fabric = Fabric::new(&["nic0", "nic1"]);
-            fabric.hold();
-            place(&fabric);
-            assert_eq!(words_before_rows(&fabric, signal, 50), 0, "{signal:?}");
-        }
+        let fabric = Fabric::new(&["nic0", "nic1"]);
+        fabric.hold();
+        fabric.shuffle();
+        assert_eq!(words_before_rows(&fabric, signal, 50), 0, "{signal:?}");
     }
     let fabric = Fabric::new(&["nic0", "nic1"]);
     fabric.hold();

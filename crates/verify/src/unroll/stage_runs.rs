@@ -195,9 +195,9 @@ pub(super) const SETS: u32 = 6;
 ///   host               before rows that NICs read: await the mark
 /// ```
 ///
-/// A host waits for its streams where the program does, and before it has NICs read rows: when all
-/// else of the stage is enqueued. It waits for its NIC only before the stream of copies gives memory
-/// back to peers, and where the program joins the caller's work with the call.
+/// A host waits for its streams where the program does, and before it has NICs read rows, which is
+/// when all else of the stage is enqueued. It waits for its NIC only before the stream of copies
+/// gives memory back to peers, and where the program joins the caller's work with the call.
 pub(super) fn walk(
     programs: &RankPrograms,
     (program, role, until): (&CallProgram, Role, Until),
