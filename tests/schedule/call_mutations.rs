@@ -1,11 +1,11 @@
 //! Bugs of the driver: every mutant of a call program is found, or is harmless for a reason.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use sidelane_core::error::CallKind;
 use sidelane_core::plan::{Overflow, ReceiveMode, RowLayout, SumOrder};
 use sidelane_core::schedule::call_program::{
-    Action, CallProgram, CallStep, Engines, Part, RankPrograms, Relays, StageId, Work,
+    Action, CallProgram, CallStep, Engines, RankPrograms, Relays, StageId, Work,
 };
 use sidelane_core::schedule::collective::{Program, RankView, Shape};
 use sidelane_core::topology::{Paths, Route};
@@ -58,7 +58,6 @@ fn multi_node(group: &Group) -> bool {
 }
 
 fn dropped(step: CallStep, kind: CallKind, group: &Group) -> Option<&'static str> {
-    let inline = group.relays == Relays::Inline;
     let multi_node = multi_node(group);
     match step.action {
         Action::Run(StageId::Release, _) if kind != CallKind::Combine => {
@@ -68,20 +67,8 @@ fn dropped(step: CallStep, kind: CallKind, group: &Group) -> Option<&'static str
             Some("entries follow what the streams of all ranks have read")
         }
         Action::Compute(Work::Reclaim) => Some("the release has waited for all readers"),
-        Action::Run(StageId::NodeEntered, _) if inline && group.nodes.nodes() == group.nodes.ranks() => {
-            Some("alone on its node, it waits for itself")
-        }
-        Action::Run(StageId::AllEntered, _) if inline => {
-            Some("its rank waits for the same in the same thread, before it judges")
-        }
-        Action::Run(StageId::Headers, _) if kind == CallKind::CachedDispatch => {
-            Some("no header comes in such calls, and parts are awaited by themselves")
-        }
         Action::Compute(Work::Describe) if !multi_node => {
             Some("there are no relays that would read a header")
-        }
-        Action::Run(StageId::Entry | StageId::Offer, Part::Finish) if inline && multi_node => {
-            Some("its relay has waited in the same thread")
         }
         _ => None,
     }
@@ -91,7 +78,6 @@ fn dropped(step: CallStep, kind: CallKind, group: &Group) -> Option<&'static str
 fn swapped(first: CallStep, second: CallStep, kind: CallKind, group: &Group) -> Option<&'static str> {
     use Action::{Agree, Compute, Run};
     match (first.action, second.action) {
-        (Agree, Compute(Work::Judge)) => None,
         // The chunk is filled amid the call, before its readers of the last one have finished.
         (Run(StageId::Release, _), Compute(Work::Offer)) if !group.enqueues => None,
         (Run(StageId::Reached, _), Compute(Work::Pack)) | (Compute(Work::Pack), Run(StageId::Reached, _)) => {
@@ -143,7 +129,7 @@ fn swapped(first: CallStep, second: CallStep, kind: CallKind, group: &Group) -> 
         | (Compute(Work::Describe), Compute(Work::TellAgreed))
         | (Compute(Work::TellAgreed), Compute(Work::FillRows | Work::Landings | Work::Bases))
         | (Compute(Work::JoinRelay), Compute(Work::FillSum))
-        | (Compute(Work::Bases), Compute(Work::Judge)) => Some("both plan, and neither needs the other"),
+        | (Compute(Work::Bases), Compute(Work::Judge)) => Some("neither needs the other"),
         (Agree, Compute(Work::Bases | Work::JoinRelay)) => Some("the verdict needs tags alone"),
         _ => None,
     }
@@ -162,6 +148,8 @@ struct Tally {
 #[derive(Default)]
 struct Findings {
     tallies: BTreeMap<&'static str, Tally>,
+    /// Per reason: mutants that do no harm.
+    harmless: BTreeMap<&'static str, BTreeSet<String>>,
     wrong: Vec<String>,
 }
 
@@ -194,7 +182,10 @@ impl Findings {
                 continue;
             }
             match (prove(&unroll(mutation)), harmless(&mutation)) {
-                (Ok(_), Some(_)) => tally.harmless += 1,
+                (Ok(_), Some(reason)) => {
+                    tally.harmless += 1;
+                    self.harmless.entry(reason).or_default().insert(mutant);
+                }
                 (Err(fault), None) => {
                     tally.by_proof += 1;
                     tally.example = format!("{mutant}: {fault}");
@@ -212,6 +203,9 @@ impl Findings {
         println!("{title:<28} mutants  by flow  by proof  harmless");
         for (class, Tally { mutants, by_flow, by_proof, harmless, example }) in &self.tallies {
             println!("{class:<28} {mutants:>7} {by_flow:>8} {by_proof:>9} {harmless:>9}  {example}");
+        }
+        for (reason, mutants) in &self.harmless {
+            println!("  {reason}: {mutants:?}");
         }
         assert_eq!(self.wrong, Vec::<String>::new(), "{title}");
     }

@@ -14,7 +14,7 @@
 //! | an offer overtakes blocks of an earlier call | [`Change::Overtake`] |
 //! | memory of an unfinished call is used again | [`SeededBug::TakeUnread`], [`InstanceBug::ShareMemory`], [`InstanceBug::ShareRows`] |
 //! | two instances cross | [`InstanceBug::Crossed`] |
-//! | streams of a rank go on without each other | a dropped `Follow` or `Join` |
+//! | streams of a rank go on without each other | a dropped `Follow` or `Join`, a late `PackPlaced`, no wait for the order of rows |
 //!
 //! **No credit of staging.** Calls take turns on the stream, so one staging area serves all of
 //! them, and no `Ready` waits for a credit of it. On one node the rank's own stream alone writes

@@ -278,13 +278,17 @@ fn survivors(title: &str, group: &Group) -> Vec<String> {
     prover.prove(&unrolled).expect("the real schedule has no fault");
     let mut tallies: BTreeMap<String, Tally> = BTreeMap::new();
     let mut wrong = Vec::new();
+    let mut reasons: BTreeMap<&str, usize> = BTreeMap::new();
     // That a stream begins nothing before it is enqueued is an axiom, and in no program.
     for mutation in mutations(&unrolled).into_iter().filter(|mutation| mutation.stage != "enqueued") {
         let tally = tallies.entry(class(&mutation)).or_default();
         tally.mutants += 1;
         let mutant = Mutant::new(mutation, group, &unrolled);
         match (prover.prove(&mutation.plant(&unrolled)), mutant.harmless()) {
-            (Ok(_), Some(_)) => tally.harmless += 1,
+            (Ok(_), Some(reason)) => {
+                tally.harmless += 1;
+                *reasons.entry(reason).or_default() += 1;
+            }
             (Err(fault), None) => {
                 *tally.found.entry(name(&fault)).or_default() += 1;
                 tally.example = fault.to_string();
@@ -296,6 +300,7 @@ fn survivors(title: &str, group: &Group) -> Vec<String> {
         }
     }
     report(title, &tallies);
+    reasons.iter().for_each(|(reason, mutants)| println!("  {mutants:>7} harmless: {reason}"));
     wrong
 }
 
