@@ -130,7 +130,7 @@ impl<'a> Mutant<'a> {
             (Flag::Posted, Change::Drop | Change::Lower)
                 if self.mutation.stage == "order" && self.as_they_lie() =>
             {
-                Some("own rows alone wait for the order, and now for the event behind it, which is later")
+                Some("own rows wait for the next record, which is later; a lost event is a wait left out")
             }
             (Flag::Block, Change::Drop) if parts && level != FlagValue::Part(crate::groups::CHUNKS) => {
                 Some("the next part says it too")
