@@ -505,11 +505,16 @@ impl ConnectionInfo {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use rustix::event::{EventfdFlags, eventfd};
 
     use super::*;
+    use crate::lane::flag::WaitLimits;
+    use crate::lane::net::RemoteAddress;
     use crate::lane::net::verbs::Access;
     use crate::lane::net::verbs::fake::Fabric;
+    use crate::lane::net::verbs::tests::ranks;
     use crate::memory::{PeerMapping, Segment};
 
     fn rank(fabric: &Arc<Fabric>, rank: u32, settings: Settings) -> VerbsTransport {
@@ -576,6 +581,37 @@ mod tests {
             assert_eq!(joined, [expected; 2], "{pairs:?}");
             drop(ranks);
             assert_eq!(fabric.leftovers(), (0, 0));
+        }
+    }
+
+    #[test]
+    fn holder_of_the_lock_looks_for_a_thread_that_arms() {
+        let fabric = Fabric::new(&["a", "b"]);
+        let settings = Settings { signal: Some(SignalMode::Immediate), ..Settings::default() };
+        let transports = ranks(&fabric, 2, &settings);
+        let ends = [(0, 1), (1, 0)].map(|(at, peer): (usize, u32)| {
+            let (transport, inbox) =
+                (&transports[at], Arc::new(Inbox::new(Arc::clone(&transports[at].regions))));
+            let halves = vec![transport.half(peer, &inbox, 0).unwrap()];
+            VerbsEnd { transport, peer, inbox, halves }
+        });
+        let [of_a, of_b] =
+            ends.each_ref().map(|end| ConnectionInfo::of_queues(7, &end.bytes()).unwrap().remove(0));
+        let [a, b] = ends.map(|mut end| (end.transport, end.peer, end.halves.remove(0)));
+        let join = |(transport, peer, half): (&VerbsTransport, u32, Half), theirs: &ConnectionInfo| {
+            transport.connect(peer, theirs, half).unwrap()
+        };
+        let (a, b) = (join(a, &of_b), join(b, &of_a));
+        let health = Health::new();
+        let deadline = Duration::from_secs(20);
+        let limits = WaitLimits { health: &health, oversubscribed: true, awaited: 0, deadline, silent: true };
+        for value in 1..=3 {
+            a.hold(|_| {
+                // The holder has looked already, and the queue wakes no thread yet.
+                b.signal(RemoteAddress { region: 0, offset: 0 }, value, None, limits).unwrap();
+                assert!(!a.arm(&health), "the lock is taken");
+            });
+            assert_eq!(a.counters().received, value);
         }
     }
 

@@ -331,7 +331,7 @@ impl Fabric {
         let count = |nics: &mut dyn Iterator<Item = usize>| nics.filter(|&nic| nic == at).count();
         let nic_of = |domain: u32| state.contexts[&state.domains[&domain]].nic;
         let contexts = count(&mut state.contexts.values().map(|context| context.nic));
-        let channels = count(&mut state.channels.values().copied());
+        let channels = count(&mut state.channels.values().map(|channel| channel.nic));
         let regions = state.regions.values().filter(|region| nic_of(region.domain) == at);
         Inventory {
             regions: regions.clone().count(),
@@ -516,8 +516,8 @@ pub struct State {
     /// Of each domain: its context.
     pub domains: BTreeMap<u32, u32>,
     pub regions: BTreeMap<u32, Region>,
-    /// The NIC of each completion channel, by its descriptor.
-    pub channels: BTreeMap<i32, usize>,
+    /// By their descriptors.
+    pub channels: BTreeMap<i32, Channel>,
     pub queues: BTreeMap<u32, Queue>,
     pub pairs: BTreeMap<u32, Pair>,
     pub held: bool,
@@ -547,6 +547,12 @@ pub struct Region {
     pub mapped: bool,
 }
 
+/// A completion channel, and the queues whose events wait in it.
+pub struct Channel {
+    pub nic: usize,
+    pub events: VecDeque<u32>,
+}
+
 pub struct Queue {
     pub context: u32,
     pub nic: usize,
@@ -557,6 +563,12 @@ pub struct Queue {
     /// The descriptor of its channel, if it has one.
     pub fd: Option<i32>,
     pub armed: bool,
+    /// Its event waits in the channel. Until it is taken, arming has no effect.
+    pub told: bool,
+    /// Events that were taken and not acknowledged.
+    pub unacknowledged: u32,
+    /// The address of its C structure.
+    pub object: usize,
 }
 
 /// A completion, and how many places of its send queue are free once it is taken.
@@ -634,8 +646,8 @@ impl State {
     }
 
     /// Puts a completion into a queue.
-    pub fn complete(&mut self, queue: u32, wc: ibv_wc, frees: u32) {
-        let Some(queue) = self.queues.get_mut(&queue) else { return };
+    pub fn complete(&mut self, handle: u32, wc: ibv_wc, frees: u32) {
+        let Some(queue) = self.queues.get_mut(&handle) else { return };
         if queue.ready.len() == queue.capacity {
             let nic = queue.nic;
             return self.tell(nic, ffi::IBV_EVENT_CQ_ERR, 0);
@@ -643,7 +655,10 @@ impl State {
         queue.ready.push_back(Ready { wc, frees });
         if std::mem::take(&mut queue.armed)
             && let Some(fd) = queue.fd
+            && let Some(channel) = self.channels.get_mut(&fd)
         {
+            queue.told = true;
+            channel.events.push_back(handle);
             ring(fd);
         }
     }
