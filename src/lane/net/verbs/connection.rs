@@ -219,6 +219,19 @@ impl Connection {
                 }
                 Err(SendBlocked { awaited, seen, why })
             }
+            Err(Halt::Blocked { holder, waited }) => {
+                let (awaited, seen) = state.sender.progress();
+                let (rank, peer, ms) = (self.me, self.peer, waited.as_millis());
+                tracing::error!(
+                    rank,
+                    peer,
+                    holder,
+                    ms,
+                    "a put waits for staging, most of it held for another rank"
+                );
+                let why = WaitError::Dead(Cause::Stalled { rank: holder, by: self.me, waited });
+                Err(SendBlocked { awaited, seen, why })
+            }
             Err(Halt::Broken(error)) => {
                 let state = self.fail(state, error, limits.health);
                 state.end.clone().map_or(Ok(()), |end| end.stuck(&state.sender))
@@ -237,12 +250,8 @@ impl Connection {
         }
         state.end = Some(end);
         state.sender.abandon();
-        match state.sender.qp.error() {
-            // Staging is for other connections from now on.
-            Ok(()) => state.sender.staging.clear(),
-            Err(error) => {
-                tracing::warn!(rank = self.me, peer = self.peer, %error, "a queue pair could not be stopped");
-            }
+        if let Err(error) = state.sender.qp.error() {
+            tracing::warn!(rank = self.me, peer = self.peer, %error, "a queue pair could not be stopped");
         }
     }
 
@@ -373,6 +382,9 @@ impl Connection {
                 match completion.outcome() {
                     Err(failed) => {
                         state.sender.counters.failed += 1;
+                        if id & RECEIVE == 0 {
+                            state.sender.see(id);
+                        }
                         // A flushed request only shows that another one failed.
                         let flushed = |failed: &Failed| failed.status == CompletionStatus::Flushed;
                         if fault.as_ref().is_none_or(|(_, first)| flushed(first) && !flushed(&failed)) {
@@ -408,7 +420,7 @@ impl Connection {
             if let Some(value) = ready(state)? {
                 return Ok(value);
             }
-            if self.step(state)? {
+            if self.step(state)? && !state.sender.staging.waits_for_others() {
                 // A rank that makes progress is not silent.
                 waiter = Waiter::new(limits);
             } else {
@@ -434,6 +446,11 @@ impl Connection {
 /// Why an act did not come to its end.
 enum Halt {
     Waiting(WaitError),
+    /// The deadline passed, and this peer holds the staging that was awaited.
+    Blocked {
+        holder: u32,
+        waited: Duration,
+    },
     Broken(VerbsError),
     Left,
 }
@@ -709,27 +726,34 @@ impl Connection {
     }
 
     /// Room for `len` copied bytes, as [`Sender::stage`].
-    fn stage(
-        &self,
-        state: &mut State,
-        len: usize,
-        gathered: bool,
-        limits: WaitLimits<'_>,
-    ) -> Result<Staged, Halt> {
+    fn stage(&self, state: &mut State, len: usize, limits: WaitLimits<'_>) -> Result<Staged, Halt> {
         let len = len as u32;
-        if let Some(staged) = state.sender.stage(len, gathered)? {
+        if let Some(staged) = state.sender.stage(len)? {
             return Ok(staged);
         }
         // What fills the staging may still be held back.
         state.sender.post_soon();
         let staged = self.until(state, limits, |state| {
             state.sender.staging.ask_for_slots();
-            state.sender.stage(len, gathered)
+            state.sender.stage(len)
         });
-        if staged.is_err() {
+        staged.map_err(|halt| {
+            let holder = state.sender.staging.awaited_peer();
             state.sender.staging.ask_no_more();
+            match (halt, holder.filter(|&holder| holder != self.peer)) {
+                (Halt::Waiting(WaitError::Late { waited }), Some(holder)) => Halt::Blocked { holder, waited },
+                (halt, _) => halt,
+            }
+        })
+    }
+
+    /// A line for `len` bytes of a signal, as [`Sender::line`].
+    fn line(&self, state: &mut State, len: usize, limits: WaitLimits<'_>) -> Result<Staged, Halt> {
+        if let Some(line) = state.sender.line(len as u32)? {
+            return Ok(line);
         }
-        staged
+        state.sender.post_soon();
+        self.until(state, limits, |state| state.sender.line(len as u32))
     }
 
     fn put_bytes(
@@ -747,7 +771,7 @@ impl Connection {
             let (remote, together) = self.remote(&state.theirs, to)?;
             let room = Self::room(state, remote, 1, true)?;
             let (head, tail) = rest.split_at(rest.len().min(together.min(room.bytes) as usize));
-            let staged = self.stage(state, head.len(), true, limits)?;
+            let staged = self.stage(state, head.len(), limits)?;
             fill(&staged, head);
             state.sender.counters.copied += head.len() as u64;
             state.sender.write(remote, [staged.piece], PieceSource::Staged(staged.until));
@@ -828,7 +852,7 @@ impl Connection {
             let most = rest.len().min(together.min(room.bytes) as usize / row_bytes);
             let (head, tail) = rest.split_at(most);
             let len = most * row_bytes;
-            let staged = self.stage(state, len, true, limits)?;
+            let staged = self.stage(state, len, limits)?;
             for (nth, &row) in head.iter().enumerate() {
                 // SAFETY: the staged bytes hold all these rows, one behind the other.
                 let at = unsafe { staged.at.add(nth * row_bytes) };

@@ -33,6 +33,7 @@
 //!
 //! The module `library` gives the reason for own declarations instead of a crate for verbs.
 
+mod block;
 mod connection;
 mod events;
 #[cfg(test)]
@@ -59,7 +60,7 @@ mod work;
 #[cfg(test)]
 pub use fake::Fabric;
 pub use library::{Context, Library};
-pub use memory::{Access, MemoryRegion, ProtectionDomain, Remote, Sge};
+pub use memory::{Access, MemoryRegion, Pinned, ProtectionDomain, Remote, Sge};
 #[cfg(test)]
 pub use nic::{Mtu, Nic};
 pub use nic::{NicSurvey, Sysfs};

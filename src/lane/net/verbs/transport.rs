@@ -11,6 +11,7 @@
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use super::block::{Block, Blocks};
 use super::connection::{Connection, Parts, SMALL};
 use super::events::EventThread;
 use super::forecast::{Forecast, Rules};
@@ -20,7 +21,7 @@ use super::receiver::{Inbox, Receiver};
 use super::registration::{NicMemory, RemoteRegions, Rights, ZEROS, describe_region};
 use super::sender::{ALONG, Bounds, Limits, Sender};
 use super::settings::QUEUE_PAIRS;
-use super::staging::{Block, Blocks, PoolSize, Staging, StagingPool};
+use super::staging::{PoolSize, Staging, StagingPool};
 use super::striped::StripedConnection;
 use super::{
     Caps, ChainCaps, CompletionChannel, CompletionQueue, Endpoint, Library, MemoryRegion, QueuePair, Queues,
@@ -125,11 +126,12 @@ struct RankNic {
 }
 
 impl RankNic {
-    /// Of a rank with at most so many connections over it, in a world of so many ranks.
+    /// Of a rank with at most so many peers over it, and so many queue pairs to each, in a world of
+    /// so many ranks.
     fn new(
         nic: Nic,
         settings: &Settings,
-        (connections, ranks): (u64, u32),
+        (peers, queues, ranks): (u64, u64, u32),
         wake_fd: &Arc<OwnedFd>,
     ) -> Result<Self, Error> {
         let memory = Arc::new(NicMemory::new(nic)?);
@@ -142,9 +144,9 @@ impl RankNic {
             }
         };
         let Settings { chunk, in_flight: window, staging: most, .. } = *settings;
-        let size = PoolSize { chunk, window, most, connections };
+        let size = PoolSize { chunk, window, most, peers, queues };
         let staging = Arc::new(StagingPool::new(&memory.domain, size, wake_fd)?);
-        let blocks = Blocks::new(&memory.domain, receives.into(), connections);
+        let blocks = Blocks::new(&memory.domain, receives.into(), peers * queues);
         Ok(RankNic { memory, staging, blocks, channel, requests, receives })
     }
 }
@@ -185,8 +187,9 @@ impl VerbsTransport {
         let can_relax = nics.iter().all(|nic| MemoryRegion::can_relax(&nic.context));
         let Setup { rank, nodes, strict, regions, health, wake_fd, forecast, .. } = setup;
         let peers = nodes.ranks() - nodes.members(nodes.node_of(rank)).len() as u32;
-        let connections = u64::from(peers) * u64::from(settings.queue_pairs);
-        let open = |nic| RankNic::new(nic, settings, (connections, nodes.ranks()), &wake_fd);
+        let queues = usize::from(settings.queue_pairs).div_ceil(nics.len());
+        let expected = (peers.into(), queues as u64, nodes.ranks());
+        let open = |nic| RankNic::new(nic, settings, expected, &wake_fd);
         let nics = nics.into_iter().map(open).collect::<Result<_, _>>()?;
         Ok(VerbsTransport {
             rank,
@@ -235,7 +238,7 @@ impl VerbsTransport {
             Caps { sends, receives, send_sges: PIECES.min(attributes.sges), receive_sges: 1, inline: INSIDE };
         let queues = Queues { send: &completions, receive: &completions };
         let qp = QueuePair::create(&memory.domain, queues, caps, &memory.nic.path, peer)?;
-        let (block, staging) = (blocks.take()?, Staging::new(Arc::clone(staging)));
+        let (block, staging) = (blocks.take()?, Staging::new(Arc::clone(staging), peer));
         let receiver = Receiver::new(&qp, &block, receives, (Arc::clone(inbox), queue))?;
         Ok(Half { nic, qp, block, staging, receiver, completions, memory: Arc::clone(memory) })
     }
@@ -510,6 +513,7 @@ mod tests {
     use rustix::event::{EventfdFlags, eventfd};
 
     use super::*;
+    use crate::error::Cause;
     use crate::lane::flag::WaitLimits;
     use crate::lane::net::RemoteAddress;
     use crate::lane::net::verbs::Access;
@@ -584,11 +588,8 @@ mod tests {
         }
     }
 
-    #[test]
-    fn holder_of_the_lock_looks_for_a_thread_that_arms() {
-        let fabric = Fabric::new(&["a", "b"]);
-        let settings = Settings { signal: Some(SignalMode::Immediate), ..Settings::default() };
-        let transports = ranks(&fabric, 2, &settings);
+    /// Both ends of a connection between ranks 0 and 1.
+    fn joined(transports: &[VerbsTransport; 2]) -> [Connection; 2] {
         let ends = [(0, 1), (1, 0)].map(|(at, peer): (usize, u32)| {
             let (transport, inbox) =
                 (&transports[at], Arc::new(Inbox::new(Arc::clone(&transports[at].regions))));
@@ -601,18 +602,48 @@ mod tests {
         let join = |(transport, peer, half): (&VerbsTransport, u32, Half), theirs: &ConnectionInfo| {
             transport.connect(peer, theirs, half).unwrap()
         };
-        let (a, b) = (join(a, &of_b), join(b, &of_a));
-        let health = Health::new();
+        [join(a, &of_b), join(b, &of_a)]
+    }
+
+    fn limits(health: &Health) -> WaitLimits<'_> {
         let deadline = Duration::from_secs(20);
-        let limits = WaitLimits { health: &health, oversubscribed: true, awaited: 0, deadline, silent: true };
+        WaitLimits { health, oversubscribed: true, awaited: 0, deadline, silent: true }
+    }
+
+    const WORD: RemoteAddress = RemoteAddress { region: 0, offset: 0 };
+
+    #[test]
+    fn holder_of_the_lock_looks_for_a_thread_that_arms() {
+        let fabric = Fabric::new(&["a", "b"]);
+        let settings = Settings { signal: Some(SignalMode::Immediate), ..Settings::default() };
+        let transports = ranks(&fabric, 2, &settings);
+        let [a, b] = joined(&transports);
+        let health = Health::new();
         for value in 1..=3 {
             a.hold(|_| {
                 // The holder has looked already, and the queue wakes no thread yet.
-                b.signal(RemoteAddress { region: 0, offset: 0 }, value, None, limits).unwrap();
+                b.signal(WORD, value, None, limits(&health)).unwrap();
                 assert!(!a.arm(&health), "the lock is taken");
             });
             assert_eq!(a.counters().received, value);
         }
+    }
+
+    #[test]
+    fn slot_of_ended_connection_is_free_once_flushed() {
+        let fabric = Fabric::new(&["a", "b"]);
+        let settings = Settings { chunk: 4096, in_flight: 4096, ..Settings::default() };
+        let transports = ranks(&fabric, 2, &settings);
+        let [a, _b] = joined(&transports);
+        fabric.hold();
+        let health = Health::new();
+        a.put(WORD.behind(64), &[7; 100], limits(&health)).unwrap();
+        assert!(!a.settled() && a.progress(&health), "posted, and not executed");
+        a.stop(&Cause::Cancelled { by: 1 });
+        let mut other = Staging::new(Arc::clone(&transports[0].nics[0].staging), 2);
+        assert!(other.stage(64, true).unwrap().is_none(), "the NIC may still read it");
+        a.progress(&health);
+        assert!(other.stage(64, true).unwrap().is_some());
     }
 
     #[test]
