@@ -35,6 +35,7 @@
 
 mod block;
 mod connection;
+mod depth;
 mod events;
 #[cfg(test)]
 mod fake;

@@ -13,6 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::block::{Block, Blocks};
 use super::connection::{Connection, Parts, SMALL};
+use super::depth::Depth;
 use super::events::EventThread;
 use super::forecast::{Forecast, Rules};
 use super::nic::Nic;
@@ -35,17 +36,8 @@ use crate::lane::net::{
 };
 use crate::topology::NodeMap;
 
-/// Requests that one queue pair may have in flight, and receives that are kept posted where signals
-/// are messages.
-const REQUESTS: u32 = 256;
-/// The same in worlds of more than [`MANY`] ranks: the queues of a queue pair are locked memory.
-const REQUESTS_OF_MANY: u32 = 64;
-/// Ranks of a world from which on a rank has many peers.
-const MANY: u32 = 128;
 /// Requests per doorbell.
 const BATCH: usize = 16;
-/// Pieces per request: more are not granted together with so many requests everywhere.
-const PIECES: u32 = 30;
 /// Bytes of a signal, with its tag, that travel inside a request where the NIC takes them.
 const INSIDE: u32 = 24;
 
@@ -119,24 +111,22 @@ struct RankNic {
     blocks: Blocks,
     /// Where signals may wake a thread.
     channel: Option<Arc<CompletionChannel>>,
-    /// Requests that one of its queue pairs may have in flight.
-    requests: u32,
-    /// Receives that are kept posted.
-    receives: u32,
+    /// Limits of one of its queue pairs.
+    caps: Caps,
 }
 
 impl RankNic {
-    /// Of a rank with at most so many peers over it, and so many queue pairs to each, in a world of
-    /// so many ranks.
+    /// Of a rank with at most so many peers over it, and so many queue pairs to each.
     fn new(
         nic: Nic,
         settings: &Settings,
-        (peers, queues, ranks): (u64, u64, u32),
+        (peers, queues): (u64, u64),
         wake_fd: &Arc<OwnedFd>,
     ) -> Result<Self, Error> {
         let memory = Arc::new(NicMemory::new(nic)?);
         let attributes = memory.nic.context.attributes();
-        let requests = if ranks > MANY { REQUESTS_OF_MANY } else { REQUESTS }.min(attributes.requests);
+        let depth = Depth::of_each(peers * queues);
+        let requests = depth.requests.min(attributes.requests);
         let (receives, channel) = match settings.signal {
             Some(SignalMode::Write | SignalMode::FetchAdd) => (0, None),
             Some(SignalMode::Immediate) | None => {
@@ -147,7 +137,9 @@ impl RankNic {
         let size = PoolSize { chunk, window, most, peers, queues };
         let staging = Arc::new(StagingPool::new(&memory.domain, size, wake_fd)?);
         let blocks = Blocks::new(&memory.domain, receives.into(), peers * queues);
-        Ok(RankNic { memory, staging, blocks, channel, requests, receives })
+        let send_sges = depth.pieces.min(attributes.sges);
+        let caps = Caps { sends: requests, receives, send_sges, receive_sges: 1, inline: INSIDE };
+        Ok(RankNic { memory, staging, blocks, channel, caps })
     }
 }
 
@@ -188,7 +180,7 @@ impl VerbsTransport {
         let Setup { rank, nodes, strict, regions, health, wake_fd, forecast, .. } = setup;
         let peers = nodes.ranks() - nodes.members(nodes.node_of(rank)).len() as u32;
         let queues = usize::from(settings.queue_pairs).div_ceil(nics.len());
-        let expected = (peers.into(), queues as u64, nodes.ranks());
+        let expected = (peers.into(), queues as u64);
         let open = |nic| RankNic::new(nic, settings, expected, &wake_fd);
         let nics = nics.into_iter().map(open).collect::<Result<_, _>>()?;
         Ok(VerbsTransport {
@@ -231,15 +223,13 @@ impl VerbsTransport {
 
     fn half(&self, peer: u32, inbox: &Arc<Inbox>, queue: usize) -> Result<Half, Error> {
         let nic = self.nic_for(peer, queue);
-        let RankNic { memory, staging, blocks, channel, requests: sends, receives } = &self.nics[nic];
-        let (sends, receives, attributes) = (*sends, *receives, memory.nic.context.attributes());
-        let completions = CompletionQueue::create(&memory.nic.context, sends + receives, channel.as_ref())?;
-        let caps =
-            Caps { sends, receives, send_sges: PIECES.min(attributes.sges), receive_sges: 1, inline: INSIDE };
+        let RankNic { memory, staging, blocks, channel, caps } = &self.nics[nic];
+        let entries = caps.sends + caps.receives;
+        let completions = CompletionQueue::create(&memory.nic.context, entries, channel.as_ref())?;
         let queues = Queues { send: &completions, receive: &completions };
-        let qp = QueuePair::create(&memory.domain, queues, caps, &memory.nic.path, peer)?;
+        let qp = QueuePair::create(&memory.domain, queues, *caps, &memory.nic.path, peer)?;
         let (block, staging) = (blocks.take()?, Staging::new(Arc::clone(staging), peer));
-        let receiver = Receiver::new(&qp, &block, receives, (Arc::clone(inbox), queue))?;
+        let receiver = Receiver::new(&qp, &block, caps.receives, (Arc::clone(inbox), queue))?;
         Ok(Half { nic, qp, block, staging, receiver, completions, memory: Arc::clone(memory) })
     }
 
@@ -250,9 +240,9 @@ impl VerbsTransport {
         let mut known = RemoteRegions::of_nic(theirs.nic);
         known.import(peer, 0, &theirs.heap)?;
         receiver.joined(theirs.receives, theirs.granted);
-        let (caps, settings) = (qp.caps(), &self.settings);
-        let sges = caps.send_sges.min(PIECES) as usize;
-        let requests = caps.sends.min(self.nics[nic].requests);
+        let (caps, asked, settings) = (qp.caps(), self.nics[nic].caps, &self.settings);
+        let sges = caps.send_sges.min(asked.send_sges) as usize;
+        let requests = caps.sends.min(asked.sends);
         let mtu = memory.nic.path.mtu.min(theirs.endpoint.mtu).bytes().into();
         let chain =
             SendChain::new(ChainCaps { requests: BATCH, sges, inline: caps.inline.min(INSIDE) as usize });

@@ -58,9 +58,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
+use super::depth::{completion_queue_bytes, queue_pair_bytes};
 use super::ffi::{self, ibv_qp_cap, ibv_sge, ibv_wc};
 use super::library::Functions;
-use super::{Access, Library, Nic, Settings, Sysfs, VerbsEnvironment};
+use super::{Access, Caps, Library, Nic, Settings, Sysfs, VerbsEnvironment};
 use crate::counting::InHardware;
 
 /// Names the seed of a run that is to be repeated.
@@ -333,7 +334,12 @@ impl Fabric {
         let contexts = count(&mut state.contexts.values().map(|context| context.nic));
         let channels = count(&mut state.channels.values().map(|channel| channel.nic));
         let regions = state.regions.values().filter(|region| nic_of(region.domain) == at);
+        let pairs = state.pairs.values().filter(|pair| pair.nic == at);
+        let queues = state.queues.values().filter(|queue| queue.nic == at);
+        let of_pairs: u64 = pairs.map(|pair| queue_pair_bytes(Caps::granted(&pair.cap))).sum();
+        let of_queues: u64 = queues.map(|queue| completion_queue_bytes(queue.capacity as u64)).sum();
         Inventory {
+            queue_bytes: of_pairs + of_queues,
             regions: regions.clone().count(),
             pinned: regions.map(|region| region.len).sum(),
             channels,
@@ -422,6 +428,8 @@ pub struct Inventory {
     pub regions: usize,
     /// Bytes of them.
     pub pinned: u64,
+    /// Bytes that the driver locks for queues, if it is mlx5.
+    pub queue_bytes: u64,
     pub channels: usize,
     pub completion_queues: usize,
     pub queue_pairs: usize,
