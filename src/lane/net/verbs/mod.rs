@@ -23,7 +23,7 @@
 //!                    +--> StagingPool  slots of a NIC for bytes that are copied, shared by connections
 //!                    +--> EventThread  ports that go down, queue pairs that are lost
 //!                    +--> Connection
-//!                           +--> Sender     requests: gathered, queued, posted, done; slots of staging
+//!                           +--> Sender     requests: gathered, queued, posted, done; slots, a Block
 //!                           +--> Receiver   signals that come as messages
 //!                           +--> Forecast   prediction of the requests
 //! ```

@@ -52,6 +52,19 @@ fn objects_and_locked_bytes_are_those_of_the_docs() {
 }
 
 #[test]
+fn offers_of_a_rank_differ_in_the_numbers_of_queue_pairs() {
+    let fabric = Fabric::new(&["a", "b"]);
+    let [own, _other] = ranks(&fabric, 200, &Settings::default());
+    let ends: Vec<_> = (1..200).map(|peer| own.open(peer).unwrap()).collect();
+    let offers: Vec<Vec<u8>> = ends.iter().map(|end| end.bytes()).collect();
+    let differs = |at: &usize| offers.iter().any(|offer| offer[*at] != offers[0][*at]);
+    let differing = (0..offers[0].len()).filter(differs).count();
+    // Numbers of the queue pair and of its first packet, and the address and key of its credit.
+    assert!(offers.iter().all(|offer| offer.len() == offers[0].len()));
+    assert!(differing <= 4 + 4 + 8 + 4, "{differing} of {} bytes", offers[0].len());
+}
+
+#[test]
 fn a_thousand_ranks_take_less_than_64_mib_and_64_descriptors_each() {
     for queue_pairs in [1, 2] {
         let seen = held(1024, &Settings { queue_pairs, ..Settings::default() });
