@@ -158,6 +158,8 @@ impl Sender {
         limits: Limits,
         bounds: Bounds,
     ) -> Self {
+        // As long as a NIC keeps up they do not grow: what waits depends on time.
+        let requests = limits.requests as usize;
         Sender {
             qp,
             block,
@@ -165,9 +167,9 @@ impl Sender {
             counters: Counters::default(),
             chain,
             gather: Gather::new(bounds),
-            queue: VecDeque::new(),
-            pieces: VecDeque::new(),
-            flights: VecDeque::new(),
+            queue: VecDeque::with_capacity(requests),
+            pieces: VecDeque::with_capacity(limits.batch * bounds.pieces),
+            flights: VecDeque::with_capacity(requests),
             limits,
             asked: 0,
             posted: 0,
