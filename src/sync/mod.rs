@@ -3,9 +3,9 @@
 //! ```text
 //!   flag          raise, sleep     value is stored, sleepers are read | sleeper is counted, value is read
 //!   wake_request  arm, take        a thread asks to be woken, and looks at its ring once more
-//!   owed_answers  ask, tend        who finds the lock taken leaves its work to the holder
+//!   owed_answers  ask, tend        a thread that finds the lock taken leaves its work to the holder
 //!   failure       fail, watch      the first cause wins, and every watcher hears of it once
-//!   slots         take, give_back  a slot has one holder, and takers have turns
+//!   slots         take, give_back  a slot has one holder, takers have turns, and leave slots to others
 //!   stream_use    close, is_needed a thread serves streams until none can run any more
 //! ```
 //!

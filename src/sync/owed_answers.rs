@@ -1,13 +1,14 @@
-//! Answers that a connection owes its peer: the thread that holds the sending lock sends them.
+//! Work under a lock that its holder owes to threads that do not wait for it: answers to a peer,
+//! and looks at a queue of completions.
 //!
 //! ```text
-//!   receiver    ask     fence    lock taken? ──► leaves the answer to the holder
-//!   holder      unlock  fence    owed?       ──► tends to it
+//!   asker     ask     fence    lock taken? ──► leaves the answer to the holder
+//!   holder    unlock  fence    owed?       ──► tends to it
 //! ```
 //!
-//! The receiver never waits for the lock, whose holder may itself wait for bytes to be received. Of
-//! the two fences one comes first: either the receiver finds the lock free, or the holder finds
-//! what is owed.
+//! The asker never waits for the lock, whose holder may itself wait for bytes to be received. Of
+//! the two fences one comes first: either the asker finds the lock free, or the holder finds what
+//! is owed.
 
 use super::primitives::{AtomicU64, Ordering, fence};
 
@@ -24,6 +25,12 @@ impl Answers {
         // For the acquire in `take`, by another thread: the answer tells the peer that what this
         // thread has received has landed.
         self.asked.store(mark, Ordering::Release);
+    }
+
+    /// One more question, about nothing but what this thread has done before it.
+    pub fn ask_again(&self) {
+        // As in `ask`.
+        self.asked.fetch_add(1, Ordering::Release);
     }
 
     /// The question to answer now, if one is open. Its answer tells the peer that all bytes before

@@ -5,6 +5,8 @@
 //!   holder    has used the slot ──► set its bit ──► count it as given back
 //! ```
 //!
+//! A taker that holds slots already may draw a ticket only while enough slots are left to others.
+//!
 //! It is the turn of a ticket when as many slots were given back as there are tickets before it
 //! that found none. The turns are for fairness alone. A bit decides who has a slot, and a taker
 //! that finds none asks again.
@@ -45,14 +47,19 @@ impl Slots {
         Slots { count, free, drawn: AtomicU64::new(0), over: AtomicU64::new(0) }
     }
 
-    /// A free slot, if it is the turn of the ticket. What its last holder did with it is over.
-    pub fn take(&self, ticket: &mut Ticket) -> Option<u64> {
+    /// A free slot, if it is the turn of the ticket. What its last holder did with it is over. A
+    /// taker without a ticket draws one, if it spares none or more than `spared` slots are left.
+    pub fn take(&self, ticket: &mut Ticket, spared: u64) -> Option<u64> {
+        let mine = match ticket.0 {
+            Some(mine) => mine,
+            None => *ticket.0.insert(self.draw(spared)?),
+        };
         // Relaxed, as all counts: they order takers, not what slots hold.
-        let mine = *ticket.0.get_or_insert_with(|| self.drawn.fetch_add(1, Ordering::Relaxed));
         if mine >= self.count + self.over.load(Ordering::Relaxed) {
             return None;
         }
         for (nth, word) in (0..).zip(&self.free) {
+            // Relaxed: the exchange looks again.
             let mut bits = word.load(Ordering::Relaxed);
             while bits != 0 {
                 let bit = bits.trailing_zeros();
@@ -70,6 +77,22 @@ impl Slots {
         None
     }
 
+    fn draw(&self, spared: u64) -> Option<u64> {
+        // Relaxed, as all counts.
+        if spared == 0 {
+            return Some(self.drawn.fetch_add(1, Ordering::Relaxed));
+        }
+        let mut drawn = self.drawn.load(Ordering::Relaxed);
+        // Relaxed: an older count of those that are over leaves more to others.
+        while (self.count + self.over.load(Ordering::Relaxed)).saturating_sub(drawn) > spared {
+            match self.drawn.compare_exchange(drawn, drawn + 1, Ordering::Relaxed, Ordering::Relaxed) {
+                Ok(_) => return Some(drawn),
+                Err(now) => drawn = now,
+            }
+        }
+        None
+    }
+
     /// Its holder has used it.
     pub fn give_back(&self, slot: u64) {
         // Releases what the holder did with it.
@@ -79,6 +102,7 @@ impl Slots {
 
     /// A taker asks no more: its turn is that of the next one.
     pub fn give_up(&self, ticket: &mut Ticket) {
+        // Relaxed, as all counts.
         if ticket.0.take().is_some() {
             self.over.fetch_add(1, Ordering::Relaxed);
         }
@@ -86,6 +110,7 @@ impl Slots {
 
     /// Whether more takers wait than slots are free. A hint: takers ask again and again.
     pub fn is_short(&self) -> bool {
+        // Relaxed, as all counts.
         self.drawn.load(Ordering::Relaxed) > self.count + self.over.load(Ordering::Relaxed)
     }
 }

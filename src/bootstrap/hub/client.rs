@@ -183,7 +183,7 @@ pub(super) fn refused(health: &Health, answer: Answer, step: &str, waited: Durat
         Answer::Left(rank) => BootstrapError::Left { rank, step },
         Answer::Disagree { rank, seen, expected } => BootstrapError::Disagree { step, rank, seen, expected },
         Answer::TooLarge(bytes) => BootstrapError::TooLarge { step, bytes, limit: MAX_FRAME as u64 },
-        Answer::Done | Answer::Value(_) | Answer::Gathered(_) => {
+        Answer::Done | Answer::Value(_) | Answer::Gathered(_) | Answer::Exchanged(_) => {
             BootstrapError::World(Cause::Protocol { rank: HOST })
         }
     }
@@ -248,6 +248,7 @@ impl Hub for TcpHub {
         deadline: Duration,
     ) -> Result<Vec<Vec<u8>>, BootstrapError> {
         let (start, name, count) = (Instant::now(), key.to_owned(), blobs.len());
+        let blobs = blobs.into_iter().collect();
         match self.request(key, deadline, |ticket| Message::Exchange { ticket, key: name, index, blobs })? {
             Answer::Gathered(blobs) if blobs.len() == count => Ok(Arc::unwrap_or_clone(blobs)),
             other => Err(refused(self.health(), other, key, start.elapsed())),

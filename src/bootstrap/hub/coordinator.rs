@@ -10,11 +10,19 @@
 //!   again    HandshakeQueue ──► Survivor ──► Gathering: Offer, Accept ──► Begin
 //! ```
 //!
+//! Answers wait in a queue and are written a few at a time, to ranks that have taken all before. So
+//! an exchange of all ranks neither keeps the coordinator from heartbeats nor fills its memory with
+//! copies.
+//!
+//! ```text
+//!   turn     read ──► Store ──► answers: | 0 | 1 | 2 | ... | ──► as many bytes as a turn sends ──► heartbeat
+//! ```
+//!
 //! It lives as long as the connection of its own rank. So it ends with a rank 0 that dies, and all
 //! ranks see the end of a stream. If it ends while it gathers, the ranks that have come hear of it,
 //! and those that come soon. After a clean leave of its own rank it lingers for the others.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -30,6 +38,11 @@ use crate::bootstrap::threads::{Thread, turn};
 use crate::bootstrap::wait::poll_until;
 use crate::bootstrap::wire::{JoinRefusal, ListenAddress, Message, MessageConnection, Roster};
 use crate::error::{BootstrapError, Cause, LostReason};
+
+/// Bytes of answers that are written in one turn, or one answer more.
+const TURN: usize = 1 << 20;
+/// Bytes that may wait for ranks that take them slowly, or one answer more.
+const QUEUED: usize = 64 << 20;
 
 /// How long a coordinator whose own rank has left stays for the others.
 const LINGER: Duration = Duration::from_secs(2);
@@ -73,6 +86,13 @@ struct Member {
     state: MemberState,
 }
 
+impl Member {
+    /// Whether it has taken all that was sent to it.
+    fn takes_more(&self) -> bool {
+        self.connection.is_flushed() || self.connection.is_closed()
+    }
+}
+
 struct Coordinator {
     /// Late ranks come here. None once the world is over: the next one needs the listener.
     queue: Option<HandshakeQueue>,
@@ -82,6 +102,8 @@ struct Coordinator {
     epoch: u16,
     members: Vec<Member>,
     store: Store,
+    /// Answers that are not written yet.
+    answers: VecDeque<Delivery>,
     liveness: Liveness,
     beat: Instant,
     lingers_until: Option<Instant>,
@@ -110,6 +132,7 @@ impl Coordinator {
             timeouts,
             epoch,
             store: Store::new(members.len() as u32),
+            answers: VecDeque::new(),
             liveness: Liveness::new(members.len(), timeouts.heartbeat, timeouts.liveness, now),
             members,
             beat: now,
@@ -144,6 +167,7 @@ impl Coordinator {
                 self.beat = now + self.timeouts.heartbeat;
                 self.broadcast(&Message::Heartbeat, None);
             }
+            self.hand_out(TURN);
             let released = self.is_released();
             let queue = self.queue.as_mut().filter(|_| !released);
             for arrival in queue.map(|queue| queue.turn(now)).unwrap_or_default() {
@@ -159,6 +183,7 @@ impl Coordinator {
 
     /// Sends all ranks its last message.
     fn part(&mut self, cause: Cause) -> Result<(), BootstrapError> {
+        self.hand_out(TURN);
         self.broadcast(&Message::Dead(cause), None);
         flush(self.members.iter_mut().map(|member| &mut member.connection).collect())
     }
@@ -168,6 +193,10 @@ impl Coordinator {
         let queue = self.queue.as_ref().filter(|_| !self.is_released());
         let next = [self.liveness.next(), queue.and_then(HandshakeQueue::next), self.lingers_until];
         let next = next.into_iter().flatten().fold(self.beat, Instant::min);
+        // A rank that has yet to take what was sent before wakes this thread when it has.
+        let can_go_on = self.queued() < QUEUED
+            && self.answers.iter().any(|answer| self.members[answer.rank as usize].takes_more());
+        let next = if can_go_on { Instant::now() } else { next };
         let open = |(_, member): &(usize, &Member)| !member.connection.is_closed();
         let ranks: Vec<usize> = self.members.iter().enumerate().filter(open).map(|(rank, _)| rank).collect();
         let connections = ranks.iter().map(|&rank| self.members[rank].connection.poll_fd());
@@ -217,6 +246,7 @@ impl Coordinator {
             }
             Message::Dead(cause) => return self.fail(cause, Some(from)),
             Message::Bye => {
+                self.hand_out(TURN);
                 self.members[from].state = MemberState::Left;
                 self.liveness.forget(from);
                 self.broadcast(&Message::Left { rank }, None);
@@ -229,15 +259,32 @@ impl Coordinator {
             // No correct rank sends this: it is treated like a broken connection.
             _ => return self.lose(from, LostReason::Closed),
         };
-        self.deliver(deliveries);
+        self.answers.extend(deliveries);
     }
 
-    fn deliver(&mut self, deliveries: Vec<Delivery>) {
-        for Delivery { rank, ticket, answer } in deliveries {
+    /// Bytes that ranks have yet to take.
+    fn queued(&self) -> usize {
+        self.members.iter().map(|member| member.connection.queued()).sum()
+    }
+
+    /// Writes answers for ranks that have taken all before: so many bytes, or one answer more. Few
+    /// answers are written whole, so no message that comes next overtakes them.
+    fn hand_out(&mut self, most: usize) {
+        let (mut sent, most) = (0, most.min(QUEUED.saturating_sub(self.queued())));
+        for _ in 0..self.answers.len() {
+            let Some(Delivery { rank, ticket, answer }) = self.answers.pop_front() else { return };
             let member = &mut self.members[rank as usize];
-            if member.state == MemberState::Here {
-                member.connection.send(&Message::Answer { ticket, answer });
+            if member.state != MemberState::Here {
+                continue;
             }
+            if sent >= most || !member.takes_more() {
+                self.answers.push_back(Delivery { rank, ticket, answer });
+                continue;
+            }
+            let frame = Message::Answer { ticket, answer }.encode();
+            member.connection.send_frame(&frame);
+            member.connection.flush();
+            sent += frame.len();
         }
     }
 
@@ -245,6 +292,7 @@ impl Coordinator {
     /// wake up.
     fn lose(&mut self, rank: usize, how: LostReason) {
         let epoch = self.epoch;
+        self.hand_out(TURN);
         let member = &mut self.members[rank];
         member.state = MemberState::Lost;
         member.connection.send(&Message::Dead(Cause::Evicted { rank: rank as u32, epoch }));
@@ -254,6 +302,7 @@ impl Coordinator {
 
     /// The world is over: late ranks belong to the next one.
     fn fail(&mut self, cause: Cause, except: Option<usize>) {
+        self.hand_out(TURN);
         self.queue = None;
         self.broadcast(&Message::Dead(cause), except);
     }
@@ -567,7 +616,7 @@ mod tests {
     use std::net::{TcpListener, TcpStream};
 
     use super::*;
-    use crate::bootstrap::wire::Reader;
+    use crate::bootstrap::wire::{Answer, Reader};
 
     /// Ranks of the world.
     const RANKS: usize = 3;
@@ -617,6 +666,49 @@ mod tests {
         bytes
     }
 
+    /// The coordinator of so many ranks, and their ends.
+    fn coordinator(ranks: usize) -> (Coordinator, Vec<TcpStream>) {
+        let (ours, theirs): (Vec<_>, Vec<_>) = (0..ranks).map(|_| stream().into()).unzip();
+        let members = ours.into_iter().map(|ours| MessageConnection::new(ours).unwrap());
+        let assembled = Assembled { epoch: 0, members: (0..).zip(members).collect() };
+        (Coordinator::new(Timeouts::default(), None, Arc::default(), assembled), theirs)
+    }
+
+    #[test]
+    fn answers_of_an_exchange_are_written_a_few_at_a_time() {
+        const BYTES: usize = 64 << 10;
+        let (mut coordinator, streams) = coordinator(8);
+        let ranks = streams.len();
+        for rank in 0..ranks {
+            let blobs = (0..ranks).map(|to| vec![(rank * ranks + to) as u8; BYTES]).collect();
+            let exchange = Message::Exchange { ticket: 7, key: "a".into(), index: rank as u32, blobs };
+            coordinator.handle(rank, exchange);
+        }
+        let held = |coordinator: &Coordinator| -> usize {
+            coordinator.members.iter().map(|member| member.connection.held_bytes()).sum()
+        };
+        assert_eq!((coordinator.answers.len(), held(&coordinator)), (ranks, 0), "nothing is copied yet");
+        let answer = |rank: usize| {
+            let blobs = (0..ranks).map(|from| vec![(from * ranks + rank) as u8; BYTES]).collect();
+            Message::Answer { ticket: 7, answer: Answer::Gathered(Arc::new(blobs)) }.encode()
+        };
+        let expected: Vec<Vec<u8>> = (0..ranks).map(answer).collect();
+        let mut came: Vec<Vec<u8>> = vec![Vec::new(); ranks];
+        let until = Instant::now() + Duration::from_secs(20);
+        while came != expected {
+            assert!(Instant::now() < until, "answers are missing");
+            let before = coordinator.answers.len();
+            coordinator.hand_out(TURN);
+            let few = TURN / expected[0].len() + 1;
+            assert!(before - coordinator.answers.len() <= few, "a turn writes few");
+            coordinator.members.iter_mut().for_each(|member| member.connection.flush());
+            for (came, stream) in came.iter_mut().zip(&streams) {
+                came.extend(drain(stream));
+            }
+        }
+        assert!(held(&coordinator) <= ranks * (4 << 10), "what was sent is not kept");
+    }
+
     #[test]
     fn no_request_is_answered_twice_whatever_ranks_say() {
         let (key, blob) = ("a".to_owned(), vec![1, 2]);
@@ -633,7 +725,7 @@ mod tests {
             ticket,
             key: key.clone(),
             index,
-            blobs: vec![blob.clone(); 2],
+            blobs: [&blob; 2].into_iter().collect(),
         };
         let dead = Message::Dead(Cause::Cancelled { by: 1 });
         let seeds = [
@@ -646,12 +738,7 @@ mod tests {
         ];
         fuzz::run("coordinator", &seeds, |bytes| {
             // Bytes may come late, so no input shares a stream with another one.
-            let streams = [(); RANKS].map(|()| stream());
-            let members = streams.iter().map(|[ours, _]| MessageConnection::new(ours.try_clone().unwrap()));
-            let members =
-                (0..).zip(members).map(|(first, connection)| (first, connection.unwrap())).collect();
-            let assembled = Assembled { epoch: 0, members };
-            let mut coordinator = Coordinator::new(Timeouts::default(), None, Arc::default(), assembled);
+            let (mut coordinator, streams) = coordinator(RANKS);
             let mut asked = HashMap::<(usize, u64), i32>::new();
             for (rank, message) in spoken(bytes) {
                 if coordinator.members[rank].state == MemberState::Here {
@@ -661,9 +748,10 @@ mod tests {
                     coordinator.handle(rank, message);
                 }
             }
+            coordinator.hand_out(TURN);
             coordinator.members.iter_mut().for_each(|member| member.connection.flush());
             let all_sent = coordinator.members.iter().all(|member| member.connection.is_flushed());
-            for (rank, [_, theirs]) in streams.iter().enumerate() {
+            for (rank, theirs) in streams.iter().enumerate() {
                 let came = drain(theirs);
                 let mut reader = Reader::new(&came);
                 while let (true, Ok(body)) = (all_sent, reader.bytes()) {

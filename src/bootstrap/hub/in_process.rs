@@ -206,6 +206,7 @@ impl ThreadHub {
             |store: &mut Store, caller| store.gather(caller, key.to_owned(), index, count, contribution);
         match self.request(key, deadline, ask)? {
             Answer::Gathered(blobs) => Ok(Arc::unwrap_or_clone(blobs)),
+            Answer::Exchanged(column) => Ok(column.to_vec()),
             other => Err(refused(self.health(), other, key, start.elapsed())),
         }
     }
@@ -260,7 +261,8 @@ impl Hub for ThreadHub {
         blobs: Vec<Vec<u8>>,
         deadline: Duration,
     ) -> Result<Vec<Vec<u8>>, BootstrapError> {
-        self.contribute(key, index, blobs.len() as u32, Contribution::ForEach(blobs), deadline)
+        let (count, blobs) = (blobs.len() as u32, blobs.into_iter().collect());
+        self.contribute(key, index, count, Contribution::ForEach(blobs), deadline)
     }
 
     fn health(&self) -> &Arc<Health> {

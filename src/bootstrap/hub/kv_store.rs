@@ -15,7 +15,7 @@ use std::{
     sync::Arc,
 };
 
-use crate::bootstrap::wire::{Answer, MAX_FRAME};
+use crate::bootstrap::wire::{Answer, Blobs, Column, MAX_FRAME};
 
 /// Room for everything in an answer that is not a blob.
 const OVERHEAD: usize = 64 << 10;
@@ -47,7 +47,7 @@ pub(super) enum Contribution {
     /// The same for all participants.
     ForAll(Vec<u8>),
     /// For each participant its own.
-    ForEach(Vec<Vec<u8>>),
+    ForEach(Blobs),
 }
 
 /// A contribution to a step.
@@ -219,22 +219,24 @@ impl Store {
 
     fn complete(&mut self, key: &str) -> Vec<Delivery> {
         let parts = self.steps.remove(key).map(|step| step.parts).unwrap_or_default();
-        let (mut callers, mut for_all) = (Vec::new(), Vec::new());
-        let mut for_each: Vec<Vec<Vec<u8>>> = parts.iter().map(|_| Vec::new()).collect();
+        let (mut callers, mut for_all, mut for_each) = (Vec::new(), Vec::new(), Vec::new());
         for Part { caller, contribution } in parts.into_iter().flatten() {
             callers.push(caller);
             match contribution {
                 Contribution::ForAll(blob) => for_all.push(blob),
-                Contribution::ForEach(blobs) => {
-                    for_each.iter_mut().zip(blobs).for_each(|(to, blob)| to.push(blob));
-                }
+                Contribution::ForEach(blobs) => for_each.push(blobs),
             }
         }
         if for_all.is_empty() {
-            let answers = for_each.into_iter().map(gathered);
-            return callers.into_iter().zip(answers).map(|(caller, answer)| caller.deliver(answer)).collect();
+            let of: Arc<[Blobs]> = for_each.into();
+            let column = |(number, caller): (usize, Requester)| {
+                let column = Column { of: Arc::clone(&of), number };
+                caller.deliver(bounded(column.bytes(), of.len(), || Answer::Exchanged(column)))
+            };
+            return callers.into_iter().enumerate().map(column).collect();
         }
-        let answer = gathered(for_all);
+        let (bytes, count) = (for_all.iter().map(Vec::len).sum(), for_all.len());
+        let answer = bounded(bytes, count, || Answer::Gathered(Arc::new(for_all)));
         callers.into_iter().map(|caller| caller.deliver(answer.clone())).collect()
     }
 
@@ -255,12 +257,12 @@ impl Store {
     }
 }
 
-/// These blobs as an answer, unless they are too large for one.
-fn gathered(blobs: Vec<Vec<u8>>) -> Answer {
-    let bytes: usize = blobs.iter().map(|blob| blob.len() + 4).sum();
+/// The answer with so many bytes in so many blobs, unless they are too many for one.
+fn bounded(bytes: usize, blobs: usize, answer: impl FnOnce() -> Answer) -> Answer {
+    let bytes = bytes + 4 * blobs;
     match bytes + OVERHEAD > MAX_FRAME {
         true => Answer::TooLarge(bytes as u64),
-        false => Answer::Gathered(Arc::new(blobs)),
+        false => answer(),
     }
 }
 
@@ -321,14 +323,17 @@ mod tests {
     fn an_exchange_brings_each_participant_what_is_meant_for_it() {
         let mut store = Store::new(5);
         let exchange = |store: &mut Store, rank: u32, blobs: &[[u8; 2]]| {
-            let blobs = blobs.iter().map(|blob| blob.to_vec()).collect();
+            let blobs = blobs.iter().collect();
             store.gather(caller(rank), "step".into(), rank, 3, Contribution::ForEach(blobs))
         };
         let of = |rank: u8| [0, 1, 2].map(|to| [rank, to]);
         assert_eq!([exchange(&mut store, 2, &of(2)), exchange(&mut store, 0, &of(0))], [[], []]);
         let deliveries = exchange(&mut store, 1, &of(1));
-        let to = |rank: u8| Answer::Gathered(Arc::new([0, 1, 2].map(|from| vec![from, rank]).to_vec()));
-        assert_eq!(deliveries, [0, 1, 2].map(|rank: u8| caller(rank.into()).deliver(to(rank))));
+        for (rank, Delivery { rank: to, ticket, answer }) in (0u8..).zip(deliveries) {
+            assert_eq!((to, ticket), (rank.into(), caller(to).ticket));
+            let Answer::Exchanged(column) = answer else { panic!("{answer:?}") };
+            assert_eq!(column.to_vec(), [0, 1, 2].map(|from| [from, rank]));
+        }
         assert!(store.steps.is_empty(), "a complete step is dropped");
         // Fewer parts than participants are a disagreement, and so are two kinds of step.
         assert!(matches!(exchange(&mut store, 0, &of(0)[..2])[0].answer, Answer::Disagree { rank: 0, .. }));
@@ -336,6 +341,27 @@ mod tests {
         let mixed = gather(&mut store, 1, 3);
         assert_eq!(ranks(&mixed), [0, 1]);
         assert!(mixed.iter().all(|told| matches!(told.answer, Answer::Disagree { rank: 1, .. })));
+    }
+
+    #[test]
+    fn answers_of_an_exchange_share_what_ranks_have_brought() {
+        for ranks in [16, 256, 1024] {
+            let mut store = Store::new(ranks as u32);
+            let mut deliveries = Vec::new();
+            for rank in 0..ranks {
+                // A NIC, the same for all peers, and the numbers of each.
+                let blob = |peer: usize| [&[rank as u8; 110][..], &[peer as u8; 20]].concat();
+                let blobs = Contribution::ForEach((0..ranks).map(blob).collect());
+                deliveries =
+                    store.gather(caller(rank as u32), "step".into(), rank as u32, ranks as u32, blobs);
+            }
+            assert_eq!(deliveries.len(), ranks);
+            let Answer::Exchanged(column) = &deliveries[0].answer else { panic!("{:?}", deliveries[0]) };
+            assert_eq!(Arc::strong_count(&column.of), ranks);
+            let held: usize = column.of.iter().map(Blobs::held_bytes).sum();
+            assert_eq!(held, ranks * (110 + 20 + 4 * 20 + 21 * ranks));
+            assert!(store.steps.is_empty());
+        }
     }
 
     #[test]

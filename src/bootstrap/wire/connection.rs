@@ -21,6 +21,8 @@ use crate::bootstrap::wait::poll_until;
 
 /// Bytes read in one turn, so that one loud peer does not starve the others.
 const GULP: usize = 1 << 20;
+/// Bytes that an empty buffer keeps for the next message: a rank has few large ones.
+const KEPT: usize = 4 << 10;
 
 /// One end of a connection. Errors and the end of the stream look the same to its user: closed.
 #[derive(Debug)]
@@ -76,7 +78,12 @@ impl MessageConnection {
 
     /// Whether everything queued has been handed to the system.
     pub fn is_flushed(&self) -> bool {
-        self.sent == self.outbox.len()
+        self.queued() == 0
+    }
+
+    /// Bytes that are queued and not handed to the system yet.
+    pub fn queued(&self) -> usize {
+        self.outbox.len() - self.sent
     }
 
     /// Sends what can be sent now.
@@ -92,7 +99,14 @@ impl MessageConnection {
             }
         }
         self.outbox.clear();
+        self.outbox.shrink_to(KEPT);
         self.sent = 0;
+    }
+
+    /// Bytes of memory that its buffers take.
+    #[cfg(test)]
+    pub fn held_bytes(&self) -> usize {
+        self.outbox.capacity() + self.inbox.bytes.capacity()
     }
 
     /// Reads what has come. Call [`MessageConnection::next`] until it is empty before asking
@@ -233,6 +247,9 @@ impl Inbox {
     fn compact(&mut self) {
         self.bytes.drain(..self.start);
         self.start = 0;
+        if self.bytes.is_empty() {
+            self.bytes.shrink_to(KEPT);
+        }
     }
 }
 

@@ -16,11 +16,12 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::blobs::{Blobs, Column};
 use super::connection::{Malformed, Reader, Writer};
 use crate::error::{Cause, LostReason, RefusedJoins};
 
 /// Version of everything in this file.
-pub const PROTOCOL: u32 = 7;
+pub const PROTOCOL: u32 = 8;
 
 /// The joining rank, its purpose, and its own listening address.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -58,7 +59,7 @@ pub enum Message {
     Set { ticket: u64, key: String, value: Vec<u8> },
     Get { ticket: u64, key: String },
     Gather { ticket: u64, key: String, index: u32, count: u32, blob: Vec<u8> },
-    Exchange { ticket: u64, key: String, index: u32, blobs: Vec<Vec<u8>> },
+    Exchange { ticket: u64, key: String, index: u32, blobs: Blobs },
     Withdraw { ticket: u64 },
     Answer { ticket: u64, answer: Answer },
     Dead(Cause),
@@ -167,8 +168,7 @@ impl Message {
                 w.u64(*ticket);
                 w.bytes(key.as_bytes());
                 w.u32(*index);
-                w.u32(blobs.len() as u32);
-                blobs.iter().for_each(|blob| w.bytes(blob));
+                blobs.write(&mut w);
             }
             Message::Settings(settings) => {
                 w.u8(19);
@@ -235,7 +235,7 @@ impl Message {
                 ticket: r.u64()?,
                 key: r.text()?,
                 index: r.u32()?,
-                blobs: r.list(|r| Ok(r.bytes()?.to_vec()))?,
+                blobs: Blobs::read(r)?,
             },
             _ => return Err(Malformed),
         };
@@ -253,6 +253,8 @@ pub enum Answer {
     Value(Arc<Vec<u8>>),
     /// The blobs of all participants.
     Gathered(Arc<Vec<Vec<u8>>>),
+    /// The same, from those that each participant has brought for all: sent as `Gathered`.
+    Exchanged(Column),
     /// A participant gave up: these had not come.
     Missing(Vec<u32>),
     /// A rank left, so the step cannot be completed.
@@ -479,6 +481,10 @@ fn write_answer(w: &mut Writer, answer: &Answer) {
             w.u8(2);
             w.u32(blobs.len() as u32);
             blobs.iter().for_each(|blob| w.bytes(blob));
+        }
+        Answer::Exchanged(column) => {
+            w.u8(2);
+            column.write(w);
         }
         Answer::Missing(ranks) => {
             w.u8(3);
@@ -717,8 +723,9 @@ mod tests {
             (any::<u64>(), ".{0,9}", any::<u32>(), any::<u32>(), any::<Vec<u8>>()).prop_map(
                 |(ticket, key, index, count, blob)| Message::Gather { ticket, key, index, count, blob }
             ),
-            (any::<u64>(), ".{0,9}", any::<u32>(), blobs())
-                .prop_map(|(ticket, key, index, blobs)| { Message::Exchange { ticket, key, index, blobs } }),
+            (any::<u64>(), ".{0,9}", any::<u32>(), blobs()).prop_map(|(ticket, key, index, blobs)| {
+                Message::Exchange { ticket, key, index, blobs: blobs.iter().collect() }
+            }),
             any::<u64>().prop_map(|ticket| Message::Withdraw { ticket }),
             (any::<u64>(), answers()).prop_map(|(ticket, answer)| Message::Answer { ticket, answer }),
             causes().prop_map(Message::Dead),
@@ -767,6 +774,18 @@ mod tests {
             let body = &frame[4..];
             prop_assert_eq!(Message::decode(&body[..cut.index(body.len())]), Err(Malformed));
             prop_assert_eq!(Message::decode(&[body, &[0]].concat()), Err(Malformed));
+        }
+
+        #[test]
+        fn column_of_an_exchange_comes_as_what_was_gathered(
+            table in prop::collection::vec(prop::collection::vec(prop::collection::vec(any::<u8>(), 0..9), 3), 0..5),
+            number in 0..3usize,
+        ) {
+            let of = table.iter().map(|blobs| blobs.iter().collect()).collect();
+            let sent = Message::Answer { ticket: 7, answer: Answer::Exchanged(Column { of, number }) };
+            let expected: Vec<_> = table.iter().map(|blobs| blobs[number].clone()).collect();
+            let gathered = Message::Answer { ticket: 7, answer: Answer::Gathered(Arc::new(expected)) };
+            prop_assert_eq!(Message::decode(&sent.encode()[4..]), Ok(gathered));
         }
 
         #[test]

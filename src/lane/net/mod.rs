@@ -280,10 +280,15 @@ pub trait NetConnection: fmt::Debug + Send + Sync {
     /// event descriptor of the [`ProgressThread`]. Returns whether there is work already.
     fn arm(&self, health: &Health) -> bool;
 
-    /// Descriptors of its own, if it has any: one is readable when there is something to do.
+    /// Descriptors that are readable when there is something to do. Connections may share them.
     fn event_fds(&self) -> Vec<BorrowedFd<'_>> {
         Vec::new()
     }
+
+    /// Takes the events that make its descriptors readable, those of other connections among them.
+    /// Call it before any connection with these descriptors is armed: the event of one that is
+    /// armed must wake a thread.
+    fn take_events(&self, _health: &Health) {}
 
     /// Whether arriving signals wake a thread that sleeps on the flag. If not, flags must be
     /// polled.

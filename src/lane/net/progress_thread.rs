@@ -3,12 +3,15 @@
 //! ```text
 //!   news --> progress all --> news? --yes--> again
 //!                              | no, for some rounds
-//!                              +--> arm all connections --> sleep: own event, events of connections
+//!                              +--> take all events --> arm all connections --> sleep: own event, events of connections
 //! ```
+//!
+//! Connections of one NIC share a descriptor. So the thread takes all events before it arms the
+//! first connection. An event that comes later stays, and ends the sleep.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -30,9 +33,10 @@ pub struct ProgressThread {
     thread: Option<JoinHandle<()>>,
 }
 
+/// The part of a progress thread that other threads use, too.
 #[derive(Debug)]
-struct Shared {
-    connections: RwLock<Vec<Arc<dyn NetConnection>>>,
+pub(super) struct Shared {
+    connections: RwLock<Connections>,
     regions: Arc<Regions>,
     health: Arc<Health>,
     wake_fd: OwnedFd,
@@ -44,10 +48,21 @@ struct Shared {
     idle_rounds: u32,
 }
 
+/// Connections that the thread serves.
+#[derive(Debug, Default)]
+struct Connections {
+    all: Vec<Arc<dyn NetConnection>>,
+    /// One of those that share a descriptor: it takes the events of all.
+    waking: Vec<Arc<dyn NetConnection>>,
+}
+
 /// Rounds without news after which the thread sleeps. If ranks share cores, a waiting rank receives
 /// by itself, and a polling thread only keeps others from running.
 const IDLE_ROUNDS: u32 = 64;
 const IDLE_ROUNDS_OVERSUBSCRIBED: u32 = 1;
+
+/// The longest sleep: a world that dies without a record does not leave the thread behind.
+const SLICE: Duration = Duration::from_millis(100);
 
 /// How long peers may take for what this rank sent last, when it leaves.
 const LINGER: Duration = Duration::from_millis(500);
@@ -59,21 +74,7 @@ impl ProgressThread {
     /// # Errors
     /// [`LaneError::System`].
     pub fn start(rank: u32, health: Arc<Health>, oversubscribed: bool) -> Result<Self, LaneError> {
-        let wake_fd = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(system("eventfd"))?;
-        let poll_set = epoll::create(CreateFlags::CLOEXEC).map_err(system("epoll_create"))?;
-        epoll::add(&poll_set, &wake_fd, EventData::new_u64(0), EventFlags::IN)
-            .map_err(system("epoll_ctl"))?;
-        let shared = Arc::new(Shared {
-            connections: RwLock::default(),
-            regions: Arc::default(),
-            health,
-            wake_fd,
-            poll_set,
-            stop: AtomicBool::new(false),
-            beside_compute: AtomicBool::new(false),
-            idle_rounds: if oversubscribed { IDLE_ROUNDS_OVERSUBSCRIBED } else { IDLE_ROUNDS },
-        });
+        let shared = Arc::new(Shared::new(health, oversubscribed)?);
         let (receiver, thread) = (Arc::clone(&shared), Thread::new("net", rank, &shared.health));
         let life = thread.clone();
         let thread = thread.spawn(move || {
@@ -105,21 +106,12 @@ impl ProgressThread {
     /// # Errors
     /// [`LaneError::System`].
     pub fn attach(&self, connection: Arc<dyn NetConnection>) -> Result<(), LaneError> {
-        for event_fd in connection.event_fds() {
-            match epoll::add(&self.shared.poll_set, event_fd, EventData::new_u64(1), EventFlags::IN) {
-                // Connections may share an event descriptor.
-                Ok(()) | Err(Errno::EXIST) => {}
-                Err(errno) => return Err(system("epoll_ctl")(errno)),
-            }
-        }
-        self.shared.connections.write().unwrap_or_else(PoisonError::into_inner).push(connection);
-        self.shared.wake();
-        Ok(())
+        self.shared.attach(connection)
     }
 
     /// The connection to a rank of the world, if there is one.
     pub fn connection_to(&self, peer: u32) -> Option<Arc<dyn NetConnection>> {
-        self.shared.connections().iter().find(|connection| connection.peer() == peer).cloned()
+        self.shared.connections().all.iter().find(|connection| connection.peer() == peer).cloned()
     }
 
     /// Receives from all connections. A thread next to compute sleeps without events until the NIC
@@ -139,12 +131,12 @@ impl ProgressThread {
 
     /// Counts of all connections so far.
     pub fn counters(&self) -> Counters {
-        self.shared.connections().iter().map(|connection| connection.counters()).sum()
+        self.shared.connections().all.iter().map(|connection| connection.counters()).sum()
     }
 
     /// The predicted counts.
     pub fn forecast(&self) -> Counters {
-        self.shared.connections().iter().map(|connection| connection.forecast()).sum()
+        self.shared.connections().all.iter().map(|connection| connection.forecast()).sum()
     }
 }
 
@@ -159,12 +151,56 @@ impl Drop for ProgressThread {
         }
         if self.shared.health.check().is_ok() && !std::thread::panicking() {
             let until = Instant::now() + LINGER;
-            self.shared.connections().iter().for_each(|connection| connection.leave(until));
+            self.shared.connections().all.iter().for_each(|connection| connection.leave(until));
         }
     }
 }
 
 impl Shared {
+    /// Serves nothing yet.
+    ///
+    /// # Errors
+    /// [`LaneError::System`].
+    pub(super) fn new(health: Arc<Health>, oversubscribed: bool) -> Result<Self, LaneError> {
+        let wake_fd = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(system("eventfd"))?;
+        let poll_set = epoll::create(CreateFlags::CLOEXEC).map_err(system("epoll_create"))?;
+        epoll::add(&poll_set, &wake_fd, EventData::new_u64(0), EventFlags::IN)
+            .map_err(system("epoll_ctl"))?;
+        Ok(Shared {
+            connections: RwLock::default(),
+            regions: Arc::default(),
+            health,
+            wake_fd,
+            poll_set,
+            stop: AtomicBool::new(false),
+            beside_compute: AtomicBool::new(false),
+            idle_rounds: if oversubscribed { IDLE_ROUNDS_OVERSUBSCRIBED } else { IDLE_ROUNDS },
+        })
+    }
+
+    /// As [`ProgressThread::attach`].
+    ///
+    /// # Errors
+    /// [`LaneError::System`].
+    pub(super) fn attach(&self, connection: Arc<dyn NetConnection>) -> Result<(), LaneError> {
+        let mut is_new = false;
+        for event_fd in connection.event_fds() {
+            match epoll::add(&self.poll_set, event_fd, EventData::new_u64(1), EventFlags::IN) {
+                Ok(()) => is_new = true,
+                // Another connection has it, too.
+                Err(Errno::EXIST) => {}
+                Err(errno) => return Err(system("epoll_ctl")(errno)),
+            }
+        }
+        let mut connections = self.connections.write().unwrap_or_else(PoisonError::into_inner);
+        connections.waking.extend(is_new.then(|| Arc::clone(&connection)));
+        connections.all.push(connection);
+        drop(connections);
+        self.wake();
+        Ok(())
+    }
+
     fn run(&self) {
         let (mut idle, mut alone) = (0, true);
         // Acquire: what the owner did before it stopped this thread is visible in the last turn.
@@ -180,7 +216,7 @@ impl Shared {
                 idle += 1;
                 std::thread::yield_now();
             } else if !self.arm() {
-                self.sleep();
+                self.sleep(SLICE);
                 idle = 0;
             }
         }
@@ -190,40 +226,42 @@ impl Shared {
     }
 
     fn end(&self, cause: &Cause) {
-        self.connections().iter().for_each(|connection| connection.stop(cause));
+        self.connections().all.iter().for_each(|connection| connection.stop(cause));
     }
 
     /// Serves every connection: none starves behind a busy one.
     fn progress(&self) -> bool {
         let mut news = false;
-        for connection in self.connections().iter() {
+        for connection in &self.connections().all {
             news |= connection.progress(&self.health);
         }
         news
     }
 
     /// Requests a wake-up from all connections. Returns whether there is news already.
-    fn arm(&self) -> bool {
+    pub(super) fn arm(&self) -> bool {
+        let connections = self.connections();
+        connections.waking.iter().for_each(|connection| connection.take_events(&self.health));
         let mut news = false;
-        for connection in self.connections().iter() {
+        for connection in &connections.all {
             news |= connection.arm(&self.health);
         }
         news
     }
 
-    fn sleep(&self) {
-        // Bounded, so that a world that dies without a record does not leave the thread behind.
-        const SLICE: Duration = Duration::from_millis(100);
+    /// Sleeps until there is an event, for `limit` at most. Returns whether there is one.
+    pub(super) fn sleep(&self, limit: Duration) -> bool {
         let mut events = [Event { flags: EventFlags::empty(), data: EventData::new_u64(0) }; 8];
-        epoll_for(&self.poll_set, &mut events, SLICE);
+        let woken = epoll_for(&self.poll_set, &mut events, limit) > 0;
         let _ = rustix::io::read(&self.wake_fd, &mut [0u8; 8]);
+        woken
     }
 
     fn wake(&self) {
         let _ = rustix::io::write(&self.wake_fd, &1u64.to_ne_bytes());
     }
 
-    fn connections(&self) -> std::sync::RwLockReadGuard<'_, Vec<Arc<dyn NetConnection>>> {
+    fn connections(&self) -> RwLockReadGuard<'_, Connections> {
         self.connections.read().unwrap_or_else(PoisonError::into_inner)
     }
 }

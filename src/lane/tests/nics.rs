@@ -567,16 +567,11 @@ fn a_flush_that_makes_progress_is_not_late() {
 }
 
 #[test]
-fn signal_without_staging_is_made_good_by_next_signal() {
+fn signal_without_a_line_is_made_good_by_next_signal() {
+    /// Records that a NIC may have yet to read.
+    const LINES: u64 = 16;
     let fabric = Fabric::new(&["nic0", "nic1"]);
-    let mut options = options(&fabric, SignalMode::Immediate);
-    let settings = Settings {
-        chunk: 4096,
-        in_flight: 16384,
-        signal: Some(SignalMode::Immediate),
-        ..Settings::default()
-    };
-    options.fake_verbs = Some(fabric.ground(settings));
+    let options = options(&fabric, SignalMode::Immediate);
     let seen = on_ranks(&[0, 1], &options, |world| {
         let group = world.all().unwrap();
         let lanes = group.lanes(Route::Direct).unwrap();
@@ -590,29 +585,26 @@ fn signal_without_staging_is_made_good_by_next_signal() {
             connection.flush(limits).unwrap();
             fabric.silence("nic1");
             let short = WaitLimits { deadline: Duration::from_millis(20), ..limits };
-            let data = window.target(1, 4096, 16384).unwrap();
-            for len in [12288, 4096] {
-                connection.put(data, &vec![1; len], short).unwrap();
-            }
             let tag = Some(Tag::default());
-            assert!(connection.signal(line, 2, tag, short).is_err());
+            (2..2 + LINES).for_each(|value| connection.signal(line, value, tag, limits).unwrap());
+            assert!(connection.signal(line, 2 + LINES, tag, short).is_err());
             fabric.change("nic1", |nic| nic.silent = false);
             fabric.flush();
-            connection.signal(line, 3, None, limits).unwrap();
+            connection.signal(line, 3 + LINES, None, limits).unwrap();
             connection.flush(limits).unwrap();
             group.gather(&[]).unwrap();
-            return 3;
+            return 3 + LINES;
         }
         group.gather(&[]).unwrap();
         let mut seen = [0u64];
         let until = Instant::now() + Duration::from_secs(2);
-        while seen[0] < 3 && Instant::now() < until {
+        while seen[0] < 3 + LINES && Instant::now() < until {
             lanes.progress();
             window.mapped.read(1, window.parts[1].offset, &mut seen).unwrap();
         }
         seen[0]
     });
-    assert_eq!(seen, [3, 3]);
+    assert_eq!(seen, [3 + LINES; 2]);
 }
 
 #[test]

@@ -22,8 +22,11 @@
 //! A *word* in memory of a device is always a write: no processor could raise it, and not every NIC
 //! adds there. Unless signals are writes, it is fenced.
 //!
-//! Each call takes the lock, and no other while registrations stay as they are ([`Published`]). It
-//! updates the forecast, and queues requests. Bytes that the NIC can read
+//! Each call takes the lock, and no other while registrations stay as they are ([`Published`]).
+//! The progress thread never waits for the lock. It asks for a *visit* before it sleeps, which the
+//! holder of the lock makes behind its call ([`Answers`]).
+//!
+//! A call updates the forecast, and queues requests. Bytes that the NIC can read
 //! go in place, all others are staged. A put is cut where the gathered write is full, or where the
 //! peer's memory ends, and each part travels with that write or begins the next.
 
@@ -49,6 +52,7 @@ use crate::lane::net::{
     Counters, DeviceAddress, DeviceConnection, NetConnection, RemoteAddress, SendBlocked,
 };
 use crate::schedule::Tag;
+use crate::sync::owed_answers::Answers;
 
 /// Puts of at most so many bytes are staged wherever they lie: copying costs less than to wait
 /// until they are read.
@@ -68,6 +72,8 @@ pub struct Connection {
     completions: Arc<CompletionQueue>,
     theirs: Published<RemoteRegions>,
     state: FatalLock<State>,
+    /// Visits that the progress thread asks for.
+    visits: Answers,
     /// Number of its queue pair.
     queue_pair: u32,
     /// Error that the NIC reported beside its requests, before the world failed.
@@ -90,7 +96,8 @@ pub struct Parts {
     pub forecast: Option<Forecast>,
 }
 
-struct State {
+/// State behind the lock.
+pub struct State {
     sender: Sender,
     receiver: Receiver,
     sent: SignalSender,
@@ -145,6 +152,7 @@ impl Connection {
             completions,
             theirs,
             state,
+            visits: Answers::default(),
             queue_pair,
             reported,
             health,
@@ -179,6 +187,23 @@ impl Connection {
         limits: WaitLimits<'_>,
         act: impl FnOnce(&mut State) -> Result<(), Halt>,
     ) -> Result<(), SendBlocked> {
+        let outcome = self.act(limits, act);
+        self.make_visit(limits.health);
+        outcome
+    }
+
+    /// Runs `act` under the lock, and returns what it finds there.
+    pub fn hold<T>(&self, act: impl FnOnce(&mut State) -> T) -> T {
+        let found = act(&mut self.state.lock());
+        self.make_visit(&self.health);
+        found
+    }
+
+    fn act(
+        &self,
+        limits: WaitLimits<'_>,
+        act: impl FnOnce(&mut State) -> Result<(), Halt>,
+    ) -> Result<(), SendBlocked> {
         let mut state = self.state.lock();
         state.sources.refresh(&self.memory.sources);
         state.theirs.refresh(&self.theirs);
@@ -192,6 +217,19 @@ impl Connection {
                 if let WaitError::Dead(cause) = &why {
                     self.end(&mut state, End::Dead(cause.clone()));
                 }
+                Err(SendBlocked { awaited, seen, why })
+            }
+            Err(Halt::Blocked { holder, waited }) => {
+                let (awaited, seen) = state.sender.progress();
+                let (rank, peer, ms) = (self.me, self.peer, waited.as_millis());
+                tracing::error!(
+                    rank,
+                    peer,
+                    holder,
+                    ms,
+                    "a put waits for staging, most of it held for another rank"
+                );
+                let why = WaitError::Dead(Cause::Stalled { rank: holder, by: self.me, waited });
                 Err(SendBlocked { awaited, seen, why })
             }
             Err(Halt::Broken(error)) => {
@@ -212,12 +250,8 @@ impl Connection {
         }
         state.end = Some(end);
         state.sender.abandon();
-        match state.sender.qp.error() {
-            // Staging is for other connections from now on.
-            Ok(()) => state.sender.staging.clear(),
-            Err(error) => {
-                tracing::warn!(rank = self.me, peer = self.peer, %error, "a queue pair could not be stopped");
-            }
+        if let Err(error) = state.sender.qp.error() {
+            tracing::warn!(rank = self.me, peer = self.peer, %error, "a queue pair could not be stopped");
         }
     }
 
@@ -264,6 +298,50 @@ impl Connection {
         state
     }
 
+    /// Serves the connection: takes completions and posts what can be posted. Returns whether
+    /// there was anything.
+    fn serve<'a>(
+        &'a self,
+        mut state: FatalGuard<'a, State>,
+        health: &Health,
+    ) -> (bool, FatalGuard<'a, State>) {
+        // Before the look at the completions: a visit that is asked for later is another one.
+        let _ = self.visits.take();
+        if state.end.is_some() {
+            // The requests in flight are over: they are counted, and have no effect.
+            let _ = self.complete(&mut state);
+            return (false, state);
+        }
+        // Between two calls, so the forecast knows where the write ends.
+        if state.sender.is_wanted() {
+            state.hurry();
+        }
+        match self.step(&mut state) {
+            Ok(any) => (any, state),
+            Err(error) => (true, self.fail(state, error, health)),
+        }
+    }
+
+    /// Serves the connection, unless another thread holds the lock. If a visit is asked for, that
+    /// one makes it.
+    fn visit(&self, health: &Health) -> bool {
+        let mut news = false;
+        let try_lock = || self.state.try_lock().map(Some);
+        self.visits.tend(try_lock, |held| {
+            let Some(state) = held.take() else { return false };
+            let (any, state) = self.serve(state, health);
+            news |= any;
+            *held = Some(state);
+            true
+        });
+        news
+    }
+
+    /// Makes the visit that another thread left to this one, which has held the lock.
+    fn make_visit(&self, health: &Health) -> bool {
+        self.visits.is_owed() && self.visit(health)
+    }
+
     /// What wakes a thread for what comes, where signals do.
     fn channel(&self) -> Option<&CompletionChannel> {
         self.completions.channel().filter(|_| self.signal == SignalMode::Immediate)
@@ -304,6 +382,9 @@ impl Connection {
                 match completion.outcome() {
                     Err(failed) => {
                         state.sender.counters.failed += 1;
+                        if id & RECEIVE == 0 {
+                            state.sender.see(id);
+                        }
                         // A flushed request only shows that another one failed.
                         let flushed = |failed: &Failed| failed.status == CompletionStatus::Flushed;
                         if fault.as_ref().is_none_or(|(_, first)| flushed(first) && !flushed(&failed)) {
@@ -339,7 +420,7 @@ impl Connection {
             if let Some(value) = ready(state)? {
                 return Ok(value);
             }
-            if self.step(state)? {
+            if self.step(state)? && !state.sender.staging.waits_for_others() {
                 // A rank that makes progress is not silent.
                 waiter = Waiter::new(limits);
             } else {
@@ -365,6 +446,11 @@ impl Connection {
 /// Why an act did not come to its end.
 enum Halt {
     Waiting(WaitError),
+    /// The deadline passed, and this peer holds the staging that was awaited.
+    Blocked {
+        holder: u32,
+        waited: Duration,
+    },
     Broken(VerbsError),
     Left,
 }
@@ -519,9 +605,10 @@ impl NetConnection for Connection {
     }
 
     fn settled(&self) -> bool {
-        let mut state = self.state.lock();
-        state.hurry();
-        state.end.is_some() || state.sender.is_settled()
+        self.hold(|state| {
+            state.hurry();
+            state.end.is_some() || state.sender.is_settled()
+        })
     }
 
     fn settle(&self, limits: WaitLimits<'_>) -> Result<(), SendBlocked> {
@@ -541,36 +628,33 @@ impl NetConnection for Connection {
     fn progress(&self, health: &Health) -> bool {
         // A holder that waits polls the completions itself, and any other is done soon: what it
         // leaves lying is for the next round.
-        let Some(mut state) = self.state.try_lock() else { return false };
-        if state.end.is_some() {
-            // The requests in flight are over: they are counted, and have no effect.
-            let _ = self.complete(&mut state);
-            return false;
-        }
-        // Between two calls, so the forecast knows where the write ends.
-        if state.sender.is_wanted() {
-            state.hurry();
-        }
-        match self.step(&mut state) {
-            Ok(any) => any,
-            Err(error) => {
-                drop(self.fail(state, error, health));
-                true
-            }
-        }
+        let Some(state) = self.state.try_lock() else { return false };
+        let (any, state) = self.serve(state, health);
+        drop(state);
+        self.make_visit(health) || any
     }
 
     fn arm(&self, health: &Health) -> bool {
-        let armed = self.channel().map(|channel| channel.woken().and_then(|_| self.completions.arm()));
-        if let Some(Err(error)) = armed {
+        if self.channel().is_none() {
+            return self.progress(health);
+        }
+        if let Err(error) = self.completions.arm() {
             drop(self.fail(self.state.lock(), error, health));
             return false;
         }
-        self.progress(health)
+        // What came before wakes no thread, and the holder of the lock may have looked before it.
+        self.visits.ask_again();
+        self.visit(health)
     }
 
     fn event_fds(&self) -> Vec<BorrowedFd<'_>> {
         self.channel().map(AsFd::as_fd).into_iter().collect()
+    }
+
+    fn take_events(&self, health: &Health) {
+        if let Some(Err(error)) = self.channel().map(CompletionChannel::take_events) {
+            drop(self.fail(self.state.lock(), error, health));
+        }
     }
 
     fn wakes(&self) -> bool {
@@ -586,7 +670,7 @@ impl NetConnection for Connection {
     }
 
     fn stop(&self, cause: &Cause) {
-        self.end(&mut self.state.lock(), End::Dead(cause.clone()));
+        self.hold(|state| self.end(state, End::Dead(cause.clone())));
     }
 
     fn leave(&self, until: Instant) {
@@ -604,30 +688,31 @@ impl NetConnection for Connection {
     }
 
     fn cleared(&self, from: RemoteAddress, len: u64) {
-        self.state.lock().sent.cleared(from, len);
+        self.hold(|state| state.sent.cleared(from, len));
     }
 
     fn counters(&self) -> Counters {
-        let mut state = self.state.lock();
-        if self.health.check().is_err() {
-            // No progress thread serves the connections of a failed world any more.
-            let _ = self.complete(&mut state);
-        }
-        state.sender.counters
+        self.hold(|state| {
+            if self.health.check().is_err() {
+                // No progress thread serves the connections of a failed world any more.
+                let _ = self.complete(state);
+            }
+            state.sender.counters
+        })
     }
 
     fn forecast(&self) -> Counters {
-        self.state.lock().forecast.as_ref().map(Forecast::counters).unwrap_or_default()
+        self.hold(|state| state.forecast.as_ref().map(Forecast::counters).unwrap_or_default())
     }
 
     fn fault(&self) -> Option<LaneError> {
         if let Some(error) = self.reported.get() {
             return Some(error.clone().into());
         }
-        match &self.state.lock().end {
+        self.hold(|state| match &state.end {
             Some(End::Failed(error, _)) => Some(error.clone().into()),
             _ => None,
-        }
+        })
     }
 }
 
@@ -641,27 +726,34 @@ impl Connection {
     }
 
     /// Room for `len` copied bytes, as [`Sender::stage`].
-    fn stage(
-        &self,
-        state: &mut State,
-        len: usize,
-        gathered: bool,
-        limits: WaitLimits<'_>,
-    ) -> Result<Staged, Halt> {
+    fn stage(&self, state: &mut State, len: usize, limits: WaitLimits<'_>) -> Result<Staged, Halt> {
         let len = len as u32;
-        if let Some(staged) = state.sender.stage(len, gathered)? {
+        if let Some(staged) = state.sender.stage(len)? {
             return Ok(staged);
         }
         // What fills the staging may still be held back.
         state.sender.post_soon();
         let staged = self.until(state, limits, |state| {
             state.sender.staging.ask_for_slots();
-            state.sender.stage(len, gathered)
+            state.sender.stage(len)
         });
-        if staged.is_err() {
+        staged.map_err(|halt| {
+            let holder = state.sender.staging.awaited_peer();
             state.sender.staging.ask_no_more();
+            match (halt, holder.filter(|&holder| holder != self.peer)) {
+                (Halt::Waiting(WaitError::Late { waited }), Some(holder)) => Halt::Blocked { holder, waited },
+                (halt, _) => halt,
+            }
+        })
+    }
+
+    /// A line for `len` bytes of a signal, as [`Sender::line`].
+    fn line(&self, state: &mut State, len: usize, limits: WaitLimits<'_>) -> Result<Staged, Halt> {
+        if let Some(line) = state.sender.line(len as u32)? {
+            return Ok(line);
         }
-        staged
+        state.sender.post_soon();
+        self.until(state, limits, |state| state.sender.line(len as u32))
     }
 
     fn put_bytes(
@@ -679,7 +771,7 @@ impl Connection {
             let (remote, together) = self.remote(&state.theirs, to)?;
             let room = Self::room(state, remote, 1, true)?;
             let (head, tail) = rest.split_at(rest.len().min(together.min(room.bytes) as usize));
-            let staged = self.stage(state, head.len(), true, limits)?;
+            let staged = self.stage(state, head.len(), limits)?;
             fill(&staged, head);
             state.sender.counters.copied += head.len() as u64;
             state.sender.write(remote, [staged.piece], PieceSource::Staged(staged.until));
@@ -760,7 +852,7 @@ impl Connection {
             let most = rest.len().min(together.min(room.bytes) as usize / row_bytes);
             let (head, tail) = rest.split_at(most);
             let len = most * row_bytes;
-            let staged = self.stage(state, len, true, limits)?;
+            let staged = self.stage(state, len, limits)?;
             for (nth, &row) in head.iter().enumerate() {
                 // SAFETY: the staged bytes hold all these rows, one behind the other.
                 let at = unsafe { staged.at.add(nth * row_bytes) };

@@ -2,12 +2,12 @@
 //!
 //! These are the rules of the lane as arithmetic. Puts are pieces: a copied put is one, and rows in
 //! place are one for each run of adjacent rows. Pieces with adjacent targets are one request, until
-//! it has thirty pieces or a chunk of bytes, or until a signal. A signal is one request more, or
-//! two with a tag, or none if it travels with the puts before it. A word of a device is a request,
-//! and begins a batch where it waits for those before it. A batch ends at sixteen requests or a
-//! chunk of bytes, and with a signal. It is a doorbell, and a doorbell a completion. The prediction
-//! is exact as long as nothing waits for credit. Otherwise a batch may be cut short, and only
-//! requests, packets and bytes are exact.
+//! it has thirty pieces (twenty in large worlds) or a chunk of bytes, or until a signal. A signal
+//! is one request more, or two with a tag, or none if it travels with the puts before it. A word of
+//! a device is a request, and begins a batch where it waits for those before it. A batch ends at
+//! sixteen requests or a chunk of bytes, and with a signal. It is a doorbell, and a doorbell a
+//! completion. The prediction is exact as long as nothing waits for credit. Otherwise a batch may
+//! be cut short, and only requests, packets and bytes are exact.
 
 use super::{Remote, SignalMode};
 use crate::lane::net::Counters;

@@ -10,7 +10,8 @@ use super::ffi::{
     ibv_mr, ibv_pd, ibv_sge,
 };
 use super::library::{check_object, trace_failure};
-use crate::error::VerbsError;
+use crate::error::{Error, VerbsError};
+use crate::memory::{PeerMapping, Segment};
 
 /// Which queue pairs may use which memory.
 #[derive(Debug)]
@@ -224,5 +225,35 @@ impl Drop for MemoryRegion {
         // SAFETY: registered by `of`, and dropped once.
         let answer = unsafe { (context.functions().dereg_mr)(self.raw.as_ptr()) };
         trace_failure(context.name(), "ibv_dereg_mr", answer);
+    }
+}
+
+/// Memory of this process that is registered with a NIC.
+#[derive(Debug)]
+pub struct Pinned {
+    pub region: MemoryRegion,
+    pub at: NonNull<u8>,
+    _mapped: Arc<PeerMapping>,
+}
+
+// SAFETY: the pointer leads into a mapping that is kept with it; it belongs to no thread.
+unsafe impl Send for Pinned {}
+// SAFETY: as above. Each part of the memory has one user, who says how it is reached.
+unsafe impl Sync for Pinned {}
+
+impl Pinned {
+    /// So many zeros.
+    ///
+    /// # Errors
+    /// [`MemoryError`](crate::error::MemoryError), [`VerbsError::Register`].
+    pub fn new(domain: &Arc<ProtectionDomain>, name: &str, len: u64, access: Access) -> Result<Self, Error> {
+        let segment = Segment::create(name, len)?;
+        let mapped = Arc::new(PeerMapping::new(&[Some(&segment)])?);
+        let at = mapped.at(0, 0, len)?;
+        // SAFETY: `_mapped` is dropped after the region. Peers write words only, as atomics. The
+        // NIC writes old values, which are never read, and receives, which are read after their
+        // completions only.
+        let region = unsafe { MemoryRegion::register(domain, at, len as usize, access) }?;
+        Ok(Pinned { region, at, _mapped: mapped })
     }
 }

@@ -23,7 +23,7 @@
 //!                    +--> StagingPool  slots of a NIC for bytes that are copied, shared by connections
 //!                    +--> EventThread  ports that go down, queue pairs that are lost
 //!                    +--> Connection
-//!                           +--> Sender     requests: gathered, queued, posted, done; slots of staging
+//!                           +--> Sender     requests: gathered, queued, posted, done; slots, a Block
 //!                           +--> Receiver   signals that come as messages
 //!                           +--> Forecast   prediction of the requests
 //! ```
@@ -33,7 +33,9 @@
 //!
 //! The module `library` gives the reason for own declarations instead of a crate for verbs.
 
+mod block;
 mod connection;
+mod depth;
 mod events;
 #[cfg(test)]
 mod fake;
@@ -59,7 +61,7 @@ mod work;
 #[cfg(test)]
 pub use fake::Fabric;
 pub use library::{Context, Library};
-pub use memory::{Access, MemoryRegion, ProtectionDomain, Remote, Sge};
+pub use memory::{Access, MemoryRegion, Pinned, ProtectionDomain, Remote, Sge};
 #[cfg(test)]
 pub use nic::{Mtu, Nic};
 pub use nic::{NicSurvey, Sysfs};

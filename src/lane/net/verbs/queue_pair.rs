@@ -345,7 +345,8 @@ impl Drop for QueuePair {
 }
 
 impl Caps {
-    fn granted(cap: &ibv_qp_cap) -> Self {
+    /// As a driver writes them.
+    pub fn granted(cap: &ibv_qp_cap) -> Self {
         Caps {
             sends: cap.max_send_wr,
             receives: cap.max_recv_wr,

@@ -19,8 +19,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use sidelane_core::stripes::Arrivals;
 
+use super::block::Block;
 use super::sender::RECEIVE;
-use super::staging::Block;
 use super::work::{Done, Kind};
 use super::{QueuePair, ReceiveChain, Remote};
 use crate::error::VerbsError;

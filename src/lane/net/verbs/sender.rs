@@ -35,12 +35,17 @@
 //!   posted   one doorbell  '- a second one, after the completion of the first
 //! ```
 //!
-//! **Registered memory** of the connection is in [`staging`](super::staging). The grant to the peer
-//! only grows, so it needs no staging: a NIC that reads it late reports more.
+//! **Registered memory**: copied bytes of puts lie in slots of [`staging`](super::staging). Words
+//! and records of signals lie in lines of the connection's [`block`](super::block). The grant to
+//! the peer only grows, so it needs no line of its own: a NIC that reads it late reports more.
+//!
+//! **End.** What is not posted is dropped. Slots go back to the pool once the NIC has flushed what
+//! is: until then it may read them.
 
 use std::collections::VecDeque;
 
-use super::staging::{ALIGN, Block, Staged, Staging};
+use super::block::{Block, LINES};
+use super::staging::{ALIGN, Staged, Staging};
 use super::{Flags, QueuePair, Remote, SendChain, Sge};
 use crate::error::{Operation, VerbsError};
 use crate::lane::net::Counters;
@@ -77,10 +82,24 @@ struct Request {
     to: Remote,
     pieces: usize,
     bytes: u64,
-    /// Staging up to here is free when it is done.
-    staged: Option<u64>,
+    /// What is free when it is done.
+    frees: Frees,
     /// Its bytes, if they travel inside it.
     words: [u64; 3],
+}
+
+/// Registered memory that is free up to a position once requests are done.
+#[derive(Clone, Copy, Debug, Default)]
+struct Frees {
+    staged: Option<u64>,
+    lines: Option<u64>,
+}
+
+impl Frees {
+    /// That of these requests, and of `later` ones.
+    fn and(self, later: Frees) -> Frees {
+        Frees { staged: later.staged.or(self.staged), lines: later.lines.or(self.lines) }
+    }
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -88,7 +107,7 @@ struct PostedBatch {
     /// Number of the request behind the last one.
     end: u64,
     bytes: u64,
-    staged: Option<u64>,
+    frees: Frees,
 }
 
 /// A send queue. Requests have numbers, in the order in which they are asked for.
@@ -116,6 +135,13 @@ pub struct Sender {
     /// Requests from this number on are behind the last report of taken signals.
     grants: u64,
     in_flight: u64,
+    /// Lines ever taken, and ever free again.
+    lines: u64,
+    lines_read: u64,
+    /// Requests that the NIC is done with, in success or not.
+    seen: u64,
+    /// After the end: requests that were posted before.
+    ends: Option<u64>,
     /// Numbers of requests that are posted after the completion of all before them.
     fences: VecDeque<u64>,
 }
@@ -132,6 +158,8 @@ impl Sender {
         limits: Limits,
         bounds: Bounds,
     ) -> Self {
+        // As long as a NIC keeps up they do not grow: what waits depends on time.
+        let requests = limits.requests as usize;
         Sender {
             qp,
             block,
@@ -139,9 +167,9 @@ impl Sender {
             counters: Counters::default(),
             chain,
             gather: Gather::new(bounds),
-            queue: VecDeque::new(),
-            pieces: VecDeque::new(),
-            flights: VecDeque::new(),
+            queue: VecDeque::with_capacity(requests),
+            pieces: VecDeque::with_capacity(limits.batch * bounds.pieces),
+            flights: VecDeque::with_capacity(requests),
             limits,
             asked: 0,
             posted: 0,
@@ -151,6 +179,10 @@ impl Sender {
             in_place: 0,
             grants: 0,
             in_flight: 0,
+            lines: 0,
+            lines_read: 0,
+            seen: 0,
+            ends: None,
             fences: VecDeque::new(),
         }
     }
@@ -170,15 +202,28 @@ impl Sender {
         self.gather.add(to, pieces, kept);
     }
 
-    /// Room for `len` bytes that are copied: for a piece of the write that is being gathered, for
-    /// which [`Sender::room`] has said that there is room, or by themselves. `None` if there is no
-    /// staging yet.
+    /// Room for `len` bytes that are copied, for a piece of the write that is being gathered, for
+    /// which [`Sender::room`] has said that there is room. `None` if there is no staging yet.
     ///
     /// # Errors
     /// As [`Staging::stage`].
-    pub fn stage(&mut self, len: u32, gathered: bool) -> Result<Option<Staged>, VerbsError> {
-        let begins = gathered && self.gather.staged() == 0;
+    pub fn stage(&mut self, len: u32) -> Result<Option<Staged>, VerbsError> {
+        let begins = self.gather.staged() == 0;
         self.staging.stage(len, begins)
+    }
+
+    /// A line for a word or a record, for [`Sender::ask_line`]. `None` if the NIC has yet to read
+    /// all of them.
+    ///
+    /// # Errors
+    /// [`VerbsError::OutOfRegion`] if it is too short.
+    pub fn line(&mut self, len: u32) -> Result<Option<Staged>, VerbsError> {
+        if self.lines - self.lines_read == LINES {
+            return Ok(None);
+        }
+        let line = self.block.line(self.lines, len)?;
+        self.lines = line.until;
+        Ok(Some(line))
     }
 
     /// Whether other connections wait for staging that this one holds.
@@ -195,7 +240,8 @@ impl Sender {
             return false;
         }
         self.pieces.extend(self.gather.pieces.drain(..));
-        self.push(Request { kind, to, pieces, bytes, staged: until, words: [0; 3] });
+        let frees = Frees { staged: until, lines: None };
+        self.push(Request { kind, to, pieces, bytes, frees, words: [0; 3] });
         if in_place {
             self.in_place = self.asked;
         }
@@ -227,15 +273,16 @@ impl Sender {
     /// Asks for a request without bytes of others, behind everything so far.
     pub fn ask(&mut self, kind: Kind, to: Remote) {
         self.close();
-        self.push(Request { kind, to, pieces: 0, bytes: 0, staged: None, words: [0; 3] });
+        self.push(Request { kind, to, pieces: 0, bytes: 0, frees: Frees::default(), words: [0; 3] });
     }
 
-    /// Asks for a request whose bytes have been staged, behind everything so far.
-    pub fn ask_staged(&mut self, kind: Kind, to: Remote, staged: &Staged) {
+    /// Asks for a request whose bytes lie in a line, behind everything so far.
+    pub fn ask_line(&mut self, kind: Kind, to: Remote, line: &Staged) {
         self.close();
-        self.pieces.push_back(staged.piece);
-        let bytes = staged.piece.len().into();
-        self.push(Request { kind, to, pieces: 1, bytes, staged: Some(staged.until), words: [0; 3] });
+        self.pieces.push_back(line.piece);
+        let bytes = line.piece.len().into();
+        let frees = Frees { staged: None, lines: Some(line.until) };
+        self.push(Request { kind, to, pieces: 1, bytes, frees, words: [0; 3] });
     }
 
     /// Asks for a write of words that travel inside the request, behind everything so far. `false`
@@ -249,7 +296,14 @@ impl Sender {
         place.copy_from_slice(words);
         self.close();
         let bytes = size_of_val(words) as u64;
-        self.push(Request { kind: Kind::Write, to, pieces: 0, bytes, staged: None, words: inside });
+        self.push(Request {
+            kind: Kind::Write,
+            to,
+            pieces: 0,
+            bytes,
+            frees: Frees::default(),
+            words: inside,
+        });
         true
     }
 
@@ -266,7 +320,14 @@ impl Sender {
         let piece = self.block.grant(taken)?;
         self.pieces.push_back(piece);
         let bytes = piece.len().into();
-        self.push(Request { kind: Kind::Write, to, pieces: 1, bytes, staged: None, words: [0; 3] });
+        self.push(Request {
+            kind: Kind::Write,
+            to,
+            pieces: 1,
+            bytes,
+            frees: Frees::default(),
+            words: [0; 3],
+        });
         self.grants = self.asked;
         self.post_soon();
         Ok(())
@@ -318,7 +379,7 @@ impl Sender {
         }
         // A batch ends before the next fence, also if that is the next request.
         let room = self.fences.get(fences).map_or(u64::MAX, |fence| fence - self.posted);
-        let (mut count, mut bytes, mut packets, mut staged) = (0, 0, 0, None);
+        let (mut count, mut bytes, mut packets, mut frees) = (0, 0, 0, Frees::default());
         for request in self.queue.iter().take(most.min(usize::try_from(room).unwrap_or(most))) {
             let in_flight = self.in_flight + bytes;
             if in_flight > 0 && in_flight + request.bytes > self.limits.bytes {
@@ -326,7 +387,7 @@ impl Sender {
             }
             (count, bytes) = (count + 1, bytes + request.bytes);
             packets += request.bytes.div_ceil(self.limits.mtu).max(1);
-            staged = request.staged.or(staged);
+            frees = frees.and(request.frees);
         }
         if count == 0 {
             return Ok(false);
@@ -340,7 +401,7 @@ impl Sender {
         }
         self.qp.post_send(&mut self.chain)?;
         self.in_flight += bytes;
-        self.flights.push_back(PostedBatch { end: self.posted, bytes, staged });
+        self.flights.push_back(PostedBatch { end: self.posted, bytes, frees });
         self.counters.requests += count;
         self.counters.doorbells += 1;
         self.counters.packets += packets;
@@ -369,19 +430,34 @@ impl Sender {
     pub fn complete(&mut self, id: u64) {
         self.done = self.done.max((id >> 2) + 1);
         self.counters.completions += 1;
-        while let Some(&PostedBatch { bytes, staged, .. }) =
+        while let Some(&PostedBatch { bytes, frees, .. }) =
             self.flights.front().filter(|f| f.end <= self.done)
         {
             self.flights.pop_front();
             self.in_flight -= bytes;
-            if let Some(until) = staged {
+            if let Some(until) = frees.staged {
                 self.staging.read_until(until);
             }
+            self.lines_read = frees.lines.unwrap_or(self.lines_read);
+        }
+        self.see(id);
+    }
+
+    /// The NIC is done with a request, in success or not, and so with all earlier ones.
+    pub fn see(&mut self, id: u64) {
+        self.seen = self.seen.max((id >> 2) + 1);
+        if self.ends.is_some_and(|posted| self.seen >= posted) {
+            self.staging.clear();
         }
     }
 
-    /// Drops requests that have not been posted: their peer is gone.
+    /// Drops requests that have not been posted: their peer is gone. Nothing may be posted any
+    /// more.
     pub fn abandon(&mut self) {
+        let posted = *self.ends.get_or_insert(self.posted);
+        if self.seen >= posted {
+            self.staging.clear();
+        }
         self.gather.pieces.clear();
         self.queue.clear();
         self.pieces.clear();

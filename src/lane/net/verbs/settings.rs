@@ -139,12 +139,12 @@ impl Settings {
         let chunk = vars.bytes("SIDELANE_VERBS_CHUNK", CHUNKS, "bytes, 4K to 1G")?.unwrap_or(usual.chunk);
         let in_flight =
             vars.bytes("SIDELANE_VERBS_IN_FLIGHT", chunk..=u64::MAX, "bytes from SIDELANE_VERBS_CHUNK on")?;
-        // A slot is two chunks.
-        let slot = 2 * chunk;
+        // A slot is two chunks, and one is left to other peers.
+        let slots = 4 * chunk;
         let staging = vars.bytes(
             "SIDELANE_VERBS_STAGING",
-            slot..=slot.max(64 << 30),
-            "bytes, from two of SIDELANE_VERBS_CHUNK to 64G",
+            slots..=slots.max(64 << 30),
+            "bytes, from four of SIDELANE_VERBS_CHUNK to 64G",
         )?;
         Ok(Settings {
             library: vars.text("SIDELANE_IBVERBS_LIBRARY").map(PathBuf::from),
@@ -180,7 +180,7 @@ impl Settings {
             mtu: vars.mtu()?,
             chunk,
             in_flight: in_flight.unwrap_or(usual.in_flight.max(chunk)),
-            staging: staging.unwrap_or(usual.staging.max(slot)),
+            staging: staging.unwrap_or(usual.staging.max(slots)),
             queue_pairs: vars
                 .number("SIDELANE_VERBS_QUEUE_PAIRS", QUEUE_PAIRS, "1 to 8")?
                 .unwrap_or(usual.queue_pairs),
@@ -379,7 +379,7 @@ mod tests {
             ("SIDELANE_VERBS_CHUNK", "1K"),
             ("SIDELANE_VERBS_CHUNK", "2G"),
             ("SIDELANE_VERBS_IN_FLIGHT", "64K"),
-            ("SIDELANE_VERBS_STAGING", "511K"),
+            ("SIDELANE_VERBS_STAGING", "1023K"),
             ("SIDELANE_VERBS_QUEUE_PAIRS", "0"),
             ("SIDELANE_VERBS_QUEUE_PAIRS", "9"),
             ("SIDELANE_VERBS_SIGNAL", "flag"),

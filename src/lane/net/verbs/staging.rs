@@ -1,8 +1,8 @@
-//! Registered memory of a NIC's connections: staging, which they share, and a block for each.
+//! Staging: registered memory for bytes that are not registered at their source. The connections of
+//! a NIC share it.
 //!
-//! *Staging* takes bytes that are not registered at their source, and the contents of signals. It
-//! is a pool of equal slots. A connection takes a slot when it has bytes to copy, and gives it back
-//! once the NIC has read them. So an idle connection holds none, and the pool is as large for
+//! It is a pool of equal slots. A connection takes a slot when it has bytes to copy, and gives it
+//! back once the NIC has read them. So an idle connection holds none, and the pool is as large for
 //! thousands of peers as for a few.
 //!
 //! ```text
@@ -16,67 +16,33 @@
 //!
 //! **No deadlock.** A write takes a slot before its first byte, and never a second one. So a
 //! connection that waits for a slot holds only bytes of writes that are complete, and these are
-//! posted. Others may hold bytes of writes that are still gathered. While a connection waits, the
-//! pool is [short](Slots::is_short), and the progress thread posts what they hold back.
+//! posted. Others may hold bytes of writes that are still gathered. While a connection that holds
+//! no slot waits, the pool is [short](Slots::is_short), and the progress thread posts what they
+//! hold back.
 //!
-//! **No starvation.** Connections take slots in the order in which they asked ([`Slots`]). One
-//! holds a quarter of the pool at most, where there are so many peers.
-//!
-//! A *block* is what a peer's NIC writes to, and what this NIC reads or writes without a copy. The
-//! blocks of many peers are one registration. None is used twice, because a late write of a former
-//! peer could land in it.
+//! **No starvation.** Connections that hold no slot take one in the order in which they asked
+//! ([`Slots`]). A connection takes one more only while more slots are left than its peer may hold
+//! by then, and more than a quarter of the pool. So a peer that takes nothing holds half of the
+//! pool at most. Several of them leave the last quarter to connections that hold no slot:
 //!
 //! ```text
-//!   block   | granted: written by the peer | the peer's grant | old value of an addition | receives of 64 bytes |
+//!   slots   | a a a a a a a a b b b b b b b b c c c c c c c c | d e f g h             |
+//!             windows of peers that take nothing                their first slots       left to others
 //! ```
+//!
+//! A wait that ends at its deadline is blamed on the peer that holds most slots.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::OwnedFd;
-use std::ptr::NonNull;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 
-use super::{Access, MemoryRegion, ProtectionDomain, Remote, Sge};
+use super::{Access, Pinned, ProtectionDomain, Sge};
 use crate::error::{Error, VerbsError};
-use crate::lane::FlagLine;
-use crate::memory::{PeerMapping, Segment};
 use crate::sync::slots::{Slots, Ticket};
 
 /// Alignment of staged data.
 pub const ALIGN: u64 = 64;
-/// Bytes of a receive: a record's header.
-const RECEIVE_BYTES: u64 = 64;
-const GRANTED: u64 = 0;
-const GRANT: u64 = 64;
-const OLD: u64 = 128;
-const RECEIVES: u64 = 192;
-/// Blocks of one registration.
-const SLAB: u64 = 64;
-
-/// Memory of this process that is registered with a NIC.
-#[derive(Debug)]
-struct Pinned {
-    region: MemoryRegion,
-    at: NonNull<u8>,
-    _mapped: Arc<PeerMapping>,
-}
-
-// SAFETY: the pointer leads into a mapping that is kept with it; it belongs to no thread.
-unsafe impl Send for Pinned {}
-// SAFETY: as above. Each part of the memory has one user, who says how it is reached.
-unsafe impl Sync for Pinned {}
-
-impl Pinned {
-    fn new(domain: &Arc<ProtectionDomain>, name: &str, len: u64, access: Access) -> Result<Self, Error> {
-        let segment = Segment::create(name, len)?;
-        let mapped = Arc::new(PeerMapping::new(&[Some(&segment)])?);
-        let at = mapped.at(0, 0, len)?;
-        // SAFETY: `_mapped` is dropped after the region. Peers write words only, as atomics. The
-        // NIC writes old values, which are never read, and receives, which are read after their
-        // completions only.
-        let region = unsafe { MemoryRegion::register(domain, at, len as usize, access) }?;
-        Ok(Pinned { region, at, _mapped: mapped })
-    }
-}
 
 /// The slots of a NIC.
 #[derive(Debug)]
@@ -84,11 +50,20 @@ pub struct StagingPool {
     memory: Pinned,
     chunk: u64,
     slots: Slots,
+    /// The rank (in the world) that each slot was taken for last, or [`FREE`].
+    peers: Box<[AtomicU32]>,
     /// Slots that one connection may hold.
     most: usize,
+    /// Connections of one peer, and slots for connections that hold none. Both are 0 if no other
+    /// peer shares the pool.
+    queues: u64,
+    reserve: u64,
     /// Wakes the progress thread.
     wake_fd: Arc<OwnedFd>,
 }
+
+/// No rank.
+const FREE: u32 = u32::MAX;
 
 /// The size of a pool.
 #[derive(Clone, Copy, Debug)]
@@ -97,10 +72,11 @@ pub struct PoolSize {
     pub chunk: u64,
     /// Bytes that one connection may have in flight.
     pub window: u64,
-    /// Bytes at most, for all connections.
+    /// Bytes at most, for all connections; at least two slots, one of them for another peer.
     pub most: u64,
-    /// Connections that there may be.
-    pub connections: u64,
+    /// Peers that there may be, and connections of each.
+    pub peers: u64,
+    pub queues: u64,
 }
 
 impl PoolSize {
@@ -112,9 +88,11 @@ impl PoolSize {
     /// Number of slots, and how many of them one connection may hold.
     fn slots(&self) -> (u64, u64) {
         let window = self.window.div_ceil(self.slot()).max(1);
-        let wanted = window.saturating_mul(self.connections.max(1));
-        let slots = wanted.min((self.most / self.slot()).max(1));
-        (slots, window.min((slots / self.connections.clamp(1, 4)).max(1)))
+        // Beside the windows of all peers, as much as one more: it is left to others.
+        let (peers, least) = if self.peers > 1 { (self.peers + 1, 2) } else { (1, 1) };
+        let wanted = window.saturating_mul(peers * self.queues);
+        let slots = wanted.min(self.most / self.slot()).max(least);
+        (slots, window.min(slots))
     }
 }
 
@@ -134,7 +112,10 @@ impl StagingPool {
             memory,
             chunk: size.chunk.next_multiple_of(ALIGN),
             slots: Slots::new(slots),
+            peers: (0..slots).map(|_| AtomicU32::new(FREE)).collect(),
             most: most as usize,
+            queues: if size.peers > 1 { size.queues } else { 0 },
+            reserve: if size.peers > 1 { slots / 4 } else { 0 },
             wake_fd: Arc::clone(wake_fd),
         })
     }
@@ -142,15 +123,24 @@ impl StagingPool {
     fn slot_bytes(&self) -> u64 {
         2 * self.chunk
     }
+
+    /// The peer that holds most slots.
+    fn busiest(&self) -> Option<u32> {
+        let mut held = BTreeMap::<u32, u32>::new();
+        // Relaxed: for an error about slots that have not moved for long.
+        let peers = self.peers.iter().map(|peer| peer.load(Ordering::Relaxed));
+        peers.filter(|&peer| peer != FREE).for_each(|peer| *held.entry(peer).or_default() += 1);
+        held.into_iter().rev().max_by_key(|&(_, slots)| slots).map(|(peer, _)| peer)
+    }
 }
 
-/// Bytes of a slot, to be filled before they are sent.
+/// Registered bytes, to be filled before they are sent.
 pub struct Staged {
     /// Where they go.
     pub at: *mut u8,
     /// The piece that is to be sent.
     pub piece: Sge,
-    /// Position for [`Staging::read_until`] when they have been read.
+    /// The position behind them: everything before it is free once the NIC has read them.
     pub until: u64,
 }
 
@@ -158,6 +148,8 @@ pub struct Staged {
 #[derive(Debug)]
 pub struct Staging {
     pool: Arc<StagingPool>,
+    /// The rank (in the world) at the other end.
+    peer: u32,
     /// Oldest first, each with the position behind its last bytes.
     held: VecDeque<(u64, u64)>,
     /// Bytes of the newest slot that are taken.
@@ -170,9 +162,9 @@ pub struct Staging {
 
 impl Staging {
     /// Of a connection that has staged nothing.
-    pub fn new(pool: Arc<StagingPool>) -> Self {
+    pub fn new(pool: Arc<StagingPool>, peer: u32) -> Self {
         let held = VecDeque::with_capacity(pool.most);
-        Staging { pool, held, taken: 0, head: 0, tail: 0, ticket: Ticket::default() }
+        Staging { pool, peer, held, taken: 0, head: 0, tail: 0, ticket: Ticket::default() }
     }
 
     /// Room for `len` bytes that lie together. If they begin a write, there is room behind them for
@@ -190,7 +182,10 @@ impl Staging {
             if self.held.len() == self.pool.most {
                 return Ok(None);
             }
-            let Some(slot) = self.pool.slots.take(&mut self.ticket) else { return Ok(None) };
+            let spared = self.spared();
+            let Some(slot) = self.pool.slots.take(&mut self.ticket, spared) else { return Ok(None) };
+            // Relaxed, as below: for errors alone.
+            self.pool.peers[slot as usize].store(self.peer, Ordering::Relaxed);
             self.held.push_back((slot, self.head));
             self.taken = 0;
         }
@@ -205,11 +200,22 @@ impl Staging {
         Ok(Some(Staged { at, piece, until: self.head }))
     }
 
+    /// Slots that it leaves to others when it takes one more.
+    fn spared(&self) -> u64 {
+        match self.held.len() as u64 {
+            0 => 0,
+            // Each connection of the peer may hold as many.
+            held => (held * self.pool.queues).max(self.pool.reserve),
+        }
+    }
+
     /// Bytes up to here have been read by the NIC.
     pub fn read_until(&mut self, until: u64) {
         self.tail = until;
         while let Some(&(slot, _)) = self.held.front().filter(|(_, end)| *end <= self.tail) {
             self.held.pop_front();
+            // Before others may hold it.
+            self.pool.peers[slot as usize].store(FREE, Ordering::Relaxed);
             self.pool.slots.give_back(slot);
         }
     }
@@ -217,6 +223,16 @@ impl Staging {
     /// Whether it holds slots, and other connections wait for some.
     pub fn is_wanted(&self) -> bool {
         !self.held.is_empty() && self.pool.slots.is_short()
+    }
+
+    /// Whether it waits for slots of others: it holds none itself.
+    pub fn waits_for_others(&self) -> bool {
+        self.held.is_empty() && self.ticket.waits()
+    }
+
+    /// The peer whose slots it waits for, as far as can be told.
+    pub fn awaited_peer(&self) -> Option<u32> {
+        self.pool.busiest().filter(|_| self.waits_for_others())
     }
 
     /// If this connection waits for a slot, the progress thread is to free some of others: it posts
@@ -245,113 +261,9 @@ impl Drop for Staging {
     }
 }
 
-/// The blocks of a NIC's connections.
-#[derive(Debug)]
-pub struct Blocks {
-    domain: Arc<ProtectionDomain>,
-    receives: u64,
-    /// Blocks of one registration.
-    slab: u64,
-    /// The newest registration, and how many of its blocks are used.
-    newest: Mutex<Option<(Arc<Pinned>, u64)>>,
-}
-
-impl Blocks {
-    /// Blocks with so many receives, for at most so many connections.
-    pub fn new(domain: &Arc<ProtectionDomain>, receives: u64, connections: u64) -> Self {
-        let slab = connections.clamp(1, SLAB);
-        Blocks { domain: Arc::clone(domain), receives, slab, newest: Mutex::default() }
-    }
-
-    /// A block that no connection has had.
-    ///
-    /// # Errors
-    /// [`MemoryError`](crate::error::MemoryError), [`VerbsError::Register`].
-    pub fn take(&self) -> Result<Block, Error> {
-        let len = RECEIVES + self.receives * RECEIVE_BYTES;
-        let mut newest = self.newest.lock().unwrap_or_else(PoisonError::into_inner);
-        let (memory, used) = match &mut *newest {
-            Some((memory, used)) if *used < self.slab => (memory, used),
-            full => {
-                let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
-                let memory = Pinned::new(&self.domain, "sidelane-blocks", self.slab * len, access)?;
-                let (memory, used) = full.insert((Arc::new(memory), 0));
-                (memory, used)
-            }
-        };
-        *used += 1;
-        Ok(Block { memory: Arc::clone(memory), start: (*used - 1) * len, receives: self.receives })
-    }
-}
-
-/// The block of one connection.
-#[derive(Debug)]
-pub struct Block {
-    memory: Arc<Pinned>,
-    /// Its first byte.
-    start: u64,
-    receives: u64,
-}
-
-impl Block {
-    /// Where the peer writes how many signals it has taken.
-    pub fn granted_at(&self) -> Remote {
-        let Pinned { region, .. } = &*self.memory;
-        Remote { addr: region.base() + self.start + GRANTED, rkey: region.rkey() }
-    }
-
-    /// How many signals the peer has taken.
-    pub fn granted(&self) -> u64 {
-        self.line(GRANTED).value()
-    }
-
-    /// The grant to the peer: so many of its signals were taken.
-    pub fn grant(&self, taken: u64) -> Result<Sge, VerbsError> {
-        self.line(GRANT).raise(taken, None);
-        self.piece(GRANT, 8)
-    }
-
-    /// Where an addition leaves the old value.
-    pub fn old(&self) -> Result<Sge, VerbsError> {
-        self.piece(OLD, 8)
-    }
-
-    /// The memory of a receive.
-    pub fn receive(&self, number: u64) -> Result<Sge, VerbsError> {
-        self.piece(self.receive_at(number), RECEIVE_BYTES as u32)
-    }
-
-    /// Contents of a receive. Its completion must have been seen.
-    pub fn received(&self, number: u64) -> [u64; 8] {
-        let at = self.at(self.receive_at(number));
-        // SAFETY: inside the block, aligned to 8; the NIC writes it before the completion and not
-        // again before it is posted.
-        unsafe { at.cast::<[u64; 8]>().read_volatile() }
-    }
-
-    fn receive_at(&self, number: u64) -> u64 {
-        RECEIVES + number % self.receives * RECEIVE_BYTES
-    }
-
-    fn piece(&self, offset: u64, len: u32) -> Result<Sge, VerbsError> {
-        self.memory.region.sge(self.start + offset, len)
-    }
-
-    fn line(&self, offset: u64) -> FlagLine<'_> {
-        // SAFETY: one of the first lines of the block, aligned, used as an atomic word.
-        unsafe { FlagLine::new(self.at(offset)) }
-    }
-
-    fn at(&self, offset: u64) -> NonNull<u8> {
-        // SAFETY: a line of the block, or a receive.
-        unsafe { self.memory.at.add((self.start + offset) as usize) }
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use std::collections::HashSet;
-    use std::sync::atomic::{AtomicU64, Ordering};
+    use std::sync::atomic::AtomicU64;
 
     use rustix::event::{EventfdFlags, eventfd};
 
@@ -361,20 +273,23 @@ mod tests {
 
     const CHUNK: u64 = 4096;
 
-    /// A pool of so many slots, of which a connection may hold `most`.
-    fn pool(slots: u64, most: u64) -> Arc<StagingPool> {
+    fn made(size: PoolSize) -> StagingPool {
         let nic = Fabric::new(&["a"]).nic("a", &Settings::default());
         let domain = ProtectionDomain::create(&nic.context).unwrap();
         let wake_fd = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap());
-        let size =
-            PoolSize { chunk: CHUNK, window: most * 2 * CHUNK, most: slots * 2 * CHUNK, connections: 64 };
-        assert_eq!(size.slots().0, slots);
-        let pool = StagingPool::new(&domain, size, &wake_fd).unwrap();
+        StagingPool::new(&domain, size, &wake_fd).unwrap()
+    }
+
+    /// A pool of so many slots, of which a connection may hold `most`. None is left to others.
+    fn pool(slots: u64, most: u64) -> Arc<StagingPool> {
+        let bytes = slots * 2 * CHUNK;
+        let pool = made(PoolSize { chunk: CHUNK, window: bytes, most: bytes, peers: 1, queues: 1 });
         Arc::new(StagingPool { most: most as usize, ..pool })
     }
 
+    /// Of peers 0, 1, 2 ...
     fn stagings<const N: usize>(pool: &Arc<StagingPool>) -> [Staging; N] {
-        std::array::from_fn(|_| Staging::new(Arc::clone(pool)))
+        std::array::from_fn(|peer| Staging::new(Arc::clone(pool), peer as u32))
     }
 
     /// Stages a write of a chunk. Returns where it ends, if there was room.
@@ -384,14 +299,64 @@ mod tests {
 
     #[test]
     fn pool_grows_with_peers_up_to_its_limit() {
-        let of = |connections, window: u64| {
-            PoolSize { chunk: 256 << 10, window, most: 16 << 20, connections }.slots()
+        let of = |(peers, queues), window: u64, most: u64| {
+            PoolSize { chunk: 256 << 10, window, most, peers, queues }.slots()
         };
-        let usual = |connections| of(connections, 4 << 20);
-        assert_eq!([0, 1, 2, 4, 1023].map(usual), [(8, 8), (8, 8), (16, 8), (32, 8), (32, 8)]);
+        let usual = |peers| of((peers, 1), 4 << 20, 16 << 20);
+        assert_eq!([0, 1, 2, 3, 1023].map(usual), [(8, 8), (8, 8), (24, 8), (32, 8), (32, 8)]);
+        assert_eq!([1, 2].map(|peers| of((peers, 2), 4 << 20, 64 << 20)), [(16, 8), (48, 8)]);
         // A larger window takes no more: what is sent in place fills it.
-        assert_eq!([1, 4].map(|connections| of(connections, u64::MAX)), [(32, 32), (32, 8)]);
-        assert_eq!(of(1, 256 << 10), (1, 1));
+        assert_eq!([1, 4].map(|peers| of((peers, 1), u64::MAX, 16 << 20)), [(32, 32), (32, 32)]);
+        // One slot is enough for one peer, two for many.
+        assert_eq!([1, 2].map(|peers| of((peers, 1), 1, 1)), [(1, 1), (2, 1)]);
+    }
+
+    /// Takes as many slots as it can. Returns how many it holds then.
+    fn fill_up(staging: &mut Staging) -> u64 {
+        while fill(staging).is_some() {}
+        staging.held.len() as u64
+    }
+
+    #[test]
+    fn peers_that_take_nothing_leave_slots_to_others() {
+        for (slots, stalled, queues) in [(2, 1, 1), (3, 1, 1), (32, 1, 1), (32, 8, 1), (32, 1, 8), (32, 1, 3)]
+        {
+            let bytes = slots * 2 * CHUNK;
+            let window = bytes / 4;
+            let pool = Arc::new(made(PoolSize { chunk: CHUNK, window, most: bytes, peers: 1000, queues }));
+            let case = format!("{stalled} of {slots} slots, {queues} queues");
+            let ends = (0..stalled).flat_map(|peer| (0..queues).map(move |_| peer));
+            let mut held: Vec<_> = ends.map(|peer| Staging::new(Arc::clone(&pool), peer)).collect();
+            // Queues of one peer take turns, peers come one behind the other.
+            for peer in held.chunks_mut(queues as usize) {
+                while peer.iter_mut().filter_map(fill).count() > 0 {}
+            }
+            let taken: usize = held.iter().map(|staging| staging.held.len()).sum();
+            assert!(stalled > 1 || 2 * taken as u64 <= slots + queues, "{case}: {taken} are half at most");
+            let [mut other, mut another] = [2000, 2001].map(|peer| Staging::new(Arc::clone(&pool), peer));
+            for round in 0..100 {
+                for staging in [&mut other, &mut another] {
+                    let until = fill(staging).unwrap_or_else(|| panic!("{case}: round {round} gets no slot"));
+                    staging.read_until(until);
+                }
+            }
+            assert_eq!(pool.busiest(), Some(0), "{case}");
+        }
+    }
+
+    #[test]
+    fn peer_that_holds_most_slots_is_blamed_for_a_wait() {
+        let pool = pool(3, 2);
+        let [mut a, mut b, mut c] = stagings(&pool);
+        assert_eq!([&mut b, &mut c].map(|staging| staging.awaited_peer()), [None, None]);
+        assert_eq!((fill_up(&mut a), fill_up(&mut b)), (2, 1));
+        assert_eq!(fill(&mut c), None);
+        assert_eq!(c.awaited_peer(), Some(0));
+        // One that holds slots waits for its own peer.
+        assert_eq!((a.awaited_peer(), b.awaited_peer()), (None, None));
+        a.clear();
+        assert!(fill(&mut c).is_some());
+        assert_eq!(c.awaited_peer(), None);
     }
 
     #[test]
@@ -480,7 +445,7 @@ mod tests {
             for thread in 1..=8 {
                 let (pool, holders) = (&pool, &holders);
                 scope.spawn(move || {
-                    let mut staging = Staging::new(Arc::clone(pool));
+                    let mut staging = Staging::new(Arc::clone(pool), thread as u32);
                     for _ in 0..ROUNDS {
                         let staged = loop {
                             match staging.stage(2 * CHUNK as u32, false).unwrap() {
@@ -497,26 +462,5 @@ mod tests {
             }
         });
         assert!(!pool.slots.is_short());
-    }
-
-    #[test]
-    fn blocks_overlap_nowhere_and_are_used_once() {
-        let fabric = Fabric::new(&["a"]);
-        let nic = fabric.nic("a", &Settings::default());
-        let domain = ProtectionDomain::create(&nic.context).unwrap();
-        let blocks = Blocks::new(&domain, 2, 1000);
-        let mut starts = HashSet::new();
-        for _ in 0..2 * SLAB + 1 {
-            let block = blocks.take().unwrap();
-            let granted = block.granted_at();
-            assert!(starts.insert((granted.addr, granted.rkey)), "a former block is used again");
-            assert_eq!(block.granted(), 0);
-        }
-        // Those of the first two registrations are gone.
-        assert_eq!(fabric.inventory("a").regions, 1);
-        let mut starts: Vec<_> = starts.into_iter().collect();
-        starts.sort_unstable_by_key(|&(addr, key)| (key, addr));
-        let apart = |pair: &[(u64, u32)]| pair[0].1 != pair[1].1 || pair[1].0 - pair[0].0 == 192 + 2 * 64;
-        assert!(starts.windows(2).all(apart));
     }
 }

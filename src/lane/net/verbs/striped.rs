@@ -44,6 +44,7 @@ pub struct StripedConnection {
     /// Held over a whole call: no signal of another thread comes between the choice of a queue and
     /// its stripe.
     state: FatalLock<State>,
+    health: Arc<Health>,
 }
 
 #[derive(Debug)]
@@ -66,7 +67,8 @@ impl StripedConnection {
     ) -> Self {
         let state =
             State { stripes: Stripes::new(speeds, chunk), owed: vec![0; queues.len()], lead_only: false };
-        StripedConnection { queues, chunk, state: FatalLock::new(state, rank, health) }
+        let (state, health) = (FatalLock::new(state, rank, health), Arc::clone(health));
+        StripedConnection { queues, chunk, state, health }
     }
 
     fn lead(&self) -> &Connection {
@@ -114,7 +116,7 @@ impl StripedConnection {
         Ok(())
     }
 
-    /// Lets the lead report signals that ticks of other queues have completed meanwhile: a wait on
+    /// Lets the lead report signals that ticks of other queues have completed meanwhile: a call on
     /// one of these may have taken them, and the progress thread sleeps then.
     fn grant(&self, limits: WaitLimits<'_>) {
         self.lead().progress(limits.health);
@@ -201,7 +203,9 @@ impl NetConnection for StripedConnection {
 
     fn settled(&self) -> bool {
         // All of them: each call posts what is left.
-        self.queues.iter().filter(|queue| !queue.settled()).count() == 0
+        let settled = self.queues.iter().filter(|queue| !queue.settled()).count() == 0;
+        self.lead().progress(&self.health);
+        settled
     }
 
     fn settle(&self, limits: WaitLimits<'_>) -> Result<(), SendBlocked> {
@@ -230,6 +234,10 @@ impl NetConnection for StripedConnection {
 
     fn event_fds(&self) -> Vec<BorrowedFd<'_>> {
         self.queues.iter().flat_map(|queue| queue.event_fds()).collect()
+    }
+
+    fn take_events(&self, health: &Health) {
+        self.queues.iter().for_each(|queue| queue.take_events(health));
     }
 
     fn wakes(&self) -> bool {

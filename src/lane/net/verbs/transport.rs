@@ -11,7 +11,9 @@
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use super::block::{Block, Blocks};
 use super::connection::{Connection, Parts, SMALL};
+use super::depth::Depth;
 use super::events::EventThread;
 use super::forecast::{Forecast, Rules};
 use super::nic::Nic;
@@ -20,7 +22,7 @@ use super::receiver::{Inbox, Receiver};
 use super::registration::{NicMemory, RemoteRegions, Rights, ZEROS, describe_region};
 use super::sender::{ALONG, Bounds, Limits, Sender};
 use super::settings::QUEUE_PAIRS;
-use super::staging::{Block, Blocks, PoolSize, Staging, StagingPool};
+use super::staging::{PoolSize, Staging, StagingPool};
 use super::striped::StripedConnection;
 use super::{
     Caps, ChainCaps, CompletionChannel, CompletionQueue, Endpoint, Library, MemoryRegion, QueuePair, Queues,
@@ -34,17 +36,8 @@ use crate::lane::net::{
 };
 use crate::topology::NodeMap;
 
-/// Requests that one queue pair may have in flight, and receives that are kept posted where signals
-/// are messages.
-const REQUESTS: u32 = 256;
-/// The same in worlds of more than [`MANY`] ranks: the queues of a queue pair are locked memory.
-const REQUESTS_OF_MANY: u32 = 64;
-/// Ranks of a world from which on a rank has many peers.
-const MANY: u32 = 128;
 /// Requests per doorbell.
 const BATCH: usize = 16;
-/// Pieces per request: more are not granted together with so many requests everywhere.
-const PIECES: u32 = 30;
 /// Bytes of a signal, with its tag, that travel inside a request where the NIC takes them.
 const INSIDE: u32 = 24;
 
@@ -118,23 +111,22 @@ struct RankNic {
     blocks: Blocks,
     /// Where signals may wake a thread.
     channel: Option<Arc<CompletionChannel>>,
-    /// Requests that one of its queue pairs may have in flight.
-    requests: u32,
-    /// Receives that are kept posted.
-    receives: u32,
+    /// Limits of one of its queue pairs.
+    caps: Caps,
 }
 
 impl RankNic {
-    /// Of a rank with at most so many connections over it, in a world of so many ranks.
+    /// Of a rank with at most so many peers over it, and so many queue pairs to each.
     fn new(
         nic: Nic,
         settings: &Settings,
-        (connections, ranks): (u64, u32),
+        (peers, queues): (u64, u64),
         wake_fd: &Arc<OwnedFd>,
     ) -> Result<Self, Error> {
         let memory = Arc::new(NicMemory::new(nic)?);
         let attributes = memory.nic.context.attributes();
-        let requests = if ranks > MANY { REQUESTS_OF_MANY } else { REQUESTS }.min(attributes.requests);
+        let depth = Depth::of_each(peers * queues);
+        let requests = depth.requests.min(attributes.requests);
         let (receives, channel) = match settings.signal {
             Some(SignalMode::Write | SignalMode::FetchAdd) => (0, None),
             Some(SignalMode::Immediate) | None => {
@@ -142,10 +134,12 @@ impl RankNic {
             }
         };
         let Settings { chunk, in_flight: window, staging: most, .. } = *settings;
-        let size = PoolSize { chunk, window, most, connections };
+        let size = PoolSize { chunk, window, most, peers, queues };
         let staging = Arc::new(StagingPool::new(&memory.domain, size, wake_fd)?);
-        let blocks = Blocks::new(&memory.domain, receives.into(), connections);
-        Ok(RankNic { memory, staging, blocks, channel, requests, receives })
+        let blocks = Blocks::new(&memory.domain, receives.into(), peers * queues);
+        let send_sges = depth.pieces.min(attributes.sges);
+        let caps = Caps { sends: requests, receives, send_sges, receive_sges: 1, inline: INSIDE };
+        Ok(RankNic { memory, staging, blocks, channel, caps })
     }
 }
 
@@ -185,8 +179,9 @@ impl VerbsTransport {
         let can_relax = nics.iter().all(|nic| MemoryRegion::can_relax(&nic.context));
         let Setup { rank, nodes, strict, regions, health, wake_fd, forecast, .. } = setup;
         let peers = nodes.ranks() - nodes.members(nodes.node_of(rank)).len() as u32;
-        let connections = u64::from(peers) * u64::from(settings.queue_pairs);
-        let open = |nic| RankNic::new(nic, settings, (connections, nodes.ranks()), &wake_fd);
+        let queues = usize::from(settings.queue_pairs).div_ceil(nics.len());
+        let expected = (peers.into(), queues as u64);
+        let open = |nic| RankNic::new(nic, settings, expected, &wake_fd);
         let nics = nics.into_iter().map(open).collect::<Result<_, _>>()?;
         Ok(VerbsTransport {
             rank,
@@ -228,15 +223,13 @@ impl VerbsTransport {
 
     fn half(&self, peer: u32, inbox: &Arc<Inbox>, queue: usize) -> Result<Half, Error> {
         let nic = self.nic_for(peer, queue);
-        let RankNic { memory, staging, blocks, channel, requests: sends, receives } = &self.nics[nic];
-        let (sends, receives, attributes) = (*sends, *receives, memory.nic.context.attributes());
-        let completions = CompletionQueue::create(&memory.nic.context, sends + receives, channel.as_ref())?;
-        let caps =
-            Caps { sends, receives, send_sges: PIECES.min(attributes.sges), receive_sges: 1, inline: INSIDE };
+        let RankNic { memory, staging, blocks, channel, caps } = &self.nics[nic];
+        let entries = caps.sends + caps.receives;
+        let completions = CompletionQueue::create(&memory.nic.context, entries, channel.as_ref())?;
         let queues = Queues { send: &completions, receive: &completions };
-        let qp = QueuePair::create(&memory.domain, queues, caps, &memory.nic.path, peer)?;
-        let (block, staging) = (blocks.take()?, Staging::new(Arc::clone(staging)));
-        let receiver = Receiver::new(&qp, &block, receives, (Arc::clone(inbox), queue))?;
+        let qp = QueuePair::create(&memory.domain, queues, *caps, &memory.nic.path, peer)?;
+        let (block, staging) = (blocks.take()?, Staging::new(Arc::clone(staging), peer));
+        let receiver = Receiver::new(&qp, &block, caps.receives, (Arc::clone(inbox), queue))?;
         Ok(Half { nic, qp, block, staging, receiver, completions, memory: Arc::clone(memory) })
     }
 
@@ -247,9 +240,9 @@ impl VerbsTransport {
         let mut known = RemoteRegions::of_nic(theirs.nic);
         known.import(peer, 0, &theirs.heap)?;
         receiver.joined(theirs.receives, theirs.granted);
-        let (caps, settings) = (qp.caps(), &self.settings);
-        let sges = caps.send_sges.min(PIECES) as usize;
-        let requests = caps.sends.min(self.nics[nic].requests);
+        let (caps, asked, settings) = (qp.caps(), self.nics[nic].caps, &self.settings);
+        let sges = caps.send_sges.min(asked.send_sges) as usize;
+        let requests = caps.sends.min(asked.sends);
         let mtu = memory.nic.path.mtu.min(theirs.endpoint.mtu).bytes().into();
         let chain =
             SendChain::new(ChainCaps { requests: BATCH, sges, inline: caps.inline.min(INSIDE) as usize });
@@ -505,11 +498,17 @@ impl ConnectionInfo {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use rustix::event::{EventfdFlags, eventfd};
 
     use super::*;
+    use crate::error::Cause;
+    use crate::lane::flag::WaitLimits;
+    use crate::lane::net::RemoteAddress;
     use crate::lane::net::verbs::Access;
     use crate::lane::net::verbs::fake::Fabric;
+    use crate::lane::net::verbs::tests::ranks;
     use crate::memory::{PeerMapping, Segment};
 
     fn rank(fabric: &Arc<Fabric>, rank: u32, settings: Settings) -> VerbsTransport {
@@ -577,6 +576,64 @@ mod tests {
             drop(ranks);
             assert_eq!(fabric.leftovers(), (0, 0));
         }
+    }
+
+    /// Both ends of a connection between ranks 0 and 1.
+    fn joined(transports: &[VerbsTransport; 2]) -> [Connection; 2] {
+        let ends = [(0, 1), (1, 0)].map(|(at, peer): (usize, u32)| {
+            let (transport, inbox) =
+                (&transports[at], Arc::new(Inbox::new(Arc::clone(&transports[at].regions))));
+            let halves = vec![transport.half(peer, &inbox, 0).unwrap()];
+            VerbsEnd { transport, peer, inbox, halves }
+        });
+        let [of_a, of_b] =
+            ends.each_ref().map(|end| ConnectionInfo::of_queues(7, &end.bytes()).unwrap().remove(0));
+        let [a, b] = ends.map(|mut end| (end.transport, end.peer, end.halves.remove(0)));
+        let join = |(transport, peer, half): (&VerbsTransport, u32, Half), theirs: &ConnectionInfo| {
+            transport.connect(peer, theirs, half).unwrap()
+        };
+        [join(a, &of_b), join(b, &of_a)]
+    }
+
+    fn limits(health: &Health) -> WaitLimits<'_> {
+        let deadline = Duration::from_secs(20);
+        WaitLimits { health, oversubscribed: true, awaited: 0, deadline, silent: true }
+    }
+
+    const WORD: RemoteAddress = RemoteAddress { region: 0, offset: 0 };
+
+    #[test]
+    fn holder_of_the_lock_looks_for_a_thread_that_arms() {
+        let fabric = Fabric::new(&["a", "b"]);
+        let settings = Settings { signal: Some(SignalMode::Immediate), ..Settings::default() };
+        let transports = ranks(&fabric, 2, &settings);
+        let [a, b] = joined(&transports);
+        let health = Health::new();
+        for value in 1..=3 {
+            a.hold(|_| {
+                // The holder has looked already, and the queue wakes no thread yet.
+                b.signal(WORD, value, None, limits(&health)).unwrap();
+                assert!(!a.arm(&health), "the lock is taken");
+            });
+            assert_eq!(a.counters().received, value);
+        }
+    }
+
+    #[test]
+    fn slot_of_ended_connection_is_free_once_flushed() {
+        let fabric = Fabric::new(&["a", "b"]);
+        let settings = Settings { chunk: 4096, in_flight: 4096, ..Settings::default() };
+        let transports = ranks(&fabric, 2, &settings);
+        let [a, _b] = joined(&transports);
+        fabric.hold();
+        let health = Health::new();
+        a.put(WORD.behind(64), &[7; 100], limits(&health)).unwrap();
+        assert!(!a.settled() && a.progress(&health), "posted, and not executed");
+        a.stop(&Cause::Cancelled { by: 1 });
+        let mut other = Staging::new(Arc::clone(&transports[0].nics[0].staging), 2);
+        assert!(other.stage(64, true).unwrap().is_none(), "the NIC may still read it");
+        a.progress(&health);
+        assert!(other.stage(64, true).unwrap().is_some());
     }
 
     #[test]

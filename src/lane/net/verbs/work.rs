@@ -464,14 +464,14 @@ impl CompletionChannel {
         Ok(Arc::new(channel))
     }
 
-    /// Takes all that made the descriptor readable; true if there was something. A queue wakes
-    /// again only after [`arm`](CompletionQueue::arm).
+    /// Takes all events, of all its queues. Returns how many there were. A queue whose event was
+    /// taken wakes again only after [`arm`](CompletionQueue::arm).
     ///
     /// # Errors
     /// [`VerbsError::Call`].
-    pub fn woken(&self) -> Result<bool, VerbsError> {
+    pub fn take_events(&self) -> Result<u64, VerbsError> {
         let functions = self.context.functions();
-        let mut any = false;
+        let mut taken = 0;
         loop {
             let (mut cq, mut tag) = (ptr::null_mut(), ptr::null_mut());
             // SAFETY: the channel lives and does not block.
@@ -481,9 +481,9 @@ impl CompletionChannel {
                 Ok(()) => {
                     // SAFETY: the event is of this queue, which is not destroyed before this.
                     unsafe { (functions.ack_cq_events)(cq, 1) };
-                    any = true;
+                    taken += 1;
                 }
-                Err(Errno::AGAIN | Errno::INTR) => return Ok(any),
+                Err(Errno::AGAIN | Errno::INTR) => return Ok(taken),
                 Err(errno) => return Err(self.context.failed("ibv_get_cq_event", errno.raw_os_error())),
             }
         }

@@ -22,7 +22,7 @@ impl Pool {
     fn use_one(&self) {
         let mut ticket = Ticket::default();
         let slot = loop {
-            match self.slots.take(&mut ticket) {
+            match self.slots.take(&mut ticket, 0) {
                 Some(slot) => break slot,
                 None => thread::yield_now(),
             }
@@ -43,7 +43,7 @@ fn share(slots: u64, takers: usize, gives_up: bool) {
         .collect();
     if gives_up {
         let mut ticket = Ticket::default();
-        match pool.slots.take(&mut ticket) {
+        match pool.slots.take(&mut ticket, 0) {
             Some(slot) => pool.slots.give_back(slot),
             None => pool.slots.give_up(&mut ticket),
         }
@@ -53,8 +53,25 @@ fn share(slots: u64, takers: usize, gives_up: bool) {
     taking.into_iter().for_each(|taker| taker.join().unwrap());
     assert!(!pool.slots.is_short());
     // All are free again.
-    let all = (0..slots).filter_map(|_| pool.slots.take(&mut Ticket::default())).count();
+    let all = (0..slots).filter_map(|_| pool.slots.take(&mut Ticket::default(), 0)).count();
     assert_eq!(all as u64, slots);
+}
+
+/// Two threads take a slot each, and one more if one is left to the other then.
+fn leave_one() {
+    let pool = Pool::new(3);
+    let hoard = |pool: &Pool| {
+        let take = |spared| pool.slots.take(&mut Ticket::default(), spared);
+        assert!(take(0).is_some(), "one is left");
+        u64::from(take(1).is_some())
+    };
+    let other = {
+        let pool = Arc::clone(&pool);
+        thread::spawn(move || hoard(&pool))
+    };
+    let more = hoard(&pool) + other.join().unwrap();
+    assert!(more <= 1, "{more} of one");
+    assert!(!pool.slots.is_short());
 }
 
 #[test]
@@ -63,6 +80,7 @@ fn slot_has_one_holder_at_a_time() {
         Model::new("two threads, one slot", || share(1, 2, false)),
         Model::new("one of them gives up", || share(1, 2, true)),
         Model::within("three threads, two slots", 2, || share(2, 3, false)),
+        Model::new("two threads leave a slot", leave_one),
     ];
     prove(&["src/sync/slots.rs"], &models);
 }

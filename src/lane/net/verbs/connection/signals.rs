@@ -84,7 +84,8 @@ impl Connection {
         self.write_words(state, remote, &[value], limits)
     }
 
-    /// Words of a flag's line: inside the request if the NIC takes them there, else staged.
+    /// Words of a flag's line: inside the request if the NIC takes them there, else in a line of
+    /// the block.
     pub(super) fn write_words(
         &self,
         state: &mut State,
@@ -93,9 +94,9 @@ impl Connection {
         limits: WaitLimits<'_>,
     ) -> Result<(), Halt> {
         if !state.sender.ask_inside(to, words) {
-            let staged = self.stage(state, size_of_val(words), false, limits)?;
-            fill(&staged, bytemuck::cast_slice(words));
-            state.sender.ask_staged(Kind::Write, to, &staged);
+            let line = self.line(state, size_of_val(words), limits)?;
+            fill(&line, bytemuck::cast_slice(words));
+            state.sender.ask_line(Kind::Write, to, &line);
         }
         Ok(())
     }
@@ -136,14 +137,14 @@ impl Connection {
         }
         state.sender.close();
         // Counted only once there is room for it: a sender whose wait failed may signal again.
-        let staged = self.stage(state, 64, false, limits)?;
+        let line = self.line(state, 64, limits)?;
         state.receiver.signals();
         let record = Record::Signal { region: to.region, offset: to.offset, value, tag };
         let mut words = record.to_words();
         words[7] = state.sent.record(to, value).into();
         words[7] |= if striped { STRIPED_RECORD } else { 0 };
-        fill(&staged, bytemuck::cast_slice(&words));
-        state.sender.ask_staged(Kind::Send, Remote { addr: 0, rkey: 0 }, &staged);
+        fill(&line, bytemuck::cast_slice(&words));
+        state.sender.ask_line(Kind::Send, Remote { addr: 0, rkey: 0 }, &line);
         Ok(false)
     }
 }

@@ -58,9 +58,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
+use super::depth::{completion_queue_bytes, queue_pair_bytes};
 use super::ffi::{self, ibv_qp_cap, ibv_sge, ibv_wc};
 use super::library::Functions;
-use super::{Access, Library, Nic, Settings, Sysfs, VerbsEnvironment};
+use super::{Access, Caps, Library, Nic, Settings, Sysfs, VerbsEnvironment};
 use crate::counting::InHardware;
 
 /// Names the seed of a run that is to be repeated.
@@ -331,9 +332,14 @@ impl Fabric {
         let count = |nics: &mut dyn Iterator<Item = usize>| nics.filter(|&nic| nic == at).count();
         let nic_of = |domain: u32| state.contexts[&state.domains[&domain]].nic;
         let contexts = count(&mut state.contexts.values().map(|context| context.nic));
-        let channels = count(&mut state.channels.values().copied());
+        let channels = count(&mut state.channels.values().map(|channel| channel.nic));
         let regions = state.regions.values().filter(|region| nic_of(region.domain) == at);
+        let pairs = state.pairs.values().filter(|pair| pair.nic == at);
+        let queues = state.queues.values().filter(|queue| queue.nic == at);
+        let of_pairs: u64 = pairs.map(|pair| queue_pair_bytes(Caps::granted(&pair.cap))).sum();
+        let of_queues: u64 = queues.map(|queue| completion_queue_bytes(queue.capacity as u64)).sum();
         Inventory {
+            queue_bytes: of_pairs + of_queues,
             regions: regions.clone().count(),
             pinned: regions.map(|region| region.len).sum(),
             channels,
@@ -422,6 +428,8 @@ pub struct Inventory {
     pub regions: usize,
     /// Bytes of them.
     pub pinned: u64,
+    /// Bytes that the driver locks for queues, if it is mlx5.
+    pub queue_bytes: u64,
     pub channels: usize,
     pub completion_queues: usize,
     pub queue_pairs: usize,
@@ -516,8 +524,8 @@ pub struct State {
     /// Of each domain: its context.
     pub domains: BTreeMap<u32, u32>,
     pub regions: BTreeMap<u32, Region>,
-    /// The NIC of each completion channel, by its descriptor.
-    pub channels: BTreeMap<i32, usize>,
+    /// By their descriptors.
+    pub channels: BTreeMap<i32, Channel>,
     pub queues: BTreeMap<u32, Queue>,
     pub pairs: BTreeMap<u32, Pair>,
     pub held: bool,
@@ -547,6 +555,12 @@ pub struct Region {
     pub mapped: bool,
 }
 
+/// A completion channel, and the queues whose events wait in it.
+pub struct Channel {
+    pub nic: usize,
+    pub events: VecDeque<u32>,
+}
+
 pub struct Queue {
     pub context: u32,
     pub nic: usize,
@@ -557,6 +571,12 @@ pub struct Queue {
     /// The descriptor of its channel, if it has one.
     pub fd: Option<i32>,
     pub armed: bool,
+    /// Its event waits in the channel. Until it is taken, arming has no effect.
+    pub told: bool,
+    /// Events that were taken and not acknowledged.
+    pub unacknowledged: u32,
+    /// The address of its C structure.
+    pub object: usize,
 }
 
 /// A completion, and how many places of its send queue are free once it is taken.
@@ -634,8 +654,8 @@ impl State {
     }
 
     /// Puts a completion into a queue.
-    pub fn complete(&mut self, queue: u32, wc: ibv_wc, frees: u32) {
-        let Some(queue) = self.queues.get_mut(&queue) else { return };
+    pub fn complete(&mut self, handle: u32, wc: ibv_wc, frees: u32) {
+        let Some(queue) = self.queues.get_mut(&handle) else { return };
         if queue.ready.len() == queue.capacity {
             let nic = queue.nic;
             return self.tell(nic, ffi::IBV_EVENT_CQ_ERR, 0);
@@ -643,7 +663,10 @@ impl State {
         queue.ready.push_back(Ready { wc, frees });
         if std::mem::take(&mut queue.armed)
             && let Some(fd) = queue.fd
+            && let Some(channel) = self.channels.get_mut(&fd)
         {
+            queue.told = true;
+            channel.events.push_back(handle);
             ring(fd);
         }
     }

@@ -20,7 +20,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 
-use super::{Device, Fabric, Job, Locked, Opened, Pair, Queue, Region};
+use super::{Channel, Device, Fabric, Job, Locked, Opened, Pair, Queue, Region};
 use crate::bootstrap::locks;
 use crate::lane::net::verbs::ffi::*;
 use crate::lane::net::verbs::library::Functions;
@@ -345,7 +345,7 @@ unsafe extern "C" fn dereg_mr(mr: *mut ibv_mr) -> c_int {
 
 unsafe extern "C" fn create_comp_channel(context: *mut ibv_context) -> *mut ibv_comp_channel {
     let (fd, nic) = (event_fd(), open(context).nic);
-    state(context).channels.insert(fd, nic);
+    state(context).channels.insert(fd, Channel { nic, events: Default::default() });
     Box::into_raw(Box::new(ibv_comp_channel { context, fd, refcnt: 0 }))
 }
 
@@ -378,9 +378,21 @@ unsafe extern "C" fn create_cq(
     let fd = unsafe { channel.as_ref() }.map(|channel| channel.fd);
     let (mut state, &Open { number, nic, .. }) = (state(context), open(context));
     let handle = state.number();
-    let (capacity, ready) = (entries as usize, Default::default());
-    state.queues.insert(handle, Queue { context: number, nic, capacity, ready, polls: 0, fd, armed: false });
-    Box::into_raw(Box::new(ibv_cq { context, channel, cq_context: tag, handle, cqe: entries }))
+    let object = Box::into_raw(Box::new(ibv_cq { context, channel, cq_context: tag, handle, cqe: entries }));
+    let queue = Queue {
+        context: number,
+        nic,
+        capacity: entries as usize,
+        ready: Default::default(),
+        polls: 0,
+        fd,
+        armed: false,
+        told: false,
+        unacknowledged: 0,
+        object: object.expose_provenance(),
+    };
+    state.queues.insert(handle, queue);
+    object
 }
 
 unsafe extern "C" fn destroy_cq(cq: *mut ibv_cq) -> c_int {
@@ -388,8 +400,17 @@ unsafe extern "C" fn destroy_cq(cq: *mut ibv_cq) -> c_int {
     let &ibv_cq { context, handle, .. } = unsafe { &*cq };
     let answer = {
         let mut state = state(context);
-        let free = !state.pairs.values().any(|pair| pair.send == handle || pair.receive == handle);
-        state.destroy(free, |state| state.queues.remove(&handle))
+        let used = state.pairs.values().any(|pair| pair.send == handle || pair.receive == handle);
+        // The real call would wait for ever.
+        let unacknowledged = state.queues.get(&handle).is_some_and(|queue| queue.unacknowledged > 0);
+        let queue = state.destroy(!used && !unacknowledged, |state| state.queues.remove(&handle));
+        let events = state.channels.iter_mut().flat_map(|(&fd, channel)| {
+            let before = channel.events.len();
+            channel.events.retain(|&told| queue != 0 || told != handle);
+            std::iter::repeat_n(fd, before - channel.events.len())
+        });
+        events.for_each(|fd| _ = take_event(fd));
+        queue
     };
     // SAFETY: as above.
     unsafe { freed(cq, answer) }
@@ -400,20 +421,35 @@ unsafe extern "C" fn get_cq_event(
     cq: *mut *mut ibv_cq,
     tag: *mut *mut c_void,
 ) -> c_int {
-    // SAFETY: made by `create_comp_channel`; the caller's places.
-    unsafe {
-        (*cq, *tag) = (ptr::null_mut(), ptr::null_mut());
-        take_event((*channel).fd).map_or_else(minus, |()| 0)
+    // SAFETY: made by `create_comp_channel`.
+    let &ibv_comp_channel { context, fd, .. } = unsafe { &*channel };
+    let mut state = state(context);
+    if let Err(errno) = take_event(fd) {
+        return minus(errno);
     }
+    let told = state.channels.get_mut(&fd).and_then(|channel| channel.events.pop_front());
+    let Some(queue) = told.and_then(|handle| state.queues.get_mut(&handle)) else {
+        return minus(Errno::AGAIN);
+    };
+    (queue.told, queue.unacknowledged) = (false, queue.unacknowledged + 1);
+    // SAFETY: the caller's places.
+    unsafe { (*cq, *tag) = (ptr::with_exposed_provenance_mut(queue.object), ptr::null_mut()) };
+    0
 }
 
-unsafe extern "C" fn ack_cq_events(_: *mut ibv_cq, _: u32) {}
+unsafe extern "C" fn ack_cq_events(cq: *mut ibv_cq, events: u32) {
+    // SAFETY: made by `create_cq`.
+    let &ibv_cq { context, handle, .. } = unsafe { &*cq };
+    if let Some(queue) = state(context).queues.get_mut(&handle) {
+        queue.unacknowledged -= events;
+    }
+}
 
 unsafe extern "C" fn req_notify_cq(cq: *mut ibv_cq, _: c_int) -> c_int {
     // SAFETY: made by `create_cq`.
     let &ibv_cq { context, handle, .. } = unsafe { &*cq };
     state(context).queues.get_mut(&handle).map_or(Errno::INVAL.raw_os_error(), |queue| {
-        queue.armed = true;
+        queue.armed = !queue.told;
         0
     })
 }
