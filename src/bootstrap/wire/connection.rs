@@ -9,14 +9,16 @@
 //! All code here reads bytes that a stranger may have written: it trusts no length, and never
 //! panics.
 
-use std::io::{self, ErrorKind, Read, Write};
+use std::io::{self, ErrorKind, Read};
 use std::net::{IpAddr, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 
-use super::message::Message;
+use super::message::{EncodedAnswer, Message};
+use super::outbox::Outbox;
 use crate::bootstrap::wait::poll_until;
 
 /// Bytes read in one turn, so that one loud peer does not starve the others.
@@ -27,8 +29,7 @@ const GULP: usize = 1 << 20;
 pub struct MessageConnection {
     stream: TcpStream,
     inbox: Inbox,
-    outbox: Vec<u8>,
-    sent: usize,
+    outbox: Outbox,
     closed: bool,
 }
 
@@ -40,8 +41,7 @@ impl MessageConnection {
         Ok(MessageConnection {
             stream,
             inbox: Inbox::new(MAX_GREETING),
-            outbox: Vec::new(),
-            sent: 0,
+            outbox: Outbox::default(),
             closed: false,
         })
     }
@@ -67,32 +67,40 @@ impl MessageConnection {
         self.send_frame(&message.encode());
     }
 
-    /// Queues an encoded message.
+    /// Queues encoded messages.
     pub fn send_frame(&mut self, frame: &[u8]) {
         if !self.closed {
-            self.outbox.extend_from_slice(frame);
+            self.outbox.push(frame);
+        }
+    }
+
+    /// Queues an encoded message that goes to other peers, too.
+    pub fn share_frame(&mut self, frame: &Arc<[u8]>) {
+        if !self.closed {
+            self.outbox.share(frame);
+        }
+    }
+
+    /// Queues the answer to a request, which may be that to the requests of other peers.
+    pub fn answer(&mut self, ticket: u64, answer: &EncodedAnswer) {
+        if !self.closed {
+            answer.queue(ticket, &mut self.outbox);
         }
     }
 
     /// Whether everything queued has been handed to the system.
     pub fn is_flushed(&self) -> bool {
-        self.sent == self.outbox.len()
+        self.outbox.is_empty()
     }
 
     /// Sends what can be sent now.
     pub fn flush(&mut self) {
-        while !self.closed && !self.is_flushed() {
-            match self.stream.write(&self.outbox[self.sent..]) {
-                Ok(written) => self.sent += written,
-                Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == ErrorKind::WouldBlock => return,
-                // Bytes that the other side wrote before it closed are still to be read: reading
-                // will find the end.
-                Err(_) => break,
-            }
+        let refuses = |error: io::Error| error.kind() != ErrorKind::WouldBlock;
+        // Bytes that the other side wrote before it closed are still to be read: reading will find
+        // the end.
+        if self.closed || self.outbox.write_to(&mut self.stream).is_err_and(refuses) {
+            self.outbox.clear();
         }
-        self.outbox.clear();
-        self.sent = 0;
     }
 
     /// Reads what has come. Call [`MessageConnection::next`] until it is empty before asking
@@ -271,9 +279,19 @@ impl Writer {
         self.array(value);
     }
 
+    /// What was written, without a length in front.
+    pub(super) fn body(&self) -> &[u8] {
+        &self.0[4..]
+    }
+
     /// The frame, with its length in front.
-    pub fn finish(mut self) -> Vec<u8> {
-        let length = (self.0.len() - 4) as u32;
+    pub fn finish(self) -> Vec<u8> {
+        self.finish_before(0)
+    }
+
+    /// The begin of a frame that so many bytes follow.
+    pub(super) fn finish_before(mut self, rest: usize) -> Vec<u8> {
+        let length = (self.0.len() - 4 + rest) as u32;
         self.0[..4].copy_from_slice(&length.to_le_bytes());
         self.0
     }
@@ -323,7 +341,7 @@ impl<'a> Reader<'a> {
     }
 
     /// A list of at most as many elements as there are bytes left: a lying count allocates nothing.
-    pub(super) fn list<T>(
+    pub fn list<T>(
         &mut self,
         mut element: impl FnMut(&mut Self) -> Result<T, Malformed>,
     ) -> Result<Vec<T>, Malformed> {
