@@ -2,8 +2,8 @@
 //!
 //! ```text
 //!   all ranks:  abstract Unix listener with a random name
-//!   hub:        gather (name, nonce, number of descriptors for each)    all have the whole matrix: ranks that
-//!                                                                       disagree find out before they connect
+//!   hub:        gather (name, nonce, links, descriptors for each)       all have all links: ranks that disagree
+//!                                                                       find out before they connect
 //!   pair i<j:   j connects to i, each proves that it was in the gather, both check the other's user
 //!
 //!   connector   hello (index, proof) ──►            acceptor
@@ -32,12 +32,12 @@ use rustix::io::Errno;
 use rustix::net::sockopt::socket_peercred;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, connect,
-    listen, recv, recvmsg, send, sendmsg, socket_with,
+    SendAncillaryMessage, SendFlags, SocketFlags, SocketType, accept_with, bind, connect, listen, recv,
+    recvmsg, send, sendmsg, socket_with,
 };
 
 use super::hub::Hub;
-use super::secret::random;
+use super::notice::{Notice, agree};
 use super::wait::{nap, poll_until};
 use super::wire::{Malformed, Reader, Writer, keyed};
 use super::{failed, interrupted, system};
@@ -71,11 +71,8 @@ pub fn exchange_fds<'fd>(
     let start = Instant::now();
     let offers: Vec<_> = (0..members.len()).map(|peer| offers(peer).filter(|_| peer != me)).collect();
     let listener = socket()?;
-    let notice = Notice {
-        name: random()?,
-        nonce: random()?,
-        counts: offers.iter().map(|offer| offer.as_ref().map(|offer| offer.len() as u32)).collect(),
-    };
+    let counts = offers.iter().map(|offer| offer.as_ref().map(|offer| offer.len() as u32));
+    let notice = Notice::new(counts)?;
     bind(&listener, &notice.address()?).map_err(|errno| system("bind", errno))?;
     listen(&listener, BACKLOG).map_err(|errno| system("listen", errno))?;
 
@@ -90,64 +87,6 @@ pub fn exchange_fds<'fd>(
     let exchange = ExchangeKey { key, epoch: hub.epoch() };
     let table = Table { hub, members, me, exchange, notices: &notices, offers: &offers, listener };
     table.run(start, deadline)
-}
-
-/// Message of a member to the others over the hub.
-struct Notice {
-    name: [u8; 16],
-    nonce: [u8; 32],
-    /// Descriptors for each member; None where not linked.
-    counts: Vec<Option<u32>>,
-}
-
-impl Notice {
-    fn address(&self) -> Result<SocketAddrUnix, BootstrapError> {
-        let name: String = self.name.iter().map(|byte| format!("{byte:02x}")).collect();
-        SocketAddrUnix::new_abstract_name(format!("sidelane-{name}").as_bytes())
-            .map_err(|errno| system("bind", errno))
-    }
-
-    fn encode(&self) -> Vec<u8> {
-        let mut w = Writer::new();
-        w.array(&self.name);
-        w.array(&self.nonce);
-        for count in &self.counts {
-            w.u8(u8::from(count.is_some()));
-            w.u32(count.unwrap_or(0));
-        }
-        w.finish()
-    }
-
-    fn decode(blob: &[u8], members: usize) -> Result<Self, Malformed> {
-        let mut outer = Reader::new(blob);
-        let body = outer.bytes()?;
-        outer.end()?;
-        let mut r = Reader::new(body);
-        let (name, nonce) = (r.array()?, r.array()?);
-        let count = |_| Ok((r.u8()? == 1).then_some(r.u32()?));
-        let counts = (0..members).map(count).collect::<Result<_, Malformed>>()?;
-        r.end()?;
-        Ok(Notice { name, nonce, counts })
-    }
-}
-
-/// Every member looks at every pair, so that all of them stop if one pair disagrees.
-fn agree(key: &str, members: &[u32], notices: &[Notice]) -> Result<(), BootstrapError> {
-    for (i, notice) in notices.iter().enumerate() {
-        for j in i + 1..notices.len() {
-            let (here, there) = (notice.counts[j].is_some(), notices[j].counts[i].is_some());
-            if here != there {
-                let word = |linked: bool| if linked { "linked" } else { "not linked" };
-                return Err(BootstrapError::Disagree {
-                    step: key.to_owned(),
-                    rank: members[j],
-                    seen: format!("{} with rank {}", word(there), members[i]),
-                    expected: word(here).to_owned(),
-                });
-            }
-        }
-    }
-    Ok(())
 }
 
 /// The exchange of one member, after all know their peers.
@@ -308,7 +247,7 @@ impl<'fd> Table<'_, 'fd> {
         expects: Option<Vec<u8>>,
     ) -> PeerExchange<'fd> {
         let offer = self.offers[peer].as_deref().unwrap_or_default();
-        let awaited = self.notices[peer].counts[self.me].unwrap_or(0) as usize;
+        let awaited = self.notices[peer].offers(self.me).unwrap_or(0) as usize;
         PeerExchange::new(peer, socket, greeting, expects, offer, awaited)
     }
 
@@ -680,8 +619,7 @@ mod tests {
             let called =
                 scope.spawn(move || exchange_fds(&*caller, "again", &[0, 1], 1, &|_| Some(vec![]), within));
             let listener = socket().unwrap();
-            let counts = vec![None, Some(0)];
-            let notice = Notice { name: random().unwrap(), nonce: random().unwrap(), counts };
+            let notice = Notice::new([None, Some(0)].into_iter()).unwrap();
             bind(&listener, &notice.address().unwrap()).unwrap();
             listen(&listener, BACKLOG).unwrap();
             let blobs = host.gather("again", 0, 2, &notice.encode(), within).unwrap();

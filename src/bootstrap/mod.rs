@@ -24,6 +24,7 @@
 //!
 //! ```text
 //!   descriptors   ranks of one machine, and how they pass descriptors to each other
+//!   notice        what they tell each other before
 //!   rendezvous    first contact and rebuild: from processes to the members of a world
 //!   hub           a world while it lives: store, coordinator, client; or threads
 //!   threads       threads of the library, the deaths of which end the world
@@ -38,6 +39,7 @@ mod file_descriptors;
 mod health;
 mod hub;
 mod identity;
+mod notice;
 mod rendezvous;
 mod secret;
 mod threads;

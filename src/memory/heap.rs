@@ -349,6 +349,23 @@ impl PeerMapping {
             }),
         }
     }
+
+    /// Gives the whole pages of a range back to the system, for all that map them. The bytes are
+    /// zeros from then on, and take memory again where they are touched.
+    ///
+    /// # Errors
+    /// [`MemoryError::OutOfBounds`]; [`MemoryError::System`] if the kernel refuses.
+    pub fn give_back(&self, member: u32, offset: u64, len: u64) -> Result<(), MemoryError> {
+        let page = rustix::param::page_size() as u64;
+        let (start, end) = (offset.next_multiple_of(page), (offset + len) / page * page);
+        let Some(len) = end.checked_sub(start).filter(|&len| len > 0) else { return Ok(()) };
+        let at = self.at(member, start, len)?;
+        // SAFETY: whole pages of a segment, checked by `at`. They stay mapped and writable, so an
+        // access of any process finds zeros or what was written since, and cannot fault.
+        unsafe { rustix::mm::madvise(at.as_ptr().cast(), len as usize, Advice::LinuxRemove) }.map_err(|e| {
+            MemoryError::System { call: "madvise(MADV_REMOVE)", bytes: len, errno: e.raw_os_error() }
+        })
+    }
 }
 
 impl Drop for PeerMapping {
@@ -467,12 +484,44 @@ pub fn pin(context: &Arc<Context>, mapped: &Arc<PeerMapping>, member: u32) -> Re
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::Cause;
+
+    /// A part of a heap: whole huge pages.
+    const PART: u64 = 2 << 20;
 
     #[test]
     fn a_segment_cannot_be_resized() {
         let segment = Segment::create("sidelane-test", 8192).unwrap();
         assert!(rustix::fs::ftruncate(&segment, 4096).is_err());
         assert!(rustix::fs::ftruncate(&segment, 16384).is_err());
+    }
+
+    #[test]
+    fn failed_world_keeps_control_and_live_extents_alone() {
+        let sizes = HeapSizes { symmetric: PART, total: 8 * PART };
+        let segments = [Some(Segment::create("sidelane-test", sizes.total).unwrap())];
+        let taken = || {
+            let segment = segments[0].as_ref().unwrap();
+            rustix::fs::fstat(segment).unwrap().st_blocks as u64 * 512
+        };
+        let health = Arc::new(Health::new());
+        let heap = Heap::new(0, sizes, &segments, &health, Duration::ZERO).unwrap();
+        assert_eq!(taken(), sizes.total);
+        let pool = heap.pool();
+        let mut rows = pool.alloc(PART).unwrap();
+        rows.slice_mut::<u8>(0, PART as usize).unwrap().fill(7);
+        let offered = pool.alloc(PART).unwrap();
+        let announced = pool.announce(2 * PART);
+        let live = pool.announce(PART);
+        health.fail(Cause::Cancelled { by: 0 });
+        // Peers may still read the one, and only write the other.
+        drop((offered, announced));
+        pool.give_back();
+        assert_eq!(taken(), 4 * PART, "control, rows, what was offered, what a call still announces");
+        assert!(rows.slice::<u8>(0, PART as usize).unwrap().iter().all(|&byte| byte == 7));
+        // A late write finds memory.
+        heap.mapped().write(0, heap.boundary() + 2 * PART, &[9_u8]).unwrap();
+        drop(live);
     }
 
     #[test]

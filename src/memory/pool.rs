@@ -47,6 +47,8 @@ pub struct Pool {
 struct State {
     extents: Extents,
     retired: Vec<Retired>,
+    /// Announced extents (offset, length) that were dropped in the failed world.
+    abandoned: Vec<(u64, u64)>,
     live: usize,
 }
 
@@ -85,7 +87,8 @@ impl Pool {
         deadline: Duration,
     ) -> Arc<Self> {
         let extents = Extents::new(mapped.len_of(rank) - start);
-        let state = Mutex::new(State { extents, retired: Vec::with_capacity(64), live: 0 });
+        let (retired, abandoned) = (Vec::with_capacity(64), Vec::new());
+        let state = Mutex::new(State { extents, retired, abandoned, live: 0 });
         Arc::new(Pool { rank, mapped, member: rank, start, health, deadline, state })
     }
 
@@ -102,7 +105,8 @@ impl Pool {
             let free = match state.extents.alloc(len) {
                 Ok(offset) => {
                     state.live += 1;
-                    return Ok(Extent { pool: Arc::clone(self), offset, len: Extents::round(len) });
+                    let len = Extents::round(len);
+                    return Ok(Extent { pool: Arc::clone(self), offset, len, announced: false });
                 }
                 Err(free) => free,
             };
@@ -137,7 +141,7 @@ impl Pool {
         state.reap();
         let (offset, len) = state.extents.take_largest(most);
         state.live += 1;
-        Extent { pool: Arc::clone(self), offset, len }
+        Extent { pool: Arc::clone(self), offset, len, announced: true }
     }
 
     /// Gives an extent back once all its readers have finished. No thread waits for that: the next
@@ -176,17 +180,24 @@ impl Pool {
         }
     }
 
+    /// Gives memory of a failed world back to the system: what is free, and what failed calls have
+    /// announced. Peers may still write there, and no rank reads it.
+    pub(crate) fn give_back(&self) {
+        let mut state = self.state();
+        state.reap();
+        for &(offset, len) in state.extents.free.iter().chain(&state.abandoned) {
+            if let Err(error) = self.mapped.give_back(self.member, self.start + offset, len) {
+                tracing::debug!(rank = self.rank, %error, "memory of a failed world stays");
+            }
+        }
+    }
+
     /// Fills all free memory with one byte. Tests use it to show that pads and sums never depend on
     /// old contents.
     pub fn poison(&self, byte: u8) {
         let mut state = self.state();
         state.reap();
-        let mut copy = state.extents.clone();
-        loop {
-            let (offset, len) = copy.take_largest(u64::MAX);
-            if len == 0 {
-                return;
-            }
+        for &(offset, len) in &state.extents.free {
             if let Ok(at) = self.mapped.at(self.member, self.start + offset, len) {
                 // SAFETY: a free extent of our own pool, checked by `at`; the lock keeps it free
                 // meanwhile.
@@ -227,6 +238,8 @@ pub struct Extent {
     pool: Arc<Pool>,
     offset: u64,
     len: u64,
+    /// Peers were to write here, and never to read.
+    announced: bool,
 }
 
 impl Extent {
@@ -315,8 +328,11 @@ impl Drop for Extent {
         state.live -= 1;
         // In a failed world a call may have ended while peers still write to announced memory. It
         // stays reserved until the rebuilt world has a heap of its own.
-        if self.pool.health.check().is_ok() {
-            state.extents.free(self.offset, self.len);
+        match self.pool.health.check() {
+            Ok(()) => state.extents.free(self.offset, self.len),
+            Err(_) if self.announced => state.abandoned.push((self.offset, self.len)),
+            // Peers may still read what they were offered.
+            Err(_) => {}
         }
     }
 }

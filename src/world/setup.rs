@@ -367,8 +367,9 @@ impl World {
     /// `world.size() / 2 + 1`. 1 takes any survivors: then a rank that was stopped or cut off
     /// may begin alone while the others go on. Should another rank be lost before the new
     /// world is built, this fails, and the survivors call it again. Handles and windows of the old
-    /// world stay readable until they are dropped. Late writes of a lost rank go to segments that
-    /// no rank reads any more.
+    /// world stay readable until they are dropped. The rest of its pool goes back to the system
+    /// before the next heap is mapped. Late writes of a lost rank go to segments that no rank reads
+    /// any more.
     ///
     /// # Errors
     /// [`BootstrapError::RebuildFailed`] if too few survivors meet until the deadline, and at once
@@ -381,6 +382,8 @@ impl World {
         }
         let next = self.shared.hub.rebuild(deadline, at_least)?;
         self.stop_net();
+        // The next heap comes instead of it.
+        self.shared.heap.pool().give_back();
         self.followed_by(next)
     }
 
@@ -652,6 +655,32 @@ mod tests {
         assert_eq!(asked, Err(crate::error::PlanError::Interrupted.into()));
         world.cancel();
         assert_eq!(pool.alloc(64).map(drop), Err(Cause::Cancelled { by: 0 }.into()));
+    }
+
+    /// Bytes of memory behind the mapping of a rank's own heap.
+    fn resident(world: &World) -> u64 {
+        let at = world.shared.heap.mapped().at(world.rank(), 0, 1).unwrap().as_ptr() as usize;
+        let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let begins = format!("{at:x}-");
+        let mut lines = smaps.lines().skip_while(|line| !line.starts_with(&begins));
+        let line = lines.find_map(|line| line.strip_prefix("Rss:")).unwrap();
+        line.trim().strip_suffix(" kB").unwrap().parse::<u64>().unwrap() << 10
+    }
+
+    #[test]
+    fn rebuilt_world_has_its_heap_instead_of_old_pool() {
+        std::thread::scope(|scope| {
+            for world in World::threads(2).unwrap() {
+                scope.spawn(move || {
+                    let config = world.shared.options.config;
+                    assert_eq!(resident(&world), config.heap);
+                    let next = world.rebuild(Duration::from_secs(20), 2).unwrap();
+                    assert_eq!([resident(&world), resident(&next)], [config.symmetric, config.heap]);
+                    // No rank leaves while the other builds.
+                    next.all().unwrap().gather(&[]).unwrap();
+                });
+            }
+        });
     }
 
     #[test]

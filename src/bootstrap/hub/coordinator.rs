@@ -36,7 +36,9 @@ use crate::bootstrap::health::{Liveness, Timeouts};
 use crate::bootstrap::rendezvous::{AuthenticatedPeer, Gathering, HandshakeQueue, JoinBarrier, Search, Step};
 use crate::bootstrap::threads::{Thread, turn};
 use crate::bootstrap::wait::poll_until;
-use crate::bootstrap::wire::{JoinRefusal, ListenAddress, Message, MessageConnection, Roster};
+use crate::bootstrap::wire::{
+    Answer, EncodedAnswer, JoinRefusal, ListenAddress, Message, MessageConnection, Roster,
+};
 use crate::error::{BootstrapError, Cause, LostReason};
 
 /// Bytes of answers that are written in one turn, or one answer more.
@@ -104,6 +106,7 @@ struct Coordinator {
     store: Store,
     /// Answers that are not written yet.
     answers: VecDeque<Delivery>,
+    encoder: AnswerEncoder,
     liveness: Liveness,
     beat: Instant,
     lingers_until: Option<Instant>,
@@ -133,6 +136,7 @@ impl Coordinator {
             epoch,
             store: Store::new(members.len() as u32),
             answers: VecDeque::new(),
+            encoder: AnswerEncoder::default(),
             liveness: Liveness::new(members.len(), timeouts.heartbeat, timeouts.liveness, now),
             members,
             beat: now,
@@ -281,10 +285,13 @@ impl Coordinator {
                 self.answers.push_back(Delivery { rank, ticket, answer });
                 continue;
             }
-            let frame = Message::Answer { ticket, answer }.encode();
-            member.connection.send_frame(&frame);
+            let answer = self.encoder.encode(answer);
+            member.connection.answer(ticket, &answer);
             member.connection.flush();
-            sent += frame.len();
+            sent += answer.len();
+        }
+        if self.answers.is_empty() {
+            self.encoder = AnswerEncoder::default();
         }
     }
 
@@ -323,6 +330,21 @@ impl Coordinator {
             MemberState::Lost => true,
             MemberState::Left => alone || self.lingers_until.is_some_and(|until| now >= until),
         }
+    }
+}
+
+/// Makes bytes of answers. The ranks of a step that gathers get the same ones, which are held once.
+#[derive(Default)]
+struct AnswerEncoder(Option<(Answer, EncodedAnswer)>);
+
+impl AnswerEncoder {
+    fn encode(&mut self, answer: Answer) -> EncodedAnswer {
+        let same = self.0.take().filter(|(last, _)| last.is_same(&answer));
+        let (_, bytes) = self.0.insert(same.unwrap_or_else(|| {
+            let bytes = EncodedAnswer::new(&answer);
+            (answer, bytes)
+        }));
+        bytes.clone()
     }
 }
 
@@ -468,8 +490,8 @@ impl Assembly {
             ip: peer.connection.peer().filter(|ip: &IpAddr| !ip.is_loopback()),
             port: peer.hello.port,
         });
-        let welcome = Message::Welcome { addresses: addresses.collect() }.encode();
-        self.here.values_mut().for_each(|peer| peer.connection.send_frame(&welcome));
+        let welcome = Message::Welcome { addresses: addresses.collect() }.encode().into();
+        self.here.values_mut().for_each(|peer| peer.connection.share_frame(&welcome));
         let here = std::mem::take(&mut self.here).into_iter();
         let members = here.map(|(rank, peer)| (rank, peer.connection)).collect();
         Assembled { epoch: self.queue.rendezvous().epoch, members }
@@ -530,15 +552,15 @@ impl Assembly {
         }
         let step = gathering.step(&search.gone(), now);
         search.publish(gathering.here().collect(), gathering.is_offered());
-        let message = match &step {
+        let message: Option<(Arc<[u8]>, Vec<u32>)> = match &step {
             Step::Begin(roster) => return Some(self.begin(roster)),
             Step::Offer(roster) => {
                 tracing::debug!(rank = own, epoch = roster.epoch, members = ?roster.members, "offers a world");
-                Some((Message::Offer(roster.clone()).encode(), roster.members.clone()))
+                Some((Message::Offer(roster.clone()).encode().into(), roster.members.clone()))
             }
             Step::Wait if now >= self.beat => {
                 self.beat = now + self.timeouts.heartbeat;
-                Some((Message::Heartbeat.encode(), gathering.here().collect()))
+                Some((Message::Heartbeat.encode().into(), gathering.here().collect()))
             }
             Step::Wait => None,
         };
@@ -546,7 +568,7 @@ impl Assembly {
             message.iter().flat_map(|(frame, ranks)| ranks.iter().map(move |rank| (rank, frame)))
         {
             if let Some(peer) = here.get_mut(rank) {
-                peer.connection.send_frame(frame);
+                peer.connection.share_frame(frame);
             }
         }
         None
@@ -616,7 +638,47 @@ mod tests {
     use std::net::{TcpListener, TcpStream};
 
     use super::*;
-    use crate::bootstrap::wire::{Answer, Reader};
+    use crate::bootstrap::Location;
+    use crate::bootstrap::notice::Notice;
+    use crate::bootstrap::wire::{Answer, Outbox, Reader};
+
+    /// What rank 0 has to send when ranks meet and agree on their places, their sizes and the links
+    /// of nodes of 8, before any rank has read a byte.
+    fn outboxes(ranks: u32) -> Vec<Outbox> {
+        let mut outboxes: Vec<Outbox> = (0..ranks).map(|_| Outbox::default()).collect();
+        let addresses =
+            vec![ListenAddress { ip: Some(IpAddr::from([10, 0, 0, 1])), port: 9 }; ranks as usize];
+        let welcome = Message::Welcome { addresses }.encode().into();
+        outboxes.iter_mut().for_each(|outbox| outbox.share(&welcome));
+        let place = Location::in_node("").unwrap().to_bytes();
+        let linked = |rank: u32, peer: u32| (rank / 8 == peer / 8 && rank != peer).then_some(1);
+        let links = |rank| Notice::new((0..ranks).map(|peer| linked(rank, peer))).unwrap().encode();
+        let steps: [&dyn Fn(u32) -> Vec<u8>; 3] = [&|_| place.clone(), &|_| vec![0; 32], &links];
+        let (mut store, mut encoder) = (Store::new(ranks), AnswerEncoder::default());
+        for (step, ticket) in steps.into_iter().zip(0..) {
+            for rank in 0..ranks {
+                let blob = Contribution::ForAll(step(rank));
+                let deliveries =
+                    store.gather(Requester { rank, ticket }, "step".to_owned(), rank, ranks, blob);
+                for Delivery { rank, ticket, answer } in deliveries {
+                    encoder.encode(answer).queue(ticket, &mut outboxes[rank as usize]);
+                }
+            }
+        }
+        outboxes
+    }
+
+    #[test]
+    fn bytes_in_rank_0_grow_with_ranks_and_not_their_square() {
+        for ranks in [1024, 4096] {
+            let outboxes = outboxes(ranks);
+            let [all, one] = [&outboxes[..], &outboxes[..1]].map(Outbox::held);
+            println!("{ranks} ranks: {all} bytes in rank 0, of which one rank gets {one}");
+            // Each other rank adds a length and a ticket in each of the three steps.
+            assert_eq!(all, one + (ranks as usize - 1) * 3 * 13);
+            assert!(one < 300 * ranks as usize, "{} bytes for each rank", one / ranks as usize);
+        }
+    }
 
     /// Ranks of the world.
     const RANKS: usize = 3;

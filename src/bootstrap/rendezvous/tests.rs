@@ -5,7 +5,10 @@ use std::{
     collections::VecDeque,
     io::Write,
     net::{SocketAddr, TcpListener, TcpStream},
-    sync::{Arc, Barrier},
+    sync::{
+        Arc, Barrier,
+        atomic::{AtomicUsize, Ordering},
+    },
     thread,
     time::{Duration, Instant},
 };
@@ -252,6 +255,9 @@ fn ten_thousand_hostile_joins_let_nobody_in_and_the_job_meets() {
     let timeouts = Timeouts { liveness: LONG, rendezvous: 3 * LONG, ..TIMEOUTS };
     let meeting = &TestHost::new(3, Secret::random().unwrap(), timeouts);
     let halfway = &Barrier::new(THREADS + 1);
+    let joins = &AtomicUsize::new(0);
+    // Relaxed: counts alone, printed.
+    let count = || joins.load(Ordering::Relaxed);
     let let_in = thread::scope(|scope| {
         let join_and_gather = |rank| {
             let mut membership = meeting.join(rank);
@@ -274,6 +280,7 @@ fn ten_thousand_hostile_joins_let_nobody_in_and_the_job_meets() {
                         let attack = ATTACKS[nth % ATTACKS.len()];
                         let (in_now, connection) = attack.at(meeting, (nth + thread) as u8);
                         let_in += usize::from(in_now);
+                        joins.fetch_add(1, Ordering::Relaxed);
                         open.extend(connection);
                         open.drain(..open.len().saturating_sub(OPEN));
                     }
@@ -283,9 +290,12 @@ fn ten_thousand_hostile_joins_let_nobody_in_and_the_job_meets() {
             .collect();
         // The world begins among strangers.
         halfway.wait();
+        let (began, before) = (Instant::now(), count());
         ranks.push(scope.spawn(move || join_and_gather(2)));
         // The host lives as long as its ranks.
         let _world: Vec<_> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
+        let (met, among) = (began.elapsed(), count() - before);
+        println!("met in {met:?} among {:.0} hostile joins a second", among as f64 / met.as_secs_f64());
         attackers.into_iter().map(|attacker| attacker.join().unwrap()).sum::<usize>()
     });
     println!("{let_in} of {} hostile joins were let in", THREADS * EACH);

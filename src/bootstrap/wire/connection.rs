@@ -9,14 +9,16 @@
 //! All code here reads bytes that a stranger may have written: it trusts no length, and never
 //! panics.
 
-use std::io::{self, ErrorKind, Read, Write};
+use std::io::{self, ErrorKind, Read};
 use std::net::{IpAddr, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 
-use super::message::Message;
+use super::message::{EncodedAnswer, Message};
+use super::outbox::Outbox;
 use crate::bootstrap::wait::poll_until;
 
 /// Bytes read in one turn, so that one loud peer does not starve the others.
@@ -29,8 +31,7 @@ const KEPT: usize = 4 << 10;
 pub struct MessageConnection {
     stream: TcpStream,
     inbox: Inbox,
-    outbox: Vec<u8>,
-    sent: usize,
+    outbox: Outbox,
     closed: bool,
 }
 
@@ -42,8 +43,7 @@ impl MessageConnection {
         Ok(MessageConnection {
             stream,
             inbox: Inbox::new(MAX_GREETING),
-            outbox: Vec::new(),
-            sent: 0,
+            outbox: Outbox::default(),
             closed: false,
         })
     }
@@ -69,44 +69,51 @@ impl MessageConnection {
         self.send_frame(&message.encode());
     }
 
-    /// Queues an encoded message.
+    /// Queues encoded messages.
     pub fn send_frame(&mut self, frame: &[u8]) {
         if !self.closed {
-            self.outbox.extend_from_slice(frame);
+            self.outbox.push(frame);
+        }
+    }
+
+    /// Queues an encoded message that goes to other peers, too.
+    pub fn share_frame(&mut self, frame: &Arc<[u8]>) {
+        if !self.closed {
+            self.outbox.share(frame);
+        }
+    }
+
+    /// Queues the answer to a request, which may be that to the requests of other peers.
+    pub fn answer(&mut self, ticket: u64, answer: &EncodedAnswer) {
+        if !self.closed {
+            answer.queue(ticket, &mut self.outbox);
         }
     }
 
     /// Whether everything queued has been handed to the system.
     pub fn is_flushed(&self) -> bool {
-        self.queued() == 0
+        self.outbox.is_empty()
     }
 
     /// Bytes that are queued and not handed to the system yet.
     pub fn queued(&self) -> usize {
-        self.outbox.len() - self.sent
+        self.outbox.len()
     }
 
     /// Sends what can be sent now.
     pub fn flush(&mut self) {
-        while !self.closed && !self.is_flushed() {
-            match self.stream.write(&self.outbox[self.sent..]) {
-                Ok(written) => self.sent += written,
-                Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == ErrorKind::WouldBlock => return,
-                // Bytes that the other side wrote before it closed are still to be read: reading
-                // will find the end.
-                Err(_) => break,
-            }
+        let refuses = |error: io::Error| error.kind() != ErrorKind::WouldBlock;
+        // Bytes that the other side wrote before it closed are still to be read: reading will find
+        // the end.
+        if self.closed || self.outbox.write_to(&mut self.stream).is_err_and(refuses) {
+            self.outbox.clear();
         }
-        self.outbox.clear();
-        self.outbox.shrink_to(KEPT);
-        self.sent = 0;
     }
 
     /// Bytes of memory that its buffers take.
     #[cfg(test)]
     pub fn held_bytes(&self) -> usize {
-        self.outbox.capacity() + self.inbox.bytes.capacity()
+        Outbox::held(std::slice::from_ref(&self.outbox)) + self.inbox.bytes.capacity()
     }
 
     /// Reads what has come. Call [`MessageConnection::next`] until it is empty before asking
@@ -288,9 +295,19 @@ impl Writer {
         self.array(value);
     }
 
+    /// What was written, without a length in front.
+    pub(super) fn body(&self) -> &[u8] {
+        &self.0[4..]
+    }
+
     /// The frame, with its length in front.
-    pub fn finish(mut self) -> Vec<u8> {
-        let length = (self.0.len() - 4) as u32;
+    pub fn finish(self) -> Vec<u8> {
+        self.finish_before(0)
+    }
+
+    /// The begin of a frame that so many bytes follow.
+    pub(super) fn finish_before(mut self, rest: usize) -> Vec<u8> {
+        let length = (self.0.len() - 4 + rest) as u32;
         self.0[..4].copy_from_slice(&length.to_le_bytes());
         self.0
     }
@@ -340,7 +357,7 @@ impl<'a> Reader<'a> {
     }
 
     /// A list of at most as many elements as there are bytes left: a lying count allocates nothing.
-    pub(super) fn list<T>(
+    pub fn list<T>(
         &mut self,
         mut element: impl FnMut(&mut Self) -> Result<T, Malformed>,
     ) -> Result<Vec<T>, Malformed> {

@@ -18,9 +18,10 @@ use std::time::Duration;
 
 use super::blobs::{Blobs, Column};
 use super::connection::{Malformed, Reader, Writer};
+use super::outbox::Outbox;
 use crate::error::{Cause, LostReason, RefusedJoins};
 
-/// Version of everything in this file.
+/// Version of everything in this file, and of what ranks tell each other through the store.
 pub const PROTOCOL: u32 = 8;
 
 /// The joining rank, its purpose, and its own listening address.
@@ -125,7 +126,7 @@ impl Message {
                 w.u64(*ticket);
             }
             Message::Answer { ticket, answer } => {
-                w.u8(10);
+                w.u8(ANSWER);
                 w.u64(*ticket);
                 write_answer(&mut w, answer);
             }
@@ -212,7 +213,7 @@ impl Message {
                 blob: r.bytes()?.to_vec(),
             },
             9 => Message::Withdraw { ticket: r.u64()? },
-            10 => Message::Answer { ticket: r.u64()?, answer: read_answer(r)? },
+            ANSWER => Message::Answer { ticket: r.u64()?, answer: read_answer(r)? },
             11 => Message::Dead(read_cause(r)?),
             12 => Message::Left { rank: r.u32()? },
             13 => Message::Bye,
@@ -244,6 +245,35 @@ impl Message {
     }
 }
 
+/// Kind of the message that is an answer.
+const ANSWER: u8 = 10;
+
+/// An answer as bytes, which all that get it share.
+#[derive(Clone, Debug)]
+pub struct EncodedAnswer(Arc<[u8]>);
+
+impl EncodedAnswer {
+    pub fn new(answer: &Answer) -> Self {
+        let mut w = Writer::new();
+        write_answer(&mut w, answer);
+        EncodedAnswer(w.body().into())
+    }
+
+    /// Its length in bytes.
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Queues the frame of [`Message::Answer`].
+    pub fn queue(&self, ticket: u64, outbox: &mut Outbox) {
+        let mut w = Writer::new();
+        w.u8(ANSWER);
+        w.u64(ticket);
+        outbox.push(&w.finish_before(self.0.len()));
+        outbox.share(&self.0);
+    }
+}
+
 /// The answer to a request to the store.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Answer {
@@ -263,6 +293,13 @@ pub enum Answer {
     Disagree { rank: u32, seen: String, expected: String },
     /// The blobs together, this many bytes, are too large for one answer.
     TooLarge(u64),
+}
+
+impl Answer {
+    /// Whether this is the very answer that another rank gets.
+    pub fn is_same(&self, other: &Answer) -> bool {
+        matches!((self, other), (Answer::Gathered(a), Answer::Gathered(b)) if Arc::ptr_eq(a, b))
+    }
 }
 
 /// An epoch and its members, by their ranks in the first world, ascending.
@@ -732,6 +769,16 @@ mod tests {
             any::<u32>().prop_map(|rank| Message::Left { rank }),
             Just(Message::Bye),
         ]
+    }
+
+    proptest! {
+        #[test]
+        fn shared_answer_has_the_frame_of_its_message(ticket in any::<u64>(), answer in answers()) {
+            let (mut outbox, mut sent) = (Outbox::default(), Vec::new());
+            EncodedAnswer::new(&answer).queue(ticket, &mut outbox);
+            outbox.write_to(&mut sent).unwrap();
+            prop_assert_eq!(sent, Message::Answer { ticket, answer }.encode());
+        }
     }
 
     #[test]

@@ -4,8 +4,8 @@
 //!   auth         proves that both sides know the secret: messages in, messages out
 //!   message      the messages, and their parts as bytes
 //!   blobs        many blobs of a message in one buffer
-//!   frame        bytes, with a length that is not believed
-//!   connection   a TCP stream that never blocks
+//!   connection   a TCP stream that never blocks; frames: bytes, with a length that is not believed
+//!   outbox       bytes on their way; peers share those that all of them get
 //! ```
 //!
 //! This module does not know what messages are for.
@@ -14,11 +14,14 @@ mod auth;
 mod blobs;
 mod connection;
 mod message;
+mod outbox;
 
 pub(super) use auth::{Initiator, RendezvousId, Responder, job_digest, keyed};
 pub(super) use blobs::{Blobs, Column};
 pub(super) use connection::{MAX_FRAME, Malformed, MessageConnection, Reader, Writer};
 pub use message::Setting;
 pub(super) use message::{
-    Admission, Answer, Hello, JoinRefusal, ListenAddress, Message, PROTOCOL, Roster, Survivor,
+    Admission, Answer, EncodedAnswer, Hello, JoinRefusal, ListenAddress, Message, PROTOCOL, Roster, Survivor,
 };
+#[cfg(test)]
+pub(super) use outbox::Outbox;

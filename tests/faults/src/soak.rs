@@ -43,15 +43,16 @@ const PHASES: [Phase; 6] =
 const FAULTS: [Fault; 6] =
     [Fault::Sigkill, Fault::Sigstop, Fault::Emfile, Fault::NoThread, Fault::Memory, Fault::Eintr];
 
-/// How long, and by which seed.
+/// How long, and from which round on.
 #[derive(Args)]
 pub struct Soak {
     /// Minutes
     #[arg(default_value_t = 60.0)]
     minutes: f64,
-    /// Seed of all choices [default: another one in each run]
-    #[arg(long)]
-    seed: Option<u64>,
+    /// Begin with the round of this seed, which a round that failed names; each further round has
+    /// the next one [default: another one in each run]
+    #[arg(long, value_name = "SEED")]
+    from: Option<u64>,
     /// Write the report as JSON
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
@@ -87,6 +88,7 @@ impl Usage {
 #[derive(Debug, Serialize)]
 struct Report {
     schema: u32,
+    /// That of the first round.
     seed: u64,
     minutes: f64,
     rounds: u64,
@@ -105,13 +107,12 @@ impl Soak {
     /// # Errors
     /// [`Error`](crate::error::Error) where the machine does not let it run.
     pub fn run(&self) -> Result<bool> {
-        let seed = self.seed.unwrap_or_else(cell::fresh_seed);
-        println!("seed {seed}: --seed {seed} repeats all choices");
+        let seed = self.from.unwrap_or_else(cell::fresh_seed);
+        println!("seed {seed}: --from {seed} repeats all choices");
         let mut crew = Crew {
             job: Job::start(&NODES, None, LIVENESS)?,
             places: (0..NODES.len()).collect(),
             machine: Machine::probe(),
-            rng: ChaCha8Rng::seed_from_u64(seed),
             report: Report {
                 schema: SCHEMA,
                 seed,
@@ -170,24 +171,20 @@ impl Soak {
     }
 }
 
-/// The processes, and what has happened to them.
-struct Crew {
-    job: Job,
-    /// The process at each place.
-    places: Vec<usize>,
-    machine: Machine,
-    rng: ChaCha8Rng,
-    report: Report,
+/// The choices of a round: all of them come from its seed.
+#[derive(Debug)]
+struct Round {
+    seed: u64,
+    /// Places of the processes that make a world, in order of rank.
+    order: Vec<usize>,
+    lane: Lane,
+    plan: Vec<(Phase, u64)>,
+    strike: Option<Strike>,
 }
 
-impl Crew {
-    fn usage(&self) -> Result<Vec<Usage>> {
-        (0..MORTAL).map(|place| Usage::of(self.job.pid(self.places[place]))).collect()
-    }
-
-    /// One world: its phases, a fault, a rebuild.
-    fn round(&mut self) -> Result<std::result::Result<(), String>> {
-        let rng = &mut self.rng;
+impl Round {
+    fn draw(seed: u64, machine: &Machine) -> Round {
+        let rng = &mut ChaCha8Rng::seed_from_u64(seed);
         let mut order: Vec<usize> = (0..NODES.len()).collect();
         order.shuffle(rng);
         order.truncate(rng.random_range(2..=NODES.len()));
@@ -196,11 +193,11 @@ impl Crew {
         let lane = lanes.choose(rng).copied().unwrap_or(Lane::Shm);
         let phases: Vec<Phase> =
             PHASES.into_iter().filter(|&phase| several || phase != Phase::Relay).collect();
-        let plan: Vec<(Phase, u64)> = (0..rng.random_range(1..=3))
+        let plan = (0..rng.random_range(1..=3))
             .filter_map(|_| Some((*phases.choose(rng)?, rng.random_range(1..=30))))
             .collect();
         let mortal = order.iter().position(|&place| place == MORTAL);
-        let faults = FAULTS.into_iter().filter(|&fault| self.machine.why_not(fault).is_none());
+        let faults = FAULTS.into_iter().filter(|&fault| machine.why_not(fault).is_none());
         let faults =
             faults.filter(|fault| mortal.is_some() || !matches!(fault, Fault::Sigkill | Fault::Memory));
         let fault = faults.collect::<Vec<_>>().choose(rng).copied().filter(|_| rng.random_range(0..4) > 0);
@@ -215,10 +212,32 @@ impl Crew {
             let steps = (!ends || fault == Fault::Memory).then(|| phase.steps() * 4);
             Strike { fault, phase, victim, pause, steps }
         });
-        let processes: Vec<usize> = order.iter().map(|&place| self.places[place]).collect();
-        let described = format!("round {}, {:?} over {}, {strike:?}", self.report.rounds, order, lane.name());
+        Round { seed, order, lane, plan, strike }
+    }
+}
+
+/// The processes, and what has happened to them.
+struct Crew {
+    job: Job,
+    /// The process at each place.
+    places: Vec<usize>,
+    machine: Machine,
+    report: Report,
+}
+
+impl Crew {
+    fn usage(&self) -> Result<Vec<Usage>> {
+        (0..MORTAL).map(|place| Usage::of(self.job.pid(self.places[place]))).collect()
+    }
+
+    /// One world: its phases, a fault, a rebuild.
+    fn round(&mut self) -> Result<std::result::Result<(), String>> {
+        let nth = self.report.rounds;
+        let round = Round::draw(self.report.seed.wrapping_add(nth), &self.machine);
+        let Round { seed, order, lane, strike, .. } = &round;
+        let described = format!("round {nth}, {order:?} over {}, {strike:?}, seed {seed}", lane.name());
         // Ranks that do not come to a phase after earlier faults are what a soak looks for.
-        let seen = match self.world(processes, lane, &plan, strike) {
+        let seen = match self.world(round) {
             Err(error @ Error::NotReady { .. }) => Err(error.to_string()),
             seen => seen?,
         };
@@ -226,15 +245,11 @@ impl Crew {
         Ok(seen.map_err(|wrong| format!("{described}: {wrong}")))
     }
 
-    fn world(
-        &mut self,
-        processes: Vec<usize>,
-        lane: Lane,
-        plan: &[(Phase, u64)],
-        strike: Option<Strike>,
-    ) -> Result<std::result::Result<(), String>> {
+    fn world(&mut self, round: Round) -> Result<std::result::Result<(), String>> {
+        let Round { order, lane, plan, strike, .. } = round;
+        let processes: Vec<usize> = order.iter().map(|&place| self.places[place]).collect();
         let mut trial = Trial::assign(&mut self.job, processes.clone(), lane, true)?;
-        for &(phase, steps) in plan {
+        for (phase, steps) in plan {
             if let Err(wrong) = trial.steps(phase, steps) {
                 return Ok(Err(wrong));
             }
@@ -267,4 +282,20 @@ fn text(usages: &[Usage]) -> String {
         format!("{mib:.1} MiB {} fds {} threads", usage.descriptors, usage.threads)
     };
     usages.iter().map(one).collect::<Vec<_>>().join(" | ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn round_is_repeated_from_its_seed_and_no_other() {
+        let machine = Machine::probe();
+        let drawn = |seed| format!("{:?}", Round::draw(seed, &machine));
+        for seed in [0, 712, u64::MAX] {
+            assert_eq!(drawn(seed), drawn(seed));
+            let choices = |seed: u64| drawn(seed).replace(&format!("seed: {seed},"), "");
+            assert_ne!(choices(seed), choices(seed.wrapping_add(1)));
+        }
+    }
 }
