@@ -23,12 +23,12 @@
 //! adds there. Unless signals are writes, it is fenced.
 //!
 //! Each call takes the lock, and no other while registrations stay as they are ([`Published`]).
-//! The progress thread never waits for the lock. It asks for a *visit* before it sleeps, which the
-//! holder of the lock makes behind its call ([`Answers`]).
+//! The progress thread waits for the lock only to end a connection. It asks for a *visit* before it
+//! sleeps, which the holder of the lock makes behind its call ([`Answers`]).
 //!
-//! A call updates the forecast, and queues requests. Bytes that the NIC can read
-//! go in place, all others are staged. A put is cut where the gathered write is full, or where the
-//! peer's memory ends, and each part travels with that write or begins the next.
+//! A call updates the forecast, and queues requests. Bytes that the NIC can read go in place, all
+//! others are staged. A put is cut where the gathered write is full, or where the peer's memory
+//! ends, and each part travels with that write or begins the next.
 
 mod signals;
 
@@ -337,6 +337,13 @@ impl Connection {
         news
     }
 
+    /// Has the connection served after all that this thread has done, if not by it then by the
+    /// holder of the lock. Returns whether there was anything for this one.
+    pub fn request_visit(&self, health: &Health) -> bool {
+        self.visits.ask_again();
+        self.visit(health)
+    }
+
     /// Makes the visit that another thread left to this one, which has held the lock.
     fn make_visit(&self, health: &Health) -> bool {
         self.visits.is_owed() && self.visit(health)
@@ -483,10 +490,8 @@ impl Drop for Connection {
 
 impl std::fmt::Debug for Connection {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Connection")
-            .field("peer", &self.peer)
-            .field("state", &self.state.lock().sender)
-            .finish()
+        let Connection { me, peer, queue_pair, .. } = self;
+        write!(f, "Connection({me} to {peer}, queue pair {queue_pair})")
     }
 }
 
@@ -643,8 +648,7 @@ impl NetConnection for Connection {
             return false;
         }
         // What came before wakes no thread, and the holder of the lock may have looked before it.
-        self.visits.ask_again();
-        self.visit(health)
+        self.request_visit(health)
     }
 
     fn event_fds(&self) -> Vec<BorrowedFd<'_>> {
