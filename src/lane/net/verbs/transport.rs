@@ -125,7 +125,7 @@ impl RankNic {
     ) -> Result<Self, Error> {
         let memory = Arc::new(NicMemory::new(nic)?);
         let attributes = memory.nic.context.attributes();
-        let depth = Depth::of_each(peers * queues);
+        let depth = Depth::of_each(peers * queues, rustix::param::page_size() as u64);
         let requests = depth.requests.min(attributes.requests);
         let (receives, channel) = match settings.signal {
             Some(SignalMode::Write | SignalMode::FetchAdd) => (0, None),
