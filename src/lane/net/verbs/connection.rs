@@ -222,13 +222,7 @@ impl Connection {
             Err(Halt::Blocked { holder, waited }) => {
                 let (awaited, seen) = state.sender.progress();
                 let (rank, peer, ms) = (self.me, self.peer, waited.as_millis());
-                tracing::error!(
-                    rank,
-                    peer,
-                    holder,
-                    ms,
-                    "a put waits for staging, most of it held for another rank"
-                );
+                tracing::error!(rank, peer, holder, ms, "a put waits for staging that another rank holds");
                 let why = WaitError::Dead(Cause::Stalled { rank: holder, by: self.me, waited });
                 Err(SendBlocked { awaited, seen, why })
             }
@@ -381,7 +375,7 @@ impl Connection {
     /// Takes completions. Returns whether there were any.
     fn complete(&self, state: &mut State) -> Result<bool, VerbsError> {
         let mut buffer = [Completion::EMPTY; POLL];
-        let (mut any, mut fault): (bool, Option<(u64, Failed)>) = (false, None);
+        let (mut any, mut refused, mut fault) = (false, None, None::<(u64, Failed)>);
         loop {
             let taken = self.completions.poll(&mut buffer)?;
             for completion in taken {
@@ -401,16 +395,17 @@ impl Connection {
                     Ok(_) if id & RECEIVE == 0 => state.sender.complete(id),
                     Ok(done) => {
                         state.sender.counters.received += 1;
-                        state.receiver.take(id & !RECEIVE, done, &state.sender.block, &state.sender.qp)?;
+                        let Sender { block, qp, .. } = &state.sender;
+                        let take = || state.receiver.take(id & !RECEIVE, done, block, qp).err();
+                        // What comes behind an error completes requests, and frees staging.
+                        refused = refused.or_else(take);
                     }
                 }
             }
             any |= !taken.is_empty();
             if taken.len() < POLL {
-                return match fault {
-                    None => Ok(any),
-                    Some((id, failed)) => Err(state.sender.qp.failure(sender::operation(id), failed)),
-                };
+                let failure = |(id, failed)| state.sender.qp.failure(sender::operation(id), failed);
+                return refused.or_else(|| fault.map(failure)).map_or(Ok(any), Err);
             }
         }
     }
