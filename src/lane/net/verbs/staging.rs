@@ -332,7 +332,7 @@ mod tests {
             let case = format!("{stalled} of {slots} slots, {queues} queues");
             let ends = (0..stalled).flat_map(|peer| (0..queues).map(move |_| peer));
             let mut held: Vec<_> = ends.map(|peer| Staging::new(Arc::clone(&pool), peer)).collect();
-            // Queues of one peer take turns, peers come one behind the other.
+            // Queues of one peer take turns, peers come one after the other.
             for peer in held.chunks_mut(queues as usize) {
                 while peer.iter_mut().filter_map(fill).count() > 0 {}
             }
