@@ -75,8 +75,8 @@ impl StripedConnection {
         &self.queues[0]
     }
 
-    /// Has the lead report signals that ticks of other queues have completed. A call on one of these
-    /// may have taken ticks after the progress thread, which sleeps next, looked for them. If
+    /// Has the lead report signals that ticks of other queues have completed. A call on one of
+    /// these may have taken ticks after the progress thread, which sleeps next, looked for them. If
     /// another thread holds the lead, that one reports. Call it behind all that can take ticks.
     fn grant(&self, health: &Health) {
         self.lead().request_visit(health);
