@@ -421,7 +421,8 @@ pub enum Cause {
         /// The epoch it was thrown out of.
         epoch: u16,
     },
-    /// A rank is alive but did not do its part before the deadline.
+    /// A rank is alive but did not do its part before the deadline. Or it holds most of the staging
+    /// of a NIC, for which a put to another rank waited.
     #[error("rank {by} waited {} ms for rank {rank}, which is alive but silent", waited.as_millis())]
     Stalled {
         /// The silent rank.

@@ -271,8 +271,8 @@ impl Coordinator {
         self.members.iter().map(|member| member.connection.queued()).sum()
     }
 
-    /// Writes answers for ranks that have taken all before: so many bytes, or one answer more. Few
-    /// answers are written whole, so no message that comes next overtakes them.
+    /// Writes answers for ranks that have taken all before: so many bytes, or one answer more. A
+    /// message that comes next may overtake the others.
     fn hand_out(&mut self, most: usize) {
         let (mut sent, most) = (0, most.min(QUEUED.saturating_sub(self.queued())));
         for _ in 0..self.answers.len() {

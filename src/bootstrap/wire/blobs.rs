@@ -51,6 +51,7 @@ impl Blobs {
             let mut bytes = Vec::with_capacity(whole - 4 * blobs.len());
             let mut end = |blob: &&[u8]| {
                 bytes.extend_from_slice(blob);
+                // A length that wraps is never read: the frame is too large to be sent.
                 bytes.len() as u32
             };
             let ends = blobs.iter().map(&mut end).collect();

@@ -283,7 +283,7 @@ pub enum Answer {
     Value(Arc<Vec<u8>>),
     /// The blobs of all participants.
     Gathered(Arc<Vec<Vec<u8>>>),
-    /// The same, from those that each participant has brought for all: sent as `Gathered`.
+    /// The blobs for one rank, taken from what each participant brought: sent as `Gathered`.
     Exchanged(Column),
     /// A participant gave up: these had not come.
     Missing(Vec<u32>),

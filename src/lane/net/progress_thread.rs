@@ -3,7 +3,7 @@
 //! ```text
 //!   news --> progress all --> news? --yes--> again
 //!                              | no, for some rounds
-//!                              +--> take all events --> arm all connections --> sleep: own event, events of connections
+//!                              +--> take all events --> arm all connections --> sleep
 //! ```
 //!
 //! Connections of one NIC share a descriptor. So the thread takes all events before it arms the

@@ -23,12 +23,12 @@
 //! adds there. Unless signals are writes, it is fenced.
 //!
 //! Each call takes the lock, and no other while registrations stay as they are ([`Published`]).
-//! The progress thread never waits for the lock. It asks for a *visit* before it sleeps, which the
-//! holder of the lock makes behind its call ([`Answers`]).
+//! The progress thread waits for the lock only to end a connection. It asks for a *visit* before it
+//! sleeps, which the holder of the lock makes behind its call ([`Answers`]).
 //!
-//! A call updates the forecast, and queues requests. Bytes that the NIC can read
-//! go in place, all others are staged. A put is cut where the gathered write is full, or where the
-//! peer's memory ends, and each part travels with that write or begins the next.
+//! A call updates the forecast, and queues requests. Bytes that the NIC can read go in place, all
+//! others are staged. A put is cut where the gathered write is full, or where the peer's memory
+//! ends, and each part travels with that write or begins the next.
 
 mod signals;
 
@@ -222,13 +222,7 @@ impl Connection {
             Err(Halt::Blocked { holder, waited }) => {
                 let (awaited, seen) = state.sender.progress();
                 let (rank, peer, ms) = (self.me, self.peer, waited.as_millis());
-                tracing::error!(
-                    rank,
-                    peer,
-                    holder,
-                    ms,
-                    "a put waits for staging, most of it held for another rank"
-                );
+                tracing::error!(rank, peer, holder, ms, "a put waits for staging that another rank holds");
                 let why = WaitError::Dead(Cause::Stalled { rank: holder, by: self.me, waited });
                 Err(SendBlocked { awaited, seen, why })
             }
@@ -337,6 +331,13 @@ impl Connection {
         news
     }
 
+    /// Has the connection served after all that this thread has done, if not by it then by the
+    /// holder of the lock. Returns whether there was anything for this one.
+    pub fn request_visit(&self, health: &Health) -> bool {
+        self.visits.ask_again();
+        self.visit(health)
+    }
+
     /// Makes the visit that another thread left to this one, which has held the lock.
     fn make_visit(&self, health: &Health) -> bool {
         self.visits.is_owed() && self.visit(health)
@@ -374,7 +375,7 @@ impl Connection {
     /// Takes completions. Returns whether there were any.
     fn complete(&self, state: &mut State) -> Result<bool, VerbsError> {
         let mut buffer = [Completion::EMPTY; POLL];
-        let (mut any, mut fault): (bool, Option<(u64, Failed)>) = (false, None);
+        let (mut any, mut refused, mut fault) = (false, None, None::<(u64, Failed)>);
         loop {
             let taken = self.completions.poll(&mut buffer)?;
             for completion in taken {
@@ -394,16 +395,17 @@ impl Connection {
                     Ok(_) if id & RECEIVE == 0 => state.sender.complete(id),
                     Ok(done) => {
                         state.sender.counters.received += 1;
-                        state.receiver.take(id & !RECEIVE, done, &state.sender.block, &state.sender.qp)?;
+                        let Sender { block, qp, .. } = &state.sender;
+                        let take = || state.receiver.take(id & !RECEIVE, done, block, qp).err();
+                        // What comes behind an error completes requests, and frees staging.
+                        refused = refused.or_else(take);
                     }
                 }
             }
             any |= !taken.is_empty();
             if taken.len() < POLL {
-                return match fault {
-                    None => Ok(any),
-                    Some((id, failed)) => Err(state.sender.qp.failure(sender::operation(id), failed)),
-                };
+                let failure = |(id, failed)| state.sender.qp.failure(sender::operation(id), failed);
+                return refused.or_else(|| fault.map(failure)).map_or(Ok(any), Err);
             }
         }
     }
@@ -483,10 +485,8 @@ impl Drop for Connection {
 
 impl std::fmt::Debug for Connection {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Connection")
-            .field("peer", &self.peer)
-            .field("state", &self.state.lock().sender)
-            .finish()
+        let Connection { me, peer, queue_pair, .. } = self;
+        write!(f, "Connection({me} to {peer}, queue pair {queue_pair})")
     }
 }
 
@@ -643,8 +643,7 @@ impl NetConnection for Connection {
             return false;
         }
         // What came before wakes no thread, and the holder of the lock may have looked before it.
-        self.visits.ask_again();
-        self.visit(health)
+        self.request_visit(health)
     }
 
     fn event_fds(&self) -> Vec<BorrowedFd<'_>> {

@@ -20,7 +20,6 @@ use super::Caps;
 
 /// Bytes that the queues of all queue pairs of a NIC may lock.
 const LOCKED: u64 = 32 << 20;
-const PAGE: u64 = 4096;
 /// A line of the processor, a block of requests, a completion, and a doorbell.
 const LINE: u64 = 64;
 /// A piece of a request, and a receive of one piece.
@@ -47,24 +46,24 @@ const DEPTHS: [Depth; 5] = [
 ];
 
 impl Depth {
-    /// Of each of so many queue pairs of one NIC.
-    pub fn of_each(queue_pairs: u64) -> Self {
-        let fits = |depth: &&Depth| queue_pairs.saturating_mul(depth.locked()) <= LOCKED;
+    /// Of each of so many queue pairs of one NIC, on a system with pages of so many bytes.
+    pub fn of_each(queue_pairs: u64, page: u64) -> Self {
+        let fits = |depth: &&Depth| queue_pairs.saturating_mul(depth.locked(page)) <= LOCKED;
         let [.., least] = DEPTHS;
         DEPTHS.iter().find(fits).copied().unwrap_or(least)
     }
 
     /// Bytes that a queue pair and its completion queue lock.
-    fn locked(self) -> u64 {
+    fn locked(self, page: u64) -> u64 {
         let Depth { requests, pieces } = self;
         let caps =
             Caps { sends: requests, receives: requests, send_sges: pieces, receive_sges: 1, inline: 0 };
-        queue_pair_bytes(caps) + completion_queue_bytes(2 * u64::from(requests))
+        queue_pair_bytes(caps, page) + completion_queue_bytes(2 * u64::from(requests), page)
     }
 }
 
 /// Bytes that a queue pair locks.
-pub fn queue_pair_bytes(caps: Caps) -> u64 {
+pub fn queue_pair_bytes(caps: Caps, page: u64) -> u64 {
     let Caps { sends, receives, send_sges, receive_sges, inline } = caps;
     let pieces = (u64::from(send_sges) * PIECE).max((4 + u64::from(inline)).next_multiple_of(PIECE));
     let request = (HEAD + pieces).next_multiple_of(LINE);
@@ -73,17 +72,19 @@ pub fn queue_pair_bytes(caps: Caps) -> u64 {
         0 => 0,
         _ => (u64::from(entries) * bytes).next_power_of_two().max(LINE),
     };
-    (queue(sends, request) + queue(receives, receive)).next_multiple_of(PAGE) + LINE
+    (queue(sends, request) + queue(receives, receive)).next_multiple_of(page) + LINE
 }
 
 /// Bytes that a completion queue locks.
-pub fn completion_queue_bytes(entries: u64) -> u64 {
-    ((entries + 1).next_power_of_two() * LINE).next_multiple_of(PAGE) + LINE
+pub fn completion_queue_bytes(entries: u64, page: u64) -> u64 {
+    ((entries + 1).next_power_of_two() * LINE).next_multiple_of(page) + LINE
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const PAGE: u64 = 4096;
 
     #[test]
     fn queues_lock_as_many_bytes_as_those_of_mlx5() {
@@ -94,23 +95,30 @@ mod tests {
             receive_sges: 1,
             inline: 24,
         };
+        let locked = |caps| queue_pair_bytes(caps, PAGE);
         // Requests of 704 bytes are 176 KiB, which a queue of 256 KiB holds.
-        assert_eq!(queue_pair_bytes(caps(256, 30)), (256 << 10) + (4 << 10) + 64);
+        assert_eq!(locked(caps(256, 30)), (256 << 10) + (4 << 10) + 64);
         // Of 512 bytes, and a last page that receives alone fill in part.
-        assert_eq!(queue_pair_bytes(caps(64, 20)), (32 << 10) + (4 << 10) + 64);
-        assert_eq!(queue_pair_bytes(Caps { receives: 0, ..caps(64, 20) }), (32 << 10) + 64);
+        assert_eq!(locked(caps(64, 20)), (32 << 10) + (4 << 10) + 64);
+        assert_eq!(locked(Caps { receives: 0, ..caps(64, 20) }), (32 << 10) + 64);
         // Bytes inside requests count where they are longer than the pieces.
-        assert_eq!(queue_pair_bytes(Caps { inline: 800, ..caps(16, 1) }), (16 << 10) + (4 << 10) + 64);
-        assert_eq!([63, 64, 128].map(completion_queue_bytes), [4096, 8192, 16384].map(|bytes| bytes + 64));
+        assert_eq!(locked(Caps { inline: 800, ..caps(16, 1) }), (16 << 10) + (4 << 10) + 64);
+        assert_eq!(
+            [63, 64, 128].map(|entries| completion_queue_bytes(entries, PAGE)),
+            [4096, 8192, 16384].map(|bytes| bytes + 64)
+        );
     }
 
     #[test]
     fn queue_pairs_are_the_deepest_that_fit_together() {
-        let of = |queue_pairs| Depth::of_each(queue_pairs).requests;
+        let of = |queue_pairs| Depth::of_each(queue_pairs, PAGE).requests;
         assert_eq!([0, 101, 102, 327, 328, 628, 629, 1165].map(of), [256, 256, 128, 128, 64, 64, 32, 32]);
         assert_eq!([1166, 2032, 4095, u64::MAX].map(of), [16; 4]);
+        // Pages of 64 KiB hold more than a shallow queue needs.
+        assert_eq!(Depth::of_each(128, 64 << 10).requests, 128);
+        assert_eq!(Depth::of_each(300, 64 << 10).requests, 16);
         for pair in DEPTHS.windows(2) {
-            assert!(pair[0].locked() > pair[1].locked());
+            assert!(pair[0].locked(PAGE) > pair[1].locked(PAGE));
         }
     }
 }

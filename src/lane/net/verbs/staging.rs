@@ -21,9 +21,11 @@
 //! hold back.
 //!
 //! **No starvation.** Connections that hold no slot take one in the order in which they asked
-//! ([`Slots`]). A connection takes one more only while more slots are left than its peer may hold
-//! by then, and more than a quarter of the pool. So a peer that takes nothing holds half of the
-//! pool at most. Several of them leave the last quarter to connections that hold no slot:
+//! ([`Slots`]), also where another connection of the same peer holds some. A connection takes one
+//! more only while more slots are left than its peer may hold before, and more than a quarter of
+//! the pool. The pool has two slots or more for each connection of a peer. So a peer that takes
+//! nothing holds about half of the pool at most. Several of them leave the last quarter to
+//! connections that hold no slot:
 //!
 //! ```text
 //!   slots   | a a a a a a a a b b b b b b b b c c c c c c c c | d e f g h             |
@@ -72,7 +74,8 @@ pub struct PoolSize {
     pub chunk: u64,
     /// Bytes that one connection may have in flight.
     pub window: u64,
-    /// Bytes at most, for all connections; at least two slots, one of them for another peer.
+    /// Bytes at most, for all connections. But with several peers, there are always two slots for
+    /// each connection of one of them.
     pub most: u64,
     /// Peers that there may be, and connections of each.
     pub peers: u64,
@@ -89,7 +92,7 @@ impl PoolSize {
     fn slots(&self) -> (u64, u64) {
         let window = self.window.div_ceil(self.slot()).max(1);
         // Beside the windows of all peers, as much as one more: it is left to others.
-        let (peers, least) = if self.peers > 1 { (self.peers + 1, 2) } else { (1, 1) };
+        let (peers, least) = if self.peers > 1 { (self.peers + 1, 2 * self.queues) } else { (1, 1) };
         let wanted = window.saturating_mul(peers * self.queues);
         let slots = wanted.min(self.most / self.slot()).max(least);
         (slots, window.min(slots))
@@ -307,8 +310,9 @@ mod tests {
         assert_eq!([1, 2].map(|peers| of((peers, 2), 4 << 20, 64 << 20)), [(16, 8), (48, 8)]);
         // A larger window takes no more: what is sent in place fills it.
         assert_eq!([1, 4].map(|peers| of((peers, 1), u64::MAX, 16 << 20)), [(32, 32), (32, 32)]);
-        // One slot is enough for one peer, two for many.
+        // One slot is enough for a connection of one peer, two for those of many.
         assert_eq!([1, 2].map(|peers| of((peers, 1), 1, 1)), [(1, 1), (2, 1)]);
+        assert_eq!([1, 2].map(|peers| of((peers, 8), 1, 8 * (512 << 10))), [(8, 1), (16, 1)]);
     }
 
     /// Takes as many slots as it can. Returns how many it holds then.
@@ -319,20 +323,22 @@ mod tests {
 
     #[test]
     fn peers_that_take_nothing_leave_slots_to_others() {
-        for (slots, stalled, queues) in [(2, 1, 1), (3, 1, 1), (32, 1, 1), (32, 8, 1), (32, 1, 8), (32, 1, 3)]
-        {
+        let one_peer = [(2, 1), (3, 1), (32, 1), (32, 8), (32, 3), (8, 8), (2, 8), (9, 4)];
+        let cases = one_peer.map(|(slots, queues)| (slots, 1, queues)).into_iter().chain([(32, 8, 1)]);
+        for (slots, stalled, queues) in cases {
             let bytes = slots * 2 * CHUNK;
             let window = bytes / 4;
             let pool = Arc::new(made(PoolSize { chunk: CHUNK, window, most: bytes, peers: 1000, queues }));
             let case = format!("{stalled} of {slots} slots, {queues} queues");
             let ends = (0..stalled).flat_map(|peer| (0..queues).map(move |_| peer));
             let mut held: Vec<_> = ends.map(|peer| Staging::new(Arc::clone(&pool), peer)).collect();
-            // Queues of one peer take turns, peers come one behind the other.
+            // Queues of one peer take turns, peers come one after the other.
             for peer in held.chunks_mut(queues as usize) {
                 while peer.iter_mut().filter_map(fill).count() > 0 {}
             }
             let taken: usize = held.iter().map(|staging| staging.held.len()).sum();
-            assert!(stalled > 1 || 2 * taken as u64 <= slots + queues, "{case}: {taken} are half at most");
+            let most = (pool.peers.len() as u64 + queues) / 2;
+            assert!(stalled > 1 || taken as u64 <= most, "{case}: {taken} are about half at most");
             let [mut other, mut another] = [2000, 2001].map(|peer| Staging::new(Arc::clone(&pool), peer));
             for round in 0..100 {
                 for staging in [&mut other, &mut another] {

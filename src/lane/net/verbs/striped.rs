@@ -75,6 +75,13 @@ impl StripedConnection {
         &self.queues[0]
     }
 
+    /// Has the lead report signals that ticks of other queues have completed. A call on one of
+    /// these may have taken ticks after the progress thread, which sleeps next, looked for them. If
+    /// another thread holds the lead, that one reports. Call it behind all that can take ticks.
+    fn grant(&self, health: &Health) {
+        self.lead().request_visit(health);
+    }
+
     /// Gives `part` a queue for each stripe of `len` bytes: from where on, and how many.
     fn stripe(
         &self,
@@ -95,7 +102,7 @@ impl StripedConnection {
             others |= queue > 0;
         }
         if others {
-            self.grant(limits);
+            self.grant(limits.health);
         }
         Ok(())
     }
@@ -111,15 +118,9 @@ impl StripedConnection {
             }
         }
         if paid {
-            self.grant(limits);
+            self.grant(limits.health);
         }
         Ok(())
-    }
-
-    /// Lets the lead report signals that ticks of other queues have completed meanwhile: a call on
-    /// one of these may have taken them, and the progress thread sleeps then.
-    fn grant(&self, limits: WaitLimits<'_>) {
-        self.lead().progress(limits.health);
     }
 
     /// Posts what is left on all queues, before a wait for the first of them.
@@ -204,14 +205,14 @@ impl NetConnection for StripedConnection {
     fn settled(&self) -> bool {
         // All of them: each call posts what is left.
         let settled = self.queues.iter().filter(|queue| !queue.settled()).count() == 0;
-        self.lead().progress(&self.health);
+        self.grant(&self.health);
         settled
     }
 
     fn settle(&self, limits: WaitLimits<'_>) -> Result<(), SendBlocked> {
         self.post(limits.health);
         self.queues.iter().try_for_each(|queue| queue.settle(limits))?;
-        self.grant(limits);
+        self.grant(limits.health);
         Ok(())
     }
 
@@ -219,16 +220,23 @@ impl NetConnection for StripedConnection {
         self.pay(&mut self.state.lock(), limits)?;
         self.post(limits.health);
         self.queues.iter().try_for_each(|queue| queue.flush(limits))?;
-        self.grant(limits);
+        self.grant(limits.health);
         Ok(())
     }
 
     fn progress(&self, health: &Health) -> bool {
-        // All of them, the lead last: ticks of others let it report more signals as taken.
-        self.queues.iter().rev().filter(|queue| queue.progress(health)).count() > 0
+        let (lead, others) = (self.lead(), &self.queues[1..]);
+        match others.iter().filter(|queue| queue.progress(health)).count() {
+            0 => lead.progress(health),
+            _ => {
+                self.grant(health);
+                true
+            }
+        }
     }
 
     fn arm(&self, health: &Health) -> bool {
+        // The lead last: ticks of others let it report more signals as taken.
         self.queues.iter().rev().filter(|queue| queue.arm(health)).count() > 0
     }
 
@@ -262,11 +270,15 @@ impl NetConnection for StripedConnection {
     }
 
     fn counters(&self) -> Counters {
-        self.queues.iter().map(|queue| queue.counters()).sum()
+        let counters = self.queues.iter().map(|queue| queue.counters()).sum();
+        self.grant(&self.health);
+        counters
     }
 
     fn forecast(&self) -> Counters {
-        self.queues.iter().map(|queue| NetConnection::forecast(queue.as_ref())).sum()
+        let counters = self.queues.iter().map(|queue| NetConnection::forecast(queue.as_ref())).sum();
+        self.grant(&self.health);
+        counters
     }
 
     fn stop(&self, cause: &Cause) {
@@ -278,6 +290,8 @@ impl NetConnection for StripedConnection {
     }
 
     fn fault(&self) -> Option<LaneError> {
-        self.queues.iter().find_map(|queue| queue.fault())
+        let fault = self.queues.iter().find_map(|queue| queue.fault());
+        self.grant(&self.health);
+        fault
     }
 }

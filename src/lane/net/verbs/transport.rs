@@ -125,7 +125,7 @@ impl RankNic {
     ) -> Result<Self, Error> {
         let memory = Arc::new(NicMemory::new(nic)?);
         let attributes = memory.nic.context.attributes();
-        let depth = Depth::of_each(peers * queues);
+        let depth = Depth::of_each(peers * queues, rustix::param::page_size() as u64);
         let requests = depth.requests.min(attributes.requests);
         let (receives, channel) = match settings.signal {
             Some(SignalMode::Write | SignalMode::FetchAdd) => (0, None),
@@ -578,21 +578,25 @@ mod tests {
         }
     }
 
-    /// Both ends of a connection between ranks 0 and 1.
-    fn joined(transports: &[VerbsTransport; 2]) -> [Connection; 2] {
+    /// Both ends of so many queues between ranks 0 and 1.
+    fn joined<const QUEUES: usize>(transports: &[VerbsTransport; 2]) -> [[Connection; QUEUES]; 2] {
         let ends = [(0, 1), (1, 0)].map(|(at, peer): (usize, u32)| {
-            let (transport, inbox) =
-                (&transports[at], Arc::new(Inbox::new(Arc::clone(&transports[at].regions))));
-            let halves = vec![transport.half(peer, &inbox, 0).unwrap()];
+            let transport = &transports[at];
+            let inbox = Arc::new(Inbox::new(Arc::clone(&transport.regions)));
+            inbox.join(QUEUES);
+            let halves = (0..QUEUES).map(|queue| transport.half(peer, &inbox, queue).unwrap()).collect();
             VerbsEnd { transport, peer, inbox, halves }
         });
-        let [of_a, of_b] =
-            ends.each_ref().map(|end| ConnectionInfo::of_queues(7, &end.bytes()).unwrap().remove(0));
-        let [a, b] = ends.map(|mut end| (end.transport, end.peer, end.halves.remove(0)));
-        let join = |(transport, peer, half): (&VerbsTransport, u32, Half), theirs: &ConnectionInfo| {
-            transport.connect(peer, theirs, half).unwrap()
+        let [of_a, of_b] = ends.each_ref().map(|end| ConnectionInfo::of_queues(7, &end.bytes()).unwrap());
+        let [a, b] = ends;
+        let join = |end: VerbsEnd<'_>, theirs: Vec<ConnectionInfo>| {
+            let mut queues = end.halves.into_iter().zip(&theirs);
+            std::array::from_fn(|_| {
+                let (half, theirs) = queues.next().unwrap();
+                end.transport.connect(end.peer, theirs, half).unwrap()
+            })
         };
-        [join(a, &of_b), join(b, &of_a)]
+        [join(a, of_b), join(b, of_a)]
     }
 
     fn limits(health: &Health) -> WaitLimits<'_> {
@@ -607,7 +611,7 @@ mod tests {
         let fabric = Fabric::new(&["a", "b"]);
         let settings = Settings { signal: Some(SignalMode::Immediate), ..Settings::default() };
         let transports = ranks(&fabric, 2, &settings);
-        let [a, b] = joined(&transports);
+        let [[a], [b]] = joined(&transports);
         let health = Health::new();
         for value in 1..=3 {
             a.hold(|_| {
@@ -620,11 +624,50 @@ mod tests {
     }
 
     #[test]
+    fn ticks_taken_while_the_lead_is_held_are_granted() {
+        const CHUNK: usize = 1024;
+        let fabric = Fabric::new(&["a", "b"]);
+        let settings = Settings { queue_pairs: 2, chunk: CHUNK as u64, ..Settings::default() };
+        let transports = ranks(&fabric, 2, &settings);
+        let health = Arc::<Health>::default();
+        let ends = joined::<2>(&transports).map(|queues| queues.map(Arc::new));
+        let [a, b] = [0, 1].map(|rank| {
+            StripedConnection::new(rank as u32, &health, ends[rank].to_vec(), vec![1; 2], CHUNK as u64)
+        });
+        let limits = limits(&health);
+        let [lead, second] = &ends[1];
+        let put = |from: &StripedConnection| from.put(WORD.behind(64), &[7; CHUNK], limits).unwrap();
+        let calls: [&dyn Fn(); 2] = [&|| assert!(b.progress(&health)), &|| {
+            assert!(second.progress(&health));
+            put(&b);
+        }];
+        let mut value = 0;
+        for (nth, call) in calls.into_iter().enumerate() {
+            // As many signals as an end takes before it reports them.
+            for _ in 0..64 {
+                value += 1;
+                (0..2).for_each(|_| put(&a));
+                a.signal(WORD, value, None, limits).unwrap();
+            }
+            // The next chunk goes to the second queue.
+            put(&b);
+            // Signals have come, and wait for their ticks.
+            lead.settle(limits).unwrap();
+            let before = lead.counters().requests;
+            lead.hold(|_| call());
+            assert_eq!(lead.counters().requests, before + 1, "call {nth} lets nothing be reported");
+            b.flush(limits).unwrap();
+            b.signal(WORD, nth as u64 + 1, None, limits).unwrap();
+            a.flush(limits).unwrap();
+        }
+    }
+
+    #[test]
     fn slot_of_ended_connection_is_free_once_flushed() {
         let fabric = Fabric::new(&["a", "b"]);
         let settings = Settings { chunk: 4096, in_flight: 4096, ..Settings::default() };
         let transports = ranks(&fabric, 2, &settings);
-        let [a, _b] = joined(&transports);
+        let [[a], _b] = joined(&transports);
         fabric.hold();
         let health = Health::new();
         a.put(WORD.behind(64), &[7; 100], limits(&health)).unwrap();

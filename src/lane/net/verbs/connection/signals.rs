@@ -108,6 +108,10 @@ impl Connection {
         }
         state.sender.post_soon();
         self.until(state, limits, |state| {
+            // Others wait for staging that the open write holds, and no visit comes meanwhile.
+            if state.sender.is_wanted() {
+                state.hurry();
+            }
             Ok(state.receiver.may_signal(state.sender.block.granted()).then_some(()))
         })
     }

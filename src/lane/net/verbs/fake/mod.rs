@@ -336,8 +336,9 @@ impl Fabric {
         let regions = state.regions.values().filter(|region| nic_of(region.domain) == at);
         let pairs = state.pairs.values().filter(|pair| pair.nic == at);
         let queues = state.queues.values().filter(|queue| queue.nic == at);
-        let of_pairs: u64 = pairs.map(|pair| queue_pair_bytes(Caps::granted(&pair.cap))).sum();
-        let of_queues: u64 = queues.map(|queue| completion_queue_bytes(queue.capacity as u64)).sum();
+        let page = rustix::param::page_size() as u64;
+        let of_pairs: u64 = pairs.map(|pair| queue_pair_bytes(Caps::granted(&pair.cap), page)).sum();
+        let of_queues: u64 = queues.map(|queue| completion_queue_bytes(queue.capacity as u64, page)).sum();
         Inventory {
             queue_bytes: of_pairs + of_queues,
             regions: regions.clone().count(),

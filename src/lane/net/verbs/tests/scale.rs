@@ -36,7 +36,7 @@ fn objects_and_locked_bytes_are_those_of_the_docs() {
         let connections = ranks as usize - 1;
         assert_eq!((seen.queue_pairs, seen.completion_queues), (connections, connections));
         assert_eq!((seen.channels, seen.descriptors), (1, 3), "{ranks} ranks");
-        let requests = Depth::of_each(connections as u64).requests;
+        let requests = Depth::of_each(connections as u64, rustix::param::page_size() as u64).requests;
         let [registered, of_queues, locked] = [pinned, queues, pinned + queues].map(mebibytes);
         let row = format!(
             "| {ranks} | {connections} | {requests} | {keys} | {registered} | {of_queues} | {locked} | 3 |"
