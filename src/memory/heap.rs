@@ -515,9 +515,10 @@ mod tests {
         let offered = pool.alloc(PART).unwrap();
         let announced = pool.announce(2 * PART);
         let live = pool.announce(PART);
+        let along_handle = pool.alloc(PART).unwrap().announced();
         health.fail(Cause::Cancelled { by: 0 });
-        // Peers may still read the one, and only write the other.
-        drop((offered, announced));
+        // Peers may still read the first one, and only write the others.
+        drop((offered, announced, along_handle));
         pool.give_back();
         assert_eq!(taken(), 4 * PART, "control, rows, what was offered, what a call still announces");
         assert!(rows.slice::<u8>(0, PART as usize).unwrap().iter().all(|&byte| byte == 7));

@@ -276,6 +276,12 @@ impl Extent {
         &self.pool
     }
 
+    /// The same for peers to write to, and never to read.
+    pub(crate) fn announced(mut self) -> Self {
+        self.announced = true;
+        self
+    }
+
     /// Gives back everything behind the first `len` bytes.
     pub fn trim(&mut self, len: u64) {
         let keep = Extents::round(len).min(self.len);
