@@ -351,8 +351,8 @@ impl PeerMapping {
     }
 
     /// Gives the whole pages of a range back to the system, for all that map them. The bytes are
-    /// zeros from then on. An access takes memory again. Where the system has none, its process gets
-    /// SIGBUS under strict overcommit, and in a full control group the OOM killer chooses one.
+    /// zeros from then on. An access takes memory again. Where the system has none, its process
+    /// gets SIGBUS under strict overcommit, and in a full control group the OOM killer chooses one.
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`]; [`MemoryError::System`] if the kernel refuses.
