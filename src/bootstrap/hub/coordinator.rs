@@ -590,6 +590,9 @@ mod tests {
     /// Steps of a world of nodes of 8 over tcp.
     const STEPS: usize = 6;
 
+    /// The contribution of a rank to a step.
+    type Said<'a> = &'a dyn Fn(u32) -> Vec<u8>;
+
     /// What rank 0 holds for the ranks of a world that they build, before any has read a byte.
     fn outboxes(ranks: u32) -> Vec<Outbox> {
         let mut outboxes: Vec<Outbox> = (0..ranks).map(|_| Outbox::default()).collect();
@@ -600,7 +603,7 @@ mod tests {
         let place = Location::in_node("").unwrap().to_bytes();
         let linked = |rank: u32, peer: u32| (rank / 8 == peer / 8 && rank != peer).then_some(1);
         let links = |rank| Notice::new((0..ranks).map(|peer| linked(rank, peer))).unwrap().encode();
-        let steps: [(&str, &dyn Fn(u32) -> Vec<u8>); STEPS] = [
+        let steps: [(&str, Said<'_>); STEPS] = [
             ("world/place", &|_| place.clone()),
             ("world/conditions", &|_| vec![0; 32]),
             ("world/sizes", &|_| vec![0; 32]),
