@@ -351,7 +351,8 @@ impl PeerMapping {
     }
 
     /// Gives the whole pages of a range back to the system, for all that map them. The bytes are
-    /// zeros from then on, and take memory again where they are touched.
+    /// zeros from then on. An access takes memory again. Where the system has none, its process
+    /// gets SIGBUS under strict overcommit, and in a full control group the OOM killer chooses one.
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`]; [`MemoryError::System`] if the kernel refuses.
@@ -361,7 +362,8 @@ impl PeerMapping {
         let Some(len) = end.checked_sub(start).filter(|&len| len > 0) else { return Ok(()) };
         let at = self.at(member, start, len)?;
         // SAFETY: whole pages of a segment, checked by `at`. They stay mapped and writable, so an
-        // access of any process finds zeros or what was written since, and cannot fault.
+        // access of any process finds zeros or what was written since, in memory of no one else.
+        // One for which the system has no memory does not return.
         unsafe { rustix::mm::madvise(at.as_ptr().cast(), len as usize, Advice::LinuxRemove) }.map_err(|e| {
             MemoryError::System { call: "madvise(MADV_REMOVE)", bytes: len, errno: e.raw_os_error() }
         })
@@ -513,15 +515,33 @@ mod tests {
         let offered = pool.alloc(PART).unwrap();
         let announced = pool.announce(2 * PART);
         let live = pool.announce(PART);
+        let along_handle = pool.alloc(PART).unwrap().announced();
         health.fail(Cause::Cancelled { by: 0 });
-        // Peers may still read the one, and only write the other.
-        drop((offered, announced));
+        // Peers may still read the first one, and only write the others.
+        drop((offered, announced, along_handle));
         pool.give_back();
         assert_eq!(taken(), 4 * PART, "control, rows, what was offered, what a call still announces");
         assert!(rows.slice::<u8>(0, PART as usize).unwrap().iter().all(|&byte| byte == 7));
-        // A late write finds memory.
-        heap.mapped().write(0, heap.boundary() + 2 * PART, &[9_u8]).unwrap();
+        // A late write takes memory, and finds it.
+        let (at, mut seen) = (heap.boundary() + 2 * PART, [1_u8; 2]);
+        heap.mapped().write(0, at, &[9_u8]).unwrap();
+        heap.mapped().read(0, at, &mut seen).unwrap();
+        assert_eq!(seen, [9, 0]);
         drop(live);
+    }
+
+    #[test]
+    fn pool_allocates_nothing_once_memory_went_back() {
+        let segments = [Some(Segment::create("sidelane-test", 2 * PART).unwrap())];
+        let (health, sizes) = (Arc::new(Health::new()), HeapSizes { symmetric: PART, total: 2 * PART });
+        let heap = Heap::new(0, sizes, &segments, &health, Duration::ZERO).unwrap();
+        let pool = heap.pool();
+        let seen = || (pool.alloc(64).map(|extent| extent.len()), pool.announce(64).len());
+        pool.give_back();
+        assert_eq!(seen(), (Ok(64), 64), "a living world keeps its memory");
+        health.fail(Cause::Cancelled { by: 3 });
+        pool.give_back();
+        assert_eq!(seen(), (Err(Cause::Cancelled { by: 3 }.into()), 0));
     }
 
     #[test]

@@ -21,7 +21,7 @@ use std::time::Duration;
 use super::{PeerMapping, access};
 use crate::bootstrap::Health;
 use crate::bootstrap::wait::{Ended, Polling};
-use crate::error::{Error, MemoryError, PlanError};
+use crate::error::{Cause, Error, MemoryError, PlanError};
 use crate::sync::primitives::{Mutex, MutexGuard, PoisonError};
 
 /// Knows whether all readers of a retired extent have finished.
@@ -49,6 +49,8 @@ struct State {
     retired: Vec<Retired>,
     /// Announced extents (offset, length) that were dropped in the failed world.
     abandoned: Vec<(u64, u64)>,
+    /// Why the world has failed, once its memory has gone back to the system.
+    given_back: Option<Cause>,
     live: usize,
 }
 
@@ -88,7 +90,7 @@ impl Pool {
     ) -> Arc<Self> {
         let extents = Extents::new(mapped.len_of(rank) - start);
         let (retired, abandoned) = (Vec::with_capacity(64), Vec::new());
-        let state = Mutex::new(State { extents, retired, abandoned, live: 0 });
+        let state = Mutex::new(State { extents, retired, abandoned, given_back: None, live: 0 });
         Arc::new(Pool { rank, mapped, member: rank, start, health, deadline, state })
     }
 
@@ -101,6 +103,9 @@ impl Pool {
         let mut waiting = None;
         loop {
             let mut state = self.state();
+            if let Some(cause) = &state.given_back {
+                return Err(cause.clone().into());
+            }
             state.reap();
             let free = match state.extents.alloc(len) {
                 Ok(offset) => {
@@ -135,10 +140,11 @@ impl Pool {
     }
 
     /// Reserves the largest free extent, or `most` bytes of it if that is less, for others to write
-    /// to. It may be empty.
+    /// to. It may be empty, and is once memory has gone back to the system.
     pub(crate) fn announce(self: &Arc<Self>, most: u64) -> Extent {
         let mut state = self.state();
         state.reap();
+        let most = if state.given_back.is_none() { most } else { 0 };
         let (offset, len) = state.extents.take_largest(most);
         state.live += 1;
         Extent { pool: Arc::clone(self), offset, len, announced: true }
@@ -181,14 +187,21 @@ impl Pool {
     }
 
     /// Gives memory of a failed world back to the system: what is free, and what failed calls have
-    /// announced. Peers may still write there, and no rank reads it.
+    /// announced. Peers may still write there, and no rank reads it. No more is allocated. A world
+    /// that lives keeps its memory.
     pub(crate) fn give_back(&self) {
+        let Err(cause) = self.health.check() else { return };
         let mut state = self.state();
         state.reap();
-        for &(offset, len) in state.extents.free.iter().chain(&state.abandoned) {
-            if let Err(error) = self.mapped.give_back(self.member, self.start + offset, len) {
-                tracing::debug!(rank = self.rank, %error, "memory of a failed world stays");
-            }
+        let ranges: Vec<_> = state.extents.free.iter().chain(&state.abandoned).copied().collect();
+        state.given_back = Some(cause);
+        // The system takes long for large ranges. None of them is allocated any more.
+        drop(state);
+        let given = ranges
+            .iter()
+            .try_for_each(|&(offset, len)| self.mapped.give_back(self.member, self.start + offset, len));
+        if let Err(error) = given {
+            tracing::warn!(rank = self.rank, %error, "memory of a failed world stays");
         }
     }
 
@@ -261,6 +274,12 @@ impl Extent {
     /// The pool it is of.
     pub fn pool(&self) -> &Arc<Pool> {
         &self.pool
+    }
+
+    /// The same for peers to write to, and never to read.
+    pub(crate) fn announced(mut self) -> Self {
+        self.announced = true;
+        self
     }
 
     /// Gives back everything behind the first `len` bytes.

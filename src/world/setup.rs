@@ -367,9 +367,10 @@ impl World {
     /// `world.size() / 2 + 1`. 1 takes any survivors: then a rank that was stopped or cut off
     /// may begin alone while the others go on. Should another rank be lost before the new
     /// world is built, this fails, and the survivors call it again. Handles and windows of the old
-    /// world stay readable until they are dropped. The rest of its pool goes back to the system
-    /// before the next heap is mapped. Late writes of a lost rank go to segments that no rank reads
-    /// any more.
+    /// world stay readable until they are dropped. What is free in its pool, or for peers to write
+    /// alone, goes back to the system before the next heap is mapped; over verbs once the old world
+    /// is dropped, as its NICs hold their memory until then. Late writes of a lost rank go to
+    /// segments that no rank reads any more.
     ///
     /// # Errors
     /// [`BootstrapError::RebuildFailed`] if too few survivors meet until the deadline, and at once
@@ -382,7 +383,7 @@ impl World {
         }
         let next = self.shared.hub.rebuild(deadline, at_least)?;
         self.stop_net();
-        // The next heap comes instead of it.
+        // The next heap takes its place.
         self.shared.heap.pool().give_back();
         self.followed_by(next)
     }
@@ -667,19 +668,42 @@ mod tests {
         line.trim().strip_suffix(" kB").unwrap().parse::<u64>().unwrap() << 10
     }
 
-    #[test]
-    fn rebuilt_world_has_its_heap_instead_of_old_pool() {
+    /// The next world of these ranks.
+    fn rebuilt(worlds: &[World]) -> Vec<World> {
         std::thread::scope(|scope| {
-            for world in World::threads(2).unwrap() {
-                scope.spawn(move || {
-                    let config = world.shared.options.config;
-                    assert_eq!(resident(&world), config.heap);
-                    let next = world.rebuild(Duration::from_secs(20), 2).unwrap();
-                    assert_eq!([resident(&world), resident(&next)], [config.symmetric, config.heap]);
-                    // No rank leaves while the other builds.
-                    next.all().unwrap().gather(&[]).unwrap();
-                });
-            }
+            let rebuild = |world| scope.spawn(move || World::rebuild(world, Duration::from_secs(20), 2));
+            let ranks: Vec<_> = worlds.iter().map(rebuild).collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap().unwrap()).collect()
+        })
+    }
+
+    #[test]
+    fn each_rebuilt_world_has_its_heap_instead_of_the_pools_before() {
+        let mut worlds = vec![World::threads(2).unwrap()];
+        let config = worlds[0][0].shared.options.config;
+        for _ in 0..2 {
+            let next = rebuilt(&worlds[worlds.len() - 1]);
+            assert!(next.iter().all(|world| resident(world) == config.heap));
+            assert!(worlds.iter().flatten().all(|world| resident(world) == config.symmetric));
+            worlds.push(next);
+        }
+    }
+
+    #[test]
+    fn old_pool_goes_back_before_a_rebuild_that_fails() {
+        let mut worlds = World::threads(2).unwrap();
+        let (leaver, world) = (worlds.remove(1), worlds.remove(0));
+        let config = world.shared.options.config;
+        std::thread::scope(|scope| {
+            let leaver = scope.spawn(move || {
+                drop(leaver.shared.hub.rebuild(Duration::from_secs(20), 2).unwrap());
+                leaver.rebuild(Duration::from_secs(20), 2).unwrap()
+            });
+            let error = world.rebuild(Duration::from_secs(20), 2).unwrap_err();
+            assert_eq!(resident(&world), config.symmetric, "{error}");
+            let next = world.rebuild(Duration::from_secs(20), 2).unwrap();
+            assert_eq!([resident(&world), resident(&next)], [config.symmetric, config.heap]);
+            leaver.join().unwrap();
         });
     }
 

@@ -642,8 +642,13 @@ mod tests {
     use crate::bootstrap::notice::Notice;
     use crate::bootstrap::wire::{Answer, Outbox, Reader};
 
-    /// What rank 0 has to send when ranks meet and agree on their places, their sizes and the links
-    /// of nodes of 8, before any rank has read a byte.
+    /// Steps of a world of nodes of 8 over tcp.
+    const STEPS: usize = 6;
+
+    /// The contribution of a rank to a step.
+    type Said<'a> = &'a dyn Fn(u32) -> Vec<u8>;
+
+    /// What rank 0 holds for the ranks of a world that they build, before any has read a byte.
     fn outboxes(ranks: u32) -> Vec<Outbox> {
         let mut outboxes: Vec<Outbox> = (0..ranks).map(|_| Outbox::default()).collect();
         let addresses =
@@ -653,13 +658,19 @@ mod tests {
         let place = Location::in_node("").unwrap().to_bytes();
         let linked = |rank: u32, peer: u32| (rank / 8 == peer / 8 && rank != peer).then_some(1);
         let links = |rank| Notice::new((0..ranks).map(|peer| linked(rank, peer))).unwrap().encode();
-        let steps: [&dyn Fn(u32) -> Vec<u8>; 3] = [&|_| place.clone(), &|_| vec![0; 32], &links];
+        let steps: [(&str, Said<'_>); STEPS] = [
+            ("world/place", &|_| place.clone()),
+            ("world/conditions", &|_| vec![0; 32]),
+            ("world/sizes", &|_| vec![0; 32]),
+            ("world/heaps", &links),
+            ("world/net", &|_| vec![0]),
+            ("world/net/tcp", &|_| vec![0]),
+        ];
         let (mut store, mut encoder) = (Store::new(ranks), AnswerEncoder::default());
-        for (step, ticket) in steps.into_iter().zip(0..) {
+        for ((step, said), ticket) in steps.into_iter().zip(0..) {
             for rank in 0..ranks {
-                let blob = Contribution::ForAll(step(rank));
-                let deliveries =
-                    store.gather(Requester { rank, ticket }, "step".to_owned(), rank, ranks, blob);
+                let (caller, blob) = (Requester { rank, ticket }, Contribution::ForAll(said(rank)));
+                let deliveries = store.gather(caller, step.to_owned(), rank, ranks, blob);
                 for Delivery { rank, ticket, answer } in deliveries {
                     encoder.encode(answer).queue(ticket, &mut outboxes[rank as usize]);
                 }
@@ -673,10 +684,10 @@ mod tests {
         for ranks in [1024, 4096] {
             let outboxes = outboxes(ranks);
             let [all, one] = [&outboxes[..], &outboxes[..1]].map(Outbox::held);
-            println!("{ranks} ranks: {all} bytes in rank 0, of which one rank gets {one}");
-            // Each other rank adds a length and a ticket in each of the three steps.
-            assert_eq!(all, one + (ranks as usize - 1) * 3 * 13);
-            assert!(one < 300 * ranks as usize, "{} bytes for each rank", one / ranks as usize);
+            println!("{ranks} ranks: rank 0 holds {all} bytes, and sends {one} to each");
+            // Each other rank adds a length and a ticket in each step.
+            assert_eq!(all, one + (ranks as usize - 1) * STEPS * 13);
+            assert!(one < 350 * ranks as usize, "{} bytes for each rank", one / ranks as usize);
         }
     }
 

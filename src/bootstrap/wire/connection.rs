@@ -305,7 +305,7 @@ impl Writer {
         self.finish_before(0)
     }
 
-    /// The begin of a frame that so many bytes follow.
+    /// The beginning of a frame that so many bytes follow.
     pub(super) fn finish_before(mut self, rest: usize) -> Vec<u8> {
         let length = (self.0.len() - 4 + rest) as u32;
         self.0[..4].copy_from_slice(&length.to_le_bytes());

@@ -527,7 +527,7 @@ impl HostCall<'_, '_> {
         if self.flight.refused.is_none() {
             let bytes = sizing.extent_bytes(inner.layout.landed, inner.layout.staged);
             match fixed.pool().alloc(bytes) {
-                Ok(extent) => self.flight.landing = Some(extent),
+                Ok(extent) => self.flight.landing = Some(extent.announced()),
                 Err(error) => self.flight.refuse(Err(error)),
             }
         }

@@ -115,7 +115,12 @@ impl HostExchange {
         match drive(machine, program, &mut HostCall { fixed, programs, space, flight, lent }, until) {
             Ok(None) => Ok(()),
             Ok(Some(refusal)) => Err(refusal),
-            Err(error) => Err(self.fail(error)),
+            Err(error) => {
+                let error = self.fail(error);
+                // The relay reads rows of this flight. It finds the world failed, and comes back.
+                self.space.join_relay();
+                Err(error)
+            }
         }
     }
 

@@ -48,6 +48,14 @@ pub enum Error {
         /// What was seen instead.
         what: String,
     },
+    /// A round of a soak ended in another error.
+    #[error("{round}: {source}")]
+    Round {
+        /// The round, in words.
+        round: String,
+        /// The reason.
+        source: Box<Error>,
+    },
     /// Nothing is left to run.
     #[error("no cell is left of --only {words}: name faults, phases or lanes of one row of the table")]
     NoCell {

@@ -23,10 +23,10 @@ use crate::error::{About, Error, Result};
 use crate::inject::{self, Machine};
 use crate::job::Job;
 use crate::protocol::LIVENESS;
-use crate::trial::{Strike, Trial};
+use crate::trial::{Judgment, Strike, Trial};
 
 /// Version of the JSON.
-const SCHEMA: u32 = 1;
+const SCHEMA: u32 = 2;
 /// Nodes of the processes.
 const NODES: [u32; 4] = [0, 0, 1, 1];
 /// The place of the process that faults may end. The others live as long as the soak.
@@ -50,7 +50,8 @@ pub struct Soak {
     #[arg(default_value_t = 60.0)]
     minutes: f64,
     /// Begin with the round of this seed, which a round that failed names; each further round has
-    /// the next one [default: another one in each run]
+    /// the next one. A seed makes the same round on machines that can make the same faults
+    /// [default: another one in each run]
     #[arg(long, value_name = "SEED")]
     from: Option<u64>,
     /// Write the report as JSON
@@ -85,12 +86,13 @@ impl Usage {
 }
 
 /// Everything about a soak.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Default, Serialize)]
 struct Report {
     schema: u32,
     /// That of the first round.
     seed: u64,
     minutes: f64,
+    /// Rounds that began.
     rounds: u64,
     struck: u64,
     named: u64,
@@ -99,6 +101,8 @@ struct Report {
     /// Of each process that has lived from the start: after the warm rounds, and at the end.
     processes: Vec<[Usage; 2]>,
     wrong: Option<String>,
+    /// Why the machine did not let it go on.
+    error: Option<String>,
 }
 
 impl Soak {
@@ -113,61 +117,32 @@ impl Soak {
             job: Job::start(&NODES, None, LIVENESS)?,
             places: (0..NODES.len()).collect(),
             machine: Machine::probe(),
-            report: Report {
-                schema: SCHEMA,
-                seed,
-                minutes: self.minutes,
-                rounds: 0,
-                struck: 0,
-                named: 0,
-                rebuilt: 0,
-                replaced: 0,
-                processes: Vec::new(),
-                wrong: None,
-            },
+            report: Report { schema: SCHEMA, seed, minutes: self.minutes, ..Report::default() },
         };
-        let (began, mut said) = (Instant::now(), Instant::now());
-        let (mut first, mut last) = (Vec::new(), Vec::new());
-        while began.elapsed().as_secs_f64() < self.minutes * 60.0 || crew.report.rounds <= WARM {
-            if let Err(wrong) = crew.round()? {
-                crew.report.wrong = Some(wrong);
-                break;
-            }
-            last = crew.usage()?;
-            if crew.report.rounds == WARM {
-                first.clone_from(&last);
-            }
-            if first.iter().zip(&last).any(|(first, last)| last.grew(first)) {
-                break;
-            }
-            if said.elapsed() > EVERY || crew.report.rounds == WARM {
-                said = Instant::now();
-                println!(
-                    "{:4.0} min, round {:5}: {}",
-                    began.elapsed().as_secs_f64() / 60.0,
-                    crew.report.rounds,
-                    text(&last)
-                );
-            }
-        }
-        let mut report = crew.report;
-        report.processes = first.iter().zip(&last).map(|(first, last)| [*first, *last]).collect();
-        let grown = report.processes.iter().any(|[first, last]| last.grew(first));
+        let ended = crew.rounds();
+        self.conclude(crew.report, ended)
+    }
+
+    /// Prints and writes what was seen, whatever has ended it.
+    fn conclude(&self, mut report: Report, ended: Result<()>) -> Result<bool> {
+        report.error = ended.as_ref().err().map(Error::to_string);
         println!(
             "{} rounds, {} struck by a fault, {} named, {} rebuilt, {} processes replaced",
             report.rounds, report.struck, report.named, report.rebuilt, report.replaced
         );
-        println!("after round {WARM}: {}\nat the end:     {}", text(&first), text(&last));
-        match &report.wrong {
-            Some(wrong) => println!("WRONG: {wrong}"),
-            None if grown => println!("WRONG: a process has grown"),
-            None => println!("right: no hang, no wrong bit, nothing has grown"),
+        let [first, last] = [0, 1].map(|end| text(report.processes.iter().map(|usages| usages[end])));
+        println!("after round {WARM}: {first}\nat the end:     {last}");
+        match (&report.wrong, &report.error) {
+            (Some(wrong), _) => println!("WRONG: {wrong}"),
+            (None, Some(_)) => println!("ended early"),
+            (None, None) => println!("right: no hang, no wrong bit, nothing has grown"),
         }
-        if let Some(path) = &self.json {
+        let json = self.json.as_ref().map(|path| {
             let json = serde_json::to_string_pretty(&report).expect("a report is JSON");
-            fs::write(path, json + "\n").of_file(path.display().to_string())?;
-        }
-        Ok(report.wrong.is_none() && !grown)
+            fs::write(path, json + "\n").of_file(path.display().to_string())
+        });
+        ended.and(json.unwrap_or(Ok(())))?;
+        Ok(report.wrong.is_none())
     }
 }
 
@@ -214,6 +189,22 @@ impl Round {
         });
         Round { seed, order, lane, plan, strike }
     }
+
+    /// Words that bring it back.
+    fn described(&self, nth: u64) -> String {
+        let Round { seed, order, lane, strike, .. } = self;
+        format!("round {nth}, {order:?} over {}, {strike:?}, seed {seed}", lane.name())
+    }
+}
+
+/// Gives what ended a round the words for it.
+fn of_round<T>(described: String, seen: Result<Judgment<T>>) -> Result<Judgment<T>> {
+    match seen {
+        Ok(judged) => Ok(judged.map_err(|wrong| format!("{described}: {wrong}"))),
+        // Ranks that do not come to a phase after earlier faults are what a soak looks for.
+        Err(error @ Error::NotReady { .. }) => Ok(Err(format!("{described}: {error}"))),
+        Err(error) => Err(Error::Round { round: described, source: Box::new(error) }),
+    }
 }
 
 /// The processes, and what has happened to them.
@@ -226,26 +217,54 @@ struct Crew {
 }
 
 impl Crew {
-    fn usage(&self) -> Result<Vec<Usage>> {
-        (0..MORTAL).map(|place| Usage::of(self.job.pid(self.places[place]))).collect()
+    /// Rounds until the time is over, or one is wrong.
+    fn rounds(&mut self) -> Result<()> {
+        let (began, mut said) = (Instant::now(), Instant::now());
+        while began.elapsed().as_secs_f64() < self.report.minutes * 60.0 || self.report.rounds <= WARM {
+            match self.round()? {
+                Ok(usages) if said.elapsed() > EVERY || self.report.rounds == WARM => {
+                    said = Instant::now();
+                    let minutes = began.elapsed().as_secs_f64() / 60.0;
+                    println!("{minutes:4.0} min, round {:5}: {}", self.report.rounds, text(usages));
+                }
+                Ok(_) => {}
+                Err(wrong) => {
+                    self.report.wrong = Some(wrong);
+                    break;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// One round: a world, and what the processes hold behind it.
+    fn round(&mut self) -> Result<Judgment<Vec<Usage>>> {
+        let nth = self.report.rounds;
+        self.report.rounds += 1;
+        let round = Round::draw(self.report.seed.wrapping_add(nth), &self.machine);
+        let described = round.described(nth);
+        let seen = match self.world(round) {
+            Ok(Ok(())) => self.count(),
+            Ok(Err(wrong)) => Ok(Err(wrong)),
+            Err(error) => Err(error),
+        };
+        of_round(described, seen)
+    }
+
+    /// What the processes hold, which may not be more than after the warm rounds.
+    fn count(&mut self) -> Result<Judgment<Vec<Usage>>> {
+        let of = |place: usize| Usage::of(self.job.pid(self.places[place]));
+        let usages = (0..MORTAL).map(of).collect::<Result<Vec<_>>>()?;
+        if self.report.rounds == WARM {
+            self.report.processes = usages.iter().map(|&usage| [usage; 2]).collect();
+        }
+        self.report.processes.iter_mut().zip(&usages).for_each(|(process, &usage)| process[1] = usage);
+        let grown = self.report.processes.iter().any(|[first, last]| last.grew(first));
+        Ok(if grown { Err("a process has grown".to_owned()) } else { Ok(usages) })
     }
 
     /// One world: its phases, a fault, a rebuild.
-    fn round(&mut self) -> Result<std::result::Result<(), String>> {
-        let nth = self.report.rounds;
-        let round = Round::draw(self.report.seed.wrapping_add(nth), &self.machine);
-        let Round { seed, order, lane, strike, .. } = &round;
-        let described = format!("round {nth}, {order:?} over {}, {strike:?}, seed {seed}", lane.name());
-        // Ranks that do not come to a phase after earlier faults are what a soak looks for.
-        let seen = match self.world(round) {
-            Err(error @ Error::NotReady { .. }) => Err(error.to_string()),
-            seen => seen?,
-        };
-        self.report.rounds += 1;
-        Ok(seen.map_err(|wrong| format!("{described}: {wrong}")))
-    }
-
-    fn world(&mut self, round: Round) -> Result<std::result::Result<(), String>> {
+    fn world(&mut self, round: Round) -> Result<Judgment<()>> {
         let Round { order, lane, plan, strike, .. } = round;
         let processes: Vec<usize> = order.iter().map(|&place| self.places[place]).collect();
         let mut trial = Trial::assign(&mut self.job, processes.clone(), lane, true)?;
@@ -276,12 +295,12 @@ impl Crew {
     }
 }
 
-fn text(usages: &[Usage]) -> String {
-    let one = |usage: &Usage| {
-        let mib = usage.resident_bytes as f64 / f64::from(1 << 20);
-        format!("{mib:.1} MiB {} fds {} threads", usage.descriptors, usage.threads)
+fn text(usages: impl IntoIterator<Item = Usage>) -> String {
+    let one = |Usage { resident_bytes, descriptors, threads }| {
+        let mib = resident_bytes as f64 / f64::from(1 << 20);
+        format!("{mib:.1} MiB {descriptors} fds {threads} threads")
     };
-    usages.iter().map(one).collect::<Vec<_>>().join(" | ")
+    usages.into_iter().map(one).collect::<Vec<_>>().join(" | ")
 }
 
 #[cfg(test)]
@@ -297,5 +316,35 @@ mod tests {
             let choices = |seed: u64| drawn(seed).replace(&format!("seed: {seed},"), "");
             assert_ne!(choices(seed), choices(seed.wrapping_add(1)));
         }
+    }
+
+    /// An error of the machine's.
+    fn refused() -> Error {
+        Error::System { call: "fork", source: std::io::ErrorKind::OutOfMemory.into() }
+    }
+
+    #[test]
+    fn whatever_ends_a_round_is_said_with_its_seed() {
+        let not_ready = Error::NotReady { what: "nothing".to_owned() };
+        for (seen, is_error) in
+            [(Ok(Err("a bit".to_owned())), false), (Err(not_ready), false), (Err(refused()), true)]
+        {
+            let round = Round::draw(712, &Machine::probe());
+            let seen: Result<Judgment<()>> = of_round(round.described(5), seen);
+            assert_eq!(seen.is_err(), is_error);
+            let said = seen.map_or_else(|error| error.to_string(), |judged| judged.unwrap_err());
+            assert!(said.starts_with("round 5, [") && said.contains(", seed 712: "), "{said}");
+        }
+    }
+
+    #[test]
+    fn soak_that_ends_in_error_leaves_its_report() {
+        let path = tempfile::NamedTempFile::new().unwrap().into_temp_path();
+        let soak = Soak { minutes: 1.0, from: None, json: Some(path.to_path_buf()) };
+        let report = Report { schema: SCHEMA, seed: 712, rounds: 3, ..Report::default() };
+        let ended = soak.conclude(report, Err(refused())).unwrap_err();
+        let json: serde_json::Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
+        assert_eq!((&json["seed"], &json["rounds"]), (&712.into(), &3.into()));
+        assert_eq!(json["error"], ended.to_string());
     }
 }
