@@ -37,6 +37,17 @@ impl CallExecutor {
     }
 }
 
+/// Kernels of one call, in the order in which they run, with a place for each that a call may have:
+/// every executor makes its list in such an array, and C's report has as many places.
+pub(super) type CallKernels = [Option<&'static str>; MAX_KERNELS];
+
+/// Number of kernels that one call has at most.
+#[doc(hidden)]
+pub const MAX_KERNELS: usize = 6;
+
+/// Those of a call that has none.
+pub(super) const NO_KERNELS: CallKernels = [None; MAX_KERNELS];
+
 /// How the bytes of a dispatch or of a return went at this rank.
 ///
 /// The host counts what it moved, a device what its stream was asked to do; the other fields are

@@ -990,7 +990,7 @@ typedef struct {
     // Device: requests to the stream.
     sidelane_enqueued_t enqueued;
     // Device: kernels that ran on the stream before rows were packed, or after they had landed.
-    sidelane_kernel_name_t kernels[4];
+    sidelane_kernel_name_t kernels[6];
     // Device, fixed slots: other ranks on this rank's own device.
     uint64_t same_device;
     // Device: why rows between nodes are staged in host memory, if they are: the lane that

@@ -41,7 +41,7 @@ impl EnqueuedExchange {
             tokens.on_device("token gradients", self.tokens_shape(handle.tokens()), self.stream.device());
         let keeps = of_rows.is_some();
         let checked = self.weights(of_rows, handle, weights.as_ref());
-        let output = Kernels::sum_choices_names(self.common().fixed.spec.dtype)
+        let output = Kernels::sum_choices_name(self.common().fixed.spec.dtype)
             .map_err(Error::from)
             .and_then(|_| self.output(rows, handle));
         let unfit = sums.as_ref().err().or(checked.as_ref().err()).cloned();

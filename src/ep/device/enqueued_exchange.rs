@@ -297,7 +297,7 @@ impl EnqueuedExchange {
         if let Err(foreign) = self.own(handle) {
             return Err(self.refuse(CallKind::Combine, None, foreign));
         }
-        let output = Kernels::sum_choices_names(self.common().fixed.spec.dtype)
+        let output = Kernels::sum_choices_name(self.common().fixed.spec.dtype)
             .map_err(Error::from)
             .and_then(|_| self.output(y, handle));
         let call = self.offer((CallKind::Combine, 0), handle, output.as_ref(), unfit)?;

@@ -1,8 +1,9 @@
 //! How the bytes of a dispatch or of a return went: as planned, and as counted.
 
 use std::ffi::c_char;
+use std::mem::offset_of;
 
-use sidelane::ep::{CallExecutor, Handle as Layout, Report as Said};
+use sidelane::ep::{CallExecutor, Handle as Layout, MAX_KERNELS, Report as Said};
 use sidelane::exec::{EnqueueCounts, TransferCounts};
 use sidelane::plan::RowsByDistance;
 
@@ -140,7 +141,7 @@ pub struct Report {
     /// Device: requests to the stream.
     pub enqueued: EnqueuedWork,
     /// Device: kernels that ran on the stream before rows were packed, or after they had landed.
-    pub kernels: [KernelName; 4],
+    pub kernels: [KernelName; 6],
     /// Device, fixed slots: other ranks on this rank's own device.
     pub same_device: u64,
     /// Device: why rows between nodes are staged in host memory, if they are: the lane that
@@ -156,6 +157,12 @@ pub struct Report {
 }
 // Structs of the sizes between held shorter counts, so none of them begins this one.
 versioned!(Report, "sidelane_report_t", max_blocks: u64, 464);
+
+// cbindgen reads numbers alone, so the length of the list stands twice.
+const _: () = assert!(
+    offset_of!(Report, same_device) - offset_of!(Report, kernels) == size_of::<[KernelName; MAX_KERNELS]>(),
+    "a kernel without its place"
+);
 
 /// Structs of C that mirror counts of the library, which are all u64. A count that the library
 /// gains stops the build here until its mirror and this list have it.
@@ -229,7 +236,7 @@ pub(super) fn report_of(layout: &Layout) -> Result<Report, Fault> {
 
 /// A report as C reads it.
 fn written(layout: &Layout, said: &Said, returned: TransferCounts) -> Report {
-    let (mut lanes, mut kernels) = ([Lane::default(); 8], [KernelName::default(); 4]);
+    let (mut lanes, mut kernels) = ([Lane::default(); 8], [KernelName::default(); MAX_KERNELS]);
     for (lane, used) in lanes.iter_mut().zip(&said.lanes) {
         *lane = Lane { name: short_name(used.lane), ranks: used.ranks.into() };
     }
