@@ -456,6 +456,7 @@ impl ExpertParallel {
     ) -> PyResult<Bound<'py, PyAny>> {
         let (instance, columns) = (&self.instance, self.instance.shape.hidden);
         if instance.shape.place.on().is_some() || out.is_some() {
+            instance.follow(py)?;
             let tokens = instance.rows(x, "x", columns)?;
             let mut records = instance.records(py, (tokens.input.len() / columns, Kind::of(x)), out)?;
             let target = records.tensor_mut();

@@ -118,6 +118,54 @@ def check_calls_go_on_torch_s_current_stream(world):
             same(rows.cpu(), host.dispatch(*given[:3])[0])
 
 
+# Methods without a tensor of a device, or that read one by its own library.
+WITHOUT_TENSORS = {"check", "heap_allocator", "mask", "mem_pool", "release", "set_expert_map", "set_stream", "synchronize"}
+
+
+def check_each_call_with_tensors_follows_torch_s_stream(world):
+    of, me = case(world.size, hidden=136, dtype=torch.bfloat16), world.rank
+    with gpu(me):
+        there, host = built(world, of, fp8=True, weighted=True)
+        x, ids, weights = cuda(of.x[me], of.ids[me], of.weights[me])
+        records = host.quantize(of.x[me])
+        landed, layout = host.dispatch(records, of.ids[me], of.weights[me])
+        y, of_weights = torch.cos(torch.ones(layout.rows, of.hidden)).to(torch.bfloat16), torch.arange(layout.rows) / 3
+        sums = host.combine(y, layout)
+        tokens, choices = host.dispatch_backward(y, layout, of_weights)
+        rows, given = host.combine_backward(of.x[me], layout)
+        y_there, of_weights_there = cuda(y, of_weights)
+        room = lambda like: torch.full_like(like, 7, device="cuda")  # noqa: E731
+        out, records_out, weights_out = room(sums), room(records), room(given)
+        # The gradient of a weighted combine needs the outputs of one.
+        _, handle = there.dispatch(x, ids, weights)
+        there.combine(y_there, handle)
+        calls = {
+            "quantize": (lambda: [there.quantize(x, records_out)], [records]),
+            "dispatch": (lambda: [there.dispatch(x, ids, weights)[0]], [landed]),
+            "start_dispatch": (lambda: [there.start_dispatch(x, ids, weights).finish()[0]], [landed]),
+            "prepare": (lambda: [there.dispatch_cached(x, there.prepare(ids, weights))], [landed]),
+            "dispatch_cached": (lambda: [there.dispatch_cached(x, handle)], [landed]),
+            "combine": (lambda: [there.combine(y_there, handle, out)], [sums]),
+            "start_combine": (lambda: [there.start_combine(y_there, handle).finish(out)], [sums]),
+            "combine_backward": (lambda: there.combine_backward(x, handle, weights_out), [rows, given]),
+            "dispatch_backward": (
+                lambda: there.dispatch_backward(y_there, handle, of_weights_there, out, weights_out),
+                [tokens, choices],
+            ),
+        }
+        methods = {name for name in dir(there) if name[0] != "_" and callable(getattr(there, name))}
+        assert methods == calls.keys() | WITHOUT_TENSORS, methods ^ (calls.keys() | WITHOUT_TENSORS)
+        for call, expected in calls.values():
+            first, side = torch.cuda.current_stream(), torch.cuda.Stream()
+            side.wait_stream(first)
+            with torch.cuda.stream(side):
+                seen = call()
+                assert there.stream == side.cuda_stream
+                for one, other in zip(seen, expected, strict=True):
+                    same(one.cpu(), other)
+            first.wait_stream(side)
+
+
 def check_memory_that_another_stream_uses_is_not_written_to(world):
     of, me = case(world.size), world.rank
     with gpu(me):
