@@ -79,6 +79,9 @@ pub struct Report {
     /// Device: limit on the blocks of each of them, if there is one
     /// ([`ExpertParallelBuilder::max_blocks`](super::ExpertParallelBuilder::max_blocks)).
     pub max_blocks: Option<u32>,
+    /// Device: bytes of it that each handle that is alive takes, beside rows and outputs; 0 in
+    /// slots, whose calls share theirs.
+    pub handle_bytes: u64,
     /// Device: other ranks on this rank's own device.
     pub same_device: u32,
     /// Device: reason why inter-node rows are staged in memory of the host, if they are.

@@ -72,8 +72,9 @@ impl Lease {
         let kernels = kernels.into_iter().flatten().collect();
         let (lanes, executor) = (self.lanes.to_vec(), CallExecutor::Enqueuer);
         let max_blocks = self.common.fixed.spec.max_blocks;
+        let handle_bytes = self.common.shape.context_bytes();
         let report = Report { executor, lanes, enqueued, kernels, max_blocks, ..Report::default() };
-        Report { host_staged, registration, ..report }
+        Report { handle_bytes, host_staged, registration, ..report }
     }
 
     /// The status word of the context, as devices read it.

@@ -5,7 +5,9 @@ use std::sync::Arc;
 use half::bf16;
 use sidelane::device::{Allocation, DeviceRange, Stream};
 use sidelane::ep::{Choices, ExpertParallelBuilder, Tensor};
+use sidelane::dtype::PartialDtype;
 use sidelane::error::MemoryError;
+use sidelane::plan::{RowLayout, SumOrder};
 use sidelane::{Dtype, Error, ExpertParallel, Group, World};
 
 use super::rank::{Case, Input, Rank, target};
@@ -134,6 +136,34 @@ fn heap_that_fits_in_bytes_alone_is_refused_on_all_ranks() {
             let full = MemoryError::DeviceFull { rank: 0, needed: 2 * (26 << 20), free: 50 << 20 };
             assert_eq!(refused, full.into());
             heap(22 << 20).build().unwrap();
+        });
+    });
+}
+
+/// 12 bytes for each choice, 4 for each row that may land, and 32 for each expert, in multiples of
+/// 256.
+#[test]
+fn report_says_how_much_memory_each_handle_takes() {
+    on_devices("enqueued::heap::report_says_how_much_memory_each_handle_takes", 8, 66, || {
+        on_ranks(&[0, 0], &small(), |world| {
+            let (group, me) = (world.all().unwrap(), u64::from(world.rank()));
+            let plain = || Case { max_tokens: 64, ..Case::new(2, 4, 4) };
+            let cases = [
+                (plain(), 12 * 256 + 4 * 512 + 2 * 256),
+                (Case { weighted: true, ..plain() }, 16 * 256 + 4 * 512 + 2 * 256),
+                (plain().dropping(128), 12 * 256 + 4 * 128 + 2 * 256),
+                (Case { layout: RowLayout::RankMajor, ..plain() }, 12 * 256 + 16 * 4 * 128 + 2 * 256),
+                (Case { order: SumOrder::Rank, ..plain() }, 12 * 256 + 4 * 512 + 2 * 256),
+                (
+                    Case { order: SumOrder::Rank, wire: PartialDtype::Bf16, ..plain() },
+                    16 * 256 + 16 * 512 + 2 * 256,
+                ),
+            ];
+            for (case, bytes) in cases {
+                let mut rank = Rank::<bf16>::by_default(&group, &case);
+                let (_, handle) = rank.dispatch(&tokens(me, 12, 16, 4, 4)).unwrap();
+                assert_eq!(handle.report().unwrap().handle_bytes, bytes, "{case:?}");
+            }
         });
     });
 }

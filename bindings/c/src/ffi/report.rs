@@ -154,9 +154,12 @@ pub struct Report {
     pub registration: [c_char; 16],
     /// Device: limit on the blocks of each kernel (sidelane_ep_options_t.max_blocks); 0: none.
     pub max_blocks: u64,
+    /// Device, calls that the caller finishes: bytes of it that each open handle takes, beside rows
+    /// and outputs.
+    pub handle_bytes: u64,
 }
 // Structs of the sizes between held shorter counts, so none of them begins this one.
-versioned!(Report, "sidelane_report_t", max_blocks: u64, 464);
+versioned!(Report, "sidelane_report_t", handle_bytes: u64, 464);
 
 // cbindgen reads numbers alone, so the length of the list stands twice.
 const _: () = assert!(
@@ -265,5 +268,6 @@ fn written(layout: &Layout, said: &Said, returned: TransferCounts) -> Report {
         host_staged: short_name(said.host_staged().unwrap_or("")),
         registration: short_name(said.registration().unwrap_or("")),
         max_blocks: said.max_blocks.unwrap_or(0).into(),
+        handle_bytes: said.handle_bytes,
     }
 }
