@@ -31,7 +31,7 @@ use crate::heap::HeapAllocator;
 use crate::input::{Input, Rows};
 use crate::pending::{PendingCombine, PendingDispatch};
 use crate::settings;
-use crate::tensor::{Element, Kind, Tensor};
+use crate::tensor::{Element, Kind, Memory, Tensor, extent_of_tokens};
 use crate::wait;
 use crate::world::{Group, World};
 
@@ -472,6 +472,16 @@ impl ExpertParallel {
         })?;
         let rows = records.len() / self.instance.shape.sent.0;
         Kind::of(x).give(py, Tensor::of(records, &[rows, self.instance.shape.sent.0], Element::U8))
+    }
+
+    /// A buffer for tokens of a dispatch, [tokens, hidden] or, of records, [tokens, record]: where
+    /// NICs and copy engines read them in place. Its contents are undefined.
+    fn token_buffer(&self, tokens: u32) -> PyResult<Tensor> {
+        let Shape { sent: (columns, dtype), place, .. } = &self.instance.shape;
+        let mut buffer = self.instance.cell.lend(|ep| ep.token_buffer(tokens).map_err(raise))?;
+        let (address, bytes) = extent_of_tokens(&mut buffer).map_err(raise)?;
+        let memory = Memory::at(address, bytes, Box::new(buffer), Some(&place.anew()));
+        Ok(Tensor::new(memory, &[tokens as usize, *columns], (*dtype).into()))
     }
 
     /// An allocator over the device heap, for libraries that take its functions. One at a time

@@ -10,7 +10,7 @@ use pyo3::exceptions::PyBufferError;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use sidelane::Dtype;
-use sidelane::ep::ExpertOutput;
+use sidelane::ep::{ExpertOutput, TokenBuffer};
 use sidelane::memory::Pool;
 
 use crate::device::{Lender, Place};
@@ -201,6 +201,15 @@ pub fn extent_of(output: &mut ExpertOutput) -> Result<(usize, usize), sidelane::
         return Ok((range.address() as usize, range.len() as usize));
     }
     let rows = output.rows_mut::<u8>()?;
+    Ok((rows.as_mut_ptr() as usize, rows.len()))
+}
+
+/// The same of a token buffer.
+pub fn extent_of_tokens(tokens: &mut TokenBuffer) -> Result<(usize, usize), sidelane::Error> {
+    if let Ok(range) = tokens.range() {
+        return Ok((range.address() as usize, range.len() as usize));
+    }
+    let rows = tokens.rows_mut::<u8>()?;
     Ok((rows.as_mut_ptr() as usize, rows.len()))
 }
 

@@ -119,7 +119,17 @@ def check_calls_go_on_torch_s_current_stream(world):
 
 
 # Methods without a tensor of a device, or that read one by its own library.
-WITHOUT_TENSORS = {"check", "heap_allocator", "mask", "mem_pool", "release", "set_expert_map", "set_stream", "synchronize"}
+WITHOUT_TENSORS = {
+    "check",
+    "heap_allocator",
+    "mask",
+    "mem_pool",
+    "release",
+    "set_expert_map",
+    "set_stream",
+    "synchronize",
+    "token_buffer",
+}
 
 
 def check_each_call_with_tensors_follows_torch_s_stream(world):
@@ -164,6 +174,34 @@ def check_each_call_with_tensors_follows_torch_s_stream(world):
                 for one, other in zip(seen, expected, strict=True):
                     same(one.cpu(), other)
             first.wait_stream(side)
+
+
+def check_tokens_of_a_token_buffer_go_as_they_lie(world):
+    of, me, count = case(world.size, experts=world.size, top_k=world.size), world.rank, 5
+    tokens = of.x[0][:count] + me
+    # Each token goes to every rank, so rows are runs of tokens.
+    ids, weights = torch.arange(of.experts, dtype=torch.int32).repeat(count, 1), torch.ones(count, of.top_k)
+    with gpu(me):
+        there, host = built(world, of)
+        on_host = torch.from_dlpack(host.token_buffer(count))
+        assert on_host.shape == tokens.shape and on_host.dtype == tokens.dtype
+        on_host.copy_(tokens)
+        expected, layout = host.dispatch(on_host, ids, weights)
+        same(expected, host.dispatch(tokens, ids, weights)[0])
+        sums = host.combine(expected, layout)
+        elsewhere, *chosen = cuda(tokens, ids, weights)
+        x = torch.from_dlpack(there.token_buffer(count))
+        x.copy_(elsewhere)
+        for sent, packed in ((x, 0), (elsewhere, 1)):
+            rows, handle = there.dispatch(sent, *chosen)
+            same(rows.cpu(), expected)
+            y = handle.output()
+            y.copy_(rows)
+            same(there.combine(y, handle).cpu(), sums)
+            assert handle.copied_bytes == 0
+            # One places own rows, and another packs those for other ranks.
+            kernels = handle.report()["kernels"]
+            assert kernels.count("regroup") == 1 + packed, kernels
 
 
 def check_memory_that_another_stream_uses_is_not_written_to(world):

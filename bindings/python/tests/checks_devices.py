@@ -399,6 +399,7 @@ def check_what_a_place_does_not_have_is_refused_by_name(world):
     out = device.tensor(torch.zeros_like(of.x[me]))
     for call in (
         lambda: within.prepare(*sent_here[1:]),
+        lambda: within.token_buffer(1),
         lambda: within.dispatch_cached(sent_here[0], placed),
         lambda: within.dispatch_backward(some, placed, out=out),
         lambda: within.combine_backward(sent_here[0], placed),
