@@ -179,7 +179,11 @@ impl Enqueuer {
 
     /// Tells where rows land. What is staged behind them is this rank's as long as the extent that
     /// is returned.
-    fn tell_placement(&mut self, (context, gathered): (u32, [bool; 2]), landing: WriteTarget) -> Option<Extent> {
+    fn tell_placement(
+        &mut self,
+        (context, gathered): (u32, [bool; 2]),
+        landing: WriteTarget,
+    ) -> Option<Extent> {
         let Enqueuer { common, kept, calls, sorted, scratch, numbers, .. } = self;
         let (layout, number) = (&kept[context as usize].layout, calls.number());
         let mut extent = landing.extent;

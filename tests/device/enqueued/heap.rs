@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use half::bf16;
 use sidelane::device::{Allocation, DeviceRange, Stream};
-use sidelane::ep::{Choices, ExpertParallelBuilder, Tensor};
 use sidelane::dtype::PartialDtype;
+use sidelane::ep::{Choices, ExpertParallelBuilder, Tensor};
 use sidelane::error::MemoryError;
 use sidelane::plan::{RowLayout, SumOrder};
 use sidelane::{Dtype, Error, ExpertParallel, Group, World};
