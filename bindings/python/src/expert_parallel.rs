@@ -19,8 +19,8 @@ use std::sync::Arc;
 
 use pyo3::prelude::*;
 use sidelane::Dtype;
-use sidelane::ep::ExpertParallelBuilder;
-use sidelane::error::CallKind;
+use sidelane::ep::{ExpertParallelBuilder, Feature};
+use sidelane::error::{CallKind, PlanError};
 use sidelane::plan::{ExpertMap, Overflow, ReceiveMode, RowLayout};
 
 use crate::calls::{Instance, Sums};
@@ -186,7 +186,8 @@ impl ExpertParallel {
     /// all work of the previous one.
     fn set_stream(&self, py: Python<'_>, stream: usize) -> PyResult<()> {
         let Some(on) = self.instance.shape.place.on() else {
-            return Err(settings::wrong("stream", "for an instance on a device"));
+            let (feature, executor) = (Feature::Streams.name(), self.executor);
+            return Err(raise(PlanError::NotAvailable { feature, place: "the host", executor }));
         };
         self.instance.set_stream(py, on, stream)?;
         on.follow_torch(false);
