@@ -2,9 +2,12 @@
 the bit.
 """
 
+from functools import partial
+
 import torch
 from gpu import copy_late, gpu, no_waiting
 from routing import case, same
+from torch.utils.checkpoint import checkpoint
 
 import sidelane
 from sidelane.autograd import combine, dispatch
@@ -30,16 +33,19 @@ def weighed(y, weights):
     return torch.cat([y[:, :1] * weights.unsqueeze(1).to(y.dtype), y[:, 1:]], dim=1)
 
 
-def pass_of(ep, x, ids, weights, factor, gradient):
-    """A layer whose experts scale rows, forward and back: tokens, and gradients of tokens and
-    weights.
-    """
-    x, weights = x.detach().requires_grad_(), weights.detach().requires_grad_()
+def forward_of(ep, x, ids, weights, factor):
+    """A layer whose experts scale rows."""
     routed = dispatch(ep, x, ids, weights)
     y = routed.rows * factor[: routed.rows.shape[0]]
     if not ep.weighted:
         y = weighed(y, routed.weights)
-    out = combine(ep, y, routed)
+    return combine(ep, y, routed)
+
+
+def pass_of(ep, x, ids, weights, factor, gradient, forward=forward_of):
+    """A layer forward and back: tokens, and gradients of tokens and weights."""
+    x, weights = x.detach().requires_grad_(), weights.detach().requires_grad_()
+    out = forward(ep, x, ids, weights, factor)
     out.backward(gradient)
     return out.detach(), x.grad, weights.grad
 
@@ -61,6 +67,28 @@ def check_torch_differentiates_both_calls(world):
                 for seen, other in zip(pass_of(there, *cuda(*given)), expected, strict=True):
                     assert seen.is_cuda
                     same(seen.cpu(), other)
+
+
+def check_layers_that_are_recomputed_have_the_same_bits(world):
+    of, me = case(world.size), world.rank
+    given, forwards = (of.x[me], of.ids[me], of.weights[me], factors(of), torch.cos(of.x[me])), []
+
+    def counted(*arguments):
+        forwards.append(torch.is_grad_enabled())
+        return forward_of(*arguments)
+
+    with gpu(me):
+        for weighted in (False, True):
+            there, host = built(world, of, weighted=weighted)
+            expected = pass_of(host, *given)
+            for reentrant in (False, True):
+                again = partial(checkpoint, counted, use_reentrant=reentrant, preserve_rng_state=False)
+                seen = pass_of(there, *cuda(*given), forward=again)
+                # Once for the tokens, and once more in the backward pass.
+                assert forwards == [not reentrant, True], forwards
+                forwards.clear()
+                for one, other in zip(seen, expected, strict=True):
+                    same(one.cpu(), other)
 
 
 def check_no_call_of_torch_waits_for_the_device(world):
