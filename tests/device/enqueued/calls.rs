@@ -1,12 +1,10 @@
 //! Calls that go well.
 
-use std::panic::{UnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 
 use fake_cuda::FakeDriver;
 use half::{bf16, f16};
-use sidelane::device::{Kernels, PermuteArgs, PinnedMemory, Priority, Stream};
+use sidelane::device::Stream;
 use sidelane::ep::{ExpertRows, Handle};
 use sidelane::exec::EnqueueCounts;
 use sidelane::gate::Routing;
@@ -16,7 +14,7 @@ use sidelane::{Element, World};
 
 use super::rank::{Case, Input, Rank, call, target};
 use super::{on_devices, on_drivers, on_settings, seeds};
-use crate::devices::{Memory, context, stream};
+use crate::devices::stream;
 use crate::support::{To, on_ranks, small, tokens};
 
 /// Runs something on each rank of a world, on a device of its own.

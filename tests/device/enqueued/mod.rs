@@ -7,6 +7,7 @@
 mod allocator;
 pub mod blocks;
 mod buffers;
+mod bytes;
 mod calls;
 mod cudarc;
 mod faults;
