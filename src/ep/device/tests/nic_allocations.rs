@@ -48,7 +48,7 @@ fn calls_of_hosts_over_nics_do_not_allocate() {
 #[test]
 fn calls_of_devices_over_nics_do_not_allocate() {
     let test = "ep::device::tests::nic_allocations::calls_of_devices_over_nics_do_not_allocate";
-    let runs = ["ordered", "unordered"].map(|writes| [("SIDELANE_FAKE_CUDA_CARD_WRITES", writes)]);
+    let runs = ["ordered", "unordered"].map(|writes| [("SIDELANE_FAKE_CUDA_NIC_WRITES", writes)]);
     each_with_kernels(test, &[&runs[0], &runs[1]], || {
         for ((signal, route), buffered) in
             ways().flat_map(|way| [false, true].map(|buffered| (way, buffered)))
