@@ -12,6 +12,7 @@ use sidelane::plan::{ExpertMap, Overflow, ReceiveMode};
 use sidelane::topology::Route;
 use sidelane::{Element, World};
 
+use super::disturbed::disturbed;
 use super::rank::{Case, Input, Rank, call, target};
 use super::{on_devices, on_drivers, on_settings, seeds};
 use crate::devices::stream;
@@ -124,49 +125,6 @@ fn one_hardware_queue_is_enough_for_exact_sizes() {
             });
         });
     });
-}
-
-/// Runs the body beside what the rest of a program may do: it takes memory and gives it back, loads
-/// kernels and launches them for the first time. Each of these calls waits for the device, and
-/// keeps all other threads' calls out meanwhile.
-pub fn disturbed(body: impl FnOnce() + UnwindSafe) {
-    let over = AtomicBool::new(false);
-    std::thread::scope(|scope| {
-        let over = &over;
-        let noise: Vec<_> = (0..2).map(|device| scope.spawn(move || disturb(device, over))).collect();
-        let done = catch_unwind(body);
-        over.store(true, Ordering::Relaxed);
-        noise.into_iter().for_each(|thread| thread.join().unwrap());
-        done.unwrap_or_else(|panic| resume_unwind(panic));
-    });
-}
-
-fn disturb(device: u32, over: &AtomicBool) {
-    let context = context(device);
-    while !over.load(Ordering::Relaxed) {
-        let stream = Stream::new(&context, Priority::Normal).unwrap();
-        let kernels = Kernels::load(&context).unwrap();
-        let memory = Memory::new(&context, 64);
-        let index = memory.fill(&stream, &[0_i32; 4]);
-        let words = PinnedMemory::new(&context, 8).unwrap();
-        let [from, out] =
-            [Memory::new(&context, 64), Memory::new(&context, 64)].map(|memory| memory.part(64));
-        kernels
-            .regroup(
-                &stream,
-                &PermuteArgs {
-                    row_bytes: 16,
-                    sources: 4,
-                    rows: 4,
-                    from: from.span(0, 64).unwrap(),
-                    index: index.span(0, 16).unwrap(),
-                    out: out.span(0, 64).unwrap(),
-                    runs: None,
-                    status: words.range().word(0).unwrap(),
-                },
-            )
-            .unwrap();
-    }
 }
 
 #[test]

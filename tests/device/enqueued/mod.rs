@@ -10,6 +10,7 @@ mod buffers;
 mod bytes;
 mod calls;
 mod cudarc;
+mod disturbed;
 mod faults;
 mod growth;
 mod heap;

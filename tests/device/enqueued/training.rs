@@ -14,7 +14,8 @@ use sidelane::plan::{ExpertMap, Overflow, ReceiveMode, SumOrder};
 use sidelane::topology::Route;
 use sidelane::{Dtype, Element, Error, World};
 
-use super::calls::{disturbed, on_each_of, some};
+use super::calls::{on_each_of, some};
+use super::disturbed::disturbed;
 use super::rank::{Case, Rank, target};
 use super::{on_devices, on_settings, seeds};
 use crate::devices::stream;
