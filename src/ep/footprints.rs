@@ -13,7 +13,7 @@
 
 use std::collections::BTreeMap;
 
-use sidelane_verify::unroll::{Bytes, Call, ProofScenario, Relays, SeededBug, StageRun};
+use sidelane_verify::unroll::{Bytes, Call, ProofScenario, Relays, SeededBug, StageRun, TokenPlace};
 
 use crate::gate::Routing;
 use crate::lane::Port;
@@ -185,7 +185,7 @@ pub fn scenario<'a>(
         enqueues: false,
         read_early: false,
         host_plans: false,
-        in_place: false,
+        tokens: TokenPlace::Elsewhere,
         mode: ReceiveMode::Exact,
         row_bytes: 2 * HIDDEN as u64,
         routings,

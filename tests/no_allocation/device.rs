@@ -2,13 +2,15 @@
 //! it allocates for streams and kernels is not counted.
 
 use sidelane::ExpertParallel;
-use sidelane::ep::Graphs;
+use sidelane::ep::{Graphs, Report};
 use sidelane::plan::{Overflow, ReceiveMode, RowLayout, SumOrder};
 use sidelane::topology::Route;
 
 use super::apart::each_with_kernels;
 use super::counting::Meeting;
-use super::device_rounds::{RANKS, Settings, TOKENS, Tensors, along, counted, counted_with, in_halves};
+use super::device_rounds::{
+    RANKS, Settings, TOKENS, Tensors, along, counted, counted_with, in_halves, over_loopback,
+};
 use super::support::medium;
 
 #[test]
@@ -38,6 +40,7 @@ fn calls_that_the_enqueuer_lays_out_do_not_allocate() {
                         along(ep, of, &handle, (weighted, layout));
                     }
                     drop(ep.prepare(of.choices()).unwrap());
+                    handle
                 };
                 let what = format!("{route:?}, {order:?}, {layout:?}");
                 let settings: &Settings<'_> = &|builder| {
@@ -69,7 +72,9 @@ fn calls_in_halves_of_buffers_records_and_budgets_do_not_allocate() {
                 let settings: &Settings<'_> =
                     &|builder| builder.route(route).mode(mode).fp8(fp8).device_heap(1 << 20);
                 let what = format!("{what}, {route:?}");
-                counted_with((nodes, &medium()), (&what, buffered), settings, &|ep, of, _| in_halves(ep, of));
+                let check = |report: &Report| assert_eq!(over_loopback(report), nodes != [0; 4], "{what}");
+                let round = |ep: &mut ExpertParallel, of: &Tensors, _: bool| in_halves(ep, of);
+                counted_with((nodes, &medium()), (&what, buffered), settings, &round, &check);
             }
         }
     });
@@ -91,6 +96,7 @@ fn calls_in_slots_do_not_allocate() {
                     ep.combine_into(y, &handle, of.out()).unwrap();
                     let (_, handle) = ep.start_dispatch(of.x(), of.choices()).unwrap().finish().unwrap();
                     ep.release(Some(&handle)).unwrap();
+                    handle
                 },
             );
             let mode = ReceiveMode::Budget { rows: 30, overflow: Overflow::Drop };
@@ -99,13 +105,14 @@ fn calls_in_slots_do_not_allocate() {
                 let (rows, handle) = started.finish_async().unwrap();
                 let y = handle.output().unwrap();
                 of.copy(y.range().unwrap(), &rows.range().unwrap());
-                ep.combine_into(y, &handle, of.out())
+                ep.combine_into(y, &handle, of.out()).unwrap();
+                handle
             };
             counted(
                 nodes,
                 "a budget in slots",
                 &|builder| builder.mode(mode).sum_order(SumOrder::Rank).graphs(Graphs::Slots),
-                &|ep, of, _| dispatch(ep, of).unwrap(),
+                &|ep, of, _| dispatch(ep, of),
             );
         }
     });

@@ -6,12 +6,13 @@ use std::sync::atomic::Ordering;
 
 use half::bf16;
 use sidelane::device::{DeviceRange, PinnedMemory, Stream};
-use sidelane::ep::{Choices, ExpertParallelBuilder, Handle, Tensor, TensorMut, TokenBuffer};
+use sidelane::ep::{Choices, ExpertParallelBuilder, Handle, Report, Tensor, TensorMut, TokenBuffer};
 use sidelane::plan::RowLayout;
 use sidelane::{Dtype, ExpertParallel, Options, World};
 
 use super::counting::{Library, allocations};
 use super::devices::{Memory, stream};
+use super::host_rounds::took;
 use super::support::{medium, on_ranks, tokens};
 
 pub const HIDDEN: usize = 16;
@@ -54,11 +55,15 @@ impl Tensors {
         }
     }
 
-    /// The same, whose tokens lie in a buffer of the instance, and go to each expert in a run.
+    /// The same, whose tokens lie in a buffer of the instance, and go to each expert, and to each
+    /// rank, in a run: the first two thirds to ranks of two experts, the last to those of one.
     fn in_a_buffer(self, buffer: &TokenBuffer) -> Self {
         let x = buffer.range().unwrap().clone();
         self.copy(&x, &self.x);
-        let id = |choice: u32| (choice / TOP_K / (TOKENS / 3) * TOP_K + choice % TOP_K) as i32;
+        let id = |choice: u32| match (choice / TOP_K / (TOKENS / 3), choice % TOP_K) {
+            (third @ 0..2, nth) => (third + 2 * nth) as i32,
+            (_, nth) => (4 + nth) as i32,
+        };
         let ids: Vec<i32> = (0..TOKENS * TOP_K).map(id).collect();
         let ids = Memory::new(self.stream.context(), self.ids.len()).fill(&self.stream, &ids);
         self.stream.synchronize().unwrap();
@@ -99,12 +104,13 @@ impl Tensors {
 }
 
 /// A dispatch and its combine, each in halves, and the calls along the handle.
-pub fn in_halves(ep: &mut ExpertParallel, of: &Tensors) {
+pub fn in_halves(ep: &mut ExpertParallel, of: &Tensors) -> Handle {
     let (rows, handle) = ep.start_dispatch(of.x(), of.choices()).unwrap().finish().unwrap();
     let y = handle.output().unwrap();
     of.copy(y.range().unwrap(), &rows.range().unwrap());
     ep.start_combine(y, &handle).unwrap().finish(of.out()).unwrap();
     along(ep, of, &handle, (false, RowLayout::ExpertMajor));
+    handle
 }
 
 /// The calls along a handle.
@@ -122,38 +128,54 @@ pub fn along(ep: &mut ExpertParallel, of: &Tensors, handle: &Handle, (weighted, 
 }
 
 /// Allocations of this rank's thread, and of the library's, in rounds behind the first. Lists of
-/// calls that streams have yet to come to are then as long as they will be.
-fn allocated_by(library: &Library, mut round: impl FnMut(bool)) -> (u64, u64) {
-    (0..3).for_each(|_| round(true));
+/// calls that streams have yet to come to are then as long as they will be. With the handle of the
+/// last round.
+fn allocated_by(library: &Library, mut round: impl FnMut(bool) -> Handle) -> ((u64, u64), Handle) {
+    let mut last = None;
+    let mut rounds = |count, late| {
+        for _ in 0..count {
+            drop(last.take());
+            last = Some(round(late));
+        }
+    };
+    rounds(3, true);
     let mut own = 0;
     let of_library = library.during(|| {
         let before = allocations();
-        (0..ROUNDS).for_each(|_| round(false));
+        rounds(ROUNDS, false);
         own = allocations() - before;
     });
-    (own, of_library)
+    ((own, of_library), last.expect("the handle of a round"))
 }
+
+/// Calls of a round, which are asked or not to have streams as late as they may be, and the handle
+/// of its dispatch.
+pub type Round<'r> = dyn Fn(&mut ExpertParallel, &Tensors, bool) -> Handle + Sync + 'r;
 
 /// Settings of an instance.
 pub type Settings<'s> = dyn for<'g> Fn(ExpertParallelBuilder<'g>) -> ExpertParallelBuilder<'g> + Sync + 's;
 
 /// Runs rounds of an instance on each rank. The first ones are asked to have streams as late as
 /// they may be.
-pub fn counted(
-    nodes: [u32; RANKS],
-    what: &str,
-    settings: &Settings<'_>,
-    round: &(dyn Fn(&mut ExpertParallel, &Tensors, bool) + Sync),
-) {
-    counted_with((nodes, &medium()), (what, false), settings, round);
+pub fn counted(nodes: [u32; RANKS], what: &str, settings: &Settings<'_>, round: &Round<'_>) {
+    counted_with((nodes, &medium()), (what, false), settings, round, &|report| {
+        assert_eq!(over_loopback(report), nodes != [0; RANKS], "{nodes:?}, {what}");
+    });
 }
 
-/// The same in worlds of these options; tokens may lie in a buffer.
+/// Whether rows crossed by memory of the host, because the lane reaches no other.
+pub fn over_loopback(report: &Report) -> bool {
+    took(report, "loopback") && report.host_staged() == Some("loopback")
+}
+
+/// The same in worlds of these options; tokens may lie in a buffer. `check` looks whether calls
+/// went as they should, by the report of the last dispatch.
 pub fn counted_with(
     (nodes, options): ([u32; RANKS], &Options),
     (what, buffered): (&str, bool),
     settings: &Settings<'_>,
-    round: &(dyn Fn(&mut ExpertParallel, &Tensors, bool) + Sync),
+    round: &Round<'_>,
+    check: &(dyn Fn(&Report) + Sync),
 ) {
     let library = Library::new(RANKS);
     on_ranks(&nodes, options, |world: World| {
@@ -165,10 +187,19 @@ pub fn counted_with(
         if let Some(buffer) = &buffer {
             of = of.in_a_buffer(buffer);
         }
-        let allocated = allocated_by(&library, |late| {
-            round(&mut ep, &of, late);
+        let (allocated, last) = allocated_by(&library, |late| {
+            let handle = round(&mut ep, &of, late);
             ep.synchronize().unwrap();
+            handle
         });
         assert_eq!(allocated, (0, 0), "rank {}, {nodes:?}, {what}", world.rank());
+        let report = last.report().unwrap();
+        check(&report);
+        if buffered {
+            // By the route that relays, a kernel puts rows into visible order, too.
+            let kernels = 1 + usize::from(took(&report, "relay"));
+            let moves = report.kernels.iter().filter(|kernel| **kernel == "regroup");
+            assert_eq!(moves.count(), kernels, "rows for peers go as they lie: {nodes:?}, {what}");
+        }
     });
 }

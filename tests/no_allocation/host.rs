@@ -9,7 +9,7 @@ use sidelane::topology::Route;
 use sidelane::{Dtype, ExpertParallel};
 
 use super::counting::{Library, allocations, turn};
-use super::host_rounds::{EXPERTS, HIDDEN, ROUNDS, TOP_K, allocated_by};
+use super::host_rounds::{EXPERTS, HIDDEN, ROUNDS, TOP_K, allocated_by, took};
 use super::placer::Placer;
 use super::support::{medium, on_ranks, tokens};
 
@@ -26,12 +26,11 @@ fn calls_of_known_shapes_do_not_allocate() {
                 let builder = builder.hidden(HIDDEN).dtype(Dtype::Bf16).sum_order(order).weighted(weighted);
                 let mut ep = builder.align(4).route(route).build().unwrap();
                 let mine = tokens::<bf16>(u64::from(world.rank()), 9, HIDDEN, TOP_K, EXPERTS);
-                let (own, of_library) = allocated_by(&mut ep, &mine, &library);
-                assert!(
-                    own == 0 && of_library == 0,
-                    "{own}, {of_library} at rank {}, {nodes:?}, {route:?}, {order:?}",
-                    world.rank()
-                );
+                let (allocated, reports) = allocated_by(&mut ep, &mine, &library);
+                let what = format!("rank {}, {nodes:?}, {route:?}, {order:?}", world.rank());
+                assert_eq!(allocated, (0, 0), "{what}");
+                let crosses = nodes != [0; 4];
+                assert_eq!(reports.map(|report| took(&report, "loopback")), [crosses; 2], "{what}");
             });
         }
     }
@@ -98,12 +97,10 @@ fn calls_that_drop_rows_do_not_allocate() {
                 let builder = builder.hidden(HIDDEN).dtype(Dtype::Bf16).route(route).layout(layout);
                 let mut ep = builder.mode(mode).coalesce_relays(spans).build().unwrap();
                 let mine = tokens::<bf16>(u64::from(world.rank()), 9, HIDDEN, TOP_K, EXPERTS);
-                let (own, of_library) = allocated_by(&mut ep, &mine, &library);
-                assert!(
-                    own == 0 && of_library == 0,
-                    "{own}, {of_library} at rank {}, {mode:?}, {route:?}, {layout:?}, {spans}",
-                    world.rank()
-                );
+                let (allocated, reports) = allocated_by(&mut ep, &mine, &library);
+                let what = format!("rank {}, {mode:?}, {route:?}, {layout:?}, {spans}", world.rank());
+                assert_eq!(allocated, (0, 0), "{what}");
+                assert!(reports.iter().all(|report| took(report, "loopback")), "{what}");
             });
         }
     }

@@ -1,17 +1,19 @@
 //! Bugs of the driver: every mutant of a call program is found, or is harmless for a reason.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use sidelane_core::error::CallKind;
 use sidelane_core::plan::{Overflow, ReceiveMode, RowLayout, SumOrder};
 use sidelane_core::schedule::call_program::{
-    Action, CallProgram, CallStep, Engines, Part, RankPrograms, Relays, StageId, Work,
+    Action, CallProgram, CallStep, Engines, RankPrograms, Relays, StageId, Work,
 };
 use sidelane_core::schedule::collective::{Program, RankView, Shape};
 use sidelane_core::topology::{Paths, Route};
 use sidelane_verify::mutate::{CallChange, CallMutation, ProgramId, programs_of};
 use sidelane_verify::prove::prove;
-use sidelane_verify::unroll::{CollectiveCall, CollectiveScenario, ProofScenario, UnrolledProgram};
+use sidelane_verify::unroll::{
+    CollectiveCall, CollectiveScenario, ProofScenario, TokenPlace, UnrolledProgram,
+};
 use sidelane_verify::value_flow;
 
 use crate::collective_proof::{call, programs as collectives, view_of, with_room};
@@ -55,13 +57,7 @@ fn multi_node(group: &Group) -> bool {
     Paths::new(&group.nodes, group.route, 0).is_multi_node()
 }
 
-/// Engines relay rows that are packed: the host finds in which order.
-fn arrives(group: &Group) -> bool {
-    group.pulls && group.route == Route::Pxn && multi_node(group) && !group.in_place
-}
-
 fn dropped(step: CallStep, kind: CallKind, group: &Group) -> Option<&'static str> {
-    let inline = group.relays == Relays::Inline;
     let multi_node = multi_node(group);
     match step.action {
         Action::Run(StageId::Release, _) if kind != CallKind::Combine => {
@@ -71,21 +67,8 @@ fn dropped(step: CallStep, kind: CallKind, group: &Group) -> Option<&'static str
             Some("entries follow what the streams of all ranks have read")
         }
         Action::Compute(Work::Reclaim) => Some("the release has waited for all readers"),
-        Action::Compute(Work::PackPlaced) if !arrives(group) => Some("all rows are packed already"),
-        Action::Run(StageId::NodeEntered, _) if inline && group.nodes.nodes() == group.nodes.ranks() => {
-            Some("alone on its node, it waits for itself")
-        }
-        Action::Run(StageId::AllEntered, _) if inline => {
-            Some("its rank waits for the same in the same thread, before it judges")
-        }
-        Action::Run(StageId::Headers, _) if kind == CallKind::CachedDispatch => {
-            Some("no header comes in such calls, and parts are awaited by themselves")
-        }
         Action::Compute(Work::Describe) if !multi_node => {
             Some("there are no relays that would read a header")
-        }
-        Action::Run(StageId::Entry | StageId::Offer, Part::Finish) if inline && multi_node => {
-            Some("its relay has waited in the same thread")
         }
         _ => None,
     }
@@ -95,7 +78,6 @@ fn dropped(step: CallStep, kind: CallKind, group: &Group) -> Option<&'static str
 fn swapped(first: CallStep, second: CallStep, kind: CallKind, group: &Group) -> Option<&'static str> {
     use Action::{Agree, Compute, Run};
     match (first.action, second.action) {
-        (Agree, Compute(Work::Judge)) => None,
         // The chunk is filled amid the call, before its readers of the last one have finished.
         (Run(StageId::Release, _), Compute(Work::Offer)) if !group.enqueues => None,
         (Run(StageId::Reached, _), Compute(Work::Pack)) | (Compute(Work::Pack), Run(StageId::Reached, _)) => {
@@ -106,25 +88,21 @@ fn swapped(first: CallStep, second: CallStep, kind: CallKind, group: &Group) -> 
         (Run(StageId::Reached, _), Run(StageId::Release, _)) => Some("the host waits for both"),
         (Compute(Work::Grow), Agree) => Some("a rank that lacks memory refuses, and nothing moves"),
         (Compute(Work::Join), Compute(Work::Report))
-        | (Compute(Work::Adopt), Compute(Work::Join))
         | (Compute(Work::TellAgreed), Compute(Work::PackPlaced))
         | (Compute(Work::Follow), Compute(Work::Reclaim)) => {
             Some("one is the host's, the other orders streams")
         }
-        (Compute(Work::PackPlaced), Compute(Work::Follow)) if !arrives(group) => {
-            Some("all rows are packed already")
-        }
+        (Compute(Work::Adopt), Compute(Work::Join)) => Some("the stream of copies reads no expert map"),
         (Compute(Work::Follow), Compute(Work::FillRows)) => Some("copies need both, and are enqueued later"),
-        (Compute(Work::FillRows), Compute(Work::SendTables)) => {
-            Some("one fills operands, the other sends tables")
-        }
         (Compute(Work::SendTables), Compute(Work::PlaceOwn)) => {
             Some("two streams bring tables of their own, and kernels read them later")
         }
         (Compute(Work::Follow), Compute(Work::SendTables)) => {
             Some("the host has awaited the caller's stream, which reads tables of earlier calls")
         }
-        (Compute(Work::Report), Compute(Work::Metadata)) => Some("one is the host's, the other a kernel"),
+        (Compute(Work::Report), Compute(Work::Metadata)) => {
+            Some("one counts what has moved, the other reads what came with it")
+        }
         (Compute(Work::Metadata), Compute(Work::Regroup)) => Some("kernels touch different bytes"),
         (Run(StageId::RelayDone, _), Run(StageId::Posted, _)) => {
             Some("what the relay moves is enqueued by then")
@@ -139,7 +117,9 @@ fn swapped(first: CallStep, second: CallStep, kind: CallKind, group: &Group) -> 
         }
         (Run(StageId::Pull, _), Run(StageId::Returned, _)) => Some("engines begin later"),
         (Run(StageId::Returned | StageId::Ready, _), Compute(_))
-        | (Compute(Work::Bases), Run(StageId::Returned, _)) => Some("one fills operands, the other waits"),
+        | (Compute(Work::Bases), Run(StageId::Returned, _)) => {
+            Some("one fills tags or operands, the other has words of streams or relays alone")
+        }
         (Compute(Work::Bases), Run(..)) => Some("tags are doubled: they stay until the call after next"),
         (Run(StageId::Agreed, _), Run(StageId::Headers, _)) if kind == CallKind::Combine => {
             Some("offers come with entries, before any verdict")
@@ -149,7 +129,7 @@ fn swapped(first: CallStep, second: CallStep, kind: CallKind, group: &Group) -> 
         | (Compute(Work::Describe), Compute(Work::TellAgreed))
         | (Compute(Work::TellAgreed), Compute(Work::FillRows | Work::Landings | Work::Bases))
         | (Compute(Work::JoinRelay), Compute(Work::FillSum))
-        | (Compute(Work::Bases), Compute(Work::Judge)) => Some("both plan, and neither needs the other"),
+        | (Compute(Work::Bases), Compute(Work::Judge)) => Some("neither needs the other"),
         (Agree, Compute(Work::Bases | Work::JoinRelay)) => Some("the verdict needs tags alone"),
         _ => None,
     }
@@ -168,6 +148,8 @@ struct Tally {
 #[derive(Default)]
 struct Findings {
     tallies: BTreeMap<&'static str, Tally>,
+    /// Per reason: mutants that do no harm.
+    harmless: BTreeMap<&'static str, BTreeSet<String>>,
     wrong: Vec<String>,
 }
 
@@ -200,7 +182,10 @@ impl Findings {
                 continue;
             }
             match (prove(&unroll(mutation)), harmless(&mutation)) {
-                (Ok(_), Some(_)) => tally.harmless += 1,
+                (Ok(_), Some(reason)) => {
+                    tally.harmless += 1;
+                    self.harmless.entry(reason).or_default().insert(mutant);
+                }
                 (Err(fault), None) => {
                     tally.by_proof += 1;
                     tally.example = format!("{mutant}: {fault}");
@@ -218,6 +203,9 @@ impl Findings {
         println!("{title:<28} mutants  by flow  by proof  harmless");
         for (class, Tally { mutants, by_flow, by_proof, harmless, example }) in &self.tallies {
             println!("{class:<28} {mutants:>7} {by_flow:>8} {by_proof:>9} {harmless:>9}  {example}");
+        }
+        for (reason, mutants) in &self.harmless {
+            println!("  {reason}: {mutants:?}");
         }
         assert_eq!(self.wrong, Vec::<String>::new(), "{title}");
     }
@@ -280,8 +268,12 @@ fn driver_mutants_of_callers_that_run_ahead_are_found() {
     let by_node = (RowLayout::ExpertMajor, ReceiveMode::Exact, SumOrder::Node);
     let relays = Group::dense(&[0, 0, 1, 1], 4, 5).run((Route::Pxn, Relays::Inline)).enqueuing();
     all_of_group_found(relays.clone().placed(by_node));
-    all_of_group_found(Group { in_place: true, ..relays });
     all_of_group_found(Group { host_plans: true, ..Group::new(&[0; 4], 4, 5).run(direct).enqueuing() });
+    for tokens in [TokenPlace::InRuns, TokenPlace::Scattered] {
+        for group in [relays.clone(), Group::new(&[0; 4], 4, 5).run(direct).enqueuing()] {
+            all_of_group_found(group.of_tokens(tokens));
+        }
+    }
 }
 
 #[test]

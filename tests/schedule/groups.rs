@@ -6,8 +6,8 @@ use rand_chacha::ChaCha8Rng;
 use sidelane_core::gate::Routing;
 use sidelane_core::plan::{ExpertMap, Overflow, ReceiveMode, RowLayout, Strategy, SumOrder};
 use sidelane_core::schedule::ReturnParts;
-use sidelane_core::topology::{NodeMap, Route};
-use sidelane_verify::unroll::{Call, ProofScenario, Relays, SeededBug, UnrolledProgram};
+use sidelane_core::topology::{NodeMap, Paths, Route};
+use sidelane_verify::unroll::{Call, ProofScenario, Relays, SeededBug, TokenPlace, UnrolledProgram};
 
 pub const ROWS: ReturnParts = ReturnParts { rows: true, weights: false };
 pub const WEIGHTS: ReturnParts = ReturnParts { rows: false, weights: true };
@@ -33,7 +33,7 @@ pub struct Group {
     pub enqueues: bool,
     pub read_early: bool,
     pub host_plans: bool,
-    pub in_place: bool,
+    pub tokens: TokenPlace,
 }
 
 /// In how many parts blocks go.
@@ -95,7 +95,7 @@ impl Group {
             enqueues: false,
             read_early: true,
             host_plans: false,
-            in_place: false,
+            tokens: TokenPlace::Elsewhere,
         }
     }
 
@@ -164,6 +164,21 @@ impl Group {
         Group { enqueues: true, ..self.pulling() }
     }
 
+    /// The same group, whose tokens lie elsewhere.
+    pub fn of_tokens(self, tokens: TokenPlace) -> Self {
+        Group { tokens, ..self }
+    }
+
+    /// Whether rows of a dispatch are packed when they have places, not before.
+    pub fn packs_later(&self) -> bool {
+        let relays = self.route == Route::Pxn && Paths::new(&self.nodes, self.route, 0).is_multi_node();
+        match self.tokens {
+            TokenPlace::Elsewhere => relays,
+            TokenPlace::InRuns => false,
+            TokenPlace::Scattered => true,
+        }
+    }
+
     /// The same group, with nets that reach the memory of the engines.
     pub fn straight(self) -> Self {
         Group { gpu_direct: true, ..self.pulling() }
@@ -186,7 +201,7 @@ impl Group {
             enqueues: self.enqueues,
             read_early: self.read_early,
             host_plans: self.host_plans,
-            in_place: self.in_place,
+            tokens: self.tokens,
             mode: self.mode,
             order: self.order,
             row_bytes: 32,

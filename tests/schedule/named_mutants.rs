@@ -14,7 +14,7 @@
 //! | an offer overtakes blocks of an earlier call | [`Change::Overtake`] |
 //! | memory of an unfinished call is used again | [`SeededBug::TakeUnread`], [`InstanceBug::ShareMemory`], [`InstanceBug::ShareRows`] |
 //! | two instances cross | [`InstanceBug::Crossed`] |
-//! | streams of a rank go on without each other | a dropped `Follow` or `Join` |
+//! | streams of a rank go on without each other | a dropped `Follow` or `Join`, a late `PackPlaced`, no wait for the order of rows |
 //!
 //! **No credit of staging.** Calls take turns on the stream, so one staging area serves all of
 //! them, and no `Ready` waits for a credit of it. On one node the rank's own stream alone writes
@@ -37,8 +37,8 @@ use sidelane_verify::mutate::{
 };
 use sidelane_verify::prove::{AccessKind, OpRef, ProofFailure, prove};
 use sidelane_verify::unroll::{
-    Call, InstanceBug, InstanceScenario, ProofScenario, SeededBug, StageRun, Streams, Turn, UnrolledOp,
-    UnrolledProgram,
+    Call, InstanceBug, InstanceScenario, ProofScenario, SeededBug, StageRun, Streams, TokenPlace, Turn,
+    UnrolledOp, UnrolledProgram,
 };
 
 use crate::call_mutations::programs;
@@ -185,9 +185,23 @@ fn signal(group: &Group, stage: &str, of: Flag, change: Change) -> UnrolledProgr
     Mutation { change, ..mutation }.plant(&unrolled)
 }
 
-/// Dispatches and returns of two instances on one device.
-fn two_instances(turns: &[Turn], streams: Streams, seeded: Option<InstanceBug>) -> UnrolledProgram {
-    let group = on_one_node().enqueuing();
+/// A wait for another stream of the rank, or for its host, is left out of dispatches.
+fn unawaited(group: &Group, stage: &str) -> UnrolledProgram {
+    let unrolled = group.unroll(&rounds_of(group), None);
+    let waits = |mutation: &Mutation| {
+        matches!(mutation.item.op, Op::Wait { .. })
+            && (mutation.kind, mutation.stage, mutation.change) == (CallKind::Dispatch, stage, Change::Drop)
+    };
+    mutations(&unrolled).iter().find(|mutation| waits(mutation)).expect("a wait").plant(&unrolled)
+}
+
+/// Dispatches and returns of two instances, of hosts or on one device.
+fn two_instances(
+    group: &Group,
+    turns: &[Turn],
+    streams: Streams,
+    seeded: Option<InstanceBug>,
+) -> UnrolledProgram {
     let calls = [dispatch(0), dispatch(1), ret(0, ROWS), ret(1, ROWS)];
     let instances = [(); 2].map(|()| group.unroll(&calls, None));
     let scenario = InstanceScenario { instances: &instances, turns, streams, seeded };
@@ -233,6 +247,7 @@ fn row(
 
 fn of_steps() -> Vec<Row> {
     let (host, one_node, relays) = (on_host(Route::Pxn), on_one_node(), over_relays());
+    let ahead = one_node.clone().enqueuing();
     let (dispatch, combine) = (CallKind::Dispatch, CallKind::Combine);
     let (drop, swap) = (CallChange::Drop, CallChange::Swap);
     vec![
@@ -242,6 +257,27 @@ fn of_steps() -> Vec<Row> {
             "Race",
             ("rows", "put"),
             ("relay rows", "reads header"),
+        ),
+        row(
+            DROPPED,
+            changed(&ahead, combine, Run(StageId::Ready, Finish), drop),
+            "Race",
+            ("packed", "writes chunk"),
+            ("pull", "put"),
+        ),
+        row(
+            DROPPED,
+            changed(&relays, dispatch, Run(StageId::Headers, Whole), drop),
+            "Race",
+            ("rows", "put"),
+            ("relay rows", "reads header"),
+        ),
+        row(
+            SWAPPED,
+            changed(&ahead, combine, Compute(Work::Follow), swap),
+            "Race",
+            ("packed", "writes chunk"),
+            ("pull", "put"),
         ),
         row(
             SWAPPED,
@@ -263,6 +299,20 @@ fn of_steps() -> Vec<Row> {
             "Deadlock",
             ("rows", "wait landed"),
             ("relay rows", "signal landed"),
+        ),
+        row(
+            UNAGREED,
+            changed(&ahead, combine, Agree, drop),
+            "Deadlock",
+            ("join", "wait posted"),
+            ("join", "signal posted"),
+        ),
+        row(
+            UNAGREED,
+            changed(&relays, dispatch, Agree, drop),
+            "Deadlock",
+            ("posted", "wait posted"),
+            ("posted", "signal posted"),
         ),
         row(
             MOVED_RELAY,
@@ -293,6 +343,20 @@ fn of_steps() -> Vec<Row> {
             ("sum", "reduce"),
         ),
         row(
+            GOES_ON,
+            changed(&ahead, dispatch, Agree, CallChange::GoOn { rank: 1 }),
+            "Deadlock",
+            ("posted", "wait posted"),
+            ("posted", "signal posted"),
+        ),
+        row(
+            GOES_ON,
+            changed(&relays, dispatch, Agree, CallChange::GoOn { rank: 1 }),
+            "Deadlock",
+            ("headers", "wait block"),
+            ("rows", "signal block"),
+        ),
+        row(
             READ_BEFORE_RETURNED,
             changed(&relays, combine, Run(StageId::Returned, Whole), swap),
             "Race",
@@ -311,6 +375,7 @@ fn of_credits_and_memory() -> Vec<Row> {
     let awaits = position(programs.own(CallKind::Combine, Relays::Inline), Run(StageId::Reached, Finish));
     let no_await = CallMutation { cut: None, at: awaits as u16, change: CallChange::Drop };
     let share = Some(InstanceBug::ShareMemory);
+    let crossed = Some(InstanceBug::Crossed { rank: 1, turn: 4 });
     vec![
         row(
             EARLY_CREDIT,
@@ -318,6 +383,13 @@ fn of_credits_and_memory() -> Vec<Row> {
             "Race",
             ("sum", "reduce"),
             ("offer", "writes chunk"),
+        ),
+        row(
+            EARLY_CREDIT,
+            signal(&relays, "pull rest", Flag::Read, Change::Before("pull")),
+            "Race",
+            ("pull", "put"),
+            ("packed", "writes chunk"),
         ),
         row(
             READ_BEFORE_RETURNED,
@@ -355,6 +427,27 @@ fn of_credits_and_memory() -> Vec<Row> {
             ("rows", "signal block"),
         ),
         row(
+            OVERTAKEN,
+            signal(&host, "offer", Flag::Block, Change::Overtake),
+            "NotMonotone",
+            ("rows", "signal block"),
+            ("rows", "signal block"),
+        ),
+        row(
+            USED_AGAIN,
+            host.unroll(&rounds_of(&host), Some(SeededBug::FreeBeforeAck)),
+            "Race",
+            ("release", "writes chunk"),
+            ("sum", "reduce"),
+        ),
+        row(
+            USED_AGAIN,
+            relays.unroll(&enqueued_rounds(), Some(SeededBug::ReadUnsettled)),
+            "Race",
+            ("packed", "writes chunk"),
+            ("return rows", "put"),
+        ),
+        row(
             USED_AGAIN,
             ahead.unroll(&enqueued_rounds(), Some(SeededBug::TakeUnread)),
             "Race",
@@ -363,30 +456,51 @@ fn of_credits_and_memory() -> Vec<Row> {
         ),
         row(
             USED_AGAIN,
-            two_instances(&BETWEEN_HALVES, Streams::One, share),
+            two_instances(&ahead, &BETWEEN_HALVES, Streams::One, share),
             "Race",
             ("pull", "put"),
             ("end", "reads returned rows"),
         ),
         row(
             USED_AGAIN,
-            two_instances(&IN_TURN, Streams::Each, share),
+            two_instances(&ahead, &IN_TURN, Streams::Each, share),
             "Race",
             ("rows", "put rows"),
             ("rows", "put rows"),
         ),
         row(
             USED_AGAIN,
-            two_instances(&BETWEEN_HALVES, Streams::One, Some(InstanceBug::ShareRows)),
+            two_instances(&ahead, &BETWEEN_HALVES, Streams::One, Some(InstanceBug::ShareRows)),
             "Overwritten",
             ("packed", "writes chunk"),
             ("end", "reads own outputs"),
         ),
         row(
             CROSSED,
-            two_instances(&IN_TURN, Streams::One, Some(InstanceBug::Crossed { rank: 1, turn: 4 })),
+            two_instances(&ahead, &IN_TURN, Streams::One, crossed),
             "Deadlock",
             ("offer", "wait entry"),
+            ("offer", "signal entry"),
+        ),
+        row(
+            CROSSED,
+            two_instances(&one_node, &IN_TURN, Streams::One, crossed),
+            "Deadlock",
+            ("offer", "wait entry"),
+            ("offer", "signal entry"),
+        ),
+        row(
+            CROSSED,
+            two_instances(&host, &IN_TURN, Streams::One, crossed),
+            "Deadlock",
+            ("node entered", "wait entry"),
+            ("offer", "signal entry"),
+        ),
+        row(
+            CROSSED,
+            two_instances(&relays, &IN_TURN, Streams::One, crossed),
+            "Deadlock",
+            ("node entered", "wait entry"),
             ("offer", "signal entry"),
         ),
     ]
@@ -394,8 +508,25 @@ fn of_credits_and_memory() -> Vec<Row> {
 
 fn of_streams() -> Vec<Row> {
     let group = on_one_node().enqueuing();
+    let late =
+        |group: &Group| self::changed(group, CallKind::Dispatch, Compute(Work::PackPlaced), CallChange::Swap);
     let changed = |kind, work| changed(&group, kind, Compute(work), CallChange::Drop);
     vec![
+        row(UNORDERED, late(&over_relays()), "Race", ("packed", "writes packed rows"), ("rows", "put rows")),
+        row(
+            UNORDERED,
+            late(&group.clone().of_tokens(TokenPlace::Scattered)),
+            "Race",
+            ("packed", "writes packed rows"),
+            ("rows", "put rows"),
+        ),
+        row(
+            UNORDERED,
+            unawaited(&over_relays().of_tokens(TokenPlace::InRuns), "order"),
+            "Race",
+            ("rows", "reads order of rows"),
+            ("order", "writes order of rows"),
+        ),
         row(
             UNORDERED,
             changed(CallKind::Dispatch, Work::Follow),
@@ -431,7 +562,9 @@ fn of_streams() -> Vec<Row> {
 fn every_lost_order_of_streams_is_found_by_proof_alone() {
     let one_node = on_one_node().enqueuing();
     let two_nodes = Group::new(&[0, 0, 1, 1], 4, 5).run((Route::Direct, Relays::Inline)).enqueuing();
-    for group in [one_node, two_nodes.clone(), Group { gpu_direct: true, ..two_nodes }, over_relays()] {
+    let groups = [one_node, two_nodes.clone(), Group { gpu_direct: true, ..two_nodes }, over_relays()];
+    let places = [TokenPlace::Elsewhere, TokenPlace::InRuns, TokenPlace::Scattered];
+    for group in groups.iter().flat_map(|group| places.map(|place| group.clone().of_tokens(place))) {
         let programs = programs(&group);
         for kind in [CallKind::Dispatch, CallKind::CachedDispatch, CallKind::Combine] {
             let steps = programs.own(kind, Relays::Inline).steps();
@@ -441,10 +574,19 @@ fn every_lost_order_of_streams_is_found_by_proof_alone() {
                 // The host awaits the caller's stream behind what that packs, then enqueues copies.
                 let (packs, reached) = (at(Compute(Work::Pack)), at(Run(StageId::Reached, Part::Start)));
                 let packs = packs.or(at(Compute(Work::Partials)));
-                let implied = work == Work::Follow && reached.is_some_and(|reached| packs < Some(reached));
+                let packed = match (group.tokens, kind) {
+                    // What goes as it lies was written before the call.
+                    (TokenPlace::InRuns, CallKind::Dispatch) => at(Compute(Work::Bring)),
+                    _ => packs,
+                };
+                let implied = work == Work::Follow && reached.is_some_and(|reached| packed < Some(reached));
                 assert_eq!(seen.is_ok(), implied, "{:?} {kind:?} {work:?}: {seen:?}", group.route);
             }
         }
+        let seen = prove(&changed(&group, CallKind::Dispatch, Compute(Work::PackPlaced), CallChange::Drop));
+        // Over relays own rows need the order, also where the others go as they lie.
+        let nothing = group.route == Route::Direct && !group.packs_later();
+        assert_eq!(seen.is_ok(), nothing, "{:?} {:?}: {seen:?}", group.route, group.tokens);
     }
 }
 
@@ -468,15 +610,21 @@ fn every_named_bug_of_a_driver_breaks_the_pair_that_is_listed() {
 
 #[test]
 fn calls_of_two_instances_are_proved_whole_and_in_halves() {
+    let ahead = on_one_node().enqueuing();
     for streams in [Streams::One, Streams::Each] {
         for turns in [&IN_TURN[..], &BETWEEN_HALVES] {
-            let proof = prove(&two_instances(turns, streams, None));
+            let proof = prove(&two_instances(&ahead, turns, streams, None));
             assert!(proof.as_ref().is_ok_and(|proof| proof.pairs > 1000), "{streams:?} {turns:?}: {proof:?}");
             // A start says that its stream is ready, and waits for no rank.
             let crossed = InstanceBug::Crossed { rank: 1, turn: 4 };
             let starts = matches!(turns[4], Turn::Start(_));
-            assert_eq!(prove(&two_instances(turns, streams, Some(crossed))).is_ok(), starts, "{streams:?}");
+            let seen = prove(&two_instances(&ahead, turns, streams, Some(crossed)));
+            assert_eq!(seen.is_ok(), starts, "{streams:?}");
         }
+    }
+    for group in [on_one_node(), on_host(Route::Pxn), over_relays()] {
+        let seen = prove(&two_instances(&group, &IN_TURN, Streams::One, None));
+        assert!(seen.is_ok(), "{:?}: {seen:?}", group.route);
     }
 }
 

@@ -46,8 +46,10 @@ pub enum Value {
     Landings,
     /// Operands of the stage that moves rows; of a round, those of all its stages.
     Operands,
-    /// Rows lie where the stage reads them.
+    /// Rows lie where the stage reads them, but for those whose order is not known yet.
     Packed,
+    /// The order of rows is on the device, and those that had to wait for it are packed.
+    Ordered,
     /// What kernels read beside the rows is on its way to the device.
     Tables,
     /// Own rows can be placed: their runs are on the device.
@@ -234,6 +236,7 @@ fn gives(action: Action) -> Vec<Value> {
             Work::FillBringIn => &[BringInOperands],
             Work::Report | Work::Retire | Work::Adopt | Work::Check => &[Settled],
             Work::Pack | Work::Partials => &[Packed],
+            Work::PackPlaced => &[Ordered],
             Work::Sum => &[Summed],
             Work::Metadata => &[Metadata],
             Work::Compose => &[Message],
@@ -259,7 +262,7 @@ fn needs(step: &CallStep) -> Vec<(Role, Value)> {
         Action::Run(StageId::Entry | StageId::Offer, Part::Start) => &[Tag, Reached, Ready],
         Action::Run(StageId::Reached, Part::Start) => &[Brought],
         Action::Run(StageId::Entry | StageId::Offer, _) => &[Entered, RelayStarted],
-        Action::Run(StageId::Rows, Part::Start) => &[Verdict, Operands, Packed, Followed, OwnRuns],
+        Action::Run(StageId::Rows, Part::Start) => &[Verdict, Operands, Packed, Ordered, Followed, OwnRuns],
         Action::Run(StageId::Ready, Part::Start) => &[Followed],
         Action::Run(StageId::Posted, _) => &[Sent],
         Action::Run(StageId::Rows, _) => &[Sent, Posted],
@@ -280,10 +283,13 @@ fn needs(step: &CallStep) -> Vec<(Role, Value)> {
         Action::Admit => &[Sizes, Room],
         Action::Compute(work) => match work {
             Work::Sort => &[Reached],
-            Work::Follow => &[Packed],
+            Work::Follow => &[Packed, Ordered],
             Work::Announce | Work::Take | Work::Partials => &[Reclaimed],
             Work::Grow => &[AllTags, Sizes],
-            Work::PackPlaced | Work::SendTables | Work::PlaceOwn => &[Landings],
+            Work::PackPlaced | Work::PlaceOwn => &[Landings],
+            // It may put weights for sums by node over those by which the caller is told what was
+            // dropped.
+            Work::SendTables => &[Landings, Operands],
             Work::Join => &[Followed, Tables, Landed, BroughtIn, Pulled],
             Work::Regroup => &[Joined],
             Work::Publish => &[Choices],

@@ -676,38 +676,51 @@ fn keys_of_a_peers_window_are_forgotten_with_own_window() {
     assert_eq!(faults, [Some(LaneError::Verbs(expected)), None]);
 }
 
-/// Rounds in which rank 1 saw a word in its memory before rows that rank 0 had put before it.
+/// Rounds in which rank 1 saw a word in its memory before rows that rank 0 had put before it. The
+/// second word waits in the queue together with the first, and the third follows it at once.
 fn words_before_rows(fabric: &Arc<Fabric>, signal: SignalMode, rounds: u8) -> usize {
     const ROW: u64 = 4096;
+    /// The place of each word, and of the rows before it.
+    const WORDS: [(u64, &[u64]); 3] = [(0, &[1, 3, 5]), (6, &[7, 9, 11]), (12, &[])];
+    const ROWS: u64 = 13;
     let seen = on_ranks(&[0, 1], &options(fabric, signal), |world| {
         let group = world.all().unwrap();
         let lanes = group.lanes(Route::Direct).unwrap();
-        let range = group.take_symmetric(8 * ROW).unwrap();
+        let range = group.take_symmetric(ROWS * ROW).unwrap();
         let window = range.window();
         let mut early = 0;
         for round in 1..=rounds {
             if world.rank() == 0 {
                 let PeerLane::Net(connection) = &lanes.reach[1] else { panic!("over a connection") };
                 let (limits, to) = (lanes.limits_of(1), |offset| window.target(1, offset, 1).unwrap());
-                for row in [1, 3, 5] {
-                    connection.put(to(row * ROW), &vec![round; ROW as usize], limits).unwrap();
+                for (word, rows) in WORDS {
+                    for row in rows {
+                        connection.put(to(row * ROW), &vec![round; ROW as usize], limits).unwrap();
+                    }
+                    connection.devices().unwrap().write_word(to(word * ROW), round.into(), limits).unwrap();
                 }
-                connection.devices().unwrap().write_word(to(0), round.into(), limits).unwrap();
                 connection.settle(limits).unwrap();
             } else {
                 let read = |offset, into: &mut [u8]| {
                     window.mapped.read(1, window.parts[1].offset + offset, into).unwrap();
                 };
-                let (mut word, until) = ([0; 8], Instant::now() + SHORT);
-                while u64::from_ne_bytes(word) < round.into() {
-                    assert!(Instant::now() < until, "the word of round {round} does not come");
+                let (mut seen, mut ahead, until) = (0, false, Instant::now() + SHORT);
+                while seen < WORDS.len() {
+                    assert!(Instant::now() < until, "word {seen} of round {round} does not come");
                     lanes.progress();
-                    read(0, &mut word);
+                    let is_there = |&(word, _): &(u64, _)| {
+                        let mut value = [0; 8];
+                        read(word * ROW, &mut value);
+                        u64::from_ne_bytes(value) == u64::from(round)
+                    };
+                    seen = WORDS.iter().rposition(is_there).map_or(0, |last| last + 1);
+                    let mut memory = vec![0; (ROWS * ROW) as usize];
+                    read(0, &mut memory);
+                    let has_come =
+                        |row: u64| memory[(row * ROW) as usize..][..ROW as usize] == [round; ROW as usize];
+                    ahead |= WORDS[..seen].iter().any(|(_, rows)| !rows.iter().all(|&row| has_come(row)));
                 }
-                let mut rows = vec![0; 8 * ROW as usize];
-                read(0, &mut rows);
-                let row = |row: u64| &rows[(row * ROW) as usize..][..ROW as usize];
-                early += usize::from([1, 3, 5].into_iter().any(|at| row(at).iter().any(|&b| b != round)));
+                early += usize::from(ahead);
             }
             group.gather(&[]).unwrap();
         }

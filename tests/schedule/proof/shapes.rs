@@ -3,7 +3,7 @@
 use sidelane_core::plan::{Overflow, ReceiveMode, RowLayout, SumOrder};
 use sidelane_core::topology::Route;
 use sidelane_verify::random_check::check;
-use sidelane_verify::unroll::{Call, Relays};
+use sidelane_verify::unroll::{Call, Relays, TokenPlace};
 
 use super::{proved, titled};
 use crate::cases::{cases, sample};
@@ -128,10 +128,10 @@ fn rows_returned_by_copy_engines_are_proved_and_run_at_random() {
             let unrolled = group_by_rank.unroll(&enqueued_rounds(), None);
             proved(&ahead, &unrolled);
             check(&unrolled, 0..2).unwrap_or_else(|fault| panic!("{ahead}: {fault}"));
-            // The host plans, as under a mask, and tokens may go as they lie.
-            for in_place in [false, true] {
-                let group = Group { host_plans: true, in_place, ..group.clone() };
-                let name = format!("{name}, planned by the host, in place: {in_place}");
+            // The host plans, as under a mask, and where tokens may go as they lie.
+            for tokens in [TokenPlace::Elsewhere, TokenPlace::InRuns, TokenPlace::Scattered] {
+                let group = Group { host_plans: true, tokens, ..group.clone() };
+                let name = format!("{name}, planned by the host, tokens {tokens:?}");
                 let unrolled = group.unroll(&enqueued_rounds(), None);
                 proved(&name, &unrolled);
                 check(&unrolled, 0..2).unwrap_or_else(|fault| panic!("{name}: {fault}"));

@@ -6,9 +6,10 @@
 pub enum Work {
     /// Enqueued: the caller's stream brings its choices to where they are sorted.
     Bring,
-    /// Enqueued: the caller's stream packs rows that [`Work::Pack`] could not, as their order was
-    /// not known before they had places. Where engines relay, the stream of copies brings that
-    /// order to the device first.
+    /// Enqueued: where engines relay, the order of rows is known now, and the stream of copies
+    /// brings it to the device, where own rows need it, too. Then the caller's stream packs rows
+    /// that [`Work::Pack`] has left: those that had to wait for their order, and tokens that might
+    /// have gone as they lie.
     PackPlaced,
     /// Enqueued: the stream of copies goes on behind the caller's.
     Follow,

@@ -31,7 +31,8 @@ use sidelane_core::schedule::{
 use sidelane_core::topology::{Paths, Route};
 
 use super::{
-    ActorCall, Assumed, Bytes, Call, ProofScenario, Role, SeededBug, StageRun, UnrolledProgram, numbered,
+    ActorCall, Assumed, Bytes, Call, ProofScenario, Role, SeededBug, StageRun, TokenPlace, UnrolledProgram,
+    numbered,
 };
 
 pub(super) fn unroll(scenario: &ProofScenario) -> Result<UnrolledProgram, PlanError> {
@@ -138,24 +139,40 @@ const NOTES: u64 = 1 << 14;
 /// Bytes of packed rows, and of rows that return: more than any scenario here has.
 const STAGING: u64 = 1 << 20;
 /// Bytes that stand for a table. Kernels read all of it, or nothing.
-const TABLE: u64 = 64;
+pub(super) const TABLE: u64 = 64;
 /// Bytes of the pool that an instance whose callers' threads enqueue keeps for itself: of metadata,
 /// packed rows and their metadata, and tables. Calls take what lies behind.
 pub(super) const KEPT: u64 = CONTEXTS * NOTES + 2 * STAGING + (1 + CONTEXTS) * Table::COUNT * TABLE;
 
-/// A table that a host finds, and kernels read in memory of the device: one for each handle.
+/// A table that host and device share: in memory of the host, in memory of the device for each
+/// handle, or in both.
 #[derive(Clone, Copy)]
 pub(super) enum Table {
-    /// The order of rows, where the host finds it: that of packing.
+    /// What a host needs of the choices, where a stream brings it: all of them, or their counts.
+    Choices,
+    /// The order of rows: by it tokens are packed, and own rows placed.
     Order,
     /// Where the rows of choices are, the order of their sum, and how many rows each expert has.
     Sums,
     /// The runs of own rows.
     OwnRuns,
+    /// The rows of each sum by node. On the device they lie behind these sums.
+    NodeSums,
 }
 
 impl Table {
-    const COUNT: u64 = 3;
+    const COUNT: u64 = 5;
+
+    /// In faults.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Table::Choices => "choices",
+            Table::Order => "order of rows",
+            Table::Sums => "places of choices",
+            Table::OwnRuns => "own runs",
+            Table::NodeSums => "rows of sums",
+        }
+    }
 }
 
 pub(super) type Extent = Range<u64>;
@@ -185,8 +202,8 @@ pub(super) struct Member {
     pub staging: Extent,
     /// There also: the one place of the metadata of packed rows.
     pub packed_metadata: Extent,
-    /// There also: the one place where the host writes tables, and behind it those of each handle
-    /// on the device.
+    /// There also: the one place of tables of the host, and behind it those of each handle on the
+    /// device.
     pub tables: Extent,
 }
 
@@ -389,10 +406,10 @@ impl<'a> Unroller<'a> {
 
     /// Whether the device plans dispatches: its counts are enough for the host.
     pub(super) fn plans_on_device(&self) -> bool {
-        let ProofScenario { host_plans, in_place, mode, .. } = *self.scenario;
+        let ProofScenario { host_plans, tokens, mode, .. } = *self.scenario;
         mode == ReceiveMode::Exact
             && !host_plans
-            && !in_place
+            && tokens == TokenPlace::Elsewhere
             && !self.sizing.rank_sums
             && !self.paths(0).is_multi_node()
     }

@@ -34,7 +34,7 @@ use super::call_sequence::{
 };
 use super::host_access::chunk;
 use super::stage_runs::{Actor, SentTable};
-use super::{Bytes, HostAccess, ProofScenario, SeededBug};
+use super::{Bytes, HostAccess, ProofScenario, SeededBug, TokenPlace};
 
 /// A dispatch, or one along a known layout.
 struct Sending<'s> {
@@ -380,15 +380,41 @@ impl Unroller<'_> {
 }
 
 impl Sender<'_, '_> {
-    /// Whether the order of rows is known only when they have places: engines relay, and the call
-    /// places them.
-    fn packs_later(&self) -> bool {
-        self.orders() && !self.unroller.scenario.in_place
+    /// The step by which rows lie where they leave from. They are packed when they have places
+    /// where engines relay, so that their order is not known before, and where they might have
+    /// gone as they lie. Rows that do were written before the call.
+    fn packs_at(&self) -> Work {
+        match self.unroller.scenario.tokens {
+            _ if !self.call.noted => Work::Pack,
+            TokenPlace::InRuns => Work::Bring,
+            TokenPlace::Scattered => Work::PackPlaced,
+            TokenPlace::Elsewhere if self.unroller.arrives() => Work::PackPlaced,
+            TokenPlace::Elsewhere => Work::Pack,
+        }
     }
 
     /// Whether the host finds the order of rows in this call.
     fn orders(&self) -> bool {
         self.unroller.arrives() && self.call.noted
+    }
+
+    /// A kernel finds the order of rows, if the host does not.
+    fn ordered(&self, by_kernel: bool) -> Option<HostAccess> {
+        let Sender { unroller, me, call, .. } = *self;
+        let finds = by_kernel && call.noted && !self.orders();
+        finds.then(|| unroller.table_written(me, Table::Order, call.layout_of.0))
+    }
+
+    /// In its step a kernel packs rows by their order, or their caller has written those that go
+    /// as they lie.
+    fn packed(&self, work: Work) -> Vec<HostAccess> {
+        let Sender { unroller, me, call, .. } = *self;
+        if self.packs_at() != work {
+            return Vec::new();
+        }
+        let gathers = unroller.scenario.tokens != TokenPlace::InRuns;
+        let order = gathers.then(|| unroller.table_read(me, Table::Order, call.layout_of));
+        order.into_iter().chain(unroller.packed(me, &call.placed.layouts[me as usize])).collect()
     }
 }
 
@@ -397,20 +423,22 @@ impl Actor for Sender<'_, '_> {
         let Sender { unroller, me, call, .. } = *self;
         let moves = !call.placed.forwards.is_empty();
         match (role, action) {
-            (Role::Own, Action::Compute(Work::Pack)) if moves && !self.packs_later() => {
-                // Along a known layout rows have the order that the host found for it.
-                let ordered = unroller.arrives() && !unroller.scenario.in_place;
-                let order = ordered.then(|| unroller.table_read(me, Table::Order, call.layout_of));
-                let packed = unroller.packed(me, &call.placed.layouts[me as usize]);
-                order.into_iter().chain(packed).collect()
+            (Role::Own, Action::Compute(Work::Pack)) if moves => {
+                let order = self.ordered(!unroller.plans_on_device());
+                order.into_iter().chain(self.packed(Work::Pack)).collect()
             }
-            (Role::Own, Action::Compute(Work::PackPlaced)) if moves && self.packs_later() => {
-                let mut touches = vec![unroller.table_read(me, Table::Order, call.layout_of)];
-                touches.extend(unroller.packed(me, &call.placed.layouts[me as usize]));
+            (Role::Own, Action::Compute(Work::PackPlaced)) if moves => self.packed(Work::PackPlaced),
+            (Role::Own, Action::Compute(Work::Bring)) if moves => {
+                let mut touches = self.packed(Work::Bring);
+                touches.push(unroller.host_table_written(me, Table::Choices));
+                if unroller.plans_on_device() {
+                    touches.extend(self.ordered(true));
+                    touches.push(unroller.packed_metadata(me, &call.placed.layouts[me as usize]));
+                }
                 touches
             }
-            (Role::Own, Action::Compute(Work::Bring)) if moves && unroller.plans_on_device() => {
-                vec![unroller.packed_metadata(me, &call.placed.layouts[me as usize])]
+            (Role::Own, Action::Compute(Work::Sort)) if moves && unroller.scenario.enqueues => {
+                vec![unroller.host_table_read(me, Table::Choices)]
             }
             (Role::Own, Action::Compute(Work::Publish)) if moves && unroller.scenario.enqueues => {
                 let mut written = unroller.counts_written(me);
@@ -446,11 +474,17 @@ impl Actor for Sender<'_, '_> {
             Work::PlaceOwn => Table::OwnRuns,
             _ => return Vec::new(),
         };
-        vec![unroller.table_sent(me, table, call.layout_of.0)]
+        let mut sent = unroller.table_sent(me, table, call.layout_of.0);
+        if work == Work::SendTables && !unroller.plans_on_device() {
+            // Weights lie where the caller's stream has brought them.
+            sent.copied.push(unroller.host_table_read(me, Table::Choices));
+        }
+        vec![sent]
     }
 
-    fn own_runs(&self) -> Vec<HostAccess> {
-        vec![self.unroller.table_read(self.me, Table::OwnRuns, self.call.layout_of)]
+    fn own_placed(&self) -> Vec<HostAccess> {
+        let tables = [Table::Order, Table::OwnRuns];
+        tables.map(|table| self.unroller.table_read(self.me, table, self.call.layout_of)).into()
     }
 
     fn filled(&self, stage: StageId) -> &Rc<FilledOperands> {

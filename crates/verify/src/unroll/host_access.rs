@@ -123,19 +123,35 @@ impl Unroller<'_> {
 
     /// A host writes a table of a handle, and a stream brings it to the device.
     pub(super) fn table_sent(&self, me: u32, table: Table, handle: usize) -> SentTable {
-        let from = self.table(me, table, None);
+        self.table_sent_to(me, table, self.table(me, table, Some(handle)))
+    }
+
+    /// The same to a place of its own.
+    pub(super) fn table_sent_to(&self, me: u32, table: Table, to: Bytes) -> SentTable {
         SentTable {
-            written: self.write("table of the host", from.clone()),
-            copied: [
-                self.read("table of the host", from),
-                self.write("table", self.table(me, table, Some(handle))),
-            ],
+            written: self.host_table_written(me, table),
+            copied: vec![self.host_table_read(me, table), self.write(table.name(), to)],
         }
     }
 
-    /// A kernel reads a table of a handle, which call `of` has sent.
+    /// A kernel writes a table of a handle.
+    pub(super) fn table_written(&self, me: u32, table: Table, handle: usize) -> HostAccess {
+        self.write(table.name(), self.table(me, table, Some(handle)))
+    }
+
+    /// A kernel reads a table of a handle, which call `of` has made.
     pub(super) fn table_read(&self, me: u32, table: Table, (handle, of): (usize, usize)) -> HostAccess {
-        HostAccess { of, ..self.read("table", self.table(me, table, Some(handle))) }
+        HostAccess { of, ..self.read(table.name(), self.table(me, table, Some(handle))) }
+    }
+
+    /// It is written in memory of the host.
+    pub(super) fn host_table_written(&self, me: u32, table: Table) -> HostAccess {
+        self.write(table.name(), self.table(me, table, None))
+    }
+
+    /// It is read there.
+    pub(super) fn host_table_read(&self, me: u32, table: Table) -> HostAccess {
+        self.read(table.name(), self.table(me, table, None))
     }
 
     fn table(&self, me: u32, table: Table, handle: Option<usize>) -> Bytes {

@@ -95,8 +95,8 @@ pub struct ProofScenario<'a> {
     pub read_early: bool,
     /// With `enqueues`: the host plans dispatches also where the device could, as under a mask.
     pub host_plans: bool,
-    /// With `enqueues`: tokens go as they lie, from memory that their caller has written.
-    pub in_place: bool,
+    /// With `enqueues`: where the tokens of dispatches lie.
+    pub tokens: TokenPlace,
     /// How much a rank receives; what does not fit is dropped.
     pub mode: ReceiveMode,
     /// Bytes of one row: a multiple of 16.
@@ -152,6 +152,19 @@ impl<'s> ProofScenario<'s> {
             ..self.clone()
         }
     }
+}
+
+/// Where tokens lie whose dispatch a caller's thread enqueues.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum TokenPlace {
+    /// Elsewhere than in the device heap: they are packed as soon as their order is known.
+    #[default]
+    Elsewhere,
+    /// In the device heap, those for each place one behind the other: they go as they lie.
+    InRuns,
+    /// In the device heap, scattered. That is known when rows have places, and then they are
+    /// packed.
+    Scattered,
 }
 
 /// One call of the group. Handles are numbered by the dispatches that were not refused.

@@ -4,11 +4,15 @@ use std::rc::Rc;
 
 use sidelane_core::error::{CallKind, PlanError};
 use sidelane_core::schedule::call_program::{Action, Role, StageId, StageOperands, Work};
-use sidelane_core::schedule::{CallerTables, FillContext, Flag, RelayTables, ReturnParts, SumMemory, Tag};
+use sidelane_core::schedule::{
+    CallerTables, FillContext, Flag, RelayTables, ReturnParts, SumMemory, Tag, WindowId,
+};
 
-use super::call_sequence::{Extent, FilledOperands, Handle, SampledCall, Table, Tables, Unroller, Until};
-use super::stage_runs::Actor;
-use super::{HostAccess, SeededBug};
+use super::call_sequence::{
+    Extent, FilledOperands, Handle, SampledCall, TABLE, Table, Tables, Unroller, Until,
+};
+use super::stage_runs::{Actor, SentTable};
+use super::{Bytes, HostAccess, SeededBug};
 
 /// Contribution of a rank to a return.
 struct Offer {
@@ -20,7 +24,7 @@ struct Offer {
     /// For rows that relays return and, behind them, for sums that are to be sent; or for rows that
     /// engines bring.
     staging: Extent,
-    /// Where a relay's kernels sum, if they do.
+    /// Where a relay's kernels sum, if they do; their tables lie at its end.
     node_sums: Option<Extent>,
     /// Where sums are made and wait.
     memory: SumMemory,
@@ -106,7 +110,7 @@ impl Unroller<'_> {
         let early = (!copied).then(|| member.pool.take(size));
         let sums = summed.map(|bytes| member.pool.take(bytes));
         let by_node = self.scenario.pulls && partial_bytes.is_some();
-        let node_sums = by_node.then(|| member.pool.take(pulled + wait));
+        let node_sums = by_node.then(|| member.pool.take(pulled + wait + TABLE));
         // A host that runs ahead frees nothing here.
         if paths.is_multi_node() || !self.scenario.enqueues {
             member.free_offered();
@@ -213,7 +217,12 @@ impl Returner<'_, '_> {
         let Returner { unroller, me, call, .. } = *self;
         let Offer { chunk, sums, .. } = &call.offers[me as usize];
         let layout = &call.handle.placed.layouts[me as usize];
-        sums.as_ref().map_or(Vec::new(), |sums| unroller.summed_by_rank(me, layout, chunk, sums))
+        sums.as_ref().map_or(Vec::new(), |sums| {
+            // It reads how many rows each expert has.
+            let counts = unroller.table_read(me, Table::Sums, (call.number, call.handle.call));
+            let summed = unroller.summed_by_rank(me, layout, chunk, sums);
+            std::iter::once(counts).chain(summed).collect()
+        })
     }
 
     fn sums_late(&self) -> bool {
@@ -271,6 +280,13 @@ impl Actor for Returner<'_, '_> {
             }
             _ => unroller.verdict(me, role, action, (false, true)),
         }
+    }
+
+    fn sent(&self, work: Work) -> Vec<SentTable> {
+        let Returner { unroller, me, call, .. } = *self;
+        let node_sums = call.offers[me as usize].node_sums.as_ref().filter(|_| work == Work::SendNodeSums);
+        let to = |sums: &Extent| Bytes::new(me, WindowId::POOL, sums.end - TABLE, TABLE);
+        node_sums.map(|sums| unroller.table_sent_to(me, Table::NodeSums, to(sums))).into_iter().collect()
     }
 
     fn filled(&self, stage: StageId) -> &Rc<FilledOperands> {

@@ -56,7 +56,7 @@ pub(super) trait Actor {
     }
 
     /// Reads of the kernel that places own rows, beside them.
-    fn own_runs(&self) -> Vec<HostAccess> {
+    fn own_placed(&self) -> Vec<HostAccess> {
         Vec::new()
     }
 
@@ -80,8 +80,8 @@ pub(super) trait Actor {
 pub(super) struct SentTable {
     /// Write of the host.
     pub written: HostAccess,
-    /// Read and write of the stream that copies it.
-    pub copied: [HostAccess; 2],
+    /// Reads and writes of the stream that copies it.
+    pub copied: Vec<HostAccess>,
 }
 
 /// Name of the scenes by which a stream hears that its host has enqueued what follows.
@@ -115,6 +115,45 @@ impl Enqueuer<'_> {
             Line::Stream => COPIES,
         }
     }
+
+    /// Operations of a stage, by position, in the order in which the host comes to them. It queues
+    /// rows that cross, since NICs read them when streams have come so far, and all that crosses
+    /// behind them. It serves the queue before its own next wait or signal within the node, or at
+    /// the end of the stage.
+    fn in_turn(&self, stage: StageId, items: &[TrackOp]) -> Vec<(usize, Reached)> {
+        let far = |rank: u32| rank != self.paths.me() && !self.paths.same_node(rank);
+        let (mut all, mut queue) = (Vec::new(), Vec::new());
+        for (at, &TrackOp { op, .. }) in items.iter().enumerate() {
+            let (line, frees_sources) = (self.line(stage, op), op.frees_sources());
+            let is_queued = match op {
+                // A stream says that it has made sums for another node.
+                Op::PutRows { to: rank, .. } | Op::Wait { from: rank, flag: Flag::Ready, .. } => far(rank),
+                Op::Put { to, .. } | Op::Signal { to, .. } => far(to) && !queue.is_empty(),
+                Op::Wait { .. } | Op::Reduce { .. } => false,
+            };
+            let reads_packed = is_queued && stage.tensor() == StageTensor::Rows;
+            let reached = (at, Reached { line, frees_sources, reads_packed });
+            if is_queued {
+                queue.push(reached);
+                continue;
+            }
+            if line == HOST || frees_sources {
+                all.append(&mut queue);
+            }
+            all.push(reached);
+        }
+        all.append(&mut queue);
+        all
+    }
+}
+
+/// How a host that enqueues comes to an operation.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Reached {
+    line: usize,
+    frees_sources: bool,
+    /// NICs read packed rows there, or behind it.
+    reads_packed: bool,
 }
 
 /// Lines of a rank whose host enqueues: the host, the caller's stream, and that of copies.
@@ -156,9 +195,9 @@ pub(super) const SETS: u32 = 6;
 ///   host               before rows that NICs read: await the mark
 /// ```
 ///
-/// A host waits for its streams where the program does. It waits for its NIC only before the stream
-/// of copies gives memory back to peers, and where the program joins the caller's work with the
-/// call.
+/// A host waits for its streams where the program does, and before it has NICs read rows, which is
+/// when all else of the stage is enqueued. It waits for its NIC only before the stream of copies
+/// gives memory back to peers, and where the program joins the caller's work with the call.
 pub(super) fn walk(
     programs: &RankPrograms,
     (program, role, until): (&CallProgram, Role, Until),
@@ -239,16 +278,16 @@ impl<A: Actor> Walk<'_, A> {
                 let begin = self.actor.begin();
                 self.pack(begin.into_iter().chain(touches).collect());
             }
-            Work::PackPlaced if sends => {
-                self.raise(COPIES, ("order", OwnWord::Done));
-                self.enqueue(CALLER, false);
-                self.wait(CALLER, ("order", OwnWord::Done));
+            Work::PackPlaced => {
+                if sends {
+                    self.raise(COPIES, ("order", OwnWord::Done));
+                    self.enqueue(CALLER, false);
+                    self.wait(CALLER, ("order", OwnWord::Done));
+                }
                 if !touches.is_empty() {
                     self.pack(touches);
                 }
             }
-            // All rows are packed already.
-            Work::PackPlaced => {}
             Work::Follow => self.follow(),
             Work::Join => {
                 let settles = self.host.settles_unless(SeededBug::EndUnsettled);
@@ -293,33 +332,25 @@ impl<A: Actor> Walk<'_, A> {
         }
     }
 
-    /// One thread comes to each operation when it is done with those before.
+    /// One thread comes to each operation when it is done with those before, but for what it has
+    /// queued.
     fn stage(&mut self, stage: StageId, part: Part) {
         let filled = self.actor.filled(stage);
         let items = self.programs.stages.items(stage, part);
-        let mut first = first_of(self.programs, stage, part);
-        let mut crosses = false;
-        let key = |item: &TrackOp| {
-            let line = self.host.line(stage, item.op);
-            let rows = stage.tensor() == StageTensor::Rows && matches!(item.op, Op::PutRows { .. });
-            crosses |= line == HOST && rows;
-            (line, item.op.frees_sources(), line == HOST && crosses)
-        };
-        let keys: Vec<_> = items.iter().map(key).collect();
-        for run in keys.chunk_by(|one, next| one == next) {
-            let (line, frees_sources, reads_packed) = run[0];
+        let first = first_of(self.programs, stage, part);
+        let reached = self.host.in_turn(stage, items);
+        for run in reached.chunk_by(|(_, one), (_, next)| one == next) {
+            let (at, Reached { line, frees_sources, reads_packed }) = run[0];
             if line != HOST {
                 self.enqueue(line, frees_sources && self.host.settles_unless(SeededBug::ReadUnsettled));
             } else if reads_packed {
                 self.wait(HOST, ("mark", OwnWord::Mark));
             }
             if line == CALLER && stage.tensor() == StageTensor::Rows {
-                self.lines[CALLER].touches.extend(self.actor.own_runs());
+                self.lines[CALLER].touches.extend(self.actor.own_placed());
             }
-            let from = first - first_of(self.programs, stage, part);
-            let items = &items[from..from + run.len()];
-            self.lines[line].stage(stage, (part, first), filled, steps(filled, items));
-            first += run.len();
+            let items: Vec<TrackOp> = run.iter().map(|&(at, _)| items[at]).collect();
+            self.lines[line].stage(stage, (part, first + at), filled, steps(filled, &items));
         }
     }
 
