@@ -32,7 +32,7 @@ use crate::input::{Input, Rows};
 use crate::pending::{PendingCombine, PendingDispatch};
 use crate::settings;
 use crate::tensor::{Element, Kind, Memory, Tensor, extent_of_tokens};
-use crate::wait;
+use crate::wait::{self, Interrupt};
 use crate::world::{Group, World};
 
 /// MoE dispatch and combine over a group of ranks, on the host or on a stream of a GPU.
@@ -477,9 +477,13 @@ impl ExpertParallel {
 
     /// A buffer for tokens of a dispatch, [tokens, hidden] or, of records, [tokens, record]: where
     /// NICs and copy engines read them in place. Its contents are undefined.
-    fn token_buffer(&self, tokens: u32) -> PyResult<Tensor> {
-        let Shape { sent: (columns, dtype), place, .. } = &self.instance.shape;
-        let mut buffer = self.instance.cell.lend(|ep| ep.token_buffer(tokens).map_err(raise))?;
+    fn token_buffer(&self, py: Python<'_>, tokens: u32) -> PyResult<Tensor> {
+        let Instance { open_world, cell, shape } = &self.instance;
+        let Shape { sent: (columns, dtype), place, .. } = shape;
+        let world = open_world.world()?;
+        // On a device this may wait until the stream has read what was given back before.
+        let mut buffer =
+            cell.lend(|ep| wait::call(py, &world, Interrupt::Ends, move || ep.token_buffer(tokens)))?;
         let (address, bytes) = extent_of_tokens(&mut buffer).map_err(raise)?;
         let memory = Memory::at(address, bytes, Box::new(buffer), Some(&place.anew()));
         Ok(Tensor::new(memory, &[tokens as usize, *columns], (*dtype).into()))
