@@ -272,6 +272,13 @@ impl Tensor {
         format!("sidelane.Tensor(shape={:?}, dtype={})", self.shape, self.element.name())
     }
 
+    /// Records that this stream uses the memory, as `Handle.used_on` does for all of a handle's.
+    fn used_on(&self, stream: usize) {
+        if let Some(lender) = &self.memory.lender {
+            lender.used_on(stream);
+        }
+    }
+
     #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
     fn __dlpack__<'py>(
         &self,

@@ -259,6 +259,34 @@ def check_memory_that_another_stream_uses_is_not_written_to(world):
                 same(copy.cpu(), expected)
 
 
+def check_a_token_buffer_that_another_stream_uses_is_not_written_to(world):
+    of, me = case(world.size), world.rank
+    with gpu(me):
+        there, _ = built(world, of)
+        first, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        there.set_stream(first.cuda_stream)
+        tokens, ids, weights = cuda(of.x[me], of.ids[me], of.weights[me])
+        # The heap has room for one.
+        most = HEAP * 3 // 4 // (of.hidden * of.x[me].element_size())
+        mine, *others = cuda(*(torch.full((most, of.hidden), value, dtype=of.x[me].dtype) for value in (1, 2, 3, 5)))
+        copy, buffer = torch.empty_like(mine), there.token_buffer(most)
+        x = torch.from_dlpack(buffer)
+        x.copy_(mine)
+        side.wait_stream(first)
+        buffer.used_on(side.cuda_stream)
+        with torch.cuda.stream(side):
+            copy_late(copy, x)
+        del buffer, x
+        for other in others:
+            # It is free once the stream has come past a later call.
+            there.dispatch(tokens, ids, weights)
+            again = torch.from_dlpack(there.token_buffer(most))
+            again.copy_(other)
+            del again
+        with torch.cuda.stream(side):
+            same(copy.cpu(), mine.cpu())
+
+
 def check_fixed_slots_go_on_torch_s_current_stream(world):
     of, me = case(world.size, dtype=torch.bfloat16), world.rank
     settings = {"experts": of.experts, "top_k": of.top_k, "hidden": of.hidden, "layout": "rank-major", "sum_order": "rank"}
