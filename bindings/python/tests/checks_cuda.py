@@ -226,10 +226,19 @@ def check_tokens_of_a_token_buffer_go_as_they_lie(world):
             y = handle.output()
             y.copy_(rows)
             same(there.combine(y, handle).cpu(), sums)
+            # It counts rows of returns alone, and those lay in an output.
             assert handle.copied_bytes == 0
-            # One places own rows, and another packs those for other ranks.
+            # One places own rows, and another packs those for other ranks. As long as the buffer
+            # lives, the host plans.
             kernels = handle.report()["kernels"]
             assert kernels.count("regroup") == 1 + packed, kernels
+            assert "plan_choices" not in kernels, kernels
+        del x, sent
+        for _ in range(2):
+            # The first call lets go of tokens that the stream has passed.
+            there.synchronize()
+            _, handle = there.dispatch(elsewhere, *chosen)
+        assert "plan_choices" in handle.report()["kernels"]
 
 
 def check_memory_that_another_stream_uses_is_not_written_to(world):
