@@ -173,6 +173,12 @@ def check_each_call_with_tensors_follows_torch_s_stream(world):
         rows, given = host.combine_backward(of.x[me], layout)
         y_there, of_weights_there = cuda(y, of_weights)
         room = lambda like: torch.full_like(like, 7, device="cuda")  # noqa: E731
+
+        def prepared():
+            layout = there.prepare(ids, weights)
+            assert there.stream == torch.cuda.current_stream().cuda_stream
+            return [there.dispatch_cached(x, layout)]
+
         out, records_out, weights_out = room(sums), room(records), room(given)
         # The gradient of a weighted combine needs the outputs of one.
         _, handle = there.dispatch(x, ids, weights)
@@ -181,7 +187,7 @@ def check_each_call_with_tensors_follows_torch_s_stream(world):
             "quantize": (lambda: [there.quantize(x, records_out)], [records]),
             "dispatch": (lambda: [there.dispatch(x, ids, weights)[0]], [landed]),
             "start_dispatch": (lambda: [there.start_dispatch(x, ids, weights).finish()[0]], [landed]),
-            "prepare": (lambda: [there.dispatch_cached(x, there.prepare(ids, weights))], [landed]),
+            "prepare": (prepared, [landed]),
             "dispatch_cached": (lambda: [there.dispatch_cached(x, handle)], [landed]),
             "combine": (lambda: [there.combine(y_there, handle, out)], [sums]),
             "start_combine": (lambda: [there.start_combine(y_there, handle).finish(out)], [sums]),
