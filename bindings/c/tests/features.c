@@ -8,6 +8,7 @@ enum { EXPERTS = 4, TOP_K = 2, HIDDEN = 16, TOKENS = 3, MOST = 8, ROWS = 2 * MOS
 
 static uint32_t rank;
 static sidelane_group_t *group;
+static sidelane_stream_t *stream;
 static const char *column;
 
 static void said(const char *feature, sidelane_status_t status) {
@@ -44,7 +45,7 @@ static void ask_settings(sidelane_ep_options_t plain) {
     ASK("rows of bytes", o.dtype = SIDELANE_DTYPE_BYTES);
     ASK("weighted combine", o.weighted = 1);
     ASK("a limit of dispatches (max_in_flight)", o.max_in_flight = 2);
-    ASK("a device heap (device_heap)", o.device_heap_limit = 1 << 20);
+    ASK("a device heap (device_heap)", o.device_heap = o.device_heap_limit = 1 << 20);
     ASK("a limit of blocks (max_blocks)", o.max_blocks = 4);
     ASK("sizes on the device, and capture", o.graphs = SIDELANE_GRAPHS_SLOTS);
 }
@@ -71,6 +72,7 @@ static void ask_calls(sidelane_ep_options_t plain, const sidelane_tensor_t *x, c
         said("another expert map", sidelane_ep_set_expert_map(ep, &map));
         said("token buffers", sidelane_ep_tokens(ep, 1, &tokens));
     }
+    if (on_host) said("calls on several streams", sidelane_ep_set_stream(ep, stream));
     if (constant || on_host) {
         sidelane_heap_allocator_t *allocator = NULL;
         said("a device heap (device_heap)", sidelane_ep_heap_allocator(ep, &allocator));
@@ -98,7 +100,6 @@ int main(void) {
     rank = me.rank;
     CUcontext context;
     CUstream cuda;
-    sidelane_stream_t *stream = NULL;
     CUDA(cuInit(0));
     CUDA(cuDevicePrimaryCtxRetain(&context, (int)rank));
     CUDA(cuCtxSetCurrent(context));
