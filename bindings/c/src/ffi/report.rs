@@ -1,7 +1,6 @@
 //! How the bytes of a dispatch or of a return went: as planned, and as counted.
 
 use std::ffi::c_char;
-use std::mem::offset_of;
 
 use sidelane::ep::{CallExecutor, Handle as Layout, MAX_KERNELS, Report as Said};
 use sidelane::exec::{EnqueueCounts, TransferCounts};
@@ -161,12 +160,6 @@ pub struct Report {
 // Structs of the sizes between held shorter counts, so none of them begins this one.
 versioned!(Report, "sidelane_report_t", handle_bytes: u64, 464);
 
-// cbindgen reads numbers alone, so the length of the list stands twice.
-const _: () = assert!(
-    offset_of!(Report, same_device) - offset_of!(Report, kernels) == size_of::<[KernelName; MAX_KERNELS]>(),
-    "a kernel without its place"
-);
-
 /// Structs of C that mirror counts of the library, which are all u64. A count that the library
 /// gains stops the build here until its mirror and this list have it.
 macro_rules! mirrored {
@@ -239,6 +232,7 @@ pub(super) fn report_of(layout: &Layout) -> Result<Report, Fault> {
 
 /// A report as C reads it.
 fn written(layout: &Layout, said: &Said, returned: TransferCounts) -> Report {
+    // The report has as many places: cbindgen reads numbers alone, so it says theirs itself.
     let (mut lanes, mut kernels) = ([Lane::default(); 8], [KernelName::default(); MAX_KERNELS]);
     for (lane, used) in lanes.iter_mut().zip(&said.lanes) {
         *lane = Lane { name: short_name(used.lane), ranks: used.ranks.into() };
