@@ -1,4 +1,4 @@
-//! What the rest of a program does beside calls: frees, loads and launches.
+//! Noise of the rest of a program beside calls: frees, loads and launches.
 
 use std::panic::{UnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,14 +7,14 @@ use sidelane::device::{Kernels, PermuteArgs, PinnedMemory, Priority, Stream};
 
 use super::devices::{Memory, context};
 
-/// Runs the body beside what the rest of a program may do: it takes memory and gives it back, loads
-/// kernels and launches them for the first time. Each of these calls waits for the device, and
-/// keeps all other threads' calls out meanwhile.
-pub fn disturbed(body: impl FnOnce() + UnwindSafe) {
+/// Runs the body beside what the rest of a program may do on two devices: it takes memory and gives
+/// it back, loads kernels and launches them for the first time. Each of these calls waits for the
+/// device, and keeps all other threads' calls out meanwhile.
+pub fn disturbed(devices: [u32; 2], body: impl FnOnce() + UnwindSafe) {
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let over = &over;
-        let noise: Vec<_> = (0..2).map(|device| scope.spawn(move || disturb(device, over))).collect();
+        let noise = devices.map(|device| scope.spawn(move || disturb(device, over)));
         let done = catch_unwind(body);
         over.store(true, Ordering::Relaxed);
         noise.into_iter().for_each(|thread| thread.join().unwrap());
