@@ -38,7 +38,7 @@ impl CallExecutor {
 }
 
 /// Kernels of one call, in the order in which they run, with a place for each that a call may have:
-/// every executor makes its list in such an array, and C's report has as many places.
+/// executors on a device make their list in such an array, and C's report has as many places.
 pub(super) type CallKernels = [Option<&'static str>; MAX_KERNELS];
 
 /// Number of kernels that one call has at most.
@@ -79,8 +79,8 @@ pub struct Report {
     /// Device: limit on the blocks of each of them, if there is one
     /// ([`ExpertParallelBuilder::max_blocks`](super::ExpertParallelBuilder::max_blocks)).
     pub max_blocks: Option<u32>,
-    /// Device: bytes of it that each handle that is alive takes, beside rows and outputs; 0 in
-    /// slots, whose calls share theirs.
+    /// Device: bytes of it that each handle that is alive takes, beside rows and outputs; 0 where
+    /// a program of constants serves calls, which share theirs.
     pub handle_bytes: u64,
     /// Device: other ranks on this rank's own device.
     pub same_device: u32,
