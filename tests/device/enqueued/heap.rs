@@ -8,6 +8,7 @@ use sidelane::dtype::PartialDtype;
 use sidelane::ep::{Choices, ExpertParallelBuilder, Tensor};
 use sidelane::error::MemoryError;
 use sidelane::plan::{RowLayout, SumOrder};
+use sidelane::topology::Route;
 use sidelane::{Dtype, Error, ExpertParallel, Group, World};
 
 use super::rank::{Case, Input, Rank, target};
@@ -145,26 +146,31 @@ fn heap_that_fits_in_bytes_alone_is_refused_on_all_ranks() {
 #[test]
 fn report_says_how_much_memory_each_handle_takes() {
     on_devices("enqueued::heap::report_says_how_much_memory_each_handle_takes", 8, 66, || {
-        on_ranks(&[0, 0], &small(), |world| {
-            let (group, me) = (world.all().unwrap(), u64::from(world.rank()));
-            let plain = || Case { max_tokens: 64, ..Case::new(2, 4, 4) };
-            let cases = [
-                (plain(), 12 * 256 + 4 * 512 + 2 * 256),
-                (Case { weighted: true, ..plain() }, 16 * 256 + 4 * 512 + 2 * 256),
-                (plain().dropping(128), 12 * 256 + 4 * 128 + 2 * 256),
-                (Case { layout: RowLayout::RankMajor, ..plain() }, 12 * 256 + 16 * 4 * 128 + 2 * 256),
-                (Case { order: SumOrder::Rank, ..plain() }, 12 * 256 + 4 * 512 + 2 * 256),
-                (
-                    Case { order: SumOrder::Rank, wire: PartialDtype::Bf16, ..plain() },
-                    16 * 256 + 16 * 512 + 2 * 256,
-                ),
-            ];
-            for (case, bytes) in cases {
+        let of = |nodes| Case { max_tokens: 64, ..Case::across(nodes, 64, 4) };
+        let (choices, experts) = (64 * 4, 32 * 64);
+        let plain = || of(&[0, 0]);
+        let rounded = |case| Case { wire: PartialDtype::Bf16, ..case };
+        let by_node = |nodes| rounded(Case { order: SumOrder::Node, route: Route::Pxn, ..of(nodes) });
+        for (case, bytes) in [
+            (plain(), 12 * choices + 4 * 512 + experts),
+            (Case { weighted: true, ..plain() }, 16 * choices + 4 * 512 + experts),
+            (plain().dropping(128), 12 * choices + 4 * 128 + experts),
+            // One run of own rows, in place of one for each expert.
+            (
+                Case { layout: RowLayout::RankMajor, ..plain() },
+                12 * choices + 16 * 4 * 128 + experts / 2 + 256,
+            ),
+            (Case { order: SumOrder::Rank, ..plain() }, 12 * choices + 4 * 512 + experts),
+            (rounded(Case { order: SumOrder::Rank, ..plain() }), 16 * choices + 16 * 512 + experts),
+            (by_node(&[0, 0, 1, 1]), 16 * choices + 4 * 1024 + experts),
+        ] {
+            on_ranks(&case.nodes, &small(), |world| {
+                let (group, me) = (world.all().unwrap(), u64::from(world.rank()));
                 let mut rank = Rank::<bf16>::by_default(&group, &case);
-                let (_, handle) = rank.dispatch(&tokens(me, 12, 16, 4, 4)).unwrap();
+                let (_, handle) = rank.dispatch(&tokens(me, 12, 16, 4, 64)).unwrap();
                 assert_eq!(handle.report().unwrap().handle_bytes, bytes, "{case:?}");
-            }
-        });
+            });
+        }
     });
 }
 
