@@ -148,7 +148,7 @@ impl Feature {
             Feature::Spans => ("relays that copy spans", [yes, no, no, no]),
             Feature::AllGather => ("dispatch by all-gather", [yes, no, no, no]),
             Feature::Fp8 => ("dispatch in fp8", [yes, yes, no, no]),
-            Feature::Bytes => ("rows of bytes", [yes, no, no, no]),
+            Feature::Bytes => ("rows of bytes", [yes, yes, no, no]),
             Feature::WeightedCombine => ("weighted combine", [yes, yes, no, no]),
             Feature::MaxInFlight => ("a limit of dispatches (max_in_flight)", [no, yes, no, no]),
             Feature::DeviceHeap => ("a device heap (device_heap)", [no, yes, no, no]),

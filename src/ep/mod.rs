@@ -67,6 +67,8 @@ pub use row_collective::{RowCollective, RowCollectiveBuilder, RowPartition, Toke
 #[doc(hidden)]
 pub use floor_bench::FloorBench;
 pub use handle::{Handle, PendingCombine, PendingDispatch};
+#[doc(hidden)]
+pub use report::MAX_KERNELS;
 pub use report::{CallExecutor, LaneUse, Report, Status};
 pub use row_metadata::{RowIndex, Strided};
 pub use rows::{CombineInput, ExpertOutput, ExpertRows, TokenBuffer};

@@ -37,6 +37,17 @@ impl CallExecutor {
     }
 }
 
+/// Kernels of one call, in the order in which they run, with a place for each that a call may have:
+/// executors on a device make their list in such an array, and C's report has as many places.
+pub(super) type CallKernels = [Option<&'static str>; MAX_KERNELS];
+
+/// Number of kernels that one call has at most.
+#[doc(hidden)]
+pub const MAX_KERNELS: usize = 6;
+
+/// Those of a call that has none.
+pub(super) const NO_KERNELS: CallKernels = [None; MAX_KERNELS];
+
 /// How the bytes of a dispatch or of a return went at this rank.
 ///
 /// The host counts what it moved, a device what its stream was asked to do; the other fields are
@@ -68,6 +79,9 @@ pub struct Report {
     /// Device: limit on the blocks of each of them, if there is one
     /// ([`ExpertParallelBuilder::max_blocks`](super::ExpertParallelBuilder::max_blocks)).
     pub max_blocks: Option<u32>,
+    /// Device: bytes of it that each handle that is alive takes, beside rows and outputs; 0 where
+    /// a program of constants serves calls, which share theirs.
+    pub handle_bytes: u64,
     /// Device: other ranks on this rank's own device.
     pub same_device: u32,
     /// Device: reason why inter-node rows are staged in memory of the host, if they are.

@@ -261,7 +261,7 @@ fn settings_that_a_place_lacks_are_refused_by_name_on_all_ranks() {
             let budget = ReceiveMode::Budget { rows: 64, overflow: Overflow::Error };
             for (executor, mode, settings) in [
                 (CallExecutor::HostStepper, ReceiveMode::Exact, 5),
-                (CallExecutor::Enqueuer, ReceiveMode::Exact, 4),
+                (CallExecutor::Enqueuer, ReceiveMode::Exact, 3),
                 (CallExecutor::ConstantProgram, slots(MAX_TOKENS), 12),
                 (CallExecutor::ConstantProgram, budget, 11),
             ] {

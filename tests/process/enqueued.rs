@@ -15,14 +15,19 @@ use crate::common::job::{Job, Setup, others};
 use crate::common::rank::Talk;
 use crate::common::{Command, Failure, Report, SOON, Thread};
 use crate::support::{self, cases, tokens};
+use fake_cuda::FakeDriver;
 use half::bf16;
-use sidelane::World;
 use sidelane::bootstrap::panic_in;
+use sidelane::device::{PinnedMemory, PlainMemory};
+use sidelane::ep::Handle;
+use sidelane::{Error, World};
 
-use self::rank::{Case, Rank};
+use self::rank::{Case, Rank, target};
 
 /// Set in the ranks of this module.
 pub const ENQUEUED: &str = "SIDELANE_TEST_ENQUEUED";
+/// A round in which all ranks have tokens.
+const ALL_SEND: u64 = 3;
 /// Longer than anything takes that works.
 const LONG: Duration = Duration::from_secs(60);
 
@@ -55,6 +60,31 @@ pub fn serve() {
                 }
                 talk.say(&Report::Failed(error.into()));
             }
+            Command::HoldStream => {
+                let gate = PinnedMemory::new(rank.stream.context(), 8).unwrap();
+                let (_, handle) = rank.dispatch(&input(ALL_SEND)).unwrap();
+                rank.stream.wait(gate.range().word::<u32>(0).unwrap(), 1).unwrap();
+                combine(&mut rank, &handle).unwrap();
+                talk.say(&Report::Running);
+                // Until it is killed.
+                talk.hear();
+            }
+            Command::FreeMeanwhile => {
+                let memory = PlainMemory::new(rank.stream.context(), 1 << 16).unwrap();
+                let (_, handle) = rank.dispatch(&input(ALL_SEND)).unwrap();
+                combine(&mut rank, &handle).unwrap();
+                let holds = || FakeDriver::loaded().unwrap().counters().lock_holds;
+                let before = holds();
+                let freeing = std::thread::spawn(move || memory.free());
+                while holds() == before {
+                    std::thread::yield_now();
+                }
+                assert!(!freeing.is_finished(), "the free waits for a stream that waits for a rank");
+                talk.say(&Report::Running);
+                let error = (1..).find_map(|round| rank.dispatch(&input(round)).err()).unwrap();
+                freeing.join().unwrap().unwrap();
+                talk.say(&Report::Failed(error.into()));
+            }
             Command::Doom(thread) => {
                 panic_in(&thread.of(world.rank()));
                 talk.say(&Report::Doomed);
@@ -65,15 +95,25 @@ pub fn serve() {
     }
 }
 
+/// Enqueues a combine of rows that nothing was written to.
+fn combine(rank: &mut Rank<bf16>, handle: &Handle) -> Result<(), Error> {
+    let out = rank.out.part(u64::from(handle.tokens()) * rank.case.hidden as u64 * 2);
+    rank.planned.combine_into(handle.output()?, handle, target::<bf16>(&out))
+}
+
 fn job(ranks: u32, seed: u64) -> Job {
+    setup(ranks, seed).join()
+}
+
+fn setup(ranks: u32, seed: u64) -> Setup {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda/exchange.cu");
     let library = fake_cuda::kernels(&source).unwrap();
     Setup::new(ranks)
+        .var("LD_LIBRARY_PATH", fake_cuda::install().unwrap().display())
         .var("SIDELANE_FAKE_CUDA_KERNELS", library.display())
         .var("CUDA_MODULE_LOADING", "EAGER")
         .var(ENQUEUED, "1")
         .var("SIDELANE_FAKE_CUDA_SEED", seed)
-        .join()
 }
 
 #[test]
@@ -92,6 +132,19 @@ fn a_killed_rank_is_named_and_ends_the_streams_of_all_others() {
     for (rank, heard) in job.hear(0..3) {
         assert_eq!(heard.said, Report::Running, "rank {rank}");
     }
+    let killed = job.kill(1);
+    let lost = Report::Failed(Failure::Lost { rank: 1, silent: false });
+    job.demand(others(3, 1), killed, SOON, &lost);
+}
+
+/// No call of the driver may be needed to end the streams: a free keeps all others out, until they
+/// end.
+#[test]
+fn rank_killed_while_others_free_memory_is_named_by_all() {
+    let mut job = setup(3, 4).var("SIDELANE_FAKE_CUDA_LOCKS", "1").join();
+    job.tell([1], Command::HoldStream);
+    job.tell(others(3, 1), Command::FreeMeanwhile);
+    assert!(job.hear(0..3).values().all(|heard| heard.said == Report::Running));
     let killed = job.kill(1);
     let lost = Report::Failed(Failure::Lost { rank: 1, silent: false });
     job.demand(others(3, 1), killed, SOON, &lost);

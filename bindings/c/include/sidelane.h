@@ -688,6 +688,10 @@ typedef struct {
     // Device: blocks of each kernel, at most, so that work on other streams keeps its
     // multiprocessors meanwhile. No bit depends on it. 0: as many as the device has at work.
     uint32_t max_blocks;
+    // Device, a group of one node: bytes to which its memory may grow where a dispatch lacks room.
+    // 0: what two dispatches of any routing take, at most 4 times the default of `device_heap`;
+    // memory whose size is set does not grow.
+    uint64_t device_heap_limit;
 } sidelane_ep_options_t;
 
 // Which rank holds which expert, if not in contiguous blocks. An expert may have several replicas.
@@ -990,7 +994,7 @@ typedef struct {
     // Device: requests to the stream.
     sidelane_enqueued_t enqueued;
     // Device: kernels that ran on the stream before rows were packed, or after they had landed.
-    sidelane_kernel_name_t kernels[4];
+    sidelane_kernel_name_t kernels[6];
     // Device, fixed slots: other ranks on this rank's own device.
     uint64_t same_device;
     // Device: why rows between nodes are staged in host memory, if they are: the lane that
@@ -1003,6 +1007,9 @@ typedef struct {
     char registration[16];
     // Device: limit on the blocks of each kernel (sidelane_ep_options_t.max_blocks); 0: none.
     uint64_t max_blocks;
+    // Device, calls that the caller finishes: bytes of it that each open handle takes, beside rows
+    // and outputs.
+    uint64_t handle_bytes;
 } sidelane_report_t;
 
 // Settings of a collective: all ranks must pass the same. 0 is the default of every field but

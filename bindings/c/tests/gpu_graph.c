@@ -56,8 +56,11 @@ static CUgraphExec captured(void) {
     return made;
 }
 
-// A layer in this mode, its dispatch and its combine in a graph.
-static void in_a_graph(sidelane_ep_options_t options, float (*times)(const int32_t *)) {
+static const char *const in_budget[] = {"pack", "tally", "check", "admit", "expand", "regroup"};
+static const char *const in_slots[] = {"pack", "check", "", "", "", ""};
+
+// A layer in this mode, its dispatch and its combine in a graph; the dispatch has these kernels.
+static void in_a_graph(sidelane_ep_options_t options, float (*times)(const int32_t *), const char *const *kernels) {
     sidelane_ep_t *ep;
     options.size = sizeof options, options.stream = stream;
     options.experts = EXPERTS, options.top_k = TOP_K, options.hidden = HIDDEN;
@@ -94,6 +97,11 @@ static void in_a_graph(sidelane_ep_options_t options, float (*times)(const int32
     uint8_t dropped[TOKENS * TOP_K], none[TOKENS * TOP_K] = {0};
     CUDA(cuMemcpyDtoH(dropped, (CUdeviceptr)info.dropped_mask, sizeof dropped));
     REQUIRE(memcmp(dropped, none, sizeof none) == 0);
+    sidelane_report_t report = {.size = sizeof report};
+    CHECK(sidelane_handle_report(handle, &report));
+    REQUIRE(sizeof report.kernels / sizeof *report.kernels == sizeof in_budget / sizeof *in_budget);
+    for (unsigned i = 0; i < sizeof in_budget / sizeof *in_budget; i++)
+        REQUIRE(strcmp(report.kernels[i].name, kernels[i]) == 0);
     CHECK(sidelane_ep_synchronize(ep));
     CUDA(cuGraphExecDestroy(graph));
     CHECK(sidelane_rows_close(rows));
@@ -125,8 +133,8 @@ int main(void) {
                                     .sum_order = SIDELANE_ORDER_RANK};
     sidelane_ep_options_t slots = {.mode = SIDELANE_MODE_SLOTS, .mode_rows = TOKENS, .sum_order = SIDELANE_ORDER_RANK,
                                    .layout = SIDELANE_LAYOUT_RANK_MAJOR};
-    in_a_graph(budget, chosen);
-    in_a_graph(slots, ranks_of);
+    in_a_graph(budget, chosen, in_budget);
+    in_a_graph(slots, ranks_of, in_slots);
     printf("rank %u: graphs replayed\n", rank);
     CHECK(sidelane_stream_close(stream));
     CHECK(sidelane_group_close(group));

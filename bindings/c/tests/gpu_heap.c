@@ -34,9 +34,27 @@ static sidelane_kernel_name_t round_trip(sidelane_ep_t *ep, void *at, const side
     CHECK(sidelane_handle_report(handle, &report));
     // Outputs elsewhere than in an output buffer are copied once, wherever they lie.
     REQUIRE(report.copied_bytes == in.rows * HIDDEN * sizeof(float));
+    REQUIRE(report.handle_bytes > 0);
     CHECK(sidelane_rows_close(rows));
     CHECK(sidelane_handle_close(handle));
     return report.kernels[0];
+}
+
+// Memory without room for one dispatch: refused by itself, and enough where it may grow.
+static void grows(sidelane_group_t *group, sidelane_ep_options_t options, const sidelane_routing_t *routing,
+                  CUdeviceptr dx, CUdeviceptr out) {
+    sidelane_ep_t *ep = NULL;
+    sidelane_rows_t *rows = NULL;
+    sidelane_handle_t *handle = NULL;
+    sidelane_tensor_t tokens = tensor((void *)dx, TOKENS);
+    options.device_heap = 256;
+    CHECK(sidelane_ep_build(group, &options, NULL, &ep));
+    REQUIRE(sidelane_ep_dispatch(ep, &tokens, routing, &rows, &handle) == SIDELANE_ERROR_MEMORY);
+    CHECK(sidelane_ep_close(ep));
+    options.device_heap_limit = 4 << 20;
+    CHECK(sidelane_ep_build(group, &options, NULL, &ep));
+    round_trip(ep, (void *)dx, routing, out);
+    CHECK(sidelane_ep_close(ep));
 }
 
 int main(void) {
@@ -68,6 +86,7 @@ int main(void) {
     sidelane_ep_options_t options = {.size = sizeof options, .experts = EXPERTS, .top_k = TOP_K, .hidden = HIDDEN,
                                      .dtype = SIDELANE_DTYPE_F32, .max_tokens = 16, .stream = stream,
                                      .device_heap = 1 << 20};
+    grows(group, options, &routing, dx, dout);
     CHECK(sidelane_ep_build(group, &options, NULL, &ep));
     sidelane_heap_allocator_t *allocator = NULL, *second = NULL;
     CHECK(sidelane_ep_heap_allocator(ep, &allocator));

@@ -110,9 +110,14 @@ static void builds(void) {
     REFUSED(sidelane_ep_build(group, &options, NULL, &ep), SIDELANE_ERROR_PLAN, "max_in_flight");
     options.max_in_flight = 0;
     REFUSED(sidelane_ep_build(group, &options, NULL, &ep), SIDELANE_ERROR_PLAN, "device_heap");
-    options.device_heap = 0, options.max_blocks = 4;
+    options.device_heap = 0, options.device_heap_limit = 1 << 20;
+    REFUSED(sidelane_ep_build(group, &options, NULL, &ep), SIDELANE_ERROR_PLAN, "device_heap");
+    options.device_heap_limit = 0, options.max_blocks = 4;
     REFUSED(sidelane_ep_build(group, &options, NULL, &ep), SIDELANE_ERROR_PLAN, "max_blocks");
     options = good();
+    options.device_heap_limit = options.device_heap - 1;
+    REFUSED(sidelane_ep_build(group, &options, NULL, &ep), SIDELANE_ERROR_PLAN, "device_heap_limit");
+    options.device_heap_limit = 2 * options.device_heap;
     CHECK(sidelane_ep_build(group, &options, NULL, &ep));
     sidelane_ep_options_t few = good();
     few.max_in_flight = 0, few.device_heap = 0;

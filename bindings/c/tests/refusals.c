@@ -141,10 +141,18 @@ static void ranks_that_build_differently(void) {
     sidelane_expert_map_t map = {.held = held, .experts_held = experts, .ranks = 2, .experts = 4};
     REFUSED_ON_BOTH(sidelane_ep_build(group, &options, &map, &ep), SIDELANE_ERROR_PLAN, "out of range",
                     SIDELANE_ERROR_CALL, "cannot be used");
-    // An older program does not know of devices.
-    options.size = offsetof(sidelane_ep_options_t, stream);
-    CHECK(sidelane_ep_build(group, &options, NULL, &ep));
-    a_round_works();
+    // Older programs know neither devices, nor graphs, nor limits of their memory.
+    const size_t sizes[] = {offsetof(sidelane_ep_options_t, stream), offsetof(sidelane_ep_options_t, graphs),
+                            offsetof(sidelane_ep_options_t, device_heap_limit)};
+    for (int i = 0; i < 3; i++) {
+        options = good();
+        // It is not theirs, so it is not read.
+        memset((char *)&options + sizes[i], 0xff, sizeof options - sizes[i]);
+        options.size = sizes[i];
+        if (i > 0) CHECK(sidelane_ep_close(ep));
+        CHECK(sidelane_ep_build(group, &options, NULL, &ep));
+        a_round_works();
+    }
 }
 
 // Features that the host lacks are refused by name at every rank.
@@ -161,6 +169,7 @@ static void calls_that_are_not_there(void) {
     CHECK(sidelane_handle_return_report(handle, &back));
     REQUIRE(status == SIDELANE_CALL_OK && strcmp(report.executor, "host-stepper") == 0);
     REQUIRE(back.moved.summed_bytes == 0 && report.enqueued.copies == 0 && report.kernels[0].name[0] == 0);
+    REQUIRE(report.handle_bytes == 0);
     CHECK(sidelane_rows_close(rows));
     CHECK(sidelane_handle_close(handle));
     CHECK(sidelane_ep_dispatch_start(ep, &tx, &routing, &dispatching));

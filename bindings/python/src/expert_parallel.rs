@@ -19,8 +19,8 @@ use std::sync::Arc;
 
 use pyo3::prelude::*;
 use sidelane::Dtype;
-use sidelane::ep::ExpertParallelBuilder;
-use sidelane::error::CallKind;
+use sidelane::ep::{ExpertParallelBuilder, Feature};
+use sidelane::error::{CallKind, PlanError};
 use sidelane::plan::{ExpertMap, Overflow, ReceiveMode, RowLayout};
 
 use crate::calls::{Instance, Sums};
@@ -31,8 +31,8 @@ use crate::heap::HeapAllocator;
 use crate::input::{Input, Rows};
 use crate::pending::{PendingCombine, PendingDispatch};
 use crate::settings;
-use crate::tensor::{Element, Kind, Tensor};
-use crate::wait;
+use crate::tensor::{Element, Kind, Memory, Tensor, extent_of_tokens};
+use crate::wait::{self, Interrupt};
 use crate::world::{Group, World};
 
 /// MoE dispatch and combine over a group of ranks, on the host or on a stream of a GPU.
@@ -186,7 +186,8 @@ impl ExpertParallel {
     /// all work of the previous one.
     fn set_stream(&self, py: Python<'_>, stream: usize) -> PyResult<()> {
         let Some(on) = self.instance.shape.place.on() else {
-            return Err(settings::wrong("stream", "for an instance on a device"));
+            let (feature, executor) = (Feature::Streams.name(), self.executor);
+            return Err(raise(PlanError::NotAvailable { feature, place: "the host", executor }));
         };
         self.instance.set_stream(py, on, stream)?;
         on.follow_torch(false);
@@ -456,6 +457,7 @@ impl ExpertParallel {
     ) -> PyResult<Bound<'py, PyAny>> {
         let (instance, columns) = (&self.instance, self.instance.shape.hidden);
         if instance.shape.place.on().is_some() || out.is_some() {
+            instance.follow(py)?;
             let tokens = instance.rows(x, "x", columns)?;
             let mut records = instance.records(py, (tokens.input.len() / columns, Kind::of(x)), out)?;
             let target = records.tensor_mut();
@@ -471,6 +473,20 @@ impl ExpertParallel {
         })?;
         let rows = records.len() / self.instance.shape.sent.0;
         Kind::of(x).give(py, Tensor::of(records, &[rows, self.instance.shape.sent.0], Element::U8))
+    }
+
+    /// A buffer for tokens of a dispatch, [tokens, hidden] or, of records, [tokens, record]: where
+    /// NICs and copy engines read them in place. Its contents are undefined.
+    fn token_buffer(&self, py: Python<'_>, tokens: u32) -> PyResult<Tensor> {
+        let Instance { open_world, cell, shape } = &self.instance;
+        let Shape { sent: (columns, dtype), place, .. } = shape;
+        let world = open_world.world()?;
+        // On a device this may wait until the stream has read what was given back before.
+        let mut buffer =
+            cell.lend(|ep| wait::call(py, &world, Interrupt::Ends, move || ep.token_buffer(tokens)))?;
+        let (address, bytes) = extent_of_tokens(&mut buffer).map_err(raise)?;
+        let memory = Memory::at(address, bytes, Box::new(buffer), Some(&place.anew()));
+        Ok(Tensor::new(memory, &[tokens as usize, *columns], (*dtype).into()))
     }
 
     /// An allocator over the device heap, for libraries that take its functions. One at a time

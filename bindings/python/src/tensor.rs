@@ -10,7 +10,7 @@ use pyo3::exceptions::PyBufferError;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use sidelane::Dtype;
-use sidelane::ep::ExpertOutput;
+use sidelane::ep::{ExpertOutput, TokenBuffer};
 use sidelane::memory::Pool;
 
 use crate::device::{Lender, Place};
@@ -204,6 +204,15 @@ pub fn extent_of(output: &mut ExpertOutput) -> Result<(usize, usize), sidelane::
     Ok((rows.as_mut_ptr() as usize, rows.len()))
 }
 
+/// The same of a token buffer.
+pub fn extent_of_tokens(tokens: &mut TokenBuffer) -> Result<(usize, usize), sidelane::Error> {
+    if let Ok(range) = tokens.range() {
+        return Ok((range.address() as usize, range.len() as usize));
+    }
+    let rows = tokens.rows_mut::<u8>()?;
+    Ok((rows.as_mut_ptr() as usize, rows.len()))
+}
+
 /// Memory of the library with a shape. `torch.from_dlpack` and `numpy.from_dlpack` make tensors of
 /// it without a copy.
 #[pyclass(frozen, skip_from_py_object, module = "sidelane")]
@@ -261,6 +270,13 @@ impl Tensor {
 
     fn __repr__(&self) -> String {
         format!("sidelane.Tensor(shape={:?}, dtype={})", self.shape, self.element.name())
+    }
+
+    /// Records that this stream uses the memory, as `Handle.used_on` does for all of a handle's.
+    fn used_on(&self, stream: usize) {
+        if let Some(lender) = &self.memory.lender {
+            lender.used_on(stream);
+        }
     }
 
     #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]

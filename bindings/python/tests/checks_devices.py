@@ -1,10 +1,15 @@
 """Dispatch and combine on devices from Python, against the same on the host: to the bit."""
 
+import sys
+import threading
+
 import torch
 from devices import LENT, Device, OnDevice
 from routing import case, same
 
 import sidelane
+
+HEAP = 1 << 20
 
 
 def exchanges(world, of, device, **settings):
@@ -12,7 +17,7 @@ def exchanges(world, of, device, **settings):
     settings = {"experts": of.experts, "top_k": of.top_k, "hidden": of.hidden, "dtype": of.x[0].dtype, "max_tokens": 16} | settings
     stream = device.new_stream()
     graphs = settings.pop("graphs", "off")
-    room = {"device_heap": 1 << 20, "max_in_flight": 2} if graphs == "off" else {"graphs": graphs}
+    room = {"device_heap": HEAP, "max_in_flight": 2} if graphs == "off" else {"graphs": graphs}
     on = {"device": device.number, "stream": stream, "max_blocks": settings.pop("max_blocks", None)} | room
     planned, host = sidelane.ExpertParallel(world, **settings, **on), sidelane.ExpertParallel(world, **settings)
     assert (planned.device, planned.stream) == (device.number, stream)
@@ -56,6 +61,7 @@ def check_rows_and_sums_are_those_of_the_host(world):
             assert planned.combine(y, handle, out) is out
             same(device.read_sums(planned, out), host.combine(experts(there), expected))
             assert (handle.status, handle.copied_bytes) == (0, 0)
+            assert handle.report()["handle_bytes"] > 0 == expected.report()["handle_bytes"]
             assert handle.report()["max_blocks"] == handle.return_report()["max_blocks"] == blocks
 
 
@@ -375,6 +381,39 @@ def check_a_combine_without_room_for_its_rows_is_told_to_all(world):
     same(device.read_sums(planned, out), host.combine(there, expected))
 
 
+def check_a_token_buffer_waits_while_another_thread_feeds_the_stream(world):
+    of, me, device = case(world.size), world.rank, Device(world.rank)
+    planned, host = exchanges(world, of, device)
+    most, asked, fed = HEAP * 3 // 4 // (of.hidden * 4), threading.Event(), []
+    there, expected = host.dispatch(of.x[me], of.ids[me], of.weights[me])
+    rows, handle = planned.dispatch(*sent(of, me, device))
+    y, out = device.borrowed(handle.output()), device.tensor(torch.zeros_like(of.x[me]))
+    y.write(experts(there))
+    go_on = device.stalled(planned.stream)
+
+    def feed():
+        asked.wait()
+        fed.append(True)
+        go_on()
+
+    feeder, interval = threading.Thread(target=feed), sys.getswitchinterval()
+    feeder.start()
+    # The heap has room for one, and the stream has yet to come past the first.
+    planned.token_buffer(most)
+    planned.combine(y, handle, out)
+    # The other thread runs once this one lets it.
+    sys.setswitchinterval(1000)
+    try:
+        asked.set()
+        second = planned.token_buffer(most)
+        assert fed, "the memory was free at once"
+    finally:
+        sys.setswitchinterval(interval)
+        feeder.join()
+    assert len(second) == most
+    same(device.read_sums(planned, out), host.combine(experts(there), expected))
+
+
 def check_a_stream_that_is_none_is_a_buffer_error(world):
     of, me, device = case(world.size), world.rank, Device(world.rank)
     planned, _ = exchanges(world, of, device)
@@ -399,6 +438,7 @@ def check_what_a_place_does_not_have_is_refused_by_name(world):
     out = device.tensor(torch.zeros_like(of.x[me]))
     for call in (
         lambda: within.prepare(*sent_here[1:]),
+        lambda: within.token_buffer(1),
         lambda: within.dispatch_cached(sent_here[0], placed),
         lambda: within.dispatch_backward(some, placed, out=out),
         lambda: within.combine_backward(sent_here[0], placed),

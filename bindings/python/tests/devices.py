@@ -39,6 +39,20 @@ class Device:
     def synchronize(self, stream: int | None = None) -> None:
         call(self.driver.cuStreamSynchronize, ctypes.c_void_p(stream or self.stream))
 
+    def stalled(self, stream: int) -> Callable[[], None]:
+        """Has a stream wait; gives what lets it go on, in any thread."""
+        word = self.tensor(torch.zeros(1, dtype=torch.int32))
+        self.synchronize()
+        at_least = 0
+        call(self.driver.cuStreamWaitValue32_v2, ctypes.c_void_p(stream), ctypes.c_uint64(word.at), ctypes.c_uint32(1), at_least)
+
+        def go_on() -> None:
+            call(self.driver.cuCtxSetCurrent, self.context)
+            word.write(torch.ones(1, dtype=torch.int32))
+            self.synchronize()
+
+        return go_on
+
     def tensor(self, values: torch.Tensor) -> OnDevice:
         """These values on the device, written by this stream, and not waited for."""
         at = ctypes.c_uint64()

@@ -289,15 +289,15 @@ impl SumChoicesFunctions {
 }
 
 impl Kernels {
-    /// The kernels of [`Kernels::sum_choices`] for rows of this type, for reports.
+    /// The kernel of [`Kernels::sum_choices`] for rows of this type, for reports.
     ///
     /// # Errors
     /// [`DeviceError::NoSum`].
-    pub fn sum_choices_names(dtype: Dtype) -> Result<&'static [&'static str], DeviceError> {
+    pub fn sum_choices_name(dtype: Dtype) -> Result<&'static str, DeviceError> {
         match dtype {
-            Dtype::F32 => Ok(&["sum_choices_f32"]),
-            Dtype::Bf16 => Ok(&["sum_choices_bf16"]),
-            Dtype::F16 => Ok(&["sum_choices_f16"]),
+            Dtype::F32 => Ok("sum_choices_f32"),
+            Dtype::Bf16 => Ok("sum_choices_bf16"),
+            Dtype::F16 => Ok("sum_choices_f16"),
             _ => Err(DeviceError::NoSum { rows: dtype, out: dtype }),
         }
     }
@@ -306,11 +306,11 @@ impl Kernels {
     ///
     /// # Errors
     /// [`DeviceError::NoSum`].
-    pub fn sum_choices_to_f32_names(dtype: Dtype) -> Result<&'static [&'static str], DeviceError> {
+    pub fn sum_choices_to_f32_name(dtype: Dtype) -> Result<&'static str, DeviceError> {
         match dtype {
-            Dtype::Bf16 => Ok(&["sum_choices_bf16_to_f32"]),
-            Dtype::F16 => Ok(&["sum_choices_f16_to_f32"]),
-            _ => Self::sum_choices_names(dtype),
+            Dtype::Bf16 => Ok("sum_choices_bf16_to_f32"),
+            Dtype::F16 => Ok("sum_choices_f16_to_f32"),
+            _ => Self::sum_choices_name(dtype),
         }
     }
 
@@ -645,14 +645,14 @@ impl RankSumFunctions {
 }
 
 impl Kernels {
-    /// The kernels of a combine whose ranks sum a token's rows before these return, for reports.
+    /// The kernel by which ranks sum a token's rows before these return, for reports.
     ///
     /// # Errors
     /// [`DeviceError::NoSum`].
-    pub fn rank_sums_names(dtype: Dtype) -> Result<&'static [&'static str], DeviceError> {
+    pub fn rank_sums_name(dtype: Dtype) -> Result<&'static str, DeviceError> {
         match dtype {
-            Dtype::F32 => Ok(&["rank_sums_f32", "sum_choices_f32"]),
-            Dtype::Bf16 => Ok(&["rank_sums_bf16", "sum_choices_bf16"]),
+            Dtype::F32 => Ok("rank_sums_f32"),
+            Dtype::Bf16 => Ok("rank_sums_bf16"),
             _ => Err(DeviceError::NoSum { rows: dtype, out: dtype }),
         }
     }

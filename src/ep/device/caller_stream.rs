@@ -243,13 +243,18 @@ impl DeviceCall<'_> {
         let partials = sums || common.sums_by_node(kind);
         let index = if partials { common.span(shape.sum_places(context))? } else { index };
         let weighted = common.weighs(kind);
+        // Bytes have no sums: the call is refused, and its zeros are written as words.
+        let (columns, dtype) = match spec.dtype {
+            Dtype::Bytes => (spec.hidden / Dtype::F32.size(), Dtype::F32),
+            dtype => (spec.hidden, dtype),
+        };
         Ok(kernels.sum_choices(
             stream,
             &SumChoices {
                 tokens,
                 top_k,
-                columns: spec.hidden as u32,
-                dtype: spec.dtype,
+                columns: columns as u32,
+                dtype,
                 wire: if sums { PartialDtype::F32 } else { spec.partial_dtype },
                 n_rows,
                 rows,

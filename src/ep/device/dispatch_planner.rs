@@ -218,11 +218,10 @@ impl Planner {
     }
 
     /// Kernels of a dispatch that has rows of its own or not, before those that move rows.
-    pub fn kernels(self, has_own: bool) -> &'static [&'static str] {
-        match (self, has_own) {
-            (Planner::Host, _) => &["sort_choices"],
-            (Planner::Device, false) => &["plan_choices"],
-            (Planner::Device, true) => &["plan_choices", "place_choices"],
+    pub fn kernels(self, has_own: bool) -> [Option<&'static str>; 2] {
+        match self {
+            Planner::Host => [Some("sort_choices"), None],
+            Planner::Device => [Some("plan_choices"), has_own.then_some("place_choices")],
         }
     }
 }

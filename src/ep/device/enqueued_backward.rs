@@ -11,11 +11,12 @@
 
 use super::enqueued_exchange::EnqueuedExchange;
 use super::enqueued_results::{EnqueuedHandle, EnqueuedOutput, EnqueuedRows};
-use crate::device::{DeviceRange, DotScale, Kernels};
+use crate::device::{DeviceRange, DotScale};
 use crate::dtype::Dtype;
 use crate::ep::CombineInput;
 use crate::ep::tensor::{Shape, Tensor, TensorMut};
 use crate::error::{CallError, CallKind, Error, PlanError};
+use crate::rows::Arithmetic;
 
 /// Option of a gradient of dispatch: weight gradients return behind it.
 const WITH_WEIGHTS: u32 = 1;
@@ -41,9 +42,8 @@ impl EnqueuedExchange {
             tokens.on_device("token gradients", self.tokens_shape(handle.tokens()), self.stream.device());
         let keeps = of_rows.is_some();
         let checked = self.weights(of_rows, handle, weights.as_ref());
-        let output = Kernels::sum_choices_names(self.common().fixed.spec.dtype)
-            .map_err(Error::from)
-            .and_then(|_| self.output(rows, handle));
+        let summed = Arithmetic::try_from(self.common().fixed.spec.dtype).map_err(Error::from);
+        let output = summed.and_then(|_| self.output(rows, handle));
         let unfit = sums.as_ref().err().or(checked.as_ref().err()).cloned();
         let (sums, (of_rows, weights_out)) = (sums.ok(), checked.unwrap_or_default());
         if let (Some(from), Ok(output), None) = (of_rows, &output, &unfit) {

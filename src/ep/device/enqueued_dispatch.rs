@@ -179,7 +179,11 @@ impl Enqueuer {
 
     /// Tells where rows land. What is staged behind them is this rank's as long as the extent that
     /// is returned.
-    fn tell_placement(&mut self, (context, gathered): (u32, usize), landing: WriteTarget) -> Option<Extent> {
+    fn tell_placement(
+        &mut self,
+        (context, gathered): (u32, [bool; 2]),
+        landing: WriteTarget,
+    ) -> Option<Extent> {
         let Enqueuer { common, kept, calls, sorted, scratch, numbers, .. } = self;
         let (layout, number) = (&kept[context as usize].layout, calls.number());
         let mut extent = landing.extent;
@@ -389,12 +393,12 @@ impl DeviceCall<'_> {
         self.planner.place_own(self.enqueuer, self.context, self.tokens)
     }
 
-    /// How often a kernel makes rows of this call's tokens.
-    fn gathered(&self) -> usize {
+    /// Whether a kernel makes rows of this call's tokens: for peers, and for this rank.
+    fn gathered(&self) -> [bool; 2] {
         let Enqueuer { common, kept, .. } = &*self.enqueuer;
         let for_peers = common.has_peers() && self.in_place().is_none();
         let (_, own) = kept[self.context as usize].own;
-        if self.x.is_some() { usize::from(for_peers) + usize::from(own > 0) } else { 0 }
+        [for_peers, own > 0].map(|gathers| gathers && self.x.is_some())
     }
 
     /// Finds where metadata lands: here, and at peers, whose entries name the contexts that they

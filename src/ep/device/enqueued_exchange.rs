@@ -32,6 +32,7 @@ use crate::ep::tensor::{Chosen, Shape, Side, Tensor, TensorMut, Tokens, wrong_pl
 use crate::ep::{CallExecutor, Choices, CombineInput, ExpertOutput, Feature, LaneUse};
 use crate::error::{CallError, CallKind, Error, PlanError};
 use crate::plan::ExpertMap;
+use crate::rows::Arithmetic;
 use crate::schedule::call_program::{CallMachine, RankPrograms};
 use crate::schedule::{CallProperties, Class};
 use crate::world::SymmetricRange;
@@ -297,9 +298,8 @@ impl EnqueuedExchange {
         if let Err(foreign) = self.own(handle) {
             return Err(self.refuse(CallKind::Combine, None, foreign));
         }
-        let output = Kernels::sum_choices_names(self.common().fixed.spec.dtype)
-            .map_err(Error::from)
-            .and_then(|_| self.output(y, handle));
+        let summed = Arithmetic::try_from(self.common().fixed.spec.dtype).map_err(Error::from);
+        let output = summed.and_then(|_| self.output(y, handle));
         let call = self.offer((CallKind::Combine, 0), handle, output.as_ref(), unfit)?;
         Ok(EnqueuedCombine { call, output: output.ok() })
     }

@@ -15,6 +15,7 @@ use super::memory::StreamFlag;
 use super::session::{ContextProgress, LiveHandle, PlacementInfo, Session};
 use crate::device::{DeviceRange, Kernels};
 use crate::dtype::Dtype;
+use crate::ep::report::{CallKernels, NO_KERNELS};
 use crate::ep::{CallExecutor, LaneUse, Report, Status};
 use crate::error::{CallKind, Error, PlanError};
 use crate::exec::EnqueueCounts;
@@ -66,12 +67,14 @@ impl Lease {
     }
 
     /// A report of what was enqueued.
-    fn report(&self, enqueued: EnqueueCounts, kernels: &[&'static str]) -> Report {
+    fn report(&self, enqueued: EnqueueCounts, kernels: CallKernels) -> Report {
         let (host_staged, registration) = (self.common.no_gpu_direct, self.common.registration);
-        let (lanes, kernels, executor) = (self.lanes.to_vec(), kernels.to_vec(), CallExecutor::Enqueuer);
+        let kernels = kernels.into_iter().flatten().collect();
+        let (lanes, executor) = (self.lanes.to_vec(), CallExecutor::Enqueuer);
         let max_blocks = self.common.fixed.spec.max_blocks;
+        let handle_bytes = self.common.shape.context_bytes();
         let report = Report { executor, lanes, enqueued, kernels, max_blocks, ..Report::default() };
-        Report { host_staged, registration, ..report }
+        Report { handle_bytes, host_staged, registration, ..report }
     }
 
     /// The status word of the context, as devices read it.
@@ -389,15 +392,16 @@ impl EnqueuedHandle {
     pub fn report(&self) -> Result<Report, Error> {
         let enqueued = self.lease.told()?.dispatched;
         let Lease { common, planner, packs, .. } = &*self.lease;
-        let (first, last) = match common.shape.arrives() {
-            true => (&[][..], Some("regroup")),
-            false => (planner.kernels(self.placement.has_own), None),
+        let arrives = common.shape.arrives();
+        let [plan, place] = match arrives {
+            true => [None; 2],
+            false => planner.kernels(self.placement.has_own),
         };
-        let apart = (common.pairs() > 0).then_some("choices");
-        let gathered = std::iter::repeat_n(*packs, self.placement.gathered);
-        let kernels: Vec<_> = first.iter().copied().chain(gathered).chain(last).chain(apart).collect();
+        let [for_peers, own] = self.placement.gathered.map(|gathered| gathered.then_some(*packs));
+        let (regroup, apart) = (arrives.then_some("regroup"), (common.pairs() > 0).then_some("choices"));
+        let kernels = [plan, place, for_peers, own, regroup, apart];
         let dropped_weight = self.placement.dropped_weight;
-        Ok(Report { dropped_weight, ..self.lease.report(enqueued, &kernels) })
+        Ok(Report { dropped_weight, ..self.lease.report(enqueued, kernels) })
     }
 
     /// How the last return went; nothing if it has yet to be finished.
@@ -405,7 +409,7 @@ impl EnqueuedHandle {
         let last = self.last.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let told = self.lease.told()?;
         let Some(LastReturn { kind, refused, .. }) = last.filter(|last| told.returns >= last.nth) else {
-            return Ok(self.lease.report(EnqueueCounts::default(), &[]));
+            return Ok(self.lease.report(EnqueueCounts::default(), NO_KERNELS));
         };
         let enqueued = match (&told.combine_refused, refused) {
             (Some(Error::Plan(PlanError::RefusedHere)), Some(own)) => return Err(own),
@@ -413,15 +417,16 @@ impl EnqueuedHandle {
             (None, _) => told.combined,
         };
         let spec = &self.lease.common.fixed.spec;
-        let kernels = match CallProperties::of(kind).payload {
-            Payload::Weights => &["fetch_weights"],
-            _ if spec.rank_sums => Kernels::rank_sums_names(spec.dtype)?,
-            _ => Kernels::sum_choices_names(spec.dtype)?,
+        let (partial, sum) = match CallProperties::of(kind).payload {
+            Payload::Weights => (None, "fetch_weights"),
+            _ => {
+                let partial = spec.rank_sums.then(|| Kernels::rank_sums_name(spec.dtype)).transpose()?;
+                (partial, Kernels::sum_choices_name(spec.dtype)?)
+            }
         };
         // That of this rank's relay, which runs for each source and chunk, then its own.
-        let relayed = kernels.iter().take(usize::from(enqueued.relay_sums > 0));
-        let kernels: Vec<_> = relayed.chain(kernels).copied().collect();
-        Ok(self.lease.report(enqueued, &kernels))
+        let relayed = (enqueued.relay_sums > 0).then_some(partial.unwrap_or(sum));
+        Ok(self.lease.report(enqueued, [relayed, partial, Some(sum), None, None, None]))
     }
 }
 

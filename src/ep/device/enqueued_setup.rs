@@ -94,7 +94,7 @@ impl EnqueuedExchange {
         let room = ReceiveMemory::device_heap(shape.pool().1);
         let growth = HeapGrowth::of(group, &context, (window, &shape), &room.total)?;
         let room = match growth {
-            // Without a limit of the caller, the size is the setting that every language has.
+            // Without a limit of the caller, the default of the limit follows the size.
             Some(_) if device_heap_limit.is_some() => ReceiveMemory { setting: "device_heap_limit", ..room },
             _ => room,
         };

@@ -474,7 +474,8 @@ impl MemoryShape {
         behind(self.host_relay_sums()[1])
     }
 
-    fn context_bytes(&self) -> u64 {
+    /// Bytes of a context, which each handle that is alive has.
+    pub fn context_bytes(&self) -> u64 {
         let permutations = 3 * round(self.entries() * 4) + round(self.sum_place_bytes());
         let permutations = permutations + round(self.weight_bytes());
         let beside = round(self.all_metadata_bytes()) + 2 * round(self.row_choice_bytes());

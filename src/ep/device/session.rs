@@ -540,9 +540,8 @@ pub(super) struct PlacementInfo {
     /// The number of the call that made it.
     pub number: u64,
     pub rows: u32,
-    /// How often tokens became rows: for other ranks, unless they went as they lay, and for this
-    /// one.
-    pub gathered: usize,
+    /// Whether tokens became rows: for other ranks, unless they went as they lay, and for this one.
+    pub gathered: [bool; 2],
     pub tokens_per_expert: Vec<i64>,
     pub padded_per_expert: Vec<i64>,
     pub dropped: Vec<bool>,

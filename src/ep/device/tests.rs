@@ -36,6 +36,8 @@ pub(in crate::ep) mod apart;
 mod device_rounds;
 #[path = "../../../tests/device/devices.rs"]
 pub(in crate::ep) mod devices;
+#[path = "../../../tests/device/enqueued/disturbed.rs"]
+mod disturbed;
 #[path = "../../../tests/no_allocation/host_rounds.rs"]
 mod host_rounds;
 #[allow(dead_code, reason = "tests of other lanes use the rest")]
@@ -228,6 +230,39 @@ fn no_seed_of_the_driver_is_seen_on_the_way() {
             }
         });
     }
+}
+
+/// Locks of the driver and full launch queues, where rows go from device to device, and where they
+/// are staged by the host.
+#[test]
+fn calls_over_nics_go_on_while_other_threads_free_and_load() {
+    let test = "ep::device::tests::calls_over_nics_go_on_while_other_threads_free_and_load";
+    let runs = [("8", "ordered"), ("8", "unordered"), ("32", "ordered")].map(|(queues, writes)| {
+        [
+            ("SIDELANE_FAKE_CUDA_SEED", "14"),
+            ("SIDELANE_FAKE_CUDA_LOCKS", "1"),
+            ("SIDELANE_FAKE_CUDA_LAUNCH_QUEUE", "24"),
+            ("SIDELANE_FAKE_CUDA_NIC_WRITES", writes),
+            ("CUDA_DEVICE_MAX_CONNECTIONS", queues),
+            ("CUDA_MODULE_LOADING", "LAZY"),
+        ]
+    });
+    apart::each_with_kernels(test, &[&runs[0], &runs[1], &runs[2]], || {
+        for route in Route::ALL {
+            let case = Case { hidden: 8, max_tokens: 6, route, ..Case::across(&[0, 0, 1, 1], 6, 2) };
+            let case = Case { max_in_flight: 3, ..case };
+            // One device of each node.
+            disturbed::disturbed([0, 2], || {
+                on_nics(&case, SignalMode::Write, |rank, me| {
+                    for round in 0..8 {
+                        let seed = 64 * round + me;
+                        rank.round(&tokens(seed, 1 + (seed % 6) as u32, case.hidden, case.top_k, 6));
+                        rank.steps([(seed, 3), (seed + 64, 5)]);
+                    }
+                });
+            });
+        }
+    });
 }
 
 #[test]

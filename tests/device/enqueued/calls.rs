@@ -1,12 +1,10 @@
 //! Calls that go well.
 
-use std::panic::{UnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 
 use fake_cuda::FakeDriver;
 use half::{bf16, f16};
-use sidelane::device::{Kernels, PermuteArgs, PinnedMemory, Priority, Stream};
+use sidelane::device::Stream;
 use sidelane::ep::{ExpertRows, Handle};
 use sidelane::exec::EnqueueCounts;
 use sidelane::gate::Routing;
@@ -14,9 +12,10 @@ use sidelane::plan::{ExpertMap, Overflow, ReceiveMode};
 use sidelane::topology::Route;
 use sidelane::{Element, World};
 
+use super::disturbed::disturbed;
 use super::rank::{Case, Input, Rank, call, target};
 use super::{on_devices, on_drivers, on_settings, seeds};
-use crate::devices::{Memory, context, stream};
+use crate::devices::stream;
 use crate::support::{To, on_ranks, small, tokens};
 
 /// Runs something on each rank of a world, on a device of its own.
@@ -128,49 +127,6 @@ fn one_hardware_queue_is_enough_for_exact_sizes() {
     });
 }
 
-/// Runs the body beside what the rest of a program may do: it takes memory and gives it back, loads
-/// kernels and launches them for the first time. Each of these calls waits for the device, and
-/// keeps all other threads' calls out meanwhile.
-pub fn disturbed(body: impl FnOnce() + UnwindSafe) {
-    let over = AtomicBool::new(false);
-    std::thread::scope(|scope| {
-        let over = &over;
-        let noise: Vec<_> = (0..2).map(|device| scope.spawn(move || disturb(device, over))).collect();
-        let done = catch_unwind(body);
-        over.store(true, Ordering::Relaxed);
-        noise.into_iter().for_each(|thread| thread.join().unwrap());
-        done.unwrap_or_else(|panic| resume_unwind(panic));
-    });
-}
-
-fn disturb(device: u32, over: &AtomicBool) {
-    let context = context(device);
-    while !over.load(Ordering::Relaxed) {
-        let stream = Stream::new(&context, Priority::Normal).unwrap();
-        let kernels = Kernels::load(&context).unwrap();
-        let memory = Memory::new(&context, 64);
-        let index = memory.fill(&stream, &[0_i32; 4]);
-        let words = PinnedMemory::new(&context, 8).unwrap();
-        let [from, out] =
-            [Memory::new(&context, 64), Memory::new(&context, 64)].map(|memory| memory.part(64));
-        kernels
-            .regroup(
-                &stream,
-                &PermuteArgs {
-                    row_bytes: 16,
-                    sources: 4,
-                    rows: 4,
-                    from: from.span(0, 64).unwrap(),
-                    index: index.span(0, 16).unwrap(),
-                    out: out.span(0, 64).unwrap(),
-                    runs: None,
-                    status: words.range().word(0).unwrap(),
-                },
-            )
-            .unwrap();
-    }
-}
-
 #[test]
 fn exact_sizes_go_on_while_other_threads_free_load_and_launch() {
     let locks = ("SIDELANE_FAKE_CUDA_LOCKS", "1");
@@ -186,7 +142,7 @@ fn exact_sizes_go_on_while_other_threads_free_load_and_launch() {
             (queues, 12),
             &|| {
                 let case = Case { hidden: 8, max_tokens: 6, ..Case::new(3, 4, 2) };
-                disturbed(|| rounds(&case, 40, 6));
+                disturbed([0, 1], || rounds(&case, 40, 6));
             },
         );
     }

@@ -4,8 +4,11 @@ use std::sync::Arc;
 
 use half::bf16;
 use sidelane::device::{Allocation, DeviceRange, Stream};
+use sidelane::dtype::PartialDtype;
 use sidelane::ep::{Choices, ExpertParallelBuilder, Tensor};
 use sidelane::error::MemoryError;
+use sidelane::plan::{RowLayout, SumOrder};
+use sidelane::topology::Route;
 use sidelane::{Dtype, Error, ExpertParallel, Group, World};
 
 use super::rank::{Case, Input, Rank, target};
@@ -135,6 +138,39 @@ fn heap_that_fits_in_bytes_alone_is_refused_on_all_ranks() {
             assert_eq!(refused, full.into());
             heap(22 << 20).build().unwrap();
         });
+    });
+}
+
+/// 12 bytes for each choice, 4 for each row that may land, and 32 for each expert, in multiples of
+/// 256.
+#[test]
+fn report_says_how_much_memory_each_handle_takes() {
+    on_devices("enqueued::heap::report_says_how_much_memory_each_handle_takes", 8, 66, || {
+        let of = |nodes| Case { max_tokens: 64, ..Case::across(nodes, 64, 4) };
+        let (choices, experts) = (64 * 4, 32 * 64);
+        let plain = || of(&[0, 0]);
+        let rounded = |case| Case { wire: PartialDtype::Bf16, ..case };
+        let by_node = |nodes| rounded(Case { order: SumOrder::Node, route: Route::Pxn, ..of(nodes) });
+        for (case, bytes) in [
+            (plain(), 12 * choices + 4 * 512 + experts),
+            (Case { weighted: true, ..plain() }, 16 * choices + 4 * 512 + experts),
+            (plain().dropping(128), 12 * choices + 4 * 128 + experts),
+            // One run of own rows, in place of one for each expert.
+            (
+                Case { layout: RowLayout::RankMajor, ..plain() },
+                12 * choices + 16 * 4 * 128 + experts / 2 + 256,
+            ),
+            (Case { order: SumOrder::Rank, ..plain() }, 12 * choices + 4 * 512 + experts),
+            (rounded(Case { order: SumOrder::Rank, ..plain() }), 16 * choices + 16 * 512 + experts),
+            (by_node(&[0, 0, 1, 1]), 16 * choices + 4 * 1024 + experts),
+        ] {
+            on_ranks(&case.nodes, &small(), |world| {
+                let (group, me) = (world.all().unwrap(), u64::from(world.rank()));
+                let mut rank = Rank::<bf16>::by_default(&group, &case);
+                let (_, handle) = rank.dispatch(&tokens(me, 12, 16, 4, 64)).unwrap();
+                assert_eq!(handle.report().unwrap().handle_bytes, bytes, "{case:?}");
+            });
+        }
     });
 }
 

@@ -7,8 +7,10 @@
 mod allocator;
 pub mod blocks;
 mod buffers;
+mod bytes;
 mod calls;
 mod cudarc;
+mod disturbed;
 mod faults;
 mod growth;
 mod heap;

@@ -13,8 +13,9 @@ use sidelane::topology::Route;
 use sidelane::world::NoGpuDirect;
 
 use super::calls::{on_each, rounds, some, three};
+use super::disturbed::disturbed;
 use super::rank::{Case, Input, Rank};
-use super::{on_devices, on_drivers, seeds};
+use super::{on_devices, on_drivers, on_settings, seeds};
 use crate::devices::stream;
 use crate::support::{on_ranks, small, tokens};
 
@@ -65,6 +66,22 @@ fn relays_of_engines_go_on_for_hundreds_of_rounds() {
     on_devices("enqueued::nodes::relays_of_engines_go_on_for_hundreds_of_rounds", 3, 5, || {
         let case = Case { hidden: 8, max_tokens: 6, ..Case::across(&[0, 0, 1], 5, 3) };
         rounds(&Case { route: Route::Pxn, ..case }, 200, 5);
+    });
+}
+
+#[test]
+fn nodes_go_on_while_other_threads_free_load_and_launch() {
+    let test = "enqueued::nodes::nodes_go_on_while_other_threads_free_load_and_launch";
+    let with = |more| [("SIDELANE_FAKE_CUDA_LOCKS", "1"), ("CUDA_MODULE_LOADING", "LAZY"), more];
+    let full = with(("SIDELANE_FAKE_CUDA_LAUNCH_QUEUE", "24"));
+    let copies = with(("SIDELANE_FAKE_CUDA_COPY_QUEUES", "1"));
+    let priorities = with(("SIDELANE_FAKE_CUDA_PRIORITY_QUEUES", "1"));
+    on_settings(test, &[&full, &copies, &priorities], (8, 14), &|| {
+        for route in Route::ALL {
+            let case = Case { hidden: 8, max_tokens: 6, route, ..Case::across(SHAPES[0], 6, 2) };
+            // One device of each node.
+            disturbed([0, 2], || rounds(&case, 12, 8));
+        }
     });
 }
 

@@ -14,7 +14,8 @@ use sidelane::plan::{ExpertMap, Overflow, ReceiveMode, SumOrder};
 use sidelane::topology::Route;
 use sidelane::{Dtype, Element, Error, World};
 
-use super::calls::{disturbed, on_each_of, some};
+use super::calls::{on_each_of, some};
+use super::disturbed::disturbed;
 use super::rank::{Case, Rank, target};
 use super::{on_devices, on_settings, seeds};
 use crate::devices::stream;
@@ -195,7 +196,7 @@ fn steps_go_on_while_other_threads_free_load_and_launch() {
     for queues in [1, 32] {
         on_settings(test, &[&[locks, full, lazy]], (queues, 12), &|| {
             let case = Case { hidden: 8, max_tokens: 6, weighted: true, ..Case::new(3, 4, 2) };
-            disturbed(|| steps::<bf16>(&case, 8, 7));
+            disturbed([0, 1], || steps::<bf16>(&case, 8, 7));
         });
     }
 }

@@ -53,6 +53,8 @@ counters! {
     graphs,
     /// Times the host was made to wait for a stream, an event or a context.
     host_waits,
+    /// Times a call that waits for its device took the driver's lock.
+    lock_holds,
     /// Allocations of device memory or of pinned memory.
     allocations,
     /// Changes of what addresses of devices mean: mappings, and grants of access.

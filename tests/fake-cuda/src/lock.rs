@@ -13,6 +13,7 @@
 use std::cell::Cell;
 use std::sync::{Condvar, Mutex};
 
+use crate::counters::{COUNTERS, add};
 use crate::driver::settings;
 
 /// Whether a thread holds it.
@@ -50,6 +51,7 @@ pub fn hold<T>(wait: impl FnOnce() -> T) -> T {
     }
     *held = true;
     drop(held);
+    add(&COUNTERS.lock_holds, 1);
     MINE.set(true);
     let done = wait();
     MINE.set(false);

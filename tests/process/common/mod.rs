@@ -64,6 +64,11 @@ pub enum Command {
     /// One all-to-all that lands in place after another, forever, each part compared; reports as
     /// [`Command::Loop`].
     LandForever,
+    /// A combine behind work of this rank's stream that never ends; reports that it runs.
+    HoldStream,
+    /// A combine that waits for such a rank, while another thread frees memory and holds the
+    /// driver's lock; reports that it runs, and then what ended it.
+    FreeMeanwhile,
     /// The first half of a dispatch.
     StartRound,
     /// The rest of the round that was started: reports that it goes on, and then what came of it.

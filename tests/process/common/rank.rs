@@ -111,6 +111,9 @@ impl Rank {
                 Command::LandForever => self.land().map_err(Failure::from),
                 Command::StartRound => self.in_halves().map_err(Failure::from),
                 Command::FinishRound => Err(Failure::Other("no round was started".into())),
+                Command::HoldStream | Command::FreeMeanwhile => {
+                    Err(Failure::Other("no stream is here".into()))
+                }
                 Command::LastRound => return self.end_with_a_round(),
                 Command::AwaitDeath => Err(self.await_death()),
                 Command::Rebuild => self.go_on_in(|world| world.rebuild(LONG, 1)).map_err(Failure::from),

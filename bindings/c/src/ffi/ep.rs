@@ -96,8 +96,12 @@ pub struct EpOptions {
     /// Device: blocks of each kernel, at most, so that work on other streams keeps its
     /// multiprocessors meanwhile. No bit depends on it. 0: as many as the device has at work.
     pub max_blocks: u32,
+    /// Device, a group of one node: bytes to which its memory may grow where a dispatch lacks room.
+    /// 0: what two dispatches of any routing take, at most 4 times the default of `device_heap`;
+    /// memory whose size is set does not grow.
+    pub device_heap_limit: u64,
 }
-versioned!(EpOptions, "sidelane_ep_options_t", max_blocks: u32, 80, 96);
+versioned!(EpOptions, "sidelane_ep_options_t", device_heap_limit: u64, 80, 96, 104);
 
 /// Description of a layer.
 #[repr(C)]
@@ -176,6 +180,9 @@ impl EpOptions {
         }
         if self.device_heap > 0 {
             builder = builder.device_heap(self.device_heap);
+        }
+        if self.device_heap_limit > 0 {
+            builder = builder.device_heap_limit(self.device_heap_limit);
         }
         if self.max_blocks > 0 {
             builder = builder.max_blocks(self.max_blocks);

@@ -2,7 +2,7 @@
 
 use std::ffi::c_char;
 
-use sidelane::ep::{CallExecutor, Handle as Layout, Report as Said};
+use sidelane::ep::{CallExecutor, Handle as Layout, MAX_KERNELS, Report as Said};
 use sidelane::exec::{EnqueueCounts, TransferCounts};
 use sidelane::plan::RowsByDistance;
 
@@ -140,7 +140,7 @@ pub struct Report {
     /// Device: requests to the stream.
     pub enqueued: EnqueuedWork,
     /// Device: kernels that ran on the stream before rows were packed, or after they had landed.
-    pub kernels: [KernelName; 4],
+    pub kernels: [KernelName; 6],
     /// Device, fixed slots: other ranks on this rank's own device.
     pub same_device: u64,
     /// Device: why rows between nodes are staged in host memory, if they are: the lane that
@@ -153,9 +153,12 @@ pub struct Report {
     pub registration: [c_char; 16],
     /// Device: limit on the blocks of each kernel (sidelane_ep_options_t.max_blocks); 0: none.
     pub max_blocks: u64,
+    /// Device, calls that the caller finishes: bytes of it that each open handle takes, beside rows
+    /// and outputs.
+    pub handle_bytes: u64,
 }
 // Structs of the sizes between held shorter counts, so none of them begins this one.
-versioned!(Report, "sidelane_report_t", max_blocks: u64, 464);
+versioned!(Report, "sidelane_report_t", handle_bytes: u64, 464);
 
 /// Structs of C that mirror counts of the library, which are all u64. A count that the library
 /// gains stops the build here until its mirror and this list have it.
@@ -229,7 +232,8 @@ pub(super) fn report_of(layout: &Layout) -> Result<Report, Fault> {
 
 /// A report as C reads it.
 fn written(layout: &Layout, said: &Said, returned: TransferCounts) -> Report {
-    let (mut lanes, mut kernels) = ([Lane::default(); 8], [KernelName::default(); 4]);
+    // The report has as many places: cbindgen reads numbers alone, so it says theirs itself.
+    let (mut lanes, mut kernels) = ([Lane::default(); 8], [KernelName::default(); MAX_KERNELS]);
     for (lane, used) in lanes.iter_mut().zip(&said.lanes) {
         *lane = Lane { name: short_name(used.lane), ranks: used.ranks.into() };
     }
@@ -258,5 +262,6 @@ fn written(layout: &Layout, said: &Said, returned: TransferCounts) -> Report {
         host_staged: short_name(said.host_staged().unwrap_or("")),
         registration: short_name(said.registration().unwrap_or("")),
         max_blocks: said.max_blocks.unwrap_or(0).into(),
+        handle_bytes: said.handle_bytes,
     }
 }

@@ -138,6 +138,9 @@ pub enum Call {
     OverBudget,
     /// A layer whose experts change nothing, captured once and launched with several inputs.
     Capture,
+    /// A dispatch and a combine, between which ranks of a second group begin a dispatch there: they
+    /// finish it, and combine, behind that combine.
+    Interleaved,
     /// The bare moves of a dispatch.
     Floor,
 }

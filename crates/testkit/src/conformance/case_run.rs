@@ -9,7 +9,7 @@ use sidelane::{Error, World};
 use sidelane_verify::reference::Real;
 
 use crate::TestError;
-use crate::conformance::case::{Case, Way};
+use crate::conformance::case::{Call, Case, Way};
 use crate::conformance::rank_calls::RankCalls;
 use crate::conformance::suite::SUITE;
 use crate::conformance::tensors::{Device, Memory};
@@ -162,10 +162,10 @@ fn calls<E: Real>(
         instances.push(RankCalls::<E>::build(settings, group, device, (seed, part))?);
     }
     *executor = instances.first().map(|instance| instance.ep.executor());
-    let played = case
-        .calls
-        .iter()
-        .try_for_each(|&call| instances.iter_mut().try_for_each(|instance| instance.carry_out(call)));
+    let played = case.calls.iter().try_for_each(|&call| match (call, instances.as_mut_slice()) {
+        (Call::Interleaved, [first, second]) => first.around(second),
+        (_, all) => all.iter_mut().try_for_each(|instance| instance.carry_out(call)),
+    });
     let ended = instances.iter().try_for_each(RankCalls::end);
     for instance in &mut instances {
         found.append(&mut instance.found);

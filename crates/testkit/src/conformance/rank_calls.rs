@@ -136,6 +136,10 @@ impl<'r, E: Real> RankCalls<'r, E> {
             Call::Refused(bad) => self.refused(bad),
             Call::OverBudget => self.over_budget(),
             Call::Capture => self.capture(),
+            Call::Interleaved => {
+                let layer = [Call::Dispatch, Call::Combine(0), Call::Forget];
+                layer.into_iter().try_for_each(|call| self.carry_out(call))
+            }
             Call::Floor => self.floor(),
         }
     }
@@ -429,10 +433,11 @@ impl<'r, E: Real> RankCalls<'r, E> {
         Ok(())
     }
 
-    /// Tensors of a layer of these tokens, on a device.
+    /// Tensors of a layer of these tokens.
     pub fn layer(&mut self, tokens: &Tokens<E>) -> Result<Layer, TestError> {
-        let place = &mut self.place;
+        let (place, top_k) = (&mut self.place, self.settings.case.top_k);
         Ok(Layer {
+            routing: Routing::new(top_k, tokens.ids.clone(), tokens.weights.clone())?,
             x: place.lend(&self.settings.sent(&tokens.x)?)?,
             sent: self.settings.sent_shape().0,
             ids: place.lend(&tokens.ids)?,
@@ -688,8 +693,10 @@ fn choices<'b>(ids: &'b Buffer, weights: &'b Buffer) -> Result<Choices<'b>, Test
     }
 }
 
-/// Tensors of a dispatch and a combine on a device.
+/// Tensors of a dispatch and a combine.
 pub struct Layer {
+    /// Choices of a layer on the host.
+    routing: Routing<'static>,
     x: Buffer,
     /// Type of `x`.
     sent: Dtype,
@@ -720,7 +727,11 @@ impl Layer {
 
     /// Starts the dispatch.
     pub fn start<'e>(&'e self, ep: &'e mut ExpertParallel) -> Result<PendingDispatch<'e>, TestError> {
-        Ok(ep.start_dispatch(self.x.tensor(self.sent), choices(&self.ids, &self.weights)?)?)
+        let chosen = match self.ids {
+            Buffer::Host(..) => (&self.routing).into(),
+            Buffer::Device(_) => choices(&self.ids, &self.weights)?,
+        };
+        Ok(ep.start_dispatch(self.x.tensor(self.sent), chosen)?)
     }
 
     /// Combines outputs of experts.

@@ -10,7 +10,8 @@ use sidelane::topology::Route;
 use crate::conformance::case::{Bad, Call, Case, Setting, Way};
 use Call::{
     Cached, Capture, Combine, CombineBackward, CombineCopy, CombineHalves, Dispatch, DispatchBackward,
-    DispatchHalves, Floor, Forget, Mask, OverBudget, Prepare, Refused, Release, SetMap, Stream, TokenBuffer,
+    DispatchHalves, Floor, Forget, Interleaved, Mask, OverBudget, Prepare, Refused, Release, SetMap, Stream,
+    TokenBuffer,
 };
 use Overflow::{Drop, Error};
 use Setting::{
@@ -44,8 +45,36 @@ const SHAPE: &[Call] = &[Dispatch, Combine(0), Refused(Bad::Shape), Dispatch, Co
 const EXPERT: &[Call] = &[Dispatch, Combine(0), Refused(Bad::Expert), Dispatch, Combine(1)];
 
 const HALVES: &[Call] = &[DispatchHalves, CombineHalves(0)];
+const INTERLEAVED: &[Call] = &[Interleaved, Interleaved];
+/// Two microbatches, whose backward passes run in the reverse order.
+const MICROBATCHES: &[Call] = &[
+    Dispatch,
+    Combine(0),
+    DispatchHalves,
+    CombineHalves(1),
+    CombineBackward(1),
+    DispatchBackward(1),
+    CombineBackward(0),
+    DispatchBackward(0),
+];
+/// Bad input between a forward pass and its backward pass.
+const SHAPE_AMID: &[Call] =
+    &[Dispatch, Combine(0), Refused(Bad::Shape), CombineBackward(0), DispatchBackward(0)];
 const MOVING: &[Call] =
     &[Dispatch, Combine(0), Forget, SetMap, Dispatch, Combine(0), Forget, SetMap, Dispatch, Combine(0)];
+const MOVING_ALIVE: &[Call] = &[
+    Dispatch,
+    Dispatch,
+    Combine(1),
+    Combine(0),
+    Forget,
+    SetMap,
+    Dispatch,
+    Dispatch,
+    Cached(0),
+    Combine(1),
+    Combine(0),
+];
 /// Each of two ranks in turns, then both, then none: of four members.
 const MASKING: &[Call] = &[
     Mask(&[true, true, false, true]),
@@ -158,6 +187,16 @@ pub const SUITE: &[Case] = &[
     Case { name: "several handles", calls: ALIVE, ways: COUNTED, ..EXPERTS },
     Case { name: "two groups in turns", second: &[3, 1], ..EXPERTS },
     Case { name: "two groups in turns, two nodes", group: TWO_NODES, second: &[4, 0], ..EXPERTS },
+    Case { name: "two groups in turns, halves", second: &[3, 1], calls: HALVES, ..EXPERTS },
+    Case { name: "two groups interleaved", second: &[3, 1], calls: INTERLEAVED, ..EXPERTS },
+    Case {
+        name: "two groups interleaved, two nodes",
+        group: TWO_NODES,
+        second: &[4, 0],
+        calls: INTERLEAVED,
+        ..EXPERTS
+    },
+    Case { name: "several handles, two nodes", group: TWO_NODES, calls: ALIVE, ways: COUNTED, ..EXPERTS },
     Case { name: "slots", settings: &[EXPERT_MAJOR, Slots(12, Error)], ways: ON_HOST, ..EXPERTS },
     Case { name: "a row is missing", tokens: &[5, 4, 12, 3], calls: SHAPE, ..EXPERTS },
     Case { name: "an unknown expert", tokens: &[5, 4, 12, 3], calls: EXPERT, ..EXPERTS },
@@ -173,6 +212,8 @@ pub const SUITE: &[Case] = &[
     Case { name: "rows elsewhere", calls: &[Dispatch, CombineCopy(0)], ..RANKS },
     Case { name: "halves", calls: HALVES, ..RANKS },
     Case { name: "two groups in turns", second: &[3, 1], ..RANKS },
+    Case { name: "two groups interleaved", second: &[3, 1], calls: INTERLEAVED, ..RANKS },
+    Case { name: "an unknown expert", tokens: &[5, 4, 12, 3], calls: EXPERT, ..RANKS },
     Case { name: "a row is missing", tokens: &[5, 4, 12, 3], calls: SHAPE, ..RANKS },
     Case { name: "slots", settings: &[RANK_MAJOR, Slots(12, Error)], ways: ON_HOST, ..RANKS },
     Case { name: "several handles", calls: ALIVE, ways: COUNTED, ..RANKS },
@@ -181,6 +222,8 @@ pub const SUITE: &[Case] = &[
     Case { name: "two nodes, aligned", group: TWO_NODES, settings: &[Budget(14, Drop), Align(4)], ..BUDGET },
     Case { name: "rank-major", settings: &[Budget(9, Drop), RANK_MAJOR], ..BUDGET },
     Case { name: "over the budget", settings: &[Budget(2, Error)], calls: &[OverBudget], ..BUDGET },
+    Case { name: "a row is missing", tokens: &[5, 4, 12, 3], calls: SHAPE, ..BUDGET },
+    Case { name: "two groups interleaved", second: &[3, 1], calls: INTERLEAVED, ..BUDGET },
     SCARCE,
     Case { name: "expert-major", settings: &[EXPERT_MAJOR, Slots(3, Drop)], ..SCARCE },
     Case {
@@ -216,6 +259,7 @@ pub const SUITE: &[Case] = &[
     Case { name: "to 16, two nodes, relays", group: TWO_NODES, settings: &[Align(16), PXN], ..ALIGNED },
     Case { name: "no tokens", tokens: &[0], ..ALIGNED },
     Case { name: "rank-major", settings: &[Align(8), RANK_MAJOR], ..ALIGNED },
+    Case { name: "an unknown expert", tokens: &[5, 4, 12, 3], calls: EXPERT, ..ALIGNED },
     RELAYED,
     Case { name: "nodes of 3 and 1", group: UNEVEN, ..RELAYED },
     Case { name: "nodes in turns", group: MIXED, ..RELAYED },
@@ -223,6 +267,9 @@ pub const SUITE: &[Case] = &[
     Case { name: "halves", calls: HALVES, ..RELAYED },
     Case { name: "rank-major", settings: &[PXN, RANK_MAJOR], ..RELAYED },
     Case { name: "a row is missing", tokens: &[5, 4, 12, 3], calls: SHAPE, ..RELAYED },
+    Case { name: "an unknown expert", tokens: &[5, 4, 12, 3], calls: EXPERT, ..RELAYED },
+    Case { name: "several handles", calls: ALIVE, ways: COUNTED, ..RELAYED },
+    Case { name: "two groups interleaved", second: &[4, 0], calls: INTERLEAVED, ..RELAYED },
     IN_SPANS,
     of_six(IN_SPANS),
     Case {
@@ -238,9 +285,19 @@ pub const SUITE: &[Case] = &[
     Case { name: "two nodes, relays, aligned", group: TWO_NODES, settings: &[Fp8, PXN, Align(4)], ..RECORDS },
     Case { name: "rank-major", settings: &[Fp8, RANK_MAJOR], ..RECORDS },
     Case { name: "cached", calls: &[Dispatch, Cached(0), Combine(0)], ..RECORDS },
+    Case { name: "halves", calls: HALVES, ..RECORDS },
+    Case { name: "several handles", calls: ALIVE, ..RECORDS },
+    Case { name: "a row is missing", tokens: &[5, 4, 12, 3], calls: SHAPE, ..RECORDS },
+    Case { name: "a budget that drops", settings: &[Fp8, Budget(14, Drop)], ..RECORDS },
     OF_BYTES,
+    Case { name: "halves, cached", calls: &[DispatchHalves, Cached(0), Cached(0)], ..OF_BYTES },
+    Case { name: "rank-major, aligned", settings: &[RANK_MAJOR, Align(4)], ..OF_BYTES },
+    Case { name: "a budget that drops", settings: &[Budget(14, Drop)], ..OF_BYTES },
     Case { name: "two nodes, relays", group: TWO_NODES, settings: &[PXN], ..OF_BYTES },
     WEIGHED,
+    Case { name: "halves", calls: HALVES, ..WEIGHED },
+    Case { name: "several handles", calls: ALIVE, ..WEIGHED },
+    Case { name: "an unknown expert", tokens: &[5, 4, 12, 3], calls: EXPERT, ..WEIGHED },
     Case { name: "two nodes, relays", group: TWO_NODES, settings: &[EXPERT_MAJOR, Weighted, PXN], ..WEIGHED },
     Case {
         name: "by node, f32",
@@ -265,11 +322,28 @@ pub const SUITE: &[Case] = &[
     PREPARED,
     Case { name: "two nodes, relays, aligned", group: TWO_NODES, settings: &[PXN, Align(4)], ..CACHED },
     Case { name: "prepared, two nodes", group: TWO_NODES, ..PREPARED },
+    Case { name: "two groups in turns", second: &[3, 1], ..CACHED },
+    Case {
+        name: "an unknown expert",
+        tokens: &[5, 4, 12, 3],
+        calls: &[Prepare, Refused(Bad::Expert), Cached(0), Combine(0)],
+        ..CACHED
+    },
     Case { name: "rank-major", settings: &[RANK_MAJOR], ..CACHED },
     GRADIENTS,
     Case { name: "two nodes", group: TWO_NODES, settings: &[Align(4)], ..GRADIENTS },
     Case { name: "relays, replicas", group: MIXED, settings: &[PXN, Replicas], ..GRADIENTS },
     Case { name: "weighted", settings: &[EXPERT_MAJOR, Weighted], ..GRADIENTS },
+    Case { name: "two microbatches", calls: MICROBATCHES, ..GRADIENTS },
+    Case {
+        name: "two microbatches, weighted, relays",
+        group: TWO_NODES,
+        settings: &[EXPERT_MAJOR, Weighted, PXN],
+        calls: MICROBATCHES,
+        ..GRADIENTS
+    },
+    Case { name: "two groups in turns", second: &[3, 1], ..GRADIENTS },
+    Case { name: "a row is missing", tokens: &[5, 4, 12, 3], calls: SHAPE_AMID, ..GRADIENTS },
     Case {
         name: "weighted, relays, f32",
         group: TWO_NODES,
@@ -287,6 +361,15 @@ pub const SUITE: &[Case] = &[
     MAPS,
     Case { name: "two nodes, relays", group: TWO_NODES, settings: &[PXN], ..MAPS },
     Case { name: "replicas, rank-major", settings: &[RANK_MAJOR, Replicas], ..MAPS },
+    Case { name: "several handles", calls: MOVING_ALIVE, ways: COUNTED, ..MAPS },
+    Case {
+        name: "several handles, relays, replicas",
+        group: TWO_NODES,
+        settings: &[PXN, Replicas],
+        calls: MOVING_ALIVE,
+        ways: COUNTED,
+        ..MAPS
+    },
     MASKED,
     Case { name: "slots, two nodes", group: TWO_NODES, ..MASKED },
     Case {
@@ -324,12 +407,26 @@ pub const SUITE: &[Case] = &[
     },
     BUFFERS,
     Case { name: "two nodes", group: TWO_NODES, ..BUFFERS },
+    Case { name: "two nodes, relays", group: TWO_NODES, settings: &[PXN], ..BUFFERS },
+    Case {
+        name: "fp8, several",
+        hidden: 200,
+        settings: &[Fp8],
+        calls: &[TokenBuffer, TokenBuffer, Combine(0), Combine(1)],
+        ..BUFFERS
+    },
     CAPTURED,
     Case { name: "two nodes", group: TWO_NODES, ..CAPTURED },
     RELEASED,
     Case { name: "two nodes", group: TWO_NODES, ..RELEASED },
     STREAMS,
     Case { name: "two nodes", group: TWO_NODES, ..STREAMS },
+    Case {
+        name: "several handles",
+        calls: &[Dispatch, Stream, Dispatch, Combine(0), Stream, Combine(1)],
+        ways: &[Way::Exact, Way::Budget],
+        ..STREAMS
+    },
     FLOOR,
     Case { name: "two nodes", group: TWO_NODES, ..FLOOR },
 ];

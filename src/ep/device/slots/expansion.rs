@@ -237,11 +237,11 @@ impl Expansion {
         self.range(ExpandedPart::Refusal).word(0)
     }
 
-    /// Kernels of a combine.
-    pub fn fold_names(&self) -> Result<&'static [&'static str], DeviceError> {
+    /// The kernel of [`Expansion::fold`], for reports.
+    pub fn fold_name(&self) -> Result<&'static str, DeviceError> {
         match self.partial_dtype() {
-            Dtype::F32 => Kernels::sum_choices_to_f32_names(self.spec.dtype),
-            dtype => Kernels::sum_choices_names(dtype),
+            Dtype::F32 => Kernels::sum_choices_to_f32_name(self.spec.dtype),
+            dtype => Kernels::sum_choices_name(dtype),
         }
     }
 

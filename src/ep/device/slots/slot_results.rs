@@ -8,6 +8,7 @@ use crossbeam_utils::atomic::AtomicCell;
 use super::expansion::Expansion;
 use crate::device::DeviceRange;
 use crate::ep::device::watchdog::Words;
+use crate::ep::report::{CallKernels, NO_KERNELS};
 use crate::ep::{CallExecutor, LaneUse, Report, Status};
 use crate::error::{DeviceError, Error};
 use crate::exec::EnqueueCounts;
@@ -27,7 +28,7 @@ pub(super) struct ExchangeState {
     pub words: Arc<Words>,
     pub verdict: u64,
     /// Kernels of a dispatch, and of a combine.
-    pub kernels: [Vec<&'static str>; 2],
+    pub kernels: [CallKernels; 2],
     pub max_blocks: Option<u32>,
     pub lanes: Vec<LaneUse>,
     pub same_device: u32,
@@ -44,10 +45,10 @@ impl ExchangeState {
     }
 
     /// A report of what was enqueued, and of the kernels around it.
-    fn report(&self, enqueued: EnqueueCounts, kernels: &[&'static str]) -> Report {
+    fn report(&self, enqueued: EnqueueCounts, kernels: CallKernels) -> Report {
         let ExchangeState { max_blocks, same_device, no_gpu_direct: host_staged, registration, .. } = *self;
-        let (executor, lanes, kernels) =
-            (CallExecutor::ConstantProgram, self.lanes.clone(), kernels.to_vec());
+        let kernels = kernels.into_iter().flatten().collect();
+        let (executor, lanes) = (CallExecutor::ConstantProgram, self.lanes.clone());
         Report {
             executor,
             lanes,
@@ -156,14 +157,14 @@ impl SlotHandle {
 
     /// How the bytes of the dispatch went.
     pub fn report(&self) -> Report {
-        self.facts.report(self.dispatched, &self.facts.kernels[0])
+        self.facts.report(self.dispatched, self.facts.kernels[0])
     }
 
     /// How those of the combine went; nothing before there was one.
     pub fn return_report(&self) -> Report {
         match self.combined.load() {
-            Some(enqueued) => self.facts.report(enqueued, &self.facts.kernels[1]),
-            None => self.facts.report(EnqueueCounts::default(), &[]),
+            Some(enqueued) => self.facts.report(enqueued, self.facts.kernels[1]),
+            None => self.facts.report(EnqueueCounts::default(), NO_KERNELS),
         }
     }
 

@@ -16,6 +16,7 @@ use crate::ep::builder::Spec;
 use crate::ep::device::next_instance;
 use crate::ep::device::row_transport::{RowTransport, TransportSizes};
 use crate::ep::device::watchdog::{BypassStream, DeviceFlagWriter, POISON, WaitBreaker};
+use crate::ep::report::CallKernels;
 use crate::error::{DeviceError, Error, LaneError, MemoryError, PlanError};
 use crate::exec::{Lowered, PeerWindows, ProxyOps};
 use crate::lane::{self, COPY_ENGINE, Port};
@@ -198,12 +199,15 @@ fn shapes(spec: &Spec) -> Result<(SlotShape, Option<(u32, ExpansionLayout)>), Pl
 }
 
 /// Kernels of a dispatch, and of a combine, for reports.
-fn kernels_of(expansion: Option<&Expansion>) -> Result<[Vec<&'static str>; 2], DeviceError> {
-    let Some(expansion) = expansion else { return Ok([vec!["pack", "check"], vec!["sum"]]) };
-    let folds = expansion.fold_names()?.iter().copied().chain(["sum"]).collect();
+fn kernels_of(expansion: Option<&Expansion>) -> Result<[CallKernels; 2], DeviceError> {
+    let expanded = |kernel| expansion.map(|_| kernel);
     // Of no rows there is nothing to gather.
-    let gather = (expansion.budget() > 0).then_some("regroup");
-    Ok([["pack", "tally", "check", "admit", "expand"].into_iter().chain(gather).collect(), folds])
+    let gather = expansion.filter(|expansion| expansion.budget() > 0).map(|_| "regroup");
+    let fold = expansion.map(Expansion::fold_name).transpose()?;
+    Ok([
+        [Some("pack"), expanded("tally"), Some("check"), expanded("admit"), expanded("expand"), gather],
+        [fold, Some("sum"), None, None, None, None],
+    ])
 }
 
 /// The path of rows between nodes, with the flags that the lane raises where these are not the
