@@ -519,7 +519,7 @@ mod tests {
         health.fail(Cause::Cancelled { by: 0 });
         // Peers may still read the first one, and only write the others.
         drop((offered, announced, along_handle));
-        pool.give_back();
+        pool.give_back().unwrap();
         assert_eq!(taken(), 4 * PART, "control, rows, what was offered, what a call still announces");
         assert!(rows.slice::<u8>(0, PART as usize).unwrap().iter().all(|&byte| byte == 7));
         // A late write takes memory, and finds it.
@@ -537,10 +537,10 @@ mod tests {
         let heap = Heap::new(0, sizes, &segments, &health, Duration::ZERO).unwrap();
         let pool = heap.pool();
         let seen = || (pool.alloc(64).map(|extent| extent.len()), pool.announce(64).len());
-        pool.give_back();
+        pool.give_back().unwrap();
         assert_eq!(seen(), (Ok(64), 64), "a living world keeps its memory");
         health.fail(Cause::Cancelled { by: 3 });
-        pool.give_back();
+        pool.give_back().unwrap();
         assert_eq!(seen(), (Err(Cause::Cancelled { by: 3 }.into()), 0));
     }
 

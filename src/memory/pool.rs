@@ -189,20 +189,20 @@ impl Pool {
     /// Gives memory of a failed world back to the system: what is free, and what failed calls have
     /// announced. Peers may still write there, and no rank reads it. No more is allocated. A world
     /// that lives keeps its memory.
-    pub(crate) fn give_back(&self) {
-        let Err(cause) = self.health.check() else { return };
+    ///
+    /// # Errors
+    /// [`MemoryError::System`] if the system refuses: the memory stays.
+    pub(crate) fn give_back(&self) -> Result<(), MemoryError> {
+        let Err(cause) = self.health.check() else { return Ok(()) };
         let mut state = self.state();
         state.reap();
         let ranges: Vec<_> = state.extents.free.iter().chain(&state.abandoned).copied().collect();
         state.given_back = Some(cause);
         // The system takes long for large ranges. None of them is allocated any more.
         drop(state);
-        let given = ranges
+        ranges
             .iter()
-            .try_for_each(|&(offset, len)| self.mapped.give_back(self.member, self.start + offset, len));
-        if let Err(error) = given {
-            tracing::warn!(rank = self.rank, %error, "memory of a failed world stays");
-        }
+            .try_for_each(|&(offset, len)| self.mapped.give_back(self.member, self.start + offset, len))
     }
 
     /// Fills all free memory with one byte. Tests use it to show that pads and sums never depend on

@@ -384,7 +384,9 @@ impl World {
         let next = self.shared.hub.rebuild(deadline, at_least)?;
         self.stop_net();
         // The next heap takes its place.
-        self.shared.heap.pool().give_back();
+        if let Err(error) = self.shared.heap.pool().give_back() {
+            tracing::warn!(rank = self.rank(), %error, "memory of a failed world stays");
+        }
         self.followed_by(next)
     }
 

@@ -5,9 +5,9 @@ mod memory;
 
 pub use memory::MemoryError;
 
-/// A cause of a world's failure: models have none.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Cause {}
+/// A cause of a world's failure: no model has one.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Cause;
 
 /// An error of planning.
 #[derive(Clone, Copy, Debug, PartialEq)]
