@@ -193,7 +193,7 @@ static void dispatches(void) {
     a_round_works();
 }
 
-// What exact sizes do not have is refused by name at every rank, before any other error.
+// Exact sizes lack these calls: each is refused by name at every rank, before any other error.
 static void calls_that_are_not_there(void) {
     sidelane_handle_t *handle;
     sidelane_output_t *output;

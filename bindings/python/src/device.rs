@@ -390,8 +390,8 @@ impl Drop for OnStream {
         let wait = || Python::try_attach(|py| py.detach(idle)).unwrap_or_else(idle);
         let past = self.maker.is_here() && wait();
         if !past {
-            // What a broken device still uses, or that of a parent's process, is not ours to give
-            // back here.
+            // A broken device still uses this memory, or it is a parent's process's: it is not ours
+            // to give back here.
             std::mem::forget(kept);
         }
     }

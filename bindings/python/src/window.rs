@@ -101,8 +101,8 @@ impl Window {
         })
     }
 
-    /// A call on the data path. It waits for no other rank's input, so what is wrong with this
-    /// rank's is told here alone.
+    /// A call on the data path. It waits for no other rank's input, so an error in this rank's
+    /// input is raised here alone.
     fn call(
         &self,
         py: Python<'_>,

@@ -50,7 +50,7 @@ pub enum Value {
     Packed,
     /// The order of rows is on the device, and those that had to wait for it are packed.
     Ordered,
-    /// What kernels read beside the rows is on its way to the device.
+    /// The tables that kernels read beside the rows are on their way to the device.
     Tables,
     /// Own rows can be placed: their runs are on the device.
     OwnRuns,
@@ -287,7 +287,7 @@ fn needs(step: &CallStep) -> Vec<(Role, Value)> {
             Work::Announce | Work::Take | Work::Partials => &[Reclaimed],
             Work::Grow => &[AllTags, Sizes],
             Work::PackPlaced | Work::PlaceOwn => &[Landings],
-            // It may put weights for sums by node over those by which the caller is told what was
+            // Weights for sums by node may overwrite those that tell the caller which choices were
             // dropped.
             Work::SendTables => &[Landings, Operands],
             Work::Join => &[Followed, Tables, Landed, BroughtIn, Pulled],

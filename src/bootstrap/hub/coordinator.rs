@@ -648,7 +648,7 @@ mod tests {
     /// The contribution of a rank to a step.
     type Said<'a> = &'a dyn Fn(u32) -> Vec<u8>;
 
-    /// What rank 0 holds for the ranks of a world that they build, before any has read a byte.
+    /// The bytes that rank 0 holds for each rank while they build a world, before any is read.
     fn outboxes(ranks: u32) -> Vec<Outbox> {
         let mut outboxes: Vec<Outbox> = (0..ranks).map(|_| Outbox::default()).collect();
         let addresses =

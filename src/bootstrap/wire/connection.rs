@@ -295,7 +295,7 @@ impl Writer {
         self.array(value);
     }
 
-    /// What was written, without a length in front.
+    /// The bytes that were written, without a length in front.
     pub(super) fn body(&self) -> &[u8] {
         &self.0[4..]
     }

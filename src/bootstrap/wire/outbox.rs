@@ -6,7 +6,7 @@
 //!                                          `-----------------+--► an answer to all ranks: held once
 //! ```
 //!
-//! What a coordinator sends to N ranks grows with N, so a copy for each would take N x N bytes.
+//! An answer to N ranks grows with N, so a copy for each rank would take N x N bytes.
 
 use std::collections::VecDeque;
 use std::io::{self, ErrorKind, IoSlice, Write};
@@ -30,7 +30,7 @@ impl Piece {
     }
 }
 
-/// What is queued for one peer, and not yet handed to the system.
+/// Bytes that are queued for one peer, and not yet handed to the system.
 #[derive(Debug, Default)]
 pub struct Outbox {
     pieces: VecDeque<Piece>,

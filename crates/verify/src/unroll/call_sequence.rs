@@ -148,7 +148,7 @@ pub(super) const KEPT: u64 = CONTEXTS * NOTES + 2 * STAGING + (1 + CONTEXTS) * T
 /// handle, or in both.
 #[derive(Clone, Copy)]
 pub(super) enum Table {
-    /// What a host needs of the choices, where a stream brings it: all of them, or their counts.
+    /// The choices, or their counts, where a stream brings them to the host.
     Choices,
     /// The order of rows: by it tokens are packed, and own rows placed.
     Order,

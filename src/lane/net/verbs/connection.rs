@@ -343,7 +343,7 @@ impl Connection {
         self.visits.is_owed() && self.visit(health)
     }
 
-    /// What wakes a thread for what comes, where signals do.
+    /// The channel that wakes a thread for completions, where signals wake one.
     fn channel(&self) -> Option<&CompletionChannel> {
         self.completions.channel().filter(|_| self.signal == SignalMode::Immediate)
     }
@@ -397,7 +397,7 @@ impl Connection {
                         state.sender.counters.received += 1;
                         let Sender { block, qp, .. } = &state.sender;
                         let take = || state.receiver.take(id & !RECEIVE, done, block, qp).err();
-                        // What comes behind an error completes requests, and frees staging.
+                        // Completions behind an error still end requests, and free staging.
                         refused = refused.or_else(take);
                     }
                 }
@@ -642,7 +642,7 @@ impl NetConnection for Connection {
             drop(self.fail(self.state.lock(), error, health));
             return false;
         }
-        // What came before wakes no thread, and the holder of the lock may have looked before it.
+        // An earlier completion wakes no thread, and the lock's holder may have polled before it.
         self.request_visit(health)
     }
 
